@@ -1,0 +1,415 @@
+"""Every option of snug, once: its type, default, unit and meaning.
+
+A config (`config/*.py`) is a list of plain assignments that differ from the defaults below; the command line
+overrides it with `--name=value`:
+
+    python grpo.py config/grpo_small.py --learning_rate=1e-4 --seed=3
+
+A config is read as data (literals only), never executed. Nothing here imports torch, so a typo is answered at once.
+Left out: nested configs, environment variables, any other file format.
+"""
+
+import ast
+import dataclasses
+import difflib
+import json
+import sys
+import textwrap
+import types
+import typing
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+
+class SnugError(Exception):
+    """What the user can put right: one line that names what is wrong, the value seen and what to do. Exit code 2."""
+
+
+def option(default, meaning, unit="", choices=(), minimum=None):
+    """One option. `unit` and `choices` are shown by --help; values outside `choices` or under `minimum` are refused."""
+    metadata = dict(meaning=meaning, unit=unit, choices=choices, minimum=minimum)
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+# -----------------------------------------------------------------------------
+# The options
+
+
+@dataclass
+class ModelOptions:
+    """The shape of a model made from scratch. With `init_from`, the shape is the checkpoint's."""
+
+    n_layer: int = option(2, "transformer blocks", minimum=1)
+    n_head: int = option(4, "attention heads", minimum=1)
+    n_kv_head: int = option(0, "key/value heads, shared by the query heads (grouped-query attention); 0: n_head", minimum=0)
+    n_embd: int = option(64, "width of the residual stream", minimum=1)
+    n_hidden: int = option(0, "width of the MLP; 0: 4 * n_embd for gelu, 8/3 * n_embd for swiglu", minimum=0)
+    block_size: int = option(64, "longest sequence, prompt and completion together", "tokens", minimum=2)
+    norm: str = option("layernorm", "normalisation before each half of a block", choices=("layernorm", "rmsnorm"))
+    position: str = option("learned", "how positions are told: GPT-2's table or Llama's rotation", choices=("learned", "rotary"))
+    mlp: str = option("gelu", "GPT-2's MLP or Llama's gated one", choices=("gelu", "swiglu"))
+    bias: bool = option(False, "biases in linear layers and layer norms")
+    tie_embeddings: bool = option(True, "one matrix for the token embedding and the output head")
+
+
+@dataclass
+class TaskOptions:
+    """What is learned, and how it is scored."""
+
+    task: str = option("addition", "the task: its prompts, demonstrations and reward", choices=("addition", "countdown"))
+    digits: int = option(4, "addition: digits of each number", minimum=1)
+    demonstration_noise: float = option(
+        0.0, "probability that a demonstration errs: addition, each carry dropped; countdown, a random expression", minimum=0
+    )
+    countdown_min_numbers: int = option(3, "countdown: fewest numbers to combine", minimum=2)
+    countdown_max_numbers: int = option(4, "countdown: most numbers to combine", minimum=2)
+    countdown_max_number: int = option(20, "countdown: largest number to combine", minimum=2)
+    countdown_operators: str = option("+-*/", "countdown: operators that may be used, as one word")
+    tokenizer: str = option("bytes", "text to ids; bytes needs no files; from a checkpoint when there is one", choices=("bytes", "gpt2"))
+
+
+@dataclass
+class RunOptions:
+    """Where a run lives and what it runs on."""
+
+    out_dir: str = option("out/run", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
+    seed: int = option(1, "seeds initial weights, the order of prompts and every sampled token", minimum=0)
+    device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device, such as cuda:1")
+    dtype: str = option(
+        "float32", "arithmetic of the forward pass: bfloat16 is autocast over float32 weights", choices=("float32", "bfloat16")
+    )
+    resume: str = option("never", "auto: continue from the newest checkpoint in out_dir, if any", choices=("never", "auto"))
+    save_interval: int = option(50, "a checkpoint every so many iterations, and at the end; 0: only at the end", "iterations", minimum=0)
+    save_total_limit: int = option(2, "checkpoints kept, newest first", minimum=1)
+    eval_interval: int = option(
+        20, "evaluate at the start, every so many iterations and at the end; 0: only at the end", "iterations", minimum=0
+    )
+    eval_prompts: int = option(500, "held-out prompts in an evaluation; 0: no evaluation", "prompts", minimum=0)
+    samples_per_iteration: int = option(4, "completions written to samples.jsonl in each iteration", minimum=0)
+
+
+@dataclass
+class TrainOptions:
+    """The update, the same for both loops."""
+
+    learning_rate: float = option(1e-3, "peak learning rate", minimum=0)
+    lr_schedule: str = option("constant", "after warmup: constant, or down to zero at max_iters", choices=("constant", "linear", "cosine"))
+    warmup_iters: int = option(0, "learning rate rises linearly over these", "iterations", minimum=0)
+    weight_decay: float = option(0.0, "AdamW's decay of matrices and embeddings", minimum=0)
+    adam_beta1: float = option(0.9, "AdamW's decay of the first moment", minimum=0)
+    adam_beta2: float = option(0.99, "AdamW's decay of the second moment", minimum=0)
+    grad_clip: float = option(1.0, "largest norm of the gradient; 0: not clipped", minimum=0)
+    max_tokens_per_micro_batch: int = option(
+        0,
+        "sequences are sorted by length and cut so that a padded micro-batch holds at most this; the knob for memory. 0: off",
+        "tokens",
+        minimum=0,
+    )
+    gradient_accumulation_steps: int = option(
+        1, "micro-batches of equally many sequences an optimizer step, where there is no token budget", minimum=1
+    )
+    checkpoint_blocks: str = option(
+        "none",
+        "block: keep only block inputs and run each block again in backward; selective: keep attention outputs too",
+        choices=("none", "block", "selective"),
+    )
+    logits_chunk_mb: float = option(
+        16.0,
+        "the most that logits may take at a time, in the head and in the sampler; smaller saves memory and starves the GEMMs",
+        "MiB",
+        minimum=0.001,
+    )
+
+
+@dataclass
+class SFTSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions):
+    """Supervised fine-tuning on a task's demonstrations: options of train_sft.py."""
+
+    out_dir: str = option("out/sft", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
+    init_from: str = option("", "a run's folder to start from; empty: random weights")
+    max_iters: int = option(500, "optimizer steps", "iterations", minimum=1)
+    batch_size: int = option(128, "demonstrations an optimizer step", "sequences", minimum=1)
+
+    def check(self):
+        check_common(self)
+        divides(self, "gradient_accumulation_steps", "batch_size")
+
+
+@dataclass
+class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions):
+    """Group relative policy optimisation: options of grpo.py."""
+
+    out_dir: str = option("out/grpo", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
+    init_from: str = option("", "a run's folder to start from, and the reference; empty: random weights")
+    init_config: str = option("", "SFT config that makes init_from when it is missing")
+    max_iters: int = option(100, "rollouts", "iterations", minimum=1)
+    batch_size: int = option(64, "prompts an iteration", "prompts", minimum=1)
+    group_size: int = option(16, "completions of each prompt (TRL: num_generations)", "completions", minimum=1)
+    train_batch_size: int = option(
+        0, "completions an optimizer step; several steps a rollout when smaller; 0: the whole rollout", minimum=0
+    )
+    num_iterations: int = option(1, "times each rollout is learned from", minimum=1)
+    max_new_tokens: int = option(32, "longest completion (TRL: max_completion_length)", "tokens", minimum=1)
+    max_rollout_batch: int = option(0, "completions decoded at a time, which bounds the KV cache; 0: all", "completions", minimum=0)
+    temperature: float = option(
+        1.0,
+        "divides the logits, in the sampler and the trainer alike; there is no top-k or top-p, because training would not apply it",
+        minimum=1e-3,
+    )
+    beta: float = option(
+        0.0, "weight of the KL divergence to the reference, the weights of init_from; 0: no reference is loaded", minimum=0
+    )
+    loss_type: str = option(
+        "dapo",
+        "mean over: all tokens (dapo), each sequence's tokens (grpo), a constant length (dr_grpo)",
+        choices=("dapo", "grpo", "dr_grpo"),
+    )
+    scale_rewards: str = option("group", "what a group's centred rewards are divided by", choices=("group", "batch", "none"))
+    advantage_eps: float = option(1e-4, "added to the standard deviation of rewards", minimum=0)
+    epsilon: float = option(0.2, "the ratio is clipped at 1 - epsilon and 1 + epsilon_high", minimum=0)
+    epsilon_high: float | None = option(None, "upper clipping range; none: epsilon", minimum=0)
+    delta: float | None = option(None, "upper bound of the ratio where the advantage is negative; none: no bound", minimum=1)
+    reward_funcs: list[str] = option([], "your reward functions, as module:function, comma-separated, added up; empty: the task's own")
+
+    def check(self):
+        check_common(self)
+        if self.group_size < 2:
+            raise SnugError(f"group_size={self.group_size}: a group needs at least 2 completions to compare; try --group_size=8")
+        rollout = self.batch_size * self.group_size
+        if self.train_batch_size and rollout % self.train_batch_size:
+            raise SnugError(
+                f"train_batch_size={self.train_batch_size} does not divide the rollout of batch_size * group_size = "
+                f"{self.batch_size} * {self.group_size} = {rollout} completions"
+            )
+        if (self.train_batch_size or rollout) % self.gradient_accumulation_steps:
+            raise SnugError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} does not divide the "
+                f"{self.train_batch_size or rollout} completions of an optimizer step"
+            )
+        if self.max_new_tokens >= self.block_size and not self.init_from:
+            raise SnugError(
+                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in block_size={self.block_size}; raise block_size"
+            )
+        if self.delta is not None and self.delta <= 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high):
+            raise SnugError(f"delta={self.delta} must be above 1 + epsilon_high, where the ratio is clipped already")
+        for spec in self.reward_funcs:
+            if not all(spec.partition(":")):
+                raise SnugError(f"reward_funcs={spec!r}: write module:function, such as my_rewards:is_short")
+
+
+@dataclass
+class SampleSettings:
+    """Completions of a run's newest checkpoint: options of sample.py."""
+
+    prompt: str = option("", "the text to complete; empty: a held-out prompt of the run's task")
+    num_samples: int = option(1, "completions", minimum=1)
+    max_new_tokens: int = option(32, "longest completion", "tokens", minimum=1)
+    temperature: float = option(1.0, "divides the logits; 0: the likeliest token each time", minimum=0)
+    seed: int = option(1, "the same seed gives the same completions", minimum=0)
+    device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device")
+
+    def check(self):
+        pass
+
+
+@dataclass
+class EvaluateSettings:
+    """pass@1 of a run's newest checkpoint on its task's held-out prompts: options of evaluate.py."""
+
+    num_prompts: int = option(500, "held-out prompts", "prompts", minimum=1)
+    max_new_tokens: int = option(0, "longest completion; 0: the run's own, or what its block_size leaves", "tokens", minimum=0)
+    seed: int = option(1, "seeds the sampled completions", minimum=0)
+    device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device")
+
+    def check(self):
+        pass
+
+
+def divides(settings, small, large):
+    if getattr(settings, large) % getattr(settings, small):
+        raise SnugError(f"{small}={getattr(settings, small)} does not divide {large}={getattr(settings, large)}")
+
+
+def check_common(s):
+    """The combinations both loops refuse."""
+    divides(s, "n_head", "n_embd")
+    if s.n_kv_head and s.n_head % s.n_kv_head:
+        raise SnugError(f"n_kv_head={s.n_kv_head} does not divide n_head={s.n_head}")
+    if s.position == "rotary" and (s.n_embd // s.n_head) % 2:
+        raise SnugError(f"n_embd={s.n_embd} / n_head={s.n_head} is an odd head width; position='rotary' needs an even one")
+    if s.gradient_accumulation_steps > 1 and s.max_tokens_per_micro_batch:
+        raise SnugError(
+            f"gradient_accumulation_steps={s.gradient_accumulation_steps} and max_tokens_per_micro_batch="
+            f"{s.max_tokens_per_micro_batch} both cut the batch; set one of them"
+        )
+    if s.demonstration_noise > 1:
+        raise SnugError(f"demonstration_noise={s.demonstration_noise} is a probability: 0 to 1")
+    for name in ("adam_beta1", "adam_beta2"):
+        if getattr(s, name) >= 1:
+            raise SnugError(f"{name}={getattr(s, name)} must be below 1")
+    if s.countdown_min_numbers > s.countdown_max_numbers:
+        raise SnugError(f"countdown_min_numbers={s.countdown_min_numbers} is above countdown_max_numbers={s.countdown_max_numbers}")
+    if not s.countdown_operators or set(s.countdown_operators) - set("+-*/"):
+        raise SnugError(f"countdown_operators={s.countdown_operators!r}: choose from + - * /, such as --countdown_operators=+-")
+
+
+# -----------------------------------------------------------------------------
+# Reading them
+
+
+def read_settings(cls, argv, positional="config"):
+    """`argv` (without the program's name) -> (cls instance, the set of names that were given, the positional argument).
+
+    With positional="config" the argument without dashes is a config file, read before the overrides; with "folder"
+    it is returned as it is. `--help` prints every option and exits 0. Raises SnugError for whatever else is wrong.
+    """
+    places, overrides = [], []
+    words = iter(argv)
+    for word in words:
+        if word in ("-h", "--help"):
+            print(help_text(cls, positional))
+            sys.exit(0)
+        if not word.startswith("--"):
+            places.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not equals:  # --name value
+            value = next(words, None)
+            if value is None:
+                raise SnugError(f"{word} has no value; write {word}=value")
+        overrides.append((name, value))
+    if len(places) > 1:
+        raise SnugError(f"one {positional} is taken, {len(places)} were given: {' '.join(places)}; options are --name=value")
+    place = places[0] if places else ""
+    values = read_config(cls, place) if place and positional == "config" else {}
+    for name, value in overrides:
+        check_name(cls, name, "--" + name)
+        values[name] = parse_value(cls, name, value)
+    settings = cls(**values)
+    settings.check()
+    return settings, set(values), place
+
+
+def read_config(cls, path):
+    """A file of `name = literal` lines -> {name: value}."""
+    try:
+        tree = ast.parse(Path(path).read_text())
+    except OSError as error:
+        near = difflib.get_close_matches(str(path), [str(p) for p in sorted(Path("config").glob("*.py"))], 1, 0.3)
+        raise SnugError(f"config {path}: {error.strerror}" + (f"; did you mean {near[0]}?" if near else "")) from None
+    except (SyntaxError, ValueError) as error:
+        raise SnugError(f"config {path}: {error}") from None
+    values = {}
+    for node in tree.body:
+        where = f"{path}:{node.lineno}"
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
+            raise SnugError(f"{where}: {ast.unparse(node)[:60]!r} is not a plain assignment, name = value")
+        name = check_name(cls, node.targets[0].id, where + ": " + node.targets[0].id)
+        try:
+            value = ast.literal_eval(node.value)
+        except ValueError:
+            raise SnugError(f"{where}: {name} = {ast.unparse(node.value)[:60]} is not a literal; write the value itself") from None
+        values[name] = check_value(cls, name, value, f"{where}: {name}")
+    return values
+
+
+def fields(cls):
+    """{name: dataclass field} in the order --help shows them."""
+    return {f.name: f for f in dataclasses.fields(cls)}
+
+
+def check_name(cls, name, shown):
+    if name not in fields(cls):
+        near = difflib.get_close_matches(name, fields(cls), 1, 0.5)
+        raise SnugError(f"unknown option {shown}" + (f"; did you mean {near[0]}?" if near else "; --help lists them all"))
+    return name
+
+
+def type_of(cls, name):
+    """-> (type, may it be None): float | None -> (float, True), list[str] -> (list, False)."""
+    hint = typing.get_type_hints(cls)[name]
+    optional = isinstance(hint, types.UnionType)
+    hint = typing.get_args(hint)[0] if optional else hint
+    return typing.get_origin(hint) or hint, optional
+
+
+def parse_value(cls, name, text):
+    """The word after `--name=` -> a value of the option's type."""
+    kind, optional = type_of(cls, name)
+    if optional and text.lower() == "none":
+        value = None
+    elif kind is bool:
+        value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+    elif kind is list:
+        value = [part.strip() for part in text.split(",") if part.strip()]
+    elif kind is str:
+        value = text
+    else:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = text
+    return check_value(cls, name, value, "--" + name)
+
+
+def check_value(cls, name, value, where):
+    """`value` if the option may have it (an int serves as a float); else SnugError, with `where` it was written."""
+    kind, optional = type_of(cls, name)
+    metadata = fields(cls)[name].metadata
+    if value is None and optional:
+        return None
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is list and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+        value = list(value)
+    if type(value) is not kind:
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of names"}
+        raise SnugError(f"{where} takes {names[kind]}, not {value!r}")
+    if kind is float and not abs(value) < float("inf"):
+        raise SnugError(f"{where} must be finite, not {value}")
+    if metadata["choices"] and value not in metadata["choices"]:
+        near = difflib.get_close_matches(value, metadata["choices"], 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise SnugError(f"{where}={value!r} is not one of {', '.join(metadata['choices'])}{hint}")
+    if metadata["minimum"] is not None and value < metadata["minimum"]:
+        raise SnugError(f"{where}={value} is below {metadata['minimum']}")
+    return value
+
+
+def help_text(cls, positional):
+    """Every option with default, unit and meaning, a paragraph each class it comes from."""
+    usage = f"python {Path(sys.argv[0]).name} [{positional}{'.py' if positional == 'config' else ''}] [--name=value ...]"
+    lines = [f"usage: {usage}", "", cls.__doc__]
+    shown = set()
+    for base in (cls, *cls.__mro__[1:-1]):
+        own = [f for f in dataclasses.fields(cls) if f.name in base.__annotations__ and f.name not in shown]
+        if base is not cls:
+            lines += ["", base.__doc__]
+        for f in own:
+            shown.add(f.name)
+            default = f.default if f.default is not MISSING else f.default_factory()
+            meaning = f.metadata["meaning"]
+            if f.metadata["choices"]:
+                meaning += f" [{' | '.join(f.metadata['choices'])}]"
+            head = f"  --{f.name}={default}" + (f" {f.metadata['unit']}" if f.metadata["unit"] else "")
+            lines += [head, *textwrap.wrap(meaning, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return "\n".join(lines)
+
+
+def to_json(settings):
+    return json.dumps(dataclasses.asdict(settings), indent=2) + "\n"
+
+
+@contextmanager
+def friendly_errors():
+    """A SnugError becomes one line on stderr and exit code 2; anything else keeps its traceback."""
+    try:
+        yield
+    except SnugError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
