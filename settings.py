@@ -240,6 +240,8 @@ def check_common(s):
         raise SnugError(f"n_kv_head={s.n_kv_head} does not divide n_head={s.n_head}")
     if s.position == "rotary" and (s.n_embd // s.n_head) % 2:
         raise SnugError(f"n_embd={s.n_embd} / n_head={s.n_head} is an odd head width; position='rotary' needs an even one")
+    if s.seed >= 2**31:
+        raise SnugError(f"seed={s.seed} must be below 2**31")
     if s.gradient_accumulation_steps > 1 and s.max_tokens_per_micro_batch:
         raise SnugError(
             f"gradient_accumulation_steps={s.gradient_accumulation_steps} and max_tokens_per_micro_batch="
@@ -277,8 +279,8 @@ def read_settings(cls, argv, positional="config"):
             continue
         name, equals, value = word[2:].partition("=")
         if not equals:  # --name value
-            value = next(words, None)
-            if value is None:
+            value = next(words, "--")
+            if value.startswith("--"):
                 raise SnugError(f"{word} has no value; write {word}=value")
         overrides.append((name, value))
     if len(places) > 1:
@@ -300,7 +302,7 @@ def read_config(cls, path):
     except OSError as error:
         near = difflib.get_close_matches(str(path), [str(p) for p in sorted(Path("config").glob("*.py"))], 1, 0.3)
         raise SnugError(f"config {path}: {error.strerror}" + (f"; did you mean {near[0]}?" if near else "")) from None
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError) as error:
         raise SnugError(f"config {path}: {error}") from None
     values = {}
     for node in tree.body:
@@ -312,7 +314,7 @@ def read_config(cls, path):
         name = check_name(cls, node.targets[0].id, where + ": " + node.targets[0].id)
         try:
             value = ast.literal_eval(node.value)
-        except ValueError:
+        except (ValueError, TypeError):  # a TypeError for {[]}
             raise SnugError(f"{where}: {name} = {ast.unparse(node.value)[:60]} is not a literal; write the value itself") from None
         values[name] = check_value(cls, name, value, f"{where}: {name}")
     return values
@@ -364,10 +366,10 @@ def check_value(cls, name, value, where):
     if value is None and optional:
         return None
     if kind is float and type(value) is int:
-        value = float(value)
-    if kind is list and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+        value = float(value) if abs(value) < 2**1023 else float("inf")
+    if kind is list and isinstance(value, list | tuple):
         value = list(value)
-    if type(value) is not kind:
+    if type(value) is not kind or (kind is list and not all(isinstance(v, str) for v in value)):
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of names"}
         raise SnugError(f"{where} takes {names[kind]}, not {value!r}")
     if kind is float and not abs(value) < float("inf"):

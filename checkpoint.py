@@ -1,0 +1,220 @@
+"""State that a run can be taken up from: safetensors for what is large, JSON for the rest. No pickle, nothing executed.
+
+    out/grpo_small/checkpoint-000040/
+        model.safetensors       weights, by parameter name
+        optimizer.safetensors   exp_avg.<name>, exp_avg_sq.<name>
+        state.json              iteration, the model's shape, tokenizer, settings, generators
+
+A checkpoint is written into a temporary folder and renamed into place, so that one that has its name is whole. The
+data's order and the sampler's draws follow from (seed, iteration), so the iteration is their state.
+
+torch is imported where it is needed: a missing or damaged checkpoint is reported before that costs its seconds.
+Left out, so far: checksums; other layouts of a folder (Hugging Face's).
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from safetensors import SafetensorError, safe_open
+
+from settings import SnugError
+
+PREFIX = "checkpoint-"
+
+
+def checkpoints(folder):
+    """The checkpoints of a run's folder, oldest first -> list of Path."""
+    found = [p for p in Path(folder).glob(PREFIX + "*") if p.name[len(PREFIX) :].isdigit() and p.is_dir()]
+    return sorted(found, key=lambda p: int(p.name[len(PREFIX) :]))
+
+
+def newest(folder):
+    """-> Path of a run's newest checkpoint. Raises SnugError where there is none."""
+    if not Path(folder).is_dir():
+        raise SnugError(f"{folder}: there is no such run; runs are folders under out/, made by train_sft.py and grpo.py")
+    found = checkpoints(folder)
+    if not found:
+        raise SnugError(f"{folder}: has no checkpoint; was the run stopped before its first save?")
+    return found[-1]
+
+
+def read_state(path):
+    """state.json of the checkpoint `path` -> dict; the tensor files' headers and lengths are looked at too. Raises SnugError."""
+    try:
+        state = json.loads((path / "state.json").read_text())
+        missing = {"iteration", "model_config", "tokenizer", "settings"} - set(state)
+    except (OSError, ValueError, TypeError) as error:
+        raise SnugError(f"checkpoint {path}: state.json cannot be read ({error}); delete the folder to use the one before") from None
+    if missing:
+        raise SnugError(f"checkpoint {path}: state.json has no {', '.join(sorted(missing))}; delete the folder to use the one before")
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        with opened(path / name):
+            pass
+    return state
+
+
+def opened(path, framework="numpy"):
+    """A safetensors file, open. Raises SnugError where it is missing, cut off or something else (a pickle, say)."""
+    try:
+        return safe_open(str(path), framework=framework)
+    except (OSError, SafetensorError) as error:
+        raise SnugError(f"{path}: cannot be read ({error}); delete the checkpoint's folder to use the one before") from None
+
+
+def save(folder, iteration, model, optimizer, settings, tokenizer, limit):
+    """Write checkpoint-<iteration> into the run's folder; then delete all but the newest `limit`. `iteration`: how many are done."""
+    from safetensors.torch import save_file
+
+    final = Path(folder) / f"{PREFIX}{iteration:06d}"
+    temporary = Path(folder) / f".tmp-{final.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    names = {id(p): name for name, p in model.named_parameters()}
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    moments = {f"{key}.{names[id(p)]}": s[key] for p, s in optimizer.state.items() for key in ("exp_avg", "exp_avg_sq")}
+    save_file(weights, temporary / "model.safetensors")
+    save_file(moments, temporary / "optimizer.safetensors")
+    steps = next((int(s["step"]) for s in optimizer.state.values()), 0)
+    state = dict(iteration=iteration, optimizer_steps=steps, model_config=asdict(model.config), tokenizer=tokenizer.name)
+    state |= dict(settings=asdict(settings), generators=generator_state(model.device))
+    (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+    if final.exists():  # the same iteration again, after a resume from an older one
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    for old in checkpoints(folder)[:-limit]:
+        shutil.rmtree(old)
+
+
+def save_if_due(done, model, optimizer, settings, tokenizer):
+    """Save after `done` iterations where that is a save_interval, or the end."""
+    if done == settings.max_iters or (settings.save_interval and done % settings.save_interval == 0):
+        save(settings.out_dir, done, model, optimizer, settings, tokenizer, settings.save_total_limit)
+
+
+def generator_state(device):
+    """torch's generators as text. snug draws nothing from them after the weights are made; a user's reward function may."""
+    import torch
+
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return {kind: bytes(value.tolist()).hex() for kind, value in state.items()}
+
+
+def restore_generators(state, device):
+    import torch
+
+    values = {kind: torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8) for kind, text in state.items()}
+    if "cpu" in values:
+        torch.set_rng_state(values["cpu"])
+    if "cuda" in values and device.type == "cuda":
+        torch.cuda.set_rng_state(values["cuda"], device)
+
+
+def load_into(path, tensors):
+    """Copy a safetensors file into {name: tensor}, one at a time, in place. Names and shapes have to match. Raises SnugError."""
+    import torch
+
+    with opened(path, "pt") as file, torch.no_grad():
+        surplus, missing = sorted(set(file.keys()) - set(tensors)), sorted(set(tensors) - set(file.keys()))
+        if surplus or missing:
+            raise SnugError(f"{path}: does not fit the model; missing {missing[:3] or 'nothing'}, surplus {surplus[:3] or 'nothing'}")
+        for name, tensor in tensors.items():
+            shape = tuple(file.get_slice(name).get_shape())
+            if shape != tuple(tensor.shape):
+                raise SnugError(f"{path}: {name} has shape {shape}, the model {tuple(tensor.shape)}")
+            tensor.copy_(file.get_tensor(name))
+
+
+def load_weights(path, model):
+    load_into(path / "model.safetensors", dict(model.named_parameters()))
+
+
+def load_optimizer(path, model, optimizer):
+    """The moments of the checkpoint `path` into a new optimizer."""
+    import torch
+
+    steps = read_state(path)["optimizer_steps"]
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for p in named.values() if steps else ():
+        zeros = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.tensor(float(steps), device=p.device)} | zeros
+    moments = {f"{key}.{name}": optimizer.state[p][key] for name, p in named.items() if steps for key in ("exp_avg", "exp_avg_sq")}
+    load_into(path / "optimizer.safetensors", moments)
+
+
+def resume_path(settings):
+    """The checkpoint to continue from, or None."""
+    return newest(settings.out_dir) if settings.resume == "auto" and checkpoints(settings.out_dir) else None
+
+
+def begin(settings, shape, device):
+    """-> (model, optimizer, first iteration): taken up from out_dir, or from init_from, or from random weights."""
+    from model import GPT, GPTConfig
+    from optimizer import make_optimizer
+
+    model = GPT(GPTConfig(**shape)).to(device)
+    model.checkpoint_blocks = settings.checkpoint_blocks
+    optimizer = make_optimizer(model, settings)
+    path = resume_path(settings)
+    if path is not None:
+        load_weights(path, model)
+        load_optimizer(path, model, optimizer)
+        state = read_state(path)
+        restore_generators(state.get("generators", {}), device)
+        return model, optimizer, state["iteration"]
+    if settings.init_from:
+        load_weights(newest(settings.init_from), model)
+    return model, optimizer, 0
+
+
+@dataclass
+class Run:
+    model: object  # GPT
+    tokenizer: object
+    settings: SimpleNamespace  # as the run resolved them
+    iteration: int
+    path: Path
+
+
+def find_run(folder):
+    """A run's folder, or one of its checkpoints -> (the checkpoint's path, its state). Imports no torch. Raises SnugError."""
+    if not folder:
+        raise SnugError("name a run's folder, such as out/grpo_small")
+    path = Path(folder) if Path(folder).name.startswith(PREFIX) else newest(folder)
+    return path, read_state(path)
+
+
+def load_run(folder, device="auto"):
+    """The newest checkpoint of a run's folder, or that very checkpoint, ready to use -> Run. Raises SnugError."""
+    path, state = find_run(folder)
+
+    from model import GPT, GPTConfig
+    from tokenizer import get_tokenizer
+
+    try:
+        config = GPTConfig(**state["model_config"])
+    except (TypeError, ValueError) as error:
+        raise SnugError(f"checkpoint {path}: model_config in state.json is not a model's ({error})") from None
+    model = GPT(config).to(pick_device(device)).eval()
+    load_weights(path, model)
+    return Run(model, get_tokenizer(state["tokenizer"]), SimpleNamespace(**state["settings"]), state["iteration"], path)
+
+
+def pick_device(name):
+    """ "auto" -> cuda where there is one, else cpu. Raises SnugError for what torch has not got."""
+    import torch
+
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError as error:
+        raise SnugError(f"device={name!r}: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise SnugError(f"device={name!r}: snug runs on cpu and cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SnugError(f"device={name!r}: this torch sees no CUDA device; use --device=cpu")
+    return device

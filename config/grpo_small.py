@@ -1,0 +1,21 @@
+"""GRPO on a laptop's CPU, a minute: from a teacher who forgets carries (pass@1 below 0.3) to 0.95 and more.
+
+beta = 0.04 keeps a reference in the loop, so that the log shows what one costs.
+"""
+
+out_dir = "out/grpo_small"
+init_from = "out/sft_small"
+init_config = "config/sft_small.py"
+task = "addition"
+digits = 4
+
+max_iters = 80
+batch_size = 64
+group_size = 16
+max_new_tokens = 24
+max_tokens_per_micro_batch = 8192
+
+learning_rate = 3e-4  # the lever that breaks it: 1e-3 collapses
+beta = 0.04
+eval_interval = 20
+save_interval = 20

@@ -1,0 +1,22 @@
+"""A warm start on a laptop's CPU, a minute: a small model imitates a teacher who forgets carries.
+
+The teacher drops each carry with probability 0.6, so a perfect imitator is right about one time in six.
+"""
+
+out_dir = "out/sft_small"
+task = "addition"
+digits = 4
+demonstration_noise = 0.6
+
+n_layer = 2
+n_head = 4
+n_embd = 64
+block_size = 40
+
+max_iters = 1000  # until it imitates well: what it has not seen to be possible, GRPO hardly ever samples
+batch_size = 128
+learning_rate = 4e-3
+lr_schedule = "cosine"
+warmup_iters = 20
+eval_interval = 500
+save_interval = 500

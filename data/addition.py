@@ -1,0 +1,62 @@
+"""Addition of two numbers, column by column.
+
+    prompt      6025+3528=
+    completion  13,04,05,09>09553
+
+First the sums of the columns, from the right and without carries, then the answer, padded with zeros to one digit
+more than the numbers have. Looking up the column sums is easy to learn; the carries are what demonstrations may get
+wrong and what reinforcement can put right. Only what follows the last `>` is scored.
+
+Left out: credit for right column sums, more than two numbers, negative ones.
+"""
+
+from data import Task
+from settings import SnugError
+
+MAX_DIGITS = 1000  # Python itself refuses to print numbers of more than 4,300
+
+
+class Addition(Task):
+    columns = ("answer",)
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.digits = settings.digits
+        if self.digits > MAX_DIGITS:
+            raise SnugError(f"digits={self.digits} is above {MAX_DIGITS}")
+
+    def propose(self, rng):
+        """Two numbers of exactly `digits` digits: {"prompt": "6025+3528=", "numbers": [6025, 3528], "answer": 9553}."""
+        smallest = 0 if self.digits == 1 else 10 ** (self.digits - 1)
+        a, b = (rng.randrange(smallest, 10**self.digits) for _ in range(2))
+        return {"prompt": f"{a}+{b}=", "numbers": [a, b], "answer": a + b}
+
+    def identity(self, row):
+        low, high = sorted(row["numbers"])
+        return f"{low}+{high}"
+
+    def demonstration(self, row, rng):
+        """The worked sum. Each carry of the right sum is left out with probability demonstration_noise.
+
+        58+67= is "15,11>125"; without the first carry it is "15,11>115", without the second "15,11>025".
+        """
+        a, b = (str(number)[::-1] for number in row["numbers"])
+        columns = [int(x) + int(y) for x, y in zip(a, b, strict=True)]
+        answer, carry, written = "", 0, 0  # written: the carry, if it was not left out
+        for column in [*columns, 0]:
+            answer = str((column + written) % 10) + answer
+            carry = (column + carry) // 10
+            written = carry if rng.random() >= self.demonstration_noise else 0
+        return ",".join(f"{column:02d}" for column in columns) + f">{answer}"
+
+    def is_right(self, completion, answer):
+        """Is there a `>`, and after the last one the sum and nothing else, with or without the zeros before it?"""
+        _, arrow, text = completion.rpartition(">")
+        is_number = text.isascii() and text.isdigit() and len(text) <= self.digits + 1
+        return bool(arrow) and is_number and int(text) == answer
+
+    def longest_prompt(self):
+        return f"{'9' * self.digits}+{'9' * self.digits}="
+
+    def longest_answer(self):
+        return ",".join(["18"] * self.digits) + ">" + "9" * (self.digits + 1)

@@ -1,0 +1,168 @@
+"""Countdown: reach a target with all of some numbers, each used once.
+
+    prompt      3 5 7=22:
+    completion  5*3+7
+
+A problem is made backwards, from a random expression over the numbers, so that it has a solution; every value on the
+way to the target is a positive whole number of at most 9999. A completion may go through fractions and below zero: it
+is worked out exactly, by the small parser below, and is never handed to Python's.
+
+Left out: credit for coming close, leaving numbers out, several solutions to a problem.
+"""
+
+import operator
+import re
+from collections import namedtuple
+from fractions import Fraction
+
+from data import Task
+from settings import SnugError
+
+MAX_VALUE = 9999  # of a target and of everything on the way to it
+MAX_NUMBERS = 10
+MAX_CHARS = 200  # of a completion; a solution of ten numbers of four digits takes 65
+MAX_PARENTHESES = 20  # pairs, so that nesting is bounded before the parser recurses
+
+ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}  # how tightly an operator binds; a number binds at 3
+
+
+class Countdown(Task):
+    columns = ("numbers", "target")
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.min_numbers = settings.countdown_min_numbers
+        self.max_numbers = settings.countdown_max_numbers
+        self.max_number = settings.countdown_max_number
+        self.operators = settings.countdown_operators
+        if self.max_numbers > MAX_NUMBERS:
+            raise SnugError(f"countdown_max_numbers={self.max_numbers} is above {MAX_NUMBERS}")
+        if self.max_number > MAX_VALUE:
+            raise SnugError(f"countdown_max_number={self.max_number} is above {MAX_VALUE}")
+
+    def propose(self, rng):
+        """{"prompt": "3 5 7=22:", "numbers": [3, 5, 7], "target": 22, "solution": "5*3+7"}, or None: see `join`."""
+        count = rng.randint(self.min_numbers, self.max_numbers)
+        numbers = [rng.randint(1, self.max_number) for _ in range(count)]
+        expression = random_expression(numbers, self.operators, rng)
+        if expression.value is None:
+            return None
+        target = int(expression.value)
+        prompt = " ".join(map(str, numbers)) + f"={target}:"
+        return {"prompt": prompt, "numbers": numbers, "target": target, "solution": expression.text}
+
+    def identity(self, row):
+        return f"{sorted(row['numbers'])}={row['target']}"
+
+    def demonstration(self, row, rng):
+        """The solution; with probability demonstration_noise some expression over the numbers, most likely a wrong one."""
+        if rng.random() < self.demonstration_noise:
+            return random_expression(row["numbers"], self.operators, rng).text
+        return row["solution"]
+
+    def is_right(self, completion, numbers, target):
+        try:
+            return evaluate(completion, numbers, self.operators) == target
+        except (Refused, ZeroDivisionError):
+            return False
+
+    def longest_prompt(self):
+        return " ".join([str(self.max_number)] * self.max_numbers) + f"={MAX_VALUE}:"
+
+    def longest_answer(self):
+        """20-(20-(20-20)): each pair of operands but the outermost may need parentheses."""
+        pairs = self.max_numbers - 2
+        return f"{self.max_number}-(" * pairs + f"{self.max_number}-{self.max_number}" + ")" * pairs
+
+
+# -----------------------------------------------------------------------------
+# Making expressions
+
+# A value is a Fraction, or None once it left the positive whole numbers up to MAX_VALUE. binding: of its outermost operator.
+Expression = namedtuple("Expression", "value text binding")
+
+
+def random_expression(numbers, operators, rng):
+    """Joins two of the numbers, then two of what there is now, until one Expression over all of them is left."""
+    parts = [Expression(Fraction(number), str(number), 3) for number in numbers]
+    while len(parts) > 1:
+        a, b = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        parts.append(join(a, rng.choice(operators), b))
+    return parts[0]
+
+
+def join(a, symbol, b):
+    """7, "-", 3*5 -> 3*5-7: the larger value comes first, so that fewer differences are lost to being negative."""
+    value = None
+    if a.value is not None and b.value is not None:
+        a, b = (b, a) if b.value > a.value else (a, b)
+        value = ARITHMETIC[symbol](a.value, b.value)
+        value = value if value.denominator == 1 and 1 <= value <= MAX_VALUE else None
+    binding = BINDING[symbol]
+    left = f"({a.text})" if a.binding < binding else a.text
+    # a-(b+c) and a/(b*c) need theirs; a+(b-c) and a*(b/c) are the same without
+    right = f"({b.text})" if b.binding < binding or (b.binding == binding and symbol in "-/") else b.text
+    return Expression(value, left + symbol + right, binding)
+
+
+# -----------------------------------------------------------------------------
+# Reading what a model wrote
+
+
+class Refused(Exception):
+    """Not an expression over the numbers."""
+
+
+def evaluate(text, numbers, operators):
+    """The exact value, a Fraction, of an expression that uses each of `numbers` once and no operator but `operators`.
+
+    sum = product {(+ | -) product};  product = atom {(* | /) atom};  atom = number | ( sum ).  Spaces may separate these.
+    Raises Refused for any other text and ZeroDivisionError for a division by zero.
+
+    >>> evaluate("(3 + 5) / 7", [3, 5, 7], "+-*/")
+    Fraction(8, 7)
+
+    The cost is bounded before any work is done: at most MAX_CHARS characters, MAX_PARENTHESES pairs, and no
+    arithmetic until the numbers are known to be the ones that were given.
+    """
+    if len(text) > MAX_CHARS or text.count("(") > MAX_PARENTHESES:
+        raise Refused("too long")
+    tokens = re.findall(r"[0-9]+|[-+*/()]", text)
+    if "".join(tokens) != text.replace(" ", ""):
+        raise Refused("a character that has no place here")
+    if sorted(token for token in tokens if token.isdigit()) != sorted(map(str, numbers)):
+        raise Refused("other numbers than the given ones, each once")
+    if not set(tokens) & set(ARITHMETIC) <= set(operators):
+        raise Refused("an operator that is not allowed")
+    tokens.reverse()  # the next one is the last of the list
+    value = read_sum(tokens)
+    if tokens:
+        raise Refused("more after the expression")
+    return value
+
+
+def read_sum(tokens):
+    value = read_product(tokens)
+    while tokens and tokens[-1] in "+-":
+        value = ARITHMETIC[tokens.pop()](value, read_product(tokens))
+    return value
+
+
+def read_product(tokens):
+    value = read_atom(tokens)
+    while tokens and tokens[-1] in "*/":
+        value = ARITHMETIC[tokens.pop()](value, read_atom(tokens))
+    return value
+
+
+def read_atom(tokens):
+    token = tokens.pop() if tokens else "the end"
+    if token.isdigit():
+        return Fraction(token)
+    if token != "(":
+        raise Refused(f"a number or ( should stand where {token} is")
+    value = read_sum(tokens)
+    if not tokens or tokens.pop() != ")":
+        raise Refused("a ( is not closed")
+    return value

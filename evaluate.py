@@ -1,0 +1,92 @@
+"""pass@1 of a model on a task's held-out prompts, greedy and sampled.
+
+    python evaluate.py out/grpo_small --num_prompts=500
+
+Left out, so far: pass@k, majority votes, confidence intervals.
+"""
+
+import sys
+
+if __name__ == "__main__":  # before torch is imported: a typo is answered at once
+    from checkpoint import find_run
+    from settings import EvaluateSettings, friendly_errors, read_settings
+
+    with friendly_errors():
+        settings, _, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
+        find_run(folder)
+
+from model import autocast
+from sample import sample_groups
+
+
+def columns_of(rows, repeat=1):
+    """Rows of a task -> the columns its reward functions take: {name: list}, each row `repeat` times in a row."""
+    return {name: [row[name] for row in rows for _ in range(repeat)] for name in rows[0] if name != "prompt"}
+
+
+def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_batch=None, chunk_mb=16.0):
+    """The share of `num_prompts` held-out prompts that one completion answers rightly (reward 1 of the task's own reward).
+
+    -> {"pass_at_1": greedy, "pass_at_1_sampled": at temperature 1}
+    """
+    rows = task.prompts("test", range(num_prompts))
+    prompts = [row["prompt"] for row in rows]
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    scores = {}
+    for name, temperature in (("pass_at_1", 0.0), ("pass_at_1_sampled", 1.0)):
+        rollouts = sample_groups(
+            model,
+            ids,
+            1,
+            max_new_tokens,
+            temperature=temperature,
+            stop_token=tokenizer.stop_token,
+            seed=seed,
+            max_batch=max_batch,
+            chunk_mb=chunk_mb,
+        )
+        texts = [tokenizer.decode(completion) for completion in rollouts.completions()]
+        rewards = task.rewards(prompts, texts, stopped=rollouts.stopped.tolist(), **columns_of(rows))
+        scores[name] = sum(reward == 1 for reward in rewards) / num_prompts
+    return scores
+
+
+def answer_room(settings, task, block_size):
+    """Tokens a completion may take: the run's max_new_tokens, else (SFT) what the longest prompt leaves of block_size."""
+    return getattr(settings, "max_new_tokens", None) or block_size - len(task.longest_prompt())
+
+
+def evaluate_if_due(done, model, task, tokenizer, settings, meter):
+    """pass@1 after `done` iterations, at the start, every eval_interval and at the end -> its log entries, or {}."""
+    due = done == settings.max_iters or (settings.eval_interval and done % settings.eval_interval == 0)
+    if not due or not settings.eval_prompts:
+        return {}
+    with meter.phase("eval"), autocast(settings.dtype, model.device):
+        room = answer_room(settings, task, model.config.block_size)
+        return evaluate(
+            model,
+            tokenizer,
+            task,
+            settings.eval_prompts,
+            room,
+            max_batch=getattr(settings, "max_rollout_batch", 0) or settings.batch_size,
+            chunk_mb=settings.logits_chunk_mb,
+        )
+
+
+def main(settings, folder):
+    from checkpoint import load_run
+    from data import make_task
+
+    run = load_run(folder, settings.device)
+    task = make_task(run.settings)
+    room = settings.max_new_tokens or answer_room(run.settings, task, run.model.config.block_size)
+    scores = evaluate(run.model, run.tokenizer, task, settings.num_prompts, room, seed=settings.seed)
+    print(f"{run.path}: {run.settings.task}, {settings.num_prompts} held-out prompts")
+    for name, score in scores.items():
+        print(f"  {name} {score:.3f}")
+
+
+if __name__ == "__main__":
+    with friendly_errors():
+        main(settings, folder)

@@ -1,0 +1,245 @@
+"""GRPO in one process: sample groups from the model's own weights, score them, look at the reference, update.
+
+    python grpo.py config/grpo_small.py
+    python grpo.py config/grpo_small.py --learning_rate=1e-4 --out_dir=out/slower --seed=3
+
+An iteration is `iterate`, below: rollout -> reward -> reference -> train -> optimizer -> log. The phases have those
+names in the log and in the [MEM] lines too. What is large is born and dies inside one of the functions it calls.
+
+Left out: an inference server, a reward model, a critic.
+"""
+
+import sys
+import time
+
+if __name__ == "__main__":  # before torch is imported: a typo is answered at once
+    from prepare import prepare
+    from settings import GRPOSettings, friendly_errors, read_settings
+
+    with friendly_errors():
+        prepared = prepare(*read_settings(GRPOSettings, sys.argv[1:])[:2])
+
+import torch
+
+import train_sft
+from batch import micro_batches
+from checkpoint import begin, load_weights, newest, pick_device, save_if_due
+from evaluate import columns_of, evaluate_if_due
+from log import IS_IT_BROKEN, RunLog, prepare_folder
+from logprobs import head_logprobs, head_loss
+from loss import group_advantages, policy_loss
+from memory import MemoryMeter
+from model import GPT, autocast
+from optimizer import learning_rate_at, optimizer_step
+from sample import sample_groups
+from settings import SnugError
+
+
+def main(prepared):
+    """Train, log and save as the settings say; make the warm start first where it is missing."""
+    settings = prepared.settings
+    if prepared.warm_start:
+        print(f"{settings.init_from} is missing: making it first, as {settings.init_config} says", flush=True)
+        train_sft.main(prepared.warm_start)
+    device = pick_device(settings.device)
+    torch.manual_seed(settings.seed)
+    moved = prepare_folder(settings)
+    with MemoryMeter(device) as meter:
+        model, optimizer, start = begin(settings, prepared.shape, device)
+        reference = load_reference(model, settings) if settings.beta else None
+        with RunLog(settings, "GRPO", start) as log:
+            log.say(f"GRPO on {settings.task}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}, {settings.out_dir}")
+            if moved:
+                log.say(f"an earlier run in {settings.out_dir} was moved to {moved}")
+            log.memory([meter.line("after init")])
+            for iteration in log.iterations():
+                iterate(iteration, model, reference, optimizer, prepared, meter, log)
+
+
+def load_reference(model, settings):
+    """The weights of init_from, frozen -> GPT."""
+    reference = GPT(model.config).to(model.device).requires_grad_(False)
+    load_weights(newest(settings.init_from), reference)
+    return reference
+
+
+def iterate(iteration, model, reference, optimizer, prepared, meter, log):
+    """One rollout, learned from, with its log line."""
+    settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
+    meter.reset()
+    started = time.perf_counter()
+    scores = evaluate_if_due(0, model, task, tokenizer, settings, meter) if iteration == 0 else {}
+    log.show("rollout")
+    with meter.phase("rollout"):
+        rows, rollouts = rollout(iteration, model, task, tokenizer, settings)
+    with meter.phase("reward"):
+        rewards, samples = score(rollouts, rows, prepared)
+        rollouts.advantages = group_advantages(rewards, settings.scale_rewards, settings.advantage_eps).flatten().to(model.device)
+    if reference is not None:
+        log.show("reference")
+        with meter.phase("reference"):
+            rollouts.ref_logprobs = trainer_logprobs(reference, rollouts, settings)
+    log.show("train")
+    learning_rate = learning_rate_at(iteration, settings)
+    metrics = update(model, optimizer, rollouts, learning_rate, settings, meter)
+    metrics |= rollout_metrics(rollouts, rewards) | {"learning_rate": learning_rate}
+    del rollouts  # before the evaluation's are made
+    scores |= evaluate_if_due(iteration + 1, model, task, tokenizer, settings, meter)
+    stats = meter.stats()
+    metrics["tokens_per_second"] = metrics["completion_length_mean"] * rewards.numel() / stats["time_rollout_s"]
+    metrics["time_s"] = time.perf_counter() - started
+    log.iteration({"iter": iteration} | metrics | scores | stats, samples)
+    log.memory(meter.lines(log.place(iteration)))
+    if iteration == 0:
+        log.say(IS_IT_BROKEN)
+    save_if_due(iteration + 1, model, optimizer, settings, tokenizer)
+
+
+def rollout(iteration, model, task, tokenizer, settings):
+    """The iteration's prompts and their completions -> (rows of the task, Rollouts)."""
+    first = iteration * settings.batch_size
+    rows = task.prompts("train", range(first, first + settings.batch_size))
+    with autocast(settings.dtype, model.device):
+        rollouts = sample_groups(
+            model,
+            [tokenizer.encode(row["prompt"]) for row in rows],
+            settings.group_size,
+            settings.max_new_tokens,
+            temperature=settings.temperature,
+            stop_token=tokenizer.stop_token,
+            seed=settings.seed * 2**32 + iteration,
+            max_batch=settings.max_rollout_batch or None,
+            chunk_mb=settings.logits_chunk_mb,
+        )
+    return rows, rollouts
+
+
+def score(rollouts, rows, prepared):
+    """Decode, ask the reward functions, add up -> (rewards (P, k) float32, a few samples for the log)."""
+    settings, k = prepared.settings, prepared.settings.group_size
+    completions = rollouts.completions()
+    texts = [prepared.tokenizer.decode(completion) for completion in completions]
+    prompts = [row["prompt"] for row in rows for _ in range(k)]
+    columns = columns_of(rows, k) | {"stopped": rollouts.stopped.tolist(), "completion_ids": completions}
+    totals = [0.0] * len(texts)
+    for function in prepared.reward_funcs:
+        for i, reward in enumerate(checked_rewards(function, prompts, texts, columns)):
+            totals[i] += reward or 0.0  # None: the function has nothing to say about this one
+    shown = range(min(settings.samples_per_iteration, len(texts)))
+    samples = [dict(prompt=prompts[i], completion=texts[i], reward=totals[i], stopped=columns["stopped"][i]) for i in shown]
+    return torch.tensor(totals).view(-1, k), samples
+
+
+def checked_rewards(function, prompts, texts, columns):
+    """A reward function's answer, refused with its name where it is not one number (or None) a completion."""
+    rewards = function(prompts=prompts, completions=texts, **columns)
+    name = getattr(function, "__qualname__", repr(function))
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(texts):
+        raise SnugError(f"reward function {name} must return a list of {len(texts)} numbers, one a completion, not {rewards!r:.60}")
+    for text, reward in zip(texts, rewards, strict=True):
+        if reward is not None and not (isinstance(reward, int | float) and abs(reward) < float("inf")):
+            raise SnugError(
+                f"reward function {name} returned {reward!r:.60} for the completion {text!r:.60}; a finite number or None is wanted"
+            )
+    return rewards
+
+
+def max_sequences(settings, count):
+    """Sequences a micro-batch where gradient_accumulation_steps cuts an optimizer step of `count`; 0 under a token budget."""
+    return 0 if settings.max_tokens_per_micro_batch else count // settings.gradient_accumulation_steps
+
+
+@torch.no_grad()
+def trainer_logprobs(model, rollouts, settings):
+    """log pi(token) of every completion token, by the forward pass that training uses -> (N, T_c) float32, 0 after the end."""
+    logprobs = torch.zeros_like(rollouts.sampling_logprobs)
+    step = settings.train_batch_size or len(rollouts.tokens)
+    for micro in micro_batches(rollouts, settings.max_tokens_per_micro_batch, max_sequences(settings, step)):
+        with autocast(settings.dtype, model.device):
+            hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
+            values = head_logprobs(hidden, model.lm_head_weight, micro.targets, settings.temperature, chunk_mb=settings.logits_chunk_mb)
+        logprobs[micro.index[micro.sequence], micro.place] = values
+    return logprobs
+
+
+def update(model, optimizer, rollouts, learning_rate, settings, meter):
+    """Learn from the rollouts: num_iterations times over, an optimizer step every train_batch_size completions.
+
+    -> metrics: token means of the steps, averaged over them; logprob_diff_* is |trainer - sampler| before the first step.
+    """
+    N = len(rollouts.tokens)
+    size = settings.train_batch_size or N
+    if rollouts.old_logprobs is None:
+        rollouts.old_logprobs = rollouts.sampling_logprobs  # the sampler is the model: no forward for them
+    history = []
+    for _ in range(settings.num_iterations):
+        for select in torch.arange(N, device=model.device).split(size):
+            with meter.phase("train"):
+                metrics = accumulate(model, rollouts, select, settings)
+            with meter.phase("optimizer"):
+                metrics["grad_norm"] = optimizer_step(model, optimizer, learning_rate, settings.grad_clip)
+            history.append(metrics)
+    averages = {name: sum(step[name] for step in history) / len(history) for name in history[0]}
+    return averages | {name: history[0][name] for name in ("logprob_diff_mean", "logprob_diff_max")}
+
+
+def accumulate(model, rollouts, select, settings):
+    """The gradient of one optimizer step over the completions `select`, micro-batch by micro-batch -> metrics."""
+    counts = dict(num_tokens=int(rollouts.completion_lengths[select].sum()), num_sequences=len(select))
+    totals = {}
+    cuts = settings.max_tokens_per_micro_batch, max_sequences(settings, len(select))
+    for micro in micro_batches(rollouts, *cuts, select):
+        for name, value in train_micro_batch(model, micro, counts, settings).items():
+            totals[name] = torch.maximum(totals[name], value) if name.endswith("max") and name in totals else totals.get(name, 0) + value
+    return {name: float(value) for name, value in totals.items()}
+
+
+def train_micro_batch(model, micro, counts, settings):
+    """Forward, head, backward -> metrics, this micro-batch's shares of the optimizer step's means, without gradient."""
+    metrics = {}
+
+    def token_loss(logprobs, rows):  # (m,) of the M tokens: differentiated by head_loss while the chunk's logits are still there
+        loss, parts = policy_loss(
+            logprobs,
+            micro.old_logprobs[rows],
+            micro.advantages,
+            micro.sequence[rows],
+            micro.lengths,
+            None if micro.ref_logprobs is None else micro.ref_logprobs[rows],
+            loss_type=settings.loss_type,
+            beta=settings.beta,
+            epsilon=settings.epsilon,
+            epsilon_high=settings.epsilon_high,
+            delta=settings.delta,
+            max_new_tokens=settings.max_new_tokens,
+            **counts,
+        )
+        for name, value in parts.items():
+            metrics[name] = metrics.get(name, 0) + value
+        return loss
+
+    with autocast(settings.dtype, model.device):
+        hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
+        loss, logprobs, entropy = head_loss(
+            hidden, model.lm_head_weight, micro.targets, token_loss, settings.temperature, chunk_mb=settings.logits_chunk_mb, entropy=True
+        )
+    loss.backward()
+    difference = (logprobs - micro.sampling_logprobs).abs()
+    metrics |= dict(loss=loss.detach(), entropy=entropy.sum() / counts["num_tokens"])
+    return metrics | dict(logprob_diff_mean=difference.sum() / counts["num_tokens"], logprob_diff_max=difference.max())
+
+
+def rollout_metrics(rollouts, rewards):
+    """What the log says of a rollout and its rewards (P, k)."""
+    return dict(
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        frac_reward_zero_std=float((rewards == rewards[:, :1]).all(1).float().mean()),
+        completion_length_mean=float(rollouts.completion_lengths.float().mean()),
+        truncated_fraction=float((~rollouts.stopped).float().mean()),
+    )
+
+
+if __name__ == "__main__":
+    with friendly_errors():
+        main(prepared)

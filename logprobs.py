@@ -1,0 +1,499 @@
+"""log pi(token): the fused log-softmax/gather, and the head that never holds all logits.
+
+    token_logprobs  logits in, log-probs out. Keeps for backward the logits it was given and one number a row.
+    head_logprobs   hidden states in, log-probs out, a chunk of rows at a time; backward makes each chunk's logits again.
+    head_loss       hidden states in, loss out: while a chunk's logits exist their gradient is made in their place.
+
+M tokens, C width, V vocabulary. Each is forward_rows (log-prob, log-sum-exp and, on request, entropy of every row in one
+read) and backward_rows (the gradient, which may overwrite the logits): Triton kernels on CUDA, plain torch elsewhere and
+in float64. Both write into buffers their caller allocated, so a meter or a planner sees every tensor there is; on fake
+tensors they do nothing. bfloat16, float16 and float32 are accumulated in float32, float64 stays float64.
+
+Left out: label smoothing, ignore_index (select the rows beforehand), vocabularies split over devices.
+Tests: pytest tests/test_logprobs.py tests/test_kernels.py; TRITON_INTERPRET=1 runs the kernels on a CPU. Figures: python bench/logprobs.py.
+"""
+
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # plain torch does it all
+    triton = None
+
+MIB = 2**20
+SCRATCH = 2**18  # elements of plain torch's float32 scratch, 1 MiB: two of them fit a core's second-level cache
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels. Exponents are base 2, which is what the hardware computes: scale = log2(e) / temperature.
+
+if triton is not None:
+    LOG2E = tl.constexpr(1.4426950408889634)
+    LN2 = tl.constexpr(0.6931471805599453)
+    LOW = tl.constexpr(-1e30)  # below every logit, and unlike -inf it can be subtracted from itself
+
+    @triton.jit
+    def forward_kernel(
+        logits, targets, logprobs, lse, entropy, scale, width, n_vocab, row_stride, stride,
+        BLOCK: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr,
+    ):  # fmt: skip
+        """One program a row. Each lane keeps the maximum and the sum of its own columns, so the loop has no barrier; the
+        online update (Milakov & Gimelshein 2018) needs one exponential an element because one of its two is always 1."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * row_stride
+        columns = tl.arange(0, BLOCK)
+        offsets = columns
+        if stride != 1:
+            offsets = columns.to(tl.int64) * stride
+        step = tl.full((), BLOCK, tl.int64) * stride
+        here = logits
+        top = tl.full((BLOCK,), LOW, tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)  # sum of 2^(z - top)
+        moment = tl.zeros((BLOCK,), tl.float32)  # sum of z 2^(z - top)
+        ahead = tl.load(here + offsets, mask=columns < width, other=-float("inf"))
+        for start in range(0, width, BLOCK):
+            x = ahead
+            here += step  # the next block is on its way while this one is worked on
+            ahead = tl.load(here + offsets, mask=start + BLOCK + columns < width, other=-float("inf"))
+            z = x.to(tl.float32) * scale
+            if PADDED:
+                z = tl.where(start + columns < n_vocab, z, -float("inf"))
+            smaller = tl.exp2(-tl.abs(z - top))
+            rises = z > top
+            total = tl.where(rises, total * smaller + 1, total + smaller)
+            if ENTROPY:
+                finite = tl.maximum(z, LOW)  # -inf * 0 is not a number
+                moment = tl.where(rises, moment * smaller + finite, moment + finite * smaller)
+            top = tl.maximum(top, z)
+
+        best = tl.max(top, 0)
+        share = tl.exp2(top - best)
+        sum_all = tl.sum(total * share, 0)
+        log_sum = tl.log2(sum_all)
+        target = tl.load(targets + row)
+        known = (target >= 0) & (target < n_vocab)
+        z = tl.load(logits + target * stride, mask=known, other=-float("inf")).to(tl.float32) * scale
+        tl.store(logprobs + row, (z - best - log_sum) * LN2)
+        tl.store(lse + row, (best + log_sum) * LN2)
+        if ENTROPY:
+            tl.store(entropy + row, (best + log_sum - tl.sum(moment * share, 0) / sum_all) * LN2)
+
+    @triton.jit
+    def backward_kernel(
+        logits, targets, lse, coefficients, dlogits, scale, width, n_vocab, row_stride, stride, out_row_stride, out_stride, blocks,
+        BLOCK: tl.constexpr, PADDED: tl.constexpr,
+    ):  # fmt: skip
+        """One program a block of a row, in the order of memory, like a copy. dlogits may be logits."""
+        program = tl.program_id(0)
+        row = (program // blocks).to(tl.int64)
+        columns = program % blocks * BLOCK + tl.arange(0, BLOCK)
+        offsets = columns
+        out_offsets = columns
+        if stride != 1:
+            offsets = columns.to(tl.int64) * stride
+        if out_stride != 1:
+            out_offsets = columns.to(tl.int64) * out_stride
+        inside = columns < width
+        c = tl.load(coefficients + row)  # already divided by the temperature
+        z = tl.load(logits + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32) * scale
+        p = tl.exp2(z - tl.load(lse + row) * LOG2E)
+        d = tl.where(columns == tl.load(targets + row), c - c * p, -c * p)
+        if PADDED:
+            d = tl.where(columns < n_vocab, d, 0.0)
+        tl.store(dlogits + row * out_row_stride + out_offsets, d.to(dlogits.dtype.element_ty), mask=inside)
+
+
+def tile(width):
+    """Columns and warps of a program for rows of `width` columns.
+
+    16 elements a lane are two 16-byte loads of bfloat16 in flight, and as many again on their way: with the 24 to 32 warps
+    that the registers allow, twice the bytes an H200's memory latency asks for. 8 warps are enough of them for one
+    row; more would lengthen the last wave. Short rows take one block of the next power of two.
+    """
+    block = min(4096, max(128, 1 << (width - 1).bit_length()))
+    return block, max(1, block // 512)
+
+
+def forward_triton(logits, targets, temperature, n_vocab, logprobs, lse, entropy):
+    M, width = logits.shape
+    block, warps = tile(width)
+    with torch.cuda.device_of(logits):
+        forward_kernel[(M,)](
+            logits, targets, logprobs, lse, logprobs if entropy is None else entropy, LOG2E.value / temperature, width, n_vocab, *logits.stride(),
+            BLOCK=block, PADDED=n_vocab < width, ENTROPY=entropy is not None, num_warps=warps,
+        )  # fmt: skip
+
+
+def backward_triton(logits, targets, temperature, n_vocab, lse, coefficients, dlogits):
+    M, width = logits.shape
+    block, warps = tile(width)
+    blocks = -(-width // block)
+    with torch.cuda.device_of(logits):
+        backward_kernel[(M * blocks,)](
+            logits, targets, lse, coefficients / temperature, dlogits, LOG2E.value / temperature, width, n_vocab,
+            *logits.stride(), *dlogits.stride(), blocks, BLOCK=block, PADDED=n_vocab < width, num_warps=warps,
+        )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same in plain torch, a slab of rows at a time: what one op leaves in the cache the next one finds there.
+
+
+def slabs(M, width):
+    rows = max(1, SCRATCH // width)
+    return [slice(i, min(i + rows, M)) for i in range(0, M, rows)]
+
+
+def forward_torch(logits, targets, temperature, n_vocab, logprobs, lse, entropy, scratch, in_place):
+    """in_place: the softmax replaces the logits, which saves a copy and the backward's exponential."""
+    known = (targets >= 0) & (targets < n_vocab)
+    targets = targets.clamp(0, n_vocab - 1)
+    for rows in slabs(*logits.shape):
+        x = logits[rows, :n_vocab]
+        spare = None if scratch is None else scratch[: x.numel()].view(x.shape)
+        z = x if in_place else spare.copy_(x)  # (m, n_vocab)
+        if temperature != 1:
+            z.mul_(1 / temperature)
+        top = z.amax(-1, keepdim=True)
+        chosen = z.sub_(top).gather(1, targets[rows, None])[:, 0]
+        total = z.exp_().sum(-1)
+        log_total = total.log()
+        logprobs[rows] = chosen - log_total
+        lse[rows] = log_total + top[:, 0]
+        if in_place or entropy is not None:
+            z.div_(total[:, None])
+        if entropy is not None:
+            entropy[rows] = torch.special.entr(z, out=spare).sum(-1)  # -p log p, which is 0 where p is
+    logprobs.masked_fill_(~known, -torch.inf)
+
+
+def backward_torch(logits, targets, temperature, n_vocab, lse, coefficients, dlogits, scratch, is_softmax):
+    """is_softmax: the logits are their softmax already."""
+    known = (targets >= 0) & (targets < n_vocab)
+    targets = targets.clamp(0, n_vocab - 1)
+    coefficients = coefficients / temperature
+    for rows in slabs(*logits.shape):
+        x, d, c = logits[rows, :n_vocab], dlogits[rows, :n_vocab], coefficients[rows, None]
+        p = d if d.dtype == lse.dtype else scratch[: x.numel()].view(x.shape)  # (m, n_vocab)
+        if p.data_ptr() != x.data_ptr():
+            p.copy_(x)
+        if not is_softmax:
+            if temperature != 1:
+                p.mul_(1 / temperature)
+            p.sub_(lse[rows, None]).exp_()
+        p.mul_(-c).scatter_add_(1, targets[rows, None], c * known[rows, None])
+        if p is not d:
+            d.copy_(p)
+    dlogits[:, n_vocab:] = 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whichever of the two it is, on buffers that the caller allocated.
+
+
+class Options(NamedTuple):
+    temperature: float
+    n_vocab: int  # ids from here on are padding: probability 0, gradient 0
+    entropy: bool
+    dtype: torch.dtype  # of the logits
+    chunk_size: int = 0  # rows; the heads only
+
+
+def uses_triton(tensor):
+    return triton is not None and tensor.dtype != torch.float64 and (tensor.is_cuda or triton.knobs.runtime.interpret)
+
+
+def is_fake(tensor):
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def accumulator(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def new_scratch(logits):
+    """What plain torch works in where it must not or cannot work in the logits."""
+    M, width = logits.shape
+    if uses_triton(logits):
+        return None
+    return torch.empty(min(M, max(1, SCRATCH // width)) * width, dtype=accumulator(logits.dtype), device=logits.device)
+
+
+def new_rows(M, options, device):
+    """logprobs, lse, and entropy or None, each (M,)."""
+    new = partial(torch.empty, M, dtype=accumulator(options.dtype), device=device)
+    return new(), new(), new() if options.entropy else None
+
+
+def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_place=False):
+    """Fills logprobs, lse and entropy (m,) from logits (m, V) and targets (m,). in_place: see forward_torch, nothing to the kernel."""
+    if is_fake(logits) or not len(targets):
+        return
+    arguments = logits, targets, options.temperature, options.n_vocab, logprobs, lse, entropy
+    forward_triton(*arguments) if uses_triton(logits) else forward_torch(*arguments, scratch, in_place)
+
+
+def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch, is_softmax=False):
+    """dlogits = coefficients * (onehot - softmax(logits / temperature)) / temperature; dlogits may be the logits."""
+    if is_fake(logits) or not len(targets):
+        return
+    arguments = logits, targets, options.temperature, options.n_vocab, lse, coefficients.contiguous(), dlogits
+    backward_triton(*arguments) if uses_triton(logits) else backward_torch(*arguments, scratch, is_softmax)
+
+
+def checked(M, width, targets, temperature, n_vocab):
+    """-> n_vocab. Bad input is answered here, before a kernel reads out of bounds."""
+    if targets.shape != (M,):
+        raise ValueError(f"targets have shape {tuple(targets.shape)}, not ({M},): one for each row")
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} is not above 0")
+    n_vocab = width if n_vocab is None else n_vocab
+    if not 0 < n_vocab <= width:
+        raise ValueError(f"n_vocab={n_vocab} is not in 1..{width}, the columns there are")
+    return n_vocab
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logits in.
+
+
+def token_logprobs(logits, targets, temperature=1.0, entropy=False, n_vocab=None, inplace=False):
+    """log softmax(logits / temperature)[target] of every row -> (M,) float32 [, entropy in nats (M,), without gradient].
+
+    logits (M, V) of any strides, targets (M,) int64. Saves for backward the logits themselves and (M,) numbers.
+    n_vocab: ids from there on are padding, with probability and gradient 0.
+    inplace: backward writes the gradient over the logits, which nobody else may need any more (autograd says so if one does).
+    A target outside [0, n_vocab) has log-prob -inf. Raises ValueError for shapes, temperature or n_vocab that cannot be.
+    """
+    M, V = logits.shape
+    options = Options(temperature, checked(M, V, targets, temperature, n_vocab), entropy, logits.dtype)
+    logprobs, entropies = TokenLogprobs.apply(logits, targets.contiguous(), options, inplace)
+    return (logprobs, entropies) if entropy else logprobs
+
+
+class TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, options, inplace):
+        logprobs, lse, entropy = new_rows(len(logits), options, logits.device)
+        forward_rows(logits, targets, options, logprobs, lse, entropy, new_scratch(logits))
+        ctx.options, ctx.inplace = options, inplace
+        ctx.save_for_backward(logits, targets, lse)
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, coefficients, _):
+        logits, targets, lse = ctx.saved_tensors
+        dlogits = logits if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(logits)  # whoever else saved them gets an error, not a wrong gradient
+        backward_rows(logits, targets, ctx.options, lse, coefficients, dlogits, new_scratch(logits))
+        return dlogits, None, None, None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hidden states in.
+
+
+def rows_per_chunk(n_vocab, itemsize, budget_mb=16.0):
+    """Rows of logits that budget_mb MiB hold, scratch included; at least one.
+
+    The trade: a chunk's three matrix products read the whole head and its gradient, so a chunk of few rows is bound by
+    memory, not arithmetic. 16 MiB are what a laptop can spare; with V = 50,257 in float32 that is 78 rows, and
+    64 MiB are faster. An H200 does 184 FLOP in the time of a byte, so it wants 1,000 rows and more: 1,024 MiB at V = 128,256.
+    """
+    budget = budget_mb * MIB
+    return max(1, int(budget - min(4 * SCRATCH, budget / 16)) // (n_vocab * itemsize))
+
+
+def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb):
+    """Under autocast the products run in its dtype, which the body of an autograd function does not do by itself."""
+    dtype, device = hidden.dtype, hidden.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(device)
+    elif hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
+    n_vocab = checked(len(hidden), len(weight), targets, temperature, n_vocab)
+    return Options(temperature, n_vocab, entropy, dtype, chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb))
+
+
+class Chunks:
+    """logits = hidden @ weight.T, a chunk of rows at a time, in one buffer that all chunks share."""
+
+    def __init__(self, hidden, weight, options):
+        """hidden (M, C), weight (V, C): cast once where the products run in another dtype."""
+        (M, _), V = hidden.shape, len(weight)
+        self.options, self.hidden, self.weight = options, hidden, weight.to(options.dtype)
+        size = -(-M // max(1, -(-M // options.chunk_size)))  # as many chunks as needed, all but equally long
+        self.slices = [slice(i, min(i + size, M)) for i in range(0, M, max(1, size))]
+        # Rows that begin at 16-byte addresses are what both the kernels' loads and the tensor cores want: the buffer is
+        # a padded vocabulary.
+        width = -(-V // 16) * 16 if hidden.is_cuda else V
+        self.buffer = torch.empty(size, width, dtype=options.dtype, device=hidden.device)
+        # Plain torch works in the logits themselves if it can.
+        self.in_place = options.dtype == accumulator(options.dtype) and not uses_triton(self.buffer)
+        self.scratch = None if self.in_place and not options.entropy else new_scratch(self.buffer)
+
+    def __iter__(self):
+        """-> rows (a slice), their hidden states (m, C), their logits (m, V or more)."""
+        for rows in self.slices:
+            hidden = self.hidden[rows].to(self.weight.dtype)
+            logits = self.buffer[: len(hidden)]
+            torch.mm(hidden, self.weight.t(), out=logits[:, : len(self.weight)])
+            yield rows, hidden, logits
+
+    def forward(self, rows, logits, targets, logprobs, lse, entropy):
+        """A chunk's rows of the last three, each (M,)."""
+        entropy = None if entropy is None else entropy[rows]
+        forward_rows(logits, targets[rows], self.options, logprobs[rows], lse[rows], entropy, self.scratch, self.in_place)
+
+    def accumulate(self, dlogits, hidden, rows, dhidden, dweight):
+        """dhidden[rows] = dlogits @ weight; dweight (V, C) += dlogits.T @ hidden; either may be None."""
+        dlogits = dlogits[:, : len(self.weight)]
+        if dhidden is not None and dhidden.dtype == dlogits.dtype:
+            torch.mm(dlogits, self.weight, out=dhidden[rows])
+        elif dhidden is not None:
+            dhidden[rows] = dlogits @ self.weight
+        if dweight is None:
+            return
+        if dweight.dtype == dlogits.dtype:
+            dweight.addmm_(dlogits.t(), hidden)
+        elif dweight.is_cuda and dweight.dtype == torch.float32:
+            torch.addmm(dweight, dlogits.t(), hidden, out_dtype=torch.float32, out=dweight)
+        else:  # a product in another dtype is a temporary: slabs of the vocabulary keep it small
+            for ids in slabs(*dweight.shape):
+                dweight[ids] += dlogits[:, ids].t() @ hidden
+
+
+@contextmanager
+def as_written(tensor):
+    """Autocast off: the bodies below say themselves what runs in which dtype."""
+    with torch.autocast(tensor.device.type, enabled=False):
+        yield
+
+
+def head_logprobs(hidden, weight, targets, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=16.0):
+    """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy (M,), without gradient].
+
+    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; None: as many as chunk_mb MiB hold.
+    Backward makes each chunk's logits again (8 M C V FLOP in all), so it suits losses that need all log-probs before any
+    gradient, such as sequence-level ratios, and, without gradient, a reference model. Saved: the inputs and (M,) numbers.
+    Backward's extra bytes: a chunk, dhidden, dweight. Under autocast also the cast weight. Raises ValueError.
+    """
+    options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
+    logprobs, entropies = HeadLogprobs.apply(hidden, weight, targets.contiguous(), options)
+    return (logprobs, entropies) if entropy else logprobs
+
+
+class HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, options):
+        logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
+        with as_written(hidden):
+            chunks = Chunks(hidden, weight, options)
+            for rows, _, logits in chunks:
+                chunks.forward(rows, logits, targets, logprobs, lse, entropy)
+        ctx.options = options
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, coefficients, _):
+        hidden, weight, targets, lse = ctx.saved_tensors
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        with as_written(hidden):
+            chunks = Chunks(hidden, weight, ctx.options._replace(entropy=False))
+            for rows, hidden_rows, logits in chunks:
+                backward_rows(logits, targets[rows], ctx.options, lse[rows], coefficients[rows], logits, chunks.scratch)
+                chunks.accumulate(logits, hidden_rows, rows, dhidden, dweight)
+        return dhidden, dweight, None, None
+
+
+def head_loss(hidden, weight, targets, token_loss, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=16.0):
+    """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]), of which only the scalar loss is differentiable.
+
+    As token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each chunk
+    token_loss(logprobs (m,), rows) -> scalar is called with gradients on; rows is the slice of the M that the chunk is.
+    Its derivative is each token's coefficient, and with it the chunk's logits become their own gradient on the spot.
+
+    dweight, if weight is a leaf (a parameter): added to weight.grad during the visit, before backward, in the dtype of
+    .grad; other paths to the same weight (a tied embedding) add to it in backward as always. Hence, while gradients are on:
+      - call loss.backward() exactly once, with gradient 1 (a RuntimeError otherwise): put scales into token_loss;
+      - without a backward, or after a failed visit, .grad is dirty: zero it. torch.autograd.grad does not see dweight;
+      - do not call it inside activation checkpointing, which would visit twice;
+      - hooks on the gradient of a weight that has no other path do not fire.
+    Any other weight, such as weight.view_as(weight), gets dweight through autograd, for one more (V, C) buffer; so does
+    everything under a wrapper that counts on hooks. A frozen weight costs nothing.
+
+    Extra bytes: a chunk, dhidden, (M,) numbers, 1 MiB of scratch for entropy or for a dtype below float32 on a CPU; where
+    autocast is on also the cast weight and a chunk's (m, C) in that dtype. M = 0: zeros, token_loss is not called.
+    """
+    options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    results = HeadLoss.apply(hidden, weight, targets.contiguous(), token_loss, options, with_gradient)
+    return results if entropy else results[:2]
+
+
+class HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, token_loss, options, with_gradient):
+        logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
+        loss = torch.zeros((), dtype=logprobs.dtype, device=hidden.device)
+        dhidden = torch.empty_like(hidden) if with_gradient and hidden.requires_grad else None
+        dweight, ctx.into_grad = gradient_of(weight) if with_gradient and weight.requires_grad else (None, False)
+        with as_written(hidden):
+            chunks = Chunks(hidden, weight, options)
+            for rows, hidden_rows, logits in chunks:
+                chunks.forward(rows, logits, targets, logprobs, lse, entropy)
+                chunk_loss, coefficients = differentiate(token_loss, logprobs[rows], rows, with_gradient)
+                loss += chunk_loss
+                if with_gradient:
+                    backward_rows(logits, targets[rows], options, lse[rows], coefficients, logits, chunks.scratch, chunks.in_place)
+                    chunks.accumulate(logits, hidden_rows, rows, dhidden, dweight)
+        ctx.save_for_backward(dhidden, None if ctx.into_grad else dweight)
+        ctx.mark_non_differentiable(*(rows for rows in (logprobs, entropy) if rows is not None))
+        return loss, logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, *_):
+        if ctx.into_grad and not is_fake(dloss) and dloss.item() != 1:
+            raise RuntimeError(
+                f"head_loss has put its gradient into weight.grad already, so it cannot be multiplied by {dloss.item():g} now: "
+                "scale inside token_loss, or pass weight.view_as(weight)"
+            )
+        # In place, so that a second backward is refused: autograd sees that what it saved has changed.
+        dhidden, dweight = (None if d is None else d.mul_(dloss) for d in ctx.saved_tensors)
+        return dhidden, dweight, None, None, None, None
+
+
+def gradient_of(weight):
+    """-> where dweight is to be added up, and whether that is weight.grad."""
+    if not weight.is_leaf:
+        return torch.zeros_like(weight), False
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad, True
+
+
+def differentiate(token_loss, logprobs, rows, with_gradient):
+    """-> token_loss(logprobs, rows), its derivative (m,) by the log-probs or None."""
+    if not with_gradient:
+        return token_loss(logprobs, rows), None
+    with torch.enable_grad():
+        leaf = logprobs.detach().requires_grad_()
+        loss = token_loss(leaf, rows)
+        return loss.detach(), torch.autograd.grad(loss, leaf)[0]

@@ -1,0 +1,269 @@
+"""The GPT: blocks, KV cache, per-block checkpointing.
+
+One class spells GPT-2 (layer norm, learned positions, GELU, biases) and the Llama/Qwen shape (RMS norm, rotary
+positions, SwiGLU, grouped-query attention): the differences are values of `GPTConfig`. `forward` returns hidden
+states, never logits: a (B, T, V) tensor is made only by who asks for it, at the rows that are needed (logprobs.py).
+
+Left out: dropout (the sampler and the trainer must be the same function), sliding windows, mixtures of experts.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    vocab_size: int
+    block_size: int = 1024  # longest sequence, tokens
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768  # C
+    n_kv_head: int = 0  # 0: n_head
+    head_size: int = 0  # 0: n_embd / n_head
+    n_hidden: int = 0  # 0: 4 C for gelu; for swiglu 8/3 C, which has as many weights, rounded up to a multiple of 8
+    norm: str = "layernorm"  # | "rmsnorm"
+    norm_eps: float = 1e-5
+    position: str = "learned"  # | "rotary"
+    rope_theta: float = 10000.0
+    mlp: str = "gelu"  # | "swiglu"
+    bias: bool = False  # in linear layers and layer norms (GPT-2)
+    qkv_bias: bool = False  # in the query/key/value projection alone (Qwen2)
+    qk_norm: bool = False  # RMS norm of each query and key head (Qwen3)
+    tie_embeddings: bool = True
+
+    def __post_init__(self):
+        swiglu = -(-self.n_embd * 8 // 24) * 8
+        derived = dict(
+            n_kv_head=self.n_head, head_size=self.n_embd // self.n_head, n_hidden=swiglu if self.mlp == "swiglu" else 4 * self.n_embd
+        )
+        for name, value in derived.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
+
+
+def autocast(dtype, device):
+    """dtype="bfloat16": matmuls in bfloat16 over float32 weights; "float32": as they are. A context manager."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+class KVCache:
+    """Keys and values of P prompts, each kept once for all its completions, and of the completions' own tokens.
+
+    prompt (n_layer, 2, P, n_kv_head, T_p, head_size)   right-padded; `bias` (P, 1, 1, 1, T_p) is -inf on the padding
+    own    (n_layer, 2, P * k, n_kv_head, T_c, head_size)  column t is every row's t-th token, `length` columns are filled
+
+    Row r = p * k + j is completion j of prompt p. All rows are at the same t, so a step writes one column and reads
+    `length` of them: no mask, no gather. Two prompts of 3 and 2 tokens, k = 2:
+
+        prompt 0: a b c   own rows 0, 1: columns 0.. hold positions 3..      bias 0: 0 0 0
+        prompt 1: d e .   own rows 2, 3: columns 0.. hold positions 2..      bias 1: 0 0 -inf
+    """
+
+    def __init__(self, config: GPTConfig, prompt_lengths, dtype):
+        """prompt_lengths (P,), a tensor on the device of the model."""
+        self.config, self.dtype = config, dtype
+        self.prompt_lengths = prompt_lengths
+        device, width = prompt_lengths.device, int(prompt_lengths.max())
+        P = len(prompt_lengths)
+        self.prompt = torch.empty(config.n_layer, 2, P, config.n_kv_head, width, config.head_size, dtype=dtype, device=device)
+        padding = torch.arange(width, device=device) >= prompt_lengths[:, None]
+        self.bias = torch.zeros(P, width, dtype=dtype, device=device).masked_fill_(padding, -math.inf)[:, None, None, None]
+        self.own, self.group_size, self.length = None, 0, -1  # length -1: the prompts are not in yet
+
+    def start_completions(self, group_size, max_new_tokens):
+        """Make room for k = group_size completions of each prompt; earlier ones are dropped."""
+        self.own = None  # freed before its successor is made
+        layers, _, P, heads, _, size = self.prompt.shape
+        self.own = torch.empty(layers, 2, P * group_size, heads, max_new_tokens, size, dtype=self.dtype, device=self.prompt.device)
+        self.group_size, self.length = group_size, 0
+
+    def attend(self, layer, q, k, v):
+        """One new token a row: q (P * k, n_head, 1, D), k and v (P * k, n_kv_head, 1, D) -> (P * k, n_head, 1, D).
+
+        softmax over [prompt, own] in one go. The k rows of a group read their prompt's keys in one matmul, so the
+        prompt is neither copied k times nor read k times.
+        """
+        N, H, _, D = q.shape
+        G, K = self.config.n_kv_head, self.group_size
+        P, R = N // K, H // G  # R query heads share a key head
+        own_k, own_v = self.own[layer]  # (N, G, T_c, D)
+        own_k[:, :, self.length] = k[:, :, 0]
+        own_v[:, :, self.length] = v[:, :, 0]
+        prompt_k, prompt_v = self.prompt[layer]  # (P, G, T_p, D)
+        q = q.reshape(P, K, G, R, D) * D**-0.5
+        by_prompt = q.transpose(1, 2).reshape(P, G, K * R, D)
+        own = slice(0, self.length + 1)
+        scores_prompt = (by_prompt @ prompt_k.mT).view(P, G, K, R, -1).transpose(1, 2) + self.bias  # (P, K, G, R, T_p)
+        scores_own = (q.reshape(N, G, R, D) @ own_k[:, :, own].mT).view(P, K, G, R, -1)  # (P, K, G, R, length + 1)
+        weights = torch.softmax(torch.cat([scores_prompt, scores_own], -1), -1)
+        split = prompt_k.shape[2]
+        to_prompt = weights[..., :split].transpose(1, 2).reshape(P, G, K * R, split)
+        from_prompt = (to_prompt @ prompt_v).view(P, G, K, R, D).transpose(1, 2).reshape(N, G, R, D)
+        from_own = weights[..., split:].reshape(N, G, R, -1) @ own_v[:, :, own]
+        return (from_prompt + from_own).reshape(N, H, 1, D)
+
+
+def make_norm(config, size=None):
+    size = size or config.n_embd
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(size, eps=config.norm_eps)
+    return nn.LayerNorm(size, eps=config.norm_eps, bias=config.bias)
+
+
+def rotary_table(config, device):
+    """-> cos, sin (block_size, head_size), float32: RoFormer's rotation in Llama's half-split layout."""
+    half = config.head_size // 2
+    frequency = config.rope_theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+    angle = torch.arange(config.block_size, device=device)[:, None] * frequency  # (T, D/2)
+    angle = torch.cat([angle, angle], -1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    """x (B, H, T, D); cos, sin (B, 1, T, D) -> x with each pair (i, i + D/2) turned by its position's angle."""
+    left, right = x.chunk(2, -1)
+    return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config, self.layer = config, layer
+        c, self.sizes = config, [config.n_head, config.n_kv_head, config.n_kv_head]
+        self.qkv = nn.Linear(c.n_embd, sum(self.sizes) * c.head_size, bias=c.bias or c.qkv_bias)
+        self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.bias)
+        self.q_norm, self.k_norm = (make_norm(c, c.head_size), make_norm(c, c.head_size)) if c.qk_norm else (None, None)
+
+    def forward(self, x, rotary=None, cache=None, mask=None):
+        """x (B, T, C) -> (B, T, C). With a cache: prompts go in first, then one token a row and call."""
+        B, T, _ = x.shape
+        q, k, v = self.qkv(x).view(B, T, -1, self.config.head_size).transpose(1, 2).split(self.sizes, 1)  # (B, heads, T, D)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if cache is not None and cache.length >= 0:
+            y = cache.attend(self.layer, q, k, v)
+        else:
+            if cache is not None:
+                cache.prompt[self.layer, 0] = k
+                cache.prompt[self.layer, 1] = v
+            # Right padding needs no mask: a causal row never looks at what comes after it.
+            grouped = self.config.n_kv_head != self.config.n_head
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gated = config.mlp == "swiglu"
+        self.up = nn.Linear(config.n_embd, config.n_hidden * (2 if self.gated else 1), bias=config.bias)
+        self.down = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
+
+    def forward(self, x):  # (B, T, C) -> (B, T, C)
+        x = self.up(x)
+        if self.gated:
+            gate, x = x.chunk(2, -1)
+            return self.down(F.silu(gate) * x)
+        return self.down(F.gelu(x, approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.norm_1, self.attention = make_norm(config), Attention(config, layer)
+        self.norm_2, self.mlp = make_norm(config), MLP(config)
+
+    def forward(self, x, rotary=None, cache=None, mask=None):
+        x = x + self.attention(self.norm_1(x), rotary, cache, mask)
+        return x + self.mlp(self.norm_2(x))
+
+
+def keep_attention(context, op, *args, **kwargs):
+    """Selective checkpointing: attention's outputs are kept, all else in a block is computed again."""
+    return CheckpointPolicy.MUST_SAVE if "scaled_dot_product" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.checkpoint_blocks = "none"  # | "block" | "selective": what of a block is kept for backward
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.position = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.norm = make_norm(config)
+        self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.rotary = None  # made at the first forward, on the device it runs on; follows from the config, so not saved
+        self.init_weights()
+
+    def init_weights(self):
+        """GPT-2's: 0.02 at its width of 768, which has to grow as 1 / sqrt(width) where the width is smaller."""
+        std = 0.02 * math.sqrt(768 / self.config.n_embd)
+        for name, weight in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(weight)
+            elif weight.dim() == 2:
+                residual = name.endswith(("proj.weight", "down.weight"))  # their sum down the layers must not grow with depth
+                nn.init.normal_(weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std)
+
+    @property
+    def lm_head_weight(self):
+        """(V, C)"""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    @property
+    def device(self):
+        return self.embedding.weight.device
+
+    @property
+    def compute_dtype(self):
+        """What matmuls run in here and now: the autocast type inside autocast, else the weights'."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.embedding.weight.dtype
+
+    def forward(self, tokens, positions=None, cache=None, mask=None):
+        """tokens (B, T) -> hidden (B, T, C), after the last norm.
+
+        positions (B, T), or (1, T) for all rows: default 0, 1, 2, ... mask: boolean, broadcast to (B, n_head, T, T), True where a
+        row may look; default causal. cache: a KVCache, filled by the prompts (P, T_p) first, then by (P * k, 1) at a time.
+        """
+        B, T = tokens.shape
+        if positions is None:
+            if T > self.config.block_size:
+                raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
+            positions = torch.arange(T, device=tokens.device)[None]
+        x = self.embedding(tokens)  # (B, T, C)
+        rotary = None
+        if self.position is not None:
+            x = x + self.position(positions)
+        else:
+            if self.rotary is None or self.rotary[0].device != tokens.device:
+                self.rotary = rotary_table(self.config, tokens.device)
+            rotary = [table[positions][:, None] for table in self.rotary]  # (B, 1, T, D) each
+        for block in self.blocks:
+            x = self.run_block(block, x, rotary, cache, mask)
+        if cache is not None:
+            cache.length += 1
+        return self.norm(x)
+
+    def run_block(self, block, x, rotary, cache, mask):
+        if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
+            return block(x, rotary, cache, mask)
+        contexts = (
+            {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)} if self.checkpoint_blocks == "selective" else {}
+        )
+        return checkpoint(block, x, rotary, cache, mask, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+    def logits(self, hidden):
+        """hidden (..., C) -> (..., V). Mind the size: select rows first."""
+        return F.linear(hidden, self.lm_head_weight)

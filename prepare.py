@@ -1,0 +1,76 @@
+"""What has to hold before anything is made, and before torch is imported: bad input is answered within a second.
+
+`prepare` reads no tensors and writes nothing; it looks up the task, the tokenizer, the shape of the model, the reward
+functions and the warm start that grpo.py has to make first, and refuses what does not fit together.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from checkpoint import newest, read_state, resume_path
+from data import Task, load_reward_function, make_task
+from settings import GRPOSettings, ModelOptions, SFTSettings, SnugError, read_settings
+from tokenizer import Tokenizer, get_tokenizer
+
+
+@dataclass
+class Prepared:
+    settings: SFTSettings | GRPOSettings
+    task: Task
+    tokenizer: Tokenizer
+    shape: dict  # GPTConfig's keywords
+    reward_funcs: list  # of functions; empty in SFT
+    warm_start: "Prepared | None" = None  # the SFT run that makes init_from, where it is missing
+
+
+def prepare(settings, given=frozenset()):
+    """settings, and the names of those the user gave -> Prepared. Raises SnugError."""
+    task, warm_start = make_task(settings), None
+    grpo = isinstance(settings, GRPOSettings)
+    if grpo and settings.beta and not settings.init_from:
+        raise SnugError(f"beta={settings.beta} needs a reference: set init_from, or --beta=0")
+    if grpo and settings.init_from and settings.init_config and not Path(settings.init_from).is_dir():
+        inherited = [f"--{name}={getattr(settings, name)}" for name in ("seed", "device")]
+        warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, f"--out_dir={settings.init_from}", *inherited])[:2])
+        shape, tokenizer = warm_start.shape, warm_start.tokenizer
+        refuse_contradictions(settings, given, shape, tokenizer.name, settings.init_config)
+    else:
+        shape, name = starting_point(settings, given)
+        tokenizer = get_tokenizer(name)
+        shape = {"vocab_size": tokenizer.n_vocab} | shape
+    check_lengths(settings, task, shape["block_size"])
+    functions = [load_reward_function(spec) for spec in settings.reward_funcs] or [task.rewards] if grpo else []
+    return Prepared(settings, task, tokenizer, shape, functions, warm_start)
+
+
+def starting_point(settings, given):
+    """-> (the model's shape, the tokenizer's name): the checkpoint's, where there is one to resume or to start from."""
+    path = resume_path(settings) or (newest(settings.init_from) if settings.init_from else None)
+    if path is None:
+        return {f.name: getattr(settings, f.name) for f in fields(ModelOptions)}, settings.tokenizer
+    state = read_state(path)
+    refuse_contradictions(settings, given, state["model_config"], state["tokenizer"], path)
+    return state["model_config"], state["tokenizer"]
+
+
+def refuse_contradictions(settings, given, shape, tokenizer_name, source):
+    """The shape and the tokenizer come from `source`; what the user gave must not say otherwise."""
+    for name in sorted(given & (set(shape) | {"tokenizer"})):
+        theirs = tokenizer_name if name == "tokenizer" else shape[name]
+        if theirs != getattr(settings, name):
+            raise SnugError(f"{name}={getattr(settings, name)!r}, but {source} has {theirs!r}; leave {name} out")
+
+
+def check_lengths(settings, task, block_size):
+    """Prompt and completion have to fit into block_size. A token is a byte at least, so characters bound tokens."""
+    prompt = len(task.longest_prompt())
+    if isinstance(settings, GRPOSettings):
+        completion, what = settings.max_new_tokens, f"max_new_tokens={settings.max_new_tokens}"
+    else:
+        completion = len(task.longest_answer()) + 1
+        what = f"demonstrations of up to {completion} tokens"
+    if prompt + completion > block_size:
+        raise SnugError(
+            f"prompts of {settings.task} have up to {prompt} tokens; with {what} that is {prompt + completion}, more than "
+            f"block_size={block_size}"
+        )

@@ -1,0 +1,252 @@
+"""Completions out of the model: grouped, cached, batched. Token ids in, token ids out.
+
+A prompt goes through the model once; its k completions share its keys and values; all groups are decoded in one batch.
+Token t of row i comes from a uniform number that depends on (seed, i, t) alone, by inverse CDF: a row does not depend
+on its neighbours, on the decode batch or on the number of processes. `generate_naive` is the oracle.
+
+    python sample.py out/grpo_small --prompt="6025+3528=" --num_samples=4
+
+Left out: beams, top-k and top-p (training would not apply them), stop strings; a row that has stopped keeps its place
+in the batch until all have.
+"""
+
+import math
+import sys
+from dataclasses import dataclass, fields
+
+if __name__ == "__main__":  # before torch is imported: a typo is answered at once
+    from checkpoint import find_run
+    from settings import SampleSettings, friendly_errors, read_settings
+
+    with friendly_errors():
+        settings, _, folder = read_settings(SampleSettings, sys.argv[1:], positional="folder")
+        find_run(folder)
+
+import numpy as np
+import torch
+
+from memory import MIB
+from model import KVCache
+
+
+@dataclass
+class Rollouts:
+    """N completions, prompt and completion side by side. k = 2 completions of (a b), stop token `.`, 3 tokens at most:
+
+    tokens  a b x y .   prompt_lengths 2   completion_lengths 3   mask 1 1 1   stopped True
+            a b z w u                  2                      3        1 1 1   stopped False (cut off)
+            c y . 0 0                  1                      2        1 1 0   stopped True
+    """
+
+    tokens: torch.Tensor  # (N, T), right-padded
+    prompt_lengths: torch.Tensor  # (N,)
+    completion_lengths: torch.Tensor  # (N,), the stop token included
+    sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 after the end
+    mask: torch.Tensor  # (N, T_c), 1 on every sampled token, the stop token included
+    stopped: torch.Tensor  # (N,) boolean: ended with the stop token
+    advantages: torch.Tensor | None = None  # (N,)
+    old_logprobs: torch.Tensor | None = None  # (N, T_c)
+    ref_logprobs: torch.Tensor | None = None  # (N, T_c)
+
+    @property
+    def nbytes(self):
+        return sum(value.nbytes for f in fields(self) if (value := getattr(self, f.name)) is not None)
+
+    def completions(self, stop_token=None):
+        """-> N lists of ids, without the stop token."""
+        ends = zip(self.prompt_lengths.tolist(), self.completion_lengths.tolist(), self.stopped.tolist(), strict=True)
+        rows = self.tokens.tolist()
+        return [row[start : start + length - stopped] for row, (start, length, stopped) in zip(rows, ends, strict=True)]
+
+
+def uniforms(seed, rows, steps):
+    """rows (N,), steps (T,) arrays of integers -> (N, T) float32 in [0, 1): a hash of (seed, row, step), the same everywhere.
+
+    splitmix64's finaliser (Steele, Lea & Flood 2014) over a counter. 23 bits, so that u * total < total in float32.
+    """
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
+
+        def mix(x):
+            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            return x ^ (x >> np.uint64(31))
+
+        golden = np.uint64(0x9E3779B97F4A7C15)
+        key = mix(np.array(seed % 2**64, dtype=np.uint64) + golden)
+        row = mix(key ^ mix((np.asarray(rows).astype(np.uint64) + np.uint64(1)) * golden))[:, None]
+        bits = mix(row + (np.asarray(steps).astype(np.uint64) + np.uint64(1)) * golden)
+    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2**-23)
+
+
+def sample_tokens(model, hidden, u, temperature, chunk_mb=16.0):
+    """hidden (N, C), u (N,) in [0, 1) -> tokens (N,), log-probs (N,) float32.
+
+    The token whose stretch of the cumulative distribution u falls into; temperature 0: the likeliest, with its log-prob
+    at temperature 1. Rows go through the head a few at a time: the logits and what is made of them take chunk_mb at most.
+    """
+    N, V = len(hidden), model.config.vocab_size
+    rows = max(1, int(chunk_mb * MIB) // (3 * 4 * V))  # logits, probabilities, cumulative: three float32 at a time
+    tokens = torch.empty(N, dtype=torch.long, device=hidden.device)
+    logprobs = torch.empty(N, dtype=torch.float32, device=hidden.device)
+    for start in range(0, N, rows):
+        part = slice(start, start + rows)
+        logits = model.logits(hidden[part]).float()
+        if temperature:
+            logits /= temperature
+        probs = torch.softmax(logits, -1)
+        if temperature:
+            cdf = probs.cumsum(-1)
+            # right=True: the first entry above u * total, which is never a token of probability 0
+            chosen = torch.searchsorted(cdf, u[part, None] * cdf[:, -1:], right=True)
+        else:
+            chosen = logits.argmax(-1, keepdim=True)
+        tokens[part] = chosen[:, 0]
+        # log p = (logit - max) - log(p's denominator), and the denominator is 1 / p(max)
+        top = logits.amax(-1)
+        logprobs[part] = logits.gather(-1, chosen)[:, 0] - top + probs.amax(-1).log()
+        del logits, probs  # before the next chunk's are made
+    return tokens, logprobs
+
+
+@torch.no_grad()
+def sample_groups(
+    model, prompts, group_size, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, max_batch=None, chunk_mb=16.0, progress=None
+):
+    """`group_size` completions of each prompt -> Rollouts of N = len(prompts) * group_size, groups adjacent, in order.
+
+    prompts: non-empty lists of ids. A completion ends with stop_token or at max_new_tokens. max_batch: completions decoded
+    at a time (default all), which bounds the KV cache; a group larger than that is decoded in pieces that share the prompt.
+    progress(tokens): called with the number of tokens of each decode step. Raises ValueError where a prompt is empty or
+    does not leave max_new_tokens of the model's block_size.
+    """
+    lengths = [len(p) for p in prompts]
+    if not prompts or min(lengths) == 0:
+        raise ValueError("a prompt has no tokens; the model needs at least one to go on from")
+    if max(lengths) + max_new_tokens > model.config.block_size:
+        raise ValueError(
+            f"a prompt of {max(lengths)} tokens + max_new_tokens={max_new_tokens} is longer than block_size={model.config.block_size}"
+        )
+    N, device = len(prompts) * group_size, model.device
+    pieces = cut_rows(len(prompts), group_size, max_batch or N)
+    tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
+    logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32, device=device)
+    cache, held = None, None
+    for first, last, start, stop in pieces:
+        if held != (first, last):
+            cache = None  # freed before its successor is made
+            cache, held = KVCache(model.config, torch.tensor(lengths[first:last], device=device), model.compute_dtype), (first, last)
+            last_hidden = prefill(model, prompts[first:last], cache)
+        rows = (torch.arange(first, last)[:, None] * group_size + torch.arange(start, stop)).flatten()  # (P_c * k_c,)
+        u = torch.from_numpy(uniforms(seed, rows.numpy(), np.arange(max_new_tokens))).to(device)
+        piece = decode(model, cache, last_hidden, stop - start, u, temperature, stop_token, chunk_mb, progress)
+        tokens[rows], logprobs[rows] = piece
+    cache = None
+    return assemble(prompts, group_size, tokens, logprobs, stop_token)
+
+
+def cut_rows(P, k, max_batch):
+    """P groups of k rows -> rectangles (first prompt, last, first completion, last) of at most max_batch rows.
+
+    Whole groups where they fit, else pieces of one group: cut_rows(3, 4, 8) -> prompts 0-2, 2-3; cut_rows(1, 4, 3) -> completions 0-3, 3-4.
+    """
+    if max_batch >= k:
+        step = max_batch // k
+        return [(p, min(p + step, P), 0, k) for p in range(0, P, step)]
+    return [(p, p + 1, j, min(j + max_batch, k)) for p in range(P) for j in range(0, k, max_batch)]
+
+
+def prefill(model, prompts, cache):
+    """Every prompt once through the model, into the cache -> the last token's hidden (P, C)."""
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(model.device)
+    hidden = model(tokens, cache=cache)  # (P, T_p, C)
+    return hidden[torch.arange(len(prompts), device=model.device), cache.prompt_lengths - 1]
+
+
+def decode(model, cache, hidden, k, u, temperature, stop_token, chunk_mb, progress):
+    """hidden (P, C) of the prompts' ends, u (P * k, T_c) -> tokens, log-probs (P * k, T_c), both 0 after the end."""
+    N, steps = u.shape
+    cache.start_completions(k, steps)
+    tokens = torch.zeros(N, steps, dtype=torch.long, device=u.device)
+    logprobs = torch.zeros(N, steps, dtype=torch.float32, device=u.device)
+    running = torch.ones(N, dtype=torch.bool, device=u.device)
+    hidden = hidden.repeat_interleave(k, 0)  # (N, C)
+    positions = cache.prompt_lengths.repeat_interleave(k)  # (N,)
+    for t in range(steps):
+        token, logprob = sample_tokens(model, hidden, u[:, t], temperature, chunk_mb)
+        tokens[:, t] = token * running
+        logprobs[:, t] = logprob * running
+        if progress is not None:
+            progress(int(running.sum()))
+        if stop_token is not None:
+            running = running & (token != stop_token)
+            if not running.any():
+                break
+        if t + 1 < steps:
+            hidden = model(token[:, None], (positions + t)[:, None], cache)[:, 0]
+    return tokens, logprobs
+
+
+def assemble(prompts, k, tokens, logprobs, stop_token):
+    """tokens, logprobs (N, T_c) -> Rollouts; T_c and T are cut to the longest there is."""
+    N, steps = tokens.shape
+    device = tokens.device
+    is_stop = tokens == stop_token if stop_token is not None else torch.zeros_like(tokens, dtype=torch.bool)
+    # The first stop token ends a row. What follows it is zero, which may be the stop token's id too.
+    stopped = is_stop.any(1)
+    lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, steps)  # (N,)
+    T_c = int(lengths.max())
+    prompt_lengths = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(k)
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(device)
+    whole = torch.zeros(N, int((prompt_lengths + lengths).max()), dtype=torch.long, device=device)
+    whole[:, : padded.shape[1]] = padded.repeat_interleave(k, 0)[:, : whole.shape[1]]
+    mask = torch.arange(T_c, device=device) < lengths[:, None]  # (N, T_c)
+    row, place = mask.nonzero(as_tuple=True)
+    whole[row, prompt_lengths[row] + place] = tokens[row, place]
+    return Rollouts(whole, prompt_lengths, lengths, logprobs[:, :T_c].clone(), mask.long(), stopped)
+
+
+@torch.no_grad()
+def generate_naive(model, prompt, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, row=0):
+    """One prompt, no cache, no batch, every token from a whole forward -> (ids, log-probs): row `row` of sample_groups."""
+    tokens, logprobs = list(prompt), []
+    for u in uniforms(seed, [row], range(max_new_tokens))[0]:
+        hidden = model(torch.tensor([tokens], device=model.device))[0, -1]
+        logits = model.logits(hidden).float()
+        logp = torch.log_softmax(logits / temperature if temperature else logits, -1)
+        cdf = logp.exp().cumsum(-1)
+        token = int(torch.searchsorted(cdf, torch.tensor(float(u)) * cdf[-1], right=True)) if temperature else int(logits.argmax())
+        tokens.append(token)
+        logprobs.append(float(logp[token]))
+        if token == stop_token:
+            break
+    return tokens[len(prompt) :], logprobs
+
+
+def main(settings, folder):
+    from checkpoint import load_run
+    from data import make_task
+    from settings import SnugError
+
+    run = load_run(folder, settings.device)
+    prompt = settings.prompt or make_task(run.settings).prompts("test", [settings.seed])[0]["prompt"]
+    ids = run.tokenizer.encode(prompt)
+    room = run.model.config.block_size - len(ids)
+    if not ids or room < 1:
+        raise SnugError(f"the prompt has {len(ids)} tokens; this model takes 1 to {run.model.config.block_size - 1}")
+    rollouts = sample_groups(
+        run.model,
+        [ids],
+        settings.num_samples,
+        min(settings.max_new_tokens, room),
+        temperature=settings.temperature,
+        stop_token=run.tokenizer.stop_token,
+        seed=settings.seed,
+    )
+    ends = zip(rollouts.completions(), rollouts.stopped.tolist(), rollouts.sampling_logprobs.sum(1).tolist(), strict=True)
+    for completion, stopped, logprob in ends:
+        print(f"{prompt}{run.tokenizer.decode(completion)}{'' if stopped else ' …'}   [probability {math.exp(logprob):.3g}]")
+
+
+if __name__ == "__main__":
+    with friendly_errors():
+        main(settings, folder)

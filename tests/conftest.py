@@ -1,0 +1,52 @@
+"""What tests share: the device, small models of both shapes, and settings that run in seconds."""
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPT2 = dict(vocab_size=67, block_size=32, n_layer=2, n_head=4, n_embd=32, bias=True)
+LLAMA = dict(
+    GPT2, n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", bias=False, qkv_bias=True, qk_norm=True, tie_embeddings=False
+)
+SHAPES = {"gpt2": GPT2, "llama": LLAMA}
+
+torch.set_num_threads(2)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests that take minutes too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="takes minutes: run with --slow"))
+
+
+def make_model(shape="gpt2", seed=0, dtype=torch.float32, **changes):
+    """A random model whose predictions are far from uniform."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**SHAPES[shape] | changes)).to(DEVICE, dtype)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight += 0.1 * torch.randn_like(weight)
+            if name.endswith(("embedding.weight", "head.weight")):
+                weight *= 3
+    return model
+
+
+def make_flat_model(shape="gpt2", **changes):
+    """One whose 16 tokens are all sampled often, the stop token too, so that lengths are ragged."""
+    model = make_model(shape, **{"vocab_size": 16} | changes)
+    with torch.no_grad():
+        model.norm.weight *= 0.3
+    return model
+
+
+@pytest.fixture
+def device():
+    return torch.device(DEVICE)

@@ -1,0 +1,110 @@
+"""The commands as a person types them: bad input is one line and exit code 2, before torch is imported; --help is complete."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_checkpoint import saved
+
+HOME = Path(__file__).parent.parent
+PROBE = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    print("torch imported:", "torch" in sys.modules)
+    raise
+"""
+
+
+def command(*words, cwd=HOME):
+    """Run a script in a process of its own -> (exit code, stdout, stderr); stdout ends with whether torch was imported."""
+    environment = os.environ | {"PYTHONPATH": str(HOME)}
+    result = subprocess.run([sys.executable, "-c", PROBE, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True)
+    return result.returncode, result.stdout, result.stderr
+
+
+BAD = [
+    ("grpo.py --lerning_rate=1", "unknown option --lerning_rate; did you mean learning_rate?"),
+    ("grpo.py config/grpo_small.py --batch_size=1.5", "--batch_size takes a whole number, not '1.5'"),
+    ("grpo.py config/grpo_small.py --group_size=1", "group_size=1: a group needs at least 2"),
+    ("grpo.py config/grpo_smal.py", "did you mean config/grpo_small.py?"),
+    ("grpo.py --task=adition", "--task='adition' is not one of addition, countdown; did you mean addition?"),
+    ("grpo.py --n_embd=65", "n_head=4 does not divide n_embd=65"),
+    ("grpo.py --max_new_tokens=60", "max_new_tokens=60"),
+    ("grpo.py --digits=100 --max_new_tokens=8", "prompts of addition have up to 202 tokens"),
+    ("grpo.py --beta=0.1", "beta=0.1 needs a reference"),
+    ("grpo.py --init_from=out/nowhere", "out/nowhere: there is no such run"),
+    ("grpo.py --reward_funcs=nowhere:f", "reward_funcs='nowhere:f'"),
+    ("grpo.py config/grpo_small.py config/sft_small.py", "one config is taken, 2 were given"),
+    ("train_sft.py config/grpo_small.py", "unknown option config/grpo_small.py:"),
+    ("train_sft.py --block_size=20", "more than block_size=20"),
+    ("train_sft.py --batch_size=10 --gradient_accumulation_steps=3", "does not divide batch_size=10"),
+    ("sample.py out/nowhere", "out/nowhere: there is no such run"),
+    ("sample.py --prompt", "--prompt has no value"),
+    ("evaluate.py out/nowhere --num_prompts=0", "--num_prompts=0 is below 1"),
+    ("report.py out/nowhere", "out/nowhere: log.jsonl cannot be read"),
+]
+
+
+@pytest.mark.parametrize("line, message", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(line, message):
+    code, out, err = command(*line.split())
+    assert code == 2
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+    assert out == "torch imported: False\n"
+
+
+def test_an_unreadable_checkpoint_is_named_before_torch_is_imported(tmp_path):
+    _, _, path = saved(tmp_path / "run")
+    (path / "model.safetensors").write_bytes(b"not a checkpoint")
+    for words in (["grpo.py", f"--init_from={tmp_path}/run"], ["sample.py", tmp_path / "run", "--prompt=1+1="]):
+        code, out, err = command(*words)
+        assert (code, out) == (2, "torch imported: False\n")
+        assert err.startswith("error: ") and "model.safetensors: cannot be read" in err and err.count("\n") == 1
+
+
+def test_a_shape_that_contradicts_the_checkpoint_is_refused(tmp_path):
+    saved(tmp_path / "run")
+    code, _, err = command("grpo.py", f"--init_from={tmp_path}/run", "--n_layer=3")
+    assert code == 2 and "n_layer=3, but" in err and "has 2; leave n_layer out" in err
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "train_sft.py", "sample.py", "evaluate.py", "report.py"])
+def test_help_comes_without_torch(script):
+    code, out, err = command(script, "--help")
+    assert code == 0 and out.startswith(f"usage: python {script}") and err == "" and "torch imported: False" in out
+
+
+def test_from_warm_start_to_sample(tmp_path):
+    """grpo.py makes its warm start, evaluate.py and sample.py use the run, report.py compares the two; all in a pipe."""
+    sft = dict(digits=1, n_layer=1, n_embd=32, block_size=16, max_iters=2, batch_size=8, eval_prompts=10)
+    (tmp_path / "sft.py").write_text("".join(f"{name} = {value!r}\n" for name, value in sft.items()))
+    lines = [
+        f"--{name}={value}" for name, value in dict(digits=1, max_iters=2, batch_size=2, group_size=2, max_new_tokens=6, beta=0.1).items()
+    ]
+    (tmp_path / "rewards.py").write_text("def short(prompts, completions, **columns):\n    return [-len(c) / 10 for c in completions]\n")
+    folders = [
+        f"--init_config={tmp_path}/sft.py",
+        "--init_from=a/sft",
+        "--out_dir=a/grpo",
+        "--reward_funcs=rewards:short",
+        "--eval_prompts=10",
+    ]
+    code, out, err = command(HOME / "grpo.py", *lines, *folders, cwd=tmp_path)
+    assert code == 0, err
+    assert "a/sft is missing: making it first" in out and "iter 1/2  reward -" in out and err == ""
+    record = json.loads((tmp_path / "a/grpo/log.jsonl").read_text().splitlines()[-1])
+    assert record["iter"] == 1 and record["reward_mean"] < 0
+    code, out, _ = command(HOME / "evaluate.py", "a/grpo", "--num_prompts=10", cwd=tmp_path)
+    assert code == 0 and "pass_at_1 " in out and "pass_at_1_sampled " in out
+    code, out, _ = command(HOME / "sample.py", "a/grpo", "--prompt", "1+2=", "--num_samples=3", "--max_new_tokens=5", cwd=tmp_path)
+    assert code == 0 and out.count("1+2=") == 3
+    code, _, err = command(HOME / "sample.py", "a/grpo", "--prompt=" + "1" * 16, cwd=tmp_path)
+    assert code == 2 and "this model takes 1 to 15" in err
+    code, out, _ = command(HOME / "report.py", "a/sft", "a/grpo", cwd=tmp_path)
+    assert code == 0 and "mem_max_alloc_mb_train" in out and "mem_max_alloc_mb_rollout" in out

@@ -1,0 +1,515 @@
+"""Tasks: prompts that never cross from train to test, and rewards that cannot be talked into anything."""
+
+import ast
+import math
+import operator
+import random
+import re
+import sys
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import SURVEY_HITS, Task, load_reward_function, make_task, split_of
+from data.countdown import ARITHMETIC, Refused, evaluate
+from settings import GRPOSettings, SnugError
+
+TASKS = ("addition", "countdown")
+
+
+def task_of(**options):
+    return make_task(GRPOSettings(**options))
+
+
+def rewards(task, rows, completions, **more):
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    return task.rewards([row["prompt"] for row in rows], completions, **columns, **more)
+
+
+# -----------------------------------------------------------------------------
+# Every task
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_right_demonstrations_score_one(name, split):
+    task = task_of(task=name)
+    rows = task.prompts(split, range(1000))
+    demonstrations = [task.demonstration(row, random.Random(i)) for i, row in enumerate(rows)]
+    assert rewards(task, rows, demonstrations) == [1.0] * 1000
+    assert rewards(task, rows, demonstrations, stopped=[i % 2 == 0 for i in range(1000)]) == [1.0, 0.0] * 500
+    others = demonstrations[1:] + demonstrations[:1]  # the next row's answer is not this row's
+    assert sum(rewards(task, rows, others)) < 5
+
+
+EXPLOITS = [
+    "",
+    " ",
+    ">",
+    ">>",
+    "9**9**9",
+    ">9**9**9",
+    "__import__('os').system('touch x')",
+    ">__import__('os').system('touch x')",
+    "(" * 5000 + "1" + ")" * 5000,
+    "(" * 19 + "-" * 150,
+    "1+" * 5000 + "1",
+    "9" * 10_000,
+    ">" + "9" * 10_000,
+    ">" + "0" * 10_000,
+    ">" * 10_000,
+    "\x00",
+    ">\x00",
+    "1/0",
+    "1/(1-1)",
+    "0x10",
+    "1e5",
+    "1_000",
+    "nan",
+    "inf",
+    "True",
+    "\ud800",
+    "()",
+    ")(",
+    "None",
+    "<|endoftext|>",
+]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_exploits_score_zero_quickly(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task = task_of(task=name)
+    rng = random.Random(0)
+    noise = ["".join(chr(rng.randrange(256)) for _ in range(rng.randrange(300))) for _ in range(1000)]
+    completions = EXPLOITS + noise
+    rows = task.prompts("train", range(len(completions)))
+    start = time.perf_counter()
+    assert rewards(task, rows, completions) == [0.0] * len(completions)
+    assert time.perf_counter() - start < 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [dict(), dict(digits=1), dict(digits=2), dict(task="countdown"), dict(task="countdown", seed=7)])
+def test_train_and_test_never_share_a_problem(options):
+    task = task_of(**options)
+    train, test = ({task.identity(row) for row in task.prompts(split, range(3000))} for split in ("train", "test"))
+    assert train and test and not train & test
+    if "digits" not in options:
+        assert len(train) > 2000 and len(test) > 1500  # and there is something to learn from
+
+
+def test_a_problem_is_the_same_in_any_order():
+    addition, countdown = task_of(), task_of(task="countdown")
+    assert addition.identity({"numbers": [1, 2]}) == addition.identity({"numbers": [2, 1]})
+    assert countdown.identity(dict(numbers=[7, 3, 5], target=22)) == countdown.identity(dict(numbers=[3, 5, 7], target=22))
+    assert countdown.identity(dict(numbers=[3, 5, 7], target=22)) != countdown.identity(dict(numbers=[3, 5, 7], target=23))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_one_problem_in_ten_is_held_out(name):
+    task, rng = task_of(task=name), random.Random(0)
+    identities = {task.identity(row) for row in (task.propose(rng) for _ in range(5000)) if row}
+    share = sum(split_of(identity) == "test" for identity in identities) / len(identities)
+    assert 0.08 < share < 0.12
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_rows_depend_on_their_number_and_train_rows_on_the_seed(name):
+    task = task_of(task=name, seed=1)
+    rows = {split: task.prompts(split, range(50)) for split in ("train", "test")}
+    random.seed(0)  # the global generator has no part in it
+    for split in rows:
+        assert task_of(task=name, seed=1).prompts(split, range(50)) == rows[split]
+        assert task.prompts(split, [17, 3, 17]) == [rows[split][17], rows[split][3], rows[split][17]]
+        assert len({row["prompt"] for row in rows[split]}) > 40
+    assert task_of(task=name, seed=2).prompts("test", range(50)) == rows["test"]
+    assert task_of(task=name, seed=2).prompts("train", range(50)) != rows["train"]
+    assert task.prompts("train", []) == []
+    with pytest.raises(KeyError):
+        task.prompts("valid", [0])
+
+
+def test_rows_are_the_same_for_ever():
+    """Evaluations of different versions are compared on these."""
+    assert [row["prompt"] for row in task_of().prompts("test", range(2))] == ["5143+6259=", "7389+2910="]
+    assert [row["prompt"] for row in task_of(task="countdown").prompts("test", range(2))] == ["17 19 8=10:", "5 8 15 4=63:"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(digits=1),
+        dict(digits=9),
+        dict(task="countdown"),
+        dict(task="countdown", countdown_max_numbers=10, countdown_max_number=50),
+        dict(task="countdown", countdown_min_numbers=2, countdown_max_numbers=2, countdown_operators="-"),
+        dict(task="countdown", countdown_max_numbers=4, countdown_operators="-/"),
+    ],
+)
+def test_nothing_is_longer_than_the_longest(options):
+    for noise in (0.0, 0.5):
+        task = task_of(**options, demonstration_noise=noise)
+        rows = [row for split in ("train", "test") for row in task.prompts(split, range(300))]
+        assert max(len(row["prompt"].encode()) for row in rows) <= len(task.longest_prompt().encode())
+        rng = random.Random(0)
+        assert max(len(task.demonstration(row, rng).encode()) for row in rows) <= len(task.longest_answer().encode())
+    assert task.longest_answer().isascii() and task.longest_prompt().isascii()
+
+
+def test_longest_texts_are_reached():
+    addition = task_of(digits=3)
+    assert len(addition.longest_prompt()) == len(addition.prompts("test", [0])[0]["prompt"])
+    assert len(addition.longest_answer()) == len(addition.demonstration(addition.prompts("test", [0])[0], random.Random(0)))
+    assert task_of(task="countdown").longest_prompt() == "20 20 20 20=9999:"
+    assert task_of(task="countdown").longest_answer() == "20-(20-(20-20))"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(task="countdown", countdown_min_numbers=2, countdown_max_numbers=2, countdown_max_number=2), "too few test prompts"),
+        (dict(task="countdown", countdown_max_numbers=10**9), "countdown_max_numbers=1000000000 is above 10"),
+        (dict(task="countdown", countdown_max_number=10_000), "countdown_max_number=10000 is above 9999"),
+        (dict(digits=10**9), "digits=1000000000 is above 1000"),
+        (dict(task="subtraction"), "task='subtraction' is not one of addition, countdown"),
+    ],
+)
+def test_options_that_leave_no_task(options, message):
+    start = time.perf_counter()
+    with pytest.raises(SnugError, match=message):
+        task_of(**options)
+    assert time.perf_counter() - start < 1
+
+
+class OneProblem(Task):
+    """All its problems are one; the survey and the loop must both end."""
+
+    def propose(self, rng):
+        return {"prompt": "?"}
+
+    def identity(self, row):
+        return row["prompt"]
+
+
+def test_looking_for_a_row_ends():
+    task = OneProblem(GRPOSettings())
+    full, empty = ("train", "test") if split_of("?") == "train" else ("test", "train")
+    assert task.prompts(full, [0]) == [{"prompt": "?"}]
+    with pytest.raises(SnugError, match=f"no {empty} prompt"):
+        task.prompts(empty, [0])
+    with pytest.raises(SnugError, match=f"too few {empty} prompts"):
+        task.survey()
+    assert SURVEY_HITS > 0
+
+
+def test_rewards_ignore_unknown_columns_and_refuse_ragged_ones():
+    task = task_of()
+    assert task.rewards(["1+2=", "1+2="], [">3", ">4"], answer=[3, 3], completion_ids=[[1], [2]], trainer_state=object()) == [1.0, 0.0]
+    assert task.rewards([], [], answer=[]) == []
+    with pytest.raises(ValueError):
+        task.rewards(["1+2=", "1+2="], [">3", ">4"], answer=[3])
+    with pytest.raises(ValueError):
+        task.rewards(["1+2="], [">3"], answer=[3], stopped=[])
+
+
+# -----------------------------------------------------------------------------
+# Addition
+
+
+def test_addition_by_hand():
+    task = task_of()
+    row = {"prompt": "6025+3528=", "numbers": [6025, 3528], "answer": 9553}
+    assert task.demonstration(row, random.Random(0)) == "13,04,05,09>09553"
+    always = task_of(demonstration_noise=1.0)
+    assert always.demonstration(row, random.Random(0)) == "13,04,05,09>09543"
+    assert task_of(digits=2, demonstration_noise=1.0).demonstration({"numbers": [58, 67]}, random.Random(0)) == "15,11>015"
+    assert task_of(digits=1).demonstration({"numbers": [9, 9]}, random.Random(0)) == "18>18"
+
+
+def test_addition_numbers_have_their_digits():
+    for digits in (1, 2, 5):
+        rows = task_of(digits=digits).prompts("train", range(2000))
+        numbers = [number for row in rows for number in row["numbers"]]
+        assert {len(str(number)) for number in numbers} == {digits}
+        assert digits > 1 or set(numbers) == set(range(10))
+        for row in rows:
+            assert row["prompt"] == "{}+{}=".format(*row["numbers"]) and row["answer"] == sum(row["numbers"])
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        (">9553", 1.0),
+        (">09553", 1.0),
+        ("13,04,05,09>09553", 1.0),
+        ("anything at all>9553", 1.0),
+        (">1>2>9553", 1.0),
+        ("9553", 0.0),
+        ("9553>", 0.0),
+        (">9553>", 0.0),
+        (">9554", 0.0),
+        (">009553", 0.0),
+        (">9553 ", 0.0),
+        ("> 9553", 0.0),
+        (">9553\n", 0.0),
+        (">9553\x00", 0.0),
+        (">+9553", 0.0),
+        (">9_553", 0.0),
+        (">9553.0", 0.0),
+        (">९५५३", 0.0),
+        (">９５５３", 0.0),
+        (">955³", 0.0),
+        (">9553>9554", 0.0),
+        (">6025+3528", 0.0),
+    ],
+)
+def test_addition_reward(completion, reward):
+    assert task_of().rewards(["6025+3528="], [completion], answer=[9553]) == [reward]
+
+
+def test_addition_drops_each_carry_with_the_given_probability():
+    """A dropped carry lowers the answer for good, so a row with c carries stays right with probability (1 - p) ** c."""
+    p = 0.3
+    task = task_of(demonstration_noise=p)
+    rows, rng = task.prompts("train", range(4000)), random.Random(0)
+    right = rewards(task, rows, [task.demonstration(row, rng) for row in rows])
+    chances = [(1 - p) ** carries(*row["numbers"]) for row in rows]
+    deviation = math.sqrt(sum(chance * (1 - chance) for chance in chances))
+    assert abs(sum(right) - sum(chances)) < 5 * deviation
+    assert all(r == 1.0 for r, chance in zip(right, chances, strict=True) if chance == 1)
+
+
+def carries(a, b):
+    """How many places of a + b pass one on: 6025 + 3528 has 1."""
+    return sum(a % 10**i + b % 10**i >= 10**i for i in range(1, 20))
+
+
+# -----------------------------------------------------------------------------
+# Countdown
+
+
+def test_countdown_rows():
+    task = task_of(task="countdown", countdown_min_numbers=3, countdown_max_numbers=5, countdown_max_number=12)
+    rows = task.prompts("train", range(2000))
+    assert {len(row["numbers"]) for row in rows} == {3, 4, 5}
+    assert {number for row in rows for number in row["numbers"]} == set(range(1, 13))
+    assert set("+-*/()") <= set("".join(row["solution"] for row in rows))
+    for row in rows:
+        assert row["prompt"] == " ".join(map(str, row["numbers"])) + f"={row['target']}:"
+        assert type(row["target"]) is int and 1 <= row["target"] <= 9999
+        assert python_value(row["solution"]) == row["target"]
+
+
+def python_value(text):
+    """Python's own arithmetic, on Fractions: fit for texts that this file or a task made, and for no others."""
+    return eval(re.sub(r"\d+", r"Fraction(\g<0>)", text), {"Fraction": Fraction})
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        ("3*5+7", 1.0),
+        ("7+5*3", 1.0),
+        (" ( 3*5 ) + 7 ", 1.0),
+        ("((((3*5))))+7", 1.0),
+        ("(3*5+7)", 1.0),
+        ("3*(5+7)", 0.0),
+        ("3*5+7=22", 0.0),
+        ("22", 0.0),
+        ("3*5+7+0", 0.0),
+        ("3*5+7+7-7", 0.0),
+        ("3+5+7+7", 0.0),
+        ("5*5-3", 0.0),
+        ("3*7+1", 0.0),
+        ("15+7", 0.0),
+        ("+3*5+7", 0.0),
+        ("7--3*5", 0.0),
+        ("7-(-3*5)", 0.0),
+        ("03*5+7", 0.0),
+        ("3.0*5+7", 0.0),
+        ("3*5+7.", 0.0),
+        ("3*5+٧", 0.0),
+        ("３*5+7", 0.0),
+        ("3*5+7\n", 0.0),
+        ("3*5\t+7", 0.0),
+        ("3*5+7\x00", 0.0),
+        ("3×5+7", 0.0),
+        ("3*5+7)", 0.0),
+        ("(3*5+7", 0.0),
+        ("3*5 7", 0.0),
+        ("(3)(5)+7", 0.0),
+        ("3*5+7#", 0.0),
+        ("3*5+7;", 0.0),
+        ("7//3*5", 0.0),
+        ("7**3*5", 0.0),
+        ("(" * 20 + "3*5+7" + ")" * 20, 1.0),
+        ("(" * 21 + "3*5+7" + ")" * 21, 0.0),
+        (" " * 195 + "3*5+7", 1.0),
+        (" " * 196 + "3*5+7", 0.0),
+    ],
+)
+def test_countdown_reward(completion, reward):
+    assert task_of(task="countdown").rewards(["3 5 7=22:"], [completion], numbers=[[3, 5, 7]], target=[22]) == [reward]
+
+
+def test_countdown_uses_each_number_once_even_twins():
+    task = task_of(task="countdown")
+    assert task.rewards([""] * 3, ["4*4+1", "4+1", "4*4*1"], numbers=[[4, 1, 4]] * 3, target=[17, 5, 17]) == [1.0, 0.0, 0.0]
+    assert task.rewards([""], ["1 2+3"], numbers=[[12, 3]], target=[15]) == [0.0]
+
+
+def test_countdown_is_exact():
+    task = task_of(task="countdown")
+    assert task.rewards([""], ["8/(3-8/3)"], numbers=[[3, 3, 8, 8]], target=[24]) == [1.0]  # 23.999999999999989 in floats
+    assert task.rewards([""], ["1/3*3"], numbers=[[1, 3, 3]], target=[1]) == [1.0]
+    for text in ("1/(3-3)", "3/(1/(3-3))", "(3-3)/(3-3)"):
+        numbers = [int(digit) for digit in text if digit.isdigit()]
+        assert task.rewards([""], [text], numbers=[numbers], target=[0]) == [0.0]
+
+
+def test_countdown_allows_only_its_operators():
+    task = task_of(task="countdown", countdown_operators="+-")
+    rows = task.prompts("train", range(500))
+    assert not set("*/") & set("".join(row["solution"] for row in rows))
+    assert task.rewards([""] * 2, ["3+5+7", "3*5+7"], numbers=[[3, 5, 7]] * 2, target=[15, 22]) == [1.0, 0.0]
+
+
+def test_countdown_demonstrations_err_with_the_given_probability():
+    p = 0.4
+    task = task_of(task="countdown", demonstration_noise=p)
+    rows, rng = task.prompts("train", range(3000)), random.Random(0)
+    demonstrations = [task.demonstration(row, rng) for row in rows]
+    unlike = sum(text != row["solution"] for text, row in zip(demonstrations, rows, strict=True))
+    deviation = math.sqrt(3000 * p * (1 - p))
+    assert 3000 * p * 0.8 - 5 * deviation < unlike < 3000 * p + 5 * deviation  # now and then it finds the solution again
+    right = rewards(task, rows, demonstrations)
+    assert 3000 * (1 - p) - 5 * deviation < sum(right) < 3000 * (1 - p * 0.6)
+    for text, row in zip(demonstrations, rows, strict=True):  # the wrong ones are expressions over the same numbers
+        assert sorted(map(int, re.findall(r"\d+", text))) == sorted(row["numbers"])
+        ast.parse(text, mode="eval")
+
+
+# A tree is a number or (operator, tree, tree). Its value and its text are worked out apart from snug's own code.
+trees = st.recursive(st.integers(1, 20), lambda inner: st.tuples(st.sampled_from("+-*/"), inner, inner), max_leaves=6)
+BY_HAND = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+
+def value_of(tree):
+    if isinstance(tree, int):
+        return Fraction(tree)
+    symbol, left, right = tree
+    return BY_HAND[symbol](value_of(left), value_of(right))
+
+
+def text_of(tree, space=""):
+    if isinstance(tree, int):
+        return str(tree)
+    symbol, left, right = tree
+    return f"({text_of(left, space)}{space}{symbol}{space}{text_of(right, space)})"
+
+
+def outcome(function, *args):
+    try:
+        return function(*args)
+    except ZeroDivisionError:
+        return "division by zero"
+
+
+@given(trees, st.sampled_from(["", " "]), st.randoms(use_true_random=False))
+def test_parser_agrees_with_the_tree(tree, space, rng):
+    text = text_of(tree, space)
+    numbers = [int(digits) for digits in re.findall(r"\d+", text)]
+    rng.shuffle(numbers)
+    assert outcome(evaluate, text, numbers, "+-*/") == outcome(value_of, tree)
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.sampled_from("+-*/")), min_size=1, max_size=12))
+def test_parser_knows_precedence(pairs):
+    text = "".join(f"{number}{symbol}" for number, symbol in pairs)[:-1]
+    assert outcome(evaluate, text, [number for number, _ in pairs], "+-*/") == outcome(python_value, text)
+
+
+def worth(text, numbers):
+    """What snug makes of a text: its value, or None where it refuses it or would divide by zero."""
+    try:
+        return evaluate(text, numbers, "+-*/")
+    except (Refused, ZeroDivisionError):
+        return None
+
+
+def worth_to_python(text):
+    """The same by Python's grammar, cut down to the four operators and numbers without a leading zero."""
+    try:
+        tree = ast.parse(text.strip(" "), mode="eval").body
+    except SyntaxError:
+        return None
+
+    def plain(node):
+        if isinstance(node, ast.BinOp):
+            return isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div) and plain(node.left) and plain(node.right)
+        return isinstance(node, ast.Constant)
+
+    if not plain(tree) or re.search(r"\b0[0-9]", text):
+        return None
+    try:
+        return python_value(text.strip(" "))
+    except ZeroDivisionError:
+        return None
+
+
+@settings(max_examples=300)
+@given(trees.map(text_of), st.lists(st.tuples(st.integers(0, 60), st.booleans(), st.text("0123+-*/() ", max_size=2)), max_size=3))
+def test_parser_reads_what_pythons_grammar_does(text, edits):
+    """Right expressions with a few characters lost and others put in: the two must agree on each."""
+    for place, lose, extra in edits:
+        place %= len(text) + 1
+        text = text[:place] + extra + text[place + lose :]
+    numbers = [int(digits) for digits in re.findall("[0-9]+", text)]
+    assert worth(text, numbers) == worth_to_python(text)
+
+
+def test_parser_time_is_bounded():
+    hard = ["(" * 20 + "9*9" * 40, "1/" * 99 + "1", "9" * 200, "*" * 200, "(((1+" * 6 + "1", "1-" * 99 + "1"]
+    start = time.perf_counter()
+    for text in hard * 100:
+        numbers = [int(digits) for digits in re.findall("[0-9]+", text)]
+        try:
+            evaluate(text, numbers, "+-*/")
+        except Refused:
+            pass
+    assert time.perf_counter() - start < 2
+    assert set(ARITHMETIC) == set("+-*/")
+
+
+# -----------------------------------------------------------------------------
+# Reward functions of the user's
+
+
+def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "snug_test_rewards.py").write_text("def is_short(prompts, completions, **columns):\n    return [1.0]\nlength = 3\n")
+    (tmp_path / "snug_test_broken.py").write_text("import no_such_module_at_all\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert load_reward_function("snug_test_rewards:is_short")(["1"], ["2"]) == [1.0]
+    assert load_reward_function("math:sqrt") is math.sqrt
+    for spec, message in {
+        "snug_test_rewards:is_shrt": "has no is_shrt; did you mean is_short?",
+        "snug_test_rewards:length": "length is not a function but 3",
+        "snug_test_absent:f": "there is no module snug_test_absent in",
+        "snug_test_rewards.inner:f": "there is no module snug_test_rewards.inner in",
+        "snug_test_rewards": "write module:function",
+        ":f": "write module:function",
+        ".relative:f": "write module:function",
+        "a:b:c": "write module:function",
+        "": "write module:function",
+    }.items():
+        with pytest.raises(SnugError) as caught:
+            load_reward_function(spec)
+        assert message in str(caught.value) and repr(spec) in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):  # the user's own mistake keeps its traceback
+        load_reward_function("snug_test_broken:f")

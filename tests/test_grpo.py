@@ -1,0 +1,317 @@
+"""The loop: its gradient, its log, its memory; end to end on models that take milliseconds."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE, make_flat_model, make_model
+
+import grpo
+import train_sft
+from batch import Sequences
+from log import read_log
+from loss import group_advantages
+from memory import MIB, LiveBytes, tensor_bytes
+from optimizer import make_optimizer, optimizer_step
+from prepare import prepare
+from sample import Rollouts, sample_groups
+from settings import GRPOSettings, SFTSettings
+
+STOP = 3
+
+
+def some_rollouts(model, group_size=4, dtype=torch.float64, **options):
+    """Rollouts of a tiny model with advantages and a reference, ragged."""
+    rollouts = sample_groups(model, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], group_size, 12, stop_token=STOP, seed=3, **options)
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(3, group_size, generator=generator)
+    rollouts.advantages = group_advantages(rewards).flatten().to(DEVICE)
+    for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs"):
+        noise = 0.3 * torch.randn(rollouts.sampling_logprobs.shape, generator=generator, dtype=dtype).to(DEVICE)
+        setattr(rollouts, name, rollouts.sampling_logprobs.to(dtype) + (noise if name != "sampling_logprobs" else 0))
+    return rollouts
+
+
+def gradient(model, rollouts, settings, select=None):
+    model.zero_grad()
+    select = torch.arange(len(rollouts.tokens), device=DEVICE) if select is None else select
+    metrics = grpo.accumulate(model, rollouts, select, settings)
+    return {name: p.grad.clone() for name, p in model.named_parameters()}, metrics
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_the_gradient_does_not_depend_on_the_cut(shape, loss_type):
+    model = make_flat_model(shape, dtype=torch.float64)
+    rollouts = some_rollouts(model)
+    common = dict(loss_type=loss_type, beta=0.04, max_new_tokens=12)
+    whole, metrics = gradient(model, rollouts, GRPOSettings(**common))
+    assert len(set(rollouts.completion_lengths.tolist())) >= 3  # ragged
+    cuts = [dict(gradient_accumulation_steps=n) for n in (2, 3, 12)]
+    cuts += [dict(max_tokens_per_micro_batch=n) for n in (1, 20, 37, 60)] + [dict(logits_chunk_mb=0.001)]
+    for cut in cuts:
+        pieces, other = gradient(model, rollouts, GRPOSettings(**common, **cut))
+        for name in whole:
+            torch.testing.assert_close(pieces[name], whole[name], rtol=0, atol=1e-10)
+        assert {name: pytest.approx(value, abs=1e-6) for name, value in metrics.items()} == other
+    shuffled, _ = gradient(model, rollouts, GRPOSettings(**common), select=torch.randperm(12, device=DEVICE))
+    torch.testing.assert_close(shuffled["embedding.weight"], whole["embedding.weight"], rtol=0, atol=1e-10)
+    assert whole["embedding.weight"].abs().max() > 1e-3
+
+
+def plain_loss(model, rollouts, settings):
+    """The same loss the long way: whole logits, log_softmax, one sequence at a time."""
+    from loss import policy_loss
+
+    total = 0.0
+    counts = dict(num_tokens=int(rollouts.completion_lengths.sum()), num_sequences=len(rollouts.tokens))
+    for i, (p, c) in enumerate(zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)):
+        tokens = rollouts.tokens[i, : p + c]
+        logp = torch.log_softmax(model.logits(model(tokens[None]))[0] / settings.temperature, -1)
+        chosen = logp[p - 1 : p + c - 1].gather(1, tokens[p:, None])[:, 0]
+        old, ref = rollouts.old_logprobs[i, :c], rollouts.ref_logprobs[i, :c]
+        zeros = torch.zeros(c, dtype=torch.long, device=DEVICE)
+        lengths = torch.tensor([c], device=DEVICE)
+        loss, _ = policy_loss(chosen, old, rollouts.advantages[i : i + 1], zeros, lengths, ref, beta=settings.beta, **counts)
+        total = total + loss
+    return total
+
+
+def test_the_gradient_is_the_plain_one():
+    """Shift, mask, temperature, head and loss together, against whole logits without any of our batching."""
+    model = make_flat_model("llama", dtype=torch.float64)
+    settings = GRPOSettings(beta=0.04, temperature=0.7, max_tokens_per_micro_batch=40)
+    rollouts = some_rollouts(model, temperature=0.7)
+    ours, metrics = gradient(model, rollouts, settings)
+    model.zero_grad()
+    loss = plain_loss(model, rollouts, settings)
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(float(loss), abs=1e-6)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(ours[name], p.grad, rtol=0, atol=1e-10)
+
+
+def test_the_stop_token_is_learned_and_what_follows_it_is_not():
+    model = make_flat_model("gpt2", tie_embeddings=False, vocab_size=67)
+    with torch.no_grad():
+        model.head.weight *= 0.1
+    tokens = torch.tensor([[1, 2, 9, 8, STOP, 55, 56]], device=DEVICE)  # 55, 56: whatever stands in the padding
+    lengths = [torch.tensor([n], device=DEVICE) for n in (2, 3)]
+    zeros = torch.zeros(1, 3, device=DEVICE)
+    rollouts = Rollouts(
+        tokens, *lengths, zeros, zeros + 1, torch.tensor([True]), advantages=torch.ones(1, device=DEVICE), old_logprobs=zeros - 4
+    )
+    grads, _ = gradient(model, rollouts, GRPOSettings())
+    pushed = grads["head.weight"].abs().sum(1)
+    uniform = pushed[20:50].mean()
+    assert pushed[STOP] > 2 * uniform and pushed[8] > 2 * uniform  # sampled tokens are pushed up
+    assert pushed[[55, 56, 1, 2]].max() < 2 * uniform  # padding and prompt are not
+    assert grads["embedding.weight"][[STOP, 55, 56]].abs().max() == 0  # nothing is predicted from the stop token or after it
+    assert grads["embedding.weight"][[1, 2, 9, 8]].abs().sum(1).min() > 0
+
+
+def tiny(tmp_path, **changes):
+    """Settings of a run of two-digit additions that takes a second or two."""
+    common = dict(digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, eval_prompts=20, save_interval=2)
+    sft = SFTSettings(**common, out_dir=str(tmp_path / "sft"), max_iters=4, batch_size=16, demonstration_noise=0.5)
+    options = dict(
+        out_dir=str(tmp_path / "grpo"), init_from=sft.out_dir, max_iters=4, batch_size=4, group_size=4, max_new_tokens=12, beta=0.04
+    )
+    return sft, GRPOSettings(**common | options | changes)
+
+
+LOGGED = """iter reward_mean reward_std frac_reward_zero_std loss kl entropy clip_fraction grad_norm learning_rate completion_length_mean
+truncated_fraction logprob_diff_mean logprob_diff_max tokens_per_second time_rollout_s time_reward_s time_reference_s time_train_s
+time_optimizer_s mem_alloc_mb mem_reserved_mb mem_max_alloc_mb mem_max_alloc_mb_rollout mem_max_alloc_mb_train""".split()
+
+
+def test_a_run_leaves_what_it_promises(tmp_path, capsys):
+    sft, settings = tiny(tmp_path)
+    train_sft.main(prepare(sft))
+    grpo.main(prepare(settings))
+    console = capsys.readouterr().out
+    records = read_log(settings.out_dir)
+    assert [record["iter"] for record in records] == [0, 1, 2, 3]
+    for record in records:
+        assert set(LOGGED) <= set(record)
+        assert record["logprob_diff_max"] <= 1e-4  # the sampler is the trainer
+        assert record["loss"] == record["loss"] and record["grad_norm"] >= 0
+    assert {"pass_at_1", "pass_at_1_sampled"} <= set(records[0]) & set(records[3]) and "pass_at_1" not in records[1]
+    samples = [json.loads(line) for line in (tmp_path / "grpo/samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 16 and set(samples[0]) == {"iter", "prompt", "completion", "reward", "stopped"}
+    memory = [line for line in (tmp_path / "grpo/log.txt").read_text().splitlines() if line.startswith("[MEM]")]
+    assert memory[0].startswith("[MEM] after init: current=")
+    for phase in ("rollout", "reward", "reference", "train", "optimizer", "eval"):
+        assert any(line.startswith(f"[MEM] [GRPO step 003/003] after {phase}: current=") for line in memory)
+    assert "loss is 0 and ratio is 1: is it broken? No." in console and "iter 3/4  reward" in console and "\r" not in console
+    assert json.loads((tmp_path / "grpo/settings.json").read_text())["beta"] == 0.04
+    assert [p.name for p in sorted((tmp_path / "grpo").glob("checkpoint-*"))] == ["checkpoint-000002", "checkpoint-000004"]
+
+
+def test_several_steps_a_rollout_and_bfloat16(tmp_path):
+    sft, settings = tiny(tmp_path, train_batch_size=8, num_iterations=2, dtype="bfloat16", checkpoint_blocks="block", max_rollout_batch=6)
+    train_sft.main(prepare(dataclasses.replace(sft, dtype="bfloat16")))
+    steps = []
+    original = grpo.optimizer_step
+    try:
+        grpo.optimizer_step = lambda *args: steps.append(args[2]) or original(*args)
+        grpo.main(prepare(settings))
+    finally:
+        grpo.optimizer_step = original
+    assert len(steps) == 4 * 2 * 2  # iterations, times over, steps a rollout
+    assert max(record["logprob_diff_max"] for record in read_log(settings.out_dir)) < 0.1  # bfloat16 has 8 bits
+
+
+def test_a_missing_warm_start_is_made_first(tmp_path, capsys):
+    sft, settings = tiny(tmp_path, max_iters=1)
+    config = tmp_path / "sft.py"
+    lines = [f"{name} = {value!r}" for name, value in dataclasses.asdict(sft).items() if name != "out_dir"]
+    config.write_text("\n".join(lines))
+    settings.init_config = str(config)
+    grpo.main(prepare(settings))
+    assert f"{settings.init_from} is missing: making it first" in capsys.readouterr().out
+    assert len(read_log(settings.init_from)) == 4 and len(read_log(settings.out_dir)) == 1
+    assert prepare(settings).warm_start is None
+
+
+def test_an_earlier_run_is_moved_aside(tmp_path):
+    sft, _ = tiny(tmp_path)
+    sft.max_iters = 1
+    for _ in range(3):
+        train_sft.main(prepare(sft))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["sft", "sft.1", "sft.2"]
+    assert len(read_log(tmp_path / "sft.1")) == 1
+
+
+def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
+    _, settings = tiny(tmp_path, init_from="", beta=0.0, batch_size=2, group_size=2)
+    prepared = prepare(settings)
+    seen = {}
+
+    def first(prompts, completions, answer, stopped, completion_ids, **kwargs):
+        seen.update(prompts=prompts, answer=answer, ids=completion_ids, stopped=stopped, completions=completions)
+        return [1, 0.5, None, -1]
+
+    def second(prompts, completions, **kwargs):
+        return (0.25, None, None, 1.0)
+
+    prepared.reward_funcs = [first, second]
+    model = make_model("gpt2", vocab_size=257)
+    rows, rollouts = grpo.rollout(0, model, prepared.task, prepared.tokenizer, settings)
+    rewards, samples = grpo.score(rollouts, rows, prepared)
+    assert rewards.tolist() == [[1.25, 0.5], [0.0, 0.0]]
+    assert seen["prompts"][0] == seen["prompts"][1] != seen["prompts"][2] and seen["answer"][2] == rows[1]["answer"]
+    assert seen["completions"] == [prepared.tokenizer.decode(ids) for ids in seen["ids"]]
+    assert samples[0]["reward"] == 1.25 and len(samples) == 4
+
+
+@pytest.mark.parametrize(
+    "answer, message", [([1.0], "list of 2 numbers"), (["1", 0], "returned '1'"), ([float("nan"), 0], "nan"), (None, "None")]
+)
+def test_a_bad_reward_names_its_function(answer, message):
+    def my_reward(prompts, completions):
+        return answer
+
+    with pytest.raises(Exception, match=rf"my_reward.*{message}|my_reward.*{message}"):
+        grpo.checked_rewards(my_reward, ["a", "b"], ["x", "y"], {})
+
+
+def test_zero_variance_groups_leave_the_weights_alone():
+    """No advantage, no reference: nothing is to be learned, and nothing moves."""
+    model = make_model("gpt2")
+    rollouts = some_rollouts(model, dtype=torch.float32)
+    rollouts.advantages, rollouts.ref_logprobs = group_advantages([[0.3] * 4] * 3).flatten().to(DEVICE), None
+    before = [p.clone() for p in model.parameters()]
+    settings = GRPOSettings()
+    optimizer = make_optimizer(model, settings)
+    grpo.accumulate(model, rollouts, torch.arange(12, device=DEVICE), settings)
+    assert optimizer_step(model, optimizer, 1e-3, 1.0) == 0.0
+    assert all(p.equal(q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory: the promise, on a CPU, by the meter
+
+
+def peaks(tmp_path, name, **changes):
+    """Whole-iteration peak (MiB) of a few iterations of GRPO, and of SFT, at the same tokens a micro-batch."""
+    common = dict(digits=4, n_layer=2, n_embd=64, block_size=40, device=DEVICE, eval_prompts=0, save_interval=0, max_iters=3)
+    common |= dict(max_tokens_per_micro_batch=2048)
+    sft = SFTSettings(**common, out_dir=str(tmp_path / f"sft_{name}"), batch_size=128)
+    options = dict(out_dir=str(tmp_path / f"grpo_{name}"), init_from=sft.out_dir, batch_size=8, group_size=16, max_new_tokens=18, beta=0.04)
+    settings = GRPOSettings(**common | options | changes)
+    train_sft.main(prepare(sft))
+    grpo.main(prepare(settings))
+    return read_log(sft.out_dir)[1:], read_log(settings.out_dir)[1:]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
+def test_grpo_needs_no_more_than_sft(tmp_path, monkeypatch):
+    """Peak of a whole GRPO iteration <= SFT's + the reference's weights + the rollouts' bytes + 1 %."""
+    sizes = []
+    original = grpo.rollout_metrics
+    monkeypatch.setattr(grpo, "rollout_metrics", lambda rollouts, rewards: sizes.append(rollouts.nbytes) or original(rollouts, rewards))
+    sft, run = peaks(tmp_path, "a")
+    reference = tensor_bytes(make_model("gpt2", vocab_size=257, n_embd=64, block_size=40, bias=False).parameters()) / MIB
+    allowed = sft[0]["mem_max_alloc_mb"] + reference + max(sizes) / MIB
+    assert run[0]["mem_max_alloc_mb"] <= 1.01 * allowed
+    assert run[0]["mem_max_alloc_mb"] >= 0.9 * sft[0]["mem_max_alloc_mb"]  # both were measured
+    for record in run:  # nothing of the rollout is left but its small tensors; gradients are gone
+        assert record["mem_max_alloc_mb_reward"] <= record["mem_alloc_mb"] + max(sizes) / MIB + 0.1
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
+def test_the_peak_does_not_depend_on_the_group_size(tmp_path):
+    _, four = peaks(tmp_path, "four", group_size=4, batch_size=64)
+    _, sixty_four = peaks(tmp_path, "sixty_four", group_size=64, batch_size=4)
+    assert sixty_four[0]["mem_max_alloc_mb"] == pytest.approx(four[0]["mem_max_alloc_mb"], rel=0.01)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
+def test_no_drift_over_300_iterations(tmp_path, monkeypatch):
+    """Fixed lengths: no stop token is ever sampled, prompts have one length."""
+    import sample
+
+    original = sample.sample_groups
+    monkeypatch.setattr(grpo, "sample_groups", lambda *args, stop_token, **kwargs: original(*args, stop_token=None, **kwargs))
+    _, settings = tiny(tmp_path, init_from="", beta=0.0, max_iters=300, max_new_tokens=4, eval_prompts=0, save_interval=0, batch_size=2)
+    grpo.main(prepare(settings))
+    records = read_log(settings.out_dir)
+    assert len(records) == 300
+    for name in ("mem_max_alloc_mb", "mem_alloc_mb"):
+        values = [record[name] for record in records[2:]]
+        assert max(values) <= 1.01 * min(values)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
+def test_sft_is_half_of_a_plain_loop_at_a_large_vocabulary():
+    """V = 50,257: logits, their log-softmax and their gradient are what a plain nanoGPT loop holds at once."""
+    model_of = dict(vocab_size=50257, n_layer=4, n_embd=128, block_size=256)
+    lists = [[1] * 8] * 8, [[2] * 248] * 8
+    settings = SFTSettings()
+
+    def plain(model, optimizer):
+        batch = Sequences.from_lists(*lists)
+        for _ in range(2):
+            logits = model.logits(model(batch.tokens[:, :-1]))
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.tokens[:, 1:].flatten())
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+
+    def ours(model, optimizer):
+        batch = Sequences.from_lists(*lists)
+        for _ in range(2):
+            train_sft.train_step(model, batch, settings)
+            optimizer_step(model, optimizer, 1e-3, 1.0)
+
+    peak = {}
+    for loop in (plain, ours):
+        with LiveBytes() as live:
+            model = make_model("gpt2", **model_of)
+            loop(model, make_optimizer(model, settings))
+            peak[loop.__name__] = live.peak
+            del model
+    assert peak["ours"] <= 0.5 * peak["plain"]

@@ -1,0 +1,169 @@
+"""Cached, grouped, ragged generation against `generate_naive`, and what a row may depend on."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import DEVICE, make_flat_model, make_model
+
+from model import autocast
+from sample import cut_rows, generate_naive, sample_groups, uniforms
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
+STOP = 3
+
+
+def rows_of(rollouts):
+    """-> N pairs (ids, log-probs) of the completions, the stop token included."""
+    ends = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
+    return [(rollouts.tokens[i, p : p + c].tolist(), rollouts.sampling_logprobs[i, :c].tolist()) for i, (p, c) in enumerate(ends)]
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_equals_the_naive_generator(shape, temperature):
+    model = make_flat_model(shape)
+    rollouts = sample_groups(model, PROMPTS, 5, 12, temperature=temperature, stop_token=STOP, seed=11)
+    lengths = set()
+    for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
+        naive_ids, naive_logprobs = generate_naive(model, PROMPTS[i // 5], 12, temperature=temperature, stop_token=STOP, seed=11, row=i)
+        assert ids == naive_ids
+        assert logprobs == pytest.approx(naive_logprobs, abs=1e-5)
+        lengths.add(len(ids))
+    assert temperature == 0 or len(lengths) > 3  # ragged completions were tested
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_a_row_does_not_depend_on_neighbours_or_on_max_batch(shape):
+    model = make_flat_model(shape)
+    whole = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5))
+    for max_batch in (1, 4, 6, 13):
+        pieces = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5, max_batch=max_batch))
+        assert [ids for ids, _ in pieces] == [ids for ids, _ in whole]
+        for (_, ours), (_, theirs) in zip(pieces, whole, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+    alone = rows_of(sample_groups(model, PROMPTS[:1], 6, 10, stop_token=STOP, seed=5))
+    assert [ids for ids, _ in alone] == [ids for ids, _ in whole[:6]]
+
+
+def test_rollouts_say_where_everything_is():
+    model = make_flat_model("gpt2")
+    rollouts = sample_groups(model, PROMPTS, 8, 12, stop_token=STOP, seed=1)
+    N, T_c = rollouts.mask.shape
+    assert N == 32 and rollouts.sampling_logprobs.shape == (N, T_c) and T_c == rollouts.completion_lengths.max()
+    assert rollouts.stopped.any() and not rollouts.stopped.all()
+    for i in range(N):
+        p, c = int(rollouts.prompt_lengths[i]), int(rollouts.completion_lengths[i])
+        row = rollouts.tokens[i].tolist()
+        assert row[:p] == PROMPTS[i // 8] and set(row[p + c :]) <= {0}
+        completion = row[p : p + c]
+        assert STOP not in completion[:-1]
+        assert (completion[-1] == STOP) == bool(rollouts.stopped[i]) and (rollouts.stopped[i] or c == 12)
+        assert rollouts.mask[i].tolist() == [1] * c + [0] * (T_c - c)  # the stop token is in
+        assert (rollouts.sampling_logprobs[i, :c] < 0).all() and (rollouts.sampling_logprobs[i, c:] == 0).all()
+        assert rollouts.completions()[i] == (completion[:-1] if rollouts.stopped[i] else completion)
+
+
+def test_a_prompt_goes_through_the_model_once_and_decoding_stops_early():
+    model, seen = make_flat_model("gpt2"), []
+    model.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+    rollouts = sample_groups(model, PROMPTS, 8, 20, stop_token=STOP, seed=1, temperature=0.01)
+    longest = int(rollouts.completion_lengths.max())
+    sample_groups(model, PROMPTS, 8, 12, stop_token=STOP, max_batch=3)
+    assert seen[0] == (4, 7)  # 4 prompts, not 32 rows
+    assert seen[1:longest] == [(32, 1)] * (longest - 1)
+    assert [shape for shape in seen[longest:] if shape[1] > 1 or shape[0] > 3] == [(1, 3), (1, 7), (1, 2)]  # (1, 1): prompt [4]
+    model_that_stops = make_model("gpt2")
+    with torch.no_grad():
+        model_that_stops.embedding.weight.zero_()
+        model_that_stops.norm.weight.zero_()
+        model_that_stops.norm.bias.fill_(1.0)
+        model_that_stops.embedding.weight[STOP] = 9.0
+    seen.clear()
+    model_that_stops.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+    assert sample_groups(model_that_stops, PROMPTS, 8, 20, stop_token=STOP).completion_lengths.tolist() == [1] * 32
+    assert seen == [(4, 7)]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampled_frequencies_are_the_models(temperature):
+    """Pearson's chi-square of first and second tokens against the softmax, 20,000 rows."""
+    model = make_model("gpt2", vocab_size=13)
+    rollouts = sample_groups(model, [[1, 2]], 20_000, 2, temperature=temperature, seed=3)
+    first, second = rollouts.tokens[:, 2], rollouts.tokens[:, 3]
+    with torch.no_grad():
+        p = torch.softmax(model.logits(model(torch.tensor([[1, 2]], device=DEVICE))[0, -1]).double() / temperature, -1)
+        assert chi_square(first, p) < 40  # 12 degrees of freedom: exceeded once in 14,000 tries
+        likeliest = int(p.argmax())
+        after = torch.softmax(model.logits(model(torch.tensor([[1, 2, likeliest]], device=DEVICE))[0, -1]).double() / temperature, -1)
+    assert chi_square(second[first == likeliest], after) < 40
+    assert chi_square(first, p.roll(1)) > 100  # the test can fail
+
+
+def chi_square(tokens, p):
+    expected = p * len(tokens)
+    return float(((torch.bincount(tokens, minlength=len(p)) - expected) ** 2 / expected).sum())
+
+
+def test_uniforms_depend_on_seed_row_and_step_alone():
+    grid = uniforms(7, range(50), range(40))
+    assert grid.shape == (50, 40) and grid.dtype == np.float32
+    np.testing.assert_array_equal(uniforms(7, [31, 4], range(20, 40)), grid[[31, 4], 20:])
+    assert (uniforms(8, range(50), range(40)) != grid).mean() > 0.999
+    assert len(np.unique(uniforms(0, range(1000), range(100)))) > 99_000
+    big = uniforms(2**63 + 5, range(4000), range(50))
+    assert 0 <= big.min() and big.max() < 1
+    counts = np.histogram(big, 100, (0, 1))[0]
+    assert ((counts - 2000.0) ** 2 / 2000).sum() < 180  # 99 degrees of freedom: exceeded once in a million tries
+    assert abs(np.corrcoef(big[:, :-1].ravel(), big[:, 1:].ravel())[0, 1]) < 0.01
+    assert abs(np.corrcoef(big[:-1].ravel(), big[1:].ravel())[0, 1]) < 0.01
+
+
+def test_the_largest_uniform_never_picks_a_token_of_probability_zero():
+    from sample import sample_tokens
+
+    model = make_model("gpt2")
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+        model.norm.weight.zero_()
+        model.norm.bias.fill_(1.0)
+        model.embedding.weight[[5, 6, 40]] = 50.0  # the others have e^-1600: 0 in float32
+    hidden = model(torch.zeros(3, 1, dtype=torch.long, device=DEVICE))[:, 0]
+    u = torch.tensor([0.0, 0.5, 1 - 2**-23], device=DEVICE)
+    tokens, logprobs = sample_tokens(model, hidden, u, 1.0)
+    assert tokens.tolist() == [5, 6, 40] and logprobs.tolist() == pytest.approx([-np.log(3)] * 3, abs=1e-6)
+
+
+def test_head_in_pieces_is_the_head():
+    model = make_model("llama")
+    whole = sample_groups(model, PROMPTS, 4, 8, seed=2)
+    pieces = sample_groups(model, PROMPTS, 4, 8, seed=2, chunk_mb=0.002)
+    assert whole.tokens.equal(pieces.tokens)
+    torch.testing.assert_close(whole.sampling_logprobs, pieces.sampling_logprobs, atol=1e-5, rtol=0)
+
+
+def test_bfloat16_samples_from_what_autocast_computes(device):
+    model = make_model("llama")
+    with autocast("bfloat16", device):
+        rollouts = sample_groups(model, PROMPTS, 4, 8, seed=2)
+        for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
+            tokens = torch.tensor([PROMPTS[i // 4] + ids], device=DEVICE)
+            with torch.no_grad():
+                logp = torch.log_softmax(model.logits(model(tokens)).float(), -1)[0]
+            start = len(PROMPTS[i // 4]) - 1
+            again = [float(logp[start + t, token]) for t, token in enumerate(ids)]
+            assert logprobs == pytest.approx(again, abs=0.1)
+
+
+def test_cut_rows_covers_every_row_once():
+    for P, k, max_batch in [(3, 4, 8), (5, 3, 100), (2, 7, 3), (1, 1, 1), (4, 6, 6)]:
+        rows = [p * k + j for a, b, i, j_end in cut_rows(P, k, max_batch) for p in range(a, b) for j in range(i, j_end)]
+        assert sorted(rows) == list(range(P * k))
+        assert all((b - a) * (j - i) <= max_batch for a, b, i, j in cut_rows(P, k, max_batch))
+
+
+def test_bad_prompts_are_named():
+    model = make_model()
+    with pytest.raises(ValueError, match="no tokens"):
+        sample_groups(model, [[1], []], 2, 4)
+    with pytest.raises(ValueError, match=r"a prompt of 30 tokens \+ max_new_tokens=4 is longer than block_size=32"):
+        sample_groups(model, [[1] * 30], 2, 4)

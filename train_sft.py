@@ -1,0 +1,106 @@
+"""Supervised fine-tuning on a task's demonstrations: GRPO's warm start, and what its memory is compared with.
+
+    python train_sft.py config/sft_small.py
+
+The loop of grpo.py without its rollouts: the same micro-batches, the same head, the same log.
+Left out: data sets on disk, packing.
+"""
+
+import random
+import sys
+import time
+
+if __name__ == "__main__":  # before torch is imported: a typo is answered at once
+    from prepare import prepare
+    from settings import SFTSettings, friendly_errors, read_settings
+
+    with friendly_errors():
+        prepared = prepare(*read_settings(SFTSettings, sys.argv[1:])[:2])
+
+import torch
+
+from batch import Sequences, micro_batches
+from checkpoint import begin, pick_device, save_if_due
+from evaluate import evaluate_if_due
+from log import RunLog, prepare_folder
+from logprobs import head_loss
+from memory import MemoryMeter
+from model import autocast
+from optimizer import learning_rate_at, optimizer_step
+
+
+def main(prepared):
+    """Train, log and save as the settings say."""
+    settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
+    device = pick_device(settings.device)
+    torch.manual_seed(settings.seed)
+    moved = prepare_folder(settings)
+    with MemoryMeter(device) as meter:
+        model, optimizer, start = begin(settings, prepared.shape, device)
+        with RunLog(settings, "SFT", start) as log:
+            log.say(f"SFT on {settings.task}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}, {settings.out_dir}")
+            if moved:
+                log.say(f"an earlier run in {settings.out_dir} was moved to {moved}")
+            log.memory([meter.line("after init")])
+            for iteration in log.iterations():
+                iterate(iteration, model, optimizer, task, tokenizer, settings, meter, log)
+
+
+def iterate(iteration, model, optimizer, task, tokenizer, settings, meter, log):
+    """One optimizer step with its log line; whatever is large dies in here."""
+    meter.reset()
+    started = time.perf_counter()
+    learning_rate = learning_rate_at(iteration, settings)
+    scores = evaluate_if_due(0, model, task, tokenizer, settings, meter) if iteration == 0 else {}
+    log.show("train")
+    with meter.phase("train"):
+        batch = demonstrations(task, tokenizer, settings, iteration, model.device)
+        loss, entropy, num_tokens = train_step(model, batch, settings)
+    with meter.phase("optimizer"):
+        grad_norm = optimizer_step(model, optimizer, learning_rate, settings.grad_clip)
+    scores |= evaluate_if_due(iteration + 1, model, task, tokenizer, settings, meter)
+    stats = meter.stats()
+    record = dict(iter=iteration, loss=loss, entropy=entropy, grad_norm=grad_norm, learning_rate=learning_rate)
+    record["completion_length_mean"] = num_tokens / settings.batch_size
+    record["tokens_per_second"] = num_tokens / (stats["time_train_s"] + stats["time_optimizer_s"])
+    record["time_s"] = time.perf_counter() - started
+    log.iteration(record | scores | stats)
+    log.memory(meter.lines(log.place(iteration)))
+    save_if_due(iteration + 1, model, optimizer, settings, tokenizer)
+
+
+def demonstrations(task, tokenizer, settings, iteration, device):
+    """The batch of an iteration, a function of (seed, iteration) -> Sequences. The stop token is learned too."""
+    first = iteration * settings.batch_size
+    rows = task.prompts("train", range(first, first + settings.batch_size))
+    rng = random.Random(f"demonstrations {settings.seed} {iteration}")
+    prompts = [tokenizer.encode(row["prompt"]) for row in rows]
+    answers = [tokenizer.encode(task.demonstration(row, rng)) + [tokenizer.stop_token] for row in rows]
+    return Sequences.from_lists(prompts, answers, device)
+
+
+def train_step(model, batch, settings):
+    """Accumulate the gradient of the mean negative log-prob of completion tokens -> (loss, mean entropy, number of tokens)."""
+    num_tokens = int(batch.completion_lengths.sum())
+    max_sequences = 0 if settings.max_tokens_per_micro_batch else len(batch.tokens) // settings.gradient_accumulation_steps
+    loss = entropy = 0.0
+    for micro in micro_batches(batch, settings.max_tokens_per_micro_batch, max_sequences):
+        share, token_entropy = train_micro_batch(model, micro, lambda logprobs, rows: -logprobs.sum() / num_tokens, settings)
+        loss, entropy = loss + share, entropy + token_entropy / num_tokens
+    return float(loss), float(entropy), num_tokens
+
+
+def train_micro_batch(model, micro, token_loss, settings):
+    """Forward, head, backward -> (loss, sum of entropies), detached. The logits live and die inside head_loss."""
+    with autocast(settings.dtype, model.device):
+        hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
+        loss, _, entropy = head_loss(
+            hidden, model.lm_head_weight, micro.targets, token_loss, chunk_mb=settings.logits_chunk_mb, entropy=True
+        )
+    loss.backward()
+    return loss.detach(), entropy.sum()
+
+
+if __name__ == "__main__":
+    with friendly_errors():
+        main(prepared)
