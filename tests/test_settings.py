@@ -191,7 +191,7 @@ def test_ways_to_write_a_value():
     assert read(SampleSettings, "--prompt=a=b").prompt == "a=b"
     assert read(SampleSettings, "--prompt=1+2=").prompt == "1+2="
     assert read(SampleSettings, "--prompt", "a b").prompt == "a b"
-    assert read(SampleSettings, "--prompt", "--help").prompt == "--help"
+    assert read(SampleSettings, "--prompt=--help").prompt == "--help"
     assert read(SampleSettings, "--prompt=").prompt == ""
     assert read(SFTSettings, "--seed", "3", "--seed=4").seed == 4  # the last one holds
     assert read(SFTSettings, "--learning_rate=1").learning_rate == 1.0
@@ -207,7 +207,7 @@ def test_ways_to_write_a_value():
 
 def test_wrong_command_lines(tmp_path, monkeypatch):
     assert refused(read_settings, SFTSettings, ["--seed"]) == "--seed has no value; write --seed=value"
-    assert refused(read_settings, SFTSettings, ["--seed", "--digits=3"]) == "--seed takes a whole number, not '--digits=3'"
+    assert refused(read_settings, SFTSettings, ["--seed", "--digits=3"]) == "--seed has no value; write --seed=value"
     assert refused(read_settings, SFTSettings, ["--seed=1.5"]) == "--seed takes a whole number, not '1.5'"
     assert refused(read_settings, SFTSettings, ["--bias=yes"]) == "--bias takes true or false, not 'yes'"
     assert "'none'" in refused(read_settings, GRPOSettings, ["--epsilon=none"])
