@@ -2,18 +2,17 @@
 
     token_logprobs  logits in, log-probs out. Keeps for backward the logits it was given and one number a row.
     head_logprobs   hidden states in, log-probs out, a chunk of rows at a time; backward makes each chunk's logits again.
-    head_loss       hidden states in, loss out: while a chunk's logits exist their gradient is made in their place.
+    head_loss       hidden states in, loss out: while a chunk's logits exist they are turned into their own gradient.
 
-M tokens, C width, V vocabulary. Each is forward_rows (log-prob, log-sum-exp and, on request, entropy of every row in one
-read) and backward_rows (the gradient, which may overwrite the logits): Triton kernels on CUDA, plain torch elsewhere and
-in float64. Both write into buffers their caller allocated, so a meter or a planner sees every tensor there is; on fake
-tensors they do nothing. bfloat16, float16 and float32 are accumulated in float32, float64 stays float64.
+M tokens, C width, V vocabulary. All three visit rows of logits twice: forward_rows (log-prob, log-sum-exp and, on request,
+entropy in one read) and backward_rows (the gradient, which may overwrite the logits). Both are a Triton kernel on CUDA, plain
+torch elsewhere and in float64; both write into buffers that their caller allocated, so a meter or a planner sees every
+tensor there is, and on fake tensors they do nothing. Accumulation is in float32, of float64 in float64.
 
-Left out: label smoothing, ignore_index (select the rows beforehand), vocabularies split over devices.
-Tests: pytest tests/test_logprobs.py tests/test_kernels.py; TRITON_INTERPRET=1 runs the kernels on a CPU. Figures: python bench/logprobs.py.
+Left out: ignore_index (select the rows beforehand), label smoothing, a vocabulary split over devices.
+Test: pytest tests/test_logprobs.py tests/test_kernels.py (TRITON_INTERPRET=1 runs the kernels on a CPU). Time: python bench/logprobs.py.
 """
 
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -28,40 +27,42 @@ except ImportError:  # plain torch does it all
     triton = None
 
 MIB = 2**20
-SCRATCH = 2**18  # elements of plain torch's float32 scratch, 1 MiB: two of them fit a core's second-level cache
+SCRATCH = 2**18  # elements of the rows that plain torch works on at a time: 1 MiB of float32 stays in the cache from op to op
+
+
+class Options(NamedTuple):
+    temperature: float
+    n_vocab: int  # ids from here on are padding: probability 0, gradient 0
+    entropy: bool
+    dtype: torch.dtype  # of the logits
+    chunk_size: int = 0  # rows
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The kernels. Exponents are base 2, which is what the hardware computes: scale = log2(e) / temperature.
+# Triton. Exponents are base 2, as the hardware has them: scale = log2(e) / temperature.
 
 if triton is not None:
     LOG2E = tl.constexpr(1.4426950408889634)
     LN2 = tl.constexpr(0.6931471805599453)
-    LOW = tl.constexpr(-1e30)  # below every logit, and unlike -inf it can be subtracted from itself
+    LOW = tl.constexpr(-1e30)  # below every logit and, unlike -inf, it can be subtracted from itself
 
     @triton.jit
     def forward_kernel(
-        logits, targets, logprobs, lse, entropy, scale, width, n_vocab, row_stride, stride,
+        logits, targets, logprobs, lse, entropy, scale, width, n_vocab, row_stride,
         BLOCK: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr,
     ):  # fmt: skip
-        """One program a row. Each lane keeps the maximum and the sum of its own columns, so the loop has no barrier; the
-        online update (Milakov & Gimelshein 2018) needs one exponential an element because one of its two is always 1."""
+        """One program a row. Each lane keeps the maximum and the sum of its own columns, so the loop has no barrier; of the
+        two exponentials of the online update (Milakov and Gimelshein 2018, algorithm 3) one is always 1 and not computed."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * row_stride
         columns = tl.arange(0, BLOCK)
-        offsets = columns
-        if stride != 1:
-            offsets = columns.to(tl.int64) * stride
-        step = tl.full((), BLOCK, tl.int64) * stride
-        here = logits
         top = tl.full((BLOCK,), LOW, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)  # sum of 2^(z - top)
         moment = tl.zeros((BLOCK,), tl.float32)  # sum of z 2^(z - top)
-        ahead = tl.load(here + offsets, mask=columns < width, other=-float("inf"))
+        ahead = tl.load(logits + columns, mask=columns < width, other=-float("inf"))
         for start in range(0, width, BLOCK):
-            x = ahead
-            here += step  # the next block is on its way while this one is worked on
-            ahead = tl.load(here + offsets, mask=start + BLOCK + columns < width, other=-float("inf"))
+            x = ahead  # the next block is on its way while this one is worked on
+            ahead = tl.load(logits + start + BLOCK + columns, mask=start + BLOCK + columns < width, other=-float("inf"))
             z = x.to(tl.float32) * scale
             if PADDED:
                 z = tl.where(start + columns < n_vocab, z, -float("inf"))
@@ -79,7 +80,7 @@ if triton is not None:
         log_sum = tl.log2(sum_all)
         target = tl.load(targets + row)
         known = (target >= 0) & (target < n_vocab)
-        z = tl.load(logits + target * stride, mask=known, other=-float("inf")).to(tl.float32) * scale
+        z = tl.load(logits + target, mask=known, other=-float("inf")).to(tl.float32) * scale
         tl.store(logprobs + row, (z - best - log_sum) * LN2)
         tl.store(lse + row, (best + log_sum) * LN2)
         if ENTROPY:
@@ -87,63 +88,36 @@ if triton is not None:
 
     @triton.jit
     def backward_kernel(
-        logits, targets, lse, coefficients, dlogits, scale, width, n_vocab, row_stride, stride, out_row_stride, out_stride, blocks,
+        logits, targets, lse, coefficients, dlogits, scale, width, n_vocab, row_stride, out_row_stride, blocks,
         BLOCK: tl.constexpr, PADDED: tl.constexpr,
     ):  # fmt: skip
-        """One program a block of a row, in the order of memory, like a copy. dlogits may be logits."""
-        program = tl.program_id(0)
-        row = (program // blocks).to(tl.int64)
-        columns = program % blocks * BLOCK + tl.arange(0, BLOCK)
-        offsets = columns
-        out_offsets = columns
-        if stride != 1:
-            offsets = columns.to(tl.int64) * stride
-        if out_stride != 1:
-            out_offsets = columns.to(tl.int64) * out_stride
-        inside = columns < width
+        """One program a block of a row, in the order of memory, as a copy would. dlogits may be logits."""
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         c = tl.load(coefficients + row)  # already divided by the temperature
-        z = tl.load(logits + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32) * scale
+        z = tl.load(logits + row * row_stride + columns, mask=columns < width, other=0.0).to(tl.float32) * scale
         p = tl.exp2(z - tl.load(lse + row) * LOG2E)
         d = tl.where(columns == tl.load(targets + row), c - c * p, -c * p)
         if PADDED:
             d = tl.where(columns < n_vocab, d, 0.0)
-        tl.store(dlogits + row * out_row_stride + out_offsets, d.to(dlogits.dtype.element_ty), mask=inside)
+        tl.store(dlogits + row * out_row_stride + columns, d.to(dlogits.dtype.element_ty), mask=columns < width)
 
 
 def tile(width):
-    """Columns and warps of a program for rows of `width` columns.
+    """-> columns and warps of a program for rows of `width` columns.
 
-    16 elements a lane are two 16-byte loads of bfloat16 in flight, and as many again on their way: with the 24 to 32 warps
-    that the registers allow, twice the bytes an H200's memory latency asks for. 8 warps are enough of them for one
-    row; more would lengthen the last wave. Short rows take one block of the next power of two.
+    16 elements a lane: two 16-byte loads of bfloat16, and two more on their way, are in flight per lane; times the 32 warps
+    for which 64 registers leave room on an SM, that is twice the bytes which cover an H200's latency. Eight warps for
+    one row suffice; more would only make the last wave longer. Rows that do not begin at 16-byte addresses are loaded element by
+    element, whose addresses and masks take registers too: 8 of them, else sm_80 spills. A short row is one block.
     """
-    block = min(4096, max(128, 1 << (width - 1).bit_length()))
-    return block, max(1, block // 512)
-
-
-def forward_triton(logits, targets, temperature, n_vocab, logprobs, lse, entropy):
-    M, width = logits.shape
-    block, warps = tile(width)
-    with torch.cuda.device_of(logits):
-        forward_kernel[(M,)](
-            logits, targets, logprobs, lse, logprobs if entropy is None else entropy, LOG2E.value / temperature, width, n_vocab, *logits.stride(),
-            BLOCK=block, PADDED=n_vocab < width, ENTROPY=entropy is not None, num_warps=warps,
-        )  # fmt: skip
-
-
-def backward_triton(logits, targets, temperature, n_vocab, lse, coefficients, dlogits):
-    M, width = logits.shape
-    block, warps = tile(width)
-    blocks = -(-width // block)
-    with torch.cuda.device_of(logits):
-        backward_kernel[(M * blocks,)](
-            logits, targets, lse, coefficients / temperature, dlogits, LOG2E.value / temperature, width, n_vocab,
-            *logits.stride(), *dlogits.stride(), blocks, BLOCK=block, PADDED=n_vocab < width, num_warps=warps,
-        )  # fmt: skip
+    elements = 16 if width % 16 == 0 else 8
+    block = min(256 * elements, max(128, 1 << (width - 1).bit_length()))
+    return block, max(1, block // (32 * elements))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The same in plain torch, a slab of rows at a time: what one op leaves in the cache the next one finds there.
+# Plain torch: a few rows at a time, so that what one op leaves in the cache the next one finds there.
 
 
 def slabs(M, width):
@@ -151,112 +125,107 @@ def slabs(M, width):
     return [slice(i, min(i + rows, M)) for i in range(0, M, rows)]
 
 
-def forward_torch(logits, targets, temperature, n_vocab, logprobs, lse, entropy, scratch, in_place):
-    """in_place: the softmax replaces the logits, which saves a copy and the backward's exponential."""
-    known = (targets >= 0) & (targets < n_vocab)
-    targets = targets.clamp(0, n_vocab - 1)
+def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place):
+    """in_place: the softmax replaces the logits, which saves a copy here and the exponential in backward."""
     for rows in slabs(*logits.shape):
-        x = logits[rows, :n_vocab]
+        x = logits[rows, : options.n_vocab]
         spare = None if scratch is None else scratch[: x.numel()].view(x.shape)
         z = x if in_place else spare.copy_(x)  # (m, n_vocab)
-        if temperature != 1:
-            z.mul_(1 / temperature)
+        if options.temperature != 1:
+            z.mul_(1 / options.temperature)
         top = z.amax(-1, keepdim=True)
-        chosen = z.sub_(top).gather(1, targets[rows, None])[:, 0]
-        total = z.exp_().sum(-1)
-        log_total = total.log()
-        logprobs[rows] = chosen - log_total
-        lse[rows] = log_total + top[:, 0]
+        chosen = z.sub_(top).gather(1, targets[rows, None])
+        total = z.exp_().sum(-1, keepdim=True)
+        logprobs[rows] = (chosen - total.log())[:, 0]
+        lse[rows] = (top + total.log())[:, 0]
         if in_place or entropy is not None:
-            z.div_(total[:, None])
+            z.div_(total)
         if entropy is not None:
-            entropy[rows] = torch.special.entr(z, out=spare).sum(-1)  # -p log p, which is 0 where p is
-    logprobs.masked_fill_(~known, -torch.inf)
+            entropy[rows] = torch.special.entr(z, out=spare).sum(-1)  # -p log p, and 0 where p is 0
 
 
-def backward_torch(logits, targets, temperature, n_vocab, lse, coefficients, dlogits, scratch, is_softmax):
-    """is_softmax: the logits are their softmax already."""
-    known = (targets >= 0) & (targets < n_vocab)
-    targets = targets.clamp(0, n_vocab - 1)
-    coefficients = coefficients / temperature
+def backward_torch(logits, targets, options, lse, coefficients, dlogits, scratch, is_softmax):
+    """is_softmax: forward_torch has left the softmax where the logits were. coefficients: divided by the temperature."""
     for rows in slabs(*logits.shape):
-        x, d, c = logits[rows, :n_vocab], dlogits[rows, :n_vocab], coefficients[rows, None]
+        x, d, c = logits[rows, : options.n_vocab], dlogits[rows, : options.n_vocab], coefficients[rows, None]
         p = d if d.dtype == lse.dtype else scratch[: x.numel()].view(x.shape)  # (m, n_vocab)
         if p.data_ptr() != x.data_ptr():
             p.copy_(x)
         if not is_softmax:
-            if temperature != 1:
-                p.mul_(1 / temperature)
+            if options.temperature != 1:
+                p.mul_(1 / options.temperature)
             p.sub_(lse[rows, None]).exp_()
-        p.mul_(-c).scatter_add_(1, targets[rows, None], c * known[rows, None])
+        p.mul_(-c).scatter_add_(1, targets[rows, None], c)
         if p is not d:
             d.copy_(p)
-    dlogits[:, n_vocab:] = 0
+    dlogits[:, options.n_vocab :] = 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whichever of the two it is, on buffers that the caller allocated.
-
-
-class Options(NamedTuple):
-    temperature: float
-    n_vocab: int  # ids from here on are padding: probability 0, gradient 0
-    entropy: bool
-    dtype: torch.dtype  # of the logits
-    chunk_size: int = 0  # rows; the heads only
+# One or the other, on buffers that the caller allocated.
 
 
 def uses_triton(tensor):
     return triton is not None and tensor.dtype != torch.float64 and (tensor.is_cuda or triton.knobs.runtime.interpret)
 
 
-def is_fake(tensor):
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+def nothing_to_do(tensor):
+    return tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel()
+
+
+def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_place=False):
+    """Fills logprobs, lse and entropy, each (m,), from logits (m, V) and targets (m,). in_place: may plain torch use up the logits?"""
+    if nothing_to_do(logits):
+        return
+    if not uses_triton(logits):
+        return forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place)
+    (M, width), (block, warps) = logits.shape, tile(logits.shape[1])
+    arguments = LOG2E.value / options.temperature, width, options.n_vocab, logits.stride(0)
+    flags = dict(BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=entropy is not None, num_warps=warps)
+    with torch.cuda.device_of(logits):
+        forward_kernel[(M,)](logits, targets, logprobs, lse, logprobs if entropy is None else entropy, *arguments, **flags)
+
+
+def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch, is_softmax=False):
+    """dlogits = coefficients * (onehot(targets) - softmax(logits / temperature)) / temperature; dlogits may be the logits."""
+    if nothing_to_do(logits):
+        return
+    coefficients = coefficients / options.temperature
+    if not uses_triton(logits):
+        return backward_torch(logits, targets, options, lse, coefficients, dlogits, scratch, is_softmax)
+    (M, width), (block, warps) = logits.shape, tile(logits.shape[1])
+    blocks = -(-width // block)
+    arguments = LOG2E.value / options.temperature, width, options.n_vocab, logits.stride(0), dlogits.stride(0), blocks
+    flags = dict(BLOCK=block, PADDED=options.n_vocab < width, num_warps=warps)
+    with torch.cuda.device_of(logits):
+        backward_kernel[(M * blocks,)](logits, targets, lse, coefficients, dlogits, *arguments, **flags)
 
 
 def accumulator(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def new_scratch(logits):
-    """What plain torch works in where it must not or cannot work in the logits."""
-    M, width = logits.shape
-    if uses_triton(logits):
-        return None
-    return torch.empty(min(M, max(1, SCRATCH // width)) * width, dtype=accumulator(logits.dtype), device=logits.device)
-
-
 def new_rows(M, options, device):
-    """logprobs, lse, and entropy or None, each (M,)."""
+    """-> logprobs, lse, and entropy or None, each (M,)."""
     new = partial(torch.empty, M, dtype=accumulator(options.dtype), device=device)
     return new(), new(), new() if options.entropy else None
 
 
-def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_place=False):
-    """Fills logprobs, lse and entropy (m,) from logits (m, V) and targets (m,). in_place: see forward_torch, nothing to the kernel."""
-    if is_fake(logits) or not len(targets):
-        return
-    arguments = logits, targets, options.temperature, options.n_vocab, logprobs, lse, entropy
-    forward_triton(*arguments) if uses_triton(logits) else forward_torch(*arguments, scratch, in_place)
+def new_scratch(logits):
+    """-> what plain torch works in where it cannot work in the logits."""
+    M, width = logits.shape
+    size = 0 if uses_triton(logits) else min(M, max(1, SCRATCH // width)) * width
+    return torch.empty(size, dtype=accumulator(logits.dtype), device=logits.device)
 
 
-def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch, is_softmax=False):
-    """dlogits = coefficients * (onehot - softmax(logits / temperature)) / temperature; dlogits may be the logits."""
-    if is_fake(logits) or not len(targets):
-        return
-    arguments = logits, targets, options.temperature, options.n_vocab, lse, coefficients.contiguous(), dlogits
-    backward_triton(*arguments) if uses_triton(logits) else backward_torch(*arguments, scratch, is_softmax)
-
-
-def checked(M, width, targets, temperature, n_vocab):
+def check(M, width, targets, temperature, n_vocab):
     """-> n_vocab. Bad input is answered here, before a kernel reads out of bounds."""
-    if targets.shape != (M,):
-        raise ValueError(f"targets have shape {tuple(targets.shape)}, not ({M},): one for each row")
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} is not above 0")
-    n_vocab = width if n_vocab is None else n_vocab
-    if not 0 < n_vocab <= width:
-        raise ValueError(f"n_vocab={n_vocab} is not in 1..{width}, the columns there are")
+    n_vocab = n_vocab or width
+    if targets.shape != (M,) or not temperature > 0 or not 0 < n_vocab <= width:
+        raise ValueError(
+            f"{M} rows of {width} columns with targets {tuple(targets.shape)}, temperature={temperature}, n_vocab={n_vocab}: "
+            "one target a row, a temperature above 0 and at most as many ids as columns are needed"
+        )
     return n_vocab
 
 
@@ -267,13 +236,15 @@ def checked(M, width, targets, temperature, n_vocab):
 def token_logprobs(logits, targets, temperature=1.0, entropy=False, n_vocab=None, inplace=False):
     """log softmax(logits / temperature)[target] of every row -> (M,) float32 [, entropy in nats (M,), without gradient].
 
-    logits (M, V) of any strides, targets (M,) int64. Saves for backward the logits themselves and (M,) numbers.
+    logits (M, V), copied only if a row is not contiguous; targets (M,) int64. Saved for backward: the logits, (M,) numbers.
     n_vocab: ids from there on are padding, with probability and gradient 0.
-    inplace: backward writes the gradient over the logits, which nobody else may need any more (autograd says so if one does).
-    A target outside [0, n_vocab) has log-prob -inf. Raises ValueError for shapes, temperature or n_vocab that cannot be.
+    inplace: backward writes the gradient over the logits, which nobody may need any more (autograd raises if one does).
+    A target outside [0, n_vocab): RuntimeError in plain torch, -inf from the kernel, which cannot raise.
+    Raises ValueError for shapes, a temperature or an n_vocab that cannot be.
     """
     M, V = logits.shape
-    options = Options(temperature, checked(M, V, targets, temperature, n_vocab), entropy, logits.dtype)
+    options = Options(temperature, check(M, V, targets, temperature, n_vocab), entropy, logits.dtype)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     logprobs, entropies = TokenLogprobs.apply(logits, targets.contiguous(), options, inplace)
     return (logprobs, entropies) if entropy else logprobs
 
@@ -322,7 +293,7 @@ def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vo
         dtype = torch.get_autocast_dtype(device)
     elif hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
-    n_vocab = checked(len(hidden), len(weight), targets, temperature, n_vocab)
+    n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
     return Options(temperature, n_vocab, entropy, dtype, chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb))
 
 
@@ -374,13 +345,6 @@ class Chunks:
                 dweight[ids] += dlogits[:, ids].t() @ hidden
 
 
-@contextmanager
-def as_written(tensor):
-    """Autocast off: the bodies below say themselves what runs in which dtype."""
-    with torch.autocast(tensor.device.type, enabled=False):
-        yield
-
-
 def head_logprobs(hidden, weight, targets, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=16.0):
     """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy (M,), without gradient].
 
@@ -398,7 +362,7 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, options):
         logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
-        with as_written(hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
             chunks = Chunks(hidden, weight, options)
             for rows, _, logits in chunks:
                 chunks.forward(rows, logits, targets, logprobs, lse, entropy)
@@ -414,7 +378,7 @@ class HeadLogprobs(torch.autograd.Function):
         hidden, weight, targets, lse = ctx.saved_tensors
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        with as_written(hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
             chunks = Chunks(hidden, weight, ctx.options._replace(entropy=False))
             for rows, hidden_rows, logits in chunks:
                 backward_rows(logits, targets[rows], ctx.options, lse[rows], coefficients[rows], logits, chunks.scratch)
@@ -454,7 +418,7 @@ class HeadLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=logprobs.dtype, device=hidden.device)
         dhidden = torch.empty_like(hidden) if with_gradient and hidden.requires_grad else None
         dweight, ctx.into_grad = gradient_of(weight) if with_gradient and weight.requires_grad else (None, False)
-        with as_written(hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
             chunks = Chunks(hidden, weight, options)
             for rows, hidden_rows, logits in chunks:
                 chunks.forward(rows, logits, targets, logprobs, lse, entropy)
@@ -470,7 +434,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss, *_):
-        if ctx.into_grad and not is_fake(dloss) and dloss.item() != 1:
+        if ctx.into_grad and not nothing_to_do(dloss) and dloss.item() != 1:
             raise RuntimeError(
                 f"head_loss has put its gradient into weight.grad already, so it cannot be multiplied by {dloss.item():g} now: "
                 "scale inside token_loss, or pass weight.view_as(weight)"

@@ -315,3 +315,29 @@ def test_sft_is_half_of_a_plain_loop_at_a_large_vocabulary():
             peak[loop.__name__] = live.peak
             del model
     assert peak["ours"] <= 0.5 * peak["plain"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# It learns
+
+
+def test_grpo_lifts_its_warm_start(tmp_path):
+    """Two-digit additions by a teacher who drops carries, in a quarter of a minute; three seeds: 0.20 -> 0.74 to 0.90."""
+    common = dict(digits=2, n_layer=2, n_embd=48, block_size=20, eval_prompts=200, eval_interval=0, save_interval=0, device=DEVICE)
+    options = dict(max_iters=250, batch_size=64, learning_rate=4e-3, lr_schedule="cosine", warmup_iters=20, demonstration_noise=0.6)
+    sft = SFTSettings(**common, **options, out_dir=str(tmp_path / "sft"))
+    options = dict(max_iters=20, batch_size=32, group_size=8, max_new_tokens=11, learning_rate=5e-4)
+    settings = GRPOSettings(**common, **options, out_dir=str(tmp_path / "grpo"), init_from=sft.out_dir)
+    train_sft.main(prepare(sft))
+    grpo.main(prepare(settings))
+    before, after = (read_log(folder)[-1]["pass_at_1"] for folder in (sft.out_dir, settings.out_dir))
+    assert before <= 0.35 and after >= before + 0.3
+    assert all(record["logprob_diff_max"] <= 1e-4 for record in read_log(settings.out_dir))
+
+
+def test_countdown_runs_end_to_end(tmp_path):
+    sft, settings = tiny(tmp_path, task="countdown", countdown_max_numbers=3, block_size=64, max_new_tokens=16, loss_type="grpo")
+    sft = dataclasses.replace(sft, task="countdown", countdown_max_numbers=3, block_size=64)
+    train_sft.main(prepare(sft))
+    grpo.main(prepare(settings))
+    assert len(read_log(settings.out_dir)) == 4
