@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from conftest import make_model
-from test_grpo import tiny
+from test_grpo import run, tiny
 
 import checkpoint
 import grpo
@@ -111,7 +111,7 @@ def figures(folder):
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     sft, settings = tiny(tmp_path, max_iters=6, lr_schedule="linear", eval_interval=2)
     train_sft.main(prepare(sft))
-    grpo.main(prepare(settings))
+    run(settings)
     broken = dataclasses.replace(settings, out_dir=str(tmp_path / "broken"))
 
     class Killed(Exception):
@@ -125,13 +125,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     iterate, grpo.iterate = grpo.iterate, killed
     try:
         with pytest.raises(Killed):
-            grpo.main(prepare(broken))
+            run(broken)
     finally:
         grpo.iterate = iterate
     assert len(read_log(broken.out_dir)) == 5 and checkpoint.newest(broken.out_dir).name == "checkpoint-000004"
     broken.resume = "auto"
-    grpo.main(prepare(broken))
-    assert figures(broken.out_dir) == figures(settings.out_dir)
+    run(broken)
+    assert figures(broken.out_dir) == figures(settings.out_dir) and figures(settings.out_dir)[5]["kl"] > 0
     assert (tmp_path / "broken/samples.jsonl").read_text() == (tmp_path / "grpo/samples.jsonl").read_text()
     for name in ("model.safetensors", "optimizer.safetensors"):
         ours, theirs = (checkpoint.newest(folder) / name for folder in (broken.out_dir, settings.out_dir))

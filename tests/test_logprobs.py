@@ -1,0 +1,473 @@
+"""Log-probs, head and their gradients against plain log_softmax in float64; what they save and hold against their promise."""
+
+import gc
+
+import pytest
+import torch
+from conftest import DEVICE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from logprobs import head_logprobs, head_loss, rows_per_chunk, token_logprobs
+from memory import MIB, LiveBytes
+
+on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts CPU storages")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def plain(logits, targets, temperature=1.0, n_vocab=None):
+    """The oracle: (M, V) -> log-probs, entropies (M,), by log_softmax + gather in float64."""
+    logprobs = torch.log_softmax(logits.double()[:, :n_vocab] / temperature, -1)
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def make_rows(M, V, dtype=torch.float32, seed=0):
+    """Logits of a confident model, targets at both edges among them, and something to weigh each token by."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(M, V, generator=generator)).to(DEVICE, dtype)
+    targets = torch.randint(V, (M,), generator=generator)
+    targets[:2] = torch.tensor([V - 1, 0])[:M]
+    return logits, targets.to(DEVICE), torch.randn(M, generator=generator).to(DEVICE)
+
+
+def make_head(M, C, V, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(M, C, generator=generator).to(DEVICE, dtype).requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(V, C, generator=generator).to(DEVICE, dtype))
+    return hidden, weight, torch.randint(V, (M,), generator=generator).to(DEVICE), torch.randn(M, generator=generator).to(DEVICE, dtype)
+
+
+def assert_near(actual, expected, tolerance):
+    assert actual.shape == expected.shape
+    if actual.numel():
+        assert float((actual.double() - expected.double()).abs().max()) <= tolerance
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values and gradients.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("V", [1, 67, 1000, 50257])
+@pytest.mark.parametrize("M", [0, 1, 9])
+def test_token_logprobs_against_float64(M, V, temperature, dtype):
+    logits, targets, upstream = make_rows(M, V, dtype)
+    reference = logits.double().requires_grad_()
+    expected, expected_entropy = plain(reference, targets, temperature)
+    (expected * upstream).sum().backward()
+    logits.requires_grad_()
+    logprobs, entropy = token_logprobs(logits, targets, temperature, entropy=True)
+    (logprobs * upstream).sum().backward()
+    assert logprobs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and not entropy.requires_grad
+    assert_near(logprobs, expected, 2 * TOLERANCE[dtype])
+    assert_near(entropy, expected_entropy, 2 * TOLERANCE[dtype])
+    assert_near(logits.grad, reference.grad, TOLERANCE[dtype])
+
+
+@settings(max_examples=30, deadline=None)
+@given(M=st.integers(0, 40), V=st.integers(1, 600), temperature=st.floats(0.2, 3), seed=st.integers(0, 99), data=st.data())
+def test_any_shape_padding_and_chunk(M, V, temperature, seed, data):
+    n_vocab = data.draw(st.integers(1, V))
+    chunk_size = data.draw(st.integers(1, 50))
+    hidden, weight, targets, upstream = make_head(M, 4, V, seed=seed)
+    targets = targets % n_vocab
+    expected, expected_entropy = plain(hidden @ weight.T, targets, temperature, n_vocab)
+    expected_gradients = torch.autograd.grad((expected * upstream).sum(), (hidden, weight))
+    logprobs, entropy = head_logprobs(hidden, weight, targets, temperature, chunk_size, True, n_vocab)
+    gradients = torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
+    loss, again, entropy_again = head_loss(
+        hidden, weight, targets, lambda logprobs, rows: (logprobs * upstream[rows]).sum(), temperature, chunk_size, True, n_vocab
+    )
+    loss.backward()
+    assert_near(logprobs, expected, 1e-11)
+    assert_near(entropy, expected_entropy, 1e-11)
+    assert_near(again, logprobs, 1e-11)
+    assert_near(entropy_again, entropy, 1e-11)
+    assert_near(loss, (expected * upstream).sum(), 1e-9)
+    for actual, other, reference in zip((hidden.grad, weight.grad), gradients, expected_gradients, strict=True):
+        assert_near(actual, reference, 1e-10)
+        assert_near(other, reference, 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("V", [67, 50257])
+def test_half_precision_is_no_worse_than_eager(dtype, V):
+    logits, targets, upstream = make_rows(16, V, dtype)
+    exact = logits.double().requires_grad_()
+    expected, _ = plain(exact, targets)
+    (expected * upstream).sum().backward()
+    eager = logits.clone().requires_grad_()
+    eager_logprobs = torch.log_softmax(eager, -1).gather(1, targets[:, None])[:, 0]
+    (eager_logprobs.float() * upstream).sum().backward()
+    logits.requires_grad_()
+    logprobs = token_logprobs(logits, targets)
+    (logprobs * upstream).sum().backward()
+    assert_near(logprobs, expected, 2e-5)  # where eager is off by 1e-2
+    assert (logprobs - expected).abs().max() < (eager_logprobs - expected).abs().max()
+    assert (logits.grad - exact.grad).abs().max() <= (eager.grad - exact.grad).abs().max()
+
+
+def test_rows_and_columns_of_any_stride():
+    wide, targets, upstream = make_rows(20, 140)
+    views = {
+        "every other row": wide[::2, :67],
+        "rows with a gap": wide[:10, 5:72],
+        "a transposed matrix": wide[:10, :67].t().contiguous().t(),
+        "one row, expanded": wide[:1, :67].expand(10, 67),
+        "every other column": wide[:10, 0:134:2],
+    }
+    for name, view in views.items():
+        logits = view.detach().requires_grad_()
+        assert logits.stride() == view.stride(), name
+        reference = view.double().requires_grad_()
+        (expected, _), logprobs = plain(reference, targets[:10] % 67), token_logprobs(logits, targets[:10] % 67)
+        assert_near(logprobs, expected, 1e-5)
+        gradient = torch.autograd.grad((logprobs * upstream[:10]).sum(), logits)[0]
+        assert_near(gradient, torch.autograd.grad((expected * upstream[:10]).sum(), reference)[0], 1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradcheck(temperature):
+    hidden, weight, targets, _ = make_head(5, 3, 7)
+    logits = (hidden @ weight.T).detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: token_logprobs(x, targets, temperature, n_vocab=7), logits)
+    padded = targets % 6
+    assert torch.autograd.gradcheck(lambda h, w: head_logprobs(h, w, padded, temperature, 2, n_vocab=6), (hidden, weight))
+
+    def loss(h, w):  # w.view_as(w) is no leaf, so its gradient takes autograd's way
+        return 3 * head_loss(h, w.view_as(w), padded, lambda logprobs, rows: (logprobs.exp() ** 2).sum(), temperature, 2, n_vocab=6)[0]
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight))
+
+
+def test_extreme_logits_stay_finite():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 2.0, 1.0], [88.0, 89.0, -200.0]], device=DEVICE, requires_grad=True)
+    targets = torch.tensor([0, 1, 1], device=DEVICE)
+    logprobs, entropy = token_logprobs(logits, targets, entropy=True)
+    logprobs.sum().backward()
+    expected = torch.log_softmax(logits.detach().double(), -1)
+    assert_near(logprobs, expected.gather(1, targets[:, None])[:, 0], 1e-5)
+    assert_near(entropy, torch.special.entr(expected.exp()).sum(-1), 1e-5)
+    assert logits.grad.isfinite().all()
+
+
+def test_padded_ids_get_neither_probability_nor_gradient():
+    logits, targets, _ = make_rows(6, 80)
+    targets = targets % 67
+    logits[:, 67:] = 1e4
+    logits.requires_grad_()
+    logprobs = token_logprobs(logits, targets, n_vocab=67)
+    logprobs.sum().backward()
+    assert_near(logprobs, plain(logits, targets, 1.0, 67)[0], 1e-5)
+    assert (logits.grad[:, 67:] == 0).all()
+    hidden, weight, targets, _ = make_head(6, 4, 80)
+    head_loss(hidden, weight, targets % 67, lambda logprobs, rows: logprobs.sum(), chunk_size=2, n_vocab=67)[0].backward()
+    assert (weight.grad[67:] == 0).all() and (weight.grad[:67] != 0).any(1).all()
+
+
+def test_inplace_overwrites_the_logits_and_refuses_a_second_user():
+    logits, targets, upstream = make_rows(9, 67)
+    first = (logits.clone().requires_grad_(), logits.clone().requires_grad_())
+    results = []
+    for leaf, inplace in zip(first, (False, True), strict=True):
+        made = leaf * 1
+        (token_logprobs(made, targets, inplace=inplace) * upstream).sum().backward()
+        results.append(leaf.grad)
+        assert torch.equal(made, leaf.grad) == inplace
+    assert torch.equal(*results)
+    made = logits.requires_grad_() * 1
+    total = token_logprobs(made, targets, inplace=True).sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        total.backward()
+
+
+def test_bad_input_is_refused():
+    logits, targets, _ = make_rows(4, 10)
+    for bad in (dict(targets=targets[:3]), dict(temperature=0.0), dict(n_vocab=11)):
+        with pytest.raises(ValueError, match="one target a row"):
+            token_logprobs(**dict(logits=logits, targets=targets) | bad)
+    with pytest.raises(ValueError, match="only autocast mixes them"):
+        head_logprobs(logits, logits.bfloat16(), targets)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# head_loss: one visit, and where the weight's gradient goes.
+
+
+def clipped_loss(hidden, advantages):
+    """Not linear in the log-probs, as PPO's is not, so that a coefficient depends on its own log-prob."""
+
+    def token_loss(logprobs, rows):
+        ratio = torch.exp(logprobs + 3)
+        return -torch.min(ratio * advantages[rows], ratio.clamp(0.8, 1.2) * advantages[rows]).sum() / len(hidden)
+
+    return token_loss
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 10, 64, None])
+def test_head_loss_is_head_logprobs_and_a_loss(chunk_size):
+    hidden, weight, targets, advantages = make_head(29, 8, 67)
+    token_loss = clipped_loss(hidden, advantages)
+    expected = token_loss(head_logprobs(hidden, weight, targets, 0.7), slice(None))
+    expected.backward()
+    dhidden, dweight = hidden.grad, weight.grad
+    hidden.grad = weight.grad = None
+    for times in (1, 2):  # the second call adds to both .grad
+        loss, logprobs = head_loss(hidden, weight, targets, token_loss, 0.7, chunk_size)
+        loss.backward()
+        assert_near(loss, expected, 1e-10)
+        assert_near(hidden.grad, times * dhidden, 1e-10)
+        assert_near(weight.grad, times * dweight, 1e-10)
+    assert not logprobs.requires_grad
+
+
+def test_token_loss_sees_every_row_once():
+    hidden, weight, targets, _ = make_head(29, 8, 67)
+    seen = []
+    head_loss(hidden, weight, targets, lambda logprobs, rows: seen.extend(range(29)[rows]) or logprobs.sum(), chunk_size=10)
+    assert seen == list(range(29))
+
+
+def test_a_tied_weight_gets_both_gradients():
+    for use_head_loss in (True, False):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(67, 8, dtype=torch.float64, device=DEVICE))
+        tokens, targets = torch.randint(67, (2, 29), device=DEVICE)
+        fired = []
+        weight.register_post_accumulate_grad_hook(lambda w, fired=fired: fired.append(w.grad.clone()))
+        hidden = torch.nn.functional.embedding(tokens, weight).tanh()
+        if use_head_loss:
+            loss = head_loss(hidden, weight, targets, lambda logprobs, rows: -logprobs.sum() / 29, chunk_size=10)[0]
+        else:
+            loss = torch.nn.functional.cross_entropy(hidden @ weight.T, targets)
+        loss.backward()
+        assert len(fired) == 1 and torch.equal(fired[0], weight.grad)  # a hook sees the whole gradient
+        if use_head_loss:
+            actual = weight.grad
+    assert_near(actual, weight.grad, 1e-12)
+
+
+def test_the_gradient_goes_straight_into_grad():
+    hidden, weight, targets, _ = make_head(29, 8, 67)
+    weight.grad = torch.zeros_like(weight)
+    buffer = weight.grad
+    loss = head_loss(hidden, weight, targets, lambda logprobs, rows: logprobs.sum())[0]
+    assert weight.grad is buffer and buffer.abs().sum() > 0 and hidden.grad is None
+    loss.backward()
+    assert weight.grad is buffer and hidden.grad is not None
+
+
+def test_backward_with_another_gradient_is_refused_where_it_would_be_wrong():
+    hidden, weight, targets, _ = make_head(5, 4, 7)
+
+    def loss(w):
+        return head_loss(hidden, w, targets, lambda logprobs, rows: logprobs.sum())[0]
+
+    with pytest.raises(RuntimeError, match="scale inside token_loss"):
+        (loss(weight) / 2).backward()
+    (once,) = torch.autograd.grad(loss(weight.detach()), hidden)
+    (half,) = torch.autograd.grad(loss(weight.detach()) / 2, hidden)  # a frozen weight has no .grad to be wrong
+    assert_near(half, once / 2, 1e-12)
+    retained = loss(weight)
+    retained.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        retained.backward()
+
+
+def test_frozen_weight_frozen_hidden_and_no_grad():
+    hidden, weight, targets, _ = make_head(29, 8, 67)
+
+    def loss(h, w):
+        return head_loss(h, w, targets, lambda logprobs, rows: logprobs.sum(), chunk_size=10)[0]
+
+    weight.requires_grad_(False)
+    loss(hidden, weight).backward()
+    assert weight.grad is None and hidden.grad is not None
+    weight.requires_grad_(True)
+    dhidden, hidden.grad = hidden.grad, None
+    only_weight = loss(hidden.detach(), weight)
+    only_weight.backward()
+    assert weight.grad is not None and hidden.grad is None and dhidden.abs().sum() > 0
+    weight.grad = None
+    with torch.no_grad():
+        assert_near(loss(hidden, weight), only_weight.detach(), 1e-12)
+    assert not loss(hidden.detach(), weight.detach()).requires_grad
+    assert weight.grad is None and hidden.grad is None
+
+
+def test_no_rows():
+    hidden, weight, targets, _ = make_head(0, 8, 67)
+    loss, logprobs, entropy = head_loss(hidden, weight, targets, lambda logprobs, rows: 1 / 0, entropy=True)
+    loss.backward()
+    assert float(loss) == 0 and logprobs.shape == entropy.shape == (0,)
+    assert hidden.grad.shape == (0, 8) and float(weight.grad.abs().sum()) == 0
+    head_logprobs(hidden, weight, targets).sum().backward()
+    assert float(weight.grad.abs().sum()) == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Precision of the products.
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_bfloat16_products(autocast):
+    """Under autocast over float32 weights, and with weights that are bfloat16: gradients in the inputs' own dtypes."""
+    hidden, weight, targets, advantages = make_head(64, 32, 1000, torch.float32)
+    if not autocast:
+        hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    (plain(exact[0] @ exact[1].T, targets)[0] * advantages).sum().backward()
+    eager = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        eager_logits = torch.nn.functional.linear(*eager)
+        (torch.log_softmax(eager_logits.float(), -1).gather(1, targets[:, None])[:, 0] * advantages).sum().backward()
+
+        def token_loss(logprobs, rows):
+            assert logprobs.dtype == torch.float32
+            return (logprobs * advantages[rows]).sum()
+
+        logprobs = head_logprobs(hidden, weight, targets, chunk_size=20)
+        loss, again = head_loss(hidden, weight, targets, token_loss, chunk_size=20)
+        (recomputed := [torch.autograd.grad((logprobs * advantages).sum(), (hidden, weight))])
+    loss.backward()
+    assert torch.equal(again, logprobs.detach()) and logprobs.dtype == torch.float32
+    for ours, other, theirs, truth in zip((hidden, weight), recomputed[0], eager, exact, strict=True):
+        assert ours.grad.dtype == other.dtype == ours.dtype
+        worst = float((theirs.grad.double() - truth.grad).abs().max())
+        assert worst > 1e-4  # bfloat16 it was
+        assert_near(ours.grad, truth.grad, 1.5 * worst)
+        assert_near(other, truth.grad, 1.5 * worst)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory: what is saved, what is alive.
+
+
+def saved_bytes(function):
+    """Bytes of the distinct storages that autograd keeps for the backward of what function() returns."""
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function()
+    del result
+    return storages
+
+
+def test_what_is_saved_for_backward():
+    M, C, V = 256, 8, 1000
+    logits, targets, _ = make_rows(M, V)
+    logits.requires_grad_()
+    saved = saved_bytes(lambda: token_logprobs(logits, targets, entropy=True))
+    assert saved.pop(logits.untyped_storage().data_ptr()) == 4 * M * V
+    assert sum(saved.values()) <= 16 * M
+    eager = saved_bytes(lambda: torch.log_softmax(logits, -1).gather(1, targets[:, None]))
+    assert sum(eager.values()) >= 4 * M * V  # the measure can tell
+
+    hidden, weight, targets, _ = make_head(M, C, V, torch.float32)
+    saved = saved_bytes(lambda: head_logprobs(hidden, weight, targets))
+    assert saved.pop(hidden.untyped_storage().data_ptr()) and saved.pop(weight.untyped_storage().data_ptr())
+    assert sum(saved.values()) <= 16 * M
+    saved = saved_bytes(lambda: head_loss(hidden, weight, targets, lambda logprobs, rows: logprobs.sum()))
+    assert sum(saved.values()) <= 4 * M * C
+    with torch.no_grad():
+        assert not saved_bytes(lambda: head_logprobs(hidden, weight, targets))
+
+
+def meter_peak(function):
+    """Most bytes of new tensors alive at once, by the project's meter."""
+    gc.collect()
+    with LiveBytes() as live:
+        function()
+        return live.peak
+
+
+def profiler_peak(function):
+    """The same by PyTorch's profiler, which sees inside the ops too."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        function()
+    events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
+    current = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        current += event.nbytes()
+        peak = max(peak, current)
+    return peak
+
+
+@on_cpu
+@pytest.mark.parametrize("measure", [meter_peak, profiler_peak])
+@pytest.mark.parametrize("M", [1024, 8192, 32768])
+def test_extra_bytes_of_a_training_call(M, measure):
+    """chunk x V x element size + O(M) + dhidden, whatever M; a frozen weight and one with a .grad alike."""
+    C, V, chunk_mb = 8, 512, 1.0
+    hidden, weight, targets, advantages = make_head(M, C, V, torch.float32)
+    chunk = rows_per_chunk(V, 4, chunk_mb) * V * 4
+    bound = chunk + 4 * M * C + 48 * M + 2**16
+    assert chunk <= MIB and bound < 4 * M * V
+
+    def train(entropy=False):
+        loss = head_loss(hidden, weight, targets, lambda q, rows: (q.exp() * advantages[rows]).sum(), chunk_mb=chunk_mb, entropy=entropy)[0]
+        loss.backward()
+
+    for frozen in (True, False):
+        weight.requires_grad_(not frozen)
+        hidden.grad, weight.grad = None, None if frozen else torch.zeros_like(weight)
+        assert chunk * 0.9 < measure(train) <= bound
+    hidden.grad = None
+    assert measure(lambda: train(entropy=True)) <= bound + MIB  # the scratch
+    hidden.grad = None
+    weight.requires_grad_(False)
+    assert measure(lambda: head_logprobs(hidden, weight, targets, chunk_mb=chunk_mb).sum().backward()) <= bound
+    with torch.no_grad():
+        assert measure(lambda: head_logprobs(hidden, weight, targets, chunk_mb=chunk_mb)) <= bound - 4 * M * C
+    weight.requires_grad_(True)
+
+
+@on_cpu
+def test_extra_bytes_under_autocast():
+    M, C, V, chunk_mb = 4096, 64, 8192, 8.0
+    hidden, weight, targets, _ = make_head(M, C, V, torch.float32)
+    weight.grad = torch.zeros_like(weight)
+
+    def train():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = head_loss(hidden, weight, targets, lambda q, rows: q.sum(), chunk_mb=chunk_mb)[0]
+        loss.backward()
+
+    chunk_rows = rows_per_chunk(V, 2, chunk_mb)
+    bound = chunk_mb * MIB + 4 * M * C + 2 * V * C + 6 * chunk_rows * C + 48 * M + 2**16  # with dhidden, the cast weight, cast chunks
+    assert meter_peak(train) <= bound
+    assert bound < 2 * M * V
+
+
+def test_rows_per_chunk():
+    assert rows_per_chunk(50257, 4) == 78
+    assert rows_per_chunk(257, 4) * 257 * 4 <= 15 * MIB
+    assert rows_per_chunk(50257, 4, 0.001) == 1  # never none
+    assert rows_per_chunk(128256, 2, 1024) >= 4096
+
+
+@on_cpu
+def test_a_planner_on_fake_tensors_sees_the_same_peak():
+    hidden, weight, targets, _ = make_head(512, 8, 1000, torch.float32)
+
+    def train(hidden, weight, targets):
+        loss = head_loss(hidden, weight, targets, lambda logprobs, rows: logprobs.sum(), chunk_size=64, entropy=True)[0]
+        loss.backward()
+
+    weight.grad = torch.zeros_like(weight)
+    real = meter_peak(lambda: train(hidden, weight, targets))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (hidden, weight, targets)]
+        fakes[1].grad = torch.zeros_like(fakes[1])
+        fake = meter_peak(lambda: train(*fakes))
+    assert abs(fake - real) < 64 * 1000  # what the skipped work allocates for a slab's columns
