@@ -59,8 +59,15 @@ def cut(lengths, max_tokens=0, max_sequences=0):
     return cuts
 
 
+def limits(settings, count):
+    """-> (max_tokens, max_sequences) of a micro-batch, where an optimizer step is `count` sequences."""
+    if settings.max_tokens_per_micro_batch:
+        return settings.max_tokens_per_micro_batch, 0
+    return 0, count // settings.gradient_accumulation_steps
+
+
 def micro_batches(sequences, max_tokens=0, max_sequences=0, select=None):
-    """Yield the MicroBatches of some sequences, one at a time, so that one copy is alive at a time.
+    """Yield the MicroBatches of some sequences one by one, so that the copies in them are never all alive.
 
     sequences: anything with tokens (N, T), prompt_lengths (N,), completion_lengths (N,) and, where wanted, advantages (N,)
     and sampling_logprobs, old_logprobs, ref_logprobs (N, T_c): Rollouts, or Sequences. select: indices of those to use.

@@ -32,8 +32,15 @@ def checkpoints(folder):
     return sorted(found, key=lambda p: int(p.name[len(PREFIX) :]))
 
 
+def is_checkpoint(folder):
+    """Is it a checkpoint's folder, rather than a run's?"""
+    return Path(folder).name.startswith(PREFIX) and Path(folder).is_dir()
+
+
 def newest(folder):
-    """-> Path of a run's newest checkpoint. Raises SnugError where there is none."""
+    """A run's folder, or one of its checkpoints -> Path of that, or of the newest, checkpoint. Raises SnugError where there is none."""
+    if is_checkpoint(folder):
+        return Path(folder)
     if not Path(folder).is_dir():
         raise SnugError(f"{folder}: there is no such run; runs are folders under out/, made by train_sft.py and grpo.py")
     found = checkpoints(folder)
@@ -154,10 +161,9 @@ def resume_path(settings):
 
 def begin(settings, shape, device):
     """-> (model, optimizer, first iteration): taken up from out_dir, or from init_from, or from random weights."""
-    from model import GPT, GPTConfig
     from optimizer import make_optimizer
 
-    model = GPT(GPTConfig(**shape)).to(device)
+    model = make_model(shape, device)
     model.checkpoint_blocks = settings.checkpoint_blocks
     optimizer = make_optimizer(model, settings)
     path = resume_path(settings)
@@ -170,6 +176,17 @@ def begin(settings, shape, device):
     if settings.init_from:
         load_weights(newest(settings.init_from), model)
     return model, optimizer, 0
+
+
+def make_model(shape, device):
+    """GPTConfig's keywords -> a GPT of random weights. Raises SnugError where a checkpoint's state.json has them wrong."""
+    from model import GPT, GPTConfig
+
+    try:
+        config = GPTConfig(**shape)
+    except (TypeError, ValueError) as error:
+        raise SnugError(f"not the shape of a model: {error}") from None
+    return GPT(config).to(device)
 
 
 @dataclass
@@ -185,7 +202,7 @@ def find_run(folder):
     """A run's folder, or one of its checkpoints -> (the checkpoint's path, its state). Imports no torch. Raises SnugError."""
     if not folder:
         raise SnugError("name a run's folder, such as out/grpo_small")
-    path = Path(folder) if Path(folder).name.startswith(PREFIX) else newest(folder)
+    path = newest(folder)
     return path, read_state(path)
 
 
@@ -193,14 +210,9 @@ def load_run(folder, device="auto"):
     """The newest checkpoint of a run's folder, or that very checkpoint, ready to use -> Run. Raises SnugError."""
     path, state = find_run(folder)
 
-    from model import GPT, GPTConfig
     from tokenizer import get_tokenizer
 
-    try:
-        config = GPTConfig(**state["model_config"])
-    except (TypeError, ValueError) as error:
-        raise SnugError(f"checkpoint {path}: model_config in state.json is not a model's ({error})") from None
-    model = GPT(config).to(pick_device(device)).eval()
+    model = make_model(state["model_config"], pick_device(device))
     load_weights(path, model)
     return Run(model, get_tokenizer(state["tokenizer"]), SimpleNamespace(**state["settings"]), state["iteration"], path)
 
@@ -217,4 +229,9 @@ def pick_device(name):
         raise SnugError(f"device={name!r}: snug runs on cpu and cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SnugError(f"device={name!r}: this torch sees no CUDA device; use --device=cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise SnugError(f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+        torch.cuda.set_device(device)  # which also starts CUDA, so that the allocator's counters are there
     return device

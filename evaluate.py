@@ -51,9 +51,13 @@ def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max
     return scores
 
 
-def answer_room(settings, task, block_size):
-    """Tokens a completion may take: the run's max_new_tokens, else (SFT) what the longest prompt leaves of block_size."""
-    return getattr(settings, "max_new_tokens", None) or block_size - len(task.longest_prompt())
+def evaluate_as_run(settings, model, tokenizer, task, num_prompts, max_new_tokens=0, seed=0):
+    """`evaluate` with a run's own precision, decode batch and room for an answer: its max_new_tokens, or what block_size leaves."""
+    left = model.config.block_size - len(task.longest_prompt())
+    room = min(left, max_new_tokens or getattr(settings, "max_new_tokens", left))
+    batch = getattr(settings, "max_rollout_batch", 0) or settings.batch_size
+    with autocast(settings.dtype, model.device):
+        return evaluate(model, tokenizer, task, num_prompts, room, seed=seed, max_batch=batch, chunk_mb=settings.logits_chunk_mb)
 
 
 def evaluate_if_due(done, model, task, tokenizer, settings, meter):
@@ -61,17 +65,8 @@ def evaluate_if_due(done, model, task, tokenizer, settings, meter):
     due = done == settings.max_iters or (settings.eval_interval and done % settings.eval_interval == 0)
     if not due or not settings.eval_prompts:
         return {}
-    with meter.phase("eval"), autocast(settings.dtype, model.device):
-        room = answer_room(settings, task, model.config.block_size)
-        return evaluate(
-            model,
-            tokenizer,
-            task,
-            settings.eval_prompts,
-            room,
-            max_batch=getattr(settings, "max_rollout_batch", 0) or settings.batch_size,
-            chunk_mb=settings.logits_chunk_mb,
-        )
+    with meter.phase("eval"):
+        return evaluate_as_run(settings, model, tokenizer, task, settings.eval_prompts)
 
 
 def main(settings, folder):
@@ -79,9 +74,8 @@ def main(settings, folder):
     from data import make_task
 
     run = load_run(folder, settings.device)
-    task = make_task(run.settings)
-    room = settings.max_new_tokens or answer_room(run.settings, task, run.model.config.block_size)
-    scores = evaluate(run.model, run.tokenizer, task, settings.num_prompts, room, seed=settings.seed)
+    options = settings.num_prompts, settings.max_new_tokens, settings.seed
+    scores = evaluate_as_run(run.settings, run.model, run.tokenizer, make_task(run.settings), *options)
     print(f"{run.path}: {run.settings.task}, {settings.num_prompts} held-out prompts")
     for name, score in scores.items():
         print(f"  {name} {score:.3f}")

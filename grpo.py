@@ -11,6 +11,7 @@ Left out: an inference server, a reward model, a critic.
 
 import sys
 import time
+from numbers import Real
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from prepare import prepare
@@ -22,14 +23,14 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 import torch
 
 import train_sft
-from batch import micro_batches
-from checkpoint import begin, load_weights, newest, pick_device, save_if_due
+from batch import limits, micro_batches
+from checkpoint import begin, load_weights, make_model, newest, pick_device, save_if_due
 from evaluate import columns_of, evaluate_if_due
 from log import IS_IT_BROKEN, RunLog, prepare_folder
 from logprobs import head_logprobs, head_loss
 from loss import group_advantages, policy_loss
 from memory import MemoryMeter
-from model import GPT, autocast
+from model import autocast
 from optimizer import learning_rate_at, optimizer_step
 from sample import sample_groups
 from settings import SnugError
@@ -39,14 +40,16 @@ def main(prepared):
     """Train, log and save as the settings say; make the warm start first where it is missing."""
     settings = prepared.settings
     if prepared.warm_start:
-        print(f"{settings.init_from} is missing: making it first, as {settings.init_config} says", flush=True)
+        print(f"{settings.init_from} is missing or not finished: making it first, as {settings.init_config} says", flush=True)
         train_sft.main(prepared.warm_start)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # nothing of it is alive; its cached blocks would count as reserved here
     device = pick_device(settings.device)
     torch.manual_seed(settings.seed)
-    moved = prepare_folder(settings)
     with MemoryMeter(device) as meter:
-        model, optimizer, start = begin(settings, prepared.shape, device)
-        reference = load_reference(model, settings) if settings.beta else None
+        reference = load_reference(prepared.shape, device, settings) if settings.beta else None
+        model, optimizer, start = begin(settings, prepared.shape, device)  # last, because it restores the random generators
+        moved = prepare_folder(settings)
         with RunLog(settings, "GRPO", start) as log:
             log.say(f"GRPO on {settings.task}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}, {settings.out_dir}")
             if moved:
@@ -56,9 +59,9 @@ def main(prepared):
                 iterate(iteration, model, reference, optimizer, prepared, meter, log)
 
 
-def load_reference(model, settings):
+def load_reference(shape, device, settings):
     """The weights of init_from, frozen -> GPT."""
-    reference = GPT(model.config).to(model.device).requires_grad_(False)
+    reference = make_model(shape, device).requires_grad_(False)
     load_weights(newest(settings.init_from), reference)
     return reference
 
@@ -137,16 +140,11 @@ def checked_rewards(function, prompts, texts, columns):
     if not isinstance(rewards, list | tuple) or len(rewards) != len(texts):
         raise SnugError(f"reward function {name} must return a list of {len(texts)} numbers, one a completion, not {rewards!r:.60}")
     for text, reward in zip(texts, rewards, strict=True):
-        if reward is not None and not (isinstance(reward, int | float) and abs(reward) < float("inf")):
+        if reward is not None and not (isinstance(reward, Real) and abs(reward) < float("inf")):
             raise SnugError(
                 f"reward function {name} returned {reward!r:.60} for the completion {text!r:.60}; a finite number or None is wanted"
             )
     return rewards
-
-
-def max_sequences(settings, count):
-    """Sequences a micro-batch where gradient_accumulation_steps cuts an optimizer step of `count`; 0 under a token budget."""
-    return 0 if settings.max_tokens_per_micro_batch else count // settings.gradient_accumulation_steps
 
 
 @torch.no_grad()
@@ -154,7 +152,7 @@ def trainer_logprobs(model, rollouts, settings):
     """log pi(token) of every completion token, by the forward pass that training uses -> (N, T_c) float32, 0 after the end."""
     logprobs = torch.zeros_like(rollouts.sampling_logprobs)
     step = settings.train_batch_size or len(rollouts.tokens)
-    for micro in micro_batches(rollouts, settings.max_tokens_per_micro_batch, max_sequences(settings, step)):
+    for micro in micro_batches(rollouts, *limits(settings, step)):
         with autocast(settings.dtype, model.device):
             hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
             values = head_logprobs(hidden, model.lm_head_weight, micro.targets, settings.temperature, chunk_mb=settings.logits_chunk_mb)
@@ -187,8 +185,7 @@ def accumulate(model, rollouts, select, settings):
     """The gradient of one optimizer step over the completions `select`, micro-batch by micro-batch -> metrics."""
     counts = dict(num_tokens=int(rollouts.completion_lengths[select].sum()), num_sequences=len(select))
     totals = {}
-    cuts = settings.max_tokens_per_micro_batch, max_sequences(settings, len(select))
-    for micro in micro_batches(rollouts, *cuts, select):
+    for micro in micro_batches(rollouts, *limits(settings, len(select)), select):
         for name, value in train_micro_batch(model, micro, counts, settings).items():
             totals[name] = torch.maximum(totals[name], value) if name.endswith("max") and name in totals else totals.get(name, 0) + value
     return {name: float(value) for name, value in totals.items()}

@@ -9,27 +9,36 @@ The console gets one line an iteration and, in a terminal, a progress bar below 
 """
 
 import json
+import os
+import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
-from settings import to_json
+from settings import SnugError, to_json
 
 IS_IT_BROKEN = (
     "note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the policy is the sampler, so every ratio is 1, and a\n"
-    "      group's advantages add up to 0, so the loss does too. Its gradient does not: watch grad_norm and reward_mean."
+    "      group's advantages add up to 0, so over completions of equal length the loss does too (over others it is small and says\n"
+    "      little). The gradient is not 0: watch grad_norm and reward_mean."
 )
 
 
 def prepare_folder(settings):
     """Make the run's folder. What an earlier run left there is moved aside, never overwritten -> where to, or None."""
     folder, moved = Path(settings.out_dir), None
-    if (folder / "log.jsonl").exists() and settings.resume == "never":
+    if folder.exists() and not folder.is_dir():
+        raise SnugError(f"out_dir={settings.out_dir} is a file; name a folder")
+    resumes = settings.resume == "auto" and any(folder.glob("checkpoint-*"))
+    if (folder / "log.jsonl").exists() and not resumes:
         number = 1
         while (moved := folder.with_name(f"{folder.name}.{number}")).exists():
             number += 1
         folder.rename(moved)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SnugError(f"out_dir={settings.out_dir} cannot be made: {error.strerror}") from None
     return moved
 
 
@@ -37,7 +46,7 @@ class RunLog:
     """The open files of a run's folder. A context manager; `iterations` drives the loop and the bar."""
 
     def __init__(self, settings, title, start=0):
-        """title: "GRPO" or "SFT"; start: the first iteration, to which the files of a resumed run are cut back."""
+        """title: "GRPO" or "SFT"; start: the first iteration, to which the .jsonl files of a resumed run are cut back."""
         self.folder, self.title, self.settings, self.start = Path(settings.out_dir), title, settings, start
         for name in ("log.jsonl", "samples.jsonl"):
             keep_before(self.folder / name, start)
@@ -69,9 +78,13 @@ class RunLog:
             self.bar.set_postfix_str(phase)
 
     def say(self, text):
-        """A line for the console and log.txt."""
-        tqdm.write(text)
+        """A line for log.txt and the console."""
         self.note(text)
+        try:
+            tqdm.write(text)
+            sys.stdout.flush()
+        except OSError:  # a pipe that nobody reads any more must not end the training; log.txt has the line
+            sys.stdout = open(os.devnull, "w")
 
     def note(self, text):
         """A line for log.txt alone."""
@@ -127,7 +140,9 @@ def keep_before(path, start):
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             break  # cut off while it was written
-    path.write_text("".join(line + "\n" for line in kept))
+    whole = path.with_suffix(".tmp")
+    whole.write_text("".join(line + "\n" for line in kept))
+    os.replace(whole, path)
 
 
 def read_log(folder):

@@ -434,13 +434,17 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss, *_):
-        if ctx.into_grad and not nothing_to_do(dloss) and dloss.item() != 1:
+        dhidden, dweight = ctx.saved_tensors
+        scale = 1 if nothing_to_do(dloss) else dloss.item()
+        if scale != 1 and ctx.into_grad:
             raise RuntimeError(
-                f"head_loss has put its gradient into weight.grad already, so it cannot be multiplied by {dloss.item():g} now: "
+                f"head_loss has put its gradient into weight.grad already, so it cannot be multiplied by {scale:g} now: "
                 "scale inside token_loss, or pass weight.view_as(weight)"
             )
-        # In place, so that a second backward is refused: autograd sees that what it saved has changed.
-        dhidden, dweight = (None if d is None else d.mul_(dloss) for d in ctx.saved_tensors)
+        if scale != 1:
+            dhidden, dweight = (None if d is None else d * scale for d in (dhidden, dweight))
+        elif ctx.into_grad and dhidden is not None:
+            torch.autograd.graph.increment_version(dhidden)  # a second backward, which would lack dweight, is refused
         return dhidden, dweight, None, None, None, None
 
 

@@ -66,6 +66,7 @@ def policy_loss(
     epsilon=0.2,
     epsilon_high=None,
     delta=None,
+    importance_sampling_level="token",
     max_new_tokens=None,
 ):
     """The clipped surrogate of GRPO with its KL penalty -> (loss, metrics), both shares of the whole optimizer step.
@@ -77,10 +78,13 @@ def policy_loss(
         loss  = -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A) + beta k3     (PPO, eq. 7; DeepSeekMath, eq. 3)
         delta bounds the unclipped ratio from above, which matters where A < 0            (INTELLECT-2's two-sided clipping)
 
-    On the first step after a rollout the ratio is 1 up to rounding and a group's advantages add up to 0, so the loss
-    is near 0 whatever happens; its gradient is not.
+    On the first step after a rollout the ratio is 1 up to rounding and a group's advantages add up to 0, so the surrogate
+    is 0 where a group's completions are equally long, and with loss_type="grpo" always; its gradient is not.
+    importance_sampling_level: "token", the one there is so far.
     metrics: `kl`, `clip_fraction`: token means over the step, without gradient; shares of micro-batches add up.
     """
+    if importance_sampling_level != "token":
+        raise ValueError(f"importance_sampling_level={importance_sampling_level!r} is not token")
     A = advantages[sequence]  # (M,)
     ratio = torch.exp(logprobs - old_logprobs)
     clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))

@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from settings import SnugError
+
 
 def make_optimizer(model, settings):
     """AdamW over the parameters that train; matrices and embeddings decay, vectors (norms, biases) do not, as in nanoGPT."""
@@ -33,10 +35,17 @@ def learning_rate_at(iteration, settings):
 
 
 def optimizer_step(model, optimizer, learning_rate, grad_clip):
-    """Clip, step, and let go of the gradients -> the gradient's norm before clipping, a float. grad_clip 0: not clipped."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    """Clip, step, and let go of the gradients -> the gradient's norm before clipping, a float. grad_clip 0: not clipped.
+
+    Raises SnugError, with the weights as they were, where the norm is not finite.
+    """
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
+    if not math.isfinite(norm):
+        raise SnugError(
+            f"the gradient's norm is {norm}; lower learning_rate (now {learning_rate:g}) and take up the run with --resume=auto"
+        )
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)  # freed: no gradient is alive during the next rollout
-    return float(norm)
+    return norm

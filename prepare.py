@@ -7,9 +7,9 @@ functions and the warm start that grpo.py has to make first, and refuses what do
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from checkpoint import newest, read_state, resume_path
+from checkpoint import checkpoints, is_checkpoint, newest, read_state, resume_path
 from data import Task, load_reward_function, make_task
-from settings import GRPOSettings, ModelOptions, SFTSettings, SnugError, read_settings
+from settings import GRPOSettings, ModelOptions, SFTSettings, SnugError, TaskOptions, read_settings
 from tokenizer import Tokenizer, get_tokenizer
 
 
@@ -25,13 +25,14 @@ class Prepared:
 
 def prepare(settings, given=frozenset()):
     """settings, and the names of those the user gave -> Prepared. Raises SnugError."""
-    task, warm_start = make_task(settings), None
+    task = make_task(settings)
     grpo = isinstance(settings, GRPOSettings)
     if grpo and settings.beta and not settings.init_from:
         raise SnugError(f"beta={settings.beta} needs a reference: set init_from, or --beta=0")
-    if grpo and settings.init_from and settings.init_config and not Path(settings.init_from).is_dir():
-        inherited = [f"--{name}={getattr(settings, name)}" for name in ("seed", "device")]
-        warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, f"--out_dir={settings.init_from}", *inherited])[:2])
+    if settings.init_from and Path(settings.init_from).resolve() == Path(settings.out_dir).resolve():
+        raise SnugError(f"init_from and out_dir are both {settings.out_dir}; choose another out_dir")
+    warm_start = prepare_warm_start(settings) if grpo and not is_finished(settings) else None
+    if warm_start:
         shape, tokenizer = warm_start.shape, warm_start.tokenizer
         refuse_contradictions(settings, given, shape, tokenizer.name, settings.init_config)
     else:
@@ -41,6 +42,28 @@ def prepare(settings, given=frozenset()):
     check_lengths(settings, task, shape["block_size"])
     functions = [load_reward_function(spec) for spec in settings.reward_funcs] or [task.rewards] if grpo else []
     return Prepared(settings, task, tokenizer, shape, functions, warm_start)
+
+
+def is_finished(settings):
+    """Is there no warm start to be made: none is wanted, or the run in init_from has done all its iterations?"""
+    if not settings.init_from or not settings.init_config:
+        return True
+    if not Path(settings.init_from).is_dir() or not (is_checkpoint(settings.init_from) or checkpoints(settings.init_from)):
+        return False
+    state = read_state(newest(settings.init_from))
+    return is_checkpoint(settings.init_from) or state["iteration"] >= state["settings"].get("max_iters", 0)
+
+
+def prepare_warm_start(settings):
+    """The SFT run that init_config describes, on this run's task, with its seed and device; taken up where it was left."""
+    own = {"out_dir": settings.init_from, "resume": "auto", "seed": settings.seed, "device": settings.device}
+    words = [f"--{name}={value}" for name, value in own.items()]
+    warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, *words])[:2])
+    for f in fields(TaskOptions):
+        ours, theirs = getattr(settings, f.name), getattr(warm_start.settings, f.name)
+        if ours != theirs and f.name not in ("demonstration_noise", "tokenizer"):
+            raise SnugError(f"{f.name}={ours!r}, but the warm start {settings.init_config} has {theirs!r}; make them the same")
+    return warm_start
 
 
 def starting_point(settings, given):
@@ -57,7 +80,8 @@ def refuse_contradictions(settings, given, shape, tokenizer_name, source):
     """The shape and the tokenizer come from `source`; what the user gave must not say otherwise."""
     for name in sorted(given & (set(shape) | {"tokenizer"})):
         theirs = tokenizer_name if name == "tokenizer" else shape[name]
-        if theirs != getattr(settings, name):
+        derived = name in ("n_kv_head", "n_hidden") and not getattr(settings, name)  # 0: whatever follows from the others
+        if theirs != getattr(settings, name) and not derived:
             raise SnugError(f"{name}={getattr(settings, name)!r}, but {source} has {theirs!r}; leave {name} out")
 
 

@@ -25,8 +25,8 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 import numpy as np
 import torch
 
-from memory import MIB
-from model import KVCache
+from memory import MIB, tensor_bytes
+from model import KVCache, autocast
 
 
 @dataclass
@@ -50,9 +50,9 @@ class Rollouts:
 
     @property
     def nbytes(self):
-        return sum(value.nbytes for f in fields(self) if (value := getattr(self, f.name)) is not None)
+        return tensor_bytes(value for f in fields(self) if (value := getattr(self, f.name)) is not None)
 
-    def completions(self, stop_token=None):
+    def completions(self):
         """-> N lists of ids, without the stop token."""
         ends = zip(self.prompt_lengths.tolist(), self.completion_lengths.tolist(), self.stopped.tolist(), strict=True)
         rows = self.tokens.tolist()
@@ -98,25 +98,24 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=16.0):
             cdf = probs.cumsum(-1)
             # right=True: the first entry above u * total, which is never a token of probability 0
             chosen = torch.searchsorted(cdf, u[part, None] * cdf[:, -1:], right=True)
+            del cdf  # and below, before the next chunk's are made: three buffers are alive at a time, not four
         else:
             chosen = logits.argmax(-1, keepdim=True)
         tokens[part] = chosen[:, 0]
         # log p = (logit - max) - log(p's denominator), and the denominator is 1 / p(max)
         top = logits.amax(-1)
         logprobs[part] = logits.gather(-1, chosen)[:, 0] - top + probs.amax(-1).log()
-        del logits, probs  # before the next chunk's are made
+        del logits, probs
     return tokens, logprobs
 
 
 @torch.no_grad()
-def sample_groups(
-    model, prompts, group_size, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, max_batch=None, chunk_mb=16.0, progress=None
-):
+def sample_groups(model, prompts, group_size, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, max_batch=None, chunk_mb=16.0):
     """`group_size` completions of each prompt -> Rollouts of N = len(prompts) * group_size, groups adjacent, in order.
 
     prompts: non-empty lists of ids. A completion ends with stop_token or at max_new_tokens. max_batch: completions decoded
     at a time (default all), which bounds the KV cache; a group larger than that is decoded in pieces that share the prompt.
-    progress(tokens): called with the number of tokens of each decode step. Raises ValueError where a prompt is empty or
+    Raises ValueError where a prompt is empty or
     does not leave max_new_tokens of the model's block_size.
     """
     lengths = [len(p) for p in prompts]
@@ -138,7 +137,7 @@ def sample_groups(
             last_hidden = prefill(model, prompts[first:last], cache)
         rows = (torch.arange(first, last)[:, None] * group_size + torch.arange(start, stop)).flatten()  # (P_c * k_c,)
         u = torch.from_numpy(uniforms(seed, rows.numpy(), np.arange(max_new_tokens))).to(device)
-        piece = decode(model, cache, last_hidden, stop - start, u, temperature, stop_token, chunk_mb, progress)
+        piece = decode(model, cache, last_hidden, stop - start, u, temperature, stop_token, chunk_mb)
         tokens[rows], logprobs[rows] = piece
     cache = None
     return assemble(prompts, group_size, tokens, logprobs, stop_token)
@@ -162,7 +161,7 @@ def prefill(model, prompts, cache):
     return hidden[torch.arange(len(prompts), device=model.device), cache.prompt_lengths - 1]
 
 
-def decode(model, cache, hidden, k, u, temperature, stop_token, chunk_mb, progress):
+def decode(model, cache, hidden, k, u, temperature, stop_token, chunk_mb):
     """hidden (P, C) of the prompts' ends, u (P * k, T_c) -> tokens, log-probs (P * k, T_c), both 0 after the end."""
     N, steps = u.shape
     cache.start_completions(k, steps)
@@ -175,8 +174,6 @@ def decode(model, cache, hidden, k, u, temperature, stop_token, chunk_mb, progre
         token, logprob = sample_tokens(model, hidden, u[:, t], temperature, chunk_mb)
         tokens[:, t] = token * running
         logprobs[:, t] = logprob * running
-        if progress is not None:
-            progress(int(running.sum()))
         if stop_token is not None:
             running = running & (token != stop_token)
             if not running.any():
@@ -233,15 +230,16 @@ def main(settings, folder):
     room = run.model.config.block_size - len(ids)
     if not ids or room < 1:
         raise SnugError(f"the prompt has {len(ids)} tokens; this model takes 1 to {run.model.config.block_size - 1}")
-    rollouts = sample_groups(
-        run.model,
-        [ids],
-        settings.num_samples,
-        min(settings.max_new_tokens, room),
-        temperature=settings.temperature,
-        stop_token=run.tokenizer.stop_token,
-        seed=settings.seed,
-    )
+    with autocast(run.settings.dtype, run.model.device):
+        rollouts = sample_groups(
+            run.model,
+            [ids],
+            settings.num_samples,
+            min(settings.max_new_tokens, room),
+            temperature=settings.temperature,
+            stop_token=run.tokenizer.stop_token,
+            seed=settings.seed,
+        )
     ends = zip(rollouts.completions(), rollouts.stopped.tolist(), rollouts.sampling_logprobs.sum(1).tolist(), strict=True)
     for completion, stopped, logprob in ends:
         print(f"{prompt}{run.tokenizer.decode(completion)}{'' if stopped else ' …'}   [probability {math.exp(logprob):.3g}]")

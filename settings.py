@@ -189,10 +189,6 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions):
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} does not divide the "
                 f"{self.train_batch_size or rollout} completions of an optimizer step"
             )
-        if self.max_new_tokens >= self.block_size and not self.init_from:
-            raise SnugError(
-                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in block_size={self.block_size}; raise block_size"
-            )
         if self.delta is not None and self.delta <= 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high):
             raise SnugError(f"delta={self.delta} must be above 1 + epsilon_high, where the ratio is clipped already")
         for spec in self.reward_funcs:
@@ -221,7 +217,7 @@ class EvaluateSettings:
 
     num_prompts: int = option(500, "held-out prompts", "prompts", minimum=1)
     max_new_tokens: int = option(0, "longest completion; 0: the run's own, or what its block_size leaves", "tokens", minimum=0)
-    seed: int = option(1, "seeds the sampled completions", minimum=0)
+    seed: int = option(0, "seeds the sampled completions; 0 is what a run's own evaluations use", minimum=0)
     device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device")
 
     def check(self):
@@ -409,9 +405,12 @@ def to_json(settings):
 
 @contextmanager
 def friendly_errors():
-    """A SnugError becomes one line on stderr and exit code 2; anything else keeps its traceback."""
+    """A SnugError becomes one line on stderr and exit code 2, Ctrl-C one line and 130; anything else keeps its traceback."""
     try:
         yield
     except SnugError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; --resume=auto goes on from the newest checkpoint", file=sys.stderr)
+        sys.exit(130)

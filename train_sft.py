@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 import torch
 
-from batch import Sequences, micro_batches
+from batch import Sequences, limits, micro_batches
 from checkpoint import begin, pick_device, save_if_due
 from evaluate import evaluate_if_due
 from log import RunLog, prepare_folder
@@ -34,9 +34,9 @@ def main(prepared):
     settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
     device = pick_device(settings.device)
     torch.manual_seed(settings.seed)
-    moved = prepare_folder(settings)
     with MemoryMeter(device) as meter:
         model, optimizer, start = begin(settings, prepared.shape, device)
+        moved = prepare_folder(settings)
         with RunLog(settings, "SFT", start) as log:
             log.say(f"SFT on {settings.task}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}, {settings.out_dir}")
             if moved:
@@ -82,9 +82,8 @@ def demonstrations(task, tokenizer, settings, iteration, device):
 def train_step(model, batch, settings):
     """Accumulate the gradient of the mean negative log-prob of completion tokens -> (loss, mean entropy, number of tokens)."""
     num_tokens = int(batch.completion_lengths.sum())
-    max_sequences = 0 if settings.max_tokens_per_micro_batch else len(batch.tokens) // settings.gradient_accumulation_steps
     loss = entropy = 0.0
-    for micro in micro_batches(batch, settings.max_tokens_per_micro_batch, max_sequences):
+    for micro in micro_batches(batch, *limits(settings, len(batch.tokens))):
         share, token_entropy = train_micro_batch(model, micro, lambda logprobs, rows: -logprobs.sum() / num_tokens, settings)
         loss, entropy = loss + share, entropy + token_entropy / num_tokens
     return float(loss), float(entropy), num_tokens

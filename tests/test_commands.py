@@ -44,7 +44,9 @@ BAD = [
     ("train_sft.py config/grpo_small.py", "unknown option config/grpo_small.py:"),
     ("train_sft.py --block_size=20", "more than block_size=20"),
     ("train_sft.py --batch_size=10 --gradient_accumulation_steps=3", "does not divide batch_size=10"),
+    ("train_sft.py --out_dir=out/x --init_from=out/x", "init_from and out_dir are both out/x"),
     ("sample.py out/nowhere", "out/nowhere: there is no such run"),
+    ("sample.py", "name a run's folder"),
     ("sample.py --prompt", "--prompt has no value"),
     ("evaluate.py out/nowhere --num_prompts=0", "--num_prompts=0 is below 1"),
     ("report.py out/nowhere", "out/nowhere: log.jsonl cannot be read"),
@@ -80,6 +82,15 @@ def test_help_comes_without_torch(script):
     assert code == 0 and out.startswith(f"usage: python {script}") and err == "" and "torch imported: False" in out
 
 
+def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
+    words = "train_sft.py --digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --max_iters=200 --eval_prompts=0".split()
+    run = subprocess.Popen([sys.executable, *words, f"--out_dir={tmp_path}/run"], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run.stdout.readline()
+    run.stdout.close()
+    assert run.wait() == 0, run.stderr.read()
+    assert len((tmp_path / "run/log.jsonl").read_text().splitlines()) == 200
+
+
 def test_from_warm_start_to_sample(tmp_path):
     """grpo.py makes its warm start, evaluate.py and sample.py use the run, report.py compares the two; all in a pipe."""
     sft = dict(digits=1, n_layer=1, n_embd=32, block_size=16, max_iters=2, batch_size=8, eval_prompts=10)
@@ -97,7 +108,7 @@ def test_from_warm_start_to_sample(tmp_path):
     ]
     code, out, err = command(HOME / "grpo.py", *lines, *folders, cwd=tmp_path)
     assert code == 0, err
-    assert "a/sft is missing: making it first" in out and "iter 1/2  reward -" in out and err == ""
+    assert "a/sft is missing or not finished: making it first" in out and "iter 1/2  reward -" in out and err == ""
     record = json.loads((tmp_path / "a/grpo/log.jsonl").read_text().splitlines()[-1])
     assert record["iter"] == 1 and record["reward_mean"] < 0
     code, out, _ = command(HOME / "evaluate.py", "a/grpo", "--num_prompts=10", cwd=tmp_path)

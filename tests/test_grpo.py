@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ from conftest import DEVICE, make_flat_model, make_model
 import grpo
 import train_sft
 from batch import Sequences
+from checkpoint import newest
 from log import read_log
 from loss import group_advantages
 from memory import MIB, LiveBytes, tensor_bytes
 from optimizer import make_optimizer, optimizer_step
 from prepare import prepare
 from sample import Rollouts, sample_groups
-from settings import GRPOSettings, SFTSettings
+from settings import GRPOSettings, SFTSettings, SnugError
 
 STOP = 3
 
@@ -128,9 +130,11 @@ def tiny(tmp_path, **changes):
 
 
 def run(settings):
-    """grpo.main with a reward that even an untrained model earns unevenly, so that there is something to learn."""
+    """grpo.main with a reward that even an untrained model earns unevenly, and that draws from torch's generator."""
     prepared = prepare(settings)
-    prepared.reward_funcs = [lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 / 7 for c in completions]]
+    prepared.reward_funcs = [
+        lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 / 7 + float(torch.rand(())) for c in completions]
+    ]
     grpo.main(prepared)
 
 
@@ -183,9 +187,18 @@ def test_a_missing_warm_start_is_made_first(tmp_path, capsys):
     config.write_text("\n".join(lines))
     settings.init_config = str(config)
     grpo.main(prepare(settings))
-    assert f"{settings.init_from} is missing: making it first" in capsys.readouterr().out
+    assert f"{settings.init_from} is missing or not finished: making it first" in capsys.readouterr().out
     assert len(read_log(settings.init_from)) == 4 and len(read_log(settings.out_dir)) == 1
     assert prepare(settings).warm_start is None
+    sft_weights = (newest(settings.init_from) / "model.safetensors").read_bytes()
+    shutil.rmtree(newest(settings.init_from))  # as if it had been stopped half way: it is taken up, not used
+    assert newest(settings.init_from).name == "checkpoint-000002"
+    prepared = prepare(settings)
+    assert prepared.warm_start.settings.resume == "auto"
+    train_sft.main(prepared.warm_start)
+    assert (newest(settings.init_from) / "model.safetensors").read_bytes() == sft_weights
+    with pytest.raises(SnugError, match="digits=3, but the warm start .* has 2"):
+        prepare(dataclasses.replace(settings, digits=3, init_from=str(tmp_path / "other")))
 
 
 def test_an_earlier_run_is_moved_aside(tmp_path):
@@ -195,6 +208,20 @@ def test_an_earlier_run_is_moved_aside(tmp_path):
         train_sft.main(prepare(sft))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["sft", "sft.1", "sft.2"]
     assert len(read_log(tmp_path / "sft.1")) == 1
+
+
+def test_resuming_with_nothing_to_resume_keeps_the_earlier_log(tmp_path):
+    sft, _ = tiny(tmp_path)
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft/log.jsonl").write_text('{"iter": 0}\n')
+    train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=1)))
+    assert read_log(tmp_path / "sft.1") == [{"iter": 0}] and len(read_log(tmp_path / "sft")) == 1
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path):
+    sft, _ = tiny(tmp_path, learning_rate=1e30)
+    with pytest.raises(SnugError, match="the gradient's norm is .*; lower learning_rate"):
+        train_sft.main(prepare(dataclasses.replace(sft, learning_rate=1e30, grad_clip=0.0, eval_prompts=0)))
 
 
 def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
@@ -240,7 +267,7 @@ def test_a_bad_reward_names_its_function(answer, message):
     def my_reward(prompts, completions):
         return answer
 
-    with pytest.raises(Exception, match=rf"my_reward.*{message}|my_reward.*{message}"):
+    with pytest.raises(SnugError, match=rf"my_reward.*{message}"):
         grpo.checked_rewards(my_reward, ["a", "b"], ["x", "y"], {})
 
 

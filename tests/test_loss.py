@@ -142,6 +142,14 @@ def test_right_after_a_rollout_loss_is_zero_and_gradient_is_not():
     loss.backward()
     assert abs(float(loss)) < 1e-7 and logprobs.grad.abs().min() > 0.1
     torch.testing.assert_close(logprobs.grad, -advantages[sequence] / 8)
+    ragged, lengths = torch.tensor([0] * 1 + [1] * 9), torch.tensor([1, 9])
+    counts = dict(num_tokens=10, num_sequences=2)
+    by_type = {
+        kind: float(policy_loss(zeros, zeros, A, ragged, lengths, loss_type=kind, **counts)[0])
+        for kind in ("dapo", "grpo")
+        for zeros, A in [(torch.zeros(10), torch.tensor([1.0, -1.0]))]
+    }
+    assert by_type["grpo"] == pytest.approx(0, abs=1e-7) and by_type["dapo"] == pytest.approx(0.8)
 
 
 def test_k3_is_zero_at_the_reference_positive_elsewhere_and_unbiased():
