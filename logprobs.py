@@ -402,8 +402,8 @@ def head_loss(hidden, weight, targets, token_loss, temperature=1.0, chunk_size=N
     Any other weight, such as weight.view_as(weight), gets dweight through autograd, for one more (V, C) buffer; so does
     everything under a wrapper that counts on hooks. A frozen weight costs nothing.
 
-    Extra bytes: a chunk, dhidden, (M,) numbers, 1 MiB of scratch for entropy or for a dtype below float32 on a CPU; where
-    autocast is on also the cast weight and a chunk's (m, C) in that dtype. M = 0: zeros, token_loss is not called.
+    Extra bytes: a chunk, dhidden, (M,) numbers; on a CPU 1 MiB of scratch for entropy or a dtype below float32. Under autocast
+    also the cast weight, a chunk's (m, C) and, on a CPU, 0.5 MiB. M = 0: zeros, token_loss is not called.
     """
     options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
