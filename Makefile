@@ -12,6 +12,9 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+bench-gpu: .venv/dev
+	$(BIN)/python bench/gpu.py
+
 .venv/run: requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -r requirements.txt
@@ -21,4 +24,4 @@ lint: .venv/dev
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
 	touch $@
 
-.PHONY: run test lint
+.PHONY: run test lint bench-gpu

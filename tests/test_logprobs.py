@@ -348,6 +348,15 @@ def test_bfloat16_products(autocast):
 # Memory: what is saved, what is alive.
 
 
+@pytest.fixture
+def one_thread():
+    """Hundreds of small ops: with other work on the machine, threads that wait for each other take 30 times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def saved_bytes(function):
     """Bytes of the distinct storages that autograd keeps for the backward of what function() returns."""
     storages = {}
@@ -407,6 +416,7 @@ def profiler_peak(function, *_):
 
 
 @on_cpu
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("measure", [meter_peak, profiler_peak])
 @pytest.mark.parametrize("M", [1024, 8192, 32768])
 def test_extra_bytes_of_a_training_call(M, measure):
@@ -428,6 +438,7 @@ def test_extra_bytes_of_a_training_call(M, measure):
 
 
 @on_cpu
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("M", [1024, 32768])
 def test_extra_bytes_with_entropy_and_of_head_logprobs(M):
     C, V, chunk_mb = 8, 512, 1.0
@@ -446,6 +457,7 @@ def test_extra_bytes_with_entropy_and_of_head_logprobs(M):
 
 
 @on_cpu
+@pytest.mark.usefixtures("one_thread")
 def test_extra_bytes_under_autocast():
     M, C, V, chunk_mb = 2048, 64, 8192, 8.0
     hidden, weight, targets, _ = make_head(M, C, V, torch.float32)
@@ -464,13 +476,14 @@ def test_extra_bytes_under_autocast():
 
 
 def test_rows_per_chunk():
-    assert rows_per_chunk(50257, 4) == 78
-    assert rows_per_chunk(257, 4) * 257 * 4 <= 15 * MIB
+    assert rows_per_chunk(50257, 4) == 73
+    assert rows_per_chunk(257, 4) * 257 * 4 <= 14 * MIB
     assert rows_per_chunk(50257, 4, 0.001) == 1  # never none
     assert rows_per_chunk(128256, 2, 1024) >= 4096
 
 
 @on_cpu
+@pytest.mark.usefixtures("one_thread")
 def test_a_planner_on_fake_tensors_sees_the_same_peak():
     hidden, weight, targets, _ = make_head(512, 8, 1000, torch.float32)
 

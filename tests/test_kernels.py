@@ -1,0 +1,183 @@
+"""The Triton kernels without a GPU: their values in Triton's interpreter, and what the compiler makes of them.
+
+The interpreter has to be chosen before the kernels are imported, so one test runs this file again in a process of its own
+with TRITON_INTERPRET=1; the tests of values are those that run there, and on CUDA.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_logprobs import DEVICE, assert_near, make_head, make_rows, plain
+
+import logprobs
+from logprobs import head_logprobs, head_loss, tile, token_logprobs
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs in the interpreter's process, or on CUDA")
+compiles = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled")
+
+
+@compiles
+def test_values_in_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 20
+
+
+@pytest.fixture(autouse=True)
+def only_kernels(request, monkeypatch):
+    """In the interpreter's process and on CUDA plain torch must not stand in for a kernel."""
+    if request.function.__name__.startswith("test_kernel"):
+        for name in ("forward_torch", "backward_torch"):
+            monkeypatch.setattr(logprobs, name, lambda *_: pytest.fail("plain torch ran"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values.
+
+
+@in_kernels
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-5), (torch.float16, 2e-5)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("M, V", [(0, 67), (1, 1), (1, 67), (7, 67), (5, 128), (3, 1000), (2, 5000), (2, 8192)])
+def test_kernel_values_and_gradients(M, V, temperature, dtype, tolerance):
+    logits, targets, upstream = make_rows(M, V, dtype)
+    reference = logits.double().requires_grad_()
+    expected, expected_entropy = plain(reference, targets, temperature)
+    (expected * upstream).sum().backward()
+    logits.requires_grad_()
+    logprobs, entropy = token_logprobs(logits, targets, temperature, entropy=True)
+    assert torch.equal(logprobs, token_logprobs(logits, targets, temperature))  # entropy changes nothing else
+    (logprobs * upstream).sum().backward()
+    assert_near(logprobs, expected, tolerance)
+    assert_near(entropy, expected_entropy, 2 * tolerance)
+    assert_near(logits.grad, reference.grad, max(5e-6, 4 * torch.finfo(dtype).eps))  # rounded once
+
+
+@in_kernels
+def test_kernel_strides_and_padding():
+    wide, targets, upstream = make_rows(20, 140)
+    for view in (wide[::2, :67], wide[:10, 5:72], wide[:1, :67].expand(10, 67), wide[:10, 0:134:2], wide[:10, :67].t().contiguous().t()):
+        for n_vocab in (67, 50):
+            logits, reference = view.detach().requires_grad_(), view.double().requires_grad_()
+            ids = targets[:10] % n_vocab
+            (expected, _), values = plain(reference, ids, 1.0, n_vocab), token_logprobs(logits, ids, n_vocab=n_vocab)
+            assert_near(values, expected, 1e-5)
+            gradient = torch.autograd.grad((values * upstream[:10]).sum(), logits)[0]
+            assert_near(gradient, torch.autograd.grad((expected * upstream[:10]).sum(), reference)[0], 5e-6)
+            assert (gradient[:, n_vocab:] == 0).all()
+
+
+@in_kernels
+def test_kernel_backward_in_place():
+    logits, targets, upstream = make_rows(9, 5000)
+    leaf = logits.requires_grad_()
+    expected = torch.autograd.grad((token_logprobs(leaf, targets) * upstream).sum(), leaf)[0]
+    made = leaf * 1
+    (token_logprobs(made, targets, inplace=True) * upstream).sum().backward()
+    assert torch.equal(made.detach(), expected) and torch.equal(leaf.grad, expected)
+
+
+@in_kernels
+def test_kernel_extremes():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 2.0, 1.0], [88.0, 89.0, -200.0]], device=DEVICE)
+    targets = torch.tensor([0, 1, 1], device=DEVICE)
+    values, entropy = token_logprobs(logits, targets, entropy=True)
+    exact = torch.log_softmax(logits.double(), -1)
+    assert_near(values, exact.gather(1, targets[:, None])[:, 0], 1e-5)
+    assert_near(entropy, torch.special.entr(exact.exp()).sum(-1), 1e-4)
+    assert token_logprobs(logits, torch.tensor([3, -1, 7], device=DEVICE)).isneginf().all()  # outside: nothing is read
+    logits[0, 1] = torch.nan
+    assert token_logprobs(logits, targets).isnan().tolist() == [True, False, False]
+
+
+@in_kernels
+@pytest.mark.parametrize("chunk_size", [4, 100])
+def test_kernel_heads(chunk_size):
+    hidden, weight, targets, upstream = make_head(13, 8, 67, torch.float32)
+    targets = targets % 60
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    (expected := (plain(exact[0] @ exact[1].T, targets, 0.7, 60)[0] * upstream).sum()).backward()
+    values = head_logprobs(hidden, weight, targets, 0.7, chunk_size, n_vocab=60)
+    gradients = torch.autograd.grad((values * upstream).sum(), (hidden, weight))
+    loss = head_loss(hidden, weight, targets, lambda q, rows: (q * upstream[rows]).sum(), 0.7, chunk_size, n_vocab=60)[0]
+    loss.backward()
+    assert_near(loss, expected, 1e-4)
+    for ours, other, truth in zip((hidden.grad, weight.grad), gradients, exact, strict=True):
+        assert_near(ours, truth.grad, 1e-4)
+        assert_near(other, truth.grad, 1e-4)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="4 GiB of logits: on CUDA only")
+def test_kernel_beyond_2_to_the_31_elements_and_65535_rows():
+    M, V = 70_000, 32_000
+    logits = torch.zeros(M, V, dtype=torch.bfloat16, device=DEVICE)
+    logits[-1, 5] = 10.0
+    targets = torch.full((M,), 5, device=DEVICE)
+    values = token_logprobs(logits.requires_grad_(), targets, inplace=True)
+    expected, _ = plain(logits.detach()[-1:], targets[-1:])
+    assert_near(values[-1:], expected, 2e-5)
+    assert_near(values[:1], plain(logits.detach()[:1], targets[:1])[0], 2e-5)
+    values.sum().backward()
+    assert abs(float(logits.grad[-1].float().sum())) < 0.01 and float(logits.grad[-1, 5]) > 0.5
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ahead of time, for devices that are not here: at the blocks and warps that the shape rule picks.
+
+
+def test_the_shape_rule():
+    for width in (1, 67, 128, 1000, 50257, 50272, 151936):
+        block, warps = tile(width)
+        assert block & (block - 1) == 0 and warps & (warps - 1) == 0  # Triton takes powers of two
+        assert block >= min(width, 2048) and 1 <= warps <= 8 and 4 <= block / (32 * warps) <= 16
+
+
+def resources(kernel, capability, pointers, constants, aligned, warps, folder):
+    """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX.
+
+    pointers: name -> dtype. aligned: the integers that the launcher would find to be multiples of 16."""
+    names = kernel.arg_names
+    types = {name: pointers.get(name, "fp32" if name == "scale" else "i32") for name in names} | {name: "constexpr" for name in constants}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)}
+    source = triton.compiler.ASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, attributes)
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": warps})
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    report = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", report)}, compiled.asm["ptx"]
+
+
+@compiles
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("V", [67, 1000, 50257, 151936])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
+    block, warps = tile(V)
+    numbers = dict.fromkeys(("logprobs", "lse", "entropy", "coefficients"), "*fp32") | {"targets": "*i64"}
+    aligned = V % 16 == 0
+    for entropy in (False, True):  # padding costs registers as well: the leanest and the fullest
+        pointers = {"logits": "*" + dtype} | {name: numbers[name] for name in ("targets", "logprobs", "lse", "entropy")}
+        constants = {"BLOCK": block, "PADDED": entropy, "ENTROPY": entropy}
+        strides = ("width", "row_stride") if aligned else ()
+        used, ptx = resources(logprobs.forward_kernel, capability, pointers, constants, strides, warps, tmp_path)
+        print(f"sm_{capability} V={V} {dtype} forward entropy={entropy} block={block} warps={warps}", used)
+        assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128
+        assert ("ld.global.v4" in ptx) == aligned  # 16 bytes at a time where addresses allow
+    pointers = {"logits": "*" + dtype, "dlogits": "*" + dtype} | {name: numbers[name] for name in ("targets", "lse", "coefficients")}
+    strides = ("width", "row_stride", "out_row_stride") if aligned else ()
+    used, ptx = resources(logprobs.backward_kernel, capability, pointers, {"BLOCK": block, "PADDED": True}, strides, warps, tmp_path)
+    print(f"sm_{capability} V={V} {dtype} backward block={block} warps={warps}", used)
+    assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64
+    assert ("st.global.v4" in ptx) == aligned
