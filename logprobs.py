@@ -283,7 +283,7 @@ def rows_per_chunk(n_vocab, itemsize, budget_mb=16.0):
     64 MiB are faster. An H200 does 184 FLOP in the time of a byte, so it wants 1,000 rows and more: 1,024 MiB at V = 128,256.
     """
     budget = budget_mb * MIB
-    return max(1, int(budget - min(4 * SCRATCH, budget / 8)) // (n_vocab * itemsize))
+    return max(1, int(budget - min(4 * SCRATCH, budget / 4)) // (n_vocab * itemsize))
 
 
 def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb):
