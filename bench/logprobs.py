@@ -53,7 +53,8 @@ def peers():
     try:
         from trl.trainer.utils import selective_log_softmax
 
-        found["trl"] = selective_log_softmax
+        # (8, M / 8, V), as TRL calls it: it goes through the first dimension one by one
+        found["trl"] = lambda logits, targets: selective_log_softmax(logits.unflatten(0, (8, -1)), targets.view(8, -1)).flatten()
     except ImportError:
         pass
     try:
@@ -208,7 +209,8 @@ def bench_logits(M, V, dtype, rounds, found):
                 row = dict(stage=stage, name=name, ms=times[name], rate=rate, share=rate / bandwidth, extra=extra, error=errors.get(name))
                 rows.append(row)
         if stage != "backward":
-            rows += [dict(stage=stage, name=name) for name, function in contenders.items() if not function]
+            missing = [name for name, function in contenders.items() if name not in times and (not function or name in calls)]
+            rows += [dict(stage=stage, name=name, note="failed" if contenders[name] else "not installed") for name in missing]
     return rows, bandwidth
 
 
@@ -234,7 +236,7 @@ def bench_head(M, C, V, dtype, budgets, rounds, found):
     flops, rows = 6 * M * C * V, []
     for name, pair in contenders.items():
         if name not in times:
-            rows.append(dict(stage="head", name=name))
+            rows.append(dict(stage="head", name=name, note="failed" if pair else "not installed"))
             continue
         extra = []
         for frozen in (False, True):
@@ -253,7 +255,7 @@ def print_rows(rows, unit):
     print(f"{'':19} {'':34} {'ms':>9} {unit:>8} {'share':>6} {'extra MiB':>10} {'frozen':>9} {'max error':>9}")
     for row in rows:
         if "ms" not in row:
-            print(f"{row['stage']:19} {row['name']:34} {'failed, or not installed':>34}")
+            print(f"{row['stage']:19} {row['name']:34} {row['note']:>34}")
             continue
         mib = ["" if row.get(key) is None else f"{row[key] / MIB:.1f}" for key in ("extra", "frozen")]
         error = "" if row["error"] is None else f"{row['error']:.1e}"

@@ -84,6 +84,11 @@ def test_kernel_backward_in_place():
     made = leaf * 1
     (token_logprobs(made, targets, inplace=True) * upstream).sum().backward()
     assert torch.equal(made.detach(), expected) and torch.equal(leaf.grad, expected)
+    made = leaf * 1
+    other = (made * made).sum()  # a second user of the logits
+    token_logprobs(made, targets, inplace=True).sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        other.backward()
 
 
 @in_kernels
