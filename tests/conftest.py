@@ -15,17 +15,6 @@ SHAPES = {"gpt2": GPT2, "llama": LLAMA}
 torch.set_num_threads(2)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests that take minutes too")
-
-
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--slow"):
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="takes minutes: run with --slow"))
-
-
 def make_model(shape="gpt2", seed=0, dtype=torch.float32, **changes):
     """A random model whose predictions are far from uniform."""
     torch.manual_seed(seed)
