@@ -155,7 +155,14 @@ def trainer_logprobs(model, rollouts, settings):
     for micro in micro_batches(rollouts, *limits(settings, step)):
         with autocast(settings.dtype, model.device):
             hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
-            values = head_logprobs(hidden, model.lm_head_weight, micro.targets, settings.temperature, chunk_mb=settings.logits_chunk_mb)
+            values = head_logprobs(
+                hidden,
+                model.lm_head_weight,
+                micro.targets,
+                settings.temperature,
+                n_vocab=model.config.n_vocab,
+                chunk_mb=settings.logits_chunk_mb,
+            )
         logprobs[micro.index[micro.sequence], micro.place] = values
     return logprobs
 
@@ -218,7 +225,14 @@ def train_micro_batch(model, micro, counts, settings):
     with autocast(settings.dtype, model.device):
         hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
         loss, logprobs, entropy = head_loss(
-            hidden, model.lm_head_weight, micro.targets, token_loss, settings.temperature, chunk_mb=settings.logits_chunk_mb, entropy=True
+            hidden,
+            model.lm_head_weight,
+            micro.targets,
+            token_loss,
+            settings.temperature,
+            entropy=True,
+            n_vocab=model.config.n_vocab,
+            chunk_mb=settings.logits_chunk_mb,
         )
     loss.backward()
     difference = (logprobs - micro.sampling_logprobs).abs()

@@ -4,10 +4,11 @@
     head_logprobs   hidden states in, log-probs out, a chunk of rows at a time; backward makes each chunk's logits again.
     head_loss       hidden states in, loss out: while a chunk's logits exist they are turned into their own gradient.
 
-M tokens, C width, V vocabulary. All three visit rows of logits twice: forward_rows (log-prob, log-sum-exp and, on request,
-entropy in one read) and backward_rows (the gradient, which may overwrite the logits). Both are a Triton kernel on CUDA, plain
-torch elsewhere and in float64; both write into buffers that their caller allocated, so a meter or a planner sees every
-tensor there is, and on fake tensors they do nothing. Accumulation is in float32, of float64 in float64.
+M tokens, C width, V vocabulary. Two functions touch rows of logits. forward_rows: log-prob, log-sum-exp and, on request,
+entropy in one read; on request also d logprob / d logits, left where the logits were. backward_rows: the gradient, where the
+upstream one came later. Both are a Triton kernel on CUDA, plain torch elsewhere and in float64; both write into buffers that
+their caller allocated, so a meter or a planner sees every tensor there is, and on fake tensors they do nothing.
+Accumulation is in float32, of float64 in float64.
 
 Left out: ignore_index (select the rows beforehand), label smoothing, a vocabulary split over devices.
 Test: pytest tests/test_logprobs.py tests/test_kernels.py (TRITON_INTERPRET=1 runs the kernels on a CPU). Time: python bench/logprobs.py.
@@ -28,6 +29,7 @@ except ImportError:  # plain torch does it all
 
 MIB = 2**20
 SCRATCH = 2**19  # elements of the rows that plain torch works on at a time: 2 MiB of float32 stay in the cache from op to op
+LOWEST = -1e30  # below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0
 
 
 class Options(NamedTuple):
@@ -44,15 +46,17 @@ class Options(NamedTuple):
 if triton is not None:
     LOG2E = tl.constexpr(1.4426950408889634)
     LN2 = tl.constexpr(0.6931471805599453)
-    LOW = tl.constexpr(-1e30)  # below every logit and, unlike -inf, it can be subtracted from itself
+    LOW = tl.constexpr(LOWEST)
 
     @triton.jit
     def forward_kernel(
-        logits, targets, logprobs, lse, entropy, scale, width, n_vocab, row_stride,
-        BLOCK: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr,
+        logits, targets, logprobs, lse, entropy, scale, slope, width, n_vocab, row_stride,
+        BLOCK: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr,
     ):  # fmt: skip
         """One program a row. Each lane keeps the maximum and the sum of its own columns, so the loop has no barrier; of the
-        two exponentials of the online update (Milakov and Gimelshein 2018, algorithm 3) one is always 1 and not computed."""
+        two exponentials of the online update (Milakov and Gimelshein 2018, algorithm 3) one is always 1 and not computed.
+
+        GRADIENT: slope * (onehot - softmax) replaces the logits, which come from the L2 cache the second time (`tile`)."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * row_stride
         columns = tl.arange(0, BLOCK)
@@ -74,17 +78,27 @@ if triton is not None:
                 moment = tl.where(rises, moment * smaller + finite, moment + finite * smaller)
             top = tl.maximum(top, z)
 
+        target = tl.load(targets + row)
+        known = (target >= 0) & (target < n_vocab)
+        chosen = tl.load(logits + target, mask=known, other=-float("inf")).to(tl.float32) * scale
         best = tl.max(top, 0)
         share = tl.exp2(top - best)
         sum_all = tl.sum(total * share, 0)
         log_sum = tl.log2(sum_all)
-        target = tl.load(targets + row)
-        known = (target >= 0) & (target < n_vocab)
-        z = tl.load(logits + target, mask=known, other=-float("inf")).to(tl.float32) * scale
-        tl.store(logprobs + row, (z - best - log_sum) * LN2)
+        tl.store(logprobs + row, (chosen - best - log_sum) * LN2)
         tl.store(lse + row, (best + log_sum) * LN2)
         if ENTROPY:
             tl.store(entropy + row, (best + log_sum - tl.sum(moment * share, 0) / sum_all) * LN2)
+        if GRADIENT:
+            tl.debug_barrier()  # `chosen` is read before any lane overwrites it
+            for start in range(0, width, BLOCK):
+                here = start + columns
+                x = tl.load(logits + here, mask=here < width, other=-float("inf"), eviction_policy="evict_first")
+                p = tl.exp2(x.to(tl.float32) * scale - best - log_sum)
+                d = tl.where(here == target, slope - slope * p, -slope * p)
+                if PADDED:
+                    d = tl.where(here < n_vocab, d, 0.0)
+                tl.store(logits + here, d.to(logits.dtype.element_ty), mask=here < width)
 
     @triton.jit
     def backward_kernel(
@@ -103,16 +117,24 @@ if triton is not None:
         tl.store(dlogits + row * out_row_stride + columns, d.to(dlogits.dtype.element_ty), mask=columns < width)
 
 
-def tile(width):
+def tile(width, itemsize=2, gradient=False):
     """-> columns and warps of a program for rows of `width` columns.
 
     16 elements a lane: two 16-byte loads of bfloat16, and two more on their way, are in flight per lane; times the 32 warps
     for which 64 registers leave room on an SM, that is twice the bytes which cover an H200's latency. Eight warps for
     one row suffice; more would only make the last wave longer. Rows that do not begin at 16-byte addresses are loaded element by
     element, whose addresses and masks take registers too: 8 of them, else sm_80 spills. A short row is one block.
+
+    gradient: the second read of a row finds it in the L2 cache if all rows in flight fit there together. 40 MB over 132 SMs
+    are 300 KB an SM (H200; A100: 40 MB over 108). Of programs with 33 to 64 registers an SM holds 32 warps: long rows take 16
+    or all 32 of them, so that 2 rows or 1 are in flight (sm_90's leanest variant, without entropy and padding, needs
+    only 32 registers, and twice as many are). More than 8 elements a lane would spill.
     """
-    elements = 16 if width % 16 == 0 else 8
-    block = min(256 * elements, max(128, 1 << (width - 1).bit_length()))
+    elements = 16 if width % 16 == 0 and not gradient else 8
+    warps = 8
+    while gradient and warps < 32 and width * itemsize * (32 // warps) > 300_000:
+        warps *= 2
+    block = min(32 * warps * elements, max(128, 1 << (width - 1).bit_length()))
     return block, max(1, block // (32 * elements))
 
 
@@ -120,41 +142,51 @@ def tile(width):
 # Plain torch: a few rows at a time, so that what one op leaves in the cache the next one finds there.
 
 
-def slabs(M, width):
-    rows = max(1, SCRATCH // width)
+def slab_rows(width, buffers=1):
+    return max(1, SCRATCH // (max(1, buffers) * width))
+
+
+def slabs(M, width, buffers=1):
+    rows = slab_rows(width, buffers)
     return [slice(i, min(i + rows, M)) for i in range(0, M, rows)]
 
 
-def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place):
-    """in_place: the softmax replaces the logits, which saves a copy here and the exponential in backward."""
-    for rows in slabs(*logits.shape):
+def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient):
+    """in_place: the logits are used up, which saves a copy. scratch: as many buffers as are needed, which may be none."""
+    for rows in slabs(*logits.shape, len(scratch)):
         x = logits[rows, : options.n_vocab]
-        spare = None if scratch is None else scratch[: x.numel()].view(x.shape)
-        z = x if in_place else spare.copy_(x)  # (m, n_vocab)
+        spare = [buffer[: x.numel()].view(x.shape) for buffer in scratch]
+        z = x if in_place else spare[0].copy_(x)  # (m, n_vocab)
         if options.temperature != 1:
             z.mul_(1 / options.temperature)
         top = z.amax(-1, keepdim=True)
         chosen = z.sub_(top).gather(1, targets[rows, None])
+        if entropy is not None:
+            deviation = torch.clamp(z, min=LOWEST, out=spare[-1])
         total = z.exp_().sum(-1, keepdim=True)
         logprobs[rows] = (chosen - total.log())[:, 0]
         lse[rows] = (top + total.log())[:, 0]
-        if in_place or entropy is not None:
-            z.div_(total)
-        if entropy is not None:
-            entropy[rows] = torch.special.entr(z, out=spare).sum(-1)  # -p log p, and 0 where p is 0
+        if entropy is not None:  # - sum p log p, where log p = deviation - log total
+            entropy[rows] = total.log()[:, 0] - deviation.mul_(z).sum(-1) / total[:, 0]
+        if gradient:
+            z.mul_(-1 / (options.temperature * total))
+            z.scatter_(1, targets[rows, None], z.gather(1, targets[rows, None]) + 1 / options.temperature)
+            if not in_place:
+                x.copy_(z)
+    if gradient:
+        logits[:, options.n_vocab :] = 0
 
 
-def backward_torch(logits, targets, options, lse, coefficients, dlogits, scratch, is_softmax):
-    """is_softmax: forward_torch has left the softmax where the logits were. coefficients: divided by the temperature."""
-    for rows in slabs(*logits.shape):
+def backward_torch(logits, targets, options, lse, coefficients, dlogits, scratch):
+    """coefficients: divided by the temperature."""
+    for rows in slabs(*logits.shape, len(scratch)):
         x, d, c = logits[rows, : options.n_vocab], dlogits[rows, : options.n_vocab], coefficients[rows, None]
-        p = d if d.dtype == lse.dtype else scratch[: x.numel()].view(x.shape)  # (m, n_vocab)
+        p = d if d.dtype == lse.dtype else scratch[0][: x.numel()].view(x.shape)  # (m, n_vocab)
         if p.data_ptr() != x.data_ptr():
             p.copy_(x)
-        if not is_softmax:
-            if options.temperature != 1:
-                p.mul_(1 / options.temperature)
-            p.sub_(lse[rows, None]).exp_()
+        if options.temperature != 1:
+            p.mul_(1 / options.temperature)
+        p.sub_(lse[rows, None]).exp_()
         p.mul_(-c).scatter_add_(1, targets[rows, None], c)
         if p is not d:
             d.copy_(p)
@@ -173,26 +205,30 @@ def nothing_to_do(tensor):
     return tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel()
 
 
-def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_place=False):
-    """Fills logprobs, lse and entropy, each (m,), from logits (m, V) and targets (m,). in_place: may plain torch use up the logits?"""
+def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_place=False, gradient=False):
+    """Fills logprobs, lse and entropy, each (m,), from logits (m, V) and targets (m,). in_place: may plain torch use up the logits?
+
+    gradient: the logits become (onehot(targets) - softmax(logits / temperature)) / temperature, d logprob / d logits.
+    """
     if nothing_to_do(logits):
         return
     if not uses_triton(logits):
-        return forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place)
-    (M, width), (block, warps) = logits.shape, tile(logits.shape[1])
-    arguments = LOG2E.value / options.temperature, width, options.n_vocab, logits.stride(0)
-    flags = dict(BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=entropy is not None, num_warps=warps)
+        return forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient)
+    (M, width), (block, warps) = logits.shape, tile(logits.shape[1], logits.element_size(), gradient)
+    scales = LOG2E.value / options.temperature, 1 / options.temperature
+    flags = dict(BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=entropy is not None, GRADIENT=gradient, num_warps=warps)
     with torch.cuda.device_of(logits):
-        forward_kernel[(M,)](logits, targets, logprobs, lse, logprobs if entropy is None else entropy, *arguments, **flags)
+        entropy = logprobs if entropy is None else entropy  # a pointer that is not written to
+        forward_kernel[(M,)](logits, targets, logprobs, lse, entropy, *scales, width, options.n_vocab, logits.stride(0), **flags)
 
 
-def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch, is_softmax=False):
+def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch):
     """dlogits = coefficients * (onehot(targets) - softmax(logits / temperature)) / temperature; dlogits may be the logits."""
     if nothing_to_do(logits):
         return
     coefficients = coefficients / options.temperature
     if not uses_triton(logits):
-        return backward_torch(logits, targets, options, lse, coefficients, dlogits, scratch, is_softmax)
+        return backward_torch(logits, targets, options, lse, coefficients, dlogits, scratch)
     (M, width), (block, warps) = logits.shape, tile(logits.shape[1])
     blocks = -(-width // block)
     arguments = LOG2E.value / options.temperature, width, options.n_vocab, logits.stride(0), dlogits.stride(0), blocks
@@ -211,11 +247,12 @@ def new_rows(M, options, device):
     return new(), new(), new() if options.entropy else None
 
 
-def new_scratch(logits):
-    """-> what plain torch works in where it cannot work in the logits."""
+def new_scratch(logits, copy, entropy=False):
+    """-> the buffers that plain torch works in: for a copy of the logits, where it cannot work in them, and for entropy."""
     M, width = logits.shape
-    size = 0 if uses_triton(logits) else min(M, max(1, SCRATCH // width)) * width
-    return torch.empty(size, dtype=accumulator(logits.dtype), device=logits.device)
+    buffers = 0 if uses_triton(logits) else copy + entropy
+    size = min(M, slab_rows(width, buffers)) * width
+    return torch.empty(buffers, size, dtype=accumulator(logits.dtype), device=logits.device)
 
 
 def check(M, width, targets, temperature, n_vocab):
@@ -253,7 +290,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, options, inplace):
         logprobs, lse, entropy = new_rows(len(logits), options, logits.device)
-        forward_rows(logits, targets, options, logprobs, lse, entropy, new_scratch(logits))
+        forward_rows(logits, targets, options, logprobs, lse, entropy, new_scratch(logits, True, options.entropy))
         ctx.options, ctx.inplace = options, inplace
         ctx.save_for_backward(logits, targets, lse)
         if entropy is not None:
@@ -267,7 +304,8 @@ class TokenLogprobs(torch.autograd.Function):
         dlogits = logits if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)  # whoever else saved them gets an error, not a wrong gradient
-        backward_rows(logits, targets, ctx.options, lse, coefficients, dlogits, new_scratch(logits))
+        scratch = new_scratch(logits, logits.dtype != accumulator(logits.dtype))
+        backward_rows(logits, targets, ctx.options, lse, coefficients, dlogits, scratch)
         return dlogits, None, None, None
 
 
@@ -312,7 +350,7 @@ class Chunks:
         self.buffer = torch.empty(size, width, dtype=options.dtype, device=hidden.device)
         # Plain torch works in the logits themselves if it can.
         self.in_place = options.dtype == accumulator(options.dtype) and not uses_triton(self.buffer)
-        self.scratch = None if self.in_place and not options.entropy else new_scratch(self.buffer)
+        self.scratch = new_scratch(self.buffer, not self.in_place, options.entropy)
 
     def __iter__(self):
         """-> rows (a slice), their hidden states (m, C), their logits (m, V or more)."""
@@ -322,27 +360,38 @@ class Chunks:
             torch.mm(hidden, self.weight.t(), out=logits[:, : len(self.weight)])
             yield rows, hidden, logits
 
-    def forward(self, rows, logits, targets, logprobs, lse, entropy):
-        """A chunk's rows of the last three, each (M,)."""
+    def forward(self, rows, logits, targets, logprobs, lse, entropy, gradient=False):
+        """A chunk's rows of the last three, each (M,); gradient: see forward_rows."""
         entropy = None if entropy is None else entropy[rows]
-        forward_rows(logits, targets[rows], self.options, logprobs[rows], lse[rows], entropy, self.scratch, self.in_place)
+        forward_rows(logits, targets[rows], self.options, logprobs[rows], lse[rows], entropy, self.scratch, self.in_place, gradient)
 
-    def accumulate(self, dlogits, hidden, rows, dhidden, dweight):
-        """dhidden[rows] = dlogits @ weight; dweight (V, C) += dlogits.T @ hidden; either may be None."""
-        dlogits = dlogits[:, : len(self.weight)]
-        if dhidden is not None and dhidden.dtype == dlogits.dtype:
-            torch.mm(dlogits, self.weight, out=dhidden[rows])
+    def accumulate(self, gradient, hidden, rows, coefficients, dhidden, dweight):
+        """dhidden[rows] = c * gradient @ weight; dweight (V, C) += gradient.T @ (c * hidden); either may be None.
+
+        gradient (m, V) of the log-probs, which `forward` left; c = coefficients (m,): C columns are scaled instead of V.
+        """
+        gradient, c = gradient[:, : len(self.weight)], coefficients[:, None]
+        if dweight is not None:
+            if hidden.dtype != self.hidden.dtype:
+                scaled = hidden  # this chunk's own copy
+            else:  # dhidden's rows are free until their product is made
+                scaled = torch.empty_like(hidden) if dhidden is None else dhidden[rows]
+            self.add_product(dweight, gradient, torch.mul(hidden, c, out=scaled))
+        if dhidden is not None and dhidden.dtype == gradient.dtype:
+            torch.mm(gradient, self.weight, out=dhidden[rows]).mul_(c)
         elif dhidden is not None:
-            dhidden[rows] = dlogits @ self.weight
-        if dweight is None:
-            return
-        if dweight.dtype == dlogits.dtype:
-            dweight.addmm_(dlogits.t(), hidden)
+            torch.mul(gradient @ self.weight, c, out=dhidden[rows])
+
+    @staticmethod
+    def add_product(dweight, gradient, hidden):
+        """dweight += gradient.T @ hidden, in the dtype of dweight."""
+        if dweight.dtype == gradient.dtype:
+            dweight.addmm_(gradient.t(), hidden)
         elif dweight.is_cuda and dweight.dtype == torch.float32:
-            torch.addmm(dweight, dlogits.t(), hidden, out_dtype=torch.float32, out=dweight)
+            torch.addmm(dweight, gradient.t(), hidden, out_dtype=torch.float32, out=dweight)
         else:  # a product in another dtype is a temporary: slabs of the vocabulary keep it small
             for ids in slabs(*dweight.shape):
-                dweight[ids] += dlogits[:, ids].t() @ hidden
+                dweight[ids] += gradient[:, ids].t() @ hidden
 
 
 def head_logprobs(hidden, weight, targets, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=16.0):
@@ -350,7 +399,7 @@ def head_logprobs(hidden, weight, targets, temperature=1.0, chunk_size=None, ent
 
     hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; None: as many as chunk_mb MiB hold.
     Backward makes each chunk's logits again (8 M C V FLOP in all), so it suits losses that need all log-probs before any
-    gradient, such as sequence-level ratios, and, without gradient, a reference model. Saved: the inputs and (M,) numbers.
+    gradient, such as sequence-level ratios, and, without gradient, a reference model. Saved: the inputs.
     Backward's extra bytes: a chunk, dhidden, dweight. Under autocast also the cast weight. Raises ValueError.
     """
     options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
@@ -366,8 +415,8 @@ class HeadLogprobs(torch.autograd.Function):
             chunks = Chunks(hidden, weight, options)
             for rows, _, logits in chunks:
                 chunks.forward(rows, logits, targets, logprobs, lse, entropy)
-        ctx.options = options
-        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.options = options._replace(entropy=False)
+        ctx.save_for_backward(hidden, weight, targets)
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -375,14 +424,15 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, coefficients, _):
-        hidden, weight, targets, lse = ctx.saved_tensors
+        hidden, weight, targets = ctx.saved_tensors
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        logprobs, lse, _ = new_rows(len(hidden), ctx.options, hidden.device)  # once more
         with torch.autocast(hidden.device.type, enabled=False):
-            chunks = Chunks(hidden, weight, ctx.options._replace(entropy=False))
+            chunks = Chunks(hidden, weight, ctx.options)
             for rows, hidden_rows, logits in chunks:
-                backward_rows(logits, targets[rows], ctx.options, lse[rows], coefficients[rows], logits, chunks.scratch)
-                chunks.accumulate(logits, hidden_rows, rows, dhidden, dweight)
+                chunks.forward(rows, logits, targets, logprobs, lse, None, gradient=True)
+                chunks.accumulate(logits, hidden_rows, rows, coefficients[rows], dhidden, dweight)
         return dhidden, dweight, None, None
 
 
@@ -421,12 +471,11 @@ class HeadLoss(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             chunks = Chunks(hidden, weight, options)
             for rows, hidden_rows, logits in chunks:
-                chunks.forward(rows, logits, targets, logprobs, lse, entropy)
+                chunks.forward(rows, logits, targets, logprobs, lse, entropy, with_gradient)
                 chunk_loss, coefficients = differentiate(token_loss, logprobs[rows], rows, with_gradient)
                 loss += chunk_loss
                 if with_gradient:
-                    backward_rows(logits, targets[rows], options, lse[rows], coefficients, logits, chunks.scratch, chunks.in_place)
-                    chunks.accumulate(logits, hidden_rows, rows, dhidden, dweight)
+                    chunks.accumulate(logits, hidden_rows, rows, coefficients, dhidden, dweight)
         ctx.save_for_backward(dhidden, None if ctx.into_grad else dweight)
         ctx.mark_non_differentiable(*(rows for rows in (logprobs, entropy) if rows is not None))
         return loss, logprobs, entropy

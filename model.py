@@ -19,7 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 @dataclass(frozen=True)
 class GPTConfig:
-    vocab_size: int
+    vocab_size: int  # rows of the embedding and of the head
+    n_vocab: int = 0  # ids that the tokenizer has; from there on rows are padding and have probability 0. 0: vocab_size
     block_size: int = 1024  # longest sequence, tokens
     n_layer: int = 12
     n_head: int = 12
@@ -40,11 +41,16 @@ class GPTConfig:
     def __post_init__(self):
         swiglu = -(-self.n_embd * 8 // 24) * 8
         derived = dict(
-            n_kv_head=self.n_head, head_size=self.n_embd // self.n_head, n_hidden=swiglu if self.mlp == "swiglu" else 4 * self.n_embd
+            n_vocab=self.vocab_size,
+            n_kv_head=self.n_head,
+            head_size=self.n_embd // self.n_head,
+            n_hidden=swiglu if self.mlp == "swiglu" else 4 * self.n_embd,
         )
         for name, value in derived.items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
+        if not 0 < self.n_vocab <= self.vocab_size:
+            raise ValueError(f"n_vocab={self.n_vocab} is more than vocab_size={self.vocab_size}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
 
@@ -265,5 +271,8 @@ class GPT(nn.Module):
         return checkpoint(block, x, rotary, cache, mask, use_reentrant=False, preserve_rng_state=False, **contexts)
 
     def logits(self, hidden):
-        """hidden (..., C) -> (..., V). Mind the size: select rows first."""
-        return F.linear(hidden, self.lm_head_weight)
+        """hidden (..., C) -> (..., V), -inf for padded ids. Mind the size: select rows first."""
+        logits = F.linear(hidden, self.lm_head_weight)
+        if self.config.n_vocab < self.config.vocab_size:
+            logits[..., self.config.n_vocab :] = -math.inf
+        return logits

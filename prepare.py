@@ -38,7 +38,11 @@ def prepare(settings, given=frozenset()):
     else:
         shape, name = starting_point(settings, given)
         tokenizer = get_tokenizer(name)
-        shape = {"vocab_size": tokenizer.n_vocab} | shape
+    shape = shape | {"vocab_size": shape.get("vocab_size") or tokenizer.n_vocab, "n_vocab": tokenizer.n_vocab}
+    if shape["vocab_size"] < tokenizer.n_vocab:
+        raise SnugError(
+            f"vocab_size={shape['vocab_size']}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; leave vocab_size out"
+        )
     check_lengths(settings, task, shape["block_size"])
     functions = [load_reward_function(spec) for spec in settings.reward_funcs] or [task.rewards] if grpo else []
     return Prepared(settings, task, tokenizer, shape, functions, warm_start)
@@ -80,7 +84,7 @@ def refuse_contradictions(settings, given, shape, tokenizer_name, source):
     """The shape and the tokenizer come from `source`; what the user gave must not say otherwise."""
     for name in sorted(given & (set(shape) | {"tokenizer"})):
         theirs = tokenizer_name if name == "tokenizer" else shape[name]
-        derived = name in ("n_kv_head", "n_hidden") and not getattr(settings, name)  # 0: whatever follows from the others
+        derived = name in ("vocab_size", "n_kv_head", "n_hidden") and not getattr(settings, name)  # 0: whatever follows from the others
         if theirs != getattr(settings, name) and not derived:
             raise SnugError(f"{name}={getattr(settings, name)!r}, but {source} has {theirs!r}; leave {name} out")
 

@@ -42,6 +42,11 @@ def option(default, meaning, unit="", choices=(), minimum=None):
 class ModelOptions:
     """The shape of a model made from scratch. With `init_from`, the shape is the checkpoint's."""
 
+    vocab_size: int = option(
+        0,
+        "rows of the embedding and the head; 0: the tokenizer's ids. More are padding of probability 0: 50304 is a faster head than 50257",
+        minimum=0,
+    )
     n_layer: int = option(2, "transformer blocks", minimum=1)
     n_head: int = option(4, "attention heads", minimum=1)
     n_kv_head: int = option(0, "key/value heads, shared by the query heads (grouped-query attention); 0: n_head", minimum=0)

@@ -94,7 +94,13 @@ def train_micro_batch(model, micro, token_loss, settings):
     with autocast(settings.dtype, model.device):
         hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
         loss, _, entropy = head_loss(
-            hidden, model.lm_head_weight, micro.targets, token_loss, chunk_mb=settings.logits_chunk_mb, entropy=True
+            hidden,
+            model.lm_head_weight,
+            micro.targets,
+            token_loss,
+            entropy=True,
+            n_vocab=model.config.n_vocab,
+            chunk_mb=settings.logits_chunk_mb,
         )
     loss.backward()
     return loss.detach(), entropy.sum()

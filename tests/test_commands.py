@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from test_checkpoint import saved
 
+from checkpoint import newest
+
 HOME = Path(__file__).parent.parent
 PROBE = """
 import runpy, sys
@@ -35,6 +37,7 @@ BAD = [
     ("grpo.py config/grpo_smal.py", "did you mean config/grpo_small.py?"),
     ("grpo.py --task=adition", "--task='adition' is not one of addition, countdown; did you mean addition?"),
     ("grpo.py --n_embd=65", "n_head=4 does not divide n_embd=65"),
+    ("grpo.py --vocab_size=256", "vocab_size=256, but the tokenizer bytes has 257 ids"),
     ("grpo.py --max_new_tokens=60", "max_new_tokens=60"),
     ("grpo.py --digits=100 --max_new_tokens=8", "prompts of addition have up to 202 tokens"),
     ("grpo.py --beta=0.1", "beta=0.1 needs a reference"),
@@ -93,7 +96,7 @@ def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
 
 def test_from_warm_start_to_sample(tmp_path):
     """grpo.py makes its warm start, evaluate.py and sample.py use the run, report.py compares the two; all in a pipe."""
-    sft = dict(digits=1, n_layer=1, n_embd=32, block_size=16, max_iters=2, batch_size=8, eval_prompts=10)
+    sft = dict(digits=1, vocab_size=272, n_layer=1, n_embd=32, block_size=16, max_iters=2, batch_size=8, eval_prompts=10)
     (tmp_path / "sft.py").write_text("".join(f"{name} = {value!r}\n" for name, value in sft.items()))
     lines = [
         f"--{name}={value}" for name, value in dict(digits=1, max_iters=2, batch_size=2, group_size=2, max_new_tokens=6, beta=0.1).items()
@@ -111,6 +114,8 @@ def test_from_warm_start_to_sample(tmp_path):
     assert "a/sft is missing or not finished: making it first" in out and "iter 1/2  reward -" in out and err == ""
     record = json.loads((tmp_path / "a/grpo/log.jsonl").read_text().splitlines()[-1])
     assert record["iter"] == 1 and record["reward_mean"] < 0
+    state = json.loads((newest(tmp_path / "a/grpo") / "state.json").read_text())
+    assert (state["model_config"]["vocab_size"], state["model_config"]["n_vocab"]) == (272, 257)  # padded, as the warm start is
     code, out, _ = command(HOME / "evaluate.py", "a/grpo", "--num_prompts=10", cwd=tmp_path)
     assert code == 0 and "pass_at_1 " in out and "pass_at_1_sampled " in out
     code, out, _ = command(HOME / "sample.py", "a/grpo", "--prompt", "1+2=", "--num_samples=3", "--max_new_tokens=5", cwd=tmp_path)

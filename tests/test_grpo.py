@@ -85,10 +85,10 @@ def plain_loss(model, rollouts, select, settings):
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-@pytest.mark.parametrize("select", [list(range(12)), [7, 2, 9]])
-def test_the_gradient_is_the_plain_one(select, loss_type):
-    """Shift, mask, temperature, head and loss together, against whole logits without any of our batching."""
-    model = make_flat_model("llama", dtype=torch.float64)
+@pytest.mark.parametrize("select, vocab_size", [(list(range(12)), 16), ([7, 2, 9], 16), ([7, 2, 9], 24)])
+def test_the_gradient_is_the_plain_one(select, vocab_size, loss_type):
+    """Shift, mask, temperature, padded ids, head and loss together, against whole logits without any of our batching."""
+    model = make_flat_model("llama", dtype=torch.float64, vocab_size=vocab_size, n_vocab=16)
     settings = GRPOSettings(beta=0.04, temperature=0.7, max_tokens_per_micro_batch=40, loss_type=loss_type)
     rollouts = some_rollouts(model, temperature=0.7)
     ours, metrics = gradient(model, rollouts, settings, torch.tensor(select, device=DEVICE))

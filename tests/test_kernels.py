@@ -105,20 +105,47 @@ def test_kernel_extremes():
 
 
 @in_kernels
+@pytest.mark.parametrize("V, n_vocab", [(67, 67), (67, 60), (5000, 4999), (8192, 8192)])
 @pytest.mark.parametrize("chunk_size", [4, 100])
-def test_kernel_heads(chunk_size):
-    hidden, weight, targets, upstream = make_head(13, 8, 67, torch.float32)
-    targets = targets % 60
+def test_kernel_heads(chunk_size, V, n_vocab):
+    hidden, weight, targets, upstream = make_head(13, 8, V, torch.float32)
+    targets = targets % n_vocab
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    (expected := (plain(exact[0] @ exact[1].T, targets, 0.7, 60)[0] * upstream).sum()).backward()
-    values = head_logprobs(hidden, weight, targets, 0.7, chunk_size, n_vocab=60)
+    expected, expected_entropy = plain(exact[0] @ exact[1].T, targets, 0.7, n_vocab)
+    (expected * upstream).sum().backward()
+    values = head_logprobs(hidden, weight, targets, 0.7, chunk_size, n_vocab=n_vocab)
     gradients = torch.autograd.grad((values * upstream).sum(), (hidden, weight))
-    loss = head_loss(hidden, weight, targets, lambda q, rows: (q * upstream[rows]).sum(), 0.7, chunk_size, n_vocab=60)[0]
+    loss, again, entropy = head_loss(
+        hidden, weight, targets, lambda q, rows: (q * upstream[rows]).sum(), 0.7, chunk_size, entropy=True, n_vocab=n_vocab
+    )
     loss.backward()
-    assert_near(loss, expected, 1e-4)
+    assert_near(loss, (expected * upstream).sum(), 1e-4)
+    assert_near(again, expected, 2e-5)
+    assert_near(entropy, expected_entropy, 2e-5)
     for ours, other, truth in zip((hidden.grad, weight.grad), gradients, exact, strict=True):
         assert_near(ours, truth.grad, 1e-4)
         assert_near(other, truth.grad, 1e-4)
+    assert (weight.grad[n_vocab:] == 0).all()
+
+
+@in_kernels
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("M, width, n_vocab", [(1, 16, 1), (7, 80, 67), (3, 5008, 5000), (2, 8192, 8192)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernel_leaves_the_gradient_in_place_of_the_logits(dtype, M, width, n_vocab, temperature):
+    logits, targets, _ = make_rows(M, width, dtype)
+    logits[:, n_vocab:] = torch.nan  # what a buffer's padding happens to hold
+    targets = targets % n_vocab
+    exact = logits.double()
+    expected, expected_entropy = plain(exact, targets, temperature, n_vocab)
+    softmax = torch.nn.functional.pad(torch.softmax(exact[:, :n_vocab] / temperature, -1), (0, width - n_vocab))
+    gradient = torch.nn.functional.one_hot(targets, width) - softmax
+    options = logprobs.Options(temperature, n_vocab, True, dtype)
+    values, lse, entropy = logprobs.new_rows(M, options, DEVICE)
+    logprobs.forward_rows(logits, targets, options, values, lse, entropy, None, gradient=True)
+    assert_near(values, expected, 2e-5)
+    assert_near(entropy, expected_entropy, 4e-5)
+    assert_near(logits, gradient / temperature, max(2e-6, torch.finfo(dtype).eps / temperature))  # rounded once
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="4 GiB of logits: on CUDA only")
@@ -151,7 +178,9 @@ def resources(kernel, capability, pointers, constants, aligned, warps, folder):
 
     pointers: name -> dtype. aligned: the integers that the launcher would find to be multiples of 16."""
     names = kernel.arg_names
-    types = {name: pointers.get(name, "fp32" if name == "scale" else "i32") for name in names} | {name: "constexpr" for name in constants}
+    types = {name: pointers.get(name, "fp32" if name in ("scale", "slope") else "i32") for name in names} | {
+        name: "constexpr" for name in constants
+    }
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)}
     source = triton.compiler.ASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, attributes)
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
@@ -169,17 +198,22 @@ def resources(kernel, capability, pointers, constants, aligned, warps, folder):
 @pytest.mark.parametrize("V", [67, 1000, 50257, 151936])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
-    block, warps = tile(V)
+    itemsize = 2 if dtype == "bf16" else 4
     numbers = dict.fromkeys(("logprobs", "lse", "entropy", "coefficients"), "*fp32") | {"targets": "*i64"}
     aligned = V % 16 == 0
-    for entropy in (False, True):  # padding costs registers as well: the leanest and the fullest
+    for entropy, gradient in ((False, False), (True, False), (False, True), (True, True)):  # padding costs registers as well
+        width = -(-V // 16) * 16 if gradient else V  # the head's buffer has aligned rows
+        block, warps = tile(width, itemsize, gradient)
         pointers = {"logits": "*" + dtype} | {name: numbers[name] for name in ("targets", "logprobs", "lse", "entropy")}
-        constants = {"BLOCK": block, "PADDED": entropy, "ENTROPY": entropy}
-        strides = ("width", "row_stride") if aligned else ()
+        constants = {"BLOCK": block, "PADDED": entropy, "ENTROPY": entropy, "GRADIENT": gradient}
+        strides = ("width", "row_stride") if width % 16 == 0 else ()
         used, ptx = resources(logprobs.forward_kernel, capability, pointers, constants, strides, warps, tmp_path)
-        print(f"sm_{capability} V={V} {dtype} forward entropy={entropy} block={block} warps={warps}", used)
-        assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128
-        assert ("ld.global.v4" in ptx) == aligned  # 16 bytes at a time where addresses allow
+        print(f"sm_{capability} V={V} {dtype} forward entropy={entropy} gradient={gradient} block={block} warps={warps}", used)
+        assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= min(128, 2048 // warps)  # else the program does not fit on an SM
+        assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == (
+            width % 16 == 0 and (width > 128 or dtype == "fp32")
+        )  # 16 bytes at a time where addresses allow
+    block, warps = tile(V)
     pointers = {"logits": "*" + dtype, "dlogits": "*" + dtype} | {name: numbers[name] for name in ("targets", "lse", "coefficients")}
     strides = ("width", "row_stride", "out_row_stride") if aligned else ()
     used, ptx = resources(logprobs.backward_kernel, capability, pointers, {"BLOCK": block, "PADDED": True}, strides, warps, tmp_path)

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from logprobs import SCRATCH, head_logprobs, head_loss, rows_per_chunk, token_logprobs
+from loss import policy_loss
 from memory import MIB, LiveBytes
 
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts CPU storages")
@@ -224,6 +225,36 @@ def test_head_loss_is_head_logprobs_and_a_loss(chunk_size):
         assert_near(hidden.grad, times * dhidden, 1e-10)
         assert_near(weight.grad, times * dweight, 1e-10)
     assert not logprobs.requires_grad
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("beta, delta", [(0.0, None), (0.04, 4.0)])
+def test_head_loss_trains_like_head_logprobs_and_policy_loss(loss_type, beta, delta):
+    """GRPO's own loss, off-policy enough that clipping matters, sequences of lengths 1 to 9 cut by chunks of 5."""
+    hidden, weight, targets, _ = make_head(29, 8, 67)
+    lengths = torch.tensor([9, 1, 7, 4, 8], device=DEVICE)
+    sequence = torch.arange(5, device=DEVICE).repeat_interleave(lengths)
+    advantages = torch.tensor([1.2, -0.7, 0.3, -1.1, 0.3], dtype=torch.float64, device=DEVICE)
+    with torch.no_grad():
+        old = head_logprobs(hidden, weight, targets) + torch.linspace(-0.5, 0.5, 29, dtype=torch.float64, device=DEVICE)
+        reference = old.flip(0)
+
+    def token_loss(logprobs, rows):
+        options = dict(num_tokens=29, num_sequences=5, loss_type=loss_type, beta=beta, delta=delta, max_new_tokens=9)
+        loss, metrics = policy_loss(logprobs, old[rows], advantages, sequence[rows], lengths, reference[rows], **options)
+        clipped.append(metrics["clip_fraction"])
+        return loss
+
+    clipped = []
+    expected = token_loss(head_logprobs(hidden, weight, targets), slice(None))
+    expected.backward()
+    dhidden, dweight, hidden.grad, weight.grad = hidden.grad, weight.grad, None, None
+    loss = head_loss(hidden, weight, targets, token_loss, chunk_size=5)[0]
+    loss.backward()
+    assert 0.1 < clipped[0] < 0.9 and abs(sum(clipped[1:]) - clipped[0]) < 1e-6
+    assert_near(loss, expected, 1e-10)
+    assert_near(hidden.grad, dhidden, 1e-10)
+    assert_near(weight.grad, dweight, 1e-10)
 
 
 def test_token_loss_sees_every_row_once():

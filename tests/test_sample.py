@@ -45,6 +45,27 @@ def test_a_row_does_not_depend_on_neighbours_or_on_max_batch(shape):
     assert [ids for ids, _ in alone] == [ids for ids, _ in whole[:6]]
 
 
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padded_ids_are_never_sampled(shape, temperature):
+    """A head with 8 padded rows that would win everywhere is the head without them, in both generators."""
+    model, padded = make_flat_model(shape), make_flat_model(shape, vocab_size=24, n_vocab=16)
+    weights = model.state_dict()
+    with torch.no_grad():
+        for name, weight in padded.state_dict().items():
+            weight[: len(weights[name])] = weights[name]
+            if len(weight) == 24:
+                weight[16:] = 50.0
+    options = dict(temperature=temperature, stop_token=STOP, seed=11)
+    ours, theirs = (rows_of(sample_groups(m, PROMPTS, 5, 12, **options)) for m in (padded, model))
+    for i, ((ids, logprobs), (expected_ids, expected)) in enumerate(zip(ours, theirs, strict=True)):
+        assert ids == expected_ids
+        assert logprobs == pytest.approx(expected, abs=1e-5)
+        naive = generate_naive(padded, PROMPTS[i // 5], 12, row=i, **options)
+        assert (ids, pytest.approx(naive[1], abs=1e-5)) == (naive[0], logprobs)
+    assert padded.logits(torch.ones(32, device=DEVICE))[16:].isneginf().all()
+
+
 def test_rollouts_say_where_everything_is():
     model = make_flat_model("gpt2")
     rollouts = sample_groups(model, PROMPTS, 8, 12, stop_token=STOP, seed=1)
