@@ -24,7 +24,7 @@ def columns_of(rows, repeat=1):
     return {name: [row[name] for row in rows for _ in range(repeat)] for name in rows[0] if name != "prompt"}
 
 
-def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_batch=None, chunk_mb=16.0):
+def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_batch=None, chunk_mb=0):
     """The share of `num_prompts` held-out prompts that one completion answers rightly (reward 1 of the task's own reward).
 
     -> {"pass_at_1": greedy, "pass_at_1_sampled": at temperature 1}

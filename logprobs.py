@@ -313,14 +313,20 @@ class TokenLogprobs(torch.autograd.Function):
 # Hidden states in.
 
 
-def rows_per_chunk(n_vocab, itemsize, budget_mb=16.0):
-    """Rows of logits that budget_mb MiB hold, plain torch's scratch included; at least one.
+def logits_budget(chunk_mb, device_type):
+    """chunk_mb, or where it is 0 the default of the device -> MiB that logits and what is made of them may take."""
+    return chunk_mb or (256 if device_type == "cuda" else 16)
 
-    The trade: a chunk's three matrix products read the whole head and its gradient, so a chunk of few rows is bound by
-    memory, not arithmetic. 16 MiB are what a laptop can spare; with V = 50,257 in float32 that is 73 rows, and
-    64 MiB are faster. An H200 does 184 FLOP in the time of a byte, so it wants 1,000 rows and more: 1,024 MiB at V = 128,256.
+
+def rows_per_chunk(n_vocab, itemsize, chunk_mb=0, device_type="cpu"):
+    """Rows of logits that chunk_mb MiB hold, plain torch's scratch included; at least one.
+
+    The trade: a chunk's products read the whole head and add to its whole gradient, so a chunk of few rows is bound by memory,
+    not arithmetic. 0: 16 MiB on a CPU, what a laptop can spare: 73 rows at V = 50,257 in float32; 64 MiB are a tenth faster.
+    256 MiB on CUDA: 876 rows at V = 151,936 in bfloat16. An H200 does 165 FLOP in the time of a byte; the products of
+    hidden states take 165 rows to be bound by arithmetic, the one that adds to dweight 330. 1,024 MiB leave nothing to gain.
     """
-    budget = budget_mb * MIB
+    budget = logits_budget(chunk_mb, device_type) * MIB
     return max(1, int(budget - min(4 * SCRATCH, budget / 4)) // (n_vocab * itemsize))
 
 
@@ -332,7 +338,7 @@ def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vo
     elif hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
     n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
-    return Options(temperature, n_vocab, entropy, dtype, chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb))
+    return Options(temperature, n_vocab, entropy, dtype, chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb, device))
 
 
 class Chunks:
@@ -394,10 +400,10 @@ class Chunks:
                 dweight[ids] += gradient[:, ids].t() @ hidden
 
 
-def head_logprobs(hidden, weight, targets, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=16.0):
+def head_logprobs(hidden, weight, targets, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=0):
     """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy (M,), without gradient].
 
-    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; None: as many as chunk_mb MiB hold.
+    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; None: see rows_per_chunk.
     Backward makes each chunk's logits again (8 M C V FLOP in all), so it suits losses that need all log-probs before any
     gradient, such as sequence-level ratios, and, without gradient, a reference model. Saved: the inputs.
     Backward's extra bytes: a chunk, dhidden, dweight. Under autocast also the cast weight. Raises ValueError.
@@ -436,7 +442,7 @@ class HeadLogprobs(torch.autograd.Function):
         return dhidden, dweight, None, None
 
 
-def head_loss(hidden, weight, targets, token_loss, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=16.0):
+def head_loss(hidden, weight, targets, token_loss, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=0):
     """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]), of which only the scalar loss is differentiable.
 
     As token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each chunk

@@ -25,6 +25,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 import numpy as np
 import torch
 
+from logprobs import logits_budget
 from memory import MIB, tensor_bytes
 from model import KVCache, autocast
 
@@ -78,14 +79,17 @@ def uniforms(seed, rows, steps):
     return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2**-23)
 
 
-def sample_tokens(model, hidden, u, temperature, chunk_mb=16.0):
+def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
     """hidden (N, C), u (N,) in [0, 1) -> tokens (N,), log-probs (N,) float32.
 
     The token whose stretch of the cumulative distribution u falls into; temperature 0: the likeliest, with its log-prob
-    at temperature 1. Rows go through the head a few at a time: the logits and what is made of them take chunk_mb at most.
+    at temperature 1. Rows go through the head a few at a time: the logits and what is made of them take chunk_mb
+    MiB at most (0: logprobs.logits_budget).
     """
     N, V = len(hidden), model.config.vocab_size
-    rows = max(1, int(chunk_mb * MIB) // (3 * 4 * V))  # logits, probabilities, cumulative: three float32 at a time
+    rows = max(
+        1, int(logits_budget(chunk_mb, hidden.device.type) * MIB) // (3 * 4 * V)
+    )  # logits, probabilities, cumulative: three float32 at a time
     tokens = torch.empty(N, dtype=torch.long, device=hidden.device)
     logprobs = torch.empty(N, dtype=torch.float32, device=hidden.device)
     for start in range(0, N, rows):
@@ -110,7 +114,7 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=16.0):
 
 
 @torch.no_grad()
-def sample_groups(model, prompts, group_size, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, max_batch=None, chunk_mb=16.0):
+def sample_groups(model, prompts, group_size, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, max_batch=None, chunk_mb=0):
     """`group_size` completions of each prompt -> Rollouts of N = len(prompts) * group_size, groups adjacent, in order.
 
     prompts: non-empty lists of ids. A completion ends with stop_token or at max_new_tokens. max_batch: completions decoded

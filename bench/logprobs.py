@@ -3,8 +3,9 @@
     python bench/logprobs.py [--quick]
 
 Two parts. Logits in: M x V logits there already, their log-probs and gradient; the yardstick is a device-to-device copy measured
-in the same run. Hidden states in: M x C hidden states and the head, loss = -mean log-prob, both gradients; the yardstick is
-the three bare matrix products. The contenders take turns, round by round, and a figure is the median of its rounds.
+in the same run. Hidden states in: M x C hidden states and the head, loss = -mean log-prob (which is also GRPO's of equal
+advantages, right after a rollout), both gradients; the yardstick is the three bare matrix products. The contenders take
+turns, round by round, and a figure is the median of its rounds. "loss + gradient" is what the head does with each chunk of logits.
 
 extra      most bytes alive during the call beyond its inputs: as it is (dweight included) and with the weight frozen
 max error  of log-probs, against float64 on the same inputs, over 64 rows
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from logprobs import Options, backward_rows, head_logprobs, head_loss, new_scratch, token_logprobs  # noqa: E402
+from logprobs import Options, backward_rows, forward_rows, head_logprobs, head_loss, new_rows, new_scratch, token_logprobs  # noqa: E402
 from memory import MIB, LiveBytes  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,8 +49,11 @@ def plain_logprobs(logits, targets):
 
 
 def peers():
-    """-> {name: function or None}: from logits, and from hidden states per token and as a mean loss."""
-    found = dict.fromkeys(("trl", "liger", "cce"))
+    """-> {name: function or None}: from logits, and from hidden states per token and as a mean loss.
+
+    GRPO losses get 8 sequences with an advantage of 1 each and no old log-probs: minus the mean log-prob, as a gradient.
+    """
+    found = dict.fromkeys(("trl", "liger", "liger_grpo_head", "liger_grpo", "cce"))
     try:
         from trl.trainer.utils import selective_log_softmax
 
@@ -63,6 +67,27 @@ def peers():
         found["liger"] = lambda reduction: (
             lambda hidden, weight, targets: LigerFusedLinearCrossEntropyLoss(reduction=reduction)(weight, hidden, targets)
         )
+    except ImportError:
+        pass
+    try:
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+        from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+        def in_eight(*tensors):
+            return [x.unflatten(0, (8, -1)) for x in tensors]
+
+        def grpo_head(hidden, weight, targets):
+            hidden, targets = in_eight(hidden, targets)
+            ones = torch.ones(targets.shape, dtype=torch.long, device=targets.device)
+            return fused(hidden, weight, targets, ones, torch.ones(8, device=targets.device))[0]
+
+        def grpo(logits, targets):  # drops each sequence's last row, as a model's logits have one too many
+            logits, targets = in_eight(logits, targets)
+            advantages = torch.ones(8, device=targets.device)
+            return triton_grpo_loss(logits, None, None, targets[:, :-1].contiguous(), advantages, temperature=1.0, beta=0.0)[0].sum()
+
+        fused = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)
+        found["liger_grpo_head"], found["liger_grpo"] = grpo_head, grpo
     except ImportError:
         pass
     try:
@@ -105,6 +130,7 @@ def head_contenders(found, budgets):
         "torch.compile": tuple(torch.compile(f) for f in with_logits(plain_logprobs)),
         "TRL selective_log_softmax": found["trl"] and with_logits(found["trl"]),
         "Liger fused linear CE": of_loss(found["liger"]),
+        "Liger fused linear GRPO": found["liger_grpo_head"] and (found["liger_grpo_head"], None),
         "cut cross-entropy": of_loss(found["cce"]),
     }
 
@@ -193,10 +219,24 @@ def bench_logits(M, V, dtype, rounds, found):
     copies = {"copy": lambda: other.copy_(logits)}
     options = Options(1.0, V, False, dtype)
     lse, ones = torch.full((M,), 12.0, device=DEVICE), torch.ones(M, device=DEVICE)
-    backward = {"snug, kernel alone": lambda: backward_rows(logits, targets, options, lse, ones, other, new_scratch(logits))}
+    scratch = new_scratch(logits, copy=True, entropy=True)
+    backward = {"snug, kernel alone": lambda: backward_rows(logits, targets, options, lse, ones, other, scratch)}
+
+    def visit(entropy):
+        results = new_rows(M, options._replace(entropy=entropy), DEVICE)
+        forward_rows(other, targets, options, *results, scratch, in_place=dtype == torch.float32, gradient=True)
+
+    def liger():
+        leaf = other.detach().requires_grad_()
+        found["liger_grpo"](leaf, targets).backward()
+
+    one_visit = {"snug, one visit": partial(visit, False), "snug, one visit with entropy": partial(visit, True)}
+    if found["liger_grpo"]:
+        one_visit["Liger GRPO loss, in place"] = liger
     stages = {  # what, passes over the logits that it takes at least, contenders
         "forward": (1, {name: partial(forward, f) for name, f in ready.items() if "in place" not in name}),
         "backward": (2, backward),
+        "loss + gradient": (2, one_visit),
         "forward + backward": (3, {name: partial(both, f) for name, f in ready.items()}),
     }
     for stage, (passes, calls) in stages.items():
@@ -208,9 +248,10 @@ def bench_logits(M, V, dtype, rounds, found):
                 extra = None if stage == "backward" else attempt(extra_bytes, calls[name], logits, other, targets)
                 row = dict(stage=stage, name=name, ms=times[name], rate=rate, share=rate / bandwidth, extra=extra, error=errors.get(name))
                 rows.append(row)
-        if stage != "backward":
-            missing = [name for name, function in contenders.items() if name not in times and (not function or name in calls)]
-            rows += [dict(stage=stage, name=name, note="failed" if contenders[name] else "not installed") for name in missing]
+        absent = [name for name, function in contenders.items() if not function] if "forward" in stage else []
+        absent += ["Liger GRPO loss, in place"] if stage == "loss + gradient" and not found["liger_grpo"] else []
+        rows += [dict(stage=stage, name=name, note="failed") for name in calls if name not in times]
+        rows += [dict(stage=stage, name=name, note="not installed") for name in absent]
     return rows, bandwidth
 
 
@@ -245,7 +286,7 @@ def bench_head(M, C, V, dtype, budgets, rounds, found):
             extra.append(attempt(extra_bytes, partial(train, pair[0]), hidden, weight, targets))
         weight.requires_grad_(True)
         with torch.no_grad():
-            error = attempt(lambda f=pair[1]: float((f(h[:64], w, targets[:64]) - exact).abs().max()))
+            error = pair[1] and attempt(lambda f=pair[1]: float((f(h[:64], w, targets[:64]) - exact).abs().max()))
         rate, share = flops / times[name] / 1e9, times["products"] / times[name]
         rows.append(dict(stage="head", name=name, ms=times[name], rate=rate, share=share, extra=extra[0], frozen=extra[1], error=error))
     return rows, flops / times["products"] / 1e9
@@ -275,7 +316,9 @@ def main():
     found = peers()
 
     rows, bandwidth = bench_logits(M, V, dtype, rounds, found)
-    print(f"\nLogits ({M}, {V}). Yardstick: a copy at {bandwidth:.3f} TB/s. Passes counted: forward 1, backward 2, both 3.")
+    print(
+        f"\nLogits ({M}, {V}). Yardstick: a copy at {bandwidth:.3f} TB/s. Passes counted: forward 1, backward 2, loss + gradient 2, forward + backward 3."
+    )
     print_rows(rows, "TB/s")
     head_rows, rate = bench_head(head_M, C, head_V, dtype, budgets, rounds, found)
     print(

@@ -511,6 +511,7 @@ def test_rows_per_chunk():
     assert rows_per_chunk(257, 4) * 257 * 4 <= 14 * MIB
     assert rows_per_chunk(50257, 4, 0.001) == 1  # never none
     assert rows_per_chunk(128256, 2, 1024) >= 4096
+    assert rows_per_chunk(151936, 2, 0, "cuda") == 876
 
 
 @on_cpu
