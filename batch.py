@@ -70,21 +70,22 @@ def micro_batches(sequences, max_tokens=0, max_sequences=0, select=None):
     """Yield the MicroBatches of some sequences one by one, so that the copies in them are never all alive.
 
     sequences: anything with tokens (N, T), prompt_lengths (N,), completion_lengths (N,) and, where wanted, advantages (N,)
-    and sampling_logprobs, old_logprobs, ref_logprobs (N, T_c): Rollouts, or Sequences. select: indices of those to use.
+    and sampling_logprobs, old_logprobs, ref_logprobs (N, T_c): Rollouts, or Sequences. select: numbers of those to use.
+    Which tokens go where is worked out on numbers, so the device is asked twice and a planner's tensors need no values.
     """
-    device = sequences.tokens.device
-    select = torch.arange(len(sequences.tokens), device=device) if select is None else select
-    totals = (sequences.prompt_lengths + sequences.completion_lengths)[select].tolist()
+    prompts, completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
+    select = range(len(prompts)) if select is None else select
+    totals = [prompts[i] + completions[i] for i in select]
     for indices in cut(totals, max_tokens, max_sequences):
-        yield gather(sequences, select[torch.tensor(indices, device=device)])
+        index = [select[i] for i in indices]
+        yield gather(sequences, index, [prompts[i] for i in index], [completions[i] for i in index])
 
 
-def gather(sequences, index):
-    """The MicroBatch of the sequences `index` (S,)."""
-    prompt, lengths = sequences.prompt_lengths[index], sequences.completion_lengths[index]
-    T = int((prompt + lengths).max())
+def gather(sequences, index, prompts, completions):
+    """The MicroBatch of the sequences `index`: S numbers, as are their prompts' and their completions' lengths."""
+    device, M, T = sequences.tokens.device, sum(completions), max(map(sum, zip(prompts, completions, strict=True)))
+    index, prompt, lengths = (torch.tensor(numbers, device=device) for numbers in (index, prompts, completions))  # (S,)
     tokens = sequences.tokens[index, :T]  # (B, T)
-    device, M = tokens.device, int(lengths.sum())
     sequence = torch.repeat_interleave(torch.arange(len(index), device=device), lengths, output_size=M)  # (M,)
     place = torch.arange(M, device=device) - (lengths.cumsum(0) - lengths)[sequence]  # (M,) within its completion
     target = sequence * T + prompt[sequence] + place  # (M,) of the flattened tokens

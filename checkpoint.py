@@ -2,7 +2,7 @@
 
     out/grpo_small/checkpoint-000040/
         model.safetensors       weights, by parameter name
-        optimizer.safetensors   exp_avg.<name>, exp_avg_sq.<name>
+        optimizer.safetensors   exp_avg.<name>, exp_avg_sq.<name>; master.<name> where there are masters
         state.json              iteration, the model's shape, tokenizer, settings, generators
 
 A checkpoint is written into a temporary folder and renamed into place, so that one that has its name is whole. The
@@ -80,14 +80,13 @@ def save(folder, iteration, model, optimizer, settings, tokenizer, limit):
     temporary = Path(folder) / f".tmp-{final.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    names = {id(p): name for name, p in model.named_parameters()}
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    moments = {f"{key}.{names[id(p)]}": s[key] for p, s in optimizer.state.items() for key in ("exp_avg", "exp_avg_sq")}
     save_file(weights, temporary / "model.safetensors")
-    save_file(moments, temporary / "optimizer.safetensors")
-    steps = next((int(s["step"]) for s in optimizer.state.values()), 0)
+    save_file(moments(model, optimizer), temporary / "optimizer.safetensors")
+    steps = optimizer.steps if hasattr(optimizer, "steps") else next((int(s["step"]) for s in optimizer.state.values()), 0)
     state = dict(iteration=iteration, optimizer_steps=steps, model_config=asdict(model.config), tokenizer=tokenizer.name)
     state |= dict(settings=asdict(settings), generators=generator_state(model.device))
+    state |= dict(after_oom=getattr(settings, "after_oom", {}))
     (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
     if final.exists():  # the same iteration again, after a resume from an older one
         shutil.rmtree(final)
@@ -141,17 +140,21 @@ def load_weights(path, model):
     load_into(path / "model.safetensors", dict(model.named_parameters()))
 
 
+def moments(model, optimizer):
+    """{name: tensor} of what an optimizer keeps of each parameter."""
+    named = [(name, optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state]
+    return {f"{key}.{name}": state[key] for name, state in named for key in state if key != "step"}
+
+
 def load_optimizer(path, model, optimizer):
     """The moments of the checkpoint `path` into a new optimizer."""
-    import torch
-
     steps = read_state(path)["optimizer_steps"]
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for p in named.values() if steps else ():
-        zeros = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[p] = {"step": torch.tensor(float(steps), device=p.device)} | zeros
-    moments = {f"{key}.{name}": optimizer.state[p][key] for name, p in named.items() if steps for key in ("exp_avg", "exp_avg_sq")}
-    load_into(path / "optimizer.safetensors", moments)
+    load_into(path / "optimizer.safetensors", moments(model, optimizer))
+    if hasattr(optimizer, "steps"):
+        optimizer.steps = steps
+    else:
+        for state in optimizer.state.values():
+            state["step"].fill_(steps)
 
 
 def resume_path(settings):
@@ -163,30 +166,45 @@ def begin(settings, shape, device):
     """-> (model, optimizer, first iteration): taken up from out_dir, or from init_from, or from random weights."""
     from optimizer import make_optimizer
 
-    model = make_model(shape, device)
-    model.checkpoint_blocks = settings.checkpoint_blocks
-    optimizer = make_optimizer(model, settings)
+    model = configure(make_model(shape, device, settings.param_dtype), settings)
     path = resume_path(settings)
-    if path is not None:
-        load_weights(path, model)
-        load_optimizer(path, model, optimizer)
-        state = read_state(path)
-        restore_generators(state.get("generators", {}), device)
-        return model, optimizer, state["iteration"]
-    if settings.init_from:
-        load_weights(newest(settings.init_from), model)
-    return model, optimizer, 0
+    if path is not None or settings.init_from:
+        load_weights(path or newest(settings.init_from), model)
+    optimizer = make_optimizer(model, settings)  # after the weights, of which it may keep masters
+    if path is None:
+        return model, optimizer, 0
+    load_optimizer(path, model, optimizer)
+    state = read_state(path)
+    restore_generators(state.get("generators", {}), device)
+    settings.after_oom = state.get("after_oom", {})  # smaller pieces that an out-of-memory had made necessary
+    for name, value in settings.after_oom.items():
+        setattr(settings, name, value)
+    return model, optimizer, state["iteration"]
 
 
-def make_model(shape, device):
+def configure(model, settings):
+    """What of the settings a model has to know to train -> the model."""
+    model.checkpoint_blocks, model.activation_offload = settings.checkpoint_blocks, settings.activation_offload
+    return model
+
+
+def make_model(shape, device, dtype="float32"):
     """GPTConfig's keywords -> a GPT of random weights. Raises SnugError where a checkpoint's state.json has them wrong."""
+    import torch
+
     from model import GPT, GPTConfig
 
     try:
         config = GPTConfig(**shape)
     except (TypeError, ValueError) as error:
         raise SnugError(f"not the shape of a model: {error}") from None
-    return GPT(config).to(device)
+    made_as = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device):  # made where it is to live: never a second copy, in float32, on the host
+            return GPT(config)
+    finally:
+        torch.set_default_dtype(made_as)
 
 
 @dataclass
@@ -212,7 +230,7 @@ def load_run(folder, device="auto"):
 
     from tokenizer import get_tokenizer
 
-    model = make_model(state["model_config"], pick_device(device))
+    model = make_model(state["model_config"], pick_device(device), state["settings"].get("param_dtype", "float32"))
     load_weights(path, model)
     return Run(model, get_tokenizer(state["tokenizer"]), SimpleNamespace(**state["settings"]), state["iteration"], path)
 

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         find_run(folder)
 
 from model import autocast
-from sample import sample_groups
+from sample import rehearse_groups, sample_groups
 
 
 def columns_of(rows, repeat=1):
@@ -56,8 +56,17 @@ def evaluate_as_run(settings, model, tokenizer, task, num_prompts, max_new_token
     left = model.config.block_size - len(task.longest_prompt())
     room = min(left, max_new_tokens or getattr(settings, "max_new_tokens", left))
     batch = getattr(settings, "max_rollout_batch", 0) or settings.batch_size
-    with autocast(settings.dtype, model.device):
+    with autocast(settings.dtype, model):
         return evaluate(model, tokenizer, task, num_prompts, room, seed=seed, max_batch=batch, chunk_mb=settings.logits_chunk_mb)
+
+
+def rehearse_evaluation(model, prompt_length, max_new_tokens, settings, meter):
+    """What an evaluation allocates at most, for a planner's fake tensors."""
+    if settings.eval_prompts:
+        batch = getattr(settings, "max_rollout_batch", 0) or settings.batch_size
+        with meter.phase("eval"), autocast(settings.dtype, model):
+            options = dict(max_batch=batch, chunk_mb=settings.logits_chunk_mb)
+            rehearse_groups(model, prompt_length, settings.eval_prompts, 1, max_new_tokens, **options)
 
 
 def evaluate_if_due(done, model, task, tokenizer, settings, meter):

@@ -11,6 +11,9 @@ Left out: an inference server, a reward model, a critic.
 
 import sys
 import time
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
 from numbers import Real
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
@@ -24,33 +27,38 @@ import torch
 
 import train_sft
 from batch import limits, micro_batches
-from checkpoint import begin, load_weights, make_model, newest, pick_device, save_if_due
-from evaluate import columns_of, evaluate_if_due
+from checkpoint import begin, configure, load_weights, make_model, newest, pick_device, save_if_due
+from evaluate import columns_of, evaluate_if_due, rehearse_evaluation
 from log import IS_IT_BROKEN, RunLog, prepare_folder
 from logprobs import head_logprobs, head_loss
 from loss import group_advantages, policy_loss
-from memory import MemoryMeter
+from memory import MemoryMeter, allocator_snapshot, borrowed, stream_from_host, surviving
 from model import autocast
-from optimizer import learning_rate_at, optimizer_step
-from sample import sample_groups
+from optimizer import learning_rate_at, make_optimizer, number, optimizer_step
+from plan import apply, halve_micro_batch, halve_rollout_batch, show
+from sample import rehearse_groups, sample_groups
 from settings import SnugError
 
 
 def main(prepared):
     """Train, log and save as the settings say; make the warm start first where it is missing."""
-    settings = prepared.settings
+    settings, make_iteration = prepared.settings, partial(rehearsal, prepared)
+    if settings.plan:
+        return print(show(make_iteration, settings, sum(prepared.longest(settings))))
     if prepared.warm_start:
         print(f"{settings.init_from} is missing or not finished: making it first, as {settings.init_config} says", flush=True)
         train_sft.main(prepared.warm_start)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # nothing of it is alive; its cached blocks would count as reserved here
     device = pick_device(settings.device)
+    settings = prepared.settings = apply(make_iteration, settings, sum(prepared.longest(settings)), device, print)
     torch.manual_seed(settings.seed)
     with MemoryMeter(device) as meter:
-        reference = load_reference(prepared.shape, device, settings) if settings.beta else None
+        reference = make_reference(prepared.shape, device, settings, newest(settings.init_from)) if settings.beta else None
         model, optimizer, start = begin(settings, prepared.shape, device)  # last, because it restores the random generators
         moved = prepare_folder(settings)
-        with RunLog(settings, "GRPO", start) as log:
+        snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
+        with snapshot, RunLog(settings, "GRPO", start) as log:
             log.say(f"GRPO on {settings.task}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}, {settings.out_dir}")
             if moved:
                 log.say(f"an earlier run in {settings.out_dir} was moved to {moved}")
@@ -59,10 +67,13 @@ def main(prepared):
                 iterate(iteration, model, reference, optimizer, prepared, meter, log)
 
 
-def load_reference(shape, device, settings):
-    """The weights of init_from, frozen -> GPT."""
-    reference = make_model(shape, device).requires_grad_(False)
-    load_weights(newest(settings.init_from), reference)
+def make_reference(shape, device, settings, path):
+    """The weights of the checkpoint `path`, frozen, on the device or the host -> GPT. path None: random ones."""
+    reference = make_model(shape, device, settings.param_dtype).requires_grad_(False)
+    if path:
+        load_weights(path, reference)
+    if settings.reference == "host":
+        stream_from_host(reference, reference.blocks, device)
     return reference
 
 
@@ -73,18 +84,20 @@ def iterate(iteration, model, reference, optimizer, prepared, meter, log):
     started = time.perf_counter()
     scores = evaluate_if_due(0, model, task, tokenizer, settings, meter) if iteration == 0 else {}
     log.show("rollout")
+    smaller = partial(halve_rollout_batch, settings, settings.batch_size * settings.group_size, model, say=log.say)
     with meter.phase("rollout"):
-        rows, rollouts = rollout(iteration, model, task, tokenizer, settings)
+        rows, rollouts = surviving(partial(rollout, iteration, model, task, tokenizer, settings), smaller)
     with meter.phase("reward"):
         rewards, samples = score(rollouts, rows, prepared)
         rollouts.advantages = group_advantages(rewards, settings.scale_rewards, settings.advantage_eps).flatten().to(model.device)
     if reference is not None:
         log.show("reference")
         with meter.phase("reference"):
-            rollouts.ref_logprobs = trainer_logprobs(reference, rollouts, settings)
+            smaller = partial(halve_micro_batch, settings, rollouts, model, say=log.say)
+            rollouts.ref_logprobs = surviving(partial(reference_logprobs, reference, rollouts, settings, model.device), smaller)
     log.show("train")
     learning_rate = learning_rate_at(iteration, settings)
-    metrics = update(model, optimizer, rollouts, learning_rate, settings, meter)
+    metrics = update(model, optimizer, rollouts, learning_rate, settings, meter, log)
     metrics |= rollout_metrics(rollouts, rewards) | {"learning_rate": learning_rate}
     del rollouts  # before the evaluation's are made
     scores |= evaluate_if_due(iteration + 1, model, task, tokenizer, settings, meter)
@@ -102,19 +115,22 @@ def rollout(iteration, model, task, tokenizer, settings):
     """The iteration's prompts and their completions -> (rows of the task, Rollouts)."""
     first = iteration * settings.batch_size
     rows = task.prompts("train", range(first, first + settings.batch_size))
-    with autocast(settings.dtype, model.device):
+    with autocast(settings.dtype, model):
         rollouts = sample_groups(
             model,
-            [tokenizer.encode(row["prompt"]) for row in rows],
+            [tokenizer.encode(row["prompt"])[-settings.max_prompt_length :] for row in rows],
             settings.group_size,
             settings.max_new_tokens,
             temperature=settings.temperature,
             stop_token=tokenizer.stop_token,
             seed=settings.seed * 2**32 + iteration,
-            max_batch=settings.max_rollout_batch or None,
-            chunk_mb=settings.logits_chunk_mb,
+            **decode_options(settings),
         )
     return rows, rollouts
+
+
+def decode_options(settings):
+    return dict(max_batch=settings.max_rollout_batch, chunk_mb=settings.logits_chunk_mb, kv_cache_mb=settings.kv_cache_mb)
 
 
 def score(rollouts, rows, prepared):
@@ -147,13 +163,21 @@ def checked_rewards(function, prompts, texts, columns):
     return rewards
 
 
+def reference_logprobs(reference, rollouts, settings, device, most=None):
+    """The same of a reference that may be on the host, whence its blocks come one by one and the rest for as long as this takes."""
+    with borrowed(reference.outside_blocks() if settings.reference == "host" else [], device):
+        return trainer_logprobs(reference, rollouts, settings, most)
+
+
 @torch.no_grad()
-def trainer_logprobs(model, rollouts, settings):
-    """log pi(token) of every completion token, by the forward pass that training uses -> (N, T_c) float32, 0 after the end."""
+def trainer_logprobs(model, rollouts, settings, most=None):
+    """log pi(token) of every completion token, by the forward pass that training uses -> (N, T_c) float32, 0 after the end.
+
+    most: micro-batches looked at, for a planner."""
     logprobs = torch.zeros_like(rollouts.sampling_logprobs)
     step = settings.train_batch_size or len(rollouts.tokens)
-    for micro in micro_batches(rollouts, *limits(settings, step)):
-        with autocast(settings.dtype, model.device):
+    for micro in islice(micro_batches(rollouts, *limits(settings, step)), most):
+        with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
             values = head_logprobs(
                 hidden,
@@ -167,7 +191,7 @@ def trainer_logprobs(model, rollouts, settings):
     return logprobs
 
 
-def update(model, optimizer, rollouts, learning_rate, settings, meter):
+def update(model, optimizer, rollouts, learning_rate, settings, meter, log):
     """Learn from the rollouts: num_iterations times over, an optimizer step every train_batch_size completions.
 
     -> metrics: token means of the steps, averaged over them; logprob_diff_* is |trainer - sampler| before the first step.
@@ -176,11 +200,17 @@ def update(model, optimizer, rollouts, learning_rate, settings, meter):
     size = settings.train_batch_size or N
     if rollouts.old_logprobs is None:
         rollouts.old_logprobs = rollouts.sampling_logprobs  # the sampler is the model: no forward for them
+    smaller = partial(halve_micro_batch, settings, rollouts, model, say=log.say)
     history = []
     for _ in range(settings.num_iterations):
-        for select in torch.arange(N, device=model.device).split(size):
+        for first in range(0, N, size):
+
+            def attempt(select=range(first, first + size)):
+                optimizer.zero_grad(set_to_none=True)  # of an attempt that failed half way
+                return accumulate(model, rollouts, select, settings)
+
             with meter.phase("train"):
-                metrics = accumulate(model, rollouts, select, settings)
+                metrics = surviving(attempt, smaller)
             with meter.phase("optimizer"):
                 metrics["grad_norm"] = optimizer_step(model, optimizer, learning_rate, settings.grad_clip)
             history.append(metrics)
@@ -188,14 +218,18 @@ def update(model, optimizer, rollouts, learning_rate, settings, meter):
     return averages | {name: history[0][name] for name in ("logprob_diff_mean", "logprob_diff_max")}
 
 
-def accumulate(model, rollouts, select, settings):
-    """The gradient of one optimizer step over the completions `select`, micro-batch by micro-batch -> metrics."""
-    counts = dict(num_tokens=int(rollouts.completion_lengths[select].sum()), num_sequences=len(select))
+def accumulate(model, rollouts, select, settings, most=None):
+    """The gradient of one optimizer step over the completions `select`, micro-batch by micro-batch -> metrics.
+
+    most: micro-batches looked at, for a planner.
+    """
+    lengths = rollouts.completion_lengths.tolist()
+    counts = dict(num_tokens=sum(lengths[i] for i in select), num_sequences=len(select))
     totals = {}
-    for micro in micro_batches(rollouts, *limits(settings, len(select)), select):
+    for micro in islice(micro_batches(rollouts, *limits(settings, len(select)), select), most):
         for name, value in train_micro_batch(model, micro, counts, settings).items():
             totals[name] = torch.maximum(totals[name], value) if name.endswith("max") and name in totals else totals.get(name, 0) + value
-    return {name: float(value) for name, value in totals.items()}
+    return {name: number(value) for name, value in totals.items()}
 
 
 def train_micro_batch(model, micro, counts, settings):
@@ -222,7 +256,7 @@ def train_micro_batch(model, micro, counts, settings):
             metrics[name] = metrics.get(name, 0) + value
         return loss
 
-    with autocast(settings.dtype, model.device):
+    with autocast(settings.dtype, model):
         hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
         loss, logprobs, entropy = head_loss(
             hidden,
@@ -235,9 +269,37 @@ def train_micro_batch(model, micro, counts, settings):
             chunk_mb=settings.logits_chunk_mb,
         )
     loss.backward()
+    model.after_backward()
     difference = (logprobs - micro.sampling_logprobs).abs()
     metrics |= dict(loss=loss.detach(), entropy=entropy.sum() / counts["num_tokens"])
     return metrics | dict(logprob_diff_mean=difference.sum() / counts["num_tokens"], logprob_diff_max=difference.max())
+
+
+def rehearsal(prepared, settings):
+    """What plan.py runs on fake tensors -> a function of a meter: init, and an iteration in which every length is the longest."""
+
+    def iteration(meter):
+        device = torch.device("cpu")
+        (prompt, completion), P, k = prepared.longest(settings), settings.batch_size, settings.group_size
+        reference = make_reference(prepared.shape, device, settings, None) if settings.beta else None
+        model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
+        optimizer = make_optimizer(model, settings)
+        meter.label("weights", model.named_parameters())
+        meter.label("reference", reference.named_parameters() if reference else ())
+        rehearse_evaluation(model, prompt, completion, settings, meter)
+        with meter.phase("rollout"), autocast(settings.dtype, model):
+            rollouts = rehearse_groups(model, prompt, P, k, completion, **decode_options(settings))
+        rollouts.advantages, rollouts.old_logprobs = torch.zeros(P * k), rollouts.sampling_logprobs
+        if reference is not None:
+            with meter.phase("reference"):
+                rollouts.ref_logprobs = reference_logprobs(reference, rollouts, settings, device, most=2)
+        with meter.phase("train"):
+            accumulate(model, rollouts, range(settings.train_batch_size or P * k), settings, most=2)
+        meter.label("gradients", ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None))
+        with meter.phase("optimizer"):
+            optimizer_step(model, optimizer, settings.learning_rate, settings.grad_clip)
+
+    return iteration
 
 
 def rollout_metrics(rollouts, rewards):

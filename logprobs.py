@@ -21,13 +21,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from memory import MIB, kind_of
+
 try:
     import triton
     import triton.language as tl
 except ImportError:  # plain torch does it all
     triton = None
 
-MIB = 2**20
 SCRATCH = 2**19  # elements of the rows that plain torch works on at a time: 2 MiB of float32 stay in the cache from op to op
 LOWEST = -1e30  # below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0
 
@@ -198,7 +199,9 @@ def backward_torch(logits, targets, options, lse, coefficients, dlogits, scratch
 
 
 def uses_triton(tensor):
-    return triton is not None and tensor.dtype != torch.float64 and (tensor.is_cuda or triton.knobs.runtime.interpret)
+    if triton is None or tensor.dtype == torch.float64:
+        return False
+    return kind_of(tensor) == "cuda" or triton.knobs.runtime.interpret
 
 
 def nothing_to_do(tensor):
@@ -338,7 +341,9 @@ def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vo
     elif hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
     n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
-    return Options(temperature, n_vocab, entropy, dtype, chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb, device))
+    return Options(
+        temperature, n_vocab, entropy, dtype, chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb, kind_of(hidden))
+    )
 
 
 class Chunks:
@@ -352,7 +357,7 @@ class Chunks:
         self.slices = [slice(i, min(i + size, M)) for i in range(0, M, max(1, size))]
         # Rows that begin at 16-byte addresses are what both the kernels' loads and the tensor cores want: the buffer is
         # a padded vocabulary.
-        width = -(-V // 16) * 16 if hidden.is_cuda else V
+        width = -(-V // 16) * 16 if kind_of(hidden) == "cuda" else V
         self.buffer = torch.empty(size, width, dtype=options.dtype, device=hidden.device)
         # Plain torch works in the logits themselves if it can.
         self.in_place = options.dtype == accumulator(options.dtype) and not uses_triton(self.buffer)
@@ -393,6 +398,8 @@ class Chunks:
         """dweight += gradient.T @ hidden, in the dtype of dweight."""
         if dweight.dtype == gradient.dtype:
             dweight.addmm_(gradient.t(), hidden)
+        elif kind_of(dweight) == "cuda" and nothing_to_do(dweight):
+            pass  # the next line, which a CPU cannot do, makes no tensor
         elif dweight.is_cuda and dweight.dtype == torch.float32:
             torch.addmm(dweight, gradient.t(), hidden, out_dtype=torch.float32, out=dweight)
         else:  # a product in another dtype is a temporary: slabs of the vocabulary keep it small

@@ -1,4 +1,4 @@
-"""What is allocated, reserved and at peak, phase by phase.
+"""What is allocated, reserved and at peak, phase by phase; moving tensors to the host and back; going on after out-of-memory.
 
     with MemoryMeter(device) as meter:
         with meter.phase("rollout"):
@@ -9,10 +9,14 @@ On CUDA the figures are the caching allocator's own. On a CPU there is no such a
 storages: a dispatch mode sees what every op returns and holds a weak reference to it. That is exact for tensors and
 blind to what an op allocates and frees inside itself; it costs about 10 microseconds an op.
 
+`new_on_host` and `to_host` make tensors that are to be outside the device's memory. They are counted apart (`HOST`), on a
+CPU too, where "device" and "host" are the same chips: so what an option saves on a GPU can be counted without one.
+
 All `*_mb` are MiB (2**20 bytes). Left out: other devices' counters, memory that is not tensors (the process's resident
 size, reported as reserved on a CPU, has it all).
 """
 
+import gc
 import os
 import time
 import weakref
@@ -21,20 +25,64 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from settings import SnugError
+
 MIB = 2**20
+planned_kind = None  # "cuda" while a planner's fake tensors, which are the CPU's, stand for a CUDA device's (plan.py)
 PHASES = ("rollout", "reward", "reference", "train", "optimizer", "eval")
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that are alive, and the most there have been since `reset_peak`.
+def kind_of(tensor):
+    """ "cuda" or "cpu": the kind of device a tensor is on, or is planned to be on."""
+    return planned_kind or tensor.device.type
 
-    Storages made before it was entered are unknown to it until an op returns them; `follow` adds them by hand.
-    """
+
+class Ledger:
+    """Storages that are alive: their bytes, and the most there have been since `reset_peak`."""
 
     def __init__(self):
         super().__init__()
         self.current = self.peak = 0
         self.sizes = {}  # id of a storage -> (weak reference, bytes)
+
+    def follow(self, tensor):
+        """Count the storage of a tensor, once, for as long as it lives."""
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        known = self.sizes.get(key)
+        if known is not None and known[1] == size:
+            return
+        if known is not None:  # resized in place
+            self.sizes[key] = (known[0], size)
+            self.current += size - known[1]
+        else:
+            self.sizes[key] = (weakref.ref(storage, lambda _: self.forget(key)), size)
+            self.current += size
+            self.born(key, tensor, size)
+        self.peak = max(self.peak, self.current)
+
+    def born(self, key, tensor, size):
+        """For who wants to know more of a new storage (plan.py)."""
+
+    def forget(self, key):
+        self.current -= self.sizes.pop(key)[1]
+
+    def reset_peak(self):
+        self.peak = self.current
+
+
+class HostLedger(Ledger):
+    making = False  # while a tensor is made that is to be counted here, and not by LiveBytes
+
+
+HOST = HostLedger()
+
+
+class LiveBytes(Ledger, TorchDispatchMode):
+    """Device bytes: what every op returns is followed, except what is in `HOST`.
+
+    Storages made before it was entered are unknown to it until an op returns them; `follow` adds them by hand.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -47,24 +95,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def follow(self, tensor):
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        known = self.sizes.get(key)
-        if known is not None and known[1] == size:
-            return
-        if known is not None:  # resized in place
-            self.sizes[key] = (known[0], size)
-            self.current += size - known[1]
-        else:
-            self.sizes[key] = (weakref.ref(storage, lambda _: self.forget(key)), size)
-            self.current += size
-        self.peak = max(self.peak, self.current)
-
-    def forget(self, key):
-        self.current -= self.sizes.pop(key)[1]
-
-    def reset_peak(self):
-        self.peak = self.current
+        if not HOST.making and id(tensor.untyped_storage()) not in HOST.sizes:
+            super().follow(tensor)
 
 
 class MemoryMeter:
@@ -111,6 +143,7 @@ class MemoryMeter:
         self.phases = {}
         self.peak = 0
         self.reset_peak()
+        HOST.reset_peak()
 
     @contextmanager
     def phase(self, name):
@@ -135,6 +168,7 @@ class MemoryMeter:
         peak = max([self.peak, self.peak_since_reset()] + [entry["peak"] for entry in self.phases.values()])
         stats = {"mem_alloc_mb": self.allocated(), "mem_reserved_mb": self.reserved(), "mem_max_alloc_mb": peak}
         stats |= {f"mem_max_alloc_mb_{name}": entry["peak"] for name, entry in self.phases.items()}
+        stats |= {"mem_max_host_mb": HOST.peak} if HOST.peak else {}
         stats = {name: round(size / MIB, 3) for name, size in stats.items()}
         return stats | {f"time_{name}_s": round(entry["seconds"], 4) for name, entry in self.phases.items()}
 
@@ -167,3 +201,118 @@ def resident_bytes():
 def tensor_bytes(tensors):
     """Bytes of the distinct storages of some tensors."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@contextmanager
+def allocator_snapshot(folder, device):
+    """Record what CUDA's allocator does, and write folder/memory_snapshot.pickle at the end, also where that is an error."""
+    if device.type != "cuda":
+        raise SnugError(f"memory_snapshot records CUDA's allocator, and device is {device}; leave it out")
+    torch.cuda.memory._record_memory_history(max_entries=100_000)  # the latest are kept
+    try:
+        yield
+    finally:
+        torch.cuda.memory._dump_snapshot(os.path.join(folder, "memory_snapshot.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# To the host and back.
+
+
+def new_on_host(shape, dtype, device, keep=False):
+    """An empty tensor in host memory, pinned where `device` is CUDA so that copies run beside the arithmetic.
+
+    keep: it lives as long as the process. Then its pages are pinned where they are: PyTorch's own pinned allocator, which
+    reuses what is freed, rounds every block up to a power of two, at worst twice the bytes.
+    """
+    HOST.making = True
+    try:
+        pin = device.type == "cuda"
+        tensor = torch.empty(shape, dtype=dtype, pin_memory=pin and not keep)
+    finally:
+        HOST.making = False
+    if pin and keep and tensor.numel():
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    HOST.follow(tensor)
+    return tensor
+
+
+def to_host(tensor, keep=False):
+    """A copy in host memory; on CUDA it is there once the stream has got so far."""
+    return new_on_host(tensor.shape, tensor.dtype, tensor.device, keep).copy_(tensor.detach(), non_blocking=True)
+
+
+def to_device(tensor, device):
+    """A copy on the device, which on a CPU is a copy all the same."""
+    return torch.empty_like(tensor, device=device).copy_(tensor.detach(), non_blocking=True)
+
+
+def load(module, device):
+    """The weights of a module from the host to the device, until `unload`."""
+    for p in module.parameters():
+        if not hasattr(p, "host"):  # it has where a forward ran out of memory half way
+            p.host, p.data = p.data, to_device(p.data, device)
+
+
+def unload(module):
+    for p in module.parameters():
+        p.data = p.host
+        del p.host
+
+
+def stream_from_host(model, units, device):
+    """Keep a frozen model's weights on the host; each of `units`, submodules, has them on the device while it runs."""
+    for p in model.parameters():
+        p.data = to_host(p, keep=True)
+    for unit in units:
+        unit.register_forward_pre_hook(lambda unit, _: load(unit, device))
+        unit.register_forward_hook(lambda unit, *_: unload(unit))
+
+
+@contextmanager
+def borrowed(modules, device):
+    """Modules whose weights are on the host have them on the device for a while."""
+    for module in modules:
+        load(module, device)
+    try:
+        yield
+    finally:
+        for module in modules:
+            unload(module)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# After out-of-memory.
+
+
+def is_out_of_memory(error):
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def surviving(attempt, smaller):
+    """attempt() -> its result. After an out-of-memory `smaller(what PyTorch said)` makes the next attempt need less, or raises."""
+    while True:
+        try:
+            return attempt()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            said = str(error).strip().splitlines()[0]
+        # Here the exception is gone, and with it the frames that held the failed attempt's tensors.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        smaller(said)
+
+
+def biggest_tensors(names=(), count=3):
+    """The largest tensors alive -> "embedding.weight 147.2 MiB, ..."; names: (name, tensor) pairs, for those that have one."""
+    known = {id(tensor.untyped_storage()): name for name, tensor in names}
+    sizes = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and id(thing.untyped_storage()) not in HOST.sizes:
+            storage = thing.untyped_storage()
+            sizes[id(storage)] = storage.nbytes(), known.get(id(storage), f"a tensor {tuple(thing.shape)}")
+    largest = sorted(sizes.values(), reverse=True)[:count]
+    return ", ".join(f"{name} {size / MIB:.1f} MiB" for size, name in largest)

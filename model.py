@@ -8,13 +8,17 @@ Left out: dropout (the sampler and the trainer must be the same function), slidi
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from memory import to_device, to_host
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,9 @@ class GPTConfig:
             raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
 
 
-def autocast(dtype, device):
-    """dtype="bfloat16": matmuls in bfloat16 over float32 weights; "float32": as they are. A context manager."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+def autocast(dtype, model):
+    """dtype="bfloat16": matmuls in bfloat16 over float32 weights; bfloat16 weights, or "float32": as they are. A context manager."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16" and model.lm_head_weight.dtype == torch.float32)
 
 
 class KVCache:
@@ -73,12 +77,11 @@ class KVCache:
         prompt 1: d e .   own rows 2, 3: columns 0.. hold positions 2..      bias 1: 0 0 -inf
     """
 
-    def __init__(self, config: GPTConfig, prompt_lengths, dtype):
-        """prompt_lengths (P,), a tensor on the device of the model."""
+    def __init__(self, config: GPTConfig, prompt_lengths, dtype, device):
+        """prompt_lengths: P numbers."""
         self.config, self.dtype = config, dtype
-        self.prompt_lengths = prompt_lengths
-        device, width = prompt_lengths.device, int(prompt_lengths.max())
-        P = len(prompt_lengths)
+        P, width = len(prompt_lengths), max(prompt_lengths)
+        self.prompt_lengths = prompt_lengths = torch.tensor(prompt_lengths, device=device)  # (P,)
         self.prompt = torch.empty(config.n_layer, 2, P, config.n_kv_head, width, config.head_size, dtype=dtype, device=device)
         padding = torch.arange(width, device=device) >= prompt_lengths[:, None]
         self.bias = torch.zeros(P, width, dtype=dtype, device=device).masked_fill_(padding, -math.inf)[:, None, None, None]
@@ -199,11 +202,27 @@ def keep_attention(context, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if "scaled_dot_product" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def host_hooks(x):
+    """What autograd keeps of `x` is kept on the host; the tables of positions, which all blocks share, stay where they are."""
+    storage, device = id(x.untyped_storage()), x.device
+
+    def pack(tensor):
+        return (to_host(tensor), True) if id(tensor.untyped_storage()) == storage else (tensor, False)
+
+    def unpack(packed):
+        tensor, moved = packed
+        return to_device(tensor, device) if moved else tensor
+
+    return pack, unpack
+
+
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         self.checkpoint_blocks = "none"  # | "block" | "selective": what of a block is kept for backward
+        self.activation_offload = False  # what "block" and "selective" keep as a block's input goes to the host until backward
+        self.after_backward = lambda: None  # who takes gradients off the device (optimizer.py) is told that backward is over
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.position = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -268,7 +287,12 @@ class GPT(nn.Module):
         contexts = (
             {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)} if self.checkpoint_blocks == "selective" else {}
         )
-        return checkpoint(block, x, rotary, cache, mask, use_reentrant=False, preserve_rng_state=False, **contexts)
+        with saved_tensors_hooks(*host_hooks(x)) if self.activation_offload else nullcontext():
+            return checkpoint(block, x, rotary, cache, mask, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+    def outside_blocks(self):
+        """-> the modules that are not blocks."""
+        return [module for module in (self.embedding, self.position, self.norm, self.head) if module is not None]
 
     def logits(self, hidden):
         """hidden (..., C) -> (..., V), -inf for padded ids. Mind the size: select rows first."""

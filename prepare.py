@@ -4,6 +4,7 @@
 functions and the warm start that grpo.py has to make first, and refuses what does not fit together.
 """
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -22,9 +23,18 @@ class Prepared:
     reward_funcs: list  # of functions; empty in SFT
     warm_start: "Prepared | None" = None  # the SFT run that makes init_from, where it is missing
 
+    def longest(self, settings):
+        """-> tokens of the longest prompt and of the longest completion."""
+        prompt = getattr(settings, "max_prompt_length", 0) or len(self.tokenizer.encode(self.task.longest_prompt()))
+        if isinstance(settings, GRPOSettings):
+            return prompt, settings.max_new_tokens
+        return prompt, len(self.tokenizer.encode(self.task.longest_answer())) + 1
+
 
 def prepare(settings, given=frozenset()):
     """settings, and the names of those the user gave -> Prepared. Raises SnugError."""
+    if settings.cuda_allocator and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the same by its older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", settings.cuda_allocator)  # read when torch is imported
     task = make_task(settings)
     grpo = isinstance(settings, GRPOSettings)
     if grpo and settings.beta and not settings.init_from:
@@ -91,7 +101,7 @@ def refuse_contradictions(settings, given, shape, tokenizer_name, source):
 
 def check_lengths(settings, task, block_size):
     """Prompt and completion have to fit into block_size. A token is a byte at least, so characters bound tokens."""
-    prompt = len(task.longest_prompt())
+    prompt = getattr(settings, "max_prompt_length", 0) or len(task.longest_prompt())
     if isinstance(settings, GRPOSettings):
         completion, what = settings.max_new_tokens, f"max_new_tokens={settings.max_new_tokens}"
     else:

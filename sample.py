@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from logprobs import logits_budget
-from memory import MIB, tensor_bytes
+from memory import MIB, kind_of, tensor_bytes
 from model import KVCache, autocast
 
 
@@ -88,7 +88,7 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
     """
     N, V = len(hidden), model.config.vocab_size
     rows = max(
-        1, int(logits_budget(chunk_mb, hidden.device.type) * MIB) // (3 * 4 * V)
+        1, int(logits_budget(chunk_mb, kind_of(hidden)) * MIB) // (3 * 4 * V)
     )  # logits, probabilities, cumulative: three float32 at a time
     tokens = torch.empty(N, dtype=torch.long, device=hidden.device)
     logprobs = torch.empty(N, dtype=torch.float32, device=hidden.device)
@@ -114,13 +114,14 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
 
 
 @torch.no_grad()
-def sample_groups(model, prompts, group_size, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, max_batch=None, chunk_mb=0):
+def sample_groups(
+    model, prompts, group_size, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, max_batch=None, chunk_mb=0, kv_cache_mb=0
+):
     """`group_size` completions of each prompt -> Rollouts of N = len(prompts) * group_size, groups adjacent, in order.
 
-    prompts: non-empty lists of ids. A completion ends with stop_token or at max_new_tokens. max_batch: completions decoded
-    at a time (default all), which bounds the KV cache; a group larger than that is decoded in pieces that share the prompt.
-    Raises ValueError where a prompt is empty or
-    does not leave max_new_tokens of the model's block_size.
+    prompts: non-empty lists of ids. A completion ends with stop_token or at max_new_tokens. max_batch: completions decoded at a
+    time (default all), kv_cache_mb: the MiB that their cache may take (default any); a group larger than that is decoded in
+    pieces that share the prompt. Raises ValueError where a prompt is empty or does not leave max_new_tokens of block_size.
     """
     lengths = [len(p) for p in prompts]
     if not prompts or min(lengths) == 0:
@@ -130,14 +131,15 @@ def sample_groups(model, prompts, group_size, max_new_tokens, *, temperature=1.0
             f"a prompt of {max(lengths)} tokens + max_new_tokens={max_new_tokens} is longer than block_size={model.config.block_size}"
         )
     N, device = len(prompts) * group_size, model.device
-    pieces = cut_rows(len(prompts), group_size, max_batch or N)
+    max_batch = decode_batch(model, max(lengths), len(prompts), group_size, max_new_tokens, max_batch, kv_cache_mb)
+    pieces = cut_rows(len(prompts), group_size, max_batch)
     tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
     logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32, device=device)
     cache, held = None, None
     for first, last, start, stop in pieces:
         if held != (first, last):
             cache = None  # freed before its successor is made
-            cache, held = KVCache(model.config, torch.tensor(lengths[first:last], device=device), model.compute_dtype), (first, last)
+            cache, held = KVCache(model.config, lengths[first:last], model.compute_dtype, device), (first, last)
             last_hidden = prefill(model, prompts[first:last], cache)
         rows = (torch.arange(first, last)[:, None] * group_size + torch.arange(start, stop)).flatten()  # (P_c * k_c,)
         u = torch.from_numpy(uniforms(seed, rows.numpy(), np.arange(max_new_tokens))).to(device)
@@ -145,6 +147,16 @@ def sample_groups(model, prompts, group_size, max_new_tokens, *, temperature=1.0
         tokens[rows], logprobs[rows] = piece
     cache = None
     return assemble(prompts, group_size, tokens, logprobs, stop_token)
+
+
+def decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache_mb):
+    """-> completions decoded at a time: all, unless max_batch or the bytes of the KV cache say less; at least one."""
+    if kv_cache_mb:
+        c, itemsize = model.config, model.compute_dtype.itemsize
+        token = 2 * c.n_layer * c.n_kv_head * c.head_size * itemsize
+        rows = int(kv_cache_mb * MIB / token / (max_new_tokens + prompt_length / k))
+        max_batch = min(max_batch or rows, rows) or 1
+    return min(max_batch or P * k, P * k)
 
 
 def cut_rows(P, k, max_batch):
@@ -206,6 +218,36 @@ def assemble(prompts, k, tokens, logprobs, stop_token):
     return Rollouts(whole, prompt_lengths, lengths, logprobs[:, :T_c].clone(), mask.long(), stopped)
 
 
+class Numbers(list):
+    """Numbers that a planner knows, in place of a tensor whose values it has not."""
+
+    def tolist(self):
+        return self
+
+
+@torch.no_grad()
+def rehearse_groups(model, prompt_length, P, k, max_new_tokens, *, max_batch=None, chunk_mb=0, kv_cache_mb=0):
+    """What sample_groups allocates at most, for a planner's fake tensors -> Rollouts in which every length is the longest.
+
+    The largest piece is decoded, of its steps only the last, when the cache is full.
+    """
+    N = P * k
+    first, last, start, stop = cut_rows(P, k, decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache_mb))[0]
+    tokens = torch.zeros(N, max_new_tokens, dtype=torch.long)
+    logprobs = torch.zeros(N, max_new_tokens)
+    cache = KVCache(model.config, [prompt_length] * (last - first), model.compute_dtype, "cpu")
+    hidden = prefill(model, [[0] * prompt_length] * (last - first), cache).repeat_interleave(stop - start, 0)
+    cache.start_completions(stop - start, max_new_tokens)
+    cache.length = max_new_tokens - 1
+    piece_tokens, piece_logprobs = (torch.zeros(len(hidden), max_new_tokens, dtype=x.dtype) for x in (tokens, logprobs))  # noqa: F841
+    token, _ = sample_tokens(model, hidden, torch.zeros(len(hidden)), 1.0, chunk_mb)
+    model(token[:, None], torch.zeros(len(hidden), 1, dtype=torch.long), cache)
+    del cache, hidden, piece_tokens, piece_logprobs
+    whole = torch.zeros(N, prompt_length + max_new_tokens, dtype=torch.long)
+    lengths = [Numbers([length] * N) for length in (prompt_length, max_new_tokens)]
+    return Rollouts(whole, *lengths, logprobs.clone(), torch.ones_like(tokens), torch.zeros(N, dtype=torch.bool))
+
+
 @torch.no_grad()
 def generate_naive(model, prompt, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, row=0):
     """One prompt, no cache, no batch, every token from a whole forward -> (ids, log-probs): row `row` of sample_groups."""
@@ -234,7 +276,7 @@ def main(settings, folder):
     room = run.model.config.block_size - len(ids)
     if not ids or room < 1:
         raise SnugError(f"the prompt has {len(ids)} tokens; this model takes 1 to {run.model.config.block_size - 1}")
-    with autocast(run.settings.dtype, run.model.device):
+    with autocast(run.settings.dtype, run.model):
         rollouts = sample_groups(
             run.model,
             [ids],

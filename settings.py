@@ -107,30 +107,57 @@ class TrainOptions:
     adam_beta1: float = option(0.9, "AdamW's decay of the first moment", minimum=0)
     adam_beta2: float = option(0.99, "AdamW's decay of the second moment", minimum=0)
     grad_clip: float = option(1.0, "largest norm of the gradient; 0: not clipped", minimum=0)
-    max_tokens_per_micro_batch: int = option(
-        0,
-        "sequences are sorted by length and cut so that a padded micro-batch holds at most this; the knob for memory. 0: off",
-        "tokens",
-        minimum=0,
-    )
     gradient_accumulation_steps: int = option(
         1, "micro-batches of equally many sequences an optimizer step, where there is no token budget", minimum=1
-    )
-    checkpoint_blocks: str = option(
-        "none",
-        "block: keep only block inputs and run each block again in backward; selective: keep attention outputs too",
-        choices=("none", "block", "selective"),
-    )
-    logits_chunk_mb: float = option(
-        0.0,
-        "the most that logits may take at a time, in the head and in the sampler; smaller saves memory and starves the GEMMs; 0: 16 on a CPU, 256 on CUDA",
-        "MiB",
-        minimum=0,
     )
 
 
 @dataclass
-class SFTSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions):
+class MemoryOptions:
+    """The memory ladder: what each saves and costs is in docs/memory.md. --plan says what an iteration will take."""
+
+    max_tokens_per_micro_batch: int = option(
+        0,
+        "sequences are sorted by length and cut so that a padded micro-batch holds at most this; costs next to nothing. 0: off",
+        "tokens",
+        minimum=0,
+    )
+    logits_chunk_mb: float = option(
+        0.0,
+        "the most that logits may take at a time, in the head and in the sampler; smaller starves the GEMMs; 0: 16 on a CPU, 256 on CUDA",
+        "MiB",
+        minimum=0,
+    )
+    checkpoint_blocks: str = option(
+        "none",
+        "block: keep only block inputs and run each block again in backward, a third more compute; selective: keep attention outputs too",
+        choices=("none", "block", "selective"),
+    )
+    activation_offload: bool = option(False, "the kept block inputs wait for backward on the host; wants checkpoint_blocks")
+    param_dtype: str = option(
+        "float32", "weights and gradients; bfloat16 halves them and what optimizer_dtype says is rounded", choices=("float32", "bfloat16")
+    )
+    optimizer_dtype: str = option(
+        "float32",
+        "moments; bfloat16 halves them, stochastically rounded. Beside bfloat16 weights: float32 adds masters, bfloat16 rounds weights so too",
+        choices=("float32", "bfloat16"),
+    )
+    optimizer_device: str = option(
+        "device", "host: moments and masters in pinned host memory, streamed through the device in each step", choices=("device", "host")
+    )
+    grad_offload: bool = option(False, "each gradient moves to the host when backward has made it, and is added up there")
+    memory_budget_gb: str = option(
+        "", "GiB the run may take of the device: the cheapest changes of the ladder that fit are made; auto: what is free on it; empty: off"
+    )
+    plan: bool = option(False, "say what an iteration will take and stop: any device, no GPU needed. With memory_budget_gb: what would fit")
+    memory_snapshot: bool = option(False, "CUDA: write memory_snapshot.pickle for pytorch.org/memory_viz when the run ends or fails")
+    cuda_allocator: str = option(
+        "expandable_segments:True", "PYTORCH_ALLOC_CONF, where the environment has none: segments that can grow do not fragment"
+    )
+
+
+@dataclass
+class SFTSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOptions):
     """Supervised fine-tuning on a task's demonstrations: options of train_sft.py."""
 
     out_dir: str = option("out/sft", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
@@ -144,7 +171,7 @@ class SFTSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions):
 
 
 @dataclass
-class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions):
+class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOptions):
     """Group relative policy optimisation: options of grpo.py."""
 
     out_dir: str = option("out/grpo", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
@@ -158,7 +185,11 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions):
     )
     num_iterations: int = option(1, "times each rollout is learned from", minimum=1)
     max_new_tokens: int = option(32, "longest completion (TRL: max_completion_length)", "tokens", minimum=1)
+    max_prompt_length: int = option(
+        0, "longer prompts lose their beginning, and plans take prompts to be as long; 0: as the task has them", "tokens", minimum=0
+    )
     max_rollout_batch: int = option(0, "completions decoded at a time, which bounds the KV cache; 0: all", "completions", minimum=0)
+    kv_cache_mb: float = option(0.0, "the most that the KV cache may take, the same bound in bytes; 0: no bound", "MiB", minimum=0)
     temperature: float = option(
         1.0,
         "divides the logits, in the sampler and the trainer alike; there is no top-k or top-p, because training would not apply it",
@@ -166,6 +197,9 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions):
     )
     beta: float = option(
         0.0, "weight of the KL divergence to the reference, the weights of init_from; 0: no reference is loaded", minimum=0
+    )
+    reference: str = option(
+        "device", "where the reference's weights live; host: they pass through the device block by block", choices=("device", "host")
     )
     loss_type: str = option(
         "dapo",
@@ -234,6 +268,13 @@ def divides(settings, small, large):
         raise SnugError(f"{small}={getattr(settings, small)} does not divide {large}={getattr(settings, large)}")
 
 
+def positive(text):
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
 def check_common(s):
     """The combinations both loops refuse."""
     divides(s, "n_head", "n_embd")
@@ -253,6 +294,12 @@ def check_common(s):
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(s, name) >= 1:
             raise SnugError(f"{name}={getattr(s, name)} must be below 1")
+    if s.activation_offload and s.checkpoint_blocks == "none":
+        raise SnugError("activation_offload=True moves what checkpoint_blocks keeps; add --checkpoint_blocks=block")
+    if s.param_dtype == "bfloat16" and s.dtype == "float32":
+        raise SnugError("param_dtype='bfloat16' computes in bfloat16; add --dtype=bfloat16")
+    if s.memory_budget_gb not in ("", "auto") and not positive(s.memory_budget_gb):
+        raise SnugError(f"memory_budget_gb={s.memory_budget_gb!r} is not auto or a number of GiB above 0, such as 24")
     if s.countdown_min_numbers > s.countdown_max_numbers:
         raise SnugError(f"countdown_min_numbers={s.countdown_min_numbers} is above countdown_max_numbers={s.countdown_max_numbers}")
     if not s.countdown_operators or set(s.countdown_operators) - set("+-*/"):
@@ -279,7 +326,9 @@ def read_settings(cls, argv, positional="config"):
             places.append(word)
             continue
         name, equals, value = word[2:].partition("=")
-        if not equals:  # --name value
+        if not equals and name in fields(cls) and type_of(cls, name)[0] is bool:
+            value = "true"  # --plan
+        elif not equals:  # --name value
             value = next(words, "--")
             if value.startswith("--"):
                 raise SnugError(f"{word} has no value; write {word}=value")

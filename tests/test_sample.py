@@ -164,7 +164,7 @@ def test_head_in_pieces_is_the_head():
 
 def test_bfloat16_samples_from_what_autocast_computes(device):
     model = make_model("llama")
-    with autocast("bfloat16", device):
+    with autocast("bfloat16", model):
         rollouts = sample_groups(model, PROMPTS, 4, 8, seed=2)
         for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
             tokens = torch.tensor([PROMPTS[i // 4] + ids], device=DEVICE)

@@ -1,0 +1,368 @@
+"""What an iteration will need, before it runs: on any machine, without a GPU, in seconds.
+
+    python grpo.py config/grpo_small.py --plan
+    python grpo.py config/grpo_24gb.py --plan --device=cuda --memory_budget_gb=24
+
+The real code runs on fake tensors, which have shapes and no data: init, then one iteration at the longest lengths there may be. A
+ledger that follows every storage says how much is alive when, and whose it is. Two micro-batches stand for all, one
+decode step, the last, for all: nothing else is left out. The loops say what that is (`rehearsal`, in each).
+
+What only CUDA does is in CUDA_EXTRA, or here: blocks are rounded up to 512 bytes, freed ones may not fit the next tensor
+(fragmentation: reserved is more than allocated), the CUDA context takes some 0.5 GiB beside all of this, and attention's
+backward sums dq in float32. Ops are trusted not to allocate more inside than they return.
+"""
+
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import memory
+from memory import MIB, HostLedger, LiveBytes, MemoryMeter, biggest_tensors
+from settings import SnugError
+
+GIB = 2**30
+CUDA_EXTRA = 32 * MIB  # cuBLAS's workspace on Hopper; 8 MiB elsewhere
+HOME = str(Path(__file__).parent)
+SITES = (  # where a tensor was made (module, beginning of the function's name) -> what it is counted as
+    ("model", "KVCache", "KV cache"),
+    ("logprobs", "", "logits"),
+    ("sample", "sample_tokens", "logits"),
+    ("sample", "rehearse_groups", "rollouts"),
+    ("batch", "", "micro-batch"),
+    ("optimizer", "make_optimizer", "moments"),
+    ("optimizer", "SlabAdamW.__init__", "moments"),
+    ("optimizer", "HostGradients", "gradients"),
+    ("optimizer", "", "optimizer's buffers"),
+    ("model", "host_hooks", "block inputs"),
+    ("model", "", "activations"),
+    ("grpo", "train_micro_batch", "backward"),  # what autograd makes while backward runs
+    ("train_sft", "train_micro_batch", "backward"),
+    ("checkpoint", "", "weights"),
+)
+
+
+class Births:
+    """A ledger that remembers each storage: size, when it was born and died, where it was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries, self.alive, self.peak_at = [], {}, 0
+
+    def born(self, key, tensor, size):
+        self.alive[key] = len(self.entries)
+        shape = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        component, function = self.site()
+        self.entries.append(dict(size=size, born=len(self.entries), died=None, component=component, name=f"{shape}, {function}"))
+        if self.current > self.peak:
+            self.peak_at = len(self.entries) - 1
+
+    def forget(self, key):
+        super().forget(key)
+        if key in self.alive:
+            self.entries[self.alive.pop(key)]["died"] = len(self.entries)
+
+    def reset_peak(self):
+        super().reset_peak()
+        self.peak_at = len(self.entries) - 1
+
+    @staticmethod
+    def site():
+        """-> (component, function) of the nearest frame that is one of this project's and not the measuring's own."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            path = frame.f_code.co_filename
+            module = path[len(HOME) + 1 : -3] if path.startswith(HOME) else ""
+            if module and module not in ("memory", "plan"):
+                function = frame.f_code.co_qualname
+                matches = (part for its, start, part in SITES if its == module and function.startswith(start))
+                return next(matches, "other"), function
+            frame = frame.f_back
+        return "other", ""
+
+    def label(self, component, named):
+        """Say what some tensors, (name, tensor) pairs, are; those that are alive and were made here."""
+        for name, tensor in named:
+            index = self.alive.get(id(tensor.untyped_storage()))
+            if index is not None:
+                entry = self.entries[index]
+                entry["component"], entry["name"] = component, f"{name} {entry['name'].split(',  ')[0].rsplit(', ', 1)[0]}"
+
+    def at(self, index):
+        """The entries alive when entry `index` was born, the largest first."""
+        alive = [e for e in self.entries if e["born"] <= index and (e["died"] is None or e["died"] > index)]
+        return sorted(alive, key=lambda e: -e["size"])
+
+
+class PlannedBytes(Births, LiveBytes):
+    pass
+
+
+class PlannedHost(Births, HostLedger):
+    highest = highest_at = 0  # over all phases
+
+    def born(self, key, tensor, size):
+        super().born(key, tensor, size)
+        if self.current > self.highest:
+            self.highest, self.highest_at = self.current, len(self.entries) - 1
+
+
+class PlanMeter(MemoryMeter):
+    """A meter that keeps what was alive at each phase's peak."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.live, self.snapshots = PlannedBytes(), {}
+
+    @contextmanager
+    def phase(self, name):
+        with super().phase(name):
+            yield
+            if self.live.peak > self.snapshots.get(name, (-1,))[0]:
+                self.snapshots[name] = self.live.peak, self.live.at(self.live.peak_at)
+
+    def label(self, component, named):
+        named = list(named)
+        self.live.label(component, named)
+        memory.HOST.label(component, named)
+
+
+@dataclass
+class Plan:
+    """Bytes. phases: name -> (peak, {component: bytes}); biggest: (bytes, what), of the binding phase."""
+
+    kind: str  # "cuda" or "cpu"
+    peak: int
+    host: int
+    phase: str
+    phases: dict
+    biggest: list
+    host_components: dict
+
+    def text(self):
+        """A table of components and phases, then the biggest tensors."""
+        unit, size = ("GiB", GIB) if self.peak >= GIB else ("MiB", MIB)
+        largest = {}
+        for _, parts in self.phases.values():
+            for name, bytes_ in parts.items():
+                largest[name] = max(bytes_, largest.get(name, 0))
+        shown = sorted((name for name in largest if largest[name] >= self.peak / 1000), key=lambda name: -largest[name])
+        lines = [f"planned for {self.kind}: {unit} at each phase's peak", f"{'':22}" + "".join(f"{name:>11}" for name in self.phases)]
+        for name in shown:
+            lines.append(f"{name:22}" + "".join(f"{parts.get(name, 0) / size:11.2f}" for _, parts in self.phases.values()))
+        lines.append(f"{'together':22}" + "".join(f"{peak / size:11.2f}" for peak, _ in self.phases.values()))
+        lines += [f"the biggest in {self.phase}:"] + [f"{bytes_ / size:11.2f}  {name}" for bytes_, name in self.biggest]
+        if self.host:
+            parts = ", ".join(f"{name} {bytes_ / size:.2f}" for name, bytes_ in self.host_components.items())
+            lines.append(f"on the host: {self.host / size:.2f} ({parts})")
+        return "\n".join(lines)
+
+    def line(self):
+        return f"peak_gib={self.peak / GIB:.3f} host_gib={self.host / GIB:.3f} phase={self.phase}"
+
+
+def plan(make_iteration, settings):
+    """make_iteration(settings) builds what the loop would run, a function of a meter -> Plan of settings.device."""
+    kind = kind_planned(settings.device)
+    host, kept = PlannedHost(), memory.HOST
+    try:
+        memory.HOST, memory.planned_kind = host, kind
+        with FakeTensorMode(allow_non_fake_inputs=True), PlanMeter() as meter:
+            make_iteration(settings)(meter)
+    finally:
+        memory.HOST, memory.planned_kind = kept, None
+    extra = CUDA_EXTRA if kind == "cuda" else 0
+    phases = {name: (peak + extra, components(entries, extra)) for name, (peak, entries) in meter.snapshots.items()}
+    phase = max(phases, key=lambda name: phases[name][0])
+    biggest = [(entry["size"], f"{entry['component']}: {entry['name']}") for entry in meter.snapshots[phase][1][:6]]
+    return Plan(kind, phases[phase][0], host.highest, phase, phases, biggest, components(host.at(host.highest_at)))
+
+
+def components(entries, extra=0):
+    sums = {"cuBLAS workspace": extra} if extra else {}
+    for entry in entries:
+        sums[entry["component"]] = sums.get(entry["component"], 0) + entry["size"]
+    return sums
+
+
+def kind_planned(device):
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device.partition(":")[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The settings that fit.
+
+
+def cheaper(settings, kind, longest):
+    """The ladder: {option: value} changes that each need less, in the order of what they cost. longest: tokens of a sequence."""
+    batch = getattr(settings, "train_batch_size", 0) or settings.batch_size * getattr(settings, "group_size", 1)
+    tokens = settings.max_tokens_per_micro_batch or longest * (batch // settings.gradient_accumulation_steps)
+    if tokens > longest:
+        yield {"max_tokens_per_micro_batch": max(longest, tokens // 2), "gradient_accumulation_steps": 1}
+    chunk = settings.logits_chunk_mb or (256 if kind == "cuda" else 16)
+    if chunk > 16:
+        yield {"logits_chunk_mb": max(16.0, chunk / 4)}
+    if hasattr(settings, "max_rollout_batch"):
+        rows = settings.max_rollout_batch or settings.batch_size * settings.group_size
+        if rows > 1:
+            yield {"max_rollout_batch": -(-rows // 2)}
+    if settings.checkpoint_blocks == "none":
+        yield {"checkpoint_blocks": "selective"}
+    if settings.checkpoint_blocks != "block":
+        yield {"checkpoint_blocks": "block"}
+    if getattr(settings, "beta", 0) and settings.reference == "device":
+        yield {"reference": "host"}
+    if settings.optimizer_device == "device":
+        yield {"optimizer_device": "host"}
+    if not settings.activation_offload and settings.checkpoint_blocks != "none":
+        yield {"activation_offload": True}
+    if not settings.grad_offload:
+        yield {"grad_offload": True}
+
+
+HALVED = {"param_dtype": "bfloat16", "optimizer_dtype": "bfloat16", "dtype": "bfloat16"}  # not chosen for anyone: it rounds
+
+
+def fit(make_iteration, settings, longest, budget):
+    """-> (settings that fit into `budget` bytes, or the nearest to it, their Plan, {option: value} that was changed).
+
+    Down the ladder, keeping what helps; then whatever the later changes made unnecessary is taken back.
+    """
+    current, its_plan = settings, plan(make_iteration, settings)
+    while its_plan.peak > budget:
+        for change in cheaper(current, its_plan.kind, longest):
+            trial = replace(current, **change)
+            trial_plan = plan(make_iteration, trial)
+            if trial_plan.peak < its_plan.peak - MIB // 4:
+                current, its_plan = trial, trial_plan
+                break
+        else:
+            break
+    for name in changes(settings, current):
+        trial = replace(current, **{name: getattr(settings, name)})
+        try:
+            trial.check()
+        except SnugError:  # takes something that depends on it along
+            continue
+        trial_plan = plan(make_iteration, trial)
+        if trial_plan.peak <= max(budget, its_plan.peak):
+            current, its_plan = trial, trial_plan
+    return current, its_plan, changes(settings, current)
+
+
+def changes(before, after):
+    return {name: value for name, value in vars(after).items() if value != getattr(before, name, None)}
+
+
+def written(change):
+    return " ".join(f"--{name}={value}" for name, value in change.items())
+
+
+def available_on_host():
+    """Bytes that the host can still give; a container's own limit is not looked at."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def budget_of(settings, device):
+    """memory_budget_gb in bytes, or None. auto: what is free on the device, of which a twentieth is left for fragmentation."""
+    if not settings.memory_budget_gb:
+        return None
+    if settings.memory_budget_gb != "auto":
+        return int(float(settings.memory_budget_gb) * GIB)
+    if kind_planned(settings.device) == "cpu":
+        return int(0.95 * available_on_host())
+    if not torch.cuda.is_available():
+        raise SnugError("memory_budget_gb='auto' asks the device what is free, and there is none here; write the GiB, such as 24")
+    return int(0.95 * torch.cuda.mem_get_info(device)[0])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# When the device refuses all the same: smaller pieces from here on, which a checkpoint remembers.
+
+
+def remember(settings, name, value, said, say):
+    setattr(settings, name, value)
+    settings.after_oom = getattr(settings, "after_oom", {}) | {name: value}
+    say(f"{said}; going on with {name}={value}")
+
+
+def halve_rollout_batch(settings, rows, model, said, say):
+    """Decode half as many completions at a time. rows: how many there are. Raises SnugError where it was one."""
+    now = min(settings.max_rollout_batch or rows, rows)
+    if now == 1:
+        raise SnugError(at_the_floor(settings, f"decoding one completion at a time: {said}", model))
+    remember(settings, "max_rollout_batch", -(-now // 2), said, say)
+
+
+def halve_micro_batch(settings, sequences, model, said, say):
+    """Half as many tokens a micro-batch. Raises SnugError where it was one sequence."""
+    longest = max(map(sum, zip(sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist(), strict=True)))
+    step = getattr(settings, "train_batch_size", 0) or len(sequences.tokens)
+    now = min(settings.max_tokens_per_micro_batch or longest * step, longest * (step // settings.gradient_accumulation_steps))
+    if now < 2 * longest:
+        raise SnugError(at_the_floor(settings, f"one sequence of {longest} tokens at a time: {said}", model))
+    settings.gradient_accumulation_steps = 1
+    remember(settings, "max_tokens_per_micro_batch", max(longest, now // 2), said, say)
+
+
+def at_the_floor(settings, what, model):
+    options = [
+        change for change in cheaper(settings, model.device.type, 10**9) if not set(change) & {"max_rollout_batch", "logits_chunk_mb"}
+    ]
+    further = written(options[0] if options else HALVED)
+    return f"out of memory, {what}; the biggest tensors: {biggest_tensors(model.named_parameters())}; next: {further}, with --resume=auto"
+
+
+def show(make_iteration, settings, longest):
+    """What --plan prints."""
+    budget = budget_of(settings, None)
+    fitted, its_plan, change = (
+        (settings, plan(make_iteration, settings), {}) if budget is None else fit(make_iteration, settings, longest, budget)
+    )
+    lines = [its_plan.text()]
+    if budget is not None:
+        verdict = "fits into" if its_plan.peak <= budget else "the nearest to"
+        lines.append(f"{verdict} {budget / GIB:.2f} GiB with {written(change) or 'no change'}")
+    return "\n".join(lines + [its_plan.line()])
+
+
+def apply(make_iteration, settings, longest, device, say):
+    """Before a run's first step: change `settings` to what fits memory_budget_gb, say which and why; refuse what cannot fit."""
+    budget = budget_of(settings, device)
+    if budget is None:
+        return settings
+    before = plan(make_iteration, settings)
+    fitted, its_plan, change = fit(make_iteration, settings, longest, budget)
+    on_host = available_on_host()
+    if its_plan.peak > budget or its_plan.host > on_host:
+        say(its_plan.text())
+        raise SnugError(refusal(make_iteration, fitted, its_plan, change, budget, on_host))
+    if change:
+        say(f"planned peak {before.peak / GIB:.3f} GiB in {before.phase}, {budget / GIB:.3f} GiB may be used: changed {written(change)}")
+    say(f"planned: {its_plan.line()}")
+    return fitted
+
+
+def refusal(make_iteration, fitted, its_plan, change, budget, on_host):
+    """One line: what is missing, and the smallest change that would do."""
+    if its_plan.host > on_host:
+        return (
+            f"the plan takes {its_plan.host / GIB:.2f} GiB of the host, which has {on_host / GIB:.2f} GiB left; use the device for more "
+            "(optimizer_device, grad_offload, reference), or a host with more memory"
+        )
+    said = f"the plan takes {its_plan.peak / GIB:.2f} GiB in {its_plan.phase} even with {written(change) or 'all else'}; {budget / GIB:.2f} GiB may be used"
+    if fitted.param_dtype == "float32":
+        halved = plan(make_iteration, replace(fitted, **HALVED))
+        if halved.peak <= budget:
+            return f"{said}; {written(HALVED)} would make it {halved.peak / GIB:.2f}"
+    return f"{said}; the biggest is {its_plan.biggest[0][1]}: a smaller model, or shorter sequences, would have to do"
