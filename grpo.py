@@ -35,7 +35,7 @@ from loss import group_advantages, policy_loss
 from memory import MemoryMeter, allocator_snapshot, borrowed, stream_from_host, surviving
 from model import autocast
 from optimizer import learning_rate_at, make_optimizer, number, optimizer_step
-from plan import apply, halve_micro_batch, halve_rollout_batch, show
+from plan import apply, halve_micro_batch, halve_rollout_batch, once_more, show
 from sample import rehearse_groups, sample_groups
 from settings import SnugError
 
@@ -52,12 +52,12 @@ def main(prepared):
             torch.cuda.empty_cache()  # nothing of it is alive; its cached blocks would count as reserved here
     device = pick_device(settings.device)
     settings = prepared.settings = apply(make_iteration, settings, sum(prepared.longest(settings)), device, print)
+    snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
     torch.manual_seed(settings.seed)
     with MemoryMeter(device) as meter:
         reference = make_reference(prepared.shape, device, settings, newest(settings.init_from)) if settings.beta else None
         model, optimizer, start = begin(settings, prepared.shape, device)  # last, because it restores the random generators
         moved = prepare_folder(settings)
-        snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
         with snapshot, RunLog(settings, "GRPO", start) as log:
             log.say(f"GRPO on {settings.task}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}, {settings.out_dir}")
             if moved:
@@ -212,7 +212,8 @@ def update(model, optimizer, rollouts, learning_rate, settings, meter, log):
             with meter.phase("train"):
                 metrics = surviving(attempt, smaller)
             with meter.phase("optimizer"):
-                metrics["grad_norm"] = optimizer_step(model, optimizer, learning_rate, settings.grad_clip)
+                step = partial(optimizer_step, model, optimizer, learning_rate, settings.grad_clip)
+                metrics["grad_norm"] = surviving(step, once_more(settings, model))
             history.append(metrics)
     averages = {name: sum(step[name] for step in history) / len(history) for name in history[0]}
     return averages | {name: history[0][name] for name in ("logprob_diff_mean", "logprob_diff_max")}

@@ -109,7 +109,7 @@ class MemoryMeter:
         self.device = torch.device(device)
         self.live = None if self.device.type == "cuda" else LiveBytes()
         self.phases = {}  # name -> peak bytes and seconds since the last `stats`
-        self.peak = 0
+        self.peak, self.now = 0, None  # now: the phase that is going on
 
     def __enter__(self):
         if self.live is not None:
@@ -152,10 +152,11 @@ class MemoryMeter:
             raise ValueError(f"phase {name!r} is not one of {', '.join(PHASES)}")
         self.peak = max(self.peak, self.peak_since_reset())
         self.reset_peak()
-        started = time.perf_counter()
+        started, self.now = time.perf_counter(), name
         try:
             yield
         finally:
+            self.now = None
             if self.live is None:
                 torch.cuda.synchronize(self.device)
             entry = self.phases.setdefault(name, {"peak": 0, "seconds": 0.0})
@@ -203,11 +204,15 @@ def tensor_bytes(tensors):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-@contextmanager
 def allocator_snapshot(folder, device):
-    """Record what CUDA's allocator does, and write folder/memory_snapshot.pickle at the end, also where that is an error."""
+    """-> a context that records what CUDA's allocator does, and writes folder/memory_snapshot.pickle, also after an error."""
     if device.type != "cuda":
         raise SnugError(f"memory_snapshot records CUDA's allocator, and device is {device}; leave it out")
+    return record_allocator(folder)
+
+
+@contextmanager
+def record_allocator(folder):
     torch.cuda.memory._record_memory_history(max_entries=100_000)  # the latest are kept
     try:
         yield
@@ -311,7 +316,7 @@ def biggest_tensors(names=(), count=3):
     known = {id(tensor.untyped_storage()): name for name, tensor in names}
     sizes = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and id(thing.untyped_storage()) not in HOST.sizes:
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and not thing.is_meta and id(thing.untyped_storage()) not in HOST.sizes:
             storage = thing.untyped_storage()
             sizes[id(storage)] = storage.nbytes(), known.get(id(storage), f"a tensor {tuple(thing.shape)}")
     largest = sorted(sizes.values(), reverse=True)[:count]

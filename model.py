@@ -147,7 +147,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.layer = config, layer
         c, self.sizes = config, [config.n_head, config.n_kv_head, config.n_kv_head]
-        self.qkv = nn.Linear(c.n_embd, sum(self.sizes) * c.head_size, bias=c.bias or c.qkv_bias)
+        self.qkv = nn.Linear(c.n_embd, sum(self.sizes) * c.head_size, bias=config.bias or config.qkv_bias)
         self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.bias)
         self.q_norm, self.k_norm = (make_norm(c, c.head_size), make_norm(c, c.head_size)) if c.qk_norm else (None, None)
 
@@ -216,6 +216,32 @@ def host_hooks(x):
     return pack, unpack
 
 
+class Embed(torch.autograd.Function):
+    """F.embedding whose backward adds to weight.grad itself: only the rows of tokens that are there, no second (V, C).
+
+    Hooks on the weight's gradient do not fire for it. Each token's share is summed in float32 first and rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(tokens)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, dx):
+        (tokens,), weight = ctx.saved_tensors, ctx.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        ids, order = tokens.flatten().sort()  # tokens 7 3 7: ids 3 7 7
+        bins = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])  # 0 1 1: as many as there are tokens will do
+        sums = torch.zeros(len(ids), dx.shape[-1], dtype=torch.promote_types(dx.dtype, torch.float32), device=dx.device)
+        sums.index_add_(0, bins, dx.flatten(0, -2)[order].to(sums.dtype))
+        rows = torch.zeros_like(ids).index_copy_(0, bins, ids)  # 3 7 0: what is left over adds zeros to row 0
+        weight.grad.index_add_(0, rows, sums.to(weight.dtype))
+        return None, None
+
+
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -267,7 +293,9 @@ class GPT(nn.Module):
             if T > self.config.block_size:
                 raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
             positions = torch.arange(T, device=tokens.device)[None]
-        x = self.embedding(tokens)  # (B, T, C)
+        weight = self.embedding.weight
+        into_grad = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
+        x = Embed.apply(tokens, weight) if into_grad else self.embedding(tokens)  # (B, T, C)
         rotary = None
         if self.position is not None:
             x = x + self.position(positions)

@@ -14,6 +14,7 @@ All state exists from the start, so that a step allocates almost nothing. Left o
 """
 
 import math
+import weakref
 
 import torch
 
@@ -202,8 +203,9 @@ class HostGradients:
         self.parameters = parameters
         self.host = {p: new_on_host(p.shape, p.dtype, p.device, keep=True) for p in parameters}
         self.has = set()
+        take = weakref.WeakMethod(self.take)  # else parameters and this would keep each other alive
         for p in parameters:
-            p.register_post_accumulate_grad_hook(self.take)
+            p.register_post_accumulate_grad_hook(lambda p: take()(p))
 
     def take(self, p):
         stored, fresh = self.host[p].view(-1), p.grad.view(-1)

@@ -226,6 +226,7 @@ def cheaper(settings, kind, longest):
         yield {"grad_offload": True}
 
 
+HALVED_ALREADY = {"max_tokens_per_micro_batch", "max_rollout_batch", "logits_chunk_mb"}
 HALVED = {"param_dtype": "bfloat16", "optimizer_dtype": "bfloat16", "dtype": "bfloat16"}  # not chosen for anyone: it rounds
 
 
@@ -315,12 +316,22 @@ def halve_micro_batch(settings, sequences, model, said, say):
     remember(settings, "max_tokens_per_micro_batch", max(longest, now // 2), said, say)
 
 
+def once_more(settings, model):
+    """-> what to do after an out-of-memory where nothing can be smaller: try once more, with the allocator's cache empty."""
+    tried = []
+
+    def smaller(said):
+        if tried:
+            raise SnugError(at_the_floor(settings, f"in the optimizer step: {said}", model))
+        tried.append(said)
+
+    return smaller
+
+
 def at_the_floor(settings, what, model):
-    options = [
-        change for change in cheaper(settings, model.device.type, 10**9) if not set(change) & {"max_rollout_batch", "logits_chunk_mb"}
-    ]
-    further = written(options[0] if options else HALVED)
-    return f"out of memory, {what}; the biggest tensors: {biggest_tensors(model.named_parameters())}; next: {further}, with --resume=auto"
+    further = [change for change in cheaper(settings, model.device.type, 0) if not set(change) & HALVED_ALREADY]
+    biggest = biggest_tensors(model.named_parameters())
+    return f"out of memory, {what}; the biggest tensors: {biggest}; next: {written((further or [HALVED])[0])}, with --resume=auto"
 
 
 def show(make_iteration, settings, longest):

@@ -57,6 +57,8 @@ class ModelOptions:
     position: str = option("learned", "how positions are told: GPT-2's table or Llama's rotation", choices=("learned", "rotary"))
     mlp: str = option("gelu", "GPT-2's MLP or Llama's gated one", choices=("gelu", "swiglu"))
     bias: bool = option(False, "biases in linear layers and layer norms")
+    qkv_bias: bool = option(False, "biases in the query/key/value projection alone (Qwen2)")
+    rope_theta: float = option(10000.0, "longest wavelength of position='rotary', over 2 pi", "tokens", minimum=1)
     tie_embeddings: bool = option(True, "one matrix for the token embedding and the output head")
 
 

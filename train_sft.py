@@ -30,7 +30,7 @@ from logprobs import head_loss
 from memory import MemoryMeter, allocator_snapshot, surviving
 from model import autocast
 from optimizer import learning_rate_at, make_optimizer, number, optimizer_step
-from plan import apply, halve_micro_batch, show
+from plan import apply, halve_micro_batch, once_more, show
 from sample import Numbers
 
 
@@ -42,11 +42,11 @@ def main(prepared):
         return print(show(make_iteration, settings, longest))
     device = pick_device(settings.device)
     settings = prepared.settings = apply(make_iteration, settings, longest, device, print)
+    snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
     torch.manual_seed(settings.seed)
     with MemoryMeter(device) as meter:
         model, optimizer, start = begin(settings, prepared.shape, device)
         moved = prepare_folder(settings)
-        snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
         with snapshot, RunLog(settings, "SFT", start) as log:
             log.say(f"SFT on {settings.task}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}, {settings.out_dir}")
             if moved:
@@ -72,7 +72,8 @@ def iterate(iteration, model, optimizer, task, tokenizer, settings, meter, log):
     with meter.phase("train"):
         loss, entropy, num_tokens = surviving(attempt, partial(halve_micro_batch, settings, batch, model, say=log.say))
     with meter.phase("optimizer"):
-        grad_norm = optimizer_step(model, optimizer, learning_rate, settings.grad_clip)
+        step = partial(optimizer_step, model, optimizer, learning_rate, settings.grad_clip)
+        grad_norm = surviving(step, once_more(settings, model))
     scores |= evaluate_if_due(iteration + 1, model, task, tokenizer, settings, meter)
     stats = meter.stats()
     record = dict(iter=iteration, loss=loss, entropy=entropy, grad_norm=grad_norm, learning_rate=learning_rate)

@@ -323,16 +323,16 @@ def test_the_peak_does_not_depend_on_the_group_size(tmp_path):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
-def test_no_drift_over_300_iterations(tmp_path, monkeypatch):
+def test_no_drift_over_1000_iterations(tmp_path, monkeypatch):
     """Fixed lengths: no stop token is ever sampled, prompts have one length."""
     import sample
 
     original = sample.sample_groups
     monkeypatch.setattr(grpo, "sample_groups", lambda *args, stop_token, **kwargs: original(*args, stop_token=None, **kwargs))
-    _, settings = tiny(tmp_path, init_from="", beta=0.0, max_iters=300, max_new_tokens=4, eval_prompts=0, save_interval=0, batch_size=2)
+    _, settings = tiny(tmp_path, init_from="", beta=0.0, max_iters=1000, max_new_tokens=4, eval_prompts=0, save_interval=0, batch_size=2)
     grpo.main(prepare(settings))
     records = read_log(settings.out_dir)
-    assert len(records) == 300
+    assert len(records) == 1000
     for name in ("mem_max_alloc_mb", "mem_alloc_mb"):
         values = [record[name] for record in records[2:]]
         assert max(values) <= 1.01 * min(values)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, make_model
 
-from memory import LiveBytes
-from model import GPTConfig
+from memory import HOST, LiveBytes
+from model import Embed, GPTConfig
 
 
 def slow_forward(model, tokens):
@@ -84,6 +84,27 @@ def test_checkpointing_keeps_the_gradient(shape, kind):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["block", "selective"])
+def test_block_inputs_wait_on_the_host(shape, kind):
+    """The gradient bit for bit, a copy of each block's input on the host until backward, none on the device."""
+    tokens = torch.arange(32, device=DEVICE).repeat(4, 1)
+    results, kept = [], []
+    for offload in (False, True):
+        model = make_model(shape, n_layer=6)
+        model.checkpoint_blocks, model.activation_offload = kind, offload
+        before = HOST.current
+        with LiveBytes() as live:
+            total = model(tokens).square().sum()
+            kept.append((live.current, HOST.current - before))
+            total.backward()
+        assert HOST.current == before
+        results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert results[0].keys() == results[1].keys() and all(gradient.equal(results[1][name]) for name, gradient in results[0].items())
+    size = 4 * 32 * 32 * 4
+    assert kept[0][1] == 0 and kept[1][1] == 6 * size and kept[0][0] - kept[1][0] >= 5 * size
+
+
 def test_checkpointing_keeps_less():
     kept = {}
     for kind in ("none", "selective", "block"):
@@ -94,6 +115,27 @@ def test_checkpointing_keeps_less():
             kept[kind] = live.current
             del hidden
     assert kept["block"] < kept["selective"] < 0.5 * kept["none"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [[[7, 3, 7], [0, 0, 7]], [[5]], [[1] * 300]])
+def test_embedding_adds_to_its_gradient(tokens, dtype):
+    """Against F.embedding, beside what is in .grad already; many of one token are not lost in bfloat16."""
+    tokens = torch.tensor(tokens, device=DEVICE)
+    weight = torch.nn.Parameter(torch.randn(9, 4, device=DEVICE, dtype=dtype))
+    slope = torch.rand(*tokens.shape, 4, device=DEVICE, dtype=dtype)
+    exact = weight.detach().double().requires_grad_()
+    (F.embedding(tokens, exact) * slope.double()).sum().backward()
+    for times in (1, 2):
+        (Embed.apply(tokens, weight) * slope).sum().backward()
+        tolerance = 1e-12 if dtype == torch.float64 else float(times * exact.grad.abs().max()) * 2**-7
+        torch.testing.assert_close(weight.grad.double(), times * exact.grad, rtol=0, atol=tolerance)
+    with LiveBytes() as live:
+        wide = torch.nn.Parameter(torch.zeros(10_000, 4, device=DEVICE))
+        wide.grad = torch.zeros_like(wide)
+        before = live.current
+        Embed.apply(torch.arange(10, device=DEVICE), wide).sum().backward()
+        assert live.peak - before < 0.1 * wide.nbytes
 
 
 def test_mask_is_what_attention_sees():

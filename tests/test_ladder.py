@@ -1,0 +1,150 @@
+"""Each option of the memory ladder: the loss curve stays where it was, and less is alive."""
+
+import pytest
+import torch
+from conftest import DEVICE
+
+import grpo
+import train_sft
+from checkpoint import begin
+from log import read_log
+from memory import MemoryMeter, tensor_bytes
+from optimizer import optimizer_step
+from prepare import prepare
+from settings import GRPOSettings, SFTSettings, SnugError
+
+COMMON = dict(digits=2, n_layer=2, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0, save_interval=0, seed=3)
+SFT = COMMON | dict(max_iters=50, batch_size=16, learning_rate=3e-3, demonstration_noise=0.5)
+GRPO = COMMON | dict(max_iters=50, batch_size=4, group_size=4, max_new_tokens=10, learning_rate=3e-4, beta=0.04)
+EXACT = {  # float32 throughout: to 1e-5
+    "token budget": dict(max_tokens_per_micro_batch=60),
+    "accumulation": dict(gradient_accumulation_steps=4),
+    "small chunks": dict(logits_chunk_mb=0.01),
+    "block": dict(checkpoint_blocks="block"),
+    "selective": dict(checkpoint_blocks="selective"),
+    "offload": dict(checkpoint_blocks="block", activation_offload=True),
+    "optimizer on the host": dict(optimizer_device="host"),
+    "gradients on the host": dict(grad_offload=True),
+    "all together": dict(
+        max_tokens_per_micro_batch=60,
+        logits_chunk_mb=0.01,
+        checkpoint_blocks="block",
+        activation_offload=True,
+        optimizer_device="host",
+        grad_offload=True,
+    ),
+}
+EXACT_GRPO = {
+    "reference on the host": dict(reference="host"),
+    "decoded in pieces": dict(max_rollout_batch=3),
+    "a small cache": dict(kv_cache_mb=0.02),
+    "all together": EXACT["all together"] | dict(reference="host", max_rollout_batch=3),
+}
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory):
+    """-> function of a loop's name and changes: the losses and peaks of its 50 iterations; the plain ones are made once."""
+    folder, known = tmp_path_factory.mktemp("ladder"), {}
+
+    def losses(loop, **changes):
+        key = loop, tuple(sorted(changes.items()))
+        if key not in known:
+            out = str(folder / f"{loop}{len(known)}")
+            if loop == "sft":
+                train_sft.main(prepare(SFTSettings(**SFT | changes, out_dir=out)))
+            else:
+                losses("sft")
+                grpo.main(prepare(GRPOSettings(**GRPO | changes, out_dir=out, init_from=known["sft", ()][1])))
+            known[key] = read_log(out), out
+        return known[key][0]
+
+    return losses
+
+
+def worst(ours, theirs, name):
+    return max(abs(a[name] - b[name]) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_sft_goes_the_same_way(curves, name):
+    plain, changed = curves("sft"), curves("sft", **EXACT[name])
+    assert plain[0]["loss"] - plain[-1]["loss"] > 1  # it learned something
+    assert worst(plain, changed, "loss") <= 1e-5
+    if name not in ("accumulation", "gradients on the host") and DEVICE == "cpu":
+        assert changed[-1]["mem_max_alloc_mb"] < plain[-1]["mem_max_alloc_mb"]
+
+
+@pytest.mark.parametrize("name", EXACT_GRPO)
+def test_grpo_goes_the_same_way(curves, name):
+    """Same tokens, too: a row does not depend on what is decoded beside it."""
+    plain, changed = curves("grpo"), curves("grpo", **EXACT_GRPO[name])
+    assert max(record["kl"] for record in plain) > 1e-4
+    assert worst(plain, changed, "loss") <= 1e-5 and worst(plain, changed, "kl") <= 1e-5
+    assert [record["reward_mean"] for record in plain] == [record["reward_mean"] for record in changed]
+
+
+@pytest.mark.parametrize(
+    "changes, most",
+    [
+        (dict(dtype="bfloat16"), 0.01),
+        (dict(optimizer_dtype="bfloat16"), 0.002),
+        (dict(dtype="bfloat16", param_dtype="bfloat16"), 0.03),
+        (dict(dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16"), 0.05),
+    ],
+)
+def test_rounding_moves_the_loss_curve_a_little(curves, changes, most):
+    plain, changed = curves("sft"), curves("sft", **changes)
+    distance = worst(plain, changed, "loss")
+    print(f"{changes}: {distance:.4f}")
+    assert 1e-5 < distance <= most
+
+
+def test_bfloat16_grpo_runs_and_its_sampler_agrees_with_its_trainer(curves):
+    records = curves("grpo", dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16", reference="host", max_iters=5)
+    assert all(record["logprob_diff_max"] < 0.3 and record["logprob_diff_mean"] < 0.02 for record in records)
+
+
+def test_combinations_that_make_no_sense_are_refused():
+    for changes, message in (
+        (dict(activation_offload=True), "add --checkpoint_blocks=block"),
+        (dict(param_dtype="bfloat16"), "add --dtype=bfloat16"),
+        (dict(memory_budget_gb="much"), "memory_budget_gb='much' is not auto or a number of GiB"),
+        (dict(memory_budget_gb="-1"), "memory_budget_gb='-1'"),
+    ):
+        with pytest.raises(SnugError, match=message):
+            SFTSettings(**changes).check()
+
+
+def test_a_snapshot_wants_cuda(tmp_path):
+    settings = SFTSettings(**SFT | dict(max_iters=1, out_dir=str(tmp_path / "run"), memory_snapshot=True))
+    if torch.cuda.is_available():
+        train_sft.main(prepare(settings))
+        assert (tmp_path / "run/memory_snapshot.pickle").stat().st_size > 1000
+    else:
+        with pytest.raises(SnugError, match="memory_snapshot records CUDA's allocator, and device is cpu"):
+            train_sft.main(prepare(settings))
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
+@pytest.mark.parametrize("changes", [dict(), dict(max_rollout_batch=5), dict(dtype="bfloat16", param_dtype="bfloat16")])
+def test_a_rollout_gives_the_device_back(changes, tmp_path):
+    """What an inference server needs a sleep mode for: after the rollout only the Rollouts are left, after the step no gradient."""
+    settings = GRPOSettings(**GRPO | changes | dict(out_dir=str(tmp_path), beta=0.0, batch_size=8))
+    prepared = prepare(settings)
+    with MemoryMeter("cpu") as meter:
+        model, optimizer, _ = begin(settings, prepared.shape, torch.device("cpu"))
+        arguments = model, prepared.task, prepared.tokenizer, settings
+        grpo.rollout(0, *arguments)  # tables that are made once and kept
+        before = meter.allocated()
+        meter.reset_peak()
+        _, rollouts = grpo.rollout(0, *arguments)
+        assert 0 < meter.allocated() - before <= rollouts.nbytes + 64
+        assert meter.peak_since_reset() - before > 2 * rollouts.nbytes  # there was a cache
+        rollouts.advantages, rollouts.old_logprobs = torch.randn(32), rollouts.sampling_logprobs
+        before = meter.allocated()
+        grpo.accumulate(model, rollouts, range(32), settings)
+        assert meter.allocated() - before <= tensor_bytes(p.grad for p in model.parameters()) + 4 * 32 + 64  # lengths of Python's
+        optimizer_step(model, optimizer, 1e-3, 1.0)
+        assert meter.allocated() - before <= 64 and all(p.grad is None for p in model.parameters())
