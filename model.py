@@ -120,10 +120,39 @@ class KVCache:
         return (from_prompt + from_own).reshape(N, H, 1, D)
 
 
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm, whose fused kernel is CUDA's; elsewhere, where PyTorch keeps several float32 copies of x, one that keeps x."""
+
+    def forward(self, x):
+        if x.is_cuda or x.dtype == torch.float64:
+            return super().forward(x)
+        return LeanRMSNorm.apply(x, self.weight, self.eps)
+
+
+class LeanRMSNorm(torch.autograd.Function):
+    """y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps), in float32; saved: x and rstd (..., 1)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        wide = x.float()
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return (wide * rstd * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        unit, dy = x.float() * rstd, dy.float()
+        dweight = (dy * unit).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        dy = dy * weight
+        dx = (dy - unit * (dy * unit).mean(-1, keepdim=True)).mul_(rstd)
+        return dx.to(x.dtype), None if dweight is None else dweight.to(weight.dtype), None
+
+
 def make_norm(config, size=None):
     size = size or config.n_embd
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(size, eps=config.norm_eps)
+        return RMSNorm(size, eps=config.norm_eps)
     return nn.LayerNorm(size, eps=config.norm_eps, bias=config.bias)
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 HOME = Path(__file__).parent.parent
 STEPS = (  # name, command, seconds it may take
-    ("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider"], 270),
-    ("logprobs", ["bench/logprobs.py"], 240),
-    ("addition", ["bench/addition.py", "--seeds=1", "--out_dir=out/bench_addition"], 90),
+    ("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider"], 240),
+    ("logprobs", ["bench/logprobs.py"], 150),
+    ("memory", ["bench/memory.py"], 140),
+    ("addition", ["bench/addition.py", "--seeds=1", "--out_dir=out/bench_addition"], 70),
 )
 
 
