@@ -53,7 +53,7 @@ def read_state(path):
     """state.json of the checkpoint `path` -> dict; the tensor files' headers and lengths are looked at too. Raises SnugError."""
     try:
         state = json.loads((path / "state.json").read_text())
-        missing = {"iteration", "model_config", "tokenizer", "settings"} - set(state)
+        missing = {"iteration", "model_config", "tokenizer", "settings", "optimizer_steps"} - set(state)
     except (OSError, ValueError, TypeError) as error:
         raise SnugError(f"checkpoint {path}: state.json cannot be read ({error}); delete the folder to use the one before") from None
     if missing:
@@ -121,15 +121,23 @@ def restore_generators(state, device):
         torch.cuda.set_rng_state(values["cuda"], device)
 
 
-def load_into(path, tensors):
-    """Copy a safetensors file into {name: tensor}, one at a time, in place. Names and shapes have to match. Raises SnugError."""
+def load_into(path, tensors, optional=None):
+    """Copy a safetensors file into {name: tensor}, one at a time, in place. Names and shapes have to match. Raises SnugError.
+
+    optional: the beginning of names that either may lack.
+    """
     import torch
 
     with opened(path, "pt") as file, torch.no_grad():
-        surplus, missing = sorted(set(file.keys()) - set(tensors)), sorted(set(tensors) - set(file.keys()))
+        both = set(file.keys()) & set(tensors)
+        surplus, missing = (
+            sorted(name for name in names if name not in both and not (optional and name.startswith(optional)))
+            for names in (file.keys(), tensors)
+        )
         if surplus or missing:
             raise SnugError(f"{path}: does not fit the model; missing {missing[:3] or 'nothing'}, surplus {surplus[:3] or 'nothing'}")
-        for name, tensor in tensors.items():
+        for name in both:
+            tensor = tensors[name]
             shape = tuple(file.get_slice(name).get_shape())
             if shape != tuple(tensor.shape):
                 raise SnugError(f"{path}: {name} has shape {shape}, the model {tuple(tensor.shape)}")
@@ -149,7 +157,7 @@ def moments(model, optimizer):
 def load_optimizer(path, model, optimizer):
     """The moments of the checkpoint `path` into a new optimizer."""
     steps = read_state(path)["optimizer_steps"]
-    load_into(path / "optimizer.safetensors", moments(model, optimizer))
+    load_into(path / "optimizer.safetensors", moments(model, optimizer), optional="master.")  # those are the weights, if need be
     if hasattr(optimizer, "steps"):
         optimizer.steps = steps
     else:
@@ -176,9 +184,6 @@ def begin(settings, shape, device):
     load_optimizer(path, model, optimizer)
     state = read_state(path)
     restore_generators(state.get("generators", {}), device)
-    settings.after_oom = state.get("after_oom", {})  # smaller pieces that an out-of-memory had made necessary
-    for name, value in settings.after_oom.items():
-        setattr(settings, name, value)
     return model, optimizer, state["iteration"]
 
 

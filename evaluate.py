@@ -6,6 +6,7 @@ Left out, so far: pass@k, majority votes, confidence intervals.
 """
 
 import sys
+from functools import partial
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from checkpoint import find_run
@@ -15,7 +16,9 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         settings, _, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
         find_run(folder)
 
+from memory import surviving
 from model import autocast
+from plan import halve_rollout_batch
 from sample import rehearse_groups, sample_groups
 
 
@@ -24,58 +27,56 @@ def columns_of(rows, repeat=1):
     return {name: [row[name] for row in rows for _ in range(repeat)] for name in rows[0] if name != "prompt"}
 
 
-def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_batch=None, chunk_mb=0):
+def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_prompt_length=0, **decoding):
     """The share of `num_prompts` held-out prompts that one completion answers rightly (reward 1 of the task's own reward).
 
+    decoding: max_batch, chunk_mb and kv_cache_mb, as sample_groups takes them.
     -> {"pass_at_1": greedy, "pass_at_1_sampled": at temperature 1}
     """
     rows = task.prompts("test", range(num_prompts))
     prompts = [row["prompt"] for row in rows]
-    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    ids = [tokenizer.encode(prompt)[-max_prompt_length:] for prompt in prompts]
+    options = dict(stop_token=tokenizer.stop_token, seed=seed) | decoding
     scores = {}
     for name, temperature in (("pass_at_1", 0.0), ("pass_at_1_sampled", 1.0)):
-        rollouts = sample_groups(
-            model,
-            ids,
-            1,
-            max_new_tokens,
-            temperature=temperature,
-            stop_token=tokenizer.stop_token,
-            seed=seed,
-            max_batch=max_batch,
-            chunk_mb=chunk_mb,
-        )
+        rollouts = sample_groups(model, ids, 1, max_new_tokens, temperature=temperature, **options)
         texts = [tokenizer.decode(completion) for completion in rollouts.completions()]
         rewards = task.rewards(prompts, texts, stopped=rollouts.stopped.tolist(), **columns_of(rows))
         scores[name] = sum(reward == 1 for reward in rewards) / num_prompts
     return scores
 
 
+def decoding_of(settings):
+    """A run's bounds on its decode batches, for prompts that have one completion each."""
+    batch = min(settings.batch_size, getattr(settings, "max_rollout_batch", 0) or settings.batch_size)
+    return dict(max_batch=batch, chunk_mb=settings.logits_chunk_mb, kv_cache_mb=getattr(settings, "kv_cache_mb", 0))
+
+
 def evaluate_as_run(settings, model, tokenizer, task, num_prompts, max_new_tokens=0, seed=0):
-    """`evaluate` with a run's own precision, decode batch and room for an answer: its max_new_tokens, or what block_size leaves."""
-    left = model.config.block_size - len(task.longest_prompt())
-    room = min(left, max_new_tokens or getattr(settings, "max_new_tokens", left))
-    batch = getattr(settings, "max_rollout_batch", 0) or settings.batch_size
+    """`evaluate` with a run's own precision, prompts, decode batch and room for an answer: its max_new_tokens, or the task's longest."""
+    longest = getattr(settings, "max_prompt_length", 0)
+    left = model.config.block_size - (longest or len(tokenizer.encode(task.longest_prompt())))
+    room = max_new_tokens or getattr(settings, "max_new_tokens", 0) or len(tokenizer.encode(task.longest_answer())) + 1
     with autocast(settings.dtype, model):
-        return evaluate(model, tokenizer, task, num_prompts, room, seed=seed, max_batch=batch, chunk_mb=settings.logits_chunk_mb)
+        options = dict(seed=seed, max_prompt_length=longest) | decoding_of(settings)
+        return evaluate(model, tokenizer, task, num_prompts, min(left, room), **options)
 
 
 def rehearse_evaluation(model, prompt_length, max_new_tokens, settings, meter):
     """What an evaluation allocates at most, for a planner's fake tensors."""
     if settings.eval_prompts:
-        batch = getattr(settings, "max_rollout_batch", 0) or settings.batch_size
         with meter.phase("eval"), autocast(settings.dtype, model):
-            options = dict(max_batch=batch, chunk_mb=settings.logits_chunk_mb)
-            rehearse_groups(model, prompt_length, settings.eval_prompts, 1, max_new_tokens, **options)
+            rehearse_groups(model, prompt_length, settings.eval_prompts, 1, max_new_tokens, **decoding_of(settings))
 
 
-def evaluate_if_due(done, model, task, tokenizer, settings, meter):
+def evaluate_if_due(done, model, task, tokenizer, settings, meter, say):
     """pass@1 after `done` iterations, at the start, every eval_interval and at the end -> its log entries, or {}."""
     due = done == settings.max_iters or (settings.eval_interval and done % settings.eval_interval == 0)
     if not due or not settings.eval_prompts:
         return {}
     with meter.phase("eval"):
-        return evaluate_as_run(settings, model, tokenizer, task, settings.eval_prompts)
+        smaller = partial(halve_rollout_batch, settings, settings.batch_size, model, say=say)
+        return surviving(partial(evaluate_as_run, settings, model, tokenizer, task, settings.eval_prompts), smaller)
 
 
 def main(settings, folder):

@@ -27,7 +27,7 @@ import torch
 
 import train_sft
 from batch import limits, micro_batches
-from checkpoint import begin, configure, load_weights, make_model, newest, pick_device, save_if_due
+from checkpoint import begin, configure, load_weights, make_model, newest, pick_device, read_state, save_if_due
 from evaluate import columns_of, evaluate_if_due, rehearse_evaluation
 from log import IS_IT_BROKEN, RunLog, prepare_folder
 from logprobs import head_logprobs, head_loss
@@ -35,8 +35,8 @@ from loss import group_advantages, policy_loss
 from memory import MemoryMeter, allocator_snapshot, borrowed, stream_from_host, surviving
 from model import autocast
 from optimizer import learning_rate_at, make_optimizer, number, optimizer_step
-from plan import apply, halve_micro_batch, halve_rollout_batch, once_more, show
-from sample import rehearse_groups, sample_groups
+from plan import apply, halve_micro_batch, halve_rollout_batch, once_more, recall, show
+from sample import decode_batch, rehearse_groups, sample_groups
 from settings import SnugError
 
 
@@ -62,6 +62,8 @@ def main(prepared):
             log.say(f"GRPO on {settings.task}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}, {settings.out_dir}")
             if moved:
                 log.say(f"an earlier run in {settings.out_dir} was moved to {moved}")
+            if start:
+                recall(settings, read_state(newest(settings.out_dir)), log.say)
             log.memory([meter.line("after init")])
             for iteration in log.iterations():
                 iterate(iteration, model, reference, optimizer, prepared, meter, log)
@@ -82,9 +84,11 @@ def iterate(iteration, model, reference, optimizer, prepared, meter, log):
     settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
     meter.reset()
     started = time.perf_counter()
-    scores = evaluate_if_due(0, model, task, tokenizer, settings, meter) if iteration == 0 else {}
+    scores = evaluate_if_due(0, model, task, tokenizer, settings, meter, log.say) if iteration == 0 else {}
     log.show("rollout")
-    smaller = partial(halve_rollout_batch, settings, settings.batch_size * settings.group_size, model, say=log.say)
+    decoded = settings.batch_size, settings.group_size, settings.max_new_tokens, settings.max_rollout_batch, settings.kv_cache_mb
+    rows = decode_batch(model, prepared.longest(settings)[0], *decoded)
+    smaller = partial(halve_rollout_batch, settings, rows, model, say=log.say)
     with meter.phase("rollout"):
         rows, rollouts = surviving(partial(rollout, iteration, model, task, tokenizer, settings), smaller)
     with meter.phase("reward"):
@@ -99,8 +103,8 @@ def iterate(iteration, model, reference, optimizer, prepared, meter, log):
     learning_rate = learning_rate_at(iteration, settings)
     metrics = update(model, optimizer, rollouts, learning_rate, settings, meter, log)
     metrics |= rollout_metrics(rollouts, rewards) | {"learning_rate": learning_rate}
-    del rollouts  # before the evaluation's are made
-    scores |= evaluate_if_due(iteration + 1, model, task, tokenizer, settings, meter)
+    del rollouts, smaller  # before the evaluation's are made
+    scores |= evaluate_if_due(iteration + 1, model, task, tokenizer, settings, meter, log.say)
     stats = meter.stats()
     metrics["tokens_per_second"] = metrics["completion_length_mean"] * rewards.numel() / stats["time_rollout_s"]
     metrics["time_s"] = time.perf_counter() - started

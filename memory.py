@@ -17,6 +17,7 @@ size, reported as reserved on a CPU, has it all).
 """
 
 import gc
+import math
 import os
 import time
 import weakref
@@ -226,21 +227,28 @@ def record_allocator(folder):
 
 
 def new_on_host(shape, dtype, device, keep=False):
-    """An empty tensor in host memory, pinned where `device` is CUDA so that copies run beside the arithmetic.
+    """An empty tensor in host memory, pinned where `device` is CUDA, so that the bus is fast and the host need not wait.
 
-    keep: it lives as long as the process. Then its pages are pinned where they are: PyTorch's own pinned allocator, which
-    reuses what is freed, rounds every block up to a power of two, at worst twice the bytes.
+    keep: it is large and lives long. Then its pages are pinned where they are: PyTorch's own pinned allocator, which reuses
+    what is freed, rounds every block up to a power of two, at worst twice the bytes.
     """
     HOST.making = True
     try:
         pin = device.type == "cuda"
+        keep = keep and math.prod(shape) * dtype.itemsize >= MIB  # pages that nothing else is on
         tensor = torch.empty(shape, dtype=dtype, pin_memory=pin and not keep)
     finally:
         HOST.making = False
-    if pin and keep and tensor.numel():
+    if pin and keep:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        weakref.finalize(tensor.untyped_storage(), unpin, tensor.data_ptr()).atexit = False
     HOST.follow(tensor)
     return tensor
+
+
+def unpin(address):
+    torch.cuda.synchronize()  # no copy is under way
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 def to_host(tensor, keep=False):
@@ -292,7 +300,10 @@ def borrowed(modules, device):
 
 
 def is_out_of_memory(error):
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """The device's; on a CPU that is the host's. CUDA's libraries have words of their own for it."""
+    words = ["CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "CUDA driver error: out of memory"]
+    words += [] if torch.cuda.is_initialized() else ["can't allocate memory"]
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def surviving(attempt, smaller):
@@ -311,13 +322,16 @@ def surviving(attempt, smaller):
         smaller(said)
 
 
-def biggest_tensors(names=(), count=3):
-    """The largest tensors alive -> "embedding.weight 147.2 MiB, ..."; names: (name, tensor) pairs, for those that have one."""
-    known = {id(tensor.untyped_storage()): name for name, tensor in names}
+def biggest_tensors(model, count=3):
+    """The largest tensors alive on the model's device -> "embedding.weight 147.2 MiB, ..."."""
+    named = list(model.named_parameters())
+    named += [(f"the gradient of {name}", p.grad) for name, p in named if p.grad is not None]
+    known = {id(tensor.untyped_storage()): name for name, tensor in named}
     sizes = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and not thing.is_meta and id(thing.untyped_storage()) not in HOST.sizes:
+    for thing in [tensor for _, tensor in named] + gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device == model.device:
             storage = thing.untyped_storage()
-            sizes[id(storage)] = storage.nbytes(), known.get(id(storage), f"a tensor {tuple(thing.shape)}")
+            if id(storage) not in HOST.sizes:
+                sizes[id(storage)] = storage.nbytes(), known.get(id(storage), f"a tensor {tuple(thing.shape)}")
     largest = sorted(sizes.values(), reverse=True)[:count]
     return ", ".join(f"{name} {size / MIB:.1f} MiB" for size, name in largest)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memory import to_device, to_host
+from memory import kind_of, to_device, to_host
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,8 @@ class Attention(nn.Module):
                 cache.prompt[self.layer, 1] = v
             # Right padding needs no mask: a causal row never looks at what comes after it.
             grouped = self.config.n_kv_head != self.config.n_head
+            if grouped and q.dtype == torch.float32 and kind_of(q) == "cuda":  # no fused kernel there shares heads in float32
+                k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -264,9 +266,10 @@ class Embed(torch.autograd.Function):
             weight.grad = torch.zeros_like(weight)
         ids, order = tokens.flatten().sort()  # tokens 7 3 7: ids 3 7 7
         bins = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])  # 0 1 1: as many as there are tokens will do
-        sums = torch.zeros(len(ids), dx.shape[-1], dtype=torch.promote_types(dx.dtype, torch.float32), device=dx.device)
-        sums.index_add_(0, bins, dx.flatten(0, -2)[order].to(sums.dtype))
-        rows = torch.zeros_like(ids).index_copy_(0, bins, ids)  # 3 7 0: what is left over adds zeros to row 0
+        wide = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))
+        sums = torch.ops.aten.embedding_dense_backward(wide, bins, len(ids), -1, False)  # its order of sums does not vary
+        rows = torch.arange(len(ids), device=ids.device) % len(weight)  # what is left over adds zeros, each to another row
+        rows.index_copy_(0, bins, ids)  # 3 7 2
         weight.grad.index_add_(0, rows, sums.to(weight.dtype))
         return None, None
 

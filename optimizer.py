@@ -148,7 +148,7 @@ class SlabAdamW(torch.optim.Optimizer):
         generator = torch.Generator(buffers.device)
         self.steps += 1
         for number, (group, p, gradient, part) in enumerate(self.slabs()):
-            generator.manual_seed(((self.seed * 2**20 + self.steps) * 2**20 + number) % 2**63)
+            generator.manual_seed(hash((self.seed, self.steps, number)) % 2**32)  # of which a CPU's takes no more
             state = {kind: value.view(-1)[part] for kind, value in self.state[p].items()}
             source = state.get("master", p.view(-1)[part])
             g, m, v, w, spare = (buffer[: part.stop - part.start] for buffer in buffers)

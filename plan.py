@@ -12,6 +12,7 @@ What only CUDA does is in CUDA_EXTRA, or here: blocks are rounded up to 512 byte
 backward sums dq in float32. Ops are trusted not to allocate more inside than they return.
 """
 
+import math
 import os
 import sys
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from memory import MIB, HostLedger, LiveBytes, MemoryMeter, biggest_tensors
 from settings import SnugError
 
 GIB = 2**30
-CUDA_EXTRA = 32 * MIB  # cuBLAS's workspace on Hopper; 8 MiB elsewhere
+CUDA_EXTRA = 2 * 32 * MIB  # cuBLAS's workspaces on Hopper, one for each of forward's and backward's threads; 8 MiB each elsewhere
 HOME = str(Path(__file__).parent)
 SITES = (  # where a tensor was made (module, beginning of the function's name) -> what it is counted as
     ("model", "KVCache", "KV cache"),
@@ -202,16 +203,17 @@ def kind_planned(device):
 def cheaper(settings, kind, longest):
     """The ladder: {option: value} changes that each need less, in the order of what they cost. longest: tokens of a sequence."""
     batch = getattr(settings, "train_batch_size", 0) or settings.batch_size * getattr(settings, "group_size", 1)
-    tokens = settings.max_tokens_per_micro_batch or longest * (batch // settings.gradient_accumulation_steps)
-    if tokens > longest:
-        yield {"max_tokens_per_micro_batch": max(longest, tokens // 2), "gradient_accumulation_steps": 1}
-    chunk = settings.logits_chunk_mb or (256 if kind == "cuda" else 16)
-    if chunk > 16:
-        yield {"logits_chunk_mb": max(16.0, chunk / 4)}
-    if hasattr(settings, "max_rollout_batch"):
-        rows = settings.max_rollout_batch or settings.batch_size * settings.group_size
-        if rows > 1:
-            yield {"max_rollout_batch": -(-rows // 2)}
+    tokens = longest * (batch // settings.gradient_accumulation_steps)
+    for less in halvings(min(settings.max_tokens_per_micro_batch or tokens, tokens), longest):
+        yield {"max_tokens_per_micro_batch": less, "gradient_accumulation_steps": 1}
+    for less in halvings(settings.logits_chunk_mb or (256 if kind == "cuda" else 16), 16):
+        yield {"logits_chunk_mb": float(less)}
+    if getattr(settings, "kv_cache_mb", 0):
+        for less in halvings(settings.kv_cache_mb, 1):
+            yield {"kv_cache_mb": float(less)}
+    elif hasattr(settings, "max_rollout_batch"):
+        for less in halvings(settings.max_rollout_batch or settings.batch_size * settings.group_size, 1):
+            yield {"max_rollout_batch": less}
     if settings.checkpoint_blocks == "none":
         yield {"checkpoint_blocks": "selective"}
     if settings.checkpoint_blocks != "block":
@@ -226,16 +228,22 @@ def cheaper(settings, kind, longest):
         yield {"grad_offload": True}
 
 
-HALVED_ALREADY = {"max_tokens_per_micro_batch", "max_rollout_batch", "logits_chunk_mb"}
+HALVED_ALREADY = {"max_tokens_per_micro_batch", "max_rollout_batch", "kv_cache_mb"}
 HALVED = {"param_dtype": "bfloat16", "optimizer_dtype": "bfloat16", "dtype": "bfloat16"}  # not chosen for anyone: it rounds
 
 
+def halvings(now, floor):
+    """A half, a quarter and an eighth of it, where the first of them may be too little to show, and the floor."""
+    return sorted({max(floor, math.ceil(now / n)) for n in (2, 4, 8, now / floor) if now > floor}, reverse=True)
+
+
 def fit(make_iteration, settings, longest, budget):
-    """-> (settings that fit into `budget` bytes, or the nearest to it, their Plan, {option: value} that was changed).
+    """-> (settings that fit into `budget` bytes, or the nearest to it, their Plan, {option: value} that was changed, the first Plan).
 
     Down the ladder, keeping what helps; then whatever the later changes made unnecessary is taken back.
     """
-    current, its_plan = settings, plan(make_iteration, settings)
+    current = settings
+    first_plan = its_plan = plan(make_iteration, settings)
     while its_plan.peak > budget:
         for change in cheaper(current, its_plan.kind, longest):
             trial = replace(current, **change)
@@ -254,7 +262,7 @@ def fit(make_iteration, settings, longest, budget):
         trial_plan = plan(make_iteration, trial)
         if trial_plan.peak <= max(budget, its_plan.peak):
             current, its_plan = trial, trial_plan
-    return current, its_plan, changes(settings, current)
+    return current, its_plan, changes(settings, current), first_plan
 
 
 def changes(before, after):
@@ -292,14 +300,24 @@ def budget_of(settings, device):
 
 
 def remember(settings, name, value, said, say):
+    """Go on with a smaller `value`; settings.after_oom: name -> (what had been asked for, what it is now)."""
+    known = getattr(settings, "after_oom", {})
+    asked = known[name][0] if name in known else getattr(settings, name, 0)
+    settings.after_oom = known | {name: (asked, value)}
     setattr(settings, name, value)
-    settings.after_oom = getattr(settings, "after_oom", {}) | {name: value}
     say(f"{said}; going on with {name}={value}")
+
+
+def recall(settings, state, say):
+    """In a resumed run: the same again, as long as the same is asked for."""
+    for name, (asked, value) in state.get("after_oom", {}).items():
+        if getattr(settings, name, 0) == asked:
+            remember(settings, name, value, "an earlier out-of-memory", say)
 
 
 def halve_rollout_batch(settings, rows, model, said, say):
     """Decode half as many completions at a time. rows: how many there are. Raises SnugError where it was one."""
-    now = min(settings.max_rollout_batch or rows, rows)
+    now = min(getattr(settings, "max_rollout_batch", 0) or rows, rows)
     if now == 1:
         raise SnugError(at_the_floor(settings, f"decoding one completion at a time: {said}", model))
     remember(settings, "max_rollout_batch", -(-now // 2), said, say)
@@ -330,15 +348,18 @@ def once_more(settings, model):
 
 def at_the_floor(settings, what, model):
     further = [change for change in cheaper(settings, model.device.type, 0) if not set(change) & HALVED_ALREADY]
-    biggest = biggest_tensors(model.named_parameters())
-    return f"out of memory, {what}; the biggest tensors: {biggest}; next: {written((further or [HALVED])[0])}, with --resume=auto"
+    if further or settings.param_dtype == "float32" or settings.optimizer_dtype == "float32":
+        advice = f"{written((further or [HALVED])[0])}, with --resume=auto"
+    else:
+        advice = "a smaller model, or shorter sequences"
+    return f"out of memory, {what}; the biggest tensors: {biggest_tensors(model)}; next: {advice}"
 
 
 def show(make_iteration, settings, longest):
     """What --plan prints."""
-    budget = budget_of(settings, None)
+    budget = budget_of(settings, settings.device if settings.device.startswith("cuda:") else None)
     fitted, its_plan, change = (
-        (settings, plan(make_iteration, settings), {}) if budget is None else fit(make_iteration, settings, longest, budget)
+        (settings, plan(make_iteration, settings), {}) if budget is None else fit(make_iteration, settings, longest, budget)[:3]
     )
     lines = [its_plan.text()]
     if budget is not None:
@@ -352,9 +373,8 @@ def apply(make_iteration, settings, longest, device, say):
     budget = budget_of(settings, device)
     if budget is None:
         return settings
-    before = plan(make_iteration, settings)
-    fitted, its_plan, change = fit(make_iteration, settings, longest, budget)
-    on_host = available_on_host()
+    fitted, its_plan, change, before = fit(make_iteration, settings, longest, budget)
+    on_host = max(0, available_on_host() - (its_plan.peak if its_plan.kind == "cpu" else 0))  # a CPU is its own host
     if its_plan.peak > budget or its_plan.host > on_host:
         say(its_plan.text())
         raise SnugError(refusal(make_iteration, fitted, its_plan, change, budget, on_host))

@@ -102,6 +102,7 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
             cdf = probs.cumsum(-1)
             # right=True: the first entry above u * total, which is never a token of probability 0
             chosen = torch.searchsorted(cdf, u[part, None] * cdf[:, -1:], right=True)
+            chosen.clamp_(max=model.config.n_vocab - 1)  # a parallel sum need not rise in every place
             del cdf  # and below, before the next chunk's are made: three buffers are alive at a time, not four
         else:
             chosen = logits.argmax(-1, keepdim=True)
@@ -154,8 +155,12 @@ def decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache
     if kv_cache_mb:
         c, itemsize = model.config, model.compute_dtype.itemsize
         token = 2 * c.n_layer * c.n_kv_head * c.head_size * itemsize
-        rows = int(kv_cache_mb * MIB / token / (max_new_tokens + prompt_length / k))
-        max_batch = min(max_batch or rows, rows) or 1
+        room = kv_cache_mb * MIB / token  # tokens
+        rows = int(room / (max_new_tokens + prompt_length / k))
+        if rows < k:  # pieces of a group, whose prompt is there as a whole
+            rows = int((room - prompt_length) / max_new_tokens)
+        rows = max(1, rows)
+        max_batch = min(max_batch or rows, rows)
     return min(max_batch or P * k, P * k)
 
 

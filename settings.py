@@ -257,7 +257,7 @@ class EvaluateSettings:
     """pass@1 of a run's newest checkpoint on its task's held-out prompts: options of evaluate.py."""
 
     num_prompts: int = option(500, "held-out prompts", "prompts", minimum=1)
-    max_new_tokens: int = option(0, "longest completion; 0: the run's own, or what its block_size leaves", "tokens", minimum=0)
+    max_new_tokens: int = option(0, "longest completion; 0: the run's own, or the task's longest answer", "tokens", minimum=0)
     seed: int = option(0, "seeds the sampled completions; 0 is what a run's own evaluations use", minimum=0)
     device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device")
 

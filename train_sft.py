@@ -23,14 +23,14 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 import torch
 
 from batch import Sequences, limits, micro_batches
-from checkpoint import begin, configure, make_model, pick_device, save_if_due
+from checkpoint import begin, configure, make_model, newest, pick_device, read_state, save_if_due
 from evaluate import evaluate_if_due, rehearse_evaluation
 from log import RunLog, prepare_folder
 from logprobs import head_loss
 from memory import MemoryMeter, allocator_snapshot, surviving
 from model import autocast
 from optimizer import learning_rate_at, make_optimizer, number, optimizer_step
-from plan import apply, halve_micro_batch, once_more, show
+from plan import apply, halve_micro_batch, once_more, recall, show
 from sample import Numbers
 
 
@@ -51,6 +51,8 @@ def main(prepared):
             log.say(f"SFT on {settings.task}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}, {settings.out_dir}")
             if moved:
                 log.say(f"an earlier run in {settings.out_dir} was moved to {moved}")
+            if start:
+                recall(settings, read_state(newest(settings.out_dir)), log.say)
             log.memory([meter.line("after init")])
             for iteration in log.iterations():
                 iterate(iteration, model, optimizer, task, tokenizer, settings, meter, log)
@@ -61,7 +63,7 @@ def iterate(iteration, model, optimizer, task, tokenizer, settings, meter, log):
     meter.reset()
     started = time.perf_counter()
     learning_rate = learning_rate_at(iteration, settings)
-    scores = evaluate_if_due(0, model, task, tokenizer, settings, meter) if iteration == 0 else {}
+    scores = evaluate_if_due(0, model, task, tokenizer, settings, meter, log.say) if iteration == 0 else {}
     log.show("train")
     batch = demonstrations(task, tokenizer, settings, iteration, model.device)  # some kilobytes
 
@@ -74,7 +76,7 @@ def iterate(iteration, model, optimizer, task, tokenizer, settings, meter, log):
     with meter.phase("optimizer"):
         step = partial(optimizer_step, model, optimizer, learning_rate, settings.grad_clip)
         grad_norm = surviving(step, once_more(settings, model))
-    scores |= evaluate_if_due(iteration + 1, model, task, tokenizer, settings, meter)
+    scores |= evaluate_if_due(iteration + 1, model, task, tokenizer, settings, meter, log.say)
     stats = meter.stats()
     record = dict(iter=iteration, loss=loss, entropy=entropy, grad_norm=grad_norm, learning_rate=learning_rate)
     record["completion_length_mean"] = num_tokens / settings.batch_size

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import os
 from functools import partial
 
 import pytest
@@ -162,14 +163,14 @@ def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(tmp_path):
     longest = sum(prepared.longest(settings))
     assert fit(make, settings, longest, whole)[2] == {}
     for share in (0.9, 0.5, 0.2):
-        fitted, its_plan, changed = fit(make, settings, longest, share * whole)
+        fitted, its_plan, changed, _ = fit(make, settings, longest, share * whole)
         fitted.check()
         assert its_plan.peak <= share * whole and plan(make, fitted).peak == its_plan.peak
         assert set(changed) <= {"max_tokens_per_micro_batch", "max_rollout_batch", "checkpoint_blocks"} and len(changed) >= 1
         for name in changed:  # each is needed
             if share < 0.9:
                 assert plan(make, dataclasses.replace(fitted, **{name: getattr(settings, name)})).peak > share * whole
-    fitted, its_plan, changed = fit(make, settings, longest, 0)  # impossible: the whole ladder
+    fitted, its_plan, changed, _ = fit(make, settings, longest, 0)  # impossible: the whole ladder
     assert {"optimizer_device", "max_tokens_per_micro_batch"} <= set(changed) and its_plan.peak < 0.2 * whole
 
 
@@ -265,7 +266,7 @@ def test_an_out_of_memory_anywhere_changes_nothing_but_the_pieces(changes, tmp_p
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)
         after_oom = read_state(newest(settings.out_dir))["after_oom"]
         remembered |= set(after_oom)
-        assert all(getattr(settings, name) == value for name, value in after_oom.items())
+        assert all(getattr(settings, name) == value for name, (_, value) in after_oom.items())
     assert remembered == {"max_rollout_batch", "max_tokens_per_micro_batch"}
     assert "CUDA out of memory. Tried to allocate 1 EiB.; going on with max_" in capsys.readouterr().out
 
@@ -279,7 +280,10 @@ def test_a_resumed_run_remembers(tmp_path):
     resumed = dataclasses.replace(settings, max_tokens_per_micro_batch=0, resume="auto", max_iters=3)
     grpo.main(prepare(resumed))
     assert resumed.max_tokens_per_micro_batch == smaller
-    assert read_state(newest(resumed.out_dir))["after_oom"] == {"max_tokens_per_micro_batch": smaller}
+    assert read_state(newest(resumed.out_dir))["after_oom"] == {"max_tokens_per_micro_batch": [0, smaller]}
+    own = dataclasses.replace(resumed, max_tokens_per_micro_batch=50, max_iters=4)  # what the user changes is the user's
+    grpo.main(prepare(own))
+    assert own.max_tokens_per_micro_batch == 50
 
 
 def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
@@ -312,3 +316,26 @@ def test_other_errors_are_not_mistaken_for_it():
 
     said = []
     assert surviving(once, said.append) == 7 and said == ["DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."]
+
+
+def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):
+    prepared, settings = prepared_run(tmp_path, eval_prompts=0, memory_budget_gb="auto", max_iters=1)
+    peak = plan(partial(grpo.rehearsal, prepared), settings).peak
+    monkeypatch.setattr("plan.available_on_host", lambda: peak)  # of which a twentieth is left alone
+    grpo.main(prepared)
+    assert "GiB may be used: changed --" in capsys.readouterr().out
+    assert read_log(settings.out_dir)[-1]["mem_max_alloc_mb"] <= 0.95 * peak / MIB
+    monkeypatch.undo()
+    assert "changed" not in show(partial(grpo.rehearsal, prepared), settings, 34)  # here there is enough
+
+
+def test_the_allocator_is_set_before_torch_is_imported(tmp_path, monkeypatch):
+    for given, expected in ((None, "expandable_segments:True"), ("garbage_collection_threshold:0.8",) * 2):
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        if given:
+            monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
+        prepared_run(tmp_path)
+        assert os.environ["PYTORCH_ALLOC_CONF"] == expected  # the user's own stays
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    prepared_run(tmp_path, cuda_allocator="")
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
