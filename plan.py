@@ -347,7 +347,7 @@ def once_more(settings, model):
 
 
 def at_the_floor(settings, what, model):
-    further = [change for change in cheaper(settings, model.device.type, 0) if not set(change) & HALVED_ALREADY]
+    further = [change for change in cheaper(settings, model.device.type, 1) if not set(change) & HALVED_ALREADY]
     if further or settings.param_dtype == "float32" or settings.optimizer_dtype == "float32":
         advice = f"{written((further or [HALVED])[0])}, with --resume=auto"
     else:

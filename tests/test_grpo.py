@@ -301,13 +301,16 @@ def peaks(tmp_path, name, **changes):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
-def test_grpo_needs_no_more_than_sft(tmp_path, monkeypatch):
-    """Peak of a whole GRPO iteration <= SFT's + the reference's weights + the rollouts' bytes + 1 %."""
+@pytest.mark.parametrize("changes", [dict(beta=0.0), dict(beta=0.04, reference="host"), dict(beta=0.04)])
+def test_grpo_needs_no_more_than_sft(changes, tmp_path, monkeypatch):
+    """Peak of a whole GRPO iteration <= SFT's + the rollouts' bytes + 1 %; a resident reference adds its weights."""
     sizes = []
     original = grpo.rollout_metrics
     monkeypatch.setattr(grpo, "rollout_metrics", lambda rollouts, rewards: sizes.append(rollouts.nbytes) or original(rollouts, rewards))
-    sft, run = peaks(tmp_path, "a")
+    sft, run = peaks(tmp_path, "a", **changes)
     reference = tensor_bytes(make_model("gpt2", vocab_size=257, n_embd=64, block_size=40, bias=False).parameters()) / MIB
+    print(f"{changes}: SFT {sft[0]['mem_max_alloc_mb']}, rollouts {max(sizes) / MIB:.3f}, GRPO {run[0]['mem_max_alloc_mb']}")
+    reference *= changes == dict(beta=0.04)
     allowed = sft[0]["mem_max_alloc_mb"] + reference + max(sizes) / MIB
     assert run[0]["mem_max_alloc_mb"] <= 1.01 * allowed
     assert run[0]["mem_max_alloc_mb"] >= 0.9 * sft[0]["mem_max_alloc_mb"]  # both were measured

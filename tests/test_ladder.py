@@ -2,15 +2,18 @@
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, make_flat_model
 
 import grpo
 import train_sft
 from checkpoint import begin
+from evaluate import decoding_of, evaluate_as_run
 from log import read_log
-from memory import MemoryMeter, tensor_bytes
+from memory import MIB, MemoryMeter, tensor_bytes
+from model import KVCache
 from optimizer import optimizer_step
 from prepare import prepare
+from sample import cut_rows, decode_batch
 from settings import GRPOSettings, SFTSettings, SnugError
 
 COMMON = dict(digits=2, n_layer=2, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0, save_interval=0, seed=3)
@@ -148,3 +151,45 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
         assert meter.allocated() - before <= tensor_bytes(p.grad for p in model.parameters()) + 4 * 32 + 64  # lengths of Python's
         optimizer_step(model, optimizer, 1e-3, 1.0)
         assert meter.allocated() - before <= 64 and all(p.grad is None for p in model.parameters())
+
+
+def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
+    for batch, expected in ((0, 16), (128, 16), (4, 4)):
+        settings = GRPOSettings(batch_size=16, max_rollout_batch=batch, kv_cache_mb=2.0)
+        assert decoding_of(settings) == dict(max_batch=expected, chunk_mb=0.0, kv_cache_mb=2.0)
+    assert decoding_of(SFTSettings(batch_size=16))["max_batch"] == 16
+
+
+@pytest.mark.parametrize("kv_cache_mb", [0.02, 0.05, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("prompt_length, k", [(20, 4), (20, 64), (3, 8)])
+def test_the_cache_keeps_to_its_bytes(kv_cache_mb, prompt_length, k):
+    """Unless not even one completion fits."""
+    model = make_flat_model("llama")
+    rows = decode_batch(model, prompt_length, 6, k, 8, 0, kv_cache_mb)
+    first, last, start, stop = cut_rows(6, k, rows)[0]
+    cache = KVCache(model.config, [prompt_length] * (last - first), torch.float32, DEVICE)
+    cache.start_completions(stop - start, 8)
+    size = cache.prompt.nbytes + cache.own.nbytes
+    assert size <= kv_cache_mb * MIB or rows == 1
+    assert rows == 6 * k or size > 0.4 * kv_cache_mb * MIB or rows == 1  # and uses them
+
+
+def test_long_prompts_lose_their_beginning(tmp_path):
+    settings = GRPOSettings(**GRPO | dict(out_dir=str(tmp_path), beta=0.0, max_iters=1, eval_prompts=5, max_prompt_length=4, block_size=14))
+    prepared = prepare(settings)
+    model = begin(settings, prepared.shape, torch.device(DEVICE))[0]
+    rows, rollouts = grpo.rollout(0, model, prepared.task, prepared.tokenizer, settings)
+    assert rollouts.prompt_lengths.tolist() == [4] * 16
+    for i, prompt in enumerate(row["prompt"] for row in rows for _ in range(4)):
+        assert prepared.tokenizer.decode(rollouts.tokens[i, :4].tolist()) == prompt[-4:]
+    assert set(evaluate_as_run(settings, model, prepared.tokenizer, prepared.task, 5)) == {"pass_at_1", "pass_at_1_sampled"}
+
+
+def test_a_resumed_run_may_round_what_it_did_not(tmp_path):
+    """What is advised when memory runs out: other dtypes, from the same checkpoint; masters come and go."""
+    bf16 = dict(dtype="bfloat16", param_dtype="bfloat16")
+    for number, changes in enumerate((dict(), bf16, bf16 | dict(optimizer_dtype="bfloat16"), bf16, dict(optimizer_device="host")), 1):
+        settings = SFTSettings(**SFT | changes | dict(max_iters=20 * number, save_interval=0, resume="auto", out_dir=str(tmp_path)))
+        train_sft.main(prepare(settings))
+    losses = [record["loss"] for record in read_log(tmp_path)]
+    assert len(losses) == 100 and losses[-1] < losses[40] < losses[0]

@@ -143,6 +143,18 @@ def test_stochastic_rounding_is_right_on_average_and_picks_a_neighbour():
         assert float(x.double().mean()) == pytest.approx(value, rel=1e-4, abs=1e-12)
 
 
+def test_the_random_bits_follow_from_seed_and_step():
+    results = []
+    for seed, steps in ((1, 2), (1, 2), (777, 2), (1, 3)):
+        model = torch.nn.ParameterList([torch.full((1000,), 0.02, device=DEVICE, dtype=torch.bfloat16)])
+        optimizer = make_optimizer(model, SFTSettings(param_dtype="bfloat16", optimizer_dtype="bfloat16", dtype="bfloat16", seed=seed))
+        optimizer.steps = steps
+        model[0].grad = torch.ones_like(model[0])
+        optimizer_step(model, optimizer, 1e-4, 0.0)
+        results.append(model[0].detach())
+    assert results[0].equal(results[1]) and not results[0].equal(results[2]) and not results[0].equal(results[3])
+
+
 @pytest.mark.parametrize("steps", [200, 3000])
 def test_bfloat16_weights_learn_at_a_rate_of_1e_6(steps):
     """The displacement, projected on the float32 run's, is 0.95 to 1.05 of it, though every update is far below a weight's last

@@ -18,7 +18,7 @@ import sample
 import train_sft
 from checkpoint import newest, read_state
 from log import read_log
-from memory import HOST, MIB, surviving
+from memory import HOST, MIB, is_out_of_memory, surviving
 from plan import GIB, apply, fit, plan, show
 from prepare import Prepared, prepare
 from settings import GRPOSettings, SFTSettings, SnugError
@@ -174,6 +174,18 @@ def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(tmp_path):
     assert {"optimizer_device", "max_tokens_per_micro_batch"} <= set(changed) and its_plan.peak < 0.2 * whole
 
 
+@pytest.mark.parametrize("changes", [dict(kv_cache_mb=400.0), dict(max_tokens_per_micro_batch=100_000)])
+def test_fit_begins_with_what_binds(changes, tmp_path):
+    """A bound far above what there is does not keep the ladder from its first rungs."""
+    prepared, settings = prepared_run(
+        tmp_path, **changes | dict(batch_size=64, max_tokens_per_micro_batch=changes.get("max_tokens_per_micro_batch", 100))
+    )
+    make = partial(grpo.rehearsal, prepared)
+    budget = 0.7 * plan(make, settings).peak
+    fitted, its_plan, changed, _ = fit(make, settings, sum(prepared.longest(settings)), budget)
+    assert its_plan.peak <= budget and set(changed) <= {"kv_cache_mb", "max_tokens_per_micro_batch"}
+
+
 def test_a_budget_changes_the_run_and_says_so(tmp_path, capsys):
     prepared, settings = prepared_run(tmp_path, eval_prompts=0)
     peak = plan(partial(grpo.rehearsal, prepared), settings).peak
@@ -315,6 +327,7 @@ def test_other_errors_are_not_mistaken_for_it():
         return 7
 
     said = []
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert surviving(once, said.append) == 7 and said == ["DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."]
 
 
