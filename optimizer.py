@@ -94,7 +94,7 @@ class SlabAdamW(torch.optim.Optimizer):
 
     dtype float32: moments in float32 and, beside bfloat16 weights, a float32 master of each weight. bfloat16: bfloat16 moments, no
     masters; moments and bfloat16 weights are rounded stochastically, up with the probability that makes it right on average.
-    Rounding to the nearest would lose every update below 1/512 of its weight, and second moments would never decay.
+    Rounding to the nearest would lose every change below 1/512 of a number: small updates, and the decay of moments at 0.999.
     on_host: state and masters in pinned host memory; each slab goes to the device and back.
     The random bits follow from (seed, step, slab). A step allocates its buffers first: after an out-of-memory nothing has changed.
     """

@@ -77,8 +77,9 @@ class Births:
         frame = sys._getframe(2)
         while frame is not None:
             path = frame.f_code.co_filename
-            module = path[len(HOME) + 1 : -3] if path.startswith(HOME) else ""
-            if module and module not in ("memory", "plan"):
+            folder, _, name = path.rpartition(os.sep)
+            module = name.removesuffix(".py")
+            if folder == HOME and module not in ("memory", "plan"):  # a virtual environment may be in a folder below
                 function = frame.f_code.co_qualname
                 matches = (part for its, start, part in SITES if its == module and function.startswith(start))
                 return next(matches, "other"), function

@@ -19,7 +19,7 @@ import train_sft
 from checkpoint import newest, read_state
 from log import read_log
 from memory import HOST, MIB, is_out_of_memory, surviving
-from plan import GIB, apply, fit, plan, show
+from plan import GIB, HOME, Births, apply, fit, plan, show
 from prepare import Prepared, prepare
 from settings import GRPOSettings, SFTSettings, SnugError
 from tokenizer import get_tokenizer
@@ -84,6 +84,17 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
         assert its_plan.peak <= profiled <= 1.02 * (its_plan.peak + its_plan.host)
     else:
         assert its_plan.peak == pytest.approx(profiled, rel=0.02)
+
+
+def test_a_plan_says_whose_the_bytes_are(tmp_path):
+    """Nearly all by name; a library in a virtual environment within the project is not the project."""
+    prepared, settings = prepared_run(tmp_path)
+    phases = plan(partial(grpo.rehearsal, prepared), settings).phases
+    assert {"weights", "moments", "gradients", "activations", "logits"} <= set(phases["train"][1]) and "KV cache" in phases["rollout"][1]
+    assert all(parts.get("other", 0) < 0.02 * peak for peak, parts in phases.values())
+    scope = {}
+    exec(compile("def call(function):\n    return function()", os.path.join(HOME, ".venv/lib/thing.py"), "exec"), scope)
+    assert scope["call"](lambda: scope["call"](Births.site)) == ("other", "")
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(max_tokens_per_micro_batch=100, checkpoint_blocks="block", **BF16)])
