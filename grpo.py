@@ -11,7 +11,7 @@ Left out: an inference server, a reward model, a critic.
 
 import sys
 import time
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from numbers import Real
@@ -25,55 +25,43 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 import torch
 
+import loop
 import train_sft
 from batch import limits, micro_batches
-from checkpoint import begin, configure, load_weights, make_model, newest, pick_device, read_state, save_if_due
+from checkpoint import load_weights, make_model, newest, save_if_due
 from evaluate import columns_of, evaluate_if_due, rehearse_evaluation
-from log import IS_IT_BROKEN, RunLog, prepare_folder
-from logprobs import head_logprobs, head_loss
+from log import IS_IT_BROKEN
+from logprobs import head_logprobs
 from loss import group_advantages, policy_loss
-from memory import MemoryMeter, allocator_snapshot, borrowed, stream_from_host, surviving
+from memory import borrowed, stream_from_host, surviving
 from model import autocast
-from optimizer import learning_rate_at, make_optimizer, number, optimizer_step
-from plan import apply, halve_micro_batch, halve_rollout_batch, once_more, recall, show
+from optimizer import learning_rate_at, number
+from plan import halve_micro_batch, halve_rollout_batch
 from sample import decode_batch, rehearse_groups, sample_groups
 from settings import SnugError
 
 
 def main(prepared):
-    """Train, log and save as the settings say; make the warm start first where it is missing."""
-    settings, make_iteration = prepared.settings, partial(rehearsal, prepared)
-    if settings.plan:
-        return print(show(make_iteration, settings, sum(prepared.longest(settings))))
-    if prepared.warm_start:
-        print(f"{settings.init_from} is missing or not finished: making it first, as {settings.init_config} says", flush=True)
+    """Make the warm start where it is missing; then train, log and save as the settings say."""
+    if prepared.warm_start and not prepared.settings.plan:
+        print(
+            f"{prepared.settings.init_from} is missing or not finished: making it first, as {prepared.settings.init_config} says",
+            flush=True,
+        )
         train_sft.main(prepared.warm_start)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # nothing of it is alive; its cached blocks would count as reserved here
-    device = pick_device(settings.device)
-    settings = prepared.settings = apply(make_iteration, settings, sum(prepared.longest(settings)), device, print)
-    snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
-    torch.manual_seed(settings.seed)
-    with MemoryMeter(device) as meter:
-        reference = make_reference(prepared.shape, device, settings, newest(settings.init_from)) if settings.beta else None
-        model, optimizer, start = begin(settings, prepared.shape, device)  # last, because it restores the random generators
-        moved = prepare_folder(settings)
-        with snapshot, RunLog(settings, "GRPO", start) as log:
-            log.say(f"GRPO on {settings.task}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}, {settings.out_dir}")
-            if moved:
-                log.say(f"an earlier run in {settings.out_dir} was moved to {moved}")
-            if start:
-                recall(settings, read_state(newest(settings.out_dir)), log.say)
-            log.memory([meter.line("after init")])
-            for iteration in log.iterations():
-                iterate(iteration, model, reference, optimizer, prepared, meter, log)
+    loop.run(prepared, "GRPO", rehearsal, iterate, make_reference)
 
 
-def make_reference(shape, device, settings, path):
-    """The weights of the checkpoint `path`, frozen, on the device or the host -> GPT. path None: random ones."""
-    reference = make_model(shape, device, settings.param_dtype).requires_grad_(False)
-    if path:
-        load_weights(path, reference)
+def make_reference(prepared, device, weights=True):
+    """The weights of init_from, frozen, on the device or the host -> GPT; None where beta is 0. weights False: random ones."""
+    settings = prepared.settings
+    if not settings.beta:
+        return None
+    reference = make_model(prepared.shape, device, settings.param_dtype).requires_grad_(False)
+    if weights:
+        load_weights(newest(settings.init_from), reference)
     if settings.reference == "host":
         stream_from_host(reference, reference.blocks, device)
     return reference
@@ -183,14 +171,8 @@ def trainer_logprobs(model, rollouts, settings, most=None):
     for micro in islice(micro_batches(rollouts, *limits(settings, step)), most):
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
-            values = head_logprobs(
-                hidden,
-                model.lm_head_weight,
-                micro.targets,
-                settings.temperature,
-                n_vocab=model.config.n_vocab,
-                chunk_mb=settings.logits_chunk_mb,
-            )
+            options = dict(n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb)
+            values = head_logprobs(hidden, model.lm_head_weight, micro.targets, settings.temperature, **options)
         logprobs[micro.index[micro.sequence], micro.place] = values
     return logprobs
 
@@ -204,21 +186,12 @@ def update(model, optimizer, rollouts, learning_rate, settings, meter, log):
     size = settings.train_batch_size or N
     if rollouts.old_logprobs is None:
         rollouts.old_logprobs = rollouts.sampling_logprobs  # the sampler is the model: no forward for them
-    smaller = partial(halve_micro_batch, settings, rollouts, model, say=log.say)
     history = []
     for _ in range(settings.num_iterations):
         for first in range(0, N, size):
-
-            def attempt(select=range(first, first + size)):
-                optimizer.zero_grad(set_to_none=True)  # of an attempt that failed half way
-                return accumulate(model, rollouts, select, settings)
-
-            with meter.phase("train"):
-                metrics = surviving(attempt, smaller)
-            with meter.phase("optimizer"):
-                step = partial(optimizer_step, model, optimizer, learning_rate, settings.grad_clip)
-                metrics["grad_norm"] = surviving(step, once_more(settings, model))
-            history.append(metrics)
+            gradient = partial(accumulate, model, rollouts, range(first, first + size), settings)
+            metrics, grad_norm = loop.step(model, optimizer, gradient, rollouts, learning_rate, settings, meter, log)
+            history.append(metrics | {"grad_norm": grad_norm})
     averages = {name: sum(step[name] for step in history) / len(history) for name in history[0]}
     return averages | {name: history[0][name] for name in ("logprob_diff_mean", "logprob_diff_max")}
 
@@ -261,22 +234,9 @@ def train_micro_batch(model, micro, counts, settings):
             metrics[name] = metrics.get(name, 0) + value
         return loss
 
-    with autocast(settings.dtype, model):
-        hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
-        loss, logprobs, entropy = head_loss(
-            hidden,
-            model.lm_head_weight,
-            micro.targets,
-            token_loss,
-            settings.temperature,
-            entropy=True,
-            n_vocab=model.config.n_vocab,
-            chunk_mb=settings.logits_chunk_mb,
-        )
-    loss.backward()
-    model.after_backward()
+    loss, logprobs, entropy = loop.learn(model, micro, token_loss, settings, settings.temperature)
     difference = (logprobs - micro.sampling_logprobs).abs()
-    metrics |= dict(loss=loss.detach(), entropy=entropy.sum() / counts["num_tokens"])
+    metrics |= dict(loss=loss, entropy=entropy.sum() / counts["num_tokens"])
     return metrics | dict(logprob_diff_mean=difference.sum() / counts["num_tokens"], logprob_diff_max=difference.max())
 
 
@@ -286,11 +246,9 @@ def rehearsal(prepared, settings):
     def iteration(meter):
         device = torch.device("cpu")
         (prompt, completion), P, k = prepared.longest(settings), settings.batch_size, settings.group_size
-        reference = make_reference(prepared.shape, device, settings, None) if settings.beta else None
-        model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
-        optimizer = make_optimizer(model, settings)
-        meter.label("weights", model.named_parameters())
+        reference = make_reference(replace(prepared, settings=settings), device, weights=False)
         meter.label("reference", reference.named_parameters() if reference else ())
+        model, optimizer = loop.rehearse_init(prepared, settings, meter)
         rehearse_evaluation(model, prompt, completion, settings, meter)
         with meter.phase("rollout"), autocast(settings.dtype, model):
             rollouts = rehearse_groups(model, prompt, P, k, completion, **decode_options(settings))
@@ -298,11 +256,8 @@ def rehearsal(prepared, settings):
         if reference is not None:
             with meter.phase("reference"):
                 rollouts.ref_logprobs = reference_logprobs(reference, rollouts, settings, device, most=2)
-        with meter.phase("train"):
-            accumulate(model, rollouts, range(settings.train_batch_size or P * k), settings, most=2)
-        meter.label("gradients", ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None))
-        with meter.phase("optimizer"):
-            optimizer_step(model, optimizer, settings.learning_rate, settings.grad_clip)
+        select = range(settings.train_batch_size or P * k)
+        loop.rehearse_step(model, optimizer, partial(accumulate, model, rollouts, select, settings, most=2), settings, meter)
 
     return iteration
 

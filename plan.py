@@ -41,8 +41,7 @@ SITES = (  # where a tensor was made (module, beginning of the function's name) 
     ("optimizer", "", "optimizer's buffers"),
     ("model", "host_hooks", "block inputs"),
     ("model", "", "activations"),
-    ("grpo", "train_micro_batch", "backward"),  # what autograd makes while backward runs
-    ("train_sft", "train_micro_batch", "backward"),
+    ("loop", "learn", "backward"),  # what autograd makes while backward runs
     ("checkpoint", "", "weights"),
 )
 

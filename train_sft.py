@@ -9,7 +9,6 @@ Left out: data sets on disk, packing.
 import random
 import sys
 import time
-from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 
@@ -22,60 +21,30 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 import torch
 
+import loop
 from batch import Sequences, limits, micro_batches
-from checkpoint import begin, configure, make_model, newest, pick_device, read_state, save_if_due
+from checkpoint import save_if_due
 from evaluate import evaluate_if_due, rehearse_evaluation
-from log import RunLog, prepare_folder
-from logprobs import head_loss
-from memory import MemoryMeter, allocator_snapshot, surviving
-from model import autocast
-from optimizer import learning_rate_at, make_optimizer, number, optimizer_step
-from plan import apply, halve_micro_batch, once_more, recall, show
+from optimizer import learning_rate_at, number
 from sample import Numbers
 
 
 def main(prepared):
     """Train, log and save as the settings say."""
-    settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
-    make_iteration, longest = partial(rehearsal, prepared), sum(prepared.longest(settings))
-    if settings.plan:
-        return print(show(make_iteration, settings, longest))
-    device = pick_device(settings.device)
-    settings = prepared.settings = apply(make_iteration, settings, longest, device, print)
-    snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
-    torch.manual_seed(settings.seed)
-    with MemoryMeter(device) as meter:
-        model, optimizer, start = begin(settings, prepared.shape, device)
-        moved = prepare_folder(settings)
-        with snapshot, RunLog(settings, "SFT", start) as log:
-            log.say(f"SFT on {settings.task}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}, {settings.out_dir}")
-            if moved:
-                log.say(f"an earlier run in {settings.out_dir} was moved to {moved}")
-            if start:
-                recall(settings, read_state(newest(settings.out_dir)), log.say)
-            log.memory([meter.line("after init")])
-            for iteration in log.iterations():
-                iterate(iteration, model, optimizer, task, tokenizer, settings, meter, log)
+    loop.run(prepared, "SFT", rehearsal, iterate, lambda *_: None)
 
 
-def iterate(iteration, model, optimizer, task, tokenizer, settings, meter, log):
+def iterate(iteration, model, _, optimizer, prepared, meter, log):
     """One optimizer step with its log line; whatever is large dies in here."""
+    settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
     meter.reset()
     started = time.perf_counter()
     learning_rate = learning_rate_at(iteration, settings)
     scores = evaluate_if_due(0, model, task, tokenizer, settings, meter, log.say) if iteration == 0 else {}
     log.show("train")
     batch = demonstrations(task, tokenizer, settings, iteration, model.device)  # some kilobytes
-
-    def attempt():
-        optimizer.zero_grad(set_to_none=True)  # of an attempt that failed half way
-        return train_step(model, batch, settings)
-
-    with meter.phase("train"):
-        loss, entropy, num_tokens = surviving(attempt, partial(halve_micro_batch, settings, batch, model, say=log.say))
-    with meter.phase("optimizer"):
-        step = partial(optimizer_step, model, optimizer, learning_rate, settings.grad_clip)
-        grad_norm = surviving(step, once_more(settings, model))
+    gradient = partial(train_step, model, batch, settings)
+    (loss, entropy, num_tokens), grad_norm = loop.step(model, optimizer, gradient, batch, learning_rate, settings, meter, log)
     scores |= evaluate_if_due(iteration + 1, model, task, tokenizer, settings, meter, log.say)
     stats = meter.stats()
     record = dict(iter=iteration, loss=loss, entropy=entropy, grad_norm=grad_norm, learning_rate=learning_rate)
@@ -105,45 +74,20 @@ def train_step(model, batch, settings, most=None):
     num_tokens = sum(batch.completion_lengths.tolist())
     loss = entropy = 0.0
     for micro in islice(micro_batches(batch, *limits(settings, len(batch.tokens))), most):
-        share, token_entropy = train_micro_batch(model, micro, lambda logprobs, rows: -logprobs.sum() / num_tokens, settings)
-        loss, entropy = loss + share, entropy + token_entropy / num_tokens
+        share, _, entropies = loop.learn(model, micro, lambda logprobs, rows: -logprobs.sum() / num_tokens, settings)
+        loss, entropy = loss + share, entropy + entropies.sum() / num_tokens
     return number(loss), number(entropy), num_tokens
-
-
-def train_micro_batch(model, micro, token_loss, settings):
-    """Forward, head, backward -> (loss, sum of entropies), detached. The logits live and die inside head_loss."""
-    with autocast(settings.dtype, model):
-        hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
-        loss, _, entropy = head_loss(
-            hidden,
-            model.lm_head_weight,
-            micro.targets,
-            token_loss,
-            entropy=True,
-            n_vocab=model.config.n_vocab,
-            chunk_mb=settings.logits_chunk_mb,
-        )
-    loss.backward()
-    model.after_backward()
-    return loss.detach(), entropy.sum()
 
 
 def rehearsal(prepared, settings):
     """What plan.py runs on fake tensors -> a function of a meter: init, and an iteration in which every length is the longest."""
 
     def iteration(meter):
-        device = torch.device("cpu")
         (prompt, completion), N = prepared.longest(settings), settings.batch_size
-        model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
-        optimizer = make_optimizer(model, settings)
-        meter.label("weights", model.named_parameters())
+        model, optimizer = loop.rehearse_init(prepared, settings, meter)
         rehearse_evaluation(model, prompt, completion, settings, meter)
         batch = Sequences(torch.zeros(N, prompt + completion, dtype=torch.long), Numbers([prompt] * N), Numbers([completion] * N))
-        with meter.phase("train"):
-            train_step(model, batch, settings, most=2)
-        meter.label("gradients", ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None))
-        with meter.phase("optimizer"):
-            optimizer_step(model, optimizer, settings.learning_rate, settings.grad_clip)
+        loop.rehearse_step(model, optimizer, partial(train_step, model, batch, settings, most=2), settings, meter)
 
     return iteration
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from conftest import DEVICE, make_flat_model, make_model
 
 import grpo
+import loop
 import train_sft
 from batch import Sequences
 from checkpoint import newest
@@ -170,12 +171,12 @@ def test_several_steps_a_rollout_and_bfloat16(tmp_path):
     sft, settings = tiny(tmp_path, train_batch_size=8, num_iterations=2, dtype="bfloat16", checkpoint_blocks="block", max_rollout_batch=6)
     train_sft.main(prepare(dataclasses.replace(sft, dtype="bfloat16")))
     steps = []
-    original = grpo.optimizer_step
+    original = loop.optimizer_step
     try:
-        grpo.optimizer_step = lambda *args: steps.append(args[2]) or original(*args)
+        loop.optimizer_step = lambda *args: steps.append(args[2]) or original(*args)
         run(settings)
     finally:
-        grpo.optimizer_step = original
+        loop.optimizer_step = original
     assert len(steps) == 4 * 2 * 2  # iterations, times over, steps a rollout
     assert max(record["logprob_diff_max"] for record in read_log(settings.out_dir)) < 0.1  # bfloat16 has 8 bits
 
@@ -364,11 +365,11 @@ def test_sft_is_half_of_a_plain_loop_at_a_large_vocabulary():
             optimizer_step(model, optimizer, 1e-3, 1.0)
 
     peak = {}
-    for loop in (plain, ours):
+    for train in (plain, ours):
         with LiveBytes() as live:
             model = make_model("gpt2", **model_of)
-            loop(model, make_optimizer(model, settings))
-            peak[loop.__name__] = live.peak
+            train(model, make_optimizer(model, settings))
+            peak[train.__name__] = live.peak
             del model
     assert peak["ours"] <= 0.5 * peak["plain"]
 
