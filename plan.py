@@ -364,7 +364,7 @@ def show(make_iteration, settings, longest):
     lines = [its_plan.text()]
     if budget is not None:
         verdict = "fits into" if its_plan.peak <= budget else "the nearest to"
-        lines.append(f"{verdict} {budget / GIB:.2f} GiB with {written(change) or 'no change'}")
+        lines.append(f"{verdict} {budget / GIB:.3g} GiB with {written(change) or 'no change'}")
     return "\n".join(lines + [its_plan.line()])
 
 
@@ -388,12 +388,12 @@ def refusal(make_iteration, fitted, its_plan, change, budget, on_host):
     """One line: what is missing, and the smallest change that would do."""
     if its_plan.host > on_host:
         return (
-            f"the plan takes {its_plan.host / GIB:.2f} GiB of the host, which has {on_host / GIB:.2f} GiB left; use the device for more "
+            f"the plan takes {its_plan.host / GIB:.3g} GiB of the host, which has {on_host / GIB:.3g} GiB left; use the device for more "
             "(optimizer_device, grad_offload, reference), or a host with more memory"
         )
-    said = f"the plan takes {its_plan.peak / GIB:.2f} GiB in {its_plan.phase} even with {written(change) or 'all else'}; {budget / GIB:.2f} GiB may be used"
+    said = f"the plan takes {its_plan.peak / GIB:.3g} GiB in {its_plan.phase} even with {written(change) or 'all else'}; {budget / GIB:.3g} GiB may be used"
     if fitted.param_dtype == "float32":
         halved = plan(make_iteration, replace(fitted, **HALVED))
         if halved.peak <= budget:
-            return f"{said}; {written(HALVED)} would make it {halved.peak / GIB:.2f}"
+            return f"{said}; {written(HALVED)} would make it {halved.peak / GIB:.3g}"
     return f"{said}; the biggest is {its_plan.biggest[0][1]}: a smaller model, or shorter sequences, would have to do"
