@@ -4,21 +4,27 @@
         model.safetensors       weights, by parameter name
         optimizer.safetensors   exp_avg.<name>, exp_avg_sq.<name>; master.<name> where there are masters
         state.json              iteration, the model's shape, tokenizer, settings, generators
+        manifest.json           length and SHA-256 of the others, written last
 
-A checkpoint is written into a temporary folder and renamed into place, so that one that has its name is whole. The
+A checkpoint is written into a temporary folder, flushed to the disk and renamed into place; only then are older ones deleted. So
+one that has its name is whole, unless the disk has damaged it since: then it is named, and the one before is used. The
 data's order and the sampler's draws follow from (seed, iteration), so the iteration is their state.
 
 torch is imported where it is needed: a missing or damaged checkpoint is reported before that costs its seconds.
-Left out, so far: checksums; other layouts of a folder (Hugging Face's).
+Left out, so far: writing beside the training; other layouts of a folder (Hugging Face's).
 """
 
+import hashlib
 import json
 import os
+import random
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from settings import SnugError
@@ -38,15 +44,79 @@ def is_checkpoint(folder):
 
 
 def newest(folder):
-    """A run's folder, or one of its checkpoints -> Path of that, or of the newest, checkpoint. Raises SnugError where there is none."""
+    """A run's folder, or one of its checkpoints -> Path of that, or of the newest whole, checkpoint. Raises SnugError where there is none.
+
+    A damaged one is named on stderr, and the one before is taken.
+    """
     if is_checkpoint(folder):
+        wrong = damage(Path(folder))
+        if wrong:
+            raise SnugError(wrong)
         return Path(folder)
     if not Path(folder).is_dir():
         raise SnugError(f"{folder}: there is no such run; runs are folders under out/, made by train_sft.py and grpo.py")
     found = checkpoints(folder)
     if not found:
         raise SnugError(f"{folder}: has no checkpoint; was the run stopped before its first save?")
-    return found[-1]
+    damaged = []
+    for path in reversed(found):
+        wrong = damage(path)
+        if not wrong:
+            for note in damaged:
+                if note not in told:
+                    print(f"note: {note}; {path.name} is used", file=sys.stderr, flush=True)
+            told.update(damaged)
+            return path
+        damaged.append(wrong)
+    raise SnugError(f"{damaged[0]}; no checkpoint in {folder} is whole")
+
+
+told = set()  # notes that were printed already
+checked = {}  # path -> (what its manifest says, what was found): a checkpoint is read once by a process, not at every look
+
+
+def damage(path):
+    """What is wrong with a checkpoint, in words, or None: every file has to have its length and SHA-256."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        if path in checked and checked[path][0] == manifest:
+            return checked[path][1]
+        found = None
+        for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+            file = path / name
+            if file.stat().st_size != manifest[name]["bytes"] or sha256(file) != manifest[name]["sha256"]:
+                found = f"checkpoint {path}: {name} is not what was written"
+                break
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"checkpoint {path}: cannot be read ({type(error).__name__}: {error})"
+    checked[path] = manifest, found
+    return found
+
+
+def sha256(file):
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def seal(folder):
+    """Flush a checkpoint's files to the disk, and write their lengths and checksums beside them, last."""
+    manifest = {
+        file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for file in sorted(folder.iterdir())
+        if file.name != "manifest.json"
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    for file in [*folder.iterdir(), folder]:
+        flush(file)
+
+
+def flush(path):
+    """What was written to a file, or renamed in a folder, is on the disk and not only in the page cache."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_state(path):
@@ -88,9 +158,12 @@ def save(folder, iteration, model, optimizer, settings, tokenizer, limit):
     state |= dict(settings=asdict(settings), generators=generator_state(model.device))
     state |= dict(after_oom=getattr(settings, "after_oom", {}))
     (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+    seal(temporary)
     if final.exists():  # the same iteration again, after a resume from an older one
         shutil.rmtree(final)
     os.rename(temporary, final)
+    flush(final.parent)
+    checked.pop(final, None)
     for old in checkpoints(folder)[:-limit]:
         shutil.rmtree(old)
 
@@ -102,19 +175,27 @@ def save_if_due(done, model, optimizer, settings, tokenizer):
 
 
 def generator_state(device):
-    """torch's generators as text. snug draws nothing from them after the weights are made; a user's reward function may."""
+    """Every generator's state, for JSON. snug draws nothing from them after the weights are made; a user's reward function may."""
     import torch
 
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    return {kind: bytes(value.tolist()).hex() for kind, value in state.items()}
+    kind, words, *rest = np.random.get_state()
+    own = {"python": random.getstate(), "numpy": [kind, words.tolist(), *rest]}
+    return {kind: bytes(value.tolist()).hex() for kind, value in state.items()} | own
 
 
 def restore_generators(state, device):
     import torch
 
-    values = {kind: torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8) for kind, text in state.items()}
+    if "python" in state:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+    if "numpy" in state:
+        kind, words, *rest = state["numpy"]
+        np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+    values = {kind: torch.tensor(list(bytes.fromhex(state[kind])), dtype=torch.uint8) for kind in ("cpu", "cuda") if kind in state}
     if "cpu" in values:
         torch.set_rng_state(values["cpu"])
     if "cuda" in values and device.type == "cuda":

@@ -48,10 +48,11 @@ def main(prepared):
             f"{prepared.settings.init_from} is missing or not finished: making it first, as {prepared.settings.init_config} says",
             flush=True,
         )
-        train_sft.main(prepared.warm_start)
+        if not train_sft.main(prepared.warm_start):
+            return False  # stopped by a signal
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # nothing of it is alive; its cached blocks would count as reserved here
-    loop.run(prepared, "GRPO", rehearsal, iterate, make_reference)
+    return loop.run(prepared, "GRPO", rehearsal, iterate, make_reference)
 
 
 def make_reference(prepared, device, weights=True):

@@ -3,12 +3,14 @@
 Left out: what an iteration is; grpo.py and train_sft.py say that, in `iterate` and, for a planner, in `rehearsal`.
 """
 
+import signal
+import threading
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 
-from checkpoint import begin, configure, make_model, newest, pick_device, read_state
+from checkpoint import begin, configure, make_model, newest, pick_device, read_state, save
 from log import RunLog, prepare_folder
 from logprobs import head_loss
 from memory import MemoryMeter, allocator_snapshot, surviving
@@ -21,11 +23,13 @@ def run(prepared, title, rehearsal, iterate, make_reference):
     """Iterate as the settings say, with a meter and a log; or only plan it, where that is what they say.
 
     iterate(iteration, model, reference, optimizer, prepared, meter, log); make_reference(prepared, device) -> a model or None.
+    -> False where it was stopped by a signal, after the iteration that was going on; the rest is for --resume=auto.
     """
     make_iteration, settings = partial(rehearsal, prepared), prepared.settings
     longest = sum(prepared.longest(settings))
     if settings.plan:
-        return print(show(make_iteration, settings, longest))
+        print(show(make_iteration, settings, longest))
+        return True
     device = pick_device(settings.device)
     settings = prepared.settings = apply(make_iteration, settings, longest, device, print)
     snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
@@ -40,10 +44,46 @@ def run(prepared, title, rehearsal, iterate, make_reference):
             if moved:
                 log.say(f"an earlier run in {settings.out_dir} was moved to {moved}")
             if start:
-                recall(settings, read_state(newest(settings.out_dir)), log.say)
+                state = read_state(newest(settings.out_dir))
+                log.say(f"resumed after {start} iterations{changes_since(state['settings'], settings)}")
+                recall(settings, state, log.say)
             log.memory([meter.line("after init")])
-            for iteration in log.iterations():
-                iterate(iteration, model, reference, optimizer, prepared, meter, log)
+            with StopAfterIteration() as stop:
+                for iteration in log.iterations():
+                    iterate(iteration, model, reference, optimizer, prepared, meter, log)
+                    if stop.by and iteration + 1 < settings.max_iters:
+                        save(settings.out_dir, iteration + 1, model, optimizer, settings, prepared.tokenizer, settings.save_total_limit)
+                        log.say(f"stopped by {stop.by} after iteration {iteration}, and saved; --resume=auto goes on")
+                        return False
+    return True
+
+
+def changes_since(before, settings):
+    """-> ", learning_rate was 0.001, is 0.0001", or nothing: what a resumed run does otherwise than it began."""
+    told = {name for name in before if name not in ("resume", "out_dir", "plan") and hasattr(settings, name)}
+    changed = {name for name in told if before[name] != getattr(settings, name)} - set(getattr(settings, "after_oom", {}))
+    return "".join(f", {name} was {before[name]!r}, is {getattr(settings, name)!r}" for name in sorted(changed))
+
+
+class StopAfterIteration:
+    """While it is entered, SIGTERM and the first Ctrl-C only say so in `by`; a second Ctrl-C interrupts at once."""
+
+    def __init__(self):
+        self.by, self.before = None, {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():  # Python takes handlers from no other
+            self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def ask(self, number, frame):
+        if self.by and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.by = signal.Signals(number).name
 
 
 def learn(model, micro, token_loss, settings, temperature=1.0):

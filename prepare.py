@@ -88,7 +88,21 @@ def starting_point(settings, given):
         return {f.name: getattr(settings, f.name) for f in fields(ModelOptions)}, settings.tokenizer
     state = read_state(path)
     refuse_contradictions(settings, given, state["model_config"], state["tokenizer"], path)
+    if path == resume_path(settings):
+        refuse_another_task(settings, state["settings"], path)
     return state["model_config"], state["tokenizer"]
+
+
+def refuse_another_task(settings, before, source):
+    """A run goes on with the task that it began with."""
+    names = [f.name for f in fields(TaskOptions) if f.name != "tokenizer"]
+    changed = [
+        f"{name} was {before[name]!r}, is {getattr(settings, name)!r}"
+        for name in names
+        if before.get(name, getattr(settings, name)) != getattr(settings, name)
+    ]
+    if changed:
+        raise SnugError(f"{source} is of another task: {'; '.join(changed)}; put it back, or start anew in another out_dir")
 
 
 def refuse_contradictions(settings, given, shape, tokenizer_name, source):

@@ -30,8 +30,8 @@ from sample import Numbers
 
 
 def main(prepared):
-    """Train, log and save as the settings say."""
-    loop.run(prepared, "SFT", rehearsal, iterate, lambda *_: None)
+    """Train, log and save as the settings say -> False where a signal stopped it."""
+    return loop.run(prepared, "SFT", rehearsal, iterate, lambda *_: None)
 
 
 def iterate(iteration, model, _, optimizer, prepared, meter, log):

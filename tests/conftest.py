@@ -39,3 +39,18 @@ def make_flat_model(shape="gpt2", **changes):
 @pytest.fixture
 def device():
     return torch.device(DEVICE)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also the checks that are slow and rarely differ from the short ones")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: runs with --long only")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="a long check: --long runs it"))

@@ -3,7 +3,14 @@
 import dataclasses
 import json
 import pickle
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
+import kill
+import numpy as np
 import pytest
 import torch
 from conftest import make_model
@@ -17,6 +24,8 @@ from optimizer import make_optimizer, optimizer_step
 from prepare import prepare
 from settings import SFTSettings, SnugError
 from tokenizer import get_tokenizer
+
+HOME = Path(__file__).parent.parent
 
 
 def saved(tmp_path, shape="gpt2", iteration=7, limit=2):
@@ -90,6 +99,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     state = json.loads((path / "state.json").read_text())
     state["model_config"]["n_heads"] = 3
     (path / "state.json").write_text(json.dumps(state))
+    checkpoint.seal(path)
     with pytest.raises(SnugError, match="n_heads"):
         checkpoint.load_run(tmp_path, "cpu")
 
@@ -136,3 +146,113 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     for name in ("model.safetensors", "optimizer.safetensors"):
         ours, theirs = (checkpoint.newest(folder) / name for folder in (broken.out_dir, settings.out_dir))
         assert ours.name == theirs.name and ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys):
+    """Bits flipped and files cut, anywhere: never loaded, never an error while there is another."""
+    before, path = saved(tmp_path, iteration=2)[2], saved(tmp_path, iteration=4)[2]
+    rng = random.Random(0)
+    for _ in range(300):
+        file = path / rng.choice(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+        whole = file.read_bytes()
+        at = rng.randrange(len(whole))
+        damaged = whole[:at] if rng.random() < 0.3 else whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :]
+        file.write_bytes(damaged)
+        harmless = file.name == "manifest.json" and same_json(damaged, whole)
+        assert checkpoint.newest(tmp_path) == (path if harmless else before)
+        file.write_bytes(whole)
+        checkpoint.checked.clear()
+    notes = capsys.readouterr().err
+    assert "checkpoint-000004" in notes and "; checkpoint-000002 is used" in notes
+    (path / "model.safetensors").write_bytes(b"")
+    (before / "state.json").unlink()
+    with pytest.raises(SnugError, match="model.safetensors is not what was written; no checkpoint in .* is whole"):
+        checkpoint.newest(tmp_path)
+    with pytest.raises(SnugError, match="model.safetensors is not what was written"):
+        checkpoint.newest(path)
+
+
+def same_json(a, b):
+    try:
+        return json.loads(a) == json.loads(b)
+    except ValueError:
+        return False
+
+
+def test_every_generator_comes_back(tmp_path):
+    saved(tmp_path)
+    expected = random.random(), np.random.rand(), float(torch.rand(()))
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    checkpoint.restore_generators(checkpoint.read_state(checkpoint.newest(tmp_path))["generators"], torch.device("cpu"))
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected
+
+
+def test_a_resumed_run_keeps_its_task_and_tells_what_else_changed(tmp_path, capsys):
+    sft, _ = tiny(tmp_path)
+    train_sft.main(prepare(sft))
+    with pytest.raises(SnugError, match="is of another task: digits was 2, is 3; put it back"):
+        prepare(dataclasses.replace(sft, resume="auto", digits=3))
+    capsys.readouterr()
+    train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=5, learning_rate=5e-4)))
+    assert "resumed after 4 iterations, learning_rate was 0.001, is 0.0005, max_iters was 4, is 5\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path, number):
+    """Exit code 0, a checkpoint, and the same end as a run that was let alone."""
+    sft, _ = tiny(tmp_path, max_iters=300)
+    sft = dataclasses.replace(sft, max_iters=300, save_interval=0, eval_prompts=0)
+    whole = dataclasses.replace(sft, out_dir=str(tmp_path / "whole"))
+    train_sft.main(prepare(whole))
+    words = [f"--{name}={value}" for name, value in dataclasses.asdict(sft).items() if value not in ("", None)]
+    child = subprocess.Popen([sys.executable, "train_sft.py", *words], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in child.stdout:
+        if line.startswith("iter   3"):
+            child.send_signal(number)
+            break
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 0 and f"stopped by {number.name} after iteration " in out and "--resume=auto goes on" in out, err
+    assert 4 <= checkpoint.read_state(checkpoint.newest(sft.out_dir))["iteration"] < 300
+    train_sft.main(prepare(dataclasses.replace(sft, resume="auto")))
+    assert figures(sft.out_dir) == figures(whole.out_dir)
+    ours, theirs = (checkpoint.newest(folder) / "model.safetensors" for folder in (sft.out_dir, whole.out_dir))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+OPTIMIZERS = [dict(optimizer_device=device, optimizer_dtype=dtype) for device in ("device", "host") for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize("options", [*OPTIMIZERS, dict(dtype="bfloat16", param_dtype="bfloat16", optimizer_device="host")])
+@pytest.mark.parametrize("cut", [pytest.param(cut, marks=[pytest.mark.long] * (cut in (2, 3))) for cut in (1, 2, 3, 4)])
+def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, options, cut):
+    """After the first iteration, after an evaluation (2, 4), with every kind of optimizer state."""
+    sft, settings = tiny(tmp_path, max_iters=6, eval_interval=2, save_interval=1, lr_schedule="linear", **options)
+    train_sft.main(prepare(sft))
+    run(settings)
+    broken = dataclasses.replace(settings, out_dir=str(tmp_path / "broken"))
+    original = grpo.iterate
+
+    def iterate(iteration, *args):
+        if iteration == cut:
+            raise InterruptedError
+        original(iteration, *args)
+
+    grpo.iterate = iterate
+    try:
+        with pytest.raises(InterruptedError):
+            run(broken)
+    finally:
+        grpo.iterate = original
+    run(dataclasses.replace(broken, resume="auto"))
+    assert figures(broken.out_dir) == figures(settings.out_dir)
+    ours, theirs = (checkpoint.newest(folder) for folder in (broken.out_dir, settings.out_dir))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    assert checkpoint.read_state(ours)["generators"] == checkpoint.read_state(theirs)["generators"]
+    assert (tmp_path / "broken/samples.jsonl").read_text() == (tmp_path / "grpo/samples.jsonl").read_text()
+
+
+def test_kill_9_loses_nothing(capsys):
+    """The short form; python tests/kill.py --kills=200 is the long one."""
+    assert kill.main(kills=3, seed=7) == []
+    assert json.loads(capsys.readouterr().out)["kills"] == 3

@@ -133,7 +133,7 @@ def planned(shape, settings):
     return plan(partial(loop.rehearsal, prepared), settings)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * name.endswith("0.5B")) for name in SHAPES])
 def test_grpo_is_planned_to_need_what_sft_needs(name):
     """And a resident reference its own bytes on top."""
     common = dict(device="cuda", max_tokens_per_micro_batch=4096, eval_prompts=0, checkpoint_blocks="block", **BF16)
