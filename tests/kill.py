@@ -35,7 +35,9 @@ import grpo
 from prepare import prepare
 from settings import GRPOSettings, read_settings
 print("started", flush=True)
-grpo.main(prepare(*read_settings(GRPOSettings, sys.argv[1:])[:2]))
+prepared = prepare(*read_settings(GRPOSettings, sys.argv[1:])[:2])
+prepared.reward_funcs = [lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 for c in completions]]  # an untrained model's differ
+grpo.main(prepared)
 """
 OPTIONS = (
     "--digits=2 --n_layer=1 --n_embd=32 --block_size=24 --batch_size=4 --group_size=4 --max_new_tokens=8 --eval_prompts=0 --device=cpu"
@@ -90,6 +92,8 @@ def main(kills, seed):
         if finish(f"{home}/whole") != "finished":
             raise SystemExit("the undisturbed run failed")
         expected = weights(f"{home}/whole")
+        learned = [json.loads(line)["grad_norm"] for line in (Path(home) / "whole/log.jsonl").read_text().splitlines()]
+        assert min(learned) > 0  # else all weights would be alike
         while done < kills:
             folder, ended = f"{home}/run{runs}", None
             while ended != "finished" and not wrong:
