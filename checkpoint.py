@@ -6,12 +6,12 @@
         state.json              iteration, the model's shape, tokenizer, settings, generators
         manifest.json           length and SHA-256 of the others, written last
 
-A checkpoint is written into a temporary folder, flushed to the disk and renamed into place; only then are older ones deleted. So
-one that has its name is whole, unless the disk has damaged it since: then it is named, and the one before is used. The
-data's order and the sampler's draws follow from (seed, iteration), so the iteration is their state.
+A checkpoint is written into a temporary folder, flushed to the disk and renamed into place. So one that has its name is
+whole, unless the disk has damaged it since: then it is named, and the one before is used. The data's order and the
+sampler's draws follow from (seed, iteration), so the iteration is their state.
 
 torch is imported where it is needed: a missing or damaged checkpoint is reported before that costs its seconds.
-Left out, so far: writing beside the training; other layouts of a folder (Hugging Face's).
+Left out: when one is written, and which are kept (saver.py); other layouts of a folder (Hugging Face's).
 """
 
 import hashlib
@@ -40,19 +40,22 @@ def checkpoints(folder):
 
 def is_checkpoint(folder):
     """Is it a checkpoint's folder, rather than a run's?"""
-    return Path(folder).name.startswith(PREFIX) and Path(folder).is_dir()
+    return Path(folder).resolve().name.startswith(PREFIX) and Path(folder).is_dir()
 
 
 def newest(folder):
     """A run's folder, or one of its checkpoints -> Path of that, or of the newest whole, checkpoint. Raises SnugError where there is none.
 
+    out/run/best is a link to the one with the best evaluation.
+
     A damaged one is named on stderr, and the one before is taken.
     """
     if is_checkpoint(folder):
-        wrong = damage(Path(folder))
+        path = Path(folder).resolve() if Path(folder).is_symlink() else Path(folder)
+        wrong = damage(path)
         if wrong:
             raise SnugError(wrong)
-        return Path(folder)
+        return path
     if not Path(folder).is_dir():
         raise SnugError(f"{folder}: there is no such run; runs are folders under out/, made by train_sft.py and grpo.py")
     found = checkpoints(folder)
@@ -123,7 +126,7 @@ def read_state(path):
     """state.json of the checkpoint `path` -> dict; the tensor files' headers and lengths are looked at too. Raises SnugError."""
     try:
         state = json.loads((path / "state.json").read_text())
-        missing = {"iteration", "model_config", "tokenizer", "settings", "optimizer_steps"} - set(state)
+        missing = {"iteration", "model_config", "tokenizer", "settings", "optimizer_steps", "generators"} - set(state)
     except (OSError, ValueError, TypeError) as error:
         raise SnugError(f"checkpoint {path}: state.json cannot be read ({error}); delete the folder to use the one before") from None
     if missing:
@@ -142,64 +145,78 @@ def opened(path, framework="numpy"):
         raise SnugError(f"{path}: cannot be read ({error}); delete the checkpoint's folder to use the one before") from None
 
 
-def save(folder, iteration, model, optimizer, settings, tokenizer, limit):
-    """Write checkpoint-<iteration> into the run's folder; then delete all but the newest `limit`. `iteration`: how many are done."""
+def state_of(iteration, model, optimizer, settings, tokenizer, generators):
+    """What state.json says. iteration: how many are done."""
+    steps = optimizer_steps(optimizer)
+    state = dict(iteration=iteration, optimizer_steps=steps, model_config=asdict(model.config), tokenizer=tokenizer.name)
+    state |= dict(settings=asdict(settings), generators=for_json(generators))
+    return state | dict(after_oom=getattr(settings, "after_oom", {}))
+
+
+def optimizer_steps(optimizer):
+    """How many steps it has taken."""
+    return optimizer.steps if hasattr(optimizer, "steps") else next((int(s["step"]) for s in optimizer.state.values()), 0)
+
+
+def tensors_of(model, optimizer):
+    """-> {file's name: {tensor's name: tensor}}, as they are, not copies."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"model.safetensors": weights, "optimizer.safetensors": moments(model, optimizer)}
+
+
+def write(folder, state, tensors):
+    """Write checkpoint-<iteration> into a run's folder: whole, or not at all -> its Path. Raises OSError, SafetensorError."""
     from safetensors.torch import save_file
 
-    final = Path(folder) / f"{PREFIX}{iteration:06d}"
+    final = Path(folder) / f"{PREFIX}{state['iteration']:06d}"
     temporary = Path(folder) / f".tmp-{final.name}"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    save_file(weights, temporary / "model.safetensors")
-    save_file(moments(model, optimizer), temporary / "optimizer.safetensors")
-    steps = optimizer.steps if hasattr(optimizer, "steps") else next((int(s["step"]) for s in optimizer.state.values()), 0)
-    state = dict(iteration=iteration, optimizer_steps=steps, model_config=asdict(model.config), tokenizer=tokenizer.name)
-    state |= dict(settings=asdict(settings), generators=generator_state(model.device))
-    state |= dict(after_oom=getattr(settings, "after_oom", {}))
-    (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
-    seal(temporary)
-    if final.exists():  # the same iteration again, after a resume from an older one
-        shutil.rmtree(final)
-    os.rename(temporary, final)
+    try:
+        temporary.mkdir(parents=True)
+        for name, named in tensors.items():
+            save_file(named, temporary / name)
+        (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+        seal(temporary)
+        if final.exists():  # damaged; or the same iteration again, after a resume from an older one
+            shutil.rmtree(final)
+        os.rename(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk gets its room back
+        raise
     flush(final.parent)
     checked.pop(final, None)
-    for old in checkpoints(folder)[:-limit]:
-        shutil.rmtree(old)
-
-
-def save_if_due(done, model, optimizer, settings, tokenizer):
-    """Save after `done` iterations where that is a save_interval, or the end."""
-    if done == settings.max_iters or (settings.save_interval and done % settings.save_interval == 0):
-        save(settings.out_dir, done, model, optimizer, settings, tokenizer, settings.save_total_limit)
+    return final
 
 
 def generator_state(device):
-    """Every generator's state, for JSON. snug draws nothing from them after the weights are made; a user's reward function may."""
+    """Every generator's state. snug draws nothing from them after the weights are made; a user's reward function may."""
     import torch
 
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    kind, words, *rest = np.random.get_state()
-    own = {"python": random.getstate(), "numpy": [kind, words.tolist(), *rest]}
-    return {kind: bytes(value.tolist()).hex() for kind, value in state.items()} | own
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return dict(cpu=torch.get_rng_state(), cuda=cuda, python=random.getstate(), numpy=np.random.get_state())
+
+
+def for_json(generators):
+    state = {kind: bytes(generators[kind].tolist()).hex() for kind in ("cpu", "cuda") if generators[kind] is not None}
+    kind, words, *rest = generators["numpy"]
+    return state | {"python": generators["python"], "numpy": [kind, words.tolist(), *rest]}
 
 
 def restore_generators(state, device):
+    """What for_json made. Raises SnugError where it is something else."""
     import torch
 
-    if "python" in state:
+    try:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
-    if "numpy" in state:
         kind, words, *rest = state["numpy"]
         np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
-    values = {kind: torch.tensor(list(bytes.fromhex(state[kind])), dtype=torch.uint8) for kind in ("cpu", "cuda") if kind in state}
-    if "cpu" in values:
+        values = {kind: torch.tensor(list(bytes.fromhex(state[kind])), dtype=torch.uint8) for kind in ("cpu", "cuda") if kind in state}
         torch.set_rng_state(values["cpu"])
-    if "cuda" in values and device.type == "cuda":
-        torch.cuda.set_rng_state(values["cuda"], device)
+        if "cuda" in values and device.type == "cuda":
+            torch.cuda.set_rng_state(values["cuda"], device)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
+        raise SnugError(f"the generators in state.json cannot be restored ({type(error).__name__}: {error})") from None
 
 
 def load_into(path, tensors, optional=None):
@@ -264,7 +281,7 @@ def begin(settings, shape, device):
         return model, optimizer, 0
     load_optimizer(path, model, optimizer)
     state = read_state(path)
-    restore_generators(state.get("generators", {}), device)
+    restore_generators(state["generators"], device)
     return model, optimizer, state["iteration"]
 
 

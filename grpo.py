@@ -14,7 +14,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from numbers import Real
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from prepare import prepare
@@ -28,8 +27,8 @@ import torch
 import loop
 import train_sft
 from batch import limits, micro_batches
-from checkpoint import load_weights, make_model, newest, save_if_due
-from evaluate import columns_of, evaluate_if_due, rehearse_evaluation
+from checkpoint import load_weights, make_model, newest
+from evaluate import columns_of, rehearse_evaluation
 from log import IS_IT_BROKEN
 from logprobs import head_logprobs
 from loss import group_advantages, policy_loss
@@ -37,8 +36,8 @@ from memory import borrowed, stream_from_host, surviving
 from model import autocast
 from optimizer import learning_rate_at, number
 from plan import halve_micro_batch, halve_rollout_batch
+from reward import total_rewards
 from sample import decode_batch, rehearse_groups, sample_groups
-from settings import SnugError
 
 
 def main(prepared):
@@ -68,12 +67,13 @@ def make_reference(prepared, device, weights=True):
     return reference
 
 
-def iterate(iteration, model, reference, optimizer, prepared, meter, log):
+def iterate(iteration, training):
     """One rollout, learned from, with its log line."""
+    model, reference, prepared, meter, log = (getattr(training, name) for name in ("model", "reference", "prepared", "meter", "log"))
     settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
     meter.reset()
     started = time.perf_counter()
-    scores = evaluate_if_due(0, model, task, tokenizer, settings, meter, log.say) if iteration == 0 else {}
+    scores = training.evaluate_if_due(0) if iteration == 0 else {}
     log.show("rollout")
     decoded = settings.batch_size, settings.group_size, settings.max_new_tokens, settings.max_rollout_batch, settings.kv_cache_mb
     rows = decode_batch(model, prepared.longest(settings)[0], *decoded)
@@ -90,18 +90,15 @@ def iterate(iteration, model, reference, optimizer, prepared, meter, log):
             rollouts.ref_logprobs = surviving(partial(reference_logprobs, reference, rollouts, settings, model.device), smaller)
     log.show("train")
     learning_rate = learning_rate_at(iteration, settings)
-    metrics = update(model, optimizer, rollouts, learning_rate, settings, meter, log)
+    metrics = update(training, rollouts, learning_rate, iteration)
     metrics |= rollout_metrics(rollouts, rewards) | {"learning_rate": learning_rate}
     del rollouts, smaller  # before the evaluation's are made
-    scores |= evaluate_if_due(iteration + 1, model, task, tokenizer, settings, meter, log.say)
-    stats = meter.stats()
-    metrics["tokens_per_second"] = metrics["completion_length_mean"] * rewards.numel() / stats["time_rollout_s"]
+    scores |= training.evaluate_if_due(iteration + 1)
+    metrics["tokens_per_second"] = metrics["completion_length_mean"] * rewards.numel() / meter.stats()["time_rollout_s"]
     metrics["time_s"] = time.perf_counter() - started
-    log.iteration({"iter": iteration} | metrics | scores | stats, samples)
-    log.memory(meter.lines(log.place(iteration)))
+    training.end_iteration({"iter": iteration} | metrics, scores, samples)
     if iteration == 0:
         log.say(IS_IT_BROKEN)
-    save_if_due(iteration + 1, model, optimizer, settings, tokenizer)
 
 
 def rollout(iteration, model, task, tokenizer, settings):
@@ -133,27 +130,10 @@ def score(rollouts, rows, prepared):
     texts = [prepared.tokenizer.decode(completion) for completion in completions]
     prompts = [row["prompt"] for row in rows for _ in range(k)]
     columns = columns_of(rows, k) | {"stopped": rollouts.stopped.tolist(), "completion_ids": completions}
-    totals = [0.0] * len(texts)
-    for function in prepared.reward_funcs:
-        for i, reward in enumerate(checked_rewards(function, prompts, texts, columns)):
-            totals[i] += reward or 0.0  # None: the function has nothing to say about this one
+    totals = total_rewards(prepared.reward_funcs, prompts, texts, columns, settings.reward_timeout)
     shown = range(min(settings.samples_per_iteration, len(texts)))
     samples = [dict(prompt=prompts[i], completion=texts[i], reward=totals[i], stopped=columns["stopped"][i]) for i in shown]
     return torch.tensor(totals).view(-1, k), samples
-
-
-def checked_rewards(function, prompts, texts, columns):
-    """A reward function's answer, refused with its name where it is not one number (or None) a completion."""
-    rewards = function(prompts=prompts, completions=texts, **columns)
-    name = getattr(function, "__qualname__", repr(function))
-    if not isinstance(rewards, list | tuple) or len(rewards) != len(texts):
-        raise SnugError(f"reward function {name} must return a list of {len(texts)} numbers, one a completion, not {rewards!r:.60}")
-    for text, reward in zip(texts, rewards, strict=True):
-        if reward is not None and not (isinstance(reward, Real) and abs(reward) < float("inf")):
-            raise SnugError(
-                f"reward function {name} returned {reward!r:.60} for the completion {text!r:.60}; a finite number or None is wanted"
-            )
-    return rewards
 
 
 def reference_logprobs(reference, rollouts, settings, device, most=None):
@@ -178,23 +158,24 @@ def trainer_logprobs(model, rollouts, settings, most=None):
     return logprobs
 
 
-def update(model, optimizer, rollouts, learning_rate, settings, meter, log):
+def update(training, rollouts, learning_rate, iteration):
     """Learn from the rollouts: num_iterations times over, an optimizer step every train_batch_size completions.
 
-    -> metrics: token means of the steps, averaged over them; logprob_diff_* is |trainer - sampler| before the first step.
+    -> metrics: token means of the steps that were taken, averaged over them; logprob_diff_* is |trainer - sampler| before the first.
     """
-    N = len(rollouts.tokens)
+    settings, N = training.prepared.settings, len(rollouts.tokens)
     size = settings.train_batch_size or N
     if rollouts.old_logprobs is None:
         rollouts.old_logprobs = rollouts.sampling_logprobs  # the sampler is the model: no forward for them
     history = []
     for _ in range(settings.num_iterations):
         for first in range(0, N, size):
-            gradient = partial(accumulate, model, rollouts, range(first, first + size), settings)
-            metrics, grad_norm = loop.step(model, optimizer, gradient, rollouts, learning_rate, settings, meter, log)
-            history.append(metrics | {"grad_norm": grad_norm})
-    averages = {name: sum(step[name] for step in history) / len(history) for name in history[0]}
-    return averages | {name: history[0][name] for name in ("logprob_diff_mean", "logprob_diff_max")}
+            select = range(first, first + size)
+            gradient = partial(accumulate, training.model, rollouts, select, settings)
+            history.append(loop.step(training, gradient, rollouts, learning_rate, iteration, select))
+    taken = [metrics for metrics in history if metrics is not None]
+    averages = {name: sum(metrics[name] for metrics in taken) / len(taken) for name in (taken[0] if taken else ())}
+    return averages | {name: history[0][name] for name in ("logprob_diff_mean", "logprob_diff_max") if history[0]}
 
 
 def accumulate(model, rollouts, select, settings, most=None):

@@ -3,26 +3,64 @@
 Left out: what an iteration is; grpo.py and train_sft.py say that, in `iterate` and, for a planner, in `rehearsal`.
 """
 
+import math
 import signal
 import threading
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from checkpoint import begin, configure, make_model, newest, pick_device, read_state, save
+from checkpoint import begin, configure, make_model, newest, pick_device, read_state
+from evaluate import evaluate_if_due
+from guard import Guard
 from log import RunLog, prepare_folder
 from logprobs import head_loss
 from memory import MemoryMeter, allocator_snapshot, surviving
-from model import autocast
-from optimizer import make_optimizer, optimizer_step
+from model import GPT, autocast
+from optimizer import gradients_of, make_optimizer, optimizer_step
 from plan import apply, halve_micro_batch, once_more, recall, show
+from prepare import Prepared
+from saver import Saver
+
+
+@dataclass
+class Training:
+    """What an iteration works with."""
+
+    prepared: Prepared
+    model: GPT
+    reference: GPT | None
+    optimizer: torch.optim.Optimizer
+    meter: MemoryMeter
+    log: RunLog
+    guard: Guard
+    saver: Saver
+    evaluated: tuple = (0, {})  # iterations done, and the scores then
+
+    def evaluate_if_due(self, done):
+        """After `done` iterations -> the evaluation's entries for the log, or {}."""
+        p = self.prepared
+        self.evaluated = done, evaluate_if_due(done, self.model, p.task, p.tokenizer, p.settings, self.meter, self.log.say)
+        return dict(self.evaluated[1])
+
+    def save(self, done, **options):
+        self.saver.save(done, self.model, self.optimizer, self.guard, **options)
+
+    def end_iteration(self, record, scores, samples=()):
+        """Log it, and save, where it is time."""
+        record |= scores | self.meter.stats() | {"dropped_steps": self.guard.health["dropped_steps"]}
+        self.log.iteration(record, samples)
+        self.log.memory(self.meter.lines(self.log.place(record["iter"])))
+        done, scores = record["iter"] + 1, self.evaluated[1] if self.evaluated[0] == record["iter"] + 1 else {}
+        self.saver.after(done, self.model, self.optimizer, self.guard, scores)
 
 
 def run(prepared, title, rehearsal, iterate, make_reference):
     """Iterate as the settings say, with a meter and a log; or only plan it, where that is what they say.
 
-    iterate(iteration, model, reference, optimizer, prepared, meter, log); make_reference(prepared, device) -> a model or None.
+    iterate(iteration, training); make_reference(prepared, device) -> a model or None.
     -> False where it was stopped by a signal, after the iteration that was going on; the rest is for --resume=auto.
     """
     make_iteration, settings = partial(rehearsal, prepared), prepared.settings
@@ -43,18 +81,30 @@ def run(prepared, title, rehearsal, iterate, make_reference):
             log.say(f"{title} on {settings.task}: {size:,} parameters on {device}, {settings.out_dir}")
             if moved:
                 log.say(f"an earlier run in {settings.out_dir} was moved to {moved}")
+            state = read_state(newest(settings.out_dir)) if start else {}
             if start:
-                state = read_state(newest(settings.out_dir))
                 log.say(f"resumed after {start} iterations{changes_since(state['settings'], settings)}")
                 recall(settings, state, log.say)
+            guard = Guard(settings, prepared.tokenizer, log.say, state.get("health"))
+            saver = Saver(settings, prepared.tokenizer, device, log.say)
             log.memory([meter.line("after init")])
-            with StopAfterIteration() as stop:
-                for iteration in log.iterations():
-                    iterate(iteration, model, reference, optimizer, prepared, meter, log)
-                    if stop.by and iteration + 1 < settings.max_iters:
-                        save(settings.out_dir, iteration + 1, model, optimizer, settings, prepared.tokenizer, settings.save_total_limit)
-                        log.say(f"stopped by {stop.by} after iteration {iteration}, and saved; --resume=auto goes on")
-                        return False
+            return iterations(iterate, Training(prepared, model, reference, optimizer, meter, log, guard, saver))
+
+
+def iterations(iterate, training):
+    """-> False where a signal stopped them."""
+    log, saver, max_iters = training.log, training.saver, training.prepared.settings.max_iters
+    try:
+        with StopAfterIteration() as stop:
+            for iteration in log.iterations():
+                with saver.keeping(iteration, training.model, training.optimizer, training.guard):
+                    iterate(iteration, training)
+                if stop.by and iteration + 1 < max_iters:
+                    training.save(iteration + 1, last=True)
+                    log.say(f"stopped by {stop.by} after iteration {iteration}, and saved; --resume=auto goes on")
+                    return False
+    finally:
+        saver.wait()
     return True
 
 
@@ -97,21 +147,30 @@ def learn(model, micro, token_loss, settings, temperature=1.0):
     return loss.detach(), logprobs, entropy
 
 
-def step(model, optimizer, accumulate, sequences, learning_rate, settings, meter, log):
-    """One optimizer step on what accumulate() puts into the gradients -> (what it returned, the gradient's norm).
+def step(training, accumulate, sequences, learning_rate, iteration, select):
+    """One optimizer step on what accumulate() -> metrics, with "loss", puts into the gradients, from the sequences `select`.
 
-    After an out-of-memory it begins again, with smaller micro-batches of the same sequences.
+    -> the metrics with grad_norm; None where something was not finite: then nothing has changed, and guard.py has told it.
+    After an out-of-memory the step begins again, with smaller micro-batches of the same sequences.
     """
+    model, optimizer, settings = training.model, training.optimizer, training.prepared.settings
 
     def attempt():
         optimizer.zero_grad(set_to_none=True)  # of an attempt that failed half way
         return accumulate()
 
-    with meter.phase("train"):
-        result = surviving(attempt, partial(halve_micro_batch, settings, sequences, model, say=log.say))
-    with meter.phase("optimizer"):
-        update = partial(optimizer_step, model, optimizer, learning_rate, settings.grad_clip)
-        return result, surviving(update, once_more(settings, model))
+    with training.meter.phase("train"):
+        metrics = surviving(attempt, partial(halve_micro_batch, settings, sequences, model, say=training.log.say))
+    norm = math.nan
+    with training.meter.phase("optimizer"):
+        if math.isfinite(metrics["loss"]):
+            update = partial(optimizer_step, model, optimizer, learning_rate, settings.grad_clip)
+            norm = surviving(update, once_more(settings, model))
+    if training.guard.passes(metrics["loss"], norm):
+        return metrics | {"grad_norm": norm}
+    training.guard.drop(iteration, model, gradients_of(model, optimizer), sequences, select, metrics["loss"], norm)
+    optimizer.zero_grad(set_to_none=True)
+    return None
 
 
 def rehearse_init(prepared, settings, meter):

@@ -200,6 +200,15 @@ def resident_bytes():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def available_on_host():
+    """Bytes that the host can still give; a container's own limit is not looked at."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def tensor_bytes(tensors):
     """Bytes of the distinct storages of some tensors."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -19,7 +19,6 @@ import weakref
 import torch
 
 from memory import new_on_host
-from settings import SnugError
 
 SLAB = 2**22  # weights at a time
 
@@ -63,17 +62,15 @@ def learning_rate_at(iteration, settings):
 def optimizer_step(model, optimizer, learning_rate, grad_clip):
     """Clip, step, and let go of the gradients -> the gradient's norm before clipping, a float. grad_clip 0: not clipped.
 
-    Raises SnugError, with the weights as they were, where the norm is not finite.
+    Where the norm is not finite nothing is done, and the gradients are still there to be looked at.
     """
     slabs = isinstance(optimizer, SlabAdamW)
-    if slabs:
-        norm = number(optimizer.gradient_norm())
-    else:
-        norm = number(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
+    total = optimizer.gradient_norm() if slabs else torch.nn.utils.get_total_norm(gradients_of(model, optimizer).values())
+    norm = number(total)
     if not math.isfinite(norm):
-        raise SnugError(
-            f"the gradient's norm is {norm}; lower learning_rate (now {learning_rate:g}) and take up the run with --resume=auto"
-        )
+        return norm
+    if grad_clip and not slabs:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, total)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if slabs:
@@ -82,6 +79,14 @@ def optimizer_step(model, optimizer, learning_rate, grad_clip):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)  # freed: no gradient is alive during the next rollout
     return norm
+
+
+def gradients_of(model, optimizer):
+    """-> {parameter's name: its gradient}, wherever that is."""
+    if isinstance(optimizer, SlabAdamW):
+        found = optimizer.gradients()
+        return {name: found[p] for name, p in model.named_parameters() if p in found}
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def number(tensor):

@@ -23,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memory
-from memory import MIB, HostLedger, LiveBytes, MemoryMeter, biggest_tensors
+from memory import MIB, HostLedger, LiveBytes, MemoryMeter, available_on_host, biggest_tensors
 from settings import SnugError
 
 GIB = 2**30
@@ -271,15 +271,6 @@ def changes(before, after):
 
 def written(change):
     return " ".join(f"--{name}={value}" for name, value in change.items())
-
-
-def available_on_host():
-    """Bytes that the host can still give; a container's own limit is not looked at."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def budget_of(settings, device):

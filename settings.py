@@ -90,12 +90,15 @@ class RunOptions:
     )
     resume: str = option("never", "auto: continue from the newest checkpoint in out_dir, if any", choices=("never", "auto"))
     save_interval: int = option(50, "a checkpoint every so many iterations, and at the end; 0: only at the end", "iterations", minimum=0)
-    save_total_limit: int = option(2, "checkpoints kept, newest first", minimum=1)
+    save_total_limit: int = option(2, "checkpoints kept, newest first; the one with the best evaluation is kept beside them", minimum=1)
     eval_interval: int = option(
         20, "evaluate at the start, every so many iterations and at the end; 0: only at the end", "iterations", minimum=0
     )
     eval_prompts: int = option(500, "held-out prompts in an evaluation; 0: no evaluation", "prompts", minimum=0)
     samples_per_iteration: int = option(4, "completions written to samples.jsonl in each iteration", minimum=0)
+    report_to: list[str] = option(
+        [], "also send log.jsonl's numbers to tensorboard or wandb, comma-separated; a service that fails or hangs is left behind"
+    )
 
 
 @dataclass
@@ -109,6 +112,9 @@ class TrainOptions:
     adam_beta1: float = option(0.9, "AdamW's decay of the first moment", minimum=0)
     adam_beta2: float = option(0.99, "AdamW's decay of the second moment", minimum=0)
     grad_clip: float = option(1.0, "largest norm of the gradient; 0: not clipped", minimum=0)
+    max_dropped_steps: int = option(
+        5, "a step whose loss or gradient is not finite is dropped; after so many in a row the run stops", "optimizer steps", minimum=1
+    )
     gradient_accumulation_steps: int = option(
         1, "micro-batches of equally many sequences an optimizer step, where there is no token budget", minimum=1
     )
@@ -214,6 +220,9 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
     epsilon_high: float | None = option(None, "upper clipping range; none: epsilon", minimum=0)
     delta: float | None = option(None, "upper bound of the ratio where the advantage is negative; none: no bound", minimum=1)
     reward_funcs: list[str] = option([], "your reward functions, as module:function, comma-separated, added up; empty: the task's own")
+    reward_timeout: float = option(
+        300.0, "what a reward function may take for an iteration's completions; then the run stops, naming it; 0: any time", "s", minimum=0
+    )
 
     def check(self):
         check_common(self)

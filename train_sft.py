@@ -23,8 +23,7 @@ import torch
 
 import loop
 from batch import Sequences, limits, micro_batches
-from checkpoint import save_if_due
-from evaluate import evaluate_if_due, rehearse_evaluation
+from evaluate import rehearse_evaluation
 from optimizer import learning_rate_at, number
 from sample import Numbers
 
@@ -34,26 +33,25 @@ def main(prepared):
     return loop.run(prepared, "SFT", rehearsal, iterate, lambda *_: None)
 
 
-def iterate(iteration, model, _, optimizer, prepared, meter, log):
+def iterate(iteration, training):
     """One optimizer step with its log line; whatever is large dies in here."""
+    prepared, model = training.prepared, training.model
     settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
-    meter.reset()
+    training.meter.reset()
     started = time.perf_counter()
     learning_rate = learning_rate_at(iteration, settings)
-    scores = evaluate_if_due(0, model, task, tokenizer, settings, meter, log.say) if iteration == 0 else {}
-    log.show("train")
+    scores = training.evaluate_if_due(0) if iteration == 0 else {}
+    training.log.show("train")
     batch = demonstrations(task, tokenizer, settings, iteration, model.device)  # some kilobytes
     gradient = partial(train_step, model, batch, settings)
-    (loss, entropy, num_tokens), grad_norm = loop.step(model, optimizer, gradient, batch, learning_rate, settings, meter, log)
-    scores |= evaluate_if_due(iteration + 1, model, task, tokenizer, settings, meter, log.say)
-    stats = meter.stats()
-    record = dict(iter=iteration, loss=loss, entropy=entropy, grad_norm=grad_norm, learning_rate=learning_rate)
+    metrics = loop.step(training, gradient, batch, learning_rate, iteration, range(settings.batch_size))
+    scores |= training.evaluate_if_due(iteration + 1)
+    stats, num_tokens = training.meter.stats(), sum(batch.completion_lengths.tolist())
+    record = {"iter": iteration} | (metrics or {}) | {"learning_rate": learning_rate}
     record["completion_length_mean"] = num_tokens / settings.batch_size
     record["tokens_per_second"] = num_tokens / (stats["time_train_s"] + stats["time_optimizer_s"])
     record["time_s"] = time.perf_counter() - started
-    log.iteration(record | scores | stats)
-    log.memory(meter.lines(log.place(iteration)))
-    save_if_due(iteration + 1, model, optimizer, settings, tokenizer)
+    training.end_iteration(record, scores)
 
 
 def demonstrations(task, tokenizer, settings, iteration, device):
@@ -67,7 +65,7 @@ def demonstrations(task, tokenizer, settings, iteration, device):
 
 
 def train_step(model, batch, settings, most=None):
-    """Accumulate the gradient of the mean negative log-prob of completion tokens -> (loss, mean entropy, number of tokens).
+    """Accumulate the gradient of the mean negative log-prob of completion tokens -> {"loss": ..., "entropy": its token mean}.
 
     most: micro-batches looked at, for a planner.
     """
@@ -76,7 +74,7 @@ def train_step(model, batch, settings, most=None):
     for micro in islice(micro_batches(batch, *limits(settings, len(batch.tokens))), most):
         share, _, entropies = loop.learn(model, micro, lambda logprobs, rows: -logprobs.sum() / num_tokens, settings)
         loss, entropy = loss + share, entropy + entropies.sum() / num_tokens
-    return number(loss), number(entropy), num_tokens
+    return dict(loss=number(loss), entropy=number(entropy))
 
 
 def rehearsal(prepared, settings):

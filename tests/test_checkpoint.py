@@ -19,23 +19,27 @@ from test_grpo import run, tiny
 import checkpoint
 import grpo
 import train_sft
+from guard import Guard
 from log import read_log
 from optimizer import make_optimizer, optimizer_step
 from prepare import prepare
+from saver import Saver
 from settings import SFTSettings, SnugError
 from tokenizer import get_tokenizer
 
 HOME = Path(__file__).parent.parent
 
 
-def saved(tmp_path, shape="gpt2", iteration=7, limit=2):
+def saved(tmp_path, shape="gpt2", iteration=7, limit=2, scores=None):
     """A model with moments, saved -> (model, optimizer, path)."""
     model = make_model(shape)
     optimizer = make_optimizer(model, SFTSettings())
     for _ in range(3):
         model.logits(model(torch.arange(20, device=model.device).view(2, 10))).logsumexp(-1).sum().backward()
         optimizer_step(model, optimizer, 1e-3, 1.0)
-    checkpoint.save(tmp_path, iteration, model, optimizer, SFTSettings(seed=4), get_tokenizer("bytes"), limit)
+    settings = SFTSettings(seed=4, out_dir=str(tmp_path), save_total_limit=limit)
+    saver = Saver(settings, get_tokenizer("bytes"), model.device, print)
+    saver.save(iteration, model, optimizer, Guard(settings, None, print), scores, last=True)
     return model, optimizer, checkpoint.newest(tmp_path)
 
 
@@ -67,8 +71,8 @@ def test_the_newest_are_kept(tmp_path):
 
 def test_a_save_that_dies_leaves_the_one_before(tmp_path, monkeypatch):
     _, _, path = saved(tmp_path, iteration=2)
-    monkeypatch.setattr(checkpoint.os, "rename", lambda *names: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr(checkpoint.os, "rename", lambda *names: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(SnugError, match="checkpoint-000004 cannot be written into .* .Input/output error.; the newest checkpoint is .*02"):
         saved(tmp_path, iteration=4)
     assert checkpoint.newest(tmp_path) == path
     monkeypatch.undo()
@@ -124,7 +128,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     run(settings)
     broken = dataclasses.replace(settings, out_dir=str(tmp_path / "broken"))
 
-    class Killed(Exception):
+    class Killed(BaseException):  # as kill -9: nothing is saved on the way out
         pass
 
     def killed(iteration, *args):
@@ -234,12 +238,12 @@ def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, options, cut):
 
     def iterate(iteration, *args):
         if iteration == cut:
-            raise InterruptedError
+            raise KeyboardInterrupt
         original(iteration, *args)
 
     grpo.iterate = iterate
     try:
-        with pytest.raises(InterruptedError):
+        with pytest.raises(KeyboardInterrupt):
             run(broken)
     finally:
         grpo.iterate = original

@@ -220,9 +220,10 @@ def test_resuming_with_nothing_to_resume_keeps_the_earlier_log(tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path):
-    sft, _ = tiny(tmp_path, learning_rate=1e30)
-    with pytest.raises(SnugError, match="the gradient's norm is .*; lower learning_rate"):
-        train_sft.main(prepare(dataclasses.replace(sft, learning_rate=1e30, grad_clip=0.0, eval_prompts=0)))
+    sft, _ = tiny(tmp_path)
+    hopeless = dict(learning_rate=1e30, grad_clip=0.0, eval_prompts=0, max_dropped_steps=2, save_interval=1)
+    with pytest.raises(SnugError, match=r"2 optimizer steps in a row .* iteration \d.*replay.py .*lower learning_rate .*checkpoint-00000"):
+        train_sft.main(prepare(dataclasses.replace(sft, **hopeless)))
 
 
 def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
@@ -259,17 +260,6 @@ def test_every_iteration_and_seed_samples_anew(tmp_path):
         seen.append(grpo.rollout(iteration, model, prepared.task, prepared.tokenizer, dataclasses.replace(settings, seed=seed))[1].tokens)
     assert seen[0].equal(seen[1])
     assert not seen[0].equal(seen[2]) and not seen[0].equal(seen[3]) and not seen[2].equal(seen[3])
-
-
-@pytest.mark.parametrize(
-    "answer, message", [([1.0], "list of 2 numbers"), (["1", 0], "returned '1'"), ([float("nan"), 0], "nan"), (None, "None")]
-)
-def test_a_bad_reward_names_its_function(answer, message):
-    def my_reward(prompts, completions):
-        return answer
-
-    with pytest.raises(SnugError, match=rf"my_reward.*{message}"):
-        grpo.checked_rewards(my_reward, ["a", "b"], ["x", "y"], {})
 
 
 def test_zero_variance_groups_leave_the_weights_alone():

@@ -1,0 +1,95 @@
+"""An optimizer step that must not be taken, because its loss or its gradient is not finite: dropped, named, kept for replay, counted.
+
+    out/<run>/dropped-000012/
+        batch.safetensors     the sequences it would have learned from, by the names of Rollouts (or Sequences)
+        model.safetensors     the weights that it met
+        dropped.json          what was not finite; the settings; which of the sequences
+
+python replay.py out/<run>/dropped-000012 takes the step again and says where it went wrong. After max_dropped_steps in
+a row the run stops; its checkpoints are from before, for what is not finite is never saved.
+"""
+
+import json
+import math
+import os
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from saver import newest_name, not_finite
+from settings import SnugError
+
+KEPT = 10  # steps of a run that are written; the rest are counted
+
+
+class Guard:
+    """health: {"dropped_steps": all of them, "dropped_in_a_row": now}; a checkpoint has it."""
+
+    def __init__(self, settings, tokenizer, say, health=None):
+        self.settings, self.tokenizer, self.say = settings, tokenizer, say
+        self.health = {"dropped_steps": 0, "dropped_in_a_row": 0} | (health or {})
+
+    def passes(self, loss, norm):
+        """Are both finite? Then the step is taken."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.health["dropped_in_a_row"] = 0
+            return True
+        return False
+
+    def drop(self, iteration, model, gradients, sequences, select, loss, norm):
+        """gradients: {name: tensor}; select: which of the sequences. Raises SnugError where it was one too many."""
+        self.health = {name: count + 1 for name, count in self.health.items()}
+        found = culprit(model, gradients, sequences, loss, norm)
+        where = self.keep(iteration, model, sequences, select, found, loss, norm)
+        in_a_row, most = self.health["dropped_in_a_row"], self.settings.max_dropped_steps
+        if in_a_row < most:
+            self.say(f"warning: a step of iteration {iteration} is dropped, {in_a_row} in a row: {found}; {where}")
+            return
+        newest = newest_name(Path(self.settings.out_dir))
+        error = SnugError(
+            f"{in_a_row} optimizer steps in a row were not finite, the last in iteration {iteration}: {found}; {where}; the weights are as "
+            f"before them; lower learning_rate (now {self.settings.learning_rate:g}), then --resume=auto goes on from {newest}"
+        )
+        error.state_is_bad = True
+        raise error
+
+    def keep(self, iteration, model, sequences, select, found, loss, norm):
+        """Write what a replay needs -> where it is, in words."""
+        if self.health["dropped_steps"] > KEPT:
+            return f"not written, for there are {KEPT}"
+        folder = Path(self.settings.out_dir) / f"dropped-{iteration:06d}"
+        number = 1
+        while folder.exists():  # another step of the iteration
+            folder, number = folder.with_name(f"dropped-{iteration:06d}.{number}"), number + 1
+        tensors = {f.name: getattr(sequences, f.name) for f in fields(sequences)}
+        record = dict(iteration=iteration, found=found, loss=repr(loss), grad_norm=repr(norm), select=list(select))
+        record |= dict(model_config=asdict(model.config), tokenizer=self.tokenizer.name, settings=asdict(self.settings))
+        try:
+            folder.mkdir(parents=True)
+            save_file({name: t.contiguous() for name, t in tensors.items() if t is not None}, folder / "batch.safetensors")
+            self.keep_weights(folder, model)
+            (folder / "dropped.json").write_text(json.dumps(record, indent=1) + "\n")
+        except Exception as error:  # a full disk: the step is dropped all the same
+            return f"it cannot be written ({error})"
+        return f"python replay.py {folder}"
+
+    def keep_weights(self, folder, model):
+        """Once for all the steps in a row, for they met the same weights."""
+        file, before = folder / "model.safetensors", getattr(self, "before", None)
+        if self.health["dropped_in_a_row"] > 1 and before is not None and before.exists():
+            os.link(before, file)
+        else:
+            save_file({name: p.detach() for name, p in model.named_parameters()}, file)
+        self.before = file
+
+
+def culprit(model, gradients, sequences, loss, norm):
+    """Name what is not finite, the earliest in the way data takes."""
+    batch = {name: t for name, t in vars(sequences).items() if isinstance(t, torch.Tensor)}
+    for what, named in (("the weights", dict(model.named_parameters())), ("the batch", batch), ("the gradient", gradients)):
+        bad = not_finite({name: tensor.detach() for name, tensor in named.items()})
+        if bad:
+            return f"{what}: {bad} (loss {loss:g}, gradient norm {norm:g})"
+    return f"loss {loss:g}, gradient norm {norm:g}; every gradient by itself is finite"

@@ -1,0 +1,130 @@
+"""Asking reward functions, which are other people's code: checked, timed, and named where they fail.
+
+    function(prompts=[...], completions=[...], **columns) -> a list of numbers, or None for "nothing to say"
+
+columns: the task's, each a list as long as completions, and `stopped` and `completion_ids`. A function that raises, returns
+something else, or takes longer than reward_timeout ends the run with one line that names it and the completion it was
+about; where that is not known, it is found by asking again, one completion at a time.
+
+Left out: a process of its own. A function runs in the main thread, where it may use signal.alarm as it likes; it can
+do whatever Python can, so name only code that you trust.
+"""
+
+import faulthandler
+import math
+import signal
+import sys
+import threading
+import traceback
+from contextlib import contextmanager
+from numbers import Real
+from pathlib import Path
+
+from settings import SnugError
+
+GRACE = 60.0  # seconds after which a function that does not even hear the signal ends the process, its stack on stderr
+
+
+def total_rewards(functions, prompts, completions, columns, timeout=0.0):
+    """-> one float a completion: the functions' answers added up, None as 0. timeout: seconds a function has; 0: any. Raises SnugError."""
+    totals = [0.0] * len(completions)
+    for function in functions:
+        for i, reward in enumerate(ask(function, prompts, completions, columns, timeout)):
+            totals[i] += reward or 0.0
+    for total, completion in zip(totals, completions, strict=True):
+        if not abs(total) < 1e38:  # float32 has no more
+            raise SnugError(f"the rewards of the completion {completion!r:.60} add up to {total}; numbers below 1e38 are wanted")
+    return totals
+
+
+def ask(function, prompts, completions, columns, timeout=0.0):
+    """A reward function's answer, refused with its name where it is not one finite number (or None) a completion."""
+    try:
+        rewards = call(function, prompts, completions, columns, timeout)
+    except Failed as failure:
+        raise SnugError(blame(function, prompts, completions, columns, timeout, failure)) from None
+    name = name_of(function)
+    if hasattr(rewards, "tolist"):  # a tensor or an array
+        rewards = rewards.tolist()
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(completions):
+        seen = f"{len(rewards)} of them" if isinstance(rewards, list | tuple) else repr(rewards)[:60]
+        raise SnugError(f"reward function {name} must return a list of {len(completions)} numbers, one a completion, not {seen}")
+    for text, reward in zip(completions, rewards, strict=True):
+        if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+            raise SnugError(
+                f"reward function {name} returned {reward!r:.60} for the completion {text!r:.60}; a finite number or None is wanted"
+            )
+    return [reward if reward is None else float(reward) for reward in rewards]
+
+
+class Failed(Exception):
+    """What a reward function did, in words."""
+
+
+def call(function, prompts, completions, columns, timeout):
+    try:
+        with time_limit(timeout):
+            return function(prompts=list(prompts), completions=list(completions), **columns)
+    except OutOfTime:
+        raise Failed(f"took longer than reward_timeout={timeout:g} seconds") from None
+    except (Exception, SystemExit) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise Failed(f"raised {type(error).__name__}: {str(error)[:200]!r} at {Path(place.filename).name}:{place.lineno}") from None
+
+
+def blame(function, prompts, completions, columns, timeout, failure):
+    """One line: the function, what it did, and the first completion with which it does it alone."""
+    for i in range(len(completions)):
+        one = slice(i, i + 1)
+        try:
+            call(function, prompts[one], completions[one], {name: column[one] for name, column in columns.items()}, timeout)
+        except Failed as alone:
+            return f"reward function {name_of(function)} {alone} for the completion {completions[i]!r:.60} of the prompt {prompts[i]!r:.60}"
+    return f"reward function {name_of(function)} {failure} for {len(completions)} completions together, for none of them alone"
+
+
+def name_of(function):
+    return getattr(function, "__qualname__", repr(function))
+
+
+class OutOfTime(BaseException):
+    """Not an Exception: a reward function that catches those is to be interrupted too."""
+
+
+@contextmanager
+def time_limit(seconds):
+    """Raise OutOfTime in the main thread after `seconds`, and again every second until it is heard; 0: never.
+
+    A watching thread sends the main one SIGUSR2, which interrupts a sleep or a read too, and leaves SIGALRM to whoever uses it.
+    Code that holds the interpreter (a C library's endless loop) hears no signal: GRACE later the process ends.
+    """
+    if not seconds or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    over = threading.Event()
+
+    def late(number, frame):
+        if not over.is_set():
+            raise OutOfTime
+
+    def watch():
+        wait = seconds
+        while not over.wait(wait):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
+            wait = 1.0
+
+    before = signal.signal(signal.SIGUSR2, late)
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__)
+    watcher = threading.Thread(target=watch, daemon=True)
+    try:
+        try:
+            watcher.start()
+            yield
+        finally:
+            over.set()
+    finally:  # also where the signal came between the last line of the body and the one above
+        over.set()
+        watcher.join()
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGUSR2, before)

@@ -1,0 +1,163 @@
+"""When a run's state is written, beside the training, and which checkpoints are kept.
+
+    saver = Saver(settings, tokenizer, device, say)
+    with saver.keeping(iteration, model, optimizer, guard):       # should the iteration fail: what was reached before it is saved
+        ...
+    saver.after(iteration + 1, model, optimizer, guard, scores)   # every save_interval, at a new best evaluation, and at the end
+
+A save copies the state to the host, which is all that the training waits for, and a thread writes the copy. Where the host has
+no room for a copy, the training waits for the writing. What is not finite is never published. A save that fails is
+reported and tried again after each iteration; only the last one ends the run with an error. Kept are the newest
+save_total_limit checkpoints and the one with the best pass@1, to which out/<run>/best is a link.
+"""
+
+import json
+import os
+import shutil
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from checkpoint import PREFIX, checkpoints, generator_state, optimizer_steps, state_of, tensors_of, write
+from memory import available_on_host, new_on_host
+from settings import SnugError
+
+
+class Saver:
+    def __init__(self, settings, tokenizer, device, say):
+        self.settings, self.tokenizer, self.device, self.say = settings, tokenizer, device, say
+        self.folder = Path(settings.out_dir)
+        self.best = max((score_of(path) for path in checkpoints(self.folder)), default=-1.0)
+        self.thread = self.failed = self.saved = None  # saved: the iterations that the newest checkpoint of this process has done
+        self.copy = None  # let go of in the training's thread, which counts what is on the host
+        self.stall = 0.0  # seconds that the last save kept the training waiting
+        for left in self.folder.glob(f".tmp-{PREFIX}*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+
+    def after(self, done, model, optimizer, guard, scores):
+        """Save after `done` iterations, where it is time. Raises SnugError where the last save fails."""
+        s, score = self.settings, scores.get("pass_at_1", -1.0)
+        interval = s.save_interval and done % s.save_interval == 0
+        self.poll()
+        if done == s.max_iters or interval or score > self.best or self.failed:
+            self.best = max(self.best, score)
+            self.save(done, model, optimizer, guard, scores, last=done == s.max_iters)
+
+    def save(self, done, model, optimizer, guard, scores=None, last=False, generators=None):
+        """last: wait until it is written, and raise SnugError where it cannot be."""
+        started = time.perf_counter()
+        self.wait()
+        if self.saved == done:
+            return
+        state = state_of(done, model, optimizer, self.settings, self.tokenizer, generators or generator_state(self.device))
+        state |= dict(scores=scores or {}, health=guard.health)
+        tensors = tensors_of(model, optimizer)
+        bad = not_finite({name: tensor for named in tensors.values() for name, tensor in named.items()})
+        if bad:
+            self.failed = SnugError(f"{PREFIX}{done:06d} is not written: {bad}")
+        else:
+            beside = not last and available_on_host() > 2 * sum(t.nbytes for named in tensors.values() for t in named.values())
+            if beside:
+                self.copy = {file: {name: host_copy(tensor) for name, tensor in named.items()} for file, named in tensors.items()}
+                tensors = self.copy
+            self.thread = threading.Thread(target=self.publish, args=(state, tensors), daemon=True)
+            self.thread.start()
+            if not beside:
+                self.wait()
+        self.stall = time.perf_counter() - started
+        self.poll(last)
+
+    def publish(self, state, tensors):
+        """In the thread: write, then delete what is not kept."""
+        try:
+            write(self.folder, state, tensors)
+            self.saved, self.failed = state["iteration"], None
+            prune(self.folder, state["iteration"], self.settings.save_total_limit)
+        except Exception as error:  # whatever it is, it is told where the training can hear it
+            cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            self.failed = SnugError(f"{PREFIX}{state['iteration']:06d} cannot be written into {self.folder} ({cause})")
+
+    def wait(self):
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = self.copy = None
+
+    def poll(self, last=False):
+        """Where the writing is over: let go of the copy; say that it failed, or raise, if it was the last."""
+        if self.thread is not None and self.thread.is_alive():
+            return
+        self.wait()
+        if self.failed is None:
+            return
+        if last:
+            raise SnugError(f"{self.failed}; the newest checkpoint is {newest_name(self.folder)}; make room, then --resume=auto")
+        if not hasattr(self.failed, "told"):
+            self.say(f"warning: {self.failed}; the training goes on, the next try is after the next iteration")
+            self.failed.told = True
+
+    @contextmanager
+    def keeping(self, iteration, model, optimizer, guard):
+        """Where what runs inside fails before it has taken an optimizer step, the state from before it is saved: nothing is lost."""
+        generators, steps = generator_state(self.device), optimizer_steps(optimizer)
+        try:
+            yield
+        except Exception as error:
+            if iteration and optimizer_steps(optimizer) == steps and not getattr(error, "state_is_bad", False):
+                try:
+                    self.save(iteration, model, optimizer, guard, last=True, generators=generators)
+                    self.say(f"saved after iteration {iteration - 1}, before the error that follows; --resume=auto goes on from there")
+                except Exception as another:  # the first is the one to report
+                    self.say(f"warning: {another}")
+            raise
+
+
+def host_copy(tensor):
+    return new_on_host(tensor.shape, tensor.dtype, torch.device("cpu")).copy_(tensor)
+
+
+def not_finite(named):
+    """{name: tensor} -> "embedding.weight has NaN or infinity", or None. One pass and one look, without a copy."""
+    names = [name for name, tensor in named.items() if tensor.numel() and tensor.is_floating_point()]
+    ends = {}  # by device: what is on the host is not moved
+    for name in names:
+        low, high = named[name].aminmax()  # of which a NaN makes NaN
+        ends.setdefault(named[name].device, []).append((name, (low - low) + (high - high)))
+    for pairs in ends.values():
+        sums = torch.stack([value.float() for _, value in pairs]).tolist()
+        bad = [name for (name, _), value in zip(pairs, sums, strict=True) if value != 0]
+        if bad:
+            return f"{bad[0]} has NaN or infinity" + (f", and {len(bad) - 1} more tensors" if bad[1:] else "")
+    return None
+
+
+def score_of(path):
+    """pass@1 of the evaluation when a checkpoint was written, or -1."""
+    try:
+        return float(json.loads((path / "state.json").read_text())["scores"]["pass_at_1"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1.0
+
+
+def prune(folder, done, limit):
+    """Delete the checkpoints that are neither among the newest `limit` up to `done` nor the best, to which best is made a link.
+
+    Later ones than `done` are of a run that went on from an earlier one, because they are damaged.
+    """
+    paths = [p for p in checkpoints(folder) if int(p.name[len(PREFIX) :]) <= done]
+    best = max(paths, key=lambda path: (score_of(path), path.name))
+    if score_of(best) >= 0:
+        link = folder / ".tmp-best"
+        link.unlink(missing_ok=True)
+        link.symlink_to(best.name)
+        os.replace(link, folder / "best")
+    for old in paths[:-limit]:
+        if old != best or score_of(best) < 0:
+            shutil.rmtree(old)
+
+
+def newest_name(folder):
+    found = checkpoints(folder)
+    return found[-1] if found else "none"
