@@ -6,7 +6,8 @@
         dropped.json          what was not finite; the settings; which of the sequences
 
 python replay.py out/<run>/dropped-000012 takes the step again and says where it went wrong. After max_dropped_steps in
-a row the run stops; its checkpoints are from before, for what is not finite is never saved.
+a row the run stops. Finite weights may be what ruined them: a checkpoint made after the last step that was taken is set
+aside, and --resume=auto goes on from the one before.
 """
 
 import json
@@ -18,39 +19,39 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from saver import newest_name, not_finite
+from saver import not_finite, set_aside
 from settings import SnugError
 
 KEPT = 10  # steps of a run that are written; the rest are counted
 
 
 class Guard:
-    """health: {"dropped_steps": all of them, "dropped_in_a_row": now}; a checkpoint has it."""
+    """health: steps dropped, how many of them in a row now, and the iteration of the last step that was taken; a checkpoint has it."""
 
     def __init__(self, settings, tokenizer, say, health=None):
         self.settings, self.tokenizer, self.say = settings, tokenizer, say
-        self.health = {"dropped_steps": 0, "dropped_in_a_row": 0} | (health or {})
+        self.health = {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": -1} | (health or {})
 
-    def passes(self, loss, norm):
+    def passes(self, iteration, loss, norm):
         """Are both finite? Then the step is taken."""
         if math.isfinite(loss) and math.isfinite(norm):
-            self.health["dropped_in_a_row"] = 0
+            self.health |= {"dropped_in_a_row": 0, "last_step": iteration}
             return True
         return False
 
     def drop(self, iteration, model, gradients, sequences, select, loss, norm):
         """gradients: {name: tensor}; select: which of the sequences. Raises SnugError where it was one too many."""
-        self.health = {name: count + 1 for name, count in self.health.items()}
+        self.health |= {name: self.health[name] + 1 for name in ("dropped_steps", "dropped_in_a_row")}
         found = culprit(model, gradients, sequences, loss, norm)
         where = self.keep(iteration, model, sequences, select, found, loss, norm)
         in_a_row, most = self.health["dropped_in_a_row"], self.settings.max_dropped_steps
         if in_a_row < most:
             self.say(f"warning: a step of iteration {iteration} is dropped, {in_a_row} in a row: {found}; {where}")
             return
-        newest = newest_name(Path(self.settings.out_dir))
+        newest = set_aside(Path(self.settings.out_dir), self.health["last_step"])
         error = SnugError(
-            f"{in_a_row} optimizer steps in a row were not finite, the last in iteration {iteration}: {found}; {where}; the weights are as "
-            f"before them; lower learning_rate (now {self.settings.learning_rate:g}), then --resume=auto goes on from {newest}"
+            f"{in_a_row} optimizer steps in a row were not finite, the last in iteration {iteration}: {found}; {where}; lower learning_rate "
+            f"(now {self.settings.learning_rate:g}), then --resume=auto goes on from {newest}"
         )
         error.state_is_bad = True
         raise error

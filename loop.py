@@ -166,8 +166,9 @@ def step(training, accumulate, sequences, learning_rate, iteration, select):
         if math.isfinite(metrics["loss"]):
             update = partial(optimizer_step, model, optimizer, learning_rate, settings.grad_clip)
             norm = surviving(update, once_more(settings, model))
-    if training.guard.passes(metrics["loss"], norm):
+    if training.guard.passes(iteration, metrics["loss"], norm):
         return metrics | {"grad_norm": norm}
+    training.saver.wait()  # the drop may have to set the newest checkpoint aside
     training.guard.drop(iteration, model, gradients_of(model, optimizer), sequences, select, metrics["loss"], norm)
     optimizer.zero_grad(set_to_none=True)
     return None

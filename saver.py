@@ -6,9 +6,12 @@
     saver.after(iteration + 1, model, optimizer, guard, scores)   # every save_interval, at a new best evaluation, and at the end
 
 A save copies the state to the host, which is all that the training waits for, and a thread writes the copy. Where the host has
-no room for a copy, the training waits for the writing. What is not finite is never published. A save that fails is
-reported and tried again after each iteration; only the last one ends the run with an error. Kept are the newest
-save_total_limit checkpoints and the one with the best pass@1, to which out/<run>/best is a link.
+no room for a copy, the training waits for the writing. A save that fails is reported and tried again after 1, 2, 4, ...
+iterations; only the last one ends the run with an error.
+
+Kept are the newest save_total_limit checkpoints and the one with the best pass@1, to which out/<run>/best is a link. What is
+not finite is never saved; and as finite weights can still be ruined ones, older checkpoints are deleted only when a
+step has been taken from the new one.
 """
 
 import json
@@ -31,7 +34,8 @@ class Saver:
         self.settings, self.tokenizer, self.device, self.say = settings, tokenizer, device, say
         self.folder = Path(settings.out_dir)
         self.best = max((score_of(path) for path in checkpoints(self.folder)), default=-1.0)
-        self.thread = self.failed = self.saved = None  # saved: the iterations that the newest checkpoint of this process has done
+        self.thread = self.failed = self.saved = self.pruned = None  # saved: iterations done by the newest checkpoint of this process
+        self.failures = self.retry = 0  # in a row; after how many iterations to try again
         self.copy = None  # let go of in the training's thread, which counts what is on the host
         self.stall = 0.0  # seconds that the last save kept the training waiting
         for left in self.folder.glob(f".tmp-{PREFIX}*"):  # by a process that was killed
@@ -39,12 +43,17 @@ class Saver:
 
     def after(self, done, model, optimizer, guard, scores):
         """Save after `done` iterations, where it is time. Raises SnugError where the last save fails."""
-        s, score = self.settings, scores.get("pass_at_1", -1.0)
-        interval = s.save_interval and done % s.save_interval == 0
+        s, score, last = self.settings, scores.get("pass_at_1", -1.0), done == self.settings.max_iters
+        dropped = guard.health["dropped_in_a_row"]  # then the weights are what they were
         self.poll()
-        if done == s.max_iters or interval or score > self.best or self.failed:
+        if not dropped and self.thread is None and self.saved != self.pruned:
+            self.prune()
+        due = s.save_interval and done % s.save_interval == 0 or score > self.best or self.failed and done >= self.retry
+        if last or due and not dropped:
             self.best = max(self.best, score)
-            self.save(done, model, optimizer, guard, scores, last=done == s.max_iters)
+            self.save(done, model, optimizer, guard, scores, last)
+            if last and not dropped:
+                self.prune()
 
     def save(self, done, model, optimizer, guard, scores=None, last=False, generators=None):
         """last: wait until it is written, and raise SnugError where it cannot be."""
@@ -58,6 +67,7 @@ class Saver:
         bad = not_finite({name: tensor for named in tensors.values() for name, tensor in named.items()})
         if bad:
             self.failed = SnugError(f"{PREFIX}{done:06d} is not written: {bad}")
+            self.failed.done = done
         else:
             beside = not last and available_on_host() > 2 * sum(t.nbytes for named in tensors.values() for t in named.values())
             if beside:
@@ -71,14 +81,18 @@ class Saver:
         self.poll(last)
 
     def publish(self, state, tensors):
-        """In the thread: write, then delete what is not kept."""
+        """In the thread."""
         try:
             write(self.folder, state, tensors)
             self.saved, self.failed = state["iteration"], None
-            prune(self.folder, state["iteration"], self.settings.save_total_limit)
         except Exception as error:  # whatever it is, it is told where the training can hear it
-            cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            cause = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2] or type(error).__name__
             self.failed = SnugError(f"{PREFIX}{state['iteration']:06d} cannot be written into {self.folder} ({cause})")
+            self.failed.done = state["iteration"]
+
+    def prune(self):
+        prune(self.folder, self.saved, self.settings.save_total_limit)
+        self.pruned = self.saved
 
     def wait(self):
         if self.thread is not None:
@@ -91,12 +105,14 @@ class Saver:
             return
         self.wait()
         if self.failed is None:
+            self.failures = 0
             return
         if last:
             raise SnugError(f"{self.failed}; the newest checkpoint is {newest_name(self.folder)}; make room, then --resume=auto")
         if not hasattr(self.failed, "told"):
-            self.say(f"warning: {self.failed}; the training goes on, the next try is after the next iteration")
-            self.failed.told = True
+            self.failed.told, self.failures = True, self.failures + 1
+            self.retry = self.failed.done + 2 ** (self.failures - 1)
+            self.say(f"warning: {self.failed}; the training goes on, the next try is after iteration {self.retry - 1}")
 
     @contextmanager
     def keeping(self, iteration, model, optimizer, guard):
@@ -158,6 +174,18 @@ def prune(folder, done, limit):
             shutil.rmtree(old)
 
 
+def set_aside(folder, last_step):
+    """Checkpoints that have the result of the step of iteration `last_step`, after which none could be taken, are renamed suspect-...
+
+    -> what --resume=auto goes on from now, and what was renamed, in words.
+    """
+    suspects = [path for path in checkpoints(folder) if int(path.name[len(PREFIX) :]) > last_step]
+    for path in suspects:
+        path.rename(path.with_name(path.name.replace(PREFIX, "suspect-")))
+    renamed = ", ".join(path.name for path in suspects)
+    return f"{newest_name(folder)}" + (f" ({renamed}, made after the last step that was taken, renamed suspect-)" if suspects else "")
+
+
 def newest_name(folder):
     found = checkpoints(folder)
-    return found[-1] if found else "none"
+    return found[-1] if found else "the beginning, for there is no checkpoint"

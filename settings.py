@@ -12,6 +12,7 @@ Left out: nested configs, environment variables, any other file format.
 import ast
 import dataclasses
 import difflib
+import importlib.util
 import json
 import sys
 import textwrap
@@ -274,6 +275,16 @@ class EvaluateSettings:
         pass
 
 
+@dataclass
+class ReplaySettings:
+    """A dropped step taken again, to see where it stops being finite: options of replay.py."""
+
+    device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device")
+
+    def check(self):
+        pass
+
+
 def divides(settings, small, large):
     if getattr(settings, large) % getattr(settings, small):
         raise SnugError(f"{small}={getattr(settings, small)} does not divide {large}={getattr(settings, large)}")
@@ -311,6 +322,11 @@ def check_common(s):
         raise SnugError("param_dtype='bfloat16' computes in bfloat16; add --dtype=bfloat16")
     if s.memory_budget_gb not in ("", "auto") and not positive(s.memory_budget_gb):
         raise SnugError(f"memory_budget_gb={s.memory_budget_gb!r} is not auto or a number of GiB above 0, such as 24")
+    for name in s.report_to:
+        if name not in ("tensorboard", "wandb"):
+            raise SnugError(f"report_to={name!r} is not one of tensorboard, wandb")
+        if importlib.util.find_spec(name) is None:
+            raise SnugError(f"report_to={name!r}: the package is not installed; pip install {name}")
     if s.countdown_min_numbers > s.countdown_max_numbers:
         raise SnugError(f"countdown_min_numbers={s.countdown_min_numbers} is above countdown_max_numbers={s.countdown_max_numbers}")
     if not s.countdown_operators or set(s.countdown_operators) - set("+-*/"):

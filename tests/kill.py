@@ -5,6 +5,7 @@
 A run of GRPO that saves after every iteration is started as a process of its own, killed, and started again with --resume=auto, until it
 has been killed so often; then it is left to finish. Every other kill waits until a save is going on; saves are made slow
 (a tenth of a second before each file is flushed), so that it falls into one. A run that finishes before it could be killed is followed by a new one.
+After each kill every line of log.jsonl and samples.jsonl has to be whole, and every checkpoint that has its name.
 Prints one JSON object: kills, during a save, whether anything was wrong.
 """
 
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 
 HOME = Path(__file__).parent.parent
+sys.path.insert(0, str(HOME))
 CHILD = """
 import sys, time
 sys.path.insert(0, {home!r})
@@ -72,7 +74,6 @@ def run_until_killed(folder, rng, in_save):
 
 
 def weights(folder):
-    sys.path.insert(0, str(HOME))
     from checkpoint import newest
 
     path = newest(folder)
@@ -81,8 +82,28 @@ def weights(folder):
 
 def whole_log(folder):
     """Is every line of log.jsonl an object, one an iteration, in order?"""
-    records = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
-    return [record["iter"] for record in records] == list(range(12))
+    return [record["iter"] for record in lines_of(folder, "log.jsonl")] == list(range(12))
+
+
+def lines_of(folder, name):
+    """Every line has to be an object, the last too. Raises ValueError."""
+    file = Path(folder) / name
+    text = file.read_text() if file.exists() else ""
+    if text and not text.endswith("\n"):
+        raise ValueError(f"{name} ends with half a line")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def left_behind(folder):
+    """What is wrong with what a kill left, or None: half a line, or a checkpoint that has its name and is not whole."""
+    from checkpoint import checkpoints, damage
+
+    try:
+        for name in ("log.jsonl", "samples.jsonl"):
+            lines_of(folder, name)
+    except ValueError as error:
+        return str(error)
+    return next(filter(None, map(damage, checkpoints(folder))), None)
 
 
 def main(kills, seed):
@@ -100,6 +121,7 @@ def main(kills, seed):
                 ended, in_save = run_until_killed(folder, rng, done % 2 == 0) if done < kills else (finish(folder), False)
                 if ended == "killed":
                     done, in_saves = done + 1, in_saves + in_save
+                    wrong += filter(None, [left_behind(folder)])
                 elif ended != "finished":
                     wrong.append(ended)
             if not wrong and weights(folder) != expected:
