@@ -13,7 +13,7 @@ aside, and --resume=auto goes on from the one before.
 import json
 import math
 import os
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -64,16 +64,18 @@ class Guard:
         number = 1
         while folder.exists():  # another step of the iteration
             folder, number = folder.with_name(f"dropped-{iteration:06d}.{number}"), number + 1
-        tensors = {f.name: getattr(sequences, f.name) for f in fields(sequences)}
         record = dict(iteration=iteration, found=found, loss=repr(loss), grad_norm=repr(norm), select=list(select))
         record |= dict(model_config=asdict(model.config), tokenizer=self.tokenizer.name, settings=asdict(self.settings))
         try:
             folder.mkdir(parents=True)
-            save_file({name: t.contiguous() for name, t in tensors.items() if t is not None}, folder / "batch.safetensors")
+            copies = {
+                name: tensor.clone() for name, tensor in columns_of(sequences).items()
+            }  # old_logprobs may be sampling_logprobs itself
+            save_file(copies, folder / "batch.safetensors")
             self.keep_weights(folder, model)
             (folder / "dropped.json").write_text(json.dumps(record, indent=1) + "\n")
         except Exception as error:  # a full disk: the step is dropped all the same
-            return f"it cannot be written ({error})"
+            return f"it cannot be written ({type(error).__name__}: {str(error).strip().splitlines()[:1]})"
         return f"python replay.py {folder}"
 
     def keep_weights(self, folder, model):
@@ -86,10 +88,14 @@ class Guard:
         self.before = file
 
 
+def columns_of(sequences):
+    """Rollouts or Sequences -> {name: tensor}."""
+    return {name: tensor for name, tensor in vars(sequences).items() if isinstance(tensor, torch.Tensor)}
+
+
 def culprit(model, gradients, sequences, loss, norm):
     """Name what is not finite, the earliest in the way data takes."""
-    batch = {name: t for name, t in vars(sequences).items() if isinstance(t, torch.Tensor)}
-    for what, named in (("the weights", dict(model.named_parameters())), ("the batch", batch), ("the gradient", gradients)):
+    for what, named in (("the weights", dict(model.named_parameters())), ("the batch", columns_of(sequences)), ("the gradient", gradients)):
         bad = not_finite({name: tensor.detach() for name, tensor in named.items()})
         if bad:
             return f"{what}: {bad} (loss {loss:g}, gradient norm {norm:g})"

@@ -14,7 +14,7 @@ import torch
 
 from checkpoint import begin, configure, make_model, newest, pick_device, read_state
 from evaluate import evaluate_if_due
-from guard import Guard
+from guard import Guard, columns_of
 from log import RunLog, prepare_folder
 from logprobs import head_loss
 from memory import MemoryMeter, allocator_snapshot, surviving
@@ -22,7 +22,7 @@ from model import GPT, autocast
 from optimizer import gradients_of, make_optimizer, optimizer_step
 from plan import apply, halve_micro_batch, once_more, recall, show
 from prepare import Prepared
-from saver import Saver
+from saver import Saver, not_finite
 
 
 @dataclass
@@ -159,9 +159,10 @@ def step(training, accumulate, sequences, learning_rate, iteration, select):
         optimizer.zero_grad(set_to_none=True)  # of an attempt that failed half way
         return accumulate()
 
+    metrics, norm = {"loss": math.nan}, math.nan
     with training.meter.phase("train"):
-        metrics = surviving(attempt, partial(halve_micro_batch, settings, sequences, model, say=training.log.say))
-    norm = math.nan
+        if not not_finite(columns_of(sequences)):  # an infinity in it need not show in the loss
+            metrics = surviving(attempt, partial(halve_micro_batch, settings, sequences, model, say=training.log.say))
     with training.meter.phase("optimizer"):
         if math.isfinite(metrics["loss"]):
             update = partial(optimizer_step, model, optimizer, learning_rate, settings.grad_clip)

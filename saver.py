@@ -6,7 +6,7 @@
     saver.after(iteration + 1, model, optimizer, guard, scores)   # every save_interval, at a new best evaluation, and at the end
 
 A save copies the state to the host, which is all that the training waits for, and a thread writes the copy. Where the host has
-no room for a copy, the training waits for the writing. A save that fails is reported and tried again after 1, 2, 4, ...
+no room for a copy, the training waits for the writing. A save that fails is reported and tried again after 1, 2, 4, ... 64
 iterations; only the last one ends the run with an error.
 
 Kept are the newest save_total_limit checkpoints and the one with the best pass@1, to which out/<run>/best is a link. What is
@@ -48,7 +48,7 @@ class Saver:
         self.poll()
         if not dropped and self.thread is None and self.saved != self.pruned:
             self.prune()
-        due = s.save_interval and done % s.save_interval == 0 or score > self.best or self.failed and done >= self.retry
+        due = done >= self.retry if self.failed else s.save_interval and done % s.save_interval == 0 or score > self.best
         if last or due and not dropped:
             self.best = max(self.best, score)
             self.save(done, model, optimizer, guard, scores, last)
@@ -111,7 +111,7 @@ class Saver:
             raise SnugError(f"{self.failed}; the newest checkpoint is {newest_name(self.folder)}; make room, then --resume=auto")
         if not hasattr(self.failed, "told"):
             self.failed.told, self.failures = True, self.failures + 1
-            self.retry = self.failed.done + 2 ** (self.failures - 1)
+            self.retry = self.failed.done + 2 ** min(self.failures - 1, 6)
             self.say(f"warning: {self.failed}; the training goes on, the next try is after iteration {self.retry - 1}")
 
     @contextmanager

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import kill
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from conftest import make_model
 from test_grpo import run, tiny
@@ -224,36 +226,75 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
 
 
 OPTIMIZERS = [dict(optimizer_device=device, optimizer_dtype=dtype) for device in ("device", "host") for dtype in ("float32", "bfloat16")]
+HALVED = dict(dtype="bfloat16", param_dtype="bfloat16")
+OPTIMIZERS += [HALVED | dict(optimizer_device="host"), HALVED | dict(optimizer_dtype="bfloat16", grad_offload=True)]
+CUTS = [4, 7, 13]  # after an evaluation, after an out-of-memory in training, after one in a rollout
 
 
-@pytest.mark.parametrize("options", [*OPTIMIZERS, dict(dtype="bfloat16", param_dtype="bfloat16", optimizer_device="host")])
-@pytest.mark.parametrize("cut", [pytest.param(cut, marks=[pytest.mark.long] * (cut in (2, 3))) for cut in (1, 2, 3, 4)])
-def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, options, cut):
-    """After the first iteration, after an evaluation (2, 4), with every kind of optimizer state."""
-    sft, settings = tiny(tmp_path, max_iters=6, eval_interval=2, save_interval=1, lr_schedule="linear", **options)
+def out_of_memory_at(monkeypatch, train, rollout):
+    """A device on which one iteration's training, and another's rollout, do not fit in one piece."""
+    original = grpo.rollout, grpo.accumulate
+    now = []
+
+    def rolled(iteration, model, task, tokenizer, settings):
+        now[:] = [iteration]
+        if iteration == rollout and not settings.max_rollout_batch:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return original[0](iteration, model, task, tokenizer, settings)
+
+    def accumulated(model, rollouts, select, settings, most=None):
+        if now == [train] and not settings.max_tokens_per_micro_batch:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return original[1](model, rollouts, select, settings, most)
+
+    monkeypatch.setattr(grpo, "rollout", rolled)
+    monkeypatch.setattr(grpo, "accumulate", accumulated)
+
+
+def reward_that_draws(prompts, completions, **columns):
+    """Even an untrained model earns it unevenly; from every generator that a checkpoint has."""
+    return [sum(map(ord, c)) % 7 / 7 + random.random() + np.random.rand() + float(torch.rand(())) for c in completions]
+
+
+LONG = [pytest.param(options, range(1, 21), 21, marks=pytest.mark.long) for options in OPTIMIZERS]
+
+
+@pytest.mark.parametrize("options, cuts, iters", [(OPTIMIZERS[0], CUTS, 15), (OPTIMIZERS[3], CUTS, 15), *LONG])
+def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, cuts, iters):
+    """The uninterrupted run's checkpoint number `cut` is all that is left, beside logs that went on: the rest comes out the same."""
+    out_of_memory_at(monkeypatch, train=6, rollout=12)
+    changes = dict(max_iters=iters, eval_interval=4, save_interval=1, save_total_limit=99, lr_schedule="linear", train_batch_size=8)
+    sft, settings = tiny(tmp_path, **changes, **options)
     train_sft.main(prepare(sft))
-    run(settings)
-    broken = dataclasses.replace(settings, out_dir=str(tmp_path / "broken"))
-    original = grpo.iterate
+    random.seed(1), np.random.seed(1)
 
-    def iterate(iteration, *args):
-        if iteration == cut:
-            raise KeyboardInterrupt
-        original(iteration, *args)
+    def trained(settings):
+        prepared = prepare(dataclasses.replace(settings))  # a copy: an out-of-memory changes it
+        prepared.reward_funcs = [reward_that_draws]
+        grpo.main(prepared)
+        return checkpoint.newest(settings.out_dir)
 
-    grpo.iterate = iterate
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(broken)
-    finally:
-        grpo.iterate = original
-    run(dataclasses.replace(broken, resume="auto"))
-    assert figures(broken.out_dir) == figures(settings.out_dir)
-    ours, theirs = (checkpoint.newest(folder) for folder in (broken.out_dir, settings.out_dir))
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
-    assert checkpoint.read_state(ours)["generators"] == checkpoint.read_state(theirs)["generators"]
-    assert (tmp_path / "broken/samples.jsonl").read_text() == (tmp_path / "grpo/samples.jsonl").read_text()
+    whole = trained(settings)
+    log = read_log(settings.out_dir)
+    assert [record["grad_norm"] > 0 for record in log] == [True] * iters and "pass_at_1" in log[3]
+    assert checkpoint.read_state(whole)["after_oom"].keys() == {"max_tokens_per_micro_batch", "max_rollout_batch"}
+    for cut in cuts:
+        broken = dataclasses.replace(settings, out_dir=str(tmp_path / f"cut{cut}"), resume="auto")
+        path = Path(settings.out_dir) / f"checkpoint-{cut:06d}"
+        shutil.copytree(path, Path(broken.out_dir) / path.name)
+        for name in ("log.jsonl", "samples.jsonl"):
+            shutil.copy(Path(settings.out_dir) / name, broken.out_dir)
+        random.seed(5), np.random.seed(5), torch.manual_seed(5)
+        resumed = trained(broken)
+        assert figures(broken.out_dir) == figures(settings.out_dir)
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            ours, theirs = (safetensors.torch.load_file(folder / name) for folder in (resumed, whole))
+            assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
+        ours, theirs = (checkpoint.read_state(folder) for folder in (resumed, whole))
+        for name in ("generators", "after_oom", "optimizer_steps", "health", "scores"):
+            assert ours[name] == theirs[name], name
+        assert (Path(broken.out_dir) / "samples.jsonl").read_bytes() == (Path(settings.out_dir) / "samples.jsonl").read_bytes()
+        shutil.rmtree(broken.out_dir)
 
 
 def test_kill_9_loses_nothing(capsys):

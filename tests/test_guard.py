@@ -1,0 +1,324 @@
+"""NaN and infinity, wherever they come from: no bad update is applied; the step is named, kept, and can be taken again."""
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import DEVICE
+from test_checkpoint import OPTIMIZERS, figures
+from test_grpo import tiny
+
+import checkpoint
+import grpo
+import loop
+import replay
+import train_sft
+from log import read_log
+from optimizer import gradients_of
+from prepare import prepare
+from settings import SnugError
+
+HOME = Path(__file__).parent.parent
+VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
+PARAMETERS = [
+    "embedding.weight",
+    "position.weight",
+    "blocks.0.norm_1.weight",
+    "blocks.0.attention.qkv.weight",
+    "blocks.0.attention.proj.weight",
+]
+PARAMETERS += ["blocks.1.norm_2.weight", "blocks.1.mlp.up.weight", "blocks.1.mlp.down.weight", "norm.weight"]
+MODULES = [
+    "embedding",
+    "blocks.0.norm_1",
+    "blocks.0.attention.qkv",
+    "blocks.0.attention",
+    "blocks.0.mlp.up",
+    "blocks.0",
+    "blocks.1.mlp",
+    "norm",
+]
+PLACES = [("loss", "", value) for value in VALUES]
+PLACES += [("advantages", "", value) for value in VALUES]
+PLACES += [(what, "", value) for what in ("sampling_logprobs", "ref_logprobs") for value in VALUES]
+PLACES += [("gradient", name, value) for name in PARAMETERS for value in VALUES]
+PLACES += [("train", name, value) for name in [*MODULES[1:], "blocks.1.attention.proj"] for value in VALUES]  # it calls no module to embed
+PLACES += [("rollout", name, value) for name in MODULES for value in VALUES]
+PLACES += [("logits", phase, value) for phase in ("rollout", "train") for value in ("nan", "inf")]
+PLACES += [("reference", name, value) for name in MODULES[-2:] for value in VALUES]
+PLACES += [("reward", "", value) for value in VALUES]
+
+
+def rewards(prompts, completions, **columns):
+    return [sum(map(ord, c)) % 7 / 7 for c in completions]
+
+
+class Poison:
+    """Puts a value into one place of iteration 1, and notes the weights and moments before and after each iteration."""
+
+    def __init__(self, monkeypatch, what, name, value):
+        self.what, self.name, self.value, self.now, self.states = what, name, VALUES[value], -1, []
+        self.patch = monkeypatch
+        for module, function in ((grpo, "policy_loss"), (grpo, "update"), (loop, "optimizer_step"), (grpo, "iterate")):
+            monkeypatch.setattr(module, function, getattr(self, function))
+
+    def here(self, what):
+        return self.now == 1 and self.what == what
+
+    originals = dict(iterate=grpo.iterate, policy_loss=grpo.policy_loss, update=grpo.update, optimizer_step=loop.optimizer_step)
+
+    def iterate(self, iteration, training):
+        self.training, self.now = training, iteration
+        if iteration == 0:
+            for model, phases in ((training.model, ("train", "rollout")), (training.reference, ("reference",))):
+                for name, module in model.named_modules():
+                    module.register_forward_hook(lambda module, args, out, name=name, phases=phases: self.output(name, out, phases))
+        logits = type(training.model).logits
+        self.patch.setattr(type(training.model), "logits", lambda model, hidden: self.logits(logits(model, hidden)))
+        self.states.append(self.state())
+        try:
+            self.originals["iterate"](iteration, training)
+        finally:
+            self.patch.setattr(type(training.model), "logits", logits)
+            self.states.append(self.state())
+
+    def state(self):
+        tensors = checkpoint.tensors_of(self.training.model, self.training.optimizer)
+        return {name: tensor.clone() for named in tensors.values() for name, tensor in named.items()}
+
+    def output(self, name, out, phases):
+        if name == self.name and self.what in phases and self.here(self.training.meter.now) and isinstance(out, torch.Tensor):
+            out = out.clone()
+            out[0, :, 3] = self.value
+        return out
+
+    def logits(self, logits):
+        if self.here("logits") and self.training.meter.now == self.name == "rollout":
+            logits[0, 5] = self.value
+        return logits
+
+    def policy_loss(self, logprobs, *arguments, **options):
+        if self.here("logits") and self.name == "train":
+            logprobs = logprobs + torch.tensor([self.value] + [0.0] * (len(logprobs) - 1), device=logprobs.device)
+        loss, metrics = self.originals["policy_loss"](logprobs, *arguments, **options)
+        return loss + self.value if self.here("loss") else loss, metrics
+
+    def update(self, training, rollouts, *arguments):
+        if self.now == 1 and self.what in ("advantages", "sampling_logprobs", "ref_logprobs"):
+            getattr(rollouts, self.what).view(-1)[0] = self.value
+        return self.originals["update"](training, rollouts, *arguments)
+
+    def optimizer_step(self, model, optimizer, *arguments):
+        if self.here("gradient"):
+            gradients_of(model, optimizer)[self.name].view(-1)[-1] = self.value
+        return self.originals["optimizer_step"](model, optimizer, *arguments)
+
+    def reward(self, prompts, completions, **columns):
+        answer = rewards(prompts, completions)
+        return [self.value, *answer[1:]] if self.here("reward") else answer
+
+
+def poisoned(tmp_path, monkeypatch, place, **changes):
+    poison = Poison(monkeypatch, *place)
+    _, settings = tiny(tmp_path, init_from=str(tmp_path / "start"), n_layer=2, eval_prompts=0, max_iters=3, **changes)
+    start = dataclasses.replace(tiny(tmp_path)[0], n_layer=2, eval_prompts=0, max_iters=1, out_dir=settings.init_from)
+    train_sft.main(prepare(start))
+    prepared = prepare(settings)
+    prepared.reward_funcs = [poison.reward]
+    return poison, prepared, settings
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+def test_there_are_a_hundred_places():
+    assert len(PLACES) >= 100 and len(set(PLACES)) == len(PLACES)
+
+
+@pytest.mark.parametrize("number", range(len(PLACES)), ids=["-".join(filter(None, place)) for place in PLACES])
+def test_no_bad_update_is_applied(tmp_path, monkeypatch, number):
+    """Iteration 1 is poisoned: nothing changes in it, bit for bit; iterations 0 and 2 learn."""
+    place, options = PLACES[number], OPTIMIZERS[number % len(OPTIMIZERS)]
+    poison, prepared, settings = poisoned(tmp_path, monkeypatch, place, save_interval=0, **options)
+    if place[0] == "reward":
+        with pytest.raises(SnugError, match=r"Poison.reward returned (nan|inf|-inf) for the completion"):
+            grpo.main(prepared)
+        assert same(poison.states[2], poison.states[3])
+        return
+    grpo.main(prepared)
+    before, after = poison.states[0::2], poison.states[1::2]
+    assert same(before[1], after[1]) and not same(before[0], after[0]) and not same(before[2], after[2])
+    assert all(tensor.isfinite().all() for state in after for tensor in state.values())
+    log = read_log(settings.out_dir)
+    assert [record["dropped_steps"] for record in log] == [0, 1, 1] and "loss" in log[0] and "loss" not in log[1] and "loss" in log[2]
+    record = json.loads((Path(settings.out_dir) / "dropped-000001/dropped.json").read_text())
+    if place[0] in ("advantages", "sampling_logprobs", "ref_logprobs"):
+        assert f"the batch: {place[0]} has NaN or infinity" in record["found"]
+    elif place[0] == "gradient":
+        assert f"the gradient: {place[1]} has NaN or infinity (" in record["found"]
+    elif place[0] in ("rollout", "reference"):
+        assert f"the batch: {'sampling' if place[0] == 'rollout' else 'ref'}_logprobs" in record["found"]
+    elif place[0] == "loss":
+        assert "loss " + place[2] in record["found"]
+
+
+def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_last_good_checkpoint(tmp_path, monkeypatch):
+    """From iteration 4 on every gradient is bad. Then it is mended: the end is that of a run that was never ill."""
+    sft, _ = tiny(tmp_path)
+    sft = dataclasses.replace(sft, max_iters=9, save_interval=1, save_total_limit=1, eval_prompts=0, max_dropped_steps=3)
+    healthy = dataclasses.replace(sft, out_dir=str(tmp_path / "healthy"))
+    train_sft.main(prepare(healthy))
+    original, steps = loop.optimizer_step, itertools.count()
+
+    def ill(model, optimizer, *arguments):
+        if next(steps) >= 4:
+            next(model.parameters()).grad[0, 0] = float("nan")
+        return original(model, optimizer, *arguments)
+
+    monkeypatch.setattr(loop, "optimizer_step", ill)
+    with pytest.raises(SnugError) as error:
+        train_sft.main(prepare(sft))
+    assert "3 optimizer steps in a row were not finite, the last in iteration 6: the gradient: embedding.weight" in str(error.value)
+    assert "goes on from" in str(error.value) and "checkpoint-000003 (checkpoint-000004, made after the last step" in str(error.value)
+    folder = Path(sft.out_dir)
+    assert sorted(p.name for p in folder.glob("*-00000*")) == [
+        "checkpoint-000003",
+        "dropped-000004",
+        "dropped-000005",
+        "dropped-000006",
+        "suspect-000004",
+    ]
+    assert checkpoint.damage(folder / "checkpoint-000003") is None
+    same_weights = {(folder / f"dropped-00000{i}/model.safetensors").stat().st_ino for i in (4, 5, 6)}
+    assert len(same_weights) == 1  # one file, three names
+    monkeypatch.undo()
+    train_sft.main(prepare(dataclasses.replace(sft, resume="auto")))
+    assert figures(sft.out_dir) == figures(healthy.out_dir)
+    ours, theirs = (checkpoint.newest(run.out_dir) / "model.safetensors" for run in (sft, healthy))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_the_count_in_a_row_outlives_the_process(tmp_path, monkeypatch):
+    """Two dropped steps, SIGTERM's save, and one more after the resume are three."""
+    sft, _ = tiny(tmp_path)
+    sft = dataclasses.replace(sft, max_iters=3, save_interval=1, eval_prompts=0, max_dropped_steps=3)
+    original, steps = loop.optimizer_step, itertools.count()
+
+    def ill(model, optimizer, *arguments):
+        if next(steps) >= 1:
+            next(model.parameters()).grad[0, 0] = float("nan")
+        return original(model, optimizer, *arguments)
+
+    monkeypatch.setattr(loop, "optimizer_step", ill)
+    train_sft.main(prepare(sft))  # its last save is made all the same
+    health = checkpoint.read_state(checkpoint.newest(sft.out_dir))["health"]
+    assert health == {"dropped_steps": 2, "dropped_in_a_row": 2, "last_step": 0}
+    with pytest.raises(SnugError, match="3 optimizer steps in a row .* the last in iteration 3"):
+        train_sft.main(prepare(dataclasses.replace(sft, max_iters=9, resume="auto")))
+
+
+def test_a_dropped_step_can_be_taken_again(tmp_path, monkeypatch):
+    """What replay.py reads is what the run had: from a batch that is whole, the gradient that the run would have had."""
+    poison, prepared, settings = poisoned(tmp_path, monkeypatch, ("gradient", "norm.weight", "nan"), train_batch_size=8, num_iterations=2)
+    seen = []
+    kept = poison.optimizer_step
+
+    def remembered(model, optimizer, *arguments):
+        if poison.now == 1:
+            seen.append({name: g.clone() for name, g in gradients_of(model, optimizer).items()})
+        return kept(model, optimizer, *arguments)
+
+    monkeypatch.setattr(loop, "optimizer_step", remembered)
+    grpo.main(prepared)
+    folders = sorted(Path(settings.out_dir).glob("dropped-*"))
+    assert [folder.name for folder in folders] == ["dropped-000001", "dropped-000001.1", "dropped-000001.2", "dropped-000001.3"]
+    monkeypatch.setattr(grpo, "policy_loss", Poison.originals["policy_loss"])
+    for folder, gradients in zip(folders, seen, strict=True):
+        record, its_settings, model, rollouts = replay.read_dropped(folder, torch.device(DEVICE))
+        assert record["select"] in (list(range(8)), list(range(8, 16)))
+        grpo.accumulate(model, rollouts, record["select"], its_settings)
+        for name, p in model.named_parameters():
+            assert p.grad.equal(gradients[name]), name
+
+
+def test_replay_names_the_module(tmp_path):
+    """Weights that overflow: as a command, in a process of its own."""
+    sft, _ = tiny(tmp_path)
+    hopeless = dict(learning_rate=1e30, grad_clip=0.0, eval_prompts=0, max_dropped_steps=2, save_interval=0)
+    with pytest.raises(SnugError, match=r"python replay.py \S+dropped-00000\d"):
+        train_sft.main(prepare(dataclasses.replace(sft, **hopeless)))
+    folder = next(Path(sft.out_dir).glob("dropped-*"))
+    child = subprocess.run([sys.executable, "replay.py", str(folder), "--device=cpu"], cwd=HOME, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    for line in (
+        "weights: finite",
+        "batch: finite",
+        "forward: blocks.0.norm_1 (LayerNorm) is the first that is not finite, rows [0, 1",
+        "gradient: ",
+    ):
+        assert line in child.stdout
+
+
+def test_replay_names_the_sequence(tmp_path, monkeypatch):
+    _, prepared, settings = poisoned(tmp_path, monkeypatch, ("ref_logprobs", "", "inf"))
+    grpo.main(prepared)
+    monkeypatch.undo()
+    lines = replay.replay(Path(settings.out_dir) / "dropped-000001", torch.device(DEVICE))
+    assert "batch: ref_logprobs of sequence 0" in lines and "forward: every module's output is finite" in lines
+
+
+@pytest.mark.parametrize("name", ["dropped.json", "batch.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "garbage"])
+def test_a_damaged_folder_is_named(tmp_path, monkeypatch, name, damage):
+    _, prepared, settings = poisoned(tmp_path, monkeypatch, ("loss", "", "nan"))
+    grpo.main(prepared)
+    file = Path(settings.out_dir) / "dropped-000001" / name
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(content[:-30] if damage == "cut" else b"\x80\x04\x95" + content)
+    with pytest.raises(SnugError, match=name):
+        replay.replay(file.parent, torch.device("cpu"))
+
+
+def test_ten_steps_are_written_the_rest_are_counted(tmp_path, monkeypatch):
+    sft, _ = tiny(tmp_path)
+    original, steps = loop.optimizer_step, itertools.count()
+
+    def ill(model, optimizer, *arguments):
+        if next(steps) % 2:
+            next(model.parameters()).grad[0, 0] = float("nan")
+        return original(model, optimizer, *arguments)
+
+    monkeypatch.setattr(loop, "optimizer_step", ill)
+    train_sft.main(prepare(dataclasses.replace(sft, max_iters=24, eval_prompts=0, save_interval=0)))
+    assert len(list(Path(sft.out_dir).glob("dropped-*"))) == 10 and read_log(sft.out_dir)[-1]["dropped_steps"] == 12
+    assert "not written, for there are 10" in (Path(sft.out_dir) / "log.txt").read_text()
+    weights = [safetensors.torch.load_file(folder / "model.safetensors") for folder in sorted(Path(sft.out_dir).glob("dropped-*"))[:2]]
+    assert not same(*weights)  # a step was taken in between
+
+
+def test_a_disk_that_is_full_does_not_stop_a_drop(tmp_path, monkeypatch):
+    sft, _ = tiny(tmp_path)
+    original, steps = loop.optimizer_step, itertools.count()
+
+    def ill(model, optimizer, *arguments):
+        if next(steps) == 1:
+            next(model.parameters()).grad[0, 0] = float("nan")
+        return original(model, optimizer, *arguments)
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop, "optimizer_step", ill)
+    monkeypatch.setattr("guard.save_file", full)
+    train_sft.main(prepare(dataclasses.replace(sft, eval_prompts=0)))
+    assert "it cannot be written (OSError: ['[Errno 28] No space left on device'])" in (Path(sft.out_dir) / "log.txt").read_text()
+    assert read_log(sft.out_dir)[-1]["dropped_steps"] == 1

@@ -1,0 +1,220 @@
+"""A run's log: whole lines whatever happens, and a console and services that may fail or hang."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from test_grpo import tiny
+
+import log
+import train_sft
+from log import Aside, Lines, RunLog, read_log
+from prepare import prepare
+from settings import SFTSettings, SnugError
+
+HOME = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(Aside, "PATIENCE", 0.3)
+
+
+class Service:
+    """Fails or hangs at `when`, in the way `how`."""
+
+    def __init__(self, when, how):
+        self.when, self.how, self.records = when, how, []
+
+    def __call__(self, settings, title, start):
+        self.at("start")
+        return self
+
+    def log(self, record):
+        self.at("log" if record["iter"] == 2 else "")
+        self.records.append(record)
+
+    def close(self):
+        self.at("close")
+
+    def at(self, when):
+        if when == self.when:
+            if self.how == "hang":
+                time.sleep(1000)
+            raise self.how("no route to host")
+
+
+@pytest.mark.parametrize("how", ["hang", RuntimeError, OSError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("when", ["start", "log", "close"])
+def test_a_run_finishes_whatever_its_services_do(tmp_path, monkeypatch, impatient, when, how):
+    bad, good = Service(when, how), Service("never", RuntimeError)
+    monkeypatch.setattr(log, "SERVICES", {"tensorboard": bad, "wandb": good})
+    sft, _ = tiny(tmp_path)
+    prepared = prepare(dataclasses.replace(sft, eval_prompts=0))
+    prepared.settings.report_to = ["tensorboard", "wandb"]
+    train_sft.main(prepared)
+    assert len(read_log(sft.out_dir)) == 4 and len(good.records) == 4
+    text = (Path(sft.out_dir) / "log.txt").read_text()
+    assert ("warning: tensorboard hangs" if how == "hang" else f"warning: tensorboard failed ({how.__name__}: no route to host)") in text
+
+
+def test_a_hanging_service_fills_no_memory(impatient):
+    told = []
+    aside = Aside("the moon", told.append)
+    aside.queue.maxsize = 10
+    for _ in range(1000):
+        aside(time.sleep, 1000)
+    assert aside.queue.qsize() <= 10
+    aside.close()
+    assert told[0] in [f"warning: the moon hangs; {lost} calls to it are lost" for lost in (999, 1000)]  # one was begun, or not yet
+
+
+@pytest.mark.parametrize("error", [OSError(32, "Broken pipe"), ValueError("I/O operation on closed file")])
+def test_a_console_that_fails_does_not_end_the_run(tmp_path, monkeypatch, error):
+    class Closed:
+        def write(self, text):
+            raise error
+
+        flush = isatty = lambda self: False
+
+    sft, _ = tiny(tmp_path)
+    monkeypatch.setattr(sys, "stdout", Closed())
+    train_sft.main(prepare(dataclasses.replace(sft, eval_prompts=0)))
+    monkeypatch.undo()
+    assert len(read_log(sft.out_dir)) == 4 and "warning: the console failed" in (Path(sft.out_dir) / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("reader", ["never reads", "is gone"])
+def test_a_pipe_that_nobody_reads_does_not_stop_the_run(tmp_path, reader):
+    """A real process, whose stdout and stderr are a pipe of a page: it finishes, with exit code 0, and its files are whole."""
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    words = "--device=cpu --eval_prompts=0 --batch_size=4 --max_iters=60 --save_interval=0 --n_layer=1".split()
+    setup = f"import sys; sys.path.insert(0, {str(HOME)!r}); import log; log.Aside.PATIENCE = 1.0; sys.argv = ['train_sft.py', *{[*words, f'--out_dir={tmp_path}/run']!r}]"
+    code = f"{setup}\nimport runpy; runpy.run_path({str(HOME / 'train_sft.py')!r}, run_name='__main__')"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=write, stderr=write, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    os.close(write)
+    if reader == "is gone":
+        os.close(read)
+    assert child.wait(timeout=120) == 0
+    assert [record["iter"] for record in read_log(tmp_path / "run")] == list(range(60))
+    text = (tmp_path / "run/log.txt").read_text()
+    assert text.count("iter ") == 60 and "warning: the console " in text
+
+
+def test_lines_wait_while_the_disk_refuses(tmp_path, monkeypatch):
+    lines, original = Lines(tmp_path / "log.jsonl"), os.write
+    lines.write("one")
+
+    def half(handle, data):
+        if full:
+            original(handle, data[: len(data) // 2])  # what fits is written
+            return len(data) // 2
+        return original(handle, data)
+
+    full = True
+    monkeypatch.setattr(log.os, "write", half)
+    lines.write("two")
+    lines.write("three")
+    assert lines.error == "No space left on device" and (tmp_path / "log.jsonl").read_text() == "one\n"
+    full = False
+    lines.write("four")
+    assert lines.error is None and (tmp_path / "log.jsonl").read_text() == "one\ntwo\nthree\nfour\n"
+
+
+def test_lines_from_several_threads_stay_whole(tmp_path):
+    lines = Lines(tmp_path / "log.txt")
+    threads = [threading.Thread(target=lambda c=c: [lines.write(c * 500) for _ in range(200)]) for c in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted((tmp_path / "log.txt").read_text().splitlines()) == sorted(c * 500 for c in "abcd" for _ in range(200))
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    settings = SFTSettings(out_dir=str(tmp_path), max_iters=3)
+    with RunLog(settings, "SFT") as run_log:
+        run_log.iteration({"iter": 0, "loss": float("nan"), "grad_norm": float("inf"), "time_s": 1.0}, [{"reward": -float("inf")}])
+    line = (tmp_path / "log.jsonl").read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {"iter": 0, "loss": None, "grad_norm": None, "time_s": 1.0}
+    assert json.loads((tmp_path / "samples.jsonl").read_text(), parse_constant=pytest.fail) == {"iter": 0, "reward": None}
+
+
+def test_half_a_line_is_cut_off_on_resume(tmp_path):
+    for name in ("log.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text('{"iter": 0}\n{"iter": 1}\n{"iter": 2}\n{"it')
+    with RunLog(SFTSettings(out_dir=str(tmp_path), max_iters=4), "SFT", start=2) as run_log:
+        run_log.iteration({"iter": 2, "time_s": 0.5})
+    assert [json.loads(line)["iter"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [0, 1, 2]
+
+
+def test_tensorboard_has_the_numbers(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sft, _ = tiny(tmp_path)
+    settings = dataclasses.replace(sft, eval_prompts=0, report_to=["tensorboard"])
+    train_sft.main(prepare(settings))
+    events = EventAccumulator(str(Path(sft.out_dir) / "tensorboard"))
+    events.Reload()
+    wanted = [(record["iter"], pytest.approx(record["loss"], rel=1e-6)) for record in read_log(sft.out_dir)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == wanted and len(wanted) == 4
+
+
+def test_wandb_has_the_numbers_and_goes_on_with_its_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(Aside, "PATIENCE", 60.0)
+    sft, _ = tiny(tmp_path)
+    settings = dataclasses.replace(sft, eval_prompts=0, report_to=["wandb"])
+    train_sft.main(prepare(settings))
+    identity = (Path(sft.out_dir) / "wandb.txt").read_text()
+    train_sft.main(prepare(dataclasses.replace(settings, resume="auto", max_iters=6)))
+    assert (Path(sft.out_dir) / "wandb.txt").read_text() == identity
+    files = list((Path(sft.out_dir) / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+    assert len(files) == 2 and all(file.stat().st_size > 1000 for file in files)
+    assert "warning" not in (Path(sft.out_dir) / "log.txt").read_text()
+
+
+def test_a_service_that_is_not_installed_is_refused(monkeypatch):
+    import settings as options
+
+    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SnugError, match="report_to='wandb': the package is not installed; pip install wandb"):
+        options.read_settings(SFTSettings, ["--report_to=wandb"])
+    with pytest.raises(SnugError, match="report_to='mlflow' is not one of tensorboard, wandb"):
+        options.read_settings(SFTSettings, ["--report_to=mlflow"])
+
+
+def test_a_bar_in_a_terminal(tmp_path):
+    """Through a pseudo-terminal: the bar is drawn, and every line stands whole on a line of its own."""
+    import pty
+
+    main, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (40, 150))
+    words = ["--device=cpu", "--eval_prompts=0", "--batch_size=4", "--max_iters=5", "--save_interval=0", f"--out_dir={tmp_path}/run"]
+    child = subprocess.Popen([sys.executable, "train_sft.py", *words], cwd=HOME, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    seen = b""
+    while True:
+        try:
+            data = os.read(main, 65536)
+        except OSError:
+            break
+        if not data:
+            break
+        seen += data
+    assert child.wait(timeout=60) == 0
+    text = seen.decode()
+    assert "SFT:" in text and "5/5" in text
+    lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
+    assert sum(line.startswith("iter ") for line in lines) == 5
