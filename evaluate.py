@@ -55,8 +55,9 @@ def decoding_of(settings):
 def evaluate_as_run(settings, model, tokenizer, task, num_prompts, max_new_tokens=0, seed=0):
     """`evaluate` with a run's own precision, prompts, decode batch and room for an answer: its max_new_tokens, or the task's longest."""
     longest = getattr(settings, "max_prompt_length", 0)
-    left = model.config.block_size - (longest or len(tokenizer.encode(task.longest_prompt())))
-    room = max_new_tokens or getattr(settings, "max_new_tokens", 0) or len(tokenizer.encode(task.longest_answer())) + 1
+    prompt, answer = task.longest(tokenizer.encode)
+    left = model.config.block_size - (longest or prompt)
+    room = max_new_tokens or getattr(settings, "max_new_tokens", 0) or answer + 1
     with autocast(settings.dtype, model):
         options = dict(seed=seed, max_prompt_length=longest) | decoding_of(settings)
         return evaluate(model, tokenizer, task, num_prompts, min(left, room), **options)

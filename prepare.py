@@ -25,10 +25,9 @@ class Prepared:
 
     def longest(self, settings):
         """-> tokens of the longest prompt and of the longest completion."""
-        prompt = getattr(settings, "max_prompt_length", 0) or len(self.tokenizer.encode(self.task.longest_prompt()))
-        if isinstance(settings, GRPOSettings):
-            return prompt, settings.max_new_tokens
-        return prompt, len(self.tokenizer.encode(self.task.longest_answer())) + 1
+        prompt, answer = self.task.longest(self.tokenizer.encode)
+        prompt = getattr(settings, "max_prompt_length", 0) or prompt
+        return prompt, settings.max_new_tokens if isinstance(settings, GRPOSettings) else answer + 1
 
 
 def prepare(settings, given=frozenset()):
@@ -53,9 +52,11 @@ def prepare(settings, given=frozenset()):
         raise SnugError(
             f"vocab_size={shape['vocab_size']}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; leave vocab_size out"
         )
-    check_lengths(settings, task, shape["block_size"])
+    prepared = Prepared(settings, task, tokenizer, shape, [], warm_start)
+    check_lengths(prepared, shape["block_size"])
     functions = [load_reward_function(spec) for spec in settings.reward_funcs] or [task.rewards] if grpo else []
-    return Prepared(settings, task, tokenizer, shape, functions, warm_start)
+    prepared.reward_funcs = functions
+    return prepared
 
 
 def is_finished(settings):
@@ -114,14 +115,11 @@ def refuse_contradictions(settings, given, shape, tokenizer_name, source):
             raise SnugError(f"{name}={getattr(settings, name)!r}, but {source} has {theirs!r}; leave {name} out")
 
 
-def check_lengths(settings, task, block_size):
-    """Prompt and completion have to fit into block_size. A token is a byte at least, so characters bound tokens."""
-    prompt = getattr(settings, "max_prompt_length", 0) or len(task.longest_prompt())
-    if isinstance(settings, GRPOSettings):
-        completion, what = settings.max_new_tokens, f"max_new_tokens={settings.max_new_tokens}"
-    else:
-        completion = len(task.longest_answer()) + 1
-        what = f"demonstrations of up to {completion} tokens"
+def check_lengths(prepared, block_size):
+    """Prompt and completion have to fit into block_size."""
+    settings, (prompt, completion) = prepared.settings, prepared.longest(prepared.settings)
+    grpo = isinstance(settings, GRPOSettings)
+    what = f"max_new_tokens={settings.max_new_tokens}" if grpo else f"demonstrations of up to {completion} tokens"
     if prompt + completion > block_size:
         raise SnugError(
             f"prompts of {settings.task} have up to {prompt} tokens; with {what} that is {prompt + completion}, more than "

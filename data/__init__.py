@@ -1,7 +1,7 @@
 """Tasks: what a model is asked, and whether it answered rightly. One file a task.
 
-A task is problems without end: row 17 of a split is computed from the number 17, so there is nothing to download, to
-shuffle or to remember. Which split a problem belongs to is a property of the problem itself: a hash of what identifies
+A task is problems without end: row 17 of a split is computed from the number 17 (or looked up: jsonl), so there is nothing to
+download, to shuffle or to remember. Which split a problem belongs to is a property of the problem itself: a hash of what identifies
 it, so that no training prompt is ever a test prompt, whatever the seed.
 
     task = make_task(settings)
@@ -11,7 +11,7 @@ it, so that no training prompt is ever a test prompt, whatever the seed.
 
 Completions are untrusted input: a task reads them by a whitelist, bounds their length first, and never evaluates them.
 
-Left out: data sets on disk, partial credit, rewards by another model (write a function: `load_reward_function`).
+Left out: partial credit, rewards by another model (write a function: `load_reward_function`).
 """
 
 import difflib
@@ -68,6 +68,10 @@ class Task:
 
     # What it gets
 
+    def longest(self, encode):
+        """Bounds on the tokens of a prompt and of a demonstration. encode: text -> ids, for tasks that know all their texts."""
+        return len(self.longest_prompt()), len(self.longest_answer())
+
     def prompts(self, split, index):
         """Rows number `index` (an iterable of ints) of "train" or "test": a list of dicts, each with its "prompt".
 
@@ -121,8 +125,9 @@ def make_task(settings):
     """The task that settings.task names, with the TaskOptions and the seed of `settings` -> Task. Raises SnugError."""
     from data.addition import Addition  # here, because they import Task from this file
     from data.countdown import Countdown
+    from data.jsonl import Jsonl
 
-    tasks = {"addition": Addition, "countdown": Countdown}
+    tasks = {"addition": Addition, "countdown": Countdown, "jsonl": Jsonl}
     if settings.task not in tasks:
         raise SnugError(f"task={settings.task!r} is not one of {', '.join(tasks)}")
     task = tasks[settings.task](settings)
