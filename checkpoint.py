@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from settings import SnugError
+from settings import GRPOSettings, SFTSettings, SnugError, check_value, fields
 
 PREFIX = "checkpoint-"
 
@@ -126,15 +126,46 @@ def read_state(path):
     """state.json of the checkpoint `path` -> dict; the tensor files' headers and lengths are looked at too. Raises SnugError."""
     try:
         state = json.loads((path / "state.json").read_text())
-        missing = {"iteration", "model_config", "tokenizer", "settings", "optimizer_steps", "generators"} - set(state)
-    except (OSError, ValueError, TypeError) as error:
-        raise SnugError(f"checkpoint {path}: state.json cannot be read ({error}); delete the folder to use the one before") from None
-    if missing:
-        raise SnugError(f"checkpoint {path}: state.json has no {', '.join(sorted(missing))}; delete the folder to use the one before")
+        wrong = wrong_with(state)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        wrong = f"cannot be read ({type(error).__name__}: {error})"
+    if wrong:
+        raise SnugError(f"checkpoint {path}: state.json {wrong}; delete the folder to use the one before")
     for name in ("model.safetensors", "optimizer.safetensors"):
         with opened(path / name):
             pass
     return state
+
+
+KINDS = dict(iteration=int, optimizer_steps=int, model_config=dict, tokenizer=str, settings=dict, generators=dict)
+KINDS |= dict(after_oom=dict, scores=dict, health=dict)
+
+
+def wrong_with(state):
+    """What is wrong with what state.json says, in words, or None. Its shape is looked at by GPTConfig, its generators by who restores them."""
+    if not isinstance(state, dict):
+        return "is not an object"
+    for name, kind in KINDS.items():
+        if type(state.get(name)) is not kind:
+            return f"has no {name}" if name not in state else f"has {name}={state[name]!r:.40}"
+    counts = [state["iteration"], state["optimizer_steps"], *(state["model_config"].get(name, -1) for name in ("vocab_size", "block_size"))]
+    counts += [state["health"].get(name, -2) + 1 for name in ("dropped_steps", "dropped_in_a_row", "last_step")]
+    if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+        return f"counts what cannot be: {counts!r:.60}"
+    pairs = state["after_oom"].items()
+    if not all(name in AFTER_OOM and isinstance(v, list) and len(v) == 2 and all(type(x) in (int, float) for x in v) for name, v in pairs):
+        return f"has after_oom={state['after_oom']!r:.60}"
+    cls = GRPOSettings if "group_size" in state["settings"] else SFTSettings
+    try:
+        for name in set(state["settings"]) & set(fields(cls)):
+            check_value(cls, name, state["settings"][name], f"{name}")
+        restored = [name for name in ("max_iters", "seed", "task", "dtype", "param_dtype") if name not in state["settings"]]
+    except SnugError as error:
+        return f"has settings that cannot be: {error}"
+    return f"has settings without {restored[0]}" if restored else None
+
+
+AFTER_OOM = ("max_rollout_batch", "max_tokens_per_micro_batch")  # what plan.py makes smaller
 
 
 def opened(path, framework="numpy"):
@@ -215,14 +246,14 @@ def restore_generators(state, device):
         torch.set_rng_state(values["cpu"])
         if "cuda" in values and device.type == "cuda":
             torch.cuda.set_rng_state(values["cuda"], device)
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, IndexError) as error:
         raise SnugError(f"the generators in state.json cannot be restored ({type(error).__name__}: {error})") from None
 
 
-def load_into(path, tensors, optional=None):
+def load_into(path, tensors, optional=None, look=False):
     """Copy a safetensors file into {name: tensor}, one at a time, in place. Names and shapes have to match. Raises SnugError.
 
-    optional: the beginning of names that either may lack.
+    optional: the beginning of names that either may lack. look: only see whether they match.
     """
     import torch
 
@@ -235,15 +266,20 @@ def load_into(path, tensors, optional=None):
         if surplus or missing:
             raise SnugError(f"{path}: does not fit the model; missing {missing[:3] or 'nothing'}, surplus {surplus[:3] or 'nothing'}")
         for name in both:
-            tensor = tensors[name]
             shape = tuple(file.get_slice(name).get_shape())
-            if shape != tuple(tensor.shape):
-                raise SnugError(f"{path}: {name} has shape {shape}, the model {tuple(tensor.shape)}")
-            tensor.copy_(file.get_tensor(name))
+            if shape != tuple(tensors[name].shape):
+                raise SnugError(f"{path}: {name} has shape {shape}, the model {tuple(tensors[name].shape)}")
+            if not look:
+                tensors[name].copy_(file.get_tensor(name))
 
 
 def load_weights(path, model):
     load_into(path / "model.safetensors", dict(model.named_parameters()))
+
+
+def look_at_shapes(path, shape):
+    """Are the weights of checkpoint `path` those of a model of this shape? Asked before any memory is taken for it. Raises SnugError."""
+    load_into(path / "model.safetensors", dict(make_model(shape, "meta").named_parameters()), look=True)
 
 
 def moments(model, optimizer):
@@ -272,10 +308,13 @@ def begin(settings, shape, device):
     """-> (model, optimizer, first iteration): taken up from out_dir, or from init_from, or from random weights."""
     from optimizer import make_optimizer
 
-    model = configure(make_model(shape, device, settings.param_dtype), settings)
     path = resume_path(settings)
-    if path is not None or settings.init_from:
-        load_weights(path or newest(settings.init_from), model)
+    source = path or (newest(settings.init_from) if settings.init_from else None)
+    if source is not None:
+        look_at_shapes(source, shape)
+    model = configure(make_model(shape, device, settings.param_dtype), settings)
+    if source is not None:
+        load_weights(source, model)
     optimizer = make_optimizer(model, settings)  # after the weights, of which it may keep masters
     if path is None:
         return model, optimizer, 0
@@ -333,7 +372,8 @@ def load_run(folder, device="auto"):
 
     from tokenizer import get_tokenizer
 
-    model = make_model(state["model_config"], pick_device(device), state["settings"].get("param_dtype", "float32"))
+    look_at_shapes(path, state["model_config"])
+    model = make_model(state["model_config"], pick_device(device), state["settings"]["param_dtype"])
     load_weights(path, model)
     return Run(model, get_tokenizer(state["tokenizer"]), SimpleNamespace(**state["settings"]), state["iteration"], path)
 

@@ -50,7 +50,7 @@ class Training:
 
     def end_iteration(self, record, scores, samples=()):
         """Log it, and save, where it is time."""
-        record |= scores | self.meter.stats() | {"dropped_steps": self.guard.health["dropped_steps"]}
+        record |= scores | self.meter.stats() | self.saver.stats() | {"dropped_steps": self.guard.health["dropped_steps"]}
         self.log.iteration(record, samples)
         self.log.memory(self.meter.lines(self.log.place(record["iter"])))
         done, scores = record["iter"] + 1, self.evaluated[1] if self.evaluated[0] == record["iter"] + 1 else {}
@@ -157,12 +157,13 @@ def step(training, accumulate, sequences, learning_rate, iteration, select):
 
     def attempt():
         optimizer.zero_grad(set_to_none=True)  # of an attempt that failed half way
+        if not_finite(columns_of(sequences)):  # an infinity in the batch need not show in the loss
+            return {"loss": math.nan}
         return accumulate()
 
-    metrics, norm = {"loss": math.nan}, math.nan
     with training.meter.phase("train"):
-        if not not_finite(columns_of(sequences)):  # an infinity in it need not show in the loss
-            metrics = surviving(attempt, partial(halve_micro_batch, settings, sequences, model, say=training.log.say))
+        metrics = surviving(attempt, partial(halve_micro_batch, settings, sequences, model, say=training.log.say))
+    norm = math.nan
     with training.meter.phase("optimizer"):
         if math.isfinite(metrics["loss"]):
             update = partial(optimizer_step, model, optimizer, learning_rate, settings.grad_clip)

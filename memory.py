@@ -265,6 +265,15 @@ def to_host(tensor, keep=False):
     return new_on_host(tensor.shape, tensor.dtype, tensor.device, keep).copy_(tensor.detach(), non_blocking=True)
 
 
+def spare_copy(tensor):
+    """A copy in the host's ordinary memory that no ledger counts, because it is only made where there is room to spare (saver.py)."""
+    HOST.making = True
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    finally:
+        HOST.making = False
+
+
 def to_device(tensor, device):
     """A copy on the device, which on a CPU is a copy all the same."""
     return torch.empty_like(tensor, device=device).copy_(tensor.detach(), non_blocking=True)

@@ -9,7 +9,7 @@ Left out: dropout (the sampler and the trainer must be the same function), slidi
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -43,6 +43,7 @@ class GPTConfig:
     tie_embeddings: bool = True
 
     def __post_init__(self):
+        self.check_types()
         swiglu = -(-self.n_embd * 8 // 24) * 8
         derived = dict(
             n_vocab=self.vocab_size,
@@ -57,6 +58,22 @@ class GPTConfig:
             raise ValueError(f"n_vocab={self.n_vocab} is more than vocab_size={self.vocab_size}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
+
+    def check_types(self):
+        """A shape may come from a file. Raises TypeError, ValueError."""
+        kinds = {"int": int, "str": str, "float": (float, int), "bool": bool}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not isinstance(value, kinds[f.type.__name__]) or isinstance(value, bool) != (f.type is bool):
+                raise TypeError(f"{f.name}={value!r:.40} must be of type {f.type.__name__}")
+            least = 0 if f.default == 0 else 1
+            if f.type is int and not least <= value < (10_000 if f.name == "n_layer" else 2**31):
+                raise ValueError(f"{f.name}={value!r:.40} is out of range")
+        for name, choices in (("norm", ("layernorm", "rmsnorm")), ("position", ("learned", "rotary")), ("mlp", ("gelu", "swiglu"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r:.40} is not one of {', '.join(choices)}")
+        if self.n_embd < self.n_head or not 0 < self.norm_eps < 1 or not 1 <= self.rope_theta < math.inf:
+            raise ValueError("n_embd is below n_head, or norm_eps or rope_theta is out of range")
 
 
 def autocast(dtype, model):

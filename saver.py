@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import PREFIX, checkpoints, generator_state, optimizer_steps, state_of, tensors_of, write
-from memory import available_on_host, new_on_host
+from memory import MIB, available_on_host, spare_copy, tensor_bytes
 from settings import SnugError
 
 
@@ -36,7 +36,7 @@ class Saver:
         self.best = max((score_of(path) for path in checkpoints(self.folder)), default=-1.0)
         self.thread = self.failed = self.saved = self.pruned = None  # saved: iterations done by the newest checkpoint of this process
         self.failures = self.retry = 0  # in a row; after how many iterations to try again
-        self.copy = None  # let go of in the training's thread, which counts what is on the host
+        self.copy = None
         self.stall = 0.0  # seconds that the last save kept the training waiting
         for left in self.folder.glob(f".tmp-{PREFIX}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -71,7 +71,7 @@ class Saver:
         else:
             beside = not last and available_on_host() > 2 * sum(t.nbytes for named in tensors.values() for t in named.values())
             if beside:
-                self.copy = {file: {name: host_copy(tensor) for name, tensor in named.items()} for file, named in tensors.items()}
+                self.copy = {file: {name: spare_copy(tensor) for name, tensor in named.items()} for file, named in tensors.items()}
                 tensors = self.copy
             self.thread = threading.Thread(target=self.publish, args=(state, tensors), daemon=True)
             self.thread.start()
@@ -89,6 +89,10 @@ class Saver:
             cause = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2] or type(error).__name__
             self.failed = SnugError(f"{PREFIX}{state['iteration']:06d} cannot be written into {self.folder} ({cause})")
             self.failed.done = state["iteration"]
+
+    def stats(self):
+        """For the log: the host memory of a copy that is being written."""
+        return {"mem_save_mb": round(tensor_bytes(t for named in self.copy.values() for t in named.values()) / MIB, 3)} if self.copy else {}
 
     def prune(self):
         prune(self.folder, self.saved, self.settings.save_total_limit)
@@ -128,10 +132,6 @@ class Saver:
                 except Exception as another:  # the first is the one to report
                     self.say(f"warning: {another}")
             raise
-
-
-def host_copy(tensor):
-    return new_on_host(tensor.shape, tensor.dtype, torch.device("cpu")).copy_(tensor)
 
 
 def not_finite(named):

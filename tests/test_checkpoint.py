@@ -203,7 +203,7 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
     sft = dataclasses.replace(sft, max_iters=300, save_interval=0, eval_prompts=0)
     whole = dataclasses.replace(sft, out_dir=str(tmp_path / "whole"))
     train_sft.main(prepare(whole))
-    words = [f"--{name}={value}" for name, value in dataclasses.asdict(sft).items() if value not in ("", None)]
+    words = [f"--{name}={value}" for name, value in dataclasses.asdict(sft).items() if value not in ("", None, [])]
     child = subprocess.Popen([sys.executable, "train_sft.py", *words], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in child.stdout:
         if line.startswith("iter   3"):

@@ -176,7 +176,7 @@ def test_longest_texts_are_reached():
         (dict(task="countdown", countdown_max_numbers=10**9), "countdown_max_numbers=1000000000 is above 10"),
         (dict(task="countdown", countdown_max_number=10_000), "countdown_max_number=10000 is above 9999"),
         (dict(digits=10**9), "digits=1000000000 is above 1000"),
-        (dict(task="subtraction"), "task='subtraction' is not one of addition, countdown"),
+        (dict(task="subtraction"), "task='subtraction' is not one of addition, countdown, jsonl"),
     ],
 )
 def test_options_that_leave_no_task(options, message):

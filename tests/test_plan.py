@@ -261,10 +261,10 @@ def weights_after(tmp_path, point, **changes):
 
     injected = []
 
-    def iterate(iteration, *args):
-        with OutOfMemoryAt(point if iteration == 0 else 0, args[-2]) as mode:
+    def iterate(iteration, training):
+        with OutOfMemoryAt(point if iteration == 0 else 0, training.meter) as mode:
             injected.append(mode)
-            original(iteration, *args)
+            original(iteration, training)
 
     grpo.iterate = iterate
     try:

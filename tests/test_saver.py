@@ -56,11 +56,11 @@ def test_what_is_saved_is_the_state_at_the_save(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "seal", lambda folder: go.wait(60) and original(folder))
     before = {name: t.clone() for named in checkpoint.tensors_of(model, optimizer).values() for name, t in named.items()}
     saver.after(1, model, optimizer, guard, {})
-    assert not checkpoint.checkpoints(tmp_path) and HOST.current > 0  # a copy, counted as the host's
+    assert not checkpoint.checkpoints(tmp_path) and saver.stats()["mem_save_mb"] > 0 and HOST.current == 0  # a copy beside the ledgers
     step(2)
     go.set()
     saver.wait()
-    assert HOST.current == 0
+    assert saver.stats() == {}
     path = checkpoint.newest(tmp_path)
     for file in ("model.safetensors", "optimizer.safetensors"):
         for name, tensor in safetensors.torch.load_file(path / file).items():
@@ -71,7 +71,7 @@ def test_what_is_saved_is_the_state_at_the_save(tmp_path, monkeypatch):
 def test_where_there_is_no_room_for_a_copy_the_training_waits(tmp_path, monkeypatch):
     model, optimizer, step, saver, guard, _ = trained(tmp_path)
     monkeypatch.setattr(saving, "available_on_host", lambda: 1000)
-    monkeypatch.setattr(saving, "host_copy", lambda tensor: pytest.fail("copied"))
+    monkeypatch.setattr(saving, "spare_copy", lambda tensor: pytest.fail("copied"))
     step(1)
     saver.after(1, model, optimizer, guard, {})
     assert saver.thread is None and checkpoint.newest(tmp_path).name == "checkpoint-000001"

@@ -1,0 +1,161 @@
+"""A file of prompts: what is wrong with it is said with file and line, and what is right comes out as it went in."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_grpo import tiny
+
+import grpo
+import train_sft
+from data import make_task
+from data.jsonl import read_rows
+from log import read_log
+from prepare import prepare
+from settings import GRPOSettings, SFTSettings, SnugError
+from tokenizer import get_tokenizer
+
+
+def written(tmp_path, rows, name="data.jsonl"):
+    path = tmp_path / name
+    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
+    return str(path)
+
+
+def task_of(path, cls=SFTSettings, **options):
+    return make_task(cls(task="jsonl", data_file=path, **options))
+
+
+GOOD = [{"prompt": f"{i}=", "answer": i} for i in range(50)]
+BAD = [
+    (b'{"prompt": "a"', r"not JSON \(Expecting"),
+    (b"\xff\xfe", r"not JSON \('utf-8' codec"),
+    (b"[" * 100_000, r"not JSON \("),
+    (b'{"prompt": "a", "answer": NaN}', r"not JSON \(NaN is no JSON\)"),
+    (b'{"prompt": "a", "answer": Infinity}', r"not JSON \(Infinity is no JSON\)"),
+    (b"[1]", "not an object but .1."),
+    (b"null", "not an object but null"),
+    (b'{"answer": 1}', "has no prompt"),
+    (b'{"prompt": null, "answer": 1}', "prompt must be text, not None"),
+    (b'{"prompt": "", "answer": 1}', "prompt must be text, not ''"),
+    (b'{"prompt": ["a"], "answer": 1}', r"prompt must be text, not \['a'\]"),
+    (b'{"prompt": "a", "answer": [1]}', r"answer must be text, a number or a boolean, not \[1\]"),
+    (b'{"prompt": "a", "answer": null}', "answer must be text, a number or a boolean, not None"),
+    (b'{"prompt": "a", "answer": 1, "demonstration": 5}', "demonstration must be text, not 5"),
+    (b'{"prompt": "a"}', "other columns than the rows before: no answer"),
+    (b'{"prompt": "a", "answer": 1, "level": 2}', "other columns than the rows before: also level"),
+    (b'{"prompt": "\\ud800", "answer": 1}', "half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize("line, message", BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize("place", [1, 20, 50])
+def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, message, place):
+    path = written(tmp_path, [*GOOD[:place], line, *GOOD[place:]])
+    with pytest.raises(SnugError, match=f"{path}:{place + 1}: {message}") as error:
+        task_of(path)
+    assert "\n" not in str(error.value)
+
+
+def test_several_bad_rows_are_named_together_and_nothing_is_made(tmp_path):
+    path = written(tmp_path, [*GOOD, *[b"?"] * 9])
+    with pytest.raises(SnugError) as error:
+        prepare(SFTSettings(task="jsonl", data_file=path, out_dir=str(tmp_path / "run")))
+    assert [f"{path}:{n}: not JSON" in str(error.value) for n in range(51, 58)] == [True] * 5 + [False] * 2
+    assert "and 4 more bad rows" in str(error.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "options, rows, message",
+    [
+        (dict(data_file=""), GOOD, "task='jsonl' reads data_file: name a file"),
+        (dict(data_file="nowhere.jsonl"), GOOD, "nowhere.jsonl: cannot be read .No such file"),
+        ({}, [], "data.jsonl: has no rows"),
+        ({}, [b"", b"  "], "data.jsonl: has no rows"),
+        ({}, GOOD[:1], "none of its 1 rows falls to the (test|train) split; name a test_file"),
+        (dict(demonstration_noise=0.5), GOOD, "demonstration_noise=0.5: demonstrations of task='jsonl' are as the file has them"),
+    ],
+)
+def test_files_that_do_not_serve(tmp_path, options, rows, message):
+    with pytest.raises(SnugError, match=message):
+        task_of(**{"path": written(tmp_path, rows)} if "data_file" not in options else {"path": options.pop("data_file")}, **options)
+
+
+def test_a_column_that_the_sampler_has_is_refused(tmp_path):
+    with pytest.raises(SnugError, match="data.jsonl:1: the column stopped has the name of one"):
+        task_of(written(tmp_path, [row | {"stopped": 1} for row in GOOD]))
+
+
+def test_rewards_need_an_answer_or_a_function(tmp_path):
+    path = written(tmp_path, [{"prompt": str(i)} for i in range(50)])
+    task_of(path), task_of(path, GRPOSettings, reward_funcs=["m:f"])
+    with pytest.raises(SnugError, match="has no column answer to score completions by; add it, or reward_funcs"):
+        task_of(path, GRPOSettings)
+
+
+def test_splits_share_nothing_and_miss_nothing(tmp_path):
+    task = task_of(written(tmp_path, GOOD))
+    train, test = ({row["prompt"] for row in task.rows[split]} for split in ("train", "test"))
+    assert not train & test and train | test == {row["prompt"] for row in GOOD} and test
+    other = written(tmp_path, [{"prompt": "x", "answer": 1}, GOOD[7]], "test.jsonl")
+    with pytest.raises(SnugError, match=r"test.jsonl has 1 prompts of data_file, such as '7='; take them out"):
+        task_of(written(tmp_path, GOOD), test_file=other)
+    own = task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x", "answer": 1}], "test.jsonl"))
+    assert own.prompts("test", range(3)) == [{"prompt": "x", "answer": 1}] * 3 and len(own.rows["train"]) == 50
+    with pytest.raises(SnugError, match="test.jsonl:1: other columns than the rows before: no answer"):
+        task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x"}], "test.jsonl"))
+
+
+def test_an_epoch_has_every_row_once_and_a_row_follows_from_its_number(tmp_path):
+    path = written(tmp_path, GOOD)
+    task, n = task_of(path), len(task_of(path).rows["train"])
+    epochs = [[row["prompt"] for row in task.prompts("train", range(e * n, (e + 1) * n))] for e in range(3)]
+    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1 and len(set(epochs[0])) == n and epochs[0] != epochs[1]
+    for number in (2 * n + 3, 5, n + 1, 5):  # in any order, by a task of its own
+        assert task_of(path).prompts("train", [number])[0]["prompt"] == epochs[number // n][number % n]
+    assert [r["prompt"] for r in task_of(path, seed=9).prompts("train", range(n))] != epochs[0]
+
+
+def test_the_reward_wants_the_answer_and_nothing_else(tmp_path):
+    task = task_of(written(tmp_path, GOOD))
+    answers = [4, "Paris", 2.5, True, "a b"]
+    right = ["4", " Paris\n", "2.5", "true", "a b"]
+    assert task.rewards([""] * 5, right, answer=answers) == [1.0] * 5
+    assert task.rewards([""] * 5, ["4.", "paris", "2.50", "True", "a  b"], answer=answers) == [0.0] * 5
+    assert task.rewards([""], ["4"], answer=[4], stopped=[False]) == [0.0]
+
+
+def test_demonstrations_and_longest(tmp_path):
+    rows = [{"prompt": "é" * i, "answer": i, "demonstration": "d" * (51 - i)} for i in range(1, 51)]
+    task = task_of(written(tmp_path, rows))
+    assert task.demonstration(rows[3], None) == "d" * 47
+    assert task.longest(get_tokenizer("bytes").encode) == (100, 50)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["prompt", "answer", "demonstration", "level"]),
+        st.one_of(st.none(), st.text(), st.integers(), st.floats(), st.booleans()),
+    )
+)
+def test_any_row_is_read_or_refused_by_line(tmp_path_factory, row):
+    path = Path(written(tmp_path_factory.mktemp("rows"), [row]))
+    try:
+        assert read_rows(path) == [row]
+    except SnugError as error:
+        assert f"{path}:1: " in str(error)
+
+
+def test_both_loops_learn_from_a_file(tmp_path):
+    path = written(tmp_path, GOOD)
+    sft, settings = tiny(tmp_path, task="jsonl", data_file=path, max_new_tokens=4, beta=0.0)
+    import dataclasses
+
+    train_sft.main(prepare(dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0, max_iters=30)))
+    torch.manual_seed(0)
+    grpo.main(prepare(settings))
+    sft_log, log = read_log(sft.out_dir), read_log(settings.out_dir)
+    assert sft_log[-1]["loss"] < sft_log[0]["loss"] and len(log) == 4 and 0 <= log[0]["reward_mean"] <= 1 and "pass_at_1" in log[-1]
