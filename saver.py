@@ -6,7 +6,7 @@
     saver.after(iteration + 1, model, optimizer, guard, scores)   # every save_interval, at a new best evaluation, and at the end
 
 A save copies the state to the host, which is all that the training waits for, and a thread writes the copy. Where the host has
-no room for a copy, the training waits for the writing. A save that fails is reported and tried again after 1, 2, 4, ... 64
+no room for a copy (or a memory_budget_gb of its own), the training waits for the writing. A save that fails is reported and tried again after 1, 2, 4, ... 64
 iterations; only the last one ends the run with an error.
 
 Kept are the newest save_total_limit checkpoints and the one with the best pass@1, to which out/<run>/best is a link. What is
@@ -69,7 +69,9 @@ class Saver:
             self.failed = SnugError(f"{PREFIX}{done:06d} is not written: {bad}")
             self.failed.done = done
         else:
-            beside = not last and available_on_host() > 2 * sum(t.nbytes for named in tensors.values() for t in named.values())
+            size = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
+            planned = self.settings.memory_budget_gb and self.device.type == "cpu"  # then the budget is the host's, without a copy
+            beside = not last and not planned and available_on_host() > 2 * size
             if beside:
                 self.copy = {file: {name: spare_copy(tensor) for name, tensor in named.items()} for file, named in tensors.items()}
                 tensors = self.copy

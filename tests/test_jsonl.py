@@ -47,7 +47,7 @@ BAD = [
     (b'{"prompt": "a", "answer": 1, "demonstration": 5}', "demonstration must be text, not 5"),
     (b'{"prompt": "a"}', "other columns than the rows before: no answer"),
     (b'{"prompt": "a", "answer": 1, "level": 2}', "other columns than the rows before: also level"),
-    (b'{"prompt": "\\ud800", "answer": 1}', "half a surrogate pair"),
+    (b'{"prompt": "\\ud800", "answer": 1}', "text with half a surrogate pair"),
 ]
 
 
