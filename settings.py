@@ -324,6 +324,9 @@ def check_common(s):
         raise SnugError("param_dtype='bfloat16' computes in bfloat16; add --dtype=bfloat16")
     if s.memory_budget_gb not in ("", "auto") and not positive(s.memory_budget_gb):
         raise SnugError(f"memory_budget_gb={s.memory_budget_gb!r} is not auto or a number of GiB above 0, such as 24")
+    for name in ("data_file", "test_file"):
+        if getattr(s, name) and s.task != "jsonl":
+            raise SnugError(f"{name}={getattr(s, name)!r} is read by task='jsonl' alone, and task is {s.task!r}")
     for name in s.report_to:
         if name not in ("tensorboard", "wandb"):
             raise SnugError(f"report_to={name!r} is not one of tensorboard, wandb")

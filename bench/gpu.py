@@ -21,6 +21,7 @@ STEPS = (  # name, command, seconds it may take
     ("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider"], 240),
     ("logprobs", ["bench/logprobs.py"], 150),
     ("memory", ["bench/memory.py"], 140),
+    ("saving", ["bench/saving.py"], 60),
     ("addition", ["bench/addition.py", "--seeds=1", "--out_dir=out/bench_addition"], 70),
 )
 

