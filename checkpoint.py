@@ -97,8 +97,11 @@ def damage(path):
 
 
 def sha256(file):
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    digest, block = hashlib.sha256(), bytearray(2**24)  # large: beside a training the interpreter is waited for once a block
+    with open(file, "rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            digest.update(memoryview(block)[:count])
+    return digest.hexdigest()
 
 
 def seal(folder):

@@ -188,13 +188,8 @@ def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_last_good_ch
     assert "3 optimizer steps in a row were not finite, the last in iteration 6: the gradient: embedding.weight" in str(error.value)
     assert "goes on from" in str(error.value) and "checkpoint-000003 (checkpoint-000004, made after the last step" in str(error.value)
     folder = Path(sft.out_dir)
-    assert sorted(p.name for p in folder.glob("*-00000*")) == [
-        "checkpoint-000003",
-        "dropped-000004",
-        "dropped-000005",
-        "dropped-000006",
-        "suspect-000004",
-    ]
+    names = {path.name for path in folder.glob("*-00000*")} - {"checkpoint-000002"}  # of which the deletion may not have come yet
+    assert names == {"checkpoint-000003", "dropped-000004", "dropped-000005", "dropped-000006", "suspect-000004"}
     assert checkpoint.damage(folder / "checkpoint-000003") is None
     same_weights = {(folder / f"dropped-00000{i}/model.safetensors").stat().st_ino for i in (4, 5, 6)}
     assert len(same_weights) == 1  # one file, three names

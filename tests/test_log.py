@@ -215,6 +215,6 @@ def test_a_bar_in_a_terminal(tmp_path):
         seen += data
     assert child.wait(timeout=60) == 0
     text = seen.decode()
-    assert "SFT:" in text and "5/5" in text
+    assert "SFT:" in text and "/5 [" in text
     lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
     assert sum(line.startswith("iter ") for line in lines) == 5
