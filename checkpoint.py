@@ -141,7 +141,7 @@ def read_state(path):
 
 
 KINDS = dict(iteration=int, optimizer_steps=int, model_config=dict, tokenizer=str, settings=dict, generators=dict)
-KINDS |= dict(after_oom=dict, scores=dict, health=dict)
+KINDS |= dict(after_oom=dict, scores=dict, health=dict, data=str)
 
 
 def wrong_with(state):
@@ -211,7 +211,7 @@ def write(folder, state, tensors):
             save_file(named, temporary / name)
         (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
         seal(temporary)
-        if final.exists():  # damaged; or the same iteration again, after a resume from an older one
+        if final.exists():  # it is damaged, or the run would have been resumed from it
             shutil.rmtree(final)
         os.rename(temporary, final)
     except BaseException:

@@ -20,6 +20,7 @@ from memory import surviving
 from model import autocast
 from plan import halve_rollout_batch
 from sample import rehearse_groups, sample_groups
+from settings import SnugError
 
 
 def columns_of(rows, repeat=1):
@@ -73,7 +74,7 @@ def rehearse_evaluation(model, prompt_length, max_new_tokens, settings, meter):
 def evaluate_if_due(done, model, task, tokenizer, settings, meter, say):
     """pass@1 after `done` iterations, at the start, every eval_interval and at the end -> its log entries, or {}."""
     due = done == settings.max_iters or (settings.eval_interval and done % settings.eval_interval == 0)
-    if not due or not settings.eval_prompts:
+    if not due or not settings.eval_prompts or not task.scored:
         return {}
     with meter.phase("eval"):
         smaller = partial(halve_rollout_batch, settings, settings.batch_size, model, say=say)
@@ -85,6 +86,8 @@ def main(settings, folder):
     from data import make_task
 
     run = load_run(folder, settings.device)
+    if not make_task(run.settings).scored:
+        raise SnugError(f"{folder}: its data_file has no column answer to score completions by")
     options = settings.num_prompts, settings.max_new_tokens, settings.seed
     scores = evaluate_as_run(run.settings, run.model, run.tokenizer, make_task(run.settings), *options)
     print(f"{run.path}: {run.settings.task}, {settings.num_prompts} held-out prompts")

@@ -13,6 +13,7 @@ aside, and --resume=auto goes on from the one before.
 import json
 import math
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,19 +31,21 @@ class Guard:
 
     def __init__(self, settings, tokenizer, say, health=None):
         self.settings, self.tokenizer, self.say = settings, tokenizer, say
+        self.before = None  # where the weights of the last dropped step are, if no step was taken since
         self.health = {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": -1} | (health or {})
 
     def passes(self, iteration, loss, norm):
         """Are both finite? Then the step is taken."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.health |= {"dropped_in_a_row": 0, "last_step": iteration}
+            self.before = None
             return True
         return False
 
     def drop(self, iteration, model, gradients, sequences, select, loss, norm):
         """gradients: {name: tensor}; select: which of the sequences. Raises SnugError where it was one too many."""
         self.health |= {name: self.health[name] + 1 for name in ("dropped_steps", "dropped_in_a_row")}
-        found = culprit(model, gradients, sequences, loss, norm)
+        found = culprit(model, gradients, sequences, select, loss, norm)
         where = self.keep(iteration, model, sequences, select, found, loss, norm)
         in_a_row, most = self.health["dropped_in_a_row"], self.settings.max_dropped_steps
         if in_a_row < most:
@@ -75,27 +78,33 @@ class Guard:
             self.keep_weights(folder, model)
             (folder / "dropped.json").write_text(json.dumps(record, indent=1) + "\n")
         except Exception as error:  # a full disk: the step is dropped all the same
+            shutil.rmtree(folder, ignore_errors=True)
             return f"it cannot be written ({type(error).__name__}: {str(error).strip().splitlines()[:1]})"
         return f"python replay.py {folder}"
 
     def keep_weights(self, folder, model):
         """Once for all the steps in a row, for they met the same weights."""
-        file, before = folder / "model.safetensors", getattr(self, "before", None)
-        if self.health["dropped_in_a_row"] > 1 and before is not None and before.exists():
-            os.link(before, file)
+        file = folder / "model.safetensors"
+        if self.before is not None and self.before.exists():
+            os.link(self.before, file)
         else:
             save_file({name: p.detach() for name, p in model.named_parameters()}, file)
         self.before = file
 
 
-def columns_of(sequences):
-    """Rollouts or Sequences -> {name: tensor}."""
-    return {name: tensor for name, tensor in vars(sequences).items() if isinstance(tensor, torch.Tensor)}
+def columns_of(sequences, select=slice(None)):
+    """Rollouts or Sequences -> {name: tensor}; of those in `select`, a range."""
+    part = slice(select.start, select.stop)
+    return {name: tensor[part] for name, tensor in vars(sequences).items() if isinstance(tensor, torch.Tensor)}
 
 
-def culprit(model, gradients, sequences, loss, norm):
+def culprit(model, gradients, sequences, select, loss, norm):
     """Name what is not finite, the earliest in the way data takes."""
-    for what, named in (("the weights", dict(model.named_parameters())), ("the batch", columns_of(sequences)), ("the gradient", gradients)):
+    for what, named in (
+        ("the weights", dict(model.named_parameters())),
+        ("the batch", columns_of(sequences, select)),
+        ("the gradient", gradients),
+    ):
         bad = not_finite({name: tensor.detach() for name, tensor in named.items()})
         if bad:
             return f"{what}: {bad} (loss {loss:g}, gradient norm {norm:g})"

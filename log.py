@@ -64,13 +64,16 @@ class Lines:
     def write(self, line):
         with self.lock:
             self.waiting = [*self.waiting[1 - self.MOST :], line] if self.waiting else [line]
-            try:
-                while self.waiting:
-                    self.append((self.waiting[0] + "\n").encode(errors="replace"))
-                    self.waiting.pop(0)
-                self.error = None
-            except OSError as error:
-                self.error = error.strerror
+            self.flush()
+
+    def flush(self):
+        try:
+            while self.waiting:
+                self.append((self.waiting[0] + "\n").encode(errors="replace"))
+                self.waiting.pop(0)
+            self.error = None
+        except OSError as error:
+            self.error = error.strerror
 
     def append(self, data):
         end = os.fstat(self.handle).st_size
@@ -80,8 +83,12 @@ class Lines:
             raise OSError(28, "No space left on device")
 
     def close(self):
-        os.close(self.handle)
-        self.handle = -1  # of no file: what comes now waits for ever
+        """-> lines that could not be written to the end."""
+        with self.lock:
+            self.flush()
+            os.close(self.handle)
+            self.handle = -1  # of no file: what comes now waits for ever
+            return len(self.waiting)
 
 
 class Aside:
@@ -234,8 +241,9 @@ class RunLog:
         self.tell_refusals()
         self.aside(self.console.close)
         self.aside.close()
-        for file in self.files.values():
-            file.close()
+        for name, file in self.files.items():
+            if lost := file.close():
+                print(f"warning: {lost} lines of {self.folder / name} are lost ({file.error})", file=sys.stderr)
 
     def iterations(self):
         """The numbers of the iterations, with a progress bar where the console is a terminal."""

@@ -45,16 +45,19 @@ class Training:
         self.evaluated = done, evaluate_if_due(done, self.model, p.task, p.tokenizer, p.settings, self.meter, self.log.say)
         return dict(self.evaluated[1])
 
+    def scores_at(self, done):
+        return self.evaluated[1] if self.evaluated[0] == done else {}
+
     def save(self, done, **options):
-        self.saver.save(done, self.model, self.optimizer, self.guard, **options)
+        self.saver.save(done, self.model, self.optimizer, self.guard, self.scores_at(done), **options)
 
     def end_iteration(self, record, scores, samples=()):
         """Log it, and save, where it is time."""
         record |= scores | self.meter.stats() | self.saver.stats() | {"dropped_steps": self.guard.health["dropped_steps"]}
         self.log.iteration(record, samples)
         self.log.memory(self.meter.lines(self.log.place(record["iter"])))
-        done, scores = record["iter"] + 1, self.evaluated[1] if self.evaluated[0] == record["iter"] + 1 else {}
-        self.saver.after(done, self.model, self.optimizer, self.guard, scores)
+        done = record["iter"] + 1
+        self.saver.after(done, self.model, self.optimizer, self.guard, self.scores_at(done))
 
 
 def run(prepared, title, rehearsal, iterate, make_reference):
@@ -86,7 +89,7 @@ def run(prepared, title, rehearsal, iterate, make_reference):
                 log.say(f"resumed after {start} iterations{changes_since(state['settings'], settings)}")
                 recall(settings, state, log.say)
             guard = Guard(settings, prepared.tokenizer, log.say, state.get("health"))
-            saver = Saver(settings, prepared.tokenizer, device, log.say)
+            saver = Saver(settings, prepared.tokenizer, device, log.say, start or None, prepared.task.fingerprint())
             log.memory([meter.line("after init")])
             return iterations(iterate, Training(prepared, model, reference, optimizer, meter, log, guard, saver))
 
@@ -157,7 +160,7 @@ def step(training, accumulate, sequences, learning_rate, iteration, select):
 
     def attempt():
         optimizer.zero_grad(set_to_none=True)  # of an attempt that failed half way
-        if not_finite(columns_of(sequences)):  # an infinity in the batch need not show in the loss
+        if not_finite(columns_of(sequences, select)):  # an infinity in the batch need not show in the loss
             return {"loss": math.nan}
         return accumulate()
 

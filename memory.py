@@ -22,6 +22,7 @@ import os
 import time
 import weakref
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -201,12 +202,17 @@ def resident_bytes():
 
 
 def available_on_host():
-    """Bytes that the host can still give; a container's own limit is not looked at."""
+    """Bytes that the host can still give, or this process's container (cgroup v2), whichever is less."""
     try:
         with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
+    except (OSError, ValueError):
+        return free
 
 
 def tensor_bytes(tensors):

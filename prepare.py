@@ -45,7 +45,7 @@ def prepare(settings, given=frozenset()):
         shape, tokenizer = warm_start.shape, warm_start.tokenizer
         refuse_contradictions(settings, given, shape, tokenizer.name, settings.init_config)
     else:
-        shape, name = starting_point(settings, given)
+        shape, name = starting_point(settings, given, task)
         tokenizer = get_tokenizer(name)
     shape = shape | {"vocab_size": shape.get("vocab_size") or tokenizer.n_vocab, "n_vocab": tokenizer.n_vocab}
     if shape["vocab_size"] < tokenizer.n_vocab:
@@ -82,7 +82,7 @@ def prepare_warm_start(settings):
     return warm_start
 
 
-def starting_point(settings, given):
+def starting_point(settings, given, task):
     """-> (the model's shape, the tokenizer's name): the checkpoint's, where there is one to resume or to start from."""
     path = resume_path(settings) or (newest(settings.init_from) if settings.init_from else None)
     if path is None:
@@ -91,6 +91,8 @@ def starting_point(settings, given):
     refuse_contradictions(settings, given, state["model_config"], state["tokenizer"], path)
     if path == resume_path(settings):
         refuse_another_task(settings, state["settings"], path)
+        if task.fingerprint() != state["data"]:
+            raise SnugError(f"{path} is of other data: data_file or test_file has changed; put it back, or start anew in another out_dir")
     return state["model_config"], state["tokenizer"]
 
 

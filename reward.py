@@ -11,12 +11,11 @@ do whatever Python can, so name only code that you trust.
 """
 
 import faulthandler
-import math
 import signal
 import sys
 import threading
+import time
 import traceback
-from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 
@@ -50,7 +49,7 @@ def ask(function, prompts, completions, columns, timeout=0.0):
         seen = f"{len(rewards)} of them" if isinstance(rewards, list | tuple) else repr(rewards)[:60]
         raise SnugError(f"reward function {name} must return a list of {len(completions)} numbers, one a completion, not {seen}")
     for text, reward in zip(completions, rewards, strict=True):
-        if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+        if reward is not None and not (isinstance(reward, Real) and abs(reward) < 1e300):
             raise SnugError(
                 f"reward function {name} returned {reward!r:.60} for the completion {text!r:.60}; a finite number or None is wanted"
             )
@@ -62,25 +61,38 @@ class Failed(Exception):
 
 
 def call(function, prompts, completions, columns, timeout):
+    limit = TimeLimit(timeout)
     try:
-        with time_limit(timeout):
+        try:
+            limit.start()
             return function(prompts=list(prompts), completions=list(completions), **columns)
+        finally:
+            limit.over = True
     except OutOfTime:
         raise Failed(f"took longer than reward_timeout={timeout:g} seconds") from None
     except (Exception, SystemExit) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise Failed(f"raised {type(error).__name__}: {str(error)[:200]!r} at {Path(place.filename).name}:{place.lineno}") from None
+    finally:
+        limit.stop()
 
 
 def blame(function, prompts, completions, columns, timeout, failure):
-    """One line: the function, what it did, and the first completion with which it does it alone."""
-    for i in range(len(completions)):
-        one = slice(i, i + 1)
+    """One line: the function, what it did, and the first completion with which it does it alone. Takes `timeout` at most, all in all."""
+    left, most = timeout, len(completions)
+    for i in range(most):
+        one, started = slice(i, i + 1), time.monotonic()
         try:
-            call(function, prompts[one], completions[one], {name: column[one] for name, column in columns.items()}, timeout)
+            call(function, prompts[one], completions[one], {name: column[one] for name, column in columns.items()}, left)
         except Failed as alone:
+            took = time.monotonic() - started
+            if timeout and str(alone).startswith("took") and took < timeout / 2:
+                break  # it was the ones before that took the time
+            if str(alone).startswith("took"):
+                alone = f"took longer than reward_timeout={timeout:g} seconds"
             return f"reward function {name_of(function)} {alone} for the completion {completions[i]!r:.60} of the prompt {prompts[i]!r:.60}"
-    return f"reward function {name_of(function)} {failure} for {len(completions)} completions together, for none of them alone"
+        left = max(timeout - (time.monotonic() - started) if i == 0 else left - (time.monotonic() - started), 1e-3) if timeout else 0.0
+    return f"reward function {name_of(function)} {failure} for {most} completions together, for none of them alone"
 
 
 def name_of(function):
@@ -91,40 +103,40 @@ class OutOfTime(BaseException):
     """Not an Exception: a reward function that catches those is to be interrupted too."""
 
 
-@contextmanager
-def time_limit(seconds):
-    """Raise OutOfTime in the main thread after `seconds`, and again every second until it is heard; 0: never.
+class TimeLimit:
+    """Raises OutOfTime in the main thread after `seconds`, and again every second until it is heard; 0: never.
 
     A watching thread sends the main one SIGUSR2, which interrupts a sleep or a read too, and leaves SIGALRM to whoever uses it.
     Code that holds the interpreter (a C library's endless loop) hears no signal: GRACE later the process ends.
     """
-    if not seconds or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    over = threading.Event()
 
-    def late(number, frame):
-        if not over.is_set():
+    def __init__(self, seconds):
+        self.seconds, self.over = min(seconds, 10.0**6), False  # over: whoever is late, it no longer matters
+        self.stopped, self.watcher = threading.Event(), None
+
+    def start(self):
+        if not self.seconds or threading.current_thread() is not threading.main_thread():
+            return
+        self.before = signal.signal(signal.SIGUSR2, self.late)
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback_later(self.seconds + GRACE, exit=True, file=sys.__stderr__)
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
+        self.watcher.start()
+
+    def stop(self):
+        self.over = True
+        if self.watcher is not None:
+            self.stopped.set()
+            self.watcher.join()
+            faulthandler.cancel_dump_traceback_later()
+            signal.signal(signal.SIGUSR2, self.before)
+
+    def late(self, number, frame):
+        if not self.over:
             raise OutOfTime
 
-    def watch():
-        wait = seconds
-        while not over.wait(wait):
+    def watch(self):
+        wait = self.seconds
+        while not self.stopped.wait(wait):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
             wait = 1.0
-
-    before = signal.signal(signal.SIGUSR2, late)
-    if sys.__stderr__ is not None:
-        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__)
-    watcher = threading.Thread(target=watch, daemon=True)
-    try:
-        try:
-            watcher.start()
-            yield
-        finally:
-            over.set()
-    finally:  # also where the signal came between the last line of the body and the one above
-        over.set()
-        watcher.join()
-        faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGUSR2, before)

@@ -25,7 +25,7 @@ import torch
 import grpo
 import sample
 import train_sft
-from memory import HOST, MIB, resident_bytes
+from memory import MIB, resident_bytes
 from prepare import prepare
 from settings import GRPOSettings, SFTSettings
 
@@ -43,7 +43,6 @@ def main(iterations, report_to):
         seen.append(
             {
                 "allocated MiB": training.meter.allocated() / MIB,
-                "allocated on the host MiB": (0 if training.saver.thread else HOST.current) / MIB,
                 "peak MiB": training.meter.stats()["mem_max_alloc_mb_train"],
                 "resident MiB": resident_bytes() / MIB,
                 "files": len(os.listdir("/proc/self/fd")),

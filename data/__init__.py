@@ -66,6 +66,12 @@ class Task:
         """A text, in ASCII, that no demonstration is longer than; bounds tokens as `longest_prompt` does."""
         raise NotImplementedError
 
+    scored = True  # can it say whether a completion is right?
+
+    def fingerprint(self):
+        """Of the data that the task was read from, so that a resumed run does not go on with other data; "" where there is none."""
+        return ""
+
     # What it gets
 
     def longest(self, encode):

@@ -4,13 +4,14 @@
     {"prompt": "What is the capital of France?", "answer": "Paris", "demonstration": "It is Paris."}
 
 prompt: text. answer: text, a number or a boolean, for the task's own reward, which wants the completion to be just that;
-leave it out where reward_funcs score. demonstration: what train_sft.py learns, if it is not the answer. Any other
+leave it out where reward_funcs score; then nothing is evaluated. demonstration: what train_sft.py learns, if it is not the answer. Any other
 column goes to the reward functions. Every row has the same columns.
 
 Without test_file one prompt in ten is held out, by the prompt itself. Every line is looked at before anything else is done:
 what is wrong is said with file and line. Left out: files that do not fit in memory, chat messages.
 """
 
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -43,9 +44,12 @@ class Jsonl(Task):
                     raise SnugError(
                         f"data_file={settings.data_file}: none of its {len(rows)} rows falls to the {split} split; name a test_file"
                     )
-        if "answer" not in rows[0] and not getattr(settings, "reward_funcs", ["SFT"]):
+        self.scored = "answer" in rows[0]
+        if not self.scored and not getattr(settings, "reward_funcs", ["SFT"]):
             raise SnugError(f"data_file={settings.data_file} has no column answer to score completions by; add it, or reward_funcs")
-        self.columns = ("answer",) if "answer" in rows[0] else ()
+        if not self.scored and "demonstration" not in rows[0] and not hasattr(settings, "reward_funcs"):
+            raise SnugError(f"data_file={settings.data_file} has no column demonstration, nor answer, to learn from; add one")
+        self.columns = ("answer",) if self.scored else ()
         self.order, self.known = (None, []), None  # of the epoch that was asked for last; what `longest` found
 
     def row(self, split, number):
@@ -70,6 +74,10 @@ class Jsonl(Task):
             rows = [*self.rows["train"], *self.rows["test"]]
             self.known = max(len(encode(row["prompt"])) for row in rows), max(len(encode(demonstration(row))) for row in rows)
         return self.known
+
+    def fingerprint(self):
+        text = json.dumps([self.rows["train"], self.rows["test"]], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def survey(self):
         """Its rows were counted when they were read."""

@@ -186,7 +186,11 @@ def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_last_good_ch
     with pytest.raises(SnugError) as error:
         train_sft.main(prepare(sft))
     assert "3 optimizer steps in a row were not finite, the last in iteration 6: the gradient: embedding.weight" in str(error.value)
-    assert "goes on from" in str(error.value) and "checkpoint-000003 (checkpoint-000004, made after the last step" in str(error.value)
+    assert "goes on from" in str(
+        error.value
+    ) and "checkpoint-000003; made after the last step that was taken, and set aside: checkpoint-000004 is now suspect-000004" in str(
+        error.value
+    )
     folder = Path(sft.out_dir)
     names = {path.name for path in folder.glob("*-00000*")} - {"checkpoint-000002"}  # of which the deletion may not have come yet
     assert names == {"checkpoint-000003", "dropped-000004", "dropped-000005", "dropped-000006", "suspect-000004"}
@@ -217,6 +221,32 @@ def test_the_count_in_a_row_outlives_the_process(tmp_path, monkeypatch):
     assert health == {"dropped_steps": 2, "dropped_in_a_row": 2, "last_step": 0}
     with pytest.raises(SnugError, match="3 optimizer steps in a row .* the last in iteration 3"):
         train_sft.main(prepare(dataclasses.replace(sft, max_iters=9, resume="auto")))
+
+
+def test_a_second_stop_sets_aside_too(tmp_path, monkeypatch):
+    """suspect-000001 is there already, from the first time."""
+    sft, _ = tiny(tmp_path)
+    sft = dataclasses.replace(sft, max_iters=9, save_interval=1, eval_prompts=0, max_dropped_steps=2, resume="auto")
+    original = loop.optimizer_step
+    for time in (1, 2):
+        steps = itertools.count()
+
+        def ill(model, optimizer, *arguments, steps=steps, first=2 if time == 1 else 1):
+            if next(steps) >= first:
+                next(model.parameters()).grad[0, 0] = float("nan")
+            return original(model, optimizer, *arguments)
+
+        monkeypatch.setattr(loop, "optimizer_step", ill)
+        with pytest.raises(SnugError, match="goes on from .*checkpoint-000001; made after .*checkpoint-000002 is now suspect-000002"):
+            train_sft.main(prepare(sft))
+    assert {path.name for path in Path(sft.out_dir).glob("*-000002*")} >= {"suspect-000002", "suspect-000002.1"}
+    assert checkpoint.newest(sft.out_dir).name == "checkpoint-000001"
+
+
+def test_one_bad_sequence_drops_its_own_step_alone(tmp_path, monkeypatch):
+    poison, prepared, settings = poisoned(tmp_path, monkeypatch, ("advantages", "", "nan"), train_batch_size=4)
+    grpo.main(prepared)
+    assert [record["dropped_steps"] for record in read_log(settings.out_dir)] == [0, 1, 1] and "loss" in read_log(settings.out_dir)[1]
 
 
 def test_a_dropped_step_can_be_taken_again(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """A file of prompts: what is wrong with it is said with file and line, and what is right comes out as it went in."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -91,9 +92,29 @@ def test_a_column_that_the_sampler_has_is_refused(tmp_path):
 
 def test_rewards_need_an_answer_or_a_function(tmp_path):
     path = written(tmp_path, [{"prompt": str(i)} for i in range(50)])
-    task_of(path), task_of(path, GRPOSettings, reward_funcs=["m:f"])
+    task_of(path, GRPOSettings, reward_funcs=["m:f"])
     with pytest.raises(SnugError, match="has no column answer to score completions by; add it, or reward_funcs"):
         task_of(path, GRPOSettings)
+
+
+def test_what_cannot_be_scored_is_not_evaluated(tmp_path):
+    path = written(tmp_path, [{"prompt": str(i), "demonstration": "x"} for i in range(50)])
+    sft, _ = tiny(tmp_path)
+    train_sft.main(prepare(dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0)))
+    assert not any("pass_at_1" in record for record in read_log(sft.out_dir)) and not (Path(sft.out_dir) / "best").exists()
+    with pytest.raises(SnugError, match="no column demonstration, nor answer, to learn from"):
+        task_of(written(tmp_path, [{"prompt": str(i)} for i in range(50)]))
+
+
+def test_a_resumed_run_keeps_its_data(tmp_path):
+    path = written(tmp_path, GOOD)
+    sft, _ = tiny(tmp_path)
+    sft = dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0)
+    train_sft.main(prepare(sft))
+    prepare(dataclasses.replace(sft, resume="auto"))
+    written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
+    with pytest.raises(SnugError, match="is of other data: data_file or test_file has changed; put it back, or start anew"):
+        prepare(dataclasses.replace(sft, resume="auto"))
 
 
 def test_splits_share_nothing_and_miss_nothing(tmp_path):
@@ -152,8 +173,6 @@ def test_any_row_is_read_or_refused_by_line(tmp_path_factory, row):
 def test_both_loops_learn_from_a_file(tmp_path):
     path = written(tmp_path, GOOD)
     sft, settings = tiny(tmp_path, task="jsonl", data_file=path, max_new_tokens=4, beta=0.0)
-    import dataclasses
-
     train_sft.main(prepare(dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0, max_iters=30)))
     torch.manual_seed(0)
     grpo.main(prepare(settings))

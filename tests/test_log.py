@@ -130,6 +130,20 @@ def test_lines_wait_while_the_disk_refuses(tmp_path, monkeypatch):
     assert lines.error is None and (tmp_path / "log.jsonl").read_text() == "one\ntwo\nthree\nfour\n"
 
 
+def test_lines_that_wait_are_written_at_the_end_or_missed(tmp_path, monkeypatch, capsys):
+    settings, original = SFTSettings(out_dir=str(tmp_path), max_iters=3), os.write
+    full = True
+    monkeypatch.setattr(log.os, "write", lambda handle, data: 0 if full else original(handle, data))
+    with RunLog(settings, "SFT") as run_log:
+        run_log.iteration({"iter": 0, "time_s": 1.0})
+        full = False
+    assert [record["iter"] for record in read_log(tmp_path)] == [0]
+    full = True
+    with RunLog(settings, "SFT", start=1) as run_log:
+        run_log.iteration({"iter": 1, "time_s": 1.0})
+    assert f"warning: 1 lines of {tmp_path}/log.jsonl are lost (No space left on device)" in capsys.readouterr().err
+
+
 def test_lines_from_several_threads_stay_whole(tmp_path):
     lines = Lines(tmp_path / "log.txt")
     threads = [threading.Thread(target=lambda c=c: [lines.write(c * 500) for _ in range(200)]) for c in "abcd"]
@@ -178,6 +192,7 @@ def test_wandb_has_the_numbers_and_goes_on_with_its_run(tmp_path, monkeypatch):
     settings = dataclasses.replace(sft, eval_prompts=0, report_to=["wandb"])
     train_sft.main(prepare(settings))
     identity = (Path(sft.out_dir) / "wandb.txt").read_text()
+    time.sleep(1.1)  # its folders are named by the second
     train_sft.main(prepare(dataclasses.replace(settings, resume="auto", max_iters=6)))
     assert (Path(sft.out_dir) / "wandb.txt").read_text() == identity
     files = list((Path(sft.out_dir) / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))

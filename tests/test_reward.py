@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward import OutOfTime, ask, time_limit, total_rewards
+from reward import Failed, ask, call, total_rewards
 from settings import SnugError
 
 PROMPTS, COMPLETIONS, COLUMNS = ["a", "b", "c"], ["x", "yy", "zzz"], {"answer": [1, 2, 3]}
@@ -35,6 +35,7 @@ def refused(function, timeout=0.0):
         (1.0, "not 1.0"),
         ("123", "not '123'"),
         ({0: 1, 1: 2, 2: 3}, "not {0: 1"),
+        ([0, 10**400, 0], "returned 1000.* for the completion 'yy'"),
         (["1", 0, 0], "returned '1' for the completion 'x'"),
         ([0, float("nan"), 0], "returned nan for the completion 'yy'"),
         ([0, 0, -float("inf")], "returned -inf for the completion 'zzz'"),
@@ -63,8 +64,8 @@ def test_right_answers(answer):
 
 
 def test_rewards_that_add_up_to_more_than_a_float32():
-    huge = [lambda **_: [0, 9e307, 0]] * 3
-    with pytest.raises(SnugError, match="rewards of the completion 'yy' add up to inf"):
+    huge = [lambda **_: [0, 9e37, 0]] * 3
+    with pytest.raises(SnugError, match="rewards of the completion 'yy' add up to 2.7"):
         total_rewards(huge, PROMPTS, COMPLETIONS, COLUMNS)
 
 
@@ -143,14 +144,34 @@ def test_a_function_may_use_alarms_of_its_own():
     assert ask(mine, PROMPTS, COMPLETIONS, COLUMNS, timeout=30) == [1.0] * 3
 
 
-def test_a_limit_that_is_not_reached_leaves_nothing():
-    for _ in range(300):  # the signal must never arrive after the body
+def test_a_limit_that_is_nearly_reached_leaves_nothing():
+    """Whichever comes first, the answer or the signal: afterwards no signal comes, and the handler is the one before."""
+    before, ends = signal.getsignal(signal.SIGUSR2), []
+
+    def mine(prompts, completions):
+        time.sleep(0.002)
+        return [0.0]
+
+    for _ in range(200):
         try:
-            with time_limit(0.001):
-                time.sleep(0.0009)
-        except OutOfTime:
-            pass
-    time.sleep(0.01)
+            call(mine, ["a"], ["b"], {}, 0.002)
+            ends.append("answer")
+        except Failed:
+            ends.append("limit")
+        assert signal.getsignal(signal.SIGUSR2) is before
+    assert set(ends) <= {"answer", "limit"} and threading.active_count() < 20
+    time.sleep(1.2)  # the second signal would come after a second
+
+
+def test_looking_for_the_sample_takes_no_longer_than_the_limit():
+    def slow(prompts, completions, answer):
+        time.sleep(0.05 * len(completions))
+        return [0.0] * len(completions)
+
+    many, started = [str(i) for i in range(40)], time.monotonic()
+    with pytest.raises(SnugError, match=r"slow took longer than reward_timeout=0.3 seconds for 40 completions together"):
+        ask(slow, many, many, {"answer": many}, 0.3)
+    assert time.monotonic() - started < 5
 
 
 def test_code_that_hears_no_signal_ends_the_process(tmp_path):

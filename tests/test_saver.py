@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def test_what_is_saved_is_the_state_at_the_save(tmp_path, monkeypatch):
     saver.after(1, model, optimizer, guard, {})
     assert not checkpoint.checkpoints(tmp_path) and saver.stats()["mem_save_mb"] > 0 and HOST.current == 0  # a copy beside the ledgers
     step(2)
+    guard.health["dropped_steps"] = 7
     go.set()
     saver.wait()
     assert saver.stats() == {}
@@ -65,7 +67,8 @@ def test_what_is_saved_is_the_state_at_the_save(tmp_path, monkeypatch):
     for file in ("model.safetensors", "optimizer.safetensors"):
         for name, tensor in safetensors.torch.load_file(path / file).items():
             assert tensor.equal(before.pop(name).cpu())
-    assert not before and checkpoint.read_state(path)["optimizer_steps"] == 1
+    state = checkpoint.read_state(path)
+    assert not before and state["optimizer_steps"] == 1 and state["health"] == {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": 0}
 
 
 def test_where_there_is_no_room_for_a_copy_the_training_waits(tmp_path, monkeypatch):
@@ -98,6 +101,71 @@ def test_older_ones_go_only_after_a_step_from_the_new_one(tmp_path):
         saver.after(done, model, optimizer, guard, {})
         saver.wait()
         assert [int(name[-6:]) for name in names(tmp_path)] == kept
+
+
+def test_a_disk_slower_than_the_training_keeps_no_more(tmp_path, monkeypatch):
+    """Every write outlasts its iteration: what is not kept is deleted all the same."""
+    model, optimizer, step, saver, guard, _ = trained(tmp_path, save_total_limit=1)
+    original = checkpoint.seal
+    monkeypatch.setattr(checkpoint, "seal", lambda folder: time.sleep(0.1) or original(folder))
+    for done in range(1, 8):
+        step(done)
+        saver.after(done, model, optimizer, guard, {})
+        assert saver.thread is not None and len(checkpoint.checkpoints(tmp_path)) <= 2
+
+
+def test_a_disk_that_deletes_nothing_does_not_end_the_run(tmp_path, monkeypatch):
+    model, optimizer, step, saver, guard, said = trained(tmp_path, save_total_limit=1)
+    original = saving.shutil.rmtree
+
+    def rmtree(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(16, "Device or resource busy")
+        original(path, ignore_errors=True)
+
+    monkeypatch.setattr(saving.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(Path, "symlink_to", lambda *names: (_ for _ in ()).throw(OSError(1, "no links here")))
+    for done in range(1, 4):
+        step(done)
+        saver.after(done, model, optimizer, guard, {"pass_at_1": 0.1})
+        saver.wait()
+    assert f"warning: older checkpoints in {tmp_path} cannot be deleted (Device or resource busy)" in said
+    assert len(checkpoint.checkpoints(tmp_path)) == 3
+
+
+def test_a_save_that_falls_on_a_dropped_step_is_made_up_for(tmp_path):
+    model, optimizer, step, saver, guard, _ = trained(tmp_path, save_interval=4)
+    for done in range(1, 7):
+        if done in (4, 5):
+            guard.health["dropped_in_a_row"] += 1
+        else:
+            step(done)
+        saver.after(done, model, optimizer, guard, {})
+        saver.wait()
+    assert names(tmp_path) == ["checkpoint-000006"]
+
+
+def test_a_best_that_could_not_be_saved_is_not_the_best(tmp_path, monkeypatch):
+    model, optimizer, step, saver, guard, _ = trained(tmp_path, save_interval=0)
+    original = os.rename
+    for done, score in enumerate((0.5, 0.9, 0.1, 0.7), start=1):
+        step(done)
+        monkeypatch.setattr(os, "rename", original if done != 2 else lambda *paths: (_ for _ in ()).throw(OSError(5, "broken")))
+        saver.after(done, model, optimizer, guard, {"pass_at_1": score})
+        saver.wait()
+    step(5)
+    saver.after(5, model, optimizer, guard, {})
+    assert checkpoint.newest(tmp_path / "best").name == "checkpoint-000004"
+
+
+def test_a_resumed_run_does_not_write_what_it_was_resumed_from(tmp_path):
+    model, optimizer, step, saver, guard, _ = trained(tmp_path)
+    saver.save(3, model, optimizer, guard, {"pass_at_1": 0.5}, last=True)
+    before = checkpoint.newest(tmp_path).stat().st_ino
+    again = Saver(saver.settings, saver.tokenizer, model.device, print, start=3)
+    with pytest.raises(ZeroDivisionError), again.keeping(3, model, optimizer, guard):
+        raise ZeroDivisionError
+    assert checkpoint.newest(tmp_path).stat().st_ino == before and saving.score_of(checkpoint.newest(tmp_path)) == 0.5
 
 
 def test_a_damaged_later_one_does_not_push_out_the_good(tmp_path):
