@@ -65,7 +65,7 @@ def test_right_answers(answer):
 
 def test_rewards_that_add_up_to_more_than_a_float32():
     huge = [lambda **_: [0, 9e37, 0]] * 3
-    with pytest.raises(SnugError, match="rewards of the completion 'yy' add up to 2.7"):
+    with pytest.raises(SnugError, match="rewards of the completion 'yy' add up to 2.69"):
         total_rewards(huge, PROMPTS, COMPLETIONS, COLUMNS)
 
 
