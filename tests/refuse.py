@@ -97,7 +97,8 @@ def draw(rng):
         words, name = single(rng, cls)
     else:
         loop, text, name, number = rng.choice([c for c in COMBINATIONS if c[0] in ("both", "grpo" if cls is GRPOSettings else "sft")])
-        words = text.replace("{n}", str(number(rng))).split()
+        n = str(number(rng))
+        words = [word.replace("{n}", n) for word in text.split()]  # the value may have spaces
     return cls, around + words, name
 
 
