@@ -6,7 +6,7 @@
 
 M tokens, C width, V vocabulary. Two functions touch rows of logits. forward_rows: log-prob, log-sum-exp and, on request,
 entropy in one read; on request also d logprob / d logits, left where the logits were. backward_rows: the gradient, where the
-upstream one came later. Both are a Triton kernel on CUDA, plain torch elsewhere and in float64; both write into buffers that
+upstream one came later, and of the entropy. Both are a Triton kernel on CUDA, plain torch elsewhere and in float64; both write into buffers that
 their caller allocated, so a meter or a planner sees every tensor there is, and on fake tensors they do nothing.
 Accumulation is in float32, of float64 in float64.
 
@@ -103,16 +103,20 @@ if triton is not None:
 
     @triton.jit
     def backward_kernel(
-        logits, targets, lse, coefficients, dlogits, scale, width, n_vocab, row_stride, out_row_stride, blocks,
-        BLOCK: tl.constexpr, PADDED: tl.constexpr,
+        logits, targets, lse, entropy, coefficients, dentropy, dlogits, scale, width, n_vocab, row_stride, out_row_stride, blocks,
+        BLOCK: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr,
     ):  # fmt: skip
         """One program a block of a row, in the order of memory, as a copy would. dlogits may be logits."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-        c = tl.load(coefficients + row)  # already divided by the temperature
+        c = tl.load(coefficients + row)  # already divided by the temperature, as dentropy is
         z = tl.load(logits + row * row_stride + columns, mask=columns < width, other=0.0).to(tl.float32) * scale
-        p = tl.exp2(z - tl.load(lse + row) * LOG2E)
-        d = tl.where(columns == tl.load(targets + row), c - c * p, -c * p)
+        z -= tl.load(lse + row) * LOG2E
+        p = tl.exp2(z)
+        share = c
+        if ENTROPY:  # dH / dz = -p (log p + H)
+            share += tl.load(dentropy + row) * (tl.maximum(z, LOW) * LN2 + tl.load(entropy + row))
+        d = tl.where(columns == tl.load(targets + row), c - share * p, -share * p)
         if PADDED:
             d = tl.where(columns < n_vocab, d, 0.0)
         tl.store(dlogits + row * out_row_stride + columns, d.to(dlogits.dtype.element_ty), mask=columns < width)
@@ -178,8 +182,8 @@ def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_
         logits[:, options.n_vocab :] = 0
 
 
-def backward_torch(logits, targets, options, lse, coefficients, dlogits, scratch):
-    """coefficients: divided by the temperature."""
+def backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch):
+    """coefficients, dentropy: divided by the temperature."""
     for rows in slabs(*logits.shape, len(scratch)):
         x, d, c = logits[rows, : options.n_vocab], dlogits[rows, : options.n_vocab], coefficients[rows, None]
         p = d if d.dtype == lse.dtype else scratch[0][: x.numel()].view(x.shape)  # (m, n_vocab)
@@ -187,8 +191,12 @@ def backward_torch(logits, targets, options, lse, coefficients, dlogits, scratch
             p.copy_(x)
         if options.temperature != 1:
             p.mul_(1 / options.temperature)
-        p.sub_(lse[rows, None]).exp_()
-        p.mul_(-c).scatter_add_(1, targets[rows, None], c)
+        p.sub_(lse[rows, None])
+        share = c
+        if dentropy is not None:  # dH / dz = -p (log p + H)
+            share = torch.clamp(p, min=LOWEST, out=scratch[-1][: x.numel()].view(x.shape))
+            share.add_(entropy[rows, None]).mul_(dentropy[rows, None]).add_(c)
+        p.exp_().mul_(share).neg_().scatter_add_(1, targets[rows, None], c)
         if p is not d:
             d.copy_(p)
     dlogits[:, options.n_vocab :] = 0
@@ -225,19 +233,25 @@ def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_p
         forward_kernel[(M,)](logits, targets, logprobs, lse, entropy, *scales, width, options.n_vocab, logits.stride(0), **flags)
 
 
-def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch):
-    """dlogits = coefficients * (onehot(targets) - softmax(logits / temperature)) / temperature; dlogits may be the logits."""
+def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch, entropy=None, dentropy=None):
+    """dlogits = (coefficients * (onehot(targets) - p) - dentropy * p * (log p + entropy)) / temperature, p = softmax(logits / temperature).
+
+    coefficients, dentropy (m,): the upstream gradients of the log-probs and, where there is one, of the entropies. dlogits may be the logits.
+    """
     if nothing_to_do(logits):
         return
     coefficients = coefficients / options.temperature
+    dentropy = None if dentropy is None else dentropy / options.temperature
     if not uses_triton(logits):
-        return backward_torch(logits, targets, options, lse, coefficients, dlogits, scratch)
+        return backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch)
     (M, width), (block, warps) = logits.shape, tile(logits.shape[1])
     blocks = -(-width // block)
     arguments = LOG2E.value / options.temperature, width, options.n_vocab, logits.stride(0), dlogits.stride(0), blocks
-    flags = dict(BLOCK=block, PADDED=options.n_vocab < width, num_warps=warps)
+    flags = dict(BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=dentropy is not None, num_warps=warps)
+    if dentropy is None:
+        entropy = dentropy = lse  # pointers that are not read
     with torch.cuda.device_of(logits):
-        backward_kernel[(M * blocks,)](logits, targets, lse, coefficients, dlogits, *arguments, **flags)
+        backward_kernel[(M * blocks,)](logits, targets, lse, entropy, coefficients, dentropy, dlogits, *arguments, **flags)
 
 
 def accumulator(dtype):
@@ -274,7 +288,7 @@ def check(M, width, targets, temperature, n_vocab):
 
 
 def token_logprobs(logits, targets, temperature=1.0, entropy=False, n_vocab=None, inplace=False):
-    """log softmax(logits / temperature)[target] of every row -> (M,) float32 [, entropy in nats (M,), without gradient].
+    """log softmax(logits / temperature)[target] of every row -> (M,) float32 [, entropy in nats (M,)].
 
     logits (M, V), copied only if a row is not contiguous; targets (M,) int64. Saved for backward: the logits, (M,) numbers.
     n_vocab: ids from there on are padding, with probability and gradient 0.
@@ -295,20 +309,20 @@ class TokenLogprobs(torch.autograd.Function):
         logprobs, lse, entropy = new_rows(len(logits), options, logits.device)
         forward_rows(logits, targets, options, logprobs, lse, entropy, new_scratch(logits, True, options.entropy))
         ctx.options, ctx.inplace = options, inplace
-        ctx.save_for_backward(logits, targets, lse)
-        if entropy is not None:
-            ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs backward nothing
+        ctx.save_for_backward(logits, targets, lse, entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, coefficients, _):
-        logits, targets, lse = ctx.saved_tensors
+    def backward(ctx, coefficients, dentropy):
+        logits, targets, lse, entropy = ctx.saved_tensors
+        coefficients = torch.zeros_like(lse) if coefficients is None else coefficients
         dlogits = logits if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)  # whoever else saved them gets an error, not a wrong gradient
-        scratch = new_scratch(logits, logits.dtype != accumulator(logits.dtype))
-        backward_rows(logits, targets, ctx.options, lse, coefficients, dlogits, scratch)
+        scratch = new_scratch(logits, logits.dtype != accumulator(logits.dtype), dentropy is not None)
+        backward_rows(logits, targets, ctx.options, lse, coefficients, dlogits, scratch, entropy, dentropy)
         return dlogits, None, None, None
 
 
@@ -349,8 +363,8 @@ def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vo
 class Chunks:
     """logits = hidden @ weight.T, a chunk of rows at a time, in one buffer that all chunks share."""
 
-    def __init__(self, hidden, weight, options):
-        """hidden (M, C), weight (V, C): cast once where the products run in another dtype."""
+    def __init__(self, hidden, weight, options, keep=False):
+        """hidden (M, C), weight (V, C): cast once where the products run in another dtype. keep: `forward` leaves the logits as they are."""
         (M, _), V = hidden.shape, len(weight)
         self.options, self.hidden, self.weight = options, hidden, weight.to(options.dtype)
         size = -(-M // max(1, -(-M // options.chunk_size)))  # as many chunks as needed, all but equally long
@@ -360,7 +374,7 @@ class Chunks:
         width = -(-V // 16) * 16 if kind_of(hidden) == "cuda" else V
         self.buffer = torch.empty(size, width, dtype=options.dtype, device=hidden.device)
         # Plain torch works in the logits themselves if it can.
-        self.in_place = options.dtype == accumulator(options.dtype) and not uses_triton(self.buffer)
+        self.in_place = not keep and options.dtype == accumulator(options.dtype) and not uses_triton(self.buffer)
         self.scratch = new_scratch(self.buffer, not self.in_place, options.entropy)
 
     def __iter__(self):
@@ -375,6 +389,11 @@ class Chunks:
         """A chunk's rows of the last three, each (M,); gradient: see forward_rows."""
         entropy = None if entropy is None else entropy[rows]
         forward_rows(logits, targets[rows], self.options, logprobs[rows], lse[rows], entropy, self.scratch, self.in_place, gradient)
+
+    def backward(self, rows, logits, targets, lse, coefficients, entropy, dentropy):
+        """The logits that `forward` left become their gradient, coefficients included."""
+        given = targets[rows], self.options, lse[rows], coefficients[rows]
+        backward_rows(logits, *given, logits, self.scratch, entropy[rows], dentropy[rows])
 
     def accumulate(self, gradient, hidden, rows, coefficients, dhidden, dweight):
         """dhidden[rows] = c * gradient @ weight; dweight (V, C) += gradient.T @ (c * hidden); either may be None.
@@ -408,11 +427,11 @@ class Chunks:
 
 
 def head_logprobs(hidden, weight, targets, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=0):
-    """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy (M,), without gradient].
+    """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy (M,)].
 
     hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; None: see rows_per_chunk.
     Backward makes each chunk's logits again (8 M C V FLOP in all), so it suits losses that need all log-probs before any
-    gradient, such as sequence-level ratios, and, without gradient, a reference model. Saved: the inputs.
+    gradient (sequence-level ratios) or a gradient of the entropy, and, without gradient, a reference model. Saved: the inputs.
     Backward's extra bytes: a chunk, dhidden, dweight. Under autocast also the cast weight. Raises ValueError.
     """
     options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
@@ -428,24 +447,28 @@ class HeadLogprobs(torch.autograd.Function):
             chunks = Chunks(hidden, weight, options)
             for rows, _, logits in chunks:
                 chunks.forward(rows, logits, targets, logprobs, lse, entropy)
-        ctx.options = options._replace(entropy=False)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, targets)
-        if entropy is not None:
-            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, coefficients, _):
+    def backward(ctx, coefficients, dentropy):
         hidden, weight, targets = ctx.saved_tensors
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        logprobs, lse, _ = new_rows(len(hidden), ctx.options, hidden.device)  # once more
+        options = ctx.options._replace(entropy=dentropy is not None)
+        logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)  # once more
+        coefficients = torch.zeros_like(lse) if coefficients is None else coefficients
         with torch.autocast(hidden.device.type, enabled=False):
-            chunks = Chunks(hidden, weight, ctx.options)
+            chunks = Chunks(hidden, weight, options, keep=options.entropy)
             for rows, hidden_rows, logits in chunks:
-                chunks.forward(rows, logits, targets, logprobs, lse, None, gradient=True)
-                chunks.accumulate(logits, hidden_rows, rows, coefficients[rows], dhidden, dweight)
+                chunks.forward(rows, logits, targets, logprobs, lse, entropy, gradient=not options.entropy)
+                if options.entropy:
+                    chunks.backward(rows, logits, targets, lse, coefficients, entropy, dentropy)
+                c = torch.ones_like(lse[rows]) if options.entropy else coefficients[rows]
+                chunks.accumulate(logits, hidden_rows, rows, c, dhidden, dweight)
         return dhidden, dweight, None, None
 
 

@@ -52,11 +52,14 @@ def test_kernel_values_and_gradients(M, V, temperature, dtype, tolerance):
     logits, targets, upstream = make_rows(M, V, dtype)
     reference = logits.double().requires_grad_()
     expected, expected_entropy = plain(reference, targets, temperature)
-    (expected * upstream).sum().backward()
+    gradient = torch.autograd.grad((expected * upstream).sum(), reference, retain_graph=True)[0]
+    (expected * upstream + expected_entropy * upstream.flip(0)).sum().backward()
     logits.requires_grad_()
     logprobs, entropy = token_logprobs(logits, targets, temperature, entropy=True)
     assert torch.equal(logprobs, token_logprobs(logits, targets, temperature))  # entropy changes nothing else
-    (logprobs * upstream).sum().backward()
+    without = torch.autograd.grad((logprobs * upstream).sum(), logits, retain_graph=True)[0]
+    assert_near(without, gradient, max(5e-6, 4 * torch.finfo(dtype).eps))  # rounded once
+    (logprobs * upstream + entropy * upstream.flip(0)).sum().backward()
     assert_near(logprobs, expected, tolerance)
     assert_near(entropy, expected_entropy, 2 * tolerance)
     assert_near(logits.grad, reference.grad, max(5e-6, 4 * torch.finfo(dtype).eps))  # rounded once
@@ -126,6 +129,10 @@ def test_kernel_heads(chunk_size, V, n_vocab):
         assert_near(ours, truth.grad, 1e-4)
         assert_near(other, truth.grad, 1e-4)
     assert (weight.grad[n_vocab:] == 0).all()
+    bonus = torch.autograd.grad(plain(exact[0] @ exact[1].T, targets, 0.7, n_vocab)[1].sum(), exact)
+    _, entropy = head_logprobs(hidden, weight, targets, 0.7, chunk_size, True, n_vocab)
+    for ours, truth in zip(torch.autograd.grad(entropy.sum(), (hidden, weight)), bonus, strict=True):
+        assert_near(ours, truth, 1e-4)
 
 
 @in_kernels
@@ -199,7 +206,7 @@ def resources(kernel, capability, pointers, constants, aligned, warps, folder):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
     itemsize = 2 if dtype == "bf16" else 4
-    numbers = dict.fromkeys(("logprobs", "lse", "entropy", "coefficients"), "*fp32") | {"targets": "*i64"}
+    numbers = dict.fromkeys(("logprobs", "lse", "entropy", "coefficients", "dentropy"), "*fp32") | {"targets": "*i64"}
     aligned = V % 16 == 0
     for entropy, gradient in ((False, False), (True, False), (False, True), (True, True)):  # padding costs registers as well
         width = -(-V // 16) * 16 if gradient else V  # the head's buffer has aligned rows
@@ -214,9 +221,12 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
             width % 16 == 0 and (width > 128 or dtype == "fp32")
         )  # 16 bytes at a time where addresses allow
     block, warps = tile(V)
-    pointers = {"logits": "*" + dtype, "dlogits": "*" + dtype} | {name: numbers[name] for name in ("targets", "lse", "coefficients")}
+    pointers = {"logits": "*" + dtype, "dlogits": "*" + dtype}
+    pointers |= {name: numbers[name] for name in ("targets", "lse", "entropy", "coefficients", "dentropy")}
     strides = ("width", "row_stride", "out_row_stride") if aligned else ()
-    used, ptx = resources(logprobs.backward_kernel, capability, pointers, {"BLOCK": block, "PADDED": True}, strides, warps, tmp_path)
-    print(f"sm_{capability} V={V} {dtype} backward block={block} warps={warps}", used)
-    assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64
-    assert ("st.global.v4" in ptx) == aligned
+    for entropy in (False, True):
+        constants = {"BLOCK": block, "PADDED": True, "ENTROPY": entropy}
+        used, ptx = resources(logprobs.backward_kernel, capability, pointers, constants, strides, warps, tmp_path)
+        print(f"sm_{capability} V={V} {dtype} backward entropy={entropy} block={block} warps={warps}", used)
+        assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64
+        assert ("st.global.v4" in ptx) == aligned

@@ -59,11 +59,11 @@ def test_token_logprobs_against_float64(M, V, temperature, dtype):
     logits, targets, upstream = make_rows(M, V, dtype)
     reference = logits.double().requires_grad_()
     expected, expected_entropy = plain(reference, targets, temperature)
-    (expected * upstream).sum().backward()
+    (expected * upstream + expected_entropy * upstream.flip(0)).sum().backward()
     logits.requires_grad_()
     logprobs, entropy = token_logprobs(logits, targets, temperature, entropy=True)
-    (logprobs * upstream).sum().backward()
-    assert logprobs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and not entropy.requires_grad
+    (logprobs * upstream + entropy * upstream.flip(0)).sum().backward()
+    assert logprobs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and entropy.requires_grad
     assert_near(logprobs, expected, 2 * TOLERANCE[dtype])
     assert_near(entropy, expected_entropy, 2 * TOLERANCE[dtype])
     assert_near(logits.grad, reference.grad, TOLERANCE[dtype])
@@ -92,6 +92,12 @@ def test_any_shape_padding_and_chunk(M, V, temperature, seed, data):
     for actual, other, reference in zip((hidden.grad, weight.grad), gradients, expected_gradients, strict=True):
         assert_near(actual, reference, 1e-10)
         assert_near(other, reference, 1e-10)
+    for weigh in (lambda q, h: (h * upstream).sum(), lambda q, h: (q * upstream).sum() + (h * upstream.flip(0)).sum()):
+        values = head_logprobs(hidden, weight, targets, temperature, chunk_size, True, n_vocab)
+        gradients = torch.autograd.grad(weigh(*values), (hidden, weight))
+        exact = torch.autograd.grad(weigh(*plain(hidden @ weight.T, targets, temperature, n_vocab)), (hidden, weight))
+        for actual, reference in zip(gradients, exact, strict=True):
+            assert_near(actual, reference, 1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -137,7 +143,9 @@ def test_gradcheck(temperature):
     logits = (hidden @ weight.T).detach().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: token_logprobs(x, targets, temperature, n_vocab=7), logits)
     padded = targets % 6
+    assert torch.autograd.gradcheck(lambda x: token_logprobs(x, targets, temperature, entropy=True), logits)
     assert torch.autograd.gradcheck(lambda h, w: head_logprobs(h, w, padded, temperature, 2, n_vocab=6), (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w: head_logprobs(h, w, padded, temperature, 2, entropy=True, n_vocab=6), (hidden, weight))
 
     def loss(h, w):  # w.view_as(w) is no leaf, so its gradient takes autograd's way
         return 3 * head_loss(h, w.view_as(w), padded, lambda logprobs, rows: (logprobs.exp() ** 2).sum(), temperature, 2, n_vocab=6)[0]
@@ -149,7 +157,7 @@ def test_extreme_logits_stay_finite():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 2.0, 1.0], [88.0, 89.0, -200.0]], device=DEVICE, requires_grad=True)
     targets = torch.tensor([0, 1, 1], device=DEVICE)
     logprobs, entropy = token_logprobs(logits, targets, entropy=True)
-    logprobs.sum().backward()
+    (logprobs + entropy).sum().backward()
     expected = torch.log_softmax(logits.detach().double(), -1)
     assert_near(logprobs, expected.gather(1, targets[:, None])[:, 0], 1e-5)
     assert_near(entropy, torch.special.entr(expected.exp()).sum(-1), 1e-5)
