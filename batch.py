@@ -29,6 +29,7 @@ class MicroBatch:
     place: torch.Tensor  # (M,) within its completion: 0 is its first token
     lengths: torch.Tensor  # (S,) completion tokens
     index: torch.Tensor  # (S,) which of the sequences these are
+    count: int = 1  # micro-batches of this optimizer step
     mask: torch.Tensor | None = None  # what attention may see; None: causal
     advantages: torch.Tensor | None = None  # (S,)
     sampling_logprobs: torch.Tensor | None = None  # (M,)
@@ -76,13 +77,14 @@ def micro_batches(sequences, max_tokens=0, max_sequences=0, select=None):
     prompts, completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
     select = range(len(prompts)) if select is None else select
     totals = [prompts[i] + completions[i] for i in select]
-    for indices in cut(totals, max_tokens, max_sequences):
+    pieces = cut(totals, max_tokens, max_sequences)
+    for indices in pieces:
         index = [select[i] for i in indices]
-        yield gather(sequences, index, [prompts[i] for i in index], [completions[i] for i in index])
+        yield gather(sequences, index, [prompts[i] for i in index], [completions[i] for i in index], len(pieces))
 
 
-def gather(sequences, index, prompts, completions):
-    """The MicroBatch of the sequences `index`: S numbers, as are their prompts' and their completions' lengths."""
+def gather(sequences, index, prompts, completions, count):
+    """The MicroBatch of the sequences `index`: S numbers, as are their prompts' and their completions' lengths; one of `count`."""
     device, M, T = sequences.tokens.device, sum(completions), max(map(sum, zip(prompts, completions, strict=True)))
     index, prompt, lengths = (torch.tensor(numbers, device=device) for numbers in (index, prompts, completions))  # (S,)
     tokens = sequences.tokens[index, :T]  # (B, T)
@@ -104,6 +106,7 @@ def gather(sequences, index, prompts, completions):
         place=place,
         lengths=lengths,
         index=index,
+        count=count,
         advantages=None if advantages is None else advantages[index],
         **per_token,
     )

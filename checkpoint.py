@@ -153,6 +153,7 @@ def wrong_with(state):
             return f"has no {name}" if name not in state else f"has {name}={state[name]!r:.40}"
     counts = [state["iteration"], state["optimizer_steps"], *(state["model_config"].get(name, -1) for name in ("vocab_size", "block_size"))]
     counts += [state["health"].get(name, -2) + 1 for name in ("dropped_steps", "dropped_in_a_row", "last_step")]
+    counts += [state["health"].get("extra_prompts", 0)]
     if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
         return f"counts what cannot be: {counts!r:.60}"
     pairs = state["after_oom"].items()

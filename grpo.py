@@ -28,16 +28,16 @@ import loop
 import train_sft
 from batch import limits, micro_batches
 from checkpoint import load_weights, make_model, newest
-from evaluate import columns_of, rehearse_evaluation
+from collect import collect, decode_options
+from evaluate import rehearse_evaluation
 from log import IS_IT_BROKEN
 from logprobs import head_logprobs
-from loss import group_advantages, policy_loss
+from loss import group_advantages, kl_divergence, policy_loss, truncated_importance
 from memory import borrowed, stream_from_host, surviving
 from model import autocast
 from optimizer import learning_rate_at, number
-from plan import halve_micro_batch, halve_rollout_batch
-from reward import total_rewards
-from sample import decode_batch, rehearse_groups, sample_groups
+from plan import halve_micro_batch
+from sample import rehearse_groups
 
 
 def main(prepared):
@@ -69,71 +69,50 @@ def make_reference(prepared, device, weights=True):
 
 def iterate(iteration, training):
     """One rollout, learned from, with its log line."""
-    model, reference, prepared, meter, log = (getattr(training, name) for name in ("model", "reference", "prepared", "meter", "log"))
-    settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
+    model, meter, log, settings = training.model, training.meter, training.log, training.prepared.settings
     meter.reset()
     started = time.perf_counter()
     scores = training.evaluate_if_due(0) if iteration == 0 else {}
-    log.show("rollout")
-    decoded = settings.batch_size, settings.group_size, settings.max_new_tokens, settings.max_rollout_batch, settings.kv_cache_mb
-    rows = decode_batch(model, prepared.longest(settings)[0], *decoded)
-    smaller = partial(halve_rollout_batch, settings, rows, model, say=log.say)
-    with meter.phase("rollout"):
-        rows, rollouts = surviving(partial(rollout, iteration, model, task, tokenizer, settings), smaller)
-    with meter.phase("reward"):
-        rewards, samples = score(rollouts, rows, prepared)
-        rollouts.advantages = group_advantages(rewards, settings.scale_rewards, settings.advantage_eps).flatten().to(model.device)
-    if reference is not None:
-        log.show("reference")
-        with meter.phase("reference"):
-            smaller = partial(halve_micro_batch, settings, rollouts, model, say=log.say)
-            rollouts.ref_logprobs = surviving(partial(reference_logprobs, reference, rollouts, settings, model.device), smaller)
+    rollouts, rewards, samples, metrics = collect(iteration, training)
+    log.show("reference")
+    prepare_logprobs(training, rollouts)
+    if settings.use_kl_in_reward:
+        rewards = rewards - settings.beta * sequence_kl(rollouts, settings).view(rewards.shape)
+    advantages = group_advantages(rewards, settings.scale_rewards, settings.advantage_eps, settings.baseline)
+    rollouts.advantages = advantages.flatten().to(model.device)
     log.show("train")
     learning_rate = learning_rate_at(iteration, settings)
-    metrics = update(training, rollouts, learning_rate, iteration)
-    metrics |= rollout_metrics(rollouts, rewards) | {"learning_rate": learning_rate}
-    del rollouts, smaller  # before the evaluation's are made
+    metrics = update(training, rollouts, learning_rate, iteration) | metrics | {"learning_rate": learning_rate}
+    training.guard.health["extra_prompts"] += (metrics["gen_batches"] - 1) * settings.batch_size
+    del rollouts  # before the evaluation's are made
     scores |= training.evaluate_if_due(iteration + 1)
-    metrics["tokens_per_second"] = metrics["completion_length_mean"] * rewards.numel() / meter.stats()["time_rollout_s"]
+    stats = meter.stats()
+    metrics["tokens_per_second"] = metrics.pop("tokens") / stats["time_rollout_s"]
     metrics["time_s"] = time.perf_counter() - started
     training.end_iteration({"iter": iteration} | metrics, scores, samples)
     if iteration == 0:
         log.say(IS_IT_BROKEN)
 
 
-def rollout(iteration, model, task, tokenizer, settings):
-    """The iteration's prompts and their completions -> (rows of the task, Rollouts)."""
-    first = iteration * settings.batch_size
-    rows = task.prompts("train", range(first, first + settings.batch_size))
-    with autocast(settings.dtype, model):
-        rollouts = sample_groups(
-            model,
-            [tokenizer.encode(row["prompt"])[-settings.max_prompt_length :] for row in rows],
-            settings.group_size,
-            settings.max_new_tokens,
-            temperature=settings.temperature,
-            stop_token=tokenizer.stop_token,
-            seed=settings.seed * 2**32 + iteration,
-            **decode_options(settings),
-        )
-    return rows, rollouts
+def prepare_logprobs(training, rollouts):
+    """Fill in old_logprobs and, where there is a reference, ref_logprobs. The sampler is the model, so its log-probs are the old
+    ones without a forward; importance_sampling_cap, which corrects for their difference, wants the trainer's."""
+    settings, model, reference = training.prepared.settings, training.model, training.reference
+    smaller = partial(halve_micro_batch, settings, rollouts, model, say=training.log.say)
+    rollouts.old_logprobs = rollouts.sampling_logprobs
+    if reference is None and settings.importance_sampling_cap is None:
+        return
+    with training.meter.phase("reference"):
+        if settings.importance_sampling_cap is not None:
+            rollouts.old_logprobs = surviving(partial(trainer_logprobs, model, rollouts, settings), smaller)
+        if reference is not None:
+            rollouts.ref_logprobs = surviving(partial(reference_logprobs, reference, rollouts, settings, model.device), smaller)
 
 
-def decode_options(settings):
-    return dict(max_batch=settings.max_rollout_batch, chunk_mb=settings.logits_chunk_mb, kv_cache_mb=settings.kv_cache_mb)
-
-
-def score(rollouts, rows, prepared):
-    """Decode, ask the reward functions, add up -> (rewards (P, k) float32, a few samples for the log)."""
-    settings, k = prepared.settings, prepared.settings.group_size
-    completions = rollouts.completions()
-    texts = [prepared.tokenizer.decode(completion) for completion in completions]
-    prompts = [row["prompt"] for row in rows for _ in range(k)]
-    columns = columns_of(rows, k) | {"stopped": rollouts.stopped.tolist(), "completion_ids": completions}
-    totals = total_rewards(prepared.reward_funcs, prompts, texts, columns, settings.reward_timeout)
-    shown = range(min(settings.samples_per_iteration, len(texts)))
-    samples = [dict(prompt=prompts[i], completion=texts[i], reward=totals[i], stopped=columns["stopped"][i]) for i in shown]
-    return torch.tensor(totals).view(-1, k), samples
+def sequence_kl(rollouts, settings):
+    """The KL to the reference, summed over each completion -> (N,) on the host."""
+    kl = kl_divergence(rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator)
+    return (kl * rollouts.mask).sum(1).cpu()
 
 
 def reference_logprobs(reference, rollouts, settings, device, most=None):
@@ -161,21 +140,39 @@ def trainer_logprobs(model, rollouts, settings, most=None):
 def update(training, rollouts, learning_rate, iteration):
     """Learn from the rollouts: num_iterations times over, an optimizer step every train_batch_size completions.
 
-    -> metrics: token means of the steps that were taken, averaged over them; logprob_diff_* is |trainer - sampler| before the first.
+    Where there is nothing to learn no step is taken, so that moments and weight decay do not move the weights either.
+    -> metrics: token means of the steps that were taken, averaged over them; of |trainer - sampler|, before the first.
     """
     settings, N = training.prepared.settings, len(rollouts.tokens)
     size = settings.train_batch_size or N
-    if rollouts.old_logprobs is None:
-        rollouts.old_logprobs = rollouts.sampling_logprobs  # the sampler is the model: no forward for them
-    history = []
+    history, skipped = [], 0
     for _ in range(settings.num_iterations):
         for first in range(0, N, size):
             select = range(first, first + size)
-            gradient = partial(accumulate, training.model, rollouts, select, settings)
-            history.append(loop.step(training, gradient, rollouts, learning_rate, iteration, select))
+            if teaches(rollouts, select, settings):
+                gradient = partial(accumulate, training.model, rollouts, select, settings)
+                history.append(loop.step(training, gradient, rollouts, learning_rate, iteration, select))
+            else:
+                skipped += 1
     taken = [metrics for metrics in history if metrics is not None]
     averages = {name: sum(metrics[name] for metrics in taken) / len(taken) for name in (taken[0] if taken else ())}
-    return averages | {name: history[0][name] for name in ("logprob_diff_mean", "logprob_diff_max") if history[0]}
+    of_the_first = {name: history[0][name] for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl") if history and history[0]}
+    return averages | of_the_first | {"skipped_steps": skipped}
+
+
+def trainable(rollouts, select, settings):
+    """-> those of the completions `select` whose tokens are learned from."""
+    if not settings.mask_truncated_completions:
+        return select
+    stopped = rollouts.stopped.tolist()
+    return [i for i in select if stopped[i]]
+
+
+def teaches(rollouts, select, settings):
+    """Can the gradient be anything but 0?"""
+    rows = trainable(rollouts, select, settings)
+    always = settings.entropy_coef or (settings.beta and not settings.use_kl_in_reward)
+    return bool(rows) and bool(always or rollouts.advantages[list(rows)].any())
 
 
 def accumulate(model, rollouts, select, settings, most=None):
@@ -183,43 +180,57 @@ def accumulate(model, rollouts, select, settings, most=None):
 
     most: micro-batches looked at, for a planner.
     """
-    lengths = rollouts.completion_lengths.tolist()
-    counts = dict(num_tokens=sum(lengths[i] for i in select), num_sequences=len(select))
+    lengths, rows = rollouts.completion_lengths.tolist(), trainable(rollouts, select, settings)
+    counts = dict(num_tokens=sum(lengths[i] for i in rows), num_sequences=len(select))
     totals = {}
-    for micro in islice(micro_batches(rollouts, *limits(settings, len(select)), select), most):
+    for micro in islice(micro_batches(rollouts, *limits(settings, len(select)), rows), most):
         for name, value in train_micro_batch(model, micro, counts, settings).items():
             totals[name] = torch.maximum(totals[name], value) if name.endswith("max") and name in totals else totals.get(name, 0) + value
     return {name: number(value) for name, value in totals.items()}
 
 
+def loss_options(settings):
+    return dict(
+        loss_type=settings.loss_type,
+        importance_sampling_level=settings.importance_sampling_level,
+        epsilon=settings.epsilon,
+        epsilon_high=settings.epsilon_high,
+        delta=settings.delta,
+        beta=0.0 if settings.use_kl_in_reward else settings.beta,
+        kl_estimator=settings.kl_estimator,
+        max_new_tokens=settings.max_new_tokens,
+    )
+
+
 def train_micro_batch(model, micro, counts, settings):
     """Forward, head, backward -> metrics, this micro-batch's shares of the optimizer step's means, without gradient."""
-    metrics = {}
+    metrics, cap = {}, settings.importance_sampling_cap
 
     def token_loss(logprobs, rows):  # (m,) of the M tokens: differentiated by head_loss while the chunk's logits are still there
+        old, sampling = micro.old_logprobs[rows], micro.sampling_logprobs[rows]
         loss, parts = policy_loss(
             logprobs,
-            micro.old_logprobs[rows],
+            old,
             micro.advantages,
             micro.sequence[rows],
             micro.lengths,
             None if micro.ref_logprobs is None else micro.ref_logprobs[rows],
-            loss_type=settings.loss_type,
-            beta=settings.beta,
-            epsilon=settings.epsilon,
-            epsilon_high=settings.epsilon_high,
-            delta=settings.delta,
-            max_new_tokens=settings.max_new_tokens,
+            correction=None if cap is None else truncated_importance(old, sampling, cap),
+            num_micro_batches=micro.count,
             **counts,
+            **loss_options(settings),
         )
         for name, value in parts.items():
             metrics[name] = metrics.get(name, 0) + value
         return loss
 
-    loss, logprobs, entropy = loop.learn(model, micro, token_loss, settings, settings.temperature)
+    tokens = len(micro.targets) * micro.count if settings.loss_type == "bnpo" else counts["num_tokens"]
+    whole = settings.importance_sampling_level == "sequence"
+    loss, logprobs, entropy = loop.learn(model, micro, token_loss, settings, settings.temperature, whole, settings.entropy_coef / tokens)
     difference = (logprobs - micro.sampling_logprobs).abs()
-    metrics |= dict(loss=loss, entropy=entropy.sum() / counts["num_tokens"])
-    return metrics | dict(logprob_diff_mean=difference.sum() / counts["num_tokens"], logprob_diff_max=difference.max())
+    means = dict(entropy=entropy, logprob_diff_mean=difference, mismatch_kl=kl_divergence(micro.sampling_logprobs, logprobs))
+    metrics |= {name: values.sum() / counts["num_tokens"] for name, values in means.items()}
+    return metrics | dict(loss=loss, logprob_diff_max=difference.max())
 
 
 def rehearsal(prepared, settings):
@@ -233,8 +244,14 @@ def rehearsal(prepared, settings):
         model, optimizer = loop.rehearse_init(prepared, settings, meter)
         rehearse_evaluation(model, prompt, completion, settings, meter)
         with meter.phase("rollout"), autocast(settings.dtype, model):
-            rollouts = rehearse_groups(model, prompt, P, k, completion, **decode_options(settings))
+            most = settings.max_num_gen_batches
+            rounds = [rehearse_groups(model, prompt, P, k, completion, **decode_options(settings)) for _ in range(most)]
+            rollouts, joined = rounds[-1], [torch.cat([getattr(r, name) for r in rounds]) for name in ("tokens", "mask") if rounds[1:]]
+            del rounds, joined
         rollouts.advantages, rollouts.old_logprobs = torch.zeros(P * k), rollouts.sampling_logprobs
+        if settings.importance_sampling_cap is not None:
+            with meter.phase("reference"):
+                rollouts.old_logprobs = trainer_logprobs(model, rollouts, settings, most=2)
         if reference is not None:
             with meter.phase("reference"):
                 rollouts.ref_logprobs = reference_logprobs(reference, rollouts, settings, device, most=2)
@@ -242,17 +259,6 @@ def rehearsal(prepared, settings):
         loop.rehearse_step(model, optimizer, partial(accumulate, model, rollouts, select, settings, most=2), settings, meter)
 
     return iteration
-
-
-def rollout_metrics(rollouts, rewards):
-    """What the log says of a rollout and its rewards (P, k)."""
-    return dict(
-        reward_mean=float(rewards.mean()),
-        reward_std=float(rewards.std()),
-        frac_reward_zero_std=float((rewards == rewards[:, :1]).all(1).float().mean()),
-        completion_length_mean=float(rollouts.completion_lengths.float().mean()),
-        truncated_fraction=float((~rollouts.stopped).float().mean()),
-    )
 
 
 if __name__ == "__main__":

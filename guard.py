@@ -27,12 +27,13 @@ KEPT = 10  # steps of a run that are written; the rest are counted
 
 
 class Guard:
-    """health: steps dropped, how many of them in a row now, and the iteration of the last step that was taken; a checkpoint has it."""
+    """health: steps dropped, how many of them in a row now, the iteration of the last step that was taken, and the prompts that
+    were used beyond batch_size an iteration; a checkpoint has it."""
 
     def __init__(self, settings, tokenizer, say, health=None):
         self.settings, self.tokenizer, self.say = settings, tokenizer, say
         self.before = None  # where the weights of the last dropped step are, if no step was taken since
-        self.health = {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": -1} | (health or {})
+        self.health = {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": -1, "extra_prompts": 0} | (health or {})
 
     def passes(self, iteration, loss, norm):
         """Are both finite? Then the step is taken."""

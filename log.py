@@ -278,7 +278,7 @@ class RunLog:
         self.files["log.jsonl"].write(json.dumps(record, allow_nan=False))
         for sample in samples:
             self.files["samples.jsonl"].write(json.dumps(finite({"iter": record["iter"]} | sample), allow_nan=False))
-        numbers = {name: value for name, value in record.items() if value is not None}
+        numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         for service in self.services.values():
             service["aside"](lambda service=service: service["service"].log(numbers))
         self.say(console_line(record, self.settings.max_iters))
@@ -311,6 +311,7 @@ SHOWN = (  # name in the record, what stands before and after it, format
     ("mem_max_alloc_mb", "peak ", " MiB", ".0f"),
     ("time_s", "", " s", ".2f"),
     ("dropped_steps", "dropped ", "", "d"),
+    ("skipped_steps", "nothing to learn in ", " steps", "d"),
     ("pass_at_1", "pass@1 ", "", ".3f"),
     ("pass_at_1_sampled", "(sampled ", ")", ".3f"),
 )
@@ -323,7 +324,7 @@ def console_line(record, total):
 
 
 def worth_showing(record, name):
-    return record.get(name) is not None and (name != "dropped_steps" or record[name])
+    return record.get(name) is not None and (name not in ("dropped_steps", "skipped_steps") or record[name])
 
 
 def keep_before(path, start):

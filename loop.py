@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -15,8 +15,9 @@ import torch
 from checkpoint import begin, configure, make_model, newest, pick_device, read_state
 from evaluate import evaluate_if_due
 from guard import Guard, columns_of
+from hints import hints
 from log import RunLog, prepare_folder
-from logprobs import head_loss
+from logprobs import head_logprobs, head_loss
 from memory import MemoryMeter, allocator_snapshot, surviving
 from model import GPT, autocast
 from optimizer import gradients_of, make_optimizer, optimizer_step
@@ -38,6 +39,7 @@ class Training:
     guard: Guard
     saver: Saver
     evaluated: tuple = (0, {})  # iterations done, and the scores then
+    told: set = field(default_factory=set)  # hints
 
     def evaluate_if_due(self, done):
         """After `done` iterations -> the evaluation's entries for the log, or {}."""
@@ -54,7 +56,11 @@ class Training:
     def end_iteration(self, record, scores, samples=()):
         """Log it, and save, where it is time."""
         record |= scores | self.meter.stats() | self.saver.stats() | {"dropped_steps": self.guard.health["dropped_steps"]}
-        self.log.iteration(record, samples)
+        found = hints(record)
+        self.log.iteration(record | ({"hints": sorted(found)} if found else {}), samples)
+        for name in sorted(found.keys() - self.told):
+            self.log.say(f"hint: {found[name]}")
+        self.told |= found.keys()
         self.log.memory(self.meter.lines(self.log.place(record["iter"])))
         done = record["iter"] + 1
         self.saver.after(done, self.model, self.optimizer, self.guard, self.scores_at(done))
@@ -88,6 +94,8 @@ def run(prepared, title, rehearsal, iterate, make_reference):
             if start:
                 log.say(f"resumed after {start} iterations{changes_since(state['settings'], settings)}")
                 recall(settings, state, log.say)
+            if start >= settings.max_iters:
+                log.say(f"nothing is left to do: max_iters={settings.max_iters}; a larger one goes on")
             guard = Guard(settings, prepared.tokenizer, log.say, state.get("health"))
             saver = Saver(settings, prepared.tokenizer, device, log.say, start or None, prepared.task.fingerprint())
             log.memory([meter.line("after init")])
@@ -139,15 +147,26 @@ class StopAfterIteration:
         self.by = signal.Signals(number).name
 
 
-def learn(model, micro, token_loss, settings, temperature=1.0):
-    """Forward, head and backward of a MicroBatch -> loss (), log-probs (M,), entropies (M,), detached. The logits die in head_loss."""
+def learn(model, micro, token_loss, settings, temperature=1.0, whole=False, entropy_weight=0.0):
+    """Forward, head and backward of a MicroBatch -> loss (), log-probs (M,), entropies (M,), detached. The logits die in the head.
+
+    token_loss(logprobs (m,), rows) -> a sum over those of the M tokens. whole: it wants them all at once, so that each chunk of
+    logits is made twice; so does entropy_weight, which each token's entropy is multiplied by and taken from the loss.
+    """
     with autocast(settings.dtype, model):
         hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
         options = dict(entropy=True, n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb)
-        loss, logprobs, entropy = head_loss(hidden, model.lm_head_weight, micro.targets, token_loss, temperature, **options)
+        head = hidden, model.lm_head_weight, micro.targets
+        if whole or entropy_weight:
+            logprobs, entropy = head_logprobs(*head, temperature, **options)
+            loss = token_loss(logprobs, slice(None))
+            if entropy_weight:
+                loss = loss - entropy_weight * entropy.sum()
+        else:
+            loss, logprobs, entropy = head_loss(*head, token_loss, temperature, **options)
     loss.backward()
     model.after_backward()
-    return loss.detach(), logprobs, entropy
+    return loss.detach(), logprobs.detach(), entropy.detach()
 
 
 def step(training, accumulate, sequences, learning_rate, iteration, select):

@@ -11,6 +11,7 @@ do whatever Python can, so name only code that you trust.
 """
 
 import faulthandler
+import math
 import signal
 import sys
 import threading
@@ -24,16 +25,23 @@ from settings import SnugError
 GRACE = 60.0  # seconds after which a function that does not even hear the signal ends the process, its stack on stderr
 
 
-def total_rewards(functions, prompts, completions, columns, timeout=0.0):
-    """-> one float a completion: the functions' answers added up, None as 0. timeout: seconds a function has; 0: any. Raises SnugError."""
-    totals = [0.0] * len(completions)
-    for function in functions:
-        for i, reward in enumerate(ask(function, prompts, completions, columns, timeout)):
-            totals[i] += reward or 0.0
+def total_rewards(functions, prompts, completions, columns, timeout=0.0, weights=()):
+    """-> one float a completion: the functions' answers, weighted (default 1 each) and added up; and {function's name: its answers}.
+
+    None adds nothing; a completion of which every function said None is not scored: NaN. timeout: seconds a function has; 0: any.
+    Raises SnugError.
+    """
+    answers = [ask(function, prompts, completions, columns, timeout) for function in functions]
+    totals = []
+    for said in zip(*answers, strict=True):
+        parts = [weight * reward for weight, reward in zip(weights or [1.0] * len(functions), said, strict=True) if reward is not None]
+        totals.append(sum(parts) if parts else math.nan)
     for total, completion in zip(totals, completions, strict=True):
-        if not abs(total) < 1e38:  # float32 has no more
+        if abs(total) >= 1e38:  # float32 has no more
             raise SnugError(f"the rewards of the completion {completion!r:.60} add up to {total}; numbers below 1e38 are wanted")
-    return totals
+    names = [name_of(function) for function in functions]
+    unique = [name if names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(names)]
+    return totals, dict(zip(unique, answers, strict=True))
 
 
 def ask(function, prompts, completions, columns, timeout=0.0):

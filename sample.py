@@ -59,6 +59,22 @@ class Rollouts:
         rows = self.tokens.tolist()
         return [row[start : start + length - stopped] for row, (start, length, stopped) in zip(rows, ends, strict=True)]
 
+    def select(self, rows):
+        """-> the Rollouts of some rows, a tensor or list of their numbers, in that order."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Rollouts(**{name: None if value is None else value[rows] for name, value in parts.items()})
+
+    @classmethod
+    def joined(cls, parts):
+        """Several Rollouts, one below the other, padded on the right to the longest."""
+        columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
+        widest = {name: max(v.shape[-1] for v in values) for name, values in columns.items() if values[0] is not None}
+
+        def pad(name, value):
+            return torch.nn.functional.pad(value, (0, widest[name] - value.shape[1])) if value.dim() > 1 else value
+
+        return cls(**{name: torch.cat([pad(name, v) for v in columns[name]]) if name in widest else None for name in columns})
+
 
 def uniforms(seed, rows, steps):
     """rows (N,), steps (T,) arrays of integers -> (N, T) float32 in [0, 1): a hash of (seed, row, step), the same everywhere.
@@ -116,13 +132,24 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
 
 @torch.no_grad()
 def sample_groups(
-    model, prompts, group_size, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, max_batch=None, chunk_mb=0, kv_cache_mb=0
+    model,
+    prompts,
+    group_size,
+    max_new_tokens,
+    *,
+    temperature=1.0,
+    stop_token=None,
+    seed=0,
+    max_batch=None,
+    chunk_mb=0,
+    kv_cache_mb=0,
+    first_row=0,
 ):
     """`group_size` completions of each prompt -> Rollouts of N = len(prompts) * group_size, groups adjacent, in order.
 
     prompts: non-empty lists of ids. A completion ends with stop_token or at max_new_tokens. max_batch: completions decoded at a
     time (default all), kv_cache_mb: the MiB that their cache may take (default any); a group larger than that is decoded in
-    pieces that share the prompt. Raises ValueError where a prompt is empty or does not leave max_new_tokens of block_size.
+    pieces that share the prompt. first_row: the number of the first row, where these are more of what was begun. Raises ValueError where a prompt is empty or does not leave max_new_tokens of block_size.
     """
     lengths = [len(p) for p in prompts]
     if not prompts or min(lengths) == 0:
@@ -143,7 +170,7 @@ def sample_groups(
             cache, held = KVCache(model.config, lengths[first:last], model.compute_dtype, device), (first, last)
             last_hidden = prefill(model, prompts[first:last], cache)
         rows = (torch.arange(first, last)[:, None] * group_size + torch.arange(start, stop)).flatten()  # (P_c * k_c,)
-        u = torch.from_numpy(uniforms(seed, rows.numpy(), np.arange(max_new_tokens))).to(device)
+        u = torch.from_numpy(uniforms(seed, first_row + rows.numpy(), np.arange(max_new_tokens))).to(device)
         piece = decode(model, cache, last_hidden, stop - start, u, temperature, stop_token, chunk_mb)
         tokens[rows], logprobs[rows] = piece
     cache = None

@@ -214,15 +214,51 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
     )
     loss_type: str = option(
         "dapo",
-        "mean over: all tokens (dapo), each sequence's tokens (grpo), a constant length (dr_grpo)",
-        choices=("dapo", "grpo", "dr_grpo"),
+        "mean over: all tokens (dapo; cispo, whose ratios are weights instead of clipped), each sequence's tokens (grpo), a constant length "
+        "(dr_grpo), each micro-batch's tokens (bnpo, the only one that depends on how a step is cut)",
+        choices=("dapo", "grpo", "bnpo", "dr_grpo", "cispo"),
+    )
+    importance_sampling_level: str = option(
+        "token",
+        "the ratio to the sampling policy is a token's own, or one of its sequence's mean (GSPO; wants an epsilon of about 4e-4, and its head "
+        "is computed twice)",
+        choices=("token", "sequence"),
+    )
+    epsilon: float = option(0.2, "the ratio is clipped at 1 - epsilon and 1 + epsilon_high", minimum=0)
+    epsilon_high: float | None = option(None, "upper clipping range; none: epsilon. cispo: the largest ratio itself, such as 5", minimum=0)
+    delta: float | None = option(None, "upper bound of the ratio where the advantage is negative; none: no bound", minimum=1)
+    kl_estimator: str = option(
+        "k3", "how beta's KL is estimated; for the loss k2 or k3, for the reward k1 or k3", choices=("k1", "k2", "k3")
+    )
+    use_kl_in_reward: bool = option(
+        False, "beta times a completion's summed KL is taken from its reward, instead of being added to the loss"
+    )
+    entropy_coef: float = option(
+        0.0, "weight of a bonus for the tokens' mean entropy, in nats; the head is computed twice where it is not 0", minimum=0
+    )
+    importance_sampling_cap: float | None = option(
+        None,
+        "multiply a token's loss by p_trainer / p_sampler, at most this; takes one more forward pass. For bfloat16, where the two differ",
+        minimum=1,
+    )
+    mask_truncated_completions: bool = option(False, "completions that did not stop teach nothing (they count as sequences, not as tokens)")
+    soft_punish_cache: int = option(
+        0, "of a completion's last so many tokens before max_new_tokens each takes 1/so many from its reward; 0: off", "tokens", minimum=0
+    )
+    max_num_gen_batches: int = option(
+        1,
+        "groups whose rewards are all equal make room for new prompts until the batch is full, in at most so many rollouts an iteration "
+        "(DAPO's dynamic sampling); what is missing then is filled with such groups; 1: off",
+        "rollouts",
+        minimum=1,
     )
     scale_rewards: str = option("group", "what a group's centred rewards are divided by", choices=("group", "batch", "none"))
+    baseline: str = option(
+        "mean", "what a group's rewards are compared with: their mean, or that of the others (RLOO)", choices=("mean", "leave_one_out")
+    )
     advantage_eps: float = option(1e-4, "added to the standard deviation of rewards", minimum=0)
-    epsilon: float = option(0.2, "the ratio is clipped at 1 - epsilon and 1 + epsilon_high", minimum=0)
-    epsilon_high: float | None = option(None, "upper clipping range; none: epsilon", minimum=0)
-    delta: float | None = option(None, "upper bound of the ratio where the advantage is negative; none: no bound", minimum=1)
     reward_funcs: list[str] = option([], "your reward functions, as module:function, comma-separated, added up; empty: the task's own")
+    reward_weights: list[float] = option([], "one for each of reward_funcs, comma-separated; empty: 1 each")
     reward_timeout: float = option(
         300.0, "what a reward function may take for an iteration's completions; then the run stops, naming it; 0: any time", "s", minimum=0
     )
@@ -244,9 +280,31 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
             )
         if self.delta is not None and self.delta <= 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high):
             raise SnugError(f"delta={self.delta} must be above 1 + epsilon_high, where the ratio is clipped already")
+        self.check_variant()
         for spec in self.reward_funcs:
             if not all(spec.partition(":")):
                 raise SnugError(f"reward_funcs={spec!r}: write module:function, such as my_rewards:is_short")
+
+    def check_variant(self):
+        """What of the GRPO family does not go together."""
+        if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1 or self.delta is not None):
+            raise SnugError(
+                f"loss_type=cispo with epsilon_high={self.epsilon_high}, delta={self.delta}: epsilon_high is the largest ratio itself, at least "
+                "1, and there is no delta; try --epsilon_high=5"
+            )
+        if self.use_kl_in_reward and not self.beta:
+            raise SnugError("use_kl_in_reward=True, but beta=0: give the KL a weight, such as --beta=0.01")
+        if self.kl_estimator == "k1" and self.beta and not self.use_kl_in_reward:
+            raise SnugError(
+                "kl_estimator=k1 in the loss has a gradient of mean 0, so it restrains nothing; use k2 or k3, or --use_kl_in_reward"
+            )
+        if self.soft_punish_cache >= self.max_new_tokens:
+            raise SnugError(f"soft_punish_cache={self.soft_punish_cache} must be below max_new_tokens={self.max_new_tokens}")
+        functions = len(self.reward_funcs) or 1
+        if self.reward_weights and len(self.reward_weights) != functions:
+            raise SnugError(
+                f"reward_weights={self.reward_weights} are {len(self.reward_weights)} for {functions} reward functions; one each"
+            )
 
 
 @dataclass
@@ -430,7 +488,7 @@ def parse_value(cls, name, text):
     elif kind is bool:
         value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     elif kind is list:
-        value = [part.strip() for part in text.split(",") if part.strip()]
+        value = [element_of(cls, name, part.strip()) for part in text.split(",") if part.strip()]
     elif kind is str:
         value = text
     else:
@@ -439,6 +497,14 @@ def parse_value(cls, name, text):
         except ValueError:
             value = text
     return check_value(cls, name, value, "--" + name)
+
+
+def element_of(cls, name, text):
+    """A part of a list's text -> a number, where it is a list of numbers."""
+    try:
+        return float(text) if typing.get_type_hints(cls)[name] == list[float] else text
+    except ValueError:
+        return text
 
 
 def check_value(cls, name, value, where):
@@ -451,10 +517,14 @@ def check_value(cls, name, value, where):
         value = float(value) if abs(value) < 2**1023 else float("inf")
     if kind is list and isinstance(value, list | tuple):
         value = list(value)
-    if type(value) is not kind or (kind is list and not all(isinstance(v, str) for v in value)):
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of names"}
+    element = typing.get_args(typing.get_type_hints(cls)[name])[0] if kind is list else None
+    if element is float and type(value) is list:
+        value = [float(v) if type(v) is int and abs(v) < 2**1023 else v for v in value]
+    if type(value) is not kind or (kind is list and not all(type(v) is element for v in value)):
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        names[list] = "a list of numbers" if element is float else "a list of names"
         raise SnugError(f"{where} takes {names[kind]}, not {value!r}")
-    if kind is float and not abs(value) < float("inf"):
+    if float in (kind, element) and not all(abs(v) < float("inf") for v in (value if element else [value])):
         raise SnugError(f"{where} must be finite, not {value}")
     if metadata["choices"] and value not in metadata["choices"]:
         near = difflib.get_close_matches(value, metadata["choices"], 1, 0.5)

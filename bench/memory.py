@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import collect  # noqa: E402
 import grpo  # noqa: E402
 import sample  # noqa: E402
 import train_sft  # noqa: E402
@@ -63,6 +64,7 @@ def run(shape, tokens, changes, folder):
             train_sft.main(prepare(sft))
             settings.init_from = sft.out_dir
         prepared = prepare(settings)
+        prepared.reward_funcs = [lambda prompts, completions, **columns: [i % 2 for i in range(len(prompts))]]  # else there is no step
         planned = plan(partial(grpo.rehearsal, prepared), settings)
         grpo.main(prepared)
     return planned, read_log(settings.out_dir)[-1]
@@ -121,7 +123,7 @@ def large_plans():
 
 def main():
     original = sample.sample_groups
-    grpo.sample_groups = lambda *args, stop_token, **options: original(*args, stop_token=None, **options)
+    collect.sample_groups = lambda *args, stop_token, **options: original(*args, stop_token=None, **options)
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, torch {torch.__version__}: MiB")
     print(

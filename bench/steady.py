@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+import collect
 import grpo
 import sample
 import train_sft
@@ -52,7 +53,7 @@ def main(iterations, report_to):
 
     original, grpo.iterate = grpo.iterate, iterate
     sampler = sample.sample_groups
-    grpo.sample_groups = lambda *arguments, stop_token, **rest: sampler(*arguments, stop_token=None, **rest)
+    collect.sample_groups = lambda *arguments, stop_token, **rest: sampler(*arguments, stop_token=None, **rest)
     try:
         train_sft.main(prepare(sft))
         prepared = prepare(GRPOSettings(**common, **options, out_dir=f"{folder}/grpo"))

@@ -19,6 +19,7 @@ from conftest import make_model
 from test_grpo import run, tiny
 
 import checkpoint
+import collect
 import grpo
 import train_sft
 from guard import Guard
@@ -226,21 +227,21 @@ CUTS = [4, 7, 13]  # after an evaluation, after an out-of-memory in training, af
 
 def out_of_memory_at(monkeypatch, train, rollout):
     """A device on which one iteration's training, and another's rollout, do not fit in one piece."""
-    original = grpo.rollout, grpo.accumulate
+    original = collect.rollout, grpo.accumulate
     now = []
 
-    def rolled(iteration, model, task, tokenizer, settings):
+    def rolled(iteration, model, prepared, *rest):
         now[:] = [iteration]
-        if iteration == rollout and not settings.max_rollout_batch:
+        if iteration == rollout and not prepared.settings.max_rollout_batch:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return original[0](iteration, model, task, tokenizer, settings)
+        return original[0](iteration, model, prepared, *rest)
 
     def accumulated(model, rollouts, select, settings, most=None):
         if now == [train] and not settings.max_tokens_per_micro_batch:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         return original[1](model, rollouts, select, settings, most)
 
-    monkeypatch.setattr(grpo, "rollout", rolled)
+    monkeypatch.setattr(collect, "rollout", rolled)
     monkeypatch.setattr(grpo, "accumulate", accumulated)
 
 

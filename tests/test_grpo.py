@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, make_flat_model, make_model
 
+import collect
 import grpo
 import loop
 import train_sft
 from batch import Sequences
 from checkpoint import newest
 from log import read_log
-from loss import group_advantages
+from loss import group_advantages, policy_loss
 from memory import MIB, LiveBytes, tensor_bytes
 from optimizer import make_optimizer, optimizer_step
 from prepare import prepare
@@ -44,59 +46,84 @@ def gradient(model, rollouts, settings, select=None):
     return {name: p.grad.clone() for name, p in model.named_parameters()}, metrics
 
 
+VARIANTS = {
+    "dapo": dict(),
+    "grpo": dict(loss_type="grpo", delta=1.5),
+    "dr_grpo": dict(loss_type="dr_grpo", kl_estimator="k2"),
+    "cispo": dict(loss_type="cispo", epsilon_high=1.1),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.05),
+    "entropy": dict(entropy_coef=0.1),
+    "gspo with entropy": dict(importance_sampling_level="sequence", entropy_coef=0.1),
+    "truncated importance": dict(importance_sampling_cap=1.1),
+    "truncated completions masked": dict(mask_truncated_completions=True, loss_type="grpo"),
+    "bnpo": dict(loss_type="bnpo", entropy_coef=0.1),
+}
+
+
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-def test_the_gradient_does_not_depend_on_the_cut(shape, loss_type):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gradient_does_not_depend_on_the_cut(shape, variant):
+    """1 x 12, 2 x 6, 3 x 4, 12 x 1, uneven lengths, padding of any width, chunks of the head, any order; bnpo must differ."""
     model = make_flat_model(shape, dtype=torch.float64)
     rollouts = some_rollouts(model)
-    common = dict(loss_type=loss_type, beta=0.04, max_new_tokens=12)
+    common = dict(beta=0.04, max_new_tokens=12) | VARIANTS[variant]
     whole, metrics = gradient(model, rollouts, GRPOSettings(**common))
-    assert len(set(rollouts.completion_lengths.tolist())) >= 3  # ragged
+    assert len(set(rollouts.completion_lengths.tolist())) >= 3 and 2 <= int(rollouts.stopped.sum()) < 12  # ragged
     cuts = [dict(gradient_accumulation_steps=n) for n in (2, 3, 12)]
     cuts += [dict(max_tokens_per_micro_batch=n) for n in (1, 20, 37, 60)] + [dict(logits_chunk_mb=0.001)]
     for cut in cuts:
         pieces, other = gradient(model, rollouts, GRPOSettings(**common, **cut))
+        if variant == "bnpo" and "logits_chunk_mb" not in cut:
+            assert (pieces["embedding.weight"] - whole["embedding.weight"]).abs().max() > 1e-4
+            continue
         for name in whole:
-            torch.testing.assert_close(pieces[name], whole[name], rtol=0, atol=1e-10)
+            torch.testing.assert_close(pieces[name], whole[name], rtol=0, atol=1e-12)
         assert {name: pytest.approx(value, abs=1e-6) for name, value in metrics.items()} == other
-    shuffled, _ = gradient(model, rollouts, GRPOSettings(**common), select=torch.randperm(12, device=DEVICE))
-    torch.testing.assert_close(shuffled["embedding.weight"], whole["embedding.weight"], rtol=0, atol=1e-10)
+    shuffled, _ = gradient(model, rollouts, GRPOSettings(**common), select=torch.randperm(12).tolist())
+    wider = dataclasses.replace(rollouts, tokens=F.pad(rollouts.tokens, (0, 5), value=7))
+    padded, _ = gradient(model, wider, GRPOSettings(**common))
+    for other in (shuffled, padded):
+        torch.testing.assert_close(other["embedding.weight"], whole["embedding.weight"], rtol=0, atol=1e-12)
     assert whole["embedding.weight"].abs().max() > 1e-3
 
 
 def plain_loss(model, rollouts, select, settings):
     """The same loss the long way: whole logits, log_softmax, one sequence at a time."""
-    from loss import policy_loss
-
     total = 0.0
-    counts = dict(num_tokens=sum(int(rollouts.completion_lengths[i]) for i in select), num_sequences=len(select))
-    for i in select:
+    rows = [i for i in select if rollouts.stopped[i] or not settings.mask_truncated_completions]
+    counts = dict(num_tokens=sum(int(rollouts.completion_lengths[i]) for i in rows), num_sequences=len(select), num_micro_batches=1)
+    options = grpo.loss_options(settings)
+    if settings.loss_type == "bnpo":  # one micro-batch: its tokens are the step's
+        options |= dict(loss_type="dapo")
+    for i in rows:
         p, c = int(rollouts.prompt_lengths[i]), int(rollouts.completion_lengths[i])
         tokens = rollouts.tokens[i, : p + c]
-        logp = torch.log_softmax(model.logits(model(tokens[None]))[0] / settings.temperature, -1)
-        chosen = logp[p - 1 : p + c - 1].gather(1, tokens[p:, None])[:, 0]
-        old, ref = rollouts.old_logprobs[i, :c], rollouts.ref_logprobs[i, :c]
+        logits = model.logits(model(tokens[None]))[0, p - 1 : p + c - 1, : model.config.n_vocab]
+        logp = torch.log_softmax(logits / settings.temperature, -1)
+        chosen = logp.gather(1, tokens[p:, None])[:, 0]
+        old, ref, sampled = (getattr(rollouts, name)[i, :c] for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs"))
         zeros = torch.zeros(c, dtype=torch.long, device=DEVICE)
+        cap = settings.importance_sampling_cap
+        correction = None if cap is None else (old - sampled).exp().clamp(max=cap)
         lengths = torch.tensor([c], device=DEVICE)
-        loss, _ = policy_loss(
-            chosen, old, rollouts.advantages[i : i + 1], zeros, lengths, ref, beta=settings.beta, loss_type=settings.loss_type, **counts
-        )
-        total = total + loss
+        loss, _ = policy_loss(chosen, old, rollouts.advantages[i : i + 1], zeros, lengths, ref, correction=correction, **options, **counts)
+        total = total + loss + settings.entropy_coef * (logp.exp() * logp).sum() / counts["num_tokens"]
     return total
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("select, vocab_size", [(list(range(12)), 16), ([7, 2, 9], 16), ([7, 2, 9], 24)])
-def test_the_gradient_is_the_plain_one(select, vocab_size, loss_type):
+def test_the_gradient_is_the_plain_one(select, vocab_size, variant):
     """Shift, mask, temperature, padded ids, head and loss together, against whole logits without any of our batching."""
     model = make_flat_model("llama", dtype=torch.float64, vocab_size=vocab_size, n_vocab=16)
-    settings = GRPOSettings(beta=0.04, temperature=0.7, max_tokens_per_micro_batch=40, loss_type=loss_type)
+    tokens = 0 if variant == "bnpo" else 40
+    settings = GRPOSettings(beta=0.04, temperature=0.7, max_tokens_per_micro_batch=tokens, **VARIANTS[variant])
     rollouts = some_rollouts(model, temperature=0.7)
     ours, metrics = gradient(model, rollouts, settings, torch.tensor(select, device=DEVICE))
     model.zero_grad()
     loss = plain_loss(model, rollouts, select, settings)
     loss.backward()
-    assert metrics["loss"] == pytest.approx(float(loss), abs=1e-6)
+    assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
     for name, p in model.named_parameters():
         torch.testing.assert_close(ours[name], p.grad, rtol=0, atol=1e-10)
 
@@ -240,9 +267,10 @@ def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
 
     prepared.reward_funcs = [first, second]
     model = make_model("gpt2", vocab_size=257)
-    rows, rollouts = grpo.rollout(0, model, prepared.task, prepared.tokenizer, settings)
-    rewards, samples = grpo.score(rollouts, rows, prepared)
-    assert rewards.tolist() == [[1.25, 0.5], [0.0, 0.0]]
+    rows, rollouts = collect.rollout(0, model, prepared)
+    rewards, parts, samples = collect.score(rollouts, rows, prepared)
+    assert rewards.tolist() == [[1.25, 0.5], [pytest.approx(math.nan, nan_ok=True), 0.0]]
+    assert list(parts.values()) == [[1, 0.5, None, -1], [0.25, None, None, 1.0]]
     assert seen["prompts"][0] == seen["prompts"][1] != seen["prompts"][2] and seen["answer"][2] == rows[1]["answer"]
     assert seen["completions"] == [prepared.tokenizer.decode(ids) for ids in seen["ids"]]
     assert samples[0]["reward"] == 1.25 and len(samples) == 4
@@ -257,7 +285,8 @@ def test_every_iteration_and_seed_samples_anew(tmp_path):
     model = make_model("gpt2", vocab_size=257)
     seen = []
     for seed, iteration in ((1, 0), (1, 0), (1, 1), (2, 0)):
-        seen.append(grpo.rollout(iteration, model, prepared.task, prepared.tokenizer, dataclasses.replace(settings, seed=seed))[1].tokens)
+        changed = dataclasses.replace(prepared, settings=dataclasses.replace(settings, seed=seed))
+        seen.append(collect.rollout(iteration, model, changed)[1].tokens)
     assert seen[0].equal(seen[1])
     assert not seen[0].equal(seen[2]) and not seen[0].equal(seen[3]) and not seen[2].equal(seen[3])
 
@@ -287,7 +316,7 @@ def peaks(tmp_path, name, **changes):
     options = dict(out_dir=str(tmp_path / f"grpo_{name}"), init_from=sft.out_dir, batch_size=8, group_size=16, max_new_tokens=18, beta=0.04)
     settings = GRPOSettings(**common | options | changes)
     train_sft.main(prepare(sft))
-    grpo.main(prepare(settings))
+    run(settings)
     return read_log(sft.out_dir)[1:], read_log(settings.out_dir)[1:]
 
 
@@ -296,8 +325,8 @@ def peaks(tmp_path, name, **changes):
 def test_grpo_needs_no_more_than_sft(changes, tmp_path, monkeypatch):
     """Peak of a whole GRPO iteration <= SFT's + the rollouts' bytes + 1 %; a resident reference adds its weights."""
     sizes = []
-    original = grpo.rollout_metrics
-    monkeypatch.setattr(grpo, "rollout_metrics", lambda rollouts, rewards: sizes.append(rollouts.nbytes) or original(rollouts, rewards))
+    original = collect.rollout_metrics
+    monkeypatch.setattr(collect, "rollout_metrics", lambda rollouts, *rest: sizes.append(rollouts.nbytes) or original(rollouts, *rest))
     sft, run = peaks(tmp_path, "a", **changes)
     reference = tensor_bytes(make_model("gpt2", vocab_size=257, n_embd=64, block_size=40, bias=False).parameters()) / MIB
     print(f"{changes}: SFT {sft[0]['mem_max_alloc_mb']}, rollouts {max(sizes) / MIB:.3f}, GRPO {run[0]['mem_max_alloc_mb']}")
@@ -319,14 +348,12 @@ def test_the_peak_does_not_depend_on_the_group_size(tmp_path):
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
 def test_no_drift_over_1000_iterations(tmp_path, monkeypatch):
     """Fixed lengths: no stop token is ever sampled, prompts have one length."""
-    import sample
-
-    original = sample.sample_groups
-    monkeypatch.setattr(grpo, "sample_groups", lambda *args, stop_token, **kwargs: original(*args, stop_token=None, **kwargs))
+    original = collect.sample_groups
+    monkeypatch.setattr(collect, "sample_groups", lambda *args, stop_token, **kwargs: original(*args, stop_token=None, **kwargs))
     _, settings = tiny(tmp_path, init_from="", beta=0.0, max_iters=1000, max_new_tokens=4, eval_prompts=0, save_interval=0, batch_size=2)
-    grpo.main(prepare(settings))
+    run(settings)
     records = read_log(settings.out_dir)
-    assert len(records) == 1000
+    assert len(records) == 1000 and min(record["grad_norm"] for record in records) > 0
     for name in ("mem_max_alloc_mb", "mem_alloc_mb"):
         values = [record[name] for record in records[2:]]
         assert max(values) <= 1.01 * min(values)

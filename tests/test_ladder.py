@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import DEVICE, make_flat_model
 
+import collect
 import grpo
 import train_sft
 from checkpoint import begin
@@ -138,11 +139,10 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
     prepared = prepare(settings)
     with MemoryMeter("cpu") as meter:
         model, optimizer, _ = begin(settings, prepared.shape, torch.device("cpu"))
-        arguments = model, prepared.task, prepared.tokenizer, settings
-        grpo.rollout(0, *arguments)  # tables that are made once and kept
+        collect.rollout(0, model, prepared)  # tables that are made once and kept
         before = meter.allocated()
         meter.reset_peak()
-        _, rollouts = grpo.rollout(0, *arguments)
+        _, rollouts = collect.rollout(0, model, prepared)
         assert 0 < meter.allocated() - before <= rollouts.nbytes + 64
         assert meter.peak_since_reset() - before > 2 * rollouts.nbytes  # there was a cache
         rollouts.advantages, rollouts.old_logprobs = torch.randn(32), rollouts.sampling_logprobs
@@ -178,7 +178,7 @@ def test_long_prompts_lose_their_beginning(tmp_path):
     settings = GRPOSettings(**GRPO | dict(out_dir=str(tmp_path), beta=0.0, max_iters=1, eval_prompts=5, max_prompt_length=4, block_size=14))
     prepared = prepare(settings)
     model = begin(settings, prepared.shape, torch.device(DEVICE))[0]
-    rows, rollouts = grpo.rollout(0, model, prepared.task, prepared.tokenizer, settings)
+    rows, rollouts = collect.rollout(0, model, prepared)
     assert rollouts.prompt_lengths.tolist() == [4] * 16
     for i, prompt in enumerate(row["prompt"] for row in rows for _ in range(4)):
         assert prepared.tokenizer.decode(rollouts.tokens[i, :4].tolist()) == prompt[-4:]

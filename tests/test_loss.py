@@ -1,31 +1,38 @@
 """Advantages and the policy loss against plain Python loops, in float64."""
 
+import cmath
 import math
 import statistics
 
 import pytest
 import torch
 
-from loss import group_advantages, k3, policy_loss
+from loss import group_advantages, kl_divergence, overlong_punishment, policy_loss, surrogate, truncated_importance
 
-LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
+LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo")
 
 
-def slow_advantages(rewards, scale, eps):
-    everything = statistics.stdev([r for group in rewards for r in group])
+def slow_advantages(rewards, scale, eps, baseline="mean"):
+    """None: not scored."""
+    everything = statistics.stdev([r for group in rewards for r in group if r is not None])
     result = []
     for group in rewards:
-        mean = sum(group) / len(group)
-        divisor = {"group": statistics.stdev(group) + eps, "batch": everything + eps, "none": 1.0}[scale]
-        result.append([(r - mean) / divisor for r in group])
+        known = [r for r in group if r is not None]
+        divisor = {"group": statistics.stdev(known) + eps, "batch": everything + eps, "none": 1.0}[scale]
+        row = []
+        for i, r in enumerate(group):
+            others = known if baseline == "mean" else [x for j, x in enumerate(group) if j != i and x is not None]
+            row.append(0.0 if r is None else (r - sum(others) / len(others)) / divisor)
+        result.append(row)
     return result
 
 
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_advantages_equal_the_loop(scale):
-    rewards = [[1.0, 0.0, 0.0, 1.0], [0.25, 0.5, -1.0, 3.0], [1.0, 0.0, 0.0, 0.0]]
-    advantages = group_advantages(rewards, scale, eps=1e-3)
-    torch.testing.assert_close(advantages, torch.tensor(slow_advantages(rewards, scale, 1e-3)), atol=1e-6, rtol=1e-5)
+def test_advantages_equal_the_loop(scale, baseline):
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.25, None, -1.0, 3.0], [1.0, 0.0, None, None]]
+    advantages = group_advantages([[math.nan if r is None else r for r in group] for group in rewards], scale, 1e-3, baseline)
+    torch.testing.assert_close(advantages, torch.tensor(slow_advantages(rewards, scale, 1e-3, baseline)), atol=1e-6, rtol=1e-5)
 
 
 def test_advantages_by_example():
@@ -37,28 +44,55 @@ def test_nothing_to_learn_is_exactly_zero(scale):
     """Equal rewards whose mean rounds (0.1 thirteen times), groups of one, and no NaN anywhere."""
     assert group_advantages([[0.1] * 13, [1 / 3] * 13], scale, eps=1e-9).abs().max() == 0
     assert group_advantages([[3.0], [5.0]], scale).tolist() == [[0.0], [0.0]]
+    nan = math.nan
+    for eps in (0.0, 1e-4):
+        for baseline in ("mean", "leave_one_out"):
+            for rewards in ([[2.0, 2.0], [2.0, 2.0]], [[nan, nan], [nan, 0.1]], [[nan, 1 / 3, 1 / 3, 1 / 3]], [[7.0]]):
+                assert group_advantages(rewards, scale, eps, baseline).abs().max() == 0
 
 
-def slow_loss(case, loss_type, beta, epsilon, epsilon_high, delta, max_new_tokens):
-    """One token at a time -> (loss, clip fraction, kl), and only float arithmetic."""
-    total = clips = kls = 0.0
-    for i, s in enumerate(case["sequence"].tolist()):
-        logp, old, ref = (float(case[name][i]) for name in ("logprobs", "old_logprobs", "ref_logprobs"))
+def clip(x, low, high):
+    """Of a complex number by its real part: the derivative that its imaginary part carries is cut with it."""
+    return complex(low) if x.real < low else complex(high) if x.real > high else x
+
+
+def slow_loss(case, logprobs, o):
+    """One sequence and one token at a time, in Python's complex numbers -> (loss, clip fraction, k3).
+
+    logprobs: complex. With x + ih in place of one of them the loss's imaginary part is h times its derivative, exact to rounding:
+    a "complex step" (Squire and Trapp 1998) of h = 1e-30. What has to be constant for the gradient is made real.
+    """
+    high = o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"]
+    total, clips, k3s = 0j, 0, 0.0
+    for s, length in enumerate(case["lengths"].tolist()):
+        tokens = [i for i in range(len(logprobs)) if int(case["sequence"][i]) == s]
         A = float(case["advantages"][s])
-        ratio = math.exp(logp - old)
-        clipped = min(max(ratio, 1 - epsilon), 1 + (epsilon if epsilon_high is None else epsilon_high))
-        unclipped = ratio if delta is None else min(ratio, delta)
-        r = math.exp(ref - logp)
-        token = -min(unclipped * A, clipped * A) + beta * (r - math.log(r) - 1)
-        weight = {
-            "dapo": 1 / case["num_tokens"],
-            "grpo": 1 / (case["num_sequences"] * int(case["lengths"][s])),
-            "dr_grpo": 1 / (case["num_sequences"] * max_new_tokens),
-        }[loss_type]
-        total += token * weight
-        clips += (clipped * A < unclipped * A) / case["num_tokens"]
-        kls += (r - math.log(r) - 1) / case["num_tokens"]
-    return total, clips, kls
+        old, ref, sampled = ([float(case[name][i]) for i in tokens] for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs"))
+        mine = [logprobs[i] for i in tokens]
+        mean = sum(m - q for m, q in zip(mine, old, strict=True)) / length
+        for m, q, r, v in zip(mine, old, ref, sampled, strict=True):
+            ratio = cmath.exp(mean if o["importance_sampling_level"] == "sequence" else m - q)
+            if o["loss_type"] == "cispo":
+                token = -min(ratio.real, high) * A * m
+                clips += ratio.real > high and A != 0
+            else:
+                candidates = (clip(ratio, 0, o["delta"] or math.inf) * A, clip(ratio, 1 - o["epsilon"], 1 + high) * A)
+                token = -min(candidates, key=lambda x: x.real)
+                clips += candidates[1].real < candidates[0].real
+            if o["cap"]:
+                token *= min(math.exp(q - v), o["cap"])
+            d = r - m
+            token += o["beta"] * {"k1": -d, "k2": d * d / 2, "k3": cmath.exp(d) - d - 1}[o["kl_estimator"]]
+            k3s += (cmath.exp(d) - d - 1).real
+            divisor = {
+                "dapo": case["num_tokens"],
+                "cispo": case["num_tokens"],
+                "grpo": case["num_sequences"] * length,
+                "dr_grpo": case["num_sequences"] * o["max_new_tokens"],
+                "bnpo": len(logprobs) * o["num_micro_batches"],
+            }
+            total += token / divisor[o["loss_type"]]
+    return total, clips / case["num_tokens"], k3s / case["num_tokens"]
 
 
 def make_case(lengths, seed=0, spread=0.4):
@@ -72,6 +106,7 @@ def make_case(lengths, seed=0, spread=0.4):
     return dict(
         logprobs=logprobs,
         old_logprobs=logprobs + spread * noise(len(sequence)),
+        sampling_logprobs=logprobs + spread * noise(len(sequence)),
         advantages=noise(len(lengths)),
         sequence=sequence,
         lengths=torch.tensor(lengths),
@@ -81,57 +116,139 @@ def make_case(lengths, seed=0, spread=0.4):
     )
 
 
+OPTIONS = dict(epsilon=0.2, epsilon_high=None, delta=None, beta=0.0, kl_estimator="k3", cap=None, max_new_tokens=12, num_micro_batches=3)
+VARIANTS = {
+    "plain": {},
+    "asymmetric": dict(epsilon_high=0.28),
+    "two-sided, k3": dict(epsilon_high=0.28, delta=1.5, beta=0.1),
+    "k1": dict(beta=0.04, kl_estimator="k1"),
+    "k2 and truncated importance": dict(beta=0.04, kl_estimator="k2", cap=1.1),
+}
+
+
+def evaluate(case, options):
+    """policy_loss and its gradient."""
+    options = dict(options)
+    cap = options.pop("cap", None)
+    case = dict(case)
+    sampled = case.pop("sampling_logprobs")
+    correction = truncated_importance(case["old_logprobs"], sampled, cap) if cap else None
+    leaf = case["logprobs"].detach().requires_grad_()
+    loss, metrics = policy_loss(**case | {"logprobs": leaf}, correction=correction, **options)
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0], metrics
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("epsilon_high, delta, beta", [(None, None, 0.0), (0.28, None, 0.04), (0.28, 1.5, 0.1)])
-def test_policy_loss_equals_the_loop(loss_type, epsilon_high, delta, beta):
-    case = make_case([5, 1, 9, 3])
-    options = dict(loss_type=loss_type, beta=beta, epsilon=0.2, epsilon_high=epsilon_high, delta=delta, max_new_tokens=12)
-    leaf = case["logprobs"].requires_grad_()
-    loss, metrics = policy_loss(**case, **options)
-    expected, clips, kl = slow_loss(case, **options)
-    assert float(loss) == pytest.approx(expected, abs=1e-12)
-    assert float(metrics["clip_fraction"]) == pytest.approx(clips, abs=1e-7) and clips > 0
-    assert float(metrics["kl"]) == pytest.approx(kl, abs=1e-12)
-    loss.backward()
-    for i in range(len(leaf)):  # central differences of the loop
-        shifted = []
-        for step in (1e-6, -1e-6):
-            moved = leaf.detach().clone()
-            moved[i] += step
-            shifted.append(slow_loss(case | {"logprobs": moved}, **options)[0])
-        assert float(leaf.grad[i]) == pytest.approx((shifted[0] - shifted[1]) / 2e-6, abs=1e-8)
+def test_policy_loss_equals_the_loop(loss_type, level, scale):
+    """Every loss_type x level x scaling, in each of five variants: value and gradient in float64."""
+    rewards = [[1.0, 0.0, 0.25, -1.0], [0.5, 3.0, 0.0, 0.0]]
+    for variant in VARIANTS.values():
+        for baseline in ("mean", "leave_one_out"):
+            case = make_case([5, 1, 9, 3, 2, 2, 7, 4])
+            advantages = slow_advantages(rewards, scale, 1e-3, baseline)
+            ours = group_advantages(torch.tensor(rewards, dtype=torch.float64), scale, 1e-3, baseline)
+            torch.testing.assert_close(ours, torch.tensor(advantages, dtype=torch.float64), atol=1e-12, rtol=0)
+            case["advantages"] = ours.flatten()
+            options = OPTIONS | variant | dict(loss_type=loss_type, importance_sampling_level=level)
+            if loss_type == "cispo":
+                options |= dict(epsilon_high=1.3 if level == "token" else 1.02, delta=None)
+            loss, gradient, metrics = evaluate(case, options)
+            logprobs = [complex(x) for x in case["logprobs"].tolist()]
+            expected, clips, k3 = slow_loss(case, logprobs, options)
+            assert float(loss) == pytest.approx(expected.real, abs=1e-12)
+            assert float(metrics["clip_fraction"]) == pytest.approx(clips, abs=1e-7) and clips > 0
+            assert float(metrics["kl"]) == pytest.approx(k3, abs=1e-12)
+            slow = [slow_loss(case, [x + 1e-30j * (i == j) for j, x in enumerate(logprobs)], options)[0].imag / 1e-30 for i in range(33)]
+            torch.testing.assert_close(gradient, torch.tensor(slow, dtype=torch.float64), atol=1e-12, rtol=1e-10)
+            assert gradient.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_gradcheck(loss_type, level):
+    """Away from kinks, which are where a ratio is clipped."""
+    case = make_case([5, 1, 4], spread=0.05)
+    options = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.04, max_new_tokens=12, epsilon=0.5)
+    if (
+        loss_type == "cispo"
+    ):  # its weights are constants to the gradient, though not to its value: bounded everywhere, they are constants to both
+        options |= dict(epsilon_high=1e-3)
+    sampled = case.pop("sampling_logprobs")
+    assert torch.autograd.gradcheck(
+        lambda x: policy_loss(**case | {"logprobs": x}, correction=truncated_importance(case["old_logprobs"], sampled, 1.01), **options)[0],
+        case["logprobs"].requires_grad_(),
+    )
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_shares_of_micro_batches_add_up(loss_type):
-    """Two halves of the sequences, with the counts of the whole, give the loss of the whole."""
+    """Two parts of the sequences, with the counts of the whole, give the loss of the whole; but for bnpo, which does not promise it."""
     case = make_case([5, 1, 9, 3])
-    options = dict(loss_type=loss_type, beta=0.04, max_new_tokens=12)
-    whole, metrics = policy_loss(**case, **options)
-    total, kl = 0.0, 0.0
-    for group in ([0, 2], [1, 3]):
-        tokens = torch.isin(case["sequence"], torch.tensor(group))
-        sequence = torch.tensor([group.index(s) for s in case["sequence"][tokens].tolist()])
-        part = {name: case[name][tokens] for name in ("logprobs", "old_logprobs", "ref_logprobs")}
-        part |= dict(sequence=sequence, advantages=case["advantages"][group], lengths=case["lengths"][group])
-        share, share_metrics = policy_loss(**part, num_tokens=18, num_sequences=4, **options)
-        total, kl = total + share, kl + share_metrics["kl"]
-    torch.testing.assert_close(total, whole, atol=1e-14, rtol=0)
-    torch.testing.assert_close(kl, metrics["kl"], atol=1e-14, rtol=0)
+    case.pop("sampling_logprobs")
+    options = dict(loss_type=loss_type, beta=0.04, max_new_tokens=12, epsilon_high=1.3)
+    for level in ("token", "sequence"):
+        whole, metrics = policy_loss(**case, **options, importance_sampling_level=level)
+        total, kl = 0.0, 0.0
+        for group in ([0, 2], [1, 3]):
+            tokens = torch.isin(case["sequence"], torch.tensor(group))
+            sequence = torch.tensor([group.index(s) for s in case["sequence"][tokens].tolist()])
+            part = {name: case[name][tokens] for name in ("logprobs", "old_logprobs", "ref_logprobs")}
+            part |= dict(sequence=sequence, advantages=case["advantages"][group], lengths=case["lengths"][group])
+            counts = dict(num_tokens=18, num_sequences=4, num_micro_batches=2)
+            share, share_metrics = policy_loss(**part, **counts, **options, importance_sampling_level=level)
+            total, kl = total + share, kl + share_metrics["kl"]
+        torch.testing.assert_close(kl, metrics["kl"], atol=1e-14, rtol=0)
+        if loss_type == "bnpo":
+            assert abs(total - whole) > 1e-3
+        else:
+            torch.testing.assert_close(total, whole, atol=1e-14, rtol=0)
 
 
-# advantage, ratio -> does the gradient flow? (epsilon 0.2)
-CLIPPING = [(1, 1.0, True), (1, 1.3, False), (1, 0.7, True), (-1, 1.0, True), (-1, 1.3, True), (-1, 0.7, False), (0, 1.3, False)]
+def test_the_tokens_of_a_sequence_may_come_in_parts():
+    """As the head's chunks do, which cut anywhere: with the lengths and counts of all."""
+    case = make_case([5, 1, 9, 3])
+    case.pop("sampling_logprobs")
+    for loss_type in LOSS_TYPES:
+        options = dict(loss_type=loss_type, beta=0.04, max_new_tokens=12, epsilon_high=1.3, num_micro_batches=2)
+        whole, _ = policy_loss(**case, **options)
+        total = 0.0
+        for rows in (slice(0, 7), slice(7, 18)):
+            part = {name: case[name][rows] for name in ("logprobs", "old_logprobs", "ref_logprobs", "sequence")}
+            total = total + policy_loss(**case | part, **options)[0]
+        torch.testing.assert_close(total, whole, atol=1e-14, rtol=0)
 
 
-@pytest.mark.parametrize("advantage, ratio, flows", CLIPPING)
-def test_truth_table_of_clipping(advantage, ratio, flows):
-    logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    old, A, zero = torch.zeros(1, dtype=torch.float64), torch.tensor([float(advantage)]), torch.zeros(1, dtype=torch.long)
-    loss, metrics = policy_loss(logprobs, old, A, zero, torch.ones(1), num_tokens=1, num_sequences=1)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert float(gradient) == pytest.approx(-advantage * ratio if flows else 0.0)
-    assert float(metrics["clip_fraction"]) == (advantage != 0 and not flows)
+# advantage, ratio -> the factor of advantage * ratio in -gradient: plain clipping, delta=2, cispo with epsilon_high=1.2 (epsilon 0.2)
+CLIPPING = [
+    (1, 1.0, 1, 1, 1),
+    (1, 1.3, 0, 0, 1.2 / 1.3),
+    (1, 2.5, 0, 0, 1.2 / 2.5),
+    (1, 0.7, 1, 1, 1),
+    (-1, 1.0, 1, 1, 1),
+    (-1, 1.3, 1, 1, 1.2 / 1.3),
+    (-1, 2.5, 1, 0, 1.2 / 2.5),
+    (-1, 0.7, 0, 0, 1),
+    (0, 1.3, 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize("advantage, ratio, plain, bounded, cispo", CLIPPING)
+def test_truth_table_of_clipping(advantage, ratio, plain, bounded, cispo):
+    A = torch.tensor([float(advantage)], dtype=torch.float64)
+    for factor, options in (
+        (plain, {}),
+        (plain, dict(epsilon_high=0.2, epsilon=0.2)),
+        (bounded, dict(delta=2.0)),
+        (cispo, dict(loss_type="cispo", epsilon_high=1.2)),
+    ):
+        logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+        values, cut = surrogate(logprobs.exp(), logprobs, A, **options)
+        (gradient,) = torch.autograd.grad(values.sum(), logprobs)
+        assert float(gradient) == pytest.approx(-advantage * ratio * factor)
+        if "delta" not in options:  # delta bounds what clipping would have let through
+            assert bool(cut) == (advantage != 0 and factor != 1)
 
 
 def test_right_after_a_rollout_loss_is_zero_and_gradient_is_not():
@@ -152,12 +269,68 @@ def test_right_after_a_rollout_loss_is_zero_and_gradient_is_not():
     assert by_type["grpo"] == pytest.approx(0, abs=1e-7) and by_type["dapo"] == pytest.approx(0.8)
 
 
-def test_k3_is_zero_at_the_reference_positive_elsewhere_and_unbiased():
-    p, q = torch.softmax(torch.randn(50, dtype=torch.float64), 0), torch.softmax(torch.randn(50, dtype=torch.float64), 0)
-    assert k3(p.log(), p.log()).abs().max() == 0 and (k3(p.log(), q.log()) >= 0).all()
-    torch.testing.assert_close((p * k3(p.log(), q.log())).sum(), (p * (p.log() - q.log())).sum())
+def test_what_the_docstring_says_of_the_kl_estimators():
+    """Their means and their gradients' means, summed over a vocabulary instead of sampled."""
+    z, w = torch.randn(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 2
+    z.requires_grad_()
+    p, q = z.softmax(0), w.softmax(0)
+    log_p, log_q = z.log_softmax(0), w.log_softmax(0)
+    forward, backward = (p * (log_p - log_q)).sum(), (q * (log_q - log_p)).sum()
+    d_forward, d_backward = (torch.autograd.grad(kl, z, retain_graph=True)[0] for kl in (forward, backward))
+    means, gradients = {}, {}
+    for name in ("k1", "k2", "k3"):
+        values = kl_divergence(log_p, log_q, name)
+        assert kl_divergence(log_p, log_p, name).abs().max() == 0
+        means[name] = (p * values).sum()
+        gradients[name] = torch.autograd.grad((p.detach() * values).sum(), z, retain_graph=True)[0]  # tokens are drawn, not differentiated
+    assert (kl_divergence(log_p, log_q, "k3") >= 0).all() and (kl_divergence(log_p, log_q, "k1") < 0).any()
+    torch.testing.assert_close(means["k1"], forward)
+    torch.testing.assert_close(means["k3"], forward)
+    assert abs(means["k2"] - forward) > 1e-3
+    torch.testing.assert_close(gradients["k1"], torch.zeros_like(z), atol=1e-15, rtol=0)
+    torch.testing.assert_close(gradients["k2"], d_forward)
+    torch.testing.assert_close(gradients["k3"], d_backward)
 
 
-def test_unknown_loss_type():
-    with pytest.raises(ValueError, match="loss_type='ppo' is not one of"):
-        policy_loss(**make_case([2]), loss_type="ppo")
+def test_overlong_punishment_by_example():
+    lengths = torch.tensor([1, 24, 26, 28, 32])
+    assert overlong_punishment(lengths, 32, 8).tolist() == [0, 0, -0.25, -0.5, -1]
+    for max_new_tokens, cache in ((20, 1), (100, 99)):  # DAPO's three cases, one by one
+        for length in range(1, max_new_tokens + 1):
+            start = max_new_tokens - cache
+            expected = 0.0 if length <= start else (start - length) / cache
+            assert float(overlong_punishment(torch.tensor([length]), max_new_tokens, cache)) == pytest.approx(expected)
+
+
+def test_truncated_importance():
+    old, sampled = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -0.5, -3.0])
+    torch.testing.assert_close(truncated_importance(old, sampled, 2.0), torch.tensor([1.0, math.exp(-0.5), 2.0]))
+
+
+def test_unknown_names():
+    case = make_case([2])
+    case.pop("sampling_logprobs")
+    for options in (dict(loss_type="ppo"), dict(importance_sampling_level="word"), dict(kl_estimator="k4", beta=1.0)):
+        name, value = next(iter(options.items()))
+        with pytest.raises(ValueError, match=f"{name}='{value}' is not one of"):
+            policy_loss(**case, **options)
+    for name, value in (("scale_rewards", "all"), ("baseline", "median")):
+        with pytest.raises(ValueError, match=f"{name}='{value}' is not one of"):
+            group_advantages([[1.0, 0.0]], **{name: value})
+
+
+def test_the_worked_numbers_of_the_page():
+    """docs/algorithm.md, steps 3 to 5."""
+    assert group_advantages([[1, 0, 0, 1], [0, 0, 0, 0]]).round(decimals=3).tolist()[0] == pytest.approx(
+        [0.866, -0.866, -0.866, 0.866], abs=1e-3
+    )
+    zeros, advantages = torch.zeros(10), torch.tensor([1.0, -1.0])
+    sequence, lengths = torch.tensor([0] * 2 + [1] * 8), torch.tensor([2, 8])
+    counts = dict(num_tokens=10, num_sequences=2, max_new_tokens=32)
+    for loss_type, expected in (("dapo", 0.6), ("grpo", 0.0), ("dr_grpo", 0.09375), ("bnpo", 0.6)):
+        loss, _ = policy_loss(zeros, zeros, advantages, sequence, lengths, loss_type=loss_type, **counts)
+        assert float(loss) == pytest.approx(expected, abs=1e-6), loss_type
+    counts |= dict(loss_type="bnpo", num_micro_batches=2)
+    first = policy_loss(zeros[:2], zeros[:2], advantages[:1], sequence[:2], lengths[:1], **counts)[0]
+    second = policy_loss(zeros[2:], zeros[2:], advantages[1:], torch.zeros(8, dtype=torch.long), lengths[1:], **counts)[0]
+    assert float(first + second) == pytest.approx(0, abs=1e-6)

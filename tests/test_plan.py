@@ -13,6 +13,7 @@ from test_memory import profiled_peak
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import collect
 import grpo
 import sample
 import train_sft
@@ -42,6 +43,9 @@ CONFIGS = {
     "reference on the host": dict(beta=0.04, reference="host", vocab_size=4000, max_tokens_per_micro_batch=100),
     "reference": dict(beta=0.04, vocab_size=20000, max_tokens_per_micro_batch=100),
     "long rollouts": dict(batch_size=15, group_size=8, max_tokens_per_micro_batch=64, max_rollout_batch=60),
+    "sequence level": dict(importance_sampling_level="sequence", max_tokens_per_micro_batch=256),
+    "entropy and importance": dict(entropy_coef=0.01, importance_sampling_cap=2.0, max_tokens_per_micro_batch=256),
+    "refilled": dict(max_num_gen_batches=3, max_tokens_per_micro_batch=256),
     "cache in pieces": dict(batch_size=15, group_size=8, max_tokens_per_micro_batch=64, kv_cache_mb=1.0),
 }
 
@@ -49,7 +53,7 @@ CONFIGS = {
 def no_stop(monkeypatch):
     """Every completion is as long as it may be, as the planner takes it to be."""
     original = sample.sample_groups
-    monkeypatch.setattr(grpo, "sample_groups", lambda *args, stop_token, **options: original(*args, stop_token=None, **options))
+    monkeypatch.setattr(collect, "sample_groups", lambda *args, stop_token, **options: original(*args, stop_token=None, **options))
 
 
 def prepared_run(tmp_path, **changes):
@@ -59,7 +63,19 @@ def prepared_run(tmp_path, **changes):
         sft = SFTSettings(**COMMON | shape | dict(max_iters=1, eval_prompts=0, batch_size=2, out_dir=str(tmp_path / "sft")))
         train_sft.main(prepare(sft))
         settings.init_from = sft.out_dir
-    return prepare(settings), settings
+    prepared = prepare(settings)
+    prepared.reward_funcs = [one_group_differs if settings.max_num_gen_batches > 1 else differ]
+    return prepared, settings
+
+
+def differ(prompts, completions, **columns):
+    """Something to learn, whatever an untrained model says."""
+    return [float(i % 2) for i in range(len(prompts))]
+
+
+def one_group_differs(prompts, completions, **columns):
+    """So that groups are refilled as often as is allowed."""
+    return [float(i == 0) for i in range(len(prompts))]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -324,10 +340,13 @@ def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    for where, said in (("sample_groups", "decoding one completion at a time"), ("accumulate", "one sequence of ")):
+    for module, where, said in (
+        (collect, "sample_groups", "decoding one completion at a time"),
+        (grpo, "accumulate", "one sequence of "),
+    ):
         prepared, _ = prepared_run(tmp_path, eval_prompts=0)
         with monkeypatch.context() as patch:
-            patch.setattr(grpo, where, no_memory)
+            patch.setattr(module, where, no_memory)
             with pytest.raises(SnugError) as caught:
                 grpo.main(prepared)
         text = str(caught.value)

@@ -60,7 +60,7 @@ def test_a_wrong_answer_names_the_function_and_the_completion(answer, message):
     "answer", [[1, None, 0.5], (1, None, 0.5), np.array([1, 0, 0.5]), torch.tensor([1, 0, 0.5]), [True, None, np.float32(0.5)]]
 )
 def test_right_answers(answer):
-    assert total_rewards([lambda **_: answer, lambda **_: [1, 1, 1]], PROMPTS, COMPLETIONS, COLUMNS) == [2.0, 1.0, 1.5]
+    assert total_rewards([lambda **_: answer, lambda **_: [1, 1, 1]], PROMPTS, COMPLETIONS, COLUMNS)[0] == [2.0, 1.0, 1.5]
 
 
 def test_rewards_that_add_up_to_more_than_a_float32():
@@ -196,8 +196,9 @@ def test_any_answer_is_taken_or_refused_by_name(answer):
 
     given_answer = answer
     try:
-        rewards = total_rewards([mine], PROMPTS, COMPLETIONS, COLUMNS)
+        rewards, parts = total_rewards([mine], PROMPTS, COMPLETIONS, COLUMNS)
     except SnugError as error:
         assert "mine" in str(error) or "add up to" in str(error)
     else:
-        assert len(rewards) == 3 and all(type(reward) is float and abs(reward) < 1e38 for reward in rewards)
+        assert len(rewards) == 3 and all(type(reward) is float for reward in rewards)
+        assert all(abs(reward) < 1e38 or said is None for reward, said in zip(rewards, *parts.values(), strict=True))

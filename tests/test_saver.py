@@ -68,7 +68,11 @@ def test_what_is_saved_is_the_state_at_the_save(tmp_path, monkeypatch):
         for name, tensor in safetensors.torch.load_file(path / file).items():
             assert tensor.equal(before.pop(name).cpu())
     state = checkpoint.read_state(path)
-    assert not before and state["optimizer_steps"] == 1 and state["health"] == {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": 0}
+    assert (
+        not before
+        and state["optimizer_steps"] == 1
+        and state["health"] == {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": 0, "extra_prompts": 0}
+    )
 
 
 def test_where_there_is_no_room_for_a_copy_the_training_waits(tmp_path, monkeypatch):

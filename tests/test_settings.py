@@ -118,12 +118,12 @@ def test_no_torch():
 ODD_VALUES = [None, True, 3, 2.5, "seven", b"bytes", ["a"], [1], {"a": 1}, {1}, 1j, ("a", "b"), ...]
 
 
-def fits(kind, optional, value):
-    """May a config give `value` to an option of this type?"""
+def fits(kind, optional, value, element=(str,)):
+    """May a config give `value` to an option of this type? element: what a list may hold."""
     if value is None:
         return optional
     if kind is list:
-        return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        return isinstance(value, list | tuple) and all(type(item) in element for item in value)
     return type(value) is kind or (kind is float and type(value) is int)
 
 
@@ -131,7 +131,7 @@ def fits(kind, optional, value):
 def test_a_config_value_of_the_wrong_type_is_refused(cls, name, tmp_path):
     refusals = 0
     for value in ODD_VALUES:
-        if not fits(*settings.type_of(cls, name), value):
+        if not fits(*settings.type_of(cls, name), value, (int, float) if name == "reward_weights" else (str,)):
             refusals += 1
             path = config(tmp_path, f"{name} = {'...' if value is ... else repr(value)}\n")
             message = refused(read_config, cls, path)

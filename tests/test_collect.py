@@ -1,0 +1,240 @@
+"""What an iteration learns from: groups refilled until their rewards differ, rewards in parts, and what is taken from them."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import DEVICE, make_flat_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+import collect
+import grpo
+from checkpoint import newest, read_state
+from log import read_log
+from prepare import prepare
+from sample import Rollouts, sample_groups
+from settings import GRPOSettings
+
+STOP = 3
+TINY = dict(
+    digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0, batch_size=4, group_size=4, max_new_tokens=8, max_iters=3
+)
+
+
+def prepared_for(tmp_path, reward, **changes):
+    """A run whose reward is reward(number of the prompt, number of the completion in its group); prompts are numbered as drawn."""
+    prepared = prepare(GRPOSettings(**TINY | dict(out_dir=str(tmp_path / "run")) | changes))
+    original, drawn = prepared.task.prompts, []
+
+    def prompts(split, index):
+        index = list(index)
+        if split == "train":
+            drawn.append(index)
+        return [row | {"number": number} for row, number in zip(original(split, index), index, strict=True)]
+
+    def rewards(prompts, completions, number, **columns):
+        k = prepared.settings.group_size
+        return [reward(n, i % k) for i, n in enumerate(number)]
+
+    prepared.task.prompts, prepared.reward_funcs = prompts, [rewards]
+    return prepared, drawn
+
+
+def learned_from(monkeypatch):
+    """-> the list that every iteration's (rewards given to group_advantages, prompts kept) is added to."""
+    seen = []
+    original = grpo.group_advantages
+    monkeypatch.setattr(grpo, "group_advantages", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest))
+    return seen
+
+
+def test_groups_without_variance_make_room(tmp_path, monkeypatch):
+    """Only every third prompt teaches: 4 of them take three rollouts of 4 the first time, and prompts are never used twice."""
+    prepared, drawn = prepared_for(tmp_path, lambda n, i: float(n % 3 == 0 and i == 1) + n / 1000, max_num_gen_batches=5)
+    seen = learned_from(monkeypatch)
+    grpo.main(prepared)
+    numbers = list(itertools.chain(*drawn))
+    assert numbers == list(range(len(numbers)))  # in order, none twice, none left out
+    taught = [sorted({int(1000 * group.min() + 0.5) for group in rewards}) for rewards in seen]
+    records = read_log(tmp_path / "run")
+    used = list(itertools.accumulate((record["gen_batches"] for record in records), initial=0))
+    for i, kept in enumerate(taught):
+        drawn_now = range(4 * used[i], 4 * used[i + 1])
+        assert kept == [n for n in drawn_now if n % 3 == 0][:4] and len(kept) == 4
+        assert records[i]["frac_reward_zero_std"] == pytest.approx(sum(n % 3 != 0 for n in drawn_now) / len(drawn_now))
+    assert records[0]["gen_batches"] == 3
+    assert records[0]["reward_mean"] == pytest.approx(4 / 12 / 4 + 5.5 / 1000, abs=1e-6)  # of all that was sampled
+    assert read_state(newest(tmp_path / "run"))["health"]["extra_prompts"] == 4 * (sum(r["gen_batches"] for r in records) - 3)
+
+
+def test_at_the_cap_the_batch_is_filled_with_what_there_is(tmp_path, monkeypatch):
+    prepared, drawn = prepared_for(tmp_path, lambda n, i: float(n == 5 and i) + n / 1000, max_num_gen_batches=2, max_iters=1)
+    seen = learned_from(monkeypatch)
+    grpo.main(prepared)
+    assert [int(1000 * group.min() + 0.5) for group in seen[0]] == [0, 1, 2, 5]  # the one that teaches, and others, in their order
+    assert len(drawn) == 2 and read_log(tmp_path / "run")[0]["grad_norm"] > 0
+
+
+def test_where_nothing_teaches_no_step_is_taken(tmp_path):
+    """All equal, or not scored at all: the weights stay as they were, moments and weight decay notwithstanding."""
+    first_only = dict(max_iters=2, weight_decay=0.1, learning_rate=1e-2, save_interval=1, save_total_limit=9)
+    for name, empty in (("equal", lambda n, i: 1.0), ("not scored", lambda n, i: None)):
+        prepared, _ = prepared_for(tmp_path / name, lambda n, i, empty=empty: float(i) if n < 4 else empty(n, i), **first_only)
+        grpo.main(prepared)
+        records = read_log(prepared.settings.out_dir)
+        assert [record["skipped_steps"] for record in records] == [0, 1] and records[0]["grad_norm"] > 0
+        assert "loss" not in records[1] and records[1]["frac_reward_zero_std"] == 1
+        from safetensors.torch import load_file
+
+        before, after = (load_file(tmp_path / name / f"run/checkpoint-{n:06d}/model.safetensors") for n in (1, 2))
+        assert all(after[key].equal(before[key]) for key in before)
+
+
+def test_truncated_completions_are_masked(tmp_path):
+    """All cut off: nothing is learned. One that stopped: its tokens alone carry a gradient, and all sequences are counted."""
+    model = make_flat_model("gpt2")
+    rollouts = sample_groups(model, [[1, 2, 3], [4]], 4, 6, stop_token=STOP, seed=3)
+    rollouts.advantages, rollouts.old_logprobs = torch.ones(8, device=DEVICE), rollouts.sampling_logprobs
+    assert 0 < rollouts.stopped.sum() < 8
+    masked = GRPOSettings(mask_truncated_completions=True, loss_type="grpo", max_new_tokens=6)
+    grpo.accumulate(model, rollouts, range(8), masked)
+    expected = model.embedding.weight.grad.clone()
+    model.zero_grad()
+    advantages = rollouts.advantages * rollouts.stopped
+    grpo.accumulate(model, dataclasses.replace(rollouts, advantages=advantages), range(8), GRPOSettings(loss_type="grpo", max_new_tokens=6))
+    torch.testing.assert_close(model.embedding.weight.grad, expected)
+    assert grpo.trainable(rollouts, range(2, 6), masked) == [i for i in range(2, 6) if rollouts.stopped[i]]
+    rollouts.stopped[:] = False
+    assert not grpo.teaches(rollouts, range(8), masked) and grpo.teaches(rollouts, range(8), GRPOSettings())
+
+
+def test_what_can_teach(tmp_path):
+    model = make_flat_model("gpt2")
+    rollouts = sample_groups(model, [[1, 2, 3]], 4, 6, stop_token=STOP, seed=3)
+    rollouts.advantages = torch.zeros(4, device=DEVICE)
+    teach = [
+        grpo.teaches(rollouts, range(4), GRPOSettings(init_from="x", **options))
+        for options in (dict(), dict(beta=0.1), dict(entropy_coef=0.1), dict(beta=0.1, use_kl_in_reward=True))
+    ]
+    assert teach == [False, True, True, False]
+    rollouts.advantages[2] = -1
+    assert grpo.teaches(rollouts, range(2, 4), GRPOSettings()) and not grpo.teaches(rollouts, range(2), GRPOSettings())
+
+
+def test_a_resumed_run_draws_the_same_prompts(tmp_path):
+    def teaches(n, i):
+        return float(n % 3 == 0 and i)
+
+    for name, iterations in (("whole", [4]), ("parts", [2, 4])):
+        for n in iterations:
+            prepared, _ = prepared_for(tmp_path / name, teaches, max_num_gen_batches=5, resume="auto", max_iters=n)
+            grpo.main(prepared)
+    ours, theirs = (
+        [{key: value for key, value in record.items() if "time" not in key and "mem" not in key and "second" not in key} for record in log]
+        for log in (read_log(tmp_path / "whole/run"), read_log(tmp_path / "parts/run"))
+    )
+    assert ours == theirs and sum(record["gen_batches"] for record in ours) > 4
+
+
+def test_refills_are_sampled_anew():
+    """The same prompts in a second rollout get other completions: rows go on being counted."""
+    model = make_flat_model("gpt2")
+    whole = sample_groups(model, [[1, 2], [4], [1, 2], [4]], 3, 8, stop_token=STOP, seed=7)
+    parts = [sample_groups(model, [[1, 2], [4]], 3, 8, stop_token=STOP, seed=7, first_row=first) for first in (0, 6)]
+    joined = Rollouts.joined(parts)
+    for name in ("tokens", "prompt_lengths", "completion_lengths", "mask", "stopped"):
+        assert getattr(joined, name).equal(getattr(whole, name)), name
+    torch.testing.assert_close(joined.sampling_logprobs, whole.sampling_logprobs)
+    assert not parts[0].tokens.equal(parts[1].tokens)
+
+
+def test_joined_and_selected_rollouts():
+    """Of different widths, padded on the right with what stands in padding anyway."""
+    model = make_flat_model("gpt2")
+    parts = [sample_groups(model, [[1] * n], 3, m, stop_token=STOP, seed=n) for n, m in ((2, 9), (7, 3), (4, 5))]
+    joined = Rollouts.joined(parts)
+    assert joined.completions() == [c for part in parts for c in part.completions()]
+    assert joined.advantages is None and joined.tokens.shape[1] == max(part.tokens.shape[1] for part in parts)
+    chosen = joined.select([7, 0, 3])
+    assert chosen.completions() == [joined.completions()[i] for i in (7, 0, 3)]
+    assert chosen.sampling_logprobs.equal(joined.sampling_logprobs[[7, 0, 3]]) and chosen.ref_logprobs is None
+
+
+@given(st.lists(st.lists(st.one_of(st.just(math.nan), st.integers(-2, 2).map(float)), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_which_groups_have_variance(rewards):
+    expected = [len({r for r in group if not math.isnan(r)}) > 1 for group in rewards]
+    assert collect.has_variance(torch.tensor(rewards)).tolist() == expected
+
+
+def test_rewards_are_weighted_and_their_parts_logged(tmp_path):
+    prepared, _ = prepared_for(
+        tmp_path, lambda n, i: None, max_iters=1, reward_funcs=["json:dumps", "json:loads"], reward_weights=[2.0, 0.5]
+    )
+
+    def accuracy(prompts, completions, **columns):
+        return [float(i % 4 == 0) for i in range(len(prompts))]
+
+    def brevity(prompts, completions, **columns):
+        return [None if i == 3 else -1.0 for i in range(len(prompts))]
+
+    prepared.reward_funcs = [accuracy, brevity]
+    model = make_flat_model("gpt2", vocab_size=257)
+    rows, rollouts = collect.rollout(0, model, prepared)
+    rewards, parts, _ = collect.score(rollouts, rows, prepared)
+    assert rewards[0].tolist() == [1.5, -0.5, -0.5, 0.0] and rewards[1:].tolist() == [[1.5, -0.5, -0.5, -0.5]] * 3
+    name = "test_rewards_are_weighted_and_their_parts_logged.<locals>."
+    metrics = collect.rollout_metrics(rollouts, rewards, [parts])
+    assert metrics[f"reward/{name}accuracy"] == 0.25 and metrics[f"reward/{name}brevity"] == -1.0
+
+
+def test_long_completions_lose_reward(tmp_path):
+    prepared, _ = prepared_for(tmp_path, lambda n, i: 1.0, soft_punish_cache=4)
+    model = make_flat_model("gpt2", vocab_size=257)
+    rows, rollouts = collect.rollout(0, model, prepared)
+    rollouts.completion_lengths = torch.tensor([1, 4, 5, 8] * 4, device=DEVICE)
+    rewards, _, samples = collect.score(rollouts, rows, prepared)
+    assert rewards.tolist() == [[1.0, 1.0, 0.75, 0.0]] * 4 and samples[3]["reward"] == 0.0
+
+
+def keep_rollouts(monkeypatch):
+    """-> the list that every iteration's Rollouts are added to, log-probs and all."""
+    kept = []
+    original = grpo.prepare_logprobs
+    monkeypatch.setattr(grpo, "prepare_logprobs", lambda training, rollouts: (original(training, rollouts), kept.append(rollouts)))
+    return kept
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_kl_is_taken_from_the_reward(estimator, tmp_path, monkeypatch):
+    """beta times a completion's summed KL, before groups are compared; nothing of it is left in the loss."""
+    warm = prepared_for(tmp_path / "warm", lambda n, i: float(i), max_iters=2, learning_rate=1e-2)[0]
+    grpo.main(warm)
+    options = dict(init_from=warm.settings.out_dir, beta=0.5, use_kl_in_reward=True, learning_rate=1e-2, max_iters=2)
+    prepared, _ = prepared_for(tmp_path, lambda n, i: float(i), kl_estimator=estimator, **options)
+    seen, kept, betas = learned_from(monkeypatch), keep_rollouts(monkeypatch), []
+    loss = grpo.policy_loss
+    monkeypatch.setattr(grpo, "policy_loss", lambda *args, **options: betas.append(options["beta"]) or loss(*args, **options))
+    grpo.main(prepared)
+    rollouts = kept[1]  # in the first iteration the policy is the reference
+    for row in range(16):
+        c = int(rollouts.completion_lengths[row])
+        pairs = zip(rollouts.sampling_logprobs[row, :c].tolist(), rollouts.ref_logprobs[row, :c].tolist(), strict=True)
+        kl = sum(p - q if estimator == "k1" else math.exp(q - p) - (q - p) - 1 for p, q in pairs)
+        assert float(seen[1].flatten()[row]) == pytest.approx(row % 4 - 0.5 * kl, abs=1e-4)
+    assert set(betas) == {0.0} and (seen[1] - torch.arange(4.0)).abs().max() > 1e-3
+    assert read_log(prepared.settings.out_dir)[1]["kl"] > 0
+
+
+def test_truncated_importance_takes_the_trainers_log_probs(tmp_path, monkeypatch):
+    prepared, _ = prepared_for(tmp_path, lambda n, i: float(i), importance_sampling_cap=2.0, dtype="bfloat16", max_iters=1)
+    kept = keep_rollouts(monkeypatch)
+    grpo.main(prepared)
+    (rollouts,) = kept
+    assert not rollouts.old_logprobs.equal(rollouts.sampling_logprobs)
+    torch.testing.assert_close(rollouts.old_logprobs, rollouts.sampling_logprobs, atol=0.1, rtol=0)
+    assert (rollouts.old_logprobs[rollouts.mask == 0] == 0).all()
+    record = read_log(tmp_path / "run")[0]
+    assert 0 < record["mismatch_kl"] < 1e-3 and "time_reference_s" in record
