@@ -1,0 +1,29 @@
+"""A hint for each figure that is not well, once a run, and none for one that is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hints as module
+from hints import hints
+from settings import GRPOSettings, fields
+
+WELL = dict(frac_reward_zero_std=0.3, entropy=0.5, kl=0.05, truncated_fraction=0.02, mismatch_kl=1e-9, clip_fraction=0.01)
+ILL = dict(frac_reward_zero_std=0.95, entropy=0.004, kl=3.0, truncated_fraction=0.8, mismatch_kl=0.02, clip_fraction=0.5)
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_each_figure_has_its_hint(name):
+    assert hints(WELL) == {} and hints({}) == {} and hints(dict.fromkeys(WELL)) == {}
+    found = hints(WELL | {name: ILL[name]})
+    assert set(found) == {name} and f"{ILL[name]:.3g}" in found[name] and "\n" not in found[name]
+
+
+def test_hints_name_options_that_there_are():
+    text = " ".join(meaning for *_, meaning in module.HINTS)
+    named = set(re.findall(r"--(\w+)", text)) | set(re.findall(r"\b[a-z]+_[a-z_]+\b", text))
+    assert len(named) >= 8 and named <= set(fields(GRPOSettings))
+    assert {name for name, *_ in module.HINTS} == set(ILL)
+    page = (Path(__file__).parent.parent / "docs/algorithm.md").read_text()
+    assert all(f"`{name}`" in page for name in ILL)
