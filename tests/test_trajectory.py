@@ -1,0 +1,81 @@
+"""One curve of fifty steps for every equivalent way to take them, and the same run twice."""
+
+import json
+
+import pytest
+import trajectory
+from conftest import DEVICE
+
+import grpo
+import loop
+from log import read_log
+from logprobs import head_logprobs
+from prepare import prepare
+from settings import GRPOSettings
+
+WAYS = {
+    "whole": dict(),
+    "two micro-batches": dict(gradient_accumulation_steps=2),
+    "one sequence at a time": dict(gradient_accumulation_steps=16),
+    "a token budget": dict(max_tokens_per_micro_batch=70),
+    "small chunks of logits": dict(logits_chunk_mb=0.01),
+    "block inputs": dict(checkpoint_blocks="block"),
+    "block inputs and attention": dict(checkpoint_blocks="selective"),
+    "block inputs on the host": dict(checkpoint_blocks="block", activation_offload=True),
+    "optimizer on the host": dict(optimizer_device="host"),
+    "gradients on the host": dict(optimizer_device="host", grad_offload=True),
+    "all together": dict(
+        max_tokens_per_micro_batch=40, logits_chunk_mb=0.01, checkpoint_blocks="block", activation_offload=True, optimizer_device="host", grad_offload=True
+    ),
+}  # fmt: skip
+
+
+def assert_same(steps):
+    """1e-4 at each step, 1e-5 on average, of loss and gradient norm both."""
+    expected = json.loads(trajectory.FILE.with_suffix(".json").read_text())
+    assert len(steps) == len(expected) == 50
+    for column in (0, 1):
+        differences = [abs(ours[column] - theirs[column]) for ours, theirs in zip(steps, expected, strict=True)]
+        assert max(differences) <= 1e-4 and sum(differences) / 50 <= 1e-5, (column, max(differences), sum(differences) / 50)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_takes_the_same_steps(way):
+    assert_same(trajectory.take(trajectory.settings(**WAYS[way]), DEVICE))
+
+
+def test_recomputing_the_head_takes_the_same_steps(monkeypatch):
+    def recomputed(hidden, weight, targets, token_loss, temperature, **options):
+        logprobs, entropy = head_logprobs(hidden, weight, targets, temperature, **options)
+        return token_loss(logprobs, slice(None)), logprobs, entropy
+
+    monkeypatch.setattr(loop, "head_loss", recomputed)
+    assert_same(trajectory.take(trajectory.settings(), DEVICE))
+
+
+def test_the_trajectory_tells_ways_apart():
+    """A loss that is a little different leaves the curve: the test above could fail."""
+    for changes in (
+        dict(beta=0.041),
+        dict(epsilon_high=0.2),
+        dict(temperature=1.01),
+        dict(loss_type="bnpo", gradient_accumulation_steps=2),
+    ):
+        with pytest.raises(AssertionError):
+            assert_same(trajectory.take(trajectory.settings(**changes), DEVICE))
+
+
+def test_a_free_run_is_itself_again(tmp_path):
+    logs = []
+    for name in "ab":
+        options = trajectory.SHAPE | trajectory.TRAIN | dict(device=DEVICE, beta=0.0, max_iters=8, out_dir=str(tmp_path / name))
+        prepared = prepare(GRPOSettings(**options))
+        prepared.reward_funcs = [lambda prompts, completions, **columns: [len(set(c)) / 10 for c in completions]]
+        grpo.main(prepared)
+        logs.append(
+            [
+                {k: v for k, v in r.items() if not k.startswith(("time", "mem")) and k != "tokens_per_second"}
+                for r in read_log(tmp_path / name)
+            ]
+        )
+    assert logs[0] == logs[1] and len(logs[0]) == 8 and min(record["grad_norm"] for record in logs[0]) > 0
