@@ -28,13 +28,13 @@ def columns_of(rows, repeat=1):
     return {name: [row[name] for row in rows for _ in range(repeat)] for name in rows[0] if name != "prompt"}
 
 
-def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_prompt_length=0, **decoding):
+def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_prompt_length=0, split="test", **decoding):
     """The share of `num_prompts` held-out prompts that one completion answers rightly (reward 1 of the task's own reward).
 
     decoding: max_batch, chunk_mb and kv_cache_mb, as sample_groups takes them.
     -> {"pass_at_1": greedy, "pass_at_1_sampled": at temperature 1}
     """
-    rows = task.prompts("test", range(num_prompts))
+    rows = task.prompts(split, range(num_prompts))
     prompts = [row["prompt"] for row in rows]
     ids = [tokenizer.encode(prompt)[-max_prompt_length:] for prompt in prompts]
     options = dict(stop_token=tokenizer.stop_token, seed=seed) | decoding
@@ -60,7 +60,7 @@ def evaluate_as_run(settings, model, tokenizer, task, num_prompts, max_new_token
     left = model.config.block_size - (longest or prompt)
     room = max_new_tokens or getattr(settings, "max_new_tokens", 0) or answer + 1
     with autocast(settings.dtype, model):
-        options = dict(seed=seed, max_prompt_length=longest) | decoding_of(settings)
+        options = dict(seed=seed, max_prompt_length=longest, split=settings.eval_split) | decoding_of(settings)
         return evaluate(model, tokenizer, task, num_prompts, min(left, room), **options)
 
 

@@ -198,6 +198,7 @@ def loss_options(settings):
         delta=settings.delta,
         beta=0.0 if settings.use_kl_in_reward else settings.beta,
         kl_estimator=settings.kl_estimator,
+        use_bias_correction_kl=settings.use_bias_correction_kl,
         max_new_tokens=settings.max_new_tokens,
     )
 

@@ -66,8 +66,9 @@ def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
     k1  -log r              unbiased, may be negative. Its gradient has mean 0: of use in a reward, of none in a loss
     k2  (log r)^2 / 2       biased, but its gradient is that of the KL, in the mean
     k3  r - 1 - log r       unbiased and never negative; its gradient is that of KL(reference || policy), in the mean
+    times the ratio         (use_bias_correction_kl) k1 and k3 have the gradient of the KL, and k2 has not; stale tokens are weighed too
 
-    verl calls them kl, mse and low_var_kl. (Schulman 2020, "Approximating KL divergence"; gradients: Tang & Munos 2025.)
+    verl calls them kl, mse and low_var_kl. (Schulman 2020, "Approximating KL divergence"; gradients: Tang & Munos 2025; the ratio: DeepSeek-V3.2.)
     """
     log_ratio = ref_logprobs - logprobs
     if estimator == "k1":
@@ -162,6 +163,7 @@ def policy_loss(
     importance_sampling_level="token",
     max_new_tokens=None,
     kl_estimator="k3",
+    use_bias_correction_kl=False,
     correction=None,
     num_micro_batches=1,
 ):
@@ -186,7 +188,8 @@ def policy_loss(
     if ref_logprobs is not None:
         metrics["kl"] = kl_divergence(logprobs.detach(), ref_logprobs).sum() / num_tokens
         if beta:
-            per_token = per_token + beta * kl_divergence(logprobs, ref_logprobs, kl_estimator)
+            kl = kl_divergence(logprobs, ref_logprobs, kl_estimator)
+            per_token = per_token + beta * (kl * ratio if use_bias_correction_kl else kl)
     counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, num_micro_batches=num_micro_batches)
     weights = token_weights(sequence, lengths, **counts, loss_type=loss_type, max_new_tokens=max_new_tokens)
     return (per_token * weights).sum(), metrics

@@ -71,7 +71,13 @@ def is_finished(settings):
 
 def prepare_warm_start(settings):
     """The SFT run that init_config describes, on this run's task, with its seed and device; taken up where it was left."""
-    own = {"out_dir": settings.init_from, "resume": "auto", "seed": settings.seed, "device": settings.device}
+    own = {
+        "out_dir": settings.init_from,
+        "resume": "auto",
+        "seed": settings.seed,
+        "device": settings.device,
+        "eval_split": settings.eval_split,
+    }
     own |= {"memory_budget_gb": settings.memory_budget_gb} if settings.memory_budget_gb else {}
     words = [f"--{name}={value}" for name, value in own.items()]
     warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, *words])[:2])

@@ -78,6 +78,11 @@ class TaskOptions:
     countdown_max_numbers: int = option(4, "countdown: most numbers to combine", minimum=2)
     countdown_max_number: int = option(20, "countdown: largest number to combine", minimum=2)
     countdown_operators: str = option("+-*/", "countdown: operators that may be used, as one word")
+    eval_split: str = option(
+        "test",
+        "what evaluations ask: the test's prompts; or, to choose settings by, tune's, a tenth of the training prompts that are left out then",
+        choices=("test", "tune"),
+    )
     tokenizer: str = option("bytes", "text to ids; bytes needs no files; from a checkpoint when there is one", choices=("bytes", "gpt2"))
 
 
@@ -227,8 +232,10 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
     epsilon: float = option(0.2, "the ratio is clipped at 1 - epsilon and 1 + epsilon_high", minimum=0)
     epsilon_high: float | None = option(None, "upper clipping range; none: epsilon. cispo: the largest ratio itself, such as 5", minimum=0)
     delta: float | None = option(None, "upper bound of the ratio where the advantage is negative; none: no bound", minimum=1)
-    kl_estimator: str = option(
-        "k3", "how beta's KL is estimated; for the loss k2 or k3, for the reward k1 or k3", choices=("k1", "k2", "k3")
+    kl_estimator: str = option("k3", "how beta's KL is estimated, in the loss or in the reward", choices=("k1", "k2", "k3"))
+    use_bias_correction_kl: bool = option(
+        True,
+        "the KL in the loss is multiplied by the ratio, so that its gradient is the KL's with k1 and k3; false: as with k2, or DeepSeekMath's k3",
     )
     use_kl_in_reward: bool = option(
         False, "beta times a completion's summed KL is taken from its reward, instead of being added to the loss"
@@ -294,9 +301,16 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
             )
         if self.use_kl_in_reward and not self.beta:
             raise SnugError("use_kl_in_reward=True, but beta=0: give the KL a weight, such as --beta=0.01")
-        if self.kl_estimator == "k1" and self.beta and not self.use_kl_in_reward:
+        if (
+            self.beta
+            and not self.use_kl_in_reward
+            and (self.kl_estimator == "k1") != self.use_bias_correction_kl
+            and self.kl_estimator != "k3"
+        ):
+            why = {"k1": "a gradient of mean 0, so it restrains nothing", "k2": "another gradient than the KL's"}[self.kl_estimator]
             raise SnugError(
-                "kl_estimator=k1 in the loss has a gradient of mean 0, so it restrains nothing; use k2 or k3, or --use_kl_in_reward"
+                f"kl_estimator={self.kl_estimator} with use_bias_correction_kl={self.use_bias_correction_kl} has {why}; take the other of the two, "
+                "or --kl_estimator=k3"
             )
         if self.soft_punish_cache >= self.max_new_tokens:
             raise SnugError(f"soft_punish_cache={self.soft_punish_cache} must be below max_new_tokens={self.max_new_tokens}")

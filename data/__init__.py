@@ -2,7 +2,8 @@
 
 A task is problems without end: row 17 of a split is computed from the number 17 (or looked up: jsonl), so there is nothing to
 download, to shuffle or to remember. Which split a problem belongs to is a property of the problem itself: a hash of what identifies
-it, so that no training prompt is ever a test prompt, whatever the seed.
+it, so that no training prompt is ever a test prompt, whatever the seed. "tune" is a third split, a tenth of the training problems: with
+eval_split=tune a run leaves them out and is evaluated on them, so that settings can be chosen without a look at the test.
 
     task = make_task(settings)
     rows = task.prompts("train", range(0, 64))
@@ -23,7 +24,7 @@ import zlib
 
 from settings import SnugError
 
-TEST_SHARE = 10  # one problem in ten is held out
+TEST_SHARE = 10  # one problem in ten is held out, and another while settings are chosen
 SURVEY = 2_000  # proposals that make_task looks at, and
 SURVEY_HITS = 10  # how many of them each split needs, so that
 MAX_PROPOSALS = 20_000  # proposals find a row for every index: at a rate of 10 in 2,000 they miss with probability 1e-43
@@ -35,7 +36,7 @@ class Task:
     columns = ()  # the columns of a row that `is_right` reads, in its order
 
     def __init__(self, settings):
-        self.seed = settings.seed
+        self.seed, self.tuning = settings.seed, settings.eval_split == "tune"
         self.demonstration_noise = settings.demonstration_noise
 
     # What a subclass writes
@@ -79,7 +80,7 @@ class Task:
         return len(self.longest_prompt()), len(self.longest_answer())
 
     def prompts(self, split, index):
-        """Rows number `index` (an iterable of ints) of "train" or "test": a list of dicts, each with its "prompt".
+        """Rows number `index` (an iterable of ints) of "train", "tune" or "test": a list of dicts, each with its "prompt".
 
         A row depends on the task's options, the split, its number and, for train alone, settings.seed: runs with
         different seeds practise different problems and are compared on the same ones. Rows may repeat.
@@ -87,13 +88,17 @@ class Task:
         return [self.row(split, int(number)) for number in index]
 
     def row(self, split, number):
-        stream = {"train": f"train {self.seed}", "test": "test"}[split]
+        stream = {"train": f"train {self.seed}", "tune": "tune", "test": "test"}[split]
         rng = random.Random(f"{type(self).__name__} {stream} {number}")
         for _ in range(MAX_PROPOSALS):
             row = self.propose(rng)
-            if row and split_of(self.identity(row)) == split:
+            if row and self.belongs(self.identity(row), split):
                 return row
         raise SnugError(f"task {type(self).__name__.lower()}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options")
+
+    def belongs(self, identity, split):
+        found = split_of(identity)
+        return found == split or (split == "train" and found == "tune" and not self.tuning)
 
     def rewards(self, prompts, completions, **columns):
         """1.0 for each right completion, 0.0 for each other, and for one that did not stop: a list of floats.
@@ -113,18 +118,17 @@ class Task:
         """Raises SnugError where the options leave a split (nearly) empty, before anything else is done."""
         rng = random.Random(f"{type(self).__name__} survey")
         rows = [row for row in (self.propose(rng) for _ in range(SURVEY)) if row]
-        splits = [split_of(self.identity(row)) for row in rows]
-        for split in ("train", "test"):
-            if splits.count(split) < SURVEY_HITS:
+        for split in ("train", "tune", "test") if self.tuning else ("train", "test"):
+            hits = sum(self.belongs(self.identity(row), split) for row in rows)
+            if hits < SURVEY_HITS:
                 raise SnugError(
-                    f"task {type(self).__name__.lower()}: its options leave too few {split} prompts "
-                    f"({splits.count(split)} in {SURVEY:,} tries); loosen them"
+                    f"task {type(self).__name__.lower()}: its options leave too few {split} prompts ({hits} in {SURVEY:,} tries); loosen them"
                 )
 
 
 def split_of(identity):
-    """-> "train" or "test", by the text's CRC-32, which unlike hash() is the same in every process."""
-    return "test" if zlib.crc32(identity.encode()) % TEST_SHARE == 0 else "train"
+    """-> "train", "tune" or "test", by the text's CRC-32, which unlike hash() is the same in every process."""
+    return {0: "test", 1: "tune"}.get(zlib.crc32(identity.encode()) % TEST_SHARE, "train")
 
 
 def make_task(settings):

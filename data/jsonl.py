@@ -31,19 +31,21 @@ class Jsonl(Task):
             raise SnugError(f"demonstration_noise={settings.demonstration_noise}: demonstrations of task='jsonl' are as the file has them")
         rows = read_rows(settings.data_file)
         if settings.test_file:
-            self.rows = {"train": rows, "test": read_rows(settings.test_file, like=rows[0])}
+            self.rows = {"test": read_rows(settings.test_file, like=rows[0])}
             both = {row["prompt"] for row in rows} & {row["prompt"] for row in self.rows["test"]}
             if both:
                 raise SnugError(
                     f"test_file={settings.test_file} has {len(both)} prompts of data_file, such as {min(both)!r:.60}; take them out"
                 )
         else:
-            self.rows = {split: [row for row in rows if split_of(row["prompt"]) == split] for split in ("train", "test")}
-            for split, found in self.rows.items():
-                if not found:
-                    raise SnugError(
-                        f"data_file={settings.data_file}: none of its {len(rows)} rows falls to the {split} split; name a test_file"
-                    )
+            self.rows = {"test": [row for row in rows if split_of(row["prompt"]) == "test"]}
+        left = rows if settings.test_file else [row for row in rows if split_of(row["prompt"]) != "test"]
+        self.rows["tune"] = [row for row in left if self.tuning and split_of(row["prompt"]) == "tune"]
+        self.rows["train"] = [row for row in left if not (self.tuning and split_of(row["prompt"]) == "tune")]
+        for split, found in self.rows.items():
+            if not found and (split != "tune" or self.tuning):
+                remedy = "leave out eval_split=tune" if split == "tune" else "name a test_file"
+                raise SnugError(f"data_file={settings.data_file}: none of its {len(rows)} rows falls to the {split} split; {remedy}")
         self.scored = "answer" in rows[0]
         if not self.scored and not getattr(settings, "reward_funcs", ["SFT"]):
             raise SnugError(f"data_file={settings.data_file} has no column answer to score completions by; add it, or reward_funcs")
@@ -71,12 +73,12 @@ class Jsonl(Task):
 
     def longest(self, encode):
         if self.known is None:  # a run has one tokenizer
-            rows = [*self.rows["train"], *self.rows["test"]]
+            rows = [row for split in self.rows.values() for row in split]
             self.known = max(len(encode(row["prompt"])) for row in rows), max(len(encode(demonstration(row))) for row in rows)
         return self.known
 
     def fingerprint(self):
-        text = json.dumps([self.rows["train"], self.rows["test"]], sort_keys=True)
+        text = json.dumps([self.rows["train"], self.rows["test"]] + [self.rows["tune"]] * self.tuning, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def survey(self):

@@ -102,6 +102,22 @@ def test_train_and_test_never_share_a_problem(options):
         assert len(train) > 2000 and len(test) > 1500  # and there is something to learn from
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_a_split_to_tune_on(name):
+    """Its problems are training problems, but for a run that is evaluated on them; the test's are never among them."""
+    usual, tuning = task_of(task=name), task_of(task=name, eval_split="tune")
+    seen = {
+        (split, task is tuning): {task.identity(row) for row in task.prompts(split, range(3000))}
+        for split in ("train", "tune", "test")
+        for task in (usual, tuning)
+    }
+    tune = seen["tune", True]
+    assert len(tune) > 1500 and tune == seen["tune", False] and seen["test", True] == seen["test", False]
+    assert not tune & seen["train", True] and not tune & seen["test", True] and not seen["train", True] & seen["test", True]
+    share = sum(split_of(identity) == "tune" for identity in seen["train", False]) / len(seen["train", False])
+    assert 0.08 < share < 0.14
+
+
 def test_a_problem_is_the_same_in_any_order():
     addition, countdown = task_of(), task_of(task="countdown")
     assert addition.identity({"numbers": [1, 2]}) == addition.identity({"numbers": [2, 1]})

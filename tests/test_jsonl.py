@@ -125,6 +125,12 @@ def test_splits_share_nothing_and_miss_nothing(tmp_path):
     with pytest.raises(SnugError, match=r"test.jsonl has 1 prompts of data_file, such as '7='; take them out"):
         task_of(written(tmp_path, GOOD), test_file=other)
     own = task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x", "answer": 1}], "test.jsonl"))
+    tuning = task_of(written(tmp_path, GOOD), eval_split="tune")
+    parts = [{row["prompt"] for row in tuning.rows[split]} for split in ("train", "tune", "test")]
+    assert set.union(*parts) == train | test and sum(map(len, parts)) == 50 and parts[2] == test and parts[1] and parts[1] < train
+    with pytest.raises(SnugError, match="none of its 2 rows falls to the tune split; leave out eval_split=tune"):
+        rows = [row for row in GOOD if row["prompt"] not in parts[1]][:2]
+        task_of(written(tmp_path, rows), test_file=written(tmp_path, [{"prompt": "x", "answer": 1}], "test.jsonl"), eval_split="tune")
     assert own.prompts("test", range(3)) == [{"prompt": "x", "answer": 1}] * 3 and len(own.rows["train"]) == 50
     with pytest.raises(SnugError, match="test.jsonl:1: other columns than the rows before: no answer"):
         task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x"}], "test.jsonl"))

@@ -82,7 +82,8 @@ def slow_loss(case, logprobs, o):
             if o["cap"]:
                 token *= min(math.exp(q - v), o["cap"])
             d = r - m
-            token += o["beta"] * {"k1": -d, "k2": d * d / 2, "k3": cmath.exp(d) - d - 1}[o["kl_estimator"]]
+            weight = o["beta"] * (ratio if o["use_bias_correction_kl"] else 1)
+            token += weight * {"k1": -d, "k2": d * d / 2, "k3": cmath.exp(d) - d - 1}[o["kl_estimator"]]
             k3s += (cmath.exp(d) - d - 1).real
             divisor = {
                 "dapo": case["num_tokens"],
@@ -116,12 +117,23 @@ def make_case(lengths, seed=0, spread=0.4):
     )
 
 
-OPTIONS = dict(epsilon=0.2, epsilon_high=None, delta=None, beta=0.0, kl_estimator="k3", cap=None, max_new_tokens=12, num_micro_batches=3)
+OPTIONS = dict(
+    epsilon=0.2,
+    epsilon_high=None,
+    delta=None,
+    beta=0.0,
+    kl_estimator="k3",
+    use_bias_correction_kl=False,
+    cap=None,
+    max_new_tokens=12,
+    num_micro_batches=3,
+)
 VARIANTS = {
     "plain": {},
     "asymmetric": dict(epsilon_high=0.28),
     "two-sided, k3": dict(epsilon_high=0.28, delta=1.5, beta=0.1),
     "k1": dict(beta=0.04, kl_estimator="k1"),
+    "k3 times the ratio": dict(beta=0.1, use_bias_correction_kl=True, delta=1.3, epsilon_high=0.28),
     "k2 and truncated importance": dict(beta=0.04, kl_estimator="k2", cap=1.1),
 }
 
@@ -283,6 +295,8 @@ def test_what_the_docstring_says_of_the_kl_estimators():
         assert kl_divergence(log_p, log_p, name).abs().max() == 0
         means[name] = (p * values).sum()
         gradients[name] = torch.autograd.grad((p.detach() * values).sum(), z, retain_graph=True)[0]  # tokens are drawn, not differentiated
+        corrected = values * (log_p - log_p.detach()).exp()
+        gradients[name, "times the ratio"] = torch.autograd.grad((p.detach() * corrected).sum(), z, retain_graph=True)[0]
     assert (kl_divergence(log_p, log_q, "k3") >= 0).all() and (kl_divergence(log_p, log_q, "k1") < 0).any()
     torch.testing.assert_close(means["k1"], forward)
     torch.testing.assert_close(means["k3"], forward)
@@ -290,6 +304,9 @@ def test_what_the_docstring_says_of_the_kl_estimators():
     torch.testing.assert_close(gradients["k1"], torch.zeros_like(z), atol=1e-15, rtol=0)
     torch.testing.assert_close(gradients["k2"], d_forward)
     torch.testing.assert_close(gradients["k3"], d_backward)
+    for name in ("k1", "k3"):
+        torch.testing.assert_close(gradients[name, "times the ratio"], d_forward)
+    assert (gradients["k2", "times the ratio"] - d_forward).abs().max() > 1e-3
 
 
 def test_overlong_punishment_by_example():

@@ -1,0 +1,20 @@
+"""GRPO on countdown with three numbers from 1 to 9, + and -: from imitating solutions to finding them."""
+
+out_dir = "out/grpo_countdown"
+init_from = "out/sft_countdown"
+init_config = "config/sft_countdown.py"
+task = "countdown"
+countdown_min_numbers = 3
+countdown_max_numbers = 3
+countdown_max_number = 9
+countdown_operators = "+-"
+
+max_iters = 180
+batch_size = 64
+group_size = 16
+max_new_tokens = 12
+max_tokens_per_micro_batch = 3584
+
+learning_rate = 2e-4
+eval_interval = 30
+save_interval = 30

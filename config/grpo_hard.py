@@ -1,0 +1,17 @@
+"""GRPO from a warm start that has hardly ever seen a carry: what is to be learned has to be found first."""
+
+out_dir = "out/grpo_hard"
+init_from = "out/sft_hard"
+init_config = "config/sft_hard.py"
+task = "addition"
+digits = 4
+
+max_iters = 300
+batch_size = 64
+group_size = 16
+max_new_tokens = 24
+max_tokens_per_micro_batch = 3584
+
+learning_rate = 3e-4
+eval_interval = 50
+save_interval = 50

@@ -1,0 +1,94 @@
+"""Bugs planted one at a time in a copy of the project; each has to make some test fail.
+
+    python tests/mutants.py [--only=WORD]
+
+Prints a line a mutant, the test that killed it, and one JSON object. A mutant whose text is not found, or not found once, is an error.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HOME = Path(__file__).parent.parent
+
+# what is planted: (name, file, text, what it becomes, the tests that should notice)
+MUTANTS = [
+    ("wrong-sign advantage", "loss.py", "return -torch.min(bounded, clipped)", "return torch.min(bounded, clipped)", "test_loss.py"),
+    ("off-by-one shift", "batch.py", "rows=target - 1,", "rows=target,", "test_grpo.py"),
+    ("stop token out of the mask", "sample.py", "is_stop.int().argmax(1) + 1", "is_stop.int().argmax(1)", "test_sample.py test_grpo.py"),
+    ("prompt in the mask", "batch.py", "prompt[sequence] + place", "prompt[sequence] - 1 + place", "test_batch.py test_grpo.py"),
+    ("prompt among the targets' states", "batch.py", "rows=target - 1,", "rows=target - 2,", "test_batch.py test_grpo.py"),
+    ("temperature missing in training", "grpo.py", "settings, settings.temperature, whole", "settings, 1.0, whole", "test_grpo.py"),
+    ("temperature missing in the head", "logprobs.py", "temperature, n_vocab, entropy, dtype, chunk_size", "1.0, n_vocab, entropy, dtype, chunk_size", "test_logprobs.py"),
+    ("old and new log-probs swapped", "loss.py", "log_ratio = logprobs - old_logprobs", "log_ratio = old_logprobs - logprobs", "test_loss.py"),
+    ("KL sign in the loss", "loss.py", "per_token = per_token + beta * (", "per_token = per_token - beta * (", "test_loss.py"),
+    ("KL's two policies swapped", "loss.py", "log_ratio = ref_logprobs - logprobs", "log_ratio = logprobs - ref_logprobs", "test_loss.py"),
+    ("KL sign in the reward", "grpo.py", "rewards = rewards - settings.beta * sequence_kl", "rewards = rewards + settings.beta * sequence_kl", "test_collect.py"),
+    ("KL in reward and loss both", "grpo.py", "beta=0.0 if settings.use_kl_in_reward else settings.beta", "beta=settings.beta", "test_collect.py"),
+    ("entropy bonus as a penalty", "loop.py", "loss = loss - entropy_weight", "loss = loss + entropy_weight", "test_grpo.py"),
+    ("entropy's gradient without log p", "logprobs.py", "share.add_(entropy[rows, None]).mul_(", "share.zero_().add_(entropy[rows, None]).mul_(", "test_logprobs.py"),
+    ("lower clip at 1 + epsilon", "loss.py", "ratio.clamp(1 - epsilon, 1 +", "ratio.clamp(1 + epsilon, 1 +", "test_loss.py"),
+    ("epsilon_high ignored", "loss.py", "(epsilon if epsilon_high is None else epsilon_high)", "epsilon", "test_loss.py"),
+    ("delta ignored", "loss.py", "(ratio if delta is None else ratio.clamp(max=delta))", "ratio", "test_loss.py"),
+    ("CISPO's weight differentiated", "loss.py", "ratio.clamp(max=epsilon_high).detach()", "ratio.clamp(max=epsilon_high)", "test_loss.py"),
+    ("a sequence's ratio by its sum", "loss.py", "index_add(0, sequence, values) / lengths", "index_add(0, sequence, values)", "test_loss.py"),
+    ("importance upside down", "loss.py", "torch.exp(old_logprobs - sampling_logprobs)", "torch.exp(sampling_logprobs - old_logprobs)", "test_loss.py"),
+    ("no correction for the sampler", "loss.py", "per_token = per_token * correction", "pass", "test_loss.py"),
+    ("deviation without Bessel", "loss.py", "/ (count - 1).clamp(min=1)).sqrt()", "/ count).sqrt()", "test_loss.py"),
+    ("leave-one-out leaves none out", "loss.py", "centred = centred * count / (count - 1).clamp(min=1)", "pass", "test_loss.py"),
+    ("0 / 0 in a group of equal rewards", "loss.py", "torch.where(centred == 0, 0, centred / (std + eps))", "centred / (std + eps)", "test_loss.py"),
+    ("an unscored completion scored 0", "reward.py", "if parts else math.nan", "if parts else 0.0", "test_reward.py test_grpo.py"),
+    ("grpo averages over tokens", "loss.py", "return 1 / (num_sequences * lengths[sequence])", "return 1 / num_tokens", "test_loss.py"),
+    ("counts of the micro-batch", "grpo.py", "num_tokens=sum(lengths[i] for i in rows)", "num_tokens=lengths[0]", "test_grpo.py"),
+    ("truncated completions taught", "grpo.py", "return [i for i in select if stopped[i]]", "return select", "test_collect.py"),
+    ("steps with nothing to learn", "grpo.py", "if teaches(rollouts, select, settings):", "if True:", "test_collect.py"),
+    ("groups without variance kept", "collect.py", "torch.cat([varied.nonzero(), (~varied).nonzero()])", "torch.cat([(~varied).nonzero(), varied.nonzero()])", "test_collect.py"),
+    ("prompts of refills used again", "collect.py", "(iteration + turn) * P + extra_prompts", "iteration * P + extra_prompts", "test_collect.py"),
+    ("refills not remembered", "grpo.py", 'health["extra_prompts"] += (metrics["gen_batches"] - 1)', 'health["extra_prompts"] += 0 * (metrics["gen_batches"] - 1)', "test_collect.py"),
+    ("refills sampled with the same numbers", "sample.py", "uniforms(seed, first_row + rows.numpy()", "uniforms(seed, rows.numpy()", "test_collect.py"),
+    ("reward weights ignored", "reward.py", "weight * reward for weight, reward", "reward for weight, reward", "test_collect.py"),
+    ("long completions rewarded", "loss.py", "return -((lengths", "return ((lengths", "test_loss.py test_collect.py"),
+]  # fmt: skip
+
+
+def plant(copy, file, text, becomes):
+    source = (HOME / file).read_text()
+    if source.count(text) != 1:
+        raise SystemExit(f"{file} has {text!r} {source.count(text)} times; the mutant needs it once")
+    (copy / file).write_text(source.replace(text, becomes))
+
+
+def killed_by(copy, tests):
+    """-> the first test that fails, or None."""
+    files = [f"tests/{name}" for name in tests.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    output = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=900).stdout
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+    return failed[1] if failed else None
+
+
+def main(only):
+    survivors = []
+    with tempfile.TemporaryDirectory() as home:
+        copy = Path(home) / "copy"
+        shutil.copytree(HOME, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".pytest_cache"))
+        chosen = [mutant for mutant in MUTANTS if only in mutant[0]]
+        for name, file, text, becomes, tests in chosen:
+            plant(copy, file, text, becomes)
+            test = killed_by(copy, tests)
+            shutil.copy(HOME / file, copy / file)
+            print(f"{name}: {'killed by ' + test if test else 'LIVES'}", flush=True)
+            survivors += [] if test else [name]
+    print(json.dumps(dict(mutants=len(chosen), survivors=survivors)))
+    return survivors
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Plants bugs and runs the tests.")
+    parser.add_argument("--only", default="", help="mutants whose name has this word")
+    sys.exit(bool(main(parser.parse_args().only)))
