@@ -22,7 +22,7 @@ STEPS = (  # name, command, seconds it may take
     ("logprobs", ["bench/logprobs.py"], 150),
     ("memory", ["bench/memory.py"], 140),
     ("saving", ["bench/saving.py"], 60),
-    ("addition", ["bench/addition.py", "--seeds=1", "--out_dir=out/bench_addition"], 70),
+    ("addition", ["bench/learning.py", "--only=addition dapo", "--seeds=1", "--jobs=1", "--out_dir=out/bench_addition"], 70),
 )
 
 

@@ -1,0 +1,166 @@
+"""What GRPO adds to its warm start, beside going on with SFT on the same demonstrations for as long: tasks, loss types, seeds.
+
+    python bench/learning.py                       everything that is not done yet; hours on two cores
+    python bench/learning.py --only=addition --seeds=1 --jobs=1
+    python bench/learning.py --table               only what is done: table and curves
+
+Runs train_sft.py and grpo.py as a user would, with --resume=auto, so that it can be stopped and started again at any time, and
+reads their logs. --jobs runs go side by side, a thread each. Scores are of the last iterate, on 500 held-out prompts.
+Writes docs/learning.json and docs/learning.png, prints a table for docs/results.md and, last, one JSON object.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HOME = Path(__file__).parent.parent
+sys.path.insert(0, str(HOME))
+
+from log import read_log  # noqa: E402
+
+# name: (SFT config, GRPO config, options of the GRPO run, seeds)
+EXPERIMENTS = {
+    "addition dapo": ("sft_small", "grpo_small", {}, (1, 2, 3, 4, 5)),
+    "addition grpo": ("sft_small", "grpo_small", dict(loss_type="grpo"), (1, 2)),
+    "addition dr_grpo": ("sft_small", "grpo_small", dict(loss_type="dr_grpo", scale_rewards="none"), (1, 2)),
+    "addition cispo": ("sft_small", "grpo_small", dict(loss_type="cispo", epsilon_high=5), (1, 2)),
+    "addition, hard": ("sft_hard", "grpo_hard", {}, (1, 2, 3)),
+    "countdown": ("sft_countdown", "grpo_countdown", {}, (1, 2, 3, 4, 5)),
+}
+SCORES = ("pass_at_1", "pass_at_1_sampled")
+
+
+def run(script, config, folder, options):
+    """A training run, begun or gone on with, unless it is done -> its log and its seconds, start-up and evaluations included."""
+    clock, done = folder / "bench_seconds", folder / "bench_done"
+    if not done.exists():
+        words = [f"--{name}={value}" for name, value in (options | {"out_dir": folder, "resume": "auto"}).items()]
+        started = time.perf_counter()
+        environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        command = [sys.executable, script, f"config/{config}.py", *words]
+        try:
+            subprocess.run(command, cwd=HOME, check=True, stdout=subprocess.DEVNULL, env=environment)
+            done.touch()
+        finally:  # of a run that was stopped half way, too
+            if folder.exists():
+                before = float(clock.read_text()) if clock.exists() else 0.0
+                clock.write_text(f"{before + time.perf_counter() - started:.1f}")
+    return read_log(folder), float(clock.read_text())
+
+
+def folders(name, seed, out):
+    """-> where the warm start, the GRPO run and the SFT instead of it are; loss types of a task share the first and the last."""
+    sft, _, options, _ = EXPERIMENTS[name]
+    variant = options.get("loss_type", "dapo")
+    return out / f"{sft}_{seed}", out / f"{EXPERIMENTS[name][1]}_{variant}_{seed}", out / f"more_{sft}_{seed}"
+
+
+def one(name, seed, out):
+    """Run what is missing of one row."""
+    sft, grpo, options, _ = EXPERIMENTS[name]
+    warm, learned, more = folders(name, seed, out)
+    sft_log, sft_seconds = run("train_sft.py", sft, warm, dict(seed=seed))
+    _, seconds = run("grpo.py", grpo, learned, options | dict(seed=seed, init_from=warm))
+    if "loss_type" not in options:
+        iterations = round(len(sft_log) * seconds / sft_seconds)
+        run(
+            "train_sft.py", sft, more, dict(seed=seed + 1000, init_from=warm, max_iters=iterations, eval_interval=100)
+        )  # fresh demonstrations
+
+
+def row(name, seed, out):
+    """-> the numbers of one row, or None where it is not done."""
+    found = {}
+    for what, folder in zip(("sft", "grpo", "more"), folders(name, seed, out), strict=True):
+        if not (folder / "bench_done").exists():
+            return None
+        log = read_log(folder)
+        found[what] = [log[-1][score] for score in SCORES] + [float((folder / "bench_seconds").read_text()), len(log)]
+        found[f"{what}_curve"] = curve(log)
+    return dict(name=name, seed=seed) | found
+
+
+def curve(log):
+    """-> [[seconds since the first iteration, pass@1], ...]"""
+    seconds, points = 0.0, []
+    for record in log:
+        seconds += record["time_s"]
+        if SCORES[0] in record:
+            points.append([round(seconds, 1), record[SCORES[0]]])
+    return points
+
+
+def table(rows):
+    lines = [
+        "| task, loss | seed | after SFT | after GRPO | after more SFT instead | seconds: SFT, GRPO, more SFT |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        cells = [f"{r[what][0]:.3f} ({r[what][1]:.3f})" for what in ("sft", "grpo", "more")]
+        cells[1] = f"**{cells[1].replace(' ', '** ', 1)}"
+        lines.append(
+            f"| {r['name']} | {r['seed']} | {' | '.join(cells)} | {', '.join(f'{r[what][2]:.0f}' for what in ('sft', 'grpo', 'more'))} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows, path):
+    """A panel a task: pass@1 by seconds, GRPO in colour, SFT instead of it in grey."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = list(dict.fromkeys(r["name"] for r in rows))
+    figure, panels = plt.subplots(1, len(names), figsize=(3.2 * len(names), 3), sharey=True, squeeze=False, layout="constrained")
+    for name, panel in zip(names, panels[0], strict=True):
+        for r in (r for r in rows if r["name"] == name):
+            panel.plot(*zip(*r["more_curve"], strict=True), color="0.6", linewidth=1)
+            panel.plot(*zip(*r["grpo_curve"], strict=True), color="C0", linewidth=1.5)
+        panel.set(title=name, xlabel="seconds", ylim=(0, 1))
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("held-out pass@1 (blue: GRPO, grey: SFT instead)")
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments):
+    out = Path(arguments.out_dir).absolute()
+    chosen = [(name, seed) for name, (*_, seeds) in EXPERIMENTS.items() if arguments.only in name for seed in seeds]
+    wanted = {int(seed) for seed in arguments.seeds.split(",") if seed}
+    chosen = [(name, seed) for name, seed in chosen if not wanted or seed in wanted]
+    if not arguments.table:
+        chains = {}  # rows that share a warm start go one after another
+        for name, seed in chosen:
+            chains.setdefault((EXPERIMENTS[name][0], seed), []).append(name)
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            done = [pool.submit(lambda key=key, names=names: [one(name, key[1], out) for name in names]) for key, names in chains.items()]
+            for future in done:
+                future.result()
+    rows = [found for name, seed in chosen if (found := row(name, seed, out))]
+    if not rows:
+        raise SystemExit(f"nothing is done in {out}")
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HOME, capture_output=True, text=True).stdout.strip()
+    about = dict(commit=commit, machine=platform.machine(), torch=torch.__version__, python=platform.python_version(), jobs=arguments.jobs)
+    print(table(rows))
+    if not arguments.only and not wanted:
+        (HOME / "docs/learning.json").write_text(json.dumps(about | dict(rows=rows), indent=1) + "\n")
+        draw(rows, HOME / "docs/learning.png")
+    print(json.dumps(about | dict(rows=[{key: value for key, value in r.items() if not key.endswith("curve")} for r in rows])))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="SFT, GRPO, and more SFT instead.")
+    parser.add_argument("--only", default="", help="rows whose name has this word")
+    parser.add_argument("--seeds", default="", help="of these seeds; default: each row's own")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each")
+    parser.add_argument("--out_dir", default="out/learning", help="where the runs live")
+    parser.add_argument("--table", action="store_true", help="run nothing; say what is done")
+    main(parser.parse_args())
