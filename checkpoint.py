@@ -379,7 +379,9 @@ def load_run(folder, device="auto"):
     look_at_shapes(path, state["model_config"])
     model = make_model(state["model_config"], pick_device(device), state["settings"]["param_dtype"])
     load_weights(path, model)
-    return Run(model, get_tokenizer(state["tokenizer"]), SimpleNamespace(**state["settings"]), state["iteration"], path)
+    cls = GRPOSettings if "group_size" in state["settings"] else SFTSettings
+    settings = SimpleNamespace(**vars(cls()) | state["settings"])  # options that came later have their defaults
+    return Run(model, get_tokenizer(state["tokenizer"]), settings, state["iteration"], path)
 
 
 def pick_device(name):

@@ -36,11 +36,16 @@ def collect(iteration, training):
         with meter.phase("reward"):
             rounds.append((rollouts, *score(rollouts, rows, prepared)))
         rewards = torch.cat([scored[1] for scored in rounds])  # (rounds * P, k)
-        varied = has_variance(rewards)
+        varied = has_variance(rewards)  # before lengths are punished: an answer's, not its length's
         if varied.sum() >= P:
             break
     rollouts = Rollouts.joined([scored[0] for scored in rounds]) if rounds[1:] else rollouts
-    metrics = rollout_metrics(rollouts, rewards, [scored[2] for scored in rounds])
+    if settings.soft_punish_cache:
+        lengths = rollouts.completion_lengths.cpu().view(-1, k)
+        rewards = rewards + overlong_punishment(lengths, settings.max_new_tokens, settings.soft_punish_cache)
+    metrics = rollout_metrics(rollouts, rewards, [scored[2] for scored in rounds]) | dict(
+        frac_reward_zero_std=float((~varied).float().mean())
+    )
     if rounds[1:]:
         kept = torch.cat([varied.nonzero(), (~varied).nonzero()])[:P, 0].sort().values  # (P,) groups
         rollouts = rollouts.select((kept[:, None] * k + torch.arange(k)).flatten().to(rollouts.tokens.device))
@@ -84,13 +89,9 @@ def score(rollouts, rows, prepared):
     prompts = [row["prompt"] for row in rows for _ in range(k)]
     columns = columns_of(rows, k) | {"stopped": rollouts.stopped.tolist(), "completion_ids": completions}
     totals, parts = total_rewards(prepared.reward_funcs, prompts, texts, columns, settings.reward_timeout, settings.reward_weights)
-    rewards = torch.tensor(totals)
-    if settings.soft_punish_cache:
-        rewards = rewards + overlong_punishment(rollouts.completion_lengths.cpu(), settings.max_new_tokens, settings.soft_punish_cache)
-        totals = rewards.tolist()
     shown = range(min(settings.samples_per_iteration, len(texts)))
     samples = [dict(prompt=prompts[i], completion=texts[i], reward=totals[i], stopped=columns["stopped"][i]) for i in shown]
-    return rewards.view(-1, k), parts, samples
+    return torch.tensor(totals).view(-1, k), parts, samples
 
 
 def has_variance(rewards):
@@ -104,7 +105,6 @@ def rollout_metrics(rollouts, rewards, parts):
     metrics = dict(
         reward_mean=float(scored.mean()),
         reward_std=float(scored.std()) if len(scored) > 1 else 0.0,
-        frac_reward_zero_std=float((~has_variance(rewards)).float().mean()),
         completion_length_mean=float(rollouts.completion_lengths.float().mean()),
         truncated_fraction=float((~rollouts.stopped).float().mean()),
         tokens=int(rollouts.completion_lengths.sum()),

@@ -88,9 +88,13 @@ def main(settings, folder):
     run = load_run(folder, settings.device)
     if not make_task(run.settings).scored:
         raise SnugError(f"{folder}: its data_file has no column answer to score completions by")
+    if settings.eval_split not in ("run", run.settings.eval_split):
+        if settings.eval_split == "tune":
+            raise SnugError(f"{folder} was trained on the prompts of the tune split; only runs with eval_split=tune leave them out")
+        run.settings.eval_split = settings.eval_split
     options = settings.num_prompts, settings.max_new_tokens, settings.seed
     scores = evaluate_as_run(run.settings, run.model, run.tokenizer, make_task(run.settings), *options)
-    print(f"{run.path}: {run.settings.task}, {settings.num_prompts} held-out prompts")
+    print(f"{run.path}: {run.settings.task}, {settings.num_prompts} prompts of the {run.settings.eval_split} split")
     for name, score in scores.items():
         print(f"  {name} {score:.3f}")
 

@@ -30,6 +30,7 @@ from batch import limits, micro_batches
 from checkpoint import load_weights, make_model, newest
 from collect import collect, decode_options
 from evaluate import rehearse_evaluation
+from guard import columns_of
 from log import IS_IT_BROKEN
 from logprobs import head_logprobs
 from loss import group_advantages, kl_divergence, policy_loss, truncated_importance
@@ -38,6 +39,7 @@ from model import autocast
 from optimizer import learning_rate_at, number
 from plan import halve_micro_batch
 from sample import rehearse_groups
+from saver import not_finite
 
 
 def main(prepared):
@@ -169,10 +171,10 @@ def trainable(rollouts, select, settings):
 
 
 def teaches(rollouts, select, settings):
-    """Can the gradient be anything but 0?"""
+    """Can the gradient be anything but 0? What is not finite is not passed over: the step will say so."""
     rows = trainable(rollouts, select, settings)
     always = settings.entropy_coef or (settings.beta and not settings.use_kl_in_reward)
-    return bool(rows) and bool(always or rollouts.advantages[list(rows)].any())
+    return bool(rows and (always or rollouts.advantages[list(rows)].any())) or bool(not_finite(columns_of(rollouts, select)))
 
 
 def accumulate(model, rollouts, select, settings, most=None):
@@ -247,8 +249,12 @@ def rehearsal(prepared, settings):
         with meter.phase("rollout"), autocast(settings.dtype, model):
             most = settings.max_num_gen_batches
             rounds = [rehearse_groups(model, prompt, P, k, completion, **decode_options(settings)) for _ in range(most)]
-            rollouts, joined = rounds[-1], [torch.cat([getattr(r, name) for r in rounds]) for name in ("tokens", "mask") if rounds[1:]]
-            del rounds, joined
+            rollouts = rounds[-1]
+            if rounds[1:]:  # they, all of them in one, and those that are kept
+                joined = [torch.cat([getattr(r, name) for r in rounds]) for name in ("tokens", "mask", "sampling_logprobs")]
+                joined += [columns[: P * k].clone() for columns in joined]
+                del joined
+            del rounds
         rollouts.advantages, rollouts.old_logprobs = torch.zeros(P * k), rollouts.sampling_logprobs
         if settings.importance_sampling_cap is not None:
             with meter.phase("reference"):

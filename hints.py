@@ -26,7 +26,7 @@ HINTS = (  # figure of the log, from where on, what it means and what to try
         "truncated_fraction",
         ">",
         0.5,
-        "of the completions were cut off at max_new_tokens, and count as wrong: raise max_new_tokens, or try --soft_punish_cache, "
+        "of the completions were cut off at max_new_tokens, which most rewards count as wrong: raise max_new_tokens, or try --soft_punish_cache, "
         "--mask_truncated_completions",
     ),
     (
@@ -47,6 +47,8 @@ HINTS = (  # figure of the log, from where on, what it means and what to try
 def hints(record):
     """A line of the log -> {figure: what it says}, for those beyond their thresholds."""
     found = {}
+    if "reward_mean" not in record:  # they are of groups, and of options of grpo.py
+        return found
     for name, side, threshold, meaning in HINTS:
         value = record.get(name)
         if value is not None and (value > threshold if side == ">" else value < threshold):

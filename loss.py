@@ -118,7 +118,8 @@ def surrogate(ratio, logprobs, advantages, loss_type="dapo", epsilon=0.2, epsilo
         return -ratio.clamp(max=epsilon_high).detach() * advantages * logprobs, (ratio > epsilon_high) & (advantages != 0)
     clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)) * advantages
     bounded = (ratio if delta is None else ratio.clamp(max=delta)) * advantages
-    return -torch.min(bounded, clipped), clipped < bounded
+    cut = clipped < bounded
+    return -torch.min(bounded, clipped), cut if delta is None else cut | ((ratio > delta) & (advantages < 0))
 
 
 def token_weights(sequence, lengths, *, num_tokens, num_sequences, loss_type, max_new_tokens=None, num_micro_batches=1):

@@ -95,6 +95,11 @@ def starting_point(settings, given, task):
         return {f.name: getattr(settings, f.name) for f in fields(ModelOptions)}, settings.tokenizer
     state = read_state(path)
     refuse_contradictions(settings, given, state["model_config"], state["tokenizer"], path)
+    if path != resume_path(settings) and settings.eval_split == "tune" and state["settings"].get("task") == settings.task:
+        if state["settings"].get("eval_split") != "tune":
+            raise SnugError(
+                f"eval_split=tune, but init_from={settings.init_from} was trained on its prompts; make it with --eval_split=tune too"
+            )
     if path == resume_path(settings):
         refuse_another_task(settings, state["settings"], path)
         if task.fingerprint() != state["data"]:

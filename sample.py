@@ -277,7 +277,7 @@ def rehearse_groups(model, prompt_length, P, k, max_new_tokens, *, max_batch=Non
     del cache, hidden, piece_tokens, piece_logprobs
     whole = torch.zeros(N, prompt_length + max_new_tokens, dtype=torch.long)
     lengths = [Numbers([length] * N) for length in (prompt_length, max_new_tokens)]
-    return Rollouts(whole, *lengths, logprobs.clone(), torch.ones_like(tokens), torch.zeros(N, dtype=torch.bool))
+    return Rollouts(whole, *lengths, logprobs.clone(), torch.ones_like(tokens), Numbers([True] * N))
 
 
 @torch.no_grad()

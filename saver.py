@@ -11,8 +11,8 @@ then holds a file's tensors on the host while it writes them. A save that fails 
 ... 64 iterations; only the last one ends the run with an error.
 
 Kept are the newest save_total_limit checkpoints and the one with the best pass@1, to which out/<run>/best is a link. What is
-not finite is never saved; and as finite weights can still be ruined ones, older checkpoints are deleted only when a
-step has been taken from the new one, or at the run's end.
+not finite is never saved; and as finite weights can still be ruined ones, older checkpoints are deleted only when an
+iteration from the new one was finite, or at the run's end.
 """
 
 import json
@@ -60,13 +60,15 @@ class Saver:
             if last and not dropped:
                 self.prune()
 
-    def save(self, done, model, optimizer, guard, scores=None, last=False, generators=None):
-        """last: wait until it is written, and raise SnugError where it cannot be."""
+    def save(self, done, model, optimizer, guard, scores=None, last=False, generators=None, health=None):
+        """last: wait until it is written, and raise SnugError where it cannot be. generators, health: as they were, if not as they are."""
         self.wait()
         if self.saved == done:
             return
         state = state_of(done, model, optimizer, self.settings, self.tokenizer, generators or generator_state(self.device))
-        state |= dict(scores=dict(scores or {}), health=dict(guard.health), data=self.data)  # as they are now: the thread reads them later
+        state |= dict(
+            scores=dict(scores or {}), health=health or dict(guard.health), data=self.data
+        )  # as they are now: the thread reads them later
         tensors = tensors_of(model, optimizer)
         bad = not_finite({name: tensor for named in tensors.values() for name, tensor in named.items()})
         if bad:
@@ -137,13 +139,13 @@ class Saver:
     @contextmanager
     def keeping(self, iteration, model, optimizer, guard):
         """Where what runs inside fails before it has taken an optimizer step, the state from before it is saved: nothing is lost."""
-        generators, steps = generator_state(self.device), optimizer_steps(optimizer)
+        generators, steps, health = generator_state(self.device), optimizer_steps(optimizer), dict(guard.health)
         try:
             yield
         except Exception as error:
             if iteration and optimizer_steps(optimizer) == steps and not getattr(error, "state_is_bad", False):
                 try:
-                    self.save(iteration, model, optimizer, guard, last=True, generators=generators)
+                    self.save(iteration, model, optimizer, guard, last=True, generators=generators, health=health)
                     self.say(f"saved after iteration {iteration - 1}, before the error that follows; --resume=auto goes on from there")
                 except Exception as another:  # the first is the one to report
                     self.say(f"warning: {another}")

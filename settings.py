@@ -301,6 +301,11 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
             )
         if self.use_kl_in_reward and not self.beta:
             raise SnugError("use_kl_in_reward=True, but beta=0: give the KL a weight, such as --beta=0.01")
+        if self.use_kl_in_reward and self.scale_rewards == "group":
+            raise SnugError(
+                "use_kl_in_reward=True with scale_rewards=group: where a group's rewards are equal its KLs would be scaled up to full strength, whatever "
+                "beta is; take --scale_rewards=batch or none"
+            )
         if (
             self.beta
             and not self.use_kl_in_reward
@@ -341,6 +346,7 @@ class EvaluateSettings:
     """pass@1 of a run's newest checkpoint on its task's held-out prompts: options of evaluate.py."""
 
     num_prompts: int = option(500, "held-out prompts", "prompts", minimum=1)
+    eval_split: str = option("run", "of the test, or of tune; run: as the run's own evaluations", choices=("run", "test", "tune"))
     max_new_tokens: int = option(0, "longest completion; 0: the run's own, or the task's longest answer", "tokens", minimum=0)
     seed: int = option(0, "seeds the sampled completions; 0 is what a run's own evaluations use", minimum=0)
     device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device")

@@ -67,8 +67,8 @@ def one(name, seed, out):
     warm, learned, more = folders(name, seed, out)
     sft_log, sft_seconds = run("train_sft.py", sft, warm, dict(seed=seed))
     _, seconds = run("grpo.py", grpo, learned, options | dict(seed=seed, init_from=warm))
-    if "loss_type" not in options:
-        iterations = round(len(sft_log) * seconds / sft_seconds)
+    iterations = round(len(sft_log) * seconds / sft_seconds)
+    if not (more / "bench_done").exists():  # of the first loss type that is run
         run(
             "train_sft.py", sft, more, dict(seed=seed + 1000, init_from=warm, max_iters=iterations, eval_interval=100)
         )  # fresh demonstrations

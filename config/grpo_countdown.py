@@ -9,12 +9,14 @@ countdown_max_numbers = 3
 countdown_max_number = 9
 countdown_operators = "+-"
 
-max_iters = 180
+max_iters = 400
 batch_size = 64
 group_size = 16
 max_new_tokens = 12
 max_tokens_per_micro_batch = 3584
 
-learning_rate = 2e-4
-eval_interval = 30
-save_interval = 30
+learning_rate = 3e-4
+lr_schedule = "linear"
+weight_decay = 0.1  # few problems, soon known by heart
+eval_interval = 50
+save_interval = 50

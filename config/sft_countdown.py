@@ -1,4 +1,4 @@
-"""A warm start for countdown with three numbers from 1 to 9, + and -: solutions, unmarred."""
+"""A warm start for countdown with three numbers from 1 to 9, + and -: half of the demonstrations are solutions, half any expression."""
 
 out_dir = "out/sft_countdown"
 task = "countdown"
@@ -6,6 +6,7 @@ countdown_min_numbers = 3
 countdown_max_numbers = 3
 countdown_max_number = 9
 countdown_operators = "+-"
+demonstration_noise = 0.5  # without it there is little left for GRPO to add: docs/log.md
 
 n_layer = 3
 n_head = 4

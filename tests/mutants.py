@@ -67,7 +67,10 @@ def killed_by(copy, tests):
     """-> the first test that fails, or None."""
     files = [f"tests/{name}" for name in tests.split()]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
-    output = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=900).stdout
+    try:
+        output = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600).stdout
+    except subprocess.TimeoutExpired:
+        return "a time limit"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
     return failed[1] if failed else None
 
@@ -78,6 +81,9 @@ def main(only):
         copy = Path(home) / "copy"
         shutil.copytree(HOME, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".pytest_cache"))
         chosen = [mutant for mutant in MUTANTS if only in mutant[0]]
+        needed = " ".join(sorted({name for mutant in chosen for name in mutant[4].split()}))
+        if failed := killed_by(copy, needed):
+            raise SystemExit(f"without any mutant {failed} fails")
         for name, file, text, becomes, tests in chosen:
             plant(copy, file, text, becomes)
             test = killed_by(copy, tests)

@@ -295,3 +295,16 @@ def test_kill_9_loses_nothing(capsys):
     """The short form; python tests/kill.py --kills=200 is the long one."""
     assert kill.main(kills=2, seed=7) == []
     assert json.loads(capsys.readouterr().out)["kills"] == 2
+
+
+def test_a_run_from_before_an_option_came(tmp_path):
+    """evaluate.py and sample.py take its default."""
+    settings, _ = tiny(tmp_path)
+    train_sft.main(prepare(settings))
+    path = checkpoint.newest(settings.out_dir)
+    state = json.loads((path / "state.json").read_text())
+    del state["settings"]["eval_split"]
+    (path / "state.json").write_text(json.dumps(state))
+    checkpoint.seal(path)
+    checkpoint.checked.clear()
+    assert checkpoint.load_run(settings.out_dir).settings.eval_split == "test"

@@ -16,7 +16,7 @@ from checkpoint import newest, read_state
 from log import read_log
 from prepare import prepare
 from sample import Rollouts, sample_groups
-from settings import GRPOSettings
+from settings import GRPOSettings, SnugError
 
 STOP = 3
 TINY = dict(
@@ -115,6 +115,8 @@ def test_what_can_teach(tmp_path):
     model = make_flat_model("gpt2")
     rollouts = sample_groups(model, [[1, 2, 3]], 4, 6, stop_token=STOP, seed=3)
     rollouts.advantages = torch.zeros(4, device=DEVICE)
+    broken = dataclasses.replace(rollouts, sampling_logprobs=rollouts.sampling_logprobs * math.nan)
+    assert grpo.teaches(broken, range(4), GRPOSettings())  # so that the guard sees it
     teach = [
         grpo.teaches(rollouts, range(4), GRPOSettings(init_from="x", **options))
         for options in (dict(), dict(beta=0.1), dict(entropy_coef=0.1), dict(beta=0.1, use_kl_in_reward=True))
@@ -190,13 +192,22 @@ def test_rewards_are_weighted_and_their_parts_logged(tmp_path):
     assert metrics[f"reward/{name}accuracy"] == 0.25 and metrics[f"reward/{name}brevity"] == -1.0
 
 
-def test_long_completions_lose_reward(tmp_path):
-    prepared, _ = prepared_for(tmp_path, lambda n, i: 1.0, soft_punish_cache=4)
-    model = make_flat_model("gpt2", vocab_size=257)
-    rows, rollouts = collect.rollout(0, model, prepared)
-    rollouts.completion_lengths = torch.tensor([1, 4, 5, 8] * 4, device=DEVICE)
-    rewards, _, samples = collect.score(rollouts, rows, prepared)
-    assert rewards.tolist() == [[1.0, 1.0, 0.75, 0.0]] * 4 and samples[3]["reward"] == 0.0
+def test_long_completions_lose_reward(tmp_path, monkeypatch):
+    """After groups were looked at: all right, but of different lengths, is nothing that refills would keep."""
+    prepared, _ = prepared_for(tmp_path, lambda n, i: 1.0, soft_punish_cache=4, max_num_gen_batches=2, max_iters=1)
+    original, seen = collect.rollout, learned_from(monkeypatch)
+
+    def of_four_lengths(*arguments):
+        rows, rollouts = original(*arguments)
+        rollouts.completion_lengths = torch.tensor([1, 4, 5, 8] * 4, device=DEVICE)
+        return rows, rollouts
+
+    monkeypatch.setattr(collect, "rollout", of_four_lengths)
+    grpo.main(prepared)
+    assert seen[0].tolist() == [[1.0, 1.0, 0.75, 0.0]] * 4
+    record = read_log(tmp_path / "run")[0]
+    assert record["gen_batches"] == 2 and record["frac_reward_zero_std"] == 1 and record["reward_mean"] == pytest.approx(2.75 / 4)
+    assert record["skipped_steps"] == 0 and record["grad_norm"] > 0  # shorter is better all the same
 
 
 def keep_rollouts(monkeypatch):
@@ -212,7 +223,7 @@ def test_the_kl_is_taken_from_the_reward(estimator, tmp_path, monkeypatch):
     """beta times a completion's summed KL, before groups are compared; nothing of it is left in the loss."""
     warm = prepared_for(tmp_path / "warm", lambda n, i: float(i), max_iters=2, learning_rate=1e-2)[0]
     grpo.main(warm)
-    options = dict(init_from=warm.settings.out_dir, beta=0.5, use_kl_in_reward=True, learning_rate=1e-2, max_iters=2)
+    options = dict(init_from=warm.settings.out_dir, beta=0.5, use_kl_in_reward=True, scale_rewards="none", learning_rate=1e-2, max_iters=2)
     prepared, _ = prepared_for(tmp_path, lambda n, i: float(i), kl_estimator=estimator, **options)
     seen, kept, betas = learned_from(monkeypatch), keep_rollouts(monkeypatch), []
     loss = grpo.policy_loss
@@ -238,3 +249,38 @@ def test_truncated_importance_takes_the_trainers_log_probs(tmp_path, monkeypatch
     assert (rollouts.old_logprobs[rollouts.mask == 0] == 0).all()
     record = read_log(tmp_path / "run")[0]
     assert 0 < record["mismatch_kl"] < 1e-3 and "time_reference_s" in record
+
+
+def test_weights_that_are_ruined_are_not_passed_over(tmp_path, monkeypatch):
+    """Finite weights that answer NaN alone: equal rewards are no reason to call the iteration well, nor to delete an older checkpoint."""
+    options = dict(max_iters=20, save_interval=2, save_total_limit=1)
+    prepared, _ = prepared_for(tmp_path, lambda n, i: float(i) if n < 16 else 0.0, **options)
+    original = grpo.update
+
+    def ruin(training, rollouts, learning_rate, iteration):
+        metrics = original(training, rollouts, learning_rate, iteration)
+        if iteration == 3:
+            with torch.no_grad():
+                for p in training.model.parameters():
+                    p.mul_(1e30)
+        return metrics
+
+    monkeypatch.setattr(grpo, "update", ruin)
+    with pytest.raises(
+        SnugError, match="5 optimizer steps in a row were not finite.*the batch: sampling_logprobs.*goes on from .*checkpoint-000002"
+    ):
+        grpo.main(prepared)
+    assert newest(tmp_path / "run").name == "checkpoint-000002"
+
+
+def test_a_failed_iteration_leaves_its_prompts_to_the_resumed_run(tmp_path, monkeypatch):
+    """The state from before it is saved, with the count of prompts from before it."""
+    options = dict(max_num_gen_batches=3, save_interval=0, max_iters=3, eval_interval=2, eval_prompts=4)
+    prepared, drawn = prepared_for(tmp_path, lambda n, i: float(i) if n < 8 else 0.0, **options)
+    monkeypatch.setattr("loop.evaluate_if_due", lambda done, *rest: 1 / 0 if done == 3 else {})
+    with pytest.raises(ZeroDivisionError):
+        grpo.main(prepared)
+    assert drawn[-1][-1] == 19
+    state = read_state(newest(tmp_path / "run"))
+    # iterations 0 and 1: prompts 0 to 3 and 4 to 7, one rollout each; 2: three rollouts, of which nothing is kept, no step taken
+    assert state["iteration"] == 2 and state["health"]["extra_prompts"] == 0

@@ -78,7 +78,7 @@ def slow_loss(case, logprobs, o):
             else:
                 candidates = (clip(ratio, 0, o["delta"] or math.inf) * A, clip(ratio, 1 - o["epsilon"], 1 + high) * A)
                 token = -min(candidates, key=lambda x: x.real)
-                clips += candidates[1].real < candidates[0].real
+                clips += candidates[1].real < candidates[0].real or (A < 0 and ratio.real > (o["delta"] or math.inf))
             if o["cap"]:
                 token *= min(math.exp(q - v), o["cap"])
             d = r - m
@@ -259,8 +259,7 @@ def test_truth_table_of_clipping(advantage, ratio, plain, bounded, cispo):
         values, cut = surrogate(logprobs.exp(), logprobs, A, **options)
         (gradient,) = torch.autograd.grad(values.sum(), logprobs)
         assert float(gradient) == pytest.approx(-advantage * ratio * factor)
-        if "delta" not in options:  # delta bounds what clipping would have let through
-            assert bool(cut) == (advantage != 0 and factor != 1)
+        assert bool(cut) == (advantage != 0 and factor != 1)
 
 
 def test_right_after_a_rollout_loss_is_zero_and_gradient_is_not():

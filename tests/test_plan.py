@@ -104,6 +104,15 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
         assert its_plan.peak == pytest.approx(profiled, rel=0.02)
 
 
+def test_a_plan_takes_completions_to_stop(tmp_path):
+    """So that all of them are trained on, where those that do not are masked."""
+    peaks = []
+    for masked in (False, True):
+        prepared, settings = prepared_run(tmp_path / str(masked), mask_truncated_completions=masked)
+        peaks.append(plan(partial(grpo.rehearsal, prepared), settings).peak)
+    assert peaks[0] == peaks[1]
+
+
 def test_a_plan_says_whose_the_bytes_are(tmp_path):
     """Nearly all by name; a library in a virtual environment within the project is not the project."""
     prepared, settings = prepared_run(tmp_path)

@@ -74,7 +74,7 @@ def theirs(case, steps=1, **options):
 
 
 def ours(case, steps=1, **options):
-    """policy_loss on the flat tokens, as grpo.train_micro_batch calls it, with its entropy bonus."""
+    """policy_loss on the flat tokens, with TRL's mean of the entropy: over the micro-batch, which for other loss types than bnpo ours is not."""
     flat = case["mask"].bool()
     leaf, entropies = (case[name].clone().requires_grad_() for name in ("logprobs", "entropies"))
     cap, entropy_coef = options.pop("cap", None), options.pop("entropy_coef", 0.0)
