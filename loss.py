@@ -76,7 +76,7 @@ def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
     if estimator == "k2":
         return log_ratio.square() / 2
     if estimator == "k3":
-        return log_ratio.exp() - log_ratio - 1
+        return torch.expm1(log_ratio) - log_ratio
     raise ValueError(f"kl_estimator={estimator!r} is not one of k1, k2, k3")
 
 
