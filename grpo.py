@@ -231,7 +231,9 @@ def train_micro_batch(model, micro, counts, settings):
     whole = settings.importance_sampling_level == "sequence"
     loss, logprobs, entropy = loop.learn(model, micro, token_loss, settings, settings.temperature, whole, settings.entropy_coef / tokens)
     difference = (logprobs - micro.sampling_logprobs).abs()
-    means = dict(entropy=entropy, logprob_diff_mean=difference, mismatch_kl=kl_divergence(micro.sampling_logprobs.double(), logprobs.double()))
+    means = dict(
+        entropy=entropy, logprob_diff_mean=difference, mismatch_kl=kl_divergence(micro.sampling_logprobs.double(), logprobs.double())
+    )
     metrics |= {name: values.sum() / counts["num_tokens"] for name, values in means.items()}
     return metrics | dict(loss=loss, logprob_diff_max=difference.max())
 

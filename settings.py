@@ -72,7 +72,7 @@ class TaskOptions:
     test_file: str = option("", "jsonl: the held-out prompts; empty: one in ten of data_file's")
     digits: int = option(4, "addition: digits of each number", minimum=1)
     demonstration_noise: float = option(
-        0.0, "probability that a demonstration errs: addition, each carry dropped; countdown, a random expression", minimum=0
+        0.0, "probability that a demonstration errs: addition, each carry forgotten; countdown, the numbers joined as they come", minimum=0
     )
     countdown_min_numbers: int = option(3, "countdown: fewest numbers to combine", minimum=2)
     countdown_max_numbers: int = option(4, "countdown: most numbers to combine", minimum=2)

@@ -1,4 +1,4 @@
-"""GRPO on countdown with three numbers from 1 to 9, + and -: from imitating solutions to finding them."""
+"""GRPO on countdown with three numbers from 1 to 9, + and -: from a teacher who is often too lazy to look for the solution, to the solution."""
 
 out_dir = "out/grpo_countdown"
 init_from = "out/sft_countdown"
@@ -9,7 +9,7 @@ countdown_max_numbers = 3
 countdown_max_number = 9
 countdown_operators = "+-"
 
-max_iters = 400
+max_iters = 160
 batch_size = 64
 group_size = 16
 max_new_tokens = 12
@@ -17,6 +17,6 @@ max_tokens_per_micro_batch = 3584
 
 learning_rate = 3e-4
 lr_schedule = "linear"
-weight_decay = 0.1  # few problems, soon known by heart
-eval_interval = 50
-save_interval = 50
+weight_decay = 3.0  # few problems, soon known by heart
+eval_interval = 20
+save_interval = 40

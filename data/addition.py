@@ -1,11 +1,11 @@
 """Addition of two numbers, column by column.
 
     prompt      6025+3528=
-    completion  13,04,05,09>09553
+    completion  13,05,05,09>09553
 
-First the sums of the columns, from the right and without carries, then the answer, padded with zeros to one digit
-more than the numbers have. Looking up the column sums is easy to learn; the carries are what demonstrations may get
-wrong and what reinforcement can put right. Only what follows the last `>` is scored.
+First the sums of the columns, from the right, each with the carry from the one before it, then the answer, padded with
+zeros to one digit more than the numbers have. Sums of two digits are easy to learn; the carries are what demonstrations
+may get wrong and what reinforcement can put right. Only what follows the last `>` is scored.
 
 Left out: credit for right column sums, more than two numbers, negative ones.
 """
@@ -36,17 +36,15 @@ class Addition(Task):
         return f"{low}+{high}"
 
     def demonstration(self, row, rng):
-        """The worked sum. Each carry of the right sum is left out with probability demonstration_noise.
+        """The worked sum. Each carry is forgotten with probability demonstration_noise, and what follows is added without it.
 
-        58+67= is "15,11>125"; without the first carry it is "15,11>115", without the second "15,11>025".
+        58+67= is "15,12>125"; without the first carry it is "15,11>115", without the second "15,12>025".
         """
-        a, b = (str(number)[::-1] for number in row["numbers"])
-        columns = [int(x) + int(y) for x, y in zip(a, b, strict=True)]
-        answer, carry, written = "", 0, 0  # written: the carry, if it was not left out
-        for column in [*columns, 0]:
-            answer = str((column + written) % 10) + answer
-            carry = (column + carry) // 10
-            written = carry if rng.random() >= self.demonstration_noise else 0
+        columns, carry = [], 0
+        for x, y in zip(*(reversed(str(number)) for number in row["numbers"]), strict=True):
+            columns.append(int(x) + int(y) + carry)
+            carry = columns[-1] // 10 if rng.random() >= self.demonstration_noise else 0
+        answer = str(carry) + "".join(str(column % 10) for column in reversed(columns))
         return ",".join(f"{column:02d}" for column in columns) + f">{answer}"
 
     def is_right(self, completion, answer):
@@ -59,4 +57,4 @@ class Addition(Task):
         return f"{'9' * self.digits}+{'9' * self.digits}="
 
     def longest_answer(self):
-        return ",".join(["18"] * self.digits) + ">" + "9" * (self.digits + 1)
+        return ",".join(["19"] * self.digits) + ">" + "9" * (self.digits + 1)

@@ -56,9 +56,12 @@ class Countdown(Task):
         return f"{sorted(row['numbers'])}={row['target']}"
 
     def demonstration(self, row, rng):
-        """The solution; with probability demonstration_noise some expression over the numbers, most likely a wrong one."""
+        """The solution; with probability demonstration_noise the numbers as they come, joined by the first operator: 3+5+7.
+
+        Who imitates that teacher knows most solutions, and yet is likeliest to give the lazy answer, mostly a wrong one.
+        """
         if rng.random() < self.demonstration_noise:
-            return random_expression(row["numbers"], self.operators, rng).text
+            return self.operators[0].join(map(str, row["numbers"]))
         return row["solution"]
 
     def is_right(self, completion, numbers, target):

@@ -240,10 +240,11 @@ def test_rewards_ignore_unknown_columns_and_refuse_ragged_ones():
 def test_addition_by_hand():
     task = task_of()
     row = {"prompt": "6025+3528=", "numbers": [6025, 3528], "answer": 9553}
-    assert task.demonstration(row, random.Random(0)) == "13,04,05,09>09553"
+    assert task.demonstration(row, random.Random(0)) == "13,05,05,09>09553"
     always = task_of(demonstration_noise=1.0)
     assert always.demonstration(row, random.Random(0)) == "13,04,05,09>09543"
     assert task_of(digits=2, demonstration_noise=1.0).demonstration({"numbers": [58, 67]}, random.Random(0)) == "15,11>015"
+    assert task_of(digits=2).demonstration({"numbers": [58, 67]}, random.Random(0)) == "15,12>125"
     assert task_of(digits=1).demonstration({"numbers": [9, 9]}, random.Random(0)) == "18>18"
 
 
@@ -262,7 +263,7 @@ def test_addition_numbers_have_their_digits():
     [
         (">9553", 1.0),
         (">09553", 1.0),
-        ("13,04,05,09>09553", 1.0),
+        ("13,05,05,09>09553", 1.0),
         ("anything at all>9553", 1.0),
         (">1>2>9553", 1.0),
         ("9553", 0.0),
@@ -288,8 +289,8 @@ def test_addition_reward(completion, reward):
     assert task_of().rewards(["6025+3528="], [completion], answer=[9553]) == [reward]
 
 
-def test_addition_drops_each_carry_with_the_given_probability():
-    """A dropped carry lowers the answer for good, so a row with c carries stays right with probability (1 - p) ** c."""
+def test_addition_forgets_each_carry_with_the_given_probability():
+    """A forgotten carry lowers the answer for good, so a row with c carries stays right with probability (1 - p) ** c."""
     p = 0.3
     task = task_of(demonstration_noise=p)
     rows, rng = task.prompts("train", range(4000)), random.Random(0)
@@ -402,12 +403,14 @@ def test_countdown_demonstrations_err_with_the_given_probability():
     demonstrations = [task.demonstration(row, rng) for row in rows]
     unlike = sum(text != row["solution"] for text, row in zip(demonstrations, rows, strict=True))
     deviation = math.sqrt(3000 * p * (1 - p))
-    assert 3000 * p * 0.8 - 5 * deviation < unlike < 3000 * p + 5 * deviation  # now and then it finds the solution again
+    assert 3000 * p * 0.8 - 5 * deviation < unlike < 3000 * p + 5 * deviation  # now and then that is the solution
     right = rewards(task, rows, demonstrations)
     assert 3000 * (1 - p) - 5 * deviation < sum(right) < 3000 * (1 - p * 0.6)
     for text, row in zip(demonstrations, rows, strict=True):  # the wrong ones are expressions over the same numbers
         assert sorted(map(int, re.findall(r"\d+", text))) == sorted(row["numbers"])
         ast.parse(text, mode="eval")
+    lazy = task_of(task="countdown", demonstration_noise=1.0, countdown_operators="-+")
+    assert lazy.demonstration({"numbers": [3, 5, 7], "solution": "7-5+3"}, rng) == "3-5-7"
 
 
 # A tree is a number or (operator, tree, tree). Its value and its text are worked out apart from snug's own code.
