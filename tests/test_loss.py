@@ -154,7 +154,7 @@ def evaluate(case, options):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_policy_loss_equals_the_loop(loss_type, level, scale):
-    """Every loss_type x level x scaling, in each of five variants: value and gradient in float64."""
+    """Every loss_type x level x scaling, in each of six variants: value and gradient in float64."""
     rewards = [[1.0, 0.0, 0.25, -1.0], [0.5, 3.0, 0.0, 0.0]]
     for variant in VARIANTS.values():
         for baseline in ("mean", "leave_one_out"):
