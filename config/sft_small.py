@@ -13,7 +13,7 @@ n_head = 4
 n_embd = 64
 block_size = 40
 
-max_iters = 1000  # with 500 at 2e-3 GRPO stalls at 0.92: docs/log.md
+max_iters = 1000
 batch_size = 128
 learning_rate = 4e-3
 lr_schedule = "cosine"
