@@ -9,7 +9,7 @@ countdown_max_numbers = 3
 countdown_max_number = 9
 countdown_operators = "+-"
 
-max_iters = 160
+max_iters = 120
 batch_size = 64
 group_size = 16
 max_new_tokens = 12

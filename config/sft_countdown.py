@@ -10,7 +10,7 @@ demonstration_noise = 0.4
 
 n_layer = 3
 n_head = 4
-n_embd = 96
+n_embd = 128
 block_size = 24
 
 max_iters = 2000
