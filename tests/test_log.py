@@ -196,6 +196,9 @@ def test_wandb_has_the_numbers_and_goes_on_with_its_run(tmp_path, monkeypatch):
     train_sft.main(prepare(dataclasses.replace(settings, resume="auto", max_iters=6)))
     assert (Path(sft.out_dir) / "wandb.txt").read_text() == identity
     files = list((Path(sft.out_dir) / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+    deadline = time.monotonic() + 60  # wandb's own process may still be writing when finish() is back
+    while min(file.stat().st_size for file in files) <= 1000 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert len(files) == 2 and all(file.stat().st_size > 1000 for file in files)
     assert "warning" not in (Path(sft.out_dir) / "log.txt").read_text()
 
