@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import importlib.util
 import json
+import os
 import sys
 import textwrap
 import types
@@ -430,7 +431,10 @@ def read_settings(cls, argv, positional="config"):
     words = iter(argv)
     for word in words:
         if word in ("-h", "--help"):
-            print(help_text(cls, positional))
+            try:
+                print(help_text(cls, positional), flush=True)
+            except BrokenPipeError:  # | head: the flush at exit would complain of it again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
         if not word.startswith("--"):
             places.append(word)

@@ -85,6 +85,13 @@ def test_help_comes_without_torch(script):
     assert code == 0 and out.startswith(f"usage: python {script}") and err == "" and "torch imported: False" in out
 
 
+def test_help_may_be_read_in_part():
+    """grpo.py --help | head -1"""
+    run = subprocess.Popen([sys.executable, "grpo.py", "--help"], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run.stdout.close()
+    assert run.stderr.read() == b"" and run.wait() == 0
+
+
 def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
     words = "train_sft.py --digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --max_iters=200 --eval_prompts=0".split()
     run = subprocess.Popen([sys.executable, *words, f"--out_dir={tmp_path}/run"], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
