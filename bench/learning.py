@@ -118,14 +118,17 @@ def draw(rows, path):
     from matplotlib import pyplot as plt
 
     names = list(dict.fromkeys(r["name"] for r in rows))
-    figure, panels = plt.subplots(1, len(names), figsize=(3.2 * len(names), 3), sharey=True, squeeze=False, layout="constrained")
-    for name, panel in zip(names, panels[0], strict=True):
+    lines = -(-len(names) // 3)
+    figure, panels = plt.subplots(lines, 3, figsize=(9.6, 2.8 * lines), sharey=True, squeeze=False, layout="constrained")
+    for name, panel in zip(names, panels.flat, strict=False):
         for r in (r for r in rows if r["name"] == name):
             panel.plot(*zip(*r["more_curve"], strict=True), color="0.6", linewidth=1)
             panel.plot(*zip(*r["grpo_curve"], strict=True), color="C0", linewidth=1.5)
-        panel.set(title=name, xlabel="seconds", ylim=(0, 1))
+        panel.set(title=name, xlabel="seconds", ylim=(0, 1.03))
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("held-out pass@1 (blue: GRPO, grey: SFT instead)")
+    for panel in panels.flat[len(names) :]:
+        panel.set_visible(False)
+    figure.supylabel("held-out pass@1 (blue: GRPO, grey: SFT instead)", fontsize="medium")
     figure.savefig(path, dpi=110)
 
 
