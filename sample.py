@@ -12,6 +12,7 @@ in the batch until all have.
 
 import math
 import sys
+from bisect import bisect_right
 from dataclasses import dataclass, fields
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
@@ -148,8 +149,9 @@ def sample_groups(
     """`group_size` completions of each prompt -> Rollouts of N = len(prompts) * group_size, groups adjacent, in order.
 
     prompts: non-empty lists of ids. A completion ends with stop_token or at max_new_tokens. max_batch: completions decoded at a
-    time (default all), kv_cache_mb: the MiB that their cache may take (default any); a group larger than that is decoded in
-    pieces that share the prompt. first_row: the number of the first row, where these are more of what was begun. Raises ValueError where a prompt is empty or does not leave max_new_tokens of block_size.
+    time (default all), kv_cache_mb: the MiB that their cache may take (default any); where one ends, the next begins in its
+    place. first_row: the number of the first row, where these are more of what was begun. Raises ValueError where a prompt is
+    empty or does not leave max_new_tokens of block_size.
     """
     lengths = [len(p) for p in prompts]
     if not prompts or min(lengths) == 0:
@@ -158,23 +160,119 @@ def sample_groups(
         raise ValueError(
             f"a prompt of {max(lengths)} tokens + max_new_tokens={max_new_tokens} is longer than block_size={model.config.block_size}"
         )
-    N, device = len(prompts) * group_size, model.device
-    max_batch = decode_batch(model, max(lengths), len(prompts), group_size, max_new_tokens, max_batch, kv_cache_mb)
-    pieces = cut_rows(len(prompts), group_size, max_batch)
-    tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
-    logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32, device=device)
-    cache, held = None, None
-    for first, last, start, stop in pieces:
-        if held != (first, last):
-            cache = None  # freed before its successor is made
-            cache, held = KVCache(model.config, lengths[first:last], model.compute_dtype, device), (first, last)
-            last_hidden = prefill(model, prompts[first:last], cache)
-        rows = (torch.arange(first, last)[:, None] * group_size + torch.arange(start, stop)).flatten()  # (P_c * k_c,)
-        u = torch.from_numpy(uniforms(seed, first_row + rows.numpy(), np.arange(max_new_tokens))).to(device)
-        piece = decode(model, cache, last_hidden, stop - start, u, temperature, stop_token, chunk_mb)
-        tokens[rows], logprobs[rows] = piece
-    cache = None
+    slots = decode_batch(model, max(lengths), len(prompts), group_size, max_new_tokens, max_batch, kv_cache_mb)
+    flight = Flight(model, prompts, group_size, max_new_tokens, slots, temperature, stop_token, chunk_mb)
+    numbers = np.arange(first_row, first_row + flight.N)
+    flight.u[: flight.N] = torch.from_numpy(uniforms(seed, numbers, np.arange(max_new_tokens)))
+    while flight.fill():
+        flight.step()
+    tokens, logprobs = flight.tokens[: flight.N], flight.logprobs[: flight.N]
+    del flight
     return assemble(prompts, group_size, tokens, logprobs, stop_token)
+
+
+class Flight:
+    """The completions that are being decoded, a slot each; those that wait for one; and what has been drawn.
+
+    Slot s holds row `rows[s]`, whose latest token is its `t[s]`-th; a row whose completion is over leaves, and its slot holds
+    row N, which is nobody's: what is drawn there goes into a line of the tables that is thrown away.
+    """
+
+    def __init__(self, model, prompts, k, max_new_tokens, slots, temperature, stop_token, chunk_mb):
+        self.model, self.prompts, self.k, self.steps = model, prompts, k, max_new_tokens
+        self.temperature, self.stop_token, self.chunk_mb = temperature, stop_token, chunk_mb
+        self.N, device = len(prompts) * k, model.device
+        self.tokens = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.float32, device=device)
+        self.u = torch.zeros(self.N + 1, max_new_tokens, device=device)
+        places = places_for(slots, k, len(prompts))
+        width = max(len(p) for p in prompts)
+        self.cache = KVCache(model.config, places, width, slots, max_new_tokens, model.compute_dtype, device)
+        self.ends = torch.zeros(places, model.config.n_embd, dtype=model.compute_dtype, device=device)  # the prompts' last hidden
+        self.held = {}  # prompt: its place
+        self.next = 0  # of the rows, the first that waits
+        self.rows = torch.full((slots,), self.N, device=device)
+        self.place, self.t, self.token = (torch.zeros(slots, dtype=torch.long, device=device) for _ in range(3))
+
+    def draw(self, hidden, slots):
+        """hidden (n, C) of these slots -> their next tokens, written down; who is done leaves."""
+        rows, t = self.rows[slots], self.t[slots]
+        token, logprob = sample_tokens(self.model, hidden, self.u[rows, t], self.temperature, self.chunk_mb)
+        self.tokens[rows, t], self.logprobs[rows, t] = token, logprob
+        over = t == self.steps - 1
+        if self.stop_token is not None:
+            over |= token == self.stop_token
+        self.token[slots], self.rows[slots] = token, torch.where(over, self.N, rows)
+
+    def step(self):
+        """One token more in every slot."""
+        positions = self.cache.prompt_lengths[self.place] + self.t
+        self.cache.begin_step(self.t, self.longest, self.even)
+        hidden = self.model(self.token[:, None], positions[:, None], self.cache)[:, 0]
+        self.t.add_(1).clamp_(max=self.steps - 1)  # of slots that nobody has, too
+        self.draw(hidden, slice(None))
+
+    def fill(self):
+        """Rows that wait get the slots of those that are over; where none waits, slots that are over are taken away -> is there one left?"""
+        free = (self.rows == self.N).nonzero()[:, 0]
+        if not len(free):
+            self.longest = min(self.longest + 1, self.steps)
+            return True
+        came = False
+        while len(free) and (new := self.admitted(len(free))):
+            self.start(free[: len(new)], new)
+            came = True
+            free = (self.rows == self.N).nonzero()[:, 0]
+        n = len(self.rows)
+        if len(free) == n:
+            return False
+        gone = len(free) > n // 4
+        if gone:
+            alive = (self.rows < self.N).nonzero()[:, 0]
+            self.cache.keep(alive)
+            self.rows, self.place, self.t, self.token = (x[alive] for x in (self.rows, self.place, self.t, self.token))
+        if came or gone:
+            self.cache.begin_rows(self.place)
+        first, last = self.t.aminmax()
+        self.longest, self.even = int(last) + 1, bool(first == last)
+        return True
+
+    def admitted(self, room):
+        """-> the next rows, at most `room`, whose prompts have a place; prompts are read into the places that are free."""
+        new = range(self.next, min(self.next + room, self.N))
+        if any(row // self.k not in self.held for row in new):
+            busy = {row // self.k for row in self.rows.tolist() if row < self.N}
+            if self.next % self.k:
+                busy.add(self.next // self.k)
+            self.held = {prompt: place for prompt, place in self.held.items() if prompt in busy}
+            taken = set(self.held.values())
+            free = [place for place in range(len(self.ends)) if place not in taken]
+            coming = [p for p in range(self.next // self.k, len(self.prompts)) if p not in self.held]
+            self.read(coming[: len(free)], free[: len(coming)])
+        count = next((i for i, row in enumerate(new) if row // self.k not in self.held), len(new))
+        return new[:count]
+
+    def read(self, prompts, places):
+        """Prompts into the cache, all at once."""
+        if not prompts:
+            return
+        self.held |= zip(prompts, places, strict=True)
+        texts = [self.prompts[p] for p in prompts]
+        self.ends[places] = prefill(self.model, texts, self.cache, places).to(self.ends.dtype)
+
+    def start(self, slots, new):
+        """The first tokens of rows `new`, a range, from the ends of their prompts."""
+        self.next = new.stop
+        device = self.rows.device
+        self.rows[slots] = torch.arange(new.start, new.stop, device=device)
+        self.place[slots] = torch.tensor([self.held[row // self.k] for row in new], device=device)
+        self.t[slots] = 0
+        self.draw(self.ends[self.place[slots]], slots)
+
+
+def places_for(slots, k, P):
+    """-> prompts held at a time. A group keeps its prompt until its last row is over, which is when two to four more have begun."""
+    return min(P, slots, 4 * math.ceil(slots / k))
 
 
 def decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache_mb):
@@ -183,52 +281,20 @@ def decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache
         c, itemsize = model.config, model.compute_dtype.itemsize
         token = 2 * c.n_layer * c.n_kv_head * c.head_size * itemsize
         room = kv_cache_mb * MIB / token  # tokens
-        rows = int(room / (max_new_tokens + prompt_length / k))
-        if rows < k:  # pieces of a group, whose prompt is there as a whole
-            rows = int((room - prompt_length) / max_new_tokens)
+        sizes = range(1, P * k + 1)
+        rows = bisect_right(sizes, room, key=lambda rows: rows * max_new_tokens + places_for(rows, k, P) * prompt_length)
         rows = max(1, rows)
         max_batch = min(max_batch or rows, rows)
     return min(max_batch or P * k, P * k)
 
 
-def cut_rows(P, k, max_batch):
-    """P groups of k rows -> rectangles (first prompt, last, first completion, last) of at most max_batch rows.
-
-    Whole groups where they fit, else pieces of one group: cut_rows(3, 4, 8) -> prompts 0-2, 2-3; cut_rows(1, 4, 3) -> completions 0-3, 3-4.
-    """
-    if max_batch >= k:
-        step = max_batch // k
-        return [(p, min(p + step, P), 0, k) for p in range(0, P, step)]
-    return [(p, p + 1, j, min(j + max_batch, k)) for p in range(P) for j in range(0, k, max_batch)]
-
-
-def prefill(model, prompts, cache):
-    """Every prompt once through the model, into the cache -> the last token's hidden (P, C)."""
+def prefill(model, prompts, cache, places):
+    """Every prompt once through the model, into its place in the cache -> the last token's hidden (P, C)."""
+    lengths = [len(p) for p in prompts]
     tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(model.device)
+    cache.begin_prompts(places, lengths)
     hidden = model(tokens, cache=cache)  # (P, T_p, C)
-    return hidden[torch.arange(len(prompts), device=model.device), cache.prompt_lengths - 1]
-
-
-def decode(model, cache, hidden, k, u, temperature, stop_token, chunk_mb):
-    """hidden (P, C) of the prompts' ends, u (P * k, T_c) -> tokens, log-probs (P * k, T_c), both 0 after the end."""
-    N, steps = u.shape
-    cache.start_completions(k, steps)
-    tokens = torch.zeros(N, steps, dtype=torch.long, device=u.device)
-    logprobs = torch.zeros(N, steps, dtype=torch.float32, device=u.device)
-    running = torch.ones(N, dtype=torch.bool, device=u.device)
-    hidden = hidden.repeat_interleave(k, 0)  # (N, C)
-    positions = cache.prompt_lengths.repeat_interleave(k)  # (N,)
-    for t in range(steps):
-        token, logprob = sample_tokens(model, hidden, u[:, t], temperature, chunk_mb)
-        tokens[:, t] = token * running
-        logprobs[:, t] = logprob * running
-        if stop_token is not None:
-            running = running & (token != stop_token)
-            if not running.any():
-                break
-        if t + 1 < steps:
-            hidden = model(token[:, None], (positions + t)[:, None], cache)[:, 0]
-    return tokens, logprobs
+    return hidden[torch.arange(len(prompts), device=model.device), torch.tensor(lengths, device=model.device) - 1]
 
 
 def assemble(prompts, k, tokens, logprobs, stop_token):
@@ -263,18 +329,11 @@ def rehearse_groups(model, prompt_length, P, k, max_new_tokens, *, max_batch=Non
 
     The largest piece is decoded, of its steps only the last, when the cache is full.
     """
-    N = P * k
-    first, last, start, stop = cut_rows(P, k, decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache_mb))[0]
-    tokens = torch.zeros(N, max_new_tokens, dtype=torch.long)
-    logprobs = torch.zeros(N, max_new_tokens)
-    cache = KVCache(model.config, [prompt_length] * (last - first), model.compute_dtype, "cpu")
-    hidden = prefill(model, [[0] * prompt_length] * (last - first), cache).repeat_interleave(stop - start, 0)
-    cache.start_completions(stop - start, max_new_tokens)
-    cache.length = max_new_tokens - 1
-    piece_tokens, piece_logprobs = (torch.zeros(len(hidden), max_new_tokens, dtype=x.dtype) for x in (tokens, logprobs))  # noqa: F841
-    token, _ = sample_tokens(model, hidden, torch.zeros(len(hidden)), 1.0, chunk_mb)
-    model(token[:, None], torch.zeros(len(hidden), 1, dtype=torch.long), cache)
-    del cache, hidden, piece_tokens, piece_logprobs
+    slots = decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache_mb)
+    flight = Flight(model, [[0] * prompt_length] * P, k, max_new_tokens, slots, 1.0, None, chunk_mb)
+    flight.rehearse()
+    tokens, logprobs, N = flight.tokens[:-1], flight.logprobs[:-1], flight.N
+    del flight
     whole = torch.zeros(N, prompt_length + max_new_tokens, dtype=torch.long)
     lengths = [Numbers([length] * N) for length in (prompt_length, max_new_tokens)]
     return Rollouts(whole, *lengths, logprobs.clone(), torch.ones_like(tokens), Numbers([True] * N))

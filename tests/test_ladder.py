@@ -14,7 +14,7 @@ from memory import MIB, MemoryMeter, tensor_bytes
 from model import KVCache
 from optimizer import optimizer_step
 from prepare import prepare
-from sample import cut_rows, decode_batch
+from sample import decode_batch, places_for
 from settings import GRPOSettings, SFTSettings, SnugError
 
 COMMON = dict(digits=2, n_layer=2, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0, save_interval=0, seed=3)
@@ -166,9 +166,7 @@ def test_the_cache_keeps_to_its_bytes(kv_cache_mb, prompt_length, k):
     """Unless not even one completion fits."""
     model = make_flat_model("llama")
     rows = decode_batch(model, prompt_length, 6, k, 8, 0, kv_cache_mb)
-    first, last, start, stop = cut_rows(6, k, rows)[0]
-    cache = KVCache(model.config, [prompt_length] * (last - first), torch.float32, DEVICE)
-    cache.start_completions(stop - start, 8)
+    cache = KVCache(model.config, places_for(rows, k, 6), prompt_length, rows, 8, torch.float32, DEVICE)
     size = cache.prompt.nbytes + cache.own.nbytes
     assert size <= kv_cache_mb * MIB or rows == 1
     assert rows == 6 * k or size > 0.4 * kv_cache_mb * MIB or rows == 1  # and uses them

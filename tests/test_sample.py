@@ -6,7 +6,7 @@ import torch
 from conftest import DEVICE, make_flat_model, make_model
 
 from model import autocast
-from sample import cut_rows, generate_naive, sample_groups, uniforms
+from sample import generate_naive, sample_groups, uniforms
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 STOP = 3
@@ -84,15 +84,19 @@ def test_rollouts_say_where_everything_is():
         assert rollouts.completions()[i] == (completion[:-1] if rollouts.stopped[i] else completion)
 
 
-def test_a_prompt_goes_through_the_model_once_and_decoding_stops_early():
+def test_a_prompt_goes_through_the_model_once_and_rows_that_are_over_leave():
     model, seen = make_flat_model("gpt2"), []
     model.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
-    rollouts = sample_groups(model, PROMPTS, 8, 20, stop_token=STOP, seed=1, temperature=0.01)
-    longest = int(rollouts.completion_lengths.max())
-    sample_groups(model, PROMPTS, 8, 12, stop_token=STOP, max_batch=3)
+    lengths = sample_groups(model, PROMPTS, 8, 20, stop_token=STOP, seed=1).completion_lengths
     assert seen[0] == (4, 7)  # 4 prompts, not 32 rows
-    assert seen[1:longest] == [(32, 1)] * (longest - 1)
-    assert [shape for shape in seen[longest:] if shape[1] > 1 or shape[0] > 3] == [(1, 3), (1, 7), (1, 2)]  # (1, 1): prompt [4]
+    assert len(seen) == int(lengths.max())  # the first tokens come from the prompts
+    for t, (n, width) in enumerate(seen[1:], start=1):
+        running = int((lengths > t).sum())
+        assert width == 1 and running <= n <= max(running / 0.75, running + 1)  # gone, or soon
+    seen.clear()
+    sample_groups(model, PROMPTS, 8, 12, stop_token=STOP, max_batch=3)
+    assert max(n for n, width in seen if width == 1) == 3
+    assert sum(n for n, width in seen if width > 1) == 4  # each prompt once
     model_that_stops = make_model("gpt2")
     with torch.no_grad():
         model_that_stops.embedding.weight.zero_()
@@ -175,11 +179,26 @@ def test_bfloat16_samples_from_what_autocast_computes(device):
             assert logprobs == pytest.approx(again, abs=0.1)
 
 
-def test_cut_rows_covers_every_row_once():
-    for P, k, max_batch in [(3, 4, 8), (5, 3, 100), (2, 7, 3), (1, 1, 1), (4, 6, 6)]:
-        rows = [p * k + j for a, b, i, j_end in cut_rows(P, k, max_batch) for p in range(a, b) for j in range(i, j_end)]
-        assert sorted(rows) == list(range(P * k))
-        assert all((b - a) * (j - i) <= max_batch for a, b, i, j in cut_rows(P, k, max_batch))
+@pytest.mark.parametrize("slots", [5, 16, 40])
+def test_freed_slots_are_filled_again(slots):
+    """The steps are those of the sum of lengths, not of the longest times the batches; lengths from 1 to over 60, geometric."""
+    model, steps = make_flat_model("gpt2", block_size=112, bias=True), []
+    stops_one_time_in(12, model)
+    model.register_forward_pre_hook(lambda module, args: steps.append(args[0].shape[0]) if args[0].shape[1] == 1 else None)
+    lengths = sample_groups(model, PROMPTS * 8, 10, 100, stop_token=STOP, seed=2, max_batch=slots).completion_lengths
+    assert lengths.min() == 1 and lengths.max() > 60
+    assert max(steps) <= slots
+    assert len(steps) <= 1.15 * int(lengths.sum()) / slots + int(lengths.max())
+
+
+def stops_one_time_in(mean, model):
+    """The first coordinate of the last norm's output becomes a constant 10, and STOP alone looks at it."""
+    with torch.no_grad():
+        model.norm.weight[0], model.norm.bias[0] = 0, 10
+        model.embedding.weight[:, 0], model.embedding.weight[STOP] = 0, 0
+        logits = model.logits(model(torch.randint(5, 12, (8, 20), device=DEVICE)))
+        logits[..., STOP] = -torch.inf
+        model.embedding.weight[STOP, 0] = (logits.logsumexp(-1).mean() - np.log(mean - 1)) / 10
 
 
 def test_bad_prompts_are_named():

@@ -1,0 +1,260 @@
+"""Sampling beside Hugging Face `generate`: the same random weights, the same prompts, lengths from the same distribution.
+
+    python bench/sampling.py [--only=WORD] [--rounds=5]
+
+A model's stop token has a constant probability at each token, so lengths are geometric; or none, and all are equally long. Whole
+calls take turns, pair by pair; a figure is the median of its pairs, with the smallest and the largest. tokens/s counts sampled
+tokens, stop tokens included.
+
+floor    the share of what the memory bus allows: seconds that one step's reading takes (the weights once, the live keys and
+         values once), summed over the steps, over the seconds that the call took. Bandwidth is that of a large copy.
+
+On a CPU the shapes are small. Prints a table and, last, one JSON object.
+"""
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from model import GPT, GPTConfig, autocast  # noqa: E402
+from sample import sample_groups  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPT2 = dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=1024)
+QWEN = dict(vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, head_size=128, n_hidden=8960, block_size=2048)
+QWEN |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6, norm_eps=1e-6)
+SMALL = dict(vocab_size=512, n_head=4, block_size=256)
+# name: (shape, prompts, tokens a prompt, completions a prompt, mean length or 0, longest, dtype)
+CASES = {
+    "cpu": {
+        "2 x 64, geometric": (SMALL | dict(n_layer=2, n_embd=64), 16, 96, 16, 16, 128, "float32"),
+        "4 x 256, geometric": (SMALL | dict(n_layer=4, n_embd=256), 16, 96, 16, 16, 128, "float32"),
+        "2 x 64, uniform": (SMALL | dict(n_layer=2, n_embd=64), 64, 96, 1, 0, 64, "float32"),
+    },
+    "cuda": {
+        "gpt2, batch 64, geometric": (GPT2, 4, 128, 16, 128, 512, "bfloat16"),
+        "gpt2, batch 64, uniform": (GPT2, 4, 128, 16, 0, 256, "bfloat16"),
+        "qwen 1.5B, batch 16, uniform": (QWEN, 1, 256, 16, 0, 256, "bfloat16"),
+        "qwen 1.5B, batch 64, uniform": (QWEN, 4, 256, 16, 0, 256, "bfloat16"),
+    },
+}
+
+
+def hugging_face(shape):
+    """The same model in transformers, random weights and all, or None where it is not installed."""
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+    except ImportError:
+        return None
+    if shape.get("position") == "rotary":
+        config = Qwen2Config(
+            vocab_size=shape["vocab_size"],
+            hidden_size=shape["n_embd"],
+            intermediate_size=shape["n_hidden"],
+            num_hidden_layers=shape["n_layer"],
+            num_attention_heads=shape["n_head"],
+            num_key_value_heads=shape["n_kv_head"],
+            max_position_embeddings=shape["block_size"],
+            rms_norm_eps=shape["norm_eps"],
+            rope_parameters=dict(rope_type="default", rope_theta=shape["rope_theta"]),
+            tie_word_embeddings=True,
+        )
+        return Qwen2ForCausalLM(config)
+    names = dict(n_layer="n_layer", n_head="n_head", n_embd="n_embd", vocab_size="vocab_size", block_size="n_positions")
+    config = GPT2Config(**{theirs: shape[ours] for ours, theirs in names.items()}, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    return GPT2LMHeadModel(config)
+
+
+def take_weights(model, peer):
+    """Copy the peer's weights into ours."""
+    theirs = peer.state_dict()
+
+    def copy(ours, *names, transposed=False):
+        parts = [theirs[name].t() if transposed else theirs[name] for name in names]
+        ours.data.copy_(torch.cat(parts) if len(parts) > 1 else parts[0])
+
+    if model.position is None:
+        copy(model.embedding.weight, "model.embed_tokens.weight")
+        copy(model.norm.weight, "model.norm.weight")
+        for i, block in enumerate(model.blocks):
+            at = f"model.layers.{i}."
+            copy(block.norm_1.weight, f"{at}input_layernorm.weight")
+            copy(block.norm_2.weight, f"{at}post_attention_layernorm.weight")
+            for kind in ("weight", "bias"):
+                copy(getattr(block.attention.qkv, kind), *(f"{at}self_attn.{x}_proj.{kind}" for x in "qkv"))
+            copy(block.attention.proj.weight, f"{at}self_attn.o_proj.weight")
+            copy(block.mlp.up.weight, f"{at}mlp.gate_proj.weight", f"{at}mlp.up_proj.weight")
+            copy(block.mlp.down.weight, f"{at}mlp.down_proj.weight")
+        return
+    copy(model.embedding.weight, "transformer.wte.weight")
+    copy(model.position.weight, "transformer.wpe.weight")
+    for i, block in enumerate(model.blocks):
+        at = f"transformer.h.{i}."
+        pairs = [("norm_1", "ln_1"), ("norm_2", "ln_2")]
+        for ours, name in [
+            *pairs,
+            ("attention.qkv", "attn.c_attn"),
+            ("attention.proj", "attn.c_proj"),
+            ("mlp.up", "mlp.c_fc"),
+            ("mlp.down", "mlp.c_proj"),
+        ]:
+            module = block.get_submodule(ours)
+            copy(module.weight, f"{at}{name}.weight", transposed=not ours.startswith("norm"))
+            copy(module.bias, f"{at}{name}.bias")
+    copy(model.norm.weight, "transformer.ln_f.weight")
+    copy(model.norm.bias, "transformer.ln_f.bias")
+
+
+def make_models(name, shape, mean, dtype):
+    """-> (our model, the peer or None, stop token or None), in eval mode, with weights of their own on DEVICE."""
+    torch.manual_seed(0)
+    config = GPTConfig(**shape, bias="position" not in shape)
+    model, peer = GPT(config).eval(), hugging_face(shape)
+    if peer is not None:
+        take_weights(model, peer.eval())
+    stop = None
+    if mean:
+        stop = config.vocab_size - 1
+        set_stop_probability(model, stop, 1 / mean)
+        if peer is not None:  # embedding and head are one matrix there, too
+            peer.transformer.wte.weight.data.copy_(model.embedding.weight)
+            peer.transformer.ln_f.weight.data.copy_(model.norm.weight)
+            peer.transformer.ln_f.bias.data.copy_(model.norm.bias)
+    models = [m if m is None else m.to(DEVICE, getattr(torch, dtype)) for m in (model, peer)]
+    if peer is not None:
+        agree(*models, config.vocab_size, name)
+    return *models, stop
+
+
+@torch.no_grad()
+def set_stop_probability(model, stop, p):
+    """The first coordinate of the last norm's output becomes a constant 10, and `stop` alone looks at it: its logit is a constant."""
+    weight, norm = model.embedding.weight, model.norm
+    norm.weight[0], norm.bias[0] = 0, 10
+    weight[:, 0], weight[stop] = 0, 0
+    tokens = torch.randint(stop, (8, 64))
+    others = model.logits(model(tokens))[..., :stop].logsumexp(-1).mean()
+    weight[stop, 0] = (others + math.log(p / (1 - p))) / 10
+
+
+@torch.no_grad()
+def agree(model, peer, vocab_size, name):
+    """The two are one model, or this bench compares nothing."""
+    tokens = torch.randint(vocab_size, (2, 32), device=DEVICE)
+    ours, theirs = model.logits(model(tokens)).float(), peer(tokens).logits.float()
+    difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
+    limit = 1e-3 if ours.dtype == next(peer.parameters()).dtype else 0.2
+    if difference > limit:
+        raise SystemExit(f"{name}: log-probs of the two models differ by {difference:.2g}")
+
+
+def clocked(call):
+    """-> (what it returns, seconds)."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    result = call()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - started
+
+
+def ours(model, prompts, k, longest, stop, seed):
+    """-> sampled tokens, and each row's length."""
+    lengths = sample_groups(model, prompts.tolist(), k, longest, stop_token=stop, seed=seed).completion_lengths
+    return int(lengths.sum()), lengths
+
+
+def theirs(peer, prompts, k, longest, stop, seed, **options):
+    torch.manual_seed(seed)
+    tokens = peer.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        num_return_sequences=k,
+        max_new_tokens=longest,
+        eos_token_id=stop,
+        pad_token_id=stop if stop is not None else 0,
+        **options,
+    )[:, prompts.shape[1] :]
+    if stop is None:
+        return tokens.numel(), None
+    ends = tokens == stop
+    lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, longest)
+    return int(lengths.sum()), lengths
+
+
+@torch.no_grad()
+def bandwidth():
+    """Bytes read and written a second by a copy that does not fit a cache."""
+    x = torch.empty((1 << 30 if DEVICE == "cuda" else 1 << 27), dtype=torch.uint8, device=DEVICE)
+    y = torch.empty_like(x)
+    y.copy_(x)
+    return 2 * x.numel() / min(clocked(lambda: y.copy_(x))[1] for _ in range(5))
+
+
+def floor_seconds(model, prompts, k, lengths, longest, per_second):
+    """Weights once a step and each row's live keys and values, the prompt's once a group."""
+    c, itemsize = model.config, model.embedding.weight.element_size()
+    lengths = lengths.cpu() if lengths is not None else torch.full((len(prompts) * k,), longest)
+    weights = sum(p.numel() for p in model.parameters()) * itemsize
+    token = 2 * c.n_layer * c.n_kv_head * c.head_size * itemsize
+    total = 0
+    for t in range(int(lengths.max())):
+        running = lengths.view(len(prompts), k) > t
+        total += weights + token * (t * int(running.sum()) + prompts.shape[1] * int(running.any(1).sum()))
+    return total / per_second
+
+
+def measure(name, case, rounds, per_second):
+    shape, P, T, k, mean, longest, dtype = case
+    model, peer, stop = make_models(name, shape, mean, dtype)
+    prompts = torch.randint(shape["vocab_size"] - 1, (P, T), device=DEVICE)
+    contenders = {"snug": lambda seed: ours(model, prompts, k, longest, stop, seed)}
+    if peer is not None:
+        contenders["hf"] = lambda seed: theirs(peer, prompts, k, longest, stop, seed)
+        if DEVICE == "cuda":
+            contenders["hf static"] = lambda seed: theirs(peer, prompts, k, longest, stop, seed, cache_implementation="static")
+    speeds, floors = {who: [] for who in contenders}, []
+    with torch.inference_mode(), autocast("float32", model):
+        for seed in range(-1, rounds):  # the first round is not counted
+            for who, call in contenders.items():
+                (count, lengths), seconds = clocked(lambda call=call, seed=seed: call(seed + 1))
+                if seed >= 0:
+                    speeds[who].append(count / seconds)
+                    if who == "snug":
+                        floors.append(floor_seconds(model, prompts, k, lengths, longest, per_second) / seconds)
+    row = dict(name=name, floor=round(statistics.median(floors), 3)) | {who: round(statistics.median(s)) for who, s in speeds.items()}
+    for who in list(contenders)[1:]:
+        ratios = [a / b for a, b in zip(speeds["snug"], speeds[who], strict=True)]
+        row[f"x {who}"] = [round(f(ratios), 2) for f in (statistics.median, min, max)]
+    return row
+
+
+def main(arguments):
+    per_second = bandwidth()
+    rows = []
+    for name, case in CASES[DEVICE].items():
+        if arguments.only in name:
+            rows.append(measure(name, case, arguments.rounds, per_second))
+            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    about = dict(device=torch.cuda.get_device_name() if DEVICE == "cuda" else platform.machine(), torch=torch.__version__)
+    print(json.dumps(about | dict(threads=torch.get_num_threads(), gb_per_s=round(per_second / 1e9, 1), rows=rows)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Sampling: tokens a second, beside Hugging Face generate.")
+    parser.add_argument("--only", default="", help="cases whose name has this word")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs that count")
+    main(parser.parse_args())
