@@ -1,4 +1,4 @@
-"""The GPT: blocks, KV cache, per-block checkpointing.
+"""The GPT: blocks and per-block checkpointing.
 
 One class spells GPT-2 (layer norm, learned positions, GELU, biases) and the Llama/Qwen shape (RMS norm, rotary
 positions, SwiGLU, grouped-query attention): the differences are values of `GPTConfig`. `forward` returns hidden
@@ -79,111 +79,6 @@ class GPTConfig:
 def autocast(dtype, model):
     """dtype="bfloat16": matmuls in bfloat16 over float32 weights; bfloat16 weights, or "float32": as they are. A context manager."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16" and model.lm_head_weight.dtype == torch.float32)
-
-
-class KVCache:
-    """Keys and values of some prompts, each kept once for all its completions, and of the completions' own tokens.
-
-    prompt (n_layer, 2, places, n_kv_head, T_p, head_size)  a prompt a place, right-padded
-    own    (n_layer, 2, slots, n_kv_head, T_c, head_size)   a completion a slot; column t is its t-th token
-
-    Slots 0 .. n - 1 are in use. Slot s reads the prompt at `place[s]` and its own columns 0 .. t[s]. Two places, four slots:
-
-        place 0: a b c   slots 0, 2: x y . .   t = 1      slots of a place need not be neighbours,
-        place 1: d e .   slots 1, 3: z . . .   t = 0      nor have the same length
-
-    A step: `begin_step(place, t, longest)`, then `attend` in every layer, which writes column t[s] of each slot.
-    """
-
-    def __init__(self, config: GPTConfig, places, prompt_width, slots, width, dtype, device):
-        self.config, self.dtype = config, dtype
-        shape = lambda rows, columns: (config.n_layer, 2, rows, config.n_kv_head, columns, config.head_size)  # noqa: E731
-        # Zeros: what no row has written is read with weight 0, and 0 * NaN is NaN.
-        self.prompt = torch.zeros(shape(places, prompt_width), dtype=dtype, device=device)
-        self.prompt_lengths = torch.ones(places, dtype=torch.long, device=device)
-        self.prompt_bias = torch.zeros(places, 1, 1, prompt_width, dtype=dtype, device=device)
-        self.own = torch.zeros(shape(slots, width), dtype=dtype, device=device)
-        self.filling = None  # places that prompts are on their way into
-
-    def begin_prompts(self, places, lengths):
-        """The next forward's prompts go to these places: both lists of numbers."""
-        device = self.prompt.device
-        self.filling = torch.tensor(places, device=device)
-        lengths = torch.tensor(lengths, device=device)
-        self.prompt_lengths[self.filling] = lengths
-        padding = torch.arange(self.prompt.shape[4], device=device) >= lengths[:, None]
-        self.prompt_bias[self.filling] = torch.zeros_like(padding, dtype=self.dtype).masked_fill_(padding, -math.inf)[:, None, None]
-
-    def fill(self, layer, k, v):
-        """k, v (P, n_kv_head, T, D) of the prompts, T at most T_p."""
-        for part, values in enumerate((k, v)):
-            self.prompt[layer, part].narrow(2, 0, values.shape[2])[self.filling] = values
-
-    def keep(self, slots):
-        """Only these slots, a tensor of numbers, rising; they become 0 .. len - 1."""
-        n = len(slots)
-        for layer in self.own:
-            layer[:, :n] = layer[:, slots]
-
-    def begin_rows(self, place):
-        """place (n,): whose prompt each slot goes on from. To be called whenever slots come, go or move."""
-        K, P = self.config.n_kv_head, self.prompt.shape[2]
-        self.filling = None
-        counts = torch.bincount(place, minlength=P)
-        n, most = len(place), int(counts.max())
-        order = torch.argsort(place, stable=True)
-        rank = torch.arange(n, device=place.device) - (counts.cumsum(0) - counts)[place[order]]  # of a row among those of its place
-        self.n, self.most = n, most
-        self.to_place = torch.zeros(P * most, dtype=torch.long, device=place.device)  # (P, most) -> slot; spare entries read slot 0
-        self.to_place[place[order] * most + rank] = order
-        self.to_row = torch.empty(n, dtype=torch.long, device=place.device)  # slot -> its entry
-        self.to_row[order] = place[order] * most + rank
-        self.neat = n == P * most and bool((self.to_row == torch.arange(n, device=place.device)).all())
-        self.heads = torch.arange(n * K, device=place.device) * self.own.shape[4]  # column 0 of each slot's heads, for `attend`
-
-    def begin_step(self, t, longest, even):
-        """t (n,): the column that each slot writes now; longest: the largest of them plus one, or more. even: all are the same."""
-        self.columns, self.even = longest, even
-        if not even:
-            K = self.config.n_kv_head
-            self.targets = self.heads + t.repeat_interleave(K)
-            later = torch.arange(longest, device=t.device) > t[:, None]
-            self.own_bias = torch.zeros_like(later, dtype=self.dtype).masked_fill_(later, -math.inf)[:, None]  # (n, 1, columns)
-
-    def attend(self, layer, q, k, v):
-        """One new token a slot: q (n, n_head, 1, D), k and v (n, n_kv_head, 1, D) -> (n, n_head, 1, D).
-
-        softmax over [prompt, own] in one go. The slots of a place read its keys in one matmul, so a prompt is neither
-        copied nor read once a slot.
-        """
-        n, H, _, D = q.shape
-        G = self.config.n_kv_head
-        P, R, M = self.prompt.shape[2], H // G, self.most  # R query heads share a key head
-        own = self.own[layer][:, :n]  # (2, n, G, T_c, D)
-        if self.even:
-            own[0, :, :, self.columns - 1], own[1, :, :, self.columns - 1] = k[:, :, 0], v[:, :, 0]
-        else:
-            flat = self.own[layer].view(2, -1, D)
-            flat[0].index_copy_(0, self.targets, k.reshape(n * G, D).to(flat.dtype))
-            flat[1].index_copy_(0, self.targets, v.reshape(n * G, D).to(flat.dtype))
-        own_k, own_v = own[0, :, :, : self.columns], own[1, :, :, : self.columns]
-        prompt_k, prompt_v = self.prompt[layer]  # (P, G, T_p, D)
-        q = q.reshape(n, G * R, D) * D**-0.5
-        spread = q if self.neat else q[self.to_place]  # (P * M, G * R, D)
-        spread = spread.view(P, M, G, R, D).transpose(1, 2).reshape(P, G, M * R, D)
-        to_prompt = (spread @ prompt_k.mT + self.prompt_bias).view(P, G, M, R, -1).transpose(1, 2).reshape(P * M, G, R, -1)
-        to_prompt = to_prompt if self.neat else to_prompt[self.to_row]  # (n, G, R, T_p)
-        to_own = q.view(n, G, R, D) @ own_k.mT  # (n, G, R, columns)
-        if not self.even:
-            to_own = to_own + self.own_bias[:, :, None]
-        weights = torch.softmax(torch.cat([to_prompt, to_own], -1), -1)
-        split = prompt_k.shape[2]
-        spread = weights[..., :split]
-        spread = spread if self.neat else spread[self.to_place]
-        spread = spread.reshape(P, M, G, R, split).transpose(1, 2).reshape(P, G, M * R, split)
-        from_prompt = (spread @ prompt_v).view(P, G, M, R, D).transpose(1, 2).reshape(P * M, G, R, D)
-        from_prompt = from_prompt if self.neat else from_prompt[self.to_row]
-        return (from_prompt + weights[..., split:] @ own_v).reshape(n, H, 1, D)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -383,7 +278,7 @@ class GPT(nn.Module):
         """tokens (B, T) -> hidden (B, T, C), after the last norm.
 
         positions (B, T), or (1, T) for all rows: default 0, 1, 2, ... mask: boolean, broadcast to (B, n_head, T, T), True where a
-        row may look; default causal. cache: a KVCache, filled by the prompts (P, T_p) first, then by (P * k, 1) at a time.
+        row may look; default causal. cache: a KVCache (kvcache.py), which takes the prompts (P, T_p) first, then one token a row, (n, 1).
         """
         B, T = tokens.shape
         if positions is None:

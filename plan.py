@@ -30,7 +30,7 @@ GIB = 2**30
 CUDA_EXTRA = 2 * 32 * MIB  # cuBLAS's workspaces on Hopper, one for each of forward's and backward's threads; 8 MiB each elsewhere
 HOME = str(Path(__file__).parent)
 SITES = (  # where a tensor was made (module, beginning of the function's name) -> what it is counted as
-    ("model", "KVCache", "KV cache"),
+    ("kvcache", "KVCache", "KV cache"),
     ("logprobs", "", "logits"),
     ("sample", "sample_tokens", "logits"),
     ("sample", "rehearse_groups", "rollouts"),

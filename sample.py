@@ -26,9 +26,10 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 import numpy as np
 import torch
 
+from kvcache import KVCache
 from logprobs import logits_budget
 from memory import MIB, kind_of, tensor_bytes
-from model import KVCache, autocast
+from model import autocast
 
 
 @dataclass
@@ -174,25 +175,28 @@ def sample_groups(
 class Flight:
     """The completions that are being decoded, a slot each; those that wait for one; and what has been drawn.
 
-    Slot s holds row `rows[s]`, whose latest token is its `t[s]`-th; a row whose completion is over leaves, and its slot holds
-    row N, which is nobody's: what is drawn there goes into a line of the tables that is thrown away.
+    Slot s holds row `rows[s]`, whose latest token is its `t[s]`-th. A row whose completion is over leaves, on the device, and its
+    slot holds row N, which is nobody's: what is drawn there goes into a line of the tables that is thrown away. The host looks
+    at `rows` now and then, and gives free slots to rows that wait. Where none waits, it takes free slots away.
     """
 
     def __init__(self, model, prompts, k, max_new_tokens, slots, temperature, stop_token, chunk_mb):
         self.model, self.prompts, self.k, self.steps = model, prompts, k, max_new_tokens
         self.temperature, self.stop_token, self.chunk_mb = temperature, stop_token, chunk_mb
-        self.N, device = len(prompts) * k, model.device
-        self.tokens = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.float32, device=device)
-        self.u = torch.zeros(self.N + 1, max_new_tokens, device=device)
+        self.N, self.device = len(prompts) * k, model.device
+        self.tokens = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.long, device=self.device)
+        self.logprobs = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.float32, device=self.device)
+        self.u = torch.zeros(self.N + 1, max_new_tokens, device=self.device)
         places = places_for(slots, k, len(prompts))
         width = max(len(p) for p in prompts)
-        self.cache = KVCache(model.config, places, width, slots, max_new_tokens, model.compute_dtype, device)
-        self.ends = torch.zeros(places, model.config.n_embd, dtype=model.compute_dtype, device=device)  # the prompts' last hidden
+        self.cache = KVCache(model.config, places, width, slots, max_new_tokens, model.compute_dtype, self.device)
+        self.ends = torch.zeros(places, model.config.n_embd, dtype=model.compute_dtype, device=self.device)  # the prompts' last hidden
+        self.rows = torch.full((slots,), self.N, device=self.device)
+        self.t, self.token, self.start_at = (torch.zeros(slots, dtype=torch.long, device=self.device) for _ in range(3))
+        # What only the host knows: of slots, their place in the cache and the step at which their row began
+        self.place, self.began = np.zeros(slots, dtype=np.int64), np.zeros(slots, dtype=np.int64)
         self.held = {}  # prompt: its place
-        self.next = 0  # of the rows, the first that waits
-        self.rows = torch.full((slots,), self.N, device=device)
-        self.place, self.t, self.token = (torch.zeros(slots, dtype=torch.long, device=device) for _ in range(3))
+        self.next = self.now = 0  # the first row that waits; steps so far
 
     def draw(self, hidden, slots):
         """hidden (n, C) of these slots -> their next tokens, written down; who is done leaves."""
@@ -202,72 +206,86 @@ class Flight:
         over = t == self.steps - 1
         if self.stop_token is not None:
             over |= token == self.stop_token
-        self.token[slots], self.rows[slots] = token, torch.where(over, self.N, rows)
+        self.token[slots], self.rows[slots] = token, rows.masked_fill(over, self.N)
 
     def step(self):
         """One token more in every slot."""
-        positions = self.cache.prompt_lengths[self.place] + self.t
-        self.cache.begin_step(self.t, self.longest, self.even)
-        hidden = self.model(self.token[:, None], positions[:, None], self.cache)[:, 0]
+        columns = min(self.now - self.oldest + 1, self.steps)
+        self.cache.begin_step(self.t, columns, self.even)
+        hidden = self.model(self.token[:, None], (self.start_at + self.t)[:, None], self.cache)[:, 0]
         self.t.add_(1).clamp_(max=self.steps - 1)  # of slots that nobody has, too
+        self.now += 1
         self.draw(hidden, slice(None))
 
     def fill(self):
-        """Rows that wait get the slots of those that are over; where none waits, slots that are over are taken away -> is there one left?"""
-        free = (self.rows == self.N).nonzero()[:, 0]
-        if not len(free):
-            self.longest = min(self.longest + 1, self.steps)
-            return True
-        came = False
-        while len(free) and (new := self.admitted(len(free))):
-            self.start(free[: len(new)], new)
-            came = True
-            free = (self.rows == self.N).nonzero()[:, 0]
-        n = len(self.rows)
-        if len(free) == n:
+        """Rows that wait get the slots of those that are over; where none waits, slots that are over are taken away -> is one left?"""
+        changed = False
+        while len(free := np.flatnonzero((rows := self.rows.cpu().numpy()) == self.N)):
+            new = self.admitted(len(free), rows)
+            if not new:
+                break
+            self.start(free[: len(new)], new, [self.held[row // self.k] for row in new])
+            changed = True
+        if len(free) == len(rows):
             return False
-        gone = len(free) > n // 4
-        if gone:
-            alive = (self.rows < self.N).nonzero()[:, 0]
-            self.cache.keep(alive)
-            self.rows, self.place, self.t, self.token = (x[alive] for x in (self.rows, self.place, self.t, self.token))
-        if came or gone:
+        if self.next == self.N and len(free) > len(rows) // 4:
+            self.leave(np.flatnonzero(rows < self.N))
+            changed = True
+        if changed:
             self.cache.begin_rows(self.place)
-        first, last = self.t.aminmax()
-        self.longest, self.even = int(last) + 1, bool(first == last)
+            began = self.began[self.rows.cpu().numpy() < self.N]
+            self.oldest = began.min()
+            self.even = bool((began == self.oldest).all())
         return True
 
-    def admitted(self, room):
+    def admitted(self, room, rows):
         """-> the next rows, at most `room`, whose prompts have a place; prompts are read into the places that are free."""
         new = range(self.next, min(self.next + room, self.N))
         if any(row // self.k not in self.held for row in new):
-            busy = {row // self.k for row in self.rows.tolist() if row < self.N}
+            busy = set((rows[rows < self.N] // self.k).tolist())
             if self.next % self.k:
                 busy.add(self.next // self.k)
             self.held = {prompt: place for prompt, place in self.held.items() if prompt in busy}
-            taken = set(self.held.values())
-            free = [place for place in range(len(self.ends)) if place not in taken]
+            free = sorted(set(range(len(self.ends))) - set(self.held.values()))
             coming = [p for p in range(self.next // self.k, len(self.prompts)) if p not in self.held]
             self.read(coming[: len(free)], free[: len(coming)])
-        count = next((i for i, row in enumerate(new) if row // self.k not in self.held), len(new))
-        return new[:count]
+        return range(new.start, next((row for row in new if row // self.k not in self.held), new.stop))
 
     def read(self, prompts, places):
         """Prompts into the cache, all at once."""
-        if not prompts:
-            return
-        self.held |= zip(prompts, places, strict=True)
-        texts = [self.prompts[p] for p in prompts]
-        self.ends[places] = prefill(self.model, texts, self.cache, places).to(self.ends.dtype)
+        if prompts:
+            self.held |= zip(prompts, places, strict=True)
+            self.ends[places] = prefill(self.model, [self.prompts[p] for p in prompts], self.cache, places).to(self.ends.dtype)
 
-    def start(self, slots, new):
-        """The first tokens of rows `new`, a range, from the ends of their prompts."""
+    def start(self, slots, new, places):
+        """The first tokens of rows `new`, a range, in these slots, from the ends of the prompts in these places."""
         self.next = new.stop
-        device = self.rows.device
-        self.rows[slots] = torch.arange(new.start, new.stop, device=device)
-        self.place[slots] = torch.tensor([self.held[row // self.k] for row in new], device=device)
+        self.place[slots], self.began[slots] = places, self.now
+        slots, places = (torch.tensor(numbers, device=self.device) for numbers in (slots, places))
+        self.rows[slots] = torch.arange(new.start, new.stop, device=self.device)
+        self.start_at[slots] = self.cache.prompt_lengths[places]
         self.t[slots] = 0
-        self.draw(self.ends[self.place[slots]], slots)
+        self.draw(self.ends[places], slots)
+
+    def leave(self, alive):
+        """Only these slots, an array of rising numbers, are left, and the places that they read."""
+        used, self.place = np.unique(self.place[alive], return_inverse=True)
+        self.began = self.began[alive]
+        self.cache.keep(alive, used, min(self.now - self.began.min() + 1, self.steps))
+        alive = torch.tensor(alive, device=self.device)
+        self.rows, self.t, self.token, self.start_at = (x[alive] for x in (self.rows, self.t, self.token, self.start_at))
+
+    def rehearse(self):
+        """What all that allocates at most: every place is read, every slot begins, a quarter leaves, and a step in which the cache is
+        full, the rows have different lengths and the slots of one place are as many as can be."""
+        n, places = len(self.rows), len(self.ends)
+        self.read(range(places), range(places))
+        self.start(np.arange(n), range(n), np.arange(n) % places)
+        crowd = min(self.k, n)
+        self.cache.begin_rows(np.concatenate([np.zeros(crowd, dtype=np.int64), np.arange(n - crowd) % max(places - 1, 1) + (places > 1)]))
+        self.now, self.oldest, self.even = self.steps - 1, 0, False
+        self.step()
+        self.leave(np.arange(n)[: n - n // 4 - 1])
 
 
 def places_for(slots, k, P):

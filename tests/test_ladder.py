@@ -9,9 +9,9 @@ import grpo
 import train_sft
 from checkpoint import begin
 from evaluate import decoding_of, evaluate_as_run
+from kvcache import KVCache
 from log import read_log
 from memory import MIB, MemoryMeter, tensor_bytes
-from model import KVCache
 from optimizer import optimizer_step
 from prepare import prepare
 from sample import decode_batch, places_for
