@@ -30,11 +30,11 @@ class KVCache:
     def __init__(self, config, places, prompt_width, slots, width, dtype, device):
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         shape = lambda rows, columns: (config.n_layer, 2, rows, config.n_kv_head, columns, config.head_size)  # noqa: E731
-        # Zeros: what no row has written is read with weight 0, and 0 * NaN is NaN.
         self.prompt = torch.zeros(shape(places, prompt_width), dtype=dtype, device=device)
         self.prompt_lengths = torch.ones(places, dtype=torch.long, device=device)
         self.prompt_bias = torch.zeros(places, 1, 1, prompt_width, dtype=dtype, device=device)
-        self.own = torch.zeros(shape(slots, width), dtype=dtype, device=device)
+        self.own = torch.empty(shape(slots, width), dtype=dtype, device=device)
+        self.written = 0  # columns of the slots in use
         self.filling = None  # places that prompts are on their way into
         self.ragged = False  # is a prompt shorter than T_p?
 
@@ -82,6 +82,7 @@ class KVCache:
         to_row = ((place[:, None] * G + heads) * most + rank[:, None]).ravel()
         to_place = np.zeros(P * G * most, dtype=np.int64)
         to_place[to_row] = np.arange(n * G)
+        self.neat = np.array_equal(to_row, np.arange(P * G * most))  # nothing to rearrange, as with one completion a prompt
         self.to_row, self.to_place = (torch.tensor(numbers, device=self.device) for numbers in (to_row, to_place))
         _, _, S, _, T_c, _ = self.own.shape
         first = torch.arange(2 * S * G, device=self.device).view(2, S, G) * T_c  # a slot's column 0, in `own[layer]` as rows of D
@@ -90,6 +91,10 @@ class KVCache:
     def begin_step(self, t, columns, even):
         """t (n,): the column that each slot writes now. columns: the largest of them plus one, or more. even: all are the same."""
         self.columns, self.even = columns, even
+        if not even and columns > self.written:  # what no row has written is read with weight 0, and 0 * NaN is NaN
+            self.own[:, :, : len(t), :, self.written : columns + 15] = 0  # some columns at a time
+            self.written = columns + 15
+        self.written = max(self.written, columns)
         self.targets = (self.first + t[:, None]).view(-1)  # (2 * n * G,)
         if not even:
             later = torch.arange(columns, device=t.device) > t[:, None]  # (n, columns)
@@ -104,14 +109,15 @@ class KVCache:
         self.own[layer].view(-1, D).index_copy_(0, self.targets, torch.stack([k, v]).view(-1, D).to(self.dtype))
         own_k, own_v = self.own[layer, :, :n, :, : self.columns].flatten(1, 2)  # (n * G, columns, D) each
         prompt_k, prompt_v = self.prompt[layer].flatten(1, 2)  # (P * G, T_p, D) each
+        rearranged = (lambda x, index: x) if self.neat else (lambda x, index: x[index])
         q = q.reshape(n * G, R, D) * D**-0.5
         to_own = q @ own_k.mT  # (n * G, R, columns)
         if not self.even:
             to_own += self.own_bias
-        to_prompt = q[self.to_place].view(P * G, -1, D) @ prompt_k.mT  # (P * G, most * R, T_p)
+        to_prompt = rearranged(q, self.to_place).view(P * G, -1, D) @ prompt_k.mT  # (P * G, most * R, T_p)
         if self.ragged:
             to_prompt.view(P, -1, T_p).add_(self.prompt_bias[:, 0])
-        weights = torch.softmax(torch.cat([to_prompt.view(-1, R, T_p)[self.to_row], to_own], -1), -1)
-        from_prompt = weights[..., :T_p][self.to_place].view(P * G, -1, T_p) @ prompt_v  # (P * G, most * R, D)
-        y = torch.baddbmm(from_prompt.view(-1, R, D)[self.to_row], weights[..., T_p:], own_v)
+        weights = torch.softmax(torch.cat([rearranged(to_prompt.view(-1, R, T_p), self.to_row), to_own], -1), -1)
+        from_prompt = rearranged(weights[..., :T_p], self.to_place).reshape(P * G, -1, T_p) @ prompt_v  # (P * G, most * R, D)
+        y = torch.baddbmm(rearranged(from_prompt.view(-1, R, D), self.to_row), weights[..., T_p:], own_v)
         return y.view(n, H, 1, D)

@@ -293,7 +293,8 @@ class GPT(nn.Module):
             x = x + self.position(positions)
         else:
             if self.rotary is None or self.rotary[0].device != tokens.device:
-                self.rotary = rotary_table(self.config, tokens.device)
+                with torch.inference_mode(False):  # training will read what sampling may make here
+                    self.rotary = rotary_table(self.config, tokens.device)
             rotary = [table[positions][:, None] for table in self.rotary]  # (B, 1, T, D) each
         for block in self.blocks:
             x = self.run_block(block, x, rotary, cache, mask)

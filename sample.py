@@ -32,6 +32,10 @@ from memory import MIB, kind_of, tensor_bytes
 from model import autocast
 
 
+# Prompt tokens that go through the model at a time. On a CPU their activations should stay in the caches.
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
+
+
 @dataclass
 class Rollouts:
     """N completions, prompt and completion side by side. k = 2 completions of (a b), stop token `.`, 3 tokens at most:
@@ -113,22 +117,20 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
     for start in range(0, N, rows):
         part = slice(start, start + rows)
         logits = model.logits(hidden[part]).float()
-        if temperature:
+        if temperature not in (0, 1):
             logits /= temperature
-        probs = torch.softmax(logits, -1)
+        logp = torch.log_softmax(logits, -1)
+        del logits
         if temperature:
-            cdf = probs.cumsum(-1)
+            cdf = logp.exp().cumsum_(-1)
             # right=True: the first entry above u * total, which is never a token of probability 0
             chosen = torch.searchsorted(cdf, u[part, None] * cdf[:, -1:], right=True)
             chosen.clamp_(max=model.config.n_vocab - 1)  # a parallel sum need not rise in every place
-            del cdf  # and below, before the next chunk's are made: three buffers are alive at a time, not four
+            del cdf  # and below, before the next chunk's are made
         else:
-            chosen = logits.argmax(-1, keepdim=True)
-        tokens[part] = chosen[:, 0]
-        # log p = (logit - max) - log(p's denominator), and the denominator is 1 / p(max)
-        top = logits.amax(-1)
-        logprobs[part] = logits.gather(-1, chosen)[:, 0] - top + probs.amax(-1).log()
-        del logits, probs
+            chosen = logp.argmax(-1, keepdim=True)
+        tokens[part], logprobs[part] = chosen[:, 0], logp.gather(-1, chosen)[:, 0]
+        del logp
     return tokens, logprobs
 
 
@@ -162,13 +164,14 @@ def sample_groups(
             f"a prompt of {max(lengths)} tokens + max_new_tokens={max_new_tokens} is longer than block_size={model.config.block_size}"
         )
     slots = decode_batch(model, max(lengths), len(prompts), group_size, max_new_tokens, max_batch, kv_cache_mb)
-    flight = Flight(model, prompts, group_size, max_new_tokens, slots, temperature, stop_token, chunk_mb)
-    numbers = np.arange(first_row, first_row + flight.N)
-    flight.u[: flight.N] = torch.from_numpy(uniforms(seed, numbers, np.arange(max_new_tokens)))
-    while flight.fill():
-        flight.step()
-    tokens, logprobs = flight.tokens[: flight.N], flight.logprobs[: flight.N]
-    del flight
+    with torch.inference_mode():  # of which nothing is left in what `assemble` makes
+        flight = Flight(model, prompts, group_size, max_new_tokens, slots, temperature, stop_token, chunk_mb)
+        numbers = np.arange(first_row, first_row + flight.N)
+        flight.u[: flight.N] = torch.from_numpy(uniforms(seed, numbers, np.arange(max_new_tokens)))
+        while flight.fill():
+            flight.step()
+        tokens, logprobs = flight.tokens[: flight.N], flight.logprobs[: flight.N]
+        del flight
     return assemble(prompts, group_size, tokens, logprobs, stop_token)
 
 
@@ -228,12 +231,13 @@ class Flight:
             changed = True
         if len(free) == len(rows):
             return False
+        alive = np.flatnonzero(rows < self.N)
         if self.next == self.N and len(free) > len(rows) // 4:
-            self.leave(np.flatnonzero(rows < self.N))
-            changed = True
+            self.leave(alive)
+            alive, changed = slice(None), True
         if changed:
             self.cache.begin_rows(self.place)
-            began = self.began[self.rows.cpu().numpy() < self.N]
+            began = self.began[alive]
             self.oldest = began.min()
             self.even = bool((began == self.oldest).all())
         return True
@@ -252,10 +256,12 @@ class Flight:
         return range(new.start, next((row for row in new if row // self.k not in self.held), new.stop))
 
     def read(self, prompts, places):
-        """Prompts into the cache, all at once."""
-        if prompts:
-            self.held |= zip(prompts, places, strict=True)
-            self.ends[places] = prefill(self.model, [self.prompts[p] for p in prompts], self.cache, places).to(self.ends.dtype)
+        """Prompts into the cache, some at a time."""
+        self.held |= zip(prompts, places, strict=True)
+        some = max(1, PREFILL_TOKENS[kind_of(self.ends)] // self.cache.prompt.shape[4])
+        for i in range(0, len(prompts), some):
+            texts = [self.prompts[p] for p in prompts[i : i + some]]
+            self.ends[places[i : i + some]] = prefill(self.model, texts, self.cache, places[i : i + some]).to(self.ends.dtype)
 
     def start(self, slots, new, places):
         """The first tokens of rows `new`, a range, in these slots, from the ends of the prompts in these places."""
@@ -285,7 +291,7 @@ class Flight:
         self.cache.begin_rows(np.concatenate([np.zeros(crowd, dtype=np.int64), np.arange(n - crowd) % max(places - 1, 1) + (places > 1)]))
         self.now, self.oldest, self.even = self.steps - 1, 0, False
         self.step()
-        self.leave(np.arange(n)[: n - n // 4 - 1])
+        self.leave(np.arange(max(n - n // 4 - 1, 1)))
 
 
 def places_for(slots, k, P):

@@ -227,7 +227,7 @@ def measure(name, case, rounds, per_second):
         if DEVICE == "cuda":
             contenders["hf static"] = lambda seed: theirs(peer, prompts, k, longest, stop, seed, cache_implementation="static")
     speeds, floors = {who: [] for who in contenders}, []
-    with torch.inference_mode(), autocast("float32", model):
+    with autocast("float32", model):
         for seed in range(-1, rounds):  # the first round is not counted
             for who, call in contenders.items():
                 (count, lengths), seconds = clocked(lambda call=call, seed=seed: call(seed + 1))
