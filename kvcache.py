@@ -3,13 +3,158 @@
 A prompt is kept once, however many completions go on from it, and read for all of them together. Slots come and go: a row
 that is over makes room for another, so rows of one step have different lengths and a group's need not be neighbours.
 
+On CUDA four Triton kernels a layer: positions and cache, prompts, own tokens, the two together. A row's own length is read on the
+device, so that a CUDA graph of a step serves all of them. Elsewhere plain torch, which is the kernels' oracle.
+
 Left out: pages (a slot is as long as the longest completion may be), sliding windows, quantised caches.
+Test: pytest tests/test_kvcache.py, and tests/test_kernels.py for the kernels.
 """
 
 import math
 
 import numpy as np
 import torch
+
+from logprobs import nothing_to_do, triton, uses_triton
+from model import rotate
+
+if triton is not None:
+    import triton.language as tl
+
+    from logprobs import LOG2E, LOW
+
+    @triton.jit
+    def turned(x, cos, sin, slot, row, d, D, ROTARY: tl.constexpr):
+        """`rotate` of one head: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]."""
+        value = tl.load(x + d, mask=d < D, other=0.0)
+        if ROTARY:
+            half = D // 2
+            other = tl.load(x + tl.where(d < half, d + half, d - half), mask=d < D, other=0.0).to(tl.float32)
+            c = tl.load(cos + slot * D + d, mask=d < D, other=0.0)
+            s = tl.load(sin + slot * D + d, mask=d < D, other=0.0)
+            value = (value.to(tl.float32) * c + tl.where(d < half, -other, other) * s).to(value.dtype)
+        return value
+
+    @triton.jit
+    def place_kernel(
+        q, k, v, cos, sin, turned_q, own_k, own_v, t, q_row, q_head, k_row, k_head, v_row, v_head, T_c, H, G, D,
+        DP: tl.constexpr, ROTARY: tl.constexpr,
+    ):  # fmt: skip
+        """A program a slot and head: queries are turned, keys turned and put into the cache, values put there."""
+        slot = tl.program_id(0).to(tl.int64)
+        head = tl.program_id(1)
+        d = tl.arange(0, DP)
+        if head < H:
+            x = turned(q + slot * q_row + head * q_head, cos, sin, slot, slot, d, D, ROTARY)
+            tl.store(turned_q + (slot * H + head) * D + d, x, mask=d < D)
+        else:
+            g = (head - H) % G
+            here = ((slot * G + g) * T_c + tl.load(t + slot)) * D + d
+            if head < H + G:
+                x = turned(k + slot * k_row + g * k_head, cos, sin, slot, slot, d, D, ROTARY)
+                tl.store(own_k + here, x.to(own_k.dtype.element_ty), mask=d < D)
+            else:
+                x = tl.load(v + slot * v_row + g * v_head + d, mask=d < D, other=0.0)
+                tl.store(own_v + here, x.to(own_v.dtype.element_ty), mask=d < D)
+
+    @triton.jit
+    def attend_block(q, keys, values, columns, seen, scale, top, total, acc, d, D):
+        """The online softmax (Milakov and Gimelshein 2018) goes on by a block of columns; seen (M, N): who looks at which.
+
+        q (M, DP); keys and values point at column 0 of (columns, D); top, total (M,); acc (M, DP). Exponents are base 2."""
+        at = columns[:, None] * D + d[None, :]
+        there = (tl.max(seen.to(tl.int32), 0) > 0)[:, None] & (d[None, :] < D)
+        k = tl.load(keys + at, mask=there, other=0.0)
+        z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        z = tl.where(seen, z, LOW)
+        higher = tl.maximum(top, tl.max(z, 1))
+        p = tl.where(seen, tl.exp2(z - higher[:, None]), 0.0)
+        shrunk = tl.exp2(top - higher)
+        v = tl.load(values + at, mask=there, other=0.0)
+        acc = acc * shrunk[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        return higher, total * shrunk + tl.sum(p, 1), acc
+
+    @triton.jit
+    def leave_part(parts, tops, totals, top, total, acc, row, mask, d, D):
+        """What a program has of its queries, for `join_kernel`; row (M,): their numbers."""
+        tl.store(tops + row, top, mask=mask)
+        tl.store(totals + row, total, mask=mask)
+        tl.store(parts + row[:, None] * D + d[None, :], acc, mask=mask[:, None] & (d[None, :] < D))
+
+    @triton.jit
+    def prompt_kernel(
+        q, prompt_k, prompt_v, order, places, lengths, parts, tops, totals, scale, n, T_p, H, G, D, chunk,
+        R: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr,
+    ):  # fmt: skip
+        """A program a tile of TILE slots in the order of their places, a key head, and a stretch of `chunk` columns.
+
+        A tile's slots mostly read one prompt, and read it together; if they read several, each in its turn."""
+        first, g, split = tl.program_id(0) * TILE, tl.program_id(1), tl.program_id(2)
+        m, d = tl.arange(0, M), tl.arange(0, DP)
+        at = first + m // R
+        mask = (m < TILE * R) & (at < n)
+        slot = tl.load(order + at, mask=mask, other=0).to(tl.int64)
+        place = tl.load(places + at, mask=mask, other=-1)
+        row = slot * H + g * R + m % R
+        x = tl.load(q + row[:, None] * D + d[None, :], mask=mask[:, None] & (d[None, :] < D), other=0.0)
+        top, total, acc = tl.full((M,), LOW, tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, DP), tl.float32)
+        last = tl.load(places + tl.minimum(first + TILE, n) - 1)
+        for p in range(tl.load(places + first), last + 1):
+            base = ((tl.zeros((), tl.int64) + p) * G + g) * T_p * D
+            end = tl.minimum((split + 1) * chunk, tl.load(lengths + p))
+            for start in range(split * chunk, end, N):
+                columns = start + tl.arange(0, N)
+                seen = (columns < end)[None, :] & (place == p)[:, None]
+                top, total, acc = attend_block(x, prompt_k + base, prompt_v + base, columns, seen, scale, top, total, acc, d, D)
+        leave_part(parts, tops, totals, top, total, acc, split.to(tl.int64) * n * H + row, mask, d, D)
+
+    @triton.jit
+    def own_kernel(
+        q, own_k, own_v, t, parts, tops, totals, scale, n, T_c, H, G, D, chunk, splits_before,
+        R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr,
+    ):  # fmt: skip
+        """A program a slot, a key head, and a stretch of `chunk` columns."""
+        slot, g, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+        m, d = tl.arange(0, M), tl.arange(0, DP)
+        mask = m < R
+        row = slot * H + g * R + m
+        x = tl.load(q + row[:, None] * D + d[None, :], mask=mask[:, None] & (d[None, :] < D), other=0.0)
+        top, total, acc = tl.full((M,), LOW, tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, DP), tl.float32)
+        base = (slot * G + g) * T_c * D
+        end = tl.minimum((split + 1) * chunk, tl.load(t + slot).to(tl.int32) + 1)
+        for start in range(split * chunk, end, N):
+            columns = start + tl.arange(0, N)
+            seen = (columns < end)[None, :] & mask[:, None]
+            top, total, acc = attend_block(x, own_k + base, own_v + base, columns, seen, scale, top, total, acc, d, D)
+        leave_part(parts, tops, totals, top, total, acc, (splits_before + split).to(tl.int64) * n * H + row, mask, d, D)
+
+    @triton.jit
+    def join_kernel(parts, tops, totals, y, rows, D, SPLITS: tl.constexpr, DP: tl.constexpr):
+        """A program a query: its parts, each with its own maximum, as one softmax."""
+        row = tl.program_id(0).to(tl.int64)
+        d = tl.arange(0, DP)
+        best = tl.load(tops + row)
+        for split in range(1, SPLITS):
+            best = tl.maximum(best, tl.load(tops + split * rows + row))
+        total = 0.0
+        acc = tl.zeros((DP,), tl.float32)
+        for split in range(SPLITS):
+            share = tl.exp2(tl.load(tops + split * rows + row) - best)
+            total += tl.load(totals + split * rows + row) * share
+            acc += tl.load(parts + (split * rows + row) * D + d, mask=d < D, other=0.0) * share
+        tl.store(y + row * D + d, (acc / total).to(y.dtype.element_ty), mask=d < D)
+
+
+PROGRAMS = 264  # two for each of an H200's 132 multiprocessors: with fewer, columns are split among more of them
+BLOCK = 64  # columns at a time
+
+
+def split_columns(width, programs):
+    """-> (stretches, columns a stretch) of `width` columns, where there are `programs` programs without splitting."""
+    blocks = max(1, -(-width // BLOCK))
+    splits = min(blocks, max(1, PROGRAMS // programs))
+    each = -(-blocks // splits)
+    return -(-blocks // each), each * BLOCK
 
 
 class KVCache:
@@ -27,14 +172,16 @@ class KVCache:
     step: `begin_step`, then a forward, whose layers call `attend`, which writes column t[s] of each slot.
     """
 
-    def __init__(self, config, places, prompt_width, slots, width, dtype, device):
-        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+    def __init__(self, config, places, prompt_width, slots, width, dtype, device, group_size=1):
+        """group_size: slots that read the same prompt, about."""
+        self.config, self.dtype, self.device, self.group_size = config, dtype, torch.device(device), group_size
         shape = lambda rows, columns: (config.n_layer, 2, rows, config.n_kv_head, columns, config.head_size)  # noqa: E731
         self.prompt = torch.zeros(shape(places, prompt_width), dtype=dtype, device=device)
         self.prompt_lengths = torch.ones(places, dtype=torch.long, device=device)
         self.prompt_bias = torch.zeros(places, 1, 1, prompt_width, dtype=dtype, device=device)
         self.own = torch.empty(shape(slots, width), dtype=dtype, device=device)
         self.written = 0  # columns of the slots in use
+        self.sorted = None
         self.filling = None  # places that prompts are on their way into
         self.ragged = False  # is a prompt shorter than T_p?
 
@@ -71,9 +218,19 @@ class KVCache:
 
             to_place 0 2 1 3   the slot of each entry; spare entries name slot 0 and are read by nobody
             to_row   0 2 1 3   the entry of each slot
+
+        The kernels take `sorted`, slots by place and their places, instead: 0 2 1 3 and 0 0 1 1.
         """
         G, P, n = self.config.n_kv_head, self.prompt.shape[2], len(place)
         self.filling = None
+        if uses_triton(self.own):
+            order = np.argsort(place, kind="stable")
+            by_place = torch.tensor(np.stack([order, place[order]]), dtype=torch.int32, device=self.device)
+            if self.sorted is None or len(place) != self.sorted.shape[1]:
+                self.sorted = by_place
+            else:
+                self.sorted.copy_(by_place)  # a graph reads it where it is
+            return
         counts = np.bincount(place, minlength=P)
         most, order = counts.max(), np.argsort(place, kind="stable")
         rank = np.empty(n, dtype=np.int64)  # of a slot among those of its place
@@ -90,7 +247,9 @@ class KVCache:
 
     def begin_step(self, t, columns, even):
         """t (n,): the column that each slot writes now. columns: the largest of them plus one, or more. even: all are the same."""
-        self.columns, self.even = columns, even
+        self.t, self.columns, self.even = t, columns, even
+        if uses_triton(self.own):
+            return
         if not even and columns > self.written:  # what no row has written is read with weight 0, and 0 * NaN is NaN
             self.own[:, :, : len(t), :, self.written : columns + 15] = 0  # some columns at a time
             self.written = columns + 15
@@ -101,8 +260,12 @@ class KVCache:
             bias = torch.zeros_like(later, dtype=self.dtype).masked_fill_(later, -math.inf)
             self.own_bias = bias.repeat_interleave(self.config.n_kv_head, 0)[:, None]  # (n * G, 1, columns)
 
-    def attend(self, layer, q, k, v):
-        """q (n, H, 1, D), k and v (n, G, 1, D) -> (n, H, 1, D): softmax over [prompt, own] in one go."""
+    def attend(self, layer, q, k, v, rotary=None):
+        """q (n, H, 1, D), k and v (n, G, 1, D) -> (n, H, 1, D): softmax over [prompt, own] in one go. rotary: cos, sin (n, 1, 1, D)."""
+        if uses_triton(self.own):
+            return self.attend_triton(layer, q, k, v, rotary)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
         n, H, _, D = q.shape
         P, G, T_p = self.prompt.shape[2:5]
         R = H // G  # query heads that share a key head
@@ -121,3 +284,36 @@ class KVCache:
         from_prompt = rearranged(weights[..., :T_p], self.to_place).reshape(P * G, -1, T_p) @ prompt_v  # (P * G, most * R, D)
         y = torch.baddbmm(rearranged(from_prompt.view(-1, R, D), self.to_row), weights[..., T_p:], own_v)
         return y.view(n, H, 1, D)
+
+    def attend_triton(self, layer, q, k, v, rotary):
+        (n, H, _, D), G = q.shape, self.config.n_kv_head
+        T_p, T_c, R = self.prompt.shape[4], self.own.shape[4], H // G
+        M = max(16, triton.next_power_of_2(R), min(64, triton.next_power_of_2(R * self.group_size)))  # queries a tile
+        tile = min(self.group_size, M // R)  # slots
+        tiles = -(-n // tile)
+        (before, chunk), (splits, own_chunk) = split_columns(T_p, tiles * G), split_columns(T_c, n * G)
+        new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)  # noqa: E731
+        parts, tops, totals = new(before + splits, n, H, D), new(before + splits, n, H), new(before + splits, n, H)
+        turned_q, y = (torch.empty(n, H, 1, D, dtype=self.dtype, device=q.device) for _ in range(2))
+        if nothing_to_do(q):
+            return y
+        (own_k, own_v), (prompt_k, prompt_v) = self.own[layer], self.prompt[layer]
+        cos, sin = (q, q) if rotary is None else rotary
+        DP, scale = triton.next_power_of_2(max(16, D)), D**-0.5 * LOG2E.value
+        strides = [x.stride(i) for x in (q, k, v) for i in (0, 1)]
+        with torch.cuda.device_of(q):
+            place_kernel[(n, H + 2 * G)](
+                q, k, v, cos, sin, turned_q, own_k, own_v, self.t, *strides, T_c, H, G, D, DP=DP, ROTARY=rotary is not None, num_warps=1
+            )
+            sizes = T_p, H, G, D, chunk
+            prompt_kernel[(tiles, G, before)](
+                turned_q, prompt_k, prompt_v, *self.sorted, self.prompt_lengths, parts, tops, totals, scale, n, *sizes,
+                R=R, TILE=tile, M=M, N=BLOCK, DP=DP,
+            )  # fmt: skip
+            sizes = T_c, H, G, D, own_chunk, before
+            M = max(16, triton.next_power_of_2(R))
+            own_kernel[(n, G, splits)](
+                turned_q, own_k, own_v, self.t, parts, tops, totals, scale, n, *sizes, R=R, M=M, N=BLOCK, DP=DP
+            )  # fmt: skip
+            join_kernel[(n * H,)](parts, tops, totals, y, n * H, D, SPLITS=before + splits, DP=DP, num_warps=1)
+        return y

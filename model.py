@@ -147,11 +147,11 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(B, T, -1, self.config.head_size).transpose(1, 2).split(self.sizes, 1)  # (B, heads, T, D)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is not None and cache.filling is None:
-            y = cache.attend(self.layer, q, k, v)
+            y = cache.attend(self.layer, q, k, v, rotary)
         else:
+            if rotary is not None:
+                q, k = rotate(q, *rotary), rotate(k, *rotary)
             if cache is not None:
                 cache.fill(self.layer, k, v)
             # Right padding needs no mask: a causal row never looks at what comes after it.

@@ -32,7 +32,7 @@ HOME = str(Path(__file__).parent)
 SITES = (  # where a tensor was made (module, beginning of the function's name) -> what it is counted as
     ("kvcache", "KVCache", "KV cache"),
     ("logprobs", "", "logits"),
-    ("sample", "sample_tokens", "logits"),
+    ("draw", "sample_tokens", "logits"),
     ("sample", "rehearse_groups", "rollouts"),
     ("batch", "", "micro-batch"),
     ("optimizer", "make_optimizer", "moments"),

@@ -1,13 +1,13 @@
 """Completions out of the model: grouped, cached, batched. Token ids in, token ids out.
 
-A prompt goes through the model once; its k completions share its keys and values; all groups are decoded in one batch.
-Token t of row i comes from a uniform number that depends on (seed, i, t) alone, by inverse CDF: a row does not depend
-on its neighbours, on the decode batch or on the number of processes. `generate_naive` is the oracle.
+A prompt goes through the model once; its k completions share its keys and values; all groups are decoded in one batch. A row
+that is over leaves at once, and one that waits takes its slot: a step costs what the rows that go on cost. On CUDA a step is
+a replayed graph, and the host looks now and then at who is done. Token t of row i comes from a uniform number that depends on
+(seed, i, t) alone (draw.py): a row does not depend on its neighbours. `generate_naive` is the oracle.
 
     python sample.py out/grpo_small --prompt="6025+3528=" --num_samples=4
 
-Left out: beams, top-k and top-p (training would not apply them), stop strings; a row that has stopped keeps its place
-in the batch until all have.
+Left out: beams, penalties; speculative decoding.
 """
 
 import math
@@ -25,15 +25,19 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
+from draw import sample_tokens, uniforms
 from kvcache import KVCache
-from logprobs import logits_budget
 from memory import MIB, kind_of, tensor_bytes
 from model import autocast
 
-
-# Prompt tokens that go through the model at a time. On a CPU their activations should stay in the caches.
-PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
+PREFILL_TOKENS = {
+    "cpu": 1024,
+    "cuda": 16384,
+}  # of prompts, that go through the model at a time. On a CPU activations should stay in the caches
+LOOK_EVERY = {"cpu": 1, "cuda": 4}  # steps. On CUDA a look waits for the device
+LEAVE_AT = {"cpu": 1 / 4, "cuda": 1 / 2}  # the share of slots that have nobody at which they are taken away. On CUDA that takes a new graph
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Rollouts:
     sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 after the end
     mask: torch.Tensor  # (N, T_c), 1 on every sampled token, the stop token included
     stopped: torch.Tensor  # (N,) boolean: ended with the stop token
+    stopped_by_text: torch.Tensor | None = None  # (N,) boolean: ended with a stop string, whose last token is the last one
     advantages: torch.Tensor | None = None  # (N,)
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
     ref_logprobs: torch.Tensor | None = None  # (N, T_c)
@@ -61,9 +66,10 @@ class Rollouts:
 
     def completions(self):
         """-> N lists of ids, without the stop token."""
-        ends = zip(self.prompt_lengths.tolist(), self.completion_lengths.tolist(), self.stopped.tolist(), strict=True)
+        by_token = self.stopped if self.stopped_by_text is None else self.stopped & ~self.stopped_by_text
+        ends = zip(self.prompt_lengths.tolist(), self.completion_lengths.tolist(), by_token.tolist(), strict=True)
         rows = self.tokens.tolist()
-        return [row[start : start + length - stopped] for row, (start, length, stopped) in zip(rows, ends, strict=True)]
+        return [row[start : start + length - one] for row, (start, length, one) in zip(rows, ends, strict=True)]
 
     def select(self, rows):
         """-> the Rollouts of some rows, a tensor or list of their numbers, in that order."""
@@ -82,58 +88,6 @@ class Rollouts:
         return cls(**{name: torch.cat([pad(name, v) for v in columns[name]]) if name in widest else None for name in columns})
 
 
-def uniforms(seed, rows, steps):
-    """rows (N,), steps (T,) arrays of integers -> (N, T) float32 in [0, 1): a hash of (seed, row, step), the same everywhere.
-
-    splitmix64's finaliser (Steele, Lea & Flood 2014) over a counter. 23 bits, so that u * total < total in float32.
-    """
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
-
-        def mix(x):
-            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            return x ^ (x >> np.uint64(31))
-
-        golden = np.uint64(0x9E3779B97F4A7C15)
-        key = mix(np.array(seed % 2**64, dtype=np.uint64) + golden)
-        row = mix(key ^ mix((np.asarray(rows).astype(np.uint64) + np.uint64(1)) * golden))[:, None]
-        bits = mix(row + (np.asarray(steps).astype(np.uint64) + np.uint64(1)) * golden)
-    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2**-23)
-
-
-def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
-    """hidden (N, C), u (N,) in [0, 1) -> tokens (N,), log-probs (N,) float32.
-
-    The token whose stretch of the cumulative distribution u falls into; temperature 0: the likeliest, with its log-prob
-    at temperature 1. Rows go through the head a few at a time: the logits and what is made of them take chunk_mb
-    MiB at most (0: logprobs.logits_budget).
-    """
-    N, V = len(hidden), model.config.vocab_size
-    rows = max(
-        1, int(logits_budget(chunk_mb, kind_of(hidden)) * MIB) // (3 * 4 * V)
-    )  # logits, probabilities, cumulative: three float32 at a time
-    tokens = torch.empty(N, dtype=torch.long, device=hidden.device)
-    logprobs = torch.empty(N, dtype=torch.float32, device=hidden.device)
-    for start in range(0, N, rows):
-        part = slice(start, start + rows)
-        logits = model.logits(hidden[part]).float()
-        if temperature not in (0, 1):
-            logits /= temperature
-        logp = torch.log_softmax(logits, -1)
-        del logits
-        if temperature:
-            cdf = logp.exp().cumsum_(-1)
-            # right=True: the first entry above u * total, which is never a token of probability 0
-            chosen = torch.searchsorted(cdf, u[part, None] * cdf[:, -1:], right=True)
-            chosen.clamp_(max=model.config.n_vocab - 1)  # a parallel sum need not rise in every place
-            del cdf  # and below, before the next chunk's are made
-        else:
-            chosen = logp.argmax(-1, keepdim=True)
-        tokens[part], logprobs[part] = chosen[:, 0], logp.gather(-1, chosen)[:, 0]
-        del logp
-    return tokens, logprobs
-
-
 @torch.no_grad()
 def sample_groups(
     model,
@@ -148,13 +102,22 @@ def sample_groups(
     chunk_mb=0,
     kv_cache_mb=0,
     first_row=0,
+    truncation=None,
+    is_over=None,
+    enforce_eager=False,
+    progress=False,
 ):
     """`group_size` completions of each prompt -> Rollouts of N = len(prompts) * group_size, groups adjacent, in order.
 
-    prompts: non-empty lists of ids. A completion ends with stop_token or at max_new_tokens. max_batch: completions decoded at a
-    time (default all), kv_cache_mb: the MiB that their cache may take (default any); where one ends, the next begins in its
-    place. first_row: the number of the first row, where these are more of what was begun. Raises ValueError where a prompt is
-    empty or does not leave max_new_tokens of block_size.
+    prompts: non-empty lists of ids. A completion ends with stop_token, or where is_over(its ids) is first true (tokenizer.stopper
+    makes such a function of a string), or at max_new_tokens. temperature: 0 takes the likeliest token. truncation: a
+    draw.Truncation.
+
+    max_batch: completions decoded at a time (default all), kv_cache_mb: the MiB that their cache may take (default any); where
+    one ends, the next begins in its place. first_row: the number of the first row, where these are more of what was begun.
+    enforce_eager: no CUDA graphs. progress: a bar in a terminal, if it takes more than some seconds.
+
+    Raises ValueError where a prompt is empty or does not leave max_new_tokens of block_size.
     """
     lengths = [len(p) for p in prompts]
     if not prompts or min(lengths) == 0:
@@ -164,15 +127,39 @@ def sample_groups(
             f"a prompt of {max(lengths)} tokens + max_new_tokens={max_new_tokens} is longer than block_size={model.config.block_size}"
         )
     slots = decode_batch(model, max(lengths), len(prompts), group_size, max_new_tokens, max_batch, kv_cache_mb)
-    with torch.inference_mode():  # of which nothing is left in what `assemble` makes
-        flight = Flight(model, prompts, group_size, max_new_tokens, slots, temperature, stop_token, chunk_mb)
+    with torch.inference_mode(), Bar(len(prompts) * group_size, progress) as bar:  # no tensor of inference mode is in what `assemble` makes
+        flight = Flight(model, prompts, group_size, max_new_tokens, slots, temperature, stop_token, chunk_mb, truncation)
+        flight.is_over, flight.graphs = is_over, kind_of(flight.rows) == "cuda" and not enforce_eager
         numbers = np.arange(first_row, first_row + flight.N)
         flight.u[: flight.N] = torch.from_numpy(uniforms(seed, numbers, np.arange(max_new_tokens)))
         while flight.fill():
-            flight.step()
-        tokens, logprobs = flight.tokens[: flight.N], flight.logprobs[: flight.N]
+            for _ in range(LOOK_EVERY[kind_of(flight.rows)]):
+                flight.step()
+            bar.show(flight)
+        tokens, logprobs, cut = flight.tokens[: flight.N], flight.logprobs[: flight.N], flight.cut
         del flight
-    return assemble(prompts, group_size, tokens, logprobs, stop_token)
+    return assemble(prompts, group_size, tokens, logprobs, stop_token, cut if is_over else None)
+
+
+class Bar:
+    """Completions that are over, and tokens a second, in a terminal."""
+
+    def __init__(self, total, wanted):
+        self.bar = tqdm(total=total, desc="sampling", unit="row", delay=3, leave=False, disable=None if wanted else True)
+        self.tokens = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.bar.close()
+
+    def show(self, flight):
+        if not self.bar.disable:
+            going = len(flight.rows) - flight.free
+            self.tokens += going * LOOK_EVERY[kind_of(flight.rows)]
+            self.bar.set_postfix_str(f"{self.tokens / max(self.bar.format_dict['elapsed'], 1e-9):,.0f} tok/s", refresh=False)
+            self.bar.update(flight.next - going - self.bar.n)
 
 
 class Flight:
@@ -183,28 +170,32 @@ class Flight:
     at `rows` now and then, and gives free slots to rows that wait. Where none waits, it takes free slots away.
     """
 
-    def __init__(self, model, prompts, k, max_new_tokens, slots, temperature, stop_token, chunk_mb):
+    def __init__(self, model, prompts, k, max_new_tokens, slots, temperature, stop_token, chunk_mb, truncation=None):
         self.model, self.prompts, self.k, self.steps = model, prompts, k, max_new_tokens
-        self.temperature, self.stop_token, self.chunk_mb = temperature, stop_token, chunk_mb
+        self.stop_token, self.how = stop_token, (temperature, chunk_mb, truncation)
         self.N, self.device = len(prompts) * k, model.device
         self.tokens = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.float32, device=self.device)
         self.u = torch.zeros(self.N + 1, max_new_tokens, device=self.device)
         places = places_for(slots, k, len(prompts))
         width = max(len(p) for p in prompts)
-        self.cache = KVCache(model.config, places, width, slots, max_new_tokens, model.compute_dtype, self.device)
+        self.cache = KVCache(model.config, places, width, slots, max_new_tokens, model.compute_dtype, self.device, k)
         self.ends = torch.zeros(places, model.config.n_embd, dtype=model.compute_dtype, device=self.device)  # the prompts' last hidden
         self.rows = torch.full((slots,), self.N, device=self.device)
         self.t, self.token, self.start_at = (torch.zeros(slots, dtype=torch.long, device=self.device) for _ in range(3))
-        # What only the host knows: of slots, their place in the cache and the step at which their row began
-        self.place, self.began = np.zeros(slots, dtype=np.int64), np.zeros(slots, dtype=np.int64)
+        # What only the host knows: of slots, their place in the cache, the step at which their row began and, for stop strings,
+        # that row and how many of its tokens were read.
+        self.place, self.began, self.reading, self.have_read = (np.zeros(slots, dtype=np.int64) for _ in range(4))
+        self.reading[:] = self.N
         self.held = {}  # prompt: its place
+        self.cut = {}  # row: its length, where a stop string ended it
         self.next = self.now = 0  # the first row that waits; steps so far
+        self.is_over, self.graphs, self.graph = None, False, None
 
     def draw(self, hidden, slots):
         """hidden (n, C) of these slots -> their next tokens, written down; who is done leaves."""
         rows, t = self.rows[slots], self.t[slots]
-        token, logprob = sample_tokens(self.model, hidden, self.u[rows, t], self.temperature, self.chunk_mb)
+        token, logprob = sample_tokens(self.model, hidden, self.u[rows, t], *self.how)
         self.tokens[rows, t], self.logprobs[rows, t] = token, logprob
         over = t == self.steps - 1
         if self.stop_token is not None:
@@ -212,35 +203,69 @@ class Flight:
         self.token[slots], self.rows[slots] = token, rows.masked_fill(over, self.N)
 
     def step(self):
-        """One token more in every slot."""
+        """One token more in every slot. With graphs the first step with so many slots is taken as it is, which warms up what is
+        compiled or chosen at the first call, and then recorded, which takes no step; those that follow replay it."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.advance()
+            if self.graphs:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    self.advance()
+        self.now += 1
+
+    def advance(self):
         columns = min(self.now - self.oldest + 1, self.steps)
         self.cache.begin_step(self.t, columns, self.even)
         hidden = self.model(self.token[:, None], (self.start_at + self.t)[:, None], self.cache)[:, 0]
         self.t.add_(1).clamp_(max=self.steps - 1)  # of slots that nobody has, too
-        self.now += 1
         self.draw(hidden, slice(None))
 
     def fill(self):
         """Rows that wait get the slots of those that are over; where none waits, slots that are over are taken away -> is one left?"""
         changed = False
-        while len(free := np.flatnonzero((rows := self.rows.cpu().numpy()) == self.N)):
+        while len(free := np.flatnonzero((rows := self.look()) == self.N)):
             new = self.admitted(len(free), rows)
             if not new:
                 break
             self.start(free[: len(new)], new, [self.held[row // self.k] for row in new])
             changed = True
+        self.free = len(free)
         if len(free) == len(rows):
             return False
         alive = np.flatnonzero(rows < self.N)
-        if self.next == self.N and len(free) > len(rows) // 4:
+        if self.next == self.N and len(free) > len(rows) * LEAVE_AT[kind_of(self.rows)]:
             self.leave(alive)
-            alive, changed = slice(None), True
+            alive, self.free, changed = slice(None), 0, True
         if changed:
             self.cache.begin_rows(self.place)
             began = self.began[alive]
             self.oldest = began.min()
             self.even = bool((began == self.oldest).all())
         return True
+
+    def look(self):
+        """-> the slots' rows, on the host; what has come to a stop string has left."""
+        if self.is_over:
+            self.read_texts()
+        return self.rows.cpu().numpy()
+
+    def read_texts(self):
+        """The new tokens of every slot, one after the other, also of those whose row has left since the last look."""
+        table, over = self.tokens.cpu().numpy(), []
+        for slot in np.flatnonzero(self.reading < self.N):
+            row, read = self.reading[slot], self.have_read[slot]
+            ids = table[row, : min(self.now - self.began[slot] + 1, self.steps)].tolist()
+            if self.stop_token in ids:
+                ids = ids[: ids.index(self.stop_token)]
+            end = next((n for n in range(read + 1, len(ids) + 1) if self.is_over(ids[:n])), None)
+            self.have_read[slot] = len(ids)
+            if end:
+                self.cut[int(row)] = end
+                self.reading[slot] = self.N
+                over.append(slot)
+        self.rows[torch.tensor(over, dtype=torch.long, device=self.device)] = self.N
 
     def admitted(self, room, rows):
         """-> the next rows, at most `room`, whose prompts have a place; prompts are read into the places that are free."""
@@ -266,7 +291,7 @@ class Flight:
     def start(self, slots, new, places):
         """The first tokens of rows `new`, a range, in these slots, from the ends of the prompts in these places."""
         self.next = new.stop
-        self.place[slots], self.began[slots] = places, self.now
+        self.place[slots], self.began[slots], self.reading[slots], self.have_read[slots] = places, self.now, new, 0
         slots, places = (torch.tensor(numbers, device=self.device) for numbers in (slots, places))
         self.rows[slots] = torch.arange(new.start, new.stop, device=self.device)
         self.start_at[slots] = self.cache.prompt_lengths[places]
@@ -276,7 +301,8 @@ class Flight:
     def leave(self, alive):
         """Only these slots, an array of rising numbers, are left, and the places that they read."""
         used, self.place = np.unique(self.place[alive], return_inverse=True)
-        self.began = self.began[alive]
+        self.began, self.reading, self.have_read = (x[alive] for x in (self.began, self.reading, self.have_read))
+        self.graph = None
         self.cache.keep(alive, used, min(self.now - self.began.min() + 1, self.steps))
         alive = torch.tensor(alive, device=self.device)
         self.rows, self.t, self.token, self.start_at = (x[alive] for x in (self.rows, self.t, self.token, self.start_at))
@@ -321,14 +347,20 @@ def prefill(model, prompts, cache, places):
     return hidden[torch.arange(len(prompts), device=model.device), torch.tensor(lengths, device=model.device) - 1]
 
 
-def assemble(prompts, k, tokens, logprobs, stop_token):
-    """tokens, logprobs (N, T_c) -> Rollouts; T_c and T are cut to the longest there is."""
+def assemble(prompts, k, tokens, logprobs, stop_token, cut=None):
+    """tokens, logprobs (N, T_c) -> Rollouts; T_c and T are cut to the longest there is. cut {row: length}: where text ended a row."""
     N, steps = tokens.shape
     device = tokens.device
     is_stop = tokens == stop_token if stop_token is not None else torch.zeros_like(tokens, dtype=torch.bool)
     # The first stop token ends a row. What follows it is zero, which may be the stop token's id too.
     stopped = is_stop.any(1)
     lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, steps)  # (N,)
+    by_text = None
+    if cut is not None:
+        rows = torch.tensor(list(cut), dtype=torch.long, device=device)
+        lengths[rows] = torch.tensor(list(cut.values()), dtype=torch.long, device=device)
+        by_text = torch.zeros_like(stopped).index_fill_(0, rows, True)
+        stopped = stopped | by_text
     T_c = int(lengths.max())
     prompt_lengths = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(k)
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(device)
@@ -337,7 +369,7 @@ def assemble(prompts, k, tokens, logprobs, stop_token):
     mask = torch.arange(T_c, device=device) < lengths[:, None]  # (N, T_c)
     row, place = mask.nonzero(as_tuple=True)
     whole[row, prompt_lengths[row] + place] = tokens[row, place]
-    return Rollouts(whole, prompt_lengths, lengths, logprobs[:, :T_c].clone(), mask.long(), stopped)
+    return Rollouts(whole, prompt_lengths, lengths, logprobs[:, :T_c] * mask, mask.long(), stopped, by_text)
 
 
 class Numbers(list):
@@ -364,18 +396,19 @@ def rehearse_groups(model, prompt_length, P, k, max_new_tokens, *, max_batch=Non
 
 
 @torch.no_grad()
-def generate_naive(model, prompt, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, row=0):
+def generate_naive(model, prompt, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, row=0, truncation=None, is_over=None):
     """One prompt, no cache, no batch, every token from a whole forward -> (ids, log-probs): row `row` of sample_groups."""
     tokens, logprobs = list(prompt), []
     for u in uniforms(seed, [row], range(max_new_tokens))[0]:
         hidden = model(torch.tensor([tokens], device=model.device))[0, -1]
         logits = model.logits(hidden).float()
         logp = torch.log_softmax(logits / temperature if temperature else logits, -1)
-        cdf = logp.exp().cumsum(-1)
+        probs = logp.exp()
+        cdf = (probs * truncation(probs[None])[0] if truncation else probs).cumsum(-1)
         token = int(torch.searchsorted(cdf, torch.tensor(float(u)) * cdf[-1], right=True)) if temperature else int(logits.argmax())
         tokens.append(token)
         logprobs.append(float(logp[token]))
-        if token == stop_token:
+        if token == stop_token or is_over and is_over(tokens[len(prompt) :]):
             break
     return tokens[len(prompt) :], logprobs
 

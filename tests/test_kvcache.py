@@ -1,0 +1,116 @@
+"""The cache's attention against a softmax over [prompt, own tokens] of each row by itself, in float64."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import DEVICE, make_model
+
+from kvcache import KVCache, split_columns
+from model import rotary_table, rotate
+
+
+def make_cache(dtype=torch.float64, heads=4, kv_heads=2, D=8, places=3, T_p=9, slots=7, T_c=6, group_size=3, lengths=(9, 4, 1)):
+    """-> a cache whose prompts are read and whose own columns are garbage, its config, and the prompts' keys and values."""
+    config = make_model("llama", n_head=heads, n_kv_head=kv_heads, n_embd=heads * D).config
+    cache = KVCache(config, places, T_p, slots, T_c, dtype, DEVICE, group_size)
+    cache.own.fill_(float("nan"))
+    torch.manual_seed(1)
+    cache.begin_prompts(list(range(places)), list(lengths))
+    prompts = torch.randn(config.n_layer, 2, places, kv_heads, T_p, D, dtype=dtype, device=DEVICE)
+    for layer in range(config.n_layer):
+        cache.fill(layer, *prompts[layer])
+    return cache, config, prompts
+
+
+def step(cache, place, t, q, k, v, rotary=None):
+    even = len(set(t)) == 1
+    cache.begin_rows(np.array(place))
+    cache.begin_step(torch.tensor(t, device=DEVICE), max(t) + 1, even)
+    return cache.attend(1, q, k, v, rotary)
+
+
+def expected_row(prompts, place, length, keys, values, q):
+    """q (H, D), keys and values lists of (G, D) -> (H, D), query by query."""
+    rows = []
+    for h, query in enumerate(q):
+        g = h // (len(q) // prompts.shape[3])
+        k = torch.cat([prompts[1, 0, place, g, :length], torch.stack([key[g] for key in keys])]).double()
+        v = torch.cat([prompts[1, 1, place, g, :length], torch.stack([value[g] for value in values])]).double()
+        rows.append(torch.softmax(query.double() @ k.T * k.shape[1] ** -0.5, 0) @ v)
+    return torch.stack(rows)
+
+
+def run_rows(cache, config, prompts, schedule, tolerance, rotary=False):
+    """schedule: lists of {slot: (row, place, t)}; every step of every row is compared. -> comparisons made."""
+    history, compared, dtype = {}, 0, cache.dtype
+    tables = [table.to(dtype) for table in rotary_table(config, DEVICE)] if rotary else None
+    for moment in schedule:
+        n = len(moment)
+        q, k, v = (torch.randn(n, heads, 1, config.head_size, dtype=dtype, device=DEVICE) for heads in
+                   (config.n_head, config.n_kv_head, config.n_kv_head))  # fmt: skip
+        place, t = [moment[s][1] for s in range(n)], [moment[s][2] for s in range(n)]
+        turn = None if tables is None else [table[torch.tensor(t, device=DEVICE)][:, None, None] for table in tables]
+        y = step(cache, place, t, q, k, v, turn)
+        q, k = (q, k) if turn is None else (rotate(q, *turn), rotate(k, *turn))
+        for slot in range(n):
+            row = moment[slot][0]
+            keys, values = history.setdefault(row, ([], []))
+            keys.append(k[slot, :, 0])
+            values.append(v[slot, :, 0])
+            assert len(keys) == t[slot] + 1
+            expected = expected_row(prompts, place[slot], int(cache.prompt_lengths[place[slot]]), keys, values, q[slot, :, 0])
+            torch.testing.assert_close(y[slot, :, 0].double(), expected, atol=tolerance, rtol=0)
+            compared += 1
+    return compared
+
+
+# (row, place, t) a slot: all begin together; two rows give way to others, whose columns hold what was there; a place loses all its rows
+RAGGED = [
+    [(0, 0, 0), (1, 0, 0), (2, 2, 0), (3, 1, 0), (4, 2, 0)],
+    [(0, 0, 1), (1, 0, 1), (2, 2, 1), (3, 1, 1), (4, 2, 1)],
+    [(0, 0, 2), (5, 2, 0), (2, 2, 2), (6, 0, 0), (4, 2, 2)],
+    [(0, 0, 3), (5, 2, 1), (2, 2, 3), (6, 0, 1), (4, 2, 3)],
+    [(0, 0, 4), (5, 2, 2), (2, 2, 4), (6, 0, 2), (4, 2, 4)],
+]
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_over_prompt_and_own_tokens(kv_heads, rotary):
+    cache, config, prompts = make_cache(kv_heads=kv_heads)
+    assert run_rows(cache, config, prompts, RAGGED, 1e-12, rotary) == 25
+
+
+def test_one_row_a_prompt_in_order_is_not_rearranged():
+    cache, config, prompts = make_cache()
+    schedule = [[(s, s, t) for s in range(3)] for t in range(6)]
+    assert run_rows(cache, config, prompts, schedule, 1e-12) == 18 and cache.neat
+    cache.begin_rows(np.array([0, 2, 1]))
+    assert not cache.neat
+
+
+def test_slots_and_places_that_are_kept_keep_their_tokens():
+    cache, config, prompts = make_cache()
+    run_rows(cache, config, prompts, RAGGED[:2], 1e-12)
+    before, columns = cache.own.clone(), 2
+    cache.keep(np.array([0, 2, 4]), np.array([0, 2]), columns)
+    assert cache.own[1, :, :3, :, :columns].equal(before[1][:, [0, 2, 4], :, :columns])
+    assert cache.prompt.equal(prompts[:, :, [0, 2]]) and cache.prompt_lengths.tolist() == [9, 1]
+    kept = [(0, 0), (2, 1), (4, 1)]  # row, place now
+    q, k, v = (torch.randn(3, heads, 1, 8, dtype=torch.float64, device=DEVICE) for heads in (4, 2, 2))
+    y = step(cache, [place for _, place in kept], [2] * 3, q, k, v)
+    for slot, (old, place) in enumerate(kept):
+        keys = [*before[1, 0, old, :, :columns].unbind(1), k[slot, :, 0]]
+        values = [*before[1, 1, old, :, :columns].unbind(1), v[slot, :, 0]]
+        expected = expected_row(prompts[:, :, [0, 2]], place, [9, 1][place], keys, values, q[slot, :, 0])
+        torch.testing.assert_close(y[slot, :, 0], expected, atol=1e-12, rtol=0)
+
+
+def test_columns_are_split_where_programs_are_few():
+    assert split_columns(500, 1000) == (1, 512)
+    assert split_columns(500, 1) == (8, 64)
+    assert split_columns(1, 1) == (1, 64)
+    for width in (1, 63, 64, 65, 300, 4097):
+        for programs in (1, 7, 100, 263, 264, 1000):
+            splits, columns = split_columns(width, programs)
+            assert (splits - 1) * columns < width <= splits * columns and columns % 64 == 0
