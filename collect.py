@@ -72,6 +72,9 @@ def rollout(iteration, model, prepared, turn=0, extra_prompts=0):
             stop_token=tokenizer.stop_token,
             seed=settings.seed * 2**32 + iteration,
             first_row=turn * P * k,
+            is_over=tokenizer.stopper(settings.stop_string),
+            enforce_eager=settings.enforce_eager,
+            progress=True,
             **decode_options(settings),
         )
     return rows, rollouts

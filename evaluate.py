@@ -31,7 +31,7 @@ def columns_of(rows, repeat=1):
 def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_prompt_length=0, split="test", **decoding):
     """The share of `num_prompts` held-out prompts that one completion answers rightly (reward 1 of the task's own reward).
 
-    decoding: max_batch, chunk_mb and kv_cache_mb, as sample_groups takes them.
+    decoding: other options of sample_groups.
     -> {"pass_at_1": greedy, "pass_at_1_sampled": at temperature 1}
     """
     rows = task.prompts(split, range(num_prompts))
@@ -61,6 +61,9 @@ def evaluate_as_run(settings, model, tokenizer, task, num_prompts, max_new_token
     room = max_new_tokens or getattr(settings, "max_new_tokens", 0) or answer + 1
     with autocast(settings.dtype, model):
         options = dict(seed=seed, max_prompt_length=longest, split=settings.eval_split) | decoding_of(settings)
+        options |= dict(
+            is_over=tokenizer.stopper(getattr(settings, "stop_string", "")), enforce_eager=settings.enforce_eager, progress=True
+        )
         return evaluate(model, tokenizer, task, num_prompts, min(left, room), **options)
 
 

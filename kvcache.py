@@ -58,12 +58,13 @@ if triton is not None:
                 tl.store(own_v + here, x.to(own_v.dtype.element_ty), mask=d < D)
 
     @triton.jit
-    def attend_block(q, keys, values, columns, seen, scale, top, total, acc, d, D):
-        """The online softmax (Milakov and Gimelshein 2018) goes on by a block of columns; seen (M, N): who looks at which.
+    def attend_block(q, keys, values, columns, end, looks, scale, top, total, acc, d, D):
+        """The online softmax (Milakov and Gimelshein 2018) goes on by a block of columns, up to `end`, for those that look (M,).
 
         q (M, DP); keys and values point at column 0 of (columns, D); top, total (M,); acc (M, DP). Exponents are base 2."""
         at = columns[:, None] * D + d[None, :]
-        there = (tl.max(seen.to(tl.int32), 0) > 0)[:, None] & (d[None, :] < D)
+        there = (columns < end)[:, None] & (d[None, :] < D)
+        seen = (columns < end)[None, :] & looks[:, None]
         k = tl.load(keys + at, mask=there, other=0.0)
         z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         z = tl.where(seen, z, LOW)
@@ -104,8 +105,7 @@ if triton is not None:
             end = tl.minimum((split + 1) * chunk, tl.load(lengths + p))
             for start in range(split * chunk, end, N):
                 columns = start + tl.arange(0, N)
-                seen = (columns < end)[None, :] & (place == p)[:, None]
-                top, total, acc = attend_block(x, prompt_k + base, prompt_v + base, columns, seen, scale, top, total, acc, d, D)
+                top, total, acc = attend_block(x, prompt_k + base, prompt_v + base, columns, end, place == p, scale, top, total, acc, d, D)
         leave_part(parts, tops, totals, top, total, acc, split.to(tl.int64) * n * H + row, mask, d, D)
 
     @triton.jit
@@ -124,8 +124,7 @@ if triton is not None:
         end = tl.minimum((split + 1) * chunk, tl.load(t + slot).to(tl.int32) + 1)
         for start in range(split * chunk, end, N):
             columns = start + tl.arange(0, N)
-            seen = (columns < end)[None, :] & mask[:, None]
-            top, total, acc = attend_block(x, own_k + base, own_v + base, columns, seen, scale, top, total, acc, d, D)
+            top, total, acc = attend_block(x, own_k + base, own_v + base, columns, end, mask, scale, top, total, acc, d, D)
         leave_part(parts, tops, totals, top, total, acc, (splits_before + split).to(tl.int64) * n * H + row, mask, d, D)
 
     @triton.jit
@@ -146,15 +145,25 @@ if triton is not None:
 
 
 PROGRAMS = 264  # two for each of an H200's 132 multiprocessors: with fewer, columns are split among more of them
-BLOCK = 64  # columns at a time
 
 
-def split_columns(width, programs):
+def column_block(DP, itemsize):
+    """-> columns at a time: 8 KiB of keys and as many of values, the most for which sm_80 and sm_90 need no stack."""
+    return max(16, min(64, 8192 // (DP * itemsize)))
+
+
+def split_columns(width, programs, block):
     """-> (stretches, columns a stretch) of `width` columns, where there are `programs` programs without splitting."""
-    blocks = max(1, -(-width // BLOCK))
-    splits = min(blocks, max(1, PROGRAMS // programs))
+    blocks = max(1, -(-width // block))
+    splits = min(-(-blocks // 2), max(1, PROGRAMS // programs))  # of two blocks at least
     each = -(-blocks // splits)
-    return -(-blocks // each), each * BLOCK
+    return -(-blocks // each), each * block
+
+
+def query_tile(R, group_size):
+    """-> (queries of a tile, slots of a tile): R queries share a key head, and group_size slots about a prompt."""
+    M = max(16, triton.next_power_of_2(R), min(32, triton.next_power_of_2(R * group_size)))
+    return M, min(group_size, M // R)
 
 
 class KVCache:
@@ -287,11 +296,11 @@ class KVCache:
 
     def attend_triton(self, layer, q, k, v, rotary):
         (n, H, _, D), G = q.shape, self.config.n_kv_head
-        T_p, T_c, R = self.prompt.shape[4], self.own.shape[4], H // G
-        M = max(16, triton.next_power_of_2(R), min(64, triton.next_power_of_2(R * self.group_size)))  # queries a tile
-        tile = min(self.group_size, M // R)  # slots
-        tiles = -(-n // tile)
-        (before, chunk), (splits, own_chunk) = split_columns(T_p, tiles * G), split_columns(T_c, n * G)
+        T_p, T_c = self.prompt.shape[4], self.own.shape[4]
+        R, DP = H // G, triton.next_power_of_2(max(16, D))
+        M, tile = query_tile(R, self.group_size)
+        tiles, block = -(-n // tile), column_block(DP, q.element_size())
+        (before, chunk), (splits, own_chunk) = split_columns(T_p, tiles * G, block), split_columns(T_c, n * G, block)
         new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)  # noqa: E731
         parts, tops, totals = new(before + splits, n, H, D), new(before + splits, n, H), new(before + splits, n, H)
         turned_q, y = (torch.empty(n, H, 1, D, dtype=self.dtype, device=q.device) for _ in range(2))
@@ -299,7 +308,7 @@ class KVCache:
             return y
         (own_k, own_v), (prompt_k, prompt_v) = self.own[layer], self.prompt[layer]
         cos, sin = (q, q) if rotary is None else rotary
-        DP, scale = triton.next_power_of_2(max(16, D)), D**-0.5 * LOG2E.value
+        scale = D**-0.5 * LOG2E.value
         strides = [x.stride(i) for x in (q, k, v) for i in (0, 1)]
         with torch.cuda.device_of(q):
             place_kernel[(n, H + 2 * G)](
@@ -308,12 +317,12 @@ class KVCache:
             sizes = T_p, H, G, D, chunk
             prompt_kernel[(tiles, G, before)](
                 turned_q, prompt_k, prompt_v, *self.sorted, self.prompt_lengths, parts, tops, totals, scale, n, *sizes,
-                R=R, TILE=tile, M=M, N=BLOCK, DP=DP,
+                R=R, TILE=tile, M=M, N=block, DP=DP,
             )  # fmt: skip
             sizes = T_c, H, G, D, own_chunk, before
             M = max(16, triton.next_power_of_2(R))
             own_kernel[(n, G, splits)](
-                turned_q, own_k, own_v, self.t, parts, tops, totals, scale, n, *sizes, R=R, M=M, N=BLOCK, DP=DP
+                turned_q, own_k, own_v, self.t, parts, tops, totals, scale, n, *sizes, R=R, M=M, N=block, DP=DP
             )  # fmt: skip
             join_kernel[(n * H,)](parts, tops, totals, y, n * H, D, SPLITS=before + splits, DP=DP, num_warps=1)
         return y

@@ -104,6 +104,7 @@ class RunOptions:
         20, "evaluate at the start, every so many iterations and at the end; 0: only at the end", "iterations", minimum=0
     )
     eval_prompts: int = option(500, "held-out prompts in an evaluation; 0: no evaluation", "prompts", minimum=0)
+    enforce_eager: bool = option(False, "sample without CUDA graphs: slower, and their memory is not taken")
     samples_per_iteration: int = option(4, "completions written to samples.jsonl in each iteration", minimum=0)
     report_to: list[str] = option(
         [], "also send log.jsonl's numbers to tensorboard or wandb, comma-separated; a service that fails or hangs is left behind"
@@ -202,6 +203,9 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
     )
     num_iterations: int = option(1, "times each rollout is learned from", minimum=1)
     max_new_tokens: int = option(32, "longest completion (TRL: max_completion_length)", "tokens", minimum=1)
+    stop_string: str = option(
+        "", "a completion also ends with the token that completes this text, such as </answer>; empty: with the stop token alone"
+    )
     max_prompt_length: int = option(
         0, "longer prompts lose their beginning, and plans take prompts to be as long; 0: as the task has them", "tokens", minimum=0
     )
@@ -209,7 +213,7 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
     kv_cache_mb: float = option(0.0, "the most that the KV cache may take, the same bound in bytes; 0: no bound", "MiB", minimum=0)
     temperature: float = option(
         1.0,
-        "divides the logits, in the sampler and the trainer alike; there is no top-k or top-p, because training would not apply it",
+        "divides the logits, in the sampler and the trainer alike; there is no top-k, top-p or min-p, because training would not apply it",
         minimum=1e-3,
     )
     beta: float = option(
@@ -335,11 +339,20 @@ class SampleSettings:
     num_samples: int = option(1, "completions", minimum=1)
     max_new_tokens: int = option(32, "longest completion", "tokens", minimum=1)
     temperature: float = option(1.0, "divides the logits; 0: the likeliest token each time", minimum=0)
+    top_k: int = option(0, "only so many of the likeliest tokens; 0: all", "tokens", minimum=0)
+    top_p: float = option(1.0, "only the fewest likeliest tokens that together have this probability; 1: all", minimum=0)
+    min_p: float = option(0.0, "only tokens with at least this share of the likeliest one's probability; 0: all", minimum=0)
+    stop_string: str = option(
+        "", "a completion also ends where this text has appeared, and is shown without it; empty: with the stop token alone"
+    )
     seed: int = option(1, "the same seed gives the same completions", minimum=0)
+    enforce_eager: bool = option(False, "no CUDA graphs")
     device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device")
 
     def check(self):
-        pass
+        for name in ("top_p", "min_p"):
+            if not (0 < getattr(self, name) <= 1 or name == "min_p" and self.min_p == 0):
+                raise SnugError(f"{name}={getattr(self, name)} must be a probability: above 0, at most 1")
 
 
 @dataclass

@@ -43,6 +43,17 @@ class Tokenizer:
         """
         return self.encoding.decode([i for i in ids if 0 <= i < self.n_vocab and i != self.stop_token], errors="replace")
 
+    def stopper(self, text):
+        """-> a function of a completion's ids: has `text` come to its end in the last of them? None for no text.
+
+        The text may span tokens, and its end be a part of one: each token has at least one byte, so the last tokens, as many
+        as the text has bytes, have all of it.
+        """
+        if not text:
+            return None
+        window = len(text.encode("utf-8", "replace"))
+        return lambda ids: text in self.decode(ids[-window:])
+
 
 def get_tokenizer(name):
     """The Tokenizer of that name: "bytes" (n_vocab 257, stop_token 256) or "gpt2" (50257, 50256).

@@ -1,5 +1,7 @@
 """The Triton kernels without a GPU: their values in Triton's interpreter, and what the compiler makes of them.
 
+Of log-probs, of tokens drawn from logits (draw.py) and of decode attention (kvcache.py).
+
 The interpreter has to be chosen before the kernels are imported, so one test runs this file again in a process of its own
 with TRITON_INTERPRET=1; the tests of values are those that run there, and on CUDA.
 """
@@ -12,10 +14,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_flat_model
+from test_kvcache import RAGGED, make_cache, run_rows
 from test_logprobs import DEVICE, assert_near, make_head, make_rows, plain
 
+import draw
+import kvcache
 import logprobs
+from draw import sample_tokens
 from logprobs import head_logprobs, head_loss, tile, token_logprobs
+from sample import generate_naive, sample_groups
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,6 +46,8 @@ def only_kernels(request, monkeypatch):
     if request.function.__name__.startswith("test_kernel"):
         for name in ("forward_torch", "backward_torch"):
             monkeypatch.setattr(logprobs, name, lambda *_: pytest.fail("plain torch ran"))
+        monkeypatch.setattr(draw, "draw_torch", lambda *_: pytest.fail("plain torch ran"))
+        monkeypatch.setattr(kvcache.torch, "baddbmm", lambda *_: pytest.fail("plain torch ran"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -155,6 +165,61 @@ def test_kernel_leaves_the_gradient_in_place_of_the_logits(dtype, M, width, n_vo
     assert_near(logits, gradient / temperature, max(2e-6, torch.finfo(dtype).eps / temperature))  # rounded once
 
 
+class Head:
+    """What sample_tokens takes of a model: logits are the rows of a matrix."""
+
+    def __init__(self, logits, n_vocab):
+        self.lm_head_weight = logits.T.contiguous()
+        self.config = type("Config", (), dict(vocab_size=logits.shape[1], n_vocab=n_vocab))
+
+
+@in_kernels
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("N, width, n_vocab", [(1, 1, 1), (40, 67, 67), (40, 80, 67), (6, 5000, 4999), (6, 20_000, 20_000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernel_draws_by_inverse_cdf(dtype, N, width, n_vocab, temperature):
+    """Token i for u between the float64 sums before and after it, of the whole; the uniforms 0 and 1 - 2^-23 among them."""
+    logits, _, _ = make_rows(N, width, dtype)
+    logits[:, n_vocab:] = 50.0  # padding
+    logits[:, : n_vocab // 2 : 3] = -60000.0 if dtype == torch.float16 else -1e9  # probability 0
+    u = torch.linspace(0, 1 - 2**-23, N, device=DEVICE)
+    tokens, values = sample_tokens(Head(logits, n_vocab), torch.eye(N, dtype=dtype, device=DEVICE), u, temperature)
+    exact = torch.softmax(logits[:, :n_vocab].double() / temperature, -1)
+    after = exact.cumsum(-1).gather(1, tokens[:, None])[:, 0]
+    p = exact.gather(1, tokens[:, None])[:, 0]
+    assert (p > 0).all() and (u <= after + 1e-6).all() and (u >= after - p - 1e-6).all()
+    assert_near(values, p.log(), 2e-5)
+
+
+@in_kernels
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 4e-3)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(kv_heads=1),
+        dict(kv_heads=4, group_size=1),
+        dict(D=24, group_size=16),
+        dict(D=16, heads=6, T_p=70, lengths=(70, 66, 3)),
+    ],
+)
+def test_kernel_attends_to_prompt_and_own_tokens(shape, dtype, tolerance, rotary):
+    """bfloat16 has no products in the interpreter; the cubins of it are compiled below, and CUDA runs it in test_sample.py."""
+    assert run_rows(*make_cache(dtype, **shape), RAGGED, tolerance, rotary) == 25
+
+
+@in_kernels
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_kernel_rows_are_those_of_the_naive_generator(shape):
+    """Slots that are filled again and leave, with every kernel of a step."""
+    model, prompts = make_flat_model(shape), [[1, 2, 3], [4], [5, 6]]
+    rollouts = sample_groups(model, prompts, 2, 6, stop_token=3, seed=11, max_batch=4)
+    for i, (row, p, c) in enumerate(zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.completion_lengths, strict=True)):
+        ids, values = generate_naive(model, prompts[i // 2], 6, stop_token=3, seed=11, row=i)
+        assert row[p : p + c].tolist() == ids
+        assert rollouts.sampling_logprobs[i, :c].tolist() == pytest.approx(values, abs=1e-5)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="4 GiB of logits: on CUDA only")
 def test_kernel_beyond_2_to_the_31_elements_and_65535_rows():
     M, V = 70_000, 32_000
@@ -230,3 +295,41 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
         print(f"sm_{capability} V={V} {dtype} backward entropy={entropy} block={block} warps={warps}", used)
         assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64
         assert ("st.global.v4" in ptx) == aligned
+
+
+@compiles
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("V", [67, 50257, 151936])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled_draws_do_not_spill(capability, V, dtype, tmp_path):
+    block, warps = tile(V, 2 if dtype == "bf16" else 4, gradient=True)
+    pointers = {"logits": "*" + dtype, "u": "*fp32", "tokens": "*i64", "logprobs": "*fp32"}
+    used, _ = resources(draw.draw_kernel, capability, pointers, {"BLOCK": block}, ("row_stride",) if V % 16 == 0 else (), warps, tmp_path)
+    print(f"sm_{capability} V={V} {dtype} draw block={block} warps={warps}", used)
+    assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= min(128, 2048 // warps)
+
+
+@compiles
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("H, G, D, group_size", [(12, 12, 64, 16), (12, 2, 128, 16), (12, 2, 128, 1)])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, dtype, tmp_path):
+    """At the tiles of GPT-2 and of Qwen2.5-1.5B."""
+    M, slots = kvcache.query_tile(H // G, group_size)
+    floats = dict.fromkeys(("parts", "tops", "totals", "cos", "sin"), "*fp32")
+    cache = dict.fromkeys(("q", "k", "v", "turned_q", "prompt_k", "prompt_v", "own_k", "own_v", "y"), "*" + dtype)
+    kinds = floats | cache | {"order": "*i32", "places": "*i32", "lengths": "*i64", "t": "*i64"}
+    shape = dict(R=H // G, N=kvcache.column_block(D, 2 if dtype == "bf16" else 4), DP=D)
+    for kernel, constants, warps in (
+        (kvcache.place_kernel, dict(DP=D, ROTARY=True), 1),
+        (kvcache.prompt_kernel, shape | dict(M=M, TILE=slots), 4),
+        (kvcache.own_kernel, shape | dict(M=16), 4),
+        (kvcache.join_kernel, dict(SPLITS=6, DP=D), 1),
+    ):
+        pointers = {name: kinds[name] for name in kernel.arg_names if name in kinds}
+        aligned = {"D", "chunk", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head"} & set(kernel.arg_names)
+        used, _ = resources(kernel, capability, pointers, constants, aligned, warps, tmp_path)
+        print(f"sm_{capability} {H}/{G} x {D} {dtype} {kernel.__name__}", used)
+        assert used["STACK"] <= (64 if dtype == "fp32" else 0) and used["LOCAL"] == 0  # a few words of float32's are left

@@ -107,10 +107,10 @@ def test_slots_and_places_that_are_kept_keep_their_tokens():
 
 
 def test_columns_are_split_where_programs_are_few():
-    assert split_columns(500, 1000) == (1, 512)
-    assert split_columns(500, 1) == (8, 64)
-    assert split_columns(1, 1) == (1, 64)
+    assert split_columns(500, 1000, 64) == (1, 512)
+    assert split_columns(500, 1, 64) == (4, 128)
+    assert split_columns(1, 1, 16) == (1, 16)
     for width in (1, 63, 64, 65, 300, 4097):
         for programs in (1, 7, 100, 263, 264, 1000):
-            splits, columns = split_columns(width, programs)
-            assert (splits - 1) * columns < width <= splits * columns and columns % 64 == 0
+            splits, columns = split_columns(width, programs, 32)
+            assert (splits - 1) * columns < width <= splits * columns and columns % 32 == 0

@@ -322,7 +322,7 @@ def test_an_out_of_memory_anywhere_changes_nothing_but_the_pieces(changes, point
         point = 1 + i * (allocations - 2) // (points - 1)
         weights, _, settings = weights_after(tmp_path / str(i), point, **changes)
         for name, weight in expected.items():
-            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=3e-6)  # decoded in other pieces, log-probs are rounded otherwise
         after_oom = read_state(newest(settings.out_dir))["after_oom"]
         remembered |= set(after_oom)
         assert all(getattr(settings, name) == value for name, (_, value) in after_oom.items())

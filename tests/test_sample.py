@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import DEVICE, make_flat_model, make_model
 
+import sample
 from model import autocast
 from sample import generate_naive, sample_groups
 
@@ -64,6 +65,49 @@ def test_padded_ids_are_never_sampled(shape, temperature):
         naive = generate_naive(padded, PROMPTS[i // 5], 12, row=i, **options)
         assert (ids, pytest.approx(naive[1], abs=1e-5)) == (naive[0], logprobs)
     assert padded.logits(torch.ones(32, device=DEVICE))[16:].isneginf().all()
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("every, leave", [(3, 0.5), (7, 0.1), (1, 0.0)])
+def test_when_the_host_looks_changes_no_row(shape, every, leave, monkeypatch):
+    """Slots stay empty for a while, are filled late or leave in other numbers: as on CUDA, where a look costs something."""
+    model = make_flat_model(shape)
+    expected = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5))
+    monkeypatch.setitem(sample.LOOK_EVERY, DEVICE, every)
+    monkeypatch.setitem(sample.LEAVE_AT, DEVICE, leave)
+    for max_batch in (None, 5):
+        late = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5, max_batch=max_batch))
+        for (ids, logprobs), (expected_ids, expected_logprobs) in zip(late, expected, strict=True):
+            assert ids == expected_ids
+            assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("max_batch", [None, 3])
+def test_a_stop_string_that_spans_tokens(every, max_batch, monkeypatch):
+    """Where "ab" has come to its end: in two tokens, in one, or within one."""
+    model = make_flat_model("gpt2")
+    text = dict.fromkeys((5, 9, 11, 13), "a") | dict.fromkeys((6, 10, 12, 14), "b") | {7: "ab", 8: "xab y"}
+    monkeypatch.setitem(sample.LOOK_EVERY, DEVICE, every)
+
+    def is_over(ids):
+        return "ab" in "".join(text.get(i, "-") for i in ids)
+
+    options = dict(stop_token=STOP, seed=4, is_over=is_over)
+    rollouts = sample_groups(model, PROMPTS, 8, 14, max_batch=max_batch, **options)
+    kinds = set()
+    for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
+        naive_ids, naive_logprobs = generate_naive(model, PROMPTS[i // 8], 14, row=i, **options)
+        assert ids == naive_ids and logprobs == pytest.approx(naive_logprobs, abs=1e-5)
+        by_text = is_over(ids)
+        assert bool(rollouts.stopped_by_text[i]) == by_text and bool(rollouts.stopped[i]) == (by_text or ids[-1] == STOP)
+        assert rollouts.completions()[i] == (ids[:-1] if ids[-1] == STOP else ids)  # the text that ended it stays
+        assert rollouts.mask[i].sum() == len(ids) and (rollouts.sampling_logprobs[i, len(ids) :] == 0).all()
+        assert set(rollouts.tokens[i, rollouts.prompt_lengths[i] + len(ids) :].tolist()) <= {0}
+        kinds.add("token" if ids[-1] == STOP else (text[ids[-1]] if by_text else "cut off"))
+    assert kinds >= {"token", "b", "ab", "xab y"}
+    without = sample_groups(model, PROMPTS, 8, 14, stop_token=STOP, seed=4)
+    assert without.stopped_by_text is None and without.completion_lengths.sum() > rollouts.completion_lengths.sum()
 
 
 def test_rollouts_say_where_everything_is():
