@@ -213,10 +213,19 @@ class Flight:
         else:
             self.advance()
             if self.graphs:
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
-                    self.advance()
+                self.record()
         self.now += 1
+
+    def record(self):
+        """A graph of the next step; where there cannot be one, out of memory for instance, steps go on as they are."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a thread may be writing a checkpoint
+                self.advance()
+            self.graph = graph
+        except RuntimeError as error:
+            self.graphs = False
+            tqdm.write(f"sampling goes on without CUDA graphs: {str(error).splitlines()[0]}", file=sys.stderr)
 
     def advance(self):
         columns = min(self.now - self.oldest + 1, self.steps)

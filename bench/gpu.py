@@ -1,12 +1,13 @@
-"""Everything that is to be measured on a GPU, in one go of at most ten minutes: the tests, then every bench at GPU sizes.
+"""Everything that is to be measured on a GPU, in one go of at most a quarter of an hour: the tests, then every bench at GPU sizes.
 
-    make bench-gpu        or, in the virtual environment, python bench/gpu.py
+    make bench-gpu        or, in the virtual environment, python bench/gpu.py [--only=tests,sampling]
 
 Each bench is a script whose last line is one JSON object. What they print goes into bench/results/<device>-<commit>/, with
 device, versions and commit in summary.json; a short table comes last. A bench that fails or runs out of time is named and
 the others go on. Exit code 1 if anything failed, 2 where there is no GPU.
 """
 
+import argparse
 import json
 import platform
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 HOME = Path(__file__).parent.parent
 STEPS = (  # name, command, seconds it may take
     ("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider"], 240),
+    ("sampling", ["bench/sampling.py", "--rounds=3"], 240),
     ("logprobs", ["bench/logprobs.py"], 150),
     ("memory", ["bench/memory.py"], 140),
     ("saving", ["bench/saving.py"], 60),
@@ -50,7 +52,7 @@ def installed(names):
     return found
 
 
-def main():
+def main(only):
     import torch
 
     if not torch.cuda.is_available():
@@ -63,7 +65,7 @@ def main():
     summary = {"device": device, "commit": commit, "python": platform.python_version(), "cuda": torch.version.cuda}
     summary["versions"] = installed(("torch", "triton", "trl", "liger-kernel", "cut-cross-entropy", "transformers"))
     summary["steps"] = {}
-    for name, words, seconds in STEPS:
+    for name, words, seconds in [step for step in STEPS if not only or step[0] in only.split(",")]:
         print(f"{name}: at most {seconds} s", flush=True)
         step = run_step(words, seconds, folder / f"{name}.txt")
         try:
@@ -79,4 +81,6 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description="The tests and every bench on a GPU.")
+    parser.add_argument("--only", default="", help=f"some of {','.join(name for name, *_ in STEPS)}; empty: all")
+    main(parser.parse_args().only)

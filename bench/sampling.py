@@ -1,6 +1,6 @@
 """Sampling beside Hugging Face `generate`: the same random weights, the same prompts, lengths from the same distribution.
 
-    python bench/sampling.py [--only=WORD] [--rounds=5]
+    python bench/sampling.py [--only=WORD] [--rounds=5] [--static]
 
 A model's stop token has a constant probability at each token, so lengths are geometric; or none, and all are equally long. Whole
 calls take turns, pair by pair; a figure is the median of its pairs, with the smallest and the largest. tokens/s counts sampled
@@ -168,9 +168,9 @@ def clocked(call):
     return result, time.perf_counter() - started
 
 
-def ours(model, prompts, k, longest, stop, seed):
+def ours(model, prompts, k, longest, stop, seed, **options):
     """-> sampled tokens, and each row's length."""
-    lengths = sample_groups(model, prompts.tolist(), k, longest, stop_token=stop, seed=seed).completion_lengths
+    lengths = sample_groups(model, prompts.tolist(), k, longest, stop_token=stop, seed=seed, **options).completion_lengths
     return int(lengths.sum()), lengths
 
 
@@ -217,14 +217,16 @@ def floor_seconds(model, prompts, k, lengths, longest, per_second):
     return total / per_second
 
 
-def measure(name, case, rounds, per_second):
+def measure(name, case, rounds, per_second, static):
     shape, P, T, k, mean, longest, dtype = case
     model, peer, stop = make_models(name, shape, mean, dtype)
     prompts = torch.randint(shape["vocab_size"] - 1, (P, T), device=DEVICE)
     contenders = {"snug": lambda seed: ours(model, prompts, k, longest, stop, seed)}
+    if DEVICE == "cuda":
+        contenders["eager"] = lambda seed: ours(model, prompts, k, longest, stop, seed, enforce_eager=True)
     if peer is not None:
         contenders["hf"] = lambda seed: theirs(peer, prompts, k, longest, stop, seed)
-        if DEVICE == "cuda":
+        if static:
             contenders["hf static"] = lambda seed: theirs(peer, prompts, k, longest, stop, seed, cache_implementation="static")
     speeds, floors = {who: [] for who in contenders}, []
     with autocast("float32", model):
@@ -247,7 +249,7 @@ def main(arguments):
     rows = []
     for name, case in CASES[DEVICE].items():
         if arguments.only in name:
-            rows.append(measure(name, case, arguments.rounds, per_second))
+            rows.append(measure(name, case, arguments.rounds, per_second, arguments.static or DEVICE == "cuda"))
             print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     about = dict(device=torch.cuda.get_device_name() if DEVICE == "cuda" else platform.machine(), torch=torch.__version__)
     print(json.dumps(about | dict(threads=torch.get_num_threads(), gb_per_s=round(per_second / 1e9, 1), rows=rows)))
@@ -256,5 +258,6 @@ def main(arguments):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Sampling: tokens a second, beside Hugging Face generate.")
     parser.add_argument("--only", default="", help="cases whose name has this word")
+    parser.add_argument("--static", action="store_true", help="also with the static cache, which generate compiles on CUDA (there always)")
     parser.add_argument("--rounds", type=int, default=5, help="pairs that count")
     main(parser.parse_args())

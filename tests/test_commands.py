@@ -51,6 +51,8 @@ BAD = [
     ("sample.py out/nowhere", "out/nowhere: there is no such run"),
     ("sample.py", "name a run's folder"),
     ("sample.py --prompt", "--prompt has no value"),
+    ("sample.py out --top_p=0", "top_p=0.0 must be a probability: above 0, at most 1"),
+    ("sample.py out --min_p=1.5", "min_p=1.5 must be a probability: above 0, at most 1"),
     ("evaluate.py out/nowhere --num_prompts=0", "--num_prompts=0 is below 1"),
     ("report.py out/nowhere", "out/nowhere: log.jsonl cannot be read"),
 ]
@@ -130,8 +132,9 @@ def test_from_warm_start_to_sample(tmp_path):
     words = ["--eval_split=tune", "--init_from=a/sft", "--out_dir=a/tuned", "--digits=1", "--max_new_tokens=6"]
     code, _, err = command(HOME / "grpo.py", *words, cwd=tmp_path)
     assert code == 2 and "eval_split=tune, but init_from=a/sft was trained on its prompts" in err
-    code, out, _ = command(HOME / "sample.py", "a/grpo", "--prompt", "1+2=", "--num_samples=3", "--max_new_tokens=5", cwd=tmp_path)
-    assert code == 0 and out.count("1+2=") == 3
+    words = ["--prompt", "1+2=", "--num_samples=3", "--max_new_tokens=5", "--top_k=9", "--top_p=0.9", "--min_p=0.01", "--stop_string=3"]
+    code, out, _ = command(HOME / "sample.py", "a/grpo", *words, cwd=tmp_path)
+    assert code == 0 and out.count("1+2=") == 3 and "3" not in "".join(line.split("   [")[0] for line in out.splitlines())
     code, _, err = command(HOME / "sample.py", "a/grpo", "--prompt=" + "1" * 16, cwd=tmp_path)
     assert code == 2 and "this model takes 1 to 15" in err
     code, out, _ = command(HOME / "report.py", "a/sft", "a/grpo", cwd=tmp_path)

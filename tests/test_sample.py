@@ -46,6 +46,16 @@ def test_a_row_does_not_depend_on_neighbours_or_on_max_batch(shape):
     assert [ids for ids, _ in alone] == [ids for ids, _ in whole[:6]]
 
 
+def test_a_row_does_not_depend_on_the_order_of_the_queue():
+    """The same rows, the last prompt's first, two at a time."""
+    model = make_flat_model("llama")
+    whole = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5, max_batch=7))
+    for p in reversed(range(len(PROMPTS))):
+        alone = rows_of(sample_groups(model, PROMPTS[p : p + 1], 6, 10, stop_token=STOP, seed=5, max_batch=2, first_row=6 * p))
+        for (ids, logprobs), (expected_ids, expected) in zip(alone, whole[6 * p : 6 * p + 6], strict=True):
+            assert ids == expected_ids and logprobs == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padded_ids_are_never_sampled(shape, temperature):
@@ -194,11 +204,12 @@ def test_bfloat16_samples_from_what_autocast_computes(device):
             assert logprobs == pytest.approx(again, abs=0.1)
 
 
-@pytest.mark.parametrize("slots", [5, 16, 40])
-def test_freed_slots_are_filled_again(slots):
+@pytest.mark.parametrize("slots, every", [(5, 1), (16, 1), (40, 1), (16, 4)])
+def test_freed_slots_are_filled_again(slots, every, monkeypatch):
     """The steps are those of the sum of lengths, not of the longest times the batches; lengths from 1 to over 60, geometric."""
     model, steps = make_flat_model("gpt2", block_size=112, bias=True), []
     stops_one_time_in(12, model)
+    monkeypatch.setitem(sample.LOOK_EVERY, DEVICE, every)
     model.register_forward_pre_hook(lambda module, args: steps.append(args[0].shape[0]) if args[0].shape[1] == 1 else None)
     lengths = sample_groups(model, PROMPTS * 8, 10, 100, stop_token=STOP, seed=2, max_batch=slots).completion_lengths
     assert lengths.min() == 1 and lengths.max() > 60

@@ -144,3 +144,22 @@ for task in ("addition", "countdown"):
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
+
+
+@given(proper_text.filter(bool), proper_text, proper_text)
+def test_a_stop_string_is_found_where_it_ends(stop, before, after):
+    """At the token whose byte completes it, and at none before; bytes are the shortest tokens there are."""
+    is_over = BYTES.stopper(stop)
+    ids = BYTES.encode(before + stop + after)
+    ends = [n for n in range(1, len(ids) + 1) if is_over(ids[:n])]
+    text = (before + stop).encode()
+    expected = text.index(stop.encode()) + len(stop.encode())
+    assert ends[0] == expected <= len(text)
+
+
+def test_a_stop_string_that_ends_within_a_token(gpt2):
+    is_over = gpt2.stopper("</answer>")
+    ids = gpt2.encode("so it is <answer>42</answer>\n\nAnd")
+    ends = [n for n in range(len(ids) + 1) if is_over(ids[:n])]
+    assert "</answer>" in gpt2.decode(ids[: ends[0]]) and "</answer>" not in gpt2.decode(ids[: ends[0] - 1])
+    assert gpt2.stopper("") is None and not is_over([]) and not is_over([gpt2.stop_token])
