@@ -183,8 +183,11 @@ class Block(nn.Module):
         self.norm_1, self.attention = make_norm(config), Attention(config, layer)
         self.norm_2, self.mlp = make_norm(config), MLP(config)
 
-    def forward(self, x, rotary=None, cache=None, mask=None):
+    def forward(self, x, rotary=None, cache=None, mask=None, last=None):
+        """x (B, T, C) -> (B, T, C); or, where last is a row of each sequence, (B,), those alone: (B, 1, C)."""
         x = x + self.attention(self.norm_1(x), rotary, cache, mask)
+        if last is not None:
+            x = x[torch.arange(len(x), device=x.device), last][:, None]
         return x + self.mlp(self.norm_2(x))
 
 
@@ -274,11 +277,11 @@ class GPT(nn.Module):
         kind = self.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.embedding.weight.dtype
 
-    def forward(self, tokens, positions=None, cache=None, mask=None):
+    def forward(self, tokens, positions=None, cache=None, mask=None, last=None):
         """tokens (B, T) -> hidden (B, T, C), after the last norm.
 
         positions (B, T), or (1, T) for all rows: default 0, 1, 2, ... mask: boolean, broadcast to (B, n_head, T, T), True where a
-        row may look; default causal. cache: a KVCache (kvcache.py), which takes the prompts (P, T_p) first, then one token a row, (n, 1).
+        row may look; default causal. last (B,): only this row of each sequence is wanted, -> (B, 1, C). cache: a KVCache (kvcache.py), which takes the prompts (P, T_p) first, then one token a row, (n, 1).
         """
         B, T = tokens.shape
         if positions is None:
@@ -297,17 +300,17 @@ class GPT(nn.Module):
                     self.rotary = rotary_table(self.config, tokens.device)
             rotary = [table[positions][:, None] for table in self.rotary]  # (B, 1, T, D) each
         for block in self.blocks:
-            x = self.run_block(block, x, rotary, cache, mask)
+            x = self.run_block(block, x, rotary, cache, mask, last if block is self.blocks[-1] else None)
         return self.norm(x)
 
-    def run_block(self, block, x, rotary, cache, mask):
+    def run_block(self, block, x, rotary, cache, mask, last):
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
-            return block(x, rotary, cache, mask)
+            return block(x, rotary, cache, mask, last)
         contexts = (
             {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)} if self.checkpoint_blocks == "selective" else {}
         )
         with saved_tensors_hooks(*host_hooks(x)) if self.activation_offload else nullcontext():
-            return checkpoint(block, x, rotary, cache, mask, use_reentrant=False, preserve_rng_state=False, **contexts)
+            return checkpoint(block, x, rotary, cache, mask, last, use_reentrant=False, preserve_rng_state=False, **contexts)
 
     def outside_blocks(self):
         """-> the modules that are not blocks."""

@@ -355,8 +355,7 @@ def prefill(model, prompts, cache, places):
     lengths = [len(p) for p in prompts]
     tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(model.device)
     cache.begin_prompts(places, lengths)
-    hidden = model(tokens, cache=cache)  # (P, T_p, C)
-    return hidden[torch.arange(len(prompts), device=model.device), torch.tensor(lengths, device=model.device) - 1]
+    return model(tokens, cache=cache, last=torch.tensor(lengths, device=model.device) - 1)[:, 0]
 
 
 def assemble(prompts, k, tokens, logprobs, stop_token, cut=None):

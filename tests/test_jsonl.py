@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_grpo import tiny
 
@@ -162,6 +162,7 @@ def test_demonstrations_and_longest(tmp_path):
     assert task.longest(get_tokenizer("bytes").encode) == (100, 50)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine is no fault of the rows
 @given(
     st.dictionaries(
         st.sampled_from(["prompt", "answer", "demonstration", "level"]),
