@@ -32,12 +32,12 @@ from kvcache import KVCache
 from memory import MIB, kind_of, tensor_bytes
 from model import autocast
 
-PREFILL_TOKENS = {
-    "cpu": 1024,
-    "cuda": 16384,
-}  # of prompts, that go through the model at a time. On a CPU activations should stay in the caches
-LOOK_EVERY = {"cpu": 1, "cuda": 4}  # steps. On CUDA a look waits for the device
-LEAVE_AT = {"cpu": 1 / 4, "cuda": 1 / 2}  # the share of slots that have nobody at which they are taken away. On CUDA that takes a new graph
+# Prompts' tokens that go through the model at a time; on a CPU their activations stay in its caches.
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
+# Steps between two looks at who is done; on CUDA a look waits for the device.
+LOOK_EVERY = {"cpu": 1, "cuda": 4}
+# Slots are taken away when a larger share of them has nobody; on CUDA that takes a new graph.
+LEAVE_AT = {"cpu": 1 / 4, "cuda": 1 / 2}
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Rollouts:
     completion_lengths: torch.Tensor  # (N,), the stop token included
     sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 after the end
     mask: torch.Tensor  # (N, T_c), 1 on every sampled token, the stop token included
-    stopped: torch.Tensor  # (N,) boolean: ended with the stop token
+    stopped: torch.Tensor  # (N,) boolean: ended with the stop token, or with a stop string
     stopped_by_text: torch.Tensor | None = None  # (N,) boolean: ended with a stop string, whose last token is the last one
     advantages: torch.Tensor | None = None  # (N,)
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
@@ -131,8 +131,8 @@ def sample_groups(
     # weights at every step again.
     quiet = torch.no_grad() if torch.is_autocast_enabled(model.device.type) else torch.inference_mode()
     with quiet, Bar(len(prompts) * group_size, progress) as bar:
-        flight = Flight(model, prompts, group_size, max_new_tokens, slots, temperature, stop_token, chunk_mb, truncation)
-        flight.is_over, flight.graphs = is_over, kind_of(flight.rows) == "cuda" and not enforce_eager
+        how, graphs = (temperature, chunk_mb, truncation), model.device.type == "cuda" and not enforce_eager
+        flight = Flight(model, prompts, group_size, max_new_tokens, slots, stop_token, how, is_over, graphs)
         numbers = np.arange(first_row, first_row + flight.N)
         flight.u[: flight.N] = torch.from_numpy(uniforms(seed, numbers, np.arange(max_new_tokens)))
         while flight.fill():
@@ -173,9 +173,10 @@ class Flight:
     at `rows` now and then, and gives free slots to rows that wait. Where none waits, it takes free slots away.
     """
 
-    def __init__(self, model, prompts, k, max_new_tokens, slots, temperature, stop_token, chunk_mb, truncation=None):
+    def __init__(self, model, prompts, k, max_new_tokens, slots, stop_token, how, is_over=None, graphs=False):
+        """how: sample_tokens' last arguments. graphs: are steps to be recorded and replayed?"""
         self.model, self.prompts, self.k, self.steps = model, prompts, k, max_new_tokens
-        self.stop_token, self.how = stop_token, (temperature, chunk_mb, truncation)
+        self.stop_token, self.how, self.is_over, self.graphs, self.graph = stop_token, how, is_over, graphs, None
         self.N, self.device = len(prompts) * k, model.device
         self.tokens = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.float32, device=self.device)
@@ -193,7 +194,6 @@ class Flight:
         self.held = {}  # prompt: its place
         self.cut = {}  # row: its length, where a stop string ended it
         self.next = self.now = 0  # the first row that waits; steps so far
-        self.is_over, self.graphs, self.graph = None, False, None
 
     def draw(self, hidden, slots):
         """hidden (n, C) of these slots -> their next tokens, written down; who is done leaves."""
@@ -397,7 +397,7 @@ def rehearse_groups(model, prompt_length, P, k, max_new_tokens, *, max_batch=Non
     The largest piece is decoded, of its steps only the last, when the cache is full.
     """
     slots = decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache_mb)
-    flight = Flight(model, [[0] * prompt_length] * P, k, max_new_tokens, slots, 1.0, None, chunk_mb)
+    flight = Flight(model, [[0] * prompt_length] * P, k, max_new_tokens, slots, None, (1.0, chunk_mb))
     flight.rehearse()
     tokens, logprobs, N = flight.tokens[:-1], flight.logprobs[:-1], flight.N
     del flight
