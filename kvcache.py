@@ -11,6 +11,7 @@ Test: pytest tests/test_kvcache.py, and tests/test_kernels.py for the kernels.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -185,10 +186,15 @@ class KVCache:
         """group_size: slots that read the same prompt, about."""
         self.config, self.dtype, self.device, self.group_size = config, dtype, torch.device(device), group_size
         shape = lambda rows, columns: (config.n_layer, 2, rows, config.n_kv_head, columns, config.head_size)  # noqa: E731
-        self.prompt = torch.zeros(shape(places, prompt_width), dtype=dtype, device=device)
+        new = partial(torch.empty, dtype=dtype, device=device)
+        # Where each slot has a prompt of its own, its tokens lie right behind it, and plain torch can read both as one.
+        together = group_size == 1 and places == slots and not uses_triton(new(0))
+        self.behind = prompt_width if together else 0  # columns of a slot in `storage` before its own
+        self.storage = new(shape(slots, self.behind + width))
+        self.own = self.storage[..., self.behind :, :]
+        self.prompt = (self.storage[..., :prompt_width, :] if together else new(shape(places, prompt_width))).zero_()
         self.prompt_lengths = torch.ones(places, dtype=torch.long, device=device)
         self.prompt_bias = torch.zeros(places, 1, 1, prompt_width, dtype=dtype, device=device)
-        self.own = torch.empty(shape(slots, width), dtype=dtype, device=device)
         self.written = 0  # columns of the slots in use
         self.sorted = None
         self.filling = None  # places that prompts are on their way into
@@ -248,11 +254,10 @@ class KVCache:
         to_row = ((place[:, None] * G + heads) * most + rank[:, None]).ravel()
         to_place = np.zeros(P * G * most, dtype=np.int64)
         to_place[to_row] = np.arange(n * G)
-        self.neat = np.array_equal(to_row, np.arange(P * G * most))  # nothing to rearrange, as with one completion a prompt
         self.to_row, self.to_place = (torch.tensor(numbers, device=self.device) for numbers in (to_row, to_place))
-        _, _, S, _, T_c, _ = self.own.shape
-        first = torch.arange(2 * S * G, device=self.device).view(2, S, G) * T_c  # a slot's column 0, in `own[layer]` as rows of D
-        self.first = first[:, :n]
+        self.together = self.behind > 0 and np.array_equal(place, np.arange(n))
+        _, _, S, _, columns, _ = self.storage.shape  # as rows of D, a layer's first own columns are at
+        self.first = (torch.arange(2 * S * G, device=self.device).view(2, S, G) * columns + self.behind)[:, :n]
 
     def begin_step(self, t, columns, even):
         """t (n,): the column that each slot writes now. columns: the largest of them plus one, or more. even: all are the same."""
@@ -278,21 +283,33 @@ class KVCache:
         n, H, _, D = q.shape
         P, G, T_p = self.prompt.shape[2:5]
         R = H // G  # query heads that share a key head
-        self.own[layer].view(-1, D).index_copy_(0, self.targets, torch.stack([k, v]).view(-1, D).to(self.dtype))
+        self.storage[layer].view(-1, D).index_copy_(0, self.targets, torch.stack([k, v]).view(-1, D).to(self.dtype))
+        q = q.reshape(n * G, R, D) * D**-0.5
+        if self.together:
+            return self.attend_together(layer, q).view(n, H, 1, D)
         own_k, own_v = self.own[layer, :, :n, :, : self.columns].flatten(1, 2)  # (n * G, columns, D) each
         prompt_k, prompt_v = self.prompt[layer].flatten(1, 2)  # (P * G, T_p, D) each
-        rearranged = (lambda x, index: x) if self.neat else (lambda x, index: x[index])
-        q = q.reshape(n * G, R, D) * D**-0.5
         to_own = q @ own_k.mT  # (n * G, R, columns)
         if not self.even:
             to_own += self.own_bias
-        to_prompt = rearranged(q, self.to_place).view(P * G, -1, D) @ prompt_k.mT  # (P * G, most * R, T_p)
+        to_prompt = q[self.to_place].view(P * G, -1, D) @ prompt_k.mT  # (P * G, most * R, T_p)
         if self.ragged:
             to_prompt.view(P, -1, T_p).add_(self.prompt_bias[:, 0])
-        weights = torch.softmax(torch.cat([rearranged(to_prompt.view(-1, R, T_p), self.to_row), to_own], -1), -1)
-        from_prompt = rearranged(weights[..., :T_p], self.to_place).reshape(P * G, -1, T_p) @ prompt_v  # (P * G, most * R, D)
-        y = torch.baddbmm(rearranged(from_prompt.view(-1, R, D), self.to_row), weights[..., T_p:], own_v)
+        weights = torch.softmax(torch.cat([to_prompt.view(-1, R, T_p)[self.to_row], to_own], -1), -1)
+        from_prompt = weights[..., :T_p][self.to_place].view(P * G, -1, T_p) @ prompt_v  # (P * G, most * R, D)
+        y = torch.baddbmm(from_prompt.view(-1, R, D)[self.to_row], weights[..., T_p:], own_v)
         return y.view(n, H, 1, D)
+
+    def attend_together(self, layer, q):
+        """q (n * G, R, D) -> the same, where slot s reads place s and its own columns right behind: one matmul for both."""
+        T_p, n = self.behind, len(self.t)
+        k, v = self.storage[layer, :, :n, :, : T_p + self.columns].flatten(1, 2)  # (n * G, T_p + columns, D) each
+        scores = q @ k.mT
+        if self.ragged:
+            scores.view(n, -1, k.shape[1])[..., :T_p].add_(self.prompt_bias[:n, 0])
+        if not self.even:
+            scores[..., T_p:].add_(self.own_bias)
+        return torch.softmax(scores, -1) @ v
 
     def attend_triton(self, layer, q, k, v, rotary):
         (n, H, _, D), G = q.shape, self.config.n_kv_head

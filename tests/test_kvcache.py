@@ -13,7 +13,7 @@ def make_cache(dtype=torch.float64, heads=4, kv_heads=2, D=8, places=3, T_p=9, s
     """-> a cache whose prompts are read and whose own columns are garbage, its config, and the prompts' keys and values."""
     config = make_model("llama", n_head=heads, n_kv_head=kv_heads, n_embd=heads * D).config
     cache = KVCache(config, places, T_p, slots, T_c, dtype, DEVICE, group_size)
-    cache.own.fill_(float("nan"))
+    cache.own.fill_(float("nan"))  # what nobody wrote
     torch.manual_seed(1)
     cache.begin_prompts(list(range(places)), list(lengths))
     prompts = torch.randn(config.n_layer, 2, places, kv_heads, T_p, D, dtype=dtype, device=DEVICE)
@@ -81,12 +81,24 @@ def test_attention_over_prompt_and_own_tokens(kv_heads, rotary):
     assert run_rows(cache, config, prompts, RAGGED, 1e-12, rotary) == 25
 
 
-def test_one_row_a_prompt_in_order_is_not_rearranged():
-    cache, config, prompts = make_cache()
-    schedule = [[(s, s, t) for s in range(3)] for t in range(6)]
-    assert run_rows(cache, config, prompts, schedule, 1e-12) == 18 and cache.neat
-    cache.begin_rows(np.array([0, 2, 1]))
-    assert not cache.neat
+@pytest.mark.parametrize("lengths", [(9, 9, 9), (9, 4, 1)])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_one_row_a_prompt(kv_heads, lengths):
+    """In the prompts' order both are read as one; even, then with a row that begins later, then out of order, then in order again."""
+    cache, config, prompts = make_cache(kv_heads=kv_heads, slots=3, group_size=1, lengths=lengths)
+    orders = []
+    begin = cache.begin_rows
+    cache.begin_rows = lambda place: (begin(place), orders.append(cache.together))
+    schedule = [[(s, s, t) for s in range(3)] for t in range(3)]
+    schedule += [[(0, 0, t), (3, 1, t - 3), (2, 2, t)] for t in (3, 4)]
+    schedule += [[(4, 2, t), (3, 1, t + 2), (5, 0, t)] for t in (0, 1)]
+    assert run_rows(cache, config, prompts, schedule, 1e-12) == 21
+    assert orders == [True] * 5 + [False] * 2
+    own, prompt = cache.own.clone(), cache.prompt.clone()
+    cache.keep(np.array([0, 2]), np.array([0, 2]), 2)
+    assert cache.own[1, :, :2, :, :2].equal(own[1][:, [0, 2], :, :2]) and cache.prompt.equal(prompt[:, :, [0, 2]])
+    cache.begin_rows(np.array([0, 1]))
+    assert orders[-1]
 
 
 def test_slots_and_places_that_are_kept_keep_their_tokens():
