@@ -60,6 +60,8 @@ MUTANTS = [
     ("prompts stay where they were", "kvcache.py", "prompt[: len(places)] = prompt[places]", "pass", "test_kvcache.py test_sample.py"),
     ("own tokens stay where they were", "kvcache.py", "own[: len(slots), :, :columns] = own[slots, :, :columns]", "pass", "test_kvcache.py test_sample.py"),
     ("columns read that nobody wrote", "kvcache.py", "self.written : columns + 15] = 0", "self.written : self.written] = 0", "test_kvcache.py"),
+    ("scores rounded to bfloat16", "kvcache.py", "wide = torch.promote_types(self.dtype, torch.float32)", "wide = self.dtype", "test_sample.py"),
+    ("own columns behind the prompt of another", "kvcache.py", "np.array_equal(place, np.arange(n))", "True", "test_kvcache.py test_sample.py"),
     ("positions one too far", "sample.py", "self.start_at + self.t)", "self.start_at + self.t + 1)", "test_sample.py"),
     ("a new row goes on at the old one's length", "sample.py", "self.t[slots] = 0", "pass", "test_sample.py"),
     ("the prompt of rows that wait given away", "sample.py", "if self.next % self.k:", "if False:", "test_sample.py"),

@@ -233,3 +233,22 @@ def test_bad_prompts_are_named():
         sample_groups(model, [[1], []], 2, 4)
     with pytest.raises(ValueError, match=r"a prompt of 30 tokens \+ max_new_tokens=4 is longer than block_size=32"):
         sample_groups(model, [[1] * 30], 2, 4)
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("dtype, sharpness, most, most_kl", [("float32", 3, 1e-5, 1e-11), ("bfloat16", 10, 0.5, 1e-4)])
+def test_the_sampler_is_the_trainers_model(shape, dtype, sharpness, most, most_kl):
+    """Log-probs of what was sampled, from the forward that training takes, of a model whose attention scores are large."""
+    model = make_model(shape)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "qkv" in name:
+                weight *= sharpness
+    with autocast(dtype, model), torch.no_grad():
+        rollouts = sample_groups(model, PROMPTS, 100, 20, seed=2)
+        logp = torch.log_softmax(model.logits(model(rollouts.tokens)).float(), -1)
+    before = rollouts.prompt_lengths[:, None] - 1 + torch.arange(20, device=DEVICE)
+    row = torch.arange(len(before), device=DEVICE)[:, None]
+    difference = (logp[row, before, rollouts.tokens[row, before + 1]] - rollouts.sampling_logprobs).double()
+    assert difference.abs().max() <= most
+    assert (difference.exp() - 1 - difference).mean() <= most_kl  # k3
