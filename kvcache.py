@@ -230,14 +230,14 @@ class KVCache:
         """place: an array (n,), whose prompt each slot goes on from.
 
         All slots of a place read its keys in one matmul: pairs (slot, head) are laid out in a rectangle (places, G, most),
-        where `most` is the slots of the place that has the most. In the example above with one head:
+        places from the first to the last in use, where `most` is the slots of the place that has the most. In the example
+        above with one head:
 
             to_place 0 2 1 3   the slot of each entry; spare entries name slot 0 and are read by nobody
             to_row   0 2 1 3   the entry of each slot
 
         The kernels take `sorted`, slots by place and their places, instead: 0 2 1 3 and 0 0 1 1.
         """
-        G, P, n = self.config.n_kv_head, self.prompt.shape[2], len(place)
         self.filling = None
         if uses_triton(self.own):
             order = np.argsort(place, kind="stable")
@@ -247,13 +247,14 @@ class KVCache:
             else:
                 self.sorted.copy_(by_place)  # a graph reads it where it is
             return
-        counts = np.bincount(place, minlength=P)
+        self.places = slice(place.min(), place.max() + 1)
+        place_in_use, G, n = place - place.min(), self.config.n_kv_head, len(place)
+        counts = np.bincount(place_in_use)
         most, order = counts.max(), np.argsort(place, kind="stable")
         rank = np.empty(n, dtype=np.int64)  # of a slot among those of its place
-        rank[order] = np.arange(n) - (counts.cumsum() - counts)[place[order]]
-        heads = np.arange(G)
-        to_row = ((place[:, None] * G + heads) * most + rank[:, None]).ravel()
-        to_place = np.zeros(P * G * most, dtype=np.int64)
+        rank[order] = np.arange(n) - (counts.cumsum() - counts)[place_in_use[order]]
+        to_row = ((place_in_use[:, None] * G + np.arange(G)) * most + rank[:, None]).ravel()
+        to_place = np.zeros(len(counts) * G * most, dtype=np.int64)
         to_place[to_row] = np.arange(n * G)
         self.to_row, self.to_place = (torch.tensor(numbers, device=self.device) for numbers in (to_row, to_place))
         self.together = self.behind > 0 and np.array_equal(place, np.arange(n))
@@ -293,15 +294,16 @@ class KVCache:
 
     def attend_apart(self, layer, q):
         """q (n * G, R, D) -> the same."""
-        (_, R, D), (P, G, T_p) = q.shape, self.prompt.shape[2:5]
+        (_, R, D), prompt = q.shape, self.prompt[layer, :, self.places]
+        P, G, T_p, _ = prompt.shape[1:]
         own_k, own_v = self.own[layer, :, : len(self.t), :, : self.columns].flatten(1, 2).to(q.dtype)  # (n * G, columns, D) each
-        prompt_k, prompt_v = self.prompt[layer].flatten(1, 2).to(q.dtype)  # (P * G, T_p, D) each
+        prompt_k, prompt_v = prompt.flatten(1, 2).to(q.dtype)  # (P * G, T_p, D) each
         to_own = q @ own_k.mT  # (n * G, R, columns)
         if not self.even:
             to_own += self.own_bias
         to_prompt = q[self.to_place].view(P * G, -1, D) @ prompt_k.mT  # (P * G, most * R, T_p)
         if self.ragged:
-            to_prompt.view(P, -1, T_p).add_(self.prompt_bias[:, 0])
+            to_prompt.view(P, -1, T_p).add_(self.prompt_bias[self.places, 0])
         weights = torch.softmax(torch.cat([to_prompt.view(-1, R, T_p)[self.to_row], to_own], -1), -1)
         from_prompt = weights[..., :T_p][self.to_place].view(P * G, -1, T_p) @ prompt_v  # (P * G, most * R, D)
         return torch.baddbmm(from_prompt.view(-1, R, D)[self.to_row], weights[..., T_p:], own_v)

@@ -12,6 +12,7 @@ Left out: beams, penalties; speculative decoding.
 
 import math
 import sys
+import time
 from bisect import bisect_right
 from dataclasses import dataclass, fields
 
@@ -148,8 +149,9 @@ class Bar:
     """Completions that are over, and tokens a second, in a terminal."""
 
     def __init__(self, total, wanted):
-        self.bar = tqdm(total=total, desc="sampling", unit="row", delay=3, leave=False, disable=None if wanted else True)
-        self.tokens = 0
+        look = dict(bar_format="sampling: {n_fmt}/{total_fmt} completions |{bar}| {elapsed}{postfix}", delay=1e9, leave=False)
+        self.bar = tqdm(total=total, disable=None if wanted else True, **look)
+        self.tokens, self.began, self.shown = 0, time.monotonic(), 0.0
 
     def __enter__(self):
         return self
@@ -161,8 +163,10 @@ class Bar:
         if not self.bar.disable:
             going = len(flight.rows) - flight.free
             self.tokens += going * LOOK_EVERY[kind_of(flight.rows)]
-            self.bar.set_postfix_str(f"{self.tokens / max(self.bar.format_dict['elapsed'], 1e-9):,.0f} tok/s", refresh=False)
-            self.bar.update(flight.next - going - self.bar.n)
+            seconds = time.monotonic() - self.began
+            if seconds > max(3.0, self.shown + 0.2):
+                self.shown, self.bar.n = seconds, flight.next - going
+                self.bar.set_postfix_str(f"{self.tokens / seconds:,.0f} tok/s")
 
 
 class Flight:
@@ -284,11 +288,10 @@ class Flight:
         new = range(self.next, min(self.next + room, self.N))
         if any(row // self.k not in self.held for row in new):
             busy = set((rows[rows < self.N] // self.k).tolist())
-            if self.next % self.k:
-                busy.add(self.next // self.k)
             self.held = {prompt: place for prompt, place in self.held.items() if prompt in busy}
-            free = sorted(set(range(len(self.ends))) - set(self.held.values()))
-            coming = [p for p in range(self.next // self.k, len(self.prompts)) if p not in self.held]
+            free = sorted(set(range(len(self.ends))) - set(self.held.values()))  # the lowest first: places in use lie together
+            ahead = (new.stop - 1) // self.k + 1 + math.ceil(len(rows) / self.k / 4)  # not one at a time, nor all there is room for
+            coming = [p for p in range(self.next // self.k, min(ahead, len(self.prompts))) if p not in self.held]
             self.read(coming[: len(free)], free[: len(coming)])
         return range(new.start, next((row for row in new if row // self.k not in self.held), new.stop))
 

@@ -97,7 +97,7 @@ def test_when_the_host_looks_changes_no_row(shape, every, leave, monkeypatch):
 def test_a_stop_string_that_spans_tokens(every, max_batch, monkeypatch):
     """Where "ab" has come to its end: in two tokens, in one, or within one."""
     model = make_flat_model("gpt2")
-    text = dict.fromkeys((5, 9, 11, 13), "a") | dict.fromkeys((6, 10, 12, 14), "b") | {7: "ab", 8: "xab y"}
+    text = dict.fromkeys((5, 9, 11, 13), "a") | dict.fromkeys((6, 10, 12, 14), "b") | {0: "ab", 8: "xab y"}
     monkeypatch.setitem(sample.LOOK_EVERY, DEVICE, every)
 
     def is_over(ids):
