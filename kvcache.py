@@ -26,7 +26,7 @@ if triton is not None:
     from logprobs import LOG2E, LOW
 
     @triton.jit
-    def turned(x, cos, sin, slot, row, d, D, ROTARY: tl.constexpr):
+    def turned(x, cos, sin, slot, d, D, ROTARY: tl.constexpr):
         """`rotate` of one head: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]."""
         value = tl.load(x + d, mask=d < D, other=0.0)
         if ROTARY:
@@ -47,17 +47,17 @@ if triton is not None:
         head = tl.program_id(1)
         d = tl.arange(0, DP)
         if head < H:
-            x = turned(q + slot * q_row + head * q_head, cos, sin, slot, slot, d, D, ROTARY)
-            tl.store(turned_q + (slot * H + head) * D + d, x, mask=d < D)
+            x_q = turned(q + slot * q_row + head * q_head, cos, sin, slot, d, D, ROTARY)  # under autocast of another type than v
+            tl.store(turned_q + (slot * H + head) * D + d, x_q.to(turned_q.dtype.element_ty), mask=d < D)
         else:
             g = (head - H) % G
             here = ((slot * G + g) * T_c + tl.load(t + slot)) * D + d
             if head < H + G:
-                x = turned(k + slot * k_row + g * k_head, cos, sin, slot, slot, d, D, ROTARY)
-                tl.store(own_k + here, x.to(own_k.dtype.element_ty), mask=d < D)
+                x_k = turned(k + slot * k_row + g * k_head, cos, sin, slot, d, D, ROTARY)
+                tl.store(own_k + here, x_k.to(own_k.dtype.element_ty), mask=d < D)
             else:
-                x = tl.load(v + slot * v_row + g * v_head + d, mask=d < D, other=0.0)
-                tl.store(own_v + here, x.to(own_v.dtype.element_ty), mask=d < D)
+                x_v = tl.load(v + slot * v_row + g * v_head + d, mask=d < D, other=0.0)
+                tl.store(own_v + here, x_v.to(own_v.dtype.element_ty), mask=d < D)
 
     @triton.jit
     def attend_block(q, keys, values, columns, end, looks, scale, top, total, acc, d, D):
@@ -105,6 +105,7 @@ if triton is not None:
         for p in range(tl.load(places + first), last + 1):
             base = ((tl.zeros((), tl.int64) + p) * G + g) * T_p * D
             end = tl.minimum((split + 1) * chunk, tl.load(lengths + p))
+            end = tl.where(tl.max((place == p).to(tl.int32), 0) > 0, end, 0)  # nobody's here: nothing to read
             for start in range(split * chunk, end, N):
                 columns = start + tl.arange(0, N)
                 top, total, acc = attend_block(x, prompt_k + base, prompt_v + base, columns, end, place == p, scale, top, total, acc, d, D)
@@ -169,7 +170,7 @@ def query_tile(R, group_size):
 
 
 class KVCache:
-    """Two tensors. G is n_kv_head, D head_size.
+    """Keys and values. G is n_kv_head, D head_size.
 
     prompt (n_layer, 2, places, G, T_p, D)  a prompt a place, right-padded
     own    (n_layer, 2, slots, G, T_c, D)   a completion a slot; column t is its t-th token
@@ -181,6 +182,8 @@ class KVCache:
 
     Prompts: `begin_prompts`, then a forward, whose layers call `fill`. Whenever slots came, went or moved: `begin_rows`. A
     step: `begin_step`, then a forward, whose layers call `attend`, which writes column t[s] of each slot.
+
+    `own` is a view of `storage`, and where each slot has a prompt of its own `prompt` is, too: it has the `behind` columns before.
     """
 
     def __init__(self, config, places, prompt_width, slots, width, dtype, device, group_size=1):
@@ -196,7 +199,7 @@ class KVCache:
         self.prompt = (self.storage[..., :prompt_width, :] if together else new(shape(places, prompt_width))).zero_()
         self.prompt_lengths = torch.ones(places, dtype=torch.long, device=device)
         self.prompt_bias = torch.zeros(places, 1, 1, prompt_width, dtype=dtype, device=device)
-        self.written = 0  # columns of the slots in use
+        self.written = 0  # the columns before this one are numbers, in every slot in use
         self.sorted = None
         self.filling = None  # places that prompts are on their way into
         self.ragged = False  # is a prompt shorter than T_p?
@@ -213,7 +216,7 @@ class KVCache:
     def fill(self, layer, k, v):
         """k, v (P, G, T, D) of the prompts, T at most T_p."""
         for part, values in enumerate((k, v)):
-            self.prompt[layer, part].narrow(2, 0, values.shape[2])[self.filling] = values
+            self.prompt[layer, part].narrow(2, 0, values.shape[2])[self.filling] = values.to(self.dtype)
 
     def keep(self, slots, places, columns):
         """Only these slots and places, arrays of rising numbers; they become 0, 1, 2 ... columns: how many of a slot are in use."""
@@ -227,7 +230,7 @@ class KVCache:
         self.prompt_lengths, self.prompt_bias = self.prompt_lengths[places], self.prompt_bias[places]
 
     def begin_rows(self, place):
-        """place: an array (n,), whose prompt each slot goes on from.
+        """place: an array (n,), whose prompt each slot goes on from; -1 where nobody is.
 
         All slots of a place read its keys in one matmul: pairs (slot, head) are laid out in a rectangle (places, G, most),
         places from the first to the last in use, where `most` is the slots of the place that has the most. In the example
@@ -239,7 +242,10 @@ class KVCache:
         The kernels take `sorted`, slots by place and their places, instead: 0 2 1 3 and 0 0 1 1.
         """
         self.filling = None
+        used = place >= 0
+        first = place[used].min()
         if uses_triton(self.own):
+            place = np.where(used, place, first)
             order = np.argsort(place, kind="stable")
             by_place = torch.tensor(np.stack([order, place[order]]), dtype=torch.int32, device=self.device)
             if self.sorted is None or len(place) != self.sorted.shape[1]:
@@ -247,22 +253,24 @@ class KVCache:
             else:
                 self.sorted.copy_(by_place)  # a graph reads it where it is
             return
-        self.places = slice(place.min(), place.max() + 1)
-        place_in_use, G, n = place - place.min(), self.config.n_kv_head, len(place)
-        counts = np.bincount(place_in_use)
-        most, order = counts.max(), np.argsort(place, kind="stable")
-        rank = np.empty(n, dtype=np.int64)  # of a slot among those of its place
-        rank[order] = np.arange(n) - (counts.cumsum() - counts)[place_in_use[order]]
-        to_row = ((place_in_use[:, None] * G + np.arange(G)) * most + rank[:, None]).ravel()
-        to_place = np.zeros(len(counts) * G * most, dtype=np.int64)
-        to_place[to_row] = np.arange(n * G)
-        self.to_row, self.to_place = (torch.tensor(numbers, device=self.device) for numbers in (to_row, to_place))
-        self.together = self.behind > 0 and np.array_equal(place, np.arange(n))
+        G, n, slots = self.config.n_kv_head, len(place), np.flatnonzero(used)
+        taken = place[slots] - first
+        counts = np.bincount(taken)
+        most, order = counts.max(), np.argsort(taken, kind="stable")
+        rank = np.empty_like(taken)  # of a slot among those of its place
+        rank[order] = np.arange(len(taken)) - (counts.cumsum() - counts)[taken[order]]
+        to_row, to_place = np.zeros((n, G), dtype=np.int64), np.zeros(len(counts) * G * most, dtype=np.int64)
+        to_row[slots] = (taken[:, None] * G + np.arange(G)) * most + rank[:, None]
+        to_place[to_row[slots]] = slots[:, None] * G + np.arange(G)
+        self.places = slice(first, first + len(counts))
+        self.to_row, self.to_place = (torch.tensor(numbers, device=self.device) for numbers in (to_row.ravel(), to_place))
+        self.together = self.behind > 0 and np.array_equal(place[slots], slots)
         _, _, S, _, columns, _ = self.storage.shape  # as rows of D, a layer's first own columns are at
         self.first = (torch.arange(2 * S * G, device=self.device).view(2, S, G) * columns + self.behind)[:, :n]
 
     def begin_step(self, t, columns, even):
-        """t (n,): the column that each slot writes now. columns: the largest of them plus one, or more. even: all are the same."""
+        """t (n,): the column that each slot writes now. columns: the largest of them plus one, or more, where somebody is.
+        even: all are the same, also where nobody is any more."""
         self.t, self.columns, self.even = t, columns, even
         if uses_triton(self.own):
             return
@@ -284,8 +292,8 @@ class KVCache:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         n, H, _, D = q.shape
         self.storage[layer].view(-1, D).index_copy_(0, self.targets, torch.stack([k, v]).view(-1, D).to(self.dtype))
-        # Scores and weights are not rounded to bfloat16, as they are not in the trainer's fused attention. Rounded, the two
-        # had a KL of up to 2.5e-4; now 1e-5.
+        # Scores are not rounded to bfloat16, as they are not in the trainer's fused attention. Rounded, the sampler and the
+        # trainer had a KL of up to 2.5e-4; now 1e-5.
         wide = torch.promote_types(self.dtype, torch.float32)
         with nullcontext() if wide == self.dtype else torch.autocast(q.device.type, enabled=False):
             q = q.reshape(-1, H // self.config.n_kv_head, D).to(wide) * D**-0.5  # (n * G, R, D): R query heads share a key head
@@ -324,7 +332,7 @@ class KVCache:
         T_p, T_c = self.prompt.shape[4], self.own.shape[4]
         R, DP = H // G, triton.next_power_of_2(max(16, D))
         M, tile = query_tile(R, self.group_size)
-        tiles, block = -(-n // tile), column_block(DP, q.element_size())
+        tiles, block = -(-n // tile), column_block(DP, self.dtype.itemsize)
         (before, chunk), (splits, own_chunk) = split_columns(T_p, tiles * G, block), split_columns(T_c, n * G, block)
         new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)  # noqa: E731
         parts, tops, totals = new(before + splits, n, H, D), new(before + splits, n, H), new(before + splits, n, H)

@@ -15,6 +15,7 @@ import sys
 import time
 from bisect import bisect_right
 from dataclasses import dataclass, fields
+from functools import cache
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from checkpoint import find_run
@@ -30,6 +31,7 @@ from tqdm import tqdm
 
 from draw import Truncation, sample_tokens, uniforms
 from kvcache import KVCache
+from logprobs import uses_triton
 from memory import MIB, kind_of, tensor_bytes
 from model import autocast
 
@@ -118,11 +120,13 @@ def sample_groups(
     one ends, the next begins in its place. first_row: the number of the first row, where these are more of what was begun.
     enforce_eager: no CUDA graphs. progress: a bar in a terminal, if it takes more than some seconds.
 
-    Raises ValueError where a prompt is empty or does not leave max_new_tokens of block_size.
+    Raises ValueError where a prompt is empty or does not leave max_new_tokens, at least 1, of block_size.
     """
     lengths = [len(p) for p in prompts]
     if not prompts or min(lengths) == 0:
         raise ValueError("a prompt has no tokens; the model needs at least one to go on from")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: a completion has at least one token")
     if max(lengths) + max_new_tokens > model.config.block_size:
         raise ValueError(
             f"a prompt of {max(lengths)} tokens + max_new_tokens={max_new_tokens} is longer than block_size={model.config.block_size}"
@@ -157,6 +161,8 @@ class Bar:
         return self
 
     def __exit__(self, *_):
+        if self.shown:
+            self.bar.clear()
         self.bar.close()
 
     def show(self, flight):
@@ -178,9 +184,9 @@ class Flight:
     """
 
     def __init__(self, model, prompts, k, max_new_tokens, slots, stop_token, how, is_over=None, graphs=False):
-        """how: sample_tokens' last arguments. graphs: are steps to be recorded and replayed?"""
+        """how: sample_tokens' last arguments. graphs: are steps to be recorded and replayed, where kernels take them?"""
         self.model, self.prompts, self.k, self.steps = model, prompts, k, max_new_tokens
-        self.stop_token, self.how, self.is_over, self.graphs, self.graph = stop_token, how, is_over, graphs, None
+        self.stop_token, self.how, self.is_over, self.graph = stop_token, how, is_over, None
         self.N, self.device = len(prompts) * k, model.device
         self.tokens = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.float32, device=self.device)
@@ -188,6 +194,7 @@ class Flight:
         places = places_for(slots, k, len(prompts))
         width = max(len(p) for p in prompts)
         self.cache = KVCache(model.config, places, width, slots, max_new_tokens, model.compute_dtype, self.device, k)
+        self.graphs = graphs and uses_triton(self.cache.own)  # plain torch has lengths and addresses of the host in it
         self.ends = torch.zeros(places, model.config.n_embd, dtype=model.compute_dtype, device=self.device)  # the prompts' last hidden
         self.rows = torch.full((slots,), self.N, device=self.device)
         self.t, self.token, self.start_at = (torch.zeros(slots, dtype=torch.long, device=self.device) for _ in range(3))
@@ -198,6 +205,7 @@ class Flight:
         self.held = {}  # prompt: its place
         self.cut = {}  # row: its length, where a stop string ended it
         self.next = self.now = 0  # the first row that waits; steps so far
+        self.free, self.oldest, self.even = slots, 0, True  # slots without a row; the step at which the first row began; did all?
 
     def draw(self, hidden, slots):
         """hidden (n, C) of these slots -> their next tokens, written down; who is done leaves."""
@@ -222,10 +230,12 @@ class Flight:
 
     def record(self):
         """A graph of the next step; where there cannot be one, out of memory for instance, steps go on as they are."""
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a thread may be writing a checkpoint
-                self.advance()
+            with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):  # also after an error
+                graph = torch.cuda.CUDAGraph()
+                # thread_local: another thread may be writing a checkpoint
+                with torch.cuda.graph(graph, stream=capture_stream(self.device), capture_error_mode="thread_local"):
+                    self.advance()
             self.graph = graph
         except RuntimeError as error:
             self.graphs = False
@@ -253,12 +263,13 @@ class Flight:
         alive = np.flatnonzero(rows < self.N)
         if self.next == self.N and len(free) > len(rows) * LEAVE_AT[kind_of(self.rows)]:
             self.leave(alive)
-            alive, self.free, changed = slice(None), 0, True
+            alive, self.free, changed = np.arange(len(alive)), 0, True
         if changed:
-            self.cache.begin_rows(self.place)
-            began = self.began[alive]
-            self.oldest = began.min()
-            self.even = bool((began == self.oldest).all())
+            place = np.full(len(self.place), -1)
+            place[alive] = self.place[alive]
+            self.cache.begin_rows(place)
+            self.oldest = self.began[alive].min()
+            self.even = bool((self.began == self.oldest).all())
         return True
 
     def look(self):
@@ -269,10 +280,11 @@ class Flight:
 
     def read_texts(self):
         """The new tokens of every slot, one after the other, also of those whose row has left since the last look."""
-        table, over = self.tokens.cpu().numpy(), []
-        for slot in np.flatnonzero(self.reading < self.N):
+        slots, over = np.flatnonzero(self.reading < self.N), []
+        table = self.tokens[torch.tensor(self.reading[slots], device=self.device)].cpu().numpy()
+        for slot, tokens in zip(slots, table, strict=True):
             row, read = self.reading[slot], self.have_read[slot]
-            ids = table[row, : min(self.now - self.began[slot] + 1, self.steps)].tolist()
+            ids = tokens[: min(self.now - self.began[slot] + 1, self.steps)].tolist()
             if self.stop_token in ids:
                 ids = ids[: ids.index(self.stop_token)]
             end = next((n for n in range(read + 1, len(ids) + 1) if self.is_over(ids[:n])), None)
@@ -288,7 +300,7 @@ class Flight:
         new = range(self.next, min(self.next + room, self.N))
         if any(row // self.k not in self.held for row in new):
             busy = set((rows[rows < self.N] // self.k).tolist())
-            self.held = {prompt: place for prompt, place in self.held.items() if prompt in busy}
+            self.held = {prompt: place for prompt, place in self.held.items() if prompt in busy or prompt >= self.next // self.k}
             free = sorted(set(range(len(self.ends))) - set(self.held.values()))  # the lowest first: places in use lie together
             ahead = (new.stop - 1) // self.k + 1 + math.ceil(len(rows) / self.k / 4)  # not one at a time, nor all there is room for
             coming = [p for p in range(self.next // self.k, min(ahead, len(self.prompts))) if p not in self.held]
@@ -324,15 +336,22 @@ class Flight:
 
     def rehearse(self):
         """What all that allocates at most: every place is read, every slot begins, a quarter leaves, and a step in which the cache is
-        full, the rows have different lengths and the slots of one place are as many as can be."""
+        full, the rows have different lengths, the first place has as many slots as can be, and the last one has some."""
         n, places = len(self.rows), len(self.ends)
         self.read(range(places), range(places))
         self.start(np.arange(n), range(n), np.arange(n) % places)
-        crowd = min(self.k, n)
-        self.cache.begin_rows(np.concatenate([np.zeros(crowd, dtype=np.int64), np.arange(n - crowd) % max(places - 1, 1) + (places > 1)]))
+        crowd = max(min(self.k, n - (places > 1)), 1)
+        others = places - 1 - np.arange(n - crowd) % max(places - 1, 1)
+        self.cache.begin_rows(np.concatenate([np.zeros(crowd, dtype=np.int64), others]))
         self.now, self.oldest, self.even = self.steps - 1, 0, False
         self.step()
         self.leave(np.arange(max(n - n // 4 - 1, 1)))
+
+
+@cache
+def capture_stream(device):
+    """One a device: the matrix products' workspace of a stream is kept."""
+    return torch.cuda.Stream(device)
 
 
 def places_for(slots, k, P):

@@ -46,8 +46,8 @@ class Tokenizer:
     def stopper(self, text):
         """-> a function of a completion's ids: has `text` come to its end in the last of them? None for no text.
 
-        The text may span tokens, and its end be a part of one: each token has at least one byte, so the last tokens, as many
-        as the text has bytes, have all of it.
+        It is to be asked after each token. The text may span tokens, and its end be a part of one: each token has at least one
+        byte, so the last tokens, as many as the text has bytes, have all of it.
         """
         if not text:
             return None

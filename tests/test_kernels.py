@@ -338,11 +338,14 @@ def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, 
     shape = dict(R=H // G, N=kvcache.column_block(D, 2 if dtype == "bf16" else 4), DP=D)
     for kernel, constants, warps in (
         (kvcache.place_kernel, dict(DP=D, ROTARY=True), 1),
+        (kvcache.place_kernel, dict(DP=D, ROTARY=False), 1),
         (kvcache.prompt_kernel, shape | dict(M=M, TILE=slots), 4),
         (kvcache.own_kernel, shape | dict(M=16), 4),
         (kvcache.join_kernel, dict(SPLITS=6, DP=D), 1),
     ):
         pointers = {name: kinds[name] for name in kernel.arg_names if name in kinds}
+        if kernel is kvcache.place_kernel:
+            pointers |= {"q": "*fp32", "k": "*fp32"}  # what autocast's norms leave of them, beside values in bfloat16
         aligned = {"D", "chunk", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head"} & set(kernel.arg_names)
         used, _ = resources(kernel, capability, pointers, constants, aligned, warps, tmp_path)
         print(f"sm_{capability} {H}/{G} x {D} {dtype} {kernel.__name__}", used)

@@ -118,6 +118,24 @@ def test_slots_and_places_that_are_kept_keep_their_tokens():
         torch.testing.assert_close(y[slot, :, 0], expected, atol=1e-12, rtol=0)
 
 
+def test_keys_of_another_type_than_the_caches():
+    """As CUDA's autocast leaves them behind a norm of queries and keys, in prompts and in steps."""
+    cache, config, prompts = make_cache(torch.bfloat16)
+    for layer in range(config.n_layer):
+        cache.fill(layer, prompts[layer, 0].float(), prompts[layer, 1])
+    assert cache.prompt.equal(prompts)
+    q, k, v = (torch.randn(3, heads, 1, 8, dtype=torch.bfloat16, device=DEVICE) for heads in (4, 2, 2))
+    expected = step(cache, [0, 1, 1], [0, 0, 0], q, k, v)
+    assert step(cache, [0, 1, 1], [0, 0, 0], q.float(), k.float(), v).equal(expected) and expected.dtype == torch.bfloat16
+
+
+def test_slots_that_nobody_has_are_not_counted():
+    """Ten slots that once read a place do not widen the rectangle of those that do."""
+    cache, _, _ = make_cache(slots=12)
+    cache.begin_rows(np.array([1] + [-1] * 10 + [2]))
+    assert len(cache.to_place) == 2 * 2 and cache.places == slice(1, 3)
+
+
 def test_columns_are_split_where_programs_are_few():
     assert split_columns(500, 1000, 64) == (1, 512)
     assert split_columns(500, 1, 64) == (4, 128)

@@ -6,8 +6,10 @@ import torch
 from conftest import DEVICE, make_flat_model, make_model
 
 import sample
+from kvcache import KVCache
+from memory import MemoryMeter
 from model import autocast
-from sample import generate_naive, sample_groups
+from sample import generate_naive, rehearse_groups, sample_groups
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 STOP = 3
@@ -211,10 +213,59 @@ def test_freed_slots_are_filled_again(slots, every, monkeypatch):
     stops_one_time_in(12, model)
     monkeypatch.setitem(sample.LOOK_EVERY, DEVICE, every)
     model.register_forward_pre_hook(lambda module, args: steps.append(args[0].shape[0]) if args[0].shape[1] == 1 else None)
-    lengths = sample_groups(model, PROMPTS * 8, 10, 100, stop_token=STOP, seed=2, max_batch=slots).completion_lengths
+    read = []
+    model.register_forward_pre_hook(lambda module, args: read.append(args[0].shape[0]) if args[0].shape[1] > 1 else None)
+    prompts = [prompt + [9] for prompt in PROMPTS * 8]  # of two tokens at least
+    lengths = sample_groups(model, prompts, 10, 100, stop_token=STOP, seed=2, max_batch=slots).completion_lengths
+    assert sum(read) == 32  # each prompt once
     assert lengths.min() == 1 and lengths.max() > 60
     assert max(steps) <= slots
     assert len(steps) <= 1.15 * int(lengths.sum()) / slots + int(lengths.max())
+
+
+def test_columns_that_nobody_wrote_are_not_read(monkeypatch):
+    """The rows in use are of one age again after a younger one has come and gone in a slot that is filled later."""
+    init, lengths = KVCache.__init__, np.ones(48, int)
+    lengths[[0, 8, 16, 24, 25, 26, 27, 28, 29]] = [25, 35, 35, 35, 3, 35, 35, 35, 3]
+    lengths[32:40] = 30
+
+    def poisoned(cache, *args, **options):
+        init(cache, *args, **options)
+        cache.own.fill_(float("nan"))
+
+    monkeypatch.setattr(KVCache, "__init__", poisoned)
+    last = lambda seed, rows, steps: np.asarray(steps)[None] == lengths[rows][:, None] - 1  # noqa: E731
+    monkeypatch.setattr(sample, "uniforms", lambda *args: last(*args).astype(np.float32))
+    monkeypatch.setattr(sample, "sample_tokens", lambda model, hidden, u, *how: (torch.where(u > 0.5, STOP, 5), hidden.float().sum(-1)))
+    rollouts = sample_groups(make_model("gpt2", block_size=64), [[1, 2]] * 6, 8, 40, stop_token=STOP, max_batch=8)
+    assert rollouts.completion_lengths.tolist() == lengths.tolist() and rollouts.sampling_logprobs.isfinite().all()
+
+
+def test_plain_torch_is_not_recorded():
+    """Its lengths and addresses are the host's; a graph would keep those of the step it was made from."""
+    for dtype in (torch.float32, torch.float64):
+        flight = sample.Flight(make_model("gpt2").to(dtype), PROMPTS, 2, 8, 4, STOP, (1.0,), graphs=True)
+        assert flight.graphs == (DEVICE == "cuda" and dtype == torch.float32 and sample.uses_triton(flight.cache.own))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts a CPU's bytes")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("k, P, slots", [(10, 12, 16), (1, 64, 16), (4, 16, None), (8, 12, 8), (16, 6, 32)])
+def test_no_lengths_take_more_than_is_rehearsed(k, P, slots, dtype):
+    """Refills, slots that leave and prompts of all lengths, to the last column of the cache."""
+    model = make_flat_model("gpt2", block_size=62, bias=True)
+    stops_one_time_in(25, model)
+    prompts = [[1] * (1 + 7 * i % 12) for i in range(P)]
+
+    def peak(call):
+        with MemoryMeter(DEVICE) as meter, autocast(dtype, model):
+            result = call()
+            return meter.peak_since_reset(), result
+
+    planned, _ = peak(lambda: rehearse_groups(model, 12, P, k, 50, max_batch=slots))
+    for seed in range(2):
+        taken, rollouts = peak(lambda seed=seed: sample_groups(model, prompts, k, 50, stop_token=STOP, seed=seed, max_batch=slots))
+        assert planned / 2 < taken <= planned and rollouts.completion_lengths.max() == 50
 
 
 def stops_one_time_in(mean, model):
@@ -229,6 +280,8 @@ def stops_one_time_in(mean, model):
 
 def test_bad_prompts_are_named():
     model = make_model()
+    with pytest.raises(ValueError, match="max_new_tokens=0: a completion has at least one token"):
+        sample_groups(model, [[1]], 2, 0)
     with pytest.raises(ValueError, match="no tokens"):
         sample_groups(model, [[1], []], 2, 4)
     with pytest.raises(ValueError, match=r"a prompt of 30 tokens \+ max_new_tokens=4 is longer than block_size=32"):
