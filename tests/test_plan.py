@@ -82,10 +82,10 @@ def one_group_differs(prompts, completions, **columns):
 def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
     """Within 2 % of the meter, phase by phase, and of the profiler's trace of the whole run; the host's bytes exactly.
 
-    Rollouts that are decoded in pieces may take 4 % less: a plan has rows of different lengths, of prompts that are far apart.
+    Rollouts that are decoded in pieces may take 5 % less: a plan has rows of different lengths, of prompts that are far apart.
     """
     no_stop(monkeypatch)
-    most = 0.04 if name in ("long rollouts", "cache in pieces") else 0.02
+    most = 0.05 if name in ("long rollouts", "cache in pieces") else 0.02
     monkeypatch.setattr("saver.available_on_host", lambda: 0)  # no copies while a checkpoint is written, which a plan leaves out
     prepared, settings = prepared_run(tmp_path, **CONFIGS[name])
     its_plan = plan(partial(grpo.rehearsal, prepared), settings)
