@@ -55,7 +55,7 @@ MUTANTS = [
     ("long completions rewarded", "loss.py", "return -((lengths", "return ((lengths", "test_loss.py test_collect.py"),
     ("columns of a later token seen", "kvcache.py", "> t[:, None]  # (n, columns)", "> t[:, None] + 1", "test_kvcache.py test_sample.py"),
     ("all slots write one column", "kvcache.py", "self.first + t[:, None]", "self.first + t.max()", "test_kvcache.py test_sample.py"),
-    ("rows read each other's prompts", "kvcache.py", "to_place[to_row] = np.arange(n * G)", "to_place[to_row] = np.arange(n * G)[::-1]", "test_kvcache.py"),
+    ("rows read each other's prompts", "kvcache.py", "slots[:, None] * G + np.arange(G)", "(slots[:, None] * G + np.arange(G))[::-1]", "test_kvcache.py"),
     ("padding of prompts seen", "kvcache.py", "to_prompt.view(P, -1, T_p).add_(self.prompt_bias[self.places, 0])", "pass", "test_kvcache.py test_sample.py"),
     ("padding of prompts of one completion seen", "kvcache.py", "scores.view(n, -1, k.shape[1])[..., :T_p].add_(self.prompt_bias[:n, 0])", "pass", "test_kvcache.py"),
     ("prompts stay where they were", "kvcache.py", "prompt[: len(places)] = prompt[places]", "pass", "test_kvcache.py test_sample.py"),
