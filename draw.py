@@ -116,6 +116,7 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=0, truncation=None):
 
 
 def draw_torch(model, hidden, u, temperature, truncation, tokens, logprobs):
+    """hidden (n, C), u (n,) -> fills tokens and logprobs, (n,) each. The kernel's oracle."""
     logits = model.logits(hidden).float()
     if temperature not in (0, 1):
         logits /= temperature
@@ -136,6 +137,7 @@ def draw_torch(model, hidden, u, temperature, truncation, tokens, logprobs):
 
 
 def draw_triton(model, hidden, u, temperature, truncation, tokens, logprobs):
+    """As draw_torch, for a temperature above 0 and no truncation."""
     logits = F.linear(hidden, model.lm_head_weight)
     if nothing_to_do(logits):
         return

@@ -151,7 +151,7 @@ PROGRAMS = 264  # two for each of an H200's 132 multiprocessors: with fewer, col
 
 
 def column_block(DP, itemsize):
-    """-> columns at a time: 8 KiB of keys and as many of values, the most for which sm_80 and sm_90 need no stack."""
+    """-> columns at a time: 8 KiB of keys and as many of values. With twice that bfloat16 needed stack on sm_80 or sm_90."""
     return max(16, min(64, 8192 // (DP * itemsize)))
 
 
@@ -187,7 +187,7 @@ class KVCache:
     """
 
     def __init__(self, config, places, prompt_width, slots, width, dtype, device, group_size=1):
-        """group_size: slots that read the same prompt, about."""
+        """places, prompt_width T_p, slots, width T_c: numbers. group_size: slots that read the same prompt, about."""
         self.config, self.dtype, self.device, self.group_size = config, dtype, torch.device(device), group_size
         shape = lambda rows, columns: (config.n_layer, 2, rows, config.n_kv_head, columns, config.head_size)  # noqa: E731
         new = partial(torch.empty, dtype=dtype, device=device)
@@ -328,6 +328,7 @@ class KVCache:
         return torch.softmax(scores, -1) @ v
 
     def attend_triton(self, layer, q, k, v, rotary):
+        """`attend` by four kernels; all they write to is made here."""
         (n, H, _, D), G = q.shape, self.config.n_kv_head
         T_p, T_c = self.prompt.shape[4], self.own.shape[4]
         R, DP = H // G, triton.next_power_of_2(max(16, D))

@@ -355,7 +355,7 @@ def capture_stream(device):
 
 
 def places_for(slots, k, P):
-    """-> prompts held at a time. A group keeps its prompt until its last row is over, which is when two to four more have begun."""
+    """-> prompts held at a time: a group keeps its prompt until its last row is over, and by then other groups have begun."""
     return min(P, slots, 4 * math.ceil(slots / k))
 
 
