@@ -199,6 +199,7 @@ class KVCache:
         self.prompt = (self.storage[..., :prompt_width, :] if together else new(shape(places, prompt_width))).zero_()
         self.prompt_lengths = torch.ones(places, dtype=torch.long, device=device)
         self.prompt_bias = torch.zeros(places, 1, 1, prompt_width, dtype=dtype, device=device)
+        self.reach = prompt_width + width  # no position is as high
         self.written = 0  # the columns before this one are numbers, in every slot in use
         self.sorted = None
         self.filling = None  # places that prompts are on their way into

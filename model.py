@@ -36,6 +36,10 @@ class GPTConfig:
     norm_eps: float = 1e-5
     position: str = "learned"  # | "rotary"
     rope_theta: float = 10000.0
+    rope_factor: float = 1.0  # positions count 1 / so much: all of them, or Llama 3.1's rule where there is an original block size
+    rope_original_block_size: int = 0
+    rope_low_freq_factor: float = 1.0  # wavelengths above original / low are stretched in full,
+    rope_high_freq_factor: float = 4.0  # those below original / high not at all, those between in between
     mlp: str = "gelu"  # | "swiglu"
     bias: bool = False  # in linear layers and layer norms (GPT-2)
     qkv_bias: bool = False  # in the query/key/value projection alone (Qwen2)
@@ -74,6 +78,8 @@ class GPTConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r:.40} is not one of {', '.join(choices)}")
         if self.n_embd < self.n_head or not 0 < self.norm_eps < 1 or not 1 <= self.rope_theta < math.inf:
             raise ValueError("n_embd is below n_head, or norm_eps or rope_theta is out of range")
+        if not 1 <= self.rope_factor < math.inf or not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor < math.inf:
+            raise ValueError("rope_factor, rope_low_freq_factor or rope_high_freq_factor is out of range")
 
 
 def autocast(dtype, model):
@@ -117,11 +123,25 @@ def make_norm(config, size=None):
     return nn.LayerNorm(size, eps=config.norm_eps, bias=config.bias)
 
 
-def rotary_table(config, device):
-    """-> cos, sin (block_size, head_size), float32: RoFormer's rotation in Llama's half-split layout."""
-    half = config.head_size // 2
-    frequency = config.rope_theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
-    angle = torch.arange(config.block_size, device=device)[:, None] * frequency  # (T, D/2)
+def rotary_frequencies(config, device=None):
+    """-> radians a position (head_size / 2,), float32, in Hugging Face's order of operations: positions multiply what rounding leaves.
+
+    With rope_original_block_size they are scaled as Llama 3.1's are: slow ones divided by rope_factor, fast ones as they were.
+    """
+    exponent = torch.arange(0, config.head_size, 2, device=device, dtype=torch.float32) / config.head_size
+    frequency = 1.0 / config.rope_theta**exponent
+    if not config.rope_original_block_size:
+        return frequency / config.rope_factor
+    wavelength = 2 * math.pi / frequency
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    kept = (config.rope_original_block_size / wavelength - low) / (high - low)
+    kept = kept.clamp(0, 1)
+    return (1 - kept) * (frequency / config.rope_factor) + kept * frequency
+
+
+def rotary_table(config, length, device):
+    """-> cos, sin (length, head_size), float32: RoFormer's rotation in Llama's half-split layout."""
+    angle = torch.arange(length, device=device)[:, None] * rotary_frequencies(config, device)  # (T, D/2)
     angle = torch.cat([angle, angle], -1)
     return angle.cos(), angle.sin()
 
@@ -249,7 +269,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
         self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.rotary = None  # made at the first forward, on the device it runs on; follows from the config, so not saved
+        self.rotary = None  # made as far as it is needed, on the device it is needed on; follows from the config, so not saved
         self.init_weights()
 
     def init_weights(self):
@@ -295,13 +315,17 @@ class GPT(nn.Module):
         if self.position is not None:
             x = x + self.position(positions)
         else:
-            if self.rotary is None or self.rotary[0].device != tokens.device:
-                with torch.inference_mode(False):  # training will read what sampling may make here
-                    self.rotary = rotary_table(self.config, tokens.device)
+            self.reach(T if cache is None else cache.reach, tokens.device)
             rotary = [table[positions][:, None] for table in self.rotary]  # (B, 1, T, D) each
         for block in self.blocks:
             x = self.run_block(block, x, rotary, cache, mask, last if block is self.blocks[-1] else None)
         return self.norm(x)
+
+    def reach(self, length, device):
+        """Have tables for positions below `length`, where they are rotary. A folder's block_size may be 131,072, whose tables are 64 MiB at 64 a head."""
+        if self.config.position == "rotary" and (self.rotary is None or len(self.rotary[0]) < length or self.rotary[0].device != device):
+            with torch.inference_mode(False):  # training will read what sampling may make here
+                self.rotary = rotary_table(self.config, min(self.config.block_size, 2 ** math.ceil(math.log2(length))), device)
 
     def run_block(self, block, x, rotary, cache, mask, last):
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():

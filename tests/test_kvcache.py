@@ -43,7 +43,7 @@ def expected_row(prompts, place, length, keys, values, q):
 def run_rows(cache, config, prompts, schedule, tolerance, rotary=False):
     """schedule: lists of {slot: (row, place, t)}; every step of every row is compared. -> comparisons made."""
     history, compared, dtype = {}, 0, cache.dtype
-    tables = [table.to(dtype) for table in rotary_table(config, DEVICE)] if rotary else None
+    tables = [table.to(dtype) for table in rotary_table(config, config.block_size, DEVICE)] if rotary else None
     for moment in schedule:
         n = len(moment)
         q, k, v = (torch.randn(n, heads, 1, config.head_size, dtype=dtype, device=DEVICE) for heads in

@@ -1,0 +1,325 @@
+"""Hugging Face folders, in and out, beside transformers itself on random weights that it saved."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pretrained
+from model import GPT, GPTConfig
+from pretrained import load_pretrained, read_shape, save_pretrained
+from sample import sample_groups
+from settings import SnugError
+
+transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
+
+SMALL = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64, rope_theta=5e3
+)
+ROPE = dict(max_position_embeddings=512, rope_theta=5e3)
+CASES = {  # name: (transformers' config class, its keywords)
+    "gpt2": ("GPT2Config", dict(vocab_size=97, n_positions=128, n_embd=32, n_layer=2, n_head=4)),
+    "gpt2 untied": ("GPT2Config", dict(vocab_size=97, n_positions=128, n_embd=32, n_layer=2, n_head=4, n_inner=40, tie_word_embeddings=False)),
+    "llama": ("LlamaConfig", SMALL | ROPE | dict(num_key_value_heads=4)),
+    "llama tied": ("LlamaConfig", SMALL | ROPE | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
+    "llama 3": ("LlamaConfig", SMALL | dict(max_position_embeddings=512, rope_parameters=LLAMA3, head_dim=16, rms_norm_eps=1e-5)),
+    "llama linear": ("LlamaConfig", SMALL | dict(max_position_embeddings=512, rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4))),
+    "qwen2": ("Qwen2Config", SMALL | ROPE),
+    "qwen2 tied": ("Qwen2Config", SMALL | ROPE | dict(tie_word_embeddings=True)),
+    "qwen3": ("Qwen3Config", SMALL | ROPE | dict(head_dim=16)),
+    "qwen3 tied": ("Qwen3Config", SMALL | ROPE | dict(head_dim=8, tie_word_embeddings=True)),
+}  # fmt: skip
+
+
+def their_model(case):
+    """-> transformers' model, with weights far from those it begins with, norms and biases too."""
+    name, options = CASES[case]
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**options)).eval()
+    with torch.no_grad():
+        for weight_name, p in model.named_parameters():
+            p.add_(torch.randn_like(p) * (0.5 if "emb" in weight_name or "wte" in weight_name or "head" in weight_name else 0.2))
+    return model
+
+
+@pytest.fixture(scope="module", params=CASES)
+def saved(request, tmp_path_factory):
+    """-> (their model, the folder that it was saved to)."""
+    folder = tmp_path_factory.mktemp("models") / request.param.replace(" ", "-")
+    model = their_model(request.param)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def logits_of(model, tokens):
+    with torch.no_grad():
+        return model.logits(model(tokens))
+
+
+def test_logits_and_greedy_continuation_are_transformers(saved):
+    theirs, folder = saved
+    ours = load_pretrained(folder)
+    tokens = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(ours, tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+        expected = theirs.generate(tokens[:1], max_new_tokens=64, do_sample=False, pad_token_id=0, eos_token_id=None)[0, 50:]
+    rollouts = sample_groups(ours, [tokens[0].tolist()], 1, 64, temperature=0.0)
+    assert rollouts.completions()[0] == expected.tolist()
+
+
+def test_there_and_back(saved, tmp_path):
+    theirs, folder = saved
+    ours = load_pretrained(folder)
+    save_pretrained(ours, tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, theirs(tokens).logits)  # nothing was rounded on the way
+    assert again.config.model_type == theirs.config.model_type
+    assert read_shape(tmp_path / "out") == read_shape(folder)
+
+
+def test_tokens_far_apart_are_told_apart_as_there(tmp_path):
+    """Llama 3's scaling: at 500 positions, where the slow frequencies differ from the plain ones."""
+    theirs = their_model("llama 3")
+    theirs.save_pretrained(tmp_path / "a")
+    tokens = torch.randint(97, (1, 500), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    torch.testing.assert_close(logits_of(load_pretrained(tmp_path / "a"), tokens), expected, atol=1e-5, rtol=1e-5)
+    for name, value in (("rope_factor", 1.0), ("rope_low_freq_factor", 2.0), ("rope_high_freq_factor", 8.0), ("rope_theta", 1e4)):
+        other = load_pretrained(tmp_path / "a", **{name: value})
+        assert (logits_of(other, tokens) - expected).abs().max() > 1e-3, name
+
+
+def test_older_files_are_read(tmp_path):
+    """rope_theta and rope_scaling at the top; torch_dtype; GPT-2's tensors without a prefix, with masks; a head that is the embedding."""
+    theirs = their_model("llama 3")
+    theirs.save_pretrained(tmp_path / "a")
+    expected = read_shape(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=dict(rope, type=rope.pop("rope_type")), torch_dtype=config.pop("dtype"))
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    assert read_shape(tmp_path / "a") == expected
+
+    theirs = their_model("gpt2")
+    theirs.save_pretrained(tmp_path / "b")
+    tensors = load_file(tmp_path / "b" / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    for i in range(2):
+        tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 128, 128), f"h.{i}.attn.masked_bias": torch.tensor(-1e4)}
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    save_file(tensors, tmp_path / "b" / "model.safetensors")
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(logits_of(load_pretrained(tmp_path / "b"), tokens), theirs(tokens).logits.detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_types_are_cast_on_the_way(dtype, tmp_path):
+    theirs = their_model("qwen2").to(getattr(torch, dtype))
+    theirs.save_pretrained(tmp_path / "a")
+    tokens = torch.arange(20)[None]
+    ours = load_pretrained(tmp_path / "a")
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(ours, tokens), again(tokens).logits, atol=1e-5, rtol=1e-5)
+    assert {p.dtype for p in load_pretrained(tmp_path / "a", dtype="bfloat16").parameters()} == {torch.bfloat16}
+
+
+def test_many_files_with_an_index_both_ways(tmp_path, monkeypatch):
+    theirs = their_model("qwen3")
+    theirs.save_pretrained(tmp_path / "a", max_shard_size="10KB")
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
+    monkeypatch.setattr(pretrained, "MAX_SHARD_BYTES", 10_000)
+    save_pretrained(load_pretrained(tmp_path / "a"), tmp_path / "b")
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 3
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), theirs.parameters(), strict=True))
+
+
+def test_one_tensor_at_a_time(tmp_path, monkeypatch):
+    """No second copy: what is read and not yet copied is at most the largest tensor."""
+    their_model("qwen2").save_pretrained(tmp_path / "a")
+    import weakref
+
+    alive, most, largest = set(), 0, 0
+    opened = pretrained.opened
+
+    class Watched:
+        def __init__(self, *args):
+            self.file = opened(*args)
+
+        def __enter__(self):
+            self.tensors = self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def __getattr__(self, name):
+            return getattr(self.tensors, name)
+
+        def get_tensor(self, name):
+            nonlocal most, largest
+            tensor = self.tensors.get_tensor(name)
+            alive.add(name)
+            weakref.finalize(tensor, alive.discard, name)
+            most, largest = max(most, len(alive)), max(largest, tensor.nbytes)
+            return tensor
+
+    monkeypatch.setattr(pretrained, "opened", Watched)
+    load_pretrained(tmp_path / "a")
+    assert largest and most <= 2  # the next is read before the name of the last is taken from it
+
+
+def test_a_model_from_scratch_is_a_gpt2(tmp_path):
+    """Without biases there are some of 0; ids that no token has are left out, so that nobody samples them."""
+    torch.manual_seed(1)
+    ours = GPT(GPTConfig(vocab_size=64, n_vocab=57, block_size=32, n_layer=2, n_head=4, n_embd=32))
+    save_pretrained(ours, tmp_path / "a")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a").eval()
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, logits_of(ours, tokens)[..., :57], atol=1e-5, rtol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.fixture
+def folder(tmp_path):
+    their_model("qwen2").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in (config | changes).items() if value != "gone"}))
+
+
+CONFIGS = {
+    "model_type='mistral'": dict(model_type="mistral", architectures=["MistralForCausalLM"]),
+    "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
+    "use_sliding_window=True": dict(use_sliding_window=True),
+    "layer_types": dict(layer_types=["full_attention", "sliding_attention"]),
+    "rope_type='yarn'": dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4)),
+    "factor=None": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4)),
+    "hidden_act='gelu'": dict(hidden_act="gelu"),
+    "hidden_size=None": dict(hidden_size="gone"),
+    "num_hidden_layers=-1": dict(num_hidden_layers=-1),
+    "hidden_size=True": dict(hidden_size=True),
+    "rms_norm_eps='small'": dict(rms_norm_eps="small"),
+    "missing 9": dict(num_hidden_layers=3, layer_types="gone"),  # a layer of 12 tensors, of which the 3 biases and 9 weights
+    "surplus 12": dict(num_hidden_layers=1, layer_types="gone"),
+    "has shape (48, 32), config.json says (40, 32)": dict(intermediate_size=40),
+}
+
+
+@pytest.mark.parametrize("said", CONFIGS)
+def test_configs_that_do_not_fit_are_named(said, folder):
+    change_config(folder, **CONFIGS[said])
+    said = "missing 12" if said == "missing 9" else said
+    with pytest.raises(SnugError) as error:
+        load_pretrained(folder)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_supported_architectures_are_named(folder):
+    change_config(folder, model_type="mamba")
+    with pytest.raises(SnugError, match="supported are gpt2, llama, qwen2, qwen3"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"model_type": ["gpt2"]}', '{"model_type": "gpt2", "vocab_size": 1e99}'])
+def test_a_broken_config_is_one_line(text, folder):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(SnugError, match="config.json"):
+        load_pretrained(folder)
+
+
+def test_broken_weights_are_one_line(folder):
+    whole = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for change, said in (
+        ({name: None}, f"missing 1 ({name})"),
+        ({"model.extra": torch.zeros(1)}, "surplus 1 (model.extra)"),
+        ({name: torch.zeros(48, 33)}, f"{name} has shape (48, 33), config.json says (48, 32)"),
+        ({name: torch.zeros(48, 32, dtype=torch.int64)}, f"{name} is of type I64"),
+        ({"layers.0.mlp.up_proj.weight": torch.zeros(48, 32)}, "names twice"),
+    ):
+        save_file({key: value for key, value in (whole | change).items() if value is not None}, folder / "model.safetensors")
+        with pytest.raises(SnugError) as error:
+            load_pretrained(folder)
+        assert said in str(error.value)
+    (folder / "model.safetensors").write_bytes(b"\x80\x04pickle")
+    with pytest.raises(SnugError, match="cannot be read"):
+        load_pretrained(folder)
+
+
+def test_pickles_are_never_loaded(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(SnugError, match="pytorch_model.bin is a pickle, which is never loaded"):
+        load_pretrained(folder)
+
+
+def test_an_index_names_files_of_its_folder_only(folder, tmp_path):
+    names = load_file(folder / "model.safetensors").keys()
+    shutil.copy(folder / "model.safetensors", tmp_path / "outside.safetensors")
+    for file in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "model.bin", 7):
+        (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, file))))
+        with pytest.raises(SnugError, match="weight_map"):
+            load_pretrained(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, "gone.safetensors"))))
+    with pytest.raises(SnugError, match="gone.safetensors: cannot be read"):
+        load_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    gone = sorted(tensors)[0]
+    del tensors[gone]
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, "model.safetensors"))))
+    with pytest.raises(SnugError, match=f"has no {gone}, which the index says"):
+        load_pretrained(folder)
+
+
+def test_shapes_without_an_architecture_are_refused_and_nothing_is_left(tmp_path):
+    for parts in (dict(norm="rmsnorm"), dict(position="rotary"), dict(mlp="swiglu"), dict(n_kv_head=2), dict(qk_norm=True)):
+        model = GPT(GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=4, n_embd=16, **parts))
+        with pytest.raises(SnugError, match="no architecture of gpt2, llama, qwen2, qwen3 has"):
+            save_pretrained(model, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_there_is_not_overwritten(folder):
+    before = sorted(p.name for p in folder.iterdir())
+    with pytest.raises(SnugError, match="is there already"):
+        save_pretrained(load_pretrained(folder), folder)
+    assert sorted(p.name for p in folder.iterdir()) == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_true_shapes(family, tmp_path):
+    """GPT-2 124M, and Qwen2.5-0.5B: 24 layers of 896, 14 heads on 2, 151,936 ids."""
+    sizes = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2)
+    qwen = transformers.Qwen2Config(vocab_size=151936, max_position_embeddings=32768, rope_theta=1e6, tie_word_embeddings=True, **sizes)
+    torch.manual_seed(1)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config() if family == "gpt2" else qwen).eval()
+    theirs.save_pretrained(tmp_path / "a")
+    ours = load_pretrained(tmp_path / "a")
+    tokens = torch.randint(50257, (1, 32), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(logits_of(ours, tokens), expected, atol=1e-5, rtol=1e-5)
+        continuation = theirs.generate(tokens, max_new_tokens=64, do_sample=False, pad_token_id=0, eos_token_id=None)[0, 32:]
+    assert sample_groups(ours, [tokens[0].tolist()], 1, 64, temperature=0.0).completions()[0] == continuation.tolist()
+    save_pretrained(ours, tmp_path / "b")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, expected)
