@@ -1,9 +1,10 @@
 """State that a run can be taken up from: safetensors for what is large, JSON for the rest. No pickle, nothing executed.
 
     out/grpo_small/checkpoint-000040/
-        model.safetensors       weights, by parameter name
+        model.safetensors       weights, by parameter name; with LoRA the adapters alone
         optimizer.safetensors   exp_avg.<name>, exp_avg_sq.<name>; master.<name> where there are masters
-        state.json              iteration, the model's shape, tokenizer, settings, generators
+        state.json              iteration, the model's shape, tokenizer, settings, generators; with LoRA which weights it goes with
+        tokenizer.json, ...     where the model came with its own
         manifest.json           length and SHA-256 of the others, written last
 
 A checkpoint is written into a temporary folder, flushed to the disk and renamed into place. So one that has its name is
@@ -11,7 +12,7 @@ whole, unless the disk has damaged it since: then it is named, and the one befor
 sampler's draws follow from (seed, iteration), so the iteration is their state.
 
 torch is imported where it is needed: a missing or damaged checkpoint is reported before that costs its seconds.
-Left out: when one is written, and which are kept (saver.py); other layouts of a folder (Hugging Face's).
+Left out: when one is written, and which are kept (saver.py); Hugging Face's layout of a folder (pretrained.py).
 """
 
 import hashlib
@@ -27,6 +28,7 @@ from types import SimpleNamespace
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from pretrained import fingerprint, is_pretrained, look_at_weights, read_shape, read_weights
 from settings import GRPOSettings, SFTSettings, SnugError, check_value, fields
 
 PREFIX = "checkpoint-"
@@ -85,7 +87,7 @@ def damage(path):
         if path in checked and checked[path][0] == manifest:
             return checked[path][1]
         found = None
-        for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        for name in {"model.safetensors", "optimizer.safetensors", "state.json"} | {Path(name).name for name in manifest}:
             file = path / name
             if file.stat().st_size != manifest[name]["bytes"] or sha256(file) != manifest[name]["sha256"]:
                 found = f"checkpoint {path}: {name} is not what was written"
@@ -183,9 +185,10 @@ def opened(path, framework="numpy"):
 def state_of(iteration, model, optimizer, settings, tokenizer, generators):
     """What state.json says. iteration: how many are done."""
     steps = optimizer_steps(optimizer)
+    base = {"base": model.base} if model.base else {}
     state = dict(iteration=iteration, optimizer_steps=steps, model_config=asdict(model.config), tokenizer=tokenizer.name)
     state |= dict(settings=asdict(settings), generators=for_json(generators))
-    return state | dict(after_oom=getattr(settings, "after_oom", {}))
+    return state | dict(after_oom=getattr(settings, "after_oom", {})) | base
 
 
 def optimizer_steps(optimizer):
@@ -195,12 +198,14 @@ def optimizer_steps(optimizer):
 
 def tensors_of(model, optimizer):
     """-> {file's name: {tensor's name: tensor}}, as they are, not copies."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    weights = {name: p.detach() for name, p in trained(model).items()}
     return {"model.safetensors": weights, "optimizer.safetensors": moments(model, optimizer)}
 
 
-def write(folder, state, tensors):
-    """Write checkpoint-<iteration> into a run's folder: whole, or not at all -> its Path. Raises OSError, SafetensorError."""
+def write(folder, state, tensors, files=None):
+    """Write checkpoint-<iteration> into a run's folder: whole, or not at all -> its Path. Raises OSError, SafetensorError.
+
+    files: {name: bytes}, which go beside the tensors as they are."""
     from safetensors.torch import save_file
 
     final = Path(folder) / f"{PREFIX}{state['iteration']:06d}"
@@ -210,6 +215,8 @@ def write(folder, state, tensors):
         temporary.mkdir(parents=True)
         for name, named in tensors.items():
             save_file(named, temporary / name)
+        for name, content in (files or {}).items():
+            (temporary / name).write_bytes(content)
         (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
         seal(temporary)
         if final.exists():  # it is damaged, or the run would have been resumed from it
@@ -277,13 +284,60 @@ def load_into(path, tensors, optional=None, look=False):
                 tensors[name].copy_(file.get_tensor(name))
 
 
+def trained(model):
+    """-> {name: parameter} of what trains: the adapters where there are some (lora.py), else everything. What a checkpoint has."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def origin(folder):
+    """What init_from names -> the Path that has the weights: a Hugging Face folder, or a checkpoint. Raises SnugError."""
+    return Path(folder) if is_pretrained(folder) else newest(folder)
+
+
 def load_weights(path, model):
-    load_into(path / "model.safetensors", dict(model.named_parameters()))
+    """The weights of an `origin` into a GPT without adapters; of a checkpoint that has adapters, those merged into what they go with."""
+    if is_pretrained(path):
+        return read_weights(path, model)
+    state = read_state(path)
+    if not state["settings"].get("lora_rank"):
+        return load_into(path / "model.safetensors", trained(model))
+    import lora
+
+    load_weights(base_of(path, state), model)
+    load_into(path / "model.safetensors", trained(give_adapters(model, settings_of(state))))
+    lora.merge(model)
 
 
 def look_at_shapes(path, shape):
-    """Are the weights of checkpoint `path` those of a model of this shape? Asked before any memory is taken for it. Raises SnugError."""
-    load_into(path / "model.safetensors", dict(make_model(shape, "meta").named_parameters()), look=True)
+    """Are the weights of an `origin` those of a model of this shape? Asked before any memory is taken for it. Raises SnugError."""
+    if is_pretrained(path):
+        look_at_weights(path)  # with its own config.json, of which `shape` is
+        return
+    state, model = read_state(path), make_model(shape, "meta")
+    if state["settings"].get("lora_rank"):
+        look_at_shapes(base_of(path, state), shape)
+        model = give_adapters(model, settings_of(state))
+    load_into(path / "model.safetensors", trained(model), look=True)
+
+
+def base_of(path, state):
+    """-> the Path of the weights that a checkpoint's adapters go with. Raises SnugError where they are not there, or are others."""
+    base = state["base"]
+    if not Path(base["path"]).exists() or identity(Path(base["path"])) != base["fingerprint"]:
+        gone = "are others now" if Path(base["path"]).exists() else "are not there"
+        raise SnugError(f"checkpoint {path} has adapters for the weights in {base['path']}, which {gone}; put them back")
+    return Path(base["path"])
+
+
+def identity(path):
+    """A fingerprint of an `origin`."""
+    return fingerprint(path) if is_pretrained(path) else sha256(path / "manifest.json")
+
+
+def give_adapters(model, settings):
+    import lora
+
+    return lora.add(model, settings.lora_rank, settings.lora_alpha, settings.lora_target_modules)
 
 
 def moments(model, optimizer):
@@ -312,13 +366,22 @@ def begin(settings, shape, device):
     """-> (model, optimizer, first iteration): taken up from out_dir, or from init_from, or from random weights."""
     from optimizer import make_optimizer
 
-    path = resume_path(settings)
-    source = path or (newest(settings.init_from) if settings.init_from else None)
-    if source is not None:
-        look_at_shapes(source, shape)
-    model = configure(make_model(shape, device, settings.param_dtype), settings)
+    path, adapters = resume_path(settings), settings.lora_rank
+    source = path
+    if path and adapters:
+        source = base_of(path, read_state(path))
+    elif not path and settings.init_from:
+        source = origin(settings.init_from)
+    for place in {path, source} - {None}:
+        look_at_shapes(place, shape)
+    model = make_model(shape, device, settings.param_dtype, initialise=source is None)
     if source is not None:
         load_weights(source, model)
+    model = configure(model, settings)
+    if adapters:
+        model.base = dict(path=str(source), fingerprint=identity(source))
+    if path and adapters:
+        load_into(path / "model.safetensors", trained(model))
     optimizer = make_optimizer(model, settings)  # after the weights, of which it may keep masters
     if path is None:
         return model, optimizer, 0
@@ -329,13 +392,15 @@ def begin(settings, shape, device):
 
 
 def configure(model, settings):
-    """What of the settings a model has to know to train -> the model."""
+    """What of the settings a model has to know to train, its adapters among it -> the model."""
+    if settings.lora_rank:
+        give_adapters(model, settings)
     model.checkpoint_blocks, model.activation_offload = settings.checkpoint_blocks, settings.activation_offload
     return model
 
 
-def make_model(shape, device, dtype="float32"):
-    """GPTConfig's keywords -> a GPT of random weights. Raises SnugError where a checkpoint's state.json has them wrong."""
+def make_model(shape, device, dtype="float32", initialise=True):
+    """GPTConfig's keywords -> a GPT of random weights, or, where they are to be loaded, of any. Raises SnugError where a state.json has them wrong."""
     import torch
 
     from model import GPT, GPTConfig
@@ -347,8 +412,9 @@ def make_model(shape, device, dtype="float32"):
     made_as = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        with torch.device(device):  # made where it is to live: never a second copy, in float32, on the host
-            return GPT(config)
+        with torch.device(device if initialise else "meta"):  # made where it is to live: never a second copy, in float32, on the host
+            model = GPT(config)
+        return model if initialise else model.to_empty(device=device)
     finally:
         torch.set_default_dtype(made_as)
 
@@ -363,9 +429,14 @@ class Run:
 
 
 def find_run(folder):
-    """A run's folder, or one of its checkpoints -> (the checkpoint's path, its state). Imports no torch. Raises SnugError."""
+    """A run's folder, or one of its checkpoints -> (the checkpoint's path, its state). Imports no torch. Raises SnugError.
+
+    A Hugging Face folder -> (its path, a state that says what can be known of it)."""
     if not folder:
-        raise SnugError("name a run's folder, such as out/grpo_small")
+        raise SnugError("name a run's folder, such as out/grpo_small, or a Hugging Face model's")
+    if is_pretrained(folder):
+        look_at_weights(folder)
+        return Path(folder), dict(iteration=0, model_config=read_shape(folder), settings=vars(GRPOSettings()) | {"task": ""})
     path = newest(folder)
     return path, read_state(path)
 
@@ -373,15 +444,36 @@ def find_run(folder):
 def load_run(folder, device="auto"):
     """The newest checkpoint of a run's folder, or that very checkpoint, ready to use -> Run. Raises SnugError."""
     path, state = find_run(folder)
+    tokenizer, settings = tokenizer_of(path, state), settings_of(state)
+    look_at_shapes(path, state["model_config"])
+    shape = state["model_config"] | {"n_vocab": min(tokenizer.n_vocab, state["model_config"]["vocab_size"])}
+    model = make_model(shape, pick_device(device), settings.param_dtype, initialise=False)
+    if settings.lora_rank:  # the very function that was trained
+        load_weights(base_of(path, state), model)
+        load_into(path / "model.safetensors", trained(give_adapters(model, settings)))
+    else:
+        load_weights(path, model)
+    return Run(model, tokenizer, settings, state["iteration"], path)
 
+
+def settings_of(state):
+    """What state.json says of the settings; options that came later have their defaults."""
+    cls = GRPOSettings if "group_size" in state["settings"] else SFTSettings
+    return SimpleNamespace(**vars(cls()) | state["settings"])
+
+
+def tokenizer_of(path, state):
+    """The Tokenizer of a checkpoint, by its name or from the tokenizer.json beside it; or of a Hugging Face folder. Raises SnugError."""
     from tokenizer import get_tokenizer
 
-    look_at_shapes(path, state["model_config"])
-    model = make_model(state["model_config"], pick_device(device), state["settings"]["param_dtype"])
-    load_weights(path, model)
-    cls = GRPOSettings if "group_size" in state["settings"] else SFTSettings
-    settings = SimpleNamespace(**vars(cls()) | state["settings"])  # options that came later have their defaults
-    return Run(model, get_tokenizer(state["tokenizer"]), settings, state["iteration"], path)
+    name = state.get("tokenizer", "tokenizer.json")
+    tokenizer = get_tokenizer(str(path) if name.startswith("tokenizer.json") else name)
+    if name not in (tokenizer.name, "tokenizer.json"):
+        raise SnugError(f"checkpoint {path}: its tokenizer is {tokenizer.name}, not {name}, which the model was trained with")
+    size = state["model_config"].get("n_vocab") or tokenizer.n_vocab
+    if size != tokenizer.n_vocab:
+        raise SnugError(f"checkpoint {path}: its tokenizer has {tokenizer.n_vocab} ids, and the model was trained with {size}")
+    return tokenizer
 
 
 def pick_device(name):

@@ -27,12 +27,13 @@ import torch
 import loop
 import train_sft
 from batch import limits, micro_batches
-from checkpoint import load_weights, make_model, newest
+from checkpoint import load_weights, make_model, origin
 from collect import collect, decode_options
 from evaluate import rehearse_evaluation
 from guard import columns_of
 from log import IS_IT_BROKEN
 from logprobs import head_logprobs
+from lora import adapters_off
 from loss import group_advantages, kl_divergence, policy_loss, truncated_importance
 from memory import borrowed, stream_from_host, surviving
 from model import autocast
@@ -57,13 +58,14 @@ def main(prepared):
 
 
 def make_reference(prepared, device, weights=True):
-    """The weights of init_from, frozen, on the device or the host -> GPT; None where beta is 0. weights False: random ones."""
+    """The weights of init_from, frozen, on the device or the host -> GPT; None where beta is 0, or where the model without its
+    adapters is the reference. weights False: any will do."""
     settings = prepared.settings
-    if not settings.beta:
+    if not settings.beta or settings.lora_rank:
         return None
-    reference = make_model(prepared.shape, device, settings.param_dtype).requires_grad_(False)
+    reference = make_model(prepared.shape, device, settings.param_dtype, initialise=not weights).requires_grad_(False)
     if weights:
-        load_weights(newest(settings.init_from), reference)
+        load_weights(origin(settings.init_from), reference)
     if settings.reference == "host":
         stream_from_host(reference, reference.blocks, device)
     return reference
@@ -99,15 +101,15 @@ def iterate(iteration, training):
 def prepare_logprobs(training, rollouts):
     """Fill in old_logprobs and, where there is a reference, ref_logprobs. The sampler is the model, so its log-probs are the old
     ones without a forward; importance_sampling_cap, which corrects for their difference, wants the trainer's."""
-    settings, model, reference = training.prepared.settings, training.model, training.reference
+    settings, model, reference = training.prepared.settings, training.model, training.reference or training.model
     smaller = partial(halve_micro_batch, settings, rollouts, model, say=training.log.say)
     rollouts.old_logprobs = rollouts.sampling_logprobs
-    if reference is None and settings.importance_sampling_cap is None:
+    if not settings.beta and settings.importance_sampling_cap is None:
         return
     with training.meter.phase("reference"):
         if settings.importance_sampling_cap is not None:
             rollouts.old_logprobs = surviving(partial(trainer_logprobs, model, rollouts, settings), smaller)
-        if reference is not None:
+        if settings.beta:
             rollouts.ref_logprobs = surviving(partial(reference_logprobs, reference, rollouts, settings, model.device), smaller)
 
 
@@ -118,8 +120,9 @@ def sequence_kl(rollouts, settings):
 
 
 def reference_logprobs(reference, rollouts, settings, device, most=None):
-    """The same of a reference that may be on the host, whence its blocks come one by one and the rest for as long as this takes."""
-    with borrowed(reference.outside_blocks() if settings.reference == "host" else [], device):
+    """The same of a reference: the model with its adapters off, or one that may be on the host, whence its blocks come one by one and
+    the rest for as long as this takes."""
+    with adapters_off(reference), borrowed(reference.outside_blocks() if settings.reference == "host" else [], device):
         return trainer_logprobs(reference, rollouts, settings, most)
 
 
@@ -261,9 +264,9 @@ def rehearsal(prepared, settings):
         if settings.importance_sampling_cap is not None:
             with meter.phase("reference"):
                 rollouts.old_logprobs = trainer_logprobs(model, rollouts, settings, most=2)
-        if reference is not None:
+        if settings.beta:
             with meter.phase("reference"):
-                rollouts.ref_logprobs = reference_logprobs(reference, rollouts, settings, device, most=2)
+                rollouts.ref_logprobs = reference_logprobs(reference or model, rollouts, settings, device, most=2)
         select = range(settings.train_batch_size or P * k)
         loop.rehearse_step(model, optimizer, partial(accumulate, model, rollouts, select, settings, most=2), settings, meter)
 

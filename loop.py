@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from checkpoint import begin, configure, make_model, newest, pick_device, read_state
+from checkpoint import begin, configure, make_model, newest, pick_device, read_state, trained
 from evaluate import evaluate_if_due
 from guard import Guard, columns_of
 from hints import hints
@@ -86,8 +86,9 @@ def run(prepared, title, rehearsal, iterate, make_reference):
         model, optimizer, start = begin(settings, prepared.shape, device)  # last, because it restores the random generators
         moved = prepare_folder(settings)
         with snapshot, RunLog(settings, title, start) as log:
-            size = sum(p.numel() for p in model.parameters())
-            log.say(f"{title} on {settings.task}: {size:,} parameters on {device}, {settings.out_dir}")
+            size, trains = (sum(p.numel() for p in parameters) for parameters in (model.parameters(), trained(model).values()))
+            part = f", of which {trains:,} train," if trains < size else ""
+            log.say(f"{title} on {settings.task}: {size:,} parameters{part} on {device}, {settings.out_dir}")
             if moved:
                 log.say(f"an earlier run in {settings.out_dir} was moved to {moved}")
             state = read_state(newest(settings.out_dir)) if start else {}

@@ -263,6 +263,7 @@ class GPT(nn.Module):
         self.config = config
         self.checkpoint_blocks = "none"  # | "block" | "selective": what of a block is kept for backward
         self.activation_offload = False  # what "block" and "selective" keep as a block's input goes to the host until backward
+        self.base = None  # of adapters (lora.py): which weights they go with, {"path": ..., "fingerprint": ...}
         self.after_backward = lambda: None  # who takes gradients off the device (optimizer.py) is told that backward is over
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.position = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None

@@ -218,7 +218,7 @@ def cheaper(settings, kind, longest):
         yield {"checkpoint_blocks": "selective"}
     if settings.checkpoint_blocks != "block":
         yield {"checkpoint_blocks": "block"}
-    if getattr(settings, "beta", 0) and settings.reference == "device":
+    if getattr(settings, "beta", 0) and settings.reference == "device" and not settings.lora_rank:
         yield {"reference": "host"}
     if settings.optimizer_device == "device":
         yield {"optimizer_device": "host"}

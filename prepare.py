@@ -8,8 +8,9 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from checkpoint import checkpoints, is_checkpoint, newest, read_state, resume_path
+from checkpoint import checkpoints, is_checkpoint, newest, read_state, resume_path, tokenizer_of
 from data import Task, load_reward_function, make_task
+from pretrained import is_pretrained, look_at_weights, read_shape
 from settings import GRPOSettings, ModelOptions, SFTSettings, SnugError, TaskOptions, read_settings
 from tokenizer import Tokenizer, get_tokenizer
 
@@ -45,8 +46,7 @@ def prepare(settings, given=frozenset()):
         shape, tokenizer = warm_start.shape, warm_start.tokenizer
         refuse_contradictions(settings, given, shape, tokenizer.name, settings.init_config)
     else:
-        shape, name = starting_point(settings, given, task)
-        tokenizer = get_tokenizer(name)
+        shape, tokenizer = starting_point(settings, given, task)
     shape = shape | {"vocab_size": shape.get("vocab_size") or tokenizer.n_vocab, "n_vocab": tokenizer.n_vocab}
     if shape["vocab_size"] < tokenizer.n_vocab:
         raise SnugError(
@@ -61,7 +61,7 @@ def prepare(settings, given=frozenset()):
 
 def is_finished(settings):
     """Is there no warm start to be made: none is wanted, or the run in init_from has done all its iterations?"""
-    if not settings.init_from or not settings.init_config:
+    if not settings.init_from or not settings.init_config or is_pretrained(settings.init_from):
         return True
     if not Path(settings.init_from).is_dir() or not (is_checkpoint(settings.init_from) or checkpoints(settings.init_from)):
         return False
@@ -89,12 +89,15 @@ def prepare_warm_start(settings):
 
 
 def starting_point(settings, given, task):
-    """-> (the model's shape, the tokenizer's name): the checkpoint's, where there is one to resume or to start from."""
+    """-> (the model's shape, the tokenizer): the checkpoint's or the Hugging Face folder's, where there is one to resume or to start from."""
+    if not resume_path(settings) and is_pretrained(settings.init_from):
+        return pretrained_point(settings, given)
     path = resume_path(settings) or (newest(settings.init_from) if settings.init_from else None)
     if path is None:
-        return {f.name: getattr(settings, f.name) for f in fields(ModelOptions)}, settings.tokenizer
+        return {f.name: getattr(settings, f.name) for f in fields(ModelOptions)}, get_tokenizer(settings.tokenizer)
     state = read_state(path)
-    refuse_contradictions(settings, given, state["model_config"], state["tokenizer"], path)
+    tokenizer = tokenizer_of(path, state)
+    refuse_contradictions(settings, given, state["model_config"], tokenizer.name, path)
     if path != resume_path(settings) and settings.eval_split == "tune" and state["settings"].get("task") == settings.task:
         if state["settings"].get("eval_split") != "tune":
             raise SnugError(
@@ -104,7 +107,18 @@ def starting_point(settings, given, task):
         refuse_another_task(settings, state["settings"], path)
         if task.fingerprint() != state["data"]:
             raise SnugError(f"{path} is of other data: data_file or test_file has changed; put it back, or start anew in another out_dir")
-    return state["model_config"], state["tokenizer"]
+    return state["model_config"], tokenizer
+
+
+def pretrained_point(settings, given):
+    """The same of the Hugging Face folder init_from, whose tokenizer is its own, unless it has none and the user names one."""
+    folder = Path(settings.init_from)
+    if not settings.plan:  # which config.json and a tokenizer are enough for
+        look_at_weights(folder)
+    own = (folder / "tokenizer.json").is_file() or "tokenizer" not in given
+    shape, tokenizer = read_shape(folder), get_tokenizer(str(folder) if own else settings.tokenizer)
+    refuse_contradictions(settings, given, shape, tokenizer.name, folder)
+    return shape, tokenizer
 
 
 def refuse_another_task(settings, before, source):
@@ -123,6 +137,8 @@ def refuse_contradictions(settings, given, shape, tokenizer_name, source):
     """The shape and the tokenizer come from `source`; what the user gave must not say otherwise."""
     for name in sorted(given & (set(shape) | {"tokenizer"})):
         theirs = tokenizer_name if name == "tokenizer" else shape[name]
+        if name == "tokenizer" and get_tokenizer(settings.tokenizer).name == theirs:  # a folder's path, and the name of what is in it
+            continue
         derived = name in ("vocab_size", "n_kv_head", "n_hidden") and not getattr(settings, name)  # 0: whatever follows from the others
         if theirs != getattr(settings, name) and not derived:
             raise SnugError(f"{name}={getattr(settings, name)!r}, but {source} has {theirs!r}; leave {name} out")

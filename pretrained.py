@@ -472,10 +472,11 @@ def tensor_of(entry, parameters, config, dtype):
 
 
 def main(settings, folder):
-    from checkpoint import load_run, merged
+    from checkpoint import load_run
+    from lora import merge
 
     run = load_run(folder, "cpu")
-    save_pretrained(merged(run.model), settings.to, run.tokenizer, settings.dtype or None)
+    save_pretrained(merge(run.model), settings.to, run.tokenizer, settings.dtype or None)
     print(f"{run.path} is now {settings.to}, for transformers' AutoModelForCausalLM and whatever else reads such folders")
 
 

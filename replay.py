@@ -45,7 +45,7 @@ def read_dropped(folder, device):
             f"{folder}: dropped.json cannot be read ({type(error).__name__}: {error}); name out/<run>/dropped-<iteration>"
         ) from None
     model = configure(make_model(shape, device, settings.param_dtype), settings)
-    load_into(folder / "model.safetensors", dict(model.named_parameters()))
+    load_into(folder / "model.safetensors", dict(model.named_parameters()))  # all of them, also where adapters alone train
     with opened(folder / "batch.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}
     try:

@@ -112,7 +112,7 @@ def sample_groups(
 ):
     """`group_size` completions of each prompt -> Rollouts of N = len(prompts) * group_size, groups adjacent, in order.
 
-    prompts: non-empty lists of ids. A completion ends with stop_token, or where is_over(its ids) is first true (tokenizer.stopper
+    prompts: non-empty lists of ids. A completion ends with stop_token (or with one of several, where it is a tuple), or where is_over(its ids) is first true (tokenizer.stopper
     makes such a function of a string), or at max_new_tokens. temperature: 0 takes the likeliest token. truncation: a
     draw.Truncation.
 
@@ -186,7 +186,7 @@ class Flight:
     def __init__(self, model, prompts, k, max_new_tokens, slots, stop_token, how, is_over=None, graphs=False):
         """how: sample_tokens' last arguments. graphs: are steps to be recorded and replayed, where kernels take them?"""
         self.model, self.prompts, self.k, self.steps = model, prompts, k, max_new_tokens
-        self.stop_token, self.how, self.is_over, self.graph = stop_token, how, is_over, None
+        self.stop_tokens, self.how, self.is_over, self.graph = as_tuple(stop_token), how, is_over, None
         self.N, self.device = len(prompts) * k, model.device
         self.tokens = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(self.N + 1, max_new_tokens, dtype=torch.float32, device=self.device)
@@ -213,8 +213,8 @@ class Flight:
         token, logprob = sample_tokens(self.model, hidden, self.u[rows, t], *self.how)
         self.tokens[rows, t], self.logprobs[rows, t] = token, logprob
         over = t == self.steps - 1
-        if self.stop_token is not None:
-            over |= token == self.stop_token
+        for stop in self.stop_tokens:
+            over |= token == stop
         self.token[slots], self.rows[slots] = token, rows.masked_fill(over, self.N)
 
     def step(self):
@@ -285,8 +285,7 @@ class Flight:
         for slot, tokens in zip(slots, table, strict=True):
             row, read = self.reading[slot], self.have_read[slot]
             ids = tokens[: min(self.now - self.began[slot] + 1, self.steps)].tolist()
-            if self.stop_token in ids:
-                ids = ids[: ids.index(self.stop_token)]
+            ids = ids[: next((i for i, token in enumerate(ids) if token in self.stop_tokens), None)]
             end = next((n for n in range(read + 1, len(ids) + 1) if self.is_over(ids[:n])), None)
             self.have_read[slot] = len(ids)
             if end:
@@ -354,6 +353,11 @@ def capture_stream(device):
     return torch.cuda.Stream(device)
 
 
+def as_tuple(stop_token):
+    """None, a token or several -> a tuple."""
+    return () if stop_token is None else tuple(stop_token) if isinstance(stop_token, tuple | list) else (stop_token,)
+
+
 def places_for(slots, k, P):
     """-> prompts held at a time: a group keeps its prompt until its last row is over, and by then other groups have begun."""
     return min(P, slots, 4 * math.ceil(slots / k))
@@ -384,7 +388,7 @@ def assemble(prompts, k, tokens, logprobs, stop_token, cut=None):
     """tokens, logprobs (N, T_c) -> Rollouts; T_c and T are cut to the longest there is. cut {row: length}: where text ended a row."""
     N, steps = tokens.shape
     device = tokens.device
-    is_stop = tokens == stop_token if stop_token is not None else torch.zeros_like(tokens, dtype=torch.bool)
+    is_stop = torch.isin(tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device))
     # The first stop token ends a row. What follows it is zero, which may be the stop token's id too.
     stopped = is_stop.any(1)
     lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, steps)  # (N,)
@@ -441,7 +445,7 @@ def generate_naive(model, prompt, max_new_tokens, *, temperature=1.0, stop_token
         token = int(torch.searchsorted(cdf, torch.tensor(float(u)) * cdf[-1], right=True)) if temperature else int(logits.argmax())
         tokens.append(token)
         logprobs.append(float(logp[token]))
-        if token == stop_token or is_over and is_over(tokens[len(prompt) :]):
+        if token in as_tuple(stop_token) or is_over and is_over(tokens[len(prompt) :]):
             break
     return tokens[len(prompt) :], logprobs
 

@@ -96,7 +96,7 @@ class Saver:
     def publish(self, state, tensors):
         """In the thread."""
         try:
-            write(self.folder, state, tensors)
+            write(self.folder, state, tensors, self.tokenizer.files)
             self.saved, self.failed = state["iteration"], None
             self.best_saved = max(self.best_saved, state["scores"].get("pass_at_1", -1.0))
         except Exception as error:  # whatever it is, it is told where the training can hear it

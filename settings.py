@@ -84,7 +84,9 @@ class TaskOptions:
         "what evaluations ask: the test's prompts; or, to choose settings by, tune's, a tenth of the training prompts that are left out then",
         choices=("test", "tune"),
     )
-    tokenizer: str = option("bytes", "text to ids; bytes needs no files; from a checkpoint when there is one", choices=("bytes", "gpt2"))
+    tokenizer: str = option(
+        "bytes", "text to ids: bytes, which needs no files, gpt2, or a folder with a tokenizer.json; that of init_from, when there is one"
+    )
 
 
 @dataclass
@@ -124,6 +126,16 @@ class TrainOptions:
     grad_clip: float = option(1.0, "largest norm of the gradient; 0: not clipped", minimum=0)
     max_dropped_steps: int = option(
         5, "a step whose loss or gradient is not finite is dropped; after so many in a row the run stops", "optimizer steps", minimum=1
+    )
+    lora_rank: int = option(
+        0,
+        "train thin matrices of this rank beside the frozen weights of init_from (LoRA): gradients and moments for those alone, and the "
+        "reference is the model without them; 0: train all weights",
+        minimum=0,
+    )
+    lora_alpha: float = option(32.0, "lora_rank: their product is multiplied by lora_alpha / lora_rank", minimum=0)
+    lora_target_modules: list[str] = option(
+        ["qkv", "proj", "up", "down"], "lora_rank: which matrices of a block: qkv and proj of attention, up and down of the MLP"
     )
     gradient_accumulation_steps: int = option(
         1, "micro-batches of equally many sequences an optimizer step, where there is no token budget", minimum=1
@@ -179,7 +191,7 @@ class SFTSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOpt
     """Supervised fine-tuning on a task's demonstrations: options of train_sft.py."""
 
     out_dir: str = option("out/sft", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
-    init_from: str = option("", "a run's folder to start from; empty: random weights")
+    init_from: str = option("", "what to start from: a run's folder, or a model's as Hugging Face lays it out; empty: random weights")
     max_iters: int = option(500, "optimizer steps", "iterations", minimum=1)
     batch_size: int = option(128, "demonstrations an optimizer step", "sequences", minimum=1)
 
@@ -193,7 +205,9 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
     """Group relative policy optimisation: options of grpo.py."""
 
     out_dir: str = option("out/grpo", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
-    init_from: str = option("", "a run's folder to start from, and the reference; empty: random weights")
+    init_from: str = option(
+        "", "what to start from, and the reference: a run's folder, or a model's as Hugging Face lays it out; empty: random weights"
+    )
     init_config: str = option("", "SFT config that makes init_from when it is missing")
     max_iters: int = option(100, "rollouts", "iterations", minimum=1)
     batch_size: int = option(64, "prompts an iteration", "prompts", minimum=1)
@@ -370,6 +384,18 @@ class EvaluateSettings:
 
 
 @dataclass
+class ExportSettings:
+    """A run's newest checkpoint as a folder that Hugging Face's transformers, vLLM or llama.cpp read: options of pretrained.py."""
+
+    to: str = option("", "the new folder")
+    dtype: str = option("", "type of the weights; empty: as the run has them", choices=("", "float32", "bfloat16"))
+
+    def check(self):
+        if not self.to:
+            raise SnugError("name the new folder: --to=export/mine")
+
+
+@dataclass
 class ReplaySettings:
     """A dropped step taken again, to see where it stops being finite: options of replay.py."""
 
@@ -410,6 +436,13 @@ def check_common(s):
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(s, name) >= 1:
             raise SnugError(f"{name}={getattr(s, name)} must be below 1")
+    if s.lora_rank and not s.init_from:
+        raise SnugError(f"lora_rank={s.lora_rank} trains beside the weights of init_from: name a run or a Hugging Face folder")
+    if s.lora_rank and getattr(s, "reference", "device") == "host":
+        raise SnugError("reference='host' with lora_rank: the reference is the model itself without adapters; leave reference out")
+    wrong = [name for name in s.lora_target_modules if name not in ("qkv", "proj", "up", "down")]
+    if s.lora_rank and (wrong or not s.lora_target_modules or len(set(s.lora_target_modules)) < len(s.lora_target_modules)):
+        raise SnugError(f"lora_target_modules={','.join(s.lora_target_modules)!r}: choose from qkv, proj, up, down, each once")
     if s.activation_offload and s.checkpoint_blocks == "none":
         raise SnugError("activation_offload=True moves what checkpoint_blocks keeps; add --checkpoint_blocks=block")
     if s.param_dtype == "bfloat16" and s.dtype == "float32":

@@ -29,6 +29,7 @@ class Tokenizer:
         self.encoding = encoding
         self.n_vocab = encoding.n_vocab
         self.stop_token = encoding.eot_token
+        self.stop_tokens, self.files = (self.stop_token,), {}
 
     def encode(self, text):
         """Text -> list of ids, never the stop token: a prompt that spells <|endoftext|> gets those 13 characters.

@@ -1,5 +1,7 @@
 """What tests share: the device, small models of both shapes, and settings that run in seconds."""
 
+import os
+
 import pytest
 import torch
 
@@ -12,7 +14,9 @@ LLAMA = dict(
 )
 SHAPES = {"gpt2": GPT2, "llama": LLAMA}
 
-torch.set_num_threads(2)
+torch.set_num_threads(
+    1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+)  # several processes, each with threads that wait for one another, crawl
 
 
 def make_model(shape="gpt2", seed=0, dtype=torch.float32, **changes):

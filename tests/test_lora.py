@@ -1,0 +1,211 @@
+"""Adapters: what they compute, what trains, what the reference is, and what is left of them in a checkpoint and an export."""
+
+import json
+
+import pytest
+import torch
+from conftest import DEVICE, make_model
+from safetensors.torch import load_file
+
+import grpo
+import lora
+import train_sft
+from checkpoint import load_run, load_weights, newest
+from checkpoint import make_model as make_gpt
+from prepare import prepare
+from pretrained import load_pretrained, save_pretrained
+from settings import GRPOSettings, SFTSettings, SnugError, read_settings
+
+TARGETS = ["qkv", "proj", "up", "down"]
+SHAPES = ["gpt2", "llama"]
+
+
+def with_adapters(shape, rank=3, targets=TARGETS, drawn=True, dtype=torch.float32, **changes):
+    """-> a model whose adapters do something."""
+    model = lora.add(make_model(shape, dtype=dtype, **changes), rank, 6.0, targets)
+    if drawn:
+        for module in lora.adapted(model):
+            torch.nn.init.normal_(module.lora_B, std=0.3)
+    return model
+
+
+def logits_of(model, tokens):
+    return model.logits(model(tokens)).float()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(67, (3, 20), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adapters_are_the_formula(shape, tokens):
+    """Against the same model in float64 whose weights are W + alpha / rank * B A, values and gradients of A and B."""
+    model = with_adapters(shape, dtype=torch.float64)
+    plain = make_model(shape, dtype=torch.float64)
+    pairs = {name: module for name, module in model.named_modules() if isinstance(module, lora.LoRALinear)}
+    assert len(pairs) == 8
+    products = {}
+    for name, module in pairs.items():
+        a, b = (p.detach().double().requires_grad_() for p in (module.lora_A, module.lora_B))
+        products[name] = a, b
+    weights = {f"{name}.weight": plain.get_submodule(name).weight.detach() + 2.0 * (b @ a) for name, (a, b) in products.items()}
+    hidden = torch.func.functional_call(plain, weights, (tokens,))
+    expected = plain.logits(hidden)
+    actual = model.logits(model(tokens))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)  # adapters are float32, also here
+    actual.square().mean().backward()
+    gradients = torch.autograd.grad(expected.square().mean(), [p for pair in products.values() for p in pair])
+    ours = [p.grad for module in pairs.values() for p in (module.lora_A, module.lora_B)]
+    for mine, theirs in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, atol=1e-4, rtol=1e-4)
+        assert theirs.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_off_is_the_model_that_was_there_bit_for_bit(shape, dtype, tokens):
+    before = logits_of(make_model(shape, dtype=dtype), tokens)
+    model = with_adapters(shape, dtype=dtype)
+    assert not torch.equal(logits_of(model, tokens), before)
+    with lora.adapters_off(model):
+        assert torch.equal(logits_of(model, tokens), before)
+    assert not torch.equal(logits_of(model, tokens), before)  # and on again
+    fresh = with_adapters(shape, drawn=False, dtype=dtype)  # B is 0: as before, and yet learning: A's gradient is 0, B's is not
+    torch.testing.assert_close(logits_of(fresh, tokens), before, atol=0, rtol=0)
+    logits_of(fresh, tokens).square().mean().backward()
+    assert all(not m.lora_A.grad.any() and m.lora_B.grad.any() for m in lora.adapted(fresh))
+
+
+def test_off_after_an_error_is_on_again(tokens):
+    model = with_adapters("gpt2")
+    with pytest.raises(KeyError), lora.adapters_off(model):
+        raise KeyError
+    assert all(module.enabled for module in lora.adapted(model))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_merged_is_the_same_function(shape, tokens):
+    model = with_adapters(shape)
+    expected = logits_of(model, tokens).detach()
+    lora.merge(model)
+    torch.testing.assert_close(logits_of(model, tokens), expected, atol=1e-5, rtol=1e-5)
+    assert not lora.adapted(model) and all(p.requires_grad for p in model.parameters())
+    assert dict(model.named_parameters()).keys() == dict(make_model(shape).named_parameters()).keys()
+
+
+def test_only_the_named_matrices_are_adapted():
+    model = with_adapters("llama", targets=["qkv", "down"])
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"blocks.{i}.{half}.lora_{letter}" for i in range(2) for half in ("attention.qkv", "mlp.down") for letter in "AB"}
+    assert {p.dtype for p in lora.add(make_model("gpt2", dtype=torch.bfloat16), 2, 1.0, TARGETS).parameters() if p.requires_grad} == {
+        torch.float32
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In a run
+
+COMMON = ["--eval_prompts=8", "--eval_interval=0", "--digits=1", "--device=cpu"]
+LORA = ["--lora_rank=4", "--lora_alpha=8"]
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory):
+    """-> the folder of a short SFT run, to begin from."""
+    folder = tmp_path_factory.mktemp("runs") / "sft"
+    options = ["--max_iters=30", "--batch_size=32", "--n_embd=32", "--n_head=2", "--block_size=24", "--save_interval=0"]
+    train_sft.main(prepare(*read_settings(SFTSettings, [*COMMON, *options, f"--out_dir={folder}"])[:2]))
+    return folder
+
+
+def run_grpo(sft, out, *options):
+    base = ["--batch_size=4", "--group_size=4", "--max_new_tokens=8", "--max_iters=2", "--save_interval=1", "--beta=0.1"]
+    words = [*COMMON, *base, f"--init_from={sft}", f"--out_dir={out}", "--learning_rate=0.03", "--temperature=1.5", *options]
+    settings, given, _ = read_settings(GRPOSettings, words)
+    grpo.main(prepare(settings, given))
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "lora_rewards.py").write_text(
+        "def varied(prompts, completions, **columns):\n    return [float(len(set(c))) for c in completions]\n"
+    )
+    log = run_grpo(sft, tmp_path / "run", *LORA, "--reward_funcs=lora_rewards:varied", "--max_iters=3")
+    assert log[0]["kl"] == 0 and log[-1]["kl"] > 0 and all(record["grad_norm"] > 0 for record in log)
+    path = newest(tmp_path / "run")
+    weights, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+    names = {
+        f"blocks.{i}.{half}.lora_{x}" for i in range(2) for half in ("attention.qkv", "attention.proj", "mlp.up", "mlp.down") for x in "AB"
+    }
+    assert set(weights) == names
+    assert set(moments) == {f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names}
+    run, base = load_run(tmp_path / "run"), load_run(sft)
+    for name, p in base.model.named_parameters():
+        assert torch.equal(dict(run.model.named_parameters())[name], p)  # frozen: bit for bit
+    assert all(module.lora_B.any() for module in lora.adapted(run.model))
+
+
+def test_stopped_and_resumed_is_the_same_run(sft, tmp_path):
+    options = [*LORA, "--entropy_coef=0.1"]
+    run_grpo(sft, tmp_path / "whole", *options, "--max_iters=3")
+    run_grpo(sft, tmp_path / "halves", *options, "--max_iters=2")
+    run_grpo(sft, tmp_path / "halves", *options, "--max_iters=3", "--resume=auto")
+    whole, halves = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("whole", "halves"))
+    assert all(torch.equal(whole[name], halves[name]) for name in whole)
+    assert any(value.any() for name, value in whole.items() if name.endswith("lora_B"))
+
+
+def test_export_merges(sft, tmp_path):
+    run_grpo(sft, tmp_path / "run", *LORA, "--entropy_coef=0.1")
+    run = load_run(tmp_path / "run")
+    tokens = torch.arange(20)[None]
+    expected = logits_of(run.model, tokens).detach()
+    with lora.adapters_off(run.model):
+        assert (logits_of(run.model, tokens) - expected).abs().max() > 1e-3
+    save_pretrained(lora.merge(run.model), tmp_path / "export")
+    torch.testing.assert_close(logits_of(load_pretrained(tmp_path / "export"), tokens), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_go_on_from_adapters(sft, tmp_path):
+    """A second run begins from the first's merged weights, which are its reference, too."""
+    run_grpo(sft, tmp_path / "first", *LORA, "--entropy_coef=0.1")
+    log = run_grpo(tmp_path / "first", tmp_path / "second", *LORA, "--entropy_coef=0.1")
+    assert log[0]["kl"] == 0
+    first, second = load_run(tmp_path / "first").model, load_run(tmp_path / "second").model
+    lora.merge(first)
+    assert torch.equal(first.blocks[0].mlp.up.weight, second.blocks[0].mlp.up.weight)
+    whole = make_gpt(vars(second.config), "cpu")
+    load_weights(newest(tmp_path / "second"), whole)
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(logits_of(whole, tokens), logits_of(second, tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_without_their_weights_are_refused(sft, tmp_path):
+    import shutil
+
+    shutil.copytree(sft, tmp_path / "base")
+    run_grpo(tmp_path / "base", tmp_path / "run", *LORA)
+    path = newest(tmp_path / "base")
+    manifest = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(manifest + " ")
+    with pytest.raises(SnugError, match="has adapters for the weights in .*base/checkpoint-000030, which are others now"):
+        load_run(tmp_path / "run")
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(SnugError, match="which are not there; put them back"):
+        load_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--lora_rank=4"], "lora_rank=4 trains beside the weights of init_from"),
+        (["--lora_rank=4", "--init_from=x", "--reference=host", "--beta=0.1"], "reference='host' with lora_rank"),
+        (["--lora_rank=4", "--init_from=x", "--lora_target_modules=q_proj"], "choose from qkv, proj, up, down, each once"),
+        (["--lora_rank=4", "--init_from=x", "--lora_target_modules=up,up"], "choose from qkv, proj, up, down, each once"),
+    ],
+)
+def test_options_that_cannot_be(options, said):
+    with pytest.raises(SnugError, match=said):
+        read_settings(GRPOSettings, options)
