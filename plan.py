@@ -41,6 +41,7 @@ SITES = (  # where a tensor was made (module, beginning of the function's name) 
     ("optimizer", "", "optimizer's buffers"),
     ("model", "host_hooks", "block inputs"),
     ("model", "", "activations"),
+    ("lora", "LoRALinear.forward", "activations"),
     ("loop", "learn", "backward"),  # what autograd makes while backward runs
     ("checkpoint", "", "weights"),
 )
