@@ -28,7 +28,7 @@ from types import SimpleNamespace
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from pretrained import fingerprint, is_pretrained, look_at_weights, read_shape, read_weights
+from pretrained import fingerprint, is_pretrained, look_at_weights, read_shape, read_weights, stored_dtype
 from settings import GRPOSettings, SFTSettings, SnugError, check_value, fields
 
 PREFIX = "checkpoint-"
@@ -444,10 +444,12 @@ def find_run(folder):
 def load_run(folder, device="auto"):
     """The newest checkpoint of a run's folder, or that very checkpoint, ready to use -> Run. Raises SnugError."""
     path, state = find_run(folder)
-    tokenizer, settings = tokenizer_of(path, state), settings_of(state)
+    tokenizer, settings, device = tokenizer_of(path, state), settings_of(state), pick_device(device)
+    if is_pretrained(path) and device.type == "cuda" and stored_dtype(path) == "bfloat16":
+        settings.dtype = settings.param_dtype = "bfloat16"
     look_at_shapes(path, state["model_config"])
     shape = state["model_config"] | {"n_vocab": min(tokenizer.n_vocab, state["model_config"]["vocab_size"])}
-    model = make_model(shape, pick_device(device), settings.param_dtype, initialise=False)
+    model = make_model(shape, device, settings.param_dtype, initialise=False)
     if settings.lora_rank:  # the very function that was trained
         load_weights(base_of(path, state), model)
         load_into(path / "model.safetensors", trained(give_adapters(model, settings)))

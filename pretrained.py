@@ -63,6 +63,12 @@ def read_config(folder):
     return config
 
 
+def stored_dtype(folder):
+    """What config.json says that the weights are in, such as "bfloat16", or None."""
+    config = read_config(folder)
+    return config.get("dtype", config.get("torch_dtype"))
+
+
 class Fields:
     """Looks into a config, refusing what has the wrong type or a value that the model would not do."""
 

@@ -1,0 +1,29 @@
+"""GRPO on GSM8K, from an instruct model that you have: Qwen2.5-0.5B-Instruct, SmolLM2-360M-Instruct, Llama-3.2-1B-Instruct, Qwen3-0.6B, ...
+
+    python -m data.gsm8k prepare
+    python grpo.py config/grpo_gsm8k.py --init_from=models/Qwen2.5-0.5B-Instruct
+    python grpo.py config/grpo_gsm8k.py --init_from=models/Qwen2.5-7B-Instruct --lora_rank=16 --learning_rate=1e-5 --param_dtype=bfloat16
+
+A base model has no chat template: --chat=false. Sizes and rates are those that others use; none of them was tuned here.
+"""
+
+out_dir = "out/grpo_gsm8k"
+task = "gsm8k"
+data_file = "data/gsm8k/train.jsonl"
+test_file = "data/gsm8k/test.jsonl"
+chat = True
+
+max_iters = 200
+batch_size = 16
+group_size = 8
+max_new_tokens = 400
+learning_rate = 1e-6
+warmup_iters = 10
+beta = 0.0
+eval_interval = 20
+eval_prompts = 200
+save_interval = 20
+
+dtype = "bfloat16"
+checkpoint_blocks = "block"
+max_tokens_per_micro_batch = 8192

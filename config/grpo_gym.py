@@ -1,0 +1,27 @@
+"""GRPO on problems of reasoning_gym (pip install reasoning_gym), any of its generators, from an instruct model that you have.
+
+    python grpo.py config/grpo_gym.py --init_from=models/Qwen2.5-0.5B-Instruct
+    python grpo.py config/grpo_gym.py --init_from=models/Qwen2.5-0.5B-Instruct --gym_dataset=leg_counting,chain_sum
+
+A base model has no chat template: --chat=false. Sizes and rates are those that others use; none of them was tuned here.
+"""
+
+out_dir = "out/grpo_gym"
+task = "reasoning_gym"
+gym_dataset = "chain_sum"
+chat = True
+
+max_iters = 200
+batch_size = 16
+group_size = 8
+max_new_tokens = 400
+learning_rate = 1e-6
+warmup_iters = 10
+beta = 0.0
+eval_interval = 20
+eval_prompts = 200
+save_interval = 20
+
+dtype = "bfloat16"
+checkpoint_blocks = "block"
+max_tokens_per_micro_batch = 8192
