@@ -65,11 +65,11 @@ def rollout(iteration, model, prepared, turn=0, extra_prompts=0):
     with autocast(settings.dtype, model):
         rollouts = sample_groups(
             model,
-            [tokenizer.encode(row["prompt"])[-settings.max_prompt_length :] for row in rows],
+            [tokenizer.encode_prompt(row["prompt"])[-settings.max_prompt_length :] for row in rows],
             k,
             settings.max_new_tokens,
             temperature=settings.temperature,
-            stop_token=tokenizer.stop_token,
+            stop_token=tokenizer.stop_tokens,
             seed=settings.seed * 2**32 + iteration,
             first_row=turn * P * k,
             is_over=tokenizer.stopper(settings.stop_string),

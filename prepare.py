@@ -26,7 +26,7 @@ class Prepared:
 
     def longest(self, settings):
         """-> tokens of the longest prompt and of the longest completion."""
-        prompt, answer = self.task.longest(self.tokenizer.encode)
+        prompt, answer = self.task.longest(self.tokenizer.encode_prompt)
         prompt = getattr(settings, "max_prompt_length", 0) or prompt
         return prompt, settings.max_new_tokens if isinstance(settings, GRPOSettings) else answer + 1
 

@@ -59,7 +59,7 @@ def demonstrations(task, tokenizer, settings, iteration, device):
     first = iteration * settings.batch_size
     rows = task.prompts("train", range(first, first + settings.batch_size))
     rng = random.Random(f"demonstrations {settings.seed} {iteration}")
-    prompts = [tokenizer.encode(row["prompt"]) for row in rows]
+    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
     answers = [tokenizer.encode(task.demonstration(row, rng)) + [tokenizer.stop_token] for row in rows]
     return Sequences.from_lists(prompts, answers, device)
 
