@@ -127,11 +127,15 @@ def run_grpo(sft, out, *options):
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, monkeypatch):
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    """A reward that differs within groups."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "lora_rewards.py").write_text(
-        "def varied(prompts, completions, **columns):\n    return [float(len(set(c))) for c in completions]\n"
-    )
+    text = "def varied(prompts, completions, **columns):\n    return [float(len(set(text))) for text in completions]\n"
+    (tmp_path / "lora_rewards.py").write_text(text)
+
+
+def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, rewards):
     log = run_grpo(sft, tmp_path / "run", *LORA, "--reward_funcs=lora_rewards:varied", "--max_iters=3")
     assert log[0]["kl"] == 0 and log[-1]["kl"] > 0 and all(record["grad_norm"] > 0 for record in log)
     path = newest(tmp_path / "run")
@@ -155,6 +159,35 @@ def test_stopped_and_resumed_is_the_same_run(sft, tmp_path):
     whole, halves = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("whole", "halves"))
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
     assert any(value.any() for name, value in whole.items() if name.endswith("lora_B"))
+
+
+LADDER = [
+    "--checkpoint_blocks=block",
+    "--activation_offload",
+    "--optimizer_device=host",
+    "--grad_offload",
+    "--max_tokens_per_micro_batch=40",
+]
+
+
+def test_memory_options_leave_adapters_where_they_were(sft, tmp_path, rewards):
+    options = [*LORA, "--reward_funcs=lora_rewards:varied", "--learning_rate=1e-3"]
+    plain, ladder = run_grpo(sft, tmp_path / "plain", *options), run_grpo(sft, tmp_path / "ladder", *options, *LADDER)
+    ours, theirs = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("plain", "ladder"))
+    for name, value in ours.items():
+        torch.testing.assert_close(theirs[name], value, atol=1e-5, rtol=1e-5)
+        assert value.any() and plain[-1]["kl"] > 0 and plain[0]["grad_norm"] > 0.01
+    assert ladder[-1]["mem_max_host_mb"] > 0
+
+
+def test_bfloat16_weights_stay_and_float32_adapters_move(sft, tmp_path):
+    half = ["--dtype=bfloat16", "--param_dtype=bfloat16"]
+    log = run_grpo(sft, tmp_path / "run", *LORA, *half, "--entropy_coef=0.1")
+    assert log[0]["kl"] == pytest.approx(0, abs=1e-3) and all(record["grad_norm"] > 0 for record in log)
+    run, base = load_run(tmp_path / "run").model, load_run(sft).model
+    assert torch.equal(run.blocks[0].mlp.up.weight, base.blocks[0].mlp.up.weight.bfloat16())
+    assert {p.dtype for p in load_file(newest(tmp_path / "run") / "model.safetensors").values()} == {torch.float32}
+    assert all(module.lora_B.any() for module in lora.adapted(run))
 
 
 def test_export_merges(sft, tmp_path):
