@@ -1,26 +1,37 @@
-"""pass@1 of a model on a task's held-out prompts, greedy and sampled.
+"""How well a model answers a task's held-out prompts: pass@k, majority votes, and how sure that is.
 
     python evaluate.py out/grpo_small --num_prompts=500
+    python evaluate.py out/X --task=countdown --num_samples=16 --num_prompts=200
 
-Left out, so far: pass@k, majority votes, confidence intervals.
+The second asks for 16 completions of each prompt beside the greedy one, of another task than the run's, and leaves them all in
+out/X/evaluation-countdown-test.jsonl. What is asked is settled in exam.py, what is made of the answers in scores.py. The loops' own
+evaluation is `evaluate_if_due`: greedy, and one sampled completion.
+
+Left out: top-k, top-p and min-p, which sample.py has: the scores are the policy's own. Several runs at once; comparing two.
 """
 
 import sys
+from dataclasses import asdict
 from functools import partial
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
-    from checkpoint import find_run
+    from exam import prepare_exam
     from settings import EvaluateSettings, friendly_errors, read_settings
 
     with friendly_errors():
-        settings, _, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
-        find_run(folder)
+        settings, given, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
+        exam = prepare_exam(settings, given, folder)
 
+from exam import write_lines
 from memory import surviving
 from model import autocast
 from plan import halve_rollout_batch
+from reward import ask
 from sample import rehearse_groups, sample_groups
-from settings import SnugError
+from scores import judge, table
+from settings import SnugError, TaskOptions, fields
+
+AT_ONCE = 2**22  # tokens that the command's completions may have together, of those that are sampled in one go
 
 
 def columns_of(rows, repeat=1):
@@ -53,17 +64,20 @@ def decoding_of(settings):
     return dict(max_batch=batch, chunk_mb=settings.logits_chunk_mb, kv_cache_mb=getattr(settings, "kv_cache_mb", 0))
 
 
-def evaluate_as_run(settings, model, tokenizer, task, num_prompts, max_new_tokens=0, seed=0):
+def options_of(settings, tokenizer):
+    """sample_groups' options as a run has them."""
+    stops = dict(stop_token=tokenizer.stop_token, is_over=tokenizer.stopper(getattr(settings, "stop_string", "")))
+    return stops | dict(enforce_eager=settings.enforce_eager, progress=True) | decoding_of(settings)
+
+
+def evaluate_as_run(settings, model, tokenizer, task, num_prompts):
     """`evaluate` with a run's own precision, prompts, decode batch and room for an answer: its max_new_tokens, or the task's longest."""
     longest = getattr(settings, "max_prompt_length", 0)
     prompt, answer = task.longest(tokenizer.encode)
     left = model.config.block_size - (longest or prompt)
-    room = max_new_tokens or getattr(settings, "max_new_tokens", 0) or answer + 1
+    room = getattr(settings, "max_new_tokens", 0) or answer + 1
     with autocast(settings.dtype, model):
-        options = dict(seed=seed, max_prompt_length=longest, split=settings.eval_split) | decoding_of(settings)
-        options |= dict(
-            is_over=tokenizer.stopper(getattr(settings, "stop_string", "")), enforce_eager=settings.enforce_eager, progress=True
-        )
+        options = dict(max_prompt_length=longest, split=settings.eval_split) | options_of(settings, tokenizer)
         return evaluate(model, tokenizer, task, num_prompts, min(left, room), **options)
 
 
@@ -84,24 +98,93 @@ def evaluate_if_due(done, model, task, tokenizer, settings, meter, say):
         return surviving(partial(evaluate_as_run, settings, model, tokenizer, task, settings.eval_prompts), smaller)
 
 
-def main(settings, folder):
-    from checkpoint import load_run
-    from data import make_task
+# -----------------------------------------------------------------------------
+# The command
 
-    run = load_run(folder, settings.device)
-    if not make_task(run.settings).scored:
-        raise SnugError(f"{folder}: its data_file has no column answer to score completions by")
-    if settings.eval_split not in ("run", run.settings.eval_split):
-        if settings.eval_split == "tune":
-            raise SnugError(f"{folder} was trained on the prompts of the tune split; only runs with eval_split=tune leave them out")
-        run.settings.eval_split = settings.eval_split
-    options = settings.num_prompts, settings.max_new_tokens, settings.seed
-    scores = evaluate_as_run(run.settings, run.model, run.tokenizer, make_task(run.settings), *options)
-    print(f"{run.path}: {run.settings.task}, {settings.num_prompts} prompts of the {run.settings.eval_split} split")
-    for name, score in scores.items():
-        print(f"  {name} {score:.3f}")
+
+def room_for(ids, settings, block_size, task, encode):
+    """The most tokens that completions of these prompts, lists of ids, may have. Raises SnugError where there is no room for any."""
+    longest = max(map(len, ids))
+    left, wanted = block_size - longest, settings.max_new_tokens or task.longest(encode)[1] + 1
+    if left < 1:
+        raise SnugError(
+            f"prompts of {settings.task} have up to {longest} tokens, and this model takes {block_size}, the completion's included"
+        )
+    if left < wanted:
+        print(f"note: completions have at most {left} tokens: prompts have up to {longest}, of block_size={block_size}", file=sys.stderr)
+    return min(left, wanted)
+
+
+def complete(model, tokenizer, task, rows, ids, group_size, max_new_tokens, temperature, **options):
+    """`group_size` completions of each row, whose prompts have these ids -> a dict each, groups adjacent, in the order of the rows.
+
+    prompt, completion; answer: what a majority vote counts, None where there is none or the completion was cut off; reward: the task's,
+    1 is right; reward/<name>: what each of the task's reward functions says, where it has any; stopped; length in tokens, the stop token
+    included; greedy; logprob: natural, of the whole completion at that temperature (greedy: at 1).
+    """
+    rollouts = sample_groups(model, ids, group_size, max_new_tokens, temperature=temperature, **options)
+    completions, stopped = rollouts.completions(), rollouts.stopped.tolist()
+    prompts = [row["prompt"] for row in rows for _ in range(group_size)]
+    texts = [tokenizer.decode(completion) for completion in completions]
+    answer_of = getattr(task, "answer_of", lambda text: text.strip() or None)
+    columns = columns_of(rows, group_size) | dict(stopped=stopped, completion_ids=completions)
+    table = dict(prompt=prompts, completion=texts)
+    table["answer"] = [answer_of(text) if ended else None for text, ended in zip(texts, stopped, strict=True)]
+    table["reward"] = task.rewards(prompts, texts, **columns)
+    for function, _ in getattr(task, "reward_functions", list)():
+        if function != task.rewards:
+            table[f"reward/{function.__name__}"] = ask(function, prompts, texts, columns)
+    table |= dict(stopped=stopped, length=rollouts.completion_lengths.tolist(), greedy=[temperature == 0] * len(texts))
+    table["logprob"] = rollouts.sampling_logprobs.double().sum(1).tolist()
+    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+
+
+def ask_model(run, exam, ids, room, group_size, temperature, seed):
+    """`complete` for all of an Exam's rows, some at a time, so that the device never holds the tokens of all.
+
+    A row's number is its own all the same, and so are its samples. After an out-of-memory fewer are decoded at a time.
+    """
+    settings, model = exam.settings, run.model
+
+    def attempt(some, first):
+        options = dict(seed=seed, first_row=first) | options_of(settings, run.tokenizer)
+        with autocast(settings.dtype, model):
+            return complete(model, run.tokenizer, exam.task, exam.rows[some], ids[some], group_size, room, temperature, **options)
+
+    def smaller(said):
+        if decoding_of(settings)["max_batch"] == 1:
+            raise SnugError(f"out of memory, decoding one completion at a time: {said}; try a smaller max_new_tokens than {room}")
+        halve_rollout_batch(settings, settings.batch_size, model, said, partial(print, file=sys.stderr))
+
+    step = max(1, AT_ONCE // (group_size * room))
+    pieces = [surviving(partial(attempt, slice(i, i + step), i * group_size), smaller) for i in range(0, len(ids), step)]
+    return [sample for piece in pieces for sample in piece]
+
+
+def examine(run, exam, settings):
+    """-> (the first line of the file of samples, the samples: of each prompt the greedy one, then num_samples others)."""
+    encode, n, P = run.tokenizer.encode, settings.num_samples if settings.temperature else 0, len(exam.rows)
+    ids = [encode(row["prompt"])[-exam.settings.max_prompt_length :] for row in exam.rows]
+    room = room_for(ids, exam.settings, run.model.config.block_size, exam.task, encode)
+    greedy = ask_model(run, exam, ids, room, 1, 0.0, settings.seed)
+    sampled = ask_model(run, exam, ids, room, n, settings.temperature, settings.seed) if n else []
+    different = len({row["prompt"] for row in exam.rows})
+    task = {name: getattr(exam.settings, name) for name in fields(TaskOptions)}
+    asked = asdict(settings) | task | dict(max_new_tokens=room, samples_file=str(exam.file))
+    head = dict(checkpoint=str(run.path), settings=asked, different_prompts=different) | judge(greedy, sampled, n, different)
+    return head, [sample for i in range(P) for sample in (greedy[i], *sampled[i * n : (i + 1) * n])]
+
+
+def main(settings, exam, folder):
+    from checkpoint import load_run
+
+    head, samples = examine(load_run(folder, settings.device), exam, settings)
+    print("\n".join(table(head)))
+    if exam.file:
+        write_lines(exam.file, [head, *samples])
+        print(f"samples in {exam.file}")
 
 
 if __name__ == "__main__":
     with friendly_errors():
-        main(settings, folder)
+        main(settings, exam, folder)

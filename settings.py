@@ -370,17 +370,35 @@ class SampleSettings:
 
 
 @dataclass
-class EvaluateSettings:
-    """pass@1 of a run's newest checkpoint on its task's held-out prompts: options of evaluate.py."""
+class EvaluateSettings(TaskOptions):
+    """A run's newest checkpoint on held-out prompts, pass@k and majority votes: options of evaluate.py."""
 
+    task: str = option(
+        "run",
+        "what is asked; run: the run's task, with its options where they are not given here; another: with the defaults below",
+        choices=("run", *TaskOptions.__dataclass_fields__["task"].metadata["choices"]),
+    )
+    eval_split: str = option(
+        "run", "of the test, or of tune; run: as the run's own evaluations, and of another task the test", choices=("run", "test", "tune")
+    )
     num_prompts: int = option(500, "held-out prompts", "prompts", minimum=1)
-    eval_split: str = option("run", "of the test, or of tune; run: as the run's own evaluations", choices=("run", "test", "tune"))
+    num_samples: int = option(1, "sampled completions of each prompt, beside the greedy one", "completions", minimum=1)
+    temperature: float = option(1.0, "of the sampled ones, divides the logits; 0: only the greedy completion", minimum=0)
     max_new_tokens: int = option(0, "longest completion; 0: the run's own, or the task's longest answer", "tokens", minimum=0)
+    samples_file: str = option(
+        "", "where completions and scores go, as JSON lines; empty: evaluation-<task>-<split>.jsonl in the run's folder; none: nowhere"
+    )
     seed: int = option(0, "seeds the sampled completions; 0 is what a run's own evaluations use", minimum=0)
     device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device")
 
     def check(self):
-        pass
+        if self.num_samples > 1 and self.temperature == 0:
+            raise SnugError(
+                f"temperature=0 with num_samples={self.num_samples} is the greedy completion so many times; leave num_samples out, or "
+                "try --temperature=1"
+            )
+        if 0 < self.temperature < 1e-3:
+            raise SnugError(f"temperature={self.temperature} is below 0.001; 0 takes the likeliest token")
 
 
 @dataclass
