@@ -128,15 +128,15 @@ def complete(model, tokenizer, task, rows, ids, group_size, max_new_tokens, temp
     texts = [tokenizer.decode(completion) for completion in completions]
     answer_of = getattr(task, "answer_of", lambda text: text.strip() or None)
     columns = columns_of(rows, group_size) | dict(stopped=stopped, completion_ids=completions)
-    table = dict(prompt=prompts, completion=texts)
-    table["answer"] = [answer_of(text) if ended else None for text, ended in zip(texts, stopped, strict=True)]
-    table["reward"] = task.rewards(prompts, texts, **columns)
+    named = dict(prompt=prompts, completion=texts)
+    named["answer"] = [answer_of(text) if ended else None for text, ended in zip(texts, stopped, strict=True)]
+    named["reward"] = task.rewards(prompts, texts, **columns)
     for function, _ in getattr(task, "reward_functions", list)():
         if function != task.rewards:
-            table[f"reward/{function.__name__}"] = ask(function, prompts, texts, columns)
-    table |= dict(stopped=stopped, length=rollouts.completion_lengths.tolist(), greedy=[temperature == 0] * len(texts))
-    table["logprob"] = rollouts.sampling_logprobs.double().sum(1).tolist()
-    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+            named[f"reward/{function.__name__}"] = ask(function, prompts, texts, columns)
+    named |= dict(stopped=stopped, length=rollouts.completion_lengths.tolist(), greedy=[temperature == 0] * len(texts))
+    named["logprob"] = rollouts.sampling_logprobs.double().sum(1).tolist()
+    return [dict(zip(named, values, strict=True)) for values in zip(*named.values(), strict=True)]
 
 
 def ask_model(run, exam, ids, room, group_size, temperature, seed):

@@ -98,7 +98,7 @@ def write_lines(path, records):
     """Dicts as JSON lines, whole or not at all, in place of what was there. Raises SnugError."""
     try:
         with open(temporary(path), "w") as file:
-            file.writelines(json.dumps(finite(record)) + "\n" for record in records)
+            file.writelines(json.dumps(finite(record), default=str) + "\n" for record in records)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary(path), path)
