@@ -10,6 +10,7 @@ evaluation is `evaluate_if_due`: greedy, and one sampled completion.
 Left out: top-k, top-p and min-p, which sample.py has: the scores are the policy's own. Several runs at once; comparing two.
 """
 
+import json
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -39,6 +40,11 @@ def columns_of(rows, repeat=1):
     return {name: [row[name] for row in rows for _ in range(repeat)] for name in rows[0] if name != "prompt"}
 
 
+def encoder(tokenizer):
+    """-> the function that turns a row's prompt, which may be chat messages where the tokenizer takes them, into ids."""
+    return getattr(tokenizer, "encode_prompt", tokenizer.encode)
+
+
 def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_prompt_length=0, split="test", **decoding):
     """The share of `num_prompts` held-out prompts that one completion answers rightly (reward 1 of the task's own reward).
 
@@ -47,8 +53,8 @@ def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max
     """
     rows = task.prompts(split, range(num_prompts))
     prompts = [row["prompt"] for row in rows]
-    ids = [tokenizer.encode(prompt)[-max_prompt_length:] for prompt in prompts]
-    options = dict(stop_token=tokenizer.stop_token, seed=seed) | decoding
+    ids = [encoder(tokenizer)(prompt)[-max_prompt_length:] for prompt in prompts]
+    options = dict(stop_token=tokenizer.stop_tokens, seed=seed) | decoding
     scores = {}
     for name, temperature in (("pass_at_1", 0.0), ("pass_at_1_sampled", 1.0)):
         rollouts = sample_groups(model, ids, 1, max_new_tokens, temperature=temperature, **options)
@@ -66,14 +72,14 @@ def decoding_of(settings):
 
 def options_of(settings, tokenizer):
     """sample_groups' options as a run has them."""
-    stops = dict(stop_token=tokenizer.stop_token, is_over=tokenizer.stopper(getattr(settings, "stop_string", "")))
+    stops = dict(stop_token=tokenizer.stop_tokens, is_over=tokenizer.stopper(getattr(settings, "stop_string", "")))
     return stops | dict(enforce_eager=settings.enforce_eager, progress=True) | decoding_of(settings)
 
 
 def evaluate_as_run(settings, model, tokenizer, task, num_prompts):
     """`evaluate` with a run's own precision, prompts, decode batch and room for an answer: its max_new_tokens, or the task's longest."""
     longest = getattr(settings, "max_prompt_length", 0)
-    prompt, answer = task.longest(tokenizer.encode)
+    prompt, answer = task.longest(encoder(tokenizer))
     left = model.config.block_size - (longest or prompt)
     room = getattr(settings, "max_new_tokens", 0) or answer + 1
     with autocast(settings.dtype, model):
@@ -163,12 +169,12 @@ def ask_model(run, exam, ids, room, group_size, temperature, seed):
 
 def examine(run, exam, settings):
     """-> (the first line of the file of samples, the samples: of each prompt the greedy one, then num_samples others)."""
-    encode, n, P = run.tokenizer.encode, settings.num_samples if settings.temperature else 0, len(exam.rows)
+    encode, n, P = encoder(run.tokenizer), settings.num_samples if settings.temperature else 0, len(exam.rows)
     ids = [encode(row["prompt"])[-exam.settings.max_prompt_length :] for row in exam.rows]
     room = room_for(ids, exam.settings, run.model.config.block_size, exam.task, encode)
     greedy = ask_model(run, exam, ids, room, 1, 0.0, settings.seed)
     sampled = ask_model(run, exam, ids, room, n, settings.temperature, settings.seed) if n else []
-    different = len({row["prompt"] for row in exam.rows})
+    different = len({json.dumps(row["prompt"]) for row in exam.rows})
     task = {name: getattr(exam.settings, name) for name in fields(TaskOptions)}
     asked = asdict(settings) | task | dict(max_new_tokens=room, samples_file=str(exam.file))
     head = dict(checkpoint=str(run.path), settings=asked, different_prompts=different) | judge(greedy, sampled, n, different)

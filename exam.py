@@ -1,7 +1,7 @@
 """What an evaluation asks, and where its file goes: settled, or refused, before torch is imported.
 
-The task is the run's, with the run's options where the command gives no other; or another task, with the defaults. The tokenizer, the
-precision, the decode batch and the stop string are the run's always: they are the model's.
+The task is the run's, with the run's options where the command gives no other; or another task, with the defaults, as of a Hugging
+Face folder, which has no task of its own. The tokenizer, the precision, the decode batch and the stop string are the run's always: they are the model's.
 
 Left out: prompts that do not fit into the model, which evaluate.py sees when it has encoded them.
 """
@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from checkpoint import find_run
+from checkpoint import find_run, settings_of, tokenizer_of
 from data import Task, make_task
 from log import finite
-from settings import GRPOSettings, SFTSettings, SnugError, TaskOptions, check_common, fields
+from prepare import refuse_contradictions
+from pretrained import is_pretrained
+from settings import SnugError, TaskOptions, check_common, fields
 
 
 @dataclass
@@ -27,28 +29,30 @@ class Exam:
 
 
 def prepare_exam(settings, given, folder):
-    """EvaluateSettings, the names of those the user gave, and a run's folder or checkpoint -> Exam. Raises SnugError."""
+    """EvaluateSettings, the names of those the user gave, and a run's folder, checkpoint or Hugging Face model -> Exam. Raises SnugError."""
     path, state = find_run(folder)
-    if "tokenizer" in given and settings.tokenizer != state["tokenizer"]:
-        raise SnugError(f"tokenizer={settings.tokenizer!r}, but {path} has {state['tokenizer']!r}; leave tokenizer out")
-    asked = settings_asked(settings, given, state, folder)
+    tokenizer = tokenizer_of(path, state)
+    refuse_contradictions(settings, given, {}, tokenizer.name, path)
+    asked = settings_asked(settings, given, settings_of(state), folder)
+    asked.tokenizer = tokenizer.name
     task = make_task(asked)
     if not task.scored:
         raise SnugError(f"task={asked.task!r} of {folder} cannot be scored: its data_file has no column answer to score completions by")
-    file = file_for(settings.samples_file, path.parent / f"evaluation-{asked.task}-{asked.eval_split}.jsonl")
+    place = path if is_pretrained(path) else path.parent
+    file = file_for(settings.samples_file, place / f"evaluation-{asked.task}-{asked.eval_split}.jsonl")
     return Exam(asked, task, task.prompts(asked.eval_split, range(settings.num_prompts)), file)
 
 
-def settings_asked(settings, given, state, folder):
-    """The settings of the run that `state` is of, with the task that `settings` ask for. Raises SnugError."""
-    before = state["settings"]
-    run = vars((GRPOSettings if "group_size" in before else SFTSettings)()) | before  # options that came later have their defaults
-    own = settings.task in ("run", run["task"])
+def settings_asked(settings, given, run, folder):
+    """`run`, a run's settings, with the task that `settings` ask for; max_new_tokens and max_prompt_length of a GRPO run, or 0. Raises SnugError."""
+    own = settings.task in ("run", run.task)
+    if own and not run.task:
+        raise SnugError(f"{folder} is no run with a task of its own; name one, such as --task=countdown")
     options = fields(TaskOptions).keys() - {"task", "eval_split", "tokenizer"}
-    asked = SimpleNamespace(**{"max_new_tokens": 0, "max_prompt_length": 0} | run)
+    asked = SimpleNamespace(**{"max_new_tokens": 0, "max_prompt_length": 0} | vars(run) | {"report_to": []})
     if not own:
         vars(asked).update(asdict(TaskOptions()), task=settings.task, max_new_tokens=0, max_prompt_length=0)
-    vars(asked).update({name: getattr(settings, name) for name in options & given}, tokenizer=state["tokenizer"], report_to=[])
+    vars(asked).update({name: getattr(settings, name) for name in options & given})
     asked.max_new_tokens = settings.max_new_tokens or asked.max_new_tokens
     if settings.eval_split != "run":
         asked.eval_split = settings.eval_split
@@ -60,11 +64,11 @@ def settings_asked(settings, given, state, folder):
 
 
 def refuse_what_was_trained_on(asked, given, run, folder):
-    if asked.eval_split == "tune" != run["eval_split"]:
+    if asked.eval_split == "tune" != run.eval_split:
         raise SnugError(f"{folder} was trained on the prompts of the tune split; only runs with eval_split=tune leave them out")
-    if run["test_file"] and not asked.test_file and asked.data_file == run["data_file"]:
-        raise SnugError(f"{folder} was trained on all of data_file={run['data_file']}; without a test_file nothing of it is held out")
-    if run["test_file"] and "data_file" in given and "test_file" not in given:
+    if run.test_file and not asked.test_file and asked.data_file == run.data_file:
+        raise SnugError(f"{folder} was trained on all of data_file={run.data_file}; without a test_file nothing of it is held out")
+    if run.test_file and "data_file" in given and "test_file" not in given:
         raise SnugError(
             f"data_file={asked.data_file} is given, but what is asked is the run's test_file={asked.test_file}; give --test_file too"
         )

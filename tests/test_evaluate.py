@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import hypothesis
 import pytest
 import torch
-from conftest import make_flat_model
+from conftest import make_flat_model, make_model
 from hypothesis import strategies as st
 from test_commands import command
 
@@ -26,8 +26,10 @@ from data import Task, make_task
 from evaluate import evaluate_as_run, examine
 from exam import Exam, prepare_exam, settings_asked, write_lines
 from prepare import prepare
+from pretrained import save_pretrained
 from scores import Z, ballots, judge, majority_at, of_prompts, pass_at, powers, table, wilson
 from settings import EvaluateSettings, GRPOSettings, SFTSettings, SnugError, read_settings
+from tokenizer import get_tokenizer
 
 HOME = Path(__file__).parent.parent
 
@@ -144,7 +146,7 @@ def test_intervals_cover_what_is_known_of_simulated_prompts():
 
 
 class Hex:
-    name, stop_token, n_vocab = "hex", 3, 16
+    name, stop_tokens, n_vocab = "hex", (3,), 16
 
     def encode(self, text):
         return [int(digit, 16) for digit in text]
@@ -275,6 +277,9 @@ def test_named_parts_of_the_reward_are_means_of_what_was_said():
 
 def test_repeated_prompts_make_no_interval_narrower():
     run, exam, settings = hex_exam(P=4, num_samples=2)
+    for row in exam.rows:
+        row["prompt"] = [row["prompt"]]  # as messages: neither text nor what a set takes
+    run.tokenizer.encode_prompt = lambda prompt: run.tokenizer.encode(prompt[0])
     exam.rows *= 5
     settings.num_prompts = 20
     head, _ = examine(run, exam, settings)
@@ -371,6 +376,16 @@ def test_without_options_it_is_the_loops_own_evaluation(run_folder):
     assert 0 < scores["pass_at_1_sampled"] < 1
 
 
+def test_a_hugging_face_folder_is_asked_what_the_command_names(tmp_path, monkeypatch, capsys):
+    save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "model")
+    monkeypatch.setattr("checkpoint.tokenizer_of", lambda path, state: get_tokenizer("bytes"))  # the folder has none
+    monkeypatch.setattr("exam.tokenizer_of", lambda path, state: get_tokenizer("bytes"))
+    exam, settings = exam_of(tmp_path / "model", "--task=addition", "--digits=1", "--num_prompts=3")
+    evaluate.main(settings, exam, tmp_path / "model")
+    assert f"{tmp_path}/model: addition, 3 prompts" in capsys.readouterr().out
+    assert json.loads((tmp_path / "model/evaluation-addition-test.jsonl").read_text().splitlines()[0])["settings"]["digits"] == 1
+
+
 def test_bad_input_is_answered_before_torch_is_imported(run_folder, tmp_path):
     for words, message in (
         (["--num_samples=4", "--temperature=0"], "temperature=0 with num_samples=4 is the greedy completion so many times"),
@@ -384,7 +399,7 @@ REFUSED = [
     ("--temperature=0.0001", "temperature=0.0001 is below 0.001"),
     ("--num_samples=0", "--num_samples=0 is below 1"),
     ("--task=countdwn", "--task='countdwn' is not one of run, .*did you mean countdown"),
-    ("--tokenizer=gpt2", "tokenizer='gpt2', but .*checkpoint-000030 has 'bytes'; leave tokenizer out"),
+    ("--tokenizer=gpt2", "tokenizer='gpt2', but .*checkpoint-000030 has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be had"),
     ("--eval_split=tune", "run was trained on the prompts of the tune split"),
     ("--data_file={home}/none.jsonl", "none.jsonl: cannot be read"),
     ("--data_file={home}/unscored.jsonl", "cannot be scored: its data_file has no column answer"),
@@ -407,14 +422,12 @@ def test_what_cannot_be_asked_is_refused(run_folder, words, message):
 def asked(words, run, eval_split="test"):
     """What a run with these settings is asked."""
     settings, given, _ = read_settings(EvaluateSettings, words.split(), positional="folder")
-    state = dict(tokenizer="gpt2", settings=dataclasses.asdict(dataclasses.replace(run, eval_split=eval_split)))
-    return settings_asked(settings, given, state, "out/x")
+    return settings_asked(settings, given, dataclasses.replace(run, eval_split=eval_split), "out/x")
 
 
 def test_options_come_from_the_command_then_the_run_then_the_defaults():
     run = GRPOSettings(digits=7, countdown_max_number=9, max_new_tokens=9, max_prompt_length=5, stop_string="x", demonstration_noise=0.5)
-    same = asked("", run)
-    assert vars(same) | dict(tokenizer="bytes") == vars(run) and same.tokenizer == "gpt2"  # the checkpoint's, whatever the settings say
+    assert vars(asked("", run)) == vars(run)
     same = asked("--digits=4 --max_new_tokens=3", run)  # 4 is the default too, and was given all the same
     assert (same.task, same.digits, same.countdown_max_number, same.max_new_tokens) == ("addition", 4, 9, 3)
     assert asked("--task=addition", run).digits == 7
@@ -423,6 +436,9 @@ def test_options_come_from_the_command_then_the_run_then_the_defaults():
     assert (other.max_new_tokens, other.max_prompt_length, other.demonstration_noise, other.stop_string) == (0, 0, 0.0, "x")
     assert asked("--task=countdown --max_new_tokens=8", run).max_new_tokens == 8
     assert asked("", SFTSettings()).max_new_tokens == 0
+    with pytest.raises(SnugError, match="out/x is no run with a task of its own; name one, such as --task=countdown"):
+        asked("--digits=2", GRPOSettings(task=""))
+    assert asked("--task=addition", GRPOSettings(task="")).max_new_tokens == 0
 
 
 def test_splits_as_the_run_has_them():
