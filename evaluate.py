@@ -40,11 +40,6 @@ def columns_of(rows, repeat=1):
     return {name: [row[name] for row in rows for _ in range(repeat)] for name in rows[0] if name != "prompt"}
 
 
-def encoder(tokenizer):
-    """-> the function that turns a row's prompt, which may be chat messages where the tokenizer takes them, into ids."""
-    return getattr(tokenizer, "encode_prompt", tokenizer.encode)
-
-
 def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_prompt_length=0, split="test", **decoding):
     """The share of `num_prompts` held-out prompts that one completion answers rightly (reward 1 of the task's own reward).
 
@@ -53,7 +48,7 @@ def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max
     """
     rows = task.prompts(split, range(num_prompts))
     prompts = [row["prompt"] for row in rows]
-    ids = [encoder(tokenizer)(prompt)[-max_prompt_length:] for prompt in prompts]
+    ids = [tokenizer.encode_prompt(prompt)[-max_prompt_length:] for prompt in prompts]
     options = dict(stop_token=tokenizer.stop_tokens, seed=seed) | decoding
     scores = {}
     for name, temperature in (("pass_at_1", 0.0), ("pass_at_1_sampled", 1.0)):
@@ -79,7 +74,7 @@ def options_of(settings, tokenizer):
 def evaluate_as_run(settings, model, tokenizer, task, num_prompts):
     """`evaluate` with a run's own precision, prompts, decode batch and room for an answer: its max_new_tokens, or the task's longest."""
     longest = getattr(settings, "max_prompt_length", 0)
-    prompt, answer = task.longest(encoder(tokenizer))
+    prompt, answer = task.longest(tokenizer.encode_prompt)
     left = model.config.block_size - (longest or prompt)
     room = getattr(settings, "max_new_tokens", 0) or answer + 1
     with autocast(settings.dtype, model):
@@ -169,7 +164,7 @@ def ask_model(run, exam, ids, room, group_size, temperature, seed):
 
 def examine(run, exam, settings):
     """-> (the first line of the file of samples, the samples: of each prompt the greedy one, then num_samples others)."""
-    encode, n, P = encoder(run.tokenizer), settings.num_samples if settings.temperature else 0, len(exam.rows)
+    encode, n, P = run.tokenizer.encode_prompt, settings.num_samples if settings.temperature else 0, len(exam.rows)
     ids = [encode(row["prompt"])[-exam.settings.max_prompt_length :] for row in exam.rows]
     room = room_for(ids, exam.settings, run.model.config.block_size, exam.task, encode)
     greedy = ask_model(run, exam, ids, room, 1, 0.0, settings.seed)

@@ -1,7 +1,8 @@
 """What an evaluation asks, and where its file goes: settled, or refused, before torch is imported.
 
-The task is the run's, with the run's options where the command gives no other; or another task, with the defaults, as of a Hugging
-Face folder, which has no task of its own. The tokenizer, the precision, the decode batch and the stop string are the run's always: they are the model's.
+The task is the run's, with the run's options where the command gives no other; or another task, with the defaults. A Hugging Face
+folder has no task of its own, so that one has to be named. The tokenizer, the precision, the decode batch and the stop string are the
+run's always: they are the model's.
 
 Left out: prompts that do not fit into the model, which evaluate.py sees when it has encoded them.
 """

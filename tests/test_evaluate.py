@@ -154,6 +154,8 @@ class Hex:
     def decode(self, ids):
         return "".join(f"{i:x}" for i in ids)
 
+    encode_prompt = encode
+
     def stopper(self, text):
         return None
 
@@ -376,10 +378,9 @@ def test_without_options_it_is_the_loops_own_evaluation(run_folder):
     assert 0 < scores["pass_at_1_sampled"] < 1
 
 
-def test_a_hugging_face_folder_is_asked_what_the_command_names(tmp_path, monkeypatch, capsys):
+def test_a_hugging_face_folder_is_asked_what_the_command_names(tmp_path, capsys):
     save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "model")
-    monkeypatch.setattr("checkpoint.tokenizer_of", lambda path, state: get_tokenizer("bytes"))  # the folder has none
-    monkeypatch.setattr("exam.tokenizer_of", lambda path, state: get_tokenizer("bytes"))
+    get_tokenizer("bytes").save(tmp_path / "model")
     exam, settings = exam_of(tmp_path / "model", "--task=addition", "--digits=1", "--num_prompts=3")
     evaluate.main(settings, exam, tmp_path / "model")
     assert f"{tmp_path}/model: addition, 3 prompts" in capsys.readouterr().out
