@@ -63,9 +63,10 @@ def make_reference(prepared, device, weights=True):
     settings = prepared.settings
     if not settings.beta or settings.lora_rank:
         return None
-    reference = make_model(prepared.shape, device, settings.param_dtype, initialise=not weights).requires_grad_(False)
+    reference = make_model(prepared.shape, device, settings.param_dtype, initialise=not weights)
     if weights:
         load_weights(origin(settings.init_from), reference)
+    reference.requires_grad_(False)
     if settings.reference == "host":
         stream_from_host(reference, reference.blocks, device)
     return reference

@@ -96,8 +96,8 @@ def starting_point(settings, given, task):
     if path is None:
         return {f.name: getattr(settings, f.name) for f in fields(ModelOptions)}, get_tokenizer(settings.tokenizer)
     state = read_state(path)
+    refuse_contradictions(settings, given, state["model_config"], state["tokenizer"], path)
     tokenizer = tokenizer_of(path, state)
-    refuse_contradictions(settings, given, state["model_config"], tokenizer.name, path)
     if path != resume_path(settings) and settings.eval_split == "tune" and state["settings"].get("task") == settings.task:
         if state["settings"].get("eval_split") != "tune":
             raise SnugError(
