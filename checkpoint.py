@@ -444,10 +444,11 @@ def find_run(folder):
 def load_run(folder, device="auto"):
     """The newest checkpoint of a run's folder, or that very checkpoint, ready to use -> Run. Raises SnugError."""
     path, state = find_run(folder)
-    tokenizer, settings, device = tokenizer_of(path, state), settings_of(state), pick_device(device)
+    settings, device = settings_of(state), pick_device(device)
     if is_pretrained(path) and device.type == "cuda" and stored_dtype(path) == "bfloat16":
         settings.dtype = settings.param_dtype = "bfloat16"
     look_at_shapes(path, state["model_config"])
+    tokenizer = tokenizer_of(path, state)
     shape = state["model_config"] | {"n_vocab": min(tokenizer.n_vocab, state["model_config"]["vocab_size"])}
     model = make_model(shape, device, settings.param_dtype, initialise=False)
     if settings.lora_rank:  # the very function that was trained
