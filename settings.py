@@ -68,9 +68,9 @@ class ModelOptions:
 class TaskOptions:
     """What is learned, and how it is scored."""
 
-    task: str = option("addition", "the task: its prompts, demonstrations and reward", choices=("addition", "countdown", "jsonl"))
-    data_file: str = option("", 'jsonl: a file of JSON lines, {"prompt": ..., "answer": ...}')
-    test_file: str = option("", "jsonl: the held-out prompts; empty: one in ten of data_file's")
+    task: str = option("addition", "the task: its prompts, demonstrations and reward", choices=("addition", "countdown", "jsonl", "gsm8k"))
+    data_file: str = option("", 'jsonl: a file of JSON lines, {"prompt": ..., "answer": ...}; gsm8k: its train.jsonl')
+    test_file: str = option("", "jsonl, gsm8k: the held-out prompts; empty: one in ten of data_file's")
     digits: int = option(4, "addition: digits of each number", minimum=1)
     demonstration_noise: float = option(
         0.0, "probability that a demonstration errs: addition, each carry forgotten; countdown, the numbers joined as they come", minimum=0

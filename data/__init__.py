@@ -1,6 +1,6 @@
 """Tasks: what a model is asked, and whether it answered rightly. One file a task.
 
-A task is problems without end: row 17 of a split is computed from the number 17 (or looked up: jsonl), so there is nothing to
+A task is problems without end: row 17 of a split is computed from the number 17 (or looked up: jsonl, gsm8k), so there is nothing to
 download, to shuffle or to remember. Which split a problem belongs to is a property of the problem itself: a hash of what identifies
 it, so that no training prompt is ever a test prompt, whatever the seed. "tune" is a third split, a tenth of the training problems: with
 eval_split=tune a run leaves them out and is evaluated on them, so that settings can be chosen without a look at the test.
@@ -183,9 +183,10 @@ def make_task(settings):
     """The task that settings.task names, with the TaskOptions and the seed of `settings` -> Task. Raises SnugError."""
     from data.addition import Addition  # here, because they import Task from this file
     from data.countdown import Countdown
+    from data.gsm8k import GSM8K
     from data.jsonl import Jsonl
 
-    tasks = {"addition": Addition, "countdown": Countdown, "jsonl": Jsonl}
+    tasks = {"addition": Addition, "countdown": Countdown, "jsonl": Jsonl, "gsm8k": GSM8K}
     if settings.task not in tasks:
         raise SnugError(f"task={settings.task!r} is not one of {', '.join(tasks)}")
     task = tasks[settings.task](settings)
