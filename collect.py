@@ -91,7 +91,7 @@ def score(rollouts, rows, prepared):
     texts = [prepared.tokenizer.decode(completion) for completion in completions]
     prompts = [row["prompt"] for row in rows for _ in range(k)]
     columns = columns_of(rows, k) | {"stopped": rollouts.stopped.tolist(), "completion_ids": completions}
-    totals, parts = total_rewards(prepared.reward_funcs, prompts, texts, columns, settings.reward_timeout, settings.reward_weights)
+    totals, parts = total_rewards(prepared.reward_funcs, prompts, texts, columns, settings.reward_timeout, prepared.reward_weights)
     shown = range(min(settings.samples_per_iteration, len(texts)))
     samples = [dict(prompt=prompts[i], completion=texts[i], reward=totals[i], stopped=columns["stopped"][i]) for i in shown]
     return torch.tensor(totals).view(-1, k), parts, samples

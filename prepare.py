@@ -5,7 +5,7 @@ functions and the warm start that grpo.py has to make first, and refuses what do
 """
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from checkpoint import checkpoints, is_checkpoint, newest, read_state, resume_path, tokenizer_of
@@ -23,6 +23,7 @@ class Prepared:
     shape: dict  # GPTConfig's keywords
     reward_funcs: list  # of functions; empty in SFT
     warm_start: "Prepared | None" = None  # the SFT run that makes init_from, where it is missing
+    reward_weights: list = field(default_factory=list)  # of reward_funcs; empty: 1 each
 
     def longest(self, settings):
         """-> tokens of the longest prompt and of the longest completion."""
@@ -54,9 +55,17 @@ def prepare(settings, given=frozenset()):
         )
     prepared = Prepared(settings, task, tokenizer, shape, [], warm_start)
     check_lengths(prepared, shape["block_size"])
-    functions = [load_reward_function(spec) for spec in settings.reward_funcs] or [task.rewards] if grpo else []
-    prepared.reward_funcs = functions
+    if grpo:
+        prepared.reward_funcs, prepared.reward_weights = rewards_of(settings, task)
     return prepared
+
+
+def rewards_of(settings, task):
+    """-> the functions that score completions, and their weights (empty: 1 each): the user's, or else the task's own."""
+    if settings.reward_funcs:
+        return [load_reward_function(spec) for spec in settings.reward_funcs], settings.reward_weights
+    functions, weights = map(list, zip(*task.reward_functions(), strict=True))
+    return functions, [] if set(weights) == {1.0} else weights
 
 
 def is_finished(settings):
@@ -83,7 +92,7 @@ def prepare_warm_start(settings):
     warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, *words])[:2])
     for f in fields(TaskOptions):
         ours, theirs = getattr(settings, f.name), getattr(warm_start.settings, f.name)
-        if ours != theirs and f.name not in ("demonstration_noise", "tokenizer"):
+        if ours != theirs and f.name not in ("demonstration_noise", "tokenizer", "format_reward"):
             raise SnugError(f"{f.name}={ours!r}, but the warm start {settings.init_config} has {theirs!r}; make them the same")
     return warm_start
 

@@ -104,7 +104,7 @@ def blame(function, prompts, completions, columns, timeout, failure):
 
 
 def name_of(function):
-    return getattr(function, "__qualname__", repr(function))
+    return getattr(function, "__name__", repr(function))
 
 
 class OutOfTime(BaseException):

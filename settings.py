@@ -68,9 +68,9 @@ class ModelOptions:
 class TaskOptions:
     """What is learned, and how it is scored."""
 
-    task: str = option("addition", "the task: its prompts, demonstrations and reward", choices=("addition", "countdown", "jsonl"))
-    data_file: str = option("", 'jsonl: a file of JSON lines, {"prompt": ..., "answer": ...}')
-    test_file: str = option("", "jsonl: the held-out prompts; empty: one in ten of data_file's")
+    task: str = option("addition", "the task: its prompts, demonstrations and reward", choices=("addition", "countdown", "jsonl", "gsm8k"))
+    data_file: str = option("", 'jsonl: a file of JSON lines, {"prompt": ..., "answer": ...}; gsm8k: its train.jsonl')
+    test_file: str = option("", "jsonl, gsm8k: the held-out prompts; empty: one in ten of data_file's")
     digits: int = option(4, "addition: digits of each number", minimum=1)
     demonstration_noise: float = option(
         0.0, "probability that a demonstration errs: addition, each carry forgotten; countdown, the numbers joined as they come", minimum=0
@@ -78,7 +78,18 @@ class TaskOptions:
     countdown_min_numbers: int = option(3, "countdown: fewest numbers to combine", minimum=2)
     countdown_max_numbers: int = option(4, "countdown: most numbers to combine", minimum=2)
     countdown_max_number: int = option(20, "countdown: largest number to combine", minimum=2)
+    countdown_max_target: int = option(9999, "countdown: largest number to reach", minimum=1)
     countdown_operators: str = option("+-*/", "countdown: operators that may be used, as one word")
+    countdown_form: str = option(
+        "terse",
+        "countdown: 3 5 7=22: and the expression; or, as the field has it, the task in words and the expression in <answer> </answer>",
+        choices=("terse", "tags"),
+    )
+    format_reward: float = option(
+        0.0, "gsm8k, countdown in tags, reasoning_gym: added for a completion in the wanted form, right or wrong", minimum=0
+    )
+    chat: bool = option(False, "prompts are messages, written as the template beside the tokenizer has them")
+    system_prompt: str = option("", "the system's message before each prompt, with chat; empty: none, or the template's own")
     eval_split: str = option(
         "test",
         "what evaluations ask: the test's prompts; or, to choose settings by, tune's, a tenth of the training prompts that are left out then",
@@ -338,11 +349,9 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
             )
         if self.soft_punish_cache >= self.max_new_tokens:
             raise SnugError(f"soft_punish_cache={self.soft_punish_cache} must be below max_new_tokens={self.max_new_tokens}")
-        functions = len(self.reward_funcs) or 1
-        if self.reward_weights and len(self.reward_weights) != functions:
-            raise SnugError(
-                f"reward_weights={self.reward_weights} are {len(self.reward_weights)} for {functions} reward functions; one each"
-            )
+        weights, functions = len(self.reward_weights), len(self.reward_funcs)
+        if weights and weights != functions:
+            raise SnugError(f"reward_weights={self.reward_weights} are {weights} for {functions} reward_funcs; one each")
 
 
 @dataclass
@@ -468,8 +477,14 @@ def check_common(s):
     if s.memory_budget_gb not in ("", "auto") and not positive(s.memory_budget_gb):
         raise SnugError(f"memory_budget_gb={s.memory_budget_gb!r} is not auto or a number of GiB above 0, such as 24")
     for name in ("data_file", "test_file"):
-        if getattr(s, name) and s.task != "jsonl":
-            raise SnugError(f"{name}={getattr(s, name)!r} is read by task='jsonl' alone, and task is {s.task!r}")
+        if getattr(s, name) and s.task not in ("jsonl", "gsm8k"):
+            raise SnugError(f"{name}={getattr(s, name)!r} is read by the tasks jsonl and gsm8k, and task is {s.task!r}")
+    if s.format_reward and getattr(s, "reward_funcs", []):
+        raise SnugError(
+            f"format_reward={s.format_reward} is part of the task's own reward, and reward_funcs={s.reward_funcs} replace it; set one of them"
+        )
+    if s.system_prompt and not s.chat:
+        raise SnugError(f"system_prompt={s.system_prompt!r:.60} is a message; add --chat")
     for name in s.report_to:
         if name not in ("tensorboard", "wandb"):
             raise SnugError(f"report_to={name!r} is not one of tensorboard, wandb")

@@ -47,11 +47,14 @@ class Addition(Task):
         answer = str(carry) + "".join(str(column % 10) for column in reversed(columns))
         return ",".join(f"{column:02d}" for column in columns) + f">{answer}"
 
-    def is_right(self, completion, answer):
-        """Is there a `>`, and after the last one the sum and nothing else, with or without the zeros before it?"""
+    def answer_of(self, completion):
+        """The digits after the last `>`, if nothing else is there, without the zeros before them: "13,05,05,09>09553" -> "9553"."""
         _, arrow, text = completion.rpartition(">")
-        is_number = text.isascii() and text.isdigit() and len(text) <= self.digits + 1
-        return bool(arrow) and is_number and int(text) == answer
+        is_number = len(text) <= self.digits + 1 and text.isascii() and text.isdigit()
+        return str(int(text)) if arrow and is_number else None
+
+    def is_right(self, completion, answer):
+        return self.answer_of(completion) == str(answer)
 
     def longest_prompt(self):
         return f"{'9' * self.digits}+{'9' * self.digits}="

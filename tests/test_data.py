@@ -1,23 +1,34 @@
 """Tasks: prompts that never cross from train to test, and rewards that cannot be talked into anything."""
 
 import ast
+import dataclasses
+import importlib
 import math
 import operator
+import os
 import random
 import re
 import sys
 import time
 from fractions import Fraction
 
+import exploits
 import pytest
+import tiktoken
+from exploits import FORMS, dressed, harmless
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_grpo import tiny
 
 from data import SURVEY_HITS, Task, load_reward_function, make_task, split_of
 from data.countdown import ARITHMETIC, Refused, evaluate
+from log import read_log
+from prepare import prepare
+from reward import total_rewards
 from settings import GRPOSettings, SnugError
 
-TASKS = ("addition", "countdown")
+FIELD = dict(task="countdown", countdown_form="tags", countdown_max_number=99, countdown_max_target=99)
+TASKS = {"addition": {}, "countdown": dict(task="countdown"), "tags": FIELD}
 
 
 def task_of(**options):
@@ -36,7 +47,7 @@ def rewards(task, rows, completions, **more):
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_right_demonstrations_score_one(name, split):
-    task = task_of(task=name)
+    task = task_of(**TASKS[name])
     rows = task.prompts(split, range(1000))
     demonstrations = [task.demonstration(row, random.Random(i)) for i, row in enumerate(rows)]
     assert rewards(task, rows, demonstrations) == [1.0] * 1000
@@ -45,52 +56,62 @@ def test_right_demonstrations_score_one(name, split):
     assert sum(rewards(task, rows, others)) < 5
 
 
-EXPLOITS = [
-    "",
-    " ",
-    ">",
-    ">>",
-    "9**9**9",
-    ">9**9**9",
-    "__import__('os').system('touch x')",
-    ">__import__('os').system('touch x')",
-    "(" * 5000 + "1" + ")" * 5000,
-    "(" * 19 + "-" * 150,
-    "1+" * 5000 + "1",
-    "9" * 10_000,
-    ">" + "9" * 10_000,
-    ">" + "0" * 10_000,
-    ">" * 10_000,
-    "\x00",
-    ">\x00",
-    "1/0",
-    "1/(1-1)",
-    "0x10",
-    "1e5",
-    "1_000",
-    "nan",
-    "inf",
-    "True",
-    "\ud800",
-    "()",
-    ")(",
-    "None",
-    "<|endoftext|>",
-]
+@pytest.mark.parametrize("name", TASKS)
+def test_exploits_score_nothing_and_do_nothing(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task = task_of(**TASKS[name])
+    rows = task.prompts("train", range(20))
+    with harmless():
+        for i, completion in enumerate(dressed()):
+            assert rewards(task, [rows[i % 20]], [completion]) == [0.0], completion[:80]
+            task.answer_of(completion)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "deed, caught",
+    [
+        (lambda text: eval("1+1"), AssertionError),
+        (lambda text: open(os.devnull), AssertionError),
+        (lambda text: os.system("true"), AssertionError),
+        (lambda text: importlib.import_module("this_is_no_module"), (AssertionError, ModuleNotFoundError)),
+        (lambda text: bytearray(10**10), MemoryError),
+        (lambda text: re.match(r"(a+)+$", "a" * 100 + "!"), TimeoutError),
+    ],
+)
+def test_what_the_watch_sees(monkeypatch, deed, caught):
+    """The tests of exploits can fail."""
+    monkeypatch.setattr(exploits, "LIMIT_S", 0.2)
+    with pytest.raises(caught):
+        with harmless():
+            deed("")
+    with harmless():
+        assert bytearray(10**6)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_exploits_score_zero_quickly(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    task = task_of(task=name)
-    rng = random.Random(0)
-    noise = ["".join(chr(rng.randrange(256)) for _ in range(rng.randrange(300))) for _ in range(1000)]
-    completions = EXPLOITS + noise
-    rows = task.prompts("train", range(len(completions)))
-    start = time.perf_counter()
-    assert rewards(task, rows, completions) == [0.0] * len(completions)
-    assert time.perf_counter() - start < 2
-    assert not list(tmp_path.iterdir())
+def test_noise_scores_nothing(name):
+    task, rng = task_of(**TASKS[name]), random.Random(0)
+    rows = task.prompts("train", range(1000))
+    assert rewards(task, rows, [""] * 1000) == [0.0] * 1000
+    for alphabet in (list(map(chr, range(256))), list("0123456789+-*/()=>., ")):
+        noise = ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(1000)]
+        for before, after in FORMS:
+            right = rewards(task, rows, [before + text + after for text in noise])
+            assert sum(right) <= (alphabet[0] == "0")  # digits at random may be right once: one in ten of one digit, after a >
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_equal_answers_are_equally_right(name):
+    """What a majority votes on: demonstrations, right and wrong, in other spellings."""
+    task = task_of(**TASKS[name] | dict(demonstration_noise=0.5))
+    for i, row in enumerate(task.prompts("train", range(300))):
+        demonstrations = [task.demonstration(row, random.Random(f"{i} {n}")) for n in range(6)]
+        completions = [text for d in demonstrations for text in (d, d.replace("+", " + "), d.replace(">0", ">00").replace("*", " *"))]
+        answers, right = [task.answer_of(text) for text in completions], rewards(task, [row] * len(completions), completions)
+        for answer in set(answers):
+            assert len({r for a, r in zip(answers, right, strict=True) if a == answer}) == 1 and (answer is None or hash(answer))
+        assert all(answer is not None for answer, r in zip(answers, right, strict=True) if r)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(digits=1), dict(digits=2), dict(task="countdown"), dict(task="countdown", seed=7)])
@@ -102,17 +123,17 @@ def test_train_and_test_never_share_a_problem(options):
         assert len(train) > 2000 and len(test) > 1500  # and there is something to learn from
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ("addition", "countdown"))
 def test_a_split_to_tune_on(name):
     """Its problems are training problems, but for a run that is evaluated on them; the test's are never among them."""
-    usual, tuning = task_of(task=name), task_of(task=name, eval_split="tune")
+    usual, tuning = task_of(**TASKS[name]), task_of(**TASKS[name], eval_split="tune")
     seen = {
-        (split, task is tuning): {task.identity(row) for row in task.prompts(split, range(3000))}
+        (split, task is tuning): {task.identity(row) for row in task.prompts(split, range(800))}
         for split in ("train", "tune", "test")
         for task in (usual, tuning)
     }
     tune = seen["tune", True]
-    assert len(tune) > 1500 and tune == seen["tune", False] and seen["test", True] == seen["test", False]
+    assert len(tune) > 500 and tune == seen["tune", False] and seen["test", True] == seen["test", False]
     assert not tune & seen["train", True] and not tune & seen["test", True] and not seen["train", True] & seen["test", True]
     share = sum(split_of(identity) == "tune" for identity in seen["train", False]) / len(seen["train", False])
     assert 0.08 < share < 0.14
@@ -127,7 +148,7 @@ def test_a_problem_is_the_same_in_any_order():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_one_problem_in_ten_is_held_out(name):
-    task, rng = task_of(task=name), random.Random(0)
+    task, rng = task_of(**TASKS[name]), random.Random(0)
     identities = {task.identity(row) for row in (task.propose(rng) for _ in range(5000)) if row}
     share = sum(split_of(identity) == "test" for identity in identities) / len(identities)
     assert 0.08 < share < 0.12
@@ -135,15 +156,15 @@ def test_one_problem_in_ten_is_held_out(name):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_rows_depend_on_their_number_and_train_rows_on_the_seed(name):
-    task = task_of(task=name, seed=1)
+    task = task_of(**TASKS[name], seed=1)
     rows = {split: task.prompts(split, range(50)) for split in ("train", "test")}
     random.seed(0)  # the global generator has no part in it
     for split in rows:
-        assert task_of(task=name, seed=1).prompts(split, range(50)) == rows[split]
+        assert task_of(**TASKS[name], seed=1).prompts(split, range(50)) == rows[split]
         assert task.prompts(split, [17, 3, 17]) == [rows[split][17], rows[split][3], rows[split][17]]
         assert len({row["prompt"] for row in rows[split]}) > 40
-    assert task_of(task=name, seed=2).prompts("test", range(50)) == rows["test"]
-    assert task_of(task=name, seed=2).prompts("train", range(50)) != rows["train"]
+    assert task_of(**TASKS[name], seed=2).prompts("test", range(50)) == rows["test"]
+    assert task_of(**TASKS[name], seed=2).prompts("train", range(50)) != rows["train"]
     assert task.prompts("train", []) == []
     with pytest.raises(KeyError):
         task.prompts("valid", [0])
@@ -165,6 +186,8 @@ def test_rows_are_the_same_for_ever():
         dict(task="countdown", countdown_max_numbers=10, countdown_max_number=50),
         dict(task="countdown", countdown_min_numbers=2, countdown_max_numbers=2, countdown_operators="-"),
         dict(task="countdown", countdown_max_numbers=4, countdown_operators="-/"),
+        FIELD,
+        FIELD | dict(countdown_max_target=9999, countdown_max_numbers=6),
     ],
 )
 def test_nothing_is_longer_than_the_longest(options):
@@ -191,6 +214,10 @@ def test_longest_texts_are_reached():
         (dict(task="countdown", countdown_min_numbers=2, countdown_max_numbers=2, countdown_max_number=2), "too few test prompts"),
         (dict(task="countdown", countdown_max_numbers=10**9), "countdown_max_numbers=1000000000 is above 10"),
         (dict(task="countdown", countdown_max_number=10_000), "countdown_max_number=10000 is above 9999"),
+        (FIELD | dict(countdown_max_target=10_000), "countdown_max_target=10000 is above 9999"),
+        (FIELD | dict(countdown_max_target=1), "too few (train|test) prompts"),
+        (dict(format_reward=0.1), "format_reward=0.1, but task='addition' wants its answers in no form of their own"),
+        (dict(task="countdown", format_reward=0.1), "format_reward=0.1, but task='countdown' wants"),
         (dict(digits=10**9), "digits=1000000000 is above 1000"),
         (dict(task="subtraction"), "task='subtraction' is not one of addition, countdown, jsonl"),
     ],
@@ -231,6 +258,132 @@ def test_rewards_ignore_unknown_columns_and_refuse_ragged_ones():
         task.rewards(["1+2=", "1+2="], [">3", ">4"], answer=[3])
     with pytest.raises(ValueError):
         task.rewards(["1+2="], [">3"], answer=[3], stopped=[])
+
+
+# -----------------------------------------------------------------------------
+# Messages
+
+TEMPLATE = "<|im_start|>{role}\n{content}<|im_end|>\n"
+
+
+def written(prompt):
+    """Messages in Qwen's template."""
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(TEMPLATE.format(**message) for message in prompt) + "<|im_start|>assistant\n"
+
+
+def encoder(merges):
+    """A tokenizer that merges as it is told, and any two pieces that meet, with special tokens -> a function of text or messages."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for piece in dict.fromkeys(merges):
+        ranks.setdefault(piece, len(ranks))
+    special = {name: len(ranks) + i for i, name in enumerate(("<|im_start|>", "<|im_end|>"))}
+    encoding = tiktoken.Encoding("merging", pat_str="(?s).+", mergeable_ranks=ranks, special_tokens=special)
+    return lambda prompt: encoding.encode(
+        written(prompt), allowed_special="all" if isinstance(prompt, list) else set(), disallowed_special=()
+    )
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_prompts_as_messages(name):
+    plain, chat = task_of(**TASKS[name]), task_of(**TASKS[name], chat=True)
+    told = task_of(**TASKS[name], chat=True, system_prompt="Be brief.")
+    for split in ("train", "test"):
+        rows = [task.prompts(split, range(100)) for task in (plain, chat, told)]
+        for text, messages, both in zip(*rows, strict=True):
+            assert messages["prompt"] == [{"role": "user", "content": text["prompt"].rstrip("\n")}]
+            assert both["prompt"] == [{"role": "system", "content": "Be brief."}, *messages["prompt"]]
+            assert {**text, "prompt": 0} == {**messages, "prompt": 0} == {**both, "prompt": 0}
+            assert chat.demonstration(messages, random.Random(3)) == plain.demonstration(text, random.Random(3))
+    row = chat.prompts("train", [0])[0]
+    assert rewards(chat, [row], [chat.demonstration(row, random.Random(0))]) == [1.0]
+    assert chat.prompts("train", [0, 0]) == [row, row]  # asking changes nothing
+
+
+pieces = st.text(alphabet="user\n0123456789+-=<>answMk ", min_size=2, max_size=4).map(str.encode)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(TASKS)), st.lists(pieces, max_size=40), st.sampled_from(["", "sum:", "Think of 7"]))
+def test_no_prompt_in_a_template_has_more_tokens_than_the_longest(name, merges, system_prompt):
+    task, encode = CHATS[name], encoder(merges)
+    task.system_prompt = system_prompt
+    prompt, answer = task.longest(encode)
+    rows = task.prompts("train", range(30))
+    assert max(len(encode(row["prompt"])) for row in rows) <= prompt
+    assert max(len(encode(task.demonstration(row, random.Random(0)))) for row in rows) <= answer
+    assert prompt <= len(task.longest_prompt()) + len(system_prompt) + 40 + 16  # and it is no idle bound
+
+
+CHATS = {name: task_of(**options, chat=True) for name, options in TASKS.items()}
+
+
+def test_the_margin_is_for_words_that_the_prompt_breaks_up():
+    """ "user\\n" is one token before an x; before a 1 the line's end goes to the number, and four bytes are left."""
+    task = task_of(chat=True)
+    task.longest_prompt = lambda: "1"
+    encode = encoder([b"\n1", b"r\n", b"er\n", b"ser\n", b"user\n"])
+    assert len(encode(task.asked("x"))) + len("1") < len(encode(task.asked("1"))) <= task.longest(encode)[0]
+
+
+# -----------------------------------------------------------------------------
+# The parts of a reward
+
+
+def test_parts_of_the_reward_and_their_weights(tmp_path):
+    """The task's own, or the user's with the user's weights."""
+    _, plain = tiny(tmp_path, init_from="", beta=0.0)
+    changes = FIELD | dict(block_size=400, max_new_tokens=8)
+    _, parts = tiny(tmp_path, init_from="", beta=0.0, format_reward=0.25, **changes)
+    _, theirs = tiny(tmp_path, init_from="", beta=0.0, reward_funcs=["json:dumps", "json:loads"], reward_weights=[2.0, 0.5], **changes)
+    _, unweighted = tiny(tmp_path, init_from="", beta=0.0, reward_funcs=["json:dumps"], **changes)
+    made = [prepare(one) for one in (plain, parts, theirs, unweighted)]
+    assert [[f.__name__ for f in p.reward_funcs] for p in made] == [["rewards"], ["correct", "formatted"], ["dumps", "loads"], ["dumps"]]
+    assert [p.reward_weights for p in made] == [[], [1.0, 0.25], [2.0, 0.5], []]
+    completions = ["<answer>5*3+7</answer>", "<answer>5*3*7</answer>", "5*3+7", "<answer>5*3+7=22</answer>", "<answer>5*3+7</answer>"]
+    columns = dict(numbers=[[3, 5, 7]] * 5, target=[22] * 5, stopped=[True] * 4 + [False])
+    totals, said = total_rewards(
+        made[1].reward_funcs, [[{"role": "user", "content": "?"}]] * 5, completions, columns, 0, made[1].reward_weights
+    )
+    assert totals == [1.25, 0.25, 0.0, 0.0, 0.0]
+    assert said == {"correct": [1.0, 0.0, 0.0, 0.0, 0.0], "formatted": [1.0, 1.0, 0.0, 0.0, 0.0]}
+    assert made[1].task.rewards([""] * 5, completions, **columns) == [1.0, 0.0, 0.0, 0.0, 0.0]  # which evaluations use
+
+
+def test_parts_of_the_reward_are_logged(tmp_path):
+    import grpo
+
+    _, settings = tiny(tmp_path, init_from="", beta=0.0, max_iters=1, eval_prompts=0, block_size=400, **FIELD)
+    grpo.main(prepare(settings))
+    record = read_log(settings.out_dir)[0]
+    assert record["reward/correct"] == record["reward/formatted"] == record["reward_mean"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (FIELD | dict(format_reward=0.1, reward_funcs=["m:f"]), r"format_reward=0.1 is part of the task's own reward, and reward_funcs"),
+        (dict(reward_weights=[1.0]), r"reward_weights=\[1.0\] are 1 for 0 reward_funcs; one each"),
+        (dict(reward_weights=[1.0], reward_funcs=["m:f", "m:g"]), r"reward_weights=\[1.0\] are 1 for 2 reward_funcs; one each"),
+        (dict(system_prompt="Be brief."), "system_prompt='Be brief.' is a message; add --chat"),
+        (dict(data_file="a"), "data_file='a' is read by the tasks jsonl and gsm8k, and task is 'addition'"),
+        (FIELD | dict(test_file="a"), "test_file='a' is read by the tasks jsonl and gsm8k, and task is 'countdown'"),
+    ],
+)
+def test_options_of_tasks_that_do_not_go_together(options, message):
+    with pytest.raises(SnugError, match=message) as error:
+        GRPOSettings(**options).check()
+    assert "\n" not in str(error.value)
+
+
+def test_a_warm_start_needs_no_format_reward(tmp_path):
+    (tmp_path / "sft.py").write_text("".join(f"{name} = {value!r}\n" for name, value in (FIELD | dict(block_size=400, digits=2)).items()))
+    start = dict(init_config=str(tmp_path / "sft.py"), init_from=str(tmp_path / "none"))
+    _, settings = tiny(tmp_path, beta=0.0, format_reward=0.25, block_size=400, **FIELD, **start)
+    assert prepare(settings).warm_start.settings.format_reward == 0.0
+    with pytest.raises(SnugError, match="chat=True, but the warm start .* has False; make them the same"):
+        prepare(dataclasses.replace(settings, chat=True))
 
 
 # -----------------------------------------------------------------------------
@@ -372,6 +525,91 @@ def python_value(text):
 )
 def test_countdown_reward(completion, reward):
     assert task_of(task="countdown").rewards(["3 5 7=22:"], [completion], numbers=[[3, 5, 7]], target=[22]) == [reward]
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        ("<answer>3*5+7</answer>", 1.0),
+        ("<think>3*7 is 21.</think> <answer>3*5+7</answer>", 1.0),
+        ("<think>Perhaps <answer>3+5+7</answer>? No.</think>\n<answer>\n 3 * 5 + 7\n</answer>", 1.0),
+        ("<answer>3+5+7</answer><answer>3*5+7</answer>", 1.0),
+        ("<answer>3*5+7</answer> and that is it", 1.0),
+        ("<answer>3*5+7</answer> or else <answer>3+", 1.0),
+        ("<answer>3*5+7</answer><answer>3+5+7</answer>", 0.0),
+        ("<answer>3*5+7</answer><answer></answer>", 0.0),
+        ("<answer>3*5+7</answer></answer>", 0.0),
+        ("<answer><answer>3*5+7</answer>", 1.0),
+        ("<answer>3*5+7=22</answer>", 0.0),
+        ("<answer>3*5+7 = 22</answer>", 0.0),
+        ("<answer>22 = 3*5+7</answer>", 0.0),
+        ("<answer>22</answer>", 0.0),
+        ("<answer>3*5+7", 0.0),
+        ("3*5+7</answer>", 0.0),
+        ("3*5+7", 0.0),
+        ("</answer>3*5+7<answer>", 0.0),
+        ("<Answer>3*5+7</Answer>", 0.0),
+        ("<answer >3*5+7</answer >", 0.0),
+        ("<answer>3*5+7, which is 22</answer>", 0.0),
+        ("<answer>3*5+7 or 3+5+7</answer>", 0.0),
+        ("<answer>3*5\n+7</answer>", 0.0),
+        ("<answer>3×5+7</answer>", 0.0),
+        ("<answer>15+7</answer>", 0.0),
+        ("<answer>3*5+7+7-7</answer>", 0.0),
+        ("<answer>" + " " * 300 + "3*5+7</answer>", 1.0),
+        ("<answer>" + "(" * 20 + "3*5+7" + ")" * 20 + "</answer>", 1.0),
+        ("<answer>3" + " " * 196 + "*5+7</answer>", 0.0),
+        ("x" * 199_978 + "<answer>3*5+7</answer>", 1.0),
+        ("x" * 199_979 + "<answer>3*5+7</answer>", 0.0),
+    ],
+)
+def test_countdown_reward_in_tags(completion, reward):
+    task = task_of(**FIELD)
+    assert task.rewards(["Make 22 ..."], [completion], numbers=[[3, 5, 7]], target=[22]) == [reward]
+    assert reward == 0.0 or task.answer_of(completion).strip("()") == "3*5+7"
+
+
+def test_countdown_in_words():
+    task = task_of(**FIELD, countdown_operators="+-")
+    for row in task.prompts("train", range(500)):
+        assert 2 < len(row["numbers"]) < 5 and set(row["numbers"]) <= set(range(1, 100)) and 1 <= row["target"] <= 99
+        assert row["prompt"].startswith(f"Make {row['target']} from the numbers {', '.join(map(str, row['numbers']))}. ")
+        assert " + - and parentheses" in row["prompt"] and "<answer>(1 + 2) - 3</answer>" in row["prompt"]
+        assert task.demonstration(row, random.Random(0)) == f"<answer>{row['solution']}</answer>"
+    terse = task_of(**FIELD | dict(countdown_form="terse"), countdown_operators="+-")  # the same problems, and the same split
+    for one, other in zip(terse.prompts("test", range(50)), task.prompts("test", range(50)), strict=True):
+        assert {**one, "prompt": 0} == {**other, "prompt": 0}
+
+
+@pytest.mark.parametrize(
+    "options, completion, answer",
+    [
+        ({}, "13,05,05,09>09553", "9553"),
+        ({}, ">1>2", "2"),
+        ({}, ">00000", "0"),
+        ({}, "9553", None),
+        ({}, ">9553 ", None),
+        ({}, ">123456", None),
+        ({}, ">٣", None),
+        (dict(task="countdown"), " ( 3*5 ) + 7 ", "(3*5)+7"),
+        (dict(task="countdown"), "3+5+7", "3+5+7"),
+        (dict(task="countdown"), "1 2+3", None),
+        (dict(task="countdown"), " " * 196 + "3*5+7", None),
+        (dict(task="countdown"), "()", None),
+        (dict(task="countdown"), "3+5=8", None),
+        (dict(task="countdown"), "", None),
+        (FIELD, "3+5+7", None),
+        (FIELD, "<answer>3 + 5</answer><answer> 3*5 </answer>", "3*5"),
+        (FIELD, "<answer>none</answer>", None),
+    ],
+)
+def test_the_answer_of_a_completion(options, completion, answer):
+    assert task_of(**options).answer_of(completion) == answer
+
+
+def test_the_answer_of_other_tasks_is_the_completion():
+    task = OneProblem(GRPOSettings())
+    assert task.answer_of(" Paris\n") == "Paris" and task.answer_of(" \n") is None
 
 
 def test_countdown_uses_each_number_once_even_twins():

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from exploits import dressed, harmless
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_grpo import tiny
@@ -40,9 +42,19 @@ BAD = [
     (b"[1]", "not an object but .1."),
     (b"null", "not an object but null"),
     (b'{"answer": 1}', "has no prompt"),
-    (b'{"prompt": null, "answer": 1}', "prompt must be text, not None"),
-    (b'{"prompt": "", "answer": 1}', "prompt must be text, not ''"),
-    (b'{"prompt": ["a"], "answer": 1}', r"prompt must be text, not \['a'\]"),
+    (b'{"prompt": null, "answer": 1}', "prompt must be text or messages, not None"),
+    (b'{"prompt": "", "answer": 1}', "prompt must be text or messages, not ''"),
+    (b'{"prompt": 7, "answer": 1}', "prompt must be text or messages, not 7"),
+    (b'{"prompt": [], "answer": 1}', r"prompt must be text or messages, not \[\]"),
+    (b'{"prompt": ["a"], "answer": 1}', """a message must be {"role": text, "content": text}, not 'a'"""),
+    (b'{"prompt": [{"role": "user"}], "answer": 1}', "a message must be .* not {'role': 'user'}"),
+    (b'{"prompt": [{"role": "user", "content": null}], "answer": 1}', "a message must be .* not {'role': 'user', 'content': None}"),
+    (b'{"prompt": [{"role": 1, "content": "a"}], "answer": 1}', "a message must be .* not {'role': 1, 'content': 'a'}"),
+    (b'{"prompt": [{"role": "user", "content": "a", "name": "b"}], "answer": 1}', "a message must be .* not {'role': 'user', "),
+    (b'{"prompt": [{"role": "user", "content": "a"}, []], "answer": 1}', r"a message must be .* not \[\]"),
+    (b'{"prompt": [{"role": "assistant", "content": "a"}], "answer": 1}', "the last message is the assistant's, which is for the model"),
+    (b'{"prompt": [{"role": "user", "content": "a"}], "answer": 1}', "a prompt of messages where the rows before have text"),
+    (b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": 1}', "a prompt of messages"),
     (b'{"prompt": "a", "answer": [1]}', r"answer must be text, a number or a boolean, not \[1\]"),
     (b'{"prompt": "a", "answer": null}', "answer must be text, a number or a boolean, not None"),
     (b'{"prompt": "a", "answer": 1, "demonstration": 5}', "demonstration must be text, not 5"),
@@ -134,6 +146,70 @@ def test_splits_share_nothing_and_miss_nothing(tmp_path):
     assert own.prompts("test", range(3)) == [{"prompt": "x", "answer": 1}] * 3 and len(own.rows["train"]) == 50
     with pytest.raises(SnugError, match="test.jsonl:1: other columns than the rows before: no answer"):
         task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x"}], "test.jsonl"))
+
+
+def conversation(n, *more):
+    """A prompt of messages, the last one the user's; `more`: what comes before it."""
+    return [{"role": role, "content": content} for role, content in (*more, ("user", f"{n}="))]
+
+
+def test_prompts_of_messages(tmp_path):
+    """They need no chat, come out as they went in, and get the system's message where they have none."""
+    told = ("system", "Add."), ("user", "1="), ("assistant", "1")
+    rows = [{"prompt": conversation(i, *told[: i % 4]), "answer": i} for i in range(100)]
+    path = written(tmp_path, rows)
+    plain, chat = task_of(path), task_of(path, chat=True, system_prompt="Be brief.")
+    parts = {split: plain.prompts(split, range(len(plain.rows[split]))) for split in ("train", "test")}
+    assert sorted(row["answer"] for part in parts.values() for row in part) == list(range(100)) and parts["test"]
+    assert all(row == rows[row["answer"]] for part in parts.values() for row in part)
+    for split, part in parts.items():
+        for row, spoken in zip(part, chat.prompts(split, range(len(part))), strict=True):
+            system = [] if row["prompt"][0]["role"] == "system" else [{"role": "system", "content": "Be brief."}]
+            assert spoken == row | {"prompt": system + row["prompt"]}
+    assert plain.longest(lambda prompt: range(len(prompt)) if isinstance(prompt, list) else prompt) == (4, 2)
+    assert chat.longest(lambda prompt: range(len(prompt)) if isinstance(prompt, list) else prompt) == (4, 2)
+    assert plain.fingerprint() != task_of(written(tmp_path, [*rows[:-1], rows[-1] | {"prompt": conversation(7)}])).fingerprint()
+
+
+def test_prompts_of_messages_share_nothing_either(tmp_path):
+    rows = [{"prompt": conversation(i, ("system", "Add.")), "answer": i} for i in range(50)]
+    path = written(tmp_path, rows)
+    shuffled = {"prompt": [dict(reversed(message.items())) for message in rows[7]["prompt"]], "answer": 7}  # keys in another order
+    with pytest.raises(SnugError, match="test.jsonl has 1 prompts of data_file"):
+        task_of(path, test_file=written(tmp_path, [shuffled], "test.jsonl"))
+    task_of(path, test_file=written(tmp_path, [{"prompt": conversation(7), "answer": 7}], "test.jsonl"))  # told nothing: another prompt
+    with pytest.raises(SnugError, match="test.jsonl:1: a prompt of text where the rows before have messages; take one of the two"):
+        task_of(path, test_file=written(tmp_path, [{"prompt": "7=", "answer": 7}], "test.jsonl"))
+    twice = task_of(written(tmp_path, [*rows, *rows]))
+    train, test = ({row["answer"] for row in twice.rows[split]} for split in ("train", "test"))
+    assert not train & test and len(twice.rows["test"]) == 2 * len(test)
+
+
+def test_text_as_messages(tmp_path):
+    path = written(tmp_path, GOOD)
+    plain, chat = task_of(path), task_of(path, chat=True, system_prompt="Add.")
+    for row, spoken in zip(plain.prompts("train", range(40)), chat.prompts("train", range(40)), strict=True):
+        assert spoken == row | {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": row["prompt"]}]}
+    assert chat.longest(lambda prompt: prompt)[0] == 2 and chat.fingerprint() == plain.fingerprint()
+
+
+def test_a_thousand_rows_and_what_is_no_answer(tmp_path):
+    rng = random.Random(0)
+    rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i if i % 2 else f" the number {2 * i}"} for i in range(1200)]
+    task = task_of(written(tmp_path, rows), test_file="")
+    train, test = (task.prompts(split, range(1000)) for split in ("train", "test"))
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+    for part in (train, test):
+        answers = [row["answer"] for row in part]
+        right = [task.demonstration(row, None) for row in part]
+        noise = ["".join(chr(rng.randrange(256)) for _ in range(rng.randrange(1, 60))) for _ in part]
+        for texts, reward in ((right, 1.0), ([""] * 1000, 0.0), (noise, 0.0), ([f"{text} or so" for text in right], 0.0)):
+            assert task.rewards([""] * 1000, texts, answer=answers) == [reward] * 1000
+        assert [task.answer_of(text) for text in right] == [text.strip() for text in right]
+    with harmless():
+        for text in dressed():
+            assert task.rewards([""], [text], answer=[train[0]["answer"]]) == [0.0]
+            task.answer_of(text)
 
 
 def test_an_epoch_has_every_row_once_and_a_row_follows_from_its_number(tmp_path):

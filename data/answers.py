@@ -1,0 +1,69 @@
+"""Where in a completion the answer stands, and which number it is.
+
+Completions are untrusted input: their length is bounded first, they are searched once, and nothing in them is evaluated.
+
+    #### 42   #### $1,000.50 a week.   \\boxed{-7\\%}       are numbers: "42", "1000.5", "-7"
+    #### 84/2   #### 18 or 19   #### 1,00   #### 4e1      are none
+
+Left out: fractions, exponents, other digits than 0 to 9, decimal commas, numbers in words. What follows the number is not understood:
+42 thousand is 42.
+"""
+
+import re
+
+MAX_COMPLETION = 200_000  # characters; longer ones give no answer
+MAX_ANSWER = 200  # characters of the line after ####, and of what is in \boxed{}
+NUMBER = re.compile(
+    r"(?P<sign>[-+\u2212]?)(?:\\?[$€£¥] ?(?P<inner>[-+\u2212]?))?(?!0[xXbBoO])"  # -$5 and $-5; \u2212 is the typographer's minus
+    r"(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?P<fraction>\.[0-9]+|)"  # separators every three digits, or none
+)
+BESIDE_WORDS = set(".,;:!?%'\"()/*\\{}$€£¥°-")  # may follow a number, with letters and spaces: \% and \text{ apples} are written so
+
+
+def number_after_marker(completion):
+    """The number after the last #### or in the last \\boxed{}, whichever comes later: as text, "-1000.5"; None where there is none.
+
+    It comes first there, and on its line only words may follow: whoever writes two numbers, hedging, has answered with none.
+    Numbers that are equal have equal texts: no sign of +, no separators, no zeros that say nothing.
+    """
+    if len(completion) > MAX_COMPLETION:
+        return None
+    hashes, box = completion.rfind("####"), completion.rfind("\\boxed{")
+    if hashes > box:
+        text = completion[hashes + 4 :].lstrip().partition("\n")[0].rstrip()
+    else:
+        text = in_braces(completion[box + 7 :]) if box >= 0 else None
+    return read_number(text) if text and len(text) <= MAX_ANSWER else None
+
+
+def in_braces(text):
+    """What comes before the brace that closes: "4{5}6} 7" -> "4{5}6"; None where none does, within MAX_ANSWER characters."""
+    depth = 1
+    for i, character in enumerate(text[: MAX_ANSWER + 1]):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:i].strip()
+    return None
+
+
+def read_number(text):
+    """ "$1,000.50 a week" -> "1000.5"; None for whatever is not a number and then words."""
+    found = NUMBER.match(text)
+    if not found or not found["whole"] + found["fraction"] or (found["sign"] and found["inner"]):
+        return None
+    rest = text[found.end() :]
+    if not all(c.isspace() or c in BESIDE_WORDS or (c.isalpha() and not c.isnumeric()) for c in rest):
+        return None
+    whole, fraction = found["whole"].replace(",", "").lstrip("0") or "0", found["fraction"].rstrip("0")
+    number = whole + (fraction if fraction != "." else "")
+    negative = (found["sign"] or found["inner"] or "+") != "+" and number != "0"
+    return "-" + number if negative else number
+
+
+def in_answer_tags(completion):
+    """The text in the last <answer>...</answer>, without the space around it; None where there is none."""
+    if len(completion) > MAX_COMPLETION:
+        return None
+    before = completion.rpartition("</answer>")[0]
+    _, opened, text = before.rpartition("<answer>")
+    return text.strip() if opened else None
