@@ -452,12 +452,17 @@ def generate_naive(model, prompt, max_new_tokens, *, temperature=1.0, stop_token
 
 def main(settings, folder):
     from checkpoint import load_run
-    from data import make_task
+    from data import as_messages, make_task
     from settings import SnugError
 
     run = load_run(folder, settings.device)
+    if not settings.prompt and not run.settings.task:
+        raise SnugError(f"{folder} was not trained here, so it has no task to take a prompt from; give --prompt=...")
     prompt = settings.prompt or make_task(run.settings).prompts("test", [settings.seed])[0]["prompt"]
-    ids = run.tokenizer.encode(prompt)
+    if settings.prompt and (settings.chat or run.settings.chat):
+        prompt = as_messages(prompt, settings.system_prompt or run.settings.system_prompt)
+    ids = run.tokenizer.encode_prompt(prompt)
+    shown = prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n"
     room = run.model.config.block_size - len(ids)
     if not ids or room < 1:
         raise SnugError(f"the prompt has {len(ids)} tokens; this model takes 1 to {run.model.config.block_size - 1}")
@@ -468,7 +473,7 @@ def main(settings, folder):
             settings.num_samples,
             min(settings.max_new_tokens, room),
             temperature=settings.temperature,
-            stop_token=run.tokenizer.stop_token,
+            stop_token=run.tokenizer.stop_tokens,
             seed=settings.seed,
             truncation=Truncation(settings.top_k, settings.top_p, settings.min_p),
             is_over=run.tokenizer.stopper(settings.stop_string),
@@ -479,7 +484,7 @@ def main(settings, folder):
     for completion, stopped, logprob in ends:
         text = run.tokenizer.decode(completion)
         text = text[: text.index(settings.stop_string)] if settings.stop_string and settings.stop_string in text else text
-        print(f"{prompt}{text}{'' if stopped else ' …'}   [probability {math.exp(logprob):.3g}]")
+        print(f"{shown}{text}{'' if stopped else ' …'}   [probability {math.exp(logprob):.3g}]")
 
 
 if __name__ == "__main__":

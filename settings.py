@@ -359,6 +359,8 @@ class SampleSettings:
     """Completions of a run's newest checkpoint: options of sample.py."""
 
     prompt: str = option("", "the text to complete; empty: a held-out prompt of the run's task")
+    chat: bool = option(False, "the prompt is a message, written as the tokenizer's chat template has it; a run with chat has it anyway")
+    system_prompt: str = option("", "with chat: the system's message before it; empty: the run's, if it has one")
     num_samples: int = option(1, "completions", minimum=1)
     max_new_tokens: int = option(32, "longest completion", "tokens", minimum=1)
     temperature: float = option(1.0, "divides the logits; 0: the likeliest token each time", minimum=0)

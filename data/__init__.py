@@ -112,16 +112,8 @@ class Task:
         return [row | {"prompt": self.asked(row["prompt"])} for row in rows]
 
     def asked(self, prompt):
-        """A row's prompt as a run asks it: text as it is, or, with settings.chat, messages, the system's before the user's.
-
-        A prompt that is messages already gets the system's if it has none.
-        """
-        if isinstance(prompt, str) and not self.chat:
-            return prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if self.system_prompt and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        return messages
+        """A row's prompt as a run asks it: text as it is, or, with settings.chat, messages."""
+        return prompt if isinstance(prompt, str) and not self.chat else as_messages(prompt, self.system_prompt)
 
     def row(self, split, number):
         stream = {"train": f"train {self.seed}", "tune": "tune", "test": "test"}[split]
@@ -177,6 +169,14 @@ class Task:
 def split_of(identity):
     """-> "train", "tune" or "test", by the text's CRC-32, which unlike hash() is the same in every process."""
     return {0: "test", 1: "tune"}.get(zlib.crc32(identity.encode()) % TEST_SHARE, "train")
+
+
+def as_messages(prompt, system_prompt=""):
+    """Text -> messages, the system's before the user's. A prompt that is messages already gets the system's if it has none."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return messages
 
 
 def make_task(settings):
