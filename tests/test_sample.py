@@ -35,6 +35,22 @@ def test_equals_the_naive_generator(shape, temperature):
     assert temperature == 0 or len(lengths) > 3  # ragged completions were tested
 
 
+@pytest.mark.parametrize("is_over", [None, lambda ids: ids[-2:] == [5, 5]])
+def test_any_of_several_stop_tokens_ends_a_completion(is_over):
+    model, stops = make_flat_model("llama"), (3, 9)
+    options = dict(stop_token=stops, seed=4, is_over=is_over)
+    rollouts = sample_groups(model, PROMPTS, 6, 12, **options)
+    ends = set()
+    for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
+        naive = generate_naive(model, PROMPTS[i // 6], 12, row=i, **options)
+        assert (ids, logprobs) == (naive[0], pytest.approx(naive[1], abs=1e-5))
+        by_token = ids[-1] in stops
+        assert not set(ids[:-1]) & set(stops) and (by_token or len(ids) == 12 or is_over)
+        assert rollouts.completions()[i] == (ids[:-1] if by_token else ids)
+        ends.add(ids[-1])
+    assert set(stops) <= ends
+
+
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_a_row_does_not_depend_on_neighbours_or_on_max_batch(shape):
     model = make_flat_model(shape)

@@ -1,0 +1,182 @@
+"""From a Hugging Face folder through a run and out again: model, tokenizer and chat template travel together."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import grpo
+import train_sft
+from checkpoint import load_run, newest
+from model import GPT, GPTConfig
+from prepare import prepare
+from pretrained import load_pretrained, main, save_pretrained
+from settings import ExportSettings, GRPOSettings, SFTSettings, SnugError, read_settings
+from tokenizer import get_tokenizer
+
+HERE = Path(__file__).parent
+QWEN = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, norm="rmsnorm", norm_eps=1e-6, position="rotary", rope_theta=1e6)
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SMALL = [
+    "--device=cpu",
+    "--dtype=float32",
+    "--batch_size=2",
+    "--group_size=4",
+    "--max_new_tokens=6",
+    "--eval_prompts=2",
+    "--save_interval=1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """-> a Qwen2.5-shaped model of random weights: more rows than ids, ChatML, <|im_end|> as the end and <|endoftext|> beside it."""
+    path = tmp_path_factory.mktemp("models") / "qwen"
+    torch.manual_seed(2)
+    save_pretrained(GPT(GPTConfig(vocab_size=272, block_size=32768, mlp="swiglu", qkv_bias=True, **QWEN)), path, get_tokenizer("bytes"))
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    spec = json.loads((path / "tokenizer.json").read_text())
+    added = spec["added_tokens"][0]
+    spec["added_tokens"] = [added | dict(id=256 + i, content=text) for i, text in enumerate(tokens)]
+    (path / "tokenizer.json").write_text(json.dumps(spec))
+    config = json.loads((path / "tokenizer_config.json").read_text()) | dict(eos_token="<|im_end|>", chat_template=TEMPLATE)
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[258, 256])))
+    return path
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = "def short(prompts, completions, **columns):\n    return [float(len(text)) + len(set(text)) for text in completions]\n"
+    (tmp_path / "model_rewards.py").write_text(text)
+
+
+def run(cls, *words):
+    settings, given, _ = read_settings(cls, words)
+    (grpo if cls is GRPOSettings else train_sft).main(prepare(settings, given))
+    return [json.loads(line) for line in (Path(settings.out_dir) / "log.jsonl").read_text().splitlines()]
+
+
+def gsm8k(folder, out, *words):
+    data = [f"--data_file={HERE}/gsm8k_sample.jsonl", f"--init_from={folder}", f"--out_dir={out}", "--learning_rate=0.01"]
+    return run(
+        GRPOSettings, "config/grpo_gsm8k.py", *SMALL, *data, "--test_file=", "--max_iters=2", "--reward_funcs=model_rewards:short", *words
+    )
+
+
+def test_the_config_for_gsm8k_on_a_folder_with_a_reference(folder, tmp_path, rewards):
+    log = gsm8k(folder, tmp_path / "run", "--beta=0.1")
+    assert [record["iter"] for record in log] == [0, 1] and all(record["grad_norm"] > 0 for record in log)
+    assert log[0]["kl"] == pytest.approx(0, abs=1e-7) and log[1]["kl"] > 1e-5  # the reference is the folder's weights
+    assert log[0]["logprob_diff_max"] < 1e-5
+    sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    assert [message["role"] for message in sample["prompt"]] == ["user"]
+    checkpoint = newest(tmp_path / "run")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (checkpoint / name).read_bytes() == (folder / name).read_bytes()
+    loaded = load_run(tmp_path / "run")
+    assert loaded.model.config.n_vocab == 259 and loaded.tokenizer.stop_tokens == (258, 256)
+    assert loaded.tokenizer.encode_prompt([{"role": "user", "content": "é"}])[:2] == [257, ord("u")]
+
+
+def test_a_stopped_run_goes_on_without_the_folder(folder, tmp_path, rewards):
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "model")
+    gsm8k(tmp_path / "model", tmp_path / "halves", "--max_iters=1")
+    shutil.rmtree(tmp_path / "model")
+    gsm8k(tmp_path / "model", tmp_path / "halves", "--resume=auto")
+    gsm8k(folder, tmp_path / "whole")
+    halves, whole = (load_run(tmp_path / name).model for name in ("halves", "whole"))
+    assert all(torch.equal(p, q) for p, q in zip(halves.parameters(), whole.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("lora", [[], ["--lora_rank=4"]])
+def test_out_again_to_transformers(folder, tmp_path, rewards, lora):
+    transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
+    gsm8k(folder, tmp_path / "run", *lora)
+    settings = read_settings(ExportSettings, [str(tmp_path / "run"), f"--to={tmp_path}/out"], positional="folder")[0]
+    main(settings, tmp_path / "run")
+    loaded, messages = load_run(tmp_path / "run"), [{"role": "user", "content": "Wie groß ist 2+2?"}]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = their_tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert ids == loaded.tokenizer.encode_prompt(messages)
+    with torch.no_grad():
+        tokens = torch.tensor([ids])
+        ours = loaded.model.logits(loaded.model(tokens))
+        torch.testing.assert_close(theirs(tokens).logits, ours[..., :259], atol=1e-5, rtol=1e-5)
+        before = load_pretrained(folder)
+        assert (before.logits(before(tokens))[..., :259] - ours[..., :259]).abs().max() > 1e-3  # it has learned something
+    assert theirs.generation_config.eos_token_id == [258, 256] and their_tokenizer.eos_token == "<|im_end|>"
+
+
+def test_demonstrations_of_messages_end_with_the_first_stop_token(folder, tmp_path):
+    words = [f"--data_file={HERE}/gsm8k_sample.jsonl", "--task=gsm8k", "--chat", "--device=cpu", "--batch_size=4", "--max_iters=2"]
+    log = run(SFTSettings, *words, f"--init_from={folder}", f"--out_dir={tmp_path}/sft", "--eval_prompts=0")
+    assert all(record["grad_norm"] > 0 for record in log)
+    settings, given, _ = read_settings(SFTSettings, [*words, f"--init_from={folder}"])
+    prepared = prepare(settings, given)
+    batch = train_sft.demonstrations(prepared.task, prepared.tokenizer, settings, 0, torch.device("cpu"))
+    ends = batch.prompt_lengths + batch.completion_lengths - 1
+    assert batch.tokens[torch.arange(4), ends].tolist() == [258] * 4
+    assert batch.tokens[:, 0].tolist() == [257] * 4  # <|im_start|>
+
+
+def test_a_tokenizer_from_a_folder_for_a_model_from_scratch(folder, tmp_path):
+    words = [
+        "--task=addition",
+        "--digits=1",
+        "--device=cpu",
+        "--max_iters=1",
+        "--batch_size=2",
+        "--eval_prompts=0",
+        f"--out_dir={tmp_path}/a",
+    ]
+    run(SFTSettings, *words, f"--tokenizer={folder}")
+    assert load_run(tmp_path / "a").tokenizer.name == get_tokenizer(str(folder)).name
+    run(SFTSettings, *words, f"--tokenizer={folder}", "--resume=auto", "--max_iters=2")  # the same by another name
+    with pytest.raises(SnugError, match="tokenizer='bytes', but .* has 'tokenizer.json@"):
+        run(SFTSettings, *words, "--tokenizer=bytes", "--resume=auto", "--max_iters=3")
+
+
+def test_what_does_not_go_together_is_refused(folder, tmp_path):
+    import shutil
+
+    begin = ["--task=addition", "--digits=1", f"--init_from={folder}", "--max_new_tokens=6", f"--out_dir={tmp_path}/a"]
+    for words, said in (
+        (["--n_layer=3"], "n_layer=3, but .*qwen has 2"),
+        (["--block_size=64"], "block_size=64, but .*qwen has 32768"),
+        (["--tokenizer=bytes"], "tokenizer='bytes', but .*qwen has 'tokenizer.json@"),
+    ):
+        settings, given, _ = read_settings(GRPOSettings, [*begin, *words])
+        with pytest.raises(SnugError, match=said):
+            prepare(settings, given)
+    shutil.copytree(folder, tmp_path / "large")
+    spec = json.loads((tmp_path / "large" / "tokenizer.json").read_text())
+    spec["added_tokens"] += [spec["added_tokens"][0] | dict(id=i, content=f"<|{i}|>") for i in range(259, 301)]
+    (tmp_path / "large" / "tokenizer.json").write_text(json.dumps(spec))
+    settings, given, _ = read_settings(GRPOSettings, [*begin, f"--init_from={tmp_path}/large"])
+    with pytest.raises(SnugError, match="vocab_size=272, but the tokenizer tokenizer.json@.* has 301 ids"):
+        prepare(settings, given)
+    (tmp_path / "large" / "tokenizer.json").unlink()
+    with pytest.raises(SnugError, match="tokenizer.json"):
+        prepare(settings, given)
+
+
+def test_a_plan_needs_no_weights(folder, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    begin = ["--task=addition", "--digits=1", f"--init_from={tmp_path}/model", "--max_new_tokens=6", f"--out_dir={tmp_path}/a"]
+    settings, given, _ = read_settings(GRPOSettings, [*begin, "--plan", "--device=cuda", "--lora_rank=4", "--beta=0.1"])
+    grpo.main(prepare(settings, given))
+    assert "peak_gib=" in capsys.readouterr().out
+    settings, given, _ = read_settings(GRPOSettings, begin)
+    with pytest.raises(SnugError, match="has no model.safetensors"):
+        prepare(settings, given)
