@@ -136,8 +136,9 @@ def make_task(settings):
     from data.addition import Addition  # here, because they import Task from this file
     from data.countdown import Countdown
     from data.jsonl import Jsonl
+    from data.reasoning_gym import ReasoningGym
 
-    tasks = {"addition": Addition, "countdown": Countdown, "jsonl": Jsonl}
+    tasks = {"addition": Addition, "countdown": Countdown, "jsonl": Jsonl, "reasoning_gym": ReasoningGym}
     if settings.task not in tasks:
         raise SnugError(f"task={settings.task!r} is not one of {', '.join(tasks)}")
     task = tasks[settings.task](settings)
