@@ -12,8 +12,10 @@ gym_partial_credit whatever it says, between 0 and 1. Of several generators, row
 
 Splits. An item is a function of its seed, a number on one line. Training rows are drawn from the first 2 * 10**9 places by --seed and the
 row's number, tune's stand from 3 * 10**9 on and the test's from 4 * 10**9 on. Other seeds may give the same question, so what decides is
-the question: a hash of its text holds out one in ten, as in every task, and a test row costs ten items. Test rows are also different from each other, until a
-generator has run out of questions (the last 200 of the test's were all known): then they begin again at the first.
+the question: a hash of its text holds out one in ten, as in every task, so that a test row costs the making of ten items: take fewer
+eval_prompts of slow generators (knight_swap, futoshiki, zebra_puzzles, puzzle24, intermediate_integration: 0.05 to 0.4 s an item). Test rows
+are also different from each other, until a generator has run out of questions (200 of the test's in a row were known) or there are 10,000
+of it: then they begin again at the first.
 
 Lengths. Generators have no bounds, so questions and answers that are longer than the longest of a survey of 100 items, or than
 gym_max_chars, are passed over in all splits.
@@ -36,6 +38,7 @@ import sys
 import zlib
 
 from data import MAX_PROPOSALS, Task
+from data.jsonl import refuse_constant
 from data.sandbox import Sandbox, SandboxError
 from settings import SnugError
 
@@ -45,6 +48,7 @@ TRAINING = 2 * 10**9  # places; below 2**32 everywhere, because numpy's seeds ar
 START = {"tune": 3 * 10**9, "test": 4 * 10**9}
 AHEAD = 32  # held-out items made at a time
 RUN_OUT = 200  # held-out questions in a row that were known: there are no more
+HELD_OUT = 10_000  # held-out rows of a generator at most
 MAX_ANSWER = 10_000  # characters that a scorer is given
 REQUEST = "\nEnd with your final answer inside <answer> </answer>.\n"
 
@@ -70,7 +74,7 @@ class ReasoningGym(Task):
         self.learns_answers = not hasattr(settings, "reward_funcs")  # SFT
         self.partial_credit, self.format_reward = settings.gym_partial_credit, getattr(settings, "format_reward", 0.0)
         self.longest_question = self.longest_text = settings.gym_max_chars  # until the survey has found less
-        self.held_out = {}  # (split, generator): HeldOut
+        self.found = {}  # (split, generator): Found
 
     # Rows
 
@@ -78,34 +82,29 @@ class ReasoningGym(Task):
         place, turn = divmod(number, len(self.names))
         name = self.names[turn]
         if split != "train":
-            rows = self.held_out.setdefault((split, name), HeldOut(START[split]))
-            self.find(rows, split, name, place + 1)
-            return rows.rows[place % len(rows.rows)]
+            return self.held_out_row(split, name, place % HELD_OUT)
         rng = random.Random(f"ReasoningGym train {self.seed} {number}")
         for _ in range(MAX_PROPOSALS):
             row = self.rows_at(name, [rng.randrange(TRAINING)])[0]
             if row and self.belongs(self.identity(row), "train"):
                 return row
-        raise SnugError(
-            f"task reasoning_gym: no train prompt of {name} in {MAX_PROPOSALS:,} tries; raise gym_max_chars, or change gym_config"
-        )
+        raise self.no_rows(split, name)
 
-    def find(self, held, split, name, count):
-        """Go on along the line until there are `count` different rows, or the generator has run out of them."""
-        last, seen = held.next, {self.identity(row) for row in held.rows}
-        while len(held.rows) < count and held.known < RUN_OUT:
-            for row in self.rows_at(name, range(held.next, held.next + AHEAD)):
-                if row and self.belongs(self.identity(row), split):
-                    held.known = held.known + 1 if self.identity(row) in seen else 0
-                    if held.known == 0:
-                        held.rows.append(row)
-                        seen.add(self.identity(row))
-                        last = held.next
-            held.next += AHEAD
-            if held.next - last > MAX_PROPOSALS and not held.rows:
-                raise SnugError(
-                    f"task reasoning_gym: no {split} prompt of {name} in {MAX_PROPOSALS:,} tries; raise gym_max_chars, or change gym_config"
-                )
+    def held_out_row(self, split, name, place):
+        """Looks on along the line of seeds until there are so many different rows, or no new ones."""
+        found = self.found.setdefault((split, name), Found(START[split]))
+        while len(found.rows) <= place and found.known < RUN_OUT and found.barren < MAX_PROPOSALS:
+            for row in self.rows_at(name, range(found.next, found.next + AHEAD)):
+                found.take(row if row and self.belongs(self.identity(row), split) else None)
+            found.next += AHEAD
+        if not found.rows:
+            raise self.no_rows(split, name)
+        return found.rows[place % len(found.rows)]
+
+    def no_rows(self, split, name):
+        return SnugError(
+            f"task reasoning_gym: no {split} prompt of {name} in {MAX_PROPOSALS:,} tries; raise gym_max_chars, or change gym_config"
+        )
 
     def rows_at(self, name, places):
         """Items at these places of the seeds' line -> rows; None where there is none, or one that is too long."""
@@ -120,7 +119,7 @@ class ReasoningGym(Task):
         question, answer = made["question"], made["answer"]
         if size(question) > self.longest_question or size(answer or "") > self.longest_text:
             return None
-        return {"prompt": question + REQUEST, "item": [name, place, zlib.crc32(question.encode("utf-8", "replace"))], "answer": answer}
+        return {"prompt": question + REQUEST, "item": [name, place, crc(question)], "answer": answer}
 
     def identity(self, row):
         return row["prompt"]
@@ -213,7 +212,7 @@ class ReasoningGym(Task):
     def refuse_wrong_scorer(self, name, rows):
         """Something is amiss where a scorer finds none of its generator's own answers right."""
         answers = [self.demonstration(row, None) for row in rows]
-        if rows and not any(self.rewards([row["prompt"] for row in rows], answers, item=[row["item"] for row in rows])):
+        if rows and 1.0 not in self.rewards([row["prompt"] for row in rows], answers, item=[row["item"] for row in rows]):
             raise SnugError(f"gym_dataset={name!r}: its scorer gives none of its own first {len(rows)} answers a 1; practise another")
 
     def fingerprint(self):
@@ -226,11 +225,24 @@ class ReasoningGym(Task):
             raise SnugError(f"task reasoning_gym: {error}") from None
 
 
-class HeldOut:
-    """What has been found of a generator's tune or test rows: from where on to look, how many in a row were known."""
+class Found:
+    """A generator's tune or test rows so far, all different, and where to look on.
+
+    known: rows in a row that were there already; barren: items in a row that brought nothing new.
+    """
 
     def __init__(self, start):
-        self.rows, self.next, self.known = [], start, 0
+        self.rows, self.prompts, self.next, self.known, self.barren = [], set(), start, 0, 0
+
+    def take(self, row):
+        """row: what the next item is, or None where it is not one of the split's."""
+        self.barren += 1
+        if row and row["prompt"] in self.prompts:
+            self.known += 1
+        elif row:
+            self.rows.append(row)
+            self.prompts.add(row["prompt"])
+            self.known = self.barren = 0
 
 
 @functools.cache
@@ -244,6 +256,10 @@ def say_once(text):
     print(text, file=sys.stderr)
 
 
+def crc(text):
+    return zlib.crc32(text.encode("utf-8", "replace"))
+
+
 def size(text):
     return len(text.encode("utf-8", "replace"))
 
@@ -253,7 +269,7 @@ def read_options(text, names):
     example = 'such as max_terms=3,min_terms=2 or {"max_terms": 3}'
     if text.strip().startswith("{"):
         try:
-            given = json.loads(text)
+            given = json.loads(text, parse_constant=refuse_constant)
         except (ValueError, RecursionError) as error:
             raise SnugError(f"gym_config={text!r:.80} is no JSON object ({error}); write options {example}") from None
     else:
@@ -275,6 +291,6 @@ def read_options(text, names):
 def literal(text):
     """3, 0.5, true, null or a word in JSON's quotes as JSON reads them; any other text is text."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return text

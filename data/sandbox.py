@@ -20,14 +20,15 @@ What confines a worker, each of them enough to stop most things on its own:
 
     user      as root: it becomes nobody, where nobody can read Python's own files
     limits    memory, CPU time, no files of more than 0 bytes, few open ones, no processes, no core dumps
-    audit     a Python audit hook: reading files, importing, compiling and executing; nothing else that Python announces
+    audit     a Python audit hook: reading files, importing, compiling and executing; nothing else that Python announces. It does not
+              announce everything, os.mkfifo and what subprocess is made of, for example
     seccomp   a filter in the kernel (Linux, x86_64 and aarch64): the system calls listed below and no others; files open for reading only.
               `missing` says why, where there is none
 
 Left out, so do not rely on it: executed code can read the files that its user can read, can see the reference answer in its own memory, and
 can talk its own process into a score for its own answer (it knows its scorer's name; only other answers are out of its reach). Without
-seccomp, code that gets around Python's own hooks can do what `user` and `limits` allow. Where two programs run as the same user and there
-is neither root nor seccomp, the one is not safe from the other. Not for several threads at a time.
+seccomp, code that gets around Python's own hooks can do what `user` and `limits` allow, which for anyone but root is all that this process
+may do to files and other processes of its user. Not for several threads at a time.
 """
 
 import atexit
@@ -225,6 +226,7 @@ def keep(fd, parent):
         target = getattr(importlib.import_module(module), function)(**config["arguments"])
         missing = why_no_seccomp() if "seccomp" in config["layers"] else ""
         confine = Confinement([layer for layer in config["layers"] if layer != "seccomp" or not missing], config)
+        die_with(parent)  # again, because the kernel forgets it where a process tries on another user
         gc.collect()
         gc.freeze()  # what is never collected is never written to, and stays shared by all forks
         Worker(target.score, [], confine).kill()  # if one cannot be confined, it is said now
@@ -268,7 +270,7 @@ class Worker:
         self.pipe, end = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            work(score, tasks, end, self.nonce, confine)
+            work(score, tasks if self.reusable else tasks[:1], end, self.nonce, confine)
         os.close(end)
         with suppress(OSError):  # it does so itself, too: who comes first
             os.setpgid(self.pid, self.pid)
