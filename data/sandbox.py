@@ -18,7 +18,7 @@ executed a worker goes on to the next answer. Whatever becomes of a worker (too 
 
 What confines a worker, each of them enough to stop most things on its own:
 
-    user      as root: it becomes nobody, where nobody can read Python's own files
+    user      run as root, it becomes the user nobody, if that user may read the files that Python and the target are in
     limits    memory, CPU time, no files of more than 0 bytes, few open ones, no processes, no core dumps
     audit     a Python audit hook: reading files, importing, compiling and executing; nothing else that Python announces. It does not
               announce everything, os.mkfifo and what subprocess is made of, for example
@@ -80,6 +80,7 @@ class Sandbox:
     """
 
     def __init__(self, target, arguments, timeout=5.0, memory_mb=2048, layers=LAYERS):
+        timeout, memory_mb = min(timeout, 10.0**6), min(memory_mb, 2**30)  # what clocks and limits can hold
         self.config = dict(target=target, arguments=arguments, timeout=timeout, memory_mb=memory_mb, layers=list(layers))
         self.process, self.number, self.missing = None, 0, ""
         atexit.register(self.stop)
@@ -137,8 +138,9 @@ class Sandbox:
         command = [sys.executable, "-P", os.path.abspath(__file__), str(theirs.fileno()), str(os.getpid())]
         threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}  # a fork copies one thread alone
         environment = {"HOME": os.environ.get("HOME", "/"), "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "MPLBACKEND": "agg"} | threads
-        folder = tempfile.mkdtemp()
+        folder = None
         try:
+            folder = tempfile.mkdtemp()
             quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             fds = [theirs.fileno()]
             self.process = subprocess.Popen(command, pass_fds=fds, cwd=folder, env=environment, start_new_session=True, **quiet)
@@ -146,7 +148,8 @@ class Sandbox:
             raise SandboxError(f"the child does not start: {error}") from None
         finally:
             theirs.close()
-            os.rmdir(folder)
+            if folder is not None:
+                os.rmdir(folder)
         self.number += 1
         try:
             self.write({"id": self.number, "path": [os.path.abspath(place) for place in sys.path]} | self.config)
@@ -226,7 +229,6 @@ def keep(fd, parent):
         target = getattr(importlib.import_module(module), function)(**config["arguments"])
         missing = why_no_seccomp() if "seccomp" in config["layers"] else ""
         confine = Confinement([layer for layer in config["layers"] if layer != "seccomp" or not missing], config)
-        die_with(parent)  # again, because the kernel forgets it where a process tries on another user
         gc.collect()
         gc.freeze()  # what is never collected is never written to, and stays shared by all forks
         Worker(target.score, [], confine).kill()  # if one cannot be confined, it is said now
@@ -330,7 +332,7 @@ def work(score, tasks, pipe, nonce, confine):
         for prepared, answer in tasks:
             try:
                 value = float(score(prepared, answer))
-            except BaseException:  # an answer may raise KeyboardInterrupt, or exit
+            except Exception:  # what is none, an exit or a KeyboardInterrupt, ends the process
                 value = 0.0
             os.write(pipe, f"{nonce} {value!r}\n".encode())
     finally:
@@ -352,9 +354,7 @@ class Confinement:
         os.setpgid(0, 0)
         limits = self.limits | {"RLIMIT_AS": address_space() + self.memory} if "limits" in self.layers else {}
         if self.user:
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
+            become_nobody()
         die_with(self.keeper)  # after the change of user, which forgets it
         os.closerange(3, pipe)
         os.closerange(pipe + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -369,18 +369,32 @@ class Confinement:
             sys.addaudithook(make_hook(pipe))
 
 
+def become_nobody():
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
 def nobody_can_read():
     """Is this root, and can nobody read what Python and the target were imported from?"""
-    if os.geteuid() != 0:
-        return False
     files = [module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
-    try:
-        os.seteuid(NOBODY)
-        return all(os.access(file, os.R_OK, effective_ids=True) for file in files)
-    except OSError:
-        return False
-    finally:
-        os.seteuid(0)
+
+    def attempt():
+        become_nobody()
+        return all(os.access(file, os.R_OK) for file in files)
+
+    return os.geteuid() == 0 and works(attempt)
+
+
+def works(attempt):
+    """Does attempt() return true, in a fork, where it does no harm?"""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if attempt() else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def address_space():
@@ -479,21 +493,19 @@ def install(program):
 
 
 def why_no_seccomp():
-    """Tried in a fork, where it does no harm -> "" where it works."""
+    """-> "" where there is."""
     program = seccomp_filter()
     if program is None:
         return f"no filter is written for {sys.platform} on {platform.machine()}"
-    pid = os.fork()
-    if pid == 0:
+
+    def attempt():
+        install(program)
         try:
-            install(program)
             os.open("/dev/null", os.O_WRONLY)
-            os._exit(2)
         except PermissionError:
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return {0: "", 256: "the kernel takes no filter"}.get(os.waitpid(pid, 0)[1], "the filter does not work")
+            return True
+
+    return "" if works(attempt) else "the kernel takes no filter"
 
 
 if __name__ == "__main__":

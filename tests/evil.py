@@ -17,6 +17,8 @@ class Evil:
             return os.getpid()
         if item == "environment":
             return dict(os.environ)
+        if item == "streams":
+            return [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
         if item == "modules":
             return sorted(sys.modules)
         if item == "sleep":

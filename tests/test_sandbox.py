@@ -4,7 +4,6 @@ The scorer is tests/evil.py's, which executes whatever it is given. Each layer o
 """
 
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -17,7 +16,9 @@ import pytest
 from data import sandbox
 from data.sandbox import LAYERS, Sandbox, SandboxError
 
-SECCOMP = sys.platform == "linux" and platform.machine() in sandbox.MACHINES and not sandbox.why_no_seccomp()
+with closing(Sandbox("evil:Evil", {})) as asked:
+    asked.make([])
+    SECCOMP = not asked.missing
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 STRICT = [("audit",)] + [("seccomp",)] * SECCOMP + [LAYERS]  # each of these refuses what is not harmless
 TIMEOUT = 0.7  # seconds; an honest answer takes some milliseconds, and a fork in a busy machine some hundredths of a second
@@ -261,6 +262,7 @@ def test_it_sees_nothing_of_this_process(child, monkeypatch):
     monkeypatch.setenv("SECRET", "x")
     with evil() as other:
         environment = other.make(["environment"])[0]
+        assert sys.platform != "linux" or other.make(["streams"]) == [["/dev/null"] * 3]
         assert set(environment) - {"LC_CTYPE"} == {
             "HOME", "PYTHONHASHSEED", "PYTHONUTF8", "MPLBACKEND", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
         }  # fmt: skip
@@ -319,7 +321,7 @@ def test_an_interrupted_request_leaves_no_answers_to_the_next(child):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
-    assert child.score([("plain", "5"), ("plain", "4")]) == [0.0, 1.0]
+    assert child.score([("plain", "4"), ("plain", "5")]) == [1.0, 0.0]
     assert child.make(["pid"]) != [before] and (sys.platform != "linux" or processes() == child.make(["pid"]))
 
 
@@ -346,6 +348,11 @@ child.score([("exec", "while True: pass")])
     parent.wait()
     assert wait_for(lambda: not processes(parent.pid))
     parent.stdout.close()
+
+
+def test_times_and_sizes_beyond_all_measure():
+    with evil(timeout=1e300, memory_mb=10**30) as child:
+        assert child.score([("plain", "4")]) == [1.0]
 
 
 def test_it_starts_with_the_first_request_and_leaves_nothing(tmp_path, monkeypatch):
@@ -376,7 +383,7 @@ def test_workers_that_cannot_be_confined_are_said_at_once(monkeypatch):
         child.make(["print"])
 
 
-@pytest.mark.skipif(not SECCOMP, reason="there is no seccomp here")
+@LINUX
 def test_the_filter_knows_other_machines(monkeypatch):
     """Its numbers are looked up for each of them, and a machine that it does not know has none."""
     programs = {}
