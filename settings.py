@@ -68,7 +68,11 @@ class ModelOptions:
 class TaskOptions:
     """What is learned, and how it is scored."""
 
-    task: str = option("addition", "the task: its prompts, demonstrations and reward", choices=("addition", "countdown", "jsonl", "gsm8k"))
+    task: str = option(
+        "addition",
+        "the task: its prompts, demonstrations and reward",
+        choices=("addition", "countdown", "gsm8k", "reasoning_gym", "jsonl"),
+    )
     data_file: str = option("", 'jsonl: a file of JSON lines, {"prompt": ..., "answer": ...}; gsm8k: its train.jsonl')
     test_file: str = option("", "jsonl, gsm8k: the held-out prompts; empty: one in ten of data_file's")
     digits: int = option(4, "addition: digits of each number", minimum=1)
@@ -80,6 +84,16 @@ class TaskOptions:
     countdown_max_number: int = option(20, "countdown: largest number to combine", minimum=2)
     countdown_max_target: int = option(9999, "countdown: largest number to reach", minimum=1)
     countdown_operators: str = option("+-*/", "countdown: operators that may be used, as one word")
+    gym_dataset: str = option("", "reasoning_gym: a generator of that package, or several with commas, asked in turn")
+    gym_config: str = option(
+        "", 'reasoning_gym: the generator\'s options, as max_terms=3,min_terms=2 or {"max_terms": 3}; of several, as chain_sum.max_terms=3'
+    )
+    gym_max_chars: int = option(1000, "reasoning_gym: longer questions and answers are passed over", "UTF-8 bytes", minimum=1)
+    gym_partial_credit: bool = option(
+        False, "reasoning_gym: the reward is what the generator's scorer says, 0 to 1; false: 1 where it says 1"
+    )
+    gym_timeout: float = option(5.0, "reasoning_gym: an answer that takes its scorer longer has reward 0", "s", minimum=0.01)
+    gym_memory_mb: int = option(2048, "reasoning_gym: memory that a scorer may take beyond what it starts with", "MiB", minimum=64)
     countdown_form: str = option(
         "terse",
         "countdown: 3 5 7=22: and the expression; or, as the field has it, the task in words and the expression in <answer> </answer>",

@@ -185,8 +185,9 @@ def make_task(settings):
     from data.countdown import Countdown
     from data.gsm8k import GSM8K
     from data.jsonl import Jsonl
+    from data.reasoning_gym import ReasoningGym
 
-    tasks = {"addition": Addition, "countdown": Countdown, "jsonl": Jsonl, "gsm8k": GSM8K}
+    tasks = {"addition": Addition, "countdown": Countdown, "gsm8k": GSM8K, "reasoning_gym": ReasoningGym, "jsonl": Jsonl}
     if settings.task not in tasks:
         raise SnugError(f"task={settings.task!r} is not one of {', '.join(tasks)}")
     task = tasks[settings.task](settings)
