@@ -219,7 +219,7 @@ def test_longest_texts_are_reached():
         (dict(format_reward=0.1), "format_reward=0.1, but task='addition' wants its answers in no form of their own"),
         (dict(task="countdown", format_reward=0.1), "format_reward=0.1, but task='countdown' wants"),
         (dict(digits=10**9), "digits=1000000000 is above 1000"),
-        (dict(task="subtraction"), "task='subtraction' is not one of addition, countdown, jsonl"),
+        (dict(task="subtraction"), "task='subtraction' is not one of addition, countdown, gsm8k, reasoning_gym, jsonl"),
     ],
 )
 def test_options_that_leave_no_task(options, message):
