@@ -26,6 +26,9 @@ what others do with odd text is nobody's promise. So everything that imports the
 scorers in confined forks of it: data/sandbox.py says against what, and what it does not protect from. An answer that takes longer than
 gym_timeout has 0.0.
 
+Not all scorers are sound. In version 0.1.25 game_of_life_halting says 1 of any text, complex_arithmetic of nan and coin_flip mostly of 0. The
+survey tries such answers on each generator and says on stderr where they are taken.
+
 Left out: the package's curricula; its generators composite and codeio (data/gym_worker.py says why).
 """
 
@@ -44,7 +47,9 @@ from data.sandbox import Sandbox, SandboxError
 from settings import SnugError
 
 SURVEY = 100  # items of each generator that are looked at before anything else
-CHECKED = 5  # of these, whose own answers have to be right
+CHECKED = 5  # of these, with which the scorer is tried
+CHEATS = ("?", "nan", "0")  # answers that a scorer may fall for
+RIGHT = 1 - 1e-9  # a score
 TRAINING = 2 * 10**9  # places; below 2**32 everywhere, because numpy's seeds are
 START = {"tune": 3 * 10**9, "test": 4 * 10**9}
 AHEAD = 32  # held-out items made at a time
@@ -157,7 +162,7 @@ class ReasoningGym(Task):
         return self.in_parts()
 
     def reward_of(self, score):
-        return min(max(score, 0.0), 1.0) if self.partial_credit else float(score >= 1 - 1e-9)
+        return min(max(score, 0.0), 1.0) if self.partial_credit else float(score >= RIGHT)
 
     def is_right(self, completion, item):
         return self.rewards([""], [completion], item=[item])[0] == 1
@@ -177,7 +182,7 @@ class ReasoningGym(Task):
             for split in ("train", "tune", "test") if self.tuning else ("train", "test"):
                 if not any(self.belongs(self.identity(row), split) for row in found):
                     raise SnugError(f"task reasoning_gym: {name} leaves no {split} prompt among {SURVEY} items; loosen gym_config")
-            self.refuse_wrong_scorer(name, [row for row in found if row["answer"] is not None][:CHECKED])
+            self.try_scorer(name, found[:CHECKED])
             rows += found
         if self.sandbox.missing:
             say_once(
@@ -201,11 +206,15 @@ class ReasoningGym(Task):
                 f"{sizes[len(sizes) // 2]:,}, all up to {sizes[-1]:,}; raise it, or change gym_config"
             )
 
-    def refuse_wrong_scorer(self, name, rows):
-        """Something is amiss where a scorer finds none of its generator's own answers right."""
-        answers = [self.demonstration(row, None) for row in rows]
-        if rows and 1.0 not in self.rewards([row["prompt"] for row in rows], answers, item=[row["item"] for row in rows]):
-            raise SnugError(f"gym_dataset={name!r}: its scorer gives none of its own first {len(rows)} answers a 1; practise another")
+    def try_scorer(self, name, rows):
+        """Refuses one that finds none of its generator's own answers right, and tells of one that finds a text right whatever is asked."""
+        own = [(row["item"], row["answer"].strip()) for row in rows if row["answer"] is not None]
+        if own and max(self.ask("score", own)) < RIGHT:
+            raise SnugError(f"gym_dataset={name!r}: its scorer gives none of its own first {len(own)} answers a 1; practise another")
+        for text in CHEATS:
+            scores = self.ask("score", [(row["item"], text) for row in rows if row["answer"] != text])
+            if len(scores) > CHECKED // 2 and sum(score >= RIGHT for score in scores) > len(scores) / 2:
+                say_once(f"reasoning_gym: the scorer of {name} says 1 of the answer {text!r}, whatever was asked; a policy will find that")
 
     def fingerprint(self):
         return self.surveyed

@@ -6,6 +6,7 @@
 import importlib.util
 import json
 import random
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -351,6 +352,20 @@ def test_the_survey_comes_before_anything_else(pretend, capsys):
     assert capsys.readouterr().err.count("no seccomp filter (the kernel takes no filter)") == 1
 
 
+def test_a_scorer_that_takes_anything_is_told_of(pretend, capsys):
+    class Generous(Pretended):
+        def score(self, pairs):
+            return [float(answer in (self.taken, str(item[1] % self.number))) for item, answer in pairs]
+
+    for taken in ("nan", "wrong"):
+        box = Generous()
+        box.taken = taken
+        pretend(box, gym_dataset=f"generous_{taken}")
+    assert capsys.readouterr().err == (
+        "reasoning_gym: the scorer of generous_nan says 1 of the answer 'nan', whatever was asked; a policy will find that\n"
+    )
+
+
 def test_a_split_that_has_run_dry_ends_the_search(pretend):
     task = pretend()
     task.sandbox = Pretended(error="ValueError")
@@ -441,14 +456,14 @@ def test_every_generator(monkeypatch, capsys):
     )
     names = said.stdout.split()
     assert len(names) > 100
-    lines = []
+    lines, doubtful = [], set()
     with closing(Sandbox("data.gym_worker:Gym", {"datasets": {name: {} for name in names}}, timeout=60)) as child:
         monkeypatch.setattr(reasoning_gym, "open_sandbox", lambda *_: child)
-        monkeypatch.setattr(reasoning_gym, "SURVEY", 30)
         kept = {}
         for name in names:
             task = make_task(GRPOSettings(task="reasoning_gym", gym_dataset=name, gym_max_chars=20_000))
-            rows = kept[name] = task.prompts("train", range(6)) + task.prompts("test", [0])
+            rows = task.prompts("train", range(6)) + task.prompts("test", [0])
+            kept[name] = task, rows
             rng, asked = random.Random(0), {}
             for kind, texts in (
                 ("own", [row["answer"] for row in rows if row["answer"] is not None]),
@@ -461,11 +476,15 @@ def test_every_generator(monkeypatch, capsys):
             lines.append(
                 f"{name}: own {sum(own)}/{len(own)}, " + ", ".join(f"{kind} up to {max(asked[kind]):g}" for kind in asked if kind != "own")
             )
-            assert all(own), lines[-1]
-            assert max(asked["nothing"] + asked["noise"]) < 1, lines[-1]
+            if not all(own) or max(asked["nothing"] + asked["noise"]) >= 1:
+                doubtful.add(name)
         child.stop()
-        for name in names:
-            task = make_task(GRPOSettings(task="reasoning_gym", gym_dataset=name, gym_max_chars=20_000))
-            assert task.prompts("train", range(6)) + task.prompts("test", [0]) == kept[name], name
+        for name, (task, rows) in kept.items():
+            task.found.clear()
+            assert task.prompts("train", range(6)) + task.prompts("test", [0]) == rows, name
+    told = re.findall(r"the scorer of (\w+) says 1 of the answer (\S+),", capsys.readouterr().err)
     with capsys.disabled():
         print("\n" + "\n".join(lines))
+    assert doubtful == {"game_of_life_halting"}
+    everything = [("game_of_life_halting", repr(text)) for text in reasoning_gym.CHEATS]
+    assert sorted(told) == sorted([("coin_flip", "'0'"), ("complex_arithmetic", "'nan'"), *everything])

@@ -275,6 +275,8 @@ def test_it_sees_nothing_of_this_process(child, monkeypatch):
 
 
 def test_numbers_that_are_none(child):
+    much = "import os\nfor fd in range(3, 30):\n try: os.write(fd, b'1' * {})\n except OSError: pass\nscore = 1.0"
+    assert child.score([("exec", much.format(2000)), ("exec", much.format(10**8)), ("exec", much.format(0))]) == [0.0, 0.0, 1.0]
     answers = ["nan", "inf", "-inf", "1e999", "-3", "0.25", "1_0", "0x10", "1" * 5000]
     assert child.score([("number", answer) for answer in answers]) == [0.0, 0.0, 0.0, 0.0, -3.0, 0.25, 10.0, 0.0, 0.0]
     assert child.score([]) == [] and child.make([]) == []
@@ -377,7 +379,9 @@ def test_a_target_that_refuses():
                     child.score([("plain", "4")])
 
 
-def test_workers_that_cannot_be_confined_are_said_at_once(monkeypatch):
+def test_what_does_not_start_is_said_at_once(monkeypatch):
+    with evil(memory_mb=0.5) as child, pytest.raises(SandboxError, match="a worker cannot be confined: TypeError: "):
+        child.make(["print"])
     monkeypatch.setattr(sandbox.sys, "executable", "/no/such/python")
     with evil() as child, pytest.raises(SandboxError, match="the child does not start"):
         child.make(["print"])
