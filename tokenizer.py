@@ -67,8 +67,7 @@ class Tokenizer:
     def __post_init__(self):
         self.n_vocab, self.stop_token = len(self.texts), self.stop_tokens[0]
         raw = [token._replace(normalized=token.normalized and not token.special) for token in self.added]
-        self.matchers = self.matchers_of([token for token in self.added if not token.special])
-        self.matchers_special = self.matchers_of(self.added)
+        self.matchers, self.matchers_special = self.matchers_of(self.added, special=False), self.matchers_of(self.added)
         self.matchers_chat = self.matchers_of(raw)  # a special token as the template spells it, never what NFC makes of a content
 
     def encode(self, text, special=False):
@@ -104,10 +103,14 @@ class Tokenizer:
                 ids += self.encode_ordinary(self.normalized(piece.translate(marks)) if marks else piece)
         return ids
 
-    def matchers_of(self, added):
-        """-> (pattern, ids by what it matches), of added tokens that are matched before a text is normalized, and of the others."""
-        before = {token.content: token.id for token in added if not token.normalized}
-        after = {self.normalized(token.content): token.id for token in added if token.normalized}
+    def matchers_of(self, added, special=True):
+        """-> (pattern, ids by what it matches), of added tokens that are matched before a text is normalized, and of the others.
+
+        special=False: None instead of the ids of special tokens.
+        """
+        ids = {token: token.id if special or not token.special else None for token in added}
+        before = {token.content: ids[token] for token in added if not token.normalized}
+        after = {self.normalized(token.content): ids[token] for token in added if token.normalized}
         return [(alternatives(before), before), (alternatives(after), after)]
 
     def normalized(self, piece):
@@ -200,14 +203,21 @@ def alternatives(names):
 
 
 def match(pieces, pattern, names):
-    """Texts, among ids -> texts and ids: what the pattern matches has become its id."""
+    """Texts, among ids -> texts and ids: what the pattern matches has become its id; where that is None, it goes with the text around it."""
     for piece in pieces:
         if pattern is None or isinstance(piece, int):
             yield piece
             continue
+        text = ""
         for place, part in enumerate(pattern.split(piece)):  # text, match, text, match, ..., text
-            if part:
-                yield names[part] if place % 2 else part
+            number = names[part] if place % 2 else None
+            if number is None:
+                text += part
+                continue
+            yield from (text, number) if text else (number,)
+            text = ""
+        if text:
+            yield text
 
 
 def isolate(cut, text):
@@ -313,16 +323,6 @@ def read_merges(model, vocab, tokens):
             raise ValueError(f"tiktoken would not make the token {shown(token)} of the parts that merges have; {SUPPORTED}")
         trees.append(token)  # whichever two parts it is made of, they are in the list
     return trees.tokens
-
-
-def check_ids(vocab):
-    kinds = set(map(type, vocab.values())) - {int}
-    if kinds or not vocab:
-        raise ValueError(f"the vocabulary's ids must be whole numbers{', not ' + kinds.pop().__name__ if kinds else ''}")
-    if min(vocab.values()) < 0 or max(vocab.values()) > LARGEST_ID:
-        raise ValueError(f"the vocabulary has ids from {min(vocab.values())} to {max(vocab.values())}, not within 0 to {LARGEST_ID}")
-    if len(set(vocab.values())) < len(vocab):
-        raise ValueError("two tokens of the vocabulary have the same id")
 
 
 def grouped(merges, vocab, tokens):
@@ -438,22 +438,21 @@ def read_tokenizer(folder, files):
     special = {token.id for token in added if token.special}
     with blamed(folder / name):
         tokens = {symbols: bytes_of(symbols) for symbols in vocab}
-        text = {symbols: token for symbols, token in tokens.items() if token and vocab[symbols] not in special}
-        encoding, table, cuts = read_encoding(spec, vocab, text)
+        ordinary = {symbols: token for symbols, token in tokens.items() if token and vocab[symbols] not in special}
+        encoding, table, cuts = read_encoding(spec, vocab, ordinary)
         normalize = read_normalizer(the(dict, spec, "normalizer", {}))
         bos = read_post_processor(the(dict, spec, "post_processor", {}), set(ids.values()))
-        decoder = the(str, the(dict, spec, "decoder"), "type")
-        if decoder != "ByteLevel":
-            raise ValueError(f"decoder {named(decoder)} is not supported, only ByteLevel is; {SUPPORTED}")
+        if the(str, the(dict, spec, "decoder"), "type") != "ByteLevel":
+            raise ValueError(f"decoder {named(spec['decoder']['type'])} is not supported, only ByteLevel is; {SUPPORTED}")
     if config.get("add_bos_token") is True and not bos and variables.get("bos_token") in ids:
         bos = [ids[variables["bos_token"]]]
-    template = read_template(folder, files, config)
-    chat = Chat(template, variables, [token.content for token in added if token.special]) if template else None
     texts = [b""] * (1 + max(ids.values()))
     for symbols, token in tokens.items():
         texts[vocab[symbols]] = token or symbols.encode(errors="replace")
     for token in added:
         texts[token.id] = b"" if token.special else token.content.encode()
+    template = read_template(folder, files, config)
+    chat = Chat(template, variables, [token.content for token in added if token.special]) if template else None
     name = f"{name}@{hashlib.sha256(files[name]).hexdigest()[:12]}"
     return Tokenizer(name, encoding, texts, added, stop_tokens, table, cuts, normalize, tuple(bos), chat, files)
 

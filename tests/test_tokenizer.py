@@ -532,6 +532,29 @@ def test_a_special_token_that_merges_would_make_is_still_not_text(tmp_path):
     assert tokenizer.encode("xabc") == [*b"xabc"] and tokenizer.encode("xabc", special=True) == [*b"x", 256, *b"c"]
 
 
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("normalizer", [None, dict(type="NFC")])
+def test_added_tokens(tmp_path, normalized, normalizer):
+    """The longest at the leftmost place; normalized ones are looked for, normalized themselves, in what is left of the normalized text."""
+    spec = added(small(["ab"], ["a b"]) | {"normalizer": normalizer}, "<a>", "<a>b", "b<a>", "x", special=False, normalized=normalized)
+    spec = added(added(spec, "<e\u0301>", "é", "ab<", special=False, normalized=not normalized), "<a>bc", "<s>", normalized=normalized)
+    strings = [
+        "<a>b",
+        "<a>bc",
+        "ab<a>",
+        "b<a>b<a>",
+        "<e\u0301>",
+        "<é>",
+        "e\u0301",
+        "é",
+        "<a>\u0338",
+        "<e\u0301>\u0338",
+        "é\u0323",
+        "xab<<s>x<s>",
+    ]
+    check_reading(tmp_path, spec, None, strings)
+
+
 PATTERNS = [  # a pattern -> what is said of it, or None where it can be read
     (GPT2, None),
     (LLAMA3, None),
@@ -626,7 +649,7 @@ READ = [  # what is put where -> what is said, or None where it can be read
     ("model.merges", None, "merges must be a list, not None"),
     ("model.vocab", [["a", 0.5]], "vocab must be an object, not list"),
     ("model.vocab", {}, "the vocabulary must be tokens with whole numbers"),
-    ("model.vocab", {SYMBOLS[byte] * (1 + (byte == 97)): byte for byte in range(256)} | {"ab": 256}, "1 of the 256 bytes are not in"),
+    ("model.vocab", {SYMBOLS[byte] * (1 + (byte == 97)): byte for byte in range(256)} | {"12": 256}, "1 of the 256 bytes are not in"),
     ("model.vocab.x", 7.0, "the vocabulary must be tokens with whole numbers"),
     ("model.vocab.x", True, "the vocabulary must be tokens with whole numbers"),
     ("model.vocab.x", "7", "the vocabulary must be tokens with whole numbers"),
@@ -658,7 +681,7 @@ def put(spec, path, value):
 
 @pytest.mark.parametrize("path, value, message", READ, ids=range(len(READ)))
 def test_what_is_read_and_what_is_refused(tmp_path, path, value, message):
-    spec = small(["ab"], ["a b"])
+    spec = small(["12"], ["1 2"])
     entries = added(spec, "<b>")["added_tokens"]
     entries.reverse()  # so that <b> is the first, with the id that is next
     entries[0]["id"], entries[1]["id"] = 257, 258
