@@ -37,7 +37,10 @@ class Chat:
         self.tails = {name[start:] for name in special for start in range(1, len(name))}
 
     def render(self, messages):
-        """[{"role": "user", "content": "Hi"}, ...] -> (text, {code of a character in it: the spelling that it stands for}). SnugError."""
+        """[{"role": "user", "content": "Hi"}, ...] -> (text, {code of a character in it: the spelling that it stands for}).
+
+        Raises SnugError for messages of another shape, and for a template that fails.
+        """
         check(messages, self.spellings)
         messages = [message | {"content": well_formed(message["content"])} for message in messages]
         now = datetime.now()
@@ -82,7 +85,7 @@ class Chat:
         values = dict(messages=[dict(message) for message in messages], tools=None, documents=None, add_generation_prompt=True)
         try:
             self.template = self.template or make_environment().from_string(self.source)
-            return self.template.render(**self.variables | own | values)
+            return well_formed(self.template.render(**self.variables | own | values))
         except Exception as error:  # whatever a program may raise
             raise SnugError(f"the chat template fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
 

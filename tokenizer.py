@@ -353,18 +353,21 @@ WORDS = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|
 LLAMA3, QWEN2 = WORDS % r"\p{N}{1,3}", WORDS % r"\p{N}"
 WHOLE = (GPT2, LLAMA3, QWEN2)  # these match at every character; tiktoken drops what a pattern does not match
 ANYTHING = r"[\s\S]+"
+LONGEST_PATTERN = 5000
 
-# What Oniguruma (of `tokenizers`), Rust's regex (of tiktoken) and Python's regex all read the same way
+# What Oniguruma (of `tokenizers`), Rust's regex (of tiktoken) and Python's regex all read the same way, and none takes long to compile
 ESCAPE = r"\\[rntsSd.*+?()\[\]{}|^$\\/-]|\\[pP]\{[LMNPSZ][a-z]?\}"
 FOLDED = r"'?(?:[sdmt]|ll|ve|re|\[[sdmt]+\])"  # with others, such as ss and ß, case is folded differently
 SYNTAX = regex.compile(
-    rf"(?:{ESCAPE}|[^\\^$*+?()\[\]{{}}]|\[\^?(?:{ESCAPE}|(?!&&|--|~~|\|\|)[^\[\]\\])+\]|\(\?:|\((?!\?)|\)|\(\?!\\S\)"
-    rf"|\(\?i:{FOLDED}(?:\|{FOLDED})*\)|[*+?][+?]?|\{{\d{{1,3}}(?:,\d{{0,3}})?\}}(?![*+?{{]))*+"
+    rf"(?:{ESCAPE}|[^\\^$*+?()\[\]{{}}]|\[\^?(?:{ESCAPE}|(?!&&|--|~~|\|\|)[^\[\]\\])+\]|\(\?:|\((?!\?)|\)(?!\{{)|\(\?!\\S\)(?!\{{)"
+    rf"|\(\?i:{FOLDED}(?:\|{FOLDED})*\)(?!\{{)|[*+?][+?]?|\{{\d{{1,3}}(?:,\d{{0,3}})?\}}(?![*+?{{]))*+"
 )
 
 
 def checked(pattern):
     """A pattern of a tokenizer.json, compiled. Raises ValueError where it is not sure to mean to us what it means to `tokenizers`."""
+    if len(pattern) > LONGEST_PATTERN:
+        raise ValueError(f"the pattern {shown(pattern)} has more than {LONGEST_PATTERN} characters")
     end = SYNTAX.match(pattern).end()
     if end < len(pattern):
         raise ValueError(f"the pattern {shown(pattern)} has {shown(pattern[end : end + 10])}, which is not supported")

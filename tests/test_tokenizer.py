@@ -580,6 +580,8 @@ PATTERNS = [  # a pattern -> what is said of it, or None where it can be read
     (r"[a-z--b]", "which is not supported"),
     (r"[[:alpha:]]", "which is not supported"),
     (r"\p{N}{1,3}+", "which is not supported"),
+    (r"(?:a{9}){9}", r"has '\)\{9}', which is not supported"),
+    ("ab" * 5000, "has more than 5000 characters"),
     (r"(a", "is wrong: missing"),
     (r"a**", "is wrong"),
     (r"a*", "matches the empty text"),
@@ -1072,6 +1074,7 @@ def test_what_templates_can_use(tmp_path):
     assert rendered(tmp_path, "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ dict(a=1).a }}") == "21"
     assert rendered(tmp_path, "{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}") == "TrueTrueTrue"
     assert rendered(tmp_path, "{{ messages[0].content }}", [("user", "\ud800<|user|>")]) == "\ufffd<|user|>"
+    assert rendered(tmp_path, "{{ '\\ud800' }}") == "\ufffd"
     assert chat_of(tmp_path, "{{ bos_token }}<|{{ messages[0].role }}|>").encode_prompt([user("")]) == [257, 258]
 
 
