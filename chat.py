@@ -19,6 +19,7 @@ from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from settings import SnugError
 
@@ -31,47 +32,44 @@ class Chat:
     def __init__(self, source, variables, special):
         self.source, self.variables, self.special, self.template = source, variables, special, None
         self.spellings = regex.compile("|".join(map(regex.escape, sorted(special, key=len, reverse=True))))
+        self.longest = max(map(len, special))
         self.heads = {name[:end] for name in special for end in range(1, len(name))}
         self.tails = {name[start:] for name in special for start in range(1, len(name))}
 
     def render(self, messages):
-        """[{"role": "user", "content": "Hi"}, ...] -> (text, {character of it: the spelling that it stands for}). Raises SnugError."""
+        """[{"role": "user", "content": "Hi"}, ...] -> (text, {code of a character in it: the spelling that it stands for}).
+
+        Raises SnugError for messages of another shape, and for a template that fails.
+        """
         check(messages, self.spellings)
+        messages = [message | {"content": well_formed(message["content"])} for message in messages]
         now = datetime.now()
         plain = self.run(messages, now)
-        taken = set(plain).union(self.source, *(message["content"] for message in messages), *self.special)
-        marks = {}  # spelling -> the character that stands for it
-        unused = (chr(code) for code in PRIVATE if chr(code) not in taken)
-        marked = [message | {"content": self.marked(message["content"], marks, unused)} for message in messages]
+        marks = Marks(plain, self.source, *self.special, *(message["content"] for message in messages))
+        marked = [message | {"content": self.marked(message["content"], marks)} for message in messages]
         if not marks:
             return plain, {}
         text, spelled = self.run(marked, now), {ord(mark): spelling for spelling, mark in marks.items()}
         if text.translate(spelled) != plain:
-            raise SnugError(f"the chat template looks at {min(marks)!r:.60} in a message, which spells a special token; take it out")
+            raise SnugError(f"the chat template looks at {min(marks)!r:.60} in a message, a special token or a part of one; take it out")
         return text, spelled
 
-    def marked(self, content, marks, unused):
-        """A content whose spellings of special tokens have become marks, and parts of one at its ends too, which could become one
-        beside other text.
+    def marked(self, content, marks):
+        """A content whose spellings of special tokens have become marks; and what is at its ends and could, beside other text,
+        become a part of one: "<|im_" and "end|>" in two messages.
         """
-
-        def mark(spelling):
-            if spelling not in marks:
-                marks[spelling] = next(unused)
-            return marks[spelling]
-
-        content = self.spellings.sub(lambda found: mark(found.group()), content)
+        content = self.spellings.sub(lambda found: marks[found.group()], content)
         core = content.strip()
         if not core:
             return content
         before, after = content.split(core, 1)
         if any(core in name for name in self.special):
-            return before + mark(core) + after
-        head = next((core[:end] for end in range(len(core) - 1, 0, -1) if core[:end] in self.tails), "")
-        core = core[len(head) :]
-        tail = next((core[start:] for start in range(len(core)) if core[start:] in self.heads), "")
-        core = core[: len(core) - len(tail)]
-        return before + (mark(head) if head else "") + core + (mark(tail) if tail else "") + after
+            return before + marks[core] + after
+        head = next((core[:end] for end in range(min(len(core), self.longest), 0, -1) if core[:end] in self.tails), "")
+        first = max(len(head), len(core) - self.longest)
+        tail = next((core[start:] for start in range(first, len(core)) if core[start:] in self.heads), "")
+        core = core[len(head) : len(core) - len(tail)]
+        return before + (head and marks[head]) + core + (tail and marks[tail]) + after
 
     def run(self, messages, now):
         left = MAX_RANGE
@@ -87,9 +85,33 @@ class Chat:
         values = dict(messages=[dict(message) for message in messages], tools=None, documents=None, add_generation_prompt=True)
         try:
             self.template = self.template or make_environment().from_string(self.source)
-            return self.template.render(**self.variables | own | values)
+            return well_formed(self.template.render(**self.variables | own | values))
         except Exception as error:  # whatever a program may raise
             raise SnugError(f"the chat template fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+
+
+class Marks(dict):
+    """spelling -> a character that is in none of the texts, made when it is asked for."""
+
+    def __init__(self, *texts):
+        taken = set().union(*texts)
+        self.unused = (chr(code) for code in PRIVATE if chr(code) not in taken)
+
+    def __missing__(self, spelling):
+        mark = next(self.unused, None)
+        if mark is None:
+            raise SnugError("a prompt with all private-use characters of Unicode leaves none to mark special tokens with; take some out")
+        self[spelling] = mark
+        return mark
+
+
+def well_formed(text):
+    """Half a surrogate pair, which UTF-8 cannot carry, becomes U+FFFD; two that belong together are their character."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def check(messages, spellings):
@@ -106,7 +128,8 @@ def check(messages, spellings):
 def make_environment():
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = to_json
-    environment.globals.pop("lipsum")
+    environment.globals["namespace"] = Names
+    del environment.globals["lipsum"]  # which is random
     return environment
 
 
@@ -115,6 +138,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def unsafe_undefined(self, obj, attribute):
         raise SecurityError(f"access to {attribute!r:.60} of a {type(obj).__name__}")
+
+
+class Names(Namespace):
+    """{% set names.last = 1 %}, but for names that Python itself would ask for."""
+
+    def __init__(self, /, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for name in dict(*args, **kwargs):
+            refuse_private(name)
+
+    def __setitem__(self, name, value):
+        refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def refuse_private(name):
+    if str(name).startswith("_"):
+        raise SecurityError(f"the name {name!r:.60}")
 
 
 class Generation(Extension):

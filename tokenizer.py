@@ -13,7 +13,7 @@ is shown for each token when the file is read (Trees); a file for which it canno
 a whitelist is read: what is not known is refused by name.
 
 Left out: training a tokenizer, sentencepiece (Llama 2, Gemma, Mistral), WordPiece, added tokens that swallow spaces. Of characters
-newer than Unicode 11 the libraries know different things: which of them are letters, and in which order marks are put by NFC.
+newer than Unicode 9 the libraries know different things: which of them are letters, and in which order NFC puts marks.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from pathlib import Path
 import regex
 import tiktoken
 
-from chat import Chat
+from chat import Chat, well_formed
 from settings import SnugError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -40,7 +40,7 @@ LARGEST_ID = 10_000_000  # a table is as long as the largest id
 Added = namedtuple("Added", "content id special normalized")  # a token that is matched in the text before BPE sees it
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Tokenizer:
     """name; n_vocab, ids are 0 .. n_vocab - 1, of which some may be no token; stop_tokens, the ids that end a completion, and
     stop_token, the first of them; files, what belongs beside a checkpoint: file name -> bytes, none for bytes and gpt2.
@@ -66,8 +66,9 @@ class Tokenizer:
 
     def __post_init__(self):
         self.n_vocab, self.stop_token = len(self.texts), self.stop_tokens[0]
-        kept = {True: self.added, False: [token for token in self.added if not token.special]}
-        self.matchers = {special: matchers(tokens, self.nfc) for special, tokens in kept.items()}
+        raw = [token._replace(normalized=token.normalized and not token.special) for token in self.added]
+        self.matchers, self.matchers_special = self.matchers_of(self.added, special=False), self.matchers_of(self.added)
+        self.matchers_chat = self.matchers_of(raw)  # a special token as the template spells it, never what NFC makes of a content
 
     def encode(self, text, special=False):
         """Text -> list of ids, never special ones: a prompt that spells <|endoftext|> gets those 13 characters.
@@ -75,7 +76,7 @@ class Tokenizer:
         special=True: what spells a special token is that token. Text that UTF-8 cannot carry, a lone surrogate such as "\\ud800", is
         read as U+FFFD, the replacement character. Raises SnugError where tiktoken fails: at a million spaces in a row.
         """
-        return self.encode_marked(well_formed(text), special, {})
+        return self.encode_marked(well_formed(text), {}, self.matchers_special if special else self.matchers)
 
     def encode_prompt(self, prompt):
         """Text, or chat messages [{"role": ..., "content": ...}, ...] -> list of ids.
@@ -90,20 +91,33 @@ class Tokenizer:
                 f"tokenizer={self.name} has no chat template for a prompt of messages: write the prompts as text, "
                 "or name a folder whose tokenizer has one"
             )
-        text, spelled = self.chat.render(prompt)
-        return self.encode_marked(text, True, spelled)
+        return self.encode_marked(*self.chat.render(prompt), self.matchers_chat)
 
-    def encode_marked(self, text, special, spelled):
-        """spelled: characters of the text -> what they stand for, put back where no token is matched any more."""
-        raw, normal = self.matchers[special]
-        pieces = [nfc(piece) if self.nfc else piece for piece in match([text], *raw)]
-        ids = []
-        for piece in match(pieces, *normal):
-            ids += [piece] if isinstance(piece, int) else self.encode_ordinary(piece.translate(spelled))
+    def encode_marked(self, text, marks, matchers):
+        """marks: characters of the text, by their code -> the text they stand for, put back where no added token is matched any more."""
+        (before, after), ids = matchers, []
+        for piece in match(map(self.normalized, match([text], *before)), *after):
+            if isinstance(piece, int):
+                ids.append(piece)
+            else:
+                ids += self.encode_ordinary(self.normalized(piece.translate(marks)) if marks else piece)
         return ids
 
+    def matchers_of(self, added, special=True):
+        """-> (pattern, ids by what it matches), of added tokens that are matched before a text is normalized, and of the others.
+
+        special=False: None instead of the ids of special tokens.
+        """
+        ids = {token: token.id if special or not token.special else None for token in added}
+        before = {token.content: ids[token] for token in added if not token.normalized}
+        after = {self.normalized(token.content): ids[token] for token in added if token.normalized}
+        return [(alternatives(before), before), (alternatives(after), after)]
+
+    def normalized(self, piece):
+        return unicodedata.normalize("NFC", piece) if self.nfc and isinstance(piece, str) else piece
+
     def encode_ordinary(self, text):
-        pieces = [nfc(text) if self.nfc else text]
+        pieces = [text]
         for cut in self.cuts:
             pieces = [part for piece in pieces for part in isolate(cut, piece)]
         try:
@@ -111,7 +125,7 @@ class Tokenizer:
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # which pyo3 derives from BaseException
                 raise
-            raise SnugError(f"tiktoken fails on a text of {len(text)} characters: {one_line(error)}; cut it into shorter texts") from None
+            raise SnugError(f"tiktoken fails on a text of {len(text)} characters ({one_line(error)}); cut it into shorter texts") from None
         return ranks if self.ids is None else [self.ids[rank] for rank in ranks]
 
     def decode(self, ids):
@@ -183,39 +197,27 @@ def gpt2_encoding():
 # Text, before BPE
 
 
-def well_formed(text):
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:  # two surrogates that belong together are their character
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def nfc(piece):
-    return piece if isinstance(piece, int) else unicodedata.normalize("NFC", piece)
-
-
-def matchers(added, normalize):
-    """Added tokens -> (pattern, ids by what it matches), of those matched before a text is normalized, and of those matched after."""
-    before = {token.content: token.id for token in added if not token.normalized}
-    after = {nfc(token.content) if normalize else token.content: token.id for token in added if token.normalized}
-    return [(alternatives(names), names) for names in (before, after)]
-
-
 def alternatives(names):
     """A pattern that matches the longest name at the leftmost place; None for no names."""
     return regex.compile("(" + "|".join(map(regex.escape, sorted(names, key=len, reverse=True))) + ")") if names else None
 
 
 def match(pieces, pattern, names):
-    """Texts, among ids -> texts and ids: what the pattern matches has become its id."""
+    """Texts, among ids -> texts and ids: what the pattern matches has become its id; where that is None, it goes with the text around it."""
     for piece in pieces:
         if pattern is None or isinstance(piece, int):
             yield piece
             continue
+        text = ""
         for place, part in enumerate(pattern.split(piece)):  # text, match, text, match, ..., text
-            if part:
-                yield names[part] if place % 2 else part
+            number = names[part] if place % 2 else None
+            if number is None:
+                text += part
+                continue
+            yield from (text, number) if text else (number,)
+            text = ""
+        if text:
+            yield text
 
 
 def isolate(cut, text):
@@ -323,16 +325,6 @@ def read_merges(model, vocab, tokens):
     return trees.tokens
 
 
-def check_ids(vocab):
-    kinds = set(map(type, vocab.values())) - {int}
-    if kinds or not vocab:
-        raise ValueError(f"the vocabulary's ids must be whole numbers{', not ' + kinds.pop().__name__ if kinds else ''}")
-    if min(vocab.values()) < 0 or max(vocab.values()) > LARGEST_ID:
-        raise ValueError(f"the vocabulary has ids from {min(vocab.values())} to {max(vocab.values())}, not within 0 to {LARGEST_ID}")
-    if len(set(vocab.values())) < len(vocab):
-        raise ValueError("two tokens of the vocabulary have the same id")
-
-
 def grouped(merges, vocab, tokens):
     """-> {token in bytes: the places that its merges join it at}, in their order. A token's merges have to follow each other."""
     groups, last = {}, None
@@ -361,18 +353,21 @@ WORDS = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|
 LLAMA3, QWEN2 = WORDS % r"\p{N}{1,3}", WORDS % r"\p{N}"
 WHOLE = (GPT2, LLAMA3, QWEN2)  # these match at every character; tiktoken drops what a pattern does not match
 ANYTHING = r"[\s\S]+"
+LONGEST_PATTERN = 5000
 
-# What Oniguruma (of `tokenizers`), Rust's regex (of tiktoken) and Python's regex all read the same way
+# What Oniguruma (of `tokenizers`), Rust's regex (of tiktoken) and Python's regex all read the same way, and none takes long to compile
 ESCAPE = r"\\[rntsSd.*+?()\[\]{}|^$\\/-]|\\[pP]\{[LMNPSZ][a-z]?\}"
 FOLDED = r"'?(?:[sdmt]|ll|ve|re|\[[sdmt]+\])"  # with others, such as ss and ß, case is folded differently
 SYNTAX = regex.compile(
-    rf"(?:{ESCAPE}|[^\\^$*+?()\[\]{{}}]|\[\^?(?:{ESCAPE}|(?!&&|--|~~|\|\|)[^\[\]\\])+\]|\(\?:|\((?!\?)|\)|\(\?!\\S\)"
-    rf"|\(\?i:{FOLDED}(?:\|{FOLDED})*\)|[*+?][+?]?|\{{\d{{1,3}}(?:,\d{{0,3}})?\}}(?![*+?{{]))*+"
+    rf"(?:{ESCAPE}|[^\\^$*+?()\[\]{{}}]|\[\^?(?:{ESCAPE}|(?!&&|--|~~|\|\|)[^\[\]\\])+\]|\(\?:|\((?!\?)|\)(?!\{{)|\(\?!\\S\)(?!\{{)"
+    rf"|\(\?i:{FOLDED}(?:\|{FOLDED})*\)(?!\{{)|[*+?][+?]?|\{{\d{{1,3}}(?:,\d{{0,3}})?\}}(?![*+?{{]))*+"
 )
 
 
 def checked(pattern):
     """A pattern of a tokenizer.json, compiled. Raises ValueError where it is not sure to mean to us what it means to `tokenizers`."""
+    if len(pattern) > LONGEST_PATTERN:
+        raise ValueError(f"the pattern {shown(pattern)} has more than {LONGEST_PATTERN} characters")
     end = SYNTAX.match(pattern).end()
     if end < len(pattern):
         raise ValueError(f"the pattern {shown(pattern)} has {shown(pattern[end : end + 10])}, which is not supported")
@@ -446,22 +441,21 @@ def read_tokenizer(folder, files):
     special = {token.id for token in added if token.special}
     with blamed(folder / name):
         tokens = {symbols: bytes_of(symbols) for symbols in vocab}
-        text = {symbols: token for symbols, token in tokens.items() if token and vocab[symbols] not in special}
-        encoding, table, cuts = read_encoding(spec, vocab, text)
+        ordinary = {symbols: token for symbols, token in tokens.items() if token and vocab[symbols] not in special}
+        encoding, table, cuts = read_encoding(spec, vocab, ordinary)
         normalize = read_normalizer(the(dict, spec, "normalizer", {}))
         bos = read_post_processor(the(dict, spec, "post_processor", {}), set(ids.values()))
-        decoder = the(str, the(dict, spec, "decoder"), "type")
-        if decoder != "ByteLevel":
-            raise ValueError(f"decoder {named(decoder)} is not supported, only ByteLevel is; {SUPPORTED}")
+        if the(str, the(dict, spec, "decoder"), "type") != "ByteLevel":
+            raise ValueError(f"decoder {named(spec['decoder']['type'])} is not supported, only ByteLevel is; {SUPPORTED}")
     if config.get("add_bos_token") is True and not bos and variables.get("bos_token") in ids:
         bos = [ids[variables["bos_token"]]]
-    template = read_template(folder, files, config)
-    chat = Chat(template, variables, [token.content for token in added if token.special]) if template else None
     texts = [b""] * (1 + max(ids.values()))
     for symbols, token in tokens.items():
         texts[vocab[symbols]] = token or symbols.encode(errors="replace")
     for token in added:
         texts[token.id] = b"" if token.special else token.content.encode()
+    template = read_template(folder, files, config)
+    chat = Chat(template, variables, [token.content for token in added if token.special]) if template else None
     name = f"{name}@{hashlib.sha256(files[name]).hexdigest()[:12]}"
     return Tokenizer(name, encoding, texts, added, stop_tokens, table, cuts, normalize, tuple(bos), chat, files)
 
