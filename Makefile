@@ -1,12 +1,13 @@
 # make run: a virtual environment, the requirements, and GRPO on a laptop's CPU.  make test: the same for the tests.
 PYTHON ?= python3
+JOBS ?= 2
 BIN = .venv/bin
 
 run: .venv/run
 	$(BIN)/python grpo.py config/grpo_small.py $(ARGS)
 
 test: .venv/dev
-	$(BIN)/python -m pytest -q $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist=worksteal $(ARGS)
 
 lint: .venv/dev
 	$(BIN)/ruff check .
