@@ -366,6 +366,28 @@ def test_a_scorer_that_takes_anything_is_told_of(pretend, capsys):
     )
 
 
+@pytest.mark.parametrize("what", ["question", "answer"])
+def test_what_is_too_long_is_passed_over(pretend, what):
+    """Of texts of 10 to 1,008 bytes two in five are short enough; of these, too, what is longer than the survey saw never comes."""
+
+    class Long(Pretended):
+        def make(self, items):
+            made = super().make(items)
+            return [item | {what: "é" * (place % 500) + item["answer"].zfill(10)} for item, (_, place) in zip(made, items, strict=True)]
+
+        def score(self, pairs):
+            return [1.0] * len(pairs)
+
+    task = pretend(Long(), gym_max_chars=400)
+    texts = {"question": [], "answer": []}
+    for row in task.prompts("train", range(200)) + task.prompts("test", range(200)):
+        texts["question"].append(row["prompt"].removesuffix(REQUEST))
+        texts["answer"].append(task.demonstration(row, None).removeprefix("<answer>").removesuffix("</answer>"))
+    longest = {"question": len(task.longest_prompt()) - len(REQUEST), "answer": len(task.longest_answer()) - len("<answer></answer>")}
+    assert 300 < max(len(text.encode()) for text in texts[what]) <= longest[what] <= 400
+    assert all(len(text.encode()) <= longest[name] for name in texts for text in texts[name])
+
+
 def test_a_split_that_has_run_dry_ends_the_search(pretend):
     task = pretend()
     task.sandbox = Pretended(error="ValueError")
