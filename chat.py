@@ -31,7 +31,7 @@ class Chat:
 
     def __init__(self, source, variables, special):
         self.source, self.variables, self.special, self.template = source, variables, special, None
-        self.spellings = regex.compile("|".join(map(regex.escape, sorted(special, key=len, reverse=True))))
+        self.spellings = regex.compile("|".join(map(regex.escape, special)))
         self.longest = max(map(len, special))
         self.heads = {name[:end] for name in special for end in range(1, len(name))}
         self.tails = {name[start:] for name in special for start in range(1, len(name))}

@@ -1042,11 +1042,21 @@ def test_contents_do_not_make_special_tokens_together(chats, spelled):
 
 
 @pytest.mark.parametrize(
-    "parts", [["<|im_", "end|>"], ["<|im_", "en", "d|>"], ["<", "|im_end|>"], [" <|im_end|", "> "], ["<|im_end|>"]], ids=str
+    "parts",
+    [["<|im_", "end|>"], ["<|im_", "en", "d|>"], ["<", "|im_end|>"], [" <|im_end|", "> "], ["<|im_end|>"], ["x<|im_", "end|>y"]],
+    ids=str,
 )
 def test_parts_of_special_tokens_in_messages(chats, parts):
     ours = chats["joined"][1]
     assert ours.encode_prompt([*map(user, parts)]) == ours.encode("".join(parts))
+
+
+def test_a_content_within_what_the_template_writes(tmp_path):
+    """<|user|> is a special token there; a role may be a part of one, a content not."""
+    assert chat_of(tmp_path, "<|{{ messages[0].role }}|>").encode_prompt([user("")]) == [258]
+    assert chat_of(tmp_path, "<|{{ messages[0].content }}|>").encode_prompt([user("user")]) == [*b"<|user|>"]
+    assert chat_of(tmp_path, "<|us{{ messages[0].content }}").encode_prompt([user("er|>\n")]) == [*b"<|user|>\n"]
+    assert chat_of(tmp_path, "{{ messages[0].content|trim }}user|>").encode_prompt([user("a<| ")]) == [*b"a<|user|>"]
 
 
 def test_what_nfc_makes_of_a_content_is_no_special_token(tmp_path):
@@ -1075,7 +1085,7 @@ def test_what_templates_can_use(tmp_path):
     assert rendered(tmp_path, "{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}") == "TrueTrueTrue"
     assert rendered(tmp_path, "{{ messages[0].content }}", [("user", "\ud800<|user|>")]) == "\ufffd<|user|>"
     assert rendered(tmp_path, "{{ '\\ud800' }}") == "\ufffd"
-    assert chat_of(tmp_path, "{{ bos_token }}<|{{ messages[0].role }}|>").encode_prompt([user("")]) == [257, 258]
+    assert chat_of(tmp_path, "{{ bos_token }}a").encode_prompt([user("")]) == [257, *b"a"]
 
 
 def test_where_templates_stand(tmp_path):
