@@ -23,8 +23,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from bpe import SYMBOLS
 from settings import SnugError
-from tokenizer import END_OF_TEXT, FILES, GPT2, LLAMA3, QWEN2, SYMBOLS, get_tokenizer
+from tokenizer import get_tokenizer
+from tokenizer_json import END_OF_TEXT, FILES, GPT2, LLAMA3, QWEN2
 
 proper_text = st.text(st.characters(exclude_categories=["Cs"]))
 BYTES = get_tokenizer("bytes")
@@ -149,7 +151,8 @@ def test_no_torch():
 import sys
 from data import make_task
 from settings import SFTSettings
-from tokenizer import END_OF_TEXT, FILES, GPT2, LLAMA3, QWEN2, SYMBOLS, get_tokenizer
+from tokenizer import get_tokenizer
+
 get_tokenizer("bytes")
 for task in ("addition", "countdown"):
     make_task(SFTSettings(task=task)).prompts("test", range(3))
