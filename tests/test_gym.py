@@ -225,6 +225,7 @@ def test_what_the_package_refuses():
 import json, re, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from data.gym_worker import Gym
+from data.reasoning_gym import crc
 for datasets, message in json.loads(sys.argv[1]):
     try:
         Gym(datasets)
@@ -237,6 +238,9 @@ assert {{gym.make(["chain_sum", place])["question"].count(" + ") for place in ra
 made = gym.make(["gcd", 4 * 10**9])
 assert gym.make(["gcd", 4 * 10**9]) == made and gym.make(["nothing", 1])["error"] == "KeyError: 'nothing'"
 assert len({{gym.make(["list_functions", place])["question"] for place in range(10**9, 10**9 + 40)}}) == 40
+gym.datasets["gcd"].score_answer = lambda answer, entry: len(entry["metadata"].pop("source_dataset"))
+prepared = gym.prepare(["gcd", 7, crc(gym.make(["gcd", 7])["question"])])
+assert [gym.score(prepared, "1") for _ in range(2)] == [3, 3], "a scorer changed the entry"
 try:
     gym.prepare(["gcd", 7, 12345])
 except ValueError as error:
