@@ -79,7 +79,7 @@ def noise(rng):
 def test_right_answers_score_one_and_others_nothing(task_of):
     """Of generators whose scorers compare, and of some that execute what they are given."""
     rng, asked = random.Random(0), 0
-    for names, number in ((QUICK, 20 * len(QUICK)), (EXECUTING[:4] + ["polynomial_multiplication"], 10)):
+    for names, number in ((QUICK, 20 * len(QUICK)), (EXECUTING[:4] + ["polynomial_multiplication"], 25)):
         task = task_of(names)
         rows = task.prompts("train", range(number))
         assert [row["item"][0] for row in rows] == [names[i % len(names)] for i in range(number)]
