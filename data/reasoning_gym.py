@@ -209,11 +209,13 @@ class ReasoningGym(Task):
     def try_scorer(self, name, rows):
         """Refuses one that finds none of its generator's own answers right, and tells of one that finds a text right whatever is asked."""
         own = [(row["item"], row["answer"].strip()) for row in rows if row["answer"] is not None]
-        if own and max(self.ask("score", own)) < RIGHT:
+        cheats = [(row["item"], text) for text in CHEATS for row in rows if row["answer"] != text]
+        right = [score >= RIGHT for score in self.ask("score", own + cheats)]
+        if own and not any(right[: len(own)]):
             raise SnugError(f"gym_dataset={name!r}: its scorer gives none of its own first {len(own)} answers a 1; practise another")
         for text in CHEATS:
-            scores = self.ask("score", [(row["item"], text) for row in rows if row["answer"] != text])
-            if len(scores) > CHECKED // 2 and sum(score >= RIGHT for score in scores) > len(scores) / 2:
+            taken = [yes for yes, (_, cheat) in zip(right[len(own) :], cheats, strict=True) if cheat == text]
+            if len(taken) > CHECKED // 2 and sum(taken) > len(taken) / 2:
                 say_once(f"reasoning_gym: the scorer of {name} says 1 of the answer {text!r}, whatever was asked; a policy will find that")
 
     def fingerprint(self):

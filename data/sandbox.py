@@ -54,7 +54,7 @@ from contextlib import contextmanager, suppress
 LAYERS = ("user", "limits", "audit", "seccomp")
 START_LIMIT = 120.0  # seconds that imports may take
 SLACK = 60.0  # seconds that the keeper may take beyond an answer's own; for making an item too
-BATCH = 32  # answers a request, and so the most that a worker sees
+BATCH = 64  # answers a request, and so the most that a worker sees
 PATIENCE, HURRIED = 10, 0.25  # after so many late answers of a call the others have so many seconds each
 MAX_REPLY = 2**22  # bytes of one reply
 NOBODY = 65534

@@ -79,7 +79,7 @@ def noise(rng):
 def test_right_answers_score_one_and_others_nothing(task_of):
     """Of generators whose scorers compare, and of some that execute what they are given."""
     rng, asked = random.Random(0), 0
-    for names, number in ((QUICK, 20 * len(QUICK)), (EXECUTING[:4] + ["polynomial_multiplication"], 10)):
+    for names, number in ((QUICK, 20 * len(QUICK)), (EXECUTING[:4] + ["polynomial_multiplication"], 25)):
         task = task_of(names)
         rows = task.prompts("train", range(number))
         assert [row["item"][0] for row in rows] == [names[i % len(names)] for i in range(number)]
@@ -225,6 +225,7 @@ def test_what_the_package_refuses():
 import json, re, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from data.gym_worker import Gym
+from data.reasoning_gym import crc
 for datasets, message in json.loads(sys.argv[1]):
     try:
         Gym(datasets)
@@ -237,6 +238,9 @@ assert {{gym.make(["chain_sum", place])["question"].count(" + ") for place in ra
 made = gym.make(["gcd", 4 * 10**9])
 assert gym.make(["gcd", 4 * 10**9]) == made and gym.make(["nothing", 1])["error"] == "KeyError: 'nothing'"
 assert len({{gym.make(["list_functions", place])["question"] for place in range(10**9, 10**9 + 40)}}) == 40
+gym.datasets["gcd"].score_answer = lambda answer, entry: len(entry["metadata"].pop("source_dataset"))
+prepared = gym.prepare(["gcd", 7, crc(gym.make(["gcd", 7])["question"])])
+assert [gym.score(prepared, "1") for _ in range(2)] == [3, 3], "a scorer changed the entry"
 try:
     gym.prepare(["gcd", 7, 12345])
 except ValueError as error:

@@ -176,11 +176,12 @@ def test_what_never_ends_is_ended(child, place):
 def test_after_many_late_answers_the_others_have_less_time(monkeypatch):
     """Both halves of it: this process counts them, over requests too, and the keeper asks how many there were."""
     counts = []
+    monkeypatch.setattr(sandbox, "BATCH", 5)
     with evil(timeout=0.02) as child:
         send = child.send
         monkeypatch.setattr(child, "send", lambda verb, items, late=0: counts.append(late) or send(verb, items, late))
         assert child.score([("exec", "while True: pass")] * (sandbox.BATCH + 1)) == [0.0] * (sandbox.BATCH + 1)
-    assert counts == [0, sandbox.BATCH]
+    assert counts == [0, 5]
     with evil(timeout=3600) as child:  # of which nothing is waited for
         send = child.send
         monkeypatch.setattr(child, "send", lambda verb, items, late=0: send(verb, items, sandbox.PATIENCE))
