@@ -42,7 +42,6 @@ class Chat:
         Raises SnugError for messages of another shape, and for a template that fails.
         """
         check(messages, self.spellings)
-        messages = [message | {"content": well_formed(message["content"])} for message in messages]
         now = datetime.now()
         plain = self.run(messages, now)
         marks = Marks(plain, self.source, *self.special, *(message["content"] for message in messages))

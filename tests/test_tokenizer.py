@@ -1062,6 +1062,13 @@ def test_a_content_within_what_the_template_writes(tmp_path):
     assert chat_of(tmp_path, "{{ messages[0].content|trim }}user|>").encode_prompt([user("a<| ")]) == [*b"a<|user|>"]
 
 
+def test_a_role_that_is_a_special_token(tmp_path):
+    folder = folder_of(tmp_path, added(small(), "PAD"), tokenizer_config=dict(chat_template="{{ messages[0].role }}"))
+    assert get_tokenizer(folder).encode_prompt([user("", "pad")]) == [*b"pad"]
+    with pytest.raises(SnugError, match="a message's role must be a word, such as user, not 'PAD'"):
+        get_tokenizer(folder).encode_prompt([user("", "PAD")])
+
+
 def test_what_nfc_makes_of_a_content_is_no_special_token(tmp_path):
     spec = added(small() | {"normalizer": stage("NFC")}, "<K>", normalized=True)
     ours = get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=dict(chat_template="<K>{{ messages[0].content }}")))
