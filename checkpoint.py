@@ -29,7 +29,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from pretrained import fingerprint, is_pretrained, look_at_weights, read_shape, read_weights, stored_dtype
-from settings import GRPOSettings, SFTSettings, SnugError, check_value, fields
+from settings import GRPOSettings, SFTSettings, SnugError, check_adapters, check_value, fields
 
 PREFIX = "checkpoint-"
 
@@ -166,6 +166,13 @@ def wrong_with(state):
         for name in set(state["settings"]) & set(fields(cls)):
             check_value(cls, name, state["settings"][name], f"{name}")
         restored = [name for name in ("max_iters", "seed", "task", "dtype", "param_dtype") if name not in state["settings"]]
+        if state["settings"].get("lora_rank"):
+            base = state.get("base")
+            if not isinstance(base, dict) or not all(isinstance(base.get(name), str) for name in ("path", "from_run", "fingerprint")):
+                return f"has adapters and base={base!r:.60}"
+            check_adapters(SimpleNamespace(**vars(cls()) | state["settings"]))
+            if state["settings"]["lora_rank"] > state["model_config"].get("n_embd", 0):
+                return f"has lora_rank={state['settings']['lora_rank']!r:.40}, which is above n_embd"
     except SnugError as error:
         return f"has settings that cannot be: {error}"
     return f"has settings without {restored[0]}" if restored else None
@@ -308,25 +315,34 @@ def load_weights(path, model):
     lora.merge(model)
 
 
-def look_at_shapes(path, shape):
-    """Are the weights of an `origin` those of a model of this shape? Asked before any memory is taken for it. Raises SnugError."""
+def look_at_shapes(path, shape, named=""):
+    """Are the weights of an `origin` those of a model of this shape? Asked before any memory is taken for it. named: see base_of. Raises SnugError."""
     if is_pretrained(path):
         look_at_weights(path)  # with its own config.json, of which `shape` is
         return
     state, model = read_state(path), make_model(shape, "meta")
     if state["settings"].get("lora_rank"):
-        look_at_shapes(base_of(path, state), shape)
+        look_at_shapes(base_of(path, state, named), shape)
         model = give_adapters(model, settings_of(state))
     load_into(path / "model.safetensors", trained(model), look=True)
 
 
-def base_of(path, state):
-    """-> the Path of the weights that a checkpoint's adapters go with. Raises SnugError where they are not there, or are others."""
-    base = state["base"]
-    if not Path(base["path"]).exists() or identity(Path(base["path"])) != base["fingerprint"]:
-        gone = "are others now" if Path(base["path"]).exists() else "are not there"
-        raise SnugError(f"checkpoint {path} has adapters for the weights in {base['path']}, which {gone}; put them back")
-    return Path(base["path"])
+def base_of(path, state, named=""):
+    """-> the Path of the weights that a checkpoint's adapters go with: where they were, as seen from here or from the run's folder, or
+    what `named` (init_from) says now. Raises SnugError where they are not there, are others, or are damaged."""
+    base, found = state["base"], False
+    for place in (Path(base["path"]), path.parent / base["from_run"], Path(named or base["path"])):
+        try:
+            place = origin(place) if place.exists() else place
+            if place.exists() and identity(place) == base["fingerprint"]:
+                if not is_pretrained(place) and (wrong := damage(place)):
+                    raise SnugError(wrong)
+                return place
+            found = found or place.exists()
+        except OSError:  # a part of it is gone
+            found = True
+    gone = "are others now" if found else "are not there"
+    raise SnugError(f"checkpoint {path} has adapters for the weights in {base['path']}, which {gone}; put them back")
 
 
 def identity(path):
@@ -369,17 +385,17 @@ def begin(settings, shape, device):
     path, adapters = resume_path(settings), settings.lora_rank
     source = path
     if path and adapters:
-        source = base_of(path, read_state(path))
+        source = base_of(path, read_state(path), settings.init_from)
     elif not path and settings.init_from:
         source = origin(settings.init_from)
     for place in {path, source} - {None}:
-        look_at_shapes(place, shape)
+        look_at_shapes(place, shape, settings.init_from)
     model = make_model(shape, device, settings.param_dtype, initialise=source is None)
     if source is not None:
         load_weights(source, model)
     model = configure(model, settings)
     if adapters:
-        model.base = dict(path=str(source), fingerprint=identity(source))
+        model.base = dict(path=str(source), from_run=os.path.relpath(source, settings.out_dir), fingerprint=identity(source))
     if path and adapters:
         load_into(path / "model.safetensors", trained(model))
     optimizer = make_optimizer(model, settings)  # after the weights, of which it may keep masters
@@ -449,7 +465,9 @@ def load_run(folder, device="auto"):
         settings.dtype = settings.param_dtype = "bfloat16"
     look_at_shapes(path, state["model_config"])
     tokenizer = tokenizer_of(path, state)
-    shape = state["model_config"] | {"n_vocab": min(tokenizer.n_vocab, state["model_config"]["vocab_size"])}
+    if tokenizer.n_vocab > state["model_config"]["vocab_size"]:
+        raise SnugError(f"{path}: its tokenizer has {tokenizer.n_vocab} ids, its model {state['model_config']['vocab_size']}")
+    shape = state["model_config"] | {"n_vocab": tokenizer.n_vocab}
     model = make_model(shape, device, settings.param_dtype, initialise=False)
     if settings.lora_rank:  # the very function that was trained
         load_weights(base_of(path, state), model)

@@ -67,7 +67,8 @@ def settings_asked(settings, given, run, folder):
 def refuse_what_was_trained_on(asked, given, run, folder):
     if asked.eval_split == "tune" != run.eval_split:
         raise SnugError(f"{folder} was trained on the prompts of the tune split; only runs with eval_split=tune leave them out")
-    if run.test_file and not asked.test_file and asked.data_file == run.data_file:
+    learned = {Path(name).resolve() for name in [run.data_file] if name and run.test_file}
+    if learned & {Path(name).resolve() for name in [asked.test_file or asked.data_file] if name}:
         raise SnugError(f"{folder} was trained on all of data_file={run.data_file}; without a test_file nothing of it is held out")
     if run.test_file and "data_file" in given and "test_file" not in given:
         raise SnugError(

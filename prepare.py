@@ -42,6 +42,10 @@ def prepare(settings, given=frozenset()):
         raise SnugError(f"beta={settings.beta} needs a reference: set init_from, or --beta=0")
     if settings.init_from and Path(settings.init_from).resolve() == Path(settings.out_dir).resolve():
         raise SnugError(f"init_from and out_dir are both {settings.out_dir}; choose another out_dir")
+    if settings.init_from and Path(settings.out_dir).resolve() in Path(settings.init_from).resolve().parents:
+        raise SnugError(
+            f"init_from={settings.init_from} is in out_dir={settings.out_dir}, which a new run moves away; choose another out_dir"
+        )
     warm_start = prepare_warm_start(settings) if grpo and not is_finished(settings) else None
     if warm_start:
         shape, tokenizer = warm_start.shape, warm_start.tokenizer
@@ -53,6 +57,8 @@ def prepare(settings, given=frozenset()):
         raise SnugError(
             f"vocab_size={shape['vocab_size']}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; leave vocab_size out"
         )
+    if settings.lora_rank > shape["n_embd"]:
+        raise SnugError(f"lora_rank={settings.lora_rank} is above n_embd={shape['n_embd']}: it is to be far below, such as --lora_rank=16")
     prepared = Prepared(settings, task, tokenizer, shape, [], warm_start)
     check_lengths(prepared, shape["block_size"])
     if grpo:
@@ -113,6 +119,7 @@ def starting_point(settings, given, task):
                 f"eval_split=tune, but init_from={settings.init_from} was trained on its prompts; make it with --eval_split=tune too"
             )
     if path == resume_path(settings):
+        refuse_other_adapters(settings, state["settings"], path)
         refuse_another_task(settings, state["settings"], path)
         if task.fingerprint() != state["data"]:
             raise SnugError(f"{path} is of other data: data_file or test_file has changed; put it back, or start anew in another out_dir")
@@ -130,6 +137,14 @@ def pretrained_point(settings, given):
     return shape, tokenizer
 
 
+def refuse_other_adapters(settings, before, source):
+    """A run goes on with the adapters that it began with: another rank or scale is another model."""
+    for name in ("lora_rank", "lora_alpha", "lora_target_modules"):
+        was, now = before.get(name, getattr(type(settings)(), name)), getattr(settings, name)
+        if was != now and (settings.lora_rank or before.get("lora_rank")):
+            raise SnugError(f"{source}: {name} was {was!r}, is {now!r}; put it back, or start anew in another out_dir")
+
+
 def refuse_another_task(settings, before, source):
     """A run goes on with the task that it began with."""
     names = [f.name for f in fields(TaskOptions) if f.name != "tokenizer"]
@@ -144,7 +159,8 @@ def refuse_another_task(settings, before, source):
 
 def refuse_contradictions(settings, given, shape, tokenizer_name, source):
     """The shape and the tokenizer come from `source`; what the user gave must not say otherwise."""
-    for name in sorted(given & (set(shape) | {"tokenizer"})):
+    shape = {f.name: f.default for f in fields(ModelOptions)} | shape
+    for name in sorted(given & ({f.name for f in fields(ModelOptions)} | {"tokenizer"})):
         theirs = tokenizer_name if name == "tokenizer" else shape[name]
         if name == "tokenizer" and get_tokenizer(settings.tokenizer).name == theirs:  # a folder's path, and the name of what is in it
             continue

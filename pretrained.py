@@ -79,7 +79,7 @@ class Fields:
         value = self.config.get(name)
         value = default if value is None else value
         right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
-        if not right or kind is int and not 0 < value < 2**31 or kind is float and not 0 < value < math.inf:
+        if not right or kind is int and not 0 < value < 2**31 or kind is float and not 0 < value < 1e30:
             raise SnugError(
                 f"{self.path}: {name}={value!r:.40} is not {dict(int='a count', float='a positive number').get(kind.__name__, kind.__name__)}"
             )
@@ -99,6 +99,10 @@ def read_shape(folder):
     shape = gpt2_shape(c) if config["model_type"] == "gpt2" else llama_shape(c, config["model_type"])
     if shape["n_embd"] % shape["n_head"] and not shape.get("head_size"):
         raise SnugError(f"{path}: hidden size {shape['n_embd']} is no multiple of {shape['n_head']} heads")
+    if shape["position"] == "rotary" and shape["head_size"] % 2:
+        raise SnugError(f"{path}: heads of {shape['head_size']} numbers cannot be turned in pairs")
+    if shape["n_layer"] >= 10_000:
+        raise SnugError(f"{path}: {shape['n_layer']} layers are too many")
     return shape
 
 
@@ -283,8 +287,8 @@ def entries(shape, family, vocab_size):
 def weight_files(folder):
     """-> {tensor's name: its file}, by the index, or of the one file. Raises SnugError."""
     folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file() and not file.is_file():  # transformers prefers the one file, too
         try:
             where = json.loads(index.read_text())["weight_map"]
             plain = all(isinstance(file, str) and file == Path(file).name and file.endswith(".safetensors") for file in where.values())
@@ -293,7 +297,6 @@ def weight_files(folder):
         if not plain:
             raise SnugError(f"{index}: weight_map names something else than *.safetensors files of this folder")
         return {name: folder / file for name, file in where.items()}
-    file = folder / "model.safetensors"
     if not file.is_file():
         pickles = sorted(p.name for p in folder.glob("*.bin"))
         why = f"; {pickles[0]} is a pickle, which is never loaded: convert it to safetensors" if pickles else ""
@@ -305,8 +308,8 @@ def weight_files(folder):
 def opened(file, framework="numpy"):
     try:
         return safe_open(str(file), framework=framework)
-    except (OSError, SafetensorError) as error:
-        raise SnugError(f"{file}: cannot be read ({error}); fetch it again") from None
+    except (OSError, ValueError, SafetensorError) as error:  # a name that is no file's is a ValueError
+        raise SnugError(f"{file.parent}: {file.name!a} cannot be read ({error}); fetch it again") from None
 
 
 def look_at_weights(folder):
@@ -415,9 +418,11 @@ def save_pretrained(model, folder, tokenizer=None, dtype=None):
     """
     import torch
 
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SnugError(f"{folder}: is there already; name a new folder")
+    from lora import adapted
+
+    if adapted(model):
+        raise SnugError("the model has adapters, and such a folder has none: lora.merge(model) first")
+    folder = new_folder(folder)
     dtype = getattr(torch, dtype) if dtype else model.embedding.weight.dtype
     config = config_of(model.config, str(dtype).removeprefix("torch."))
     if tokenizer is not None:
@@ -439,6 +444,16 @@ def save_pretrained(model, folder, tokenizer=None, dtype=None):
         raise SnugError(f"{folder}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def new_folder(folder):
+    """-> its Path. Raises SnugError where there is something already."""
+    folder = Path(folder).resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SnugError(f"{folder}: is there already; name a new folder")
+    if folder.name.startswith("checkpoint-"):
+        raise SnugError(f"{folder}: a folder of that name is taken for a run's checkpoint; name another")
+    return folder
 
 
 def write_weights(model, folder, dtype):
@@ -481,7 +496,10 @@ def main(settings, folder):
     from checkpoint import load_run
     from lora import merge
 
+    new_folder(settings.to)  # before the work
     run = load_run(folder, "cpu")
+    if settings.dtype == "float32":
+        run.model.float()  # before adapters are merged into it and rounded
     save_pretrained(merge(run.model), settings.to, run.tokenizer, settings.dtype or None)
     print(f"{run.path} is now {settings.to}, for transformers' AutoModelForCausalLM and whatever else reads such folders")
 

@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from bisect import bisect_right
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -135,7 +136,7 @@ def sample_groups(
     # Inference mode saves a tenth of a step's time on a CPU, and `assemble` makes no tensor in it. In it autocast would cast the
     # weights at every step again.
     quiet = torch.no_grad() if torch.is_autocast_enabled(model.device.type) else torch.inference_mode()
-    with quiet, Bar(len(prompts) * group_size, progress) as bar:
+    with quiet, casts_kept(model), Bar(len(prompts) * group_size, progress) as bar:
         how, graphs = (temperature, chunk_mb, truncation), model.device.type == "cuda" and not enforce_eager
         flight = Flight(model, prompts, group_size, max_new_tokens, slots, stop_token, how, is_over, graphs)
         numbers = np.arange(first_row, first_row + flight.N)
@@ -147,6 +148,19 @@ def sample_groups(
         tokens, logprobs, cut = flight.tokens[: flight.N], flight.logprobs[: flight.N], flight.cut
         del flight
     return assemble(prompts, group_size, tokens, logprobs, stop_token, cut if is_over else None)
+
+
+@contextmanager
+def casts_kept(model):
+    """Autocast keeps its bfloat16 copy of a weight for the next step only if the weight requires a gradient; frozen ones do meanwhile."""
+    frozen = [p for p in model.parameters() if not p.requires_grad] if torch.is_autocast_enabled(model.device.type) else []
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
 
 
 class Bar:
@@ -424,7 +438,8 @@ def rehearse_groups(model, prompt_length, P, k, max_new_tokens, *, max_batch=Non
     """
     slots = decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache_mb)
     flight = Flight(model, [[0] * prompt_length] * P, k, max_new_tokens, slots, None, (1.0, chunk_mb))
-    flight.rehearse()
+    with casts_kept(model):
+        flight.rehearse()
     tokens, logprobs, N = flight.tokens[:-1], flight.logprobs[:-1], flight.N
     del flight
     whole = torch.zeros(N, prompt_length + max_new_tokens, dtype=torch.long)
@@ -461,6 +476,8 @@ def main(settings, folder):
     prompt = settings.prompt or make_task(run.settings).prompts("test", [settings.seed])[0]["prompt"]
     if settings.prompt and (settings.chat or run.settings.chat):
         prompt = as_messages(prompt, settings.system_prompt or run.settings.system_prompt)
+    elif settings.system_prompt:
+        raise SnugError(f"system_prompt={settings.system_prompt!r:.60} is a message of a chat; add --chat")
     ids = run.tokenizer.encode_prompt(prompt)
     shown = prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n"
     room = run.model.config.block_size - len(ids)

@@ -389,6 +389,8 @@ class SampleSettings:
     device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device")
 
     def check(self):
+        if (self.chat or self.system_prompt) and not self.prompt:
+            raise SnugError("chat and system_prompt are about the --prompt that you give; a run's own prompts are as it asks them")
         for name in ("top_p", "min_p"):
             if not (0 < getattr(self, name) <= 1 or name == "min_p" and self.min_p == 0):
                 raise SnugError(f"{name}={getattr(self, name)} must be a probability: above 0, at most 1")
@@ -428,7 +430,7 @@ class EvaluateSettings(TaskOptions):
 
 @dataclass
 class ExportSettings:
-    """A run's newest checkpoint as a folder that Hugging Face's transformers, vLLM or llama.cpp read: options of pretrained.py."""
+    """A run's newest checkpoint as a folder that Hugging Face's transformers load: options of pretrained.py."""
 
     to: str = option("", "the new folder")
     dtype: str = option("", "type of the weights; empty: as the run has them", choices=("", "float32", "bfloat16"))
@@ -479,13 +481,8 @@ def check_common(s):
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(s, name) >= 1:
             raise SnugError(f"{name}={getattr(s, name)} must be below 1")
-    if s.lora_rank and not s.init_from:
-        raise SnugError(f"lora_rank={s.lora_rank} trains beside the weights of init_from: name a run or a Hugging Face folder")
-    if s.lora_rank and getattr(s, "reference", "device") == "host":
-        raise SnugError("reference='host' with lora_rank: the reference is the model itself without adapters; leave reference out")
-    wrong = [name for name in s.lora_target_modules if name not in ("qkv", "proj", "up", "down")]
-    if s.lora_rank and (wrong or not s.lora_target_modules or len(set(s.lora_target_modules)) < len(s.lora_target_modules)):
-        raise SnugError(f"lora_target_modules={','.join(s.lora_target_modules)!r}: choose from qkv, proj, up, down, each once")
+    if s.lora_rank:
+        check_adapters(s)
     if s.activation_offload and s.checkpoint_blocks == "none":
         raise SnugError("activation_offload=True moves what checkpoint_blocks keeps; add --checkpoint_blocks=block")
     if s.param_dtype == "bfloat16" and s.dtype == "float32":
@@ -510,6 +507,16 @@ def check_common(s):
         raise SnugError(f"countdown_min_numbers={s.countdown_min_numbers} is above countdown_max_numbers={s.countdown_max_numbers}")
     if not s.countdown_operators or set(s.countdown_operators) - set("+-*/"):
         raise SnugError(f"countdown_operators={s.countdown_operators!r}: choose from + - * /, such as --countdown_operators=+-")
+
+
+def check_adapters(s):
+    if not s.init_from:
+        raise SnugError(f"lora_rank={s.lora_rank} trains beside the weights of init_from: name a run or a Hugging Face folder")
+    if getattr(s, "reference", "device") == "host":
+        raise SnugError("reference='host' with lora_rank: the reference is the model itself without adapters; leave reference out")
+    names = s.lora_target_modules
+    if not names or set(names) - {"qkv", "proj", "up", "down"} or len(set(names)) < len(names):
+        raise SnugError(f"lora_target_modules={','.join(names)!r}: choose from qkv, proj, up, down, each once")
 
 
 # -----------------------------------------------------------------------------

@@ -120,6 +120,9 @@ def read_tokenizer(folder, files):
     config = read_object(folder, files, "tokenizer_config.json")
     variables = token_names(read_object(folder, files, "special_tokens_map.json")) | token_names(config)
     stop_tokens = read_stop_tokens(folder, files, variables.get("eos_token"), ids, added)
+    if variables.get("eos_token") not in ids:  # config.json, which does not travel with a checkpoint, may have said it
+        generation = read_object(folder, files, "generation_config.json") | {"eos_token_id": list(stop_tokens)}
+        files = files | {"generation_config.json": json.dumps(generation, indent=1).encode()}
     added = [token._replace(special=token.special or token.id in stop_tokens) for token in added]
     special = {token.id for token in added if token.special}
     with blamed(folder / name):

@@ -404,7 +404,7 @@ REFUSED = [
     ("--eval_split=tune", "run was trained on the prompts of the tune split"),
     ("--data_file={home}/none.jsonl", "none.jsonl: cannot be read"),
     ("--data_file={home}/unscored.jsonl", "cannot be scored: its data_file has no column answer"),
-    ("--task=countdown --data_file=x", "data_file='x' is read by task='jsonl' alone, and task is 'countdown'"),
+    ("--task=countdown --data_file=x", "data_file='x' is read by the tasks jsonl and gsm8k, and task is 'countdown'"),
     ("--task=countdown --countdown_operators=%", "countdown_operators='%'"),
     ("--task=jsonl --samples_file={home}", "is there and is not a file"),
     ("--samples_file={home}/rows.jsonl/x", "cannot be written"),

@@ -148,7 +148,7 @@ def test_no_bad_update_is_applied(tmp_path, monkeypatch, number):
     place, options = PLACES[number], OPTIMIZERS[number % len(OPTIMIZERS)]
     poison, prepared, settings = poisoned(tmp_path, monkeypatch, place, save_interval=0, **options)
     if place[0] == "reward":
-        with pytest.raises(SnugError, match=r"Poison.reward returned (nan|inf|-inf) for the completion"):
+        with pytest.raises(SnugError, match=r"reward function reward returned (nan|inf|-inf) for the completion"):
             grpo.main(prepared)
         assert same(poison.states[2], poison.states[3])
         return

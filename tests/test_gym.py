@@ -87,7 +87,7 @@ def test_right_answers_score_one_and_others_nothing(task_of):
         for wrong in ("", *(noise(rng) for _ in range(2))):
             assert rewards(task, rows, [wrong] * number) == [0.0] * number
         asked += 4 * number
-    assert asked > 1000 and "reasoning_gym" not in sys.modules and "sympy" not in sys.modules
+    assert asked > 1000 and "reasoning_gym" not in sys.modules
 
 
 @needs_package

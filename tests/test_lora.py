@@ -1,12 +1,15 @@
 """Adapters: what they compute, what trains, what the reference is, and what is left of them in a checkpoint and an export."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import DEVICE, make_model
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import checkpoint
 import grpo
 import lora
 import train_sft
@@ -14,6 +17,7 @@ from checkpoint import load_run, load_weights, newest
 from checkpoint import make_model as make_gpt
 from prepare import prepare
 from pretrained import load_pretrained, save_pretrained
+from sample import sample_groups
 from settings import GRPOSettings, SFTSettings, SnugError, read_settings
 
 TARGETS = ["qkv", "proj", "up", "down"]
@@ -228,6 +232,104 @@ def test_adapters_without_their_weights_are_refused(sft, tmp_path):
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(SnugError, match="which are not there; put them back"):
         load_run(tmp_path / "run")
+
+
+def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch):
+    """From another working directory; moved together with the run; and somewhere else, if init_from says where."""
+    import shutil
+
+    (tmp_path / "a").mkdir()
+    shutil.copytree(sft, tmp_path / "a" / "base")
+    monkeypatch.chdir(tmp_path / "a")
+    run_grpo("base", Path("run"), *LORA)
+    monkeypatch.chdir("/")
+    load_run(tmp_path / "a" / "run")
+    (tmp_path / "a").rename(tmp_path / "b")
+    load_run(tmp_path / "b" / "run")
+    (tmp_path / "b" / "base").rename(tmp_path / "elsewhere")
+    with pytest.raises(SnugError, match="which are not there"):
+        load_run(tmp_path / "b" / "run")
+    run_grpo(tmp_path / "elsewhere", tmp_path / "b" / "run", *LORA, "--resume=auto", "--max_iters=3")
+
+
+def test_a_damaged_base_is_named(sft, tmp_path):
+    import shutil
+
+    shutil.copytree(sft, tmp_path / "base")
+    run_grpo(tmp_path / "base", tmp_path / "run", *LORA)
+    file = newest(tmp_path / "base") / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-100] + bytes(100))
+    checkpoint.checked.clear()  # as another process
+    with pytest.raises(SnugError, match="model.safetensors is not what was written"):
+        load_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (["--lora_rank=8"], "lora_rank was 4, is 8"),
+        (["--lora_alpha=80"], "lora_alpha was 8.0, is 80.0"),
+        (["--lora_target_modules=qkv"], "lora_target_modules was"),
+        (["--lora_rank=0"], "lora_rank was 4, is 0"),
+    ],
+)
+def test_other_adapters_are_another_run(change, said, sft, tmp_path):
+    run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
+    with pytest.raises(SnugError, match=said):
+        run_grpo(sft, tmp_path / "run", *LORA, "--resume=auto", *change)
+    with pytest.raises(SnugError, match="is in out_dir"):
+        run_grpo(newest(tmp_path / "run"), tmp_path / "run", *LORA)
+
+
+def test_adapters_are_not_added_to_a_run(sft, tmp_path):
+    run_grpo(sft, tmp_path / "run", "--max_iters=1")
+    with pytest.raises(SnugError, match="lora_rank was 0, is 4"):
+        run_grpo(sft, tmp_path / "run", *LORA, "--resume=auto")
+
+
+BASES = [None, [], {}, {"path": 3}, {"path": "x", "from_run": "x"}, {"path": "x" * 5000, "from_run": "x", "fingerprint": "x"}]
+
+
+@pytest.mark.parametrize("change", [*({"base": base} for base in BASES), {"lora_rank": 10**30}, {"lora_target_modules": ["foo"]}])
+def test_what_a_state_says_of_adapters_is_looked_at(change, sft, tmp_path):
+    run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
+    path = newest(tmp_path / "run")
+    state = json.loads((path / "state.json").read_text())
+    (state if "base" in change else state["settings"]).update(change)
+    (path / "state.json").write_text(json.dumps(state))
+    checkpoint.seal(path)
+    checkpoint.checked.clear()
+    with pytest.raises(SnugError) as error:
+        load_run(tmp_path / "run")
+    assert "\n" not in str(error.value)
+
+
+def test_live_adapters_are_not_left_out_of_an_export(tmp_path):
+    with pytest.raises(SnugError, match="lora.merge"):
+        save_pretrained(with_adapters("gpt2"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_frozen_weights_are_cast_once_while_sampling(device):
+    """Under autocast, not at every step."""
+    casts = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default and args[0].numel() >= 32 * 32:
+                casts.append(tuple(args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    model = with_adapters("gpt2")
+    counts = []
+    for steps in (4, 12):
+        casts.clear()
+        with torch.autocast(device.type, dtype=torch.bfloat16), Casts():
+            sample_groups(model, [[1, 2, 3]], 2, steps, enforce_eager=True)
+        counts.append(sum(shape in {(32, 32), (96, 32), (128, 32), (32, 128)} for shape in casts))
+    assert counts[0] == counts[1] > 0
+    assert not any(p.requires_grad for name, p in model.named_parameters() if "lora" not in name)
 
 
 @pytest.mark.parametrize(

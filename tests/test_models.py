@@ -145,6 +145,21 @@ def test_a_tokenizer_from_a_folder_for_a_model_from_scratch(folder, tmp_path):
         run(SFTSettings, *words, "--tokenizer=bytes", "--resume=auto", "--max_iters=3")
 
 
+def test_what_config_json_says_of_the_end_travels_too(folder, tmp_path, rewards):
+    """Where tokenizer_config.json does not: a checkpoint has no config.json, and yet the same stop tokens, in the same order."""
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "model")
+    for name, change in (("tokenizer_config.json", dict(eos_token=None)), ("config.json", dict(eos_token_id=258))):
+        content = json.loads((folder / name).read_text()) | change
+        (tmp_path / "model" / name).write_text(json.dumps(content))
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(dict(eos_token_id=256, top_k=3)))
+    assert get_tokenizer(str(tmp_path / "model")).stop_tokens == (258, 256)
+    gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
+    assert load_run(tmp_path / "run").tokenizer.stop_tokens == (258, 256)
+    assert json.loads((newest(tmp_path / "run") / "generation_config.json").read_text()) == dict(eos_token_id=[258, 256], top_k=3)
+
+
 def test_what_does_not_go_together_is_refused(folder, tmp_path):
     import shutil
 

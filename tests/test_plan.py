@@ -152,6 +152,8 @@ SHAPES = {
 class LongTask:
     """256 + 768 tokens."""
 
+    chat = False
+
     def longest_prompt(self):
         return "x" * 256
 

@@ -214,6 +214,9 @@ CONFIGS = {
     "hidden_size=None": dict(hidden_size="gone"),
     "num_hidden_layers=-1": dict(num_hidden_layers=-1),
     "hidden_size=True": dict(hidden_size=True),
+    "1000000 layers are too many": dict(num_hidden_layers=1_000_000, layer_types="gone"),
+    "rope_theta=1000": dict(rope_parameters=dict(rope_type="default", rope_theta=10**400)),
+    "heads of 7 numbers": dict(head_dim=7),
     "rms_norm_eps='small'": dict(rms_norm_eps="small"),
     "missing 9": dict(num_hidden_layers=3, layer_types="gone"),  # a layer of 12 tensors, of which the 3 biases and 9 weights
     "surplus 12": dict(num_hidden_layers=1, layer_types="gone"),
@@ -272,18 +275,19 @@ def test_pickles_are_never_loaded(folder):
 def test_an_index_names_files_of_its_folder_only(folder, tmp_path):
     names = load_file(folder / "model.safetensors").keys()
     shutil.copy(folder / "model.safetensors", tmp_path / "outside.safetensors")
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
     for file in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "model.bin", 7):
         (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, file))))
         with pytest.raises(SnugError, match="weight_map"):
             load_pretrained(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, "gone.safetensors"))))
-    with pytest.raises(SnugError, match="gone.safetensors: cannot be read"):
+    with pytest.raises(SnugError, match="'gone.safetensors' cannot be read"):
         load_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "part.safetensors")
     gone = sorted(tensors)[0]
     del tensors[gone]
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, "model.safetensors"))))
+    save_file(tensors, folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, "part.safetensors"))))
     with pytest.raises(SnugError, match=f"has no {gone}, which the index says"):
         load_pretrained(folder)
 
