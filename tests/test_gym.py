@@ -365,6 +365,9 @@ def test_a_scorer_that_takes_anything_is_told_of(pretend, capsys):
         box = Generous()
         box.taken = taken
         pretend(box, gym_dataset=f"generous_{taken}")
+    box = Generous(answer="0")  # which is right each time
+    box.taken = "0"
+    pretend(box, gym_dataset="always_0")
     assert capsys.readouterr().err == (
         "reasoning_gym: the scorer of generous_nan says 1 of the answer 'nan', whatever was asked; a policy will find that\n"
     )
