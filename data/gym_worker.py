@@ -65,7 +65,7 @@ class Gym:
         """[generator, index, the question's CRC-32] -> (generator, entry). The number is of the question that was asked."""
         name, index, check = item
         entry = self.entry(name, index)
-        if zlib.crc32(str(entry["question"]).encode("utf-8", "replace")) != check:
+        if zlib.crc32(str(entry["question"]).encode("utf-8", "surrogatepass")) != check:
             raise ValueError(f"{name} has made another item of the seed {index} than before; it cannot be scored")
         if name not in self.warm:  # so that imports it puts off are done before there are forks; the answer is the generator's own
             with suppress(Exception):

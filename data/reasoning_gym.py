@@ -11,11 +11,11 @@ What stands in the last <answer> tags of a completion is given to the generator'
 gym_partial_credit whatever it says, between 0 and 1. Of several generators, rows number 0, 1, 2, ... come from each in turn.
 
 Splits. An item is a function of its seed, a number on one line. Training rows are drawn from the first 2 * 10**9 places by --seed and the
-row's number, tune's stand from 3 * 10**9 on and the test's from 4 * 10**9 on. Other seeds may give the same question, so what decides is
-the question: a hash of its text holds out one in ten, as in every task, so that a test row costs the making of ten items: take fewer
-eval_prompts of slow generators (knight_swap, futoshiki, zebra_puzzles, puzzle24, intermediate_integration: 0.05 to 0.4 s an item). Test rows
-are also different from each other, until a generator has run out of questions (200 of the test's in a row were known) or there are 10,000
-of it: then they begin again at the first.
+row's number, tune's stand from 3 * 10**9 on and the test's from 4 * 10**9 on. Other seeds may give the same question, so what decides
+is the question: a hash of its text holds out one in ten, as in every task. Test rows are also different from each other, until a
+generator has run out of questions (200 of the test's in a row were known) or there are 10,000 of it: then they begin again at the first.
+A test row costs the making of ten items, so take fewer eval_prompts of slow generators: knight_swap, futoshiki, zebra_puzzles, puzzle24 and
+intermediate_integration take 0.05 to 0.4 s for one.
 
 Lengths. Generators have no bounds, so questions and answers that are longer than the longest of a survey of 100 items, or than
 gym_max_chars, are passed over in all splits.
@@ -26,8 +26,8 @@ what others do with odd text is nobody's promise. So everything that imports the
 scorers in confined forks of it: data/sandbox.py says against what, and what it does not protect from. An answer that takes longer than
 gym_timeout has 0.0.
 
-Not all scorers are sound. In version 0.1.25 game_of_life_halting says 1 of any text, complex_arithmetic of nan and coin_flip mostly of 0. The
-survey tries such answers on each generator and says on stderr where they are taken.
+Not all scorers are sound. In version 0.1.25 game_of_life_halting says 1 of any text, complex_arithmetic of nan and coin_flip mostly of 0.
+The survey tries such answers on each generator and says on stderr where they are taken.
 
 Left out: the package's curricula; its generators composite and codeio (data/gym_worker.py says why).
 """
@@ -260,11 +260,11 @@ def say_once(text):
 
 
 def crc(text):
-    return zlib.crc32(text.encode("utf-8", "replace"))
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
 
 
 def size(text):
-    return len(text.encode("utf-8", "replace"))
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def read_options(text, names):

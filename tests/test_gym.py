@@ -97,7 +97,7 @@ def test_right_answers_score_one_and_others_nothing(task_of):
     [("string_insertion", 1), ("polynomial_multiplication", 5), *(pytest.param(name, 1, marks=pytest.mark.long) for name in EXECUTING)],
 )
 def test_exploits_given_to_scorers_that_execute(name, every, hasty, folder):  # noqa: F811
-    """Each before an honest answer, and `every` for how many of them are tried: sympy takes its time. --long: all of them, by all scorers."""
+    """Each before an honest answer; of so many, `every` says how many are tried: sympy takes its time. --long: all, by all scorers."""
     made = hasty.make([[name, 7]])[0]
     item, kept, before = [name, 7, reasoning_gym.crc(made["question"])], folder / "kept", processes()
     for kind, text in [*(WRITES | ENDS | LATE).items()][::every]:
@@ -258,7 +258,7 @@ print("done")
 
 
 class Pretended:
-    """A sandbox whose one generator has `number` questions; an answer is right if it is the question's number, its score what it says after a *."""
+    """A sandbox whose generators have `number` questions. Right is the question's number, and *0.5 is an answer that has the score 0.5."""
 
     missing = ""
 
@@ -365,6 +365,9 @@ def test_a_scorer_that_takes_anything_is_told_of(pretend, capsys):
         box = Generous()
         box.taken = taken
         pretend(box, gym_dataset=f"generous_{taken}")
+    box = Generous(answer="0")  # which is right each time
+    box.taken = "0"
+    pretend(box, gym_dataset="always_0")
     assert capsys.readouterr().err == (
         "reasoning_gym: the scorer of generous_nan says 1 of the answer 'nan', whatever was asked; a policy will find that\n"
     )
