@@ -180,10 +180,13 @@ def main(settings, exam, folder):
     from checkpoint import load_run
 
     head, samples = examine(load_run(folder, settings.device), exam, settings)
-    print("\n".join(table(head)))
+    try:
+        if exam.file:
+            write_lines(exam.file, [head, *samples])  # before the console, which may be gone
+    finally:  # and the console where there is no room for a file
+        print("\n".join(table(head)), flush=True)
     if exam.file:
-        write_lines(exam.file, [head, *samples])
-        print(f"samples in {exam.file}")
+        print(f"samples in {exam.file}", flush=True)
 
 
 if __name__ == "__main__":

@@ -61,4 +61,4 @@ if __name__ == "__main__":
         if not sys.argv[1:] or any(word in ("-h", "--help") for word in sys.argv[1:]):
             print("usage: python report.py FOLDER [FOLDER ...]\n\n" + __doc__)
             sys.exit(0 if sys.argv[1:] else 2)
-        print("\n".join(table(sys.argv[1:])))
+        print("\n".join(table(sys.argv[1:])), flush=True)

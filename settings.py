@@ -687,12 +687,14 @@ def to_json(settings):
 
 @contextmanager
 def friendly_errors():
-    """A SnugError becomes one line on stderr and exit code 2, Ctrl-C one line and 130; anything else keeps its traceback."""
+    """A SnugError becomes one line on stderr and exit code 2, Ctrl-C one line and 130, a reader that left nothing; else a traceback."""
     try:
         yield
     except SnugError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # | head has seen enough; the flush at exit would complain of it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("stopped; --resume=auto goes on from the newest checkpoint", file=sys.stderr)
         sys.exit(130)

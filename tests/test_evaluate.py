@@ -463,7 +463,7 @@ def test_data_that_was_trained_on_is_not_asked():
     assert asked("--data_file=b", GRPOSettings(task="jsonl", data_file="a")).test_file == ""
 
 
-def test_the_file_is_replaced_whole_or_not_at_all(run_folder, tmp_path, monkeypatch):
+def test_the_file_is_replaced_whole_or_not_at_all(run_folder, tmp_path, monkeypatch, capsys):
     file = tmp_path / "samples.jsonl"
     file.write_text("what was there\n")
     exam, settings = exam_of(run_folder, f"--samples_file={file}", "--num_prompts=5")
@@ -473,6 +473,11 @@ def test_the_file_is_replaced_whole_or_not_at_all(run_folder, tmp_path, monkeypa
         with pytest.raises(SnugError, match=r"samples.jsonl cannot be written \(No space left on device\)"):
             evaluate.main(settings, exam, run_folder)
     assert file.read_text() == "what was there\n" and len(list(tmp_path.iterdir())) == 1
+    assert "pass@1" in capsys.readouterr().out
+    with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
+        patch.setattr("builtins.print", lambda *words, **options: (_ for _ in ()).throw(BrokenPipeError))
+        evaluate.main(settings, exam, run_folder)
+    assert len(file.read_text().splitlines()) == 11  # | head
     evaluate.main(settings, exam, run_folder)
     first = file.read_text()
     evaluate.main(settings, exam, run_folder)
