@@ -32,7 +32,7 @@ EXECUTING = (
     "binary_matrix n_queens spiral_matrix string_insertion countdown intermediate_integration polynomial_multiplication puzzle24 "
     "simple_integration"
 ).split()
-ODD = "isomorphic_strings list_functions gsm_symbolic acre word_ladder".split()  # sets, global random numbers, lists
+ODD = "isomorphic_strings list_functions acre".split()  # sets, global random numbers, lists
 OTHERS = "coin_flip graph_color tower_of_hanoi".split()
 
 
@@ -79,7 +79,7 @@ def noise(rng):
 def test_right_answers_score_one_and_others_nothing(task_of):
     """Of generators whose scorers compare, and of some that execute what they are given."""
     rng, asked = random.Random(0), 0
-    for names, number in ((QUICK, 20 * len(QUICK)), (EXECUTING[:4] + ["polynomial_multiplication"], 25)):
+    for names, number in ((QUICK, 20 * len(QUICK)), (EXECUTING[:4] + ["polynomial_multiplication"], 15)):
         task = task_of(names)
         rows = task.prompts("train", range(number))
         assert [row["item"][0] for row in rows] == [names[i % len(names)] for i in range(number)]
@@ -94,7 +94,7 @@ def test_right_answers_score_one_and_others_nothing(task_of):
 @LINUX
 @pytest.mark.parametrize(
     "name, every",
-    [("string_insertion", 1), ("polynomial_multiplication", 5), *(pytest.param(name, 1, marks=pytest.mark.long) for name in EXECUTING)],
+    [("string_insertion", 2), ("polynomial_multiplication", 7), *(pytest.param(name, 1, marks=pytest.mark.long) for name in EXECUTING)],
 )
 def test_exploits_given_to_scorers_that_execute(name, every, hasty, folder):  # noqa: F811
     """Each before an honest answer; of so many, `every` says how many are tried: sympy takes its time. --long: all, by all scorers."""
@@ -150,13 +150,11 @@ def test_rows_are_the_same_on_every_call_and_in_another_child(task_of, child):
     names = ["leg_counting", "knights_knaves", *ODD]
     options = dict(gym_max_chars=2000)
     task = task_of(names, **options)
-    rows = {split: task.prompts(split, range(14)) for split in ("train", "test")}
-    assert len({row["prompt"] for split in rows for row in rows[split]}) == 28
+    rows = {split: task.prompts(split, range(10)) for split in ("train", "test")}
+    assert len({row["prompt"] for split in rows for row in rows[split]}) == 20
     child.stop()
     another = task_of(names, seed=1, **options)
-    assert (
-        another.prompts("test", reversed(range(14))) == rows["test"][::-1] and another.prompts("train", [13, 3]) == rows["train"][13:2:-10]
-    )
+    assert another.prompts("test", reversed(range(10))) == rows["test"][::-1] and another.prompts("train", [9, 3]) == rows["train"][9:2:-6]
     assert another.longest(None) == task.longest(None) and another.fingerprint() == task.fingerprint()
     assert task_of(names, seed=2, **options).prompts("test", range(7)) == rows["test"][:7]
     assert task_of(names, seed=2, **options).prompts("train", range(7)) != rows["train"][:7]

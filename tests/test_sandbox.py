@@ -21,7 +21,7 @@ with closing(Sandbox("evil:Evil", {})) as asked:
     SECCOMP = not asked.missing
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 STRICT = [("audit",)] + [("seccomp",)] * SECCOMP + [LAYERS]  # each of these refuses what is not harmless
-TIMEOUT = 0.7  # seconds; an honest answer takes some milliseconds, and a fork in a busy machine some hundredths of a second
+TIMEOUT = 0.5  # seconds; an honest answer takes some milliseconds, and a fork in a busy machine some hundredths of a second
 
 
 @contextmanager
