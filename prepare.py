@@ -15,6 +15,9 @@ from settings import GRPOSettings, ModelOptions, SFTSettings, SnugError, TaskOpt
 from tokenizer import Tokenizer, get_tokenizer
 
 
+NO_PROBLEM = ("tokenizer", "gym_timeout", "gym_memory_mb")  # of TaskOptions, those that do not say what is asked
+
+
 @dataclass
 class Prepared:
     settings: SFTSettings | GRPOSettings
@@ -98,7 +101,7 @@ def prepare_warm_start(settings):
     warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, *words])[:2])
     for f in fields(TaskOptions):
         ours, theirs = getattr(settings, f.name), getattr(warm_start.settings, f.name)
-        if ours != theirs and f.name not in ("demonstration_noise", "tokenizer", "format_reward"):
+        if ours != theirs and f.name not in ("demonstration_noise", "format_reward", *NO_PROBLEM):
             raise SnugError(f"{f.name}={ours!r}, but the warm start {settings.init_config} has {theirs!r}; make them the same")
     return warm_start
 
@@ -122,7 +125,9 @@ def starting_point(settings, given, task):
         refuse_other_adapters(settings, state["settings"], path)
         refuse_another_task(settings, state["settings"], path)
         if task.fingerprint() != state["data"]:
-            raise SnugError(f"{path} is of other data: data_file or test_file has changed; put it back, or start anew in another out_dir")
+            raise SnugError(
+                f"{path} is of other data: data_file, test_file or the generators' package has changed; put it back, or start anew in another out_dir"
+            )
     return state["model_config"], tokenizer
 
 
@@ -147,7 +152,7 @@ def refuse_other_adapters(settings, before, source):
 
 def refuse_another_task(settings, before, source):
     """A run goes on with the task that it began with."""
-    names = [f.name for f in fields(TaskOptions) if f.name != "tokenizer"]
+    names = [f.name for f in fields(TaskOptions) if f.name not in NO_PROBLEM]
     changed = [
         f"{name} was {before[name]!r}, is {getattr(settings, name)!r}"
         for name in names

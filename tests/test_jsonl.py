@@ -125,7 +125,9 @@ def test_a_resumed_run_keeps_its_data(tmp_path):
     train_sft.main(prepare(sft))
     prepare(dataclasses.replace(sft, resume="auto"))
     written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
-    with pytest.raises(SnugError, match="is of other data: data_file or test_file has changed; put it back, or start anew"):
+    with pytest.raises(
+        SnugError, match="is of other data: data_file, test_file or the generators' package has changed; put it back, or start anew"
+    ):
         prepare(dataclasses.replace(sft, resume="auto"))
 
 
