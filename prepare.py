@@ -14,7 +14,6 @@ from pretrained import is_pretrained, look_at_weights, read_shape
 from settings import GRPOSettings, ModelOptions, SFTSettings, SnugError, TaskOptions, read_settings
 from tokenizer import Tokenizer, get_tokenizer
 
-
 NO_PROBLEM = ("tokenizer", "gym_timeout", "gym_memory_mb")  # of TaskOptions, those that do not say what is asked
 
 
