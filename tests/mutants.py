@@ -96,7 +96,7 @@ MUTANTS = [
     ("lora: merged twice over", "lora.py", "add_(change, alpha=module.scale)", "add_(change, alpha=2 * module.scale)", "test_lora.py"),
     ("lora: the base trains too", "lora.py", "    model.requires_grad_(False)\n", "    model.requires_grad_(True)\n", "test_lora.py"),
     ("lora: A begins at zero too", "lora.py", "nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))", "nn.init.zeros_(self.lora_A)", "test_lora.py"),
-    ("lora: another base goes unnoticed", "checkpoint.py", 'identity(Path(base["path"])) != base["fingerprint"]', "False", "test_lora.py"),
+    ("lora: another base goes unnoticed", "checkpoint.py", 'identity(place) == base["fingerprint"]', "True", "test_lora.py"),
     ("lora: resumed without its adapters", "checkpoint.py", "    if path and adapters:\n        load_into", "    if False:\n        load_into", "test_lora.py"),
     ("tokenizer not kept beside the checkpoint", "saver.py", "write(self.folder, state, tensors, self.tokenizer.files)", "write(self.folder, state, tensors)", "test_models.py"),
 ]  # fmt: skip
