@@ -16,21 +16,23 @@ from dataclasses import asdict
 from functools import partial
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
-    from exam import prepare_exam
-    from settings import EvaluateSettings, friendly_errors, read_settings
+    from options import friendly_errors, read_settings
+    from runs.exam import prepare_exam
+    from settings import EvaluateSettings
 
     with friendly_errors():
         settings, given, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
         exam = prepare_exam(settings, given, folder)
 
-from exam import write_lines
-from memory import surviving
+from data.rewards import ask
+from data.scores import judge, table
+from memory.fit import halve_rollout_batch
+from memory.oom import surviving
 from model import autocast
-from plan import halve_rollout_batch
-from reward import ask
+from options import SnugError, fields
+from runs.exam import write_lines
 from sample import rehearse_groups, sample_groups
-from scores import judge, table
-from settings import SnugError, TaskOptions, fields
+from settings import TaskOptions
 
 AT_ONCE = 2**22  # tokens that the command's completions may have together, of those that are sampled in one go
 
@@ -177,7 +179,7 @@ def examine(run, exam, settings):
 
 
 def main(settings, exam, folder):
-    from checkpoint import load_run
+    from runs.checkpoint import load_run
 
     head, samples = examine(load_run(folder, settings.device), exam, settings)
     try:

@@ -18,7 +18,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memory import kind_of, to_device, to_host
+from memory.host import to_device, to_host
+from memory.lean import Embed, LeanRMSNorm
+from memory.ledger import kind_of
+from options import SnugError
 
 
 @dataclass(frozen=True)
@@ -94,26 +97,6 @@ class RMSNorm(nn.RMSNorm):
         if x.is_cuda or x.dtype == torch.float64:
             return super().forward(x)
         return LeanRMSNorm.apply(x, self.weight, self.eps)
-
-
-class LeanRMSNorm(torch.autograd.Function):
-    """y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps), in float32; saved: x and rstd (..., 1)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        wide = x.float()
-        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return (wide * rstd * weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, rstd = ctx.saved_tensors
-        unit, dy = x.float() * rstd, dy.float()
-        dweight = (dy * unit).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        dy = dy * weight
-        dx = (dy - unit * (dy * unit).mean(-1, keepdim=True)).mul_(rstd)
-        return dx.to(x.dtype), None if dweight is None else dweight.to(weight.dtype), None
 
 
 def make_norm(config, size=None):
@@ -230,33 +213,6 @@ def host_hooks(x):
     return pack, unpack
 
 
-class Embed(torch.autograd.Function):
-    """F.embedding whose backward adds to weight.grad itself: only the rows of tokens that are there, no second (V, C).
-
-    Hooks on the weight's gradient do not fire for it. Each token's share is summed in float32 first and rounded once.
-    """
-
-    @staticmethod
-    def forward(ctx, tokens, weight):
-        ctx.weight = weight
-        ctx.save_for_backward(tokens)
-        return F.embedding(tokens, weight)
-
-    @staticmethod
-    def backward(ctx, dx):
-        (tokens,), weight = ctx.saved_tensors, ctx.weight
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        ids, order = tokens.flatten().sort()  # tokens 7 3 7: ids 3 7 7
-        bins = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])  # 0 1 1: as many as there are tokens will do
-        wide = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))
-        sums = torch.ops.aten.embedding_dense_backward(wide, bins, len(ids), -1, False)  # its order of sums does not vary
-        rows = torch.arange(len(ids), device=ids.device) % len(weight)  # what is left over adds zeros, each to another row
-        rows.index_copy_(0, bins, ids)  # 3 7 2
-        weight.grad.index_add_(0, rows, sums.to(weight.dtype))
-        return None, None
-
-
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -347,3 +303,37 @@ class GPT(nn.Module):
         if self.config.n_vocab < self.config.vocab_size:
             logits[..., self.config.n_vocab :] = -math.inf
         return logits
+
+
+def make_model(shape, device, dtype="float32", initialise=True):
+    """GPTConfig's keywords -> a GPT of random weights, or, where they are to be loaded, of any. Raises SnugError where a state.json has them wrong."""
+    try:
+        config = GPTConfig(**shape)
+    except (TypeError, ValueError) as error:
+        raise SnugError(f"not the shape of a model: {error}") from None
+    made_as = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device if initialise else "meta"):  # made where it is to live: never a second copy, in float32, on the host
+            model = GPT(config)
+        return model if initialise else model.to_empty(device=device)
+    finally:
+        torch.set_default_dtype(made_as)
+
+
+def pick_device(name):
+    """ "auto" -> cuda where there is one, else cpu. Raises SnugError for what torch has not got."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError as error:
+        raise SnugError(f"device={name!r}: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise SnugError(f"device={name!r}: snug runs on cpu and cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SnugError(f"device={name!r}: this torch sees no CUDA device; use --device=cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise SnugError(f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+        torch.cuda.set_device(device)  # which also starts CUDA, so that the allocator's counters are there
+    return device

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from log import read_log
-from settings import SnugError, friendly_errors
+from options import SnugError, friendly_errors
+from runs.log import read_log
 
 PEAK, TIME = "mem_max_alloc_mb_", ("time_", "_s")
 

@@ -22,10 +22,10 @@ from pathlib import Path
 import regex
 import tiktoken
 
-from bpe import SUPPORTED, Trees, symbols_of
-from chat import Chat, well_formed
-from settings import SnugError
-from tokenizer_json import END_OF_TEXT, FILES, GPT2, Added, one_line, read_files, read_tokenizer
+from options import SnugError
+from pretrained.bpe import SUPPORTED, Trees, symbols_of
+from pretrained.chat import Chat, well_formed
+from pretrained.tokenizer_json import END_OF_TEXT, FILES, GPT2, Added, one_line, read_files, read_tokenizer
 
 
 @dataclass(eq=False, repr=False)

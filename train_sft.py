@@ -13,19 +13,20 @@ from functools import partial
 from itertools import islice
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
-    from prepare import prepare
-    from settings import SFTSettings, friendly_errors, read_settings
+    from options import friendly_errors, read_settings
+    from runs.prepare import prepare
+    from settings import SFTSettings
 
     with friendly_errors():
         prepared = prepare(*read_settings(SFTSettings, sys.argv[1:])[:2])
 
 import torch
 
-import loop
 from batch import Sequences, limits, micro_batches
 from evaluate import rehearse_evaluation
-from optimizer import learning_rate_at, number
 from sample import Numbers
+from training import loop
+from training.optimizer import learning_rate_at, number
 
 
 def main(prepared):

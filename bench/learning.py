@@ -22,7 +22,7 @@ from pathlib import Path
 HOME = Path(__file__).parent.parent
 sys.path.insert(0, str(HOME))
 
-from log import read_log  # noqa: E402
+from runs.log import read_log  # noqa: E402
 
 # name: (SFT config, GRPO config, options of the GRPO run, seeds)
 EXPERIMENTS = {

@@ -28,8 +28,12 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from logprobs import Options, backward_rows, forward_rows, head_logprobs, head_loss, new_rows, new_scratch, token_logprobs  # noqa: E402
-from memory import MIB, LiveBytes  # noqa: E402
+from logprobs.head import head_logprobs, head_loss  # noqa: E402
+from logprobs.rows import Options, backward_rows, forward_rows, new_rows, new_scratch, token_logprobs  # noqa: E402
+from memory.ledger import (
+    MIB,  # noqa: E402
+    LiveBytes,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {  # (device, quick) -> logits (M, V), head (M, C, V), dtype, chunk_mb's, rounds

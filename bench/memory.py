@@ -21,15 +21,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import collect  # noqa: E402
 import grpo  # noqa: E402
+import grpo as collect  # noqa: E402
 import sample  # noqa: E402
 import train_sft  # noqa: E402
-from log import read_log  # noqa: E402
-from memory import MIB  # noqa: E402
-from plan import GIB, plan  # noqa: E402
-from prepare import prepare  # noqa: E402
-from settings import GRPOSettings, SFTSettings, read_settings  # noqa: E402
+from memory.ledger import MIB  # noqa: E402
+from memory.plan import GIB, plan  # noqa: E402
+from options import read_settings  # noqa: E402
+from runs.log import read_log  # noqa: E402
+from runs.prepare import prepare  # noqa: E402
+from settings import GRPOSettings, SFTSettings  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = dict(digits=4, n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=8192, batch_size=4, group_size=8, max_new_tokens=80)

@@ -19,15 +19,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-import saver as saving
-from checkpoint import tensors_of
-from guard import Guard
-from memory import MIB, available_on_host
+from memory.host import available_on_host
+from memory.ledger import MIB
 from model import GPT, GPTConfig
-from optimizer import make_optimizer
-from saver import Saver
+from runs import saver as saving
+from runs.checkpoint import tensors_of
+from runs.saver import Saver
 from settings import SFTSettings
 from tokenizer import get_tokenizer
+from training.guard import Guard
+from training.optimizer import make_optimizer
 
 
 @torch.no_grad()

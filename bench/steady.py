@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-import collect
 import grpo
+import grpo as collect
 import sample
 import train_sft
-from memory import MIB, resident_bytes
-from prepare import prepare
+from memory.ledger import MIB
+from memory.meter import resident_bytes
+from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 
 

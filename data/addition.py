@@ -10,8 +10,8 @@ may get wrong and what reinforcement can put right. Only what follows the last `
 Left out: credit for right column sums, more than two numbers, negative ones.
 """
 
-from data import Task
-from settings import SnugError
+from data.task import Task
+from options import SnugError
 
 MAX_DIGITS = 1000  # Python itself refuses to print numbers of more than 4,300
 

@@ -23,9 +23,9 @@ import re
 from collections import namedtuple
 from fractions import Fraction
 
-from data import Task
 from data.answers import in_answer_tags
-from settings import SnugError
+from data.task import Task
+from options import SnugError
 
 MAX_VALUE = 9999  # of a target and of everything on the way to it
 MAX_NUMBERS = 10

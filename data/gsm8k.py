@@ -22,7 +22,7 @@ from pathlib import Path
 
 from data.answers import number_after_marker
 from data.rows import FileTask, read_lines
-from settings import SnugError, friendly_errors
+from options import SnugError, friendly_errors
 
 INSTRUCTION = "Reason step by step, and give the final answer on a line of its own, as #### and then one number."
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"

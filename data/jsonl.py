@@ -15,7 +15,7 @@ Without test_file one prompt in ten is held out, by the prompt itself. Left out:
 import json
 
 from data.rows import FileTask, read_lines
-from settings import SnugError
+from options import SnugError
 
 
 class Jsonl(FileTask):

@@ -11,8 +11,8 @@ import json
 import random
 from pathlib import Path
 
-from data import Task, split_of
-from settings import SnugError
+from data.task import Task, split_of
+from options import SnugError
 
 SHOWN = 5  # bad rows that are named; the rest are counted
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(HOME))
 CHILD = """
 import sys, time
 sys.path.insert(0, {home!r})
-import checkpoint
+from runs import checkpoint
 flush = checkpoint.flush
 def slow(path):
     print("saving", flush=True)
@@ -74,7 +74,7 @@ def run_until_killed(folder, rng, in_save):
 
 
 def weights(folder):
-    from checkpoint import newest
+    from runs.checkpoint import newest
 
     path = newest(folder)
     return path.name, (path / "model.safetensors").read_bytes(), (path / "optimizer.safetensors").read_bytes()
@@ -96,7 +96,7 @@ def lines_of(folder, name):
 
 def left_behind(folder):
     """What is wrong with what a kill left, or None: half a line, or a checkpoint that has its name and is not whole."""
-    from checkpoint import checkpoints, damage
+    from runs.checkpoint import checkpoints, damage
 
     try:
         for name in ("log.jsonl", "samples.jsonl"):

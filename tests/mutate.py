@@ -27,12 +27,13 @@ sys.path[:0] = [str(HOME), str(HOME / "tests")]
 
 import torch  # noqa: E402
 
-import checkpoint  # noqa: E402
-from guard import Guard  # noqa: E402
-from optimizer import make_optimizer  # noqa: E402
-from prepare import prepare  # noqa: E402
-from saver import Saver  # noqa: E402
-from settings import SFTSettings, SnugError  # noqa: E402
+from options import SnugError  # noqa: E402
+from runs import checkpoint  # noqa: E402
+from runs.prepare import prepare  # noqa: E402
+from runs.saver import Saver  # noqa: E402
+from settings import SFTSettings  # noqa: E402
+from training.guard import Guard  # noqa: E402
+from training.optimizer import make_optimizer  # noqa: E402
 
 NAMES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 FORBIDDEN = (

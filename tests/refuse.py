@@ -16,7 +16,8 @@ from pathlib import Path
 HOME = Path(__file__).parent.parent
 sys.path.insert(0, str(HOME))
 
-from settings import GRPOSettings, SFTSettings, fields, type_of  # noqa: E402
+from options import fields, type_of  # noqa: E402
+from settings import GRPOSettings, SFTSettings  # noqa: E402
 
 COMBINATIONS = [  # loop, words, the option that has to be named; {n} is drawn
     ("both", "--n_embd={n} --n_head=7", "n_head", lambda r: 7 * r.randrange(2, 50) + r.randrange(1, 7)),

@@ -18,17 +18,18 @@ import torch
 from conftest import make_model
 from test_grpo import run, tiny
 
-import checkpoint
-import collect
 import grpo
+import grpo as collect
 import train_sft
-from guard import Guard
-from log import read_log
-from optimizer import make_optimizer, optimizer_step
-from prepare import prepare
-from saver import Saver
-from settings import SFTSettings, SnugError
+from options import SnugError
+from runs import checkpoint
+from runs.log import read_log
+from runs.prepare import prepare
+from runs.saver import Saver
+from settings import SFTSettings
 from tokenizer import get_tokenizer
+from training.guard import Guard
+from training.optimizer import make_optimizer, optimizer_step
 
 HOME = Path(__file__).parent.parent
 

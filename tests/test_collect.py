@@ -10,13 +10,14 @@ from conftest import DEVICE, make_flat_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-import collect
 import grpo
-from checkpoint import newest, read_state
-from log import read_log
-from prepare import prepare
+import grpo as collect
+from options import SnugError
+from runs.checkpoint import newest, read_state
+from runs.log import read_log
+from runs.prepare import prepare
 from sample import Rollouts, sample_groups
-from settings import GRPOSettings, SnugError
+from settings import GRPOSettings
 
 STOP = 3
 TINY = dict(
@@ -276,7 +277,7 @@ def test_a_failed_iteration_leaves_its_prompts_to_the_resumed_run(tmp_path, monk
     """The state from before it is saved, with the count of prompts from before it."""
     options = dict(max_num_gen_batches=3, save_interval=0, max_iters=3, eval_interval=2, eval_prompts=4)
     prepared, drawn = prepared_for(tmp_path, lambda n, i: float(i) if n < 8 else 0.0, **options)
-    monkeypatch.setattr("loop.evaluate_if_due", lambda done, *rest: 1 / 0 if done == 3 else {})
+    monkeypatch.setattr("training.loop.evaluate_if_due", lambda done, *rest: 1 / 0 if done == 3 else {})
     with pytest.raises(ZeroDivisionError):
         grpo.main(prepared)
     assert drawn[-1][-1] == 19

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_checkpoint import saved
 
-from checkpoint import newest
+from runs.checkpoint import newest
 
 HOME = Path(__file__).parent.parent
 PROBE = """

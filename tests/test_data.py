@@ -20,12 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_grpo import tiny
 
-from data import SURVEY_HITS, Task, load_reward_function, make_task, split_of
+from data import load_reward_function, make_task
 from data.countdown import ARITHMETIC, Refused, evaluate
-from log import read_log
-from prepare import prepare
-from reward import total_rewards
-from settings import GRPOSettings, SnugError
+from data.rewards import total_rewards
+from data.task import SURVEY_HITS, Task, split_of
+from options import SnugError
+from runs.log import read_log
+from runs.prepare import prepare
+from settings import GRPOSettings
 
 FIELD = dict(task="countdown", countdown_form="tags", countdown_max_number=99, countdown_max_target=99)
 TASKS = {"addition": {}, "countdown": dict(task="countdown"), "tags": FIELD}

@@ -9,7 +9,7 @@ from conftest import DEVICE, make_flat_model, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draw import Truncation, sample_tokens, uniforms
+from decoding.draw import Truncation, sample_tokens, uniforms
 from sample import generate_naive, sample_groups
 
 

@@ -21,14 +21,16 @@ from test_commands import command
 
 import evaluate
 import train_sft
-from checkpoint import Run, load_run, newest
-from data import Task, make_task
+from data import make_task
+from data.scores import Z, ballots, judge, majority_at, of_prompts, pass_at, powers, table, wilson
+from data.task import Task
 from evaluate import evaluate_as_run, examine
-from exam import Exam, prepare_exam, settings_asked, write_lines
-from prepare import prepare
-from pretrained import save_pretrained
-from scores import Z, ballots, judge, majority_at, of_prompts, pass_at, powers, table, wilson
-from settings import EvaluateSettings, GRPOSettings, SFTSettings, SnugError, read_settings
+from options import SnugError, read_settings
+from pretrained.tensors import save_pretrained
+from runs.checkpoint import Run, load_run, newest
+from runs.exam import Exam, prepare_exam, settings_asked, write_lines
+from runs.prepare import prepare
+from settings import EvaluateSettings, GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
 
 HOME = Path(__file__).parent.parent
@@ -469,7 +471,7 @@ def test_the_file_is_replaced_whole_or_not_at_all(run_folder, tmp_path, monkeypa
     exam, settings = exam_of(run_folder, f"--samples_file={file}", "--num_prompts=5")
     assert exam.file == file and file.read_text() == "what was there\n" and len(list(tmp_path.iterdir())) == 1
     with monkeypatch.context() as patch:
-        patch.setattr("exam.os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr("runs.exam.os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(SnugError, match=r"samples.jsonl cannot be written \(No space left on device\)"):
             evaluate.main(settings, exam, run_folder)
     assert file.read_text() == "what was there\n" and len(list(tmp_path.iterdir())) == 1

@@ -10,19 +10,21 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, make_flat_model, make_model
 
-import collect
 import grpo
-import loop
+import grpo as collect
 import train_sft
 from batch import Sequences
-from checkpoint import newest
-from log import read_log
 from loss import group_advantages, policy_loss
-from memory import MIB, LiveBytes, tensor_bytes
-from optimizer import make_optimizer, optimizer_step
-from prepare import prepare
+from memory.ledger import MIB, LiveBytes
+from memory.meter import tensor_bytes
+from options import SnugError
+from runs.checkpoint import newest
+from runs.log import read_log
+from runs.prepare import prepare
 from sample import Rollouts, sample_groups
-from settings import GRPOSettings, SFTSettings, SnugError
+from settings import GRPOSettings, SFTSettings
+from training import loop
+from training.optimizer import make_optimizer, optimizer_step
 
 STOP = 3
 

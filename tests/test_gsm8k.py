@@ -18,9 +18,11 @@ from exploits import FORMS, dressed, harmless
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import gsm8k, make_task, split_of
+from data import gsm8k, make_task
 from data.answers import MAX_ANSWER, MAX_COMPLETION, in_answer_tags, number_after_marker
-from settings import GRPOSettings, SFTSettings, SnugError
+from data.task import split_of
+from options import SnugError
+from settings import GRPOSettings, SFTSettings
 
 HERE = Path(__file__).parent
 SAMPLE = HERE / "gsm8k_sample.jsonl"

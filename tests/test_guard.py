@@ -14,15 +14,15 @@ from conftest import DEVICE
 from test_checkpoint import OPTIMIZERS, figures
 from test_grpo import tiny
 
-import checkpoint
 import grpo
-import loop
-import replay
 import train_sft
-from log import read_log
-from optimizer import gradients_of
-from prepare import prepare
-from settings import SnugError
+from options import SnugError
+from runs import checkpoint
+from runs.log import read_log
+from runs.prepare import prepare
+from tools import replay
+from training import loop
+from training.optimizer import gradients_of
 
 HOME = Path(__file__).parent.parent
 VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
@@ -277,10 +277,10 @@ def test_replay_names_the_module(tmp_path):
     """Weights that overflow: as a command, in a process of its own."""
     sft, _ = tiny(tmp_path)
     hopeless = dict(learning_rate=1e30, grad_clip=0.0, eval_prompts=0, max_dropped_steps=2, save_interval=0)
-    with pytest.raises(SnugError, match=r"python replay.py \S+dropped-00000\d"):
+    with pytest.raises(SnugError, match=r"python -m tools.replay \S+dropped-00000\d"):
         train_sft.main(prepare(dataclasses.replace(sft, **hopeless)))
     folder = next(Path(sft.out_dir).glob("dropped-*"))
-    child = subprocess.run([sys.executable, "replay.py", str(folder), "--device=cpu"], cwd=HOME, capture_output=True, text=True)
+    child = subprocess.run([sys.executable, "-m", "tools.replay", str(folder), "--device=cpu"], cwd=HOME, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     for line in (
         "weights: finite",
@@ -343,7 +343,7 @@ def test_a_disk_that_is_full_does_not_stop_a_drop(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(loop, "optimizer_step", ill)
-    monkeypatch.setattr("guard.save_file", full)
+    monkeypatch.setattr("training.guard.save_file", full)
     train_sft.main(prepare(dataclasses.replace(sft, eval_prompts=0)))
     assert "it cannot be written (OSError: ['[Errno 28] No space left on device'])" in (Path(sft.out_dir) / "log.txt").read_text()
     assert read_log(sft.out_dir)[-1]["dropped_steps"] == 1

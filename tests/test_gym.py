@@ -16,10 +16,13 @@ import pytest
 from test_sandbox import ENDS, LATE, LINUX, WRITES, processes, wait_for
 from test_sandbox import place as folder  # noqa: F401, a fixture
 
-from data import SURVEY_HITS, make_task, reasoning_gym, split_of
-from data.reasoning_gym import REQUEST, START, TRAINING, ReasoningGym, read_options
-from data.sandbox import Sandbox, SandboxError
-from settings import GRPOSettings, SFTSettings, SnugError
+from data import make_task
+from data.gym import reasoning_gym
+from data.gym.reasoning_gym import REQUEST, START, TRAINING, ReasoningGym, read_options
+from data.gym.sandbox import Sandbox, SandboxError
+from data.task import SURVEY_HITS, split_of
+from options import SnugError
+from settings import GRPOSettings, SFTSettings
 
 HERE = importlib.util.find_spec("reasoning_gym") is not None
 needs_package = pytest.mark.skipif(not HERE, reason="reasoning_gym is not installed")
@@ -40,13 +43,13 @@ OTHERS = "coin_flip graph_color tower_of_hanoi".split()
 def child():
     """One child for all generators that are asked here with no options; else there would be a second of imports for each test."""
     names = QUICK + EXECUTING + ODD + OTHERS
-    with closing(Sandbox("data.gym_worker:Gym", {"datasets": {name: {} for name in names}}, timeout=60)) as child:
+    with closing(Sandbox("data.gym.worker:Gym", {"datasets": {name: {} for name in names}}, timeout=60)) as child:
         yield child
 
 
 @pytest.fixture(scope="module")
 def hasty():
-    with closing(Sandbox("data.gym_worker:Gym", {"datasets": {name: {} for name in EXECUTING}}, timeout=0.5, memory_mb=512)) as child:
+    with closing(Sandbox("data.gym.worker:Gym", {"datasets": {name: {} for name in EXECUTING}}, timeout=0.5, memory_mb=512)) as child:
         yield child
 
 
@@ -222,8 +225,8 @@ def test_what_the_package_refuses():
     program = f"""
 import json, re, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
-from data.gym_worker import Gym
-from data.reasoning_gym import crc
+from data.gym.worker import Gym
+from data.gym.reasoning_gym import crc
 for datasets, message in json.loads(sys.argv[1]):
     try:
         Gym(datasets)
@@ -455,7 +458,7 @@ def test_the_child_gets_the_options():
     assert boxes[0] is boxes[1] and boxes[0].process is None
     arguments = {"datasets": {"gcd": {}, "lcm": {"max_numbers": 3}}}
     assert boxes[0].config | {"layers": []} == dict(
-        target="data.gym_worker:Gym", arguments=arguments, timeout=2.5, memory_mb=100, layers=[]
+        target="data.gym.worker:Gym", arguments=arguments, timeout=2.5, memory_mb=100, layers=[]
     )
     assert ReasoningGym(GRPOSettings(task="reasoning_gym", **asked | {"gym_timeout": 3.0})).sandbox is not boxes[0]
 
@@ -476,7 +479,7 @@ def test_ways_to_write_options():
 def test_every_generator(monkeypatch, capsys):
     """Rows of all splits, the same in another child; and what scorers say of the answer itself, of nothing, of noise and of odd texts."""
     said = subprocess.run(
-        [sys.executable, "-c", "from data.gym_worker import *; print(*sorted(set(DATASETS) - set(NOT_HERE)))"],
+        [sys.executable, "-c", "from data.gym.worker import *; print(*sorted(set(DATASETS) - set(NOT_HERE)))"],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
@@ -484,7 +487,7 @@ def test_every_generator(monkeypatch, capsys):
     names = said.stdout.split()
     assert len(names) > 100
     lines, doubtful = [], set()
-    with closing(Sandbox("data.gym_worker:Gym", {"datasets": {name: {} for name in names}}, timeout=60)) as child:
+    with closing(Sandbox("data.gym.worker:Gym", {"datasets": {name: {} for name in names}}, timeout=60)) as child:
         monkeypatch.setattr(reasoning_gym, "open_sandbox", lambda *_: child)
         kept = {}
         for name in names:

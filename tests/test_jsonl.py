@@ -16,9 +16,10 @@ import grpo
 import train_sft
 from data import make_task
 from data.jsonl import read_rows
-from log import read_log
-from prepare import prepare
-from settings import GRPOSettings, SFTSettings, SnugError
+from options import SnugError
+from runs.log import read_log
+from runs.prepare import prepare
+from settings import GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
 
 

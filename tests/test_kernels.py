@@ -18,12 +18,13 @@ from conftest import make_flat_model
 from test_kvcache import RAGGED, make_cache, run_rows
 from test_logprobs import DEVICE, assert_near, make_head, make_rows, plain
 
-import draw
-import kvcache
-import logprobs
-import sample
-from draw import sample_tokens
-from logprobs import head_logprobs, head_loss, tile, token_logprobs
+from decoding import attention, draw, kvcache
+from decoding import decode_batch as sample
+from decoding.draw import sample_tokens
+from logprobs import kernels, rows
+from logprobs.head import head_logprobs, head_loss
+from logprobs.kernels import tile
+from logprobs.rows import token_logprobs
 from sample import generate_naive, sample_groups
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -46,7 +47,7 @@ def only_kernels(request, monkeypatch):
     """In the interpreter's process and on CUDA plain torch must not stand in for a kernel."""
     if request.function.__name__.startswith("test_kernel"):
         for name in ("forward_torch", "backward_torch"):
-            monkeypatch.setattr(logprobs, name, lambda *_: pytest.fail("plain torch ran"))
+            monkeypatch.setattr(rows, name, lambda *_: pytest.fail("plain torch ran"))
         monkeypatch.setattr(draw, "draw_torch", lambda *_: pytest.fail("plain torch ran"))
         monkeypatch.setattr(kvcache.torch, "baddbmm", lambda *_: pytest.fail("plain torch ran"))
 
@@ -158,9 +159,9 @@ def test_kernel_leaves_the_gradient_in_place_of_the_logits(dtype, M, width, n_vo
     expected, expected_entropy = plain(exact, targets, temperature, n_vocab)
     softmax = torch.nn.functional.pad(torch.softmax(exact[:, :n_vocab] / temperature, -1), (0, width - n_vocab))
     gradient = torch.nn.functional.one_hot(targets, width) - softmax
-    options = logprobs.Options(temperature, n_vocab, True, dtype)
-    values, lse, entropy = logprobs.new_rows(M, options, DEVICE)
-    logprobs.forward_rows(logits, targets, options, values, lse, entropy, None, gradient=True)
+    options = rows.Options(temperature, n_vocab, True, dtype)
+    values, lse, entropy = rows.new_rows(M, options, DEVICE)
+    rows.forward_rows(logits, targets, options, values, lse, entropy, None, gradient=True)
     assert_near(values, expected, 2e-5)
     assert_near(entropy, expected_entropy, 4e-5)
     assert_near(logits, gradient / temperature, max(2e-6, torch.finfo(dtype).eps / temperature))  # rounded once
@@ -291,7 +292,7 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
         pointers = {"logits": "*" + dtype} | {name: numbers[name] for name in ("targets", "logprobs", "lse", "entropy")}
         constants = {"BLOCK": block, "PADDED": entropy, "ENTROPY": entropy, "GRADIENT": gradient}
         strides = ("width", "row_stride") if width % 16 == 0 else ()
-        used, ptx = resources(logprobs.forward_kernel, capability, pointers, constants, strides, warps, tmp_path)
+        used, ptx = resources(kernels.forward_kernel, capability, pointers, constants, strides, warps, tmp_path)
         print(f"sm_{capability} V={V} {dtype} forward entropy={entropy} gradient={gradient} block={block} warps={warps}", used)
         assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= min(128, 2048 // warps)  # else the program does not fit on an SM
         assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == (
@@ -303,7 +304,7 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
     strides = ("width", "row_stride", "out_row_stride") if aligned else ()
     for entropy in (False, True):
         constants = {"BLOCK": block, "PADDED": True, "ENTROPY": entropy}
-        used, ptx = resources(logprobs.backward_kernel, capability, pointers, constants, strides, warps, tmp_path)
+        used, ptx = resources(kernels.backward_kernel, capability, pointers, constants, strides, warps, tmp_path)
         print(f"sm_{capability} V={V} {dtype} backward entropy={entropy} block={block} warps={warps}", used)
         assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64
         assert ("st.global.v4" in ptx) == aligned
@@ -329,20 +330,20 @@ def test_compiled_draws_do_not_spill(capability, V, dtype, tmp_path):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, dtype, tmp_path):
     """At the tiles of GPT-2 and of Qwen2.5-1.5B."""
-    M, slots = kvcache.query_tile(H // G, group_size)
+    M, slots = attention.query_tile(H // G, group_size)
     floats = dict.fromkeys(("parts", "tops", "totals", "cos", "sin"), "*fp32")
     cache = dict.fromkeys(("q", "k", "v", "turned_q", "prompt_k", "prompt_v", "own_k", "own_v", "y"), "*" + dtype)
     kinds = floats | cache | {"order": "*i32", "places": "*i32", "lengths": "*i64", "t": "*i64"}
-    shape = dict(R=H // G, N=kvcache.column_block(D, 2 if dtype == "bf16" else 4), DP=D)
+    shape = dict(R=H // G, N=attention.column_block(D, 2 if dtype == "bf16" else 4), DP=D)
     for kernel, constants, warps in (
-        (kvcache.place_kernel, dict(DP=D, ROTARY=True), 1),
-        (kvcache.place_kernel, dict(DP=D, ROTARY=False), 1),
-        (kvcache.prompt_kernel, shape | dict(M=M, TILE=slots), 4),
-        (kvcache.own_kernel, shape | dict(M=16), 4),
-        (kvcache.join_kernel, dict(SPLITS=6, DP=D), 1),
+        (attention.place_kernel, dict(DP=D, ROTARY=True), 1),
+        (attention.place_kernel, dict(DP=D, ROTARY=False), 1),
+        (attention.prompt_kernel, shape | dict(M=M, TILE=slots), 4),
+        (attention.own_kernel, shape | dict(M=16), 4),
+        (attention.join_kernel, dict(SPLITS=6, DP=D), 1),
     ):
         pointers = {name: kinds[name] for name in kernel.arg_names if name in kinds}
-        if kernel is kvcache.place_kernel:
+        if kernel is attention.place_kernel:
             pointers |= {"q": "*fp32", "k": "*fp32"}  # what autocast's norms leave of them, beside values in bfloat16
         aligned = {"D", "chunk", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head"} & set(kernel.arg_names)
         used, _ = resources(kernel, capability, pointers, constants, aligned, warps, tmp_path)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from conftest import DEVICE, make_model
 
-from kvcache import KVCache, split_columns
+from decoding.attention import split_columns
+from decoding.kvcache import KVCache
 from model import rotary_table, rotate
 
 

@@ -4,18 +4,20 @@ import pytest
 import torch
 from conftest import DEVICE, make_flat_model
 
-import collect
 import grpo
+import grpo as collect
 import train_sft
-from checkpoint import begin
+from decoding.decode_batch import decode_batch, places_for
+from decoding.kvcache import KVCache
 from evaluate import decoding_of, evaluate_as_run
-from kvcache import KVCache
-from log import read_log
-from memory import MIB, MemoryMeter, tensor_bytes
-from optimizer import optimizer_step
-from prepare import prepare
-from sample import decode_batch, places_for
-from settings import GRPOSettings, SFTSettings, SnugError
+from memory.ledger import MIB
+from memory.meter import MemoryMeter, tensor_bytes
+from options import SnugError
+from runs.checkpoint import begin
+from runs.log import read_log
+from runs.prepare import prepare
+from settings import GRPOSettings, SFTSettings
+from training.optimizer import optimizer_step
 
 COMMON = dict(digits=2, n_layer=2, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0, save_interval=0, seed=3)
 SFT = COMMON | dict(max_iters=50, batch_size=16, learning_rate=3e-3, demonstration_noise=0.5)

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from test_grpo import tiny
 
-import log
 import train_sft
-from log import Aside, Lines, RunLog, read_log
-from prepare import prepare
-from settings import SFTSettings, SnugError
+from options import SnugError, read_settings
+from runs import log
+from runs.log import Aside, Lines, RunLog, read_log
+from runs.prepare import prepare
+from settings import SFTSettings
 
 HOME = Path(__file__).parent.parent
 
@@ -204,13 +205,13 @@ def test_wandb_has_the_numbers_and_goes_on_with_its_run(tmp_path, monkeypatch):
 
 
 def test_a_service_that_is_not_installed_is_refused(monkeypatch):
-    import settings as options
+    import settings
 
-    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SnugError, match="report_to='wandb': the package is not installed; pip install wandb"):
-        options.read_settings(SFTSettings, ["--report_to=wandb"])
+        read_settings(SFTSettings, ["--report_to=wandb"])
     with pytest.raises(SnugError, match="report_to='mlflow' is not one of tensorboard, wandb"):
-        options.read_settings(SFTSettings, ["--report_to=mlflow"])
+        read_settings(SFTSettings, ["--report_to=mlflow"])
 
 
 def test_a_bar_in_a_terminal(tmp_path):

@@ -11,9 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-from logprobs import SCRATCH, head_logprobs, head_loss, rows_per_chunk, token_logprobs
+from logprobs.head import head_logprobs, head_loss, rows_per_chunk
+from logprobs.rows import SCRATCH, token_logprobs
 from loss import policy_loss
-from memory import MIB, LiveBytes
+from memory.ledger import MIB, LiveBytes
 
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts CPU storages")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

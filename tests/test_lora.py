@@ -9,16 +9,17 @@ from conftest import DEVICE, make_model
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import checkpoint
 import grpo
-import lora
 import train_sft
-from checkpoint import load_run, load_weights, newest
-from checkpoint import make_model as make_gpt
-from prepare import prepare
-from pretrained import load_pretrained, save_pretrained
+from model import make_model as make_gpt
+from options import SnugError, read_settings
+from pretrained import lora
+from pretrained.tensors import load_pretrained, save_pretrained
+from runs import checkpoint
+from runs.checkpoint import load_run, load_weights, newest
+from runs.prepare import prepare
 from sample import sample_groups
-from settings import GRPOSettings, SFTSettings, SnugError, read_settings
+from settings import GRPOSettings, SFTSettings
 
 TARGETS = ["qkv", "proj", "up", "down"]
 SHAPES = ["gpt2", "llama"]

@@ -7,7 +7,8 @@ import torch
 from conftest import make_model
 from torch.profiler import ProfilerActivity, profile
 
-from memory import MIB, LiveBytes, MemoryMeter, tensor_bytes
+from memory.ledger import MIB, LiveBytes
+from memory.meter import MemoryMeter, tensor_bytes
 
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the allocator's own counters are used")
 
@@ -102,9 +103,9 @@ def profiled_peak(function):
 def test_the_meter_agrees_with_the_profiler(shape, checkpoint_blocks):
     """Model, optimizer, forward, chunked head, backward and step: the peaks agree to 2 %."""
     from batch import Sequences
-    from optimizer import make_optimizer, optimizer_step
     from settings import SFTSettings
     from train_sft import train_step
+    from training.optimizer import make_optimizer, optimizer_step
 
     def steps():
         model = make_model(shape, vocab_size=5003, n_embd=64, block_size=256)

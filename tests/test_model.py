@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, make_model
 
-from memory import HOST, LiveBytes
-from model import Embed, GPTConfig, RMSNorm
+from memory.lean import Embed
+from memory.ledger import HOST, LiveBytes
+from model import GPTConfig, RMSNorm
 
 
 def slow_forward(model, tokens):

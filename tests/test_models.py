@@ -8,12 +8,14 @@ import torch
 
 import grpo
 import train_sft
-from checkpoint import load_run, newest
 from model import GPT, GPTConfig
-from prepare import prepare
-from pretrained import load_pretrained, main, save_pretrained
-from settings import ExportSettings, GRPOSettings, SFTSettings, SnugError, read_settings
+from options import SnugError, read_settings
+from pretrained.tensors import load_pretrained, save_pretrained
+from runs.checkpoint import load_run, newest
+from runs.prepare import prepare
+from settings import ExportSettings, GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
+from tools.export import main
 
 HERE = Path(__file__).parent
 QWEN = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, norm="rmsnorm", norm_eps=1e-6, position="rotary", rope_theta=1e6)

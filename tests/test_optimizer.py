@@ -6,10 +6,11 @@ import pytest
 import torch
 from conftest import DEVICE, make_model
 
-import optimizer as optimizer_module
-from memory import HOST, LiveBytes, tensor_bytes
-from optimizer import learning_rate_at, make_optimizer, optimizer_step, round_stochastically
+from memory.ledger import HOST, LiveBytes
+from memory.meter import tensor_bytes
 from settings import SFTSettings
+from training import optimizer as optimizer_module
+from training.optimizer import learning_rate_at, make_optimizer, optimizer_step, round_stochastically
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,20 @@ from test_memory import profiled_peak
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import collect
 import grpo
+import grpo as collect
 import sample
 import train_sft
-from checkpoint import newest, read_state
-from data import Task
-from log import read_log
-from memory import HOST, MIB, is_out_of_memory, surviving
-from plan import GIB, HOME, Births, apply, fit, plan, show
-from prepare import Prepared, prepare
-from settings import GRPOSettings, SFTSettings, SnugError
+from data.task import Task
+from memory.fit import apply, fit, show
+from memory.ledger import HOST, MIB
+from memory.oom import is_out_of_memory, surviving
+from memory.plan import GIB, HOME, Births, plan
+from options import SnugError
+from runs.checkpoint import newest, read_state
+from runs.log import read_log
+from runs.prepare import Prepared, prepare
+from settings import GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="exact bytes of the CPU meter; on CUDA bench/memory.py compares")
@@ -86,7 +89,7 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
     """
     no_stop(monkeypatch)
     most = 0.05 if name in ("long rollouts", "cache in pieces") else 0.02
-    monkeypatch.setattr("saver.available_on_host", lambda: 0)  # no copies while a checkpoint is written, which a plan leaves out
+    monkeypatch.setattr("runs.saver.available_on_host", lambda: 0)  # no copies while a checkpoint is written, which a plan leaves out
     prepared, settings = prepared_run(tmp_path, **CONFIGS[name])
     its_plan = plan(partial(grpo.rehearsal, prepared), settings)
     gc.collect()
@@ -186,7 +189,7 @@ def test_grpo_is_planned_to_need_what_sft_needs(name):
 
 def test_the_configs_of_the_repository_hold_what_they_promise():
     """Planned peaks, all parameters: 1.5B in 12.2 GiB, in 6.6 with the optimizer on the host; 7B in 18."""
-    from settings import read_settings
+    from options import read_settings
 
     for words, most in (
         (["config/grpo_qwen2_1.5b.py"], 12.2),
@@ -253,7 +256,7 @@ def test_what_cannot_fit_is_refused_before_the_first_step(tmp_path, capsys):
 
 def test_a_host_that_is_too_small_is_refused(tmp_path, monkeypatch):
     prepared, settings = prepared_run(tmp_path, memory_budget_gb="4", optimizer_device="host")
-    monkeypatch.setattr("plan.available_on_host", lambda: 1000)
+    monkeypatch.setattr("memory.fit.available_on_host", lambda: 1000)
     with pytest.raises(SnugError, match="GiB of the host, which has 0 GiB left"):
         apply(partial(grpo.rehearsal, prepared), settings, 34, torch.device("cpu"), print)
 
@@ -391,7 +394,7 @@ def test_other_errors_are_not_mistaken_for_it():
 def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):
     prepared, settings = prepared_run(tmp_path, eval_prompts=0, memory_budget_gb="auto", max_iters=1)
     peak = plan(partial(grpo.rehearsal, prepared), settings).peak
-    monkeypatch.setattr("plan.available_on_host", lambda: peak)  # of which a twentieth is left alone
+    monkeypatch.setattr("memory.fit.available_on_host", lambda: peak)  # of which a twentieth is left alone
     grpo.main(prepared)
     assert "GiB may be used: changed --" in capsys.readouterr().out
     assert read_log(settings.out_dir)[-1]["mem_max_alloc_mb"] <= 0.95 * peak / MIB

@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import pretrained
 from model import GPT, GPTConfig
-from pretrained import load_pretrained, read_shape, save_pretrained
+from options import SnugError
+from pretrained import tensors
+from pretrained.shapes import read_shape
+from pretrained.tensors import load_pretrained, save_pretrained
 from sample import sample_groups
-from settings import SnugError
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
 
@@ -135,7 +136,7 @@ def test_many_files_with_an_index_both_ways(tmp_path, monkeypatch):
     theirs = their_model("qwen3")
     theirs.save_pretrained(tmp_path / "a", max_shard_size="10KB")
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
-    monkeypatch.setattr(pretrained, "MAX_SHARD_BYTES", 10_000)
+    monkeypatch.setattr(tensors, "MAX_SHARD_BYTES", 10_000)
     save_pretrained(load_pretrained(tmp_path / "a"), tmp_path / "b")
     assert len(list((tmp_path / "b").glob("*.safetensors"))) > 3
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
@@ -148,7 +149,7 @@ def test_one_tensor_at_a_time(tmp_path, monkeypatch):
     import weakref
 
     alive, most, largest = set(), 0, 0
-    opened = pretrained.opened
+    opened = tensors.opened
 
     class Watched:
         def __init__(self, *args):
@@ -172,7 +173,7 @@ def test_one_tensor_at_a_time(tmp_path, monkeypatch):
             most, largest = max(most, len(alive)), max(largest, tensor.nbytes)
             return tensor
 
-    monkeypatch.setattr(pretrained, "opened", Watched)
+    monkeypatch.setattr(tensors, "opened", Watched)
     load_pretrained(tmp_path / "a")
     assert largest and most <= 2  # the next is read before the name of the last is taken from it
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward import Failed, ask, call, total_rewards
-from settings import SnugError
+from data.rewards import Failed, ask, call, total_rewards
+from options import SnugError
 
 PROMPTS, COMPLETIONS, COLUMNS = ["a", "b", "c"], ["x", "yy", "zzz"], {"answer": [1, 2, 3]}
 
@@ -179,7 +179,7 @@ def test_code_that_hears_no_signal_ends_the_process(tmp_path):
     code = f"""
 import ctypes, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
-import reward
+from data import rewards as reward
 reward.GRACE = 0.3
 def mine(prompts, completions):
     ctypes.PyDLL(None).usleep(900_000_000)  # PyDLL keeps the lock

@@ -6,8 +6,9 @@ import torch
 from conftest import DEVICE, make_flat_model, make_model
 
 import sample
-from kvcache import KVCache
-from memory import MemoryMeter
+from decoding import decode_batch as batch
+from decoding.kvcache import KVCache
+from memory.meter import MemoryMeter
 from model import autocast
 from sample import generate_naive, rehearse_groups, sample_groups
 
@@ -101,8 +102,8 @@ def test_when_the_host_looks_changes_no_row(shape, every, leave, monkeypatch):
     """Slots stay empty for a while, are filled late or leave in other numbers: as on CUDA, where a look costs something."""
     model = make_flat_model(shape)
     expected = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5))
-    monkeypatch.setitem(sample.LOOK_EVERY, DEVICE, every)
-    monkeypatch.setitem(sample.LEAVE_AT, DEVICE, leave)
+    monkeypatch.setitem(batch.LOOK_EVERY, DEVICE, every)
+    monkeypatch.setitem(batch.LEAVE_AT, DEVICE, leave)
     for max_batch in (None, 5):
         late = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5, max_batch=max_batch))
         for (ids, logprobs), (expected_ids, expected_logprobs) in zip(late, expected, strict=True):
@@ -116,7 +117,7 @@ def test_a_stop_string_that_spans_tokens(every, max_batch, monkeypatch):
     """Where "ab" has come to its end: in two tokens, in one, or within one."""
     model = make_flat_model("gpt2")
     text = dict.fromkeys((5, 9, 11, 13), "a") | dict.fromkeys((6, 10, 12, 14), "b") | {0: "ab", 8: "xab y"}
-    monkeypatch.setitem(sample.LOOK_EVERY, DEVICE, every)
+    monkeypatch.setitem(batch.LOOK_EVERY, DEVICE, every)
 
     def is_over(ids):
         return "ab" in "".join(text.get(i, "-") for i in ids)
@@ -227,7 +228,7 @@ def test_freed_slots_are_filled_again(slots, every, monkeypatch):
     """The steps are those of the sum of lengths, not of the longest times the batches; lengths from 1 to over 60, geometric."""
     model, steps = make_flat_model("gpt2", block_size=112, bias=True), []
     stops_one_time_in(12, model)
-    monkeypatch.setitem(sample.LOOK_EVERY, DEVICE, every)
+    monkeypatch.setitem(batch.LOOK_EVERY, DEVICE, every)
     model.register_forward_pre_hook(lambda module, args: steps.append(args[0].shape[0]) if args[0].shape[1] == 1 else None)
     read = []
     model.register_forward_pre_hook(lambda module, args: read.append(args[0].shape[0]) if args[0].shape[1] > 1 else None)
@@ -252,7 +253,7 @@ def test_columns_that_nobody_wrote_are_not_read(monkeypatch):
     monkeypatch.setattr(KVCache, "__init__", poisoned)
     last = lambda seed, rows, steps: np.asarray(steps)[None] == lengths[rows][:, None] - 1  # noqa: E731
     monkeypatch.setattr(sample, "uniforms", lambda *args: last(*args).astype(np.float32))
-    monkeypatch.setattr(sample, "sample_tokens", lambda model, hidden, u, *how: (torch.where(u > 0.5, STOP, 5), hidden.float().sum(-1)))
+    monkeypatch.setattr(batch, "sample_tokens", lambda model, hidden, u, *how: (torch.where(u > 0.5, STOP, 5), hidden.float().sum(-1)))
     rollouts = sample_groups(make_model("gpt2", block_size=64), [[1, 2]] * 6, 8, 40, stop_token=STOP, max_batch=8)
     assert rollouts.completion_lengths.tolist() == lengths.tolist() and rollouts.sampling_logprobs.isfinite().all()
 
@@ -260,8 +261,8 @@ def test_columns_that_nobody_wrote_are_not_read(monkeypatch):
 def test_plain_torch_is_not_recorded():
     """Its lengths and addresses are the host's; a graph would keep those of the step it was made from."""
     for dtype in (torch.float32, torch.float64):
-        flight = sample.Flight(make_model("gpt2").to(dtype), PROMPTS, 2, 8, 4, STOP, (1.0,), graphs=True)
-        assert flight.graphs == (DEVICE == "cuda" and dtype == torch.float32 and sample.uses_triton(flight.cache.own))
+        flight = batch.Flight(make_model("gpt2").to(dtype), PROMPTS, 2, 8, 4, STOP, (1.0,), graphs=True)
+        assert flight.graphs == (DEVICE == "cuda" and dtype == torch.float32 and batch.uses_triton(flight.cache.own))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts a CPU's bytes")

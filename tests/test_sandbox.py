@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from data import sandbox
-from data.sandbox import LAYERS, Sandbox, SandboxError
+from data.gym import sandbox
+from data.gym.sandbox import LAYERS, Sandbox, SandboxError
 
 with closing(Sandbox("evil:Evil", {})) as asked:
     asked.make([])
@@ -334,7 +334,7 @@ def test_it_dies_with_its_parent_and_a_ctrl_c_is_not_its_own():
     program = """
 import os, signal, sys
 sys.path[:0] = ["tests", "."]
-from data.sandbox import Sandbox
+from data.gym.sandbox import Sandbox
 child = Sandbox("evil:Evil", {}, timeout=1000)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 keeper = child.make(["pid"])[0]

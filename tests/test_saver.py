@@ -15,18 +15,19 @@ import torch
 from conftest import make_model
 from test_grpo import tiny
 
-import checkpoint
-import loop
-import saver as saving
 import train_sft
-from guard import Guard
-from log import read_log
-from memory import HOST
-from optimizer import make_optimizer, optimizer_step
-from prepare import prepare
-from saver import Saver, not_finite
-from settings import SFTSettings, SnugError
+from memory.ledger import HOST
+from options import SnugError
+from runs import checkpoint
+from runs import saver as saving
+from runs.log import read_log
+from runs.prepare import prepare
+from runs.saver import Saver, not_finite
+from settings import SFTSettings
 from tokenizer import get_tokenizer
+from training import loop
+from training.guard import Guard
+from training.optimizer import make_optimizer, optimizer_step
 
 HOME = Path(__file__).parent.parent
 
@@ -316,7 +317,7 @@ def test_a_log_on_a_disk_that_is_full_waits(tmp_path):
     code = f"""
 import os, sys
 sys.path.insert(0, {str(HOME)!r})
-from log import Lines
+from runs.log import Lines
 lines = Lines("{disk}/log.jsonl")
 lines.write("first")
 with open("{disk}/big", "wb", buffering=0) as file:

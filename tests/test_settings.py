@@ -15,22 +15,14 @@ import refuse
 from hypothesis import given
 from hypothesis import strategies as st
 
+import options
 import settings
-from prepare import prepare
-from settings import (
-    EvaluateSettings,
-    GRPOSettings,
-    ModelOptions,
-    ReplaySettings,
-    SampleSettings,
-    SFTSettings,
-    SnugError,
-    read_config,
-    read_settings,
-)
+from options import SnugError, read_config, read_settings
+from runs.prepare import prepare
+from settings import EvaluateSettings, GRPOSettings, ModelOptions, ReplaySettings, SampleSettings, SFTSettings
 
 CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings, ReplaySettings)
-EVERY_OPTION = [(cls, name) for cls in CLASSES for name in settings.fields(cls)]
+EVERY_OPTION = [(cls, name) for cls in CLASSES for name in options.fields(cls)]
 ROOT = Path(settings.__file__).parent
 
 
@@ -57,17 +49,17 @@ def config(tmp_path, text):
 def test_defaults_pass_their_own_checks(cls):
     result, given_names, place = read_settings(cls, [])
     assert (result, given_names, place) == (cls(), set(), "")
-    for name in settings.fields(cls):
+    for name in options.fields(cls):
         value = getattr(result, name)
-        assert settings.check_value(cls, name, value, name) == value
-        assert type(settings.check_value(cls, name, value, name)) is type(value)
+        assert options.check_value(cls, name, value, name) == value
+        assert type(options.check_value(cls, name, value, name)) is type(value)
 
 
 @pytest.mark.parametrize("cls, name", EVERY_OPTION)
 def test_every_option_has_a_meaning_and_a_default(cls, name):
-    field = settings.fields(cls)[name]
+    field = options.fields(cls)[name]
     assert len(field.metadata["meaning"]) > 5
-    kind, _ = settings.type_of(cls, name)
+    kind, _ = options.type_of(cls, name)
     assert kind in (int, float, bool, str, list)
 
 
@@ -94,7 +86,8 @@ def options_read_by(path):
 
 
 def test_every_option_is_read_somewhere():
-    files = [path for path in [*ROOT.glob("*.py"), *ROOT.glob("data/*.py")] if path.name != "settings.py"]
+    rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
+    files = [path for folder in [ROOT, *rooms] for path in folder.glob("*.py") if path.name != "settings.py"]
     read = {name for path in files for name in options_read_by(path)}
     unread = {name for _, name in EVERY_OPTION} - read
     assert not unread, f"options that nothing reads: {', '.join(sorted(unread))}"
@@ -104,7 +97,7 @@ def test_the_model_has_every_model_option():
     """They reach it as a whole, by name: its config must know each of them."""
     from model import GPTConfig
 
-    assert set(settings.fields(ModelOptions)) <= {field.name for field in dataclasses.fields(GPTConfig)}
+    assert set(options.fields(ModelOptions)) <= {field.name for field in dataclasses.fields(GPTConfig)}
 
 
 def test_no_torch():
@@ -131,7 +124,7 @@ def fits(kind, optional, value, element=(str,)):
 def test_a_config_value_of_the_wrong_type_is_refused(cls, name, tmp_path):
     refusals = 0
     for value in ODD_VALUES:
-        if not fits(*settings.type_of(cls, name), value, (int, float) if name == "reward_weights" else (str,)):
+        if not fits(*options.type_of(cls, name), value, (int, float) if name == "reward_weights" else (str,)):
             refusals += 1
             path = config(tmp_path, f"{name} = {'...' if value is ... else repr(value)}\n")
             message = refused(read_config, cls, path)
@@ -139,13 +132,13 @@ def test_a_config_value_of_the_wrong_type_is_refused(cls, name, tmp_path):
     assert refusals >= 9
 
 
-numeric = [(cls, name) for cls, name in EVERY_OPTION if settings.type_of(cls, name)[0] in (int, float, bool)]
+numeric = [(cls, name) for cls, name in EVERY_OPTION if options.type_of(cls, name)[0] in (int, float, bool)]
 
 
 @given(st.sampled_from(numeric), st.text(max_size=12))
 def test_words_that_are_no_numbers_are_refused(which, word):
     cls, name = which
-    kind, optional = settings.type_of(cls, name)
+    kind, optional = options.type_of(cls, name)
     try:
         float(word)
         return  # a number, or nan
@@ -155,24 +148,24 @@ def test_words_that_are_no_numbers_are_refused(which, word):
     assert f"--{name} takes " in refused(read_settings, cls, [f"--{name}={word}"])
 
 
-@pytest.mark.parametrize("cls, name", [(c, n) for c, n in EVERY_OPTION if settings.type_of(c, n)[0] is float])
+@pytest.mark.parametrize("cls, name", [(c, n) for c, n in EVERY_OPTION if options.type_of(c, n)[0] is float])
 def test_numbers_must_be_finite(cls, name):
     for word in ("nan", "inf", "-inf", "1e999", "1" + "0" * 400):
         assert f"--{name} must be finite" in refused(read_settings, cls, [f"--{name}={word}"])
 
 
-@pytest.mark.parametrize("cls, name", [(c, n) for c, n in EVERY_OPTION if settings.fields(c)[n].metadata["minimum"] is not None])
+@pytest.mark.parametrize("cls, name", [(c, n) for c, n in EVERY_OPTION if options.fields(c)[n].metadata["minimum"] is not None])
 def test_numbers_under_the_minimum_are_refused(cls, name):
-    kind, _ = settings.type_of(cls, name)
-    minimum = settings.fields(cls)[name].metadata["minimum"]
+    kind, _ = options.type_of(cls, name)
+    minimum = options.fields(cls)[name].metadata["minimum"]
     under = minimum - 1 if kind is int else minimum - 1e-6
     assert f"--{name}={under} is below {minimum}" in refused(read_settings, cls, [f"--{name}={under}"])
     assert settings.parse_value(cls, name, str(minimum)) == minimum
 
 
-@pytest.mark.parametrize("cls, name", [(c, n) for c, n in EVERY_OPTION if settings.fields(c)[n].metadata["choices"]])
+@pytest.mark.parametrize("cls, name", [(c, n) for c, n in EVERY_OPTION if options.fields(c)[n].metadata["choices"]])
 def test_other_words_than_the_choices_are_refused(cls, name):
-    choices = settings.fields(cls)[name].metadata["choices"]
+    choices = options.fields(cls)[name].metadata["choices"]
     for choice in choices:
         assert settings.parse_value(cls, name, choice) == choice
     message = refused(read_settings, cls, [f"--{name}={choices[-1]}e"])
@@ -182,10 +175,10 @@ def test_other_words_than_the_choices_are_refused(cls, name):
 
 @pytest.mark.parametrize("cls", CLASSES[:4])
 def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
-    for name in settings.fields(cls):
+    for name in options.fields(cls):
         typo = name[:-1] + "_" + name[-1]
         near = re.search(r"did you mean (\w+)\?$", refused(read_settings, cls, [f"--{typo}=1"]))
-        assert near and near[1] in settings.fields(cls)
+        assert near and near[1] in options.fields(cls)
     assert refused(read_settings, cls, ["--max_new_token=3"] if cls is not SFTSettings else ["--learning_rat=3"]).endswith(
         "did you mean max_new_tokens?" if cls is not SFTSettings else "did you mean learning_rate?"
     )
@@ -254,7 +247,7 @@ def test_help_shows_every_option_with_its_default(cls, capsys):
         read_settings(cls, ["--seed=2", "--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    for name, field in settings.fields(cls).items():
+    for name, field in options.fields(cls).items():
         lines = [line for line in shown.splitlines() if line.startswith(f"  --{name}=")]
         unit = field.metadata["unit"]
         assert lines == [f"  --{name}={getattr(cls(), name)}" + (f" {unit}" if unit else "")]

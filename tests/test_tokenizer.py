@@ -23,10 +23,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from bpe import SYMBOLS
-from settings import SnugError
+from options import SnugError
+from pretrained.bpe import SYMBOLS
+from pretrained.tokenizer_json import END_OF_TEXT, FILES, GPT2, LLAMA3, QWEN2
 from tokenizer import get_tokenizer
-from tokenizer_json import END_OF_TEXT, FILES, GPT2, LLAMA3, QWEN2
 
 proper_text = st.text(st.characters(exclude_categories=["Cs"]))
 BYTES = get_tokenizer("bytes")

@@ -7,11 +7,11 @@ import trajectory
 from conftest import DEVICE
 
 import grpo
-import loop
-from log import read_log
-from logprobs import head_logprobs
-from prepare import prepare
+from logprobs.head import head_logprobs
+from runs.log import read_log
+from runs.prepare import prepare
 from settings import GRPOSettings
+from training import loop
 
 WAYS = {
     "whole": dict(),

@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import grpo
-from checkpoint import configure, make_model
-from optimizer import make_optimizer, optimizer_step
-from prepare import prepare
+from model import make_model
+from runs.checkpoint import configure
+from runs.prepare import prepare
 from sample import Rollouts
 from settings import GRPOSettings, SFTSettings
+from training.optimizer import make_optimizer, optimizer_step
 
 FILE = Path(__file__).parent / "data/trajectory.safetensors"
 ROLLOUTS, COLUMNS = (

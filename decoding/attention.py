@@ -1,0 +1,151 @@
+"""TODO"""
+
+from logprobs.kernels import triton
+
+if triton is not None:
+    import triton.language as tl
+
+    from logprobs.kernels import LOW
+
+    @triton.jit
+    def turned(x, cos, sin, slot, d, D, ROTARY: tl.constexpr):
+        """`rotate` of one head: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]."""
+        value = tl.load(x + d, mask=d < D, other=0.0)
+        if ROTARY:
+            half = D // 2
+            other = tl.load(x + tl.where(d < half, d + half, d - half), mask=d < D, other=0.0).to(tl.float32)
+            c = tl.load(cos + slot * D + d, mask=d < D, other=0.0)
+            s = tl.load(sin + slot * D + d, mask=d < D, other=0.0)
+            value = (value.to(tl.float32) * c + tl.where(d < half, -other, other) * s).to(value.dtype)
+        return value
+
+    @triton.jit
+    def place_kernel(
+        q, k, v, cos, sin, turned_q, own_k, own_v, t, q_row, q_head, k_row, k_head, v_row, v_head, T_c, H, G, D,
+        DP: tl.constexpr, ROTARY: tl.constexpr,
+    ):  # fmt: skip
+        """A program a slot and head: queries are turned, keys turned and put into the cache, values put there."""
+        slot = tl.program_id(0).to(tl.int64)
+        head = tl.program_id(1)
+        d = tl.arange(0, DP)
+        if head < H:
+            x_q = turned(q + slot * q_row + head * q_head, cos, sin, slot, d, D, ROTARY)  # under autocast of another type than v
+            tl.store(turned_q + (slot * H + head) * D + d, x_q.to(turned_q.dtype.element_ty), mask=d < D)
+        else:
+            g = (head - H) % G
+            here = ((slot * G + g) * T_c + tl.load(t + slot)) * D + d
+            if head < H + G:
+                x_k = turned(k + slot * k_row + g * k_head, cos, sin, slot, d, D, ROTARY)
+                tl.store(own_k + here, x_k.to(own_k.dtype.element_ty), mask=d < D)
+            else:
+                x_v = tl.load(v + slot * v_row + g * v_head + d, mask=d < D, other=0.0)
+                tl.store(own_v + here, x_v.to(own_v.dtype.element_ty), mask=d < D)
+
+    @triton.jit
+    def attend_block(q, keys, values, columns, end, looks, scale, top, total, acc, d, D):
+        """The online softmax (Milakov and Gimelshein 2018) goes on by a block of columns, up to `end`, for those that look (M,).
+
+        q (M, DP); keys and values point at column 0 of (columns, D); top, total (M,); acc (M, DP). Exponents are base 2."""
+        at = columns[:, None] * D + d[None, :]
+        there = (columns < end)[:, None] & (d[None, :] < D)
+        seen = (columns < end)[None, :] & looks[:, None]
+        k = tl.load(keys + at, mask=there, other=0.0)
+        z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        z = tl.where(seen, z, LOW)
+        higher = tl.maximum(top, tl.max(z, 1))
+        p = tl.where(seen, tl.exp2(z - higher[:, None]), 0.0)
+        shrunk = tl.exp2(top - higher)
+        v = tl.load(values + at, mask=there, other=0.0)
+        acc = acc * shrunk[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        return higher, total * shrunk + tl.sum(p, 1), acc
+
+    @triton.jit
+    def leave_part(parts, tops, totals, top, total, acc, row, mask, d, D):
+        """What a program has of its queries, for `join_kernel`; row (M,): their numbers."""
+        tl.store(tops + row, top, mask=mask)
+        tl.store(totals + row, total, mask=mask)
+        tl.store(parts + row[:, None] * D + d[None, :], acc, mask=mask[:, None] & (d[None, :] < D))
+
+    @triton.jit
+    def prompt_kernel(
+        q, prompt_k, prompt_v, order, places, lengths, parts, tops, totals, scale, n, T_p, H, G, D, chunk,
+        R: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr,
+    ):  # fmt: skip
+        """A program a tile of TILE slots in the order of their places, a key head, and a stretch of `chunk` columns.
+
+        A tile's slots mostly read one prompt, and read it together; if they read several, each in its turn."""
+        first, g, split = tl.program_id(0) * TILE, tl.program_id(1), tl.program_id(2)
+        m, d = tl.arange(0, M), tl.arange(0, DP)
+        at = first + m // R
+        mask = (m < TILE * R) & (at < n)
+        slot = tl.load(order + at, mask=mask, other=0).to(tl.int64)
+        place = tl.load(places + at, mask=mask, other=-1)
+        row = slot * H + g * R + m % R
+        x = tl.load(q + row[:, None] * D + d[None, :], mask=mask[:, None] & (d[None, :] < D), other=0.0)
+        top, total, acc = tl.full((M,), LOW, tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, DP), tl.float32)
+        last = tl.load(places + tl.minimum(first + TILE, n) - 1)
+        for p in range(tl.load(places + first), last + 1):
+            base = ((tl.zeros((), tl.int64) + p) * G + g) * T_p * D
+            end = tl.minimum((split + 1) * chunk, tl.load(lengths + p))
+            end = tl.where(tl.max((place == p).to(tl.int32), 0) > 0, end, 0)  # nobody's here: nothing to read
+            for start in range(split * chunk, end, N):
+                columns = start + tl.arange(0, N)
+                top, total, acc = attend_block(x, prompt_k + base, prompt_v + base, columns, end, place == p, scale, top, total, acc, d, D)
+        leave_part(parts, tops, totals, top, total, acc, split.to(tl.int64) * n * H + row, mask, d, D)
+
+    @triton.jit
+    def own_kernel(
+        q, own_k, own_v, t, parts, tops, totals, scale, n, T_c, H, G, D, chunk, splits_before,
+        R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DP: tl.constexpr,
+    ):  # fmt: skip
+        """A program a slot, a key head, and a stretch of `chunk` columns."""
+        slot, g, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+        m, d = tl.arange(0, M), tl.arange(0, DP)
+        mask = m < R
+        row = slot * H + g * R + m
+        x = tl.load(q + row[:, None] * D + d[None, :], mask=mask[:, None] & (d[None, :] < D), other=0.0)
+        top, total, acc = tl.full((M,), LOW, tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, DP), tl.float32)
+        base = (slot * G + g) * T_c * D
+        end = tl.minimum((split + 1) * chunk, tl.load(t + slot).to(tl.int32) + 1)
+        for start in range(split * chunk, end, N):
+            columns = start + tl.arange(0, N)
+            top, total, acc = attend_block(x, own_k + base, own_v + base, columns, end, mask, scale, top, total, acc, d, D)
+        leave_part(parts, tops, totals, top, total, acc, (splits_before + split).to(tl.int64) * n * H + row, mask, d, D)
+
+    @triton.jit
+    def join_kernel(parts, tops, totals, y, rows, D, SPLITS: tl.constexpr, DP: tl.constexpr):
+        """A program a query: its parts, each with its own maximum, as one softmax."""
+        row = tl.program_id(0).to(tl.int64)
+        d = tl.arange(0, DP)
+        best = tl.load(tops + row)
+        for split in range(1, SPLITS):
+            best = tl.maximum(best, tl.load(tops + split * rows + row))
+        total = 0.0
+        acc = tl.zeros((DP,), tl.float32)
+        for split in range(SPLITS):
+            share = tl.exp2(tl.load(tops + split * rows + row) - best)
+            total += tl.load(totals + split * rows + row) * share
+            acc += tl.load(parts + (split * rows + row) * D + d, mask=d < D, other=0.0) * share
+        tl.store(y + row * D + d, (acc / total).to(y.dtype.element_ty), mask=d < D)
+
+
+PROGRAMS = 264  # two for each of an H200's 132 multiprocessors: with fewer, columns are split among more of them
+
+
+def column_block(DP, itemsize):
+    """-> columns at a time: 8 KiB of keys and as many of values. With twice that bfloat16 needed stack on sm_80 or sm_90."""
+    return max(16, min(64, 8192 // (DP * itemsize)))
+
+
+def split_columns(width, programs, block):
+    """-> (stretches, columns a stretch) of `width` columns, where there are `programs` programs without splitting."""
+    blocks = max(1, -(-width // block))
+    splits = min(-(-blocks // 2), max(1, PROGRAMS // programs))  # of two blocks at least
+    each = -(-blocks // splits)
+    return -(-blocks // each), each * block
+
+
+def query_tile(R, group_size):
+    """-> (queries of a tile, slots of a tile): R queries share a key head, and group_size slots about a prompt."""
+    M = max(16, triton.next_power_of_2(R), min(32, triton.next_power_of_2(R * group_size)))
+    return M, min(group_size, M // R)

@@ -1,0 +1,246 @@
+"""log pi(token): the fused log-softmax/gather, and the head that never holds all logits.
+
+    token_logprobs  logits in, log-probs out. Keeps for backward the logits it was given and one number a row.
+    head_logprobs   hidden states in, log-probs out, a chunk of rows at a time; backward makes each chunk's logits again.
+    head_loss       hidden states in, loss out: while a chunk's logits exist they are turned into their own gradient.
+
+M tokens, C width, V vocabulary. Two functions touch rows of logits. forward_rows: log-prob, log-sum-exp and, on request,
+entropy in one read; on request also d logprob / d logits, left where the logits were. backward_rows: the gradient, where the
+upstream one came later, and of the entropy. Both are a Triton kernel on CUDA, plain torch elsewhere and in float64; both write into buffers that
+their caller allocated, so a meter or a planner sees every tensor there is, and on fake tensors they do nothing.
+Accumulation is in float32, of float64 in float64.
+
+Left out: ignore_index (select the rows beforehand), label smoothing, a vocabulary split over devices.
+Test: pytest tests/test_logprobs.py tests/test_kernels.py (TRITON_INTERPRET=1 runs the kernels on a CPU). Time: python bench/logprobs.py.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from logprobs.kernels import nothing_to_do, uses_triton
+from logprobs.rows import SCRATCH, Options, accumulator, backward_rows, check, forward_rows, new_rows, new_scratch, slabs
+from memory.ledger import MIB, kind_of
+
+# Hidden states in.
+
+
+def logits_budget(chunk_mb, device_type):
+    """chunk_mb, or where it is 0 the default of the device -> MiB that logits and what is made of them may take."""
+    return chunk_mb or (256 if device_type == "cuda" else 16)
+
+
+def rows_per_chunk(n_vocab, itemsize, chunk_mb=0, device_type="cpu"):
+    """Rows of logits that chunk_mb MiB hold, plain torch's scratch included; at least one.
+
+    The trade: a chunk's products read the whole head and add to its whole gradient, so a chunk of few rows is bound by memory,
+    not arithmetic. 0: 16 MiB on a CPU, what a laptop can spare: 73 rows at V = 50,257 in float32; 64 MiB are a tenth faster.
+    256 MiB on CUDA: 876 rows at V = 151,936 in bfloat16. An H200 does 165 FLOP in the time of a byte; the products of
+    hidden states take 165 rows to be bound by arithmetic, the one that adds to dweight 330. 1,024 MiB leave nothing to gain.
+    """
+    budget = logits_budget(chunk_mb, device_type) * MIB
+    return max(1, int(budget - min(4 * SCRATCH, budget / 4)) // (n_vocab * itemsize))
+
+
+def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb):
+    """Under autocast the products run in its dtype, which the body of an autograd function does not do by itself."""
+    dtype, device = hidden.dtype, hidden.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(device)
+    elif hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
+    n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
+    return Options(
+        temperature, n_vocab, entropy, dtype, chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb, kind_of(hidden))
+    )
+
+
+class Chunks:
+    """logits = hidden @ weight.T, a chunk of rows at a time, in one buffer that all chunks share."""
+
+    def __init__(self, hidden, weight, options, keep=False):
+        """hidden (M, C), weight (V, C): cast once where the products run in another dtype. keep: `forward` leaves the logits as they are."""
+        (M, _), V = hidden.shape, len(weight)
+        self.options, self.hidden, self.weight = options, hidden, weight.to(options.dtype)
+        size = -(-M // max(1, -(-M // options.chunk_size)))  # as many chunks as needed, all but equally long
+        self.slices = [slice(i, min(i + size, M)) for i in range(0, M, max(1, size))]
+        # Rows that begin at 16-byte addresses are what both the kernels' loads and the tensor cores want: the buffer is
+        # a padded vocabulary.
+        width = -(-V // 16) * 16 if kind_of(hidden) == "cuda" else V
+        self.buffer = torch.empty(size, width, dtype=options.dtype, device=hidden.device)
+        # Plain torch works in the logits themselves if it can.
+        self.in_place = not keep and options.dtype == accumulator(options.dtype) and not uses_triton(self.buffer)
+        self.scratch = new_scratch(self.buffer, not self.in_place, options.entropy)
+
+    def __iter__(self):
+        """-> rows (a slice), their hidden states (m, C), their logits (m, V or more)."""
+        for rows in self.slices:
+            hidden = self.hidden[rows].to(self.weight.dtype)
+            logits = self.buffer[: len(hidden)]
+            torch.mm(hidden, self.weight.t(), out=logits[:, : len(self.weight)])
+            yield rows, hidden, logits
+
+    def forward(self, rows, logits, targets, logprobs, lse, entropy, gradient=False):
+        """A chunk's rows of the last three, each (M,); gradient: see forward_rows."""
+        entropy = None if entropy is None else entropy[rows]
+        forward_rows(logits, targets[rows], self.options, logprobs[rows], lse[rows], entropy, self.scratch, self.in_place, gradient)
+
+    def backward(self, rows, logits, targets, lse, coefficients, entropy, dentropy):
+        """The logits that `forward` left become their gradient, coefficients included."""
+        given = targets[rows], self.options, lse[rows], coefficients[rows]
+        backward_rows(logits, *given, logits, self.scratch, entropy[rows], dentropy[rows])
+
+    def accumulate(self, gradient, hidden, rows, coefficients, dhidden, dweight):
+        """dhidden[rows] = c * gradient @ weight; dweight (V, C) += gradient.T @ (c * hidden); either may be None.
+
+        gradient (m, V) of the log-probs, which `forward` left; c = coefficients (m,): C columns are scaled instead of V.
+        """
+        gradient, c = gradient[:, : len(self.weight)], coefficients[:, None]
+        if dweight is not None:
+            if hidden.dtype != self.hidden.dtype:
+                scaled = hidden  # this chunk's own copy
+            else:  # dhidden's rows are free until their product is made
+                scaled = torch.empty_like(hidden) if dhidden is None else dhidden[rows]
+            self.add_product(dweight, gradient, torch.mul(hidden, c, out=scaled))
+        if dhidden is not None and dhidden.dtype == gradient.dtype:
+            torch.mm(gradient, self.weight, out=dhidden[rows]).mul_(c)
+        elif dhidden is not None:
+            torch.mul(gradient @ self.weight, c, out=dhidden[rows])
+
+    @staticmethod
+    def add_product(dweight, gradient, hidden):
+        """dweight += gradient.T @ hidden, in the dtype of dweight."""
+        if dweight.dtype == gradient.dtype:
+            dweight.addmm_(gradient.t(), hidden)
+        elif kind_of(dweight) == "cuda" and nothing_to_do(dweight):
+            pass  # the next line, which a CPU cannot do, makes no tensor
+        elif dweight.is_cuda and dweight.dtype == torch.float32:
+            torch.addmm(dweight, gradient.t(), hidden, out_dtype=torch.float32, out=dweight)
+        else:  # a product in another dtype is a temporary: slabs of the vocabulary keep it small
+            for ids in slabs(*dweight.shape):
+                dweight[ids] += gradient[:, ids].t() @ hidden
+
+
+def head_logprobs(hidden, weight, targets, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=0):
+    """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy (M,)].
+
+    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; None: see rows_per_chunk.
+    Backward makes each chunk's logits again (8 M C V FLOP in all), so it suits losses that need all log-probs before any
+    gradient (sequence-level ratios) or a gradient of the entropy, and, without gradient, a reference model. Saved: the inputs.
+    Backward's extra bytes: a chunk, dhidden, dweight. Under autocast also the cast weight. Raises ValueError.
+    """
+    options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
+    logprobs, entropies = HeadLogprobs.apply(hidden, weight, targets.contiguous(), options)
+    return (logprobs, entropies) if entropy else logprobs
+
+
+class HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, options):
+        logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            chunks = Chunks(hidden, weight, options)
+            for rows, _, logits in chunks:
+                chunks.forward(rows, logits, targets, logprobs, lse, entropy)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, targets)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, coefficients, dentropy):
+        hidden, weight, targets = ctx.saved_tensors
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        options = ctx.options._replace(entropy=dentropy is not None)
+        logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)  # once more
+        coefficients = torch.zeros_like(lse) if coefficients is None else coefficients
+        with torch.autocast(hidden.device.type, enabled=False):
+            chunks = Chunks(hidden, weight, options, keep=options.entropy)
+            for rows, hidden_rows, logits in chunks:
+                chunks.forward(rows, logits, targets, logprobs, lse, entropy, gradient=not options.entropy)
+                if options.entropy:
+                    chunks.backward(rows, logits, targets, lse, coefficients, entropy, dentropy)
+                c = torch.ones_like(lse[rows]) if options.entropy else coefficients[rows]
+                chunks.accumulate(logits, hidden_rows, rows, c, dhidden, dweight)
+        return dhidden, dweight, None, None
+
+
+def head_loss(hidden, weight, targets, token_loss, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=0):
+    """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]), of which only the scalar loss is differentiable.
+
+    As token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each chunk
+    token_loss(logprobs (m,), rows) -> scalar is called with gradients on; rows is the slice of the M that the chunk is.
+    Its derivative is each token's coefficient, and with it the chunk's logits become their own gradient on the spot.
+
+    dweight, if weight is a leaf (a parameter): added to weight.grad during the visit, before backward, in the dtype of
+    .grad; other paths to the same weight (a tied embedding) add to it in backward as always. Hence, while gradients are on:
+      - call loss.backward() exactly once, with gradient 1 (a RuntimeError otherwise): put scales into token_loss;
+      - without a backward, or after a failed visit, .grad is dirty: zero it. torch.autograd.grad does not see dweight;
+      - do not call it inside activation checkpointing, which would visit twice;
+      - hooks on the gradient of a weight that has no other path do not fire.
+    Any other weight, such as weight.view_as(weight), gets dweight through autograd, for one more (V, C) buffer; so does
+    everything under a wrapper that counts on hooks. A frozen weight costs nothing.
+
+    Extra bytes: a chunk, dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype below float32. Under autocast
+    also the cast weight, a chunk's (m, C) and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
+    """
+    options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    results = HeadLoss.apply(hidden, weight, targets.contiguous(), token_loss, options, with_gradient)
+    return results if entropy else results[:2]
+
+
+class HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, token_loss, options, with_gradient):
+        logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
+        loss = torch.zeros((), dtype=logprobs.dtype, device=hidden.device)
+        dhidden = torch.empty_like(hidden) if with_gradient and hidden.requires_grad else None
+        dweight, ctx.into_grad = gradient_of(weight) if with_gradient and weight.requires_grad else (None, False)
+        with torch.autocast(hidden.device.type, enabled=False):
+            chunks = Chunks(hidden, weight, options)
+            for rows, hidden_rows, logits in chunks:
+                chunks.forward(rows, logits, targets, logprobs, lse, entropy, with_gradient)
+                chunk_loss, coefficients = differentiate(token_loss, logprobs[rows], rows, with_gradient)
+                loss += chunk_loss
+                if with_gradient:
+                    chunks.accumulate(logits, hidden_rows, rows, coefficients, dhidden, dweight)
+        ctx.save_for_backward(dhidden, None if ctx.into_grad else dweight)
+        ctx.mark_non_differentiable(*(rows for rows in (logprobs, entropy) if rows is not None))
+        return loss, logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, *_):
+        dhidden, dweight = ctx.saved_tensors
+        scale = 1 if nothing_to_do(dloss) else dloss.item()
+        if scale != 1 and ctx.into_grad:
+            raise RuntimeError(
+                f"head_loss has put its gradient into weight.grad already, so it cannot be multiplied by {scale:g} now: "
+                "scale inside token_loss, or pass weight.view_as(weight)"
+            )
+        if scale != 1:
+            dhidden, dweight = (None if d is None else d * scale for d in (dhidden, dweight))
+        elif ctx.into_grad and dhidden is not None:
+            torch.autograd.graph.increment_version(dhidden)  # a second backward, which would lack dweight, is refused
+        return dhidden, dweight, None, None, None, None
+
+
+def gradient_of(weight):
+    """-> where dweight is to be added up, and whether that is weight.grad."""
+    if not weight.is_leaf:
+        return torch.zeros_like(weight), False
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad, True
+
+
+def differentiate(token_loss, logprobs, rows, with_gradient):
+    """-> token_loss(logprobs, rows), its derivative (m,) by the log-probs or None."""
+    if not with_gradient:
+        return token_loss(logprobs, rows), None
+    with torch.enable_grad():
+        leaf = logprobs.detach().requires_grad_()
+        loss = token_loss(leaf, rows)
+        return loss.detach(), torch.autograd.grad(loss, leaf)[0]

@@ -1,0 +1,129 @@
+"""TODO"""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memory.ledger import kind_of
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # plain torch does it all
+    triton = None
+
+
+LOWEST = -1e30  # below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0
+
+
+# Triton. Exponents are base 2, as the hardware has them: scale = log2(e) / temperature.
+
+if triton is not None:
+    LOG2E = tl.constexpr(1.4426950408889634)
+    LN2 = tl.constexpr(0.6931471805599453)
+    LOW = tl.constexpr(LOWEST)
+
+    @triton.jit
+    def forward_kernel(
+        logits, targets, logprobs, lse, entropy, scale, slope, width, n_vocab, row_stride,
+        BLOCK: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr,
+    ):  # fmt: skip
+        """One program a row. Each lane keeps the maximum and the sum of its own columns, so the loop has no barrier; of the
+        two exponentials of the online update (Milakov and Gimelshein 2018, algorithm 3) one is always 1 and not computed.
+
+        GRADIENT: slope * (onehot - softmax) replaces the logits, which come from the L2 cache the second time (`tile`)."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * row_stride
+        columns = tl.arange(0, BLOCK)
+        top = tl.full((BLOCK,), LOW, tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)  # sum of 2^(z - top)
+        moment = tl.zeros((BLOCK,), tl.float32)  # sum of z 2^(z - top)
+        ahead = tl.load(logits + columns, mask=columns < width, other=-float("inf"))
+        for start in range(0, width, BLOCK):
+            x = ahead  # the next block is on its way while this one is worked on
+            ahead = tl.load(logits + start + BLOCK + columns, mask=start + BLOCK + columns < width, other=-float("inf"))
+            z = x.to(tl.float32) * scale
+            if PADDED:
+                z = tl.where(start + columns < n_vocab, z, -float("inf"))
+            smaller = tl.exp2(-tl.abs(z - top))
+            rises = z > top
+            total = tl.where(rises, total * smaller + 1, total + smaller)
+            if ENTROPY:
+                finite = tl.maximum(z, LOW)  # -inf * 0 is not a number
+                moment = tl.where(rises, moment * smaller + finite, moment + finite * smaller)
+            top = tl.maximum(top, z)
+
+        target = tl.load(targets + row)
+        known = (target >= 0) & (target < n_vocab)
+        chosen = tl.load(logits + target, mask=known, other=-float("inf")).to(tl.float32) * scale
+        best = tl.max(top, 0)
+        share = tl.exp2(top - best)
+        sum_all = tl.sum(total * share, 0)
+        log_sum = tl.log2(sum_all)
+        tl.store(logprobs + row, (chosen - best - log_sum) * LN2)
+        tl.store(lse + row, (best + log_sum) * LN2)
+        if ENTROPY:
+            tl.store(entropy + row, (best + log_sum - tl.sum(moment * share, 0) / sum_all) * LN2)
+        if GRADIENT:
+            tl.debug_barrier()  # `chosen` is read before any lane overwrites it
+            for start in range(0, width, BLOCK):
+                here = start + columns
+                x = tl.load(logits + here, mask=here < width, other=-float("inf"), eviction_policy="evict_first")
+                p = tl.exp2(x.to(tl.float32) * scale - best - log_sum)
+                d = tl.where(here == target, slope - slope * p, -slope * p)
+                if PADDED:
+                    d = tl.where(here < n_vocab, d, 0.0)
+                tl.store(logits + here, d.to(logits.dtype.element_ty), mask=here < width)
+
+    @triton.jit
+    def backward_kernel(
+        logits, targets, lse, entropy, coefficients, dentropy, dlogits, scale, width, n_vocab, row_stride, out_row_stride, blocks,
+        BLOCK: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr,
+    ):  # fmt: skip
+        """One program a block of a row, in the order of memory, as a copy would. dlogits may be logits."""
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+        c = tl.load(coefficients + row)  # already divided by the temperature, as dentropy is
+        z = tl.load(logits + row * row_stride + columns, mask=columns < width, other=0.0).to(tl.float32) * scale
+        z -= tl.load(lse + row) * LOG2E
+        p = tl.exp2(z)
+        share = c
+        if ENTROPY:  # dH / dz = -p (log p + H)
+            share += tl.load(dentropy + row) * (tl.maximum(z, LOW) * LN2 + tl.load(entropy + row))
+        d = tl.where(columns == tl.load(targets + row), c - share * p, -share * p)
+        if PADDED:
+            d = tl.where(columns < n_vocab, d, 0.0)
+        tl.store(dlogits + row * out_row_stride + columns, d.to(dlogits.dtype.element_ty), mask=columns < width)
+
+
+def tile(width, itemsize=2, gradient=False):
+    """-> columns and warps of a program for rows of `width` columns.
+
+    16 elements a lane: two 16-byte loads of bfloat16, and two more on their way, are in flight per lane; times the 32 warps
+    for which 64 registers leave room on an SM, that is twice the bytes which cover an H200's latency. Eight warps for
+    one row suffice; more would only make the last wave longer. Rows that do not begin at 16-byte addresses are loaded element by
+    element, whose addresses and masks take registers too: 8 of them, else sm_80 spills. A short row is one block.
+
+    gradient: the second read of a row finds it in the L2 cache if all rows in flight fit there together. 40 MB over 132 SMs
+    are 300 KB an SM (H200; A100: 40 MB over 108). Of programs with 33 to 64 registers an SM holds 32 warps: long rows take 16
+    or all 32 of them, so that 2 rows or 1 are in flight (sm_90's leanest variant, without entropy and padding, needs
+    only 32 registers, and twice as many are). More than 8 elements a lane would spill.
+    """
+    elements = 16 if width % 16 == 0 and not gradient else 8
+    warps = 8
+    while gradient and warps < 32 and width * itemsize * (32 // warps) > 300_000:
+        warps *= 2
+    block = min(32 * warps * elements, max(128, 1 << (width - 1).bit_length()))
+    return block, max(1, block // (32 * elements))
+
+
+# One or the other, on buffers that the caller allocated.
+
+
+def uses_triton(tensor):
+    if triton is None or tensor.dtype == torch.float64:
+        return False
+    return kind_of(tensor) == "cuda" or triton.knobs.runtime.interpret
+
+
+def nothing_to_do(tensor):
+    return tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel()

@@ -1,0 +1,1 @@
+"""Commands beside training: python -m tools.replay, python -m tools.export."""

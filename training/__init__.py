@@ -1,0 +1,1 @@
+"""What the two loops share: the frame around their iterations, the optimizer, and steps that must not be taken."""
