@@ -42,7 +42,9 @@ def columns_of(rows, repeat=1):
     return {name: [row[name] for row in rows for _ in range(repeat)] for name in rows[0] if name != "prompt"}
 
 
-def evaluate(model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_prompt_length=0, split="test", **decoding):
+def evaluate(
+    model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_prompt_length=0, split="test", **decoding
+):
     """The share of `num_prompts` held-out prompts that one completion answers rightly (reward 1 of the task's own reward).
 
     decoding: other options of sample_groups.
@@ -114,7 +116,10 @@ def room_for(ids, settings, block_size, task, encode):
             f"prompts of {settings.task} have up to {longest} tokens, and this model takes {block_size}, the completion's included"
         )
     if left < wanted:
-        print(f"note: completions have at most {left} tokens: prompts have up to {longest}, of block_size={block_size}", file=sys.stderr)
+        print(
+            f"note: completions have at most {left} tokens: prompts have up to {longest}, of block_size={block_size}",
+            file=sys.stderr,
+        )
     return min(left, wanted)
 
 
@@ -152,15 +157,21 @@ def ask_model(run, exam, ids, room, group_size, temperature, seed):
     def attempt(some, first):
         options = dict(seed=seed, first_row=first) | options_of(settings, run.tokenizer)
         with autocast(settings.dtype, model):
-            return complete(model, run.tokenizer, exam.task, exam.rows[some], ids[some], group_size, room, temperature, **options)
+            return complete(
+                model, run.tokenizer, exam.task, exam.rows[some], ids[some], group_size, room, temperature, **options
+            )
 
     def smaller(said):
         if decoding_of(settings)["max_batch"] == 1:
-            raise SnugError(f"out of memory, decoding one completion at a time: {said}; try a smaller max_new_tokens than {room}")
+            raise SnugError(
+                f"out of memory, decoding one completion at a time: {said}; try a smaller max_new_tokens than {room}"
+            )
         halve_rollout_batch(settings, settings.batch_size, model, said, partial(print, file=sys.stderr))
 
     step = max(1, AT_ONCE // (group_size * room))
-    pieces = [surviving(partial(attempt, slice(i, i + step), i * group_size), smaller) for i in range(0, len(ids), step)]
+    pieces = [
+        surviving(partial(attempt, slice(i, i + step), i * group_size), smaller) for i in range(0, len(ids), step)
+    ]
     return [sample for piece in pieces for sample in piece]
 
 
@@ -174,7 +185,9 @@ def examine(run, exam, settings):
     different = len({json.dumps(row["prompt"]) for row in exam.rows})
     task = {name: getattr(exam.settings, name) for name in fields(TaskOptions)}
     asked = asdict(settings) | task | dict(max_new_tokens=room, samples_file=str(exam.file))
-    head = dict(checkpoint=str(run.path), settings=asked, different_prompts=different) | judge(greedy, sampled, n, different)
+    head = dict(checkpoint=str(run.path), settings=asked, different_prompts=different) | judge(
+        greedy, sampled, n, different
+    )
     return head, [sample for i in range(P) for sample in (greedy[i], *sampled[i * n : (i + 1) * n])]
 
 

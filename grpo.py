@@ -111,7 +111,9 @@ def rollout(iteration, model, prepared, turn=0, extra_prompts=0):
 
 
 def decode_options(settings):
-    return dict(max_batch=settings.max_rollout_batch, chunk_mb=settings.logits_chunk_mb, kv_cache_mb=settings.kv_cache_mb)
+    return dict(
+        max_batch=settings.max_rollout_batch, chunk_mb=settings.logits_chunk_mb, kv_cache_mb=settings.kv_cache_mb
+    )
 
 
 def score(rollouts, rows, prepared):
@@ -121,9 +123,13 @@ def score(rollouts, rows, prepared):
     texts = [prepared.tokenizer.decode(completion) for completion in completions]
     prompts = [row["prompt"] for row in rows for _ in range(k)]
     columns = task_columns(rows, k) | {"stopped": rollouts.stopped.tolist(), "completion_ids": completions}
-    totals, parts = total_rewards(prepared.reward_funcs, prompts, texts, columns, settings.reward_timeout, prepared.reward_weights)
+    totals, parts = total_rewards(
+        prepared.reward_funcs, prompts, texts, columns, settings.reward_timeout, prepared.reward_weights
+    )
     shown = range(min(settings.samples_per_iteration, len(texts)))
-    samples = [dict(prompt=prompts[i], completion=texts[i], reward=totals[i], stopped=columns["stopped"][i]) for i in shown]
+    samples = [
+        dict(prompt=prompts[i], completion=texts[i], reward=totals[i], stopped=columns["stopped"][i]) for i in shown
+    ]
     return torch.tensor(totals).view(-1, k), parts, samples
 
 
@@ -217,7 +223,9 @@ def prepare_logprobs(training, rollouts):
         if settings.importance_sampling_cap is not None:
             rollouts.old_logprobs = surviving(partial(trainer_logprobs, model, rollouts, settings), smaller)
         if settings.beta:
-            rollouts.ref_logprobs = surviving(partial(reference_logprobs, reference, rollouts, settings, model.device), smaller)
+            rollouts.ref_logprobs = surviving(
+                partial(reference_logprobs, reference, rollouts, settings, model.device), smaller
+            )
 
 
 def sequence_kl(rollouts, settings):
@@ -268,7 +276,11 @@ def update(training, rollouts, learning_rate, iteration):
                 skipped += 1
     taken = [metrics for metrics in history if metrics is not None]
     averages = {name: sum(metrics[name] for metrics in taken) / len(taken) for name in (taken[0] if taken else ())}
-    of_the_first = {name: history[0][name] for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl") if history and history[0]}
+    of_the_first = {
+        name: history[0][name]
+        for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")
+        if history and history[0]
+    }
     return averages | of_the_first | {"skipped_steps": skipped}
 
 
@@ -284,7 +296,9 @@ def teaches(rollouts, select, settings):
     """Can the gradient be anything but 0? What is not finite is not passed over: the step will say so."""
     rows = trainable(rollouts, select, settings)
     always = settings.entropy_coef or (settings.beta and not settings.use_kl_in_reward)
-    return bool(rows and (always or rollouts.advantages[list(rows)].any())) or bool(not_finite(columns_of(rollouts, select)))
+    return bool(rows and (always or rollouts.advantages[list(rows)].any())) or bool(
+        not_finite(columns_of(rollouts, select))
+    )
 
 
 def accumulate(model, rollouts, select, settings, most=None):
@@ -297,7 +311,11 @@ def accumulate(model, rollouts, select, settings, most=None):
     totals = {}
     for micro in islice(micro_batches(rollouts, *limits(settings, len(select)), rows), most):
         for name, value in train_micro_batch(model, micro, counts, settings).items():
-            totals[name] = torch.maximum(totals[name], value) if name.endswith("max") and name in totals else totals.get(name, 0) + value
+            totals[name] = (
+                torch.maximum(totals[name], value)
+                if name.endswith("max") and name in totals
+                else totals.get(name, 0) + value
+            )
     return {name: number(value) for name, value in totals.items()}
 
 
@@ -319,7 +337,9 @@ def train_micro_batch(model, micro, counts, settings):
     """Forward, head, backward -> metrics, this micro-batch's shares of the optimizer step's means, without gradient."""
     metrics, cap = {}, settings.importance_sampling_cap
 
-    def token_loss(logprobs, rows):  # (m,) of the M tokens: differentiated by head_loss while the chunk's logits are still there
+    def token_loss(
+        logprobs, rows
+    ):  # (m,) of the M tokens: differentiated by head_loss while the chunk's logits are still there
         old, sampling = micro.old_logprobs[rows], micro.sampling_logprobs[rows]
         loss, parts = policy_loss(
             logprobs,
@@ -339,10 +359,14 @@ def train_micro_batch(model, micro, counts, settings):
 
     tokens = len(micro.targets) * micro.count if settings.loss_type == "bnpo" else counts["num_tokens"]
     whole = settings.importance_sampling_level == "sequence"
-    loss, logprobs, entropy = loop.learn(model, micro, token_loss, settings, settings.temperature, whole, settings.entropy_coef / tokens)
+    loss, logprobs, entropy = loop.learn(
+        model, micro, token_loss, settings, settings.temperature, whole, settings.entropy_coef / tokens
+    )
     difference = (logprobs - micro.sampling_logprobs).abs()
     means = dict(
-        entropy=entropy, logprob_diff_mean=difference, mismatch_kl=kl_divergence(micro.sampling_logprobs.double(), logprobs.double())
+        entropy=entropy,
+        logprob_diff_mean=difference,
+        mismatch_kl=kl_divergence(micro.sampling_logprobs.double(), logprobs.double()),
     )
     metrics |= {name: values.sum() / counts["num_tokens"] for name, values in means.items()}
     return metrics | dict(loss=loss, logprob_diff_max=difference.max())
@@ -363,7 +387,9 @@ def rehearsal(prepared, settings):
             rounds = [rehearse_groups(model, prompt, P, k, completion, **decode_options(settings)) for _ in range(most)]
             rollouts = rounds[-1]
             if rounds[1:]:  # they, all of them in one, and those that are kept
-                joined = [torch.cat([getattr(r, name) for r in rounds]) for name in ("tokens", "mask", "sampling_logprobs")]
+                joined = [
+                    torch.cat([getattr(r, name) for r in rounds]) for name in ("tokens", "mask", "sampling_logprobs")
+                ]
                 joined += [columns[: P * k].clone() for columns in joined]
                 del joined
             del rounds
@@ -375,7 +401,9 @@ def rehearsal(prepared, settings):
             with meter.phase("reference"):
                 rollouts.ref_logprobs = reference_logprobs(reference or model, rollouts, settings, device, most=2)
         select = range(settings.train_batch_size or P * k)
-        loop.rehearse_step(model, optimizer, partial(accumulate, model, rollouts, select, settings, most=2), settings, meter)
+        loop.rehearse_step(
+            model, optimizer, partial(accumulate, model, rollouts, select, settings, most=2), settings, meter
+        )
 
     return iteration
 

@@ -115,7 +115,9 @@ def surrogate(ratio, logprobs, advantages, loss_type="dapo", epsilon=0.2, epsilo
     largest ratio itself, as in TRL, not its distance from 1; 0.28 there would shrink every gradient to a fourth.
     """
     if loss_type == "cispo":
-        return -ratio.clamp(max=epsilon_high).detach() * advantages * logprobs, (ratio > epsilon_high) & (advantages != 0)
+        return -ratio.clamp(max=epsilon_high).detach() * advantages * logprobs, (ratio > epsilon_high) & (
+            advantages != 0
+        )
     clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)) * advantages
     bounded = (ratio if delta is None else ratio.clamp(max=delta)) * advantages
     cut = clipped < bounded

@@ -39,7 +39,9 @@ class GPTConfig:
     norm_eps: float = 1e-5
     position: str = "learned"  # | "rotary"
     rope_theta: float = 10000.0
-    rope_factor: float = 1.0  # positions count 1 / so much: all of them, or Llama 3.1's rule where there is an original block size
+    rope_factor: float = (
+        1.0  # positions count 1 / so much: all of them, or Llama 3.1's rule where there is an original block size
+    )
     rope_original_block_size: int = 0
     rope_low_freq_factor: float = 1.0  # wavelengths above original / low are stretched in full,
     rope_high_freq_factor: float = 4.0  # those below original / high not at all, those between in between
@@ -76,18 +78,27 @@ class GPTConfig:
             least = 0 if f.default == 0 else 1
             if f.type is int and not least <= value < (10_000 if f.name == "n_layer" else 2**31):
                 raise ValueError(f"{f.name}={value!r:.40} is out of range")
-        for name, choices in (("norm", ("layernorm", "rmsnorm")), ("position", ("learned", "rotary")), ("mlp", ("gelu", "swiglu"))):
+        for name, choices in (
+            ("norm", ("layernorm", "rmsnorm")),
+            ("position", ("learned", "rotary")),
+            ("mlp", ("gelu", "swiglu")),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r:.40} is not one of {', '.join(choices)}")
         if self.n_embd < self.n_head or not 0 < self.norm_eps < 1 or not 1 <= self.rope_theta < math.inf:
             raise ValueError("n_embd is below n_head, or norm_eps or rope_theta is out of range")
-        if not 1 <= self.rope_factor < math.inf or not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor < math.inf:
+        if (
+            not 1 <= self.rope_factor < math.inf
+            or not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor < math.inf
+        ):
             raise ValueError("rope_factor, rope_low_freq_factor or rope_high_freq_factor is out of range")
 
 
 def autocast(dtype, model):
     """dtype="bfloat16": matmuls in bfloat16 over float32 weights; bfloat16 weights, or "float32": as they are. A context manager."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16" and model.lm_head_weight.dtype == torch.float32)
+    return torch.autocast(
+        model.device.type, torch.bfloat16, enabled=dtype == "bfloat16" and model.lm_head_weight.dtype == torch.float32
+    )
 
 
 class RMSNorm(nn.RMSNorm):
@@ -147,7 +158,9 @@ class Attention(nn.Module):
     def forward(self, x, rotary=None, cache=None, mask=None):
         """x (B, T, C) -> (B, T, C). With a cache: prompts go in first, then one token a row and call."""
         B, T, _ = x.shape
-        q, k, v = self.qkv(x).view(B, T, -1, self.config.head_size).transpose(1, 2).split(self.sizes, 1)  # (B, heads, T, D)
+        q, k, v = (
+            self.qkv(x).view(B, T, -1, self.config.head_size).transpose(1, 2).split(self.sizes, 1)
+        )  # (B, heads, T, D)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if cache is not None and cache.filling is None:
@@ -159,7 +172,9 @@ class Attention(nn.Module):
                 cache.fill(self.layer, k, v)
             # Right padding needs no mask: a causal row never looks at what comes after it.
             grouped = self.config.n_kv_head != self.config.n_head
-            if grouped and q.dtype == torch.float32 and kind_of(q) == "cuda":  # no fused kernel there shares heads in float32
+            if (
+                grouped and q.dtype == torch.float32 and kind_of(q) == "cuda"
+            ):  # no fused kernel there shares heads in float32
                 k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))
@@ -218,15 +233,21 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint_blocks = "none"  # | "block" | "selective": what of a block is kept for backward
-        self.activation_offload = False  # what "block" and "selective" keep as a block's input goes to the host until backward
+        self.activation_offload = (
+            False  # what "block" and "selective" keep as a block's input goes to the host until backward
+        )
         self.base = None  # of adapters (lora.py): which weights they go with, {"path": ..., "fingerprint": ...}
-        self.after_backward = lambda: None  # who takes gradients off the device (optimizer.py) is told that backward is over
+        self.after_backward = lambda: (
+            None
+        )  # who takes gradients off the device (optimizer.py) is told that backward is over
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.position = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
         self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.rotary = None  # made as far as it is needed, on the device it is needed on; follows from the config, so not saved
+        self.rotary = (
+            None  # made as far as it is needed, on the device it is needed on; follows from the config, so not saved
+        )
         self.init_weights()
 
     def init_weights(self):
@@ -236,7 +257,9 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(weight)
             elif weight.dim() == 2:
-                residual = name.endswith(("proj.weight", "down.weight"))  # their sum down the layers must not grow with depth
+                residual = name.endswith(
+                    ("proj.weight", "down.weight")
+                )  # their sum down the layers must not grow with depth
                 nn.init.normal_(weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std)
 
     @property
@@ -280,18 +303,26 @@ class GPT(nn.Module):
 
     def reach(self, length, device):
         """Have tables for positions below `length`, where they are rotary. A folder's block_size may be 131,072, whose tables are 64 MiB at 64 a head."""
-        if self.config.position == "rotary" and (self.rotary is None or len(self.rotary[0]) < length or self.rotary[0].device != device):
+        if self.config.position == "rotary" and (
+            self.rotary is None or len(self.rotary[0]) < length or self.rotary[0].device != device
+        ):
             with torch.inference_mode(False):  # training will read what sampling may make here
-                self.rotary = rotary_table(self.config, min(self.config.block_size, 2 ** math.ceil(math.log2(length))), device)
+                self.rotary = rotary_table(
+                    self.config, min(self.config.block_size, 2 ** math.ceil(math.log2(length))), device
+                )
 
     def run_block(self, block, x, rotary, cache, mask, last):
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
             return block(x, rotary, cache, mask, last)
         contexts = (
-            {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)} if self.checkpoint_blocks == "selective" else {}
+            {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)}
+            if self.checkpoint_blocks == "selective"
+            else {}
         )
         with saved_tensors_hooks(*host_hooks(x)) if self.activation_offload else nullcontext():
-            return checkpoint(block, x, rotary, cache, mask, last, use_reentrant=False, preserve_rng_state=False, **contexts)
+            return checkpoint(
+                block, x, rotary, cache, mask, last, use_reentrant=False, preserve_rng_state=False, **contexts
+            )
 
     def outside_blocks(self):
         """-> the modules that are not blocks."""
@@ -314,7 +345,9 @@ def make_model(shape, device, dtype="float32", initialise=True):
     made_as = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        with torch.device(device if initialise else "meta"):  # made where it is to live: never a second copy, in float32, on the host
+        with torch.device(
+            device if initialise else "meta"
+        ):  # made where it is to live: never a second copy, in float32, on the host
             model = GPT(config)
         return model if initialise else model.to_empty(device=device)
     finally:

@@ -25,7 +25,9 @@ def rows_of(records):
     for phase in phases:
         rows[f"  {PEAK}{phase}"] = f"{max(record.get(PEAK + phase, 0) for record in records):.1f}"
     for phase in phases:
-        rows[f"  time_{phase}_s (median)"] = f"{median([r[f'time_{phase}_s'] for r in settled if f'time_{phase}_s' in r] or [0]):.3f}"
+        rows[f"  time_{phase}_s (median)"] = (
+            f"{median([r[f'time_{phase}_s'] for r in settled if f'time_{phase}_s' in r] or [0]):.3f}"
+        )
     rows["time_s (median)"] = f"{median(record['time_s'] for record in settled):.3f}"
     rows["tokens_per_second (median)"] = f"{median(record['tokens_per_second'] for record in settled):,.0f}"
     for name in ("reward_mean", "pass_at_1", "pass_at_1_sampled"):
@@ -47,12 +49,17 @@ def table(folders):
             raise SnugError(f"{folder}: log.jsonl has no iteration yet")
         columns.append(rows_of(records))
     names = list(dict.fromkeys(name for column in columns for name in column))
-    names.sort(key=lambda name: (name.startswith(("time_s", "tokens_per", "reward", "pass")), name.startswith("  time_")))
+    names.sort(
+        key=lambda name: (name.startswith(("time_s", "tokens_per", "reward", "pass")), name.startswith("  time_"))
+    )
     cells = [["memory in MiB", *(Path(folder).name for folder in folders)]]
     cells += [[name, *(column.get(name, "-") for column in columns)] for name in names]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in cells
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
     ]
 
 

@@ -50,7 +50,9 @@ class Rollouts:
     sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 after the end
     mask: torch.Tensor  # (N, T_c), 1 on every sampled token, the stop token included
     stopped: torch.Tensor  # (N,) boolean: ended with the stop token, or with a stop string
-    stopped_by_text: torch.Tensor | None = None  # (N,) boolean: ended with a stop string, whose last token is the last one
+    stopped_by_text: torch.Tensor | None = (
+        None  # (N,) boolean: ended with a stop string, whose last token is the last one
+    )
     advantages: torch.Tensor | None = None  # (N,)
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
     ref_logprobs: torch.Tensor | None = None  # (N, T_c)
@@ -80,7 +82,9 @@ class Rollouts:
         def pad(name, value):
             return torch.nn.functional.pad(value, (0, widest[name] - value.shape[1])) if value.dim() > 1 else value
 
-        return cls(**{name: torch.cat([pad(name, v) for v in columns[name]]) if name in widest else None for name in columns})
+        return cls(
+            **{name: torch.cat([pad(name, v) for v in columns[name]]) if name in widest else None for name in columns}
+        )
 
 
 @torch.no_grad()
@@ -145,7 +149,9 @@ class Bar:
     """Completions that are over, and tokens a second, in a terminal."""
 
     def __init__(self, total, wanted):
-        look = dict(bar_format="sampling: {n_fmt}/{total_fmt} completions |{bar}| {elapsed}{postfix}", delay=1e9, leave=False)
+        look = dict(
+            bar_format="sampling: {n_fmt}/{total_fmt} completions |{bar}| {elapsed}{postfix}", delay=1e9, leave=False
+        )
         self.bar = tqdm(total=total, disable=None if wanted else True, **look)
         self.tokens, self.began, self.shown = 0, time.monotonic(), 0.0
 
@@ -217,7 +223,9 @@ def rehearse_groups(model, prompt_length, P, k, max_new_tokens, *, max_batch=Non
 
 
 @torch.no_grad()
-def generate_naive(model, prompt, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, row=0, truncation=None, is_over=None):
+def generate_naive(
+    model, prompt, max_new_tokens, *, temperature=1.0, stop_token=None, seed=0, row=0, truncation=None, is_over=None
+):
     """One prompt, no cache, no batch, every token from a whole forward -> (ids, log-probs): row `row` of sample_groups."""
     tokens, logprobs = list(prompt), []
     for u in uniforms(seed, [row], range(max_new_tokens))[0]:
@@ -226,7 +234,11 @@ def generate_naive(model, prompt, max_new_tokens, *, temperature=1.0, stop_token
         logp = torch.log_softmax(logits / temperature if temperature else logits, -1)
         probs = logp.exp()
         cdf = (probs * truncation(probs[None])[0] if truncation else probs).cumsum(-1)
-        token = int(torch.searchsorted(cdf, torch.tensor(float(u)) * cdf[-1], right=True)) if temperature else int(logits.argmax())
+        token = (
+            int(torch.searchsorted(cdf, torch.tensor(float(u)) * cdf[-1], right=True))
+            if temperature
+            else int(logits.argmax())
+        )
         tokens.append(token)
         logprobs.append(float(logp[token]))
         if token in as_tuple(stop_token) or is_over and is_over(tokens[len(prompt) :]):
@@ -267,10 +279,14 @@ def main(settings, folder):
             enforce_eager=settings.enforce_eager,
             progress=True,
         )
-    ends = zip(rollouts.completions(), rollouts.stopped.tolist(), rollouts.sampling_logprobs.sum(1).tolist(), strict=True)
+    ends = zip(
+        rollouts.completions(), rollouts.stopped.tolist(), rollouts.sampling_logprobs.sum(1).tolist(), strict=True
+    )
     for completion, stopped, logprob in ends:
         text = run.tokenizer.decode(completion)
-        text = text[: text.index(settings.stop_string)] if settings.stop_string and settings.stop_string in text else text
+        text = (
+            text[: text.index(settings.stop_string)] if settings.stop_string and settings.stop_string in text else text
+        )
         print(f"{shown}{text}{'' if stopped else ' …'}   [probability {math.exp(logprob):.3g}]")
 
 

@@ -28,12 +28,16 @@ class ModelOptions:
     )
     n_layer: int = option(2, "transformer blocks", minimum=1)
     n_head: int = option(4, "attention heads", minimum=1)
-    n_kv_head: int = option(0, "key/value heads, shared by the query heads (grouped-query attention); 0: n_head", minimum=0)
+    n_kv_head: int = option(
+        0, "key/value heads, shared by the query heads (grouped-query attention); 0: n_head", minimum=0
+    )
     n_embd: int = option(64, "width of the residual stream", minimum=1)
     n_hidden: int = option(0, "width of the MLP; 0: 4 * n_embd for gelu, 8/3 * n_embd for swiglu", minimum=0)
     block_size: int = option(64, "longest sequence, prompt and completion together", "tokens", minimum=2)
     norm: str = option("layernorm", "normalisation before each half of a block", choices=("layernorm", "rmsnorm"))
-    position: str = option("learned", "how positions are told: GPT-2's table or Llama's rotation", choices=("learned", "rotary"))
+    position: str = option(
+        "learned", "how positions are told: GPT-2's table or Llama's rotation", choices=("learned", "rotary")
+    )
     mlp: str = option("gelu", "GPT-2's MLP or Llama's gated one", choices=("gelu", "swiglu"))
     bias: bool = option(False, "biases in linear layers and layer norms")
     qkv_bias: bool = option(False, "biases in the query/key/value projection alone (Qwen2)")
@@ -54,7 +58,9 @@ class TaskOptions:
     test_file: str = option("", "jsonl, gsm8k: the held-out prompts; empty: one in ten of data_file's")
     digits: int = option(4, "addition: digits of each number", minimum=1)
     demonstration_noise: float = option(
-        0.0, "probability that a demonstration errs: addition, each carry forgotten; countdown, the numbers joined as they come", minimum=0
+        0.0,
+        "probability that a demonstration errs: addition, each carry forgotten; countdown, the numbers joined as they come",
+        minimum=0,
     )
     countdown_min_numbers: int = option(3, "countdown: fewest numbers to combine", minimum=2)
     countdown_max_numbers: int = option(4, "countdown: most numbers to combine", minimum=2)
@@ -63,31 +69,43 @@ class TaskOptions:
     countdown_operators: str = option("+-*/", "countdown: operators that may be used, as one word")
     gym_dataset: str = option("", "reasoning_gym: a generator of that package, or several with commas, asked in turn")
     gym_config: str = option(
-        "", 'reasoning_gym: the generator\'s options, as max_terms=3,min_terms=2 or {"max_terms": 3}; of several, as chain_sum.max_terms=3'
+        "",
+        'reasoning_gym: the generator\'s options, as max_terms=3,min_terms=2 or {"max_terms": 3}; of several, as chain_sum.max_terms=3',
     )
-    gym_max_chars: int = option(1000, "reasoning_gym: longer questions and answers are passed over", "UTF-8 bytes", minimum=1)
+    gym_max_chars: int = option(
+        1000, "reasoning_gym: longer questions and answers are passed over", "UTF-8 bytes", minimum=1
+    )
     gym_partial_credit: bool = option(
         False, "reasoning_gym: the reward is what the generator's scorer says, 0 to 1; false: 1 where it says 1"
     )
-    gym_timeout: float = option(5.0, "reasoning_gym: an answer that takes its scorer longer has reward 0", "s", minimum=0.01)
-    gym_memory_mb: int = option(2048, "reasoning_gym: memory that a scorer may take beyond what it starts with", "MiB", minimum=64)
+    gym_timeout: float = option(
+        5.0, "reasoning_gym: an answer that takes its scorer longer has reward 0", "s", minimum=0.01
+    )
+    gym_memory_mb: int = option(
+        2048, "reasoning_gym: memory that a scorer may take beyond what it starts with", "MiB", minimum=64
+    )
     countdown_form: str = option(
         "terse",
         "countdown: 3 5 7=22: and the expression; or, as the field has it, the task in words and the expression in <answer> </answer>",
         choices=("terse", "tags"),
     )
     format_reward: float = option(
-        0.0, "gsm8k, countdown in tags, reasoning_gym: added for a completion in the wanted form, right or wrong", minimum=0
+        0.0,
+        "gsm8k, countdown in tags, reasoning_gym: added for a completion in the wanted form, right or wrong",
+        minimum=0,
     )
     chat: bool = option(False, "prompts are messages, written as the template beside the tokenizer has them")
-    system_prompt: str = option("", "the system's message before each prompt, with chat; empty: none, or the template's own")
+    system_prompt: str = option(
+        "", "the system's message before each prompt, with chat; empty: none, or the template's own"
+    )
     eval_split: str = option(
         "test",
         "what evaluations ask: the test's prompts; or, to choose settings by, tune's, a tenth of the training prompts that are left out then",
         choices=("test", "tune"),
     )
     tokenizer: str = option(
-        "bytes", "text to ids: bytes, which needs no files, gpt2, or a folder with a tokenizer.json; that of init_from, when there is one"
+        "bytes",
+        "text to ids: bytes, which needs no files, gpt2, or a folder with a tokenizer.json; that of init_from, when there is one",
     )
 
 
@@ -99,19 +117,31 @@ class RunOptions:
     seed: int = option(1, "seeds initial weights, the order of prompts and every sampled token", minimum=0)
     device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device, such as cuda:1")
     dtype: str = option(
-        "float32", "arithmetic of the forward pass: bfloat16 is autocast over float32 weights", choices=("float32", "bfloat16")
+        "float32",
+        "arithmetic of the forward pass: bfloat16 is autocast over float32 weights",
+        choices=("float32", "bfloat16"),
     )
-    resume: str = option("never", "auto: continue from the newest checkpoint in out_dir, if any", choices=("never", "auto"))
-    save_interval: int = option(50, "a checkpoint every so many iterations, and at the end; 0: only at the end", "iterations", minimum=0)
-    save_total_limit: int = option(2, "checkpoints kept, newest first; the one with the best evaluation is kept beside them", minimum=1)
+    resume: str = option(
+        "never", "auto: continue from the newest checkpoint in out_dir, if any", choices=("never", "auto")
+    )
+    save_interval: int = option(
+        50, "a checkpoint every so many iterations, and at the end; 0: only at the end", "iterations", minimum=0
+    )
+    save_total_limit: int = option(
+        2, "checkpoints kept, newest first; the one with the best evaluation is kept beside them", minimum=1
+    )
     eval_interval: int = option(
-        20, "evaluate at the start, every so many iterations and at the end; 0: only at the end", "iterations", minimum=0
+        20,
+        "evaluate at the start, every so many iterations and at the end; 0: only at the end",
+        "iterations",
+        minimum=0,
     )
     eval_prompts: int = option(500, "held-out prompts in an evaluation; 0: no evaluation", "prompts", minimum=0)
     enforce_eager: bool = option(False, "sample without CUDA graphs: slower, and their memory is not taken")
     samples_per_iteration: int = option(4, "completions written to samples.jsonl in each iteration", minimum=0)
     report_to: list[str] = option(
-        [], "also send log.jsonl's numbers to tensorboard or wandb, comma-separated; a service that fails or hangs is left behind"
+        [],
+        "also send log.jsonl's numbers to tensorboard or wandb, comma-separated; a service that fails or hangs is left behind",
     )
 
 
@@ -120,14 +150,19 @@ class TrainOptions:
     """The update, the same for both loops."""
 
     learning_rate: float = option(1e-3, "peak learning rate", minimum=0)
-    lr_schedule: str = option("constant", "after warmup: constant, or down to zero at max_iters", choices=("constant", "linear", "cosine"))
+    lr_schedule: str = option(
+        "constant", "after warmup: constant, or down to zero at max_iters", choices=("constant", "linear", "cosine")
+    )
     warmup_iters: int = option(0, "learning rate rises linearly over these", "iterations", minimum=0)
     weight_decay: float = option(0.0, "AdamW's decay of matrices and embeddings", minimum=0)
     adam_beta1: float = option(0.9, "AdamW's decay of the first moment", minimum=0)
     adam_beta2: float = option(0.99, "AdamW's decay of the second moment", minimum=0)
     grad_clip: float = option(1.0, "largest norm of the gradient; 0: not clipped", minimum=0)
     max_dropped_steps: int = option(
-        5, "a step whose loss or gradient is not finite is dropped; after so many in a row the run stops", "optimizer steps", minimum=1
+        5,
+        "a step whose loss or gradient is not finite is dropped; after so many in a row the run stops",
+        "optimizer steps",
+        minimum=1,
     )
     lora_rank: int = option(
         0,
@@ -137,7 +172,8 @@ class TrainOptions:
     )
     lora_alpha: float = option(32.0, "lora_rank: their product is multiplied by lora_alpha / lora_rank", minimum=0)
     lora_target_modules: list[str] = option(
-        ["qkv", "proj", "up", "down"], "lora_rank: which matrices of a block: qkv and proj of attention, up and down of the MLP"
+        ["qkv", "proj", "up", "down"],
+        "lora_rank: which matrices of a block: qkv and proj of attention, up and down of the MLP",
     )
     gradient_accumulation_steps: int = option(
         1, "micro-batches of equally many sequences an optimizer step, where there is no token budget", minimum=1
@@ -165,9 +201,13 @@ class MemoryOptions:
         "block: keep only block inputs and run each block again in backward, a third more compute; selective: keep attention outputs too",
         choices=("none", "block", "selective"),
     )
-    activation_offload: bool = option(False, "the kept block inputs wait for backward on the host; wants checkpoint_blocks")
+    activation_offload: bool = option(
+        False, "the kept block inputs wait for backward on the host; wants checkpoint_blocks"
+    )
     param_dtype: str = option(
-        "float32", "weights and gradients; bfloat16 halves them and what optimizer_dtype says is rounded", choices=("float32", "bfloat16")
+        "float32",
+        "weights and gradients; bfloat16 halves them and what optimizer_dtype says is rounded",
+        choices=("float32", "bfloat16"),
     )
     optimizer_dtype: str = option(
         "float32",
@@ -175,16 +215,27 @@ class MemoryOptions:
         choices=("float32", "bfloat16"),
     )
     optimizer_device: str = option(
-        "device", "host: moments and masters in pinned host memory, streamed through the device in each step", choices=("device", "host")
+        "device",
+        "host: moments and masters in pinned host memory, streamed through the device in each step",
+        choices=("device", "host"),
     )
-    grad_offload: bool = option(False, "each gradient moves to the host when backward has made it, and is added up there")
+    grad_offload: bool = option(
+        False, "each gradient moves to the host when backward has made it, and is added up there"
+    )
     memory_budget_gb: str = option(
-        "", "GiB the run may take of the device: the cheapest changes of the ladder that fit are made; auto: what is free on it; empty: off"
+        "",
+        "GiB the run may take of the device: the cheapest changes of the ladder that fit are made; auto: what is free on it; empty: off",
     )
-    plan: bool = option(False, "say what an iteration will take and stop: any device, no GPU needed. With memory_budget_gb: what would fit")
-    memory_snapshot: bool = option(False, "CUDA: write memory_snapshot.pickle for pytorch.org/memory_viz when the run ends or fails")
+    plan: bool = option(
+        False,
+        "say what an iteration will take and stop: any device, no GPU needed. With memory_budget_gb: what would fit",
+    )
+    memory_snapshot: bool = option(
+        False, "CUDA: write memory_snapshot.pickle for pytorch.org/memory_viz when the run ends or fails"
+    )
     cuda_allocator: str = option(
-        "expandable_segments:True", "PYTORCH_ALLOC_CONF, where the environment has none: segments that can grow do not fragment"
+        "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF, where the environment has none: segments that can grow do not fragment",
     )
 
 
@@ -193,7 +244,9 @@ class SFTSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOpt
     """Supervised fine-tuning on a task's demonstrations: options of train_sft.py."""
 
     out_dir: str = option("out/sft", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
-    init_from: str = option("", "what to start from: a run's folder, or a model's as Hugging Face lays it out; empty: random weights")
+    init_from: str = option(
+        "", "what to start from: a run's folder, or a model's as Hugging Face lays it out; empty: random weights"
+    )
     max_iters: int = option(500, "optimizer steps", "iterations", minimum=1)
     batch_size: int = option(128, "demonstrations an optimizer step", "sequences", minimum=1)
 
@@ -208,7 +261,8 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
 
     out_dir: str = option("out/grpo", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
     init_from: str = option(
-        "", "what to start from, and the reference: a run's folder, or a model's as Hugging Face lays it out; empty: random weights"
+        "",
+        "what to start from, and the reference: a run's folder, or a model's as Hugging Face lays it out; empty: random weights",
     )
     init_config: str = option("", "SFT config that makes init_from when it is missing")
     max_iters: int = option(100, "rollouts", "iterations", minimum=1)
@@ -220,23 +274,35 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
     num_iterations: int = option(1, "times each rollout is learned from", minimum=1)
     max_new_tokens: int = option(32, "longest completion (TRL: max_completion_length)", "tokens", minimum=1)
     stop_string: str = option(
-        "", "a completion also ends with the token that completes this text, such as </answer>; empty: with the stop token alone"
+        "",
+        "a completion also ends with the token that completes this text, such as </answer>; empty: with the stop token alone",
     )
     max_prompt_length: int = option(
-        0, "longer prompts lose their beginning, and plans take prompts to be as long; 0: as the task has them", "tokens", minimum=0
+        0,
+        "longer prompts lose their beginning, and plans take prompts to be as long; 0: as the task has them",
+        "tokens",
+        minimum=0,
     )
-    max_rollout_batch: int = option(0, "completions decoded at a time, which bounds the KV cache; 0: all", "completions", minimum=0)
-    kv_cache_mb: float = option(0.0, "the most that the KV cache may take, the same bound in bytes; 0: no bound", "MiB", minimum=0)
+    max_rollout_batch: int = option(
+        0, "completions decoded at a time, which bounds the KV cache; 0: all", "completions", minimum=0
+    )
+    kv_cache_mb: float = option(
+        0.0, "the most that the KV cache may take, the same bound in bytes; 0: no bound", "MiB", minimum=0
+    )
     temperature: float = option(
         1.0,
         "divides the logits, in the sampler and the trainer alike; there is no top-k, top-p or min-p, because training would not apply it",
         minimum=1e-3,
     )
     beta: float = option(
-        0.0, "weight of the KL divergence to the reference, the weights of init_from; 0: no reference is loaded", minimum=0
+        0.0,
+        "weight of the KL divergence to the reference, the weights of init_from; 0: no reference is loaded",
+        minimum=0,
     )
     reference: str = option(
-        "device", "where the reference's weights live; host: they pass through the device block by block", choices=("device", "host")
+        "device",
+        "where the reference's weights live; host: they pass through the device block by block",
+        choices=("device", "host"),
     )
     loss_type: str = option(
         "dapo",
@@ -251,9 +317,15 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
         choices=("token", "sequence"),
     )
     epsilon: float = option(0.2, "the ratio is clipped at 1 - epsilon and 1 + epsilon_high", minimum=0)
-    epsilon_high: float | None = option(None, "upper clipping range; none: epsilon. cispo: the largest ratio itself, such as 5", minimum=0)
-    delta: float | None = option(None, "upper bound of the ratio where the advantage is negative; none: no bound", minimum=1)
-    kl_estimator: str = option("k3", "how beta's KL is estimated, in the loss or in the reward", choices=("k1", "k2", "k3"))
+    epsilon_high: float | None = option(
+        None, "upper clipping range; none: epsilon. cispo: the largest ratio itself, such as 5", minimum=0
+    )
+    delta: float | None = option(
+        None, "upper bound of the ratio where the advantage is negative; none: no bound", minimum=1
+    )
+    kl_estimator: str = option(
+        "k3", "how beta's KL is estimated, in the loss or in the reward", choices=("k1", "k2", "k3")
+    )
     use_bias_correction_kl: bool = option(
         True,
         "the KL in the loss is multiplied by the ratio, so that its gradient is the KL's with k1 and k3; false: as with k2, or DeepSeekMath's k3",
@@ -262,16 +334,23 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
         False, "beta times a completion's summed KL is taken from its reward, instead of being added to the loss"
     )
     entropy_coef: float = option(
-        0.0, "weight of a bonus for the tokens' mean entropy, in nats; the head is computed twice where it is not 0", minimum=0
+        0.0,
+        "weight of a bonus for the tokens' mean entropy, in nats; the head is computed twice where it is not 0",
+        minimum=0,
     )
     importance_sampling_cap: float | None = option(
         None,
         "multiply a token's loss by p_trainer / p_sampler, at most this; takes one more forward pass. For bfloat16, where the two differ",
         minimum=1,
     )
-    mask_truncated_completions: bool = option(False, "completions that did not stop teach nothing (they count as sequences, not as tokens)")
+    mask_truncated_completions: bool = option(
+        False, "completions that did not stop teach nothing (they count as sequences, not as tokens)"
+    )
     soft_punish_cache: int = option(
-        0, "of a completion's last so many tokens before max_new_tokens each takes 1/so many from its reward; 0: off", "tokens", minimum=0
+        0,
+        "of a completion's last so many tokens before max_new_tokens each takes 1/so many from its reward; 0: off",
+        "tokens",
+        minimum=0,
     )
     max_num_gen_batches: int = option(
         1,
@@ -280,21 +359,32 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
         "rollouts",
         minimum=1,
     )
-    scale_rewards: str = option("group", "what a group's centred rewards are divided by", choices=("group", "batch", "none"))
+    scale_rewards: str = option(
+        "group", "what a group's centred rewards are divided by", choices=("group", "batch", "none")
+    )
     baseline: str = option(
-        "mean", "what a group's rewards are compared with: their mean, or that of the others (RLOO)", choices=("mean", "leave_one_out")
+        "mean",
+        "what a group's rewards are compared with: their mean, or that of the others (RLOO)",
+        choices=("mean", "leave_one_out"),
     )
     advantage_eps: float = option(1e-4, "added to the standard deviation of rewards", minimum=0)
-    reward_funcs: list[str] = option([], "your reward functions, as module:function, comma-separated, added up; empty: the task's own")
+    reward_funcs: list[str] = option(
+        [], "your reward functions, as module:function, comma-separated, added up; empty: the task's own"
+    )
     reward_weights: list[float] = option([], "one for each of reward_funcs, comma-separated; empty: 1 each")
     reward_timeout: float = option(
-        300.0, "what a reward function may take for an iteration's completions; then the run stops, naming it; 0: any time", "s", minimum=0
+        300.0,
+        "what a reward function may take for an iteration's completions; then the run stops, naming it; 0: any time",
+        "s",
+        minimum=0,
     )
 
     def check(self):
         check_common(self)
         if self.group_size < 2:
-            raise SnugError(f"group_size={self.group_size}: a group needs at least 2 completions to compare; try --group_size=8")
+            raise SnugError(
+                f"group_size={self.group_size}: a group needs at least 2 completions to compare; try --group_size=8"
+            )
         rollout = self.batch_size * self.group_size
         if self.train_batch_size and rollout % self.train_batch_size:
             raise SnugError(
@@ -306,7 +396,9 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} does not divide the "
                 f"{self.train_batch_size or rollout} completions of an optimizer step"
             )
-        if self.delta is not None and self.delta <= 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high):
+        if self.delta is not None and self.delta <= 1 + (
+            self.epsilon if self.epsilon_high is None else self.epsilon_high
+        ):
             raise SnugError(f"delta={self.delta} must be above 1 + epsilon_high, where the ratio is clipped already")
         self.check_variant()
         for spec in self.reward_funcs:
@@ -333,16 +425,22 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
             and (self.kl_estimator == "k1") != self.use_bias_correction_kl
             and self.kl_estimator != "k3"
         ):
-            why = {"k1": "a gradient of mean 0, so it restrains nothing", "k2": "another gradient than the KL's"}[self.kl_estimator]
+            why = {"k1": "a gradient of mean 0, so it restrains nothing", "k2": "another gradient than the KL's"}[
+                self.kl_estimator
+            ]
             raise SnugError(
                 f"kl_estimator={self.kl_estimator} with use_bias_correction_kl={self.use_bias_correction_kl} has {why}; take the other of the two, "
                 "or --kl_estimator=k3"
             )
         if self.soft_punish_cache >= self.max_new_tokens:
-            raise SnugError(f"soft_punish_cache={self.soft_punish_cache} must be below max_new_tokens={self.max_new_tokens}")
+            raise SnugError(
+                f"soft_punish_cache={self.soft_punish_cache} must be below max_new_tokens={self.max_new_tokens}"
+            )
         weights, functions = len(self.reward_weights), len(self.reward_funcs)
         if weights and weights != functions:
-            raise SnugError(f"reward_weights={self.reward_weights} are {weights} for {functions} reward_funcs; one each")
+            raise SnugError(
+                f"reward_weights={self.reward_weights} are {weights} for {functions} reward_funcs; one each"
+            )
 
 
 @dataclass
@@ -350,16 +448,23 @@ class SampleSettings:
     """Completions of a run's newest checkpoint: options of sample.py."""
 
     prompt: str = option("", "the text to complete; empty: a held-out prompt of the run's task")
-    chat: bool = option(False, "the prompt is a message, written as the tokenizer's chat template has it; a run with chat has it anyway")
+    chat: bool = option(
+        False, "the prompt is a message, written as the tokenizer's chat template has it; a run with chat has it anyway"
+    )
     system_prompt: str = option("", "with chat: the system's message before it; empty: the run's, if it has one")
     num_samples: int = option(1, "completions", minimum=1)
     max_new_tokens: int = option(32, "longest completion", "tokens", minimum=1)
     temperature: float = option(1.0, "divides the logits; 0: the likeliest token each time", minimum=0)
     top_k: int = option(0, "only so many of the likeliest tokens; 0: all", "tokens", minimum=0)
-    top_p: float = option(1.0, "only the fewest likeliest tokens that together have this probability; 1: all", minimum=0)
-    min_p: float = option(0.0, "only tokens with at least this share of the likeliest one's probability; 0: all", minimum=0)
+    top_p: float = option(
+        1.0, "only the fewest likeliest tokens that together have this probability; 1: all", minimum=0
+    )
+    min_p: float = option(
+        0.0, "only tokens with at least this share of the likeliest one's probability; 0: all", minimum=0
+    )
     stop_string: str = option(
-        "", "a completion also ends where this text has appeared, and is shown without it; empty: with the stop token alone"
+        "",
+        "a completion also ends where this text has appeared, and is shown without it; empty: with the stop token alone",
     )
     seed: int = option(1, "the same seed gives the same completions", minimum=0)
     enforce_eager: bool = option(False, "no CUDA graphs")
@@ -367,7 +472,9 @@ class SampleSettings:
 
     def check(self):
         if (self.chat or self.system_prompt) and not self.prompt:
-            raise SnugError("chat and system_prompt are about the --prompt that you give; a run's own prompts are as it asks them")
+            raise SnugError(
+                "chat and system_prompt are about the --prompt that you give; a run's own prompts are as it asks them"
+            )
         for name in ("top_p", "min_p"):
             if not (0 < getattr(self, name) <= 1 or name == "min_p" and self.min_p == 0):
                 raise SnugError(f"{name}={getattr(self, name)} must be a probability: above 0, at most 1")
@@ -383,14 +490,21 @@ class EvaluateSettings(TaskOptions):
         choices=("run", *TaskOptions.__dataclass_fields__["task"].metadata["choices"]),
     )
     eval_split: str = option(
-        "run", "of the test, or of tune; run: as the run's own evaluations, and of another task the test", choices=("run", "test", "tune")
+        "run",
+        "of the test, or of tune; run: as the run's own evaluations, and of another task the test",
+        choices=("run", "test", "tune"),
     )
     num_prompts: int = option(500, "held-out prompts", "prompts", minimum=1)
     num_samples: int = option(1, "sampled completions of each prompt, beside the greedy one", "completions", minimum=1)
-    temperature: float = option(1.0, "of the sampled ones, divides the logits; 0: only the greedy completion", minimum=0)
-    max_new_tokens: int = option(0, "longest completion; 0: the run's own, or the task's longest answer", "tokens", minimum=0)
+    temperature: float = option(
+        1.0, "of the sampled ones, divides the logits; 0: only the greedy completion", minimum=0
+    )
+    max_new_tokens: int = option(
+        0, "longest completion; 0: the run's own, or the task's longest answer", "tokens", minimum=0
+    )
     samples_file: str = option(
-        "", "where completions and scores go, as JSON lines; empty: evaluation-<task>-<split>.jsonl in the run's folder; none: nowhere"
+        "",
+        "where completions and scores go, as JSON lines; empty: evaluation-<task>-<split>.jsonl in the run's folder; none: nowhere",
     )
     seed: int = option(0, "seeds the sampled completions; 0 is what a run's own evaluations use", minimum=0)
     device: str = option("auto", "auto: cuda if there is one, else cpu; or any torch device")
@@ -445,7 +559,9 @@ def check_common(s):
     if s.n_kv_head and s.n_head % s.n_kv_head:
         raise SnugError(f"n_kv_head={s.n_kv_head} does not divide n_head={s.n_head}")
     if s.position == "rotary" and (s.n_embd // s.n_head) % 2:
-        raise SnugError(f"n_embd={s.n_embd} / n_head={s.n_head} is an odd head width; position='rotary' needs an even one")
+        raise SnugError(
+            f"n_embd={s.n_embd} / n_head={s.n_head} is an odd head width; position='rotary' needs an even one"
+        )
     if s.seed >= 2**31:
         raise SnugError(f"seed={s.seed} must be below 2**31")
     if s.gradient_accumulation_steps > 1 and s.max_tokens_per_micro_batch:
@@ -481,16 +597,24 @@ def check_common(s):
         if importlib.util.find_spec(name) is None:
             raise SnugError(f"report_to={name!r}: the package is not installed; pip install {name}")
     if s.countdown_min_numbers > s.countdown_max_numbers:
-        raise SnugError(f"countdown_min_numbers={s.countdown_min_numbers} is above countdown_max_numbers={s.countdown_max_numbers}")
+        raise SnugError(
+            f"countdown_min_numbers={s.countdown_min_numbers} is above countdown_max_numbers={s.countdown_max_numbers}"
+        )
     if not s.countdown_operators or set(s.countdown_operators) - set("+-*/"):
-        raise SnugError(f"countdown_operators={s.countdown_operators!r}: choose from + - * /, such as --countdown_operators=+-")
+        raise SnugError(
+            f"countdown_operators={s.countdown_operators!r}: choose from + - * /, such as --countdown_operators=+-"
+        )
 
 
 def check_adapters(s):
     if not s.init_from:
-        raise SnugError(f"lora_rank={s.lora_rank} trains beside the weights of init_from: name a run or a Hugging Face folder")
+        raise SnugError(
+            f"lora_rank={s.lora_rank} trains beside the weights of init_from: name a run or a Hugging Face folder"
+        )
     if getattr(s, "reference", "device") == "host":
-        raise SnugError("reference='host' with lora_rank: the reference is the model itself without adapters; leave reference out")
+        raise SnugError(
+            "reference='host' with lora_rank: the reference is the model itself without adapters; leave reference out"
+        )
     names = s.lora_target_modules
     if not names or set(names) - {"qkv", "proj", "up", "down"} or len(set(names)) < len(names):
         raise SnugError(f"lora_target_modules={','.join(names)!r}: choose from qkv, proj, up, down, each once")

@@ -56,7 +56,9 @@ class Tokenizer:
         self.n_vocab, self.stop_token = len(self.texts), self.stop_tokens[0]
         raw = [token._replace(normalized=token.normalized and not token.special) for token in self.added]
         self.matchers, self.matchers_special = self.matchers_of(self.added, special=False), self.matchers_of(self.added)
-        self.matchers_chat = self.matchers_of(raw)  # a special token as the template spells it, never what NFC makes of a content
+        self.matchers_chat = self.matchers_of(
+            raw
+        )  # a special token as the template spells it, never what NFC makes of a content
 
     def encode(self, text, special=False):
         """Text -> list of ids, never special ones: a prompt that spells <|endoftext|> gets those 13 characters.
@@ -113,7 +115,9 @@ class Tokenizer:
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # which pyo3 derives from BaseException
                 raise
-            raise SnugError(f"tiktoken fails on a text of {len(text)} characters ({one_line(error)}); cut it into shorter texts") from None
+            raise SnugError(
+                f"tiktoken fails on a text of {len(text)} characters ({one_line(error)}); cut it into shorter texts"
+            ) from None
         return ranks if self.ids is None else [self.ids[rank] for rank in ranks]
 
     def decode(self, ids):
@@ -154,13 +158,19 @@ def get_tokenizer(name):
     """
     if name == "bytes":
         # The pattern cuts text into characters, (?s) counting a newline as one; with no ranks beyond single bytes, nothing merges.
-        return plain("bytes", tiktoken.Encoding("bytes", pat_str="(?s).", mergeable_ranks=dict(Trees().ranks), special_tokens={}))
+        return plain(
+            "bytes", tiktoken.Encoding("bytes", pat_str="(?s).", mergeable_ranks=dict(Trees().ranks), special_tokens={})
+        )
     if name == "gpt2":
         return plain("gpt2", gpt2_encoding())
     files = read_files(name, FILES)
     if "tokenizer.json" in files:
         return Tokenizer(*read_tokenizer(Path(name), files))
-    reason = f"; {name} has a tokenizer.model, of sentencepiece, alone: {SUPPORTED}" if read_files(name, ["tokenizer.model"]) else ""
+    reason = (
+        f"; {name} has a tokenizer.model, of sentencepiece, alone: {SUPPORTED}"
+        if read_files(name, ["tokenizer.model"])
+        else ""
+    )
     raise SnugError(f"tokenizer={name!r} is not one of bytes, gpt2, or a folder that has a tokenizer.json{reason}")
 
 
@@ -174,7 +184,10 @@ def plain(name, encoding):
 def gpt2_encoding():
     try:
         return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:  # no network (requests raises an OSError), an unwritable folder, a damaged file
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # no network (requests raises an OSError), an unwritable folder, a damaged file
         raise SnugError(
             f"the two files of tokenizer=gpt2 cannot be had ({type(error).__name__}): "
             "set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=bytes"
@@ -187,7 +200,9 @@ def gpt2_encoding():
 
 def alternatives(names):
     """A pattern that matches the longest name at the leftmost place; None for no names."""
-    return regex.compile("(" + "|".join(map(regex.escape, sorted(names, key=len, reverse=True))) + ")") if names else None
+    return (
+        regex.compile("(" + "|".join(map(regex.escape, sorted(names, key=len, reverse=True))) + ")") if names else None
+    )
 
 
 def match(pieces, pattern, names):
@@ -230,13 +245,24 @@ def generated_files(tokenizer):
         merges.append(f"{symbols_of(token[:cut])} {symbols_of(token[cut:])}")
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     split = dict(type="Split", pattern=dict(Regex=GPT2), behavior="Isolated", invert=False)
-    stop = dict(id=tokenizer.stop_token, content=END_OF_TEXT, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    stop = dict(
+        id=tokenizer.stop_token,
+        content=END_OF_TEXT,
+        single_word=False,
+        lstrip=False,
+        rstrip=False,
+        normalized=False,
+        special=True,
+    )
     model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None)
     model |= dict(fuse_unk=False, byte_fallback=False, ignore_merges=False)
     model |= dict(vocab={symbols_of(token): i for i, token in enumerate(tokens)}, merges=merges)
     spec = dict(version="1.0", truncation=None, padding=None, added_tokens=[stop], normalizer=None)
     spec |= dict(
-        pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]), post_processor=None, decoder=byte_level, model=model
+        pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
+        post_processor=None,
+        decoder=byte_level,
+        model=model,
     )
     config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
     files = {"tokenizer.json": spec, "tokenizer_config.json": config}

@@ -85,7 +85,9 @@ def rehearsal(prepared, settings):
         (prompt, completion), N = prepared.longest(settings), settings.batch_size
         model, optimizer = loop.rehearse_init(prepared, settings, meter)
         rehearse_evaluation(model, prompt, completion, settings, meter)
-        batch = Sequences(torch.zeros(N, prompt + completion, dtype=torch.long), Numbers([prompt] * N), Numbers([completion] * N))
+        batch = Sequences(
+            torch.zeros(N, prompt + completion, dtype=torch.long), Numbers([prompt] * N), Numbers([completion] * N)
+        )
         loop.rehearse_step(model, optimizer, partial(train_step, model, batch, settings, most=2), settings, meter)
 
     return iteration

@@ -24,7 +24,11 @@ STEPS = (  # name, command, seconds it may take
     ("logprobs", ["bench/logprobs.py"], 150),
     ("memory", ["bench/memory.py"], 140),
     ("saving", ["bench/saving.py"], 60),
-    ("addition", ["bench/learning.py", "--only=addition dapo", "--seeds=1", "--jobs=1", "--out_dir=out/bench_addition"], 70),
+    (
+        "addition",
+        ["bench/learning.py", "--only=addition dapo", "--seeds=1", "--jobs=1", "--out_dir=out/bench_addition"],
+        70,
+    ),
 )
 
 
@@ -56,10 +60,16 @@ def main(only):
     import torch
 
     if not torch.cuda.is_available():
-        print("error: this torch sees no CUDA device; python bench/logprobs.py runs reduced shapes on a CPU", file=sys.stderr)
+        print(
+            "error: this torch sees no CUDA device; python bench/logprobs.py runs reduced shapes on a CPU",
+            file=sys.stderr,
+        )
         sys.exit(2)
     device = torch.cuda.get_device_name()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HOME, capture_output=True, text=True).stdout.strip() or "unknown"
+    commit = (
+        subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HOME, capture_output=True, text=True).stdout.strip()
+        or "unknown"
+    )
     folder = HOME / "bench/results" / f"{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-').lower()}-{commit}"
     folder.mkdir(parents=True, exist_ok=True)
     summary = {"device": device, "commit": commit, "python": platform.python_version(), "cuda": torch.version.cuda}
@@ -76,7 +86,9 @@ def main(only):
         (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"\n{device}, torch {torch.__version__}, commit {commit}; everything in {folder.relative_to(HOME)}")
     for name, step in summary["steps"].items():
-        print(f"{name:10} {'ok' if step['ok'] else 'FAILED':6} {step['seconds']:7.1f} s  {step['last'] if 'result' not in step else ''}")
+        print(
+            f"{name:10} {'ok' if step['ok'] else 'FAILED':6} {step['seconds']:7.1f} s  {step['last'] if 'result' not in step else ''}"
+        )
     sys.exit(0 if all(step["ok"] for step in summary["steps"].values()) else 1)
 
 

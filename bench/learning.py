@@ -119,7 +119,9 @@ def draw(rows, path):
 
     names = list(dict.fromkeys(r["name"] for r in rows))
     lines = -(-len(names) // 3)
-    figure, panels = plt.subplots(lines, 3, figsize=(9.6, 2.8 * lines), sharey=True, squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        lines, 3, figsize=(9.6, 2.8 * lines), sharey=True, squeeze=False, layout="constrained"
+    )
     for name, panel in zip(names, panels.flat, strict=False):
         for r in (r for r in rows if r["name"] == name):
             panel.plot(*zip(*r["more_curve"], strict=True), color="0.6", linewidth=1)
@@ -142,7 +144,10 @@ def main(arguments):
         for name, seed in chosen:
             chains.setdefault((EXPERIMENTS[name][0], seed), []).append(name)
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            done = [pool.submit(lambda key=key, names=names: [one(name, key[1], out) for name in names]) for key, names in chains.items()]
+            done = [
+                pool.submit(lambda key=key, names=names: [one(name, key[1], out) for name in names])
+                for key, names in chains.items()
+            ]
             for future in done:
                 future.result()
     rows = [found for name, seed in chosen if (found := row(name, seed, out))]
@@ -150,13 +155,25 @@ def main(arguments):
         raise SystemExit(f"nothing is done in {out}")
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HOME, capture_output=True, text=True).stdout.strip()
-    about = dict(commit=commit, machine=platform.machine(), torch=torch.__version__, python=platform.python_version(), jobs=arguments.jobs)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HOME, capture_output=True, text=True
+    ).stdout.strip()
+    about = dict(
+        commit=commit,
+        machine=platform.machine(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        jobs=arguments.jobs,
+    )
     print(table(rows))
     if not arguments.only and not wanted:
         (HOME / "docs/learning.json").write_text(json.dumps(about | dict(rows=rows), indent=1) + "\n")
         draw(rows, HOME / "docs/learning.png")
-    print(json.dumps(about | dict(rows=[{key: value for key, value in r.items() if not key.endswith("curve")} for r in rows])))
+    print(
+        json.dumps(
+            about | dict(rows=[{key: value for key, value in r.items() if not key.endswith("curve")} for r in rows])
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -62,14 +62,18 @@ def peers():
         from trl.trainer.utils import selective_log_softmax
 
         # (8, M / 8, V), as TRL calls it: it goes through the first dimension one by one
-        found["trl"] = lambda logits, targets: selective_log_softmax(logits.unflatten(0, (8, -1)), targets.view(8, -1)).flatten()
+        found["trl"] = lambda logits, targets: selective_log_softmax(
+            logits.unflatten(0, (8, -1)), targets.view(8, -1)
+        ).flatten()
     except ImportError:
         pass
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
         found["liger"] = lambda reduction: (
-            lambda hidden, weight, targets: LigerFusedLinearCrossEntropyLoss(reduction=reduction)(weight, hidden, targets)
+            lambda hidden, weight, targets: LigerFusedLinearCrossEntropyLoss(reduction=reduction)(
+                weight, hidden, targets
+            )
         )
     except ImportError:
         pass
@@ -88,7 +92,9 @@ def peers():
         def grpo(logits, targets):  # drops each sequence's last row, as a model's logits have one too many
             logits, targets = in_eight(logits, targets)
             advantages = torch.ones(8, device=targets.device)
-            return triton_grpo_loss(logits, None, None, targets[:, :-1].contiguous(), advantages, temperature=1.0, beta=0.0)[0].sum()
+            return triton_grpo_loss(
+                logits, None, None, targets[:, :-1].contiguous(), advantages, temperature=1.0, beta=0.0
+            )[0].sum()
 
         fused = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)
         found["liger_grpo_head"], found["liger_grpo"] = grpo_head, grpo
@@ -118,7 +124,9 @@ def head_contenders(found, budgets):
     """name -> (mean loss, log-probs) of (hidden, weight, targets); None: not installed."""
 
     def ours(hidden, weight, targets, chunk_mb):
-        return head_loss(hidden, weight, targets, lambda logprobs, rows: -logprobs.sum() / len(targets), chunk_mb=chunk_mb)[0]
+        return head_loss(
+            hidden, weight, targets, lambda logprobs, rows: -logprobs.sum() / len(targets), chunk_mb=chunk_mb
+        )[0]
 
     def with_logits(logprobs):
         return lambda *x: -logprobs(F.linear(*x[:2]), x[2]).mean(), lambda *x: logprobs(F.linear(*x[:2]), x[2])
@@ -127,7 +135,9 @@ def head_contenders(found, budgets):
         return make and (make("mean"), lambda *x: -make("none")(*x))
 
     recomputed = partial(head_logprobs, chunk_mb=budgets[-1])
-    named = {f"snug head_loss, {mb} MiB": (partial(ours, chunk_mb=mb), partial(head_logprobs, chunk_mb=mb)) for mb in budgets}
+    named = {
+        f"snug head_loss, {mb} MiB": (partial(ours, chunk_mb=mb), partial(head_logprobs, chunk_mb=mb)) for mb in budgets
+    }
     return named | {
         f"snug head_logprobs, {budgets[-1]} MiB": (lambda *x: -recomputed(*x).mean(), recomputed),
         "plain torch": with_logits(plain_logprobs),
@@ -217,7 +227,10 @@ def bench_logits(M, V, dtype, rounds, found):
     rows = []
     exact = plain_logprobs(logits[:64].double(), targets[:64])
     ready = {name: function for name, function in contenders.items() if function}
-    errors = {name: attempt(lambda f=f: float((f(logits[:64], targets[:64]) - exact).abs().max())) for name, f in ready.items()}
+    errors = {
+        name: attempt(lambda f=f: float((f(logits[:64], targets[:64]) - exact).abs().max()))
+        for name, f in ready.items()
+    }
 
     other = torch.empty_like(logits)
     copies = {"copy": lambda: other.copy_(logits)}
@@ -250,7 +263,15 @@ def bench_logits(M, V, dtype, rounds, found):
             if name in times:
                 rate = passes * read / times[name] / 1e9
                 extra = None if stage == "backward" else attempt(extra_bytes, calls[name], logits, other, targets)
-                row = dict(stage=stage, name=name, ms=times[name], rate=rate, share=rate / bandwidth, extra=extra, error=errors.get(name))
+                row = dict(
+                    stage=stage,
+                    name=name,
+                    ms=times[name],
+                    rate=rate,
+                    share=rate / bandwidth,
+                    extra=extra,
+                    error=errors.get(name),
+                )
                 rows.append(row)
         absent = [name for name, function in contenders.items() if not function] if "forward" in stage else []
         absent += ["Liger GRPO loss, in place"] if stage == "loss + gradient" and not found["liger_grpo"] else []
@@ -277,7 +298,9 @@ def bench_head(M, C, V, dtype, budgets, rounds, found):
     h, w = hidden.detach(), weight.detach()
     exact = plain_logprobs(h[:64].double() @ w.double().T, targets[:64])
     ready = {name: pair for name, pair in contenders.items() if pair}
-    times = interleaved({"products": products} | {name: partial(train, pair[0]) for name, pair in ready.items()}, rounds)
+    times = interleaved(
+        {"products": products} | {name: partial(train, pair[0]) for name, pair in ready.items()}, rounds
+    )
     flops, rows = 6 * M * C * V, []
     for name, pair in contenders.items():
         if name not in times:
@@ -292,7 +315,18 @@ def bench_head(M, C, V, dtype, budgets, rounds, found):
         with torch.no_grad():
             error = pair[1] and attempt(lambda f=pair[1]: float((f(h[:64], w, targets[:64]) - exact).abs().max()))
         rate, share = flops / times[name] / 1e9, times["products"] / times[name]
-        rows.append(dict(stage="head", name=name, ms=times[name], rate=rate, share=share, extra=extra[0], frozen=extra[1], error=error))
+        rows.append(
+            dict(
+                stage="head",
+                name=name,
+                ms=times[name],
+                rate=rate,
+                share=share,
+                extra=extra[0],
+                frozen=extra[1],
+                error=error,
+            )
+        )
     return rows, flops / times["products"] / 1e9
 
 
@@ -316,7 +350,10 @@ def main():
     torch.manual_seed(0)
     (M, V), (head_M, C, head_V), dtype, budgets, rounds = SHAPES[DEVICE, arguments.quick]
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{device}, torch {torch.__version__}, {dtype}" + ("" if DEVICE == "cuda" else ": reduced shapes, no word about a GPU"))
+    print(
+        f"{device}, torch {torch.__version__}, {dtype}"
+        + ("" if DEVICE == "cuda" else ": reduced shapes, no word about a GPU")
+    )
     found = peers()
 
     rows, bandwidth = bench_logits(M, V, dtype, rounds, found)
@@ -329,8 +366,12 @@ def main():
         f"\nHead: hidden ({head_M}, {C}), weight ({head_V}, {C}). Yardstick: its three products at {rate:.3f} TFLOP/s. FLOP counted: 6 M C V."
     )
     print_rows(head_rows, "TFLOP/s")
-    summary = dict(bench="logprobs", device=device, torch=torch.__version__, python=platform.python_version(), dtype=str(dtype))
-    summary |= dict(quick=arguments.quick, logits=[M, V], head=[head_M, C, head_V], copy_tb_s=bandwidth, products_tflop_s=rate)
+    summary = dict(
+        bench="logprobs", device=device, torch=torch.__version__, python=platform.python_version(), dtype=str(dtype)
+    )
+    summary |= dict(
+        quick=arguments.quick, logits=[M, V], head=[head_M, C, head_V], copy_tb_s=bandwidth, products_tflop_s=rate
+    )
     print(json.dumps(summary | {"rows": rows + head_rows}))
 
 

@@ -33,12 +33,24 @@ from runs.prepare import prepare  # noqa: E402
 from settings import GRPOSettings, SFTSettings  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = dict(digits=4, n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=8192, batch_size=4, group_size=8, max_new_tokens=80)
+SMALL = dict(
+    digits=4,
+    n_layer=4,
+    n_head=4,
+    n_embd=128,
+    block_size=128,
+    vocab_size=8192,
+    batch_size=4,
+    group_size=8,
+    max_new_tokens=80,
+)
 GPT2 = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304, bias=True)
 GPT2 |= dict(digits=4, batch_size=8, group_size=8, max_new_tokens=512, dtype="bfloat16")
 QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, dtype="bfloat16", param_dtype="bfloat16")
 QWEN |= dict(n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_hidden=4864, block_size=1024, vocab_size=151936)
-QWEN |= dict(digits=4, batch_size=4, group_size=8, max_new_tokens=768, optimizer_dtype="bfloat16", checkpoint_blocks="block")
+QWEN |= dict(
+    digits=4, batch_size=4, group_size=8, max_new_tokens=768, optimizer_dtype="bfloat16", checkpoint_blocks="block"
+)
 LADDER = {  # name -> (reference?, changes)
     "plain": dict(),
     "reference": dict(beta=0.04),
@@ -60,12 +72,18 @@ def run(shape, tokens, changes, folder):
     settings = GRPOSettings(**common | shape | changes | dict(out_dir=f"{folder}/grpo"))
     with contextlib.redirect_stdout(io.StringIO()):
         if settings.beta:
-            fields = {name: shape[name] for name in shape if name not in ("batch_size", "group_size", "max_new_tokens", "beta")}
+            fields = {
+                name: shape[name]
+                for name in shape
+                if name not in ("batch_size", "group_size", "max_new_tokens", "beta")
+            }
             sft = SFTSettings(**common | fields | dict(out_dir=f"{folder}/sft", batch_size=2, max_iters=1))
             train_sft.main(prepare(sft))
             settings.init_from = sft.out_dir
         prepared = prepare(settings)
-        prepared.reward_funcs = [lambda prompts, completions, **columns: [i % 2 for i in range(len(prompts))]]  # else there is no step
+        prepared.reward_funcs = [
+            lambda prompts, completions, **columns: [i % 2 for i in range(len(prompts))]
+        ]  # else there is no step
         planned = plan(partial(grpo.rehearsal, prepared), settings)
         grpo.main(prepared)
     return planned, read_log(settings.out_dir)[-1]
@@ -77,8 +95,18 @@ def measured_rows():
         for name, changes in ladder.items():
             with tempfile.TemporaryDirectory() as folder:
                 planned, record = run(shape, tokens, changes, folder)
-            row = dict(shape=shape_name, options=name, planned=planned.peak / MIB, measured=record["mem_max_alloc_mb"], phase=planned.phase)
-            row |= dict(host_planned=planned.host / MIB, host_measured=record.get("mem_max_host_mb", 0), seconds=record["time_s"])
+            row = dict(
+                shape=shape_name,
+                options=name,
+                planned=planned.peak / MIB,
+                measured=record["mem_max_alloc_mb"],
+                phase=planned.phase,
+            )
+            row |= dict(
+                host_planned=planned.host / MIB,
+                host_measured=record.get("mem_max_host_mb", 0),
+                seconds=record["time_s"],
+            )
             rows.append(row)
             print_row(row)
     return rows
@@ -102,7 +130,9 @@ def wide_vocabulary():
         with tempfile.TemporaryDirectory() as folder:
             planned, record = run(shape, 8 * 256, dict(checkpoint_blocks=checkpoint_blocks), folder)
         peaks[checkpoint_blocks] = record["mem_max_alloc_mb"]
-        print(f"checkpoint_blocks={checkpoint_blocks}: {record['mem_max_alloc_mb']:.1f} MiB measured, {planned.peak / MIB:.1f} planned")
+        print(
+            f"checkpoint_blocks={checkpoint_blocks}: {record['mem_max_alloc_mb']:.1f} MiB measured, {planned.peak / MIB:.1f} planned"
+        )
     return peaks
 
 
@@ -130,7 +160,9 @@ def main():
     print(
         f"{'shape':13} {'options':15} {'planned':>10} {'measured':>10} {'ratio':>6} {'phase':10}{'host':>9} {'measured':>9} {'seconds':>7}"
     )
-    summary = dict(bench="memory", device=device, torch=torch.__version__, python=platform.python_version(), rows=measured_rows())
+    summary = dict(
+        bench="memory", device=device, torch=torch.__version__, python=platform.python_version(), rows=measured_rows()
+    )
     print("\nGPT-2's shape, 8 layers x 256, V = 50,257, 8 x 256 tokens, float32, beta 0.04")
     summary["wide_vocabulary"] = wide_vocabulary()
     print("\nPlanned for CUDA")

@@ -30,7 +30,9 @@ from sample import sample_groups  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPT2 = dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=1024)
-QWEN = dict(vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, head_size=128, n_hidden=8960, block_size=2048)
+QWEN = dict(
+    vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, head_size=128, n_hidden=8960, block_size=2048
+)
 QWEN |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6, norm_eps=1e-6)
 SMALL = dict(vocab_size=512, n_head=4, block_size=256)
 # name: (shape, prompts, tokens a prompt, completions a prompt, mean length or 0, longest, dtype)
@@ -70,7 +72,9 @@ def hugging_face(shape):
         )
         return Qwen2ForCausalLM(config)
     names = dict(n_layer="n_layer", n_head="n_head", n_embd="n_embd", vocab_size="vocab_size", block_size="n_positions")
-    config = GPT2Config(**{theirs: shape[ours] for ours, theirs in names.items()}, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = GPT2Config(
+        **{theirs: shape[ours] for ours, theirs in names.items()}, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -170,7 +174,9 @@ def clocked(call):
 
 def ours(model, prompts, k, longest, stop, seed, **options):
     """-> sampled tokens, and each row's length."""
-    lengths = sample_groups(model, prompts.tolist(), k, longest, stop_token=stop, seed=seed, **options).completion_lengths
+    lengths = sample_groups(
+        model, prompts.tolist(), k, longest, stop_token=stop, seed=seed, **options
+    ).completion_lengths
     return int(lengths.sum()), lengths
 
 
@@ -227,7 +233,9 @@ def measure(name, case, rounds, per_second, static):
     if peer is not None:
         contenders["hf"] = lambda seed: theirs(peer, prompts, k, longest, stop, seed)
         if static:
-            contenders["hf static"] = lambda seed: theirs(peer, prompts, k, longest, stop, seed, cache_implementation="static")
+            contenders["hf static"] = lambda seed: theirs(
+                peer, prompts, k, longest, stop, seed, cache_implementation="static"
+            )
     speeds, floors = {who: [] for who in contenders}, []
     with autocast("float32", model):
         for seed in range(-1, rounds):  # the first round is not counted
@@ -237,7 +245,9 @@ def measure(name, case, rounds, per_second, static):
                     speeds[who].append(count / seconds)
                     if who == "snug":
                         floors.append(floor_seconds(model, prompts, k, lengths, longest, per_second) / seconds)
-    row = dict(name=name, floor=round(statistics.median(floors), 3)) | {who: round(statistics.median(s)) for who, s in speeds.items()}
+    row = dict(name=name, floor=round(statistics.median(floors), 3)) | {
+        who: round(statistics.median(s)) for who, s in speeds.items()
+    }
     for who in list(contenders)[1:]:
         ratios = [a / b for a, b in zip(speeds["snug"], speeds[who], strict=True)]
         row[f"x {who}"] = [round(f(ratios), 2) for f in (statistics.median, min, max)]
@@ -251,13 +261,19 @@ def main(arguments):
         if arguments.only in name:
             rows.append(measure(name, case, arguments.rounds, per_second, arguments.static or DEVICE == "cuda"))
             print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    about = dict(device=torch.cuda.get_device_name() if DEVICE == "cuda" else platform.machine(), torch=torch.__version__)
+    about = dict(
+        device=torch.cuda.get_device_name() if DEVICE == "cuda" else platform.machine(), torch=torch.__version__
+    )
     print(json.dumps(about | dict(threads=torch.get_num_threads(), gb_per_s=round(per_second / 1e9, 1), rows=rows)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Sampling: tokens a second, beside Hugging Face generate.")
     parser.add_argument("--only", default="", help="cases whose name has this word")
-    parser.add_argument("--static", action="store_true", help="also with the static cache, which generate compiles on CUDA (there always)")
+    parser.add_argument(
+        "--static",
+        action="store_true",
+        help="also with the static cache, which generate compiles on CUDA (there always)",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="pairs that count")
     main(parser.parse_args())

@@ -80,7 +80,9 @@ def main(device, folder):
             result[kind] = dict(stall_s=stall, written_after_s=whole)
             print(f"{kind:12} stall {stall:7.3f} s   written after {whole:7.3f} s")
         result["slowdown_beside"] = round(median(slowdowns[1:]), 2)
-        print(f"while a checkpoint is written beside it, a forward pass takes {result['slowdown_beside']:.2f} times as long")
+        print(
+            f"while a checkpoint is written beside it, a forward pass takes {result['slowdown_beside']:.2f} times as long"
+        )
         print(json.dumps(result))
 
 

@@ -36,7 +36,9 @@ def main(iterations, report_to):
     folder = tempfile.mkdtemp()
     common = dict(digits=3, n_layer=2, n_embd=64, block_size=40, device="cpu", eval_prompts=64)
     sft = SFTSettings(**common, out_dir=f"{folder}/sft", max_iters=20, batch_size=32)
-    options = dict(init_from=sft.out_dir, beta=0.04, batch_size=4, group_size=8, max_new_tokens=12, max_iters=iterations)
+    options = dict(
+        init_from=sft.out_dir, beta=0.04, batch_size=4, group_size=8, max_new_tokens=12, max_iters=iterations
+    )
     options |= dict(eval_interval=100, save_interval=20, report_to=report_to, learning_rate=1e-4)
     seen = []
 
@@ -58,7 +60,9 @@ def main(iterations, report_to):
     try:
         train_sft.main(prepare(sft))
         prepared = prepare(GRPOSettings(**common, **options, out_dir=f"{folder}/grpo"))
-        prepared.reward_funcs = [lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 / 7 for c in completions]]
+        prepared.reward_funcs = [
+            lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 / 7 for c in completions]
+        ]
         grpo.main(prepared)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -81,7 +85,9 @@ if __name__ == "__main__":
     parser.add_argument("--report_to", default="")
     arguments = parser.parse_args()
     result = compare(main(arguments.iterations, [arguments.report_to] if arguments.report_to else []))
-    print(f"\n{arguments.iterations} iterations, torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads")
+    print(
+        f"\n{arguments.iterations} iterations, torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads"
+    )
     print(f"{'':28}{'early':>10}{'late':>10}{'change':>9}")
     for name, (early, late, change) in result.items():
         print(f"{name:28}{early:10.2f}{late:10.2f}{change:9.2%}")

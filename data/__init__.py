@@ -51,12 +51,16 @@ def load_reward_function(spec):
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name + ".").startswith(error.name + "."):
-            raise SnugError(f"reward_funcs={spec!r}: there is no module {error.name} in {os.getcwd()} or on the Python path") from None
+            raise SnugError(
+                f"reward_funcs={spec!r}: there is no module {error.name} in {os.getcwd()} or on the Python path"
+            ) from None
         raise  # it is there, and something that it imports is not
     function = getattr(module, function_name, None)
     if function is None:
         near = difflib.get_close_matches(function_name, dir(module), 1)
-        raise SnugError(f"reward_funcs={spec!r}: {name} has no {function_name}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise SnugError(
+            f"reward_funcs={spec!r}: {name} has no {function_name}" + (f"; did you mean {near[0]}?" if near else "")
+        )
     if not callable(function):
         raise SnugError(f"reward_funcs={spec!r}: {function_name} is not a function but {function!r:.40}")
     return function

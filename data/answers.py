@@ -17,7 +17,9 @@ NUMBER = re.compile(
     r"(?P<sign>[-+\u2212]?)(?:\\?[$€£¥] ?(?P<inner>[-+\u2212]?))?(?!0[xXbBoO])"  # -$5 and $-5; \u2212 is the typographer's minus
     r"(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?P<fraction>\.[0-9]+|)"  # separators every three digits, or none
 )
-BESIDE_WORDS = set(".,;:!?%'\"()/*\\{}$€£¥°-")  # may follow a number, with letters and spaces: \% and \text{ apples} are written so
+BESIDE_WORDS = set(
+    ".,;:!?%'\"()/*\\{}$€£¥°-"
+)  # may follow a number, with letters and spaces: \% and \text{ apples} are written so
 
 
 def number_after_marker(completion):

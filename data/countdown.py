@@ -66,15 +66,24 @@ class Countdown(Task):
         if expression.value is None or expression.value > self.max_target:
             return None
         target = int(expression.value)
-        return {"prompt": self.prompt_of(numbers, target), "numbers": numbers, "target": target, "solution": expression.text}
+        return {
+            "prompt": self.prompt_of(numbers, target),
+            "numbers": numbers,
+            "target": target,
+            "solution": expression.text,
+        }
 
     def prompt_of(self, numbers, target):
         if not self.tags:
             return " ".join(map(str, numbers)) + f"={target}:"
         operators = " ".join(dict.fromkeys(self.operators))
         example = f"(1 {self.operators[0]} 2) {self.operators[-1]} 3"
-        text = IN_WORDS.format(target=target, numbers=", ".join(map(str, numbers)), operators=operators, example=example)
-        return text if self.chat else text + "\n"  # an answer begins on a line of its own; a message of its own is enough
+        text = IN_WORDS.format(
+            target=target, numbers=", ".join(map(str, numbers)), operators=operators, example=example
+        )
+        return (
+            text if self.chat else text + "\n"
+        )  # an answer begins on a line of its own; a message of its own is enough
 
     def identity(self, row):
         return f"{sorted(row['numbers'])}={row['target']}"

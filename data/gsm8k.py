@@ -71,7 +71,11 @@ class GSM8K(FileTask):
 
 def wrong_with(row, like):
     """What is wrong with a line's value, in words, or None."""
-    if not isinstance(row, dict) or set(row) != {"question", "answer"} or not all(isinstance(text, str) for text in row.values()):
+    if (
+        not isinstance(row, dict)
+        or set(row) != {"question", "answer"}
+        or not all(isinstance(text, str) for text in row.values())
+    ):
         return f'must be {{"question": text, "answer": text}}, not {row!r:.60}'
     if not row["question"].strip():
         return "has no question"
@@ -122,7 +126,11 @@ def fetch(url):
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
             return response.read(MAX_BYTES)
-    except (OSError, http.client.HTTPException, ValueError) as error:  # no network, an HTTP status, silence; half an answer; no such URL
+    except (
+        OSError,
+        http.client.HTTPException,
+        ValueError,
+    ) as error:  # no network, an HTTP status, silence; half an answer; no such URL
         raise SnugError(
             f"{url}: cannot be fetched ({type(error).__name__}: {error}); try again, or put the file where it should be"
         ) from None

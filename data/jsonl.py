@@ -26,9 +26,13 @@ class Jsonl(FileTask):
         row = self.rows["train"][0]
         self.scored = "answer" in row
         if not self.scored and not getattr(settings, "reward_funcs", ["SFT"]):
-            raise SnugError(f"data_file={settings.data_file} has no column answer to score completions by; add it, or reward_funcs")
+            raise SnugError(
+                f"data_file={settings.data_file} has no column answer to score completions by; add it, or reward_funcs"
+            )
         if not self.scored and "demonstration" not in row and not hasattr(settings, "reward_funcs"):
-            raise SnugError(f"data_file={settings.data_file} has no column demonstration, nor answer, to learn from; add one")
+            raise SnugError(
+                f"data_file={settings.data_file} has no column demonstration, nor answer, to learn from; add one"
+            )
         self.columns = ("answer",) if self.scored else ()
 
     def read(self, path, like=None):
@@ -36,7 +40,11 @@ class Jsonl(FileTask):
 
     def identity(self, row):
         prompt = row["prompt"]
-        return prompt if isinstance(prompt, str) else json.dumps([[message["role"], message["content"]] for message in prompt])
+        return (
+            prompt
+            if isinstance(prompt, str)
+            else json.dumps([[message["role"], message["content"]] for message in prompt])
+        )
 
     def demonstration(self, row, rng):
         return row["demonstration"] if "demonstration" in row else text_of(row.get("answer", ""))
@@ -68,7 +76,9 @@ def wrong_with(row, like):
         return f"demonstration must be text, not {row['demonstration']!r:.40}"
     missing, surplus = sorted(set(like) - set(row)), sorted(set(row) - set(like))
     if missing or surplus:
-        return "other columns than the rows before: " + ", ".join([f"no {name}" for name in missing] + [f"also {name}" for name in surplus])
+        return "other columns than the rows before: " + ", ".join(
+            [f"no {name}" for name in missing] + [f"also {name}" for name in surplus]
+        )
     if isinstance(row["prompt"], str) != isinstance(like["prompt"], str):
         kinds = ("text", "messages") if isinstance(row["prompt"], str) else ("messages", "text")
         return "a prompt of {} where the rows before have {}; take one of the two".format(*kinds)
@@ -85,7 +95,11 @@ def wrong_with_prompt(prompt):
     if not isinstance(prompt, list) or not prompt:
         return f"prompt must be text or messages, not {prompt!r:.40}"
     for message in prompt:
-        if not isinstance(message, dict) or set(message) != {"role", "content"} or not all(isinstance(v, str) for v in message.values()):
+        if (
+            not isinstance(message, dict)
+            or set(message) != {"role", "content"}
+            or not all(isinstance(v, str) for v in message.values())
+        ):
             return f'a message must be {{"role": text, "content": text}}, not {message!r:.40}'
     if prompt[-1]["role"] == "assistant":
         return "the last message is the assistant's, which is for the model to write; put it into demonstration"

@@ -34,11 +34,17 @@ def total_rewards(functions, prompts, completions, columns, timeout=0.0, weights
     answers = [ask(function, prompts, completions, columns, timeout) for function in functions]
     totals = []
     for said in zip(*answers, strict=True):
-        parts = [weight * reward for weight, reward in zip(weights or [1.0] * len(functions), said, strict=True) if reward is not None]
+        parts = [
+            weight * reward
+            for weight, reward in zip(weights or [1.0] * len(functions), said, strict=True)
+            if reward is not None
+        ]
         totals.append(sum(parts) if parts else math.nan)
     for total, completion in zip(totals, completions, strict=True):
         if abs(total) >= 1e38:  # float32 has no more
-            raise SnugError(f"the rewards of the completion {completion!r:.60} add up to {total}; numbers below 1e38 are wanted")
+            raise SnugError(
+                f"the rewards of the completion {completion!r:.60} add up to {total}; numbers below 1e38 are wanted"
+            )
     names = [name_of(function) for function in functions]
     unique = [name if names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(names)]
     return totals, dict(zip(unique, answers, strict=True))
@@ -55,7 +61,9 @@ def ask(function, prompts, completions, columns, timeout=0.0):
         rewards = rewards.tolist()
     if not isinstance(rewards, list | tuple) or len(rewards) != len(completions):
         seen = f"{len(rewards)} of them" if isinstance(rewards, list | tuple) else repr(rewards)[:60]
-        raise SnugError(f"reward function {name} must return a list of {len(completions)} numbers, one a completion, not {seen}")
+        raise SnugError(
+            f"reward function {name} must return a list of {len(completions)} numbers, one a completion, not {seen}"
+        )
     for text, reward in zip(completions, rewards, strict=True):
         if reward is not None and not (isinstance(reward, Real) and abs(reward) < 1e300):
             raise SnugError(
@@ -80,7 +88,9 @@ def call(function, prompts, completions, columns, timeout):
         raise Failed(f"took longer than reward_timeout={timeout:g} seconds") from None
     except (Exception, SystemExit) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        raise Failed(f"raised {type(error).__name__}: {str(error)[:200]!r} at {Path(place.filename).name}:{place.lineno}") from None
+        raise Failed(
+            f"raised {type(error).__name__}: {str(error)[:200]!r} at {Path(place.filename).name}:{place.lineno}"
+        ) from None
     finally:
         limit.stop()
 
@@ -91,7 +101,9 @@ def blame(function, prompts, completions, columns, timeout, failure):
     for i in range(most):
         one, started = slice(i, i + 1), time.monotonic()
         try:
-            call(function, prompts[one], completions[one], {name: column[one] for name, column in columns.items()}, left)
+            call(
+                function, prompts[one], completions[one], {name: column[one] for name, column in columns.items()}, left
+            )
         except Failed as alone:
             took = time.monotonic() - started
             if timeout and str(alone).startswith("took") and took < timeout / 2:
@@ -99,7 +111,11 @@ def blame(function, prompts, completions, columns, timeout, failure):
             if str(alone).startswith("took"):
                 alone = f"took longer than reward_timeout={timeout:g} seconds"
             return f"reward function {name_of(function)} {alone} for the completion {completions[i]!r:.60} of the prompt {prompts[i]!r:.60}"
-        left = max(timeout - (time.monotonic() - started) if i == 0 else left - (time.monotonic() - started), 1e-3) if timeout else 0.0
+        left = (
+            max(timeout - (time.monotonic() - started) if i == 0 else left - (time.monotonic() - started), 1e-3)
+            if timeout
+            else 0.0
+        )
     return f"reward function {name_of(function)} {failure} for {most} completions together, for none of them alone"
 
 

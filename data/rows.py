@@ -47,7 +47,9 @@ class FileTask(Task):
         for split, found in self.rows.items():
             if not found and (split != "tune" or self.tuning):
                 remedy = "leave out eval_split=tune" if split == "tune" else "name a test_file"
-                raise SnugError(f"data_file={settings.data_file}: none of its {len(rows)} rows falls to the {split} split; {remedy}")
+                raise SnugError(
+                    f"data_file={settings.data_file}: none of its {len(rows)} rows falls to the {split} split; {remedy}"
+                )
         self.order, self.known = (None, []), None  # of the epoch that was asked for last; what `longest` found
 
     def refuse_shared(self, settings, rows):
@@ -109,7 +111,9 @@ def read_lines(path, wrong_with, like=None, remedy=""):
             rows.append(row)
             like = like or row
     if bad:
-        raise SnugError("; ".join(bad[:SHOWN]) + (f"; and {len(bad) - SHOWN} more bad rows" if len(bad) > SHOWN else ""))
+        raise SnugError(
+            "; ".join(bad[:SHOWN]) + (f"; and {len(bad) - SHOWN} more bad rows" if len(bad) > SHOWN else "")
+        )
     if not rows:
         raise SnugError(f"{path}: has no rows")
     return rows

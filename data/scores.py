@@ -61,7 +61,11 @@ def majority_at(k, n, votes):
                     gained = worth + subsets * share * wins
                     further[place] = so_far[0] + ways * subsets, so_far[1] + ways * gained
             table = further
-        total += sum(Fraction(worth * comb(silent, k - drawn), tied * scale) for (tied, drawn), (_, worth) in table.items() if tied)
+        total += sum(
+            Fraction(worth * comb(silent, k - drawn), tied * scale)
+            for (tied, drawn), (_, worth) in table.items()
+            if tied
+        )
     return float(total / comb(n, k))
 
 
@@ -129,6 +133,13 @@ def table(head):
         for name, mean in head["scores"].items()
     ]
     for name, mean in head["means"].items():
-        rows.append((name, "-" if mean is None else f"{mean:.1f}" if name == "length" else f"{mean:.3f}", "", remarks.get(name, "mean")))
+        rows.append(
+            (
+                name,
+                "-" if mean is None else f"{mean:.1f}" if name == "length" else f"{mean:.3f}",
+                "",
+                remarks.get(name, "mean"),
+            )
+        )
     width = max(len(row[0]) for row in rows)
     return [title + "; 95 % intervals", *(f"  {a:<{width}}  {b:>6}   {c:<14}   {d}".rstrip() for a, b, c, d in rows)]

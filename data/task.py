@@ -31,7 +31,9 @@ SURVEY = 2_000  # proposals that make_task looks at, and
 SURVEY_HITS = 10  # how many of them each split needs, so that
 
 
-MAX_PROPOSALS = 20_000  # proposals find a row for every index: at a rate of 10 in 2,000 they miss with probability 1e-43
+MAX_PROPOSALS = (
+    20_000  # proposals find a row for every index: at a rate of 10 in 2,000 they miss with probability 1e-43
+)
 
 
 MARGIN = 16  # tokens; see `longest`
@@ -126,7 +128,9 @@ class Task:
             row = self.propose(rng)
             if row and self.belongs(self.identity(row), split):
                 return row
-        raise SnugError(f"task {type(self).__name__.lower()}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options")
+        raise SnugError(
+            f"task {type(self).__name__.lower()}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options"
+        )
 
     def belongs(self, identity, split):
         found = split_of(identity)
@@ -156,7 +160,10 @@ class Task:
     def formatted(self, prompts, completions, **columns):
         """1.0 for each completion that stopped and gives an answer, right or wrong, in the form that is read; 0.0 for each other."""
         stopped = columns.get("stopped", [True] * len(completions))
-        return [float(bool(ended) and self.answer_of(text) is not None) for text, ended in zip(completions, stopped, strict=True)]
+        return [
+            float(bool(ended) and self.answer_of(text) is not None)
+            for text, ended in zip(completions, stopped, strict=True)
+        ]
 
     def survey(self):
         """Raises SnugError where the options leave a split (nearly) empty, before anything else is done."""

@@ -29,7 +29,9 @@ if triton is not None:
         head = tl.program_id(1)
         d = tl.arange(0, DP)
         if head < H:
-            x_q = turned(q + slot * q_row + head * q_head, cos, sin, slot, d, D, ROTARY)  # under autocast of another type than v
+            x_q = turned(
+                q + slot * q_row + head * q_head, cos, sin, slot, d, D, ROTARY
+            )  # under autocast of another type than v
             tl.store(turned_q + (slot * H + head) * D + d, x_q.to(turned_q.dtype.element_ty), mask=d < D)
         else:
             g = (head - H) % G
@@ -90,7 +92,9 @@ if triton is not None:
             end = tl.where(tl.max((place == p).to(tl.int32), 0) > 0, end, 0)  # nobody's here: nothing to read
             for start in range(split * chunk, end, N):
                 columns = start + tl.arange(0, N)
-                top, total, acc = attend_block(x, prompt_k + base, prompt_v + base, columns, end, place == p, scale, top, total, acc, d, D)
+                top, total, acc = attend_block(
+                    x, prompt_k + base, prompt_v + base, columns, end, place == p, scale, top, total, acc, d, D
+                )
         leave_part(parts, tops, totals, top, total, acc, split.to(tl.int64) * n * H + row, mask, d, D)
 
     @triton.jit
@@ -109,7 +113,9 @@ if triton is not None:
         end = tl.minimum((split + 1) * chunk, tl.load(t + slot).to(tl.int32) + 1)
         for start in range(split * chunk, end, N):
             columns = start + tl.arange(0, N)
-            top, total, acc = attend_block(x, own_k + base, own_v + base, columns, end, mask, scale, top, total, acc, d, D)
+            top, total, acc = attend_block(
+                x, own_k + base, own_v + base, columns, end, mask, scale, top, total, acc, d, D
+            )
         leave_part(parts, tops, totals, top, total, acc, (splits_before + split).to(tl.int64) * n * H + row, mask, d, D)
 
     @triton.jit

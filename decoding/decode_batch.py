@@ -30,7 +30,9 @@ LEAVE_AT = {"cpu": 1 / 4, "cuda": 1 / 2}
 @contextmanager
 def casts_kept(model):
     """Autocast keeps its bfloat16 copy of a weight for the next step only if the weight requires a gradient; frozen ones do meanwhile."""
-    frozen = [p for p in model.parameters() if not p.requires_grad] if torch.is_autocast_enabled(model.device.type) else []
+    frozen = (
+        [p for p in model.parameters() if not p.requires_grad] if torch.is_autocast_enabled(model.device.type) else []
+    )
     for p in frozen:
         p.requires_grad_(True)
     try:
@@ -60,7 +62,9 @@ class Flight:
         width = max(len(p) for p in prompts)
         self.cache = KVCache(model.config, places, width, slots, max_new_tokens, model.compute_dtype, self.device, k)
         self.graphs = graphs and uses_triton(self.cache.own)  # plain torch has lengths and addresses of the host in it
-        self.ends = torch.zeros(places, model.config.n_embd, dtype=model.compute_dtype, device=self.device)  # the prompts' last hidden
+        self.ends = torch.zeros(
+            places, model.config.n_embd, dtype=model.compute_dtype, device=self.device
+        )  # the prompts' last hidden
         self.rows = torch.full((slots,), self.N, device=self.device)
         self.t, self.token, self.start_at = (torch.zeros(slots, dtype=torch.long, device=self.device) for _ in range(3))
         # What only the host knows: of slots, their place in the cache, the step at which their row began and, for stop strings,
@@ -70,7 +74,11 @@ class Flight:
         self.held = {}  # prompt: its place
         self.cut = {}  # row: its length, where a stop string ended it
         self.next = self.now = 0  # the first row that waits; steps so far
-        self.free, self.oldest, self.even = slots, 0, True  # slots without a row; the step at which the first row began; did all?
+        self.free, self.oldest, self.even = (
+            slots,
+            0,
+            True,
+        )  # slots without a row; the step at which the first row began; did all?
 
     def draw(self, hidden, slots):
         """hidden (n, C) of these slots -> their next tokens, written down; who is done leaves."""
@@ -96,7 +104,10 @@ class Flight:
     def record(self):
         """A graph of the next step; where there cannot be one, out of memory for instance, steps go on as they are."""
         try:
-            with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):  # also after an error
+            with (
+                torch.cuda.device(self.device),
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),
+            ):  # also after an error
                 graph = torch.cuda.CUDAGraph()
                 # thread_local: another thread may be writing a checkpoint
                 with torch.cuda.graph(graph, stream=capture_stream(self.device), capture_error_mode="thread_local"):
@@ -164,9 +175,15 @@ class Flight:
         new = range(self.next, min(self.next + room, self.N))
         if any(row // self.k not in self.held for row in new):
             busy = set((rows[rows < self.N] // self.k).tolist())
-            self.held = {prompt: place for prompt, place in self.held.items() if prompt in busy or prompt >= self.next // self.k}
-            free = sorted(set(range(len(self.ends))) - set(self.held.values()))  # the lowest first: places in use lie together
-            ahead = (new.stop - 1) // self.k + 1 + math.ceil(len(rows) / self.k / 4)  # not one at a time, nor all there is room for
+            self.held = {
+                prompt: place for prompt, place in self.held.items() if prompt in busy or prompt >= self.next // self.k
+            }
+            free = sorted(
+                set(range(len(self.ends))) - set(self.held.values())
+            )  # the lowest first: places in use lie together
+            ahead = (
+                (new.stop - 1) // self.k + 1 + math.ceil(len(rows) / self.k / 4)
+            )  # not one at a time, nor all there is room for
             coming = [p for p in range(self.next // self.k, min(ahead, len(self.prompts))) if p not in self.held]
             self.read(coming[: len(free)], free[: len(coming)])
         return range(new.start, next((row for row in new if row // self.k not in self.held), new.stop))
@@ -177,7 +194,9 @@ class Flight:
         some = max(1, PREFILL_TOKENS[kind_of(self.ends)] // self.cache.prompt.shape[4])
         for i in range(0, len(prompts), some):
             texts = [self.prompts[p] for p in prompts[i : i + some]]
-            self.ends[places[i : i + some]] = prefill(self.model, texts, self.cache, places[i : i + some]).to(self.ends.dtype)
+            self.ends[places[i : i + some]] = prefill(self.model, texts, self.cache, places[i : i + some]).to(
+                self.ends.dtype
+            )
 
     def start(self, slots, new, places):
         """The first tokens of rows `new`, a range, in these slots, from the ends of the prompts in these places."""
@@ -196,7 +215,9 @@ class Flight:
         self.graph = None
         self.cache.keep(alive, used, min(self.now - self.began.min() + 1, self.steps))
         alive = torch.tensor(alive, device=self.device)
-        self.rows, self.t, self.token, self.start_at = (x[alive] for x in (self.rows, self.t, self.token, self.start_at))
+        self.rows, self.t, self.token, self.start_at = (
+            x[alive] for x in (self.rows, self.t, self.token, self.start_at)
+        )
 
     def rehearse(self):
         """What all that allocates at most: every place is read, every slot begins, a quarter leaves, and a step in which the cache is
@@ -235,7 +256,9 @@ def decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache
         token = 2 * c.n_layer * c.n_kv_head * c.head_size * itemsize
         room = kv_cache_mb * MIB / token  # tokens
         sizes = range(1, P * k + 1)
-        rows = bisect_right(sizes, room, key=lambda rows: rows * max_new_tokens + places_for(rows, k, P) * prompt_length)
+        rows = bisect_right(
+            sizes, room, key=lambda rows: rows * max_new_tokens + places_for(rows, k, P) * prompt_length
+        )
         rows = max(1, rows)
         max_batch = min(max_batch or rows, rows)
     return min(max_batch or P * k, P * k)

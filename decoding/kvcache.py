@@ -17,7 +17,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from decoding.attention import column_block, join_kernel, own_kernel, place_kernel, prompt_kernel, query_tile, split_columns
+from decoding.attention import (
+    column_block,
+    join_kernel,
+    own_kernel,
+    place_kernel,
+    prompt_kernel,
+    query_tile,
+    split_columns,
+)
 from logprobs.kernels import LOG2E, nothing_to_do, triton, uses_triton
 from model import rotate
 
@@ -65,7 +73,9 @@ class KVCache:
         lengths = torch.tensor(lengths, device=self.device)
         self.prompt_lengths[self.filling] = lengths
         padding = torch.arange(self.prompt.shape[4], device=self.device) >= lengths[:, None]
-        self.prompt_bias[self.filling] = torch.zeros_like(padding, dtype=self.dtype).masked_fill_(padding, -math.inf)[:, None, None]
+        self.prompt_bias[self.filling] = torch.zeros_like(padding, dtype=self.dtype).masked_fill_(padding, -math.inf)[
+            :, None, None
+        ]
 
     def fill(self, layer, k, v):
         """k, v (P, G, T, D) of the prompts, T at most T_p."""
@@ -117,7 +127,9 @@ class KVCache:
         to_row[slots] = (taken[:, None] * G + np.arange(G)) * most + rank[:, None]
         to_place[to_row[slots]] = slots[:, None] * G + np.arange(G)
         self.places = slice(first, first + len(counts))
-        self.to_row, self.to_place = (torch.tensor(numbers, device=self.device) for numbers in (to_row.ravel(), to_place))
+        self.to_row, self.to_place = (
+            torch.tensor(numbers, device=self.device) for numbers in (to_row.ravel(), to_place)
+        )
         self.together = self.behind > 0 and np.array_equal(place[slots], slots)
         _, _, S, _, columns, _ = self.storage.shape  # as rows of D, a layer's first own columns are at
         self.first = (torch.arange(2 * S * G, device=self.device).view(2, S, G) * columns + self.behind)[:, :n]
@@ -150,7 +162,9 @@ class KVCache:
         # trainer had a KL of up to 2.5e-4; now 1e-5.
         wide = torch.promote_types(self.dtype, torch.float32)
         with nullcontext() if wide == self.dtype else torch.autocast(q.device.type, enabled=False):
-            q = q.reshape(-1, H // self.config.n_kv_head, D).to(wide) * D**-0.5  # (n * G, R, D): R query heads share a key head
+            q = (
+                q.reshape(-1, H // self.config.n_kv_head, D).to(wide) * D**-0.5
+            )  # (n * G, R, D): R query heads share a key head
             y = self.attend_together(layer, q) if self.together else self.attend_apart(layer, q)
         return y.view(n, H, 1, D).to(self.dtype)
 
@@ -158,7 +172,9 @@ class KVCache:
         """q (n * G, R, D) -> the same."""
         (_, R, D), prompt = q.shape, self.prompt[layer, :, self.places]
         P, G, T_p, _ = prompt.shape[1:]
-        own_k, own_v = self.own[layer, :, : len(self.t), :, : self.columns].flatten(1, 2).to(q.dtype)  # (n * G, columns, D) each
+        own_k, own_v = (
+            self.own[layer, :, : len(self.t), :, : self.columns].flatten(1, 2).to(q.dtype)
+        )  # (n * G, columns, D) each
         prompt_k, prompt_v = prompt.flatten(1, 2).to(q.dtype)  # (P * G, T_p, D) each
         to_own = q @ own_k.mT  # (n * G, R, columns)
         if not self.even:
@@ -173,7 +189,9 @@ class KVCache:
     def attend_together(self, layer, q):
         """q (n * G, R, D) -> the same, where slot s reads place s and its own columns right behind: one matmul for both."""
         T_p, n = self.behind, len(self.t)
-        k, v = self.storage[layer, :, :n, :, : T_p + self.columns].flatten(1, 2).to(q.dtype)  # (n * G, T_p + columns, D) each
+        k, v = (
+            self.storage[layer, :, :n, :, : T_p + self.columns].flatten(1, 2).to(q.dtype)
+        )  # (n * G, T_p + columns, D) each
         scores = q @ k.mT
         if self.ragged:
             scores.view(n, -1, k.shape[1])[..., :T_p].add_(self.prompt_bias[:n, 0])
@@ -200,7 +218,23 @@ class KVCache:
         strides = [x.stride(i) for x in (q, k, v) for i in (0, 1)]
         with torch.cuda.device_of(q):
             place_kernel[(n, H + 2 * G)](
-                q, k, v, cos, sin, turned_q, own_k, own_v, self.t, *strides, T_c, H, G, D, DP=DP, ROTARY=rotary is not None, num_warps=1
+                q,
+                k,
+                v,
+                cos,
+                sin,
+                turned_q,
+                own_k,
+                own_v,
+                self.t,
+                *strides,
+                T_c,
+                H,
+                G,
+                D,
+                DP=DP,
+                ROTARY=rotary is not None,
+                num_warps=1,
             )
             sizes = T_p, H, G, D, chunk
             prompt_kernel[(tiles, G, before)](

@@ -18,7 +18,17 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from logprobs.kernels import nothing_to_do, uses_triton
-from logprobs.rows import SCRATCH, Options, accumulator, backward_rows, check, forward_rows, new_rows, new_scratch, slabs
+from logprobs.rows import (
+    SCRATCH,
+    Options,
+    accumulator,
+    backward_rows,
+    check,
+    forward_rows,
+    new_rows,
+    new_scratch,
+    slabs,
+)
 from memory.ledger import MIB, kind_of
 
 # Hidden states in.
@@ -50,7 +60,11 @@ def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vo
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
     n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
     return Options(
-        temperature, n_vocab, entropy, dtype, chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb, kind_of(hidden))
+        temperature,
+        n_vocab,
+        entropy,
+        dtype,
+        chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb, kind_of(hidden)),
     )
 
 
@@ -82,7 +96,17 @@ class Chunks:
     def forward(self, rows, logits, targets, logprobs, lse, entropy, gradient=False):
         """A chunk's rows of the last three, each (M,); gradient: see forward_rows."""
         entropy = None if entropy is None else entropy[rows]
-        forward_rows(logits, targets[rows], self.options, logprobs[rows], lse[rows], entropy, self.scratch, self.in_place, gradient)
+        forward_rows(
+            logits,
+            targets[rows],
+            self.options,
+            logprobs[rows],
+            lse[rows],
+            entropy,
+            self.scratch,
+            self.in_place,
+            gradient,
+        )
 
     def backward(self, rows, logits, targets, lse, coefficients, entropy, dentropy):
         """The logits that `forward` left become their gradient, coefficients included."""
@@ -166,7 +190,9 @@ class HeadLogprobs(torch.autograd.Function):
         return dhidden, dweight, None, None
 
 
-def head_loss(hidden, weight, targets, token_loss, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=0):
+def head_loss(
+    hidden, weight, targets, token_loss, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=0
+):
     """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]), of which only the scalar loss is differentiable.
 
     As token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each chunk

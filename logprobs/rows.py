@@ -8,7 +8,9 @@ from torch.autograd.function import once_differentiable
 
 from logprobs.kernels import LOG2E, LOWEST, backward_kernel, forward_kernel, nothing_to_do, tile, uses_triton
 
-SCRATCH = 2**19  # elements of the rows that plain torch works on at a time: 2 MiB of float32 stay in the cache from op to op
+SCRATCH = (
+    2**19
+)  # elements of the rows that plain torch works on at a time: 2 MiB of float32 stay in the cache from op to op
 
 
 class Options(NamedTuple):
@@ -88,10 +90,14 @@ def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_p
         return forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient)
     (M, width), (block, warps) = logits.shape, tile(logits.shape[1], logits.element_size(), gradient)
     scales = LOG2E.value / options.temperature, 1 / options.temperature
-    flags = dict(BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=entropy is not None, GRADIENT=gradient, num_warps=warps)
+    flags = dict(
+        BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=entropy is not None, GRADIENT=gradient, num_warps=warps
+    )
     with torch.cuda.device_of(logits):
         entropy = logprobs if entropy is None else entropy  # a pointer that is not written to
-        forward_kernel[(M,)](logits, targets, logprobs, lse, entropy, *scales, width, options.n_vocab, logits.stride(0), **flags)
+        forward_kernel[(M,)](
+            logits, targets, logprobs, lse, entropy, *scales, width, options.n_vocab, logits.stride(0), **flags
+        )
 
 
 def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch, entropy=None, dentropy=None):
@@ -112,7 +118,9 @@ def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch,
     if dentropy is None:
         entropy = dentropy = lse  # pointers that are not read
     with torch.cuda.device_of(logits):
-        backward_kernel[(M * blocks,)](logits, targets, lse, entropy, coefficients, dentropy, dlogits, *arguments, **flags)
+        backward_kernel[(M * blocks,)](
+            logits, targets, lse, entropy, coefficients, dentropy, dlogits, *arguments, **flags
+        )
 
 
 def accumulator(dtype):
@@ -180,7 +188,9 @@ class TokenLogprobs(torch.autograd.Function):
         coefficients = torch.zeros_like(lse) if coefficients is None else coefficients
         dlogits = logits if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
         if ctx.inplace:
-            torch.autograd.graph.increment_version(logits)  # whoever else saved them gets an error, not a wrong gradient
+            torch.autograd.graph.increment_version(
+                logits
+            )  # whoever else saved them gets an error, not a wrong gradient
         scratch = new_scratch(logits, logits.dtype != accumulator(logits.dtype), dentropy is not None)
         backward_rows(logits, targets, ctx.options, lse, coefficients, dlogits, scratch, entropy, dentropy)
         return dlogits, None, None, None

@@ -45,7 +45,11 @@ def cheaper(settings, kind, longest):
 HALVED_ALREADY = {"max_tokens_per_micro_batch", "max_rollout_batch", "kv_cache_mb"}
 
 
-HALVED = {"param_dtype": "bfloat16", "optimizer_dtype": "bfloat16", "dtype": "bfloat16"}  # not chosen for anyone: it rounds
+HALVED = {
+    "param_dtype": "bfloat16",
+    "optimizer_dtype": "bfloat16",
+    "dtype": "bfloat16",
+}  # not chosen for anyone: it rounds
 
 
 def halvings(now, floor):
@@ -98,7 +102,9 @@ def budget_of(settings, device):
     if kind_planned(settings.device) == "cpu":
         return int(0.95 * available_on_host())
     if not torch.cuda.is_available():
-        raise SnugError("memory_budget_gb='auto' asks the device what is free, and there is none here; write the GiB, such as 24")
+        raise SnugError(
+            "memory_budget_gb='auto' asks the device what is free, and there is none here; write the GiB, such as 24"
+        )
     return int(0.95 * torch.cuda.mem_get_info(device)[0])
 
 
@@ -133,7 +139,9 @@ def halve_micro_batch(settings, sequences, model, said, say):
     """Half as many tokens a micro-batch. Raises SnugError where it was one sequence."""
     longest = max(map(sum, zip(sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist(), strict=True)))
     step = getattr(settings, "train_batch_size", 0) or len(sequences.tokens)
-    now = min(settings.max_tokens_per_micro_batch or longest * step, longest * (step // settings.gradient_accumulation_steps))
+    now = min(
+        settings.max_tokens_per_micro_batch or longest * step, longest * (step // settings.gradient_accumulation_steps)
+    )
     if now < 2 * longest:
         raise SnugError(at_the_floor(settings, f"one sequence of {longest} tokens at a time: {said}", model))
     settings.gradient_accumulation_steps = 1
@@ -165,7 +173,9 @@ def show(make_iteration, settings, longest):
     """What --plan prints."""
     budget = budget_of(settings, settings.device if settings.device.startswith("cuda:") else None)
     fitted, its_plan, change = (
-        (settings, plan(make_iteration, settings), {}) if budget is None else fit(make_iteration, settings, longest, budget)[:3]
+        (settings, plan(make_iteration, settings), {})
+        if budget is None
+        else fit(make_iteration, settings, longest, budget)[:3]
     )
     lines = [its_plan.text()]
     if budget is not None:
@@ -185,7 +195,9 @@ def apply(make_iteration, settings, longest, device, say):
         say(its_plan.text())
         raise SnugError(refusal(make_iteration, fitted, its_plan, change, budget, on_host))
     if change:
-        say(f"planned peak {before.peak / GIB:.3f} GiB in {before.phase}, {budget / GIB:.3f} GiB may be used: changed {written(change)}")
+        say(
+            f"planned peak {before.peak / GIB:.3f} GiB in {before.phase}, {budget / GIB:.3f} GiB may be used: changed {written(change)}"
+        )
     say(f"planned: {its_plan.line()}")
     return fitted
 

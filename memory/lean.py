@@ -42,10 +42,16 @@ class Embed(torch.autograd.Function):
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         ids, order = tokens.flatten().sort()  # tokens 7 3 7: ids 3 7 7
-        bins = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])  # 0 1 1: as many as there are tokens will do
+        bins = torch.cat(
+            [ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)]
+        )  # 0 1 1: as many as there are tokens will do
         wide = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))
-        sums = torch.ops.aten.embedding_dense_backward(wide, bins, len(ids), -1, False)  # its order of sums does not vary
-        rows = torch.arange(len(ids), device=ids.device) % len(weight)  # what is left over adds zeros, each to another row
+        sums = torch.ops.aten.embedding_dense_backward(
+            wide, bins, len(ids), -1, False
+        )  # its order of sums does not vary
+        rows = torch.arange(len(ids), device=ids.device) % len(
+            weight
+        )  # what is left over adds zeros, each to another row
         rows.index_copy_(0, bins, ids)  # 3 7 2
         weight.grad.index_add_(0, rows, sums.to(weight.dtype))
         return None, None

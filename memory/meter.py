@@ -106,7 +106,8 @@ class MemoryMeter:
     def lines(self, place):
         """`[MEM] <place> after rollout: current=1.2MiB reserved=... peak_since_reset=...`, one a phase, for grep."""
         return [
-            mem_line(f"{place} after {name}", entry["current"], entry["reserved"], entry["peak"]) for name, entry in self.phases.items()
+            mem_line(f"{place} after {name}", entry["current"], entry["reserved"], entry["peak"])
+            for name, entry in self.phases.items()
         ]
 
     def line(self, place):

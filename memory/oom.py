@@ -12,7 +12,12 @@ from memory.ledger import MIB
 
 def is_out_of_memory(error):
     """The device's; on a CPU that is the host's. CUDA's libraries have words of their own for it."""
-    words = ["CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "CUDA driver error: out of memory"]
+    words = [
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: out of memory",
+        "CUDA driver error: out of memory",
+    ]
     words += [] if torch.cuda.is_initialized() else ["can't allocate memory"]
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 

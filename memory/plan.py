@@ -28,7 +28,9 @@ from memory.meter import MemoryMeter
 GIB = 2**30
 
 
-CUDA_EXTRA = 2 * 32 * MIB  # cuBLAS's workspaces on Hopper, one for each of forward's and backward's threads; 8 MiB each elsewhere
+CUDA_EXTRA = (
+    2 * 32 * MIB
+)  # cuBLAS's workspaces on Hopper, one for each of forward's and backward's threads; 8 MiB each elsewhere
 
 
 HOME = str(Path(__file__).parent.parent) + os.sep
@@ -66,7 +68,9 @@ class Births:
         self.alive[key] = len(self.entries)
         shape = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         component, function = self.site()
-        self.entries.append(dict(size=size, born=len(self.entries), died=None, component=component, name=f"{shape}, {function}"))
+        self.entries.append(
+            dict(size=size, born=len(self.entries), died=None, component=component, name=f"{shape}, {function}")
+        )
         if self.current > self.peak:
             self.peak_at = len(self.entries) - 1
 
@@ -89,7 +93,11 @@ class Births:
                 module = path.removeprefix(HOME).removesuffix(".py").replace(os.sep, ".")
                 if module not in ("memory.ledger", "memory.meter", "memory.host", "memory.plan"):
                     function = frame.f_code.co_qualname
-                    matches = (part for its, start, part in SITES if (module + ".").startswith(its + ".") and function.startswith(start))
+                    matches = (
+                        part
+                        for its, start, part in SITES
+                        if (module + ".").startswith(its + ".") and function.startswith(start)
+                    )
                     return next(matches, "other"), function
             frame = frame.f_back
         return "other", ""
@@ -100,7 +108,10 @@ class Births:
             index = self.alive.get(id(tensor.untyped_storage()))
             if index is not None:
                 entry = self.entries[index]
-                entry["component"], entry["name"] = component, f"{name} {entry['name'].split(',  ')[0].rsplit(', ', 1)[0]}"
+                entry["component"], entry["name"] = (
+                    component,
+                    f"{name} {entry['name'].split(',  ')[0].rsplit(', ', 1)[0]}",
+                )
 
     def at(self, index):
         """The entries alive when entry `index` was born, the largest first."""
@@ -161,9 +172,14 @@ class Plan:
             for name, bytes_ in parts.items():
                 largest[name] = max(bytes_, largest.get(name, 0))
         shown = sorted((name for name in largest if largest[name] >= self.peak / 1000), key=lambda name: -largest[name])
-        lines = [f"planned for {self.kind}: {unit} at each phase's peak", f"{'':22}" + "".join(f"{name:>11}" for name in self.phases)]
+        lines = [
+            f"planned for {self.kind}: {unit} at each phase's peak",
+            f"{'':22}" + "".join(f"{name:>11}" for name in self.phases),
+        ]
         for name in shown:
-            lines.append(f"{name:22}" + "".join(f"{parts.get(name, 0) / size:11.2f}" for _, parts in self.phases.values()))
+            lines.append(
+                f"{name:22}" + "".join(f"{parts.get(name, 0) / size:11.2f}" for _, parts in self.phases.values())
+            )
         lines.append(f"{'together':22}" + "".join(f"{peak / size:11.2f}" for peak, _ in self.phases.values()))
         lines += [f"the biggest in {self.phase}:"] + [f"{bytes_ / size:11.2f}  {name}" for bytes_, name in self.biggest]
         if self.host:

@@ -57,7 +57,9 @@ def read_settings(cls, argv, positional="config"):
                 raise SnugError(f"{word} has no value; write {word}=value")
         overrides.append((name, value))
     if len(places) > 1:
-        raise SnugError(f"one {positional} is taken, {len(places)} were given: {' '.join(places)}; options are --name=value")
+        raise SnugError(
+            f"one {positional} is taken, {len(places)} were given: {' '.join(places)}; options are --name=value"
+        )
     place = places[0] if places else ""
     values = read_config(cls, place) if place and positional == "config" else {}
     for name, value in overrides:
@@ -88,7 +90,9 @@ def read_config(cls, path):
         try:
             value = ast.literal_eval(node.value)
         except (ValueError, TypeError):  # a TypeError for {[]}
-            raise SnugError(f"{where}: {name} = {ast.unparse(node.value)[:60]} is not a literal; write the value itself") from None
+            raise SnugError(
+                f"{where}: {name} = {ast.unparse(node.value)[:60]} is not a literal; write the value itself"
+            ) from None
         values[name] = check_value(cls, name, value, f"{where}: {name}")
     return values
 
@@ -101,7 +105,9 @@ def fields(cls):
 def check_name(cls, name, shown):
     if name not in fields(cls):
         near = difflib.get_close_matches(name, fields(cls), 1, 0.5)
-        raise SnugError(f"unknown option {shown}" + (f"; did you mean {near[0]}?" if near else "; --help lists them all"))
+        raise SnugError(
+            f"unknown option {shown}" + (f"; did you mean {near[0]}?" if near else "; --help lists them all")
+        )
     return name
 
 
@@ -170,7 +176,9 @@ def check_value(cls, name, value, where):
 
 def help_text(cls, positional):
     """Every option with default, unit and meaning, a paragraph each class it comes from."""
-    usage = f"python {Path(sys.argv[0]).name} [{positional}{'.py' if positional == 'config' else ''}] [--name=value ...]"
+    usage = (
+        f"python {Path(sys.argv[0]).name} [{positional}{'.py' if positional == 'config' else ''}] [--name=value ...]"
+    )
     lines = [f"usage: {usage}", "", cls.__doc__]
     shown = set()
     for base in (cls, *cls.__mro__[1:-1]):

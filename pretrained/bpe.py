@@ -21,7 +21,10 @@ class Trees:
     def __init__(self):
         self.tokens = [bytes([byte]) for byte in range(256)]
         self.ranks = {token: rank for rank, token in enumerate(self.tokens)}
-        self.left, self.right = list(range(256)), list(range(256))  # ranks of the two parts; None where they are not known
+        self.left, self.right = (
+            list(range(256)),
+            list(range(256)),
+        )  # ranks of the two parts; None where they are not known
 
     def add(self, token, cuts):
         """Gives the token the next rank and -> at which of these bytes it is cut in two; None, and no rank, if that cannot be said."""
@@ -69,7 +72,9 @@ def byte_symbols():
 SYMBOLS = byte_symbols()
 
 
-BYTES = {code: "\uffff" for code in range(256)} | {ord(symbol): chr(byte) for byte, symbol in SYMBOLS.items()}  # U+FFFF: no byte
+BYTES = {code: "\uffff" for code in range(256)} | {
+    ord(symbol): chr(byte) for byte, symbol in SYMBOLS.items()
+}  # U+FFFF: no byte
 
 
 def bytes_of(symbols):
@@ -90,15 +95,21 @@ def read_merges(merges, whole, vocab, tokens):
     """
     missing = set(SYMBOLS.values()) - set(tokens)
     if missing:
-        raise ValueError(f"{len(missing)} of the 256 bytes are not in the vocabulary: it is not byte-level; {SUPPORTED}")
+        raise ValueError(
+            f"{len(missing)} of the 256 bytes are not in the vocabulary: it is not byte-level; {SUPPORTED}"
+        )
     groups, trees, known = grouped(merges, vocab, tokens), Trees(), dict.fromkeys(tokens.values())
     if whole:  # a piece that is a token is not looked at further, be there merges for it or not
         groups |= {token: [] for token in known if len(token) > 1 and token not in groups}
     for token, cuts in groups.items():
         if trees.add(token, cuts):
             continue
-        if not whole or any(token[:cut] in known and token[cut:] in known for cut in range(1, len(token)) if cut not in cuts):
-            raise ValueError(f"tiktoken would not make the token {shown(token)} of the parts that merges have; {SUPPORTED}")
+        if not whole or any(
+            token[:cut] in known and token[cut:] in known for cut in range(1, len(token)) if cut not in cuts
+        ):
+            raise ValueError(
+                f"tiktoken would not make the token {shown(token)} of the parts that merges have; {SUPPORTED}"
+            )
         trees.append(token)  # whichever two parts it is made of, they are in the list
     return trees.tokens
 

@@ -50,7 +50,9 @@ class Chat:
             return plain, {}
         text, spelled = self.run(marked, now), {ord(mark): spelling for spelling, mark in marks.items()}
         if text.translate(spelled) != plain:
-            raise SnugError(f"the chat template looks at {min(marks)!r:.60} in a message, a special token or a part of one; take it out")
+            raise SnugError(
+                f"the chat template looks at {min(marks)!r:.60} in a message, a special token or a part of one; take it out"
+            )
         return text, spelled
 
     def marked(self, content, marks):
@@ -81,12 +83,16 @@ class Chat:
             return range(*bounds)
 
         own = dict(range=bounded, strftime_now=now.strftime, raise_exception=raise_exception)
-        values = dict(messages=[dict(message) for message in messages], tools=None, documents=None, add_generation_prompt=True)
+        values = dict(
+            messages=[dict(message) for message in messages], tools=None, documents=None, add_generation_prompt=True
+        )
         try:
             self.template = self.template or make_environment().from_string(self.source)
             return well_formed(self.template.render(**self.variables | own | values))
         except Exception as error:  # whatever a program may raise
-            raise SnugError(f"the chat template fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+            raise SnugError(
+                f"the chat template fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            ) from None
 
 
 class Marks(dict):
@@ -99,7 +105,9 @@ class Marks(dict):
     def __missing__(self, spelling):
         mark = next(self.unused, None)
         if mark is None:
-            raise SnugError("a prompt with all private-use characters of Unicode leaves none to mark special tokens with; take some out")
+            raise SnugError(
+                "a prompt with all private-use characters of Unicode leaves none to mark special tokens with; take some out"
+            )
         self[spelling] = mark
         return mark
 
@@ -117,7 +125,11 @@ def check(messages, spellings):
     if not isinstance(messages, list) or not messages:
         raise SnugError(f"a prompt must be text or a list of messages, not {messages!r:.60}")
     for message in messages:
-        if not isinstance(message, dict) or set(message) != {"role", "content"} or not all(isinstance(v, str) for v in message.values()):
+        if (
+            not isinstance(message, dict)
+            or set(message) != {"role", "content"}
+            or not all(isinstance(v, str) for v in message.values())
+        ):
             raise SnugError(f'a message must be {{"role": text, "content": text}}, not {message!r:.60}')
         role = message["role"]
         if not role.replace("_", "").replace("-", "").isalnum() or not role.isascii() or spellings.search(role):

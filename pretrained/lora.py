@@ -18,7 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-TARGETS = {"qkv": "attention", "proj": "attention", "up": "mlp", "down": "mlp"}  # a block's matrices, and the half they are in
+TARGETS = {
+    "qkv": "attention",
+    "proj": "attention",
+    "up": "mlp",
+    "down": "mlp",
+}  # a block's matrices, and the half they are in
 
 
 class LoRALinear(nn.Module):

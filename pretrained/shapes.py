@@ -35,7 +35,9 @@ def read_config(folder):
         named = f"model_type={family!r:.40}, architectures={config.get('architectures')!r:.60}"
         raise SnugError(f"{path}: {named} is not supported; supported are {', '.join(ARCHITECTURES)}")
     if config.get("quantization_config") is not None:
-        raise SnugError(f"{path}: has quantization_config; quantised weights are not supported, take the folder with the bf16 ones")
+        raise SnugError(
+            f"{path}: has quantization_config; quantised weights are not supported, take the folder with the bf16 ones"
+        )
     return config
 
 
@@ -65,7 +67,9 @@ class Fields:
         """Only these values of an option are supported, the first of them where it is not given."""
         value = self.config.get(name)
         if value is not None and value not in values:
-            raise SnugError(f"{self.path}: {name}={value!r:.60} is not supported; only {' or '.join(map(repr, values))}")
+            raise SnugError(
+                f"{self.path}: {name}={value!r:.60} is not supported; only {' or '.join(map(repr, values))}"
+            )
 
 
 def read_shape(folder):
@@ -84,7 +88,11 @@ def read_shape(folder):
 
 def gpt2_shape(c):
     c.want("activation_function", "gelu_new", "gelu_pytorch_tanh")
-    for name, only in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
+    for name, only in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
         c.want(name, only)
     n_embd = c.get("n_embd", int, 768)
     return dict(
@@ -107,7 +115,9 @@ def llama_shape(c, family):
     c.want("hidden_act", "silu")
     c.want("use_sliding_window", False)
     if any(kind != "full_attention" for kind in c.get("layer_types", list, [])):
-        raise SnugError(f"{c.path}: layer_types has other layers than full_attention; sliding windows are not supported")
+        raise SnugError(
+            f"{c.path}: layer_types has other layers than full_attention; sliding windows are not supported"
+        )
     biases = family == "qwen2", c.get("attention_bias", bool, False), c.get("mlp_bias", bool, False)
     if biases[1] != biases[2] or family != "llama" and biases[1]:
         raise SnugError(f"{c.path}: attention_bias={biases[1]} with mlp_bias={biases[2]} is not supported in {family}")
@@ -157,11 +167,22 @@ def rope_shape(c):
 def family_of(c):
     """The architecture that has a GPTConfig's parts. Raises SnugError where none has."""
     parts = c.norm, c.position, c.mlp
-    if parts == ("layernorm", "learned", "gelu") and c.n_kv_head == c.n_head and c.head_size * c.n_head == c.n_embd and not c.qk_norm:
+    if (
+        parts == ("layernorm", "learned", "gelu")
+        and c.n_kv_head == c.n_head
+        and c.head_size * c.n_head == c.n_embd
+        and not c.qk_norm
+    ):
         return "gpt2"
-    if parts == ("rmsnorm", "rotary", "swiglu") and not (c.bias and (c.qk_norm or c.qkv_bias)) and not (c.qk_norm and c.qkv_bias):
+    if (
+        parts == ("rmsnorm", "rotary", "swiglu")
+        and not (c.bias and (c.qk_norm or c.qkv_bias))
+        and not (c.qk_norm and c.qkv_bias)
+    ):
         return "qwen3" if c.qk_norm else "qwen2" if c.qkv_bias else "llama"
-    said = ", ".join(f"{name}={getattr(c, name)}" for name in ("norm", "position", "mlp", "bias", "qkv_bias", "qk_norm", "n_kv_head"))
+    said = ", ".join(
+        f"{name}={getattr(c, name)}" for name in ("norm", "position", "mlp", "bias", "qkv_bias", "qk_norm", "n_kv_head")
+    )
     raise SnugError(f"no architecture of {', '.join(ARCHITECTURES)} has {said}")
 
 
@@ -189,8 +210,12 @@ def config_of(c, dtype):
     if family == "llama":
         own |= dict(attention_bias=c.bias, mlp_bias=c.bias)
     if c.rope_original_block_size:
-        factors = dict(factor=c.rope_factor, low_freq_factor=c.rope_low_freq_factor, high_freq_factor=c.rope_high_freq_factor)
-        own["rope_scaling"] = dict(rope_type="llama3", original_max_position_embeddings=c.rope_original_block_size) | factors
+        factors = dict(
+            factor=c.rope_factor, low_freq_factor=c.rope_low_freq_factor, high_freq_factor=c.rope_high_freq_factor
+        )
+        own["rope_scaling"] = (
+            dict(rope_type="llama3", original_max_position_embeddings=c.rope_original_block_size) | factors
+        )
     elif c.rope_factor != 1:
         own["rope_scaling"] = dict(rope_type="linear", type="linear", factor=c.rope_factor)
     return shared | own

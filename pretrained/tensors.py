@@ -33,7 +33,11 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MAX_SHARD_BYTES = 2 * 2**30  # what saving copies at a time
 
 
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # constants that older versions wrote beside the weights
+BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".rotary_emb.inv_freq",
+)  # constants that older versions wrote beside the weights
 
 
 # Which tensor is what
@@ -105,7 +109,10 @@ def weight_files(folder):
     if index.is_file() and not file.is_file():  # transformers prefers the one file, too
         try:
             where = json.loads(index.read_text())["weight_map"]
-            plain = all(isinstance(file, str) and file == Path(file).name and file.endswith(".safetensors") for file in where.values())
+            plain = all(
+                isinstance(file, str) and file == Path(file).name and file.endswith(".safetensors")
+                for file in where.values()
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SnugError(f"{index}: cannot be read ({type(error).__name__}: {error})") from None
         if not plain:
@@ -140,8 +147,14 @@ def look_at_weights(folder):
     missing = [wanted[name].name for name in wanted if name not in bare]
     surplus = [bare[name] for name in sorted(bare) if name not in wanted and name not in ignored]
     if missing or surplus or len(bare) < len(where):
-        parts = [f"{what} {len(names)} ({', '.join(names[:3])})" for what, names in (("missing", missing), ("surplus", surplus)) if names]
-        raise SnugError(f"{folder}: its tensors are not those of a {family} of its config.json: {', '.join(parts) or 'names twice'}")
+        parts = [
+            f"{what} {len(names)} ({', '.join(names[:3])})"
+            for what, names in (("missing", missing), ("surplus", surplus))
+            if names
+        ]
+        raise SnugError(
+            f"{folder}: its tensors are not those of a {family} of its config.json: {', '.join(parts) or 'names twice'}"
+        )
     found = {}
     for file in sorted(set(where.values())):
         with opened(file) as tensors:
@@ -198,7 +211,9 @@ def part(parameter, entry):
 def refuse_other_shapes(folder, found, parameters):
     names = {entry.ours for entry in found}
     if names != set(parameters):
-        raise SnugError(f"{folder}: has other parameters than the model: {', '.join(sorted(names ^ set(parameters))[:3])}")
+        raise SnugError(
+            f"{folder}: has other parameters than the model: {', '.join(sorted(names ^ set(parameters))[:3])}"
+        )
     for entry in found:
         theirs = entry.shape[::-1] if entry.transposed else entry.shape
         ours = tuple(part(parameters[entry.ours], entry).shape)
@@ -248,7 +263,9 @@ def save_pretrained(model, folder, tokenizer=None, dtype=None):
         if tokenizer is not None:
             tokenizer.save(temporary)
             if not (temporary / "generation_config.json").exists():
-                (temporary / "generation_config.json").write_text(json.dumps(dict(eos_token_id=list(tokenizer.stop_tokens))) + "\n")
+                (temporary / "generation_config.json").write_text(
+                    json.dumps(dict(eos_token_id=list(tokenizer.stop_tokens))) + "\n"
+                )
         if folder.exists():
             folder.rmdir()
         os.rename(temporary, folder)
@@ -279,11 +296,17 @@ def write_weights(model, folder, dtype):
             shards, room = [*shards, []], max(MAX_SHARD_BYTES, size)
         shards[-1].append(entry)
         room -= size
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)] if shards[1:] else ["model.safetensors"]
+    names = (
+        [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        if shards[1:]
+        else ["model.safetensors"]
+    )
     parameters, where = dict(model.named_parameters()), {}
     for name, shard in zip(names, shards, strict=True):
         save_file(
-            {entry.name: tensor_of(entry, parameters, model.config, dtype) for entry in shard}, folder / name, metadata={"format": "pt"}
+            {entry.name: tensor_of(entry, parameters, model.config, dtype) for entry in shard},
+            folder / name,
+            metadata={"format": "pt"},
         )
         where |= {entry.name: name for entry in shard}
     if shards[1:]:

@@ -26,7 +26,13 @@ END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text where no file says what does
 
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 LARGEST_ID = 10_000_000  # a table is as long as the largest id
@@ -101,14 +107,18 @@ def read_pre_tokenizer(spec):
         elif kind == "Digits":
             patterns.append(r"\p{N}" if the(bool, stage, "individual_digits") else r"\p{N}+")
         else:
-            raise ValueError(f"pre_tokenizer {named(kind)} is not supported here, only Split, Digits and, at the end, ByteLevel are")
+            raise ValueError(
+                f"pre_tokenizer {named(kind)} is not supported here, only Split, Digits and, at the end, ByteLevel are"
+            )
     raise ValueError(f"the pre_tokenizer does not end with ByteLevel; {SUPPORTED}")
 
 
 def read_split(stage):
     behavior, pattern = the(str, stage, "behavior"), the(dict, stage, "pattern")
     if behavior != "Isolated" or the(bool, stage, "invert"):
-        raise ValueError(f"Split with behavior {shown(behavior)}, invert {stage['invert']} is not supported, only Isolated, False is")
+        raise ValueError(
+            f"Split with behavior {shown(behavior)}, invert {stage['invert']} is not supported, only Isolated, False is"
+        )
     if "Regex" in pattern:
         return the(str, pattern, "Regex")
     return "".join(f"\\{c}" if c in r".*+?()[]{}|^$\\" else c for c in the(str, pattern, "String"))
@@ -155,7 +165,9 @@ def read_tokenizer(folder, files):
         normalize = read_normalizer(the(dict, spec, "normalizer", {}))
         bos = read_post_processor(the(dict, spec, "post_processor", {}), set(ids.values()))
         if the(str, the(dict, spec, "decoder"), "type") != "ByteLevel":
-            raise ValueError(f"decoder {named(spec['decoder']['type'])} is not supported, only ByteLevel is; {SUPPORTED}")
+            raise ValueError(
+                f"decoder {named(spec['decoder']['type'])} is not supported, only ByteLevel is; {SUPPORTED}"
+            )
     if config.get("add_bos_token") is True and not bos and variables.get("bos_token") in ids:
         bos = [ids[variables["bos_token"]]]
     texts = [b""] * (1 + max(ids.values()))
@@ -184,7 +196,9 @@ def read_vocab(model):
     if not vocab or set(map(type, ids)) != {int}:
         raise ValueError("the vocabulary must be tokens with whole numbers, their ids")
     if min(ids) < 0 or max(ids) > LARGEST_ID:
-        raise ValueError(f"the vocabulary has ids from {min(ids)} to {max(ids)}, and they must be within 0 to {LARGEST_ID}")
+        raise ValueError(
+            f"the vocabulary has ids from {min(ids)} to {max(ids)}, and they must be within 0 to {LARGEST_ID}"
+        )
     if len(set(ids)) < len(ids):
         raise ValueError("two tokens of the vocabulary have the same id")
     return vocab
@@ -202,7 +216,9 @@ def read_added(entries, vocab):
             raise ValueError(f"the added token {shown(content)} is {'there twice' if content else 'empty'}")
         expected = vocab.get(content, max(len(vocab), last + 1))
         if number != expected or content not in vocab and number in taken:
-            raise ValueError(f"the added token {shown(content)} has id {number}, where `tokenizers` would give it {expected}")
+            raise ValueError(
+                f"the added token {shown(content)} has id {number}, where `tokenizers` would give it {expected}"
+            )
         content.encode()
         added[content] = Added(content, number, the(bool, entry, "special"), the(bool, entry, "normalized"))
         last = max(last, number)
@@ -215,7 +231,9 @@ def read_encoding(spec, vocab, tokens):
     order = read_merges(the(list, model, "merges"), the(bool, model, "ignore_merges", False), vocab, tokens)
     numbers = {token: vocab[symbols] for symbols, token in tokens.items()}
     table = [numbers[token] for token in order]
-    in_order = all(a < b for a, b in pairwise(table[256:]))  # single bytes are never merged into: their ranks may be any
+    in_order = all(
+        a < b for a, b in pairwise(table[256:])
+    )  # single bytes are never merged into: their ranks may be any
     ranks = dict(zip(order, table if in_order else range(len(order)), strict=True))
     patterns = read_pre_tokenizer(the(dict, spec, "pre_tokenizer"))
     cuts = [checked(pattern) for pattern in patterns]
@@ -248,7 +266,9 @@ def read_post_processor(spec, known):
             names = [the(str, the(dict, item, "SpecialToken"), "id") for item in single[:-1]]
             bos = [number for name in names for number in the(list, the(dict, special, name), "ids")]
         elif kind != "ByteLevel":
-            raise ValueError(f"post_processor {named(kind)} is not supported, only ByteLevel and TemplateProcessing are")
+            raise ValueError(
+                f"post_processor {named(kind)} is not supported, only ByteLevel and TemplateProcessing are"
+            )
     if any(type(number) is not int or number not in known for number in bos):
         raise ValueError("the post_processor puts ids before the text that are not in the vocabulary")
     return bos
@@ -256,7 +276,11 @@ def read_post_processor(spec, known):
 
 def token_names(config):
     """-> {"eos_token": "<|endoftext|>", ...}, the tokens that a tokenizer_config.json or special_tokens_map.json names."""
-    found = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items() if key.endswith("_token")}
+    found = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key.endswith("_token")
+    }
     return {key: value for key, value in found.items() if isinstance(value, str)}
 
 
@@ -270,7 +294,9 @@ def read_stop_tokens(folder, files, eos, ids, added):
             f"{folder}: no file says what ends a completion; name a token of the vocabulary as eos_token in tokenizer_config.json"
         )
     if ends[0] not in {token.id for token in added}:
-        raise SnugError(f"{folder}: the id {ends[0]} ends a completion, but it is ordinary text, not one of tokenizer.json's added_tokens")
+        raise SnugError(
+            f"{folder}: the id {ends[0]} ends a completion, but it is ordinary text, not one of tokenizer.json's added_tokens"
+        )
     return tuple(ends)
 
 

@@ -61,7 +61,9 @@ def newest(folder):
             raise SnugError(wrong)
         return path
     if not Path(folder).is_dir():
-        raise SnugError(f"{folder}: there is no such run; runs are folders under out/, made by train_sft.py and grpo.py")
+        raise SnugError(
+            f"{folder}: there is no such run; runs are folders under out/, made by train_sft.py and grpo.py"
+        )
     found = checkpoints(folder)
     if not found:
         raise SnugError(f"{folder}: has no checkpoint; was the run stopped before its first save?")
@@ -91,7 +93,9 @@ def damage(path):
         if path in checked and checked[path][0] == manifest:
             return checked[path][1]
         found = None
-        for name in {"model.safetensors", "optimizer.safetensors", "state.json"} | {Path(name).name for name in manifest}:
+        for name in {"model.safetensors", "optimizer.safetensors", "state.json"} | {
+            Path(name).name for name in manifest
+        }:
             file = path / name
             if file.stat().st_size != manifest[name]["bytes"] or sha256(file) != manifest[name]["sha256"]:
                 found = f"checkpoint {path}: {name} is not what was written"
@@ -103,7 +107,10 @@ def damage(path):
 
 
 def sha256(file):
-    digest, block = hashlib.sha256(), bytearray(2**24)  # large: beside a training the interpreter is waited for once a block
+    digest, block = (
+        hashlib.sha256(),
+        bytearray(2**24),
+    )  # large: beside a training the interpreter is waited for once a block
     with open(file, "rb", buffering=0) as stream:
         while count := stream.readinto(block):
             digest.update(memoryview(block)[:count])
@@ -159,22 +166,33 @@ def wrong_with(state):
     for name, kind in KINDS.items():
         if type(state.get(name)) is not kind:
             return f"has no {name}" if name not in state else f"has {name}={state[name]!r:.40}"
-    counts = [state["iteration"], state["optimizer_steps"], *(state["model_config"].get(name, -1) for name in ("vocab_size", "block_size"))]
+    counts = [
+        state["iteration"],
+        state["optimizer_steps"],
+        *(state["model_config"].get(name, -1) for name in ("vocab_size", "block_size")),
+    ]
     counts += [state["health"].get(name, -2) + 1 for name in ("dropped_steps", "dropped_in_a_row", "last_step")]
     counts += [state["health"].get("extra_prompts", 0)]
     if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
         return f"counts what cannot be: {counts!r:.60}"
     pairs = state["after_oom"].items()
-    if not all(name in AFTER_OOM and isinstance(v, list) and len(v) == 2 and all(type(x) in (int, float) for x in v) for name, v in pairs):
+    if not all(
+        name in AFTER_OOM and isinstance(v, list) and len(v) == 2 and all(type(x) in (int, float) for x in v)
+        for name, v in pairs
+    ):
         return f"has after_oom={state['after_oom']!r:.60}"
     cls = GRPOSettings if "group_size" in state["settings"] else SFTSettings
     try:
         for name in set(state["settings"]) & set(fields(cls)):
             check_value(cls, name, state["settings"][name], f"{name}")
-        restored = [name for name in ("max_iters", "seed", "task", "dtype", "param_dtype") if name not in state["settings"]]
+        restored = [
+            name for name in ("max_iters", "seed", "task", "dtype", "param_dtype") if name not in state["settings"]
+        ]
         if state["settings"].get("lora_rank"):
             base = state.get("base")
-            if not isinstance(base, dict) or not all(isinstance(base.get(name), str) for name in ("path", "from_run", "fingerprint")):
+            if not isinstance(base, dict) or not all(
+                isinstance(base.get(name), str) for name in ("path", "from_run", "fingerprint")
+            ):
                 return f"has adapters and base={base!r:.60}"
             check_adapters(SimpleNamespace(**vars(cls()) | state["settings"]))
             if state["settings"]["lora_rank"] > state["model_config"].get("n_embd", 0):
@@ -192,21 +210,27 @@ def opened(path, framework="numpy"):
     try:
         return safe_open(str(path), framework=framework)
     except (OSError, SafetensorError) as error:
-        raise SnugError(f"{path}: cannot be read ({error}); delete the checkpoint's folder to use the one before") from None
+        raise SnugError(
+            f"{path}: cannot be read ({error}); delete the checkpoint's folder to use the one before"
+        ) from None
 
 
 def state_of(iteration, model, optimizer, settings, tokenizer, generators):
     """What state.json says. iteration: how many are done."""
     steps = optimizer_steps(optimizer)
     base = {"base": model.base} if model.base else {}
-    state = dict(iteration=iteration, optimizer_steps=steps, model_config=asdict(model.config), tokenizer=tokenizer.name)
+    state = dict(
+        iteration=iteration, optimizer_steps=steps, model_config=asdict(model.config), tokenizer=tokenizer.name
+    )
     state |= dict(settings=asdict(settings), generators=for_json(generators))
     return state | dict(after_oom=getattr(settings, "after_oom", {})) | base
 
 
 def optimizer_steps(optimizer):
     """How many steps it has taken."""
-    return optimizer.steps if hasattr(optimizer, "steps") else next((int(s["step"]) for s in optimizer.state.values()), 0)
+    return (
+        optimizer.steps if hasattr(optimizer, "steps") else next((int(s["step"]) for s in optimizer.state.values()), 0)
+    )
 
 
 def tensors_of(model, optimizer):
@@ -266,7 +290,11 @@ def restore_generators(state, device):
         random.setstate((version, tuple(words), gauss))
         kind, words, *rest = state["numpy"]
         np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
-        values = {kind: torch.tensor(list(bytes.fromhex(state[kind])), dtype=torch.uint8) for kind in ("cpu", "cuda") if kind in state}
+        values = {
+            kind: torch.tensor(list(bytes.fromhex(state[kind])), dtype=torch.uint8)
+            for kind in ("cpu", "cuda")
+            if kind in state
+        }
         torch.set_rng_state(values["cpu"])
         if "cuda" in values and device.type == "cuda":
             torch.cuda.set_rng_state(values["cuda"], device)
@@ -288,7 +316,9 @@ def load_into(path, tensors, optional=None, look=False):
             for names in (file.keys(), tensors)
         )
         if surplus or missing:
-            raise SnugError(f"{path}: does not fit the model; missing {missing[:3] or 'nothing'}, surplus {surplus[:3] or 'nothing'}")
+            raise SnugError(
+                f"{path}: does not fit the model; missing {missing[:3] or 'nothing'}, surplus {surplus[:3] or 'nothing'}"
+            )
         for name in both:
             shape = tuple(file.get_slice(name).get_shape())
             if shape != tuple(tensors[name].shape):
@@ -373,7 +403,9 @@ def moments(model, optimizer):
 def load_optimizer(path, model, optimizer):
     """The moments of the checkpoint `path` into a new optimizer."""
     steps = read_state(path)["optimizer_steps"]
-    load_into(path / "optimizer.safetensors", moments(model, optimizer), optional="master.")  # those are the weights, if need be
+    load_into(
+        path / "optimizer.safetensors", moments(model, optimizer), optional="master."
+    )  # those are the weights, if need be
     if hasattr(optimizer, "steps"):
         optimizer.steps = steps
     else:
@@ -404,7 +436,9 @@ def begin(settings, shape, device):
         load_weights(source, model)
     model = configure(model, settings)
     if adapters:
-        model.base = dict(path=str(source), from_run=os.path.relpath(source, settings.out_dir), fingerprint=identity(source))
+        model.base = dict(
+            path=str(source), from_run=os.path.relpath(source, settings.out_dir), fingerprint=identity(source)
+        )
     if path and adapters:
         load_into(path / "model.safetensors", trained(model))
     optimizer = make_optimizer(model, settings)  # after the weights, of which it may keep masters
@@ -441,7 +475,9 @@ def find_run(folder):
         raise SnugError("name a run's folder, such as out/grpo_small, or a Hugging Face model's")
     if is_pretrained(folder):
         look_at_weights(folder)
-        return Path(folder), dict(iteration=0, model_config=read_shape(folder), settings=vars(GRPOSettings()) | {"task": ""})
+        return Path(folder), dict(
+            iteration=0, model_config=read_shape(folder), settings=vars(GRPOSettings()) | {"task": ""}
+        )
     path = newest(folder)
     return path, read_state(path)
 
@@ -457,7 +493,9 @@ def load_run(folder, device="auto"):
     look_at_shapes(path, state["model_config"])
     tokenizer = tokenizer_of(path, state)
     if tokenizer.n_vocab > state["model_config"]["vocab_size"]:
-        raise SnugError(f"{path}: its tokenizer has {tokenizer.n_vocab} ids, its model {state['model_config']['vocab_size']}")
+        raise SnugError(
+            f"{path}: its tokenizer has {tokenizer.n_vocab} ids, its model {state['model_config']['vocab_size']}"
+        )
     shape = state["model_config"] | {"n_vocab": tokenizer.n_vocab}
     model = make_model(shape, device, settings.param_dtype, initialise=False)
     if settings.lora_rank:  # the very function that was trained
@@ -481,8 +519,12 @@ def tokenizer_of(path, state):
     name = state.get("tokenizer", "tokenizer.json")
     tokenizer = get_tokenizer(str(path) if name.startswith("tokenizer.json") else name)
     if name not in (tokenizer.name, "tokenizer.json"):
-        raise SnugError(f"checkpoint {path}: its tokenizer is {tokenizer.name}, not {name}, which the model was trained with")
+        raise SnugError(
+            f"checkpoint {path}: its tokenizer is {tokenizer.name}, not {name}, which the model was trained with"
+        )
     size = state["model_config"].get("n_vocab") or tokenizer.n_vocab
     if size != tokenizer.n_vocab:
-        raise SnugError(f"checkpoint {path}: its tokenizer has {tokenizer.n_vocab} ids, and the model was trained with {size}")
+        raise SnugError(
+            f"checkpoint {path}: its tokenizer has {tokenizer.n_vocab} ids, and the model was trained with {size}"
+        )
     return tokenizer

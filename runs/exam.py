@@ -40,7 +40,9 @@ def prepare_exam(settings, given, folder):
     asked.tokenizer = tokenizer.name
     task = make_task(asked)
     if not task.scored:
-        raise SnugError(f"task={asked.task!r} of {folder} cannot be scored: its data_file has no column answer to score completions by")
+        raise SnugError(
+            f"task={asked.task!r} of {folder} cannot be scored: its data_file has no column answer to score completions by"
+        )
     place = path if is_pretrained(path) else path.parent
     file = file_for(settings.samples_file, place / f"evaluation-{asked.task}-{asked.eval_split}.jsonl")
     return Exam(asked, task, task.prompts(asked.eval_split, range(settings.num_prompts)), file)
@@ -68,10 +70,14 @@ def settings_asked(settings, given, run, folder):
 
 def refuse_what_was_trained_on(asked, given, run, folder):
     if asked.eval_split == "tune" != run.eval_split:
-        raise SnugError(f"{folder} was trained on the prompts of the tune split; only runs with eval_split=tune leave them out")
+        raise SnugError(
+            f"{folder} was trained on the prompts of the tune split; only runs with eval_split=tune leave them out"
+        )
     learned = {Path(name).resolve() for name in [run.data_file] if name and run.test_file}
     if learned & {Path(name).resolve() for name in [asked.test_file or asked.data_file] if name}:
-        raise SnugError(f"{folder} was trained on all of data_file={run.data_file}; without a test_file nothing of it is held out")
+        raise SnugError(
+            f"{folder} was trained on all of data_file={run.data_file}; without a test_file nothing of it is held out"
+        )
     if run.test_file and "data_file" in given and "test_file" not in given:
         raise SnugError(
             f"data_file={asked.data_file} is given, but what is asked is the run's test_file={asked.test_file}; give --test_file too"
@@ -93,7 +99,9 @@ def file_for(name, default):
             pass
         temporary(path).unlink()
     except OSError as error:
-        raise SnugError(f"samples_file={path} cannot be written ({error.strerror}); name another, or --samples_file=none") from None
+        raise SnugError(
+            f"samples_file={path} cannot be written ({error.strerror}); name another, or --samples_file=none"
+        ) from None
     return path
 
 

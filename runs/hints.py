@@ -21,7 +21,12 @@ HINTS = (  # figure of the log, from where on, what it means and what to try
         "nats a token: a group's completions are nearly alike, so there is little to compare; try --epsilon_high=0.28, a small entropy_coef, a "
         "lower learning_rate",
     ),
-    ("kl", ">", 1.0, "nats a token from the reference: the policy has left what it knew; try a lower learning_rate or a larger beta"),
+    (
+        "kl",
+        ">",
+        1.0,
+        "nats a token from the reference: the policy has left what it knew; try a lower learning_rate or a larger beta",
+    ),
     (
         "truncated_fraction",
         ">",

@@ -77,7 +77,9 @@ class Lines:
 
     def append(self, data):
         end = os.fstat(self.handle).st_size
-        written = os.write(self.handle, data)  # in one call: kill -9 leaves all of it, or at worst a part, which a resumed run cuts off
+        written = os.write(
+            self.handle, data
+        )  # in one call: kill -9 leaves all of it, or at worst a part, which a resumed run cuts off
         if written < len(data):
             os.ftruncate(self.handle, end)
             raise OSError(28, "No space left on device")
@@ -102,7 +104,9 @@ class Aside:
     def __init__(self, name, tell):
         self.name, self.tell, self.broken, self.lost = name, tell, False, 0
         self.queue = queue.Queue(self.MOST)
-        self.thread = threading.Thread(target=self.work, daemon=True)  # of which the end of the process is not kept waiting
+        self.thread = threading.Thread(
+            target=self.work, daemon=True
+        )  # of which the end of the process is not kept waiting
         self.thread.start()
 
     def __call__(self, function, *arguments):
@@ -136,7 +140,9 @@ class Console:
     """stdout, and the bar on stderr; called in a thread of its own. Unbuffered, so that no exit waits for a reader that is gone."""
 
     def __init__(self, title, start, total):
-        self.out, self.err = (stream if stream not in ORIGINAL else unbuffered(stream) for stream in (sys.stdout, sys.stderr))
+        self.out, self.err = (
+            stream if stream not in ORIGINAL else unbuffered(stream) for stream in (sys.stdout, sys.stderr)
+        )
         if self.out.isatty() and self.err.isatty():
             self.out = self.err  # tqdm takes its bar away while it writes to the bar's own stream
         options = dict(unit="it", disable=None, leave=False, dynamic_ncols=True, desc=title, file=self.err)
@@ -193,7 +199,11 @@ class WandB:
         if not start or not file.exists():
             file.write_text(uuid.uuid4().hex[:12])
         options = dict(
-            project=os.environ.get("WANDB_PROJECT", "snug"), name=folder.name, job_type=title, dir=str(folder), config=vars(settings)
+            project=os.environ.get("WANDB_PROJECT", "snug"),
+            name=folder.name,
+            job_type=title,
+            dir=str(folder),
+            config=vars(settings),
         )
         self.run = wandb.init(id=file.read_text(), resume="allow", settings=wandb.Settings(console="off"), **options)
 
@@ -295,7 +305,9 @@ class RunLog:
 
 def finite(record):
     """NaN and infinity are no JSON."""
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
 
 
 SHOWN = (  # name in the record, what stands before and after it, format
@@ -319,8 +331,12 @@ SHOWN = (  # name in the record, what stands before and after it, format
 
 def console_line(record, total):
     """`iter  12/60  reward 0.43 ±0.49  loss -0.0010 ...`"""
-    parts = [f"{before}{record[name]:{form}}{after}" for name, before, after, form in SHOWN if worth_showing(record, name)]
-    return f"iter {record['iter']:>{len(str(total))}}/{total}  " + "  ".join(parts).replace("  ±", " ±").replace("  (", " (")
+    parts = [
+        f"{before}{record[name]:{form}}{after}" for name, before, after, form in SHOWN if worth_showing(record, name)
+    ]
+    return f"iter {record['iter']:>{len(str(total))}}/{total}  " + "  ".join(parts).replace("  ±", " ±").replace(
+        "  (", " ("
+    )
 
 
 def worth_showing(record, name):

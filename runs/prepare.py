@@ -63,7 +63,9 @@ def prepare(settings, given=frozenset()):
             f"vocab_size={shape['vocab_size']}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; leave vocab_size out"
         )
     if settings.lora_rank > shape["n_embd"]:
-        raise SnugError(f"lora_rank={settings.lora_rank} is above n_embd={shape['n_embd']}: it is to be far below, such as --lora_rank=16")
+        raise SnugError(
+            f"lora_rank={settings.lora_rank} is above n_embd={shape['n_embd']}: it is to be far below, such as --lora_rank=16"
+        )
     prepared = Prepared(settings, task, tokenizer, shape, [], warm_start)
     check_lengths(prepared, shape["block_size"])
     if grpo:
@@ -83,7 +85,9 @@ def is_finished(settings):
     """Is there no warm start to be made: none is wanted, or the run in init_from has done all its iterations?"""
     if not settings.init_from or not settings.init_config or is_pretrained(settings.init_from):
         return True
-    if not Path(settings.init_from).is_dir() or not (is_checkpoint(settings.init_from) or checkpoints(settings.init_from)):
+    if not Path(settings.init_from).is_dir() or not (
+        is_checkpoint(settings.init_from) or checkpoints(settings.init_from)
+    ):
         return False
     state = read_state(newest(settings.init_from))
     return is_checkpoint(settings.init_from) or state["iteration"] >= state["settings"].get("max_iters", 0)
@@ -104,7 +108,9 @@ def prepare_warm_start(settings):
     for f in fields(TaskOptions):
         ours, theirs = getattr(settings, f.name), getattr(warm_start.settings, f.name)
         if ours != theirs and f.name not in ("demonstration_noise", "format_reward", *NO_PROBLEM):
-            raise SnugError(f"{f.name}={ours!r}, but the warm start {settings.init_config} has {theirs!r}; make them the same")
+            raise SnugError(
+                f"{f.name}={ours!r}, but the warm start {settings.init_config} has {theirs!r}; make them the same"
+            )
     return warm_start
 
 
@@ -118,7 +124,11 @@ def starting_point(settings, given, task):
     state = read_state(path)
     refuse_contradictions(settings, given, state["model_config"], state["tokenizer"], path)
     tokenizer = tokenizer_of(path, state)
-    if path != resume_path(settings) and settings.eval_split == "tune" and state["settings"].get("task") == settings.task:
+    if (
+        path != resume_path(settings)
+        and settings.eval_split == "tune"
+        and state["settings"].get("task") == settings.task
+    ):
         if state["settings"].get("eval_split") != "tune":
             raise SnugError(
                 f"eval_split=tune, but init_from={settings.init_from} was trained on its prompts; make it with --eval_split=tune too"
@@ -161,7 +171,9 @@ def refuse_another_task(settings, before, source):
         if before.get(name, getattr(settings, name)) != getattr(settings, name)
     ]
     if changed:
-        raise SnugError(f"{source} is of another task: {'; '.join(changed)}; put it back, or start anew in another out_dir")
+        raise SnugError(
+            f"{source} is of another task: {'; '.join(changed)}; put it back, or start anew in another out_dir"
+        )
 
 
 def refuse_contradictions(settings, given, shape, tokenizer_name, source):
@@ -169,9 +181,13 @@ def refuse_contradictions(settings, given, shape, tokenizer_name, source):
     shape = {f.name: f.default for f in fields(ModelOptions)} | shape
     for name in sorted(given & ({f.name for f in fields(ModelOptions)} | {"tokenizer"})):
         theirs = tokenizer_name if name == "tokenizer" else shape[name]
-        if name == "tokenizer" and get_tokenizer(settings.tokenizer).name == theirs:  # a folder's path, and the name of what is in it
+        if (
+            name == "tokenizer" and get_tokenizer(settings.tokenizer).name == theirs
+        ):  # a folder's path, and the name of what is in it
             continue
-        derived = name in ("vocab_size", "n_kv_head", "n_hidden") and not getattr(settings, name)  # 0: whatever follows from the others
+        derived = name in ("vocab_size", "n_kv_head", "n_hidden") and not getattr(
+            settings, name
+        )  # 0: whatever follows from the others
         if theirs != getattr(settings, name) and not derived:
             raise SnugError(f"{name}={getattr(settings, name)!r}, but {source} has {theirs!r}; leave {name} out")
 

@@ -37,7 +37,9 @@ class Saver:
         self.settings, self.tokenizer, self.device, self.say, self.data = settings, tokenizer, device, say, data
         self.folder = Path(settings.out_dir)
         self.best = self.best_saved = max((score_of(path) for path in checkpoints(self.folder)), default=-1.0)
-        self.saved = self.pruned = start  # iterations done by the newest checkpoint; and by the one after which older ones were deleted
+        self.saved = self.pruned = (
+            start  # iterations done by the newest checkpoint; and by the one after which older ones were deleted
+        )
         self.due = False  # where its iteration's step was dropped, a save waits for the next that is taken
         self.thread = self.copy = self.failed = None
         self.failures = self.retry = 0  # in a row; after how many iterations to try again
@@ -67,7 +69,9 @@ class Saver:
         self.wait()
         if self.saved == done:
             return
-        state = state_of(done, model, optimizer, self.settings, self.tokenizer, generators or generator_state(self.device))
+        state = state_of(
+            done, model, optimizer, self.settings, self.tokenizer, generators or generator_state(self.device)
+        )
         state |= dict(
             scores=dict(scores or {}), health=health or dict(guard.health), data=self.data
         )  # as they are now: the thread reads them later
@@ -87,11 +91,15 @@ class Saver:
     def copied(self, tensors):
         """A copy of everything in the host's memory; None where there is no room to spare."""
         size = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
-        planned = self.settings.memory_budget_gb and self.device.type == "cpu"  # then the budget is the host's, without a copy
+        planned = (
+            self.settings.memory_budget_gb and self.device.type == "cpu"
+        )  # then the budget is the host's, without a copy
         if planned or available_on_host() <= 2 * size:
             return None
         try:
-            return {file: {name: spare_copy(tensor) for name, tensor in named.items()} for file, named in tensors.items()}
+            return {
+                file: {name: spare_copy(tensor) for name, tensor in named.items()} for file, named in tensors.items()
+            }
         except (RuntimeError, MemoryError):  # there was none after all
             return None
 
@@ -108,7 +116,11 @@ class Saver:
 
     def stats(self):
         """For the log: the host memory of a copy that is being written."""
-        return {"mem_save_mb": round(tensor_bytes(t for named in self.copy.values() for t in named.values()) / MIB, 3)} if self.copy else {}
+        return (
+            {"mem_save_mb": round(tensor_bytes(t for named in self.copy.values() for t in named.values()) / MIB, 3)}
+            if self.copy
+            else {}
+        )
 
     def prune(self):
         """Delete what need not be kept. A disk that refuses is told, and asked again after the next save."""
@@ -132,7 +144,9 @@ class Saver:
             self.failures = 0
             return
         if last:
-            raise SnugError(f"{self.failed}; the newest checkpoint is {newest_name(self.folder)}; make room, then --resume=auto")
+            raise SnugError(
+                f"{self.failed}; the newest checkpoint is {newest_name(self.folder)}; make room, then --resume=auto"
+            )
         if not hasattr(self.failed, "told"):
             self.failed.told, self.failures, self.best = True, self.failures + 1, self.best_saved
             self.retry = self.failed.done + 2 ** min(self.failures - 1, 6)
@@ -148,7 +162,9 @@ class Saver:
             if iteration and optimizer_steps(optimizer) == steps and not getattr(error, "state_is_bad", False):
                 try:
                     self.save(iteration, model, optimizer, guard, last=True, generators=generators, health=health)
-                    self.say(f"saved after iteration {iteration - 1}, before the error that follows; --resume=auto goes on from there")
+                    self.say(
+                        f"saved after iteration {iteration - 1}, before the error that follows; --resume=auto goes on from there"
+                    )
                 except Exception as another:  # the first is the one to report
                     self.say(f"warning: {another}")
             raise

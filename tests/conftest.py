@@ -10,7 +10,15 @@ from model import GPT, GPTConfig
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPT2 = dict(vocab_size=67, block_size=32, n_layer=2, n_head=4, n_embd=32, bias=True)
 LLAMA = dict(
-    GPT2, n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", bias=False, qkv_bias=True, qk_norm=True, tie_embeddings=False
+    GPT2,
+    n_kv_head=2,
+    norm="rmsnorm",
+    position="rotary",
+    mlp="swiglu",
+    bias=False,
+    qkv_bias=True,
+    qk_norm=True,
+    tie_embeddings=False,
 )
 SHAPES = {"gpt2": GPT2, "llama": LLAMA}
 
@@ -46,7 +54,9 @@ def device():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", help="also the checks that are slow and rarely differ from the short ones")
+    parser.addoption(
+        "--long", action="store_true", help="also the checks that are slow and rarely differ from the short ones"
+    )
 
 
 def pytest_configure(config):

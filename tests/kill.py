@@ -41,9 +41,7 @@ prepared = prepare(*read_settings(GRPOSettings, sys.argv[1:])[:2])
 prepared.reward_funcs = [lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 for c in completions]]  # an untrained model's differ
 grpo.main(prepared)
 """
-OPTIONS = (
-    "--digits=2 --n_layer=1 --n_embd=32 --block_size=24 --batch_size=4 --group_size=4 --max_new_tokens=8 --eval_prompts=0 --device=cpu"
-)
+OPTIONS = "--digits=2 --n_layer=1 --n_embd=32 --block_size=24 --batch_size=4 --group_size=4 --max_new_tokens=8 --eval_prompts=0 --device=cpu"
 OPTIONS += " --max_iters=12 --save_interval=1 --learning_rate=1e-2 --resume=auto"
 
 
@@ -118,7 +116,9 @@ def main(kills, seed):
         while done < kills:
             folder, ended = f"{home}/run{runs}", None
             while ended != "finished" and not wrong:
-                ended, in_save = run_until_killed(folder, rng, done % 2 == 0) if done < kills else (finish(folder), False)
+                ended, in_save = (
+                    run_until_killed(folder, rng, done % 2 == 0) if done < kills else (finish(folder), False)
+                )
                 if ended == "killed":
                     done, in_saves = done + 1, in_saves + in_save
                     wrong += filter(None, [left_behind(folder)])

@@ -125,7 +125,9 @@ def main(only):
     survivors = []
     with tempfile.TemporaryDirectory() as home:
         copy = Path(home) / "copy"
-        shutil.copytree(HOME, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".pytest_cache"))
+        shutil.copytree(
+            HOME, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".pytest_cache")
+        )
         chosen = [mutant for mutant in MUTANTS if only in mutant[0]]
         needed = " ".join(sorted({name for mutant in chosen for name in mutant[4].split()}))
         if failed := killed_by(copy, needed):

@@ -52,7 +52,9 @@ watching, caught = False, []
 
 
 def watch(event, arguments):
-    if watching and (event in FORBIDDEN or event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")):
+    if watching and (
+        event in FORBIDDEN or event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+    ):
         caught.append((event, str(arguments)[:200]))
 
 
@@ -61,8 +63,31 @@ class Bomb:
         return exec, ("open('/tmp/snug-was-here', 'w').close()",)
 
 
-JUNK = [None, True, -1, 0, 1, 10**30, 1e308, "", "x", "nan", [], [1, 2], {}, {"a": 1}, [[[]]], "../../etc/passwd", "\ud800"]
-JUNK += [float("nan"), float("inf"), "__import__('os').system('touch /tmp/snug-was-here')", {"__reduce__": ["os.system", "ls"]}]
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    10**30,
+    1e308,
+    "",
+    "x",
+    "nan",
+    [],
+    [1, 2],
+    {},
+    {"a": 1},
+    [[[]]],
+    "../../etc/passwd",
+    "\ud800",
+]
+JUNK += [
+    float("nan"),
+    float("inf"),
+    "__import__('os').system('touch /tmp/snug-was-here')",
+    {"__reduce__": ["os.system", "ls"]},
+]
 
 
 def by_a_disk(data, rng, others):
@@ -165,7 +190,9 @@ def attempt(settings, path, name, data, seal):
 def main(mutations, seed):
     rng, wrong, refused, resumed = random.Random(seed), [], dict.fromkeys(NAMES, 0), 0
     with tempfile.TemporaryDirectory() as home:
-        settings = SFTSettings(digits=2, n_layer=1, n_embd=16, block_size=24, out_dir=f"{home}/run", device="cpu", resume="auto")
+        settings = SFTSettings(
+            digits=2, n_layer=1, n_embd=16, block_size=24, out_dir=f"{home}/run", device="cpu", resume="auto"
+        )
         prepared = prepare(settings)
         model = checkpoint.make_model(prepared.shape, torch.device("cpu"))
         optimizer = make_optimizer(model, settings)
@@ -184,7 +211,9 @@ def main(mutations, seed):
             ended = attempt(settings, path, name, data, seal=meant)
             harmless = meant or data == whole[name] or name == "manifest.json" and same_json(data, whole[name])
             if caught or ended not in ("refused", "resumed") or ended == "resumed" and not harmless:
-                wrong.append(f"mutation {number} of {name} ({'meant' if meant else 'by a disk'}): {ended} {caught} {data[:300]!r}")
+                wrong.append(
+                    f"mutation {number} of {name} ({'meant' if meant else 'by a disk'}): {ended} {caught} {data[:300]!r}"
+                )
                 caught.clear()
             refused[name] += ended == "refused"
             resumed += ended == "resumed"

@@ -35,8 +35,18 @@ COMBINATIONS = [  # loop, words, the option that has to be named; {n} is drawn
     ("both", "--adam_beta2={n}", "adam_beta2", lambda r: 1 + r.random()),
     ("both", "--activation_offload --logits_chunk_mb={n}", "activation_offload", lambda r: r.randrange(1, 99)),
     ("both", "--param_dtype=bfloat16 --seed={n}", "param_dtype", lambda r: r.randrange(99)),
-    ("both", "--memory_budget_gb={n}", "memory_budget_gb", lambda r: r.choice(["-1", "0", "much", "nan", "inf", "8GB"])),
-    ("both", "--countdown_min_numbers={n} --countdown_max_numbers=3", "countdown_min_numbers", lambda r: r.randrange(4, 9)),
+    (
+        "both",
+        "--memory_budget_gb={n}",
+        "memory_budget_gb",
+        lambda r: r.choice(["-1", "0", "much", "nan", "inf", "8GB"]),
+    ),
+    (
+        "both",
+        "--countdown_min_numbers={n} --countdown_max_numbers=3",
+        "countdown_min_numbers",
+        lambda r: r.randrange(4, 9),
+    ),
     ("both", "--countdown_operators={n}", "countdown_operators", lambda r: r.choice(["", "%", "+-^", "plus"])),
     ("both", "--report_to={n}", "report_to", lambda r: r.choice(["mlflow", "tensorbord", "wandb,none"])),
     ("both", "--vocab_size={n}", "vocab_size", lambda r: r.randrange(1, 257)),
@@ -53,10 +63,20 @@ COMBINATIONS = [  # loop, words, the option that has to be named; {n} is drawn
     ),
     ("both", "--out_dir=out/x{n} --init_from=out/x{n}", "init_from", lambda r: r.randrange(99)),
     ("both", "--init_from=out/no_such_run_{n}", "out/no_such_run", lambda r: r.randrange(99)),
-    ("sft", "--batch_size=128 --gradient_accumulation_steps={n}", "gradient_accumulation_steps", lambda r: r.choice([3, 5, 7, 129, 256])),
+    (
+        "sft",
+        "--batch_size=128 --gradient_accumulation_steps={n}",
+        "gradient_accumulation_steps",
+        lambda r: r.choice([3, 5, 7, 129, 256]),
+    ),
     ("grpo", "--group_size={n}", "group_size", lambda r: r.choice([1])),
     ("grpo", "--train_batch_size={n}", "train_batch_size", lambda r: r.choice([3, 100, 1000, 2048])),
-    ("grpo", "--train_batch_size=128 --gradient_accumulation_steps={n}", "gradient_accumulation_steps", lambda r: r.choice([3, 5, 256])),
+    (
+        "grpo",
+        "--train_batch_size=128 --gradient_accumulation_steps={n}",
+        "gradient_accumulation_steps",
+        lambda r: r.choice([3, 5, 256]),
+    ),
     ("grpo", "--delta={n}", "delta", lambda r: 1 + 0.2 * r.random()),
     ("grpo", "--epsilon_high=0.5 --delta={n}", "delta", lambda r: 1.2 + 0.3 * r.random()),
     (
@@ -81,7 +101,9 @@ def single(rng, cls):
     if kind is bool:
         return [f"--{name}={rng.choice(['yes', '2', 'on', 'tru'])}"], name
     if kind is int or kind is float:
-        bad = ["many", "1e", "--", "0x1f", "1,5"] + (["nan", "inf", "-inf", "1e999"] if kind is float else ["1.5", "1e3"])
+        bad = ["many", "1e", "--", "0x1f", "1,5"] + (
+            ["nan", "inf", "-inf", "1e999"] if kind is float else ["1.5", "1e3"]
+        )
         if metadata["minimum"] is not None:
             bad += [str(metadata["minimum"] - rng.randrange(1, 99))] * 5
         return [f"--{name}={rng.choice(bad)}"], name
@@ -92,12 +114,15 @@ def draw(rng):
     """-> (settings class, words, what the answer has to name), with some valid options around."""
     cls = rng.choice([SFTSettings, GRPOSettings])
     around = rng.sample(
-        ["--learning_rate=1e-4", "--weight_decay=0.1", "--warmup_iters=3", "--eval_prompts=7", "--norm=rmsnorm"], rng.randrange(4)
+        ["--learning_rate=1e-4", "--weight_decay=0.1", "--warmup_iters=3", "--eval_prompts=7", "--norm=rmsnorm"],
+        rng.randrange(4),
     )
     if rng.random() < 0.5:
         words, name = single(rng, cls)
     else:
-        loop, text, name, number = rng.choice([c for c in COMBINATIONS if c[0] in ("both", "grpo" if cls is GRPOSettings else "sft")])
+        loop, text, name, number = rng.choice(
+            [c for c in COMBINATIONS if c[0] in ("both", "grpo" if cls is GRPOSettings else "sft")]
+        )
         n = str(number(rng))
         words = [word.replace("{n}", n) for word in text.split()]  # the value may have spaces
     return cls, around + words, name

@@ -30,7 +30,12 @@ def test_cut_by_example():
     assert cut([1, 2]) == [[1, 0]] and cut([]) == []
 
 
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=12), st.integers(0, 40), st.integers(0, 5), st.data())
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=12),
+    st.integers(0, 40),
+    st.integers(0, 5),
+    st.data(),
+)
 def test_every_selected_token_once_and_within_budget(lengths, max_tokens, max_sequences, data):
     prompts = [[100 + i] * p for i, (p, _) in enumerate(lengths)]
     completions = [[1000 * (i + 1) + t for t in range(c)] for i, (_, c) in enumerate(lengths)]
@@ -43,7 +48,9 @@ def test_every_selected_token_once_and_within_budget(lengths, max_tokens, max_se
         assert not max_sequences or S <= max_sequences
         assert T == max(sum(lengths[i]) for i in micro.index.tolist())  # padded no further than its longest
         previous = micro.tokens.flatten()[micro.rows].tolist()
-        for target, before, s, t in zip(micro.targets.tolist(), previous, micro.sequence.tolist(), micro.place.tolist(), strict=True):
+        for target, before, s, t in zip(
+            micro.targets.tolist(), previous, micro.sequence.tolist(), micro.place.tolist(), strict=True
+        ):
             i = int(micro.index[s])
             assert target == completions[i][t] and before == (completions[i][t - 1] if t else prompts[i][-1])
         seen += micro.targets.tolist()
@@ -58,4 +65,6 @@ def test_only_completion_rows_reach_the_head():
     rows = micro.completion_hidden(hidden)
     assert rows.shape == (5, 32)
     assert micro.index.tolist() == [0, 1]
-    torch.testing.assert_close(rows, torch.stack([hidden[0, 2], hidden[0, 3], hidden[1, 0], hidden[1, 1], hidden[1, 2]]))
+    torch.testing.assert_close(
+        rows, torch.stack([hidden[0, 2], hidden[0, 3], hidden[1, 0], hidden[1, 1], hidden[1, 2]])
+    )

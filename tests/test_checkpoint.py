@@ -59,7 +59,12 @@ def test_weights_moments_and_generators_come_back(tmp_path, shape):
     state = checkpoint.read_state(path)
     checkpoint.restore_generators(state["generators"], other.device)
     assert torch.get_rng_state().equal(expected)
-    assert (state["iteration"], state["settings"]["seed"], state["tokenizer"], state["optimizer_steps"]) == (7, 4, "bytes", 3)
+    assert (state["iteration"], state["settings"]["seed"], state["tokenizer"], state["optimizer_steps"]) == (
+        7,
+        4,
+        "bytes",
+        3,
+    )
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert ours.equal(theirs)
         for key in ("exp_avg", "exp_avg_sq", "step"):
@@ -69,7 +74,10 @@ def test_weights_moments_and_generators_come_back(tmp_path, shape):
 def test_a_save_that_dies_leaves_the_one_before(tmp_path, monkeypatch):
     _, _, path = saved(tmp_path, iteration=2)
     monkeypatch.setattr(checkpoint.os, "rename", lambda *names: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-    with pytest.raises(SnugError, match="checkpoint-000004 cannot be written into .* .Input/output error.; the newest checkpoint is .*02"):
+    with pytest.raises(
+        SnugError,
+        match="checkpoint-000004 cannot be written into .* .Input/output error.; the newest checkpoint is .*02",
+    ):
         saved(tmp_path, iteration=4)
     assert checkpoint.newest(tmp_path) == path
     monkeypatch.undo()
@@ -85,7 +93,12 @@ def test_a_damaged_file_is_named(tmp_path, name, damage):
     file.unlink()
     if damage != "missing":
         file.write_bytes(
-            {"cut": content[:-100], "empty": b"", "pickle": pickle.dumps({"a": 1}), "header": b"\xff" * 8 + content[8:]}[damage]
+            {
+                "cut": content[:-100],
+                "empty": b"",
+                "pickle": pickle.dumps({"a": 1}),
+                "header": b"\xff" * 8 + content[8:],
+            }[damage]
         )
     with pytest.raises(SnugError, match=name):
         checkpoint.load_run(tmp_path, "cpu")
@@ -157,7 +170,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
         file = path / rng.choice(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
         whole = file.read_bytes()
         at = rng.randrange(len(whole))
-        damaged = whole[:at] if rng.random() < 0.3 else whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :]
+        damaged = (
+            whole[:at]
+            if rng.random() < 0.3
+            else whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :]
+        )
         file.write_bytes(damaged)
         harmless = file.name == "manifest.json" and same_json(damaged, whole)
         assert checkpoint.newest(tmp_path) == (path if harmless else before)
@@ -195,7 +212,10 @@ def test_a_resumed_run_keeps_its_task_and_tells_what_else_changed(tmp_path, caps
         prepare(dataclasses.replace(sft, resume="auto", digits=3))
     capsys.readouterr()
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=5, learning_rate=5e-4)))
-    assert "resumed after 4 iterations, learning_rate was 0.001, is 0.0005, max_iters was 4, is 5\n" in capsys.readouterr().out
+    assert (
+        "resumed after 4 iterations, learning_rate was 0.001, is 0.0005, max_iters was 4, is 5\n"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -206,13 +226,17 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
     whole = dataclasses.replace(sft, out_dir=str(tmp_path / "whole"))
     train_sft.main(prepare(whole))
     words = [f"--{name}={value}" for name, value in dataclasses.asdict(sft).items() if value not in ("", None, [])]
-    child = subprocess.Popen([sys.executable, "train_sft.py", *words], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "train_sft.py", *words], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     for line in child.stdout:
         if line.startswith("iter   3"):
             child.send_signal(number)
             break
     out, err = child.communicate(timeout=60)
-    assert child.returncode == 0 and f"stopped by {number.name} after iteration " in out and "--resume=auto goes on" in out, err
+    assert (
+        child.returncode == 0 and f"stopped by {number.name} after iteration " in out and "--resume=auto goes on" in out
+    ), err
     assert 4 <= checkpoint.read_state(checkpoint.newest(sft.out_dir))["iteration"] < 300
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto")))
     assert figures(sft.out_dir) == figures(whole.out_dir)
@@ -220,7 +244,11 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-OPTIMIZERS = [dict(optimizer_device=device, optimizer_dtype=dtype) for device in ("device", "host") for dtype in ("float32", "bfloat16")]
+OPTIMIZERS = [
+    dict(optimizer_device=device, optimizer_dtype=dtype)
+    for device in ("device", "host")
+    for dtype in ("float32", "bfloat16")
+]
 HALVED = dict(dtype="bfloat16", param_dtype="bfloat16")
 OPTIMIZERS += [HALVED | dict(optimizer_device="host"), HALVED | dict(optimizer_dtype="bfloat16", grad_offload=True)]
 CUTS = [4, 7, 13]  # after an evaluation, after an out-of-memory in training, after one in a rollout
@@ -258,7 +286,9 @@ LONG = [pytest.param(options, range(1, 21), 21, marks=pytest.mark.long) for opti
 def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, cuts, iters):
     """The uninterrupted run's checkpoint number `cut` is all that is left, beside logs that went on: the rest comes out the same."""
     out_of_memory_at(monkeypatch, train=6, rollout=12)
-    changes = dict(max_iters=iters, eval_interval=4, save_interval=1, save_total_limit=99, lr_schedule="linear", train_batch_size=8)
+    changes = dict(
+        max_iters=iters, eval_interval=4, save_interval=1, save_total_limit=99, lr_schedule="linear", train_batch_size=8
+    )
     sft, settings = tiny(tmp_path, **changes, **options)
     train_sft.main(prepare(sft))
     random.seed(1), np.random.seed(1)
@@ -288,7 +318,9 @@ def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, 
         ours, theirs = (checkpoint.read_state(folder) for folder in (resumed, whole))
         for name in ("generators", "after_oom", "optimizer_steps", "health", "scores"):
             assert ours[name] == theirs[name], name
-        assert (Path(broken.out_dir) / "samples.jsonl").read_bytes() == (Path(settings.out_dir) / "samples.jsonl").read_bytes()
+        assert (Path(broken.out_dir) / "samples.jsonl").read_bytes() == (
+            Path(settings.out_dir) / "samples.jsonl"
+        ).read_bytes()
         shutil.rmtree(broken.out_dir)
 
 

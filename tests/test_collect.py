@@ -21,7 +21,16 @@ from settings import GRPOSettings
 
 STOP = 3
 TINY = dict(
-    digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0, batch_size=4, group_size=4, max_new_tokens=8, max_iters=3
+    digits=2,
+    n_layer=1,
+    n_embd=32,
+    block_size=24,
+    device=DEVICE,
+    eval_prompts=0,
+    batch_size=4,
+    group_size=4,
+    max_new_tokens=8,
+    max_iters=3,
 )
 
 
@@ -48,13 +57,17 @@ def learned_from(monkeypatch):
     """-> the list that every iteration's (rewards given to group_advantages, prompts kept) is added to."""
     seen = []
     original = grpo.group_advantages
-    monkeypatch.setattr(grpo, "group_advantages", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest))
+    monkeypatch.setattr(
+        grpo, "group_advantages", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest)
+    )
     return seen
 
 
 def test_groups_without_variance_make_room(tmp_path, monkeypatch):
     """Only every third prompt teaches: 4 of them take three rollouts of 4 the first time, and prompts are never used twice."""
-    prepared, drawn = prepared_for(tmp_path, lambda n, i: float(n % 3 == 0 and i == 1) + n / 1000, max_num_gen_batches=5)
+    prepared, drawn = prepared_for(
+        tmp_path, lambda n, i: float(n % 3 == 0 and i == 1) + n / 1000, max_num_gen_batches=5
+    )
     seen = learned_from(monkeypatch)
     grpo.main(prepared)
     numbers = list(itertools.chain(*drawn))
@@ -68,14 +81,23 @@ def test_groups_without_variance_make_room(tmp_path, monkeypatch):
         assert records[i]["frac_reward_zero_std"] == pytest.approx(sum(n % 3 != 0 for n in drawn_now) / len(drawn_now))
     assert records[0]["gen_batches"] == 3
     assert records[0]["reward_mean"] == pytest.approx(4 / 12 / 4 + 5.5 / 1000, abs=1e-6)  # of all that was sampled
-    assert read_state(newest(tmp_path / "run"))["health"]["extra_prompts"] == 4 * (sum(r["gen_batches"] for r in records) - 3)
+    assert read_state(newest(tmp_path / "run"))["health"]["extra_prompts"] == 4 * (
+        sum(r["gen_batches"] for r in records) - 3
+    )
 
 
 def test_at_the_cap_the_batch_is_filled_with_what_there_is(tmp_path, monkeypatch):
-    prepared, drawn = prepared_for(tmp_path, lambda n, i: float(n == 5 and i) + n / 1000, max_num_gen_batches=2, max_iters=1)
+    prepared, drawn = prepared_for(
+        tmp_path, lambda n, i: float(n == 5 and i) + n / 1000, max_num_gen_batches=2, max_iters=1
+    )
     seen = learned_from(monkeypatch)
     grpo.main(prepared)
-    assert [int(1000 * group.min() + 0.5) for group in seen[0]] == [0, 1, 2, 5]  # the one that teaches, and others, in their order
+    assert [int(1000 * group.min() + 0.5) for group in seen[0]] == [
+        0,
+        1,
+        2,
+        5,
+    ]  # the one that teaches, and others, in their order
     assert len(drawn) == 2 and read_log(tmp_path / "run")[0]["grad_norm"] > 0
 
 
@@ -83,7 +105,9 @@ def test_where_nothing_teaches_no_step_is_taken(tmp_path):
     """All equal, or not scored at all: the weights stay as they were, moments and weight decay notwithstanding."""
     first_only = dict(max_iters=2, weight_decay=0.1, learning_rate=1e-2, save_interval=1, save_total_limit=9)
     for name, empty in (("equal", lambda n, i: 1.0), ("not scored", lambda n, i: None)):
-        prepared, _ = prepared_for(tmp_path / name, lambda n, i, empty=empty: float(i) if n < 4 else empty(n, i), **first_only)
+        prepared, _ = prepared_for(
+            tmp_path / name, lambda n, i, empty=empty: float(i) if n < 4 else empty(n, i), **first_only
+        )
         grpo.main(prepared)
         records = read_log(prepared.settings.out_dir)
         assert [record["skipped_steps"] for record in records] == [0, 1] and records[0]["grad_norm"] > 0
@@ -105,7 +129,12 @@ def test_truncated_completions_are_masked(tmp_path):
     expected = model.embedding.weight.grad.clone()
     model.zero_grad()
     advantages = rollouts.advantages * rollouts.stopped
-    grpo.accumulate(model, dataclasses.replace(rollouts, advantages=advantages), range(8), GRPOSettings(loss_type="grpo", max_new_tokens=6))
+    grpo.accumulate(
+        model,
+        dataclasses.replace(rollouts, advantages=advantages),
+        range(8),
+        GRPOSettings(loss_type="grpo", max_new_tokens=6),
+    )
     torch.testing.assert_close(model.embedding.weight.grad, expected)
     assert grpo.trainable(rollouts, range(2, 6), masked) == [i for i in range(2, 6) if rollouts.stopped[i]]
     rollouts.stopped[:] = False
@@ -136,7 +165,14 @@ def test_a_resumed_run_draws_the_same_prompts(tmp_path):
             prepared, _ = prepared_for(tmp_path / name, teaches, max_num_gen_batches=5, resume="auto", max_iters=n)
             grpo.main(prepared)
     ours, theirs = (
-        [{key: value for key, value in record.items() if "time" not in key and "mem" not in key and "second" not in key} for record in log]
+        [
+            {
+                key: value
+                for key, value in record.items()
+                if "time" not in key and "mem" not in key and "second" not in key
+            }
+            for record in log
+        ]
         for log in (read_log(tmp_path / "whole/run"), read_log(tmp_path / "parts/run"))
     )
     assert ours == theirs and sum(record["gen_batches"] for record in ours) > 4
@@ -166,7 +202,13 @@ def test_joined_and_selected_rollouts():
     assert chosen.sampling_logprobs.equal(joined.sampling_logprobs[[7, 0, 3]]) and chosen.ref_logprobs is None
 
 
-@given(st.lists(st.lists(st.one_of(st.just(math.nan), st.integers(-2, 2).map(float)), min_size=3, max_size=3), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.lists(st.one_of(st.just(math.nan), st.integers(-2, 2).map(float)), min_size=3, max_size=3),
+        min_size=1,
+        max_size=5,
+    )
+)
 def test_which_groups_have_variance(rewards):
     expected = [len({r for r in group if not math.isnan(r)}) > 1 for group in rewards]
     assert collect.has_variance(torch.tensor(rewards)).tolist() == expected
@@ -206,7 +248,11 @@ def test_long_completions_lose_reward(tmp_path, monkeypatch):
     grpo.main(prepared)
     assert seen[0].tolist() == [[1.0, 1.0, 0.75, 0.0]] * 4
     record = read_log(tmp_path / "run")[0]
-    assert record["gen_batches"] == 2 and record["frac_reward_zero_std"] == 1 and record["reward_mean"] == pytest.approx(2.75 / 4)
+    assert (
+        record["gen_batches"] == 2
+        and record["frac_reward_zero_std"] == 1
+        and record["reward_mean"] == pytest.approx(2.75 / 4)
+    )
     assert record["skipped_steps"] == 0 and record["grad_norm"] > 0  # shorter is better all the same
 
 
@@ -214,7 +260,9 @@ def keep_rollouts(monkeypatch):
     """-> the list that every iteration's Rollouts are added to, log-probs and all."""
     kept = []
     original = grpo.prepare_logprobs
-    monkeypatch.setattr(grpo, "prepare_logprobs", lambda training, rollouts: (original(training, rollouts), kept.append(rollouts)))
+    monkeypatch.setattr(
+        grpo, "prepare_logprobs", lambda training, rollouts: (original(training, rollouts), kept.append(rollouts))
+    )
     return kept
 
 
@@ -223,11 +271,20 @@ def test_the_kl_is_taken_from_the_reward(estimator, tmp_path, monkeypatch):
     """beta times a completion's summed KL, before groups are compared; nothing of it is left in the loss."""
     warm = prepared_for(tmp_path / "warm", lambda n, i: float(i), max_iters=2, learning_rate=1e-2)[0]
     grpo.main(warm)
-    options = dict(init_from=warm.settings.out_dir, beta=0.5, use_kl_in_reward=True, scale_rewards="none", learning_rate=1e-2, max_iters=2)
+    options = dict(
+        init_from=warm.settings.out_dir,
+        beta=0.5,
+        use_kl_in_reward=True,
+        scale_rewards="none",
+        learning_rate=1e-2,
+        max_iters=2,
+    )
     prepared, _ = prepared_for(tmp_path, lambda n, i: float(i), kl_estimator=estimator, **options)
     seen, kept, betas = learned_from(monkeypatch), keep_rollouts(monkeypatch), []
     loss = grpo.policy_loss
-    monkeypatch.setattr(grpo, "policy_loss", lambda *args, **options: betas.append(options["beta"]) or loss(*args, **options))
+    monkeypatch.setattr(
+        grpo, "policy_loss", lambda *args, **options: betas.append(options["beta"]) or loss(*args, **options)
+    )
     grpo.main(prepared)
     rollouts = kept[1]  # in the first iteration the policy is the reference
     for row in range(16):
@@ -240,7 +297,9 @@ def test_the_kl_is_taken_from_the_reward(estimator, tmp_path, monkeypatch):
 
 
 def test_truncated_importance_takes_the_trainers_log_probs(tmp_path, monkeypatch):
-    prepared, _ = prepared_for(tmp_path, lambda n, i: float(i), importance_sampling_cap=2.0, dtype="bfloat16", max_iters=1)
+    prepared, _ = prepared_for(
+        tmp_path, lambda n, i: float(i), importance_sampling_cap=2.0, dtype="bfloat16", max_iters=1
+    )
     kept = keep_rollouts(monkeypatch)
     grpo.main(prepared)
     (rollouts,) = kept
@@ -267,7 +326,8 @@ def test_weights_that_are_ruined_are_not_passed_over(tmp_path, monkeypatch):
 
     monkeypatch.setattr(grpo, "update", ruin)
     with pytest.raises(
-        SnugError, match="5 optimizer steps in a row were not finite.*the batch: sampling_logprobs.*goes on from .*checkpoint-000002"
+        SnugError,
+        match="5 optimizer steps in a row were not finite.*the batch: sampling_logprobs.*goes on from .*checkpoint-000002",
     ):
         grpo.main(prepared)
     assert newest(tmp_path / "run").name == "checkpoint-000002"

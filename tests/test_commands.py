@@ -26,7 +26,9 @@ except SystemExit as end:
 def command(*words, cwd=HOME):
     """Run a script in a process of its own -> (exit code, stdout, stderr); stdout ends with whether torch was imported."""
     environment = os.environ | {"PYTHONPATH": str(HOME)}
-    result = subprocess.run([sys.executable, "-c", PROBE, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True
+    )
     return result.returncode, result.stdout, result.stderr
 
 
@@ -72,7 +74,11 @@ def test_an_unreadable_checkpoint_is_named_before_torch_is_imported(tmp_path):
     for words in (["grpo.py", f"--init_from={tmp_path}/run"], ["sample.py", tmp_path / "run", "--prompt=1+1="]):
         code, out, err = command(*words)
         assert (code, out) == (2, "torch imported: False\n")
-        assert err.startswith("error: ") and "model.safetensors is not what was written; no checkpoint in" in err and err.count("\n") == 1
+        assert (
+            err.startswith("error: ")
+            and "model.safetensors is not what was written; no checkpoint in" in err
+            and err.count("\n") == 1
+        )
 
 
 def test_a_shape_that_contradicts_the_checkpoint_is_refused(tmp_path):
@@ -89,14 +95,18 @@ def test_help_comes_without_torch(script):
 
 def test_help_may_be_read_in_part():
     """grpo.py --help | head -1"""
-    run = subprocess.Popen([sys.executable, "grpo.py", "--help"], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = subprocess.Popen(
+        [sys.executable, "grpo.py", "--help"], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     run.stdout.close()
     assert run.stderr.read() == b"" and run.wait() == 0
 
 
 def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
     words = "train_sft.py --digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --max_iters=200 --eval_prompts=0".split()
-    run = subprocess.Popen([sys.executable, *words, f"--out_dir={tmp_path}/run"], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = subprocess.Popen(
+        [sys.executable, *words, f"--out_dir={tmp_path}/run"], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     run.stdout.readline()
     run.stdout.close()
     assert run.wait() == 0, run.stderr.read()
@@ -105,12 +115,17 @@ def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
 
 def test_from_warm_start_to_sample(tmp_path):
     """grpo.py makes its warm start, evaluate.py and sample.py use the run, report.py compares the two; all in a pipe."""
-    sft = dict(digits=1, vocab_size=272, n_layer=1, n_embd=32, block_size=16, max_iters=2, batch_size=8, eval_prompts=10)
+    sft = dict(
+        digits=1, vocab_size=272, n_layer=1, n_embd=32, block_size=16, max_iters=2, batch_size=8, eval_prompts=10
+    )
     (tmp_path / "sft.py").write_text("".join(f"{name} = {value!r}\n" for name, value in sft.items()))
     lines = [
-        f"--{name}={value}" for name, value in dict(digits=1, max_iters=2, batch_size=2, group_size=2, max_new_tokens=6, beta=0.1).items()
+        f"--{name}={value}"
+        for name, value in dict(digits=1, max_iters=2, batch_size=2, group_size=2, max_new_tokens=6, beta=0.1).items()
     ]
-    (tmp_path / "rewards.py").write_text("def short(prompts, completions, **columns):\n    return [-len(c) / 10 for c in completions]\n")
+    (tmp_path / "rewards.py").write_text(
+        "def short(prompts, completions, **columns):\n    return [-len(c) / 10 for c in completions]\n"
+    )
     folders = [
         f"--init_config={tmp_path}/sft.py",
         "--init_from=a/sft",
@@ -124,7 +139,10 @@ def test_from_warm_start_to_sample(tmp_path):
     record = json.loads((tmp_path / "a/grpo/log.jsonl").read_text().splitlines()[-1])
     assert record["iter"] == 1 and record["reward_mean"] < 0
     state = json.loads((newest(tmp_path / "a/grpo") / "state.json").read_text())
-    assert (state["model_config"]["vocab_size"], state["model_config"]["n_vocab"]) == (272, 257)  # padded, as the warm start is
+    assert (state["model_config"]["vocab_size"], state["model_config"]["n_vocab"]) == (
+        272,
+        257,
+    )  # padded, as the warm start is
     code, out, _ = command(HOME / "evaluate.py", "a/grpo", "--num_prompts=10", cwd=tmp_path)
     assert code == 0 and out.count("  pass@1 ") == 2 and "10 prompts of the test split" in out
     code, _, err = command(HOME / "evaluate.py", "a/grpo", "--eval_split=tune", cwd=tmp_path)
@@ -132,9 +150,20 @@ def test_from_warm_start_to_sample(tmp_path):
     words = ["--eval_split=tune", "--init_from=a/sft", "--out_dir=a/tuned", "--digits=1", "--max_new_tokens=6"]
     code, _, err = command(HOME / "grpo.py", *words, cwd=tmp_path)
     assert code == 2 and "eval_split=tune, but init_from=a/sft was trained on its prompts" in err
-    words = ["--prompt", "1+2=", "--num_samples=3", "--max_new_tokens=5", "--top_k=9", "--top_p=0.9", "--min_p=0.01", "--stop_string=3"]
+    words = [
+        "--prompt",
+        "1+2=",
+        "--num_samples=3",
+        "--max_new_tokens=5",
+        "--top_k=9",
+        "--top_p=0.9",
+        "--min_p=0.01",
+        "--stop_string=3",
+    ]
     code, out, _ = command(HOME / "sample.py", "a/grpo", *words, cwd=tmp_path)
-    assert code == 0 and out.count("1+2=") == 3 and "3" not in "".join(line.split("   [")[0] for line in out.splitlines())
+    assert (
+        code == 0 and out.count("1+2=") == 3 and "3" not in "".join(line.split("   [")[0] for line in out.splitlines())
+    )
     code, _, err = command(HOME / "sample.py", "a/grpo", "--prompt=" + "1" * 16, cwd=tmp_path)
     assert code == 2 and "this model takes 1 to 15" in err
     code, out, _ = command(HOME / "report.py", "a/sft", "a/grpo", cwd=tmp_path)

@@ -100,7 +100,9 @@ def test_noise_scores_nothing(name):
         noise = ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(1000)]
         for before, after in FORMS:
             right = rewards(task, rows, [before + text + after for text in noise])
-            assert sum(right) <= (alphabet[0] == "0")  # digits at random may be right once: one in ten of one digit, after a >
+            assert sum(right) <= (
+                alphabet[0] == "0"
+            )  # digits at random may be right once: one in ten of one digit, after a >
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -109,14 +111,25 @@ def test_equal_answers_are_equally_right(name):
     task = task_of(**TASKS[name] | dict(demonstration_noise=0.5))
     for i, row in enumerate(task.prompts("train", range(300))):
         demonstrations = [task.demonstration(row, random.Random(f"{i} {n}")) for n in range(6)]
-        completions = [text for d in demonstrations for text in (d, d.replace("+", " + "), d.replace(">0", ">00").replace("*", " *"))]
-        answers, right = [task.answer_of(text) for text in completions], rewards(task, [row] * len(completions), completions)
+        completions = [
+            text
+            for d in demonstrations
+            for text in (d, d.replace("+", " + "), d.replace(">0", ">00").replace("*", " *"))
+        ]
+        answers, right = (
+            [task.answer_of(text) for text in completions],
+            rewards(task, [row] * len(completions), completions),
+        )
         for answer in set(answers):
-            assert len({r for a, r in zip(answers, right, strict=True) if a == answer}) == 1 and (answer is None or hash(answer))
+            assert len({r for a, r in zip(answers, right, strict=True) if a == answer}) == 1 and (
+                answer is None or hash(answer)
+            )
         assert all(answer is not None for answer, r in zip(answers, right, strict=True) if r)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(digits=1), dict(digits=2), dict(task="countdown"), dict(task="countdown", seed=7)])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(digits=1), dict(digits=2), dict(task="countdown"), dict(task="countdown", seed=7)]
+)
 def test_train_and_test_never_share_a_problem(options):
     task = task_of(**options)
     train, test = ({task.identity(row) for row in task.prompts(split, range(3000))} for split in ("train", "test"))
@@ -136,7 +149,11 @@ def test_a_split_to_tune_on(name):
     }
     tune = seen["tune", True]
     assert len(tune) > 500 and tune == seen["tune", False] and seen["test", True] == seen["test", False]
-    assert not tune & seen["train", True] and not tune & seen["test", True] and not seen["train", True] & seen["test", True]
+    assert (
+        not tune & seen["train", True]
+        and not tune & seen["test", True]
+        and not seen["train", True] & seen["test", True]
+    )
     share = sum(split_of(identity) == "tune" for identity in seen["train", False]) / len(seen["train", False])
     assert 0.08 < share < 0.14
 
@@ -144,8 +161,12 @@ def test_a_split_to_tune_on(name):
 def test_a_problem_is_the_same_in_any_order():
     addition, countdown = task_of(), task_of(task="countdown")
     assert addition.identity({"numbers": [1, 2]}) == addition.identity({"numbers": [2, 1]})
-    assert countdown.identity(dict(numbers=[7, 3, 5], target=22)) == countdown.identity(dict(numbers=[3, 5, 7], target=22))
-    assert countdown.identity(dict(numbers=[3, 5, 7], target=22)) != countdown.identity(dict(numbers=[3, 5, 7], target=23))
+    assert countdown.identity(dict(numbers=[7, 3, 5], target=22)) == countdown.identity(
+        dict(numbers=[3, 5, 7], target=22)
+    )
+    assert countdown.identity(dict(numbers=[3, 5, 7], target=22)) != countdown.identity(
+        dict(numbers=[3, 5, 7], target=23)
+    )
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -175,7 +196,10 @@ def test_rows_depend_on_their_number_and_train_rows_on_the_seed(name):
 def test_rows_are_the_same_for_ever():
     """Evaluations of different versions are compared on these."""
     assert [row["prompt"] for row in task_of().prompts("test", range(2))] == ["5143+6259=", "7389+2910="]
-    assert [row["prompt"] for row in task_of(task="countdown").prompts("test", range(2))] == ["17 19 8=10:", "5 8 15 4=63:"]
+    assert [row["prompt"] for row in task_of(task="countdown").prompts("test", range(2))] == [
+        "17 19 8=10:",
+        "5 8 15 4=63:",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +229,9 @@ def test_nothing_is_longer_than_the_longest(options):
 def test_longest_texts_are_reached():
     addition = task_of(digits=3)
     assert len(addition.longest_prompt()) == len(addition.prompts("test", [0])[0]["prompt"])
-    assert len(addition.longest_answer()) == len(addition.demonstration(addition.prompts("test", [0])[0], random.Random(0)))
+    assert len(addition.longest_answer()) == len(
+        addition.demonstration(addition.prompts("test", [0])[0], random.Random(0))
+    )
     assert task_of(task="countdown").longest_prompt() == "20 20 20 20=9999:"
     assert task_of(task="countdown").longest_answer() == "20-(20-(20-20))"
 
@@ -213,7 +239,10 @@ def test_longest_texts_are_reached():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(task="countdown", countdown_min_numbers=2, countdown_max_numbers=2, countdown_max_number=2), "too few test prompts"),
+        (
+            dict(task="countdown", countdown_min_numbers=2, countdown_max_numbers=2, countdown_max_number=2),
+            "too few test prompts",
+        ),
         (dict(task="countdown", countdown_max_numbers=10**9), "countdown_max_numbers=1000000000 is above 10"),
         (dict(task="countdown", countdown_max_number=10_000), "countdown_max_number=10000 is above 9999"),
         (FIELD | dict(countdown_max_target=10_000), "countdown_max_target=10000 is above 9999"),
@@ -254,7 +283,9 @@ def test_looking_for_a_row_ends():
 
 def test_rewards_ignore_unknown_columns_and_refuse_ragged_ones():
     task = task_of()
-    assert task.rewards(["1+2=", "1+2="], [">3", ">4"], answer=[3, 3], completion_ids=[[1], [2]], trainer_state=object()) == [1.0, 0.0]
+    assert task.rewards(
+        ["1+2=", "1+2="], [">3", ">4"], answer=[3, 3], completion_ids=[[1], [2]], trainer_state=object()
+    ) == [1.0, 0.0]
     assert task.rewards([], [], answer=[]) == []
     with pytest.raises(ValueError):
         task.rewards(["1+2=", "1+2="], [">3", ">4"], answer=[3])
@@ -338,12 +369,30 @@ def test_parts_of_the_reward_and_their_weights(tmp_path):
     _, plain = tiny(tmp_path, init_from="", beta=0.0)
     changes = FIELD | dict(block_size=400, max_new_tokens=8)
     _, parts = tiny(tmp_path, init_from="", beta=0.0, format_reward=0.25, **changes)
-    _, theirs = tiny(tmp_path, init_from="", beta=0.0, reward_funcs=["json:dumps", "json:loads"], reward_weights=[2.0, 0.5], **changes)
+    _, theirs = tiny(
+        tmp_path,
+        init_from="",
+        beta=0.0,
+        reward_funcs=["json:dumps", "json:loads"],
+        reward_weights=[2.0, 0.5],
+        **changes,
+    )
     _, unweighted = tiny(tmp_path, init_from="", beta=0.0, reward_funcs=["json:dumps"], **changes)
     made = [prepare(one) for one in (plain, parts, theirs, unweighted)]
-    assert [[f.__name__ for f in p.reward_funcs] for p in made] == [["rewards"], ["correct", "formatted"], ["dumps", "loads"], ["dumps"]]
+    assert [[f.__name__ for f in p.reward_funcs] for p in made] == [
+        ["rewards"],
+        ["correct", "formatted"],
+        ["dumps", "loads"],
+        ["dumps"],
+    ]
     assert [p.reward_weights for p in made] == [[], [1.0, 0.25], [2.0, 0.5], []]
-    completions = ["<answer>5*3+7</answer>", "<answer>5*3*7</answer>", "5*3+7", "<answer>5*3+7=22</answer>", "<answer>5*3+7</answer>"]
+    completions = [
+        "<answer>5*3+7</answer>",
+        "<answer>5*3*7</answer>",
+        "5*3+7",
+        "<answer>5*3+7=22</answer>",
+        "<answer>5*3+7</answer>",
+    ]
     columns = dict(numbers=[[3, 5, 7]] * 5, target=[22] * 5, stopped=[True] * 4 + [False])
     totals, said = total_rewards(
         made[1].reward_funcs, [[{"role": "user", "content": "?"}]] * 5, completions, columns, 0, made[1].reward_weights
@@ -365,9 +414,15 @@ def test_parts_of_the_reward_are_logged(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (FIELD | dict(format_reward=0.1, reward_funcs=["m:f"]), r"format_reward=0.1 is part of the task's own reward, and reward_funcs"),
+        (
+            FIELD | dict(format_reward=0.1, reward_funcs=["m:f"]),
+            r"format_reward=0.1 is part of the task's own reward, and reward_funcs",
+        ),
         (dict(reward_weights=[1.0]), r"reward_weights=\[1.0\] are 1 for 0 reward_funcs; one each"),
-        (dict(reward_weights=[1.0], reward_funcs=["m:f", "m:g"]), r"reward_weights=\[1.0\] are 1 for 2 reward_funcs; one each"),
+        (
+            dict(reward_weights=[1.0], reward_funcs=["m:f", "m:g"]),
+            r"reward_weights=\[1.0\] are 1 for 2 reward_funcs; one each",
+        ),
         (dict(system_prompt="Be brief."), "system_prompt='Be brief.' is a message; add --chat"),
         (dict(data_file="a"), "data_file='a' is read by the tasks jsonl and gsm8k, and task is 'addition'"),
         (FIELD | dict(test_file="a"), "test_file='a' is read by the tasks jsonl and gsm8k, and task is 'countdown'"),
@@ -380,7 +435,9 @@ def test_options_of_tasks_that_do_not_go_together(options, message):
 
 
 def test_a_warm_start_needs_no_format_reward(tmp_path):
-    (tmp_path / "sft.py").write_text("".join(f"{name} = {value!r}\n" for name, value in (FIELD | dict(block_size=400, digits=2)).items()))
+    (tmp_path / "sft.py").write_text(
+        "".join(f"{name} = {value!r}\n" for name, value in (FIELD | dict(block_size=400, digits=2)).items())
+    )
     start = dict(init_config=str(tmp_path / "sft.py"), init_from=str(tmp_path / "none"))
     _, settings = tiny(tmp_path, beta=0.0, format_reward=0.25, block_size=400, **FIELD, **start)
     assert prepare(settings).warm_start.settings.format_reward == 0.0
@@ -398,7 +455,9 @@ def test_addition_by_hand():
     assert task.demonstration(row, random.Random(0)) == "13,05,05,09>09553"
     always = task_of(demonstration_noise=1.0)
     assert always.demonstration(row, random.Random(0)) == "13,04,05,09>09543"
-    assert task_of(digits=2, demonstration_noise=1.0).demonstration({"numbers": [58, 67]}, random.Random(0)) == "15,11>015"
+    assert (
+        task_of(digits=2, demonstration_noise=1.0).demonstration({"numbers": [58, 67]}, random.Random(0)) == "15,11>015"
+    )
     assert task_of(digits=2).demonstration({"numbers": [58, 67]}, random.Random(0)) == "15,12>125"
     assert task_of(digits=1).demonstration({"numbers": [9, 9]}, random.Random(0)) == "18>18"
 
@@ -575,10 +634,14 @@ def test_countdown_in_words():
     task = task_of(**FIELD, countdown_operators="+-")
     for row in task.prompts("train", range(500)):
         assert 2 < len(row["numbers"]) < 5 and set(row["numbers"]) <= set(range(1, 100)) and 1 <= row["target"] <= 99
-        assert row["prompt"].startswith(f"Make {row['target']} from the numbers {', '.join(map(str, row['numbers']))}. ")
+        assert row["prompt"].startswith(
+            f"Make {row['target']} from the numbers {', '.join(map(str, row['numbers']))}. "
+        )
         assert " + - and parentheses" in row["prompt"] and "<answer>(1 + 2) - 3</answer>" in row["prompt"]
         assert task.demonstration(row, random.Random(0)) == f"<answer>{row['solution']}</answer>"
-    terse = task_of(**FIELD | dict(countdown_form="terse"), countdown_operators="+-")  # the same problems, and the same split
+    terse = task_of(
+        **FIELD | dict(countdown_form="terse"), countdown_operators="+-"
+    )  # the same problems, and the same split
     for one, other in zip(terse.prompts("test", range(50)), task.prompts("test", range(50)), strict=True):
         assert {**one, "prompt": 0} == {**other, "prompt": 0}
 
@@ -616,13 +679,19 @@ def test_the_answer_of_other_tasks_is_the_completion():
 
 def test_countdown_uses_each_number_once_even_twins():
     task = task_of(task="countdown")
-    assert task.rewards([""] * 3, ["4*4+1", "4+1", "4*4*1"], numbers=[[4, 1, 4]] * 3, target=[17, 5, 17]) == [1.0, 0.0, 0.0]
+    assert task.rewards([""] * 3, ["4*4+1", "4+1", "4*4*1"], numbers=[[4, 1, 4]] * 3, target=[17, 5, 17]) == [
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert task.rewards([""], ["1 2+3"], numbers=[[12, 3]], target=[15]) == [0.0]
 
 
 def test_countdown_is_exact():
     task = task_of(task="countdown")
-    assert task.rewards([""], ["8/(3-8/3)"], numbers=[[3, 3, 8, 8]], target=[24]) == [1.0]  # 23.999999999999989 in floats
+    assert task.rewards([""], ["8/(3-8/3)"], numbers=[[3, 3, 8, 8]], target=[24]) == [
+        1.0
+    ]  # 23.999999999999989 in floats
     assert task.rewards([""], ["1/3*3"], numbers=[[1, 3, 3]], target=[1]) == [1.0]
     for text in ("1/(3-3)", "3/(1/(3-3))", "(3-3)/(3-3)"):
         numbers = [int(digit) for digit in text if digit.isdigit()]
@@ -710,7 +779,9 @@ def worth_to_python(text):
 
     def plain(node):
         if isinstance(node, ast.BinOp):
-            return isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div) and plain(node.left) and plain(node.right)
+            return (
+                isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div) and plain(node.left) and plain(node.right)
+            )
         return isinstance(node, ast.Constant)
 
     if not plain(tree) or re.search(r"\b0[0-9]", text):
@@ -722,7 +793,10 @@ def worth_to_python(text):
 
 
 @settings(max_examples=300)
-@given(trees.map(text_of), st.lists(st.tuples(st.integers(0, 60), st.booleans(), st.text("0123+-*/() ", max_size=2)), max_size=3))
+@given(
+    trees.map(text_of),
+    st.lists(st.tuples(st.integers(0, 60), st.booleans(), st.text("0123+-*/() ", max_size=2)), max_size=3),
+)
 def test_parser_reads_what_pythons_grammar_does(text, edits):
     """Right expressions with a few characters lost and others put in: the two must agree on each."""
     for place, lose, extra in edits:
@@ -750,7 +824,9 @@ def test_parser_time_is_bounded():
 
 
 def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
-    (tmp_path / "snug_test_rewards.py").write_text("def is_short(prompts, completions, **columns):\n    return [1.0]\nlength = 3\n")
+    (tmp_path / "snug_test_rewards.py").write_text(
+        "def is_short(prompts, completions, **columns):\n    return [1.0]\nlength = 3\n"
+    )
     (tmp_path / "snug_test_broken.py").write_text("import no_such_module_at_all\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
@@ -770,5 +846,7 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
         with pytest.raises(SnugError) as caught:
             load_reward_function(spec)
         assert message in str(caught.value) and repr(spec) in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):  # the user's own mistake keeps its traceback
+    with pytest.raises(
+        ModuleNotFoundError, match="no_such_module_at_all"
+    ):  # the user's own mistake keeps its traceback
         load_reward_function("snug_test_broken:f")

@@ -87,7 +87,9 @@ def test_truncation_by_hand():
     assert not Truncation() and Truncation(top_k=1) and Truncation(top_p=0.9) and Truncation(min_p=0.1)
 
 
-@pytest.mark.parametrize("truncation", [Truncation(top_k=4), Truncation(top_p=0.6), Truncation(min_p=0.3), Truncation(6, 0.8, 0.1)])
+@pytest.mark.parametrize(
+    "truncation", [Truncation(top_k=4), Truncation(top_p=0.6), Truncation(min_p=0.3), Truncation(6, 0.8, 0.1)]
+)
 def test_sampled_frequencies_of_truncated_distributions(truncation):
     """The support is exact, and within it frequencies are the model's; log-probs are those of the whole distribution."""
     model = make_flat_model("gpt2", vocab_size=13)
@@ -101,7 +103,9 @@ def test_sampled_frequencies_of_truncated_distributions(truncation):
     expected *= len(tokens) / expected.sum()
     found = torch.bincount(tokens, minlength=13)
     inside = expected > 0
-    assert float(((found - expected) ** 2 / expected)[inside].sum()) < 40  # at most 12 degrees of freedom: once in 14,000 tries
+    assert (
+        float(((found - expected) ** 2 / expected)[inside].sum()) < 40
+    )  # at most 12 degrees of freedom: once in 14,000 tries
     logprobs = rollouts.sampling_logprobs[:, 0].cpu()
     torch.testing.assert_close(logprobs, p.log()[tokens].float(), atol=1e-5, rtol=0)
 
@@ -109,9 +113,15 @@ def test_sampled_frequencies_of_truncated_distributions(truncation):
 @pytest.mark.parametrize("truncation", [Truncation(top_k=3), Truncation(5, 0.7, 0.05)])
 def test_truncated_rows_equal_the_naive_generator(truncation):
     model, prompts = make_flat_model("llama"), [[1, 2, 3], [4]]
-    rollouts = sample_groups(model, prompts, 3, 9, temperature=0.9, stop_token=3, seed=5, truncation=truncation, max_batch=4)
-    for i, (row, p, c) in enumerate(zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.completion_lengths, strict=True)):
-        ids, logprobs = generate_naive(model, prompts[i // 3], 9, temperature=0.9, stop_token=3, seed=5, row=i, truncation=truncation)
+    rollouts = sample_groups(
+        model, prompts, 3, 9, temperature=0.9, stop_token=3, seed=5, truncation=truncation, max_batch=4
+    )
+    for i, (row, p, c) in enumerate(
+        zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.completion_lengths, strict=True)
+    ):
+        ids, logprobs = generate_naive(
+            model, prompts[i // 3], 9, temperature=0.9, stop_token=3, seed=5, row=i, truncation=truncation
+        )
         assert row[p : p + c].tolist() == ids
         assert rollouts.sampling_logprobs[i, :c].tolist() == pytest.approx(logprobs, abs=1e-5)
 

@@ -79,7 +79,10 @@ def test_pass_and_majority_are_the_means_over_every_subset(group):
 
 def test_the_example_of_the_docstring():
     assert (pass_at(2, 4, 2), majority_at(2, 4, ballots([7, 7, 8, None], [1, 1, 0, 0]))) == (5 / 6, 4 / 6)
-    assert majority_at(3, 3, ballots([None] * 3, [0, 0, 0])) == 0 and majority_at(3, 3, ballots([None, None, 1], [0, 0, 1])) == 1
+    assert (
+        majority_at(3, 3, ballots([None] * 3, [0, 0, 0])) == 0
+        and majority_at(3, 3, ballots([None, None, 1], [0, 0, 1])) == 1
+    )
 
 
 def test_large_numbers_neither_overflow_nor_round_to_nothing():
@@ -131,14 +134,19 @@ def test_intervals_cover_what_is_known_of_simulated_prompts():
         chances = [rng.random() for _ in range(P)]
         greedy = [dict(answer=1, reward=float(rng.random() < p), length=1, stopped=True) for p in chances]
         right = [rng.random() < p for p in chances for _ in range(n)]
-        sampled = [dict(answer="right" if good else i, reward=float(good), length=1, stopped=True) for i, good in enumerate(right)]
+        sampled = [
+            dict(answer="right" if good else i, reward=float(good), length=1, stopped=True)
+            for i, good in enumerate(right)
+        ]
         found = judge(greedy, sampled, n, P)
         for name, value in truth.items():
             low, high = found["intervals"][name]
             hits[name] += low <= value <= high
             means[name] += found["scores"][name] / rounds
     for name, value in truth.items():
-        assert means[name] == pytest.approx(value, abs=0.01), name  # unbiased: four standard errors of zeros and ones, the widest
+        assert means[name] == pytest.approx(value, abs=0.01), (
+            name
+        )  # unbiased: four standard errors of zeros and ones, the widest
         assert hits[name] / rounds > 0.92, name
     assert hits["pass_at_1_sampled"] / rounds > 0.97  # values between 0 and 1 vary less than Wilson grants
 
@@ -206,11 +214,16 @@ def hex_exam(cls=First, P=13, num_samples=6, **options):
 def recomputed(samples, n):
     """Samples as they are in the file -> every score, by enumeration."""
     groups = [samples[i : i + n + 1] for i in range(0, len(samples), n + 1)]
-    assert all([s["greedy"] for s in group] == [True] + [False] * n and len({s["prompt"] for s in group}) == 1 for group in groups)
+    assert all(
+        [s["greedy"] for s in group] == [True] + [False] * n and len({s["prompt"] for s in group}) == 1
+        for group in groups
+    )
     pairs = [[(s["answer"], s["reward"] == 1) for s in group[1:]] for group in groups]
     scores = {"pass_at_1": [group[0]["reward"] == 1 for group in groups]}
     for k in powers(n):
-        scores["pass_at_1_sampled" if k == 1 else f"pass_at_{k}"] = [listed(pair, k, lambda s: any(r for _, r in s)) for pair in pairs]
+        scores["pass_at_1_sampled" if k == 1 else f"pass_at_{k}"] = [
+            listed(pair, k, lambda s: any(r for _, r in s)) for pair in pairs
+        ]
         if k > 1:
             scores[f"maj_at_{k}"] = [listed(pair, k, share_of) for pair in pairs]
     return {name: sum(values) / len(groups) for name, values in scores.items()}
@@ -223,7 +236,9 @@ def test_the_scores_are_those_of_the_samples():
     assert 0 < head["scores"]["pass_at_1_sampled"] < head["scores"]["maj_at_4"] < head["scores"]["pass_at_4"] < 1
     assert head["settings"]["max_new_tokens"] == 12 and head["checkpoint"] == "out/x/checkpoint-000007"
     wanted = {row["prompt"]: row["wanted"] for row in exam.rows}
-    assert len({s["length"] for s in samples}) > 5 and 0 < sum(s["stopped"] for s in samples) < len(samples)  # ragged, and some cut off
+    assert len({s["length"] for s in samples}) > 5 and 0 < sum(s["stopped"] for s in samples) < len(
+        samples
+    )  # ragged, and some cut off
     for s in samples:
         assert s["length"] == len(s["completion"]) + s["stopped"]
         assert s["answer"] == ((s["completion"][:1] or None) if s["stopped"] else None)
@@ -237,7 +252,10 @@ def test_the_scores_are_those_of_the_samples():
 def test_the_logprob_is_the_whole_completions_at_its_temperature():
     run, exam, settings = hex_exam(P=5, num_samples=2, temperature=0.7)
     for s in examine(run, exam, settings)[1]:
-        prompt, completion = run.tokenizer.encode(s["prompt"]), run.tokenizer.encode(s["completion"]) + [3] * s["stopped"]
+        prompt, completion = (
+            run.tokenizer.encode(s["prompt"]),
+            run.tokenizer.encode(s["completion"]) + [3] * s["stopped"],
+        )
         tokens = torch.tensor([prompt + completion], device=run.model.device)
         logits = run.model.logits(run.model(tokens))[0, len(prompt) - 1 : -1].double() / (1 if s["greedy"] else 0.7)
         expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).sum()
@@ -265,7 +283,9 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
     assert cut[0] == whole[0]
     assert "Tried to allocate 1 GiB; going on with max_rollout_batch=2" in capsys.readouterr().err
     most = 0
-    with pytest.raises(SnugError, match="decoding one completion at a time: CUDA out of memory.*; try a smaller max_new_tokens than 12"):
+    with pytest.raises(
+        SnugError, match="decoding one completion at a time: CUDA out of memory.*; try a smaller max_new_tokens than 12"
+    ):
         examine(*hex_exam())
 
 
@@ -274,7 +294,9 @@ def test_named_parts_of_the_reward_are_means_of_what_was_said():
     drawn = [s for s in samples if not s["greedy"]]
     said = [s["reward/brief"] for s in drawn if s["reward/brief"] is not None]
     assert 0 < len(said) < len(drawn) and head["means"]["reward/brief"] == pytest.approx(sum(said) / len(said))
-    assert all(s["answer"] == ((s["completion"] or None) if s["stopped"] else None) for s in samples)  # a task that does not say which
+    assert all(
+        s["answer"] == ((s["completion"] or None) if s["stopped"] else None) for s in samples
+    )  # a task that does not say which
     assert list(head["means"]) == ["length", "stopped", "reward/brief"]  # the task's own is pass@1 already
     assert any(line.startswith("  reward/brief") and line.endswith("mean") for line in table(head))
 
@@ -321,7 +343,9 @@ def test_prompts_that_leave_no_room_are_refused_and_little_room_is_told(capsys):
     exam.rows[3]["prompt"] = "1" * 30
     head, samples = examine(run, exam, settings)
     assert max(s["length"] for s in samples) == head["settings"]["max_new_tokens"] == 2
-    assert capsys.readouterr().err == "note: completions have at most 2 tokens: prompts have up to 30, of block_size=32\n"
+    assert (
+        capsys.readouterr().err == "note: completions have at most 2 tokens: prompts have up to 30, of block_size=32\n"
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -332,7 +356,9 @@ def test_prompts_that_leave_no_room_are_refused_and_little_room_is_told(capsys):
 def run_folder(tmp_path_factory):
     """A run on lines of a file, whose demonstrations are mostly right; on the prompts of the train split alone."""
     folder, rng = tmp_path_factory.mktemp("evaluate"), random.Random(0)
-    write_rows(folder / "rows.jsonl", [(f"q{i}", rng.choice("01"), rng.choice(["0", "1", "1", "22"])) for i in range(400)])
+    write_rows(
+        folder / "rows.jsonl", [(f"q{i}", rng.choice("01"), rng.choice(["0", "1", "1", "22"])) for i in range(400)]
+    )
     options = dict(n_layer=1, n_embd=32, block_size=16, batch_size=32, max_iters=30, learning_rate=5e-3, eval_prompts=0)
     settings = SFTSettings(task="jsonl", data_file=str(folder / "rows.jsonl"), out_dir=str(folder / "run"), **options)
     train_sft.main(prepare(settings))
@@ -340,7 +366,9 @@ def run_folder(tmp_path_factory):
 
 
 def write_rows(path, rows):
-    path.write_text("".join(json.dumps(dict(zip(("prompt", "answer", "demonstration"), row, strict=False))) + "\n" for row in rows))
+    path.write_text(
+        "".join(json.dumps(dict(zip(("prompt", "answer", "demonstration"), row, strict=False))) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -359,9 +387,13 @@ def test_the_command(run_folder):
     head, *samples = map(json.loads, file.read_text().splitlines())
     assert list(samples[0]) == ["prompt", "completion", "answer", "reward", "stopped", "length", "greedy", "logprob"]
     assert head["scores"] == pytest.approx(recomputed(samples, 6)) and 0 < head["scores"]["pass_at_1_sampled"] < 1
-    assert (head["checkpoint"], head["settings"]["task"]) == (str(newest(run_folder)), "jsonl") and head["settings"]["num_samples"] == 6
+    assert (head["checkpoint"], head["settings"]["task"]) == (str(newest(run_folder)), "jsonl") and head["settings"][
+        "num_samples"
+    ] == 6
     lines = run.stdout.splitlines()
-    start = f"{newest(run_folder)}: jsonl, 30 prompts of the test split, 6 samples each at temperature 0.9; 95 % intervals"
+    start = (
+        f"{newest(run_folder)}: jsonl, 30 prompts of the test split, 6 samples each at temperature 0.9; 95 % intervals"
+    )
     assert lines[0] == start and lines[-1] == f"samples in {file}" and lines[1:-1] == table(head)[1:]
     names = ["pass@1", "pass@1", "pass@2", "pass@4", "pass@6", "maj@2", "maj@4", "maj@6", "length", "stopped"]
     assert [line.split()[0] for line in lines[1:-1]] == names
@@ -370,7 +402,9 @@ def test_the_command(run_folder):
         assert line.split()[1:5] == [f"{mean:.3f}", f"{low:.3f}", "to", f"{high:.3f}"]
     assert lines[1].endswith("   greedy") and lines[2].endswith("   mean of 6 samples")
     assert [path.name for path in run_folder.iterdir() if path.name.startswith(".")] == []
-    assert {s["prompt"] for s in samples} <= {row["prompt"] for row in make_task(load_run(run_folder).settings).rows["test"]}
+    assert {s["prompt"] for s in samples} <= {
+        row["prompt"] for row in make_task(load_run(run_folder).settings).rows["test"]
+    }
 
 
 def test_without_options_it_is_the_loops_own_evaluation(run_folder):
@@ -386,23 +420,42 @@ def test_a_hugging_face_folder_is_asked_what_the_command_names(tmp_path, capsys)
     exam, settings = exam_of(tmp_path / "model", "--task=addition", "--digits=1", "--num_prompts=3")
     evaluate.main(settings, exam, tmp_path / "model")
     assert f"{tmp_path}/model: addition, 3 prompts" in capsys.readouterr().out
-    assert json.loads((tmp_path / "model/evaluation-addition-test.jsonl").read_text().splitlines()[0])["settings"]["digits"] == 1
+    assert (
+        json.loads((tmp_path / "model/evaluation-addition-test.jsonl").read_text().splitlines()[0])["settings"][
+            "digits"
+        ]
+        == 1
+    )
 
 
 def test_bad_input_is_answered_before_torch_is_imported(run_folder, tmp_path):
     for words, message in (
-        (["--num_samples=4", "--temperature=0"], "temperature=0 with num_samples=4 is the greedy completion so many times"),
-        ([f"--samples_file={tmp_path}/nowhere/x.jsonl"], "nowhere/x.jsonl cannot be written (No such file or directory); name another"),
+        (
+            ["--num_samples=4", "--temperature=0"],
+            "temperature=0 with num_samples=4 is the greedy completion so many times",
+        ),
+        (
+            [f"--samples_file={tmp_path}/nowhere/x.jsonl"],
+            "nowhere/x.jsonl cannot be written (No such file or directory); name another",
+        ),
     ):
         code, out, err = command("evaluate.py", run_folder, *words)
-        assert (code, out) == (2, "torch imported: False\n") and err.startswith("error: ") and message in err and err.count("\n") == 1
+        assert (
+            (code, out) == (2, "torch imported: False\n")
+            and err.startswith("error: ")
+            and message in err
+            and err.count("\n") == 1
+        )
 
 
 REFUSED = [
     ("--temperature=0.0001", "temperature=0.0001 is below 0.001"),
     ("--num_samples=0", "--num_samples=0 is below 1"),
     ("--task=countdwn", "--task='countdwn' is not one of run, .*did you mean countdown"),
-    ("--tokenizer=gpt2", "tokenizer='gpt2', but .*checkpoint-000030 has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be had"),
+    (
+        "--tokenizer=gpt2",
+        "tokenizer='gpt2', but .*checkpoint-000030 has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be had",
+    ),
     ("--eval_split=tune", "run was trained on the prompts of the tune split"),
     ("--data_file={home}/none.jsonl", "none.jsonl: cannot be read"),
     ("--data_file={home}/unscored.jsonl", "cannot be scored: its data_file has no column answer"),
@@ -416,7 +469,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("words, message", REFUSED)
 def test_what_cannot_be_asked_is_refused(run_folder, words, message):
-    (run_folder.parent / "unscored.jsonl").write_text("".join(f'{{"prompt": "{i}", "demonstration": "x"}}\n' for i in range(50)))
+    (run_folder.parent / "unscored.jsonl").write_text(
+        "".join(f'{{"prompt": "{i}", "demonstration": "x"}}\n' for i in range(50))
+    )
     with pytest.raises(SnugError, match=message) as caught:
         exam_of(run_folder, *words.format(home=run_folder.parent).split())
     assert "\n" not in str(caught.value)
@@ -429,14 +484,31 @@ def asked(words, run, eval_split="test"):
 
 
 def test_options_come_from_the_command_then_the_run_then_the_defaults():
-    run = GRPOSettings(digits=7, countdown_max_number=9, max_new_tokens=9, max_prompt_length=5, stop_string="x", demonstration_noise=0.5)
+    run = GRPOSettings(
+        digits=7,
+        countdown_max_number=9,
+        max_new_tokens=9,
+        max_prompt_length=5,
+        stop_string="x",
+        demonstration_noise=0.5,
+    )
     assert vars(asked("", run)) == vars(run)
     same = asked("--digits=4 --max_new_tokens=3", run)  # 4 is the default too, and was given all the same
     assert (same.task, same.digits, same.countdown_max_number, same.max_new_tokens) == ("addition", 4, 9, 3)
     assert asked("--task=addition", run).digits == 7
     other = asked("--task=countdown --countdown_max_numbers=5", run)
-    assert (other.task, other.digits, other.countdown_max_number, other.countdown_max_numbers) == ("countdown", 4, 20, 5)
-    assert (other.max_new_tokens, other.max_prompt_length, other.demonstration_noise, other.stop_string) == (0, 0, 0.0, "x")
+    assert (other.task, other.digits, other.countdown_max_number, other.countdown_max_numbers) == (
+        "countdown",
+        4,
+        20,
+        5,
+    )
+    assert (other.max_new_tokens, other.max_prompt_length, other.demonstration_noise, other.stop_string) == (
+        0,
+        0,
+        0.0,
+        "x",
+    )
     assert asked("--task=countdown --max_new_tokens=8", run).max_new_tokens == 8
     assert asked("", SFTSettings()).max_new_tokens == 0
     with pytest.raises(SnugError, match="out/x is no run with a task of its own; name one, such as --task=countdown"):
@@ -446,7 +518,11 @@ def test_options_come_from_the_command_then_the_run_then_the_defaults():
 
 def test_splits_as_the_run_has_them():
     run = GRPOSettings()
-    assert [asked(words, run, "tune").eval_split for words in ("", "--eval_split=test", "--eval_split=tune")] == ["tune", "test", "tune"]
+    assert [asked(words, run, "tune").eval_split for words in ("", "--eval_split=test", "--eval_split=tune")] == [
+        "tune",
+        "test",
+        "tune",
+    ]
     assert asked("", run).eval_split == "test" and asked("--task=countdown", run, "tune").eval_split == "test"
     assert asked("--task=countdown --eval_split=tune", run).eval_split == "tune"  # it never saw them
     with pytest.raises(SnugError, match="out/x was trained on the prompts of the tune split"):
@@ -456,11 +532,20 @@ def test_splits_as_the_run_has_them():
 def test_data_that_was_trained_on_is_not_asked():
     """With a test_file all of data_file is trained on; without, the prompts that are held out follow from the prompts."""
     run = GRPOSettings(task="jsonl", data_file="a", test_file="t")
-    with pytest.raises(SnugError, match="out/x was trained on all of data_file=a; without a test_file nothing of it is held out"):
+    with pytest.raises(
+        SnugError, match="out/x was trained on all of data_file=a; without a test_file nothing of it is held out"
+    ):
         asked("--test_file=", run)
-    with pytest.raises(SnugError, match="data_file=b is given, but what is asked is the run's test_file=t; give --test_file too"):
+    with pytest.raises(
+        SnugError, match="data_file=b is given, but what is asked is the run's test_file=t; give --test_file too"
+    ):
         asked("--data_file=b", run)
-    for words, files in (("", "at"), ("--test_file=u", "au"), ("--data_file=b --test_file=", "b"), ("--data_file=b --test_file=t", "bt")):
+    for words, files in (
+        ("", "at"),
+        ("--test_file=u", "au"),
+        ("--data_file=b --test_file=", "b"),
+        ("--data_file=b --test_file=t", "bt"),
+    ):
         assert asked(words, run).data_file + asked(words, run).test_file == files
     assert asked("--data_file=b", GRPOSettings(task="jsonl", data_file="a")).test_file == ""
 
@@ -471,7 +556,9 @@ def test_the_file_is_replaced_whole_or_not_at_all(run_folder, tmp_path, monkeypa
     exam, settings = exam_of(run_folder, f"--samples_file={file}", "--num_prompts=5")
     assert exam.file == file and file.read_text() == "what was there\n" and len(list(tmp_path.iterdir())) == 1
     with monkeypatch.context() as patch:
-        patch.setattr("runs.exam.os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(
+            "runs.exam.os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         with pytest.raises(SnugError, match=r"samples.jsonl cannot be written \(No space left on device\)"):
             evaluate.main(settings, exam, run_folder)
     assert file.read_text() == "what was there\n" and len(list(tmp_path.iterdir())) == 1

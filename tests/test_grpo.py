@@ -31,7 +31,9 @@ STOP = 3
 
 def some_rollouts(model, group_size=4, dtype=torch.float64, **options):
     """Rollouts of a tiny model with advantages and a reference, ragged."""
-    rollouts = sample_groups(model, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], group_size, 12, stop_token=STOP, seed=3, **options)
+    rollouts = sample_groups(
+        model, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], group_size, 12, stop_token=STOP, seed=3, **options
+    )
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(3, group_size, generator=generator)
     rollouts.advantages = group_advantages(rewards).flatten().to(DEVICE)
@@ -93,7 +95,11 @@ def plain_loss(model, rollouts, select, settings):
     """The same loss the long way: whole logits, log_softmax, one sequence at a time."""
     total = 0.0
     rows = [i for i in select if rollouts.stopped[i] or not settings.mask_truncated_completions]
-    counts = dict(num_tokens=sum(int(rollouts.completion_lengths[i]) for i in rows), num_sequences=len(select), num_micro_batches=1)
+    counts = dict(
+        num_tokens=sum(int(rollouts.completion_lengths[i]) for i in rows),
+        num_sequences=len(select),
+        num_micro_batches=1,
+    )
     options = grpo.loss_options(settings)
     if settings.loss_type == "bnpo":  # one micro-batch: its tokens are the step's
         options |= dict(loss_type="dapo")
@@ -103,12 +109,16 @@ def plain_loss(model, rollouts, select, settings):
         logits = model.logits(model(tokens[None]))[0, p - 1 : p + c - 1, : model.config.n_vocab]
         logp = torch.log_softmax(logits / settings.temperature, -1)
         chosen = logp.gather(1, tokens[p:, None])[:, 0]
-        old, ref, sampled = (getattr(rollouts, name)[i, :c] for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs"))
+        old, ref, sampled = (
+            getattr(rollouts, name)[i, :c] for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs")
+        )
         zeros = torch.zeros(c, dtype=torch.long, device=DEVICE)
         cap = settings.importance_sampling_cap
         correction = None if cap is None else (old - sampled).exp().clamp(max=cap)
         lengths = torch.tensor([c], device=DEVICE)
-        loss, _ = policy_loss(chosen, old, rollouts.advantages[i : i + 1], zeros, lengths, ref, correction=correction, **options, **counts)
+        loss, _ = policy_loss(
+            chosen, old, rollouts.advantages[i : i + 1], zeros, lengths, ref, correction=correction, **options, **counts
+        )
         total = total + loss + settings.entropy_coef * (logp.exp() * logp).sum() / counts["num_tokens"]
     return total
 
@@ -138,14 +148,22 @@ def test_the_stop_token_is_learned_and_what_follows_it_is_not():
     lengths = [torch.tensor([n], device=DEVICE) for n in (2, 3)]
     zeros = torch.zeros(1, 3, device=DEVICE)
     rollouts = Rollouts(
-        tokens, *lengths, zeros, zeros + 1, torch.tensor([True]), advantages=torch.ones(1, device=DEVICE), old_logprobs=zeros - 4
+        tokens,
+        *lengths,
+        zeros,
+        zeros + 1,
+        torch.tensor([True]),
+        advantages=torch.ones(1, device=DEVICE),
+        old_logprobs=zeros - 4,
     )
     grads, _ = gradient(model, rollouts, GRPOSettings())
     pushed = grads["head.weight"].abs().sum(1)
     uniform = pushed[20:50].mean()
     assert pushed[STOP] > 2 * uniform and pushed[8] > 2 * uniform  # sampled tokens are pushed up
     assert pushed[[55, 56, 1, 2]].max() < 2 * uniform  # padding and prompt are not
-    assert grads["embedding.weight"][[STOP, 55, 56]].abs().max() == 0  # nothing is predicted from the stop token or after it
+    assert (
+        grads["embedding.weight"][[STOP, 55, 56]].abs().max() == 0
+    )  # nothing is predicted from the stop token or after it
     assert grads["embedding.weight"][[1, 2, 9, 8]].abs().sum(1).min() > 0
 
 
@@ -154,7 +172,13 @@ def tiny(tmp_path, **changes):
     common = dict(digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, eval_prompts=20, save_interval=2)
     sft = SFTSettings(**common, out_dir=str(tmp_path / "sft"), max_iters=4, batch_size=16, demonstration_noise=0.5)
     options = dict(
-        out_dir=str(tmp_path / "grpo"), init_from=sft.out_dir, max_iters=4, batch_size=4, group_size=4, max_new_tokens=12, beta=0.04
+        out_dir=str(tmp_path / "grpo"),
+        init_from=sft.out_dir,
+        max_iters=4,
+        batch_size=4,
+        group_size=4,
+        max_new_tokens=12,
+        beta=0.04,
     )
     return sft, GRPOSettings(**common | options | changes)
 
@@ -191,13 +215,22 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     assert memory[0].startswith("[MEM] after init: current=")
     for phase in ("rollout", "reward", "reference", "train", "optimizer", "eval"):
         assert any(line.startswith(f"[MEM] [GRPO step 003/003] after {phase}: current=") for line in memory)
-    assert "loss is 0 and ratio is 1: is it broken? No." in console and "iter 3/4  reward" in console and "\r" not in console
+    assert (
+        "loss is 0 and ratio is 1: is it broken? No." in console
+        and "iter 3/4  reward" in console
+        and "\r" not in console
+    )
     assert json.loads((tmp_path / "grpo/settings.json").read_text())["beta"] == 0.04
-    assert [p.name for p in sorted((tmp_path / "grpo").glob("checkpoint-*"))] == ["checkpoint-000002", "checkpoint-000004"]
+    assert [p.name for p in sorted((tmp_path / "grpo").glob("checkpoint-*"))] == [
+        "checkpoint-000002",
+        "checkpoint-000004",
+    ]
 
 
 def test_several_steps_a_rollout_and_bfloat16(tmp_path):
-    sft, settings = tiny(tmp_path, train_batch_size=8, num_iterations=2, dtype="bfloat16", checkpoint_blocks="block", max_rollout_batch=6)
+    sft, settings = tiny(
+        tmp_path, train_batch_size=8, num_iterations=2, dtype="bfloat16", checkpoint_blocks="block", max_rollout_batch=6
+    )
     train_sft.main(prepare(dataclasses.replace(sft, dtype="bfloat16")))
     steps = []
     original = loop.optimizer_step
@@ -251,7 +284,10 @@ def test_resuming_with_nothing_to_resume_keeps_the_earlier_log(tmp_path):
 def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path):
     sft, _ = tiny(tmp_path)
     hopeless = dict(learning_rate=1e30, grad_clip=0.0, eval_prompts=0, max_dropped_steps=2, save_interval=1)
-    with pytest.raises(SnugError, match=r"2 optimizer steps in a row .* iteration \d.*replay.py .*lower learning_rate .*checkpoint-00000"):
+    with pytest.raises(
+        SnugError,
+        match=r"2 optimizer steps in a row .* iteration \d.*replay.py .*lower learning_rate .*checkpoint-00000",
+    ):
         train_sft.main(prepare(dataclasses.replace(sft, **hopeless)))
 
 
@@ -312,10 +348,19 @@ def test_zero_variance_groups_leave_the_weights_alone():
 
 def peaks(tmp_path, name, **changes):
     """Whole-iteration peak (MiB) of a few iterations of GRPO, and of SFT, at the same tokens a micro-batch."""
-    common = dict(digits=4, n_layer=2, n_embd=64, block_size=40, device=DEVICE, eval_prompts=0, save_interval=0, max_iters=3)
+    common = dict(
+        digits=4, n_layer=2, n_embd=64, block_size=40, device=DEVICE, eval_prompts=0, save_interval=0, max_iters=3
+    )
     common |= dict(max_tokens_per_micro_batch=2048)
     sft = SFTSettings(**common, out_dir=str(tmp_path / f"sft_{name}"), batch_size=128)
-    options = dict(out_dir=str(tmp_path / f"grpo_{name}"), init_from=sft.out_dir, batch_size=8, group_size=16, max_new_tokens=18, beta=0.04)
+    options = dict(
+        out_dir=str(tmp_path / f"grpo_{name}"),
+        init_from=sft.out_dir,
+        batch_size=8,
+        group_size=16,
+        max_new_tokens=18,
+        beta=0.04,
+    )
     settings = GRPOSettings(**common | options | changes)
     train_sft.main(prepare(sft))
     run(settings)
@@ -328,10 +373,16 @@ def test_grpo_needs_no_more_than_sft(changes, tmp_path, monkeypatch):
     """Peak of a whole GRPO iteration <= SFT's + the rollouts' bytes + 1 %; a resident reference adds its weights."""
     sizes = []
     original = collect.rollout_metrics
-    monkeypatch.setattr(collect, "rollout_metrics", lambda rollouts, *rest: sizes.append(rollouts.nbytes) or original(rollouts, *rest))
+    monkeypatch.setattr(
+        collect, "rollout_metrics", lambda rollouts, *rest: sizes.append(rollouts.nbytes) or original(rollouts, *rest)
+    )
     sft, run = peaks(tmp_path, "a", **changes)
-    reference = tensor_bytes(make_model("gpt2", vocab_size=257, n_embd=64, block_size=40, bias=False).parameters()) / MIB
-    print(f"{changes}: SFT {sft[0]['mem_max_alloc_mb']}, rollouts {max(sizes) / MIB:.3f}, GRPO {run[0]['mem_max_alloc_mb']}")
+    reference = (
+        tensor_bytes(make_model("gpt2", vocab_size=257, n_embd=64, block_size=40, bias=False).parameters()) / MIB
+    )
+    print(
+        f"{changes}: SFT {sft[0]['mem_max_alloc_mb']}, rollouts {max(sizes) / MIB:.3f}, GRPO {run[0]['mem_max_alloc_mb']}"
+    )
     reference *= changes == dict(beta=0.04)
     allowed = sft[0]["mem_max_alloc_mb"] + reference + max(sizes) / MIB
     assert run[0]["mem_max_alloc_mb"] <= 1.01 * allowed
@@ -351,8 +402,19 @@ def test_the_peak_does_not_depend_on_the_group_size(tmp_path):
 def test_no_drift_over_1000_iterations(tmp_path, monkeypatch):
     """Fixed lengths: no stop token is ever sampled, prompts have one length."""
     original = collect.sample_groups
-    monkeypatch.setattr(collect, "sample_groups", lambda *args, stop_token, **kwargs: original(*args, stop_token=None, **kwargs))
-    _, settings = tiny(tmp_path, init_from="", beta=0.0, max_iters=1000, max_new_tokens=4, eval_prompts=0, save_interval=0, batch_size=2)
+    monkeypatch.setattr(
+        collect, "sample_groups", lambda *args, stop_token, **kwargs: original(*args, stop_token=None, **kwargs)
+    )
+    _, settings = tiny(
+        tmp_path,
+        init_from="",
+        beta=0.0,
+        max_iters=1000,
+        max_new_tokens=4,
+        eval_prompts=0,
+        save_interval=0,
+        batch_size=2,
+    )
     run(settings)
     records = read_log(settings.out_dir)
     assert len(records) == 1000 and min(record["grad_norm"] for record in records) > 0
@@ -399,8 +461,12 @@ def test_sft_is_half_of_a_plain_loop_at_a_large_vocabulary():
 
 def test_grpo_lifts_its_warm_start(tmp_path):
     """Two-digit additions by a teacher who drops carries, in a quarter of a minute; three seeds: 0.18 to 0.20 -> 0.81 to 0.96."""
-    common = dict(digits=2, n_layer=2, n_embd=48, block_size=20, eval_prompts=200, eval_interval=0, save_interval=0, device=DEVICE)
-    options = dict(max_iters=250, batch_size=64, learning_rate=4e-3, lr_schedule="cosine", warmup_iters=20, demonstration_noise=0.6)
+    common = dict(
+        digits=2, n_layer=2, n_embd=48, block_size=20, eval_prompts=200, eval_interval=0, save_interval=0, device=DEVICE
+    )
+    options = dict(
+        max_iters=250, batch_size=64, learning_rate=4e-3, lr_schedule="cosine", warmup_iters=20, demonstration_noise=0.6
+    )
     sft = SFTSettings(**common, **options, out_dir=str(tmp_path / "sft"))
     options = dict(max_iters=20, batch_size=32, group_size=8, max_new_tokens=11, learning_rate=5e-4)
     settings = GRPOSettings(**common, **options, out_dir=str(tmp_path / "grpo"), init_from=sft.out_dir)
@@ -412,7 +478,9 @@ def test_grpo_lifts_its_warm_start(tmp_path):
 
 
 def test_countdown_runs_end_to_end(tmp_path):
-    sft, settings = tiny(tmp_path, task="countdown", countdown_max_numbers=3, block_size=64, max_new_tokens=16, loss_type="grpo")
+    sft, settings = tiny(
+        tmp_path, task="countdown", countdown_max_numbers=3, block_size=64, max_new_tokens=16, loss_type="grpo"
+    )
     sft = dataclasses.replace(sft, task="countdown", countdown_max_numbers=3, block_size=64)
     train_sft.main(prepare(sft))
     grpo.main(prepare(settings))

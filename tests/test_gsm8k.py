@@ -34,7 +34,10 @@ def made_up(number):
     """A problem in the published form; its question is like no other's."""
     a, b = number + 2, 2 * number + 1
     answer = f"They have {a}+{b}=<<{a}+{b}={a + b}>>{a + b} pens.\nThat is ${a + b}*2=$<<{a + b}*2={2 * (a + b)}>>{2 * (a + b)}.\n"
-    return {"question": f"Ann has {a} pens and Bob {b}. A pen is $2.  What are they worth?", "answer": answer + f"#### {2 * (a + b):,}"}
+    return {
+        "question": f"Ann has {a} pens and Bob {b}. A pen is $2.  What are they worth?",
+        "answer": answer + f"#### {2 * (a + b):,}",
+    }
 
 
 def written(tmp_path, rows, name="train.jsonl"):
@@ -234,14 +237,18 @@ def test_which_text_is_which_number(task, said):
     assert number_after_marker(said) == task.answer_of(said) == expected
     for answer in ("42", "-42", "1", "18", "19", "1000", "0.5", expected):
         assert task.rewards([""], [said], answer=[answer]) == [float(answer is not None and answer == expected)]
-    assert task.formatted([""], [said]) == [float(expected is not None)] and task.formatted([""], [said], stopped=[False]) == [0.0]
+    assert task.formatted([""], [said]) == [float(expected is not None)] and task.formatted(
+        [""], [said], stopped=[False]
+    ) == [0.0]
 
 
 def test_the_table_is_long_enough():
     assert len(SAID) >= 60 and 50 < sum(answer is None for answer in SAID.values()) < len(SAID) - 50
 
 
-numbers = st.builds(lambda digits, places: Decimal(digits).scaleb(-places), st.integers(-(10**12), 10**12), st.integers(0, 6))
+numbers = st.builds(
+    lambda digits, places: Decimal(digits).scaleb(-places), st.integers(-(10**12), 10**12), st.integers(0, 6)
+)
 
 
 def spelled(number, rng):
@@ -303,7 +310,10 @@ def test_a_thousand_problems_are_answered_rightly_by_their_answers_alone(task):
         assert rewards(task, rows, [""] * 1000) == [0.0] * 1000
         assert sum(rewards(task, rows, right[1:] + right[:1])) < 20  # the next one's answer
         assert rewards(task, rows, [f"{text}1" for text in right]) == [0.0] * 1000
-        assert rewards(task, rows, [f"{text} or {row['answer']}" for text, row in zip(right, rows, strict=True)]) == [0.0] * 1000
+        assert (
+            rewards(task, rows, [f"{text} or {row['answer']}" for text, row in zip(right, rows, strict=True)])
+            == [0.0] * 1000
+        )
         assert rewards(task, rows, [text.replace("####", "is") for text in right]) == [0.0] * 1000
         noise = ["".join(map(chr, rng.choices(range(256), k=rng.randrange(60)))) for _ in rows]
         assert rewards(task, rows, [f"{rng.choice(['', '#### '])}{text}" for text in noise]) == [0.0] * 1000
@@ -324,7 +334,11 @@ def test_prompts_and_demonstrations(tmp_path):
     row = next(row for row in task.rows["train"] if "Natalia" in row["question"])
     published = json.loads(LINES[0])
     assert row["question"] == published["question"] and row["answer"] == "72"
-    assert row["prompt"].startswith(row["question"] + "\n") and "step by step" in row["prompt"] and row["prompt"].endswith("number.\n")
+    assert (
+        row["prompt"].startswith(row["question"] + "\n")
+        and "step by step" in row["prompt"]
+        and row["prompt"].endswith("number.\n")
+    )
     assert task.demonstration(row, None) == published["answer"].replace("<<48/2=24>>", "").replace("<<48+24=72>>", "")
     assert not any("<<" in row["demonstration"] or ">>" in row["demonstration"] for row in task.rows["train"])
     long = {"question": "Why? " * 400, "answer": "Because. " * 400 + "#### 1"}
@@ -362,7 +376,9 @@ def test_a_question_in_both_files_is_refused_however_it_is_set(tmp_path):
     one, other = json.loads(LINES[0]), json.loads(LINES[1])
     one["question"] = "  " + one["question"].upper().replace(" ", " \n ")
     train, test = written(tmp_path, LINES), written(tmp_path, [one, other, made_up(1)], "test.jsonl")
-    with pytest.raises(SnugError, match="test.jsonl has 2 prompts of data_file, such as 'natalia sold clips .*; take them out") as error:
+    with pytest.raises(
+        SnugError, match="test.jsonl has 2 prompts of data_file, such as 'natalia sold clips .*; take them out"
+    ) as error:
         task_of(train, test_file=test)
     assert "\n" not in str(error.value)
 
@@ -399,12 +415,27 @@ def test_a_bad_line_is_named_with_file_and_line(tmp_path, line, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(data_file=""), "task='gsm8k' reads data_file: name GSM8K's train.jsonl; python -m data.gsm8k prepare fetches it"),
-        (dict(data_file="no/train.jsonl"), r"no/train.jsonl: cannot be read \(No such file .*\); python -m data.gsm8k prepare fetches it"),
-        (dict(test_file="no/test.jsonl"), r"no/test.jsonl: cannot be read \(No such file .*\); python -m data.gsm8k prepare fetches it"),
+        (
+            dict(data_file=""),
+            "task='gsm8k' reads data_file: name GSM8K's train.jsonl; python -m data.gsm8k prepare fetches it",
+        ),
+        (
+            dict(data_file="no/train.jsonl"),
+            r"no/train.jsonl: cannot be read \(No such file .*\); python -m data.gsm8k prepare fetches it",
+        ),
+        (
+            dict(test_file="no/test.jsonl"),
+            r"no/test.jsonl: cannot be read \(No such file .*\); python -m data.gsm8k prepare fetches it",
+        ),
         (dict(data_file="."), r"\.: cannot be read \(Is a directory\)$"),
-        (dict(demonstration_noise=0.5), "demonstration_noise=0.5: demonstrations of task='gsm8k' are as the file has them"),
-        (dict(eval_split="tune", test_file="sample"), "none of its 20 rows falls to the tune split; leave out eval_split=tune"),
+        (
+            dict(demonstration_noise=0.5),
+            "demonstration_noise=0.5: demonstrations of task='gsm8k' are as the file has them",
+        ),
+        (
+            dict(eval_split="tune", test_file="sample"),
+            "none of its 20 rows falls to the tune split; leave out eval_split=tune",
+        ),
     ],
 )
 def test_files_that_do_not_serve(tmp_path, options, message):
@@ -425,15 +456,23 @@ def test_the_published_files():
     assert {split: len(rows) for split, rows in task.rows.items()} == {"train": 7473, "test": 1319, "tune": 0}
     for rows in (task.rows["train"], task.rows["test"]):
         right = [row["demonstration"] for row in rows]
-        assert rewards(task, rows, right) == [1.0] * len(rows) and rewards(task, rows, [""] * len(rows)) == [0.0] * len(rows)
+        assert rewards(task, rows, right) == [1.0] * len(rows) and rewards(task, rows, [""] * len(rows)) == [0.0] * len(
+            rows
+        )
         assert sum(rewards(task, rows, right[1:] + right[:1])) < 0.04 * len(rows)
-        assert all(Fraction(row["answer"]) == int(text.split("####")[1].replace(",", "")) for row, text in zip(rows, right, strict=True))
+        assert all(
+            Fraction(row["answer"]) == int(text.split("####")[1].replace(",", ""))
+            for row, text in zip(rows, right, strict=True)
+        )
 
 
 # -----------------------------------------------------------------------------
 # Fetching
 
-CONTENT = {"train.jsonl": "".join(f"{line}\n" for line in LINES).encode(), "test.jsonl": json.dumps(made_up(1)).encode() + b"\n"}
+CONTENT = {
+    "train.jsonl": "".join(f"{line}\n" for line in LINES).encode(),
+    "test.jsonl": json.dumps(made_up(1)).encode() + b"\n",
+}
 
 
 class Server(BaseHTTPRequestHandler):
@@ -441,7 +480,10 @@ class Server(BaseHTTPRequestHandler):
 
     def do_GET(self):
         name = self.path.rpartition("/")[2]
-        data, how = CONTENT[name], "well" if name == "train.jsonl" and self.how.endswith("test") else self.how.split()[0]
+        data, how = (
+            CONTENT[name],
+            "well" if name == "train.jsonl" and self.how.endswith("test") else self.how.split()[0],
+        )
         self.asked.append(self.path)
         if how == "silent":
             self.server.over.wait(5)
@@ -452,7 +494,11 @@ class Server(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(
-            {"wrong": data.replace(b"clips", b"slips").replace(b"Ann", b"Bob"), "truncated": data[:50], "empty": b""}.get(how, data)
+            {
+                "wrong": data.replace(b"clips", b"slips").replace(b"Ann", b"Bob"),
+                "truncated": data[:50],
+                "empty": b"",
+            }.get(how, data)
         )
 
     def log_message(self, *_):
@@ -499,9 +545,18 @@ def test_fetched_once(server, tmp_path, capsys):
 @pytest.mark.parametrize(
     "how, message",
     [
-        ("wrong", r"train.jsonl: its 10,757 bytes have SHA-256 [0-9a-f]{64}, and should have [0-9a-f]{64}; nothing was written; try again"),
-        ("truncated", r"train.jsonl: (cannot be fetched \(IncompleteRead|its 50 bytes have SHA-256 .* and should have)"),
-        ("empty", r"train.jsonl: (cannot be fetched \(IncompleteRead|its 0 bytes have SHA-256 e3b0c442.* and should have)"),
+        (
+            "wrong",
+            r"train.jsonl: its 10,757 bytes have SHA-256 [0-9a-f]{64}, and should have [0-9a-f]{64}; nothing was written; try again",
+        ),
+        (
+            "truncated",
+            r"train.jsonl: (cannot be fetched \(IncompleteRead|its 50 bytes have SHA-256 .* and should have)",
+        ),
+        (
+            "empty",
+            r"train.jsonl: (cannot be fetched \(IncompleteRead|its 0 bytes have SHA-256 e3b0c442.* and should have)",
+        ),
         ("missing", r"train.jsonl: cannot be fetched \(HTTPError: HTTP Error 404"),
         ("down", r"train.jsonl: cannot be fetched \(HTTPError: HTTP Error 500"),
         ("moved", r"train.jsonl: cannot be fetched \(HTTPError: HTTP Error 302"),
@@ -520,17 +575,24 @@ def test_what_a_server_may_do(server, tmp_path, monkeypatch, how, message, which
 
 def test_nobody_there(server, tmp_path, monkeypatch):
     monkeypatch.setattr(gsm8k, "SOURCE", "http://127.0.0.1:9/")
-    with pytest.raises(SnugError, match=r"http://127.0.0.1:9/train.jsonl: cannot be fetched \(URLError: .*Connection refused"):
+    with pytest.raises(
+        SnugError, match=r"http://127.0.0.1:9/train.jsonl: cannot be fetched \(URLError: .*Connection refused"
+    ):
         gsm8k.prepare(tmp_path)
 
 
 def test_wrong_files_are_named_and_left_alone(server, tmp_path, monkeypatch):
     (tmp_path / "train.jsonl").write_text("mine\n")
     found, expected = hashlib.sha256(b"mine\n").hexdigest(), gsm8k.FILES["train.jsonl"][1]
-    with pytest.raises(SnugError, match=f"train.jsonl: its 5 bytes have SHA-256 {found}, and should have {expected}; move it away"):
+    with pytest.raises(
+        SnugError, match=f"train.jsonl: its 5 bytes have SHA-256 {found}, and should have {expected}; move it away"
+    ):
         gsm8k.prepare(tmp_path)
     assert (tmp_path / "train.jsonl").read_text() == "mine\n" and not server.asked
-    with pytest.raises(SnugError, match=r"train.jsonl/train.jsonl: cannot be (read|written)|train.jsonl: cannot be made \(File exists\)"):
+    with pytest.raises(
+        SnugError,
+        match=r"train.jsonl/train.jsonl: cannot be (read|written)|train.jsonl: cannot be made \(File exists\)",
+    ):
         gsm8k.prepare(tmp_path / "train.jsonl")
     (tmp_path / "other" / "train.jsonl").mkdir(parents=True)
     with pytest.raises(SnugError, match=r"other/train.jsonl: cannot be read \(Is a directory\)"):
@@ -566,6 +628,8 @@ def test_the_command(tmp_path):
         (["fetch"], "usage: python -m data.gsm8k prepare [folder]"),
         (["prepare", str(tmp_path / "gsm8k")], "its 5 bytes"),
     ):
-        result = subprocess.run([sys.executable, "-m", "data.gsm8k", *words], cwd=HERE.parent, capture_output=True, text=True)
+        result = subprocess.run(
+            [sys.executable, "-m", "data.gsm8k", *words], cwd=HERE.parent, capture_output=True, text=True
+        )
         assert result.returncode == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
         assert message in result.stderr and not result.stdout

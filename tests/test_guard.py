@@ -48,7 +48,9 @@ PLACES = [("loss", "", value) for value in VALUES]
 PLACES += [("advantages", "", value) for value in VALUES]
 PLACES += [(what, "", value) for what in ("sampling_logprobs", "ref_logprobs") for value in VALUES]
 PLACES += [("gradient", name, value) for name in PARAMETERS for value in VALUES]
-PLACES += [("train", name, value) for name in [*MODULES[1:], "blocks.1.attention.proj"] for value in VALUES]  # it calls no module to embed
+PLACES += [
+    ("train", name, value) for name in [*MODULES[1:], "blocks.1.attention.proj"] for value in VALUES
+]  # it calls no module to embed
 PLACES += [("rollout", name, value) for name in MODULES for value in VALUES]
 PLACES += [("logits", phase, value) for phase in ("rollout", "train") for value in ("nan", "inf")]
 PLACES += [("reference", name, value) for name in MODULES[-2:] for value in VALUES]
@@ -71,14 +73,18 @@ class Poison:
     def here(self, what):
         return self.now == 1 and self.what == what
 
-    originals = dict(iterate=grpo.iterate, policy_loss=grpo.policy_loss, update=grpo.update, optimizer_step=loop.optimizer_step)
+    originals = dict(
+        iterate=grpo.iterate, policy_loss=grpo.policy_loss, update=grpo.update, optimizer_step=loop.optimizer_step
+    )
 
     def iterate(self, iteration, training):
         self.training, self.now = training, iteration
         if iteration == 0:
             for model, phases in ((training.model, ("train", "rollout")), (training.reference, ("reference",))):
                 for name, module in model.named_modules():
-                    module.register_forward_hook(lambda module, args, out, name=name, phases=phases: self.output(name, out, phases))
+                    module.register_forward_hook(
+                        lambda module, args, out, name=name, phases=phases: self.output(name, out, phases)
+                    )
         logits = type(training.model).logits
         self.patch.setattr(type(training.model), "logits", lambda model, hidden: self.logits(logits(model, hidden)))
         self.states.append(self.state())
@@ -93,7 +99,12 @@ class Poison:
         return {name: tensor.clone() for named in tensors.values() for name, tensor in named.items()}
 
     def output(self, name, out, phases):
-        if name == self.name and self.what in phases and self.here(self.training.meter.now) and isinstance(out, torch.Tensor):
+        if (
+            name == self.name
+            and self.what in phases
+            and self.here(self.training.meter.now)
+            and isinstance(out, torch.Tensor)
+        ):
             out = out.clone()
             out[0, :, 3] = self.value
         return out
@@ -157,7 +168,12 @@ def test_no_bad_update_is_applied(tmp_path, monkeypatch, number):
     assert same(before[1], after[1]) and not same(before[0], after[0]) and not same(before[2], after[2])
     assert all(tensor.isfinite().all() for state in after for tensor in state.values())
     log = read_log(settings.out_dir)
-    assert [record["dropped_steps"] for record in log] == [0, 1, 1] and "loss" in log[0] and "loss" not in log[1] and "loss" in log[2]
+    assert (
+        [record["dropped_steps"] for record in log] == [0, 1, 1]
+        and "loss" in log[0]
+        and "loss" not in log[1]
+        and "loss" in log[2]
+    )
     record = json.loads((Path(settings.out_dir) / "dropped-000001/dropped.json").read_text())
     if place[0] in ("advantages", "sampling_logprobs", "ref_logprobs"):
         assert f"the batch: {place[0]} has NaN or infinity" in record["found"]
@@ -172,7 +188,9 @@ def test_no_bad_update_is_applied(tmp_path, monkeypatch, number):
 def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_last_good_checkpoint(tmp_path, monkeypatch):
     """From iteration 4 on every gradient is bad. Then it is mended: the end is that of a run that was never ill."""
     sft, _ = tiny(tmp_path)
-    sft = dataclasses.replace(sft, max_iters=9, save_interval=1, save_total_limit=1, eval_prompts=0, max_dropped_steps=3)
+    sft = dataclasses.replace(
+        sft, max_iters=9, save_interval=1, save_total_limit=1, eval_prompts=0, max_dropped_steps=3
+    )
     healthy = dataclasses.replace(sft, out_dir=str(tmp_path / "healthy"))
     train_sft.main(prepare(healthy))
     original, steps = loop.optimizer_step, itertools.count()
@@ -185,14 +203,18 @@ def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_last_good_ch
     monkeypatch.setattr(loop, "optimizer_step", ill)
     with pytest.raises(SnugError) as error:
         train_sft.main(prepare(sft))
-    assert "3 optimizer steps in a row were not finite, the last in iteration 6: the gradient: embedding.weight" in str(error.value)
-    assert "goes on from" in str(
-        error.value
-    ) and "checkpoint-000003; made after the last step that was taken, and set aside: checkpoint-000004 is now suspect-000004" in str(
+    assert "3 optimizer steps in a row were not finite, the last in iteration 6: the gradient: embedding.weight" in str(
         error.value
     )
+    assert (
+        "goes on from" in str(error.value)
+        and "checkpoint-000003; made after the last step that was taken, and set aside: checkpoint-000004 is now suspect-000004"
+        in str(error.value)
+    )
     folder = Path(sft.out_dir)
-    names = {path.name for path in folder.glob("*-00000*")} - {"checkpoint-000002"}  # of which the deletion may not have come yet
+    names = {path.name for path in folder.glob("*-00000*")} - {
+        "checkpoint-000002"
+    }  # of which the deletion may not have come yet
     assert names == {"checkpoint-000003", "dropped-000004", "dropped-000005", "dropped-000006", "suspect-000004"}
     assert checkpoint.damage(folder / "checkpoint-000003") is None
     same_weights = {(folder / f"dropped-00000{i}/model.safetensors").stat().st_ino for i in (4, 5, 6)}
@@ -237,7 +259,9 @@ def test_a_second_stop_sets_aside_too(tmp_path, monkeypatch):
             return original(model, optimizer, *arguments)
 
         monkeypatch.setattr(loop, "optimizer_step", ill)
-        with pytest.raises(SnugError, match="goes on from .*checkpoint-000001; made after .*checkpoint-000002 is now suspect-000002"):
+        with pytest.raises(
+            SnugError, match="goes on from .*checkpoint-000001; made after .*checkpoint-000002 is now suspect-000002"
+        ):
             train_sft.main(prepare(sft))
     assert {path.name for path in Path(sft.out_dir).glob("*-000002*")} >= {"suspect-000002", "suspect-000002.1"}
     assert checkpoint.newest(sft.out_dir).name == "checkpoint-000001"
@@ -246,12 +270,16 @@ def test_a_second_stop_sets_aside_too(tmp_path, monkeypatch):
 def test_one_bad_sequence_drops_its_own_step_alone(tmp_path, monkeypatch):
     poison, prepared, settings = poisoned(tmp_path, monkeypatch, ("advantages", "", "nan"), train_batch_size=4)
     grpo.main(prepared)
-    assert [record["dropped_steps"] for record in read_log(settings.out_dir)] == [0, 1, 1] and "loss" in read_log(settings.out_dir)[1]
+    assert [record["dropped_steps"] for record in read_log(settings.out_dir)] == [0, 1, 1] and "loss" in read_log(
+        settings.out_dir
+    )[1]
 
 
 def test_a_dropped_step_can_be_taken_again(tmp_path, monkeypatch):
     """What replay.py reads is what the run had: from a batch that is whole, the gradient that the run would have had."""
-    poison, prepared, settings = poisoned(tmp_path, monkeypatch, ("gradient", "norm.weight", "nan"), train_batch_size=8, num_iterations=2)
+    poison, prepared, settings = poisoned(
+        tmp_path, monkeypatch, ("gradient", "norm.weight", "nan"), train_batch_size=8, num_iterations=2
+    )
     seen = []
     kept = poison.optimizer_step
 
@@ -263,7 +291,12 @@ def test_a_dropped_step_can_be_taken_again(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "optimizer_step", remembered)
     grpo.main(prepared)
     folders = sorted(Path(settings.out_dir).glob("dropped-*"))
-    assert [folder.name for folder in folders] == ["dropped-000001", "dropped-000001.1", "dropped-000001.2", "dropped-000001.3"]
+    assert [folder.name for folder in folders] == [
+        "dropped-000001",
+        "dropped-000001.1",
+        "dropped-000001.2",
+        "dropped-000001.3",
+    ]
     monkeypatch.setattr(grpo, "policy_loss", Poison.originals["policy_loss"])
     for folder, gradients in zip(folders, seen, strict=True):
         record, its_settings, model, rollouts = replay.read_dropped(folder, torch.device(DEVICE))
@@ -280,7 +313,9 @@ def test_replay_names_the_module(tmp_path):
     with pytest.raises(SnugError, match=r"python -m tools.replay \S+dropped-00000\d"):
         train_sft.main(prepare(dataclasses.replace(sft, **hopeless)))
     folder = next(Path(sft.out_dir).glob("dropped-*"))
-    child = subprocess.run([sys.executable, "-m", "tools.replay", str(folder), "--device=cpu"], cwd=HOME, capture_output=True, text=True)
+    child = subprocess.run(
+        [sys.executable, "-m", "tools.replay", str(folder), "--device=cpu"], cwd=HOME, capture_output=True, text=True
+    )
     assert child.returncode == 0, child.stderr
     for line in (
         "weights: finite",
@@ -326,7 +361,10 @@ def test_ten_steps_are_written_the_rest_are_counted(tmp_path, monkeypatch):
     train_sft.main(prepare(dataclasses.replace(sft, max_iters=24, eval_prompts=0, save_interval=0)))
     assert len(list(Path(sft.out_dir).glob("dropped-*"))) == 10 and read_log(sft.out_dir)[-1]["dropped_steps"] == 12
     assert "not written, for there are 10" in (Path(sft.out_dir) / "log.txt").read_text()
-    weights = [safetensors.torch.load_file(folder / "model.safetensors") for folder in sorted(Path(sft.out_dir).glob("dropped-*"))[:2]]
+    weights = [
+        safetensors.torch.load_file(folder / "model.safetensors")
+        for folder in sorted(Path(sft.out_dir).glob("dropped-*"))[:2]
+    ]
     assert not same(*weights)  # a step was taken in between
 
 
@@ -345,5 +383,8 @@ def test_a_disk_that_is_full_does_not_stop_a_drop(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "optimizer_step", ill)
     monkeypatch.setattr("training.guard.save_file", full)
     train_sft.main(prepare(dataclasses.replace(sft, eval_prompts=0)))
-    assert "it cannot be written (OSError: ['[Errno 28] No space left on device'])" in (Path(sft.out_dir) / "log.txt").read_text()
+    assert (
+        "it cannot be written (OSError: ['[Errno 28] No space left on device'])"
+        in (Path(sft.out_dir) / "log.txt").read_text()
+    )
     assert read_log(sft.out_dir)[-1]["dropped_steps"] == 1

@@ -49,7 +49,9 @@ def child():
 
 @pytest.fixture(scope="module")
 def hasty():
-    with closing(Sandbox("data.gym.worker:Gym", {"datasets": {name: {} for name in EXECUTING}}, timeout=0.5, memory_mb=512)) as child:
+    with closing(
+        Sandbox("data.gym.worker:Gym", {"datasets": {name: {} for name in EXECUTING}}, timeout=0.5, memory_mb=512)
+    ) as child:
         yield child
 
 
@@ -86,7 +88,10 @@ def test_right_answers_score_one_and_others_nothing(task_of):
         task = task_of(names)
         rows = task.prompts("train", range(number))
         assert [row["item"][0] for row in rows] == [names[i % len(names)] for i in range(number)]
-        assert task.rewards([], [task.demonstration(row, rng) for row in rows], item=[row["item"] for row in rows]) == [1.0] * number
+        assert (
+            task.rewards([], [task.demonstration(row, rng) for row in rows], item=[row["item"] for row in rows])
+            == [1.0] * number
+        )
         for wrong in ("", *(noise(rng) for _ in range(2))):
             assert rewards(task, rows, [wrong] * number) == [0.0] * number
         asked += 4 * number
@@ -97,7 +102,11 @@ def test_right_answers_score_one_and_others_nothing(task_of):
 @LINUX
 @pytest.mark.parametrize(
     "name, every",
-    [("string_insertion", 2), ("polynomial_multiplication", 7), *(pytest.param(name, 1, marks=pytest.mark.long) for name in EXECUTING)],
+    [
+        ("string_insertion", 2),
+        ("polynomial_multiplication", 7),
+        *(pytest.param(name, 1, marks=pytest.mark.long) for name in EXECUTING),
+    ],
 )
 def test_exploits_given_to_scorers_that_execute(name, every, hasty, folder):  # noqa: F811
     """Each before an honest answer; of so many, `every` says how many are tried: sympy takes its time. --long: all, by all scorers."""
@@ -126,7 +135,9 @@ def test_no_answer_changes_how_a_real_scorer_scores(task_of):
 def test_splits_share_nothing(task_of):
     """Over seeds too; and items of train and test come from seeds that are 10 ** 9 apart at least."""
     names = ["leg_counting", "coin_flip", "gcd"]
-    tasks = {(seed, split): task_of(names, seed=seed, eval_split=split) for seed in (1, 2) for split in ("test", "tune")}
+    tasks = {
+        (seed, split): task_of(names, seed=seed, eval_split=split) for seed in (1, 2) for split in ("test", "tune")
+    }
     seen, places = {}, {}
     for (seed, tuning), task in tasks.items():
         for split in ("train", "tune", "test"):
@@ -157,7 +168,10 @@ def test_rows_are_the_same_on_every_call_and_in_another_child(task_of, child):
     assert len({row["prompt"] for split in rows for row in rows[split]}) == 20
     child.stop()
     another = task_of(names, seed=1, **options)
-    assert another.prompts("test", reversed(range(10))) == rows["test"][::-1] and another.prompts("train", [9, 3]) == rows["train"][9:2:-6]
+    assert (
+        another.prompts("test", reversed(range(10))) == rows["test"][::-1]
+        and another.prompts("train", [9, 3]) == rows["train"][9:2:-6]
+    )
     assert another.longest(None) == task.longest(None) and another.fingerprint() == task.fingerprint()
     assert task_of(names, seed=2, **options).prompts("test", range(7)) == rows["test"][:7]
     assert task_of(names, seed=2, **options).prompts("train", range(7)) != rows["train"][:7]
@@ -191,11 +205,16 @@ def test_lengths_are_bounded(task_of):
         task = task_of(["leg_counting", "tower_of_hanoi", "knights_knaves"], **options)
         rows = [row for split in ("train", "test") for row in task.prompts(split, range(90))]
         prompt, answer = task.longest(None)
-        assert max(len(row["prompt"].encode()) for row in rows) <= prompt <= options.get("gym_max_chars", 1000) + len(REQUEST)
+        assert (
+            max(len(row["prompt"].encode()) for row in rows)
+            <= prompt
+            <= options.get("gym_max_chars", 1000) + len(REQUEST)
+        )
         assert max(len(task.demonstration(row, None).encode()) for row in rows) <= answer
         assert len(task.longest_prompt()) == prompt and task.longest_prompt().isascii()
     with pytest.raises(
-        SnugError, match="gym_max_chars=50: 0 of 50 items of leg_counting have so few bytes; half have up to 2.., all up to 2..; "
+        SnugError,
+        match="gym_max_chars=50: 0 of 50 items of leg_counting have so few bytes; half have up to 2.., all up to 2..; ",
     ):
         task_of(["leg_counting"], gym_max_chars=50)
 
@@ -205,7 +224,9 @@ def test_items_without_answers(task_of):
     """They can be practised, since their scorer knows what is right, and not be imitated."""
     row = task_of(["graph_color"]).prompts("test", [0])[0]
     assert row["answer"] is None and row["prompt"].endswith(REQUEST)
-    with pytest.raises(SnugError, match="gym_dataset='graph_color': its items have no answer to learn from, only a scorer"):
+    with pytest.raises(
+        SnugError, match="gym_dataset='graph_color': its items have no answer to learn from, only a scorer"
+    ):
         task_of(["leg_counting", "graph_color"], SFTSettings)
 
 
@@ -213,13 +234,22 @@ def test_items_without_answers(task_of):
 def test_what_the_package_refuses():
     """In one process of its own, for this one does not import the package."""
     cases = [
-        [{"leg_countng": {}}, r"gym_dataset='leg_countng' is not one of the 104 of reasoning_gym \S+; did you mean leg_counting\?"],
+        [
+            {"leg_countng": {}},
+            r"gym_dataset='leg_countng' is not one of the 104 of reasoning_gym \S+; did you mean leg_counting\?",
+        ],
         [{"qqqq": {}}, "not one of the .*, such as ab, acre, "],
         [{"composite": {}}, "gym_dataset='composite': name its parts instead"],
         [{"codeio": {}}, "gym_dataset='codeio': its items come out of programs"],
         [{"gcd": {"seed": 3}}, "gym_config: seed of gcd is not yours to set"],
-        [{"gcd": {"max_number": 3}}, "gym_config: gcd has no option 'max_number'; it takes min_numbers=2, max_numbers=2, min_value=1, "],
-        [{"gcd": {"min_numbers": 1}}, "gym_config: gcd refuses {'min_numbers': 1} \\(AssertionError: min_numbers must be at least 2\\)"],
+        [
+            {"gcd": {"max_number": 3}},
+            "gym_config: gcd has no option 'max_number'; it takes min_numbers=2, max_numbers=2, min_value=1, ",
+        ],
+        [
+            {"gcd": {"min_numbers": 1}},
+            "gym_config: gcd refuses {'min_numbers': 1} \\(AssertionError: min_numbers must be at least 2\\)",
+        ],
         [{"gcd": {"min_numbers": "two"}}, "gym_config: gcd refuses {'min_numbers': 'two'} \\(TypeError: "],
     ]
     program = f"""
@@ -268,12 +298,16 @@ class Pretended:
 
     def make(self, items):
         return [
-            {"question": self.text.format(place % self.number), "answer": str(place % self.number)} | self.changes for _, place in items
+            {"question": self.text.format(place % self.number), "answer": str(place % self.number)} | self.changes
+            for _, place in items
         ]
 
     def score(self, pairs):
         self.scored += pairs
-        return [float(answer[1:]) if answer[:1] == "*" else float(answer == str(item[1] % self.number)) for item, answer in pairs]
+        return [
+            float(answer[1:]) if answer[:1] == "*" else float(answer == str(item[1] % self.number))
+            for item, answer in pairs
+        ]
 
 
 @pytest.fixture
@@ -318,13 +352,23 @@ def test_rewards(pretend):
     assert rewards(task, [row] * 2, [right] * 2, stopped=[True, False], completion_ids=[[1], [2]]) == [1.0, 0.0]
     assert task.formatted(["", ""], ["<answer>x</answer>"] * 2, stopped=[True, False]) == [1.0, 0.0]
     box.scored.clear()
-    assert task.rewards([""] * 2, [right, "<answer>" + "9" * 10_001 + "</answer>"], item=item * 2) == [0.0, 0.0] and not box.scored
+    assert (
+        task.rewards([""] * 2, [right, "<answer>" + "9" * 10_001 + "</answer>"], item=item * 2) == [0.0, 0.0]
+        and not box.scored
+    )
     assert task.rewards([""], ["<answer>" + "9" * 10_000 + "</answer>"], item=item) == [0.0] and box.scored
     assert rewards(task, [row] * 5, ["*0.5", "*0.999", "*1.0", "*0.9999999999", "*7"]) == [0.0, 0.0, 1.0, 1.0, 1.0]
     partial = pretend(box, gym_partial_credit=True)
     assert rewards(partial, [row] * 4, ["*0.5", "*-3", "*7", "*0.01"]) == [0.5, 0.0, 1.0, 0.01]
-    assert task.rewards([], [], item=[]) == [] and task.is_right(f"<answer>{right}</answer>", item[0]) and not task.is_right(right, item[0])
-    assert [(function.__name__, weight) for function, weight in task.reward_functions()] == [("correct", 1.0), ("formatted", 0.0)]
+    assert (
+        task.rewards([], [], item=[]) == []
+        and task.is_right(f"<answer>{right}</answer>", item[0])
+        and not task.is_right(right, item[0])
+    )
+    assert [(function.__name__, weight) for function, weight in task.reward_functions()] == [
+        ("correct", 1.0),
+        ("formatted", 0.0),
+    ]
     assert task.correct([""], [f"<answer>{right}</answer>"], item=item) == [1.0]
     with pytest.raises(ValueError):
         task.rewards([""] * 2, ["x"] * 2, item=item)
@@ -381,7 +425,10 @@ def test_what_is_too_long_is_passed_over(pretend, what):
     class Long(Pretended):
         def make(self, items):
             made = super().make(items)
-            return [item | {what: "é" * (place % 500) + item["answer"].zfill(10)} for item, (_, place) in zip(made, items, strict=True)]
+            return [
+                item | {what: "é" * (place % 500) + item["answer"].zfill(10)}
+                for item, (_, place) in zip(made, items, strict=True)
+            ]
 
         def score(self, pairs):
             return [1.0] * len(pairs)
@@ -391,7 +438,10 @@ def test_what_is_too_long_is_passed_over(pretend, what):
     for row in task.prompts("train", range(200)) + task.prompts("test", range(200)):
         texts["question"].append(row["prompt"].removesuffix(REQUEST))
         texts["answer"].append(task.demonstration(row, None).removeprefix("<answer>").removesuffix("</answer>"))
-    longest = {"question": len(task.longest_prompt()) - len(REQUEST), "answer": len(task.longest_answer()) - len("<answer></answer>")}
+    longest = {
+        "question": len(task.longest_prompt()) - len(REQUEST),
+        "answer": len(task.longest_answer()) - len("<answer></answer>"),
+    }
     assert 300 < max(len(text.encode()) for text in texts[what]) <= longest[what] <= 400
     assert all(len(text.encode()) <= longest[name] for name in texts for text in texts[name])
 
@@ -404,7 +454,11 @@ def test_a_split_that_has_run_dry_ends_the_search(pretend):
             task.prompts(split, [0])
     task = pretend(Pretended(number=100))
     test = [str(number) for number in range(100) if split_of(f"What is {number}?{REQUEST}") == "test"]
-    assert sorted({row["answer"] for row in task.prompts("test", range(50))}) == test and 0 < len(test) < 50 and SURVEY_HITS
+    assert (
+        sorted({row["answer"] for row in task.prompts("test", range(50))}) == test
+        and 0 < len(test) < 50
+        and SURVEY_HITS
+    )
     assert task.prompts("test", [10_000 + 3, 3]) == task.prompts("test", [3, 3])
 
 
@@ -417,10 +471,16 @@ def test_sets_of_generators_come_in_turn(pretend):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(gym_dataset=""), "task='reasoning_gym' practises gym_dataset: name one or several, such as --gym_dataset=leg_counting"),
+        (
+            dict(gym_dataset=""),
+            "task='reasoning_gym' practises gym_dataset: name one or several, such as --gym_dataset=leg_counting",
+        ),
         (dict(gym_dataset=" , "), "practises gym_dataset"),
         (dict(gym_dataset="gcd,lcm,gcd"), "gym_dataset='gcd,lcm,gcd' names one twice"),
-        (dict(demonstration_noise=0.5), "demonstration_noise=0.5: demonstrations of task='reasoning_gym' are the generator's own"),
+        (
+            dict(demonstration_noise=0.5),
+            "demonstration_noise=0.5: demonstrations of task='reasoning_gym' are the generator's own",
+        ),
         (dict(gym_config="a"), "gym_config='a' is neither JSON nor name=value"),
         (dict(gym_config="{'a': 1}"), "gym_config=.* is no JSON object"),
         (dict(gym_config='{"a": NaN}'), "NaN is no JSON"),
@@ -465,7 +525,9 @@ def test_the_child_gets_the_options():
 
 def test_ways_to_write_options():
     assert read_options("", ["a"]) == {"a": {}}
-    assert read_options('x=3, y = 0.5,z=true,w=word,n=null,q="3",e=', ["a"])["a"] == dict(x=3, y=0.5, z=True, w="word", n=None, q="3", e="")
+    assert read_options('x=3, y = 0.5,z=true,w=word,n=null,q="3",e=', ["a"])["a"] == dict(
+        x=3, y=0.5, z=True, w="word", n=None, q="3", e=""
+    )
     assert read_options('{"x": [1, "b"], "a.y": 2}', ["a"]) == {"a": {"x": [1, "b"], "y": 2}}
     assert read_options("a.x=1,b.x=2", ["a", "b", "c"]) == {"a": {"x": 1}, "b": {"x": 2}, "c": {}}
 
@@ -504,7 +566,8 @@ def test_every_generator(monkeypatch, capsys):
                 asked[kind] = child.score([(row["item"], text) for row, text in zip(rows, texts, strict=False)])
             own = [score >= 1 - 1e-9 for score in asked["own"]]
             lines.append(
-                f"{name}: own {sum(own)}/{len(own)}, " + ", ".join(f"{kind} up to {max(asked[kind]):g}" for kind in asked if kind != "own")
+                f"{name}: own {sum(own)}/{len(own)}, "
+                + ", ".join(f"{kind} up to {max(asked[kind]):g}" for kind in asked if kind != "own")
             )
             if not all(own) or max(asked["nothing"] + asked["noise"]) >= 1:
                 doubtful.add(name)

@@ -49,12 +49,24 @@ BAD = [
     (b'{"prompt": [], "answer": 1}', r"prompt must be text or messages, not \[\]"),
     (b'{"prompt": ["a"], "answer": 1}', """a message must be {"role": text, "content": text}, not 'a'"""),
     (b'{"prompt": [{"role": "user"}], "answer": 1}', "a message must be .* not {'role': 'user'}"),
-    (b'{"prompt": [{"role": "user", "content": null}], "answer": 1}', "a message must be .* not {'role': 'user', 'content': None}"),
+    (
+        b'{"prompt": [{"role": "user", "content": null}], "answer": 1}',
+        "a message must be .* not {'role': 'user', 'content': None}",
+    ),
     (b'{"prompt": [{"role": 1, "content": "a"}], "answer": 1}', "a message must be .* not {'role': 1, 'content': 'a'}"),
-    (b'{"prompt": [{"role": "user", "content": "a", "name": "b"}], "answer": 1}', "a message must be .* not {'role': 'user', "),
+    (
+        b'{"prompt": [{"role": "user", "content": "a", "name": "b"}], "answer": 1}',
+        "a message must be .* not {'role': 'user', ",
+    ),
     (b'{"prompt": [{"role": "user", "content": "a"}, []], "answer": 1}', r"a message must be .* not \[\]"),
-    (b'{"prompt": [{"role": "assistant", "content": "a"}], "answer": 1}', "the last message is the assistant's, which is for the model"),
-    (b'{"prompt": [{"role": "user", "content": "a"}], "answer": 1}', "a prompt of messages where the rows before have text"),
+    (
+        b'{"prompt": [{"role": "assistant", "content": "a"}], "answer": 1}',
+        "the last message is the assistant's, which is for the model",
+    ),
+    (
+        b'{"prompt": [{"role": "user", "content": "a"}], "answer": 1}',
+        "a prompt of messages where the rows before have text",
+    ),
     (b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": 1}', "a prompt of messages"),
     (b'{"prompt": "a", "answer": [1]}', r"answer must be text, a number or a boolean, not \[1\]"),
     (b'{"prompt": "a", "answer": null}', "answer must be text, a number or a boolean, not None"),
@@ -90,12 +102,19 @@ def test_several_bad_rows_are_named_together_and_nothing_is_made(tmp_path):
         ({}, [], "data.jsonl: has no rows"),
         ({}, [b"", b"  "], "data.jsonl: has no rows"),
         ({}, GOOD[:1], "none of its 1 rows falls to the (test|train) split; name a test_file"),
-        (dict(demonstration_noise=0.5), GOOD, "demonstration_noise=0.5: demonstrations of task='jsonl' are as the file has them"),
+        (
+            dict(demonstration_noise=0.5),
+            GOOD,
+            "demonstration_noise=0.5: demonstrations of task='jsonl' are as the file has them",
+        ),
     ],
 )
 def test_files_that_do_not_serve(tmp_path, options, rows, message):
     with pytest.raises(SnugError, match=message):
-        task_of(**{"path": written(tmp_path, rows)} if "data_file" not in options else {"path": options.pop("data_file")}, **options)
+        task_of(
+            **{"path": written(tmp_path, rows)} if "data_file" not in options else {"path": options.pop("data_file")},
+            **options,
+        )
 
 
 def test_a_column_that_the_sampler_has_is_refused(tmp_path):
@@ -114,7 +133,9 @@ def test_what_cannot_be_scored_is_not_evaluated(tmp_path):
     path = written(tmp_path, [{"prompt": str(i), "demonstration": "x"} for i in range(50)])
     sft, _ = tiny(tmp_path)
     train_sft.main(prepare(dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0)))
-    assert not any("pass_at_1" in record for record in read_log(sft.out_dir)) and not (Path(sft.out_dir) / "best").exists()
+    assert (
+        not any("pass_at_1" in record for record in read_log(sft.out_dir)) and not (Path(sft.out_dir) / "best").exists()
+    )
     with pytest.raises(SnugError, match="no column demonstration, nor answer, to learn from"):
         task_of(written(tmp_path, [{"prompt": str(i)} for i in range(50)]))
 
@@ -127,7 +148,8 @@ def test_a_resumed_run_keeps_its_data(tmp_path):
     prepare(dataclasses.replace(sft, resume="auto"))
     written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
     with pytest.raises(
-        SnugError, match="is of other data: data_file, test_file or the generators' package has changed; put it back, or start anew"
+        SnugError,
+        match="is of other data: data_file, test_file or the generators' package has changed; put it back, or start anew",
     ):
         prepare(dataclasses.replace(sft, resume="auto"))
 
@@ -142,10 +164,20 @@ def test_splits_share_nothing_and_miss_nothing(tmp_path):
     own = task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x", "answer": 1}], "test.jsonl"))
     tuning = task_of(written(tmp_path, GOOD), eval_split="tune")
     parts = [{row["prompt"] for row in tuning.rows[split]} for split in ("train", "tune", "test")]
-    assert set.union(*parts) == train | test and sum(map(len, parts)) == 50 and parts[2] == test and parts[1] and parts[1] < train
+    assert (
+        set.union(*parts) == train | test
+        and sum(map(len, parts)) == 50
+        and parts[2] == test
+        and parts[1]
+        and parts[1] < train
+    )
     with pytest.raises(SnugError, match="none of its 2 rows falls to the tune split; leave out eval_split=tune"):
         rows = [row for row in GOOD if row["prompt"] not in parts[1]][:2]
-        task_of(written(tmp_path, rows), test_file=written(tmp_path, [{"prompt": "x", "answer": 1}], "test.jsonl"), eval_split="tune")
+        task_of(
+            written(tmp_path, rows),
+            test_file=written(tmp_path, [{"prompt": "x", "answer": 1}], "test.jsonl"),
+            eval_split="tune",
+        )
     assert own.prompts("test", range(3)) == [{"prompt": "x", "answer": 1}] * 3 and len(own.rows["train"]) == 50
     with pytest.raises(SnugError, match="test.jsonl:1: other columns than the rows before: no answer"):
         task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x"}], "test.jsonl"))
@@ -171,17 +203,27 @@ def test_prompts_of_messages(tmp_path):
             assert spoken == row | {"prompt": system + row["prompt"]}
     assert plain.longest(lambda prompt: range(len(prompt)) if isinstance(prompt, list) else prompt) == (4, 2)
     assert chat.longest(lambda prompt: range(len(prompt)) if isinstance(prompt, list) else prompt) == (4, 2)
-    assert plain.fingerprint() != task_of(written(tmp_path, [*rows[:-1], rows[-1] | {"prompt": conversation(7)}])).fingerprint()
+    assert (
+        plain.fingerprint()
+        != task_of(written(tmp_path, [*rows[:-1], rows[-1] | {"prompt": conversation(7)}])).fingerprint()
+    )
 
 
 def test_prompts_of_messages_share_nothing_either(tmp_path):
     rows = [{"prompt": conversation(i, ("system", "Add.")), "answer": i} for i in range(50)]
     path = written(tmp_path, rows)
-    shuffled = {"prompt": [dict(reversed(message.items())) for message in rows[7]["prompt"]], "answer": 7}  # keys in another order
+    shuffled = {
+        "prompt": [dict(reversed(message.items())) for message in rows[7]["prompt"]],
+        "answer": 7,
+    }  # keys in another order
     with pytest.raises(SnugError, match="test.jsonl has 1 prompts of data_file"):
         task_of(path, test_file=written(tmp_path, [shuffled], "test.jsonl"))
-    task_of(path, test_file=written(tmp_path, [{"prompt": conversation(7), "answer": 7}], "test.jsonl"))  # told nothing: another prompt
-    with pytest.raises(SnugError, match="test.jsonl:1: a prompt of text where the rows before have messages; take one of the two"):
+    task_of(
+        path, test_file=written(tmp_path, [{"prompt": conversation(7), "answer": 7}], "test.jsonl")
+    )  # told nothing: another prompt
+    with pytest.raises(
+        SnugError, match="test.jsonl:1: a prompt of text where the rows before have messages; take one of the two"
+    ):
         task_of(path, test_file=written(tmp_path, [{"prompt": "7=", "answer": 7}], "test.jsonl"))
     twice = task_of(written(tmp_path, [*rows, *rows]))
     train, test = ({row["answer"] for row in twice.rows[split]} for split in ("train", "test"))
@@ -192,7 +234,9 @@ def test_text_as_messages(tmp_path):
     path = written(tmp_path, GOOD)
     plain, chat = task_of(path), task_of(path, chat=True, system_prompt="Add.")
     for row, spoken in zip(plain.prompts("train", range(40)), chat.prompts("train", range(40)), strict=True):
-        assert spoken == row | {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": row["prompt"]}]}
+        assert spoken == row | {
+            "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": row["prompt"]}]
+        }
     assert chat.longest(lambda prompt: prompt)[0] == 2 and chat.fingerprint() == plain.fingerprint()
 
 
@@ -206,7 +250,12 @@ def test_a_thousand_rows_and_what_is_no_answer(tmp_path):
         answers = [row["answer"] for row in part]
         right = [task.demonstration(row, None) for row in part]
         noise = ["".join(chr(rng.randrange(256)) for _ in range(rng.randrange(1, 60))) for _ in part]
-        for texts, reward in ((right, 1.0), ([""] * 1000, 0.0), (noise, 0.0), ([f"{text} or so" for text in right], 0.0)):
+        for texts, reward in (
+            (right, 1.0),
+            ([""] * 1000, 0.0),
+            (noise, 0.0),
+            ([f"{text} or so" for text in right], 0.0),
+        ):
             assert task.rewards([""] * 1000, texts, answer=answers) == [reward] * 1000
         assert [task.answer_of(text) for text in right] == [text.strip() for text in right]
     with harmless():
@@ -259,8 +308,15 @@ def test_any_row_is_read_or_refused_by_line(tmp_path_factory, row):
 def test_both_loops_learn_from_a_file(tmp_path):
     path = written(tmp_path, GOOD)
     sft, settings = tiny(tmp_path, task="jsonl", data_file=path, max_new_tokens=4, beta=0.0)
-    train_sft.main(prepare(dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0, max_iters=30)))
+    train_sft.main(
+        prepare(dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0, max_iters=30))
+    )
     torch.manual_seed(0)
     grpo.main(prepare(settings))
     sft_log, log = read_log(sft.out_dir), read_log(settings.out_dir)
-    assert sft_log[-1]["loss"] < sft_log[0]["loss"] and len(log) == 4 and 0 <= log[0]["reward_mean"] <= 1 and "pass_at_1" in log[-1]
+    assert (
+        sft_log[-1]["loss"] < sft_log[0]["loss"]
+        and len(log) == 4
+        and 0 <= log[0]["reward_mean"] <= 1
+        and "pass_at_1" in log[-1]
+    )

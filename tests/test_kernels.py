@@ -29,7 +29,9 @@ from sample import generate_naive, sample_groups
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs in the interpreter's process, or on CUDA")
+in_kernels = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu", reason="runs in the interpreter's process, or on CUDA"
+)
 compiles = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled")
 
 
@@ -37,7 +39,9 @@ compiles = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be
 def test_values_in_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stdout[-4000:]
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 20
 
@@ -80,7 +84,13 @@ def test_kernel_values_and_gradients(M, V, temperature, dtype, tolerance):
 @in_kernels
 def test_kernel_strides_and_padding():
     wide, targets, upstream = make_rows(20, 140)
-    for view in (wide[::2, :67], wide[:10, 5:72], wide[:1, :67].expand(10, 67), wide[:10, 0:134:2], wide[:10, :67].t().contiguous().t()):
+    for view in (
+        wide[::2, :67],
+        wide[:10, 5:72],
+        wide[:1, :67].expand(10, 67),
+        wide[:10, 0:134:2],
+        wide[:10, :67].t().contiguous().t(),
+    ):
         for n_vocab in (67, 50):
             logits, reference = view.detach().requires_grad_(), view.double().requires_grad_()
             ids = targets[:10] % n_vocab
@@ -131,7 +141,14 @@ def test_kernel_heads(chunk_size, V, n_vocab):
     values = head_logprobs(hidden, weight, targets, 0.7, chunk_size, n_vocab=n_vocab)
     gradients = torch.autograd.grad((values * upstream).sum(), (hidden, weight))
     loss, again, entropy = head_loss(
-        hidden, weight, targets, lambda q, rows: (q * upstream[rows]).sum(), 0.7, chunk_size, entropy=True, n_vocab=n_vocab
+        hidden,
+        weight,
+        targets,
+        lambda q, rows: (q * upstream[rows]).sum(),
+        0.7,
+        chunk_size,
+        entropy=True,
+        n_vocab=n_vocab,
     )
     loss.backward()
     assert_near(loss, (expected * upstream).sum(), 1e-4)
@@ -177,7 +194,9 @@ class Head:
 
 @in_kernels
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("N, width, n_vocab", [(1, 1, 1), (40, 67, 67), (40, 80, 67), (6, 5000, 4999), (6, 20_000, 20_000)])
+@pytest.mark.parametrize(
+    "N, width, n_vocab", [(1, 1, 1), (40, 67, 67), (40, 80, 67), (6, 5000, 4999), (6, 20_000, 20_000)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernel_draws_by_inverse_cdf(dtype, N, width, n_vocab, temperature):
     """Token i for u between the float64 sums before and after it, of the whole; the uniforms 0 and 1 - 2^-23 among them."""
@@ -226,7 +245,9 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
     monkeypatch.setattr(sample.Flight, "advance", advance)
     model, prompts = make_flat_model(shape, n_layer=1), [[1, 2, 3], [4]]
     rollouts = sample_groups(model, prompts, 4, 10, stop_token=3, seed=3, max_batch=5)
-    for i, (row, p, c) in enumerate(zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.completion_lengths, strict=True)):
+    for i, (row, p, c) in enumerate(
+        zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.completion_lengths, strict=True)
+    ):
         ids, values = generate_naive(model, prompts[i // 4], 10, stop_token=3, seed=3, row=i)
         assert row[p : p + c].tolist() == ids
         assert rollouts.sampling_logprobs[i, :c].tolist() == pytest.approx(values, abs=1e-5)
@@ -267,14 +288,18 @@ def resources(kernel, capability, pointers, constants, aligned, warps, folder):
         name: "constexpr" for name in constants
     }
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)}
-    source = triton.compiler.ASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, attributes)
+    source = triton.compiler.ASTSource(
+        kernel, types, {(names.index(name),): value for name, value in constants.items()}, attributes
+    )
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": warps})
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     report = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", report)}, compiled.asm["ptx"]
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", report)}, compiled.asm[
+        "ptx"
+    ]
 
 
 @compiles
@@ -286,15 +311,25 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
     itemsize = 2 if dtype == "bf16" else 4
     numbers = dict.fromkeys(("logprobs", "lse", "entropy", "coefficients", "dentropy"), "*fp32") | {"targets": "*i64"}
     aligned = V % 16 == 0
-    for entropy, gradient in ((False, False), (True, False), (False, True), (True, True)):  # padding costs registers as well
+    for entropy, gradient in (
+        (False, False),
+        (True, False),
+        (False, True),
+        (True, True),
+    ):  # padding costs registers as well
         width = -(-V // 16) * 16 if gradient else V  # the head's buffer has aligned rows
         block, warps = tile(width, itemsize, gradient)
         pointers = {"logits": "*" + dtype} | {name: numbers[name] for name in ("targets", "logprobs", "lse", "entropy")}
         constants = {"BLOCK": block, "PADDED": entropy, "ENTROPY": entropy, "GRADIENT": gradient}
         strides = ("width", "row_stride") if width % 16 == 0 else ()
         used, ptx = resources(kernels.forward_kernel, capability, pointers, constants, strides, warps, tmp_path)
-        print(f"sm_{capability} V={V} {dtype} forward entropy={entropy} gradient={gradient} block={block} warps={warps}", used)
-        assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= min(128, 2048 // warps)  # else the program does not fit on an SM
+        print(
+            f"sm_{capability} V={V} {dtype} forward entropy={entropy} gradient={gradient} block={block} warps={warps}",
+            used,
+        )
+        assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= min(
+            128, 2048 // warps
+        )  # else the program does not fit on an SM
         assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == (
             width % 16 == 0 and (width > 128 or dtype == "fp32")
         )  # 16 bytes at a time where addresses allow
@@ -318,7 +353,15 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
 def test_compiled_draws_do_not_spill(capability, V, dtype, tmp_path):
     block, warps = tile(V, 2 if dtype == "bf16" else 4, gradient=True)
     pointers = {"logits": "*" + dtype, "u": "*fp32", "tokens": "*i64", "logprobs": "*fp32"}
-    used, _ = resources(draw.draw_kernel, capability, pointers, {"BLOCK": block}, ("row_stride",) if V % 16 == 0 else (), warps, tmp_path)
+    used, _ = resources(
+        draw.draw_kernel,
+        capability,
+        pointers,
+        {"BLOCK": block},
+        ("row_stride",) if V % 16 == 0 else (),
+        warps,
+        tmp_path,
+    )
     print(f"sm_{capability} V={V} {dtype} draw block={block} warps={warps}", used)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= min(128, 2048 // warps)
 
@@ -348,4 +391,6 @@ def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, 
         aligned = {"D", "chunk", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head"} & set(kernel.arg_names)
         used, _ = resources(kernel, capability, pointers, constants, aligned, warps, tmp_path)
         print(f"sm_{capability} {H}/{G} x {D} {dtype} {kernel.__name__}", used)
-        assert used["STACK"] <= (64 if dtype == "fp32" else 0) and used["LOCAL"] == 0  # a few words of float32's are left
+        assert (
+            used["STACK"] <= (64 if dtype == "fp32" else 0) and used["LOCAL"] == 0
+        )  # a few words of float32's are left

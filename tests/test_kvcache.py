@@ -10,7 +10,9 @@ from decoding.kvcache import KVCache
 from model import rotary_table, rotate
 
 
-def make_cache(dtype=torch.float64, heads=4, kv_heads=2, D=8, places=3, T_p=9, slots=7, T_c=6, group_size=3, lengths=(9, 4, 1)):
+def make_cache(
+    dtype=torch.float64, heads=4, kv_heads=2, D=8, places=3, T_p=9, slots=7, T_c=6, group_size=3, lengths=(9, 4, 1)
+):
     """-> a cache whose prompts are read and whose own columns are garbage, its config, and the prompts' keys and values."""
     config = make_model("llama", n_head=heads, n_kv_head=kv_heads, n_embd=heads * D).config
     cache = KVCache(config, places, T_p, slots, T_c, dtype, DEVICE, group_size)
@@ -59,7 +61,9 @@ def run_rows(cache, config, prompts, schedule, tolerance, rotary=False):
             keys.append(k[slot, :, 0])
             values.append(v[slot, :, 0])
             assert len(keys) == t[slot] + 1
-            expected = expected_row(prompts, place[slot], int(cache.prompt_lengths[place[slot]]), keys, values, q[slot, :, 0])
+            expected = expected_row(
+                prompts, place[slot], int(cache.prompt_lengths[place[slot]]), keys, values, q[slot, :, 0]
+            )
             torch.testing.assert_close(y[slot, :, 0].double(), expected, atol=tolerance, rtol=0)
             compared += 1
     return compared
@@ -127,7 +131,9 @@ def test_keys_of_another_type_than_the_caches():
     assert cache.prompt.equal(prompts)
     q, k, v = (torch.randn(3, heads, 1, 8, dtype=torch.bfloat16, device=DEVICE) for heads in (4, 2, 2))
     expected = step(cache, [0, 1, 1], [0, 0, 0], q, k, v)
-    assert step(cache, [0, 1, 1], [0, 0, 0], q.float(), k.float(), v).equal(expected) and expected.dtype == torch.bfloat16
+    assert (
+        step(cache, [0, 1, 1], [0, 0, 0], q.float(), k.float(), v).equal(expected) and expected.dtype == torch.bfloat16
+    )
 
 
 def test_slots_that_nobody_has_are_not_counted():

@@ -107,7 +107,9 @@ def test_rounding_moves_the_loss_curve_a_little(curves, changes, most):
 
 
 def test_bfloat16_grpo_runs_and_its_sampler_agrees_with_its_trainer(curves):
-    records = curves("grpo", dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16", reference="host", max_iters=5)
+    records = curves(
+        "grpo", dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16", reference="host", max_iters=5
+    )
     assert all(record["logprob_diff_max"] < 0.3 and record["logprob_diff_mean"] < 0.02 for record in records)
 
 
@@ -150,7 +152,9 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
         rollouts.advantages, rollouts.old_logprobs = torch.randn(32), rollouts.sampling_logprobs
         before = meter.allocated()
         grpo.accumulate(model, rollouts, range(32), settings)
-        assert meter.allocated() - before <= tensor_bytes(p.grad for p in model.parameters()) + 4 * 32 + 64  # lengths of Python's
+        assert (
+            meter.allocated() - before <= tensor_bytes(p.grad for p in model.parameters()) + 4 * 32 + 64
+        )  # lengths of Python's
         optimizer_step(model, optimizer, 1e-3, 1.0)
         assert meter.allocated() - before <= 64 and all(p.grad is None for p in model.parameters())
 
@@ -175,21 +179,30 @@ def test_the_cache_keeps_to_its_bytes(kv_cache_mb, prompt_length, k):
 
 
 def test_long_prompts_lose_their_beginning(tmp_path):
-    settings = GRPOSettings(**GRPO | dict(out_dir=str(tmp_path), beta=0.0, max_iters=1, eval_prompts=5, max_prompt_length=4, block_size=14))
+    settings = GRPOSettings(
+        **GRPO | dict(out_dir=str(tmp_path), beta=0.0, max_iters=1, eval_prompts=5, max_prompt_length=4, block_size=14)
+    )
     prepared = prepare(settings)
     model = begin(settings, prepared.shape, torch.device(DEVICE))[0]
     rows, rollouts = collect.rollout(0, model, prepared)
     assert rollouts.prompt_lengths.tolist() == [4] * 16
     for i, prompt in enumerate(row["prompt"] for row in rows for _ in range(4)):
         assert prepared.tokenizer.decode(rollouts.tokens[i, :4].tolist()) == prompt[-4:]
-    assert set(evaluate_as_run(settings, model, prepared.tokenizer, prepared.task, 5)) == {"pass_at_1", "pass_at_1_sampled"}
+    assert set(evaluate_as_run(settings, model, prepared.tokenizer, prepared.task, 5)) == {
+        "pass_at_1",
+        "pass_at_1_sampled",
+    }
 
 
 def test_a_resumed_run_may_round_what_it_did_not(tmp_path):
     """What is advised when memory runs out: other dtypes, from the same checkpoint; masters come and go."""
     bf16 = dict(dtype="bfloat16", param_dtype="bfloat16")
-    for number, changes in enumerate((dict(), bf16, bf16 | dict(optimizer_dtype="bfloat16"), bf16, dict(optimizer_device="host")), 1):
-        settings = SFTSettings(**SFT | changes | dict(max_iters=20 * number, save_interval=0, resume="auto", out_dir=str(tmp_path)))
+    for number, changes in enumerate(
+        (dict(), bf16, bf16 | dict(optimizer_dtype="bfloat16"), bf16, dict(optimizer_device="host")), 1
+    ):
+        settings = SFTSettings(
+            **SFT | changes | dict(max_iters=20 * number, save_interval=0, resume="auto", out_dir=str(tmp_path))
+        )
         train_sft.main(prepare(settings))
     losses = [record["loss"] for record in read_log(tmp_path)]
     assert len(losses) == 100 and losses[-1] < losses[40] < losses[0]

@@ -64,7 +64,11 @@ def test_a_run_finishes_whatever_its_services_do(tmp_path, monkeypatch, impatien
     train_sft.main(prepared)
     assert len(read_log(sft.out_dir)) == 4 and len(good.records) == 4
     text = (Path(sft.out_dir) / "log.txt").read_text()
-    assert ("warning: tensorboard hangs" if how == "hang" else f"warning: tensorboard failed ({how.__name__}: no route to host)") in text
+    assert (
+        "warning: tensorboard hangs"
+        if how == "hang"
+        else f"warning: tensorboard failed ({how.__name__}: no route to host)"
+    ) in text
 
 
 def test_a_hanging_service_fills_no_memory(impatient):
@@ -75,7 +79,9 @@ def test_a_hanging_service_fills_no_memory(impatient):
         aside(time.sleep, 1000)
     assert aside.queue.qsize() <= 10
     aside.close()
-    assert told[0] in [f"warning: the moon hangs; {lost} calls to it are lost" for lost in (999, 1000)]  # one was begun, or not yet
+    assert told[0] in [
+        f"warning: the moon hangs; {lost} calls to it are lost" for lost in (999, 1000)
+    ]  # one was begun, or not yet
 
 
 @pytest.mark.parametrize("error", [OSError(32, "Broken pipe"), ValueError("I/O operation on closed file")])
@@ -90,7 +96,9 @@ def test_a_console_that_fails_does_not_end_the_run(tmp_path, monkeypatch, error)
     monkeypatch.setattr(sys, "stdout", Closed())
     train_sft.main(prepare(dataclasses.replace(sft, eval_prompts=0)))
     monkeypatch.undo()
-    assert len(read_log(sft.out_dir)) == 4 and "warning: the console failed" in (Path(sft.out_dir) / "log.txt").read_text()
+    assert (
+        len(read_log(sft.out_dir)) == 4 and "warning: the console failed" in (Path(sft.out_dir) / "log.txt").read_text()
+    )
 
 
 @pytest.mark.parametrize("reader", ["never reads", "is gone"])
@@ -101,7 +109,9 @@ def test_a_pipe_that_nobody_reads_does_not_stop_the_run(tmp_path, reader):
     words = "--device=cpu --eval_prompts=0 --batch_size=4 --max_iters=60 --save_interval=0 --n_layer=1".split()
     setup = f"import sys; sys.path.insert(0, {str(HOME)!r}); import log; log.Aside.PATIENCE = 1.0; sys.argv = ['train_sft.py', *{[*words, f'--out_dir={tmp_path}/run']!r}]"
     code = f"{setup}\nimport runpy; runpy.run_path({str(HOME / 'train_sft.py')!r}, run_name='__main__')"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=write, stderr=write, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=write, stderr=write, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     os.close(write)
     if reader == "is gone":
         os.close(read)
@@ -152,16 +162,23 @@ def test_lines_from_several_threads_stay_whole(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted((tmp_path / "log.txt").read_text().splitlines()) == sorted(c * 500 for c in "abcd" for _ in range(200))
+    assert sorted((tmp_path / "log.txt").read_text().splitlines()) == sorted(
+        c * 500 for c in "abcd" for _ in range(200)
+    )
 
 
 def test_what_is_not_finite_is_null(tmp_path):
     settings = SFTSettings(out_dir=str(tmp_path), max_iters=3)
     with RunLog(settings, "SFT") as run_log:
-        run_log.iteration({"iter": 0, "loss": float("nan"), "grad_norm": float("inf"), "time_s": 1.0}, [{"reward": -float("inf")}])
+        run_log.iteration(
+            {"iter": 0, "loss": float("nan"), "grad_norm": float("inf"), "time_s": 1.0}, [{"reward": -float("inf")}]
+        )
     line = (tmp_path / "log.jsonl").read_text()
     assert json.loads(line, parse_constant=pytest.fail) == {"iter": 0, "loss": None, "grad_norm": None, "time_s": 1.0}
-    assert json.loads((tmp_path / "samples.jsonl").read_text(), parse_constant=pytest.fail) == {"iter": 0, "reward": None}
+    assert json.loads((tmp_path / "samples.jsonl").read_text(), parse_constant=pytest.fail) == {
+        "iter": 0,
+        "reward": None,
+    }
 
 
 def test_half_a_line_is_cut_off_on_resume(tmp_path):
@@ -220,7 +237,14 @@ def test_a_bar_in_a_terminal(tmp_path):
 
     main, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (40, 150))
-    words = ["--device=cpu", "--eval_prompts=0", "--batch_size=4", "--max_iters=5", "--save_interval=0", f"--out_dir={tmp_path}/run"]
+    words = [
+        "--device=cpu",
+        "--eval_prompts=0",
+        "--batch_size=4",
+        "--max_iters=5",
+        "--save_interval=0",
+        f"--out_dir={tmp_path}/run",
+    ]
     child = subprocess.Popen([sys.executable, "train_sft.py", *words], cwd=HOME, stdout=terminal, stderr=terminal)
     os.close(terminal)
     seen = b""

@@ -39,7 +39,12 @@ def make_head(M, C, V, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(M, C, generator=generator).to(DEVICE, dtype).requires_grad_()
     weight = torch.nn.Parameter(torch.randn(V, C, generator=generator).to(DEVICE, dtype))
-    return hidden, weight, torch.randint(V, (M,), generator=generator).to(DEVICE), torch.randn(M, generator=generator).to(DEVICE, dtype)
+    return (
+        hidden,
+        weight,
+        torch.randint(V, (M,), generator=generator).to(DEVICE),
+        torch.randn(M, generator=generator).to(DEVICE, dtype),
+    )
 
 
 def assert_near(actual, expected, tolerance):
@@ -71,7 +76,9 @@ def test_token_logprobs_against_float64(M, V, temperature, dtype):
 
 
 @settings(max_examples=30, deadline=None)
-@given(M=st.integers(0, 40), V=st.integers(1, 600), temperature=st.floats(0.2, 3), seed=st.integers(0, 99), data=st.data())
+@given(
+    M=st.integers(0, 40), V=st.integers(1, 600), temperature=st.floats(0.2, 3), seed=st.integers(0, 99), data=st.data()
+)
 def test_any_shape_padding_and_chunk(M, V, temperature, seed, data):
     n_vocab = data.draw(st.integers(1, V))
     chunk_size = data.draw(st.integers(1, 50))
@@ -82,7 +89,14 @@ def test_any_shape_padding_and_chunk(M, V, temperature, seed, data):
     logprobs, entropy = head_logprobs(hidden, weight, targets, temperature, chunk_size, True, n_vocab)
     gradients = torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
     loss, again, entropy_again = head_loss(
-        hidden, weight, targets, lambda logprobs, rows: (logprobs * upstream[rows]).sum(), temperature, chunk_size, True, n_vocab
+        hidden,
+        weight,
+        targets,
+        lambda logprobs, rows: (logprobs * upstream[rows]).sum(),
+        temperature,
+        chunk_size,
+        True,
+        n_vocab,
     )
     loss.backward()
     assert_near(logprobs, expected, 1e-11)
@@ -145,17 +159,28 @@ def test_gradcheck(temperature):
     assert torch.autograd.gradcheck(lambda x: token_logprobs(x, targets, temperature, n_vocab=7), logits)
     padded = targets % 6
     assert torch.autograd.gradcheck(lambda x: token_logprobs(x, targets, temperature, entropy=True), logits)
-    assert torch.autograd.gradcheck(lambda h, w: head_logprobs(h, w, padded, temperature, 2, n_vocab=6), (hidden, weight))
-    assert torch.autograd.gradcheck(lambda h, w: head_logprobs(h, w, padded, temperature, 2, entropy=True, n_vocab=6), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: head_logprobs(h, w, padded, temperature, 2, n_vocab=6), (hidden, weight)
+    )
+    assert torch.autograd.gradcheck(
+        lambda h, w: head_logprobs(h, w, padded, temperature, 2, entropy=True, n_vocab=6), (hidden, weight)
+    )
 
     def loss(h, w):  # w.view_as(w) is no leaf, so its gradient takes autograd's way
-        return 3 * head_loss(h, w.view_as(w), padded, lambda logprobs, rows: (logprobs.exp() ** 2).sum(), temperature, 2, n_vocab=6)[0]
+        return (
+            3
+            * head_loss(
+                h, w.view_as(w), padded, lambda logprobs, rows: (logprobs.exp() ** 2).sum(), temperature, 2, n_vocab=6
+            )[0]
+        )
 
     assert torch.autograd.gradcheck(loss, (hidden, weight))
 
 
 def test_extreme_logits_stay_finite():
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 2.0, 1.0], [88.0, 89.0, -200.0]], device=DEVICE, requires_grad=True)
+    logits = torch.tensor(
+        [[1e4, -1e4, 0.0], [-torch.inf, 2.0, 1.0], [88.0, 89.0, -200.0]], device=DEVICE, requires_grad=True
+    )
     targets = torch.tensor([0, 1, 1], device=DEVICE)
     logprobs, entropy = token_logprobs(logits, targets, entropy=True)
     (logprobs + entropy).sum().backward()
@@ -175,7 +200,9 @@ def test_padded_ids_get_neither_probability_nor_gradient():
     assert_near(logprobs, plain(logits, targets, 1.0, 67)[0], 1e-5)
     assert (logits.grad[:, 67:] == 0).all()
     hidden, weight, targets, _ = make_head(6, 4, 80)
-    head_loss(hidden, weight, targets % 67, lambda logprobs, rows: logprobs.sum(), chunk_size=2, n_vocab=67)[0].backward()
+    head_loss(hidden, weight, targets % 67, lambda logprobs, rows: logprobs.sum(), chunk_size=2, n_vocab=67)[
+        0
+    ].backward()
     assert (weight.grad[67:] == 0).all() and (weight.grad[:67] != 0).any(1).all()
 
 
@@ -250,7 +277,9 @@ def test_head_loss_trains_like_head_logprobs_and_policy_loss(loss_type, beta, de
 
     def token_loss(logprobs, rows):
         options = dict(num_tokens=29, num_sequences=5, loss_type=loss_type, beta=beta, delta=delta, max_new_tokens=9)
-        loss, metrics = policy_loss(logprobs, old[rows], advantages, sequence[rows], lengths, reference[rows], **options)
+        loss, metrics = policy_loss(
+            logprobs, old[rows], advantages, sequence[rows], lengths, reference[rows], **options
+        )
         clipped.append(metrics["clip_fraction"])
         return loss
 
@@ -269,7 +298,9 @@ def test_head_loss_trains_like_head_logprobs_and_policy_loss(loss_type, beta, de
 def test_token_loss_sees_every_row_once():
     hidden, weight, targets, _ = make_head(29, 8, 67)
     seen = []
-    head_loss(hidden, weight, targets, lambda logprobs, rows: seen.extend(range(29)[rows]) or logprobs.sum(), chunk_size=10)
+    head_loss(
+        hidden, weight, targets, lambda logprobs, rows: seen.extend(range(29)[rows]) or logprobs.sum(), chunk_size=10
+    )
     assert seen == list(range(29))
 
 
@@ -468,7 +499,9 @@ def test_extra_bytes_of_a_training_call(M, measure):
     assert chunk <= MIB and bound < 4 * M * V
 
     def train():
-        head_loss(hidden, weight, targets, lambda q, rows: (q.exp() * advantages[rows]).sum(), chunk_mb=chunk_mb)[0].backward()
+        head_loss(hidden, weight, targets, lambda q, rows: (q.exp() * advantages[rows]).sum(), chunk_mb=chunk_mb)[
+            0
+        ].backward()
 
     for frozen in (True, False):
         weight.requires_grad_(not frozen)
@@ -491,9 +524,17 @@ def test_extra_bytes_with_entropy_and_of_head_logprobs(M):
 
     assert meter_peak(train, hidden, weight, targets) <= bound + 4 * SCRATCH
     hidden.grad = None
-    assert meter_peak(lambda: head_logprobs(hidden, weight, targets, chunk_mb=chunk_mb).sum().backward(), hidden, weight, targets) <= bound
+    assert (
+        meter_peak(
+            lambda: head_logprobs(hidden, weight, targets, chunk_mb=chunk_mb).sum().backward(), hidden, weight, targets
+        )
+        <= bound
+    )
     with torch.no_grad():
-        assert meter_peak(lambda: head_logprobs(hidden, weight, targets, chunk_mb=chunk_mb), hidden, weight, targets) <= bound - 4 * M * C
+        assert (
+            meter_peak(lambda: head_logprobs(hidden, weight, targets, chunk_mb=chunk_mb), hidden, weight, targets)
+            <= bound - 4 * M * C
+        )
 
 
 @on_cpu
@@ -510,7 +551,9 @@ def test_extra_bytes_under_autocast():
 
     chunk_rows = rows_per_chunk(V, 2, chunk_mb)
     chunk = chunk_mb * MIB + 2 * SCRATCH  # the budget, and a slab of dweight in bfloat16
-    bound = chunk + 4 * M * C + 2 * V * C + 6 * chunk_rows * C + 48 * M + 2**16  # with dhidden, the cast weight, cast chunks
+    bound = (
+        chunk + 4 * M * C + 2 * V * C + 6 * chunk_rows * C + 48 * M + 2**16
+    )  # with dhidden, the cast weight, cast chunks
     assert meter_peak(train, hidden, weight, weight.grad, targets) <= bound
     assert bound < 2 * M * V
 

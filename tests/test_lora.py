@@ -54,7 +54,9 @@ def test_adapters_are_the_formula(shape, tokens):
     for name, module in pairs.items():
         a, b = (p.detach().double().requires_grad_() for p in (module.lora_A, module.lora_B))
         products[name] = a, b
-    weights = {f"{name}.weight": plain.get_submodule(name).weight.detach() + 2.0 * (b @ a) for name, (a, b) in products.items()}
+    weights = {
+        f"{name}.weight": plain.get_submodule(name).weight.detach() + 2.0 * (b @ a) for name, (a, b) in products.items()
+    }
     hidden = torch.func.functional_call(plain, weights, (tokens,))
     expected = plain.logits(hidden)
     actual = model.logits(model(tokens))
@@ -76,7 +78,9 @@ def test_off_is_the_model_that_was_there_bit_for_bit(shape, dtype, tokens):
     with lora.adapters_off(model):
         assert torch.equal(logits_of(model, tokens), before)
     assert not torch.equal(logits_of(model, tokens), before)  # and on again
-    fresh = with_adapters(shape, drawn=False, dtype=dtype)  # B is 0: as before, and yet learning: A's gradient is 0, B's is not
+    fresh = with_adapters(
+        shape, drawn=False, dtype=dtype
+    )  # B is 0: as before, and yet learning: A's gradient is 0, B's is not
     torch.testing.assert_close(logits_of(fresh, tokens), before, atol=0, rtol=0)
     logits_of(fresh, tokens).square().mean().backward()
     assert all(not m.lora_A.grad.any() and m.lora_B.grad.any() for m in lora.adapted(fresh))
@@ -102,10 +106,17 @@ def test_merged_is_the_same_function(shape, tokens):
 def test_only_the_named_matrices_are_adapted():
     model = with_adapters("llama", targets=["qkv", "down"])
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == {f"blocks.{i}.{half}.lora_{letter}" for i in range(2) for half in ("attention.qkv", "mlp.down") for letter in "AB"}
-    assert {p.dtype for p in lora.add(make_model("gpt2", dtype=torch.bfloat16), 2, 1.0, TARGETS).parameters() if p.requires_grad} == {
-        torch.float32
+    assert trained == {
+        f"blocks.{i}.{half}.lora_{letter}"
+        for i in range(2)
+        for half in ("attention.qkv", "mlp.down")
+        for letter in "AB"
     }
+    assert {
+        p.dtype
+        for p in lora.add(make_model("gpt2", dtype=torch.bfloat16), 2, 1.0, TARGETS).parameters()
+        if p.requires_grad
+    } == {torch.float32}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -125,8 +136,23 @@ def sft(tmp_path_factory):
 
 
 def run_grpo(sft, out, *options):
-    base = ["--batch_size=4", "--group_size=4", "--max_new_tokens=8", "--max_iters=2", "--save_interval=1", "--beta=0.1"]
-    words = [*COMMON, *base, f"--init_from={sft}", f"--out_dir={out}", "--learning_rate=0.03", "--temperature=1.5", *options]
+    base = [
+        "--batch_size=4",
+        "--group_size=4",
+        "--max_new_tokens=8",
+        "--max_iters=2",
+        "--save_interval=1",
+        "--beta=0.1",
+    ]
+    words = [
+        *COMMON,
+        *base,
+        f"--init_from={sft}",
+        f"--out_dir={out}",
+        "--learning_rate=0.03",
+        "--temperature=1.5",
+        *options,
+    ]
     settings, given, _ = read_settings(GRPOSettings, words)
     grpo.main(prepare(settings, given))
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -146,7 +172,10 @@ def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, rewards)
     path = newest(tmp_path / "run")
     weights, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
     names = {
-        f"blocks.{i}.{half}.lora_{x}" for i in range(2) for half in ("attention.qkv", "attention.proj", "mlp.up", "mlp.down") for x in "AB"
+        f"blocks.{i}.{half}.lora_{x}"
+        for i in range(2)
+        for half in ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
+        for x in "AB"
     }
     assert set(weights) == names
     assert set(moments) == {f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names}
@@ -228,7 +257,9 @@ def test_adapters_without_their_weights_are_refused(sft, tmp_path):
     path = newest(tmp_path / "base")
     manifest = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(manifest + " ")
-    with pytest.raises(SnugError, match="has adapters for the weights in .*base/checkpoint-000030, which are others now"):
+    with pytest.raises(
+        SnugError, match="has adapters for the weights in .*base/checkpoint-000030, which are others now"
+    ):
         load_run(tmp_path / "run")
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(SnugError, match="which are not there; put them back"):
@@ -289,10 +320,19 @@ def test_adapters_are_not_added_to_a_run(sft, tmp_path):
         run_grpo(sft, tmp_path / "run", *LORA, "--resume=auto")
 
 
-BASES = [None, [], {}, {"path": 3}, {"path": "x", "from_run": "x"}, {"path": "x" * 5000, "from_run": "x", "fingerprint": "x"}]
+BASES = [
+    None,
+    [],
+    {},
+    {"path": 3},
+    {"path": "x", "from_run": "x"},
+    {"path": "x" * 5000, "from_run": "x", "fingerprint": "x"},
+]
 
 
-@pytest.mark.parametrize("change", [*({"base": base} for base in BASES), {"lora_rank": 10**30}, {"lora_target_modules": ["foo"]}])
+@pytest.mark.parametrize(
+    "change", [*({"base": base} for base in BASES), {"lora_rank": 10**30}, {"lora_target_modules": ["foo"]}]
+)
 def test_what_a_state_says_of_adapters_is_looked_at(change, sft, tmp_path):
     run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
     path = newest(tmp_path / "run")
@@ -338,8 +378,14 @@ def test_frozen_weights_are_cast_once_while_sampling(device):
     [
         (["--lora_rank=4"], "lora_rank=4 trains beside the weights of init_from"),
         (["--lora_rank=4", "--init_from=x", "--reference=host", "--beta=0.1"], "reference='host' with lora_rank"),
-        (["--lora_rank=4", "--init_from=x", "--lora_target_modules=q_proj"], "choose from qkv, proj, up, down, each once"),
-        (["--lora_rank=4", "--init_from=x", "--lora_target_modules=up,up"], "choose from qkv, proj, up, down, each once"),
+        (
+            ["--lora_rank=4", "--init_from=x", "--lora_target_modules=q_proj"],
+            "choose from qkv, proj, up, down, each once",
+        ),
+        (
+            ["--lora_rank=4", "--init_from=x", "--lora_target_modules=up,up"],
+            "choose from qkv, proj, up, down, each once",
+        ),
     ],
 )
 def test_options_that_cannot_be(options, said):

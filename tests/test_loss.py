@@ -31,12 +31,18 @@ def slow_advantages(rewards, scale, eps, baseline="mean"):
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_equal_the_loop(scale, baseline):
     rewards = [[1.0, 0.0, 0.0, 1.0], [0.25, None, -1.0, 3.0], [1.0, 0.0, None, None]]
-    advantages = group_advantages([[math.nan if r is None else r for r in group] for group in rewards], scale, 1e-3, baseline)
-    torch.testing.assert_close(advantages, torch.tensor(slow_advantages(rewards, scale, 1e-3, baseline)), atol=1e-6, rtol=1e-5)
+    advantages = group_advantages(
+        [[math.nan if r is None else r for r in group] for group in rewards], scale, 1e-3, baseline
+    )
+    torch.testing.assert_close(
+        advantages, torch.tensor(slow_advantages(rewards, scale, 1e-3, baseline)), atol=1e-6, rtol=1e-5
+    )
 
 
 def test_advantages_by_example():
-    assert group_advantages([[1, 0, 0, 1]], eps=0).tolist() == [pytest.approx([0.8660254, -0.8660254, -0.8660254, 0.8660254])]
+    assert group_advantages([[1, 0, 0, 1]], eps=0).tolist() == [
+        pytest.approx([0.8660254, -0.8660254, -0.8660254, 0.8660254])
+    ]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -67,7 +73,9 @@ def slow_loss(case, logprobs, o):
     for s, length in enumerate(case["lengths"].tolist()):
         tokens = [i for i in range(len(logprobs)) if int(case["sequence"][i]) == s]
         A = float(case["advantages"][s])
-        old, ref, sampled = ([float(case[name][i]) for i in tokens] for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs"))
+        old, ref, sampled = (
+            [float(case[name][i]) for i in tokens] for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs")
+        )
         mine = [logprobs[i] for i in tokens]
         mean = sum(m - q for m, q in zip(mine, old, strict=True)) / length
         for m, q, r, v in zip(mine, old, ref, sampled, strict=True):
@@ -172,7 +180,10 @@ def test_policy_loss_equals_the_loop(loss_type, level, scale):
             assert float(loss) == pytest.approx(expected.real, abs=1e-12)
             assert float(metrics["clip_fraction"]) == pytest.approx(clips, abs=1e-7) and clips > 0
             assert float(metrics["kl"]) == pytest.approx(k3, abs=1e-12)
-            slow = [slow_loss(case, [x + 1e-30j * (i == j) for j, x in enumerate(logprobs)], options)[0].imag / 1e-30 for i in range(33)]
+            slow = [
+                slow_loss(case, [x + 1e-30j * (i == j) for j, x in enumerate(logprobs)], options)[0].imag / 1e-30
+                for i in range(33)
+            ]
             torch.testing.assert_close(gradient, torch.tensor(slow, dtype=torch.float64), atol=1e-12, rtol=1e-10)
             assert gradient.abs().max() > 1e-3
 
@@ -189,7 +200,9 @@ def test_gradcheck(loss_type, level):
         options |= dict(epsilon_high=1e-3)
     sampled = case.pop("sampling_logprobs")
     assert torch.autograd.gradcheck(
-        lambda x: policy_loss(**case | {"logprobs": x}, correction=truncated_importance(case["old_logprobs"], sampled, 1.01), **options)[0],
+        lambda x: policy_loss(
+            **case | {"logprobs": x}, correction=truncated_importance(case["old_logprobs"], sampled, 1.01), **options
+        )[0],
         case["logprobs"].requires_grad_(),
     )
 
@@ -266,7 +279,9 @@ def test_right_after_a_rollout_loss_is_zero_and_gradient_is_not():
     advantages = group_advantages([[1.0, 0.0, 0.0, 1.0]]).flatten()
     logprobs = torch.full((8,), -1.0, requires_grad=True)
     sequence = torch.arange(4).repeat_interleave(2)
-    loss, _ = policy_loss(logprobs, logprobs.detach(), advantages, sequence, torch.full((4,), 2), num_tokens=8, num_sequences=4)
+    loss, _ = policy_loss(
+        logprobs, logprobs.detach(), advantages, sequence, torch.full((4,), 2), num_tokens=8, num_sequences=4
+    )
     loss.backward()
     assert abs(float(loss)) < 1e-7 and logprobs.grad.abs().min() > 0.1
     torch.testing.assert_close(logprobs.grad, -advantages[sequence] / 8)
@@ -293,9 +308,13 @@ def test_what_the_docstring_says_of_the_kl_estimators():
         values = kl_divergence(log_p, log_q, name)
         assert kl_divergence(log_p, log_p, name).abs().max() == 0
         means[name] = (p * values).sum()
-        gradients[name] = torch.autograd.grad((p.detach() * values).sum(), z, retain_graph=True)[0]  # tokens are drawn, not differentiated
+        gradients[name] = torch.autograd.grad((p.detach() * values).sum(), z, retain_graph=True)[
+            0
+        ]  # tokens are drawn, not differentiated
         corrected = values * (log_p - log_p.detach()).exp()
-        gradients[name, "times the ratio"] = torch.autograd.grad((p.detach() * corrected).sum(), z, retain_graph=True)[0]
+        gradients[name, "times the ratio"] = torch.autograd.grad((p.detach() * corrected).sum(), z, retain_graph=True)[
+            0
+        ]
     assert (kl_divergence(log_p, log_q, "k3") >= 0).all() and (kl_divergence(log_p, log_q, "k1") < 0).any()
     torch.testing.assert_close(means["k1"], forward)
     torch.testing.assert_close(means["k3"], forward)
@@ -348,5 +367,7 @@ def test_the_worked_numbers_of_the_page():
         assert float(loss) == pytest.approx(expected, abs=1e-6), loss_type
     counts |= dict(loss_type="bnpo", num_micro_batches=2)
     first = policy_loss(zeros[:2], zeros[:2], advantages[:1], sequence[:2], lengths[:1], **counts)[0]
-    second = policy_loss(zeros[2:], zeros[2:], advantages[1:], torch.zeros(8, dtype=torch.long), lengths[1:], **counts)[0]
+    second = policy_loss(zeros[2:], zeros[2:], advantages[1:], torch.zeros(8, dtype=torch.long), lengths[1:], **counts)[
+        0
+    ]
     assert float(first + second) == pytest.approx(0, abs=1e-6)

@@ -28,7 +28,9 @@ def slow_forward(model, tokens):
             if c.qk_norm:
                 q, k = block.attention.q_norm(q), block.attention.k_norm(k)
             if c.position == "rotary":
-                q, k = (torch.stack([slow_rotate(row, t, c.rope_theta) for t, row in enumerate(part)]) for part in (q, k))
+                q, k = (
+                    torch.stack([slow_rotate(row, t, c.rope_theta) for t, row in enumerate(part)]) for part in (q, k)
+                )
             rows = []
             for t in range(T):
                 scores = torch.stack([q[t] @ k[s] / math.sqrt(c.head_size) for s in range(t + 1)])
@@ -48,7 +50,9 @@ def slow_rotate(x, position, theta):
     """Each pair (i, i + D/2) as a complex number, turned by position * theta^(-2i/D)."""
     half = len(x) // 2
     turned = [
-        complex(x[i], x[i + half]) * complex(math.cos(a), math.sin(a)) for i in range(half) for a in [position * theta ** (-i / half)]
+        complex(x[i], x[i + half]) * complex(math.cos(a), math.sin(a))
+        for i in range(half)
+        for a in [position * theta ** (-i / half)]
     ]
     return torch.tensor([z.real for z in turned] + [z.imag for z in turned], dtype=x.dtype, device=x.device)
 
@@ -60,7 +64,9 @@ def test_forward_equals_its_slow_twin(shape):
     hidden = model(tokens)
     assert hidden.shape == (3, 9, 32)
     for row, expected in zip(hidden, map(lambda t: slow_forward(model, t), tokens), strict=True):
-        torch.testing.assert_close(row, expected, rtol=0, atol=1e-6 if shape == "llama" else 1e-10)  # the rotary table is float32
+        torch.testing.assert_close(
+            row, expected, rtol=0, atol=1e-6 if shape == "llama" else 1e-10
+        )  # the rotary table is float32
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
@@ -101,7 +107,9 @@ def test_block_inputs_wait_on_the_host(shape, kind):
             total.backward()
         assert HOST.current == before
         results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert results[0].keys() == results[1].keys() and all(gradient.equal(results[1][name]) for name, gradient in results[0].items())
+    assert results[0].keys() == results[1].keys() and all(
+        gradient.equal(results[1][name]) for name, gradient in results[0].items()
+    )
     size = 4 * 32 * 32 * 4
     assert kept[0][1] == 0 and kept[1][1] == 6 * size and kept[0][0] - kept[1][0] >= 5 * size
 
@@ -126,7 +134,10 @@ def test_rms_norm_keeps_its_input_and_no_more(dtype, tolerance, autocast):
         norm.weight += 0.5 * torch.randn_like(norm.weight)
     x, slope = torch.randn(2, 3, 5, 64, device=DEVICE, dtype=dtype), torch.randn(5, 64, device=DEVICE, dtype=dtype)
     results = []
-    for function, its_dtype in ((norm, dtype), (torch.nn.RMSNorm(64, eps=1e-6).to(DEVICE, torch.float64), torch.float64)):
+    for function, its_dtype in (
+        (norm, dtype),
+        (torch.nn.RMSNorm(64, eps=1e-6).to(DEVICE, torch.float64), torch.float64),
+    ):
         function.weight.data = norm.weight.detach().to(its_dtype)
         leaf = x.detach().to(its_dtype).requires_grad_()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast and its_dtype == torch.float32):
@@ -186,7 +197,12 @@ def test_too_long_is_refused():
 
 def test_config_is_checked_and_filled_in():
     config = GPTConfig(vocab_size=10, n_head=4, n_embd=64, mlp="swiglu")
-    assert (config.n_vocab, config.n_kv_head, config.head_size, config.n_hidden) == (10, 4, 16, 176)  # 8/3 * 64 = 170.7, a multiple of 8
+    assert (config.n_vocab, config.n_kv_head, config.head_size, config.n_hidden) == (
+        10,
+        4,
+        16,
+        176,
+    )  # 8/3 * 64 = 170.7, a multiple of 8
     with pytest.raises(ValueError, match="n_kv_head=3 does not divide n_head=4"):
         GPTConfig(vocab_size=10, n_head=4, n_kv_head=3)
     with pytest.raises(ValueError, match="n_vocab=11 is more than vocab_size=10"):

@@ -18,7 +18,17 @@ from tokenizer import get_tokenizer
 from tools.export import main
 
 HERE = Path(__file__).parent
-QWEN = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, norm="rmsnorm", norm_eps=1e-6, position="rotary", rope_theta=1e6)
+QWEN = dict(
+    n_layer=2,
+    n_head=4,
+    n_kv_head=2,
+    n_embd=32,
+    n_hidden=48,
+    norm="rmsnorm",
+    norm_eps=1e-6,
+    position="rotary",
+    rope_theta=1e6,
+)
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -39,13 +49,19 @@ def folder(tmp_path_factory):
     """-> a Qwen2.5-shaped model of random weights: more rows than ids, ChatML, <|im_end|> as the end and <|endoftext|> beside it."""
     path = tmp_path_factory.mktemp("models") / "qwen"
     torch.manual_seed(2)
-    save_pretrained(GPT(GPTConfig(vocab_size=272, block_size=32768, mlp="swiglu", qkv_bias=True, **QWEN)), path, get_tokenizer("bytes"))
+    save_pretrained(
+        GPT(GPTConfig(vocab_size=272, block_size=32768, mlp="swiglu", qkv_bias=True, **QWEN)),
+        path,
+        get_tokenizer("bytes"),
+    )
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     spec = json.loads((path / "tokenizer.json").read_text())
     added = spec["added_tokens"][0]
     spec["added_tokens"] = [added | dict(id=256 + i, content=text) for i, text in enumerate(tokens)]
     (path / "tokenizer.json").write_text(json.dumps(spec))
-    config = json.loads((path / "tokenizer_config.json").read_text()) | dict(eos_token="<|im_end|>", chat_template=TEMPLATE)
+    config = json.loads((path / "tokenizer_config.json").read_text()) | dict(
+        eos_token="<|im_end|>", chat_template=TEMPLATE
+    )
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[258, 256])))
     return path
@@ -65,9 +81,21 @@ def run(cls, *words):
 
 
 def gsm8k(folder, out, *words):
-    data = [f"--data_file={HERE}/gsm8k_sample.jsonl", f"--init_from={folder}", f"--out_dir={out}", "--learning_rate=0.01"]
+    data = [
+        f"--data_file={HERE}/gsm8k_sample.jsonl",
+        f"--init_from={folder}",
+        f"--out_dir={out}",
+        "--learning_rate=0.01",
+    ]
     return run(
-        GRPOSettings, "config/grpo_gsm8k.py", *SMALL, *data, "--test_file=", "--max_iters=2", "--reward_funcs=model_rewards:short", *words
+        GRPOSettings,
+        "config/grpo_gsm8k.py",
+        *SMALL,
+        *data,
+        "--test_file=",
+        "--max_iters=2",
+        "--reward_funcs=model_rewards:short",
+        *words,
     )
 
 
@@ -114,12 +142,21 @@ def test_out_again_to_transformers(folder, tmp_path, rewards, lora):
         ours = loaded.model.logits(loaded.model(tokens))
         torch.testing.assert_close(theirs(tokens).logits, ours[..., :259], atol=1e-5, rtol=1e-5)
         before = load_pretrained(folder)
-        assert (before.logits(before(tokens))[..., :259] - ours[..., :259]).abs().max() > 1e-3  # it has learned something
+        assert (
+            before.logits(before(tokens))[..., :259] - ours[..., :259]
+        ).abs().max() > 1e-3  # it has learned something
     assert theirs.generation_config.eos_token_id == [258, 256] and their_tokenizer.eos_token == "<|im_end|>"
 
 
 def test_demonstrations_of_messages_end_with_the_first_stop_token(folder, tmp_path):
-    words = [f"--data_file={HERE}/gsm8k_sample.jsonl", "--task=gsm8k", "--chat", "--device=cpu", "--batch_size=4", "--max_iters=2"]
+    words = [
+        f"--data_file={HERE}/gsm8k_sample.jsonl",
+        "--task=gsm8k",
+        "--chat",
+        "--device=cpu",
+        "--batch_size=4",
+        "--max_iters=2",
+    ]
     log = run(SFTSettings, *words, f"--init_from={folder}", f"--out_dir={tmp_path}/sft", "--eval_prompts=0")
     assert all(record["grad_norm"] > 0 for record in log)
     settings, given, _ = read_settings(SFTSettings, [*words, f"--init_from={folder}"])
@@ -159,7 +196,9 @@ def test_what_config_json_says_of_the_end_travels_too(folder, tmp_path, rewards)
     assert get_tokenizer(str(tmp_path / "model")).stop_tokens == (258, 256)
     gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
     assert load_run(tmp_path / "run").tokenizer.stop_tokens == (258, 256)
-    assert json.loads((newest(tmp_path / "run") / "generation_config.json").read_text()) == dict(eos_token_id=[258, 256], top_k=3)
+    assert json.loads((newest(tmp_path / "run") / "generation_config.json").read_text()) == dict(
+        eos_token_id=[258, 256], top_k=3
+    )
 
 
 def test_what_does_not_go_together_is_refused(folder, tmp_path):
@@ -190,7 +229,13 @@ def test_a_plan_needs_no_weights(folder, tmp_path, capsys):
     import shutil
 
     shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    begin = ["--task=addition", "--digits=1", f"--init_from={tmp_path}/model", "--max_new_tokens=6", f"--out_dir={tmp_path}/a"]
+    begin = [
+        "--task=addition",
+        "--digits=1",
+        f"--init_from={tmp_path}/model",
+        "--max_new_tokens=6",
+        f"--out_dir={tmp_path}/a",
+    ]
     settings, given, _ = read_settings(GRPOSettings, [*begin, "--plan", "--device=cuda", "--lora_rank=4", "--beta=0.1"])
     grpo.main(prepare(settings, given))
     assert "peak_gib=" in capsys.readouterr().out

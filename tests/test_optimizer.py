@@ -15,7 +15,11 @@ from training.optimizer import learning_rate_at, make_optimizer, optimizer_step,
 
 @pytest.mark.parametrize(
     "schedule, expected",
-    [("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]), ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447])],
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447]),
+    ],
 )
 def test_schedules(schedule, expected):
     settings = SFTSettings(learning_rate=1.0, warmup_iters=2, max_iters=6, lr_schedule=schedule)
@@ -93,7 +97,9 @@ def test_state_on_the_host_changes_nothing(name, slab, monkeypatch):
     before = HOST.current
     optimizer = train(model, SFTSettings(weight_decay=0.1, **OPTIONS[name]), 50)
     size = tensor_bytes(model.parameters())
-    assert HOST.current - before == size * (2 * ("both" in name or "on the host" == name) + ("gradients" in name or "both" in name))
+    assert HOST.current - before == size * (
+        2 * ("both" in name or "on the host" == name) + ("gradients" in name or "both" in name)
+    )
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
         assert p.grad is None
@@ -148,7 +154,9 @@ def test_the_random_bits_follow_from_seed_and_step():
     results = []
     for seed, steps in ((1, 2), (1, 2), (777, 2), (1, 3)):
         model = torch.nn.ParameterList([torch.full((1000,), 0.02, device=DEVICE, dtype=torch.bfloat16)])
-        optimizer = make_optimizer(model, SFTSettings(param_dtype="bfloat16", optimizer_dtype="bfloat16", dtype="bfloat16", seed=seed))
+        optimizer = make_optimizer(
+            model, SFTSettings(param_dtype="bfloat16", optimizer_dtype="bfloat16", dtype="bfloat16", seed=seed)
+        )
         optimizer.steps = steps
         model[0].grad = torch.ones_like(model[0])
         optimizer_step(model, optimizer, 1e-4, 0.0)

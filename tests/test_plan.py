@@ -29,9 +29,21 @@ from runs.prepare import Prepared, prepare
 from settings import GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="exact bytes of the CPU meter; on CUDA bench/memory.py compares")
+pytestmark = pytest.mark.skipif(
+    DEVICE != "cpu", reason="exact bytes of the CPU meter; on CUDA bench/memory.py compares"
+)
 LLAMA = dict(norm="rmsnorm", position="rotary", mlp="swiglu", n_kv_head=2, tie_embeddings=False)
-COMMON = dict(digits=4, n_layer=3, n_embd=96, block_size=64, device="cpu", eval_prompts=16, eval_interval=1, save_interval=0, max_iters=2)
+COMMON = dict(
+    digits=4,
+    n_layer=3,
+    n_embd=96,
+    block_size=64,
+    device="cpu",
+    eval_prompts=16,
+    eval_interval=1,
+    save_interval=0,
+    max_iters=2,
+)
 GRPO = dict(batch_size=6, group_size=4, max_new_tokens=24)
 BF16 = dict(param_dtype="bfloat16", dtype="bfloat16", optimizer_dtype="bfloat16")
 CONFIGS = {
@@ -56,14 +68,18 @@ CONFIGS = {
 def no_stop(monkeypatch):
     """Every completion is as long as it may be, as the planner takes it to be."""
     original = sample.sample_groups
-    monkeypatch.setattr(collect, "sample_groups", lambda *args, stop_token, **options: original(*args, stop_token=None, **options))
+    monkeypatch.setattr(
+        collect, "sample_groups", lambda *args, stop_token, **options: original(*args, stop_token=None, **options)
+    )
 
 
 def prepared_run(tmp_path, **changes):
     settings = GRPOSettings(**COMMON | GRPO | changes | dict(out_dir=str(tmp_path / "run")))
     if settings.beta:
         shape = {name: value for name, value in changes.items() if name in ("vocab_size", *LLAMA)}
-        sft = SFTSettings(**COMMON | shape | dict(max_iters=1, eval_prompts=0, batch_size=2, out_dir=str(tmp_path / "sft")))
+        sft = SFTSettings(
+            **COMMON | shape | dict(max_iters=1, eval_prompts=0, batch_size=2, out_dir=str(tmp_path / "sft"))
+        )
         train_sft.main(prepare(sft))
         settings.init_from = sft.out_dir
     prepared = prepare(settings)
@@ -89,7 +105,9 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
     """
     no_stop(monkeypatch)
     most = 0.05 if name in ("long rollouts", "cache in pieces") else 0.02
-    monkeypatch.setattr("runs.saver.available_on_host", lambda: 0)  # no copies while a checkpoint is written, which a plan leaves out
+    monkeypatch.setattr(
+        "runs.saver.available_on_host", lambda: 0
+    )  # no copies while a checkpoint is written, which a plan leaves out
     prepared, settings = prepared_run(tmp_path, **CONFIGS[name])
     its_plan = plan(partial(grpo.rehearsal, prepared), settings)
     gc.collect()
@@ -98,7 +116,8 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
     record = read_log(settings.out_dir)[-1]
     assert its_plan.peak / MIB == pytest.approx(record["mem_max_alloc_mb"], rel=most)
     assert (
-        its_plan.line().endswith(f"phase={its_plan.phase}") and record["mem_max_alloc_mb_" + its_plan.phase] == record["mem_max_alloc_mb"]
+        its_plan.line().endswith(f"phase={its_plan.phase}")
+        and record["mem_max_alloc_mb_" + its_plan.phase] == record["mem_max_alloc_mb"]
     )
     for phase, (peak, parts) in its_plan.phases.items():
         assert peak / MIB == pytest.approx(record["mem_max_alloc_mb_" + phase], rel=most, abs=0.05)
@@ -125,7 +144,9 @@ def test_a_plan_says_whose_the_bytes_are(tmp_path):
     """Nearly all by name; a library in a virtual environment within the project is not the project."""
     prepared, settings = prepared_run(tmp_path)
     phases = plan(partial(grpo.rehearsal, prepared), settings).phases
-    assert {"weights", "moments", "gradients", "activations", "logits"} <= set(phases["train"][1]) and "KV cache" in phases["rollout"][1]
+    assert {"weights", "moments", "gradients", "activations", "logits"} <= set(
+        phases["train"][1]
+    ) and "KV cache" in phases["rollout"][1]
     assert all(parts.get("other", 0) < 0.02 * peak for peak, parts in phases.values())
     scope = {}
     exec(compile("def call(function):\n    return function()", os.path.join(HOME, ".venv/lib/thing.py"), "exec"), scope)
@@ -144,7 +165,9 @@ def test_the_plan_of_sft(changes, tmp_path):
 # ----------------------------------------------------------------------------------------------------------------------
 # The promise, at sizes that do not fit here.
 
-QWEN = dict(norm="rmsnorm", position="rotary", rope_theta=1e6, mlp="swiglu", qkv_bias=True, block_size=2048, n_vocab=257)
+QWEN = dict(
+    norm="rmsnorm", position="rotary", rope_theta=1e6, mlp="swiglu", qkv_bias=True, block_size=2048, n_vocab=257
+)
 SHAPES = {
     "GPT-2 124M": dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True),
     "Qwen2.5-0.5B": QWEN | dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_hidden=4864),
@@ -172,14 +195,17 @@ def planned(shape, settings):
     return plan(partial(loop.rehearsal, prepared), settings)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * name.startswith("Qwen")) for name in SHAPES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * name.startswith("Qwen")) for name in SHAPES]
+)
 def test_grpo_is_planned_to_need_what_sft_needs(name):
     """And a resident reference its own bytes on top."""
     common = dict(device="cuda", max_tokens_per_micro_batch=4096, eval_prompts=0, checkpoint_blocks="block", **BF16)
     options = common | dict(batch_size=8, group_size=8, max_new_tokens=768, kv_cache_mb=256.0)
     sft = planned(SHAPES[name], SFTSettings(**common, batch_size=16))
     none, on_host, resident = (
-        planned(SHAPES[name], GRPOSettings(**options, **more)) for more in (dict(), dict(beta=0.04, reference="host"), dict(beta=0.04))
+        planned(SHAPES[name], GRPOSettings(**options, **more))
+        for more in (dict(), dict(beta=0.04, reference="host"), dict(beta=0.04))
     )
     rollouts = 64 * (1024 * 8 + 768 * (4 + 8) + 768 * 4 + 100)
     assert none.peak <= 1.01 * (sft.peak + rollouts) and on_host.peak <= 1.01 * (sft.peak + rollouts)
@@ -216,7 +242,10 @@ def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(tmp_path):
         fitted, its_plan, changed, _ = fit(make, settings, longest, share * whole)
         fitted.check()
         assert its_plan.peak <= share * whole and plan(make, fitted).peak == its_plan.peak
-        assert set(changed) <= {"max_tokens_per_micro_batch", "max_rollout_batch", "checkpoint_blocks"} and len(changed) >= 1
+        assert (
+            set(changed) <= {"max_tokens_per_micro_batch", "max_rollout_batch", "checkpoint_blocks"}
+            and len(changed) >= 1
+        )
         for name in changed:  # each is needed
             if share < 0.9:
                 assert plan(make, dataclasses.replace(fitted, **{name: getattr(settings, name)})).peak > share * whole
@@ -228,7 +257,8 @@ def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(tmp_path):
 def test_fit_begins_with_what_binds(changes, tmp_path):
     """A bound far above what there is does not keep the ladder from its first rungs."""
     prepared, settings = prepared_run(
-        tmp_path, **changes | dict(batch_size=64, max_tokens_per_micro_batch=changes.get("max_tokens_per_micro_batch", 100))
+        tmp_path,
+        **changes | dict(batch_size=64, max_tokens_per_micro_batch=changes.get("max_tokens_per_micro_batch", 100)),
     )
     make = partial(grpo.rehearsal, prepared)
     budget = 0.7 * plan(make, settings).peak
@@ -294,8 +324,12 @@ class OutOfMemoryAt(TorchDispatchMode):
 
 def weights_after(tmp_path, point, **changes):
     """-> final weights of two iterations with an out-of-memory at allocation `point` (0: none), and how many allocations there were."""
-    prepared, settings = prepared_run(tmp_path, **changes | dict(eval_prompts=0, save_interval=1, gradient_accumulation_steps=2))
-    prepared.reward_funcs = [lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 for c in completions]]  # all different
+    prepared, settings = prepared_run(
+        tmp_path, **changes | dict(eval_prompts=0, save_interval=1, gradient_accumulation_steps=2)
+    )
+    prepared.reward_funcs = [
+        lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 for c in completions]
+    ]  # all different
     original = grpo.iterate
 
     injected = []
@@ -320,7 +354,12 @@ ON_HOST = dict(optimizer_device="host", grad_offload=True, checkpoint_blocks="bl
 
 @pytest.mark.parametrize(
     "changes, points",
-    [(dict(), 13), (ON_HOST, 9), pytest.param(dict(), 25, marks=pytest.mark.long), pytest.param(ON_HOST, 25, marks=pytest.mark.long)],
+    [
+        (dict(), 13),
+        (ON_HOST, 9),
+        pytest.param(dict(), 25, marks=pytest.mark.long),
+        pytest.param(ON_HOST, 25, marks=pytest.mark.long),
+    ],
 )
 def test_an_out_of_memory_anywhere_changes_nothing_but_the_pieces(changes, points, tmp_path, capsys):
     """Points of an iteration, evenly from its first allocation to its last, for each of two configs."""
@@ -332,7 +371,9 @@ def test_an_out_of_memory_anywhere_changes_nothing_but_the_pieces(changes, point
         point = 1 + i * (allocations - 2) // (points - 1)
         weights, _, settings = weights_after(tmp_path / str(i), point, **changes)
         for name, weight in expected.items():
-            torch.testing.assert_close(weights[name], weight, rtol=0, atol=3e-6)  # decoded in other pieces, log-probs are rounded otherwise
+            torch.testing.assert_close(
+                weights[name], weight, rtol=0, atol=3e-6
+            )  # decoded in other pieces, log-probs are rounded otherwise
         after_oom = read_state(newest(settings.out_dir))["after_oom"]
         remembered |= set(after_oom)
         assert all(getattr(settings, name) == value for name, (_, value) in after_oom.items())
@@ -350,7 +391,9 @@ def test_a_resumed_run_remembers(tmp_path):
     grpo.main(prepare(resumed))
     assert resumed.max_tokens_per_micro_batch == smaller
     assert read_state(newest(resumed.out_dir))["after_oom"] == {"max_tokens_per_micro_batch": [0, smaller]}
-    own = dataclasses.replace(resumed, max_tokens_per_micro_batch=50, max_iters=4)  # what the user changes is the user's
+    own = dataclasses.replace(
+        resumed, max_tokens_per_micro_batch=50, max_iters=4
+    )  # what the user changes is the user's
     grpo.main(prepare(own))
     assert own.max_tokens_per_micro_batch == 50
 
@@ -369,7 +412,12 @@ def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
             with pytest.raises(SnugError) as caught:
                 grpo.main(prepared)
         text = str(caught.value)
-        assert said in text and "MiB" in text and "; next: --checkpoint_blocks=selective, with --resume=auto" in text and "\n" not in text
+        assert (
+            said in text
+            and "MiB" in text
+            and "; next: --checkpoint_blocks=selective, with --resume=auto" in text
+            and "\n" not in text
+        )
 
 
 def test_other_errors_are_not_mistaken_for_it():
@@ -388,7 +436,9 @@ def test_other_errors_are_not_mistaken_for_it():
 
     said = []
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-    assert surviving(once, said.append) == 7 and said == ["DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."]
+    assert surviving(once, said.append) == 7 and said == [
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+    ]
 
 
 def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):

@@ -16,9 +16,21 @@ from sample import sample_groups
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
 
-SMALL = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SMALL = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 LLAMA3 = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64, rope_theta=5e3
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+    rope_theta=5e3,
 )
 ROPE = dict(max_position_embeddings=512, rope_theta=5e3)
 CASES = {  # name: (transformers' config class, its keywords)
@@ -42,7 +54,10 @@ def their_model(case):
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**options)).eval()
     with torch.no_grad():
         for weight_name, p in model.named_parameters():
-            p.add_(torch.randn_like(p) * (0.5 if "emb" in weight_name or "wte" in weight_name or "head" in weight_name else 0.2))
+            p.add_(
+                torch.randn_like(p)
+                * (0.5 if "emb" in weight_name or "wte" in weight_name or "head" in weight_name else 0.2)
+            )
     return model
 
 
@@ -66,7 +81,9 @@ def test_logits_and_greedy_continuation_are_transformers(saved):
     tokens = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         torch.testing.assert_close(logits_of(ours, tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
-        expected = theirs.generate(tokens[:1], max_new_tokens=64, do_sample=False, pad_token_id=0, eos_token_id=None)[0, 50:]
+        expected = theirs.generate(tokens[:1], max_new_tokens=64, do_sample=False, pad_token_id=0, eos_token_id=None)[
+            0, 50:
+        ]
     rollouts = sample_groups(ours, [tokens[0].tolist()], 1, 64, temperature=0.0)
     assert rollouts.completions()[0] == expected.tolist()
 
@@ -91,7 +108,12 @@ def test_tokens_far_apart_are_told_apart_as_there(tmp_path):
     with torch.no_grad():
         expected = theirs(tokens).logits
     torch.testing.assert_close(logits_of(load_pretrained(tmp_path / "a"), tokens), expected, atol=1e-5, rtol=1e-5)
-    for name, value in (("rope_factor", 1.0), ("rope_low_freq_factor", 2.0), ("rope_high_freq_factor", 8.0), ("rope_theta", 1e4)):
+    for name, value in (
+        ("rope_factor", 1.0),
+        ("rope_low_freq_factor", 2.0),
+        ("rope_high_freq_factor", 8.0),
+        ("rope_theta", 1e4),
+    ):
         other = load_pretrained(tmp_path / "a", **{name: value})
         assert (logits_of(other, tokens) - expected).abs().max() > 1e-3, name
 
@@ -103,7 +125,11 @@ def test_older_files_are_read(tmp_path):
     expected = read_shape(tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     rope = config.pop("rope_parameters")
-    config |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=dict(rope, type=rope.pop("rope_type")), torch_dtype=config.pop("dtype"))
+    config |= dict(
+        rope_theta=rope.pop("rope_theta"),
+        rope_scaling=dict(rope, type=rope.pop("rope_type")),
+        torch_dtype=config.pop("dtype"),
+    )
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     assert read_shape(tmp_path / "a") == expected
 
@@ -116,7 +142,9 @@ def test_older_files_are_read(tmp_path):
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     save_file(tensors, tmp_path / "b" / "model.safetensors")
     tokens = torch.arange(20)[None]
-    torch.testing.assert_close(logits_of(load_pretrained(tmp_path / "b"), tokens), theirs(tokens).logits.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logits_of(load_pretrained(tmp_path / "b"), tokens), theirs(tokens).logits.detach(), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -201,7 +229,9 @@ def folder(tmp_path):
 
 def change_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({name: value for name, value in (config | changes).items() if value != "gone"}))
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in (config | changes).items() if value != "gone"})
+    )
 
 
 CONFIGS = {
@@ -219,7 +249,9 @@ CONFIGS = {
     "rope_theta=1000": dict(rope_parameters=dict(rope_type="default", rope_theta=10**400)),
     "heads of 7 numbers": dict(head_dim=7),
     "rms_norm_eps='small'": dict(rms_norm_eps="small"),
-    "missing 9": dict(num_hidden_layers=3, layer_types="gone"),  # a layer of 12 tensors, of which the 3 biases and 9 weights
+    "missing 9": dict(
+        num_hidden_layers=3, layer_types="gone"
+    ),  # a layer of 12 tensors, of which the 3 biases and 9 weights
     "surplus 12": dict(num_hidden_layers=1, layer_types="gone"),
     "has shape (48, 32), config.json says (40, 32)": dict(intermediate_size=40),
 }
@@ -240,7 +272,9 @@ def test_the_supported_architectures_are_named(folder):
         load_pretrained(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"model_type": ["gpt2"]}', '{"model_type": "gpt2", "vocab_size": 1e99}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "[" * 100_000, '{"model_type": ["gpt2"]}', '{"model_type": "gpt2", "vocab_size": 1e99}']
+)
 def test_a_broken_config_is_one_line(text, folder):
     (folder / "config.json").write_text(text)
     with pytest.raises(SnugError, match="config.json"):
@@ -257,7 +291,9 @@ def test_broken_weights_are_one_line(folder):
         ({name: torch.zeros(48, 32, dtype=torch.int64)}, f"{name} is of type I64"),
         ({"layers.0.mlp.up_proj.weight": torch.zeros(48, 32)}, "names twice"),
     ):
-        save_file({key: value for key, value in (whole | change).items() if value is not None}, folder / "model.safetensors")
+        save_file(
+            {key: value for key, value in (whole | change).items() if value is not None}, folder / "model.safetensors"
+        )
         with pytest.raises(SnugError) as error:
             load_pretrained(folder)
         assert said in str(error.value)
@@ -281,20 +317,30 @@ def test_an_index_names_files_of_its_folder_only(folder, tmp_path):
         (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, file))))
         with pytest.raises(SnugError, match="weight_map"):
             load_pretrained(folder)
-    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, "gone.safetensors"))))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(dict(weight_map=dict.fromkeys(names, "gone.safetensors")))
+    )
     with pytest.raises(SnugError, match="'gone.safetensors' cannot be read"):
         load_pretrained(folder)
     tensors = load_file(folder / "part.safetensors")
     gone = sorted(tensors)[0]
     del tensors[gone]
     save_file(tensors, folder / "part.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, "part.safetensors"))))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(dict(weight_map=dict.fromkeys(names, "part.safetensors")))
+    )
     with pytest.raises(SnugError, match=f"has no {gone}, which the index says"):
         load_pretrained(folder)
 
 
 def test_shapes_without_an_architecture_are_refused_and_nothing_is_left(tmp_path):
-    for parts in (dict(norm="rmsnorm"), dict(position="rotary"), dict(mlp="swiglu"), dict(n_kv_head=2), dict(qk_norm=True)):
+    for parts in (
+        dict(norm="rmsnorm"),
+        dict(position="rotary"),
+        dict(mlp="swiglu"),
+        dict(n_kv_head=2),
+        dict(qk_norm=True),
+    ):
         model = GPT(GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=4, n_embd=16, **parts))
         with pytest.raises(SnugError, match="no architecture of gpt2, llama, qwen2, qwen3 has"):
             save_pretrained(model, tmp_path / "a")
@@ -312,17 +358,25 @@ def test_a_folder_that_is_there_is_not_overwritten(folder):
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 def test_true_shapes(family, tmp_path):
     """GPT-2 124M, and Qwen2.5-0.5B: 24 layers of 896, 14 heads on 2, 151,936 ids."""
-    sizes = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2)
-    qwen = transformers.Qwen2Config(vocab_size=151936, max_position_embeddings=32768, rope_theta=1e6, tie_word_embeddings=True, **sizes)
+    sizes = dict(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2
+    )
+    qwen = transformers.Qwen2Config(
+        vocab_size=151936, max_position_embeddings=32768, rope_theta=1e6, tie_word_embeddings=True, **sizes
+    )
     torch.manual_seed(1)
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config() if family == "gpt2" else qwen).eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.GPT2Config() if family == "gpt2" else qwen
+    ).eval()
     theirs.save_pretrained(tmp_path / "a")
     ours = load_pretrained(tmp_path / "a")
     tokens = torch.randint(50257, (1, 32), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = theirs(tokens).logits
         torch.testing.assert_close(logits_of(ours, tokens), expected, atol=1e-5, rtol=1e-5)
-        continuation = theirs.generate(tokens, max_new_tokens=64, do_sample=False, pad_token_id=0, eos_token_id=None)[0, 32:]
+        continuation = theirs.generate(tokens, max_new_tokens=64, do_sample=False, pad_token_id=0, eos_token_id=None)[
+            0, 32:
+        ]
     assert sample_groups(ours, [tokens[0].tolist()], 1, 64, temperature=0.0).completions()[0] == continuation.tolist()
     save_pretrained(ours, tmp_path / "b")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()

@@ -57,10 +57,15 @@ def test_a_wrong_answer_names_the_function_and_the_completion(answer, message):
 
 
 @pytest.mark.parametrize(
-    "answer", [[1, None, 0.5], (1, None, 0.5), np.array([1, 0, 0.5]), torch.tensor([1, 0, 0.5]), [True, None, np.float32(0.5)]]
+    "answer",
+    [[1, None, 0.5], (1, None, 0.5), np.array([1, 0, 0.5]), torch.tensor([1, 0, 0.5]), [True, None, np.float32(0.5)]],
 )
 def test_right_answers(answer):
-    assert total_rewards([lambda **_: answer, lambda **_: [1, 1, 1]], PROMPTS, COMPLETIONS, COLUMNS)[0] == [2.0, 1.0, 1.5]
+    assert total_rewards([lambda **_: answer, lambda **_: [1, 1, 1]], PROMPTS, COMPLETIONS, COLUMNS)[0] == [
+        2.0,
+        1.0,
+        1.5,
+    ]
 
 
 def test_rewards_that_add_up_to_more_than_a_float32():
@@ -69,7 +74,9 @@ def test_rewards_that_add_up_to_more_than_a_float32():
         total_rewards(huge, PROMPTS, COMPLETIONS, COLUMNS)
 
 
-@pytest.mark.parametrize("kind", [ValueError, ZeroDivisionError, KeyError, RecursionError, MemoryError, SystemExit, AssertionError])
+@pytest.mark.parametrize(
+    "kind", [ValueError, ZeroDivisionError, KeyError, RecursionError, MemoryError, SystemExit, AssertionError]
+)
 def test_an_exception_names_the_sample(kind):
     def mine(prompts, completions, answer):
         if "yy" in completions:
@@ -90,7 +97,10 @@ def test_an_exception_of_all_together():
             raise ValueError("too many")
         return [0.0]
 
-    assert "raised ValueError: 'too many'" in (message := refused(mine)) and "3 completions together, for none of them alone" in message
+    assert (
+        "raised ValueError: 'too many'" in (message := refused(mine))
+        and "3 completions together, for none of them alone" in message
+    )
 
 
 def endless(completions):
@@ -169,7 +179,9 @@ def test_looking_for_the_sample_takes_no_longer_than_the_limit():
         return [0.0] * len(completions)
 
     many, started = [str(i) for i in range(40)], time.monotonic()
-    with pytest.raises(SnugError, match=r"slow took longer than reward_timeout=0.3 seconds for 40 completions together"):
+    with pytest.raises(
+        SnugError, match=r"slow took longer than reward_timeout=0.3 seconds for 40 completions together"
+    ):
         ask(slow, many, many, {"answer": many}, 0.3)
     assert time.monotonic() - started < 5
 
@@ -189,7 +201,11 @@ reward.ask(mine, ["a"], ["b"], {{}}, 0.2)
     assert child.returncode == 1 and "Timeout" in child.stderr and "in mine" in child.stderr
 
 
-@given(st.lists(st.one_of(st.none(), st.floats(), st.integers(), st.text(), st.booleans(), st.complex_numbers()), max_size=5))
+@given(
+    st.lists(
+        st.one_of(st.none(), st.floats(), st.integers(), st.text(), st.booleans(), st.complex_numbers()), max_size=5
+    )
+)
 def test_any_answer_is_taken_or_refused_by_name(answer):
     def mine(prompts, completions, answer):
         return given_answer

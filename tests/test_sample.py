@@ -19,7 +19,10 @@ STOP = 3
 def rows_of(rollouts):
     """-> N pairs (ids, log-probs) of the completions, the stop token included."""
     ends = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
-    return [(rollouts.tokens[i, p : p + c].tolist(), rollouts.sampling_logprobs[i, :c].tolist()) for i, (p, c) in enumerate(ends)]
+    return [
+        (rollouts.tokens[i, p : p + c].tolist(), rollouts.sampling_logprobs[i, :c].tolist())
+        for i, (p, c) in enumerate(ends)
+    ]
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
@@ -29,7 +32,9 @@ def test_equals_the_naive_generator(shape, temperature):
     rollouts = sample_groups(model, PROMPTS, 5, 12, temperature=temperature, stop_token=STOP, seed=11)
     lengths = set()
     for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
-        naive_ids, naive_logprobs = generate_naive(model, PROMPTS[i // 5], 12, temperature=temperature, stop_token=STOP, seed=11, row=i)
+        naive_ids, naive_logprobs = generate_naive(
+            model, PROMPTS[i // 5], 12, temperature=temperature, stop_token=STOP, seed=11, row=i
+        )
         assert ids == naive_ids
         assert logprobs == pytest.approx(naive_logprobs, abs=1e-5)
         lengths.add(len(ids))
@@ -70,7 +75,9 @@ def test_a_row_does_not_depend_on_the_order_of_the_queue():
     model = make_flat_model("llama")
     whole = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5, max_batch=7))
     for p in reversed(range(len(PROMPTS))):
-        alone = rows_of(sample_groups(model, PROMPTS[p : p + 1], 6, 10, stop_token=STOP, seed=5, max_batch=2, first_row=6 * p))
+        alone = rows_of(
+            sample_groups(model, PROMPTS[p : p + 1], 6, 10, stop_token=STOP, seed=5, max_batch=2, first_row=6 * p)
+        )
         for (ids, logprobs), (expected_ids, expected) in zip(alone, whole[6 * p : 6 * p + 6], strict=True):
             assert ids == expected_ids and logprobs == pytest.approx(expected, abs=1e-5)
 
@@ -129,7 +136,9 @@ def test_a_stop_string_that_spans_tokens(every, max_batch, monkeypatch):
         naive_ids, naive_logprobs = generate_naive(model, PROMPTS[i // 8], 14, row=i, **options)
         assert ids == naive_ids and logprobs == pytest.approx(naive_logprobs, abs=1e-5)
         by_text = is_over(ids)
-        assert bool(rollouts.stopped_by_text[i]) == by_text and bool(rollouts.stopped[i]) == (by_text or ids[-1] == STOP)
+        assert bool(rollouts.stopped_by_text[i]) == by_text and bool(rollouts.stopped[i]) == (
+            by_text or ids[-1] == STOP
+        )
         assert rollouts.completions()[i] == (ids[:-1] if ids[-1] == STOP else ids)  # the text that ended it stays
         assert rollouts.mask[i].sum() == len(ids) and (rollouts.sampling_logprobs[i, len(ids) :] == 0).all()
         assert set(rollouts.tokens[i, rollouts.prompt_lengths[i] + len(ids) :].tolist()) <= {0}
@@ -192,7 +201,9 @@ def test_sampled_frequencies_are_the_models(temperature):
         p = torch.softmax(model.logits(model(torch.tensor([[1, 2]], device=DEVICE))[0, -1]).double() / temperature, -1)
         assert chi_square(first, p) < 40  # 12 degrees of freedom: exceeded once in 14,000 tries
         likeliest = int(p.argmax())
-        after = torch.softmax(model.logits(model(torch.tensor([[1, 2, likeliest]], device=DEVICE))[0, -1]).double() / temperature, -1)
+        after = torch.softmax(
+            model.logits(model(torch.tensor([[1, 2, likeliest]], device=DEVICE))[0, -1]).double() / temperature, -1
+        )
     assert chi_square(second[first == likeliest], after) < 40
     assert chi_square(first, p.roll(1)) > 100  # the test can fail
 
@@ -229,9 +240,13 @@ def test_freed_slots_are_filled_again(slots, every, monkeypatch):
     model, steps = make_flat_model("gpt2", block_size=112, bias=True), []
     stops_one_time_in(12, model)
     monkeypatch.setitem(batch.LOOK_EVERY, DEVICE, every)
-    model.register_forward_pre_hook(lambda module, args: steps.append(args[0].shape[0]) if args[0].shape[1] == 1 else None)
+    model.register_forward_pre_hook(
+        lambda module, args: steps.append(args[0].shape[0]) if args[0].shape[1] == 1 else None
+    )
     read = []
-    model.register_forward_pre_hook(lambda module, args: read.append(args[0].shape[0]) if args[0].shape[1] > 1 else None)
+    model.register_forward_pre_hook(
+        lambda module, args: read.append(args[0].shape[0]) if args[0].shape[1] > 1 else None
+    )
     prompts = [prompt + [9] for prompt in PROMPTS * 8]  # of two tokens at least
     lengths = sample_groups(model, prompts, 10, 100, stop_token=STOP, seed=2, max_batch=slots).completion_lengths
     assert sum(read) == 32  # each prompt once
@@ -253,7 +268,9 @@ def test_columns_that_nobody_wrote_are_not_read(monkeypatch):
     monkeypatch.setattr(KVCache, "__init__", poisoned)
     last = lambda seed, rows, steps: np.asarray(steps)[None] == lengths[rows][:, None] - 1  # noqa: E731
     monkeypatch.setattr(sample, "uniforms", lambda *args: last(*args).astype(np.float32))
-    monkeypatch.setattr(batch, "sample_tokens", lambda model, hidden, u, *how: (torch.where(u > 0.5, STOP, 5), hidden.float().sum(-1)))
+    monkeypatch.setattr(
+        batch, "sample_tokens", lambda model, hidden, u, *how: (torch.where(u > 0.5, STOP, 5), hidden.float().sum(-1))
+    )
     rollouts = sample_groups(make_model("gpt2", block_size=64), [[1, 2]] * 6, 8, 40, stop_token=STOP, max_batch=8)
     assert rollouts.completion_lengths.tolist() == lengths.tolist() and rollouts.sampling_logprobs.isfinite().all()
 
@@ -281,7 +298,9 @@ def test_no_lengths_take_more_than_is_rehearsed(k, P, slots, dtype):
 
     planned, _ = peak(lambda: rehearse_groups(model, 12, P, k, 50, max_batch=slots))
     for seed in range(2):
-        taken, rollouts = peak(lambda seed=seed: sample_groups(model, prompts, k, 50, stop_token=STOP, seed=seed, max_batch=slots))
+        taken, rollouts = peak(
+            lambda seed=seed: sample_groups(model, prompts, k, 50, stop_token=STOP, seed=seed, max_batch=slots)
+        )
         assert planned / 2 < taken <= planned and rollouts.completion_lengths.max() == 50
 
 

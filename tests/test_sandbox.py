@@ -21,12 +21,16 @@ with closing(Sandbox("evil:Evil", {})) as asked:
     SECCOMP = not asked.missing
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 STRICT = [("audit",)] + [("seccomp",)] * SECCOMP + [LAYERS]  # each of these refuses what is not harmless
-TIMEOUT = 0.5  # seconds; an honest answer takes some milliseconds, and a fork in a busy machine some hundredths of a second
+TIMEOUT = (
+    0.5  # seconds; an honest answer takes some milliseconds, and a fork in a busy machine some hundredths of a second
+)
 
 
 @contextmanager
 def evil(layers=LAYERS, **options):
-    with closing(Sandbox("evil:Evil", {}, **{"timeout": TIMEOUT, "memory_mb": 512, "layers": layers} | options)) as child:
+    with closing(
+        Sandbox("evil:Evil", {}, **{"timeout": TIMEOUT, "memory_mb": 512, "layers": layers} | options)
+    ) as child:
         yield child
 
 
@@ -51,7 +55,10 @@ def processes(parent=None):
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words, state = (folder / "cmdline").read_bytes().split(b"\0"), (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            words, state = (
+                (folder / "cmdline").read_bytes().split(b"\0"),
+                (folder / "stat").read_text().rpartition(")")[2].split()[0],
+            )
         except OSError:
             continue
         if state != "Z" and sandbox.__file__.encode() in words and words[-2] == str(parent or os.getpid()).encode():
@@ -169,7 +176,12 @@ def test_each_of_the_strict_layers_is_enough(layers, place):
 def test_what_never_ends_is_ended(child, place):
     keeper = child.make(["pid"])[0]
     assert attack(child, place, ("eval",), LATE) == []
-    assert attack(child, place, ("exec",), {"a loop": "while True:\n try:\n  while True: pass\n except BaseException: pass"}) == []
+    assert (
+        attack(
+            child, place, ("exec",), {"a loop": "while True:\n try:\n  while True: pass\n except BaseException: pass"}
+        )
+        == []
+    )
     assert child.make(["pid"]) == [keeper] and processes() == [keeper]
 
 
@@ -219,7 +231,14 @@ def test_no_answer_changes_how_others_are_scored(layers):
 
 def test_where_nothing_is_executed_a_process_goes_on():
     with evil() as child:
-        assert child.score([("count", "")] * 3 + [("exec", "score = 1.0")] + [("count", "")] * 2) == [1.0, 2.0, 3.0, 1.0, 1.0, 2.0]
+        assert child.score([("count", "")] * 3 + [("exec", "score = 1.0")] + [("count", "")] * 2) == [
+            1.0,
+            2.0,
+            3.0,
+            1.0,
+            1.0,
+            2.0,
+        ]
         assert child.score([("count", "")]) == [1.0]  # of another request
     with evil(layers=("limits",)) as child:  # without the hook nobody knows
         assert child.score([("count", "")] * 3) == [1.0] * 3
@@ -230,7 +249,13 @@ def test_limits():
     with evil(layers=("limits",)) as child:
         asked = ["RLIMIT_FSIZE", "RLIMIT_CORE", "RLIMIT_NPROC", "RLIMIT_NOFILE", "RLIMIT_CPU"]
         code = "import resource; score = resource.getrlimit(resource.{})[1]"
-        assert child.score([("exec", code.format(name)) for name in asked]) == [0, 0, 0, 32, 1 + int((TIMEOUT + 1) * sandbox.BATCH)]
+        assert child.score([("exec", code.format(name)) for name in asked]) == [
+            0,
+            0,
+            0,
+            32,
+            1 + int((TIMEOUT + 1) * sandbox.BATCH),
+        ]
         sizes = [("exec", f"import mmap; x = mmap.mmap(-1, {size} * 2**20); score = 1.0") for size in (256, 768)]
         assert child.score(sizes) == [1.0, 0.0]  # of 512 MiB, beyond what it starts with
 
@@ -241,7 +266,10 @@ def test_root_becomes_nobody(monkeypatch):
     code = "import os; score = os.{}() if not os.getgroups() else -1"
     asked = [("exec", code.format(name)) for name in ("getuid", "geteuid", "getgid", "getegid")]
     system = "/usr/bin/python3"
-    if not Path(system).exists() or subprocess.run([system, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
+    if (
+        not Path(system).exists()
+        or subprocess.run([system, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode
+    ):
         pytest.skip(f"there is no {system} of version 3.11")
     monkeypatch.setattr(sandbox.sys, "executable", system)
     monkeypatch.setattr(sandbox.sys, "path", [str(Path(__file__).parent)])
@@ -277,7 +305,11 @@ def test_it_sees_nothing_of_this_process(child, monkeypatch):
 
 def test_numbers_that_are_none(child):
     much = "import os\nfor fd in range(3, 30):\n try: os.write(fd, b'1' * {})\n except OSError: pass\nscore = 1.0"
-    assert child.score([("exec", much.format(2000)), ("exec", much.format(10**8)), ("exec", much.format(0))]) == [0.0, 0.0, 1.0]
+    assert child.score([("exec", much.format(2000)), ("exec", much.format(10**8)), ("exec", much.format(0))]) == [
+        0.0,
+        0.0,
+        1.0,
+    ]
     answers = ["nan", "inf", "-inf", "1e999", "-3", "0.25", "1_0", "0x10", "1" * 5000]
     assert child.score([("number", answer) for answer in answers]) == [0.0, 0.0, 0.0, 0.0, -3.0, 0.25, 10.0, 0.0, 0.0]
     assert child.score([]) == [] and child.make([]) == []
@@ -289,7 +321,11 @@ def test_a_child_that_is_lost_is_followed_by_another(child):
     os.kill(keeper, signal.SIGKILL)
     child.process.wait()
     assert child.score([("plain", "4"), ("plain", "5")]) == [1.0, 0.0]
-    for item, message in (("exit", "it ended"), ("long", "more than 4,194,304 bytes"), ("forge", "nothing that was asked")):
+    for item, message in (
+        ("exit", "it ended"),
+        ("long", "more than 4,194,304 bytes"),
+        ("forge", "nothing that was asked"),
+    ):
         before = child.make(["pid"])[0]
         with pytest.raises(SandboxError, match=f'the item "{item}": .*{message}'):
             child.make(["print", item])
@@ -344,7 +380,9 @@ print(keeper, flush=True)
 child.score([("exec", "while True: pass")])
 """
     home = Path(sandbox.__file__).parent.parent
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=home, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=home, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     keeper = int(parent.stdout.readline())
     assert wait_for(lambda: len(processes(parent.pid)) == 2) and keeper in processes(parent.pid)
     parent.kill()
@@ -426,8 +464,20 @@ def test_the_filter_step_by_step(monkeypatch):
     allowed = {number for number in range(1000) if run_filter(program, number) == sandbox.PASS}
     listed = {int(line.split()[1]) for line in sandbox.ALLOWED.split(",") if line.split()[1] != "-"}
     assert allowed == listed | {2, 257}  # open and openat, with flags 0
-    forbidden = {"fork": 57, "clone": 56, "clone3": 435, "execve": 59, "kill": 62, "socket": 41, "unlink": 87, "prctl": 157, "ptrace": 101}
-    assert not allowed & (set(forbidden.values()) | {72, 16, 302, 425, 437, 85})  # fcntl, ioctl, prlimit64, io_uring, openat2, creat
+    forbidden = {
+        "fork": 57,
+        "clone": 56,
+        "clone3": 435,
+        "execve": 59,
+        "kill": 62,
+        "socket": 41,
+        "unlink": 87,
+        "prctl": 157,
+        "ptrace": 101,
+    }
+    assert not allowed & (
+        set(forbidden.values()) | {72, 16, 302, 425, 437, 85}
+    )  # fcntl, ioctl, prlimit64, io_uring, openat2, creat
     for flags in (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC, os.O_APPEND, os.O_RDWR | os.O_CLOEXEC):
         assert run_filter(program, 257, (0, 0, flags, 0, 0, 0)) == sandbox.REFUSE
         assert run_filter(program, 2, (0, flags, 0, 0, 0, 0)) == sandbox.REFUSE

@@ -37,7 +37,10 @@ def trained(tmp_path, **changes):
     settings, said = SFTSettings(out_dir=str(tmp_path), max_iters=99, **{"save_interval": 1} | changes), []
     model = make_model()
     optimizer = make_optimizer(model, settings)
-    saver, guard = Saver(settings, get_tokenizer("bytes"), model.device, said.append), Guard(settings, None, said.append)
+    saver, guard = (
+        Saver(settings, get_tokenizer("bytes"), model.device, said.append),
+        Guard(settings, None, said.append),
+    )
 
     def step(done):
         model.logits(model(torch.arange(20, device=model.device).view(2, 10))).logsumexp(-1).sum().backward()
@@ -56,9 +59,13 @@ def test_what_is_saved_is_the_state_at_the_save(tmp_path, monkeypatch):
     step(1)
     go, original = threading.Event(), checkpoint.seal
     monkeypatch.setattr(checkpoint, "seal", lambda folder: go.wait(60) and original(folder))
-    before = {name: t.clone() for named in checkpoint.tensors_of(model, optimizer).values() for name, t in named.items()}
+    before = {
+        name: t.clone() for named in checkpoint.tensors_of(model, optimizer).values() for name, t in named.items()
+    }
     saver.after(1, model, optimizer, guard, {})
-    assert not checkpoint.checkpoints(tmp_path) and saver.stats()["mem_save_mb"] > 0 and HOST.current == 0  # a copy beside the ledgers
+    assert (
+        not checkpoint.checkpoints(tmp_path) and saver.stats()["mem_save_mb"] > 0 and HOST.current == 0
+    )  # a copy beside the ledgers
     step(2)
     guard.health["dropped_steps"] = 7
     go.set()
@@ -94,7 +101,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         saver.wait()
     # 5 was saved for its score alone; 9, no better than the best, was not; 10 has had a step since
     assert names(tmp_path) == ["best", "checkpoint-000005", "checkpoint-000008", "checkpoint-000010"]
-    assert checkpoint.newest(tmp_path / "best").name == "checkpoint-000005" and checkpoint.newest(tmp_path).name == "checkpoint-000010"
+    assert (
+        checkpoint.newest(tmp_path / "best").name == "checkpoint-000005"
+        and checkpoint.newest(tmp_path).name == "checkpoint-000010"
+    )
     again = Saver(saver.settings, saver.tokenizer, model.device, print)  # a resumed run knows the best one
     assert again.best == 0.9
 
@@ -155,7 +165,9 @@ def test_a_best_that_could_not_be_saved_is_not_the_best(tmp_path, monkeypatch):
     original = os.rename
     for done, score in enumerate((0.5, 0.9, 0.1, 0.7), start=1):
         step(done)
-        monkeypatch.setattr(os, "rename", original if done != 2 else lambda *paths: (_ for _ in ()).throw(OSError(5, "broken")))
+        monkeypatch.setattr(
+            os, "rename", original if done != 2 else lambda *paths: (_ for _ in ()).throw(OSError(5, "broken"))
+        )
         saver.after(done, model, optimizer, guard, {"pass_at_1": score})
         saver.wait()
     step(5)
@@ -199,8 +211,13 @@ def test_what_is_not_finite_is_not_published(tmp_path, value):
     saver.save(1, model, optimizer, guard, last=True)
     optimizer.state[model.blocks[1].mlp.down.weight]["exp_avg"][3, 4] = value
     saver.save(2, model, optimizer, guard)
-    assert "checkpoint-000002 is not written: exp_avg.blocks.1.mlp.down.weight has NaN or infinity; the training goes on" in said[0]
-    with pytest.raises(SnugError, match="checkpoint-000003 is not written.*the newest checkpoint is .*checkpoint-000001"):
+    assert (
+        "checkpoint-000002 is not written: exp_avg.blocks.1.mlp.down.weight has NaN or infinity; the training goes on"
+        in said[0]
+    )
+    with pytest.raises(
+        SnugError, match="checkpoint-000003 is not written.*the newest checkpoint is .*checkpoint-000001"
+    ):
         saver.save(3, model, optimizer, guard, last=True)
 
 
@@ -233,7 +250,9 @@ def test_a_save_that_fails_is_tried_again(tmp_path, monkeypatch):
         saver.wait()
     assert tries == [5, 6, 8, 12] and checkpoint.newest(tmp_path).name == "checkpoint-000012"
     assert (
-        len(said) == 3 and f"checkpoint-000008 cannot be written into {tmp_path} (No space left on device); the training goes on" in said[2]
+        len(said) == 3
+        and f"checkpoint-000008 cannot be written into {tmp_path} (No space left on device); the training goes on"
+        in said[2]
     )
     assert not list(tmp_path.glob(".tmp*"))
 
@@ -254,11 +273,15 @@ def test_whatever_fails_in_a_save_leaves_the_one_before(tmp_path, monkeypatch, w
     owner = {"mkdir": Path, "save_file": safetensors.torch, "write_text": Path, "fsync": os, "rename": os}[where]
     monkeypatch.setattr(owner, where, fail)
     with pytest.raises(
-        SnugError, match=rf"checkpoint-000002 cannot be written into .*{os.strerror(number)}.*newest checkpoint is .*000001"
+        SnugError,
+        match=rf"checkpoint-000002 cannot be written into .*{os.strerror(number)}.*newest checkpoint is .*000001",
     ):
         saver.save(2, model, optimizer, guard, last=True)
     monkeypatch.undo()
-    assert checkpoint.newest(tmp_path).name == "checkpoint-000001" and {path: path.read_bytes() for path in before} == before
+    assert (
+        checkpoint.newest(tmp_path).name == "checkpoint-000001"
+        and {path: path.read_bytes() for path in before} == before
+    )
     saver.save(2, model, optimizer, guard, last=True)
     assert checkpoint.newest(tmp_path).name == "checkpoint-000002"
 
@@ -278,7 +301,9 @@ def test_a_file_system_that_takes_no_more(tmp_path):
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
     child = train_in_a_process(tmp_path / "run", "--max_iters=9", "--save_interval=1", "--resume=auto", setup=limit)
     assert child.returncode == 2 and child.stderr.count("\n") == 1, child.stderr
-    assert "error: checkpoint-000009 cannot be written" in child.stderr and "checkpoint-000002; make room" in child.stderr
+    assert (
+        "error: checkpoint-000009 cannot be written" in child.stderr and "checkpoint-000002; make room" in child.stderr
+    )
     assert "warning: checkpoint-000003 cannot be written into" in child.stdout and "File too large" in child.stdout
     assert len(read_log(tmp_path / "run")) == 9  # it trained to the end
     assert train_in_a_process(tmp_path / "run", "--max_iters=9", "--resume=auto").returncode == 0
@@ -292,7 +317,11 @@ def in_a_mount(folder, commands):
         pytest.skip("no file system can be mounted here")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        ["unshare", "-rm", "sh", "-c", f"{mount} && {commands}"], capture_output=True, text=True, cwd=HOME, env=environment
+        ["unshare", "-rm", "sh", "-c", f"{mount} && {commands}"],
+        capture_output=True,
+        text=True,
+        cwd=HOME,
+        env=environment,
     )
 
 
@@ -303,8 +332,15 @@ def test_a_disk_that_is_full(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     train = f"{TRAIN} --max_iters=30 --save_interval=1 --save_total_limit=50 --out_dir={disk}/run"
-    child = in_a_mount(disk, f"{train}; echo code $?; cp {disk}/run/log.jsonl {tmp_path}; cp -r {disk}/run/checkpoint-000002 {tmp_path}")
-    assert "code 2\n" in child.stdout and "No space left on device" in child.stderr and "checkpoint-000002; make room" in child.stderr
+    child = in_a_mount(
+        disk,
+        f"{train}; echo code $?; cp {disk}/run/log.jsonl {tmp_path}; cp -r {disk}/run/checkpoint-000002 {tmp_path}",
+    )
+    assert (
+        "code 2\n" in child.stdout
+        and "No space left on device" in child.stderr
+        and "checkpoint-000002; make room" in child.stderr
+    )
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["iter"] for record in records] == list(range(30))
     assert checkpoint.damage(tmp_path / "checkpoint-000002") is None
@@ -336,7 +372,9 @@ print(lines.error, [line[:5] for line in open("{disk}/log.jsonl").read().splitli
 """
     (tmp_path / "code.py").write_text(code)
     child = in_a_mount(disk, f"{sys.executable} {tmp_path}/code.py")
-    assert child.stdout.splitlines()[1:] == ["True True", "None ['first', '00000', '11111', '22222', 'last']"], child.stderr
+    assert child.stdout.splitlines()[1:] == ["True True", "None ['first', '00000', '11111', '22222', 'last']"], (
+        child.stderr
+    )
     assert child.stdout.startswith("No space left on device ")
 
 
@@ -344,7 +382,9 @@ print(lines.error, [line[:5] for line in open("{disk}/log.jsonl").read().splitli
 def test_a_folder_that_is_read_only(tmp_path, out_dir):
     disk = tmp_path / "disk"
     disk.mkdir()
-    child = in_a_mount(disk, f"mount -o remount,ro {disk} && {TRAIN} --max_iters=2 --out_dir={disk}{out_dir}; echo code $?")
+    child = in_a_mount(
+        disk, f"mount -o remount,ro {disk} && {TRAIN} --max_iters=2 --out_dir={disk}{out_dir}; echo code $?"
+    )
     assert "code 2\n" in child.stdout and child.stderr.count("\n") == 1, child.stderr
     assert f"error: out_dir={disk}{out_dir} cannot be " in child.stderr and "Read-only file system" in child.stderr
 

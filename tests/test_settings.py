@@ -154,7 +154,9 @@ def test_numbers_must_be_finite(cls, name):
         assert f"--{name} must be finite" in refused(read_settings, cls, [f"--{name}={word}"])
 
 
-@pytest.mark.parametrize("cls, name", [(c, n) for c, n in EVERY_OPTION if options.fields(c)[n].metadata["minimum"] is not None])
+@pytest.mark.parametrize(
+    "cls, name", [(c, n) for c, n in EVERY_OPTION if options.fields(c)[n].metadata["minimum"] is not None]
+)
 def test_numbers_under_the_minimum_are_refused(cls, name):
     kind, _ = options.type_of(cls, name)
     minimum = options.fields(cls)[name].metadata["minimum"]
@@ -179,9 +181,9 @@ def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
         typo = name[:-1] + "_" + name[-1]
         near = re.search(r"did you mean (\w+)\?$", refused(read_settings, cls, [f"--{typo}=1"]))
         assert near and near[1] in options.fields(cls)
-    assert refused(read_settings, cls, ["--max_new_token=3"] if cls is not SFTSettings else ["--learning_rat=3"]).endswith(
-        "did you mean max_new_tokens?" if cls is not SFTSettings else "did you mean learning_rate?"
-    )
+    assert refused(
+        read_settings, cls, ["--max_new_token=3"] if cls is not SFTSettings else ["--learning_rat=3"]
+    ).endswith("did you mean max_new_tokens?" if cls is not SFTSettings else "did you mean learning_rate?")
     assert refused(read_settings, cls, ["--qqq=1"]) == "unknown option --qqq; --help lists them all"
     path = config(tmp_path, "'''why'''\n\nsede = 3\n")
     assert refused(read_config, cls, path) == f"unknown option {path}:3: sede; did you mean seed?"
@@ -286,7 +288,13 @@ countdown_operators = '+' '-'
 """
     values = read_config(GRPOSettings, config(tmp_path, text))
     assert values == dict(
-        learning_rate=1.0, epsilon_high=None, reward_funcs=["a:b", "c:d"], bias=True, seed=16, delta=4.0, countdown_operators="+-"
+        learning_rate=1.0,
+        epsilon_high=None,
+        reward_funcs=["a:b", "c:d"],
+        bias=True,
+        seed=16,
+        delta=4.0,
+        countdown_operators="+-",
     )
     assert type(values["learning_rate"]) is float and type(values["reward_funcs"]) is list
     assert read_config(GRPOSettings, config(tmp_path, "")) == {}
@@ -343,7 +351,9 @@ def test_a_config_that_is_not_text(tmp_path):
 
 
 def test_a_config_number_too_large_for_a_float(tmp_path):
-    assert "learning_rate must be finite" in refused(read_config, SFTSettings, config(tmp_path, "learning_rate = 1" + "0" * 400))
+    assert "learning_rate must be finite" in refused(
+        read_config, SFTSettings, config(tmp_path, "learning_rate = 1" + "0" * 400)
+    )
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("config/*.py")), ids=lambda path: path.name)
@@ -361,13 +371,29 @@ def test_configs_of_the_repository_are_right(path):
 @pytest.mark.parametrize(
     "cls, words, message",
     [
-        (GRPOSettings, "--group_size=1", "group_size=1: a group needs at least 2 completions to compare; try --group_size=8"),
+        (
+            GRPOSettings,
+            "--group_size=1",
+            "group_size=1: a group needs at least 2 completions to compare; try --group_size=8",
+        ),
         (SFTSettings, "--n_head=3", "n_head=3 does not divide n_embd=64"),
         (SFTSettings, "--n_kv_head=3", "n_kv_head=3 does not divide n_head=4"),
         (SFTSettings, "--n_embd=12 --position=rotary", "n_embd=12 / n_head=4 is an odd head width"),
-        (SFTSettings, "--gradient_accumulation_steps=3", "gradient_accumulation_steps=3 does not divide batch_size=128"),
-        (SFTSettings, "--gradient_accumulation_steps=2 --max_tokens_per_micro_batch=512", "both cut the batch; set one of them"),
-        (GRPOSettings, "--gradient_accumulation_steps=2 --max_tokens_per_micro_batch=512", "both cut the batch; set one of them"),
+        (
+            SFTSettings,
+            "--gradient_accumulation_steps=3",
+            "gradient_accumulation_steps=3 does not divide batch_size=128",
+        ),
+        (
+            SFTSettings,
+            "--gradient_accumulation_steps=2 --max_tokens_per_micro_batch=512",
+            "both cut the batch; set one of them",
+        ),
+        (
+            GRPOSettings,
+            "--gradient_accumulation_steps=2 --max_tokens_per_micro_batch=512",
+            "both cut the batch; set one of them",
+        ),
         (
             GRPOSettings,
             "--train_batch_size=100",

@@ -131,7 +131,9 @@ def test_unknown_name():
         get_tokenizer("gpt3")
 
 
-@pytest.mark.parametrize("error", [requests.exceptions.ConnectionError("no route"), TimeoutError(), ValueError("hash mismatch")])
+@pytest.mark.parametrize(
+    "error", [requests.exceptions.ConnectionError("no route"), TimeoutError(), ValueError("hash mismatch")]
+)
 def test_gpt2_without_its_files(monkeypatch, tmp_path, error):
     def no_network(*args, **kwargs):
         raise error
@@ -199,8 +201,30 @@ SPACES = [" ", "\n", "\t", "\r\n", "\u00a0", "\u3000", "\u2028", "\x85", "\x0b"]
 CONTRACTIONS = ["'s", "'LL", "'Re", "it's", "WE'VE", "'\u017f", "don't", "'D", "’s", "I'M"]
 EMOJI = ["👩\u200d👩\u200d👧", "🏳️\u200d🌈", "👍🏽", "🇩🇪", "🙂"]
 CONTROL = ["\x00", "\x1b[0m", "\ufeff", "\u200d", "\x1c", "\x7f", "\ufffd", "\uffff"]
-MARKS = ["e\u0301", "a\u0323\u0301", "a\u0301\u0323", "\u1e9b\u0323", "=\u0338", "\u0344", "가\u11a8", "\u212b", "\u0958", "\u1fef"]
-CODE = ["def f(x):\n    return x ** 2", "x[i] += 1;\r\n\r\n", "<a href='#'>", "://", "}\n\n\n", "    if", "-----", "#!/bin/sh", "\\n", "&&"]
+MARKS = [
+    "e\u0301",
+    "a\u0323\u0301",
+    "a\u0301\u0323",
+    "\u1e9b\u0323",
+    "=\u0338",
+    "\u0344",
+    "가\u11a8",
+    "\u212b",
+    "\u0958",
+    "\u1fef",
+]
+CODE = [
+    "def f(x):\n    return x ** 2",
+    "x[i] += 1;\r\n\r\n",
+    "<a href='#'>",
+    "://",
+    "}\n\n\n",
+    "    if",
+    "-----",
+    "#!/bin/sh",
+    "\\n",
+    "&&",
+]
 ADDED = [
     "<|im_start|>",
     "<|im_end|>",
@@ -216,7 +240,9 @@ ADDED = [
 ]
 # Assigned for so long that every library knows them alike; of the ideographs and of the private ones, few
 MANY = [range(0x3400, 0xD7A4), range(0xE000, 0xF900), range(0x20000, 0x110000)]
-CHARACTERS = [c for n, c in enumerate(map(chr, range(0x110000))) if n % 50 == 0 or not any(n in block for block in MANY)]
+CHARACTERS = [
+    c for n, c in enumerate(map(chr, range(0x110000))) if n % 50 == 0 or not any(n in block for block in MANY)
+]
 CHARACTERS = [c for c in CHARACTERS if unicodedata.ucd_3_2_0.category(c) not in ("Cn", "Cs")]
 
 
@@ -259,7 +285,9 @@ def trained(pre_tokenizer, special=(), normalizer=None):
     if normalizer:
         tokenizer.normalizer = normalizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False
+    )
     tokenizer.train_from_iterator(texts(3000, seed=2), trainer)
     return json.loads(tokenizer.to_str())
 
@@ -284,8 +312,13 @@ def all_splits(spec):
     vocab = spec["model"]["vocab"]
     made = {"".join(pair): None for pair in spec["model"]["merges"]}
     known = set(made) | set(SYMBOLS.values())
-    cuts = {token: [(token[:n], token[n:]) for n in range(1, len(token)) if token[:n] in known and token[n:] in known] for token in made}
-    spec["model"]["merges"] = [list(pair) for token in made for pair in sorted(cuts[token], key=lambda pair: [vocab[p] for p in pair])]
+    cuts = {
+        token: [(token[:n], token[n:]) for n in range(1, len(token)) if token[:n] in known and token[n:] in known]
+        for token in made
+    }
+    spec["model"]["merges"] = [
+        list(pair) for token in made for pair in sorted(cuts[token], key=lambda pair: [vocab[p] for p in pair])
+    ]
     spec["model"]["ignore_merges"] = True
     return spec
 
@@ -294,7 +327,9 @@ def begin_with(spec, token):
     """As Llama 3's: the token is put before each text."""
     number = next(entry["id"] for entry in spec["added_tokens"] if entry["content"] == token)
     sequence = {"Sequence": {"id": "A", "type_id": 0}}
-    template = dict(type="TemplateProcessing", single=[{"SpecialToken": {"id": token, "type_id": 0}}, sequence], pair=[sequence])
+    template = dict(
+        type="TemplateProcessing", single=[{"SpecialToken": {"id": token, "type_id": 0}}, sequence], pair=[sequence]
+    )
     template["special_tokens"] = {token: dict(id=token, ids=[number], tokens=[token])}
     byte_level = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True)
     spec["post_processor"] = dict(type="Sequence", processors=[byte_level, template])
@@ -313,7 +348,14 @@ def gpt2_like():
 def llama3_like():
     """Some tokens of Llama 3's are made of parts of higher ranks, and some of no two: so are two of these."""
     spec = all_splits(
-        added(trained(split(LLAMA3)), "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+        added(
+            trained(split(LLAMA3)),
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+        )
     )
     return begin_with(spec, "<|begin_of_text|>")
 
@@ -328,7 +370,9 @@ def qwen_like():
 @cache
 def smollm2_like():
     """Special tokens are its first ids; digits are cut off before the pattern sees a text."""
-    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    digits = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     return trained(digits, [END_OF_TEXT, "<|im_start|>", "<|im_end|>", *(f"<unused{n}>" for n in range(5))])
 
 
@@ -350,7 +394,9 @@ FAMILIES = [gpt2_like, llama3_like, qwen_like, smollm2_like, shuffled]
 def folder_of(path, spec, **files):
     """Writes the files of a tokenizer: objects as JSON, text and bytes as they are."""
     path.mkdir(exist_ok=True)
-    names = {"tokenizer.json": spec} | {f"{name}.{'jinja' if name == 'chat_template' else 'json'}": value for name, value in files.items()}
+    names = {"tokenizer.json": spec} | {
+        f"{name}.{'jinja' if name == 'chat_template' else 'json'}": value for name, value in files.items()
+    }
     for name, value in names.items():
         data = value if isinstance(value, str | bytes) else json.dumps(value)
         (path / name).write_bytes(data if isinstance(data, bytes) else data.encode())
@@ -426,7 +472,10 @@ def small(tokens=(), merges=(), **model):
     """The bytes, then these tokens, then <|endoftext|>."""
     vocab = {SYMBOLS[byte]: byte for byte in range(256)} | {token: 256 + n for n, token in enumerate(tokens)}
     spec = dict(
-        added_tokens=[], normalizer=None, post_processor=None, decoder=dict(type="ByteLevel", add_prefix_space=True, trim_offsets=True)
+        added_tokens=[],
+        normalizer=None,
+        post_processor=None,
+        decoder=dict(type="ByteLevel", add_prefix_space=True, trim_offsets=True),
     )
     spec["pre_tokenizer"] = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     spec["model"] = dict(type="BPE", dropout=None, unk_token=None, vocab=vocab, merges=list(merges)) | model
@@ -466,7 +515,12 @@ def random_bpe(rng):
     elif kind == 2:
         rng.shuffle(tokens)
         known = {*letters, *tokens}
-        merges = [[t[:n], t[n:]] for t in tokens for n in range(1, len(t)) if t[:n] in known and t[n:] in known and rng.random() < 0.95]
+        merges = [
+            [t[:n], t[n:]]
+            for t in tokens
+            for n in range(1, len(t))
+            if t[:n] in known and t[n:] in known and rng.random() < 0.95
+        ]
     elif kind == 3:
         tokens += {"".join(rng.choices(letters, k=rng.randrange(2, 6))) for _ in range(2)} - set(tokens)
         rng.shuffle(tokens)
@@ -539,8 +593,21 @@ def test_a_special_token_that_merges_would_make_is_still_not_text(tmp_path):
 @pytest.mark.parametrize("normalizer", [None, dict(type="NFC")])
 def test_added_tokens(tmp_path, normalized, normalizer):
     """The longest at the leftmost place; normalized ones are looked for, normalized themselves, in what is left of the normalized text."""
-    spec = added(small(["ab"], ["a b"]) | {"normalizer": normalizer}, "<a>", "<a>b", "b<a>", "x", special=False, normalized=normalized)
-    spec = added(added(spec, "<e\u0301>", "é", "ab<", special=False, normalized=not normalized), "<a>bc", "<s>", normalized=normalized)
+    spec = added(
+        small(["ab"], ["a b"]) | {"normalizer": normalizer},
+        "<a>",
+        "<a>b",
+        "b<a>",
+        "x",
+        special=False,
+        normalized=normalized,
+    )
+    spec = added(
+        added(spec, "<e\u0301>", "é", "ab<", special=False, normalized=not normalized),
+        "<a>bc",
+        "<s>",
+        normalized=normalized,
+    )
     strings = [
         "<a>b",
         "<a>bc",
@@ -562,7 +629,10 @@ PATTERNS = [  # a pattern -> what is said of it, or None where it can be read
     (GPT2, None),
     (LLAMA3, None),
     (QWEN2, None),
-    (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|\s+", None),
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|\s+",
+        None,
+    ),
     (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s+(?!\S)|\s", None),
     (r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+""", None),
     (r"(?:ab|a)c|(b)|.", None),
@@ -610,20 +680,36 @@ THE_BOS = dict(id="bos", ids=[257], tokens=["<b>"])
 READ = [  # what is put where -> what is said, or None where it can be read
     ("pre_tokenizer", sequence(isolated({"String": "a.+"})), None),
     ("pre_tokenizer", sequence(isolated({"String": " "}), stage("Digits", individual_digits=False)), None),
-    ("pre_tokenizer", sequence(isolated({"Regex": r"\s+"}), isolated({"Regex": "a"}), stage("Digits", individual_digits=True)), None),
+    (
+        "pre_tokenizer",
+        sequence(isolated({"Regex": r"\s+"}), isolated({"Regex": "a"}), stage("Digits", individual_digits=True)),
+        None,
+    ),
     ("pre_tokenizer", sequence(), None),
     ("pre_tokenizer", BYTE_LEVEL, None),
     ("pre_tokenizer", BYTE_LEVEL | {"use_regex": None}, "1"),
     ("pre_tokenizer", BYTE_LEVEL | {"add_prefix_space": True}, "add_prefix_space is not supported"),
-    ("pre_tokenizer", sequence(isolated({"Regex": "a"}, "Removed")), "behavior 'Removed', invert False is not supported"),
-    ("pre_tokenizer", sequence(isolated({"Regex": "a"}, invert=True)), "behavior 'Isolated', invert True is not supported"),
+    (
+        "pre_tokenizer",
+        sequence(isolated({"Regex": "a"}, "Removed")),
+        "behavior 'Removed', invert False is not supported",
+    ),
+    (
+        "pre_tokenizer",
+        sequence(isolated({"Regex": "a"}, invert=True)),
+        "behavior 'Isolated', invert True is not supported",
+    ),
     ("pre_tokenizer", sequence(isolated({"String": ""})), "matches the empty text"),
     ("pre_tokenizer", sequence(isolated({})), "String is missing"),
     ("pre_tokenizer", sequence(stage("Whitespace")), "pre_tokenizer 'Whitespace' is not supported"),
     ("pre_tokenizer", sequence(BYTE_LEVEL), "pre_tokenizer 'ByteLevel' is not supported here"),
     ("pre_tokenizer", stage("Metaspace", replacement="▁"), "'Metaspace', of sentencepiece, is not supported"),
     ("pre_tokenizer", sequence()["pretokenizers"], "pre_tokenizer must be an object, not list"),
-    ("pre_tokenizer", stage("Sequence", pretokenizers=[stage("Digits", individual_digits=True)]), "does not end with ByteLevel"),
+    (
+        "pre_tokenizer",
+        stage("Sequence", pretokenizers=[stage("Digits", individual_digits=True)]),
+        "does not end with ByteLevel",
+    ),
     ("pre_tokenizer", None, "pre_tokenizer must be an object, not None"),
     ("normalizer", stage("NFC"), None),
     ("normalizer", stage("Sequence", normalizers=[]), None),
@@ -654,7 +740,11 @@ READ = [  # what is put where -> what is said, or None where it can be read
     ("model.merges", None, "merges must be a list, not None"),
     ("model.vocab", [["a", 0.5]], "vocab must be an object, not list"),
     ("model.vocab", {}, "the vocabulary must be tokens with whole numbers"),
-    ("model.vocab", {SYMBOLS[byte] * (1 + (byte == 97)): byte for byte in range(256)} | {"12": 256}, "1 of the 256 bytes are not in"),
+    (
+        "model.vocab",
+        {SYMBOLS[byte] * (1 + (byte == 97)): byte for byte in range(256)} | {"12": 256},
+        "1 of the 256 bytes are not in",
+    ),
     ("model.vocab.x", 7.0, "the vocabulary must be tokens with whole numbers"),
     ("model.vocab.x", True, "the vocabulary must be tokens with whole numbers"),
     ("model.vocab.x", "7", "the vocabulary must be tokens with whole numbers"),
@@ -701,14 +791,35 @@ def test_a_whitespace_run_that_tiktoken_cannot_match(tmp_path):
     spec = small()
     tokenizer = get_tokenizer(folder_of(tmp_path, spec))
     assert len(tokenizer.encode(" " * 100_000)) == 100_000
-    with pytest.raises(SnugError, match="tiktoken fails on a text of 3000000 characters .*; cut it into shorter texts") as error:
+    with pytest.raises(
+        SnugError, match="tiktoken fails on a text of 3000000 characters .*; cut it into shorter texts"
+    ) as error:
         tokenizer.encode(" " * 3_000_000)
     assert "\n" not in str(error.value)
 
 
 def mutated(value, rng):
     """The value with one of its parts replaced by something else, or gone, or there twice."""
-    junk = [None, True, -1, 0, 7, 10**12, 0.5, "", "x", "\ud800", " ", [], {}, [[]], {"type": "Sequence"}, [{}], ["a", "b"], "Ġ"]
+    junk = [
+        None,
+        True,
+        -1,
+        0,
+        7,
+        10**12,
+        0.5,
+        "",
+        "x",
+        "\ud800",
+        " ",
+        [],
+        {},
+        [[]],
+        {"type": "Sequence"},
+        [{}],
+        ["a", "b"],
+        "Ġ",
+    ]
     value = copy.deepcopy(value)
     at = value
     while True:
@@ -738,7 +849,10 @@ def full_spec():
 
 
 CONFIG = dict(
-    bos_token="<b>", eos_token=dict(content=END_OF_TEXT), add_bos_token=True, chat_template="{{ bos_token }}{{ messages[0].content }}"
+    bos_token="<b>",
+    eos_token=dict(content=END_OF_TEXT),
+    add_bos_token=True,
+    chat_template="{{ bos_token }}{{ messages[0].content }}",
 )
 
 
@@ -782,7 +896,9 @@ def test_files_that_are_no_json(tmp_path, data, message):
         get_tokenizer(folder_of(tmp_path, data))
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
     with pytest.raises(SnugError, match="tokenizer_config.json: "):
-        get_tokenizer(folder_of(tmp_path, small(), tokenizer_config=data if data != b"{}" and b"model" not in data else b"[]"))
+        get_tokenizer(
+            folder_of(tmp_path, small(), tokenizer_config=data if data != b"{}" and b"model" not in data else b"[]")
+        )
 
 
 @pytest.mark.parametrize("name", ["", "no/such/folder", "\x00", None, 7, b"bytes", "tokenizer.json@0123456789ab"])
@@ -803,7 +919,10 @@ STOPS = [  # files -> the ids that end a completion; <|endoftext|> is 256, <b> 2
     (dict(tokenizer_config=dict(eos_token="<b>")), (257,)),
     (dict(tokenizer_config=dict(eos_token=dict(content="<b>", lstrip=False))), (257,)),
     (dict(tokenizer_config=dict(eos_token="<b>"), generation_config=dict(eos_token_id=258)), (257, 258)),
-    (dict(tokenizer_config=dict(eos_token="<b>"), generation_config=dict(eos_token_id=[258, 257, 999, 256])), (257, 258, 256)),
+    (
+        dict(tokenizer_config=dict(eos_token="<b>"), generation_config=dict(eos_token_id=[258, 257, 999, 256])),
+        (257, 258, 256),
+    ),
     (dict(tokenizer_config=dict(eos_token="<b>"), config=dict(eos_token_id=258)), (257,)),
     (dict(config=dict(eos_token_id=258)), (258,)),
     (dict(config=dict(eos_token_id=[258, 257])), (258, 257)),
@@ -836,7 +955,9 @@ def test_stop_tokens(tmp_path, files, expected):
 def test_nothing_that_stops(tmp_path):
     spec = small()
     spec["added_tokens"] = []
-    with pytest.raises(SnugError, match="no file says what ends a completion; name a token of the vocabulary as eos_token"):
+    with pytest.raises(
+        SnugError, match="no file says what ends a completion; name a token of the vocabulary as eos_token"
+    ):
         get_tokenizer(folder_of(tmp_path, spec))
 
 
@@ -844,7 +965,9 @@ def test_what_a_text_begins_with(tmp_path):
     spec = added(small(), "<b>")
     plain = get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=dict(bos_token="<b>", add_bos_token=False)))
     by_config = get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=dict(bos_token="<b>", add_bos_token=True)))
-    by_template = get_tokenizer(folder_of(tmp_path, begin_with(spec, "<b>"), tokenizer_config=dict(bos_token="<b>", add_bos_token=True)))
+    by_template = get_tokenizer(
+        folder_of(tmp_path, begin_with(spec, "<b>"), tokenizer_config=dict(bos_token="<b>", add_bos_token=True))
+    )
     assert plain.encode_prompt("a<b>") == [*b"a<b>"]
     assert by_config.encode_prompt("a<b>") == by_template.encode_prompt("a<b>") == [257, *b"a<b>"]
     assert by_template.encode_prompt("a") == tokenizers.Tokenizer.from_str(json.dumps(spec)).encode("a").ids
@@ -865,7 +988,13 @@ def test_a_stop_string_around_special_tokens(tmp_path):
 
 
 def test_files_go_out_as_they_came_in(tmp_path):
-    files = dict(tokenizer_config=CONFIG, special_tokens_map={}, generation_config={}, chat_template="{{ 1 }}\r\n", config={"a": 1})
+    files = dict(
+        tokenizer_config=CONFIG,
+        special_tokens_map={},
+        generation_config={},
+        chat_template="{{ 1 }}\r\n",
+        config={"a": 1},
+    )
     tokenizer = get_tokenizer(folder_of(tmp_path / "in", full_spec(), **files))
     assert set(tokenizer.files) == set(FILES)
     tokenizer.save(tmp_path / "out")
@@ -873,7 +1002,11 @@ def test_files_go_out_as_they_came_in(tmp_path):
     for name in FILES:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes() == tokenizer.files[name]
     again = get_tokenizer(str(tmp_path / "out"))
-    assert again.name == tokenizer.name == "tokenizer.json@" + hashlib.sha256(tokenizer.files["tokenizer.json"]).hexdigest()[:12]
+    assert (
+        again.name
+        == tokenizer.name
+        == "tokenizer.json@" + hashlib.sha256(tokenizer.files["tokenizer.json"]).hexdigest()[:12]
+    )
 
 
 def check_saved(tokenizer, folder, strings):
@@ -881,7 +1014,11 @@ def check_saved(tokenizer, folder, strings):
     assert tokenizer.files == {}
     tokenizer.save(folder)
     again, theirs = get_tokenizer(str(folder)), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert (again.n_vocab, again.stop_tokens, theirs.get_vocab_size()) == (tokenizer.n_vocab, tokenizer.stop_tokens, tokenizer.n_vocab)
+    assert (again.n_vocab, again.stop_tokens, theirs.get_vocab_size()) == (
+        tokenizer.n_vocab,
+        tokenizer.stop_tokens,
+        tokenizer.n_vocab,
+    )
     for special in (True, False):
         expected = ids_of(theirs, strings, special)
         assert [tokenizer.encode(text, special) for text in strings] == expected
@@ -903,7 +1040,11 @@ def test_gpt2_is_saved(gpt2, tmp_path):
     theirs = tiktoken.get_encoding("gpt2")
     assert [gpt2.encode(text) for text in strings] == [theirs.encode_ordinary(text) for text in strings]
     merges = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
-    assert (len(merges), merges[:3], merges[-1]) == (50_000, ["Ġ t", "Ġ a", "h e"], "Ġg azed")  # as OpenAI's merges.txt has them
+    assert (len(merges), merges[:3], merges[-1]) == (
+        50_000,
+        ["Ġ t", "Ġ a", "h e"],
+        "Ġg azed",
+    )  # as OpenAI's merges.txt has them
 
 
 # -----------------------------------------------------------------------------
@@ -996,7 +1137,9 @@ def test_messages_become_what_the_template_says(chats):
     hi = [user("Hi 12")]
     ours = chats["qwen2.5"][1]
     text = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-    assert ours.encode_prompt(hi) == ours.encode(text + "<|im_start|>user\nHi 12<|im_end|>\n<|im_start|>assistant\n", special=True)
+    assert ours.encode_prompt(hi) == ours.encode(
+        text + "<|im_start|>user\nHi 12<|im_end|>\n<|im_start|>assistant\n", special=True
+    )
     ours = chats["llama3"][1]
     text = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi 12<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     assert ours.encode_prompt(hi) == ours.encode(text, special=True)
@@ -1014,9 +1157,9 @@ def test_prompts_are_those_of_transformers(chats, name):
     assert list(theirs("Hi").input_ids) == ours.encode_prompt("Hi")
 
 
-contents = st.lists(st.sampled_from([*ADDED, "a", "user", " ", "\n", "<", "<|", "|", ">", "im_end|>", "<|im", "\u0338", "\U000f0000"])).map(
-    "".join
-)
+contents = st.lists(
+    st.sampled_from([*ADDED, "a", "user", " ", "\n", "<", "<|", "|", ">", "im_end|>", "<|im", "\u0338", "\U000f0000"])
+).map("".join)
 
 
 @given(st.lists(contents, min_size=1, max_size=4))
@@ -1041,12 +1184,23 @@ def test_contents_do_not_make_special_tokens_together(chats, spelled):
     ours = chats["joined"][1]
     ids = ours.encode_prompt([*map(user, spelled)])
     assert not {token.id for token in ours.added if token.special} & set(ids)
-    assert ours.decode(ids) == unicodedata.normalize("NFC", "".join(spelled)) or "\u0338" in "".join(spelled) or "<tool" in "".join(spelled)
+    assert (
+        ours.decode(ids) == unicodedata.normalize("NFC", "".join(spelled))
+        or "\u0338" in "".join(spelled)
+        or "<tool" in "".join(spelled)
+    )
 
 
 @pytest.mark.parametrize(
     "parts",
-    [["<|im_", "end|>"], ["<|im_", "en", "d|>"], ["<", "|im_end|>"], [" <|im_end|", "> "], ["<|im_end|>"], ["x<|im_", "end|>y"]],
+    [
+        ["<|im_", "end|>"],
+        ["<|im_", "en", "d|>"],
+        ["<", "|im_end|>"],
+        [" <|im_end|", "> "],
+        ["<|im_end|>"],
+        ["x<|im_", "end|>y"],
+    ],
     ids=str,
 )
 def test_parts_of_special_tokens_in_messages(chats, parts):
@@ -1166,7 +1320,9 @@ LOOKING = [
 
 @pytest.mark.parametrize("source", LOOKING)
 def test_templates_that_look_at_spellings_of_special_tokens(tmp_path, source):
-    with pytest.raises(SnugError, match="the chat template looks at '<b>' in a message, a special token or a part of one; take it out"):
+    with pytest.raises(
+        SnugError, match="the chat template looks at '<b>' in a message, a special token or a part of one; take it out"
+    ):
         rendered(tmp_path, source)
     assert rendered(tmp_path, source, [("user", "abc d")]) is not None
 

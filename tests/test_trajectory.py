@@ -36,7 +36,11 @@ def assert_same(steps):
     assert len(steps) == len(expected) == 50
     for column in (0, 1):
         differences = [abs(ours[column] - theirs[column]) for ours, theirs in zip(steps, expected, strict=True)]
-        assert max(differences) <= 1e-4 and sum(differences) / 50 <= 1e-5, (column, max(differences), sum(differences) / 50)
+        assert max(differences) <= 1e-4 and sum(differences) / 50 <= 1e-5, (
+            column,
+            max(differences),
+            sum(differences) / 50,
+        )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -68,7 +72,11 @@ def test_the_trajectory_tells_ways_apart():
 def test_a_free_run_is_itself_again(tmp_path):
     logs = []
     for name in "ab":
-        options = trajectory.SHAPE | trajectory.TRAIN | dict(device=DEVICE, beta=0.0, max_iters=8, out_dir=str(tmp_path / name))
+        options = (
+            trajectory.SHAPE
+            | trajectory.TRAIN
+            | dict(device=DEVICE, beta=0.0, max_iters=8, out_dir=str(tmp_path / name))
+        )
         prepared = prepare(GRPOSettings(**options))
         prepared.reward_funcs = [lambda prompts, completions, **columns: [len(set(c)) / 10 for c in completions]]
         grpo.main(prepared)

@@ -49,17 +49,30 @@ def theirs(case, steps=1, **options):
     """GRPOTrainer._compute_loss on these log-probs -> loss, its gradients by log-probs and entropies. steps: micro-batches a step."""
     cap = options.pop("cap", None)
     args = GRPOConfig(
-        output_dir="unused", report_to=[], bf16=False, use_cpu=True, max_completion_length=12, steps_per_generation=1, **options
+        output_dir="unused",
+        report_to=[],
+        bf16=False,
+        use_cpu=True,
+        max_completion_length=12,
+        steps_per_generation=1,
+        **options,
     )
     trainer = object.__new__(GRPOTrainer)
     for name in ("beta", "loss_type", "importance_sampling_level", "max_completion_length", "top_entropy_quantile"):
         setattr(trainer, name, getattr(args, name))
     trainer.args, trainer.accelerator, trainer.model = args, Alone(), SimpleNamespace(training=True)
-    trainer.epsilon_low, trainer.epsilon_high = args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
+    trainer.epsilon_low, trainer.epsilon_high = (
+        args.epsilon,
+        args.epsilon if args.epsilon_high is None else args.epsilon_high,
+    )
     trainer.aux_loss_enabled, trainer.off_policy_mask_threshold = False, None
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = cap is not None
     trainer.current_gradient_accumulation_steps, trainer._metrics = steps, {"train": defaultdict(list)}
-    trainer._entropy_bonus_enabled, trainer.use_adaptive_entropy, trainer.entropy_coef = args.entropy_coef != 0, False, args.entropy_coef
+    trainer._entropy_bonus_enabled, trainer.use_adaptive_entropy, trainer.entropy_coef = (
+        args.entropy_coef != 0,
+        False,
+        args.entropy_coef,
+    )
     leaf, entropies = (case[name].clone().requires_grad_() for name in ("logprobs", "entropies"))
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, entropies, None)
     ids = torch.zeros_like(case["mask"])
@@ -136,7 +149,9 @@ def test_advantages_are_those_of_trl(scale_rewards, tmp_path):
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=9, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+    )
     given, seen = [], []
 
     def reward(prompts, completions, **_):
@@ -156,6 +171,9 @@ def test_advantages_are_those_of_trl(scale_rewards, tmp_path):
     Watched(model=model, reward_funcs=reward, args=args, train_dataset=data, processing_class=tokenizer).train()
     rewards = torch.tensor([float("nan") if r is None else r for r in given[0]]).view(3, 4)
     torch.testing.assert_close(
-        group_advantages(rewards, scale_rewards).flatten().sort().values, seen[0].float().sort().values, rtol=0, atol=1e-6
+        group_advantages(rewards, scale_rewards).flatten().sort().values,
+        seen[0].float().sort().values,
+        rtol=0,
+        atol=1e-6,
     )
     assert seen[0].abs().max() > 0.5 and rewards.isnan().sum() == 1

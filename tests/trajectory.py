@@ -27,7 +27,16 @@ from training.optimizer import make_optimizer, optimizer_step
 FILE = Path(__file__).parent / "data/trajectory.safetensors"
 ROLLOUTS, COLUMNS = (
     25,
-    ("tokens", "prompt_lengths", "completion_lengths", "sampling_logprobs", "mask", "stopped", "advantages", "ref_logprobs"),
+    (
+        "tokens",
+        "prompt_lengths",
+        "completion_lengths",
+        "sampling_logprobs",
+        "mask",
+        "stopped",
+        "advantages",
+        "ref_logprobs",
+    ),
 )
 SHAPE = dict(digits=2, n_layer=2, n_embd=32, block_size=20, device="cpu", eval_prompts=0, save_interval=0)
 TRAIN = dict(
@@ -45,7 +54,8 @@ TRAIN = dict(
 def closeness(prompts, completions, answer, **columns):
     """A reward that a warm start of seconds earns unevenly: how many of the last three characters are right."""
     return [
-        sum(a == b for a, b in zip(c[-3:], f"{r:>3}"[-3:], strict=False)) / 3 for c, r in zip(completions, map(str, answer), strict=True)
+        sum(a == b for a, b in zip(c[-3:], f"{r:>3}"[-3:], strict=False)) / 3
+        for c, r in zip(completions, map(str, answer), strict=True)
     ]
 
 
@@ -59,7 +69,9 @@ def make():
     with tempfile.TemporaryDirectory() as home:
         sft = SFTSettings(**SHAPE, out_dir=f"{home}/sft", max_iters=60, learning_rate=3e-3)
         grpo.train_sft.main(prepare(sft))
-        prepared = prepare(GRPOSettings(**SHAPE | TRAIN, init_from=sft.out_dir, out_dir=f"{home}/grpo", max_iters=ROLLOUTS))
+        prepared = prepare(
+            GRPOSettings(**SHAPE | TRAIN, init_from=sft.out_dir, out_dir=f"{home}/grpo", max_iters=ROLLOUTS)
+        )
         prepared.reward_funcs = [closeness]
         original = grpo.update
 
@@ -68,7 +80,9 @@ def make():
                 kept.update({f"model.{name}": p.detach().clone() for name, p in training.model.named_parameters()})
             for name in COLUMNS:
                 value = getattr(rollouts, name)
-                kept[f"{iteration}.{name}"] = (value if value.is_floating_point() else value.to(torch.int16)).contiguous()
+                kept[f"{iteration}.{name}"] = (
+                    value if value.is_floating_point() else value.to(torch.int16)
+                ).contiguous()
             return original(training, rollouts, learning_rate, iteration)
 
         grpo.update = update

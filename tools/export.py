@@ -14,7 +14,9 @@ def main(settings, folder):
     if settings.dtype == "float32":
         run.model.float()  # before adapters are merged into it and rounded
     save_pretrained(merge(run.model), settings.to, run.tokenizer, settings.dtype or None)
-    print(f"{run.path} is now {settings.to}, for transformers' AutoModelForCausalLM and whatever else reads such folders")
+    print(
+        f"{run.path} is now {settings.to}, for transformers' AutoModelForCausalLM and whatever else reads such folders"
+    )
 
 
 if __name__ == "__main__":

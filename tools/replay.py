@@ -48,7 +48,9 @@ def read_dropped(folder, device):
             f"{folder}: dropped.json cannot be read ({type(error).__name__}: {error}); name out/<run>/dropped-<iteration>"
         ) from None
     model = configure(make_model(shape, device, settings.param_dtype), settings)
-    load_into(folder / "model.safetensors", dict(model.named_parameters()))  # all of them, also where adapters alone train
+    load_into(
+        folder / "model.safetensors", dict(model.named_parameters())
+    )  # all of them, also where adapters alone train
     with opened(folder / "batch.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}
     try:
@@ -60,7 +62,10 @@ def read_dropped(folder, device):
 def replay(folder, device):
     """-> lines of text: what was found."""
     record, settings, model, sequences = read_dropped(folder, device)
-    lines = [f"{folder}: iteration {record['iteration']}, {len(record['select'])} sequences", f"in the run: {record['found']}"]
+    lines = [
+        f"{folder}: iteration {record['iteration']}, {len(record['select'])} sequences",
+        f"in the run: {record['found']}",
+    ]
     weights = not_finite({name: p.detach() for name, p in model.named_parameters()})
     lines.append(f"weights: {weights or 'finite'}")
     lines += [f"batch: {found}" for found in columns(sequences)] or ["batch: finite"]

@@ -45,7 +45,10 @@ class Training:
     def evaluate_if_due(self, done):
         """After `done` iterations -> the evaluation's entries for the log, or {}."""
         p = self.prepared
-        self.evaluated = done, evaluate_if_due(done, self.model, p.task, p.tokenizer, p.settings, self.meter, self.log.say)
+        self.evaluated = (
+            done,
+            evaluate_if_due(done, self.model, p.task, p.tokenizer, p.settings, self.meter, self.log.say),
+        )
         return dict(self.evaluated[1])
 
     def scores_at(self, done):
@@ -56,7 +59,9 @@ class Training:
 
     def end_iteration(self, record, scores, samples=()):
         """Log it, and save, where it is time."""
-        record |= scores | self.meter.stats() | self.saver.stats() | {"dropped_steps": self.guard.health["dropped_steps"]}
+        record |= (
+            scores | self.meter.stats() | self.saver.stats() | {"dropped_steps": self.guard.health["dropped_steps"]}
+        )
         found = hints(record)
         self.log.iteration(record | ({"hints": sorted(found)} if found else {}), samples)
         for name in sorted(found.keys() - self.told):
@@ -84,10 +89,14 @@ def run(prepared, title, rehearsal, iterate, make_reference):
     torch.manual_seed(settings.seed)
     with MemoryMeter(device) as meter:
         reference = make_reference(prepared, device)
-        model, optimizer, start = begin(settings, prepared.shape, device)  # last, because it restores the random generators
+        model, optimizer, start = begin(
+            settings, prepared.shape, device
+        )  # last, because it restores the random generators
         moved = prepare_folder(settings)
         with snapshot, RunLog(settings, title, start) as log:
-            size, trains = (sum(p.numel() for p in parameters) for parameters in (model.parameters(), trained(model).values()))
+            size, trains = (
+                sum(p.numel() for p in parameters) for parameters in (model.parameters(), trained(model).values())
+            )
             part = f", of which {trains:,} train," if trains < size else ""
             log.say(f"{title} on {settings.task}: {size:,} parameters{part} on {device}, {settings.out_dir}")
             if moved:
@@ -124,7 +133,9 @@ def iterations(iterate, training):
 def changes_since(before, settings):
     """-> ", learning_rate was 0.001, is 0.0001", or nothing: what a resumed run does otherwise than it began."""
     told = {name for name in before if name not in ("resume", "out_dir", "plan") and hasattr(settings, name)}
-    changed = {name for name in told if before[name] != getattr(settings, name)} - set(getattr(settings, "after_oom", {}))
+    changed = {name for name in told if before[name] != getattr(settings, name)} - set(
+        getattr(settings, "after_oom", {})
+    )
     return "".join(f", {name} was {before[name]!r}, is {getattr(settings, name)!r}" for name in sorted(changed))
 
 

@@ -40,7 +40,9 @@ def make_optimizer(model, settings):
             zeros = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[p] = {"step": torch.zeros((), device=p.device)} | zeros
         return optimizer
-    optimizer = SlabAdamW(groups, **options, dtype=getattr(torch, settings.optimizer_dtype), on_host=on_host, seed=settings.seed)
+    optimizer = SlabAdamW(
+        groups, **options, dtype=getattr(torch, settings.optimizer_dtype), on_host=on_host, seed=settings.seed
+    )
     if settings.grad_offload:
         optimizer.host_gradients = HostGradients(list(named.values()))
         model.after_backward = optimizer.host_gradients.collect
@@ -65,7 +67,9 @@ def optimizer_step(model, optimizer, learning_rate, grad_clip):
     Where the norm is not finite nothing is done, and the gradients are still there to be looked at.
     """
     slabs = isinstance(optimizer, SlabAdamW)
-    total = optimizer.gradient_norm() if slabs else torch.nn.utils.get_total_norm(gradients_of(model, optimizer).values())
+    total = (
+        optimizer.gradient_norm() if slabs else torch.nn.utils.get_total_norm(gradients_of(model, optimizer).values())
+    )
     norm = number(total)
     if not math.isfinite(norm):
         return norm
@@ -113,7 +117,11 @@ class SlabAdamW(torch.optim.Optimizer):
             if p.dtype != torch.float32 and not self.stochastic:
                 kinds["master"] = torch.float32
             for kind, its_dtype in kinds.items():
-                make = new_on_host(p.shape, its_dtype, p.device, keep=True) if on_host else torch.empty_like(p, dtype=its_dtype)
+                make = (
+                    new_on_host(p.shape, its_dtype, p.device, keep=True)
+                    if on_host
+                    else torch.empty_like(p, dtype=its_dtype)
+                )
                 self.state[p][kind] = make.copy_(p.detach()) if kind == "master" else make.zero_()
 
     def parameters(self):

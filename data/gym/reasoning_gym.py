@@ -86,7 +86,9 @@ class ReasoningGym(Task):
         super().__init__(settings)
         self.names = [name.strip() for name in settings.gym_dataset.split(",") if name.strip()]
         if not self.names:
-            raise SnugError("task='reasoning_gym' practises gym_dataset: name one or several, such as --gym_dataset=leg_counting")
+            raise SnugError(
+                "task='reasoning_gym' practises gym_dataset: name one or several, such as --gym_dataset=leg_counting"
+            )
         if len(set(self.names)) < len(self.names):
             raise SnugError(f"gym_dataset={settings.gym_dataset!r} names one twice")
         if importlib.util.find_spec("reasoning_gym") is None:
@@ -201,7 +203,9 @@ class ReasoningGym(Task):
             found = [row for row in map(functools.partial(self.row_of, name), places, made) if row]
             for split in ("train", "tune", "test") if self.tuning else ("train", "test"):
                 if not any(self.belongs(self.identity(row), split) for row in found):
-                    raise SnugError(f"task reasoning_gym: {name} leaves no {split} prompt among {SURVEY} items; loosen gym_config")
+                    raise SnugError(
+                        f"task reasoning_gym: {name} leaves no {split} prompt among {SURVEY} items; loosen gym_config"
+                    )
             self.try_scorer(name, found[:CHECKED])
             rows += found
         if self.sandbox.missing:
@@ -217,7 +221,9 @@ class ReasoningGym(Task):
         if not items:
             raise SnugError(f"task reasoning_gym: {name} makes no items with this gym_config: {made[0]['error']}")
         if self.learns_answers and all(item["answer"] is None for item in items):
-            raise SnugError(f"gym_dataset={name!r}: its items have no answer to learn from, only a scorer; practise it with grpo.py")
+            raise SnugError(
+                f"gym_dataset={name!r}: its items have no answer to learn from, only a scorer; practise it with grpo.py"
+            )
         sizes = sorted(max(size(item["question"]), size(item["answer"] or "")) for item in items)
         short = sum(most <= self.longest_question for most in sizes)
         if short < SURVEY // 10:
@@ -232,11 +238,15 @@ class ReasoningGym(Task):
         cheats = [(row["item"], text) for text in CHEATS for row in rows if row["answer"] != text]
         right = [score >= RIGHT for score in self.ask("score", own + cheats)]
         if own and not any(right[: len(own)]):
-            raise SnugError(f"gym_dataset={name!r}: its scorer gives none of its own first {len(own)} answers a 1; practise another")
+            raise SnugError(
+                f"gym_dataset={name!r}: its scorer gives none of its own first {len(own)} answers a 1; practise another"
+            )
         for text in CHEATS:
             taken = [yes for yes, (_, cheat) in zip(right[len(own) :], cheats, strict=True) if cheat == text]
             if len(taken) > CHECKED // 2 and sum(taken) > len(taken) / 2:
-                say_once(f"reasoning_gym: the scorer of {name} says 1 of the answer {text!r}, whatever was asked; a policy will find that")
+                say_once(
+                    f"reasoning_gym: the scorer of {name} says 1 of the answer {text!r}, whatever was asked; a policy will find that"
+                )
 
     def fingerprint(self):
         return self.surveyed

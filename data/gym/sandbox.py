@@ -92,7 +92,9 @@ class Sandbox:
 
     def __init__(self, target, arguments, timeout=5.0, memory_mb=2048, layers=LAYERS):
         timeout, memory_mb = min(timeout, 10.0**6), min(memory_mb, 2**30)  # what clocks and limits can hold
-        self.config = dict(target=target, arguments=arguments, timeout=timeout, memory_mb=memory_mb, layers=list(layers))
+        self.config = dict(
+            target=target, arguments=arguments, timeout=timeout, memory_mb=memory_mb, layers=list(layers)
+        )
         self.process, self.number, self.missing = None, 0, ""
         atexit.register(self.stop)
 
@@ -148,13 +150,20 @@ class Sandbox:
         self.buffer = b""
         command = [sys.executable, "-P", os.path.abspath(__file__), str(theirs.fileno()), str(os.getpid())]
         threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}  # a fork copies one thread alone
-        environment = {"HOME": os.environ.get("HOME", "/"), "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "MPLBACKEND": "agg"} | threads
+        environment = {
+            "HOME": os.environ.get("HOME", "/"),
+            "PYTHONHASHSEED": "0",
+            "PYTHONUTF8": "1",
+            "MPLBACKEND": "agg",
+        } | threads
         folder = None
         try:
             folder = tempfile.mkdtemp()
             quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             fds = [theirs.fileno()]
-            self.process = subprocess.Popen(command, pass_fds=fds, cwd=folder, env=environment, start_new_session=True, **quiet)
+            self.process = subprocess.Popen(
+                command, pass_fds=fds, cwd=folder, env=environment, start_new_session=True, **quiet
+            )
         except OSError as error:
             raise SandboxError(f"the child does not start: {error}") from None
         finally:
@@ -250,7 +259,11 @@ def keep(fd, parent):
         number = request["id"]
         try:
             making = request["verb"] == "make"
-            for value in map(target.make, request["items"]) if making else scores_of(target, request["items"], request["late"], confine):
+            for value in (
+                map(target.make, request["items"])
+                if making
+                else scores_of(target, request["items"], request["late"], confine)
+            ):
                 reply(value=value)
         except OSError:
             raise  # no fork, for now: the child is lost, and another is tried
@@ -425,7 +438,16 @@ def die_with(parent):
 
 # Python's audit hook
 
-HARMLESS = {"import", "compile", "marshal.loads", "builtins.id", "os.listdir", "os.scandir", "sys._getframe", "sys._getframemodulename"}
+HARMLESS = {
+    "import",
+    "compile",
+    "marshal.loads",
+    "builtins.id",
+    "os.listdir",
+    "os.scandir",
+    "sys._getframe",
+    "sys._getframemodulename",
+}
 
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -502,10 +524,14 @@ def seccomp_filter():
 
 def install(program):
     """From here on the filter decides. Raises OSError where the kernel has none."""
-    code = b"".join(struct.pack("=HBBI", instruction, true, false, operand) for instruction, operand, true, false in program)
+    code = b"".join(
+        struct.pack("=HBBI", instruction, true, false, operand) for instruction, operand, true, false in program
+    )
     buffer = ctypes.create_string_buffer(code)
     header = struct.pack("@HP", len(program), ctypes.addressof(buffer))
-    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, header, 0, 0):  # PR_SET_NO_NEW_PRIVS; PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(
+        22, 2, header, 0, 0
+    ):  # PR_SET_NO_NEW_PRIVS; PR_SET_SECCOMP, SECCOMP_MODE_FILTER
         raise OSError(ctypes.get_errno(), "the kernel takes no filter")
 
 

@@ -43,7 +43,9 @@ class Gym:
         try:
             return create_dataset(name, seed=seed, size=size, **self.options[name])
         except Exception as error:
-            raise ValueError(f"gym_config: {name} refuses {self.options[name]} ({type(error).__name__}: {error})") from None
+            raise ValueError(
+                f"gym_config: {name} refuses {self.options[name]} ({type(error).__name__}: {error})"
+            ) from None
 
     def generate(self, name, index):
         """Most generators make item i from the seed `seed + i`, whatever the size. Those that list theirs beforehand raise IndexError."""
@@ -71,7 +73,9 @@ class Gym:
         entry = self.entry(name, index)
         if zlib.crc32(str(entry["question"]).encode("utf-8", "surrogatepass")) != check:
             raise ValueError(f"{name} has made another item of the seed {index} than before; it cannot be scored")
-        if name not in self.warm:  # so that imports it puts off are done before there are forks; the answer is the generator's own
+        if (
+            name not in self.warm
+        ):  # so that imports it puts off are done before there are forks; the answer is the generator's own
             with suppress(Exception):
                 self.datasets[name].score_answer(entry["answer"], copy.deepcopy(entry))
             self.warm.add(name)
@@ -90,7 +94,9 @@ def refuse_unknown(name, options):
         known = [other for other in DATASETS if other not in NOT_HERE]
         near = difflib.get_close_matches(name, known, 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else f", such as {', '.join(sorted(known)[:5])}"
-        raise ValueError(f"gym_dataset={name!r} is not one of the {len(known)} of reasoning_gym {version('reasoning_gym')}{hint}")
+        raise ValueError(
+            f"gym_dataset={name!r} is not one of the {len(known)} of reasoning_gym {version('reasoning_gym')}{hint}"
+        )
     fields = [field for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
     takes = ", ".join(f"{field.name}={default_of(field)!r:.40}" for field in fields) or "no options"
     for option in options:
