@@ -1,7 +1,7 @@
-"""Sequences into micro-batches by token budget, for both loops.
+"""Sequences into optimizer steps and micro-batches, by token budget, for both loops.
 
-A micro-batch is flat where it matters: `rows` picks the hidden states that predict completion tokens, and everything
-per token is (M,). Nothing after it may assume padding. Left out: packing several sequences into a row.
+A micro-batch is flat: `rows` picks the hidden states that predict completion tokens, and everything per token is (M,).
+Nothing after it may assume padding. Left out: packing several sequences into a row.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ import torch
 
 @dataclass
 class MicroBatch:
-    """S = B sequences, right-padded to the longest; M completion tokens, sequence after sequence.
+    """S = B sequences, right-padded to the longest; M completion tokens, one sequence after the other.
 
     Prompt of 2 and completion of 3 (a b | x y .), prompt of 1 and completion of 2 (c | z .):
 
-        tokens     a b x y .     B = 2, T = 5            rows       1 2 3   5 6     position before each target, in (B*T,)
+        tokens     a b x y .     B = 2, T = 5            rows       1 2 3   5 6     the position before each target
                    c z . 0 0                             targets    x y .   z .     M = 5
         positions  0 1 2 3 4     (1, T): rows are alike  sequence   0 0 0   1 1     lengths  3 2
                                                  place      0 1 2   0 1
@@ -29,64 +29,63 @@ class MicroBatch:
     place: torch.Tensor  # (M,) within its completion: 0 is its first token
     lengths: torch.Tensor  # (S,) completion tokens
     index: torch.Tensor  # (S,) which of the sequences these are
-    count: int = 1  # micro-batches of this optimizer step
-    mask: torch.Tensor | None = None  # what attention may see; None: causal
+    mask: torch.Tensor | None = None  # True where attention may look; None: causal
     advantages: torch.Tensor | None = None  # (S,)
     sampling_logprobs: torch.Tensor | None = None  # (M,)
     old_logprobs: torch.Tensor | None = None  # (M,)
     ref_logprobs: torch.Tensor | None = None  # (M,)
 
-    def completion_hidden(self, hidden):
-        """hidden (B, T, C) -> (M, C): the states that predict completion tokens; prompts and padding never reach the head."""
+    def completion_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden (B, T, C) -> (M, C), the states that predict completion tokens: no prompt, no padding."""
         return hidden.flatten(0, 1)[self.rows]
 
 
-def cut(lengths, max_tokens=0, max_sequences=0):
-    """lengths (N,), tokens of each whole sequence -> lists of indices, longest first.
+class Cut:
+    """Which sequences go together: optimizer steps of equally many, each cut into micro-batches.
 
-    A list padded to its longest holds at most max_tokens, or is a single sequence; and at most max_sequences of them.
-    0: no limit. Longest first, so that what does not fit shows at once.
+    Made once, for every pass over the sequences, on the host's numbers. After an out-of-memory `into` cuts them again.
+    steps[i][j]: the numbers of the sequences in micro-batch j of optimizer step i, longest first.
 
-        lengths [3, 9, 4, 8], max_tokens 18 -> [[1, 3], [2, 0]]
+        tokens of the sequences 3 9 4 8, one step, max_tokens 18 -> steps [[[1, 3], [2, 0]]]
     """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    cuts = []
-    for i in order:
-        fits = cuts and (not max_tokens or lengths[cuts[-1][0]] * (len(cuts[-1]) + 1) <= max_tokens)
-        if fits and (not max_sequences or len(cuts[-1]) < max_sequences):
-            cuts[-1].append(i)
-        else:
-            cuts.append([i])
-    return cuts
+
+    def __init__(self, sequences, step_size: int = 0, max_tokens: int = 0):
+        """sequences: Rollouts or Sequences, N of them. step_size: sequences of an optimizer step; 0: N."""
+        self.prompts, self.completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
+        self.lengths = [p + c for p, c in zip(self.prompts, self.completions, strict=True)]
+        self.step_size, self.longest = step_size or len(self.lengths), max(self.lengths)
+        self.into(max_tokens)
+
+    def into(self, max_tokens: int):
+        """Cut into micro-batches that, padded to their longest sequence, hold max_tokens at most, or one sequence.
+
+        0: a step is one micro-batch.
+        """
+        self.steps = []
+        for first in range(0, len(self.lengths), self.step_size):
+            step = []
+            # Longest first: what does not fit into memory fails at once.
+            for i in sorted(range(first, first + self.step_size), key=lambda i: -self.lengths[i]):
+                if step and (not max_tokens or self.lengths[step[-1][0]] * (len(step[-1]) + 1) <= max_tokens):
+                    step[-1].append(i)
+                else:
+                    step.append([i])
+            self.steps.append(step)
+
+    def sequences(self, step: int) -> range:
+        """The numbers of an optimizer step's sequences."""
+        return range(step * self.step_size, (step + 1) * self.step_size)
 
 
-def limits(settings, count):
-    """-> (max_tokens, max_sequences) of a micro-batch, where an optimizer step is `count` sequences."""
-    if settings.max_tokens_per_micro_batch:
-        return settings.max_tokens_per_micro_batch, 0
-    return 0, count // settings.gradient_accumulation_steps
+def gather(sequences, indices: list, cut: Cut) -> MicroBatch:
+    """The MicroBatch of some sequences. Its copies live as long as it does: make one at a time.
 
-
-def micro_batches(sequences, max_tokens=0, max_sequences=0, select=None):
-    """Yield the MicroBatches of some sequences one by one, so that the copies in them are never all alive.
-
-    sequences: anything with tokens (N, T), prompt_lengths (N,), completion_lengths (N,) and, where wanted, advantages (N,)
-    and sampling_logprobs, old_logprobs, ref_logprobs (N, T_c): Rollouts, or Sequences. select: numbers of those to use.
-    Which tokens go where is worked out on numbers, so the device is asked twice and a planner's tensors need no values.
+    sequences: anything with tokens (N, T) and, where wanted, advantages (N,) and sampling_logprobs, old_logprobs,
+    ref_logprobs (N, T_c).
     """
-    prompts, completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
-    select = range(len(prompts)) if select is None else select
-    totals = [prompts[i] + completions[i] for i in select]
-    pieces = cut(totals, max_tokens, max_sequences)
-    for indices in pieces:
-        index = [select[i] for i in indices]
-        yield gather(sequences, index, [prompts[i] for i in index], [completions[i] for i in index], len(pieces))
-
-
-def gather(sequences, index, prompts, completions, count):
-    """The MicroBatch of the sequences `index`: S numbers, as are their prompts' and their completions' lengths; one of `count`."""
-    device, M, T = sequences.tokens.device, sum(completions), max(map(sum, zip(prompts, completions, strict=True)))
-    index, prompt, lengths = (torch.tensor(numbers, device=device) for numbers in (index, prompts, completions))  # (S,)
+    prompts, completions = [cut.prompts[i] for i in indices], [cut.completions[i] for i in indices]
+    device, M, T = sequences.tokens.device, sum(completions), max(cut.lengths[i] for i in indices)
+    index, prompt, lengths = (torch.tensor(numbers, device=device) for numbers in (indices, prompts, completions))
     tokens = sequences.tokens[index, :T]  # (B, T)
     sequence = torch.repeat_interleave(torch.arange(len(index), device=device), lengths, output_size=M)  # (M,)
     place = torch.arange(M, device=device) - (lengths.cumsum(0) - lengths)[sequence]  # (M,) within its completion
@@ -106,7 +105,6 @@ def gather(sequences, index, prompts, completions, count):
         place=place,
         lengths=lengths,
         index=index,
-        count=count,
         advantages=None if advantages is None else advantages[index],
         **per_token,
     )

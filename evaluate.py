@@ -26,12 +26,11 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 from data.rewards import ask
 from data.scores import judge, table
-from memory.fit import halve_rollout_batch
-from memory.oom import surviving
+from memory import Pieces, attempts
 from model import autocast
 from options import SnugError, fields
 from runs.exam import write_lines
-from sample import rehearse_groups, sample_groups
+from sample import sample_groups
 from settings import TaskOptions
 
 AT_ONCE = 2**22  # tokens that the command's completions may have together, of those that are sampled in one go
@@ -63,44 +62,40 @@ def evaluate(
     return scores
 
 
-def decoding_of(settings):
-    """A run's bounds on its decode batches, for prompts that have one completion each."""
-    batch = min(settings.batch_size, getattr(settings, "max_rollout_batch", 0) or settings.batch_size)
-    return dict(max_batch=batch, chunk_mb=settings.logits_chunk_mb, kv_cache_mb=getattr(settings, "kv_cache_mb", 0))
+def decoding_of(settings, pieces):
+    """A run's bounds on its decode batches, for prompts that have one completion each. pieces: a run's Pieces, or its settings."""
+    batch = min(settings.batch_size, pieces.max_rollout_batch or settings.batch_size)
+    return dict(max_batch=batch, chunk_mb=settings.logits_chunk_mb)
 
 
-def options_of(settings, tokenizer):
+def options_of(settings, tokenizer, pieces):
     """sample_groups' options as a run has them."""
     stops = dict(stop_token=tokenizer.stop_tokens, is_over=tokenizer.stopper(getattr(settings, "stop_string", "")))
-    return stops | dict(enforce_eager=settings.enforce_eager, progress=True) | decoding_of(settings)
+    return stops | dict(enforce_eager=settings.enforce_eager, progress=True) | decoding_of(settings, pieces)
 
 
-def evaluate_as_run(settings, model, tokenizer, task, num_prompts):
+def evaluate_as_run(settings, model, tokenizer, task, num_prompts, pieces=None):
     """`evaluate` with a run's own precision, prompts, decode batch and room for an answer: its max_new_tokens, or the task's longest."""
     longest = getattr(settings, "max_prompt_length", 0)
     prompt, answer = task.longest(tokenizer.encode_prompt)
     left = model.config.block_size - (longest or prompt)
     room = getattr(settings, "max_new_tokens", 0) or answer + 1
     with autocast(settings.dtype, model):
-        options = dict(max_prompt_length=longest, split=settings.eval_split) | options_of(settings, tokenizer)
+        options = dict(max_prompt_length=longest, split=settings.eval_split) | options_of(
+            settings, tokenizer, pieces or settings
+        )
         return evaluate(model, tokenizer, task, num_prompts, min(left, room), **options)
 
 
-def rehearse_evaluation(model, prompt_length, max_new_tokens, settings, meter):
-    """What an evaluation allocates at most, for a planner's fake tensors."""
-    if settings.eval_prompts:
-        with meter.phase("eval"), autocast(settings.dtype, model):
-            rehearse_groups(model, prompt_length, settings.eval_prompts, 1, max_new_tokens, **decoding_of(settings))
-
-
-def evaluate_if_due(done, model, task, tokenizer, settings, meter, say):
+def evaluate_if_due(done, model, task, tokenizer, settings, meter, pieces):
     """pass@1 after `done` iterations, at the start, every eval_interval and at the end -> its log entries, or {}."""
     due = done == settings.max_iters or (settings.eval_interval and done % settings.eval_interval == 0)
     if not due or not settings.eval_prompts or not task.scored:
         return {}
-    with meter.phase("eval"):
-        smaller = partial(halve_rollout_batch, settings, settings.batch_size, model, say=say)
-        return surviving(partial(evaluate_as_run, settings, model, tokenizer, task, settings.eval_prompts), smaller)
+    for attempt in attempts(pieces.halve_rollout(settings.batch_size, model)):
+        with attempt, meter.phase("eval"):
+            scores = evaluate_as_run(settings, model, tokenizer, task, settings.eval_prompts, pieces)
+    return scores
 
 
 # -----------------------------------------------------------------------------
@@ -152,27 +147,26 @@ def ask_model(run, exam, ids, room, group_size, temperature, seed):
 
     A row's number is its own all the same, and so are its samples. After an out-of-memory fewer are decoded at a time.
     """
-    settings, model = exam.settings, run.model
+    settings, model, samples = exam.settings, run.model, []
+    pieces = Pieces(settings, partial(print, file=sys.stderr))
+    halve = pieces.halve_rollout(settings.batch_size, model)
 
-    def attempt(some, first):
-        options = dict(seed=seed, first_row=first) | options_of(settings, run.tokenizer)
-        with autocast(settings.dtype, model):
-            return complete(
-                model, run.tokenizer, exam.task, exam.rows[some], ids[some], group_size, room, temperature, **options
-            )
+    def make_smaller(error):
+        if decoding_of(settings, pieces)["max_batch"] == 1:
+            advice = f"try a smaller max_new_tokens than {room}"
+            raise SnugError(f"out of memory, decoding one completion at a time: {error}; {advice}")
+        halve(error)
 
-    def smaller(said):
-        if decoding_of(settings)["max_batch"] == 1:
-            raise SnugError(
-                f"out of memory, decoding one completion at a time: {said}; try a smaller max_new_tokens than {room}"
-            )
-        halve_rollout_batch(settings, settings.batch_size, model, said, partial(print, file=sys.stderr))
-
-    step = max(1, AT_ONCE // (group_size * room))
-    pieces = [
-        surviving(partial(attempt, slice(i, i + step), i * group_size), smaller) for i in range(0, len(ids), step)
-    ]
-    return [sample for piece in pieces for sample in piece]
+    size = max(1, AT_ONCE // (group_size * room))  # prompts
+    for first in range(0, len(ids), size):
+        rows, prompts = exam.rows[first : first + size], ids[first : first + size]
+        for attempt in attempts(make_smaller):
+            with attempt, autocast(settings.dtype, model):
+                options = options_of(settings, run.tokenizer, pieces) | dict(seed=seed, first_row=first * group_size)
+                shared = model, run.tokenizer, exam.task, rows, prompts, group_size, room, temperature
+                some = complete(*shared, **options)
+        samples += some
+    return samples
 
 
 def examine(run, exam, settings):

@@ -1,4 +1,4 @@
-"""Advantages, ratios, KL and their aggregation: pure functions of small tensors. docs/algorithm.md explains them with numbers.
+"""Advantages, ratios, KL and their aggregation: pure functions of small tensors. docs/algorithm.md explains them.
 
 P prompts, k completions of each; S sequences and M completion tokens of a micro-batch, flat, the stop token included.
 Every mean is a sum over a micro-batch divided by a count of the whole optimizer step, so micro-batches add up to the
@@ -14,12 +14,13 @@ import torch
 
 
 def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
-    """rewards (P, k) -> advantages (P, k): how much better than its group a completion did (DeepSeekMath, eq. 3.2.1).
+    """rewards (P, k) -> advantages (P, k): how much better than its group was a completion? (DeepSeekMath, eq. 3.2.1)
 
-    Centred by the group's mean ("mean") or by the mean of the k - 1 others ("leave_one_out": RLOO, Ahmadian et al. 2024, eq. 9),
-    then divided by a standard deviation + eps, with Bessel's correction as in TRL: the group's ("group"), the whole batch's
-    ("batch") or nothing ("none", Dr. GRPO). NaN is "not scored": out of every mean, advantage 0. A group of one, or of equal
-    rewards: 0. float64 stays float64; anything else becomes float32.
+    Centred by the group's mean (baseline "mean") or by the mean of the k - 1 others ("leave_one_out": RLOO, Ahmadian et
+    al. 2024, eq. 9). Then divided by a standard deviation + eps, with Bessel's correction as in TRL: the group's
+    (scale_rewards "group"), the whole batch's ("batch") or nothing ("none": Dr. GRPO). NaN means "not scored": it is
+    left out of every mean and gets advantage 0. A group of one, or of equal rewards, gets 0. float64 stays float64; all
+    else becomes float32.
 
         rewards [1, 0, 0, 1] -> centred [.5, -.5, -.5, .5], std 0.577 -> [.866, -.866, -.866, .866]
                          leave_one_out [.667, -.667, -.667, .667]: k / (k - 1) times as much
@@ -32,11 +33,12 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
     centred = (rewards - rewards.nansum(1, keepdim=True) / count).masked_fill(~scored, 0)
     # A mean of equal rewards can be off by one rounding, which a standard deviation near 0 would blow up.
     first = rewards.gather(1, scored.int().argmax(1, keepdim=True))
-    centred[((rewards == first) | ~scored).all(1)] = 0
+    centred = torch.where(((rewards == first) | ~scored).all(1, keepdim=True), 0, centred)
     if scale_rewards == "group":
         std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     elif scale_rewards == "batch":
-        std = rewards[scored].std() if scored.sum() > 1 else 0.0
+        mean = rewards.nansum() / scored.sum()
+        std = ((rewards - mean).square().nansum() / (scored.sum() - 1).clamp(min=1)).sqrt()
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards={scale_rewards!r} is not one of group, batch, none")
     if baseline == "leave_one_out":
@@ -49,9 +51,12 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
 
 
 def overlong_punishment(lengths, max_new_tokens, soft_punish_cache):
-    """lengths (N,), stop tokens included -> (N,) in [-1, 0], to be added to the rewards (DAPO, eq. 13: soft overlong punishment).
+    """lengths (N,), stop tokens included -> (N,) in [-1, 0], added to the rewards (DAPO, eq. 13: soft overlong
+    punishment).
 
-    0 up to max_new_tokens - soft_punish_cache, then down to -1 at max_new_tokens. 32 and 8: 0 at 24, -0.5 at 28, -1 at 32.
+    0 up to max_new_tokens - soft_punish_cache, then down to -1 at max_new_tokens.
+
+        max_new_tokens 32, soft_punish_cache 8: 0 at length 24, -0.5 at 28, -1 at 32
     """
     return -((lengths - (max_new_tokens - soft_punish_cache)) / soft_punish_cache).clamp(0, 1)
 
@@ -61,14 +66,16 @@ def overlong_punishment(lengths, max_new_tokens, soft_punish_cache):
 
 
 def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
-    """Schulman's estimates of KL(policy || reference) from tokens of the policy, each (M,), with log r = ref_logprob - logprob.
+    """Schulman's estimates of KL(policy || reference) from tokens of the policy, (M,) each; log r = ref_logprob -
+    logprob.
 
-    k1  -log r              unbiased, may be negative. Its gradient has mean 0: of use in a reward, of none in a loss
-    k2  (log r)^2 / 2       biased, but its gradient is that of the KL, in the mean
-    k3  r - 1 - log r       unbiased and never negative; its gradient is that of KL(reference || policy), in the mean
-    times the ratio         (use_bias_correction_kl) k1 and k3 have the gradient of the KL, and k2 has not; stale tokens are weighed too
+    k1  -log r           unbiased, may be negative. Its gradient has mean 0: useful in a reward, useless in a loss
+    k2  (log r)^2 / 2    biased, but its mean gradient is the KL's
+    k3  r - 1 - log r    unbiased, never negative; its mean gradient is that of KL(reference || policy)
 
-    verl calls them kl, mse and low_var_kl. (Schulman 2020, "Approximating KL divergence"; gradients: Tang & Munos 2025; the ratio: DeepSeek-V3.2.)
+    Times the ratio (use_bias_correction_kl) k1 and k3 get the KL's gradient, also from stale tokens; k2 loses it. verl
+    calls them kl, mse and low_var_kl. Sources: Schulman 2020, "Approximating KL divergence"; gradients: Tang & Munos
+    2025; the ratio: DeepSeek-V3.2.
     """
     log_ratio = ref_logprobs - logprobs
     if estimator == "k1":
@@ -100,19 +107,19 @@ def importance_ratio(logprobs, old_logprobs, sequence, lengths, level="token"):
 
 
 def truncated_importance(old_logprobs, sampling_logprobs, cap):
-    """min(pi_trainer / pi_sampler, cap) before the first step, (M,): multiplies the surrogate (Yao et al. 2025, truncated importance sampling)."""
+    """min(pi_trainer / pi_sampler, cap) before the first step, (M,): multiplies the surrogate (Yao et al. 2025)."""
     return torch.exp(old_logprobs - sampling_logprobs).clamp(max=cap)
 
 
 def surrogate(ratio, logprobs, advantages, loss_type="dapo", epsilon=0.2, epsilon_high=None, delta=None):
-    """-> what is to be minimised at each token (M,), and whether its gradient is cut there (M,). All arguments (M,).
+    """-> the loss of each token (M,), and whether clipping stopped its gradient (M,). All arguments (M,).
 
-        -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)       (PPO, eq. 7; epsilon_high: DAPO, eq. 10)
-        delta bounds the unclipped ratio from above, which matters where A < 0   (INTELLECT-2: two-sided clipping)
+        -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)      (PPO, eq. 7; epsilon_high: DAPO, eq. 10)
+        delta bounds the unclipped ratio from above; it matters where A < 0   (INTELLECT-2: two-sided clipping)
         cispo: -stop_gradient(min(ratio, epsilon_high)) A logprob            (MiniMax-M1, eq. 4)
 
-    Clipping stops a token's gradient; CISPO's never stops, its weight is bounded. Mind the bound: for cispo epsilon_high is the
-    largest ratio itself, as in TRL, not its distance from 1; 0.28 there would shrink every gradient to a fourth.
+    Clipping stops a token's gradient; CISPO bounds its weight and never stops it. For cispo epsilon_high is the largest
+    ratio itself, as in TRL, not its distance from 1: 0.28 there would shrink every gradient to a quarter.
     """
     if loss_type == "cispo":
         return -ratio.clamp(max=epsilon_high).detach() * advantages * logprobs, (ratio > epsilon_high) & (
@@ -125,13 +132,14 @@ def surrogate(ratio, logprobs, advantages, loss_type="dapo", epsilon=0.2, epsilo
 
 
 def token_weights(sequence, lengths, *, num_tokens, num_sequences, loss_type, max_new_tokens=None, num_micro_batches=1):
-    """What each token's loss is multiplied by before the sum: (M,), or a number where all are alike.
+    """The factor of each token's loss in the sum: (M,), or a number if all are alike.
 
-    dapo, cispo  1 / num_tokens                              every token of the step counts alike (DAPO, eq. 8)
-    grpo         1 / (num_sequences * its sequence's length) every sequence counts alike (DeepSeekMath, eq. 3): short ones' tokens weigh more
-    dr_grpo      1 / (num_sequences * max_new_tokens)        a constant, so that length earns nothing (Dr. GRPO, sec. 3.1): gradients
-                                                             shrink with completions much shorter than that
-    bnpo         1 / (M * num_micro_batches)                 a mean of micro-batches' means: depends on how the step was cut
+    dapo, cispo  1 / num_tokens                        every token of the step counts alike (DAPO, eq. 8)
+    grpo         1 / (num_sequences * its length)      every sequence counts alike (DeepSeekMath, eq. 3): tokens of
+                                                       short ones weigh more
+    dr_grpo      1 / (num_sequences * max_new_tokens)  a constant, so length earns nothing (Dr. GRPO, sec. 3.1);
+                                                       completions much shorter than that have small gradients
+    bnpo         1 / (M * num_micro_batches)           a mean of micro-batches' means: depends on how the step is cut
     """
     if loss_type in ("dapo", "cispo"):
         return 1 / num_tokens
@@ -166,20 +174,21 @@ def policy_loss(
     importance_sampling_level="token",
     max_new_tokens=None,
     kl_estimator="k3",
-    use_bias_correction_kl=False,
+    use_bias_correction_kl=True,
     correction=None,
     num_micro_batches=1,
 ):
-    """sum of token_weights * (correction * surrogate + beta * KL) -> (loss, metrics), both shares of the whole optimizer step.
+    """The sum of token_weights * (correction * surrogate + beta * KL) -> (loss, metrics), shares of the optimizer
+    step's.
 
     logprobs, old_logprobs, ref_logprobs, correction (M,); advantages, lengths (S,); sequence (M,) in [0, S).
-    num_tokens, num_sequences, num_micro_batches: of the whole step, known before any forward.
-    correction: `truncated_importance`, where the sampler is not quite the trainer. The other options are those of the functions above.
+    num_tokens, num_sequences, num_micro_batches: of the whole step, known before any forward pass.
+    correction: `truncated_importance`, if the sampler differs from the trainer. Other options: the functions above.
 
-    A part of the tokens will do, with the lengths and counts of all, at level "token"; a sequence's ratio needs all of its tokens.
-    On the first step after a rollout the ratio is 1 up to rounding and a group's advantages add up to 0, so the surrogate
-    is 0 where a group's completions are equally long, and with loss_type="grpo" always; its gradient is not.
-    metrics: `kl`, `clip_fraction`: token means over the step, without gradient; shares of micro-batches add up.
+    At level "token" a part of the tokens may be given, with the lengths and counts of all; a sequence's ratio needs all
+    its tokens. On the first step after a rollout every ratio is 1 up to rounding and a group's advantages add up to 0.
+    So the surrogate is 0 for completions of equal length, and with loss_type="grpo" always; its gradient is not.
+    metrics: `kl`, `clip_fraction`, token means over the step, without gradient; the shares of micro-batches add up.
     """
     lengths = lengths.to(logprobs.dtype)
     A = advantages[sequence]  # (M,)

@@ -237,9 +237,6 @@ class GPT(nn.Module):
             False  # what "block" and "selective" keep as a block's input goes to the host until backward
         )
         self.base = None  # of adapters (lora.py): which weights they go with, {"path": ..., "fingerprint": ...}
-        self.after_backward = lambda: (
-            None
-        )  # who takes gradients off the device (optimizer.py) is told that backward is over
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.position = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))

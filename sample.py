@@ -99,7 +99,6 @@ def sample_groups(
     seed=0,
     max_batch=None,
     chunk_mb=0,
-    kv_cache_mb=0,
     first_row=0,
     truncation=None,
     is_over=None,
@@ -112,8 +111,7 @@ def sample_groups(
     makes such a function of a string), or at max_new_tokens. temperature: 0 takes the likeliest token. truncation: a
     draw.Truncation.
 
-    max_batch: completions decoded at a time (default all), kv_cache_mb: the MiB that their cache may take (default any); where
-    one ends, the next begins in its place. first_row: the number of the first row, where these are more of what was begun.
+    max_batch: completions decoded at a time (default all); where one ends, the next begins in its place. first_row: the number of the first row, where these are more of what was begun.
     enforce_eager: no CUDA graphs. progress: a bar in a terminal, if it takes more than some seconds.
 
     Raises ValueError where a prompt is empty or does not leave max_new_tokens, at least 1, of block_size.
@@ -127,7 +125,7 @@ def sample_groups(
         raise ValueError(
             f"a prompt of {max(lengths)} tokens + max_new_tokens={max_new_tokens} is longer than block_size={model.config.block_size}"
         )
-    slots = decode_batch(model, max(lengths), len(prompts), group_size, max_new_tokens, max_batch, kv_cache_mb)
+    slots = decode_batch(len(prompts), group_size, max_batch)
     # Inference mode saves a tenth of a step's time on a CPU, and `assemble` makes no tensor in it. In it autocast would cast the
     # weights at every step again.
     quiet = torch.no_grad() if torch.is_autocast_enabled(model.device.type) else torch.inference_mode()
@@ -196,30 +194,6 @@ def assemble(prompts, k, tokens, logprobs, stop_token, cut=None):
     row, place = mask.nonzero(as_tuple=True)
     whole[row, prompt_lengths[row] + place] = tokens[row, place]
     return Rollouts(whole, prompt_lengths, lengths, logprobs[:, :T_c] * mask, mask.long(), stopped, by_text)
-
-
-class Numbers(list):
-    """Numbers that a planner knows, in place of a tensor whose values it has not."""
-
-    def tolist(self):
-        return self
-
-
-@torch.no_grad()
-def rehearse_groups(model, prompt_length, P, k, max_new_tokens, *, max_batch=None, chunk_mb=0, kv_cache_mb=0):
-    """What sample_groups allocates at most, for a planner's fake tensors -> Rollouts in which every length is the longest.
-
-    The largest piece is decoded, of its steps only the last, when the cache is full.
-    """
-    slots = decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache_mb)
-    flight = Flight(model, [[0] * prompt_length] * P, k, max_new_tokens, slots, None, (1.0, chunk_mb))
-    with casts_kept(model):
-        flight.rehearse()
-    tokens, logprobs, N = flight.tokens[:-1], flight.logprobs[:-1], flight.N
-    del flight
-    whole = torch.zeros(N, prompt_length + max_new_tokens, dtype=torch.long)
-    lengths = [Numbers([length] * N) for length in (prompt_length, max_new_tokens)]
-    return Rollouts(whole, *lengths, logprobs.clone(), torch.ones_like(tokens), Numbers([True] * N))
 
 
 @torch.no_grad()

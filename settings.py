@@ -175,9 +175,6 @@ class TrainOptions:
         ["qkv", "proj", "up", "down"],
         "lora_rank: which matrices of a block: qkv and proj of attention, up and down of the MLP",
     )
-    gradient_accumulation_steps: int = option(
-        1, "micro-batches of equally many sequences an optimizer step, where there is no token budget", minimum=1
-    )
 
 
 @dataclass
@@ -189,6 +186,9 @@ class MemoryOptions:
         "sequences are sorted by length and cut so that a padded micro-batch holds at most this; costs next to nothing. 0: off",
         "tokens",
         minimum=0,
+    )
+    max_rollout_batch: int = option(
+        0, "completions decoded at a time, which bounds the KV cache; 0: all", "completions", minimum=0
     )
     logits_chunk_mb: float = option(
         0.0,
@@ -250,9 +250,20 @@ class SFTSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOpt
     max_iters: int = option(500, "optimizer steps", "iterations", minimum=1)
     batch_size: int = option(128, "demonstrations an optimizer step", "sequences", minimum=1)
 
+    @property
+    def sequences_per_step(self):
+        return self.batch_size
+
+    @property
+    def sequences_per_rollout(self):
+        return self.batch_size  # an evaluation's, the only one
+
+    @property
+    def needs_reference(self):
+        return False
+
     def check(self):
         check_common(self)
-        divides(self, "gradient_accumulation_steps", "batch_size")
 
 
 @dataclass
@@ -282,12 +293,6 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
         "longer prompts lose their beginning, and plans take prompts to be as long; 0: as the task has them",
         "tokens",
         minimum=0,
-    )
-    max_rollout_batch: int = option(
-        0, "completions decoded at a time, which bounds the KV cache; 0: all", "completions", minimum=0
-    )
-    kv_cache_mb: float = option(
-        0.0, "the most that the KV cache may take, the same bound in bytes; 0: no bound", "MiB", minimum=0
     )
     temperature: float = option(
         1.0,
@@ -379,6 +384,19 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
         minimum=0,
     )
 
+    @property
+    def sequences_per_step(self):
+        return self.train_batch_size or self.sequences_per_rollout
+
+    @property
+    def sequences_per_rollout(self):
+        return self.batch_size * self.group_size
+
+    @property
+    def needs_reference(self):
+        """A second model? With LoRA the reference is the model without its adapters."""
+        return bool(self.beta and not self.lora_rank)
+
     def check(self):
         check_common(self)
         if self.group_size < 2:
@@ -390,11 +408,6 @@ class GRPOSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
             raise SnugError(
                 f"train_batch_size={self.train_batch_size} does not divide the rollout of batch_size * group_size = "
                 f"{self.batch_size} * {self.group_size} = {rollout} completions"
-            )
-        if (self.train_batch_size or rollout) % self.gradient_accumulation_steps:
-            raise SnugError(
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps} does not divide the "
-                f"{self.train_batch_size or rollout} completions of an optimizer step"
             )
         if self.delta is not None and self.delta <= 1 + (
             self.epsilon if self.epsilon_high is None else self.epsilon_high
@@ -564,11 +577,6 @@ def check_common(s):
         )
     if s.seed >= 2**31:
         raise SnugError(f"seed={s.seed} must be below 2**31")
-    if s.gradient_accumulation_steps > 1 and s.max_tokens_per_micro_batch:
-        raise SnugError(
-            f"gradient_accumulation_steps={s.gradient_accumulation_steps} and max_tokens_per_micro_batch="
-            f"{s.max_tokens_per_micro_batch} both cut the batch; set one of them"
-        )
     if s.demonstration_noise > 1:
         raise SnugError(f"demonstration_noise={s.demonstration_noise} is a probability: 0 to 1")
     for name in ("adam_beta1", "adam_beta2"):

@@ -9,8 +9,6 @@ Left out: data sets on disk, packing.
 import random
 import sys
 import time
-from functools import partial
-from itertools import islice
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from options import friendly_errors, read_settings
@@ -20,34 +18,43 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     with friendly_errors():
         prepared = prepare(*read_settings(SFTSettings, sys.argv[1:])[:2])
 
-import torch
-
-from batch import Sequences, limits, micro_batches
-from evaluate import rehearse_evaluation
-from sample import Numbers
-from training import loop
-from training.optimizer import learning_rate_at, number
+from batch import Cut, Sequences, gather
+from logprobs import head_loss
+from memory import attempts
+from model import autocast
+from training import learning_rate_at, run
 
 
-def main(prepared):
-    """Train, log and save as the settings say -> False where a signal stopped it."""
-    return loop.run(prepared, "SFT", rehearsal, iterate, lambda *_: None)
+def main(prepared) -> bool:
+    """Train, log and save as the settings say -> False if a signal stopped it."""
+    return run(prepared, "SFT", iterate)
 
 
-def iterate(iteration, training):
-    """One optimizer step with its log line; whatever is large dies in here."""
-    prepared, model = training.prepared, training.model
-    settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
-    training.meter.reset()
+def iterate(iteration, training, make_batch=None):
+    """One optimizer step and its log line. make_batch: a planner's stand-in for `demonstrations`."""
+    settings, model, meter = training.settings, training.model, training.meter
+    meter.reset()
     started = time.perf_counter()
-    learning_rate = learning_rate_at(iteration, settings)
     scores = training.evaluate_if_due(0) if iteration == 0 else {}
+
+    # 1. Demonstrations, cut into micro-batches.
+    batch = (make_batch or demonstrations)(iteration, training)
+    cut = Cut(batch, max_tokens=training.pieces.max_tokens_per_micro_batch)
+
+    # 2. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
     training.log.show("train")
-    batch = demonstrations(task, tokenizer, settings, iteration, model.device)  # some kilobytes
-    gradient = partial(train_step, model, batch, settings)
-    metrics = loop.step(training, gradient, batch, learning_rate, iteration, range(settings.batch_size))
+    for attempt in attempts(training.pieces.halve_micro_batches(cut, model)):
+        with attempt, meter.phase("train"):
+            training.optimizer.zero_grad(set_to_none=True)
+            metrics = accumulate_gradient(model, batch, cut, settings)
+
+    # 3. Clip and update. A step whose loss or gradient is not finite is dropped: None.
+    learning_rate = learning_rate_at(iteration, settings)
+    metrics = training.update(metrics, learning_rate, iteration, batch, cut.sequences(0))
+
+    # 4. Evaluate where it is due, log, save.
     scores |= training.evaluate_if_due(iteration + 1)
-    stats, num_tokens = training.meter.stats(), sum(batch.completion_lengths.tolist())
+    stats, num_tokens = meter.stats(), sum(cut.completions)
     record = {"iter": iteration} | (metrics or {}) | {"learning_rate": learning_rate}
     record["completion_length_mean"] = num_tokens / settings.batch_size
     record["tokens_per_second"] = num_tokens / (stats["time_train_s"] + stats["time_optimizer_s"])
@@ -55,42 +62,37 @@ def iterate(iteration, training):
     training.end_iteration(record, scores)
 
 
-def demonstrations(task, tokenizer, settings, iteration, device):
-    """The batch of an iteration, a function of (seed, iteration) -> Sequences. The stop token is learned too."""
+def demonstrations(iteration, training) -> Sequences:
+    """The batch of an iteration, a function of (seed, iteration). The stop token is learned too."""
+    settings, task, tokenizer = training.settings, training.prepared.task, training.prepared.tokenizer
     first = iteration * settings.batch_size
     rows = task.prompts("train", range(first, first + settings.batch_size))
     rng = random.Random(f"demonstrations {settings.seed} {iteration}")
     prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
     answers = [tokenizer.encode(task.demonstration(row, rng)) + [tokenizer.stop_token] for row in rows]
-    return Sequences.from_lists(prompts, answers, device)
+    return Sequences.from_lists(prompts, answers, training.model.device)
 
 
-def train_step(model, batch, settings, most=None):
-    """Accumulate the gradient of the mean negative log-prob of completion tokens -> {"loss": ..., "entropy": its token mean}.
-
-    most: micro-batches looked at, for a planner.
-    """
-    num_tokens = sum(batch.completion_lengths.tolist())
+def accumulate_gradient(model, batch, cut, settings):
+    """The gradient of the mean negative log-prob of completion tokens -> {"loss", "entropy": its token mean}."""
+    num_tokens = sum(cut.completions)
     loss = entropy = 0.0
-    for micro in islice(micro_batches(batch, *limits(settings, len(batch.tokens))), most):
-        share, _, entropies = loop.learn(model, micro, lambda logprobs, rows: -logprobs.sum() / num_tokens, settings)
-        loss, entropy = loss + share, entropy + entropies.sum() / num_tokens
-    return dict(loss=number(loss), entropy=number(entropy))
-
-
-def rehearsal(prepared, settings):
-    """What plan.py runs on fake tensors -> a function of a meter: init, and an iteration in which every length is the longest."""
-
-    def iteration(meter):
-        (prompt, completion), N = prepared.longest(settings), settings.batch_size
-        model, optimizer = loop.rehearse_init(prepared, settings, meter)
-        rehearse_evaluation(model, prompt, completion, settings, meter)
-        batch = Sequences(
-            torch.zeros(N, prompt + completion, dtype=torch.long), Numbers([prompt] * N), Numbers([completion] * N)
-        )
-        loop.rehearse_step(model, optimizer, partial(train_step, model, batch, settings, most=2), settings, meter)
-
-    return iteration
+    for indices in cut.steps[0]:
+        micro = gather(batch, indices, cut)
+        with autocast(settings.dtype, model):
+            hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
+            share, _, entropies = head_loss(
+                hidden,
+                model.lm_head_weight,
+                micro.targets,
+                lambda logprobs, rows: -logprobs.sum() / num_tokens,
+                entropy=True,
+                n_vocab=model.config.n_vocab,
+                chunk_mb=settings.logits_chunk_mb,
+            )
+        share.backward()
+        loss, entropy = loss + share.detach(), entropy + entropies.sum() / num_tokens
+    return dict(loss=float(loss), entropy=float(entropy))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import platform
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,8 +21,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import grpo  # noqa: E402
-import grpo as collect  # noqa: E402
-import sample  # noqa: E402
 import train_sft  # noqa: E402
 from memory.ledger import MIB  # noqa: E402
 from memory.plan import GIB, plan  # noqa: E402
@@ -31,6 +28,7 @@ from options import read_settings  # noqa: E402
 from runs.log import read_log  # noqa: E402
 from runs.prepare import prepare  # noqa: E402
 from settings import GRPOSettings, SFTSettings  # noqa: E402
+from training.dry_run import DryRun  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = dict(
@@ -84,7 +82,7 @@ def run(shape, tokens, changes, folder):
         prepared.reward_funcs = [
             lambda prompts, completions, **columns: [i % 2 for i in range(len(prompts))]
         ]  # else there is no step
-        planned = plan(partial(grpo.rehearsal, prepared), settings)
+        planned = plan(DryRun(prepared, grpo.iterate, grpo.make_reference), settings)
         grpo.main(prepared)
     return planned, read_log(settings.out_dir)[-1]
 
@@ -146,15 +144,15 @@ def large_plans():
         ["config/grpo_balanced.py"],
     ):
         prepared = prepare(*read_settings(GRPOSettings, [*words, "--device=cuda"])[:2])
-        planned = plan(partial(grpo.rehearsal, prepared), prepared.settings)
+        planned = plan(DryRun(prepared, grpo.iterate, grpo.make_reference), prepared.settings)
         plans[" ".join(words)] = dict(peak_gib=planned.peak / GIB, host_gib=planned.host / GIB, phase=planned.phase)
         print(f"{' '.join(words):55} {planned.line()}", flush=True)
     return plans
 
 
 def main():
-    original = sample.sample_groups
-    collect.sample_groups = lambda *args, stop_token, **options: original(*args, stop_token=None, **options)
+    original = grpo.sample_groups
+    grpo.sample_groups = lambda *args, stop_token, **options: original(*args, stop_token=None, **options)
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, torch {torch.__version__}: MiB")
     print(

@@ -23,8 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import grpo
-import grpo as collect
-import sample
 import train_sft
 from memory.ledger import MIB
 from memory.meter import resident_bytes
@@ -55,8 +53,8 @@ def main(iterations, report_to):
         )
 
     original, grpo.iterate = grpo.iterate, iterate
-    sampler = sample.sample_groups
-    collect.sample_groups = lambda *arguments, stop_token, **rest: sampler(*arguments, stop_token=None, **rest)
+    sampler = grpo.sample_groups
+    grpo.sample_groups = lambda *arguments, stop_token, **rest: sampler(*arguments, stop_token=None, **rest)
     try:
         train_sft.main(prepare(sft))
         prepared = prepare(GRPOSettings(**common, **options, out_dir=f"{folder}/grpo"))

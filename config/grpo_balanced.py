@@ -33,4 +33,3 @@ dtype = "bfloat16"
 param_dtype = "bfloat16"
 checkpoint_blocks = "selective"
 max_tokens_per_micro_batch = 10240
-kv_cache_mb = 4096

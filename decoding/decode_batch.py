@@ -2,7 +2,6 @@
 
 import math
 import sys
-from bisect import bisect_right
 from contextlib import contextmanager
 from functools import cache
 
@@ -13,7 +12,7 @@ from tqdm import tqdm
 from decoding.draw import sample_tokens
 from decoding.kvcache import KVCache
 from logprobs.kernels import uses_triton
-from memory.ledger import MIB, kind_of
+from memory.ledger import kind_of
 
 # Prompts' tokens that go through the model at a time; on a CPU their activations stay in its caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -223,7 +222,10 @@ class Flight:
         """What all that allocates at most: every place is read, every slot begins, a quarter leaves, and a step in which the cache is
         full, the rows have different lengths, the first place has as many slots as can be, and the last one has some."""
         n, places = len(self.rows), len(self.ends)
-        self.read(range(places), range(places))
+        some = min(
+            places, max(1, PREFILL_TOKENS[kind_of(self.ends)] // self.cache.prompt.shape[4])
+        )  # one prefill stands for all
+        self.read(range(some), range(some))
         self.start(np.arange(n), range(n), np.arange(n) % places)
         crowd = max(min(self.k, n - (places > 1)), 1)
         others = places - 1 - np.arange(n - crowd) % max(places - 1, 1)
@@ -249,18 +251,8 @@ def places_for(slots, k, P):
     return min(P, slots, 4 * math.ceil(slots / k))
 
 
-def decode_batch(model, prompt_length, P, k, max_new_tokens, max_batch, kv_cache_mb):
-    """-> completions decoded at a time: all, unless max_batch or the bytes of the KV cache say less; at least one."""
-    if kv_cache_mb:
-        c, itemsize = model.config, model.compute_dtype.itemsize
-        token = 2 * c.n_layer * c.n_kv_head * c.head_size * itemsize
-        room = kv_cache_mb * MIB / token  # tokens
-        sizes = range(1, P * k + 1)
-        rows = bisect_right(
-            sizes, room, key=lambda rows: rows * max_new_tokens + places_for(rows, k, P) * prompt_length
-        )
-        rows = max(1, rows)
-        max_batch = min(max_batch or rows, rows)
+def decode_batch(P, k, max_batch=None):
+    """-> completions decoded at a time: all, unless max_batch says less."""
     return min(max_batch or P * k, P * k)
 
 

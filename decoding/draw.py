@@ -16,9 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from logprobs.head import logits_budget
 from logprobs.kernels import nothing_to_do, tile, triton, uses_triton
-from memory.ledger import MIB, kind_of
+from memory.ledger import MIB, kind_of, logits_budget
 
 if triton is not None:
     import triton.language as tl

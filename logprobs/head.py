@@ -29,14 +29,9 @@ from logprobs.rows import (
     new_scratch,
     slabs,
 )
-from memory.ledger import MIB, kind_of
+from memory.ledger import MIB, kind_of, logits_budget
 
 # Hidden states in.
-
-
-def logits_budget(chunk_mb, device_type):
-    """chunk_mb, or where it is 0 the default of the device -> MiB that logits and what is made of them may take."""
-    return chunk_mb or (256 if device_type == "cuda" else 16)
 
 
 def rows_per_chunk(n_vocab, itemsize, chunk_mb=0, device_type="cpu"):

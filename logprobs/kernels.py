@@ -1,9 +1,8 @@
 """TODO"""
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from memory.ledger import kind_of
+from memory.ledger import is_planned, kind_of
 
 try:
     import triton
@@ -126,4 +125,4 @@ def uses_triton(tensor):
 
 
 def nothing_to_do(tensor):
-    return tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel()
+    return is_planned(tensor) or tensor.is_meta or not tensor.numel()

@@ -1,24 +1,14 @@
 """Memory: what is allocated when, tensors on the host, what an iteration will need, and going on after out-of-memory.
 
-    meter   live, reserved and peak bytes by phase
-    host    tensors in host memory, and copies to and from the device
-    lean    autograd functions that keep fewer bytes than PyTorch's own
+    ledger  live storages and their bytes            meter   live, reserved and peak bytes by phase
+    host    tensors in host memory                   lean    autograd functions that keep fewer bytes than PyTorch's
+    plan    peak bytes of an iteration, beforehand   fit     the cheapest options that fit a budget
     oom     smaller pieces after out-of-memory
-    plan    peak bytes of an iteration, before it runs
-    fit     the cheapest settings that fit a budget
 
 Left out: what an iteration is. The planner is given a function that runs one.
 """
 
-from memory.host import (
-    available_on_host,
-    borrowed,
-    new_on_host,
-    spare_copy,
-    stream_from_host,
-    to_device,
-    to_host,
-)
-from memory.ledger import HOST, MIB, HostLedger, LiveBytes, kind_of
+from memory.host import available_on_host, borrowed, new_on_host, spare_copy, stream_from_host, to_device, to_host
+from memory.ledger import HOST, MIB, HostLedger, LiveBytes, is_planned, kind_of
 from memory.meter import MemoryMeter, resident_bytes, tensor_bytes
-from memory.oom import biggest_tensors, is_out_of_memory, surviving
+from memory.oom import Pieces, attempts

@@ -1,4 +1,7 @@
-"""Tensors in host memory, and copies from the device to the host and back. On a CPU they are copies all the same, counted apart (`HOST`)."""
+"""Tensors in host memory, and copies from the device to the host and back.
+
+On a CPU they are copies all the same, counted apart (ledger.HOST). Left out: when to move what (model, optimizer).
+"""
 
 import math
 import os
@@ -8,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from memory import ledger
-from memory.ledger import MIB
+from memory.ledger import HOST, MIB, host_ledger
 
 
-def available_on_host():
+def available_on_host() -> int:
     """Bytes that the host can still give, or this process's container (cgroup v2), whichever is less."""
     try:
         with open("/proc/meminfo") as file:
@@ -26,57 +28,54 @@ def available_on_host():
         return free
 
 
-# To the host and back.
+def new_on_host(like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool = False) -> torch.Tensor:
+    """An empty tensor in host memory of the shape of `like`; pinned where `like` is on CUDA, so that copies are fast.
 
-
-def new_on_host(shape, dtype, device, keep=False):
-    """An empty tensor in host memory, pinned where `device` is CUDA, so that the bus is fast and the host need not wait.
-
-    keep: it is large and lives long. Then its pages are pinned where they are: PyTorch's own pinned allocator, which reuses
-    what is freed, rounds every block up to a power of two, at worst twice the bytes.
+    keep: it is large and lives long. Then its pages are pinned in place. PyTorch's own pinned allocator rounds every
+    block up to a power of two, at worst twice the bytes.
     """
-    ledger.HOST.making = True
+    ledger, dtype, pin = host_ledger(like), dtype or like.dtype, like.device.type == "cuda"
+    in_place = keep and math.prod(like.shape) * dtype.itemsize >= MIB  # pages that nothing else uses
+    ledger.making = True
     try:
-        pin = device.type == "cuda"
-        keep = keep and math.prod(shape) * dtype.itemsize >= MIB  # pages that nothing else is on
-        tensor = torch.empty(shape, dtype=dtype, pin_memory=pin and not keep)
+        tensor = torch.empty(like.shape, dtype=dtype, pin_memory=pin and not in_place)
     finally:
-        ledger.HOST.making = False
-    if pin and keep:
+        ledger.making = False
+    if pin and in_place:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
         weakref.finalize(tensor.untyped_storage(), unpin, tensor.data_ptr()).atexit = False
-    ledger.HOST.follow(tensor)
+    ledger.follow(tensor)
     return tensor
 
 
 def unpin(address):
-    torch.cuda.synchronize()  # no copy is under way
+    torch.cuda.synchronize()  # wait for copies that are under way
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
-def to_host(tensor, keep=False):
-    """A copy in host memory; on CUDA it is there once the stream has got so far."""
-    return new_on_host(tensor.shape, tensor.dtype, tensor.device, keep).copy_(tensor.detach(), non_blocking=True)
+def to_host(tensor: torch.Tensor, keep: bool = False) -> torch.Tensor:
+    """A copy in host memory; on CUDA it is complete once the stream has reached it."""
+    return new_on_host(tensor, keep=keep).copy_(tensor.detach(), non_blocking=True)
 
 
-def spare_copy(tensor):
-    """A copy in the host's ordinary memory that no ledger counts, because it is only made where there is room to spare (saver.py)."""
-    ledger.HOST.making = True
+def spare_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in ordinary host memory that no ledger counts. The saver makes it only where there is room to spare."""
+    HOST.making = True
     try:
         return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     finally:
-        ledger.HOST.making = False
+        HOST.making = False
 
 
-def to_device(tensor, device):
-    """A copy on the device, which on a CPU is a copy all the same."""
+def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
+    """A copy on the device; on a CPU it is a copy too."""
     return torch.empty_like(tensor, device=device).copy_(tensor.detach(), non_blocking=True)
 
 
 def load(module, device):
-    """The weights of a module from the host to the device, until `unload`."""
+    """Move a module's weights from the host to the device, until `unload`."""
     for p in module.parameters():
-        if not hasattr(p, "host"):  # it has where a forward ran out of memory half way
+        if not hasattr(p, "host"):  # it has one if a forward ran out of memory half way
             p.host, p.data = p.data, to_device(p.data, device)
 
 
@@ -87,7 +86,7 @@ def unload(module):
 
 
 def stream_from_host(model, units, device):
-    """Keep a frozen model's weights on the host; each of `units`, submodules, has them on the device while it runs."""
+    """Keep a frozen model's weights on the host. Each of `units`, submodules, has them on the device while it runs."""
     for p in model.parameters():
         p.data = to_host(p, keep=True)
     for unit in units:
@@ -97,7 +96,7 @@ def stream_from_host(model, units, device):
 
 @contextmanager
 def borrowed(modules, device):
-    """Modules whose weights are on the host have them on the device for a while."""
+    """Modules whose weights are on the host have them on the device inside the context."""
     for module in modules:
         load(module, device)
     try:

@@ -1,37 +1,31 @@
 """Which storages are alive, and how many bytes they have: the device's, and apart from them those in host memory.
 
-A CPU has no caching allocator to ask, so a dispatch mode sees what every op returns and holds a weak reference to its storage. That
-is exact for tensors and blind to what an op allocates and frees inside itself; it costs about 10 microseconds an op.
+A CPU has no caching allocator to ask, so a dispatch mode sees what every op returns and holds a weak reference to its
+storage. That is exact for tensors and blind to what an op allocates and frees inside itself; it costs about 10
+microseconds an op.
 
-`HOST` counts tensors that belong in host memory, on a CPU too, where "device" and "host" are the same chips. So what an option
-saves on a GPU can be counted without one.
+`HOST` counts tensors that belong in host memory, on a CPU too, where "device" and "host" are the same chips. So what an
+option saves on a GPU can be counted without one. A planner's fake tensors bring their own device kind and host ledger.
 """
 
 import weakref
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MIB = 2**20
 
 
-planned_kind = None  # "cuda" while a planner's fake tensors, which are the CPU's, stand for a CUDA device's (plan.py)
-
-
-def kind_of(tensor):
-    """ "cuda" or "cpu": the kind of device a tensor is on, or is planned to be on."""
-    return planned_kind or tensor.device.type
-
-
 class Ledger:
-    """Storages that are alive: their bytes, and the most there have been since `reset_peak`."""
+    """Live storages: their bytes, and the most there have been since `reset_peak`."""
 
     def __init__(self):
         super().__init__()
         self.current = self.peak = 0
         self.sizes = {}  # id of a storage -> (weak reference, bytes)
 
-    def follow(self, tensor):
+    def follow(self, tensor: torch.Tensor):
         """Count the storage of a tensor, once, for as long as it lives."""
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
@@ -44,11 +38,11 @@ class Ledger:
         else:
             self.sizes[key] = (weakref.ref(storage, lambda _: self.forget(key)), size)
             self.current += size
-            self.born(key, tensor, size)
+            self.created(key, tensor, size)
         self.peak = max(self.peak, self.current)
 
-    def born(self, key, tensor, size):
-        """For who wants to know more of a new storage (plan.py)."""
+    def created(self, key, tensor, size):
+        """Called for each new storage; the planner overrides it."""
 
     def forget(self, key):
         self.current -= self.sizes.pop(key)[1]
@@ -58,28 +52,57 @@ class Ledger:
 
 
 class HostLedger(Ledger):
-    making = False  # while a tensor is made that is to be counted here, and not by LiveBytes
+    making = False  # True while a host tensor is made, so that LiveBytes does not count it as the device's
 
 
 HOST = HostLedger()
 
 
 class LiveBytes(Ledger, TorchDispatchMode):
-    """Device bytes: what every op returns is followed, except what is in `HOST`.
+    """Device bytes: follows what every op returns, except host tensors.
 
-    Storages made before it was entered are unknown to it until an op returns them; `follow` adds them by hand.
+    It does not know storages made before it was entered until an op returns them; `follow` adds them by hand.
     """
+
+    def __init__(self, host: HostLedger = HOST):
+        super().__init__()
+        self.host = host
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.follow(result)
-        elif isinstance(result, tuple | list):
-            for item in result:
-                if isinstance(item, torch.Tensor):
-                    self.follow(item)
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, torch.Tensor):
+                self.follow(item)
         return result
 
     def follow(self, tensor):
-        if not HOST.making and id(tensor.untyped_storage()) not in HOST.sizes:
+        if not self.host.making and id(tensor.untyped_storage()) not in self.host.sizes:
             super().follow(tensor)
+
+
+class PlanningMode(FakeTensorMode):
+    """Tensors made inside have shapes and no data. They stand for a device's of this kind, "cuda" or "cpu"."""
+
+    def __init__(self, kind: str, host: HostLedger):
+        super().__init__(allow_non_fake_inputs=True)
+        self.kind, self.host = kind, host
+
+
+def is_planned(tensor: torch.Tensor) -> bool:
+    """Is it a planner's, without data? Then kernels have nothing to do: their callers allocate all outputs."""
+    return isinstance(tensor, FakeTensor)
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """ "cuda" or "cpu": the kind of device a tensor is on, or is planned for."""
+    return tensor.fake_mode.kind if isinstance(tensor, FakeTensor) else tensor.device.type
+
+
+def host_ledger(tensor: torch.Tensor) -> HostLedger:
+    """The ledger that counts host copies of a tensor."""
+    return tensor.fake_mode.host if isinstance(tensor, FakeTensor) else HOST
+
+
+def logits_budget(chunk_mb: float, kind: str) -> float:
+    """The option logits_chunk_mb -> MiB for a chunk of logits and what is made of it; 0: the device's default."""
+    return chunk_mb or (256 if kind == "cuda" else 16)

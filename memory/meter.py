@@ -1,19 +1,14 @@
-"""What is allocated, reserved and at peak, phase by phase; moving tensors to the host and back; going on after out-of-memory.
+"""What is allocated, reserved and at peak, and the seconds, phase by phase.
 
     with MemoryMeter(device) as meter:
         with meter.phase("rollout"):
             ...
-        meter.stats()  # {"mem_alloc_mb": ..., "mem_max_alloc_mb": ..., "mem_max_alloc_mb_rollout": ..., "time_rollout_s": ...}
+        meter.stats()  # {"mem_alloc_mb": ..., "mem_max_alloc_mb": ..., "mem_max_alloc_mb_rollout": ..., ...}
 
-On CUDA the figures are the caching allocator's own. On a CPU there is no such allocator, so the meter follows the
-storages: a dispatch mode sees what every op returns and holds a weak reference to it. That is exact for tensors and
-blind to what an op allocates and frees inside itself; it costs about 10 microseconds an op.
+On CUDA the figures are the caching allocator's. On a CPU they are the exact bytes of live tensors (ledger.py), and
+"reserved" is the process's resident size. All `*_mb` are MiB (2**20 bytes).
 
-`new_on_host` and `to_host` make tensors that are to be outside the device's memory. They are counted apart (`HOST`), on a
-CPU too, where "device" and "host" are the same chips: so what an option saves on a GPU can be counted without one.
-
-All `*_mb` are MiB (2**20 bytes). Left out: other devices' counters, memory that is not tensors (the process's resident
-size, reported as reserved on a CPU, has it all).
+Left out: other devices' counters; memory that is not tensors.
 """
 
 import os
@@ -22,8 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from memory import ledger
-from memory.ledger import MIB, LiveBytes
+from memory.ledger import HOST, MIB, LiveBytes
 from options import SnugError
 
 PHASES = ("rollout", "reward", "reference", "train", "optimizer", "eval")
@@ -32,7 +26,7 @@ PHASES = ("rollout", "reward", "reference", "train", "optimizer", "eval")
 class MemoryMeter:
     """Allocated, reserved and peak bytes of a device, and seconds, by phase.
 
-    A context manager: on a CPU everything that is to be counted has to be made inside it.
+    A context manager: on a CPU it counts what is made inside it.
     """
 
     def __init__(self, device="cpu"):
@@ -73,11 +67,11 @@ class MemoryMeter:
         self.phases = {}
         self.peak = 0
         self.reset_peak()
-        ledger.HOST.reset_peak()
+        HOST.reset_peak()
 
     @contextmanager
     def phase(self, name):
-        """Peak and seconds between entry and exit go to `name`; entered twice, the peaks' maximum and the seconds' sum."""
+        """Peak and seconds inside go to `name`. Entered twice: the larger peak, the sum of the seconds."""
         if name not in PHASES:
             raise ValueError(f"phase {name!r} is not one of {', '.join(PHASES)}")
         self.peak = max(self.peak, self.peak_since_reset())
@@ -99,7 +93,7 @@ class MemoryMeter:
         peak = max([self.peak, self.peak_since_reset()] + [entry["peak"] for entry in self.phases.values()])
         stats = {"mem_alloc_mb": self.allocated(), "mem_reserved_mb": self.reserved(), "mem_max_alloc_mb": peak}
         stats |= {f"mem_max_alloc_mb_{name}": entry["peak"] for name, entry in self.phases.items()}
-        stats |= {"mem_max_host_mb": ledger.HOST.peak} if ledger.HOST.peak else {}
+        stats |= {"mem_max_host_mb": HOST.peak} if HOST.peak else {}
         stats = {name: round(size / MIB, 3) for name, size in stats.items()}
         return stats | {f"time_{name}_s": round(entry["seconds"], 4) for name, entry in self.phases.items()}
 
@@ -116,7 +110,8 @@ class MemoryMeter:
 
 
 def mem_line(place, current, reserved, peak):
-    return f"[MEM] {place}: current={current / MIB:.1f}MiB reserved={reserved / MIB:.1f}MiB peak_since_reset={peak / MIB:.1f}MiB"
+    current, reserved, peak = (f"{size / MIB:.1f}MiB" for size in (current, reserved, peak))
+    return f"[MEM] {place}: current={current} reserved={reserved} peak_since_reset={peak}"
 
 
 def resident_bytes():
@@ -136,7 +131,7 @@ def tensor_bytes(tensors):
 
 
 def allocator_snapshot(folder, device):
-    """-> a context that records what CUDA's allocator does, and writes folder/memory_snapshot.pickle, also after an error."""
+    """-> a context that records CUDA's allocator and writes folder/memory_snapshot.pickle, also after an error."""
     if device.type != "cuda":
         raise SnugError(f"memory_snapshot records CUDA's allocator, and device is {device}; leave it out")
     return record_allocator(folder)

@@ -1,44 +1,136 @@
-"""TODO"""
+"""After out-of-memory: the same work again, in smaller pieces.
+
+    for attempt in attempts(make_smaller):
+        with attempt:
+            rollouts = sample_groups(...)
+
+`Pieces` knows how large the pieces are, halves them, and says which options would help when they cannot be smaller.
+A checkpoint remembers them.
+"""
 
 import gc
 
 import torch
 
-from memory import ledger
-from memory.ledger import MIB
+from memory.fit import CHANGES_ROUNDING, cheaper, written
+from memory.ledger import HOST, MIB
+from options import SnugError
 
-# After out-of-memory.
 
-
-def is_out_of_memory(error):
-    """The device's; on a CPU that is the host's. CUDA's libraries have words of their own for it."""
-    words = [
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "CUDNN_STATUS_ALLOC_FAILED",
-        "CUDA error: out of memory",
-        "CUDA driver error: out of memory",
-    ]
+def is_out_of_memory(error: Exception) -> bool:
+    """Did the device run out of memory (on a CPU, the host)? CUDA's libraries have several messages for it."""
+    words = ["CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory"]
+    words += ["CUDA driver error: out of memory"]
     words += [] if torch.cuda.is_initialized() else ["can't allocate memory"]
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
-def surviving(attempt, smaller):
-    """attempt() -> its result. After an out-of-memory `smaller(what PyTorch said)` makes the next attempt need less, or raises."""
+class Attempt:
+    """Swallows an out-of-memory error and keeps its first line in `error`."""
+
+    def __enter__(self):
+        self.error = None
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
+            return False
+        self.error = str(error).strip().splitlines()[0]
+        return True
+
+
+def attempts(make_smaller):
+    """Yield Attempts until the `with` block of one ends without running out of memory.
+
+    In between make_smaller(error) makes the next attempt need less, or raises. By then the exception is gone, and with
+    it the frames that held the failed attempt's tensors: so the block should call a function for what is large.
+    """
     while True:
-        try:
-            return attempt()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            said = str(error).strip().splitlines()[0]
-        # Here the exception is gone, and with it the frames that held the failed attempt's tensors.
+        attempt = Attempt()
+        yield attempt
+        if attempt.error is None:
+            return
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        smaller(said)
+        make_smaller(attempt.error)
 
 
-def biggest_tensors(model, count=3):
+class Pieces:
+    """How many completions are decoded at a time, and how many tokens a micro-batch has; 0: all at once.
+
+    Both begin as the settings say. After an out-of-memory they are halved. `halved` is what a checkpoint keeps:
+    {option: [what the settings say, what it is now]}.
+    """
+
+    def __init__(self, settings, say, halved=None):
+        """say: reports a change. halved: from the resumed checkpoint; it holds if the settings ask for the same again."""
+        self.settings, self.say, self.halved = settings, say, {}
+        self.max_rollout_batch = settings.max_rollout_batch
+        self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch
+        for name, (asked, value) in (halved or {}).items():
+            if getattr(settings, name) == asked:
+                self.set(name, value, "an earlier out-of-memory")
+
+    def set(self, name, value, error):
+        self.halved[name] = [getattr(self.settings, name), value]
+        setattr(self, name, value)
+        self.say(f"{error}; going on with {name}={value}")
+
+    def halve_rollout(self, rows: int, model):
+        """-> make_smaller for `attempts`: decode half of `rows` completions at a time. Raises SnugError at one."""
+
+        def make_smaller(error):
+            now = min(self.max_rollout_batch or rows, rows)
+            if now == 1:
+                raise SnugError(self.at_the_floor(f"decoding one completion at a time: {error}", model))
+            self.set("max_rollout_batch", -(-now // 2), error)
+
+        return make_smaller
+
+    def halve_micro_batches(self, cut, model):
+        """-> make_smaller for `attempts`: half as many tokens in a micro-batch of `cut`, a batch.Cut.
+
+        Raises SnugError where a micro-batch is a single sequence.
+        """
+
+        def make_smaller(error):
+            whole = cut.longest * cut.step_size
+            now = min(self.max_tokens_per_micro_batch or whole, whole)
+            if now < 2 * cut.longest:
+                raise SnugError(self.at_the_floor(f"one sequence of {cut.longest} tokens at a time: {error}", model))
+            self.set("max_tokens_per_micro_batch", max(cut.longest, now // 2), error)
+            cut.into(self.max_tokens_per_micro_batch)
+
+        return make_smaller
+
+    def once_more(self, model):
+        """-> make_smaller for an optimizer step, which has no pieces: one more try, with an empty allocator cache."""
+        tried = []
+
+        def make_smaller(error):
+            if tried:
+                raise SnugError(self.at_the_floor(f"in the optimizer step: {error}", model))
+            tried.append(error)
+
+        return make_smaller
+
+    def at_the_floor(self, what, model):
+        """One line: what failed, the biggest tensors, and the next option to try."""
+        settings = self.settings
+        further = [
+            c
+            for c in cheaper(settings, model.device.type, 1)
+            if not set(c) & {"max_rollout_batch", "max_tokens_per_micro_batch"}
+        ]
+        if further or "float32" in (settings.param_dtype, settings.optimizer_dtype):
+            advice = f"{written(further[0] if further else CHANGES_ROUNDING)}, with --resume=auto"
+        else:
+            advice = "a smaller model, or shorter sequences"
+        return f"out of memory, {what}; the biggest tensors: {biggest_tensors(model)}; next: {advice}"
+
+
+def biggest_tensors(model, count: int = 3) -> str:
     """The largest tensors alive on the model's device -> "embedding.weight 147.2 MiB, ..."."""
     named = list(model.named_parameters())
     named += [(f"the gradient of {name}", p.grad) for name, p in named if p.grad is not None]
@@ -47,7 +139,7 @@ def biggest_tensors(model, count=3):
     for thing in [tensor for _, tensor in named] + gc.get_objects():
         if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device == model.device:
             storage = thing.untyped_storage()
-            if id(storage) not in ledger.HOST.sizes:
+            if id(storage) not in HOST.sizes:
                 sizes[id(storage)] = storage.nbytes(), known.get(id(storage), f"a tensor {tuple(thing.shape)}")
     largest = sorted(sizes.values(), reverse=True)[:count]
     return ", ".join(f"{name} {size / MIB:.1f} MiB" for size, name in largest)

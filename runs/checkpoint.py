@@ -223,7 +223,7 @@ def state_of(iteration, model, optimizer, settings, tokenizer, generators):
         iteration=iteration, optimizer_steps=steps, model_config=asdict(model.config), tokenizer=tokenizer.name
     )
     state |= dict(settings=asdict(settings), generators=for_json(generators))
-    return state | dict(after_oom=getattr(settings, "after_oom", {})) | base
+    return state | base
 
 
 def optimizer_steps(optimizer):

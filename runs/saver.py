@@ -46,12 +46,12 @@ class Saver:
         for left in self.folder.glob(f".tmp-{PREFIX}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
 
-    def after(self, done, model, optimizer, guard, scores):
+    def after(self, done, model, optimizer, progress):
         """Save after `done` iterations, where it is time. Raises SnugError where the last save fails."""
-        s, score, last = self.settings, scores.get("pass_at_1", -1.0), done == self.settings.max_iters
+        s, score, last = self.settings, progress["scores"].get("pass_at_1", -1.0), done == self.settings.max_iters
         self.due = self.due or score > self.best or bool(s.save_interval and done % s.save_interval == 0)
         self.poll()
-        dropped = guard.health["dropped_in_a_row"]  # then no step has been taken since
+        dropped = progress["health"]["dropped_in_a_row"]  # then no step has been taken since
         now = last or not dropped and (done >= self.retry if self.failed else self.due)
         if now:
             self.wait()
@@ -60,21 +60,21 @@ class Saver:
             self.prune()
         if now:
             self.due, self.best = False, max(self.best, score)
-            self.save(done, model, optimizer, guard, scores, last)
+            self.save(done, model, optimizer, progress, last)
             if last and not dropped:
                 self.prune()
 
-    def save(self, done, model, optimizer, guard, scores=None, last=False, generators=None, health=None):
-        """last: wait until it is written, and raise SnugError where it cannot be. generators, health: as they were, if not as they are."""
+    def save(self, done, model, optimizer, progress, last=False, generators=None):
+        """last: wait until it is written, and raise SnugError where it cannot be. generators: as they were, if not as they are."""
         self.wait()
         if self.saved == done:
             return
-        state = state_of(
-            done, model, optimizer, self.settings, self.tokenizer, generators or generator_state(self.device)
+        generators = generators or generator_state(self.device)
+        state = (
+            state_of(done, model, optimizer, self.settings, self.tokenizer, generators)
+            | progress
+            | dict(data=self.data)
         )
-        state |= dict(
-            scores=dict(scores or {}), health=health or dict(guard.health), data=self.data
-        )  # as they are now: the thread reads them later
         tensors = tensors_of(model, optimizer)
         bad = not_finite({name: tensor for named in tensors.values() for name, tensor in named.items()})
         if bad:
@@ -153,15 +153,15 @@ class Saver:
             self.say(f"warning: {self.failed}; the training goes on, the next try is after iteration {self.retry - 1}")
 
     @contextmanager
-    def keeping(self, iteration, model, optimizer, guard):
+    def keeping(self, iteration, model, optimizer, progress):
         """Where what runs inside fails before it has taken an optimizer step, the state from before it is saved: nothing is lost."""
-        generators, steps, health = generator_state(self.device), optimizer_steps(optimizer), dict(guard.health)
+        generators, steps = generator_state(self.device), optimizer_steps(optimizer)
         try:
             yield
         except Exception as error:
             if iteration and optimizer_steps(optimizer) == steps and not getattr(error, "state_is_bad", False):
                 try:
-                    self.save(iteration, model, optimizer, guard, last=True, generators=generators, health=health)
+                    self.save(iteration, model, optimizer, progress, last=True, generators=generators)
                     self.say(
                         f"saved after iteration {iteration - 1}, before the error that follows; --resume=auto goes on from there"
                     )

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo
-import grpo as collect
+from batch import Cut
 from options import SnugError
 from runs.checkpoint import newest, read_state
 from runs.log import read_log
 from runs.prepare import prepare
 from sample import Rollouts, sample_groups
 from settings import GRPOSettings
+from training import Training
 
 STOP = 3
 TINY = dict(
@@ -81,9 +82,7 @@ def test_groups_without_variance_make_room(tmp_path, monkeypatch):
         assert records[i]["frac_reward_zero_std"] == pytest.approx(sum(n % 3 != 0 for n in drawn_now) / len(drawn_now))
     assert records[0]["gen_batches"] == 3
     assert records[0]["reward_mean"] == pytest.approx(4 / 12 / 4 + 5.5 / 1000, abs=1e-6)  # of all that was sampled
-    assert read_state(newest(tmp_path / "run"))["health"]["extra_prompts"] == 4 * (
-        sum(r["gen_batches"] for r in records) - 3
-    )
+    assert read_state(newest(tmp_path / "run"))["extra_prompts"] == 4 * (sum(r["gen_batches"] for r in records) - 3)
 
 
 def test_at_the_cap_the_batch_is_filled_with_what_there_is(tmp_path, monkeypatch):
@@ -125,16 +124,12 @@ def test_truncated_completions_are_masked(tmp_path):
     rollouts.advantages, rollouts.old_logprobs = torch.ones(8, device=DEVICE), rollouts.sampling_logprobs
     assert 0 < rollouts.stopped.sum() < 8
     masked = GRPOSettings(mask_truncated_completions=True, loss_type="grpo", max_new_tokens=6)
-    grpo.accumulate(model, rollouts, range(8), masked)
+    grpo.accumulate_gradient(model, rollouts, Cut(rollouts), 0, masked)
     expected = model.embedding.weight.grad.clone()
     model.zero_grad()
     advantages = rollouts.advantages * rollouts.stopped
-    grpo.accumulate(
-        model,
-        dataclasses.replace(rollouts, advantages=advantages),
-        range(8),
-        GRPOSettings(loss_type="grpo", max_new_tokens=6),
-    )
+    other = dataclasses.replace(rollouts, advantages=advantages)
+    grpo.accumulate_gradient(model, other, Cut(other), 0, GRPOSettings(loss_type="grpo", max_new_tokens=6))
     torch.testing.assert_close(model.embedding.weight.grad, expected)
     assert grpo.trainable(rollouts, range(2, 6), masked) == [i for i in range(2, 6) if rollouts.stopped[i]]
     rollouts.stopped[:] = False
@@ -178,6 +173,23 @@ def test_a_resumed_run_draws_the_same_prompts(tmp_path):
     assert ours == theirs and sum(record["gen_batches"] for record in ours) > 4
 
 
+def test_refills_of_the_same_prompts_get_other_completions(tmp_path, monkeypatch):
+    """No group teaches, so each iteration samples twice, here from the same prompts: with other numbers each time."""
+    prepared, _ = prepared_for(tmp_path, lambda n, i: 1.0, max_num_gen_batches=2, max_iters=2, temperature=1.3)
+    rows = prepared.task.prompts("train", range(4))
+    prepared.task.prompts = lambda split, index: rows
+    original, seen = grpo.sample_rows, []
+
+    def keep(*arguments):
+        seen.append(original(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(grpo, "sample_rows", keep)
+    grpo.main(prepared)
+    found = [rollouts.tokens.tolist() for rollouts in seen]
+    assert len(found) == 4 and all(a != b for a, b in itertools.combinations(found, 2))
+
+
 def test_refills_are_sampled_anew():
     """The same prompts in a second rollout get other completions: rows go on being counted."""
     model = make_flat_model("gpt2")
@@ -211,7 +223,7 @@ def test_joined_and_selected_rollouts():
 )
 def test_which_groups_have_variance(rewards):
     expected = [len({r for r in group if not math.isnan(r)}) > 1 for group in rewards]
-    assert collect.has_variance(torch.tensor(rewards)).tolist() == expected
+    assert grpo.has_variance(torch.tensor(rewards)).tolist() == expected
 
 
 def test_rewards_are_weighted_and_their_parts_logged(tmp_path):
@@ -227,24 +239,25 @@ def test_rewards_are_weighted_and_their_parts_logged(tmp_path):
 
     prepared.reward_funcs = [accuracy, brevity]
     model = make_flat_model("gpt2", vocab_size=257)
-    rows, rollouts = collect.rollout(0, model, prepared)
-    rewards, parts, _ = collect.score(rollouts, rows, prepared)
+    rows = prepared.task.prompts("train", range(4))
+    rollouts = grpo.sample_rows(model, prepared, rows, 0)
+    rewards, parts, _ = grpo.score(rollouts, rows, prepared)
     assert rewards[0].tolist() == [1.5, -0.5, -0.5, 0.0] and rewards[1:].tolist() == [[1.5, -0.5, -0.5, -0.5]] * 3
-    metrics = collect.rollout_metrics(rollouts, rewards, [parts])
+    metrics = grpo.rollout_metrics(rollouts, rewards, [parts])
     assert metrics["reward/accuracy"] == 0.25 and metrics["reward/brevity"] == -1.0
 
 
 def test_long_completions_lose_reward(tmp_path, monkeypatch):
     """After groups were looked at: all right, but of different lengths, is nothing that refills would keep."""
     prepared, _ = prepared_for(tmp_path, lambda n, i: 1.0, soft_punish_cache=4, max_num_gen_batches=2, max_iters=1)
-    original, seen = collect.rollout, learned_from(monkeypatch)
+    original, seen = grpo.sample_rows, learned_from(monkeypatch)
 
     def of_four_lengths(*arguments):
-        rows, rollouts = original(*arguments)
+        rollouts = original(*arguments)
         rollouts.completion_lengths = torch.tensor([1, 4, 5, 8] * 4, device=DEVICE)
-        return rows, rollouts
+        return rollouts
 
-    monkeypatch.setattr(collect, "rollout", of_four_lengths)
+    monkeypatch.setattr(grpo, "sample_rows", of_four_lengths)
     grpo.main(prepared)
     assert seen[0].tolist() == [[1.0, 1.0, 0.75, 0.0]] * 4
     record = read_log(tmp_path / "run")[0]
@@ -259,9 +272,9 @@ def test_long_completions_lose_reward(tmp_path, monkeypatch):
 def keep_rollouts(monkeypatch):
     """-> the list that every iteration's Rollouts are added to, log-probs and all."""
     kept = []
-    original = grpo.prepare_logprobs
+    original = grpo.accumulate_gradient
     monkeypatch.setattr(
-        grpo, "prepare_logprobs", lambda training, rollouts: (original(training, rollouts), kept.append(rollouts))
+        grpo, "accumulate_gradient", lambda m, rollouts, *rest: kept.append(rollouts) or original(m, rollouts, *rest)
     )
     return kept
 
@@ -314,17 +327,16 @@ def test_weights_that_are_ruined_are_not_passed_over(tmp_path, monkeypatch):
     """Finite weights that answer NaN alone: equal rewards are no reason to call the iteration well, nor to delete an older checkpoint."""
     options = dict(max_iters=20, save_interval=2, save_total_limit=1)
     prepared, _ = prepared_for(tmp_path, lambda n, i: float(i) if n < 16 else 0.0, **options)
-    original = grpo.update
+    original = Training.end_iteration
 
-    def ruin(training, rollouts, learning_rate, iteration):
-        metrics = original(training, rollouts, learning_rate, iteration)
-        if iteration == 3:
+    def ruin(training, record, *rest):
+        if record["iter"] == 3:
             with torch.no_grad():
                 for p in training.model.parameters():
                     p.mul_(1e30)
-        return metrics
+        original(training, record, *rest)
 
-    monkeypatch.setattr(grpo, "update", ruin)
+    monkeypatch.setattr(Training, "end_iteration", ruin)
     with pytest.raises(
         SnugError,
         match="5 optimizer steps in a row were not finite.*the batch: sampling_logprobs.*goes on from .*checkpoint-000002",
@@ -337,10 +349,10 @@ def test_a_failed_iteration_leaves_its_prompts_to_the_resumed_run(tmp_path, monk
     """The state from before it is saved, with the count of prompts from before it."""
     options = dict(max_num_gen_batches=3, save_interval=0, max_iters=3, eval_interval=2, eval_prompts=4)
     prepared, drawn = prepared_for(tmp_path, lambda n, i: float(i) if n < 8 else 0.0, **options)
-    monkeypatch.setattr("training.loop.evaluate_if_due", lambda done, *rest: 1 / 0 if done == 3 else {})
+    monkeypatch.setattr("training.state.evaluate_if_due", lambda done, *rest: 1 / 0 if done == 3 else {})
     with pytest.raises(ZeroDivisionError):
         grpo.main(prepared)
     assert drawn[-1][-1] == 19
     state = read_state(newest(tmp_path / "run"))
     # iterations 0 and 1: prompts 0 to 3 and 4 to 7, one rollout each; 2: three rollouts, of which nothing is kept, no step taken
-    assert state["iteration"] == 2 and state["health"]["extra_prompts"] == 0
+    assert state["iteration"] == 2 and state["extra_prompts"] == 0

@@ -1,9 +1,11 @@
 """The loop: its gradient, its log, its memory; end to end on models that take milliseconds."""
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +13,8 @@ import torch.nn.functional as F
 from conftest import DEVICE, make_flat_model, make_model
 
 import grpo
-import grpo as collect
 import train_sft
-from batch import Sequences
+from batch import Cut, Sequences
 from loss import group_advantages, policy_loss
 from memory.ledger import MIB, LiveBytes
 from memory.meter import tensor_bytes
@@ -23,7 +24,7 @@ from runs.log import read_log
 from runs.prepare import prepare
 from sample import Rollouts, sample_groups
 from settings import GRPOSettings, SFTSettings
-from training import loop
+from training import state
 from training.optimizer import make_optimizer, optimizer_step
 
 STOP = 3
@@ -44,9 +45,11 @@ def some_rollouts(model, group_size=4, dtype=torch.float64, **options):
 
 
 def gradient(model, rollouts, settings, select=None):
+    """-> the gradient of one optimizer step over the completions `select`, and its metrics."""
     model.zero_grad()
-    select = torch.arange(len(rollouts.tokens), device=DEVICE) if select is None else select
-    metrics = grpo.accumulate(model, rollouts, select, settings)
+    rollouts = rollouts if select is None else rollouts.select(select)
+    cut = Cut(rollouts, max_tokens=settings.max_tokens_per_micro_batch)
+    metrics = grpo.accumulate_gradient(model, rollouts, cut, 0, settings)
     return {name: p.grad.clone() for name, p in model.named_parameters()}, metrics
 
 
@@ -67,14 +70,13 @@ VARIANTS = {
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gradient_does_not_depend_on_the_cut(shape, variant):
-    """1 x 12, 2 x 6, 3 x 4, 12 x 1, uneven lengths, padding of any width, chunks of the head, any order; bnpo must differ."""
+    """One sequence at a time or a few, padding of any width, chunks of the head, any order; bnpo must differ."""
     model = make_flat_model(shape, dtype=torch.float64)
     rollouts = some_rollouts(model)
     common = dict(beta=0.04, max_new_tokens=12) | VARIANTS[variant]
     whole, metrics = gradient(model, rollouts, GRPOSettings(**common))
     assert len(set(rollouts.completion_lengths.tolist())) >= 3 and 2 <= int(rollouts.stopped.sum()) < 12  # ragged
-    cuts = [dict(gradient_accumulation_steps=n) for n in (2, 3, 12)]
-    cuts += [dict(max_tokens_per_micro_batch=n) for n in (1, 20, 37, 60)] + [dict(logits_chunk_mb=0.001)]
+    cuts = [dict(max_tokens_per_micro_batch=n) for n in (1, 37, 60)] + [dict(logits_chunk_mb=0.001)]
     for cut in cuts:
         pieces, other = gradient(model, rollouts, GRPOSettings(**common, **cut))
         if variant == "bnpo" and "logits_chunk_mb" not in cut:
@@ -131,7 +133,7 @@ def test_the_gradient_is_the_plain_one(select, vocab_size, variant):
     tokens = 0 if variant == "bnpo" else 40
     settings = GRPOSettings(beta=0.04, temperature=0.7, max_tokens_per_micro_batch=tokens, **VARIANTS[variant])
     rollouts = some_rollouts(model, temperature=0.7)
-    ours, metrics = gradient(model, rollouts, settings, torch.tensor(select, device=DEVICE))
+    ours, metrics = gradient(model, rollouts, settings, select)
     model.zero_grad()
     loss = plain_loss(model, rollouts, select, settings)
     loss.backward()
@@ -227,18 +229,15 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     ]
 
 
-def test_several_steps_a_rollout_and_bfloat16(tmp_path):
+def test_several_steps_a_rollout_and_bfloat16(tmp_path, monkeypatch):
     sft, settings = tiny(
         tmp_path, train_batch_size=8, num_iterations=2, dtype="bfloat16", checkpoint_blocks="block", max_rollout_batch=6
     )
     train_sft.main(prepare(dataclasses.replace(sft, dtype="bfloat16")))
     steps = []
-    original = loop.optimizer_step
-    try:
-        loop.optimizer_step = lambda *args: steps.append(args[2]) or original(*args)
-        run(settings)
-    finally:
-        loop.optimizer_step = original
+    original = state.optimizer_step
+    monkeypatch.setattr(state, "optimizer_step", lambda *args: steps.append(args[2]) or original(*args))
+    run(settings)
     assert len(steps) == 4 * 2 * 2  # iterations, times over, steps a rollout
     assert max(record["logprob_diff_max"] for record in read_log(settings.out_dir)) < 0.1  # bfloat16 has 8 bits
 
@@ -305,8 +304,9 @@ def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
 
     prepared.reward_funcs = [first, second]
     model = make_model("gpt2", vocab_size=257)
-    rows, rollouts = collect.rollout(0, model, prepared)
-    rewards, parts, samples = collect.score(rollouts, rows, prepared)
+    rows = prepared.task.prompts("train", range(2))
+    rollouts = grpo.sample_rows(model, prepared, rows, 0)
+    rewards, parts, samples = grpo.score(rollouts, rows, prepared)
     assert rewards.tolist() == [[1.25, 0.5], [pytest.approx(math.nan, nan_ok=True), 0.0]]
     assert list(parts.values()) == [[1, 0.5, None, -1], [0.25, None, None, 1.0]]
     assert seen["prompts"][0] == seen["prompts"][1] != seen["prompts"][2] and seen["answer"][2] == rows[1]["answer"]
@@ -319,14 +319,39 @@ def test_every_iteration_and_seed_samples_anew(tmp_path):
     _, settings = tiny(tmp_path, init_from="", beta=0.0)
     prepared = prepare(settings)
     rows = prepared.task.prompts("train", range(4))
-    prepared.task.prompts = lambda split, index: rows
     model = make_model("gpt2", vocab_size=257)
     seen = []
-    for seed, iteration in ((1, 0), (1, 0), (1, 1), (2, 0)):
+    for seed, iteration, turn in ((1, 0, 0), (1, 0, 0), (1, 1, 0), (2, 0, 0), (1, 0, 1), (1, 1, 1)):
         changed = dataclasses.replace(prepared, settings=dataclasses.replace(settings, seed=seed))
-        seen.append(collect.rollout(iteration, model, changed)[1].tokens)
-    assert seen[0].equal(seen[1])
-    assert not seen[0].equal(seen[2]) and not seen[0].equal(seen[3]) and not seen[2].equal(seen[3])
+        seen.append(grpo.sample_rows(model, changed, rows, iteration, turn).tokens.tolist())
+    assert seen[0] == seen[1] and all(a != b for a, b in itertools.combinations(seen[1:], 2))
+
+
+def test_long_prompts_lose_their_beginning(tmp_path):
+    _, settings = tiny(tmp_path, init_from="", beta=0.0, max_prompt_length=4, max_new_tokens=5)
+    prepared = prepare(settings)
+    rows = prepared.task.prompts("train", range(4))
+    rollouts = grpo.sample_rows(make_model("gpt2", vocab_size=257), prepared, rows, 0)
+    assert rollouts.prompt_lengths.tolist() == [4] * 16
+    for i, prompt in enumerate(row["prompt"] for row in rows for _ in range(4)):
+        assert prepared.tokenizer.decode(rollouts.tokens[i, :4].tolist()) == prompt[-4:]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_of_trainer_and_reference_are_the_plain_ones(temperature):
+    """At the temperature of the rollout, of every completion token, in any cut."""
+    model = make_flat_model("llama", dtype=torch.float64)
+    rollouts = some_rollouts(model, temperature=temperature)
+    settings = GRPOSettings(temperature=temperature, max_tokens_per_micro_batch=40)
+    found = grpo.trainer_logprobs(model, rollouts, Cut(rollouts, 6, 40), settings)
+    training = SimpleNamespace(settings=settings, model=model, reference=None)
+    assert grpo.reference_logprobs(training, rollouts, Cut(rollouts, 6, 40)).equal(found)
+    for i in range(12):
+        p, c = int(rollouts.prompt_lengths[i]), int(rollouts.completion_lengths[i])
+        logits = model.logits(model(rollouts.tokens[i : i + 1, : p + c]))[0, p - 1 : p + c - 1]
+        expected = torch.log_softmax(logits / temperature, -1).gather(1, rollouts.tokens[i, p : p + c, None])[:, 0]
+        torch.testing.assert_close(found[i, :c], expected.float(), rtol=0, atol=1e-6)
+        assert (found[i, c:] == 0).all()
 
 
 def test_zero_variance_groups_leave_the_weights_alone():
@@ -337,7 +362,7 @@ def test_zero_variance_groups_leave_the_weights_alone():
     before = [p.clone() for p in model.parameters()]
     settings = GRPOSettings()
     optimizer = make_optimizer(model, settings)
-    grpo.accumulate(model, rollouts, torch.arange(12, device=DEVICE), settings)
+    grpo.accumulate_gradient(model, rollouts, Cut(rollouts), 0, settings)
     assert optimizer_step(model, optimizer, 1e-3, 1.0) == 0.0
     assert all(p.equal(q) for p, q in zip(model.parameters(), before, strict=True))
 
@@ -372,9 +397,9 @@ def peaks(tmp_path, name, **changes):
 def test_grpo_needs_no_more_than_sft(changes, tmp_path, monkeypatch):
     """Peak of a whole GRPO iteration <= SFT's + the rollouts' bytes + 1 %; a resident reference adds its weights."""
     sizes = []
-    original = collect.rollout_metrics
+    original = grpo.rollout_metrics
     monkeypatch.setattr(
-        collect, "rollout_metrics", lambda rollouts, *rest: sizes.append(rollouts.nbytes) or original(rollouts, *rest)
+        grpo, "rollout_metrics", lambda rollouts, *rest: sizes.append(rollouts.nbytes) or original(rollouts, *rest)
     )
     sft, run = peaks(tmp_path, "a", **changes)
     reference = (
@@ -399,17 +424,17 @@ def test_the_peak_does_not_depend_on_the_group_size(tmp_path):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
-def test_no_drift_over_1000_iterations(tmp_path, monkeypatch):
+def test_no_drift_over_200_iterations(tmp_path, monkeypatch):
     """Fixed lengths: no stop token is ever sampled, prompts have one length."""
-    original = collect.sample_groups
+    original = grpo.sample_groups
     monkeypatch.setattr(
-        collect, "sample_groups", lambda *args, stop_token, **kwargs: original(*args, stop_token=None, **kwargs)
+        grpo, "sample_groups", lambda *args, stop_token, **kwargs: original(*args, stop_token=None, **kwargs)
     )
     _, settings = tiny(
         tmp_path,
         init_from="",
         beta=0.0,
-        max_iters=1000,
+        max_iters=200,
         max_new_tokens=4,
         eval_prompts=0,
         save_interval=0,
@@ -417,7 +442,7 @@ def test_no_drift_over_1000_iterations(tmp_path, monkeypatch):
     )
     run(settings)
     records = read_log(settings.out_dir)
-    assert len(records) == 1000 and min(record["grad_norm"] for record in records) > 0
+    assert len(records) == 200 and min(record["grad_norm"] for record in records) > 0
     for name in ("mem_max_alloc_mb", "mem_alloc_mb"):
         values = [record[name] for record in records[2:]]
         assert max(values) <= 1.01 * min(values)
@@ -442,7 +467,7 @@ def test_sft_is_half_of_a_plain_loop_at_a_large_vocabulary():
     def ours(model, optimizer):
         batch = Sequences.from_lists(*lists)
         for _ in range(2):
-            train_sft.train_step(model, batch, settings)
+            train_sft.accumulate_gradient(model, batch, Cut(batch), settings)
             optimizer_step(model, optimizer, 1e-3, 1.0)
 
     peak = {}

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from conftest import DEVICE, make_flat_model
+from conftest import DEVICE
 
 import grpo
-import grpo as collect
 import train_sft
-from decoding.decode_batch import decode_batch, places_for
-from decoding.kvcache import KVCache
+from batch import Cut
 from evaluate import decoding_of, evaluate_as_run
-from memory.ledger import MIB
 from memory.meter import MemoryMeter, tensor_bytes
 from options import SnugError
 from runs.checkpoint import begin
@@ -20,11 +17,10 @@ from settings import GRPOSettings, SFTSettings
 from training.optimizer import optimizer_step
 
 COMMON = dict(digits=2, n_layer=2, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0, save_interval=0, seed=3)
-SFT = COMMON | dict(max_iters=50, batch_size=16, learning_rate=3e-3, demonstration_noise=0.5)
-GRPO = COMMON | dict(max_iters=50, batch_size=4, group_size=4, max_new_tokens=10, learning_rate=3e-4, beta=0.04)
-EXACT = {  # float32 throughout: to 1e-5
+SFT = COMMON | dict(max_iters=8, batch_size=16, learning_rate=3e-3, demonstration_noise=0.5)
+GRPO = COMMON | dict(max_iters=8, batch_size=4, group_size=4, max_new_tokens=10, learning_rate=3e-4, beta=0.04)
+EXACT = {  # in float64: what is left is a rounding of 1e-16, which Adam may enlarge
     "token budget": dict(max_tokens_per_micro_batch=60),
-    "accumulation": dict(gradient_accumulation_steps=4),
     "small chunks": dict(logits_chunk_mb=0.01),
     "block": dict(checkpoint_blocks="block"),
     "selective": dict(checkpoint_blocks="selective"),
@@ -43,20 +39,21 @@ EXACT = {  # float32 throughout: to 1e-5
 EXACT_GRPO = {
     "reference on the host": dict(reference="host"),
     "decoded in pieces": dict(max_rollout_batch=3),
-    "a small cache": dict(kv_cache_mb=0.02),
     "all together": EXACT["all together"] | dict(reference="host", max_rollout_batch=3),
 }
 
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory):
-    """-> function of a loop's name and changes: the losses and peaks of its 50 iterations; the plain ones are made once."""
+    """-> function of a loop's name and changes: the losses and peaks of its iterations; the plain ones are made once."""
     folder, known = tmp_path_factory.mktemp("ladder"), {}
 
     def losses(loop, **changes):
         key = loop, tuple(sorted(changes.items()))
         if key not in known:
             out = str(folder / f"{loop}{len(known)}")
+            wide = {} if "bfloat16" in changes.values() else dict(param_dtype="float64", optimizer_dtype="float64")
+            changes = wide | changes
             if loop == "sft":
                 train_sft.main(prepare(SFTSettings(**SFT | changes, out_dir=out)))
             else:
@@ -75,9 +72,9 @@ def worst(ours, theirs, name):
 @pytest.mark.parametrize("name", EXACT)
 def test_sft_goes_the_same_way(curves, name):
     plain, changed = curves("sft"), curves("sft", **EXACT[name])
-    assert plain[0]["loss"] - plain[-1]["loss"] > 1  # it learned something
-    assert worst(plain, changed, "loss") <= 1e-5
-    if name not in ("accumulation", "gradients on the host") and DEVICE == "cpu":
+    assert plain[0]["loss"] - plain[-1]["loss"] > 0.5  # it learned something
+    assert worst(plain, changed, "loss") <= 1e-9
+    if name != "gradients on the host" and DEVICE == "cpu":
         assert changed[-1]["mem_max_alloc_mb"] < plain[-1]["mem_max_alloc_mb"]
 
 
@@ -85,8 +82,8 @@ def test_sft_goes_the_same_way(curves, name):
 def test_grpo_goes_the_same_way(curves, name):
     """Same tokens, too: a row does not depend on what is decoded beside it."""
     plain, changed = curves("grpo"), curves("grpo", **EXACT_GRPO[name])
-    assert max(record["kl"] for record in plain) > 1e-4
-    assert worst(plain, changed, "loss") <= 1e-5 and worst(plain, changed, "kl") <= 1e-5
+    assert max(record["kl"] for record in plain) > 1e-7
+    assert worst(plain, changed, "loss") <= 1e-9 and worst(plain, changed, "kl") <= 1e-9
     assert [record["reward_mean"] for record in plain] == [record["reward_mean"] for record in changed]
 
 
@@ -143,15 +140,16 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
     prepared = prepare(settings)
     with MemoryMeter("cpu") as meter:
         model, optimizer, _ = begin(settings, prepared.shape, torch.device("cpu"))
-        collect.rollout(0, model, prepared)  # tables that are made once and kept
+        rows = prepared.task.prompts("train", range(8))
+        grpo.sample_rows(model, prepared, rows, 0, 0, settings.max_rollout_batch)  # tables that are made once and kept
         before = meter.allocated()
         meter.reset_peak()
-        _, rollouts = collect.rollout(0, model, prepared)
+        rollouts = grpo.sample_rows(model, prepared, rows, 0, 0, settings.max_rollout_batch)
         assert 0 < meter.allocated() - before <= rollouts.nbytes + 64
         assert meter.peak_since_reset() - before > 2 * rollouts.nbytes  # there was a cache
         rollouts.advantages, rollouts.old_logprobs = torch.randn(32), rollouts.sampling_logprobs
         before = meter.allocated()
-        grpo.accumulate(model, rollouts, range(32), settings)
+        grpo.accumulate_gradient(model, rollouts, Cut(rollouts), 0, settings)
         assert (
             meter.allocated() - before <= tensor_bytes(p.grad for p in model.parameters()) + 4 * 32 + 64
         )  # lengths of Python's
@@ -161,37 +159,17 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
 
 def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
     for batch, expected in ((0, 16), (128, 16), (4, 4)):
-        settings = GRPOSettings(batch_size=16, max_rollout_batch=batch, kv_cache_mb=2.0)
-        assert decoding_of(settings) == dict(max_batch=expected, chunk_mb=0.0, kv_cache_mb=2.0)
-    assert decoding_of(SFTSettings(batch_size=16))["max_batch"] == 16
+        settings = GRPOSettings(batch_size=16, max_rollout_batch=batch)
+        assert decoding_of(settings, settings) == dict(max_batch=expected, chunk_mb=0.0)
 
 
-@pytest.mark.parametrize("kv_cache_mb", [0.02, 0.05, 0.1, 0.3, 1.0])
-@pytest.mark.parametrize("prompt_length, k", [(20, 4), (20, 64), (3, 8)])
-def test_the_cache_keeps_to_its_bytes(kv_cache_mb, prompt_length, k):
-    """Unless not even one completion fits."""
-    model = make_flat_model("llama")
-    rows = decode_batch(model, prompt_length, 6, k, 8, 0, kv_cache_mb)
-    cache = KVCache(model.config, places_for(rows, k, 6), prompt_length, rows, 8, torch.float32, DEVICE)
-    size = cache.prompt.nbytes + cache.own.nbytes
-    assert size <= kv_cache_mb * MIB or rows == 1
-    assert rows == 6 * k or size > 0.4 * kv_cache_mb * MIB or rows == 1  # and uses them
-
-
-def test_long_prompts_lose_their_beginning(tmp_path):
-    settings = GRPOSettings(
-        **GRPO | dict(out_dir=str(tmp_path), beta=0.0, max_iters=1, eval_prompts=5, max_prompt_length=4, block_size=14)
-    )
+def test_evaluations_cut_long_prompts_too(tmp_path):
+    options = dict(out_dir=str(tmp_path), beta=0.0, max_iters=1, max_prompt_length=4, block_size=14)
+    settings = GRPOSettings(**GRPO | options)
     prepared = prepare(settings)
     model = begin(settings, prepared.shape, torch.device(DEVICE))[0]
-    rows, rollouts = collect.rollout(0, model, prepared)
-    assert rollouts.prompt_lengths.tolist() == [4] * 16
-    for i, prompt in enumerate(row["prompt"] for row in rows for _ in range(4)):
-        assert prepared.tokenizer.decode(rollouts.tokens[i, :4].tolist()) == prompt[-4:]
-    assert set(evaluate_as_run(settings, model, prepared.tokenizer, prepared.task, 5)) == {
-        "pass_at_1",
-        "pass_at_1_sampled",
-    }
+    scores = evaluate_as_run(settings, model, prepared.tokenizer, prepared.task, 5)
+    assert set(scores) == {"pass_at_1", "pass_at_1_sampled"}
 
 
 def test_a_resumed_run_may_round_what_it_did_not(tmp_path):

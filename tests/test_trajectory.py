@@ -11,12 +11,10 @@ from logprobs.head import head_logprobs
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings
-from training import loop
 
 WAYS = {
     "whole": dict(),
-    "two micro-batches": dict(gradient_accumulation_steps=2),
-    "one sequence at a time": dict(gradient_accumulation_steps=16),
+    "one sequence at a time": dict(max_tokens_per_micro_batch=1),
     "a token budget": dict(max_tokens_per_micro_batch=70),
     "small chunks of logits": dict(logits_chunk_mb=0.01),
     "block inputs": dict(checkpoint_blocks="block"),
@@ -53,7 +51,7 @@ def test_recomputing_the_head_takes_the_same_steps(monkeypatch):
         logprobs, entropy = head_logprobs(hidden, weight, targets, temperature, **options)
         return token_loss(logprobs, slice(None)), logprobs, entropy
 
-    monkeypatch.setattr(loop, "head_loss", recomputed)
+    monkeypatch.setattr(grpo, "head_loss", recomputed)
     assert_same(trajectory.take(trajectory.settings(), DEVICE))
 
 
@@ -63,7 +61,7 @@ def test_the_trajectory_tells_ways_apart():
         dict(beta=0.041),
         dict(epsilon_high=0.2),
         dict(temperature=1.01),
-        dict(loss_type="bnpo", gradient_accumulation_steps=2),
+        dict(loss_type="bnpo", max_tokens_per_micro_batch=70),
     ):
         with pytest.raises(AssertionError):
             assert_same(trajectory.take(trajectory.settings(**changes), DEVICE))

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import grpo
+from batch import Cut
 from model import make_model
-from runs.checkpoint import configure
+from runs.checkpoint import configure, newest
 from runs.prepare import prepare
 from sample import Rollouts
 from settings import GRPOSettings, SFTSettings
@@ -73,19 +74,22 @@ def make():
             GRPOSettings(**SHAPE | TRAIN, init_from=sft.out_dir, out_dir=f"{home}/grpo", max_iters=ROLLOUTS)
         )
         prepared.reward_funcs = [closeness]
-        original = grpo.update
+        original, seen = grpo.teaches, []
 
-        def update(training, rollouts, learning_rate, iteration):
-            if iteration == 0:
-                kept.update({f"model.{name}": p.detach().clone() for name, p in training.model.named_parameters()})
+        def teaches(rollouts, *rest):
+            """Called once before each optimizer step, two of a rollout."""
+            iteration = len(seen) // 2
+            seen.append(None)
             for name in COLUMNS:
                 value = getattr(rollouts, name)
-                kept[f"{iteration}.{name}"] = (
-                    value if value.is_floating_point() else value.to(torch.int16)
-                ).contiguous()
-            return original(training, rollouts, learning_rate, iteration)
+                value = value if value.is_floating_point() else value.to(torch.int16)
+                kept[f"{iteration}.{name}"] = value.contiguous()
+            return original(rollouts, *rest)
 
-        grpo.update = update
+        grpo.teaches = teaches
+        kept.update(
+            {f"model.{name}": value for name, value in load_file(newest(sft.out_dir) / "model.safetensors").items()}
+        )
         grpo.main(prepared)
     save_file(kept, FILE)
     FILE.with_suffix(".json").write_text(json.dumps(take(settings())) + "\n")
@@ -106,9 +110,10 @@ def take(settings, device="cpu"):
         columns |= {name: value.long() for name, value in columns.items() if not value.is_floating_point()}
         columns["stopped"] = columns["stopped"].bool()
         rollouts = Rollouts(**columns, old_logprobs=columns["sampling_logprobs"])
-        for first in (0, 16):
+        cut = Cut(rollouts, 16, settings.max_tokens_per_micro_batch)
+        for step in (0, 1):
             optimizer.zero_grad(set_to_none=True)
-            loss = grpo.accumulate(model, rollouts, range(first, first + 16), settings)["loss"]
+            loss = grpo.accumulate_gradient(model, rollouts, cut, step, settings)["loss"]
             steps.append([loss, optimizer_step(model, optimizer, settings.learning_rate, settings.grad_clip)])
     return steps
 

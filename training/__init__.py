@@ -1,1 +1,10 @@
-"""What the two loops share: the frame around their iterations, the optimizer, and steps that must not be taken."""
+"""What the two loops share.
+
+loop       the run around the iterations               optimizer  AdamW, clipping, schedule
+state      what an iteration works with, and its end   guard      steps that are dropped because they are not finite
+dry_run    the same iteration for the planner
+"""
+
+from training.loop import run
+from training.optimizer import learning_rate_at, make_optimizer, optimizer_step
+from training.state import Training, finite_columns

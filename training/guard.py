@@ -11,7 +11,6 @@ aside, and --resume=auto goes on from the one before.
 """
 
 import json
-import math
 import os
 import shutil
 from dataclasses import asdict
@@ -33,15 +32,12 @@ class Guard:
     def __init__(self, settings, tokenizer, say, health=None):
         self.settings, self.tokenizer, self.say = settings, tokenizer, say
         self.before = None  # where the weights of the last dropped step are, if no step was taken since
-        self.health = {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": -1, "extra_prompts": 0} | (health or {})
+        self.health = {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": -1} | (health or {})
 
-    def passes(self, iteration, loss, norm):
-        """Are both finite? Then the step is taken."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.health |= {"dropped_in_a_row": 0, "last_step": iteration}
-            self.before = None
-            return True
-        return False
+    def taken(self, iteration):
+        """A step of this iteration was taken."""
+        self.health |= {"dropped_in_a_row": 0, "last_step": iteration}
+        self.before = None
 
     def drop(self, iteration, model, gradients, sequences, select, loss, norm):
         """gradients: {name: tensor}; select: which of the sequences. Raises SnugError where it was one too many."""

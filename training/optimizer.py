@@ -1,16 +1,17 @@
 """AdamW, clipping and the learning rate's schedule; where the optimizer's state and the gradients live.
 
-Two optimizers, one formula. float32 weights with float32 state on the device take PyTorch's fused AdamW: one pass, in place, no
-second copy of anything. All else takes SlabAdamW: a few million weights at a time pass through float32 buffers, so that
-state and gradients may be in bfloat16 or on the host and nothing of a parameter's size is ever made.
+Two optimizers, one formula. float32 weights with float32 state on the device take PyTorch's fused AdamW: one pass, in
+place, no second copy of anything. All else takes SlabAdamW: a few million weights at a time pass through float32
+buffers, so state and gradients may be in bfloat16 or on the host, and no temporary has a parameter's size.
 
-    bytes a weight on the device                  weights  gradients  moments  masters
-    param_dtype float32                              4         4          8              optimizer_dtype float32
-    param_dtype bfloat16                             2         2          8        4     optimizer_dtype float32
-    param_dtype bfloat16                             2         2          4              optimizer_dtype bfloat16
+    bytes a weight on the device      weights  gradients  moments  masters
+    param_dtype float32                  4         4          8              optimizer_dtype float32
+    param_dtype bfloat16                 2         2          8        4     optimizer_dtype float32
+    param_dtype bfloat16                 2         2          4              optimizer_dtype bfloat16
     optimizer_device host: moments and masters move to the host; grad_offload: so do the gradients
 
-All state exists from the start, so that a step allocates almost nothing. Left out: 8-bit state, a step on the host's own cores.
+All state is allocated at the start, so a step allocates almost nothing.
+Left out: 8-bit state, a step on the host's cores.
 """
 
 import math
@@ -18,13 +19,13 @@ import weakref
 
 import torch
 
-from memory.host import new_on_host
+from memory import is_planned, new_on_host
 
 SLAB = 2**22  # weights at a time
 
 
 def make_optimizer(model, settings):
-    """AdamW over the parameters that train; matrices and embeddings decay, vectors (norms, biases) do not, as in nanoGPT."""
+    """AdamW over the parameters that train. As in nanoGPT matrices and embeddings decay, norms and biases do not."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [
         {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": settings.weight_decay},
@@ -33,7 +34,7 @@ def make_optimizer(model, settings):
     groups = [group for group in groups if group["params"]]
     options = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2))
     on_host = settings.optimizer_device == "host"
-    plain = settings.param_dtype == settings.optimizer_dtype == "float32" and not on_host and not settings.grad_offload
+    plain = settings.param_dtype == settings.optimizer_dtype != "bfloat16" and not on_host and not settings.grad_offload
     if plain:
         optimizer = torch.optim.AdamW(groups, **options, fused=True)
         for p in named.values():
@@ -45,12 +46,11 @@ def make_optimizer(model, settings):
     )
     if settings.grad_offload:
         optimizer.host_gradients = HostGradients(list(named.values()))
-        model.after_backward = optimizer.host_gradients.collect
     return optimizer
 
 
-def learning_rate_at(iteration, settings):
-    """The learning rate of iteration 0, 1, ...: a linear warmup that is over at warmup_iters, then lr_schedule.
+def learning_rate_at(iteration: int, settings) -> float:
+    """The learning rate of iteration 0, 1, ...: a linear warmup over warmup_iters, then lr_schedule.
 
     learning_rate 1, warmup_iters 2, linear, max_iters 6 -> 0.5, 1, 1, 0.75, 0.5, 0.25
     """
@@ -61,16 +61,16 @@ def learning_rate_at(iteration, settings):
     return settings.learning_rate * factor
 
 
-def optimizer_step(model, optimizer, learning_rate, grad_clip):
-    """Clip, step, and let go of the gradients -> the gradient's norm before clipping, a float. grad_clip 0: not clipped.
+def optimizer_step(model, optimizer, learning_rate: float, grad_clip: float) -> float:
+    """Clip, step, and free the gradients -> the gradient's norm before clipping. grad_clip 0: not clipped.
 
-    Where the norm is not finite nothing is done, and the gradients are still there to be looked at.
+    If the norm is not finite nothing is done, and the gradients stay for whoever looks for the cause.
     """
     slabs = isinstance(optimizer, SlabAdamW)
     total = (
         optimizer.gradient_norm() if slabs else torch.nn.utils.get_total_norm(gradients_of(model, optimizer).values())
     )
-    norm = number(total)
+    norm = float(total)
     if not math.isfinite(norm):
         return norm
     if grad_clip and not slabs:
@@ -86,26 +86,22 @@ def optimizer_step(model, optimizer, learning_rate, grad_clip):
 
 
 def gradients_of(model, optimizer):
-    """-> {parameter's name: its gradient}, wherever that is."""
+    """-> {parameter's name: its gradient}, on the device or the host."""
     if isinstance(optimizer, SlabAdamW):
         found = optimizer.gradients()
         return {name: found[p] for name, p in model.named_parameters() if p in found}
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def number(tensor):
-    """A scalar tensor -> float; 0 where it has no data, because a planner made it."""
-    return 0.0 if isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor) else float(tensor)
-
-
 class SlabAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019), SLAB weights at a time, in float32.
 
-    dtype float32: moments in float32 and, beside bfloat16 weights, a float32 master of each weight. bfloat16: bfloat16 moments, no
-    masters; moments and bfloat16 weights are rounded stochastically, up with the probability that makes it right on average.
-    Rounding to the nearest would lose every change below 1/512 of a number: small updates, and the decay of moments at 0.999.
+    dtype float32: moments in float32 and, beside bfloat16 weights, a float32 master of each weight. bfloat16: bfloat16
+    moments, no masters. Then moments and weights are rounded stochastically: up with the probability that makes the
+    result right on average. Rounding to nearest would lose every change below 1/512 of a number.
     on_host: state and masters in pinned host memory; each slab goes to the device and back.
-    The random bits follow from (seed, step, slab). A step allocates its buffers first: after an out-of-memory nothing has changed.
+    Random bits follow from (seed, step, slab). A step allocates its buffers first: after an out-of-memory nothing has
+    changed.
     """
 
     def __init__(self, groups, lr, betas, dtype, on_host, seed, eps=1e-8):
@@ -117,32 +113,30 @@ class SlabAdamW(torch.optim.Optimizer):
             if p.dtype != torch.float32 and not self.stochastic:
                 kinds["master"] = torch.float32
             for kind, its_dtype in kinds.items():
-                make = (
-                    new_on_host(p.shape, its_dtype, p.device, keep=True)
-                    if on_host
-                    else torch.empty_like(p, dtype=its_dtype)
-                )
+                make = new_on_host(p, its_dtype, keep=True) if on_host else torch.empty_like(p, dtype=its_dtype)
                 self.state[p][kind] = make.copy_(p.detach()) if kind == "master" else make.zero_()
 
     def parameters(self):
         return [p for group in self.param_groups for p in group["params"]]
 
     def gradients(self):
-        """-> {parameter: its gradient}, wherever that is, of those that have one."""
-        found = {p: p.grad for p in self.parameters() if p.grad is not None}
-        return found if self.host_gradients is None else found | self.host_gradients.filled()
+        """-> {parameter: its gradient}, on the device or the host, of the parameters that have one."""
+        if self.host_gradients is not None:
+            return self.host_gradients.collect()
+        return {p: p.grad for p in self.parameters() if p.grad is not None}
 
     def slabs(self):
         """-> (group, parameter, gradient, slice of the flattened parameter), slab by slab."""
         gradients = self.gradients()
         for group in self.param_groups:
             for p in group["params"]:
-                for start in range(0, p.numel() if p in gradients else 0, SLAB):
+                for start in slab_starts(p) if p in gradients else ():
                     yield group, p, gradients[p].view(-1), slice(start, min(start + SLAB, p.numel()))
 
-    def buffers(self, count, dtype=torch.float32):
+    def buffers(self, count, dtype=None):
         parameters = self.parameters()
         size = min(SLAB, max(p.numel() for p in parameters))
+        dtype = dtype or torch.promote_types(parameters[0].dtype, torch.float32)
         return torch.empty(count, size, dtype=dtype, device=parameters[0].device)
 
     @torch.no_grad()
@@ -161,7 +155,7 @@ class SlabAdamW(torch.optim.Optimizer):
         generator = torch.Generator(buffers.device)
         self.steps += 1
         for number, (group, p, gradient, part) in enumerate(self.slabs()):
-            generator.manual_seed(hash((self.seed, self.steps, number)) % 2**32)  # of which a CPU's takes no more
+            generator.manual_seed(hash((self.seed, self.steps, number)) % 2**32)  # CPU generators take 32-bit seeds
             state = {kind: value.view(-1)[part] for kind, value in self.state[p].items()}
             source = state.get("master", p.view(-1)[part])
             g, m, v, w, spare = (buffer[: part.stop - part.start] for buffer in buffers)
@@ -176,7 +170,7 @@ class SlabAdamW(torch.optim.Optimizer):
                     round_stochastically(result, noise[: len(result)], generator)
                 move(result, target, stage)
         if buffers.is_cuda:
-            torch.cuda.current_stream(buffers.device).synchronize()  # what went to the host is there
+            torch.cuda.current_stream(buffers.device).synchronize()  # wait for copies to the host
 
     def update(self, g, m, v, w, spare, group):
         beta1, beta2 = group["betas"]
@@ -192,50 +186,61 @@ class SlabAdamW(torch.optim.Optimizer):
             self.host_gradients.clear()
 
 
+def slab_starts(p):
+    """Where the slabs of a parameter begin. A planner needs only one: they are all alike."""
+    return range(0, min(p.numel(), SLAB) if is_planned(p) else p.numel(), SLAB)
+
+
 def move(source, target, stage):
-    """target = source, both (n,), either may be on the host; across devices copy_ would make a bfloat16 one a copy of its own."""
+    """target = source, both (n,), on the device or the host.
+
+    Across devices copy_ would cast through a temporary; stage, (n,) bfloat16 on the device, takes its place.
+    """
     if source.device != target.device and source.dtype != target.dtype:
         source = stage[: len(source)].copy_(source, non_blocking=True)
     return target.copy_(source, non_blocking=True)
 
 
 def round_stochastically(x, noise, generator):
-    """x (n,) float32, in place: to one of the two bfloat16 neighbours, the nearer one more likely. noise (n,) int32: scratch."""
+    """Round x (n,) float32, in place, to one of its two bfloat16 neighbours, the nearer one more likely.
+
+    noise: (n,) int32 scratch.
+    """
     noise.random_(0, 2**16, generator=generator)
-    x.view(torch.int32).add_(noise).bitwise_and_(-(2**16))  # what is below bfloat16's last bit carries, or is cut off
+    x.view(torch.int32).add_(noise).bitwise_and_(-(2**16))  # bits below bfloat16's last one carry, or are cut off
 
 
 class HostGradients:
     """Gradients that move to the host, and are added up there, as soon as backward has finished each.
 
-    The sum is made on the device, a slab at a time, so it is the same as without. `collect` takes what autograd had no part in:
-    head_loss writes the gradient of a head of its own itself.
+    A sum is made on the device, a slab at a time, so it equals the sum without offload. Two gradients are written by
+    autograd functions of ours, where hooks do not fire (the head's by head_loss, the embedding's by Embed): those stay
+    on the device until the optimizer asks.
     """
 
     def __init__(self, parameters):
         self.parameters = parameters
-        self.host = {p: new_on_host(p.shape, p.dtype, p.device, keep=True) for p in parameters}
+        self.host = {p: new_on_host(p, keep=True) for p in parameters}
         self.has = set()
-        take = weakref.WeakMethod(self.take)  # else parameters and this would keep each other alive
+        take = weakref.WeakMethod(self.take)  # else parameters and this object would keep each other alive
         for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: take()(p))
 
     def take(self, p):
         stored, fresh = self.host[p].view(-1), p.grad.view(-1)
         if p in self.has:
-            for start in range(0, len(fresh), SLAB):
+            for start in slab_starts(p):
                 part = slice(start, start + SLAB)
                 fresh[part] += stored[part].to(fresh.device, non_blocking=True)
         stored.copy_(fresh, non_blocking=True)
         self.has.add(p)
         p.grad = None
 
-    def collect(self):
+    def collect(self) -> dict:
+        """-> {parameter: its gradient on the host}, of the parameters that have one; none is left on the device."""
         for p in self.parameters:
             if p.grad is not None:
                 self.take(p)
-
-    def filled(self):
         return {p: self.host[p] for p in self.has}
 
     def clear(self):

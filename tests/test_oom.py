@@ -1,0 +1,155 @@
+"""Out of memory, in earnest: at any allocation, the run goes on in smaller pieces with the same result."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import DEVICE
+from test_plan import prepared_run
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import grpo
+from memory import attempts
+from memory.oom import is_out_of_memory
+from options import SnugError
+from runs.checkpoint import newest, read_state
+from runs.log import read_log
+from runs.prepare import prepare
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="allocations are counted by the CPU's meter")
+
+
+class OutOfMemoryAt(TorchDispatchMode):
+    """The `count`-th op that makes a storage in a phase that works on the device finds no memory, once."""
+
+    def __init__(self, count, meter):
+        super().__init__()
+        self.left, self.meter = count, meter
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        if self.meter.now in ("rollout", "reference", "train", "optimizer") and any(
+            isinstance(x, torch.Tensor) and id(x.untyped_storage()) not in given for x in tree_leaves(result)
+        ):
+            self.left -= 1
+            if self.left == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.\nGPU 0 ...")
+        return result
+
+
+def weights_after(tmp_path, point, **changes):
+    """Two iterations with an out-of-memory at allocation `point` of the first (0: none) -> weights, allocations, settings.
+
+    All in float64: then what is decoded or cut in other pieces differs by 1e-16 or so. Adam divides a gradient by its own
+    size + 1e-8, so an error in it comes out at most 1e8 times as large, in units of the learning rate 1e-3.
+    """
+    prepared, settings = prepared_run(tmp_path, **changes | dict(eval_prompts=0, save_interval=1))
+    settings.param_dtype = settings.optimizer_dtype = "float64"
+    prepared.reward_funcs = [lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 for c in completions]]
+    original, modes = grpo.iterate, []
+
+    def iterate(iteration, training, *rest):
+        with OutOfMemoryAt(point if iteration == 0 else 0, training.meter) as mode:
+            modes.append(mode)
+            original(iteration, training, *rest)
+
+    grpo.iterate = iterate
+    try:
+        grpo.main(prepared)
+    finally:
+        grpo.iterate = original
+    from safetensors.torch import load_file
+
+    return load_file(newest(settings.out_dir) / "model.safetensors"), -modes[0].left, settings
+
+
+SMALL = dict(n_layer=1, n_embd=32, learning_rate=1e-3, max_tokens_per_micro_batch=400)
+ON_HOST = dict(optimizer_device="host", grad_offload=True, checkpoint_blocks="block")
+LONG = [pytest.param(changes, 25, marks=pytest.mark.long) for changes in (dict(), ON_HOST)]
+
+
+@pytest.mark.parametrize("changes, points", [(dict(), 9), (ON_HOST, 6), *LONG])
+def test_an_out_of_memory_anywhere_changes_nothing_but_the_pieces(changes, points, tmp_path, capsys):
+    """Points of an iteration, evenly from its first allocation to its last."""
+    expected, allocations, _ = weights_after(tmp_path / "whole", 0, **SMALL | changes)
+    assert allocations > 500 and min(record["grad_norm"] for record in read_log(tmp_path / "whole/run")) > 0.01
+    remembered = set()
+    for i in range(points):
+        point = 1 + i * (allocations - 2) // (points - 1)
+        weights, _, settings = weights_after(tmp_path / str(i), point, **SMALL | changes)
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-9)
+        remembered |= set(read_state(newest(settings.out_dir))["after_oom"])
+    assert remembered == {"max_rollout_batch", "max_tokens_per_micro_batch"}
+    assert "CUDA out of memory. Tried to allocate 1 EiB.; going on with max_" in capsys.readouterr().out
+
+
+def test_a_resumed_run_remembers(tmp_path, capsys):
+    changes = SMALL | dict(max_tokens_per_micro_batch=0)
+    _, allocations, _ = weights_after(tmp_path / "whole", 0, **changes)
+    _, _, settings = weights_after(tmp_path / "again", allocations - 30, **changes)
+    ((asked, smaller),) = read_state(newest(settings.out_dir))["after_oom"].values()
+    assert asked == 0 < smaller
+    resumed = dataclasses.replace(settings, resume="auto", max_iters=3)
+    grpo.main(prepare(resumed))
+    assert f"an earlier out-of-memory; going on with max_tokens_per_micro_batch={smaller}" in capsys.readouterr().out
+    assert read_state(newest(resumed.out_dir))["after_oom"] == {"max_tokens_per_micro_batch": [0, smaller]}
+    own = dataclasses.replace(
+        resumed, max_tokens_per_micro_batch=50, max_iters=4
+    )  # what the user changes is the user's
+    grpo.main(prepare(own))
+    assert read_state(newest(resumed.out_dir))["after_oom"] == {}
+
+
+def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for where, said in (
+        ("sample_groups", "decoding one completion at a time"),
+        ("accumulate_gradient", "one sequence of "),
+    ):
+        prepared, _ = prepared_run(tmp_path, eval_prompts=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(grpo, where, no_memory)
+            with pytest.raises(SnugError) as caught:
+                grpo.main(prepared)
+        text = str(caught.value)
+        assert said in text and "MiB" in text and "; next: --checkpoint_blocks=selective, with --resume=auto" in text
+        assert "\n" not in text
+
+
+def test_other_errors_are_not_mistaken_for_it():
+    with pytest.raises(RuntimeError, match="shapes"):
+        for attempt in attempts(lambda error: pytest.fail("was taken for an out-of-memory")):
+            with attempt:
+                raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+
+
+def test_a_failed_attempt_is_gone_before_the_next():
+    """Its tensors too: `make_smaller` must find the memory free."""
+    import weakref
+
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+    alive, tries, said = [], [], []
+
+    def work(n):
+        tensor = torch.zeros(3)
+        alive.append(weakref.ref(tensor))
+        if n < 2:
+            raise error if n else torch.OutOfMemoryError("first")
+        return n
+
+    def make_smaller(text):
+        error.__traceback__ = None  # this one is held by the test
+        assert all(reference() is None for reference in alive)
+        said.append(text)
+
+    for attempt in attempts(make_smaller):
+        with attempt:
+            tries.append(None)
+            result = work(len(tries) - 1)
+    assert result == 2 and said == ["first", str(error)]

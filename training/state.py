@@ -1,0 +1,116 @@
+"""What an iteration works with, the end of an optimizer step and the end of an iteration, for both loops.
+
+Left out: the run around the iterations (loop.py).
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from evaluate import evaluate_if_due
+from memory import MemoryMeter, Pieces, attempts
+from model import GPT
+from runs.hints import hints
+from runs.log import RunLog
+from runs.prepare import Prepared
+from runs.saver import Saver, not_finite
+from training.guard import Guard, columns_of
+from training.optimizer import gradients_of, optimizer_step
+
+
+class Prompts:
+    """The position in the training prompts: iteration i uses batch_size of them, from number i * batch_size on.
+
+    Dynamic sampling uses more. `extra` counts what was used beyond batch_size: it shifts all that follow, and a
+    checkpoint keeps it.
+    """
+
+    def __init__(self, batch_size: int, extra: int = 0):
+        self.batch_size, self.extra = batch_size, extra
+
+    def numbers(self, iteration: int, turn: int = 0) -> range:
+        """The prompts of rollout `turn` of an iteration."""
+        first = (iteration + turn) * self.batch_size + self.extra
+        return range(first, first + self.batch_size)
+
+    def used(self, rollouts: int):
+        """An iteration is over that took so many rollouts."""
+        self.extra += (rollouts - 1) * self.batch_size
+
+
+@dataclass
+class Training:
+    """What an iteration works with."""
+
+    prepared: Prepared
+    model: GPT
+    reference: GPT | None
+    optimizer: torch.optim.Optimizer
+    meter: MemoryMeter
+    log: RunLog
+    guard: Guard
+    saver: Saver
+    pieces: Pieces
+    prompts: Prompts
+    evaluated: tuple = (0, {})  # iterations done, and the scores then
+    shown_hints: set = field(default_factory=set)
+
+    @property
+    def settings(self):
+        return self.prepared.settings
+
+    def progress(self, done: int) -> dict:
+        """What a checkpoint keeps after `done` iterations beside the model, the optimizer and the settings."""
+        scores = self.evaluated[1] if self.evaluated[0] == done else {}
+        return dict(
+            scores=dict(scores),
+            health=dict(self.guard.health),
+            after_oom=dict(self.pieces.halved),
+            extra_prompts=self.prompts.extra,
+        )
+
+    def evaluate_if_due(self, done: int) -> dict:
+        """After `done` iterations -> the evaluation's entries for the log, or {}."""
+        p = self.prepared
+        scores = evaluate_if_due(done, self.model, p.task, p.tokenizer, p.settings, self.meter, self.pieces)
+        self.evaluated = done, scores
+        return dict(scores)
+
+    def update(self, metrics, learning_rate, iteration, sequences, select):
+        """The end of an optimizer step on the sequences `select`: clip and update -> metrics with grad_norm.
+
+        None if the loss, the gradient or the batch is not finite: then nothing has changed, and the guard reported it.
+        """
+        model, optimizer, settings, norm = self.model, self.optimizer, self.settings, math.nan
+        # An infinity in the batch need not show in the loss.
+        finite = math.isfinite(metrics["loss"]) and finite_columns(sequences, select)
+        for attempt in attempts(self.pieces.once_more(model)) if finite else ():
+            with attempt, self.meter.phase("optimizer"):
+                norm = optimizer_step(model, optimizer, learning_rate, settings.grad_clip)
+        if finite and math.isfinite(norm):
+            self.guard.taken(iteration)
+            return metrics | {"grad_norm": norm}
+        self.saver.wait()  # the drop may have to set the newest checkpoint aside
+        loss = metrics["loss"] if finite else math.nan
+        self.guard.drop(iteration, model, gradients_of(model, optimizer), sequences, select, loss, norm)
+        optimizer.zero_grad(set_to_none=True)
+        return None
+
+    def end_iteration(self, record: dict, scores: dict, samples=()):
+        """Log it, and save if it is time."""
+        record |= scores | self.meter.stats() | self.saver.stats()
+        record["dropped_steps"] = self.guard.health["dropped_steps"]
+        found = hints(record)
+        self.log.iteration(record | ({"hints": sorted(found)} if found else {}), samples)
+        for name in sorted(found.keys() - self.shown_hints):
+            self.log.say(f"hint: {found[name]}")
+        self.shown_hints |= found.keys()
+        self.log.memory(self.meter.lines(self.log.place(record["iter"])))
+        done = record["iter"] + 1
+        self.saver.after(done, self.model, self.optimizer, self.progress(done))
+
+
+def finite_columns(sequences, select) -> bool:
+    """Are all figures of these sequences, a range, finite?"""
+    return not not_finite(columns_of(sequences, select))
