@@ -1,13 +1,13 @@
-"""How well a model answers a task's held-out prompts: pass@k, majority votes, and how sure that is.
+"""How well a model answers a task's held-out prompts: pass@k, majority votes, and their confidence intervals.
 
     python evaluate.py out/grpo_small --num_prompts=500
     python evaluate.py out/X --task=countdown --num_samples=16 --num_prompts=200
 
-The second asks for 16 completions of each prompt beside the greedy one, of another task than the run's, and leaves them all in
-out/X/evaluation-countdown-test.jsonl. What is asked is settled in exam.py, what is made of the answers in scores.py. The loops' own
-evaluation is `evaluate_if_due`: greedy, and one sampled completion.
+The second samples 16 completions of each prompt beside the greedy one, on another task than the run's, and writes them
+to out/X/evaluation-countdown-test.jsonl. runs/questions.py settles what is asked, data/scores.py computes the scores.
+The loops call `evaluate_if_due`: the greedy completion and one sampled one.
 
-Left out: top-k, top-p and min-p, which sample.py has: the scores are the policy's own. Several runs at once; comparing two.
+Left out: top-k, top-p and min-p (the scores are the policy's own); comparing two runs. Tests: tests/test_evaluate.py.
 """
 
 import json
@@ -17,74 +17,64 @@ from functools import partial
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from options import friendly_errors, read_settings
-    from runs.exam import prepare_exam
+    from runs.questions import prepare_questions
     from settings import EvaluateSettings
 
     with friendly_errors():
         settings, given, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
-        exam = prepare_exam(settings, given, folder)
+        questions = prepare_questions(settings, given, folder)
 
-from data.rewards import ask
-from data.scores import judge, table
+from data.rewards import ask, repeat_columns
+from data.scores import summarize, table
 from memory import Pieces, attempts
 from model import autocast
 from options import SnugError, fields
-from runs.exam import write_lines
+from runs.loading import Run, load_run
+from runs.questions import Questions, write_lines
 from sample import sample_groups
-from settings import TaskOptions
+from settings import EvaluateSettings, GRPOSettings, SFTSettings, TaskOptions
 
-AT_ONCE = 2**22  # tokens that the command's completions may have together, of those that are sampled in one go
-
-
-def columns_of(rows, repeat=1):
-    """Rows of a task -> the columns its reward functions take: {name: list}, each row `repeat` times in a row."""
-    return {name: [row[name] for row in rows for _ in range(repeat)] for name in rows[0] if name != "prompt"}
-
-
-def evaluate(
-    model, tokenizer, task, num_prompts, max_new_tokens, *, seed=0, max_prompt_length=0, split="test", **decoding
-):
-    """The share of `num_prompts` held-out prompts that one completion answers rightly (reward 1 of the task's own reward).
-
-    decoding: other options of sample_groups.
-    -> {"pass_at_1": greedy, "pass_at_1_sampled": at temperature 1}
-    """
-    rows = task.prompts(split, range(num_prompts))
-    prompts = [row["prompt"] for row in rows]
-    ids = [tokenizer.encode_prompt(prompt)[-max_prompt_length:] for prompt in prompts]
-    options = dict(stop_token=tokenizer.stop_tokens, seed=seed) | decoding
-    scores = {}
-    for name, temperature in (("pass_at_1", 0.0), ("pass_at_1_sampled", 1.0)):
-        rollouts = sample_groups(model, ids, 1, max_new_tokens, temperature=temperature, **options)
-        texts = [tokenizer.decode(completion) for completion in rollouts.completions()]
-        rewards = task.rewards(prompts, texts, stopped=rollouts.stopped.tolist(), **columns_of(rows))
-        scores[name] = sum(reward == 1 for reward in rewards) / num_prompts
-    return scores
+TOKENS_AT_ONCE = 2**22  # the command samples its completions in pieces of at most this many tokens
 
 
 def decoding_of(settings, pieces):
-    """A run's bounds on its decode batches, for prompts that have one completion each. pieces: a run's Pieces, or its settings."""
+    """A run's bounds on decode batches, for one completion of each prompt. pieces: a run's Pieces, or its settings."""
     batch = min(settings.batch_size, pieces.max_rollout_batch or settings.batch_size)
     return dict(max_batch=batch, chunk_mb=settings.logits_chunk_mb)
 
 
-def options_of(settings, tokenizer, pieces):
-    """sample_groups' options as a run has them."""
-    stops = dict(stop_token=tokenizer.stop_tokens, is_over=tokenizer.stopper(getattr(settings, "stop_string", "")))
-    return stops | dict(enforce_eager=settings.enforce_eager, progress=True) | decoding_of(settings, pieces)
+def truncate_prompt(ids: list[int], max_prompt_length: int) -> list[int]:
+    """The last max_prompt_length ids; 0: all."""
+    return ids[-max_prompt_length:] if max_prompt_length else ids
 
 
-def evaluate_as_run(settings, model, tokenizer, task, num_prompts, pieces=None):
-    """`evaluate` with a run's own precision, prompts, decode batch and room for an answer: its max_new_tokens, or the task's longest."""
-    longest = getattr(settings, "max_prompt_length", 0)
-    prompt, answer = task.longest(tokenizer.encode_prompt)
-    left = model.config.block_size - (longest or prompt)
-    room = getattr(settings, "max_new_tokens", 0) or answer + 1
-    with autocast(settings.dtype, model):
-        options = dict(max_prompt_length=longest, split=settings.eval_split) | options_of(
-            settings, tokenizer, pieces or settings
-        )
-        return evaluate(model, tokenizer, task, num_prompts, min(left, room), **options)
+def sampling_options(settings: SFTSettings | GRPOSettings, tokenizer, pieces: Pieces) -> dict:
+    """Keywords of sample_groups as a run has them."""
+    is_over = tokenizer.stopper(settings.stop_string)
+    options = dict(stop_token=tokenizer.stop_tokens, is_over=is_over, enforce_eager=settings.enforce_eager)
+    return options | dict(progress=True) | decoding_of(settings, pieces)
+
+
+def evaluate_as_run(settings, model, tokenizer, task, num_prompts: int, pieces: Pieces) -> dict[str, float]:
+    """The share of held-out prompts with reward 1 of the task's own reward, with a run's precision and lengths.
+
+    -> {"pass_at_1": of the greedy completion, "pass_at_1_sampled": of one sampled at temperature 1}
+    """
+    rows = task.prompts(settings.eval_split, range(num_prompts))
+    prompts = [row["prompt"] for row in rows]
+    ids = [truncate_prompt(tokenizer.encode_prompt(prompt), settings.max_prompt_length) for prompt in prompts]
+    longest_prompt, longest_answer = task.longest(tokenizer.encode_prompt)
+    room = model.config.block_size - (settings.max_prompt_length or longest_prompt)
+    room = min(room, settings.max_new_tokens or longest_answer + 1)
+    scores = {}
+    for name, temperature in (("pass_at_1", 0.0), ("pass_at_1_sampled", 1.0)):
+        options = sampling_options(settings, tokenizer, pieces)
+        with autocast(settings.dtype, model):
+            rollouts = sample_groups(model, ids, 1, room, temperature=temperature, seed=0, **options)
+        texts = [tokenizer.decode(completion) for completion in rollouts.completions()]
+        rewards = task.rewards(prompts, texts, stopped=rollouts.stopped.tolist(), **repeat_columns(rows))
+        scores[name] = sum(reward == 1 for reward in rewards) / num_prompts
+    return scores
 
 
 def evaluate_if_due(done, model, task, tokenizer, settings, meter, pieces):
@@ -98,106 +88,92 @@ def evaluate_if_due(done, model, task, tokenizer, settings, meter, pieces):
     return scores
 
 
-# -----------------------------------------------------------------------------
-# The command
-
-
-def room_for(ids, settings, block_size, task, encode):
-    """The most tokens that completions of these prompts, lists of ids, may have. Raises SnugError where there is no room for any."""
+def room_for(ids: list[list[int]], wanted: int, block_size: int) -> int:
+    """Tokens that completions of these prompts may have: `wanted` or fewer. Raises SnugError if there is no room."""
     longest = max(map(len, ids))
-    left, wanted = block_size - longest, settings.max_new_tokens or task.longest(encode)[1] + 1
+    left = block_size - longest
     if left < 1:
-        raise SnugError(
-            f"prompts of {settings.task} have up to {longest} tokens, and this model takes {block_size}, the completion's included"
-        )
+        raise SnugError(f"prompts have up to {longest} tokens, and this model takes {block_size}, with the completion")
     if left < wanted:
-        print(
-            f"note: completions have at most {left} tokens: prompts have up to {longest}, of block_size={block_size}",
-            file=sys.stderr,
-        )
+        note = f"note: completions are cut to {left} tokens: prompts have up to {longest} of {block_size}"
+        print(note, file=sys.stderr)
     return min(left, wanted)
 
 
-def complete(model, tokenizer, task, rows, ids, group_size, max_new_tokens, temperature, **options):
-    """`group_size` completions of each row, whose prompts have these ids -> a dict each, groups adjacent, in the order of the rows.
+def complete(model, tokenizer, task, rows, ids, group_size, max_new_tokens, temperature, **options) -> list[dict]:
+    """`group_size` completions of each row, whose prompts have these ids -> a dict each, groups adjacent, in row order.
 
-    prompt, completion; answer: what a majority vote counts, None where there is none or the completion was cut off; reward: the task's,
-    1 is right; reward/<name>: what each of the task's reward functions says, where it has any; stopped; length in tokens, the stop token
-    included; greedy; logprob: natural, of the whole completion at that temperature (greedy: at 1).
+    prompt, completion; answer: what a majority vote counts, None without one or if cut off; reward: the task's, 1 is
+    right; reward/<name>: of the task's other reward functions; stopped; length in tokens with the stop token; greedy;
+    logprob: natural, of the whole completion at that temperature (greedy: at 1).
     """
     rollouts = sample_groups(model, ids, group_size, max_new_tokens, temperature=temperature, **options)
     completions, stopped = rollouts.completions(), rollouts.stopped.tolist()
+    lengths, logprobs = rollouts.completion_lengths.tolist(), rollouts.sampling_logprobs.double().sum(1).tolist()
     prompts = [row["prompt"] for row in rows for _ in range(group_size)]
     texts = [tokenizer.decode(completion) for completion in completions]
-    answer_of = getattr(task, "answer_of", lambda text: text.strip() or None)
-    columns = columns_of(rows, group_size) | dict(stopped=stopped, completion_ids=completions)
-    named = dict(prompt=prompts, completion=texts)
-    named["answer"] = [answer_of(text) if ended else None for text, ended in zip(texts, stopped, strict=True)]
-    named["reward"] = task.rewards(prompts, texts, **columns)
-    for function, _ in getattr(task, "reward_functions", list)():
-        if function != task.rewards:
-            named[f"reward/{function.__name__}"] = ask(function, prompts, texts, columns)
-    named |= dict(stopped=stopped, length=rollouts.completion_lengths.tolist(), greedy=[temperature == 0] * len(texts))
-    named["logprob"] = rollouts.sampling_logprobs.double().sum(1).tolist()
-    return [dict(zip(named, values, strict=True)) for values in zip(*named.values(), strict=True)]
+    columns = repeat_columns(rows, group_size) | dict(stopped=stopped, completion_ids=completions)
+    rewards = task.rewards(prompts, texts, **columns)
+    others = [function for function, _ in task.reward_functions() if function != task.rewards]
+    answers = [task.answer_of(text) if over else None for text, over in zip(texts, stopped, strict=True)]
+    samples = dict(prompt=prompts, completion=texts, answer=answers, reward=rewards)
+    samples |= {f"reward/{function.__name__}": ask(function, prompts, texts, columns) for function in others}
+    samples |= dict(stopped=stopped, length=lengths, greedy=[temperature == 0] * len(texts), logprob=logprobs)
+    return [dict(zip(samples, values, strict=True)) for values in zip(*samples.values(), strict=True)]
 
 
-def ask_model(run, exam, ids, room, group_size, temperature, seed):
-    """`complete` for all of an Exam's rows, some at a time, so that the device never holds the tokens of all.
-
-    A row's number is its own all the same, and so are its samples. After an out-of-memory fewer are decoded at a time.
-    """
-    settings, model, samples = exam.settings, run.model, []
-    pieces = Pieces(settings, partial(print, file=sys.stderr))
+def sample_answers(run: Run, questions: Questions, ids, room, group_size, temperature, seed, pieces) -> list[dict]:
+    """`complete` for all rows, TOKENS_AT_ONCE at a time, fewer after an out-of-memory; the samples stay the same."""
+    settings, model, samples = questions.settings, run.model, []
     halve = pieces.halve_rollout(settings.batch_size, model)
 
     def make_smaller(error):
         if decoding_of(settings, pieces)["max_batch"] == 1:
-            advice = f"try a smaller max_new_tokens than {room}"
-            raise SnugError(f"out of memory, decoding one completion at a time: {error}; {advice}")
+            seen = f"out of memory, decoding one completion at a time: {error}"
+            raise SnugError(f"{seen}; try a smaller max_new_tokens than {room}")
         halve(error)
 
-    size = max(1, AT_ONCE // (group_size * room))  # prompts
+    size = max(1, TOKENS_AT_ONCE // (group_size * room))  # prompts
     for first in range(0, len(ids), size):
-        rows, prompts = exam.rows[first : first + size], ids[first : first + size]
+        part = slice(first, first + size)
         for attempt in attempts(make_smaller):
             with attempt, autocast(settings.dtype, model):
-                options = options_of(settings, run.tokenizer, pieces) | dict(seed=seed, first_row=first * group_size)
-                shared = model, run.tokenizer, exam.task, rows, prompts, group_size, room, temperature
-                some = complete(*shared, **options)
+                options = sampling_options(settings, run.tokenizer, pieces)
+                options |= dict(seed=seed, first_row=first * group_size)
+                asked = run.tokenizer, questions.task, questions.rows[part], ids[part]
+                some = complete(model, *asked, group_size, room, temperature, **options)
         samples += some
     return samples
 
 
-def examine(run, exam, settings):
-    """-> (the first line of the file of samples, the samples: of each prompt the greedy one, then num_samples others)."""
-    encode, n, P = run.tokenizer.encode_prompt, settings.num_samples if settings.temperature else 0, len(exam.rows)
-    ids = [encode(row["prompt"])[-exam.settings.max_prompt_length :] for row in exam.rows]
-    room = room_for(ids, exam.settings, run.model.config.block_size, exam.task, encode)
-    greedy = ask_model(run, exam, ids, room, 1, 0.0, settings.seed)
-    sampled = ask_model(run, exam, ids, room, n, settings.temperature, settings.seed) if n else []
-    different = len({json.dumps(row["prompt"]) for row in exam.rows})
-    task = {name: getattr(exam.settings, name) for name in fields(TaskOptions)}
-    asked = asdict(settings) | task | dict(max_new_tokens=room, samples_file=str(exam.file))
-    head = dict(checkpoint=str(run.path), settings=asked, different_prompts=different) | judge(
-        greedy, sampled, n, different
-    )
-    return head, [sample for i in range(P) for sample in (greedy[i], *sampled[i * n : (i + 1) * n])]
+def run_evaluation(run: Run, questions: Questions, settings: EvaluateSettings) -> tuple[dict, list[dict]]:
+    """-> (the first line of the file of samples, the samples: of each prompt the greedy one, then num_samples)."""
+    encode, rows, n = run.tokenizer.encode_prompt, questions.rows, settings.num_samples if settings.temperature else 0
+    ids = [truncate_prompt(encode(row["prompt"]), questions.settings.max_prompt_length) for row in rows]
+    wanted = settings.max_new_tokens or questions.settings.max_new_tokens or questions.task.longest(encode)[1] + 1
+    room = room_for(ids, wanted, run.model.config.block_size)
+    pieces = Pieces(questions.settings, partial(print, file=sys.stderr))
+    greedy = sample_answers(run, questions, ids, room, 1, 0.0, settings.seed, pieces)
+    sampled = sample_answers(run, questions, ids, room, n, settings.temperature, settings.seed, pieces) if n else []
+    different = len({json.dumps(row["prompt"]) for row in rows})
+    task = {name: getattr(questions.settings, name) for name in fields(TaskOptions)}
+    asked = asdict(settings) | task | dict(max_new_tokens=room, samples_file=str(questions.file))
+    head = dict(checkpoint=str(run.path), settings=asked, different_prompts=different)
+    head |= summarize(greedy, sampled, n, different)
+    return head, [sample for i in range(len(rows)) for sample in (greedy[i], *sampled[i * n : (i + 1) * n])]
 
 
-def main(settings, exam, folder):
-    from runs.checkpoint import load_run
-
-    head, samples = examine(load_run(folder, settings.device), exam, settings)
+def main(settings: EvaluateSettings, questions: Questions):
+    head, samples = run_evaluation(load_run(questions.checkpoint, settings.device), questions, settings)
     try:
-        if exam.file:
-            write_lines(exam.file, [head, *samples])  # before the console, which may be gone
-    finally:  # and the console where there is no room for a file
+        if questions.file:
+            write_lines(questions.file, [head, *samples])  # before the console, which may be gone
+    finally:  # a full disk does not lose the scores
         print("\n".join(table(head)), flush=True)
-    if exam.file:
-        print(f"samples in {exam.file}", flush=True)
+    if questions.file:
+        print(f"samples in {questions.file}", flush=True)
 
 
 if __name__ == "__main__":
     with friendly_errors():
-        main(settings, exam, folder)
+        main(settings, questions)

@@ -24,28 +24,29 @@ import torch
 
 import train_sft
 from batch import Cut, gather
-from data.rewards import total_rewards
-from evaluate import columns_of
+from data.rewards import repeat_columns, total_rewards
+from evaluate import truncate_prompt
 from logprobs import head_logprobs, head_loss
 from loss import group_advantages, kl_divergence, overlong_punishment, policy_loss, truncated_importance
 from memory import attempts, borrowed, stream_from_host
 from model import autocast, make_model
 from pretrained.lora import adapters_off
-from runs.checkpoint import load_weights, origin
+from runs.checkpoint import open_checkpoint
+from runs.loading import load_weights
 from runs.log import IS_IT_BROKEN
 from sample import Rollouts, sample_groups
-from training import finite_columns, learning_rate_at, run
+from training import finite_columns, learning_rate_at, mean_of_steps, rollout_metrics, run
 
 
 def main(prepared) -> bool:
     """Make the warm start if it is missing; then train as the settings say -> False if a signal stopped it."""
     settings = prepared.settings
     if prepared.warm_start and not settings.plan:
-        print(
-            f"{settings.init_from} is missing or not finished: making it first, with {settings.init_config}", flush=True
-        )
+        missing = f"{settings.init_from} is missing or not finished"
+        print(f"{missing}: making it first, with {settings.init_config}", flush=True)
         if not train_sft.main(prepared.warm_start):
             return False
+        prepared.origin = open_checkpoint(settings.init_from)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the warm start's cached blocks would count as reserved here
     return run(prepared, "GRPO", iterate, make_reference)
@@ -61,7 +62,7 @@ def make_reference(prepared, device, weights=True):
         return None
     reference = make_model(prepared.shape, device, settings.param_dtype, initialise=not weights)
     if weights:
-        load_weights(origin(settings.init_from), reference)
+        load_weights(prepared.origin, reference)
     reference.requires_grad_(False)
     if settings.reference == "host":
         stream_from_host(reference, reference.blocks, device)
@@ -159,9 +160,7 @@ def collect_groups(iteration, training):
         with meter.phase("reward"):
             rounds.append((rollouts, *score(rollouts, rows, prepared)))
         rewards = torch.cat([scored[1] for scored in rounds])  # (rounds * P, k)
-        varied = has_variance(
-            rewards
-        )  # (rounds * P,), before lengths are punished: an answer's variance, not a length's
+        varied = has_variance(rewards)  # (rounds * P,), before lengths are punished
         if varied.sum() >= P:
             break
     rollouts = Rollouts.joined([scored[0] for scored in rounds]) if len(rounds) > 1 else rollouts
@@ -180,9 +179,7 @@ def collect_groups(iteration, training):
 def sample_rows(model, prepared, rows, iteration, turn=0, max_batch=0) -> Rollouts:
     """k completions of each task row's prompt. They differ from those of other iterations and of other turns."""
     settings, tokenizer = prepared.settings, prepared.tokenizer
-    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
-    if settings.max_prompt_length:
-        prompts = [ids[-settings.max_prompt_length :] for ids in prompts]
+    prompts = [truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length) for row in rows]
     with autocast(settings.dtype, model):
         return sample_groups(
             model,
@@ -207,7 +204,7 @@ def score(rollouts, rows, prepared):
     completions = rollouts.completions()
     texts = [prepared.tokenizer.decode(completion) for completion in completions]
     prompts = [row["prompt"] for row in rows for _ in range(k)]
-    columns = columns_of(rows, k) | {"stopped": rollouts.stopped.tolist(), "completion_ids": completions}
+    columns = repeat_columns(rows, k) | {"stopped": rollouts.stopped.tolist(), "completion_ids": completions}
     limits = settings.reward_timeout, prepared.reward_weights
     totals, parts = total_rewards(prepared.reward_funcs, prompts, texts, columns, *limits)
     shown = range(min(settings.samples_per_iteration, len(texts)))
@@ -220,23 +217,6 @@ def score(rollouts, rows, prepared):
 def has_variance(rewards):
     """rewards (P, k) -> (P,) booleans: do the rewards of the group differ? NaN is "not scored" and does not count."""
     return rewards.nan_to_num(nan=-torch.inf).amax(1) > rewards.nan_to_num(nan=torch.inf).amin(1)
-
-
-def rollout_metrics(rollouts, rewards, parts):
-    """The log's figures of an iteration's rollouts. rewards (groups, k); parts: {function: answers}, one a rollout."""
-    scored = rewards[~rewards.isnan()]
-    metrics = dict(
-        reward_mean=float(scored.mean()),
-        reward_std=float(scored.std()) if len(scored) > 1 else 0.0,
-        completion_length_mean=float(rollouts.completion_lengths.float().mean()),
-        truncated_fraction=float((~rollouts.stopped).float().mean()),
-        tokens=int(rollouts.completion_lengths.sum()),
-        gen_batches=len(parts),
-    )
-    for name in parts[0] if len(parts[0]) > 1 else ():
-        said = [answer for part in parts for answer in part[name] if answer is not None]
-        metrics[f"reward/{name}"] = sum(said) / len(said) if said else None
-    return metrics
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -253,7 +233,7 @@ def trainer_logprobs(model, rollouts, cut, settings):
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
             values = head_logprobs(hidden, model.lm_head_weight, micro.targets, settings.temperature, **options)  # (M,)
-        logprobs[micro.index[micro.sequence], micro.place] = values
+        logprobs[micro.index[micro.sequence], micro.place] = values.to(logprobs.dtype)
     return logprobs
 
 
@@ -376,17 +356,6 @@ def head_loss_in_two_visits(hidden, weight, targets, token_loss, temperature, en
     logprobs, entropy = head_logprobs(hidden, weight, targets, temperature, entropy=True, **options)
     loss = token_loss(logprobs, slice(None))
     return loss - entropy_weight * entropy.sum() if entropy_weight else loss, logprobs, entropy
-
-
-def mean_of_steps(steps):
-    """Metrics of optimizer steps -> their means over the steps that were taken. steps: a dict a step; None if dropped.
-
-    The difference between sampler and trainer is the first step's: later ones have other weights.
-    """
-    taken = [metrics for metrics in steps if metrics is not None]
-    means = {name: sum(metrics[name] for metrics in taken) / len(taken) for name in (taken[0] if taken else ())}
-    first = steps[0] if steps and steps[0] else {}
-    return means | {name: first[name] for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl") if first}
 
 
 if __name__ == "__main__":

@@ -1,37 +1,42 @@
-"""Text to token ids and back, on tiktoken.
+"""Text to token ids and back.
 
-`bytes`, whose 256 tokens are the 256 bytes, needs no files; `gpt2`, whose two files tiktoken fetches once and keeps; or a folder
-with a `tokenizer.json` as Hugging Face writes it for GPT-2, SmolLM2, Llama 3, Qwen2.5, Qwen3 and other byte-level BPE, whose ids are
-those that the library `tokenizers` gives.
+`bytes` (256 tokens) and `gpt2` (tiktoken downloads its two files once) run on tiktoken. A folder with a tokenizer.json
+runs on the library `tokenizers` and has its ids: byte-level BPE (GPT-2, SmolLM2, Llama 3, Qwen), sentencepiece BPE
+(Llama 2, Mistral), Unigram, WordPiece.
 
-Special tokens, such as <|endoftext|>, are ids and never text: no text encodes to them, and they decode to nothing. The stop tokens,
-of which training teaches the first, say that a completion is over. Only a chat template writes special tokens (chat.py).
+Special tokens, such as <|endoftext|>, are ids and never text: text that spells one gets ordinary tokens. They decode to
+nothing. Only a chat template writes them (pretrained/chat.py).
 
-Which files are read is tokenizer_json.py's to say, and why tiktoken gives the same ids as their merges bpe.py's.
-
-Left out: training a tokenizer, and what those two leave out. Of characters
-newer than Unicode 9 the libraries know different things: which of them are letters, and in which order NFC puts marks.
+Left out: training a tokenizer; special tokens after a text, such as BERT's [SEP], because a prompt is continued.
+Tests: tests/test_tokenizer.py.
 """
 
+import hashlib
 import json
-import unicodedata
-from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
-import regex
 import tiktoken
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from options import SnugError
-from pretrained.bpe import SUPPORTED, Trees, symbols_of
-from pretrained.chat import Chat, well_formed
-from pretrained.tokenizer_json import END_OF_TEXT, FILES, GPT2, Added, one_line, read_files, read_tokenizer
+from pretrained.chat import Chat, alternatives, well_formed
+
+END_OF_TEXT = "<|endoftext|>"
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+FILES += ("chat_template.jinja",)
 
 
-@dataclass(eq=False, repr=False)
 class Tokenizer:
-    """name; n_vocab, ids are 0 .. n_vocab - 1, of which some may be no token; stop_tokens, the ids that end a completion, and
-    stop_token, the first of them; files, what belongs beside a checkpoint: file name -> bytes, none for bytes and gpt2.
+    """What get_tokenizer returns.
+
+    name         "bytes", "gpt2", or "tokenizer.json@" and the first 12 hex digits of the file's SHA-256
+    n_vocab      ids are 0 .. n_vocab - 1; some of them may be no token
+    stop_tokens  ids that end a completion; stop_token is the first, which training teaches
+    files        {file name: bytes} to keep beside a checkpoint; empty for bytes and gpt2
+    chat         writes messages as text; None without a chat template
 
     >>> tokenizer = get_tokenizer("bytes")
     >>> tokenizer.encode("1+2=")
@@ -40,230 +45,259 @@ class Tokenizer:
     '3'
     """
 
-    name: str
-    encoding: tiktoken.Encoding
-    texts: list  # of each id, in bytes; b"" for what is no text
-    added: list
-    stop_tokens: tuple
-    ids: list | None = None  # of each rank of the encoding; None: they are its ranks
-    cuts: tuple = ()  # patterns that split a text before the encoding's own does
-    nfc: bool = False
-    bos: tuple = ()
-    chat: Chat | None = None
-    files: dict = field(default_factory=dict)
+    def __init__(self, name, n_vocab, text_ids, special, stop_tokens, bos=(), chat=None, files=None):
+        """text_ids: ids that decode to text. special: {spelling: id}. bos: ids before a prompt of text."""
+        self.name, self.n_vocab, self.text_ids, self.special = name, n_vocab, text_ids, special
+        self.stop_tokens, self.stop_token = stop_tokens, stop_tokens[0]
+        self.bos, self.chat, self.files = bos, chat, files or {}
+        self.spellings = alternatives(special)
 
-    def __post_init__(self):
-        self.n_vocab, self.stop_token = len(self.texts), self.stop_tokens[0]
-        raw = [token._replace(normalized=token.normalized and not token.special) for token in self.added]
-        self.matchers, self.matchers_special = self.matchers_of(self.added, special=False), self.matchers_of(self.added)
-        self.matchers_chat = self.matchers_of(
-            raw
-        )  # a special token as the template spells it, never what NFC makes of a content
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Text -> ids, never of special tokens: a prompt that spells <|endoftext|> gets those 13 characters.
 
-    def encode(self, text, special=False):
-        """Text -> list of ids, never special ones: a prompt that spells <|endoftext|> gets those 13 characters.
-
-        special=True: what spells a special token is that token. Text that UTF-8 cannot carry, a lone surrogate such as "\\ud800", is
-        read as U+FFFD, the replacement character. Raises SnugError where tiktoken fails: at a million spaces in a row.
+        special=True: text that spells a special token becomes that token. A lone surrogate such as "\\ud800", which
+        UTF-8 cannot carry, becomes U+FFFD. Raises SnugError if `tokenizers` cannot encode the text.
         """
-        return self.encode_marked(well_formed(text), {}, self.matchers_special if special else self.matchers)
+        text = well_formed(text)
+        return self.encode_special(text) if special else self.encode_ordinary(text)
 
-    def encode_prompt(self, prompt):
-        """Text, or chat messages [{"role": ..., "content": ...}, ...] -> list of ids.
+    def encode_prompt(self, prompt: str | list[dict]) -> list[int]:
+        """Text, or chat messages [{"role": ..., "content": ...}, ...] -> ids.
 
-        Text begins with the ids that the tokenizer puts before a text by itself. Messages are written by the chat template, which also
-        opens the answer; special tokens are those that the template wrote, never the contents'. Raises SnugError.
+        Text gets the tokenizer's bos ids in front. The chat template writes messages and opens the answer; special
+        tokens come from the template, never from a content. Raises SnugError.
         """
         if isinstance(prompt, str):
             return [*self.bos, *self.encode(prompt)]
         if self.chat is None:
-            raise SnugError(
-                f"tokenizer={self.name} has no chat template for a prompt of messages: write the prompts as text, "
-                "or name a folder whose tokenizer has one"
-            )
-        return self.encode_marked(*self.chat.render(prompt), self.matchers_chat)
+            advice = "write the prompts as text, or name a folder whose tokenizer has one"
+            raise SnugError(f"tokenizer={self.name} has no chat template for a prompt of messages: {advice}")
+        text, parts = self.chat.render(prompt)
+        return self.encode_parts(parts) if parts else self.encode_special(text)
 
-    def encode_marked(self, text, marks, matchers):
-        """marks: characters of the text, by their code -> the text they stand for, put back where no added token is matched any more."""
-        (before, after), ids = matchers, []
-        for piece in match(map(self.normalized, match([text], *before)), *after):
-            if isinstance(piece, int):
-                ids.append(piece)
-            else:
-                ids += self.encode_ordinary(self.normalized(piece.translate(marks)) if marks else piece)
+    def encode_special(self, text):
+        return self.encode_parts(self.spellings.split(text))
+
+    def encode_parts(self, parts):
+        """[text, special token, text, ..., text] -> ids."""
+        ids = []
+        for place, part in enumerate(parts):
+            ids += [self.special[part]] if place % 2 else self.encode_ordinary(part)
         return ids
 
-    def matchers_of(self, added, special=True):
-        """-> (pattern, ids by what it matches), of added tokens that are matched before a text is normalized, and of the others.
+    def decode(self, ids: list[int]) -> str:
+        """Ids -> text. Special tokens and ids of no token are skipped, and bytes that are not UTF-8 become U+FFFD.
 
-        special=False: None instead of the ids of special tokens.
+        Sentencepiece tokenizers drop a space at the beginning: a completion reads "4", not " 4", as in TRL.
         """
-        ids = {token: token.id if special or not token.special else None for token in added}
-        before = {token.content: ids[token] for token in added if not token.normalized}
-        after = {self.normalized(token.content): ids[token] for token in added if token.normalized}
-        return [(alternatives(before), before), (alternatives(after), after)]
+        return self.decode_text([i for i in ids if i in self.text_ids])
 
-    def normalized(self, piece):
-        return unicodedata.normalize("NFC", piece) if self.nfc and isinstance(piece, str) else piece
+    def stopper(self, text: str):
+        """-> a function of a completion's ids, called after each token: does the last one complete `text`? None if "".
 
-    def encode_ordinary(self, text):
-        pieces = [text]
-        for cut in self.cuts:
-            pieces = [part for piece in pieces for part in isolate(cut, piece)]
-        try:
-            ranks = [rank for piece in pieces for rank in self.encoding.encode_ordinary(piece)]
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # which pyo3 derives from BaseException
-                raise
-            raise SnugError(
-                f"tiktoken fails on a text of {len(text)} characters ({one_line(error)}); cut it into shorter texts"
-            ) from None
-        return ranks if self.ids is None else [self.ids[rank] for rank in ranks]
-
-    def decode(self, ids):
-        """Ids -> text. Special tokens and ids of no token (a model's vocabulary may be padded) are skipped, and
-        bytes that are not UTF-8 become U+FFFD: whatever a model samples decodes to some text.
-        """
-        return b"".join([self.texts[i] for i in ids if 0 <= i < self.n_vocab]).decode(errors="replace")
-
-    def stopper(self, text):
-        """-> a function of a completion's ids: has `text` come to its end in the last of them? None for no text.
-
-        It is to be asked after each token. The text may span tokens, and its end be a part of one: each token that is text has at
-        least one byte, so the last of those, as many as the text has bytes, have all of it.
+        The text may span tokens and end within one. A tail is decoded: one token for each byte of the text, and one
+        more, because a decoder may drop the first space. If it begins within a character (U+FFFD), up to 3 tokens are
+        added, the other bytes of the character.
         """
         if not text:
             return None
-        window = len(text.encode("utf-8", "replace"))
+        window = len(text.encode(errors="replace")) + 1
 
         def is_over(ids):
-            last = islice((i for i in reversed(ids) if 0 <= i < self.n_vocab and self.texts[i]), window)
-            return text in self.decode(list(last)[::-1])
+            last = list(islice((i for i in reversed(ids) if i in self.text_ids), window + 3))[::-1]
+            for n in range(window, window + 4):
+                tail = self.decode_text(last[-n:])
+                if text in tail or not tail.startswith("\ufffd"):
+                    return text in tail
+            return False
 
         return is_over
 
-    def save(self, folder):
-        """Writes `files` into the folder; for bytes and gpt2, files that `tokenizers` and `transformers` read as the same tokenizer."""
+    def save(self, folder: str | Path):
+        """Write `files` into the folder; for bytes and gpt2, files of the same tokenizer for `transformers`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, data in (self.files or generated_files(self)).items():
+        for name, data in (self.files or self.generated_files()).items():
             (folder / name).write_bytes(data)
 
 
-def get_tokenizer(name):
-    """The Tokenizer of that name: "bytes" (n_vocab 257, stop_token 256), "gpt2" (50257, 50256), or a folder with a tokenizer.json.
+def get_tokenizer(name: str) -> Tokenizer:
+    """The Tokenizer of "bytes" (n_vocab 257, stop_token 256), "gpt2" (50257, 50256) or a folder with a tokenizer.json.
 
-    A folder's tokenizer is named after the file's content, "tokenizer.json@0123456789ab": the first digits of its SHA-256. Raises
-    SnugError for anything else, for a tokenizer.json that is not supported, and where the files of gpt2 cannot be had.
+    Raises SnugError for any other name, for damaged files, and if the files of gpt2 cannot be downloaded.
     """
     if name == "bytes":
-        # The pattern cuts text into characters, (?s) counting a newline as one; with no ranks beyond single bytes, nothing merges.
-        return plain(
-            "bytes", tiktoken.Encoding("bytes", pat_str="(?s).", mergeable_ranks=dict(Trees().ranks), special_tokens={})
-        )
+        # The pattern cuts text into characters, newlines too (?s); without ranks beyond single bytes, nothing merges.
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        return TiktokenTokenizer(tiktoken.Encoding("bytes", pat_str="(?s).", mergeable_ranks=ranks, special_tokens={}))
     if name == "gpt2":
-        return plain("gpt2", gpt2_encoding())
-    files = read_files(name, FILES)
-    if "tokenizer.json" in files:
-        return Tokenizer(*read_tokenizer(Path(name), files))
-    reason = (
-        f"; {name} has a tokenizer.model, of sentencepiece, alone: {SUPPORTED}"
-        if read_files(name, ["tokenizer.model"])
-        else ""
-    )
-    raise SnugError(f"tokenizer={name!r} is not one of bytes, gpt2, or a folder that has a tokenizer.json{reason}")
+        try:
+            return TiktokenTokenizer(tiktoken.get_encoding("gpt2"))
+        except (OSError, ValueError) as error:  # no network (requests raises an OSError), a damaged file
+            advice = "set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=bytes"
+            seen = f"the two files of tokenizer=gpt2 cannot be had ({type(error).__name__})"
+            raise SnugError(f"{seen}: {advice}") from None
+    files = read_files(Path(name), FILES)
+    if name and "tokenizer.json" in files:
+        return FolderTokenizer(Path(name), files)
+    seen = f"tokenizer={name!r} is not one of bytes, gpt2, or a folder that has a tokenizer.json"
+    raise SnugError(f"{seen} (AutoTokenizer of transformers makes one of a tokenizer.model)")
 
 
-def plain(name, encoding):
-    """A tokenizer of an encoding's bytes and merges and one special token, the last id."""
-    stop = len(encoding.token_byte_values())
-    texts = [encoding.decode_single_token_bytes(i) for i in range(stop)] + [b""]
-    return Tokenizer(name, encoding, texts, [Added(END_OF_TEXT, stop, True, False)], (stop,))
+class TiktokenTokenizer(Tokenizer):
+    """bytes and gpt2: the tokens of a tiktoken.Encoding, then <|endoftext|>."""
+
+    def __init__(self, encoding):
+        self.encoding, stop = encoding, len(encoding.token_byte_values())
+        super().__init__(encoding.name, stop + 1, range(stop), {END_OF_TEXT: stop}, (stop,))
+
+    def encode_ordinary(self, text):
+        return self.encoding.encode_ordinary(text)
+
+    def decode_text(self, ids):
+        return self.encoding.decode(ids)
+
+    def generated_files(self):
+        symbols = sorted(pre_tokenizers.ByteLevel.alphabet())  # a printable byte's symbol is itself; these come first
+        symbol_of = dict(zip(sorted(range(256), key=lambda byte: chr(byte) not in symbols), symbols, strict=True))
+        ranks = {self.encoding.decode_single_token_bytes(i): i for i in self.text_ids}
+        names = {token: "".join(symbol_of[byte] for byte in token) for token in ranks}
+        vocab = {names[token]: i for token, i in ranks.items()}
+        merges = [(names[left], names[right]) for left, right in merges_of(ranks)]
+        same = tokenizers.Tokenizer(models.BPE(vocab, merges))
+        same.pre_tokenizer, same.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        same.add_special_tokens([END_OF_TEXT])
+        config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT)
+        config = json.dumps(config | dict(clean_up_tokenization_spaces=False), indent=1)
+        return {"tokenizer.json": same.to_str(pretty=True).encode(), "tokenizer_config.json": config.encode()}
 
 
-def gpt2_encoding():
+def merges_of(ranks):
+    """tiktoken's {token: rank} -> the two parts of each token of several bytes, before BPE's last merge."""
+    for token in list(ranks)[256:]:
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            i = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], len(ranks)))
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        yield parts
+
+
+class FolderTokenizer(Tokenizer):
+    """A tokenizer.json and the files beside it, on the library `tokenizers`."""
+
+    def __init__(self, folder, files):
+        spec, config, token_map, generation = (read_json(folder, files, name) for name in FILES[:4])
+        try:
+            self.backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+            self.backend.no_truncation()
+            self.backend.no_padding()
+            if isinstance(self.backend.model, models.BPE):
+                self.backend.model.dropout = None  # it makes ids random
+            probe = self.backend.encode("a")
+        except Exception as error:
+            raise SnugError(f"{folder / 'tokenizer.json'}: `tokenizers` cannot read it ({one_line(error)})") from None
+        vocab, added = self.backend.get_vocab(), self.backend.get_added_tokens_decoder()
+
+        variables = token_names(token_map) | token_names(config)
+        eos = variables.get("eos_token")
+        if eos in vocab:
+            stop_tokens = stop_ids([{"eos_token_id": vocab[eos]}, generation], folder, vocab, added)
+        else:  # config.json may name it; it is not kept beside a checkpoint, generation_config.json is
+            model_config = read_json(folder, read_files(folder, ["config.json"]), "config.json")
+            stop_tokens = stop_ids([model_config, generation], folder, vocab, added)
+            generation = json.dumps(generation | {"eos_token_id": stop_tokens}, indent=1)
+            files = files | {"generation_config.json": generation.encode()}
+
+        # A stop token is special, whatever its flags say. Special tokens are found in text before it is normalized.
+        special = {token.content: i for i, token in added.items() if token.special or i in stop_tokens}
+        tokens = []
+        for token in (added[i] for i in special.values()):
+            spaces = dict(single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip)
+            tokens.append(tokenizers.AddedToken(token.content, normalized=False, special=True, **spaces))
+        self.backend.add_special_tokens(tokens)
+        # Text may become the model's unknown token, which is often special, but no other special token.
+        model = spec["model"]
+        unknown = model.get("unk_id", vocab.get(model.get("unk_token")))
+        self.reserved = {i for i in special.values() if i != unknown or i in stop_tokens}
+
+        bos = probe.ids[: probe.special_tokens_mask.index(0)] if 0 in probe.special_tokens_mask else []
+        if not bos and config.get("add_bos_token") is True and variables.get("bos_token") in vocab:
+            bos = [vocab[variables["bos_token"]]]
+        template = config.get("chat_template")
+        if "chat_template.jinja" in files:
+            template = files["chat_template.jinja"].decode(errors="replace")
+        elif isinstance(template, list):
+            template = next((item["template"] for item in template if item["name"] == "default"), None)
+        name = f"tokenizer.json@{hashlib.sha256(files['tokenizer.json']).hexdigest()[:12]}"
+        chat = Chat(template, variables, list(special)) if template else None
+        text_ids = set(vocab.values()) - set(special.values())
+        super().__init__(name, 1 + max(vocab.values()), text_ids, special, stop_tokens, bos, chat, files)
+
+    def run(self, text, special):
+        self.backend.encode_special_tokens = not special
+        try:
+            return self.backend.encode(text, add_special_tokens=False)
+        except Exception as error:
+            raise SnugError(f"tokenizer={self.name} cannot encode {text!r:.60} ({one_line(error)})") from None
+
+    def encode_ordinary(self, text):
+        """If the model makes a special token of text that spells it (such as Unigram), cut the text in two there."""
+        found = self.run(text, special=False)
+        starts = [start for i, (start, _) in zip(found.ids, found.offsets, strict=True) if i in self.reserved]
+        if not starts:
+            return found.ids
+        if len(text) == 1:
+            return []
+        cuts = sorted({0, *starts, *(start + 1 for start in starts), len(text)})
+        return [i for start, end in pairwise(cuts) for i in self.encode_ordinary(text[start:end])]
+
+    def encode_special(self, text):
+        """The whole text at once, unless the model makes a special token of text that spells it when normalized."""
+        ids, spelled = self.run(text, special=True).ids, [self.special[name] for name in self.spellings.findall(text)]
+        if [i for i in ids if i in self.reserved] == [i for i in spelled if i in self.reserved]:
+            return ids
+        return super().encode_special(text)
+
+    def decode_text(self, ids):
+        return self.backend.decode(ids)
+
+
+def read_files(folder, names):
+    """-> {name: bytes} of those that the folder has."""
     try:
-        return tiktoken.get_encoding("gpt2")
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # no network (requests raises an OSError), an unwritable folder, a damaged file
-        raise SnugError(
-            f"the two files of tokenizer=gpt2 cannot be had ({type(error).__name__}): "
-            "set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=bytes"
-        ) from None
+        return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    except OSError as error:
+        raise SnugError(f"{folder}: cannot be read ({error.strerror})") from None
 
 
-# -----------------------------------------------------------------------------
-# Text, before BPE
+def read_json(folder, files, name):
+    """-> the object in that file, empty if there is no such file."""
+    try:
+        value = json.loads(files.get(name, b"{}").decode())
+    except (ValueError, RecursionError) as error:
+        raise SnugError(f"{folder / name}: not JSON ({one_line(error)})") from None
+    if not isinstance(value, dict):
+        raise SnugError(f"{folder / name}: must be an object, not {type(value).__name__}")
+    return value
 
 
-def alternatives(names):
-    """A pattern that matches the longest name at the leftmost place; None for no names."""
-    return (
-        regex.compile("(" + "|".join(map(regex.escape, sorted(names, key=len, reverse=True))) + ")") if names else None
-    )
+def one_line(error):
+    return " ".join(str(error).split())[:200]
 
 
-def match(pieces, pattern, names):
-    """Texts, among ids -> texts and ids: what the pattern matches has become its id; where that is None, it goes with the text around it."""
-    for piece in pieces:
-        if pattern is None or isinstance(piece, int):
-            yield piece
-            continue
-        text = ""
-        for place, part in enumerate(pattern.split(piece)):  # text, match, text, match, ..., text
-            number = names[part] if place % 2 else None
-            if number is None:
-                text += part
-                continue
-            yield from (text, number) if text else (number,)
-            text = ""
-        if text:
-            yield text
+def token_names(config):
+    """A tokenizer_config.json or special_tokens_map.json -> {"eos_token": "<|endoftext|>", ...}."""
+    values = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
+    return {key: value for key, value in values.items() if key.endswith("_token") and isinstance(value, str)}
 
 
-def isolate(cut, text):
-    """-> what the pattern matches, and what is between, in order."""
-    parts, end = [], 0
-    for found in cut.finditer(text):
-        parts += [text[end : found.start()], found.group()]
-        end = found.end()
-    return [part for part in [*parts, text[end:]] if part]
-
-
-# -----------------------------------------------------------------------------
-# Out again
-
-
-def generated_files(tokenizer):
-    """Of a tokenizer of bytes, merges and one special token: {file name: bytes} that say the same to others."""
-    *tokens, _ = tokenizer.texts
-    trees, merges = Trees(), []
-    for token in tokens[256:]:
-        cut = trees.add(token, range(1, len(token)))
-        merges.append(f"{symbols_of(token[:cut])} {symbols_of(token[cut:])}")
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    split = dict(type="Split", pattern=dict(Regex=GPT2), behavior="Isolated", invert=False)
-    stop = dict(
-        id=tokenizer.stop_token,
-        content=END_OF_TEXT,
-        single_word=False,
-        lstrip=False,
-        rstrip=False,
-        normalized=False,
-        special=True,
-    )
-    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None)
-    model |= dict(fuse_unk=False, byte_fallback=False, ignore_merges=False)
-    model |= dict(vocab={symbols_of(token): i for i, token in enumerate(tokens)}, merges=merges)
-    spec = dict(version="1.0", truncation=None, padding=None, added_tokens=[stop], normalizer=None)
-    spec |= dict(
-        pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
-        post_processor=None,
-        decoder=byte_level,
-        model=model,
-    )
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
-    files = {"tokenizer.json": spec, "tokenizer_config.json": config}
-    return {name: json.dumps(value, ensure_ascii=False, indent=1).encode() for name, value in files.items()}
+def stop_ids(configs, folder, vocab, added):
+    """-> the configs' eos_token_ids that are tokens, or one of ENDS. Raises SnugError if the first is not added."""
+    values, known = [config.get("eos_token_id") for config in configs], set(vocab.values())
+    ids = [i for value in values for i in (value if isinstance(value, list) else [value])]
+    ids = [i for i in ids if type(i) is int and i in known] or [vocab[end] for end in ENDS if end in vocab][:1]
+    if not ids or ids[0] not in added:
+        seen = f"must be one of tokenizer.json's added_tokens, not {ids[:1]}"
+        advice = "name one as eos_token in tokenizer_config.json"
+        raise SnugError(f"{folder}: the token that ends a completion {seen}; {advice}")
+    return tuple(dict.fromkeys(ids))

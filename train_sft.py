@@ -57,7 +57,7 @@ def iterate(iteration, training, make_batch=None):
     stats, num_tokens = meter.stats(), sum(cut.completions)
     record = {"iter": iteration} | (metrics or {}) | {"learning_rate": learning_rate}
     record["completion_length_mean"] = num_tokens / settings.batch_size
-    record["tokens_per_second"] = num_tokens / (stats["time_train_s"] + stats["time_optimizer_s"])
+    record["tokens_per_second"] = num_tokens / (stats["time_train_s"] + stats.get("time_optimizer_s", 0.0))
     record["time_s"] = time.perf_counter() - started
     training.end_iteration(record, scores)
 

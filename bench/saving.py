@@ -23,7 +23,7 @@ from memory.host import available_on_host
 from memory.ledger import MIB
 from model import GPT, GPTConfig
 from runs import saver as saving
-from runs.checkpoint import tensors_of
+from runs.loading import tensors_of
 from runs.saver import Saver
 from settings import SFTSettings
 from tokenizer import get_tokenizer
@@ -61,7 +61,8 @@ def main(device, folder):
             for kind in ("beside", "waited for"):
                 saving.available_on_host = available_on_host if kind == "beside" else lambda: 0
                 started = time.perf_counter()
-                saver.save(2 * done + (kind == "beside"), model, optimizer, guard)
+                progress = dict(health=dict(guard.health), scores={}, after_oom={}, extra_prompts=0)
+                saver.save(2 * done + (kind == "beside"), model, optimizer, progress)
                 stall = time.perf_counter() - started
                 if kind == "beside":
                     slowdowns.append(alone / forwards_a_second(model, lambda: saver.thread.is_alive()))

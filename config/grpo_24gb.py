@@ -1,8 +1,9 @@
-"""GRPO on the shape of Qwen2.5-7B (with tied embeddings), all parameters, on a 24 GB device: planned peak 15.3 GiB.
+"""GRPO on the shape of Qwen2.5-7B (with tied embeddings), all parameters, on a 24 GB device: planned peak 14.9 GiB.
 
     python grpo.py config/grpo_24gb.py --plan --device=cuda
 
-For hosts that can give 93 GiB: float32 masters and moments 79, gradients 13. With --optimizer_dtype=bfloat16 they are 40.
+The host must have 93 GiB: 79 for float32 masters and moments, 13 for gradients. With --optimizer_dtype=bfloat16 it is
+40 in all.
 """
 
 out_dir = "out/grpo_24gb"

@@ -1,8 +1,8 @@
-"""GRPO on the shape of Qwen2.5-1.5B, all parameters, on an 8 GB device: planned peak 6.2 GiB, and 17.3 GiB of the host.
+"""GRPO on the shape of Qwen2.5-1.5B, all parameters, on an 8 GB device: planned peak 6.1 GiB, and 17.3 on the host.
 
     python grpo.py config/grpo_8gb.py --plan --device=cuda
 
-As grpo_qwen2_1.5b.py, with float32 masters and moments on the host. With --optimizer_dtype=bfloat16 the host gives 5.8 GiB.
+As grpo_qwen2_1.5b.py, with float32 masters and moments on the host. With --optimizer_dtype=bfloat16 they take 5.8 GiB.
 """
 
 out_dir = "out/grpo_8gb"

@@ -1,9 +1,9 @@
-"""GRPO on the shape of Qwen2.5-1.5B on a 48 GB device: memory is spent where it buys time.
+"""GRPO on the shape of Qwen2.5-1.5B on a 48 GB device: it spends memory where that saves time.
 
     python grpo.py config/grpo_balanced.py --plan --device=cuda
 
-Float32 masters and moments stay on the device; eight sequences a micro-batch; attention's outputs are kept, the rest of a block is
-computed again. 128 completions (16 prompts x 8) an iteration.
+Float32 masters and moments stay on the device. A micro-batch has eight sequences. Attention's outputs are kept, the
+rest of a block is recomputed. An iteration has 128 completions (16 prompts x 8).
 """
 
 out_dir = "out/grpo_balanced"

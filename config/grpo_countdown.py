@@ -1,4 +1,4 @@
-"""GRPO on countdown with three numbers from 1 to 9, + and -: from a teacher who is often too lazy to look for the solution, to the solution."""
+"""GRPO on countdown with three numbers from 1 to 9, + and -. The warm start often just adds the numbers up."""
 
 out_dir = "out/grpo_countdown"
 init_from = "out/sft_countdown"

@@ -1,10 +1,10 @@
-"""GRPO on GSM8K, from an instruct model that you have: Qwen2.5-0.5B-Instruct, SmolLM2-360M-Instruct, Llama-3.2-1B-Instruct, Qwen3-0.6B, ...
+"""GRPO on GSM8K from an instruct model: Qwen2.5-0.5B-Instruct, SmolLM2-360M-Instruct, Llama-3.2-1B-Instruct, ...
 
     python -m data.gsm8k prepare
     python grpo.py config/grpo_gsm8k.py --init_from=models/Qwen2.5-0.5B-Instruct
-    python grpo.py config/grpo_gsm8k.py --init_from=models/Qwen2.5-7B-Instruct --lora_rank=16 --learning_rate=1e-5 --param_dtype=bfloat16
 
-A base model has no chat template: --chat=false. Sizes and rates are those that others use; none of them was tuned here.
+A larger model with LoRA: add --lora_rank=16 --learning_rate=1e-5 --param_dtype=bfloat16. A base model has no chat
+template: add --chat=false. Sizes and rates are those that others use; none of them was tuned here.
 """
 
 out_dir = "out/grpo_gsm8k"

@@ -1,9 +1,9 @@
-"""GRPO on problems of reasoning_gym (pip install reasoning_gym), any of its generators, from an instruct model that you have.
+"""GRPO on any generators of reasoning_gym (pip install reasoning_gym), from an instruct model.
 
     python grpo.py config/grpo_gym.py --init_from=models/Qwen2.5-0.5B-Instruct
     python grpo.py config/grpo_gym.py --init_from=models/Qwen2.5-0.5B-Instruct --gym_dataset=leg_counting,chain_sum
 
-A base model has no chat template: --chat=false. Sizes and rates are those that others use; none of them was tuned here.
+A base model has no chat template: add --chat=false. Sizes and rates are those that others use; none was tuned here.
 """
 
 out_dir = "out/grpo_gym"

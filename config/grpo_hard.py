@@ -1,4 +1,4 @@
-"""GRPO from a warm start that has hardly ever seen a carry: what is to be learned has to be found first."""
+"""GRPO from a warm start that has hardly ever seen a carry: the model must discover what to learn."""
 
 out_dir = "out/grpo_hard"
 init_from = "out/sft_hard"

@@ -1,9 +1,9 @@
-"""GRPO on the shape of Qwen2.5-1.5B, all parameters, on a 16 GB device: planned peak 12.0 GiB. Others measured 21.4.
+"""GRPO on the shape of Qwen2.5-1.5B, all parameters, on a 16 GB device: planned peak 11.8 GiB. Others measured 21.4.
 
     python grpo.py config/grpo_qwen2_1.5b.py --plan --device=cuda
 
-16 completions (4 prompts of up to 256 tokens x 4) of up to 1,024 tokens, one sequence a micro-batch. Weights, gradients and moments
-in bfloat16, stochastically rounded. Random weights and countdown, unless init_from names a run.
+16 completions (4 prompts of up to 256 tokens x 4) of up to 1,024 tokens, one sequence a micro-batch. Weights, gradients
+and moments are in bfloat16, rounded stochastically. Random weights and countdown, unless init_from names a run.
 """
 
 out_dir = "out/grpo_qwen2_1.5b"

@@ -1,6 +1,6 @@
-"""GRPO on a laptop's CPU, a minute: from a teacher who forgets carries (pass@1 below 0.3) to all but every sum.
+"""GRPO on a laptop's CPU in a minute: from a teacher who forgets carries (pass@1 below 0.3) to nearly every sum right.
 
-beta = 0.04 keeps a reference in the loop, so that the log shows what one costs.
+beta = 0.04 keeps a reference in the loop, so the log shows its cost.
 """
 
 out_dir = "out/grpo_small"

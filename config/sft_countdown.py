@@ -1,4 +1,4 @@
-"""A warm start for countdown with three numbers from 1 to 9, + and -: two in five of the demonstrations merely add up what is there."""
+"""A warm start for countdown with three numbers from 1 to 9, + and -: two in five demonstrations only add them up."""
 
 out_dir = "out/sft_countdown"
 task = "countdown"

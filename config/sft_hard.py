@@ -1,4 +1,4 @@
-"""A warm start from a teacher who forgets nearly every carry (97 in 100): right about one time in twenty, where there is nothing to carry."""
+"""A warm start by a teacher who forgets 97 of 100 carries: right about one time in twenty."""
 
 out_dir = "out/sft_hard"
 task = "addition"

@@ -3,27 +3,32 @@
     prompt      6025+3528=
     completion  13,05,05,09>09553
 
-First the sums of the columns, from the right, each with the carry from the one before it, then the answer, padded with
-zeros to one digit more than the numbers have. Sums of two digits are easy to learn; the carries are what demonstrations
-may get wrong and what reinforcement can put right. Only what follows the last `>` is scored.
+The completion gives the column sums from the right, each with the carry of the one before, then `>` and the answer
+with one digit more than the numbers have. Adding two digits is easy to learn. Demonstrations may forget carries, and
+GRPO can correct that. Only the text after the last `>` is scored.
 
-Left out: credit for right column sums, more than two numbers, negative ones.
+Left out: reward for right column sums, more than two numbers, negative numbers.
 """
 
-from data.task import Task
-from options import SnugError
+from dataclasses import dataclass
 
-MAX_DIGITS = 1000  # Python itself refuses to print numbers of more than 4,300
+from data.task import Task
+from options import option
+
+
+@dataclass
+class AdditionOptions:
+    """task=addition."""
+
+    digits: int = option(4, "digits of each number", minimum=1, maximum=1000)
 
 
 class Addition(Task):
     columns = ("answer",)
 
-    def __init__(self, settings):
-        super().__init__(settings)
+    def __init__(self, settings, demonstrations=False):
+        super().__init__(settings, demonstrations)
         self.digits = settings.digits
-        if self.digits > MAX_DIGITS:
-            raise SnugError(f"digits={self.digits} is above {MAX_DIGITS}")
 
     def propose(self, rng):
         """Two numbers of exactly `digits` digits: {"prompt": "6025+3528=", "numbers": [6025, 3528], "answer": 9553}."""
@@ -36,7 +41,7 @@ class Addition(Task):
         return f"{low}+{high}"
 
     def demonstration(self, row, rng):
-        """The worked sum. Each carry is forgotten with probability demonstration_noise, and what follows is added without it.
+        """The worked sum. Each carry is forgotten with probability demonstration_noise; the next column then lacks it.
 
         58+67= is "15,12>125"; without the first carry it is "15,11>115", without the second "15,12>025".
         """
@@ -48,7 +53,7 @@ class Addition(Task):
         return ",".join(f"{column:02d}" for column in columns) + f">{answer}"
 
     def answer_of(self, completion):
-        """The digits after the last `>`, if nothing else is there, without the zeros before them: "13,05,05,09>09553" -> "9553"."""
+        """The digits after the last `>`, without leading zeros: ">09553" -> "9553"; None if anything else is there."""
         _, arrow, text = completion.rpartition(">")
         is_number = len(text) <= self.digits + 1 and text.isascii() and text.isdigit()
         return str(int(text)) if arrow and is_number else None

@@ -1,32 +1,30 @@
-"""Where in a completion the answer stands, and which number it is.
+"""Find the answer in a completion, and read it as a number.
 
-Completions are untrusted input: their length is bounded first, they are searched once, and nothing in them is evaluated.
+Completions are untrusted: their length is limited first, they are searched once, and nothing in them is executed.
 
     #### 42   #### $1,000.50 a week.   \\boxed{-7\\%}       are numbers: "42", "1000.5", "-7"
     #### 84/2   #### 18 or 19   #### 1,00   #### 4e1      are none
 
-Left out: fractions, exponents, other digits than 0 to 9, decimal commas, numbers in words. What follows the number is not understood:
-42 thousand is 42.
+Left out: fractions, exponents, digits other than 0 to 9, decimal commas, numbers in words. Words after the number
+are ignored: 42 thousand is 42. Tests: tests/test_gsm8k.py.
 """
 
 import re
 
-MAX_COMPLETION = 200_000  # characters; longer ones give no answer
-MAX_ANSWER = 200  # characters of the line after ####, and of what is in \boxed{}
+MAX_COMPLETION = 200_000  # characters; longer completions have no answer
+MAX_ANSWER = 200  # characters of the line after ####, or inside \boxed{}
 NUMBER = re.compile(
-    r"(?P<sign>[-+\u2212]?)(?:\\?[$€£¥] ?(?P<inner>[-+\u2212]?))?(?!0[xXbBoO])"  # -$5 and $-5; \u2212 is the typographer's minus
-    r"(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?P<fraction>\.[0-9]+|)"  # separators every three digits, or none
+    r"(?P<sign>[-+\u2212]?)(?:\\?[$€£¥] ?(?P<inner>[-+\u2212]?))?(?!0[xXbBoO])"  # -$5, $-5; \u2212 is a minus sign
+    r"(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?P<fraction>\.[0-9]+|)"  # a comma every three digits, or no comma
 )
-BESIDE_WORDS = set(
-    ".,;:!?%'\"()/*\\{}$€£¥°-"
-)  # may follow a number, with letters and spaces: \% and \text{ apples} are written so
+BESIDE_WORDS = set(".,;:!?%'\"()/*\\{}$€£¥°-")  # may follow a number, like letters and spaces: \%, \text{ apples}
 
 
-def number_after_marker(completion):
-    """The number after the last #### or in the last \\boxed{}, whichever comes later: as text, "-1000.5"; None where there is none.
+def number_after_marker(completion: str) -> str | None:
+    """The number after the last #### or in the last \\boxed{}, whichever comes later, as text: "-1000.5"; or None.
 
-    It comes first there, and on its line only words may follow: whoever writes two numbers, hedging, has answered with none.
-    Numbers that are equal have equal texts: no sign of +, no separators, no zeros that say nothing.
+    The number comes first there, and only words may follow on its line: a completion with two numbers has no answer.
+    Equal numbers give equal texts: no plus sign, no separators, no superfluous zeros.
     """
     if len(completion) > MAX_COMPLETION:
         return None
@@ -38,8 +36,8 @@ def number_after_marker(completion):
     return read_number(text) if text and len(text) <= MAX_ANSWER else None
 
 
-def in_braces(text):
-    """What comes before the brace that closes: "4{5}6} 7" -> "4{5}6"; None where none does, within MAX_ANSWER characters."""
+def in_braces(text: str) -> str | None:
+    """The text before the closing brace: "4{5}6} 7" -> "4{5}6"; None if there is none in MAX_ANSWER characters."""
     depth = 1
     for i, character in enumerate(text[: MAX_ANSWER + 1]):
         depth += (character == "{") - (character == "}")
@@ -48,8 +46,8 @@ def in_braces(text):
     return None
 
 
-def read_number(text):
-    """ "$1,000.50 a week" -> "1000.5"; None for whatever is not a number and then words."""
+def read_number(text: str) -> str | None:
+    """ "$1,000.50 a week" -> "1000.5"; None for anything else than a number and then words."""
     found = NUMBER.match(text)
     if not found or not found["whole"] + found["fraction"] or (found["sign"] and found["inner"]):
         return None
@@ -62,8 +60,8 @@ def read_number(text):
     return "-" + number if negative else number
 
 
-def in_answer_tags(completion):
-    """The text in the last <answer>...</answer>, without the space around it; None where there is none."""
+def in_answer_tags(completion: str) -> str | None:
+    """The text in the last <answer>...</answer>, without surrounding spaces; None if there is none."""
     if len(completion) > MAX_COMPLETION:
         return None
     before = completion.rpartition("</answer>")[0]

@@ -1,147 +1,136 @@
-"""Tasks: what a model is asked, and whether it answered rightly. One file a task.
+"""What a task is: prompts, demonstrations, and which completions are right.
 
-A task is problems without end: row 17 of a split is computed from the number 17 (or looked up: jsonl, gsm8k), so there is nothing to
-download, to shuffle or to remember. Which split a problem belongs to is a property of the problem itself: a hash of what identifies
-it, so that no training prompt is ever a test prompt, whatever the seed. "tune" is a third split, a tenth of the training problems: with
-eval_split=tune a run leaves them out and is evaluated on them, so that settings can be chosen without a look at the test.
+Row 17 of a split is computed from the number 17 (jsonl, gsm8k: looked up); nothing is downloaded or remembered.
+A hash of the problem decides its split, so no training prompt is a test prompt, whatever the seed. "tune" is a tenth of
+the training problems: with eval_split=tune a run is evaluated on them, to choose settings, and does not train on them.
 
     task = make_task(settings)
     rows = task.prompts("train", range(0, 64))
-    text = task.demonstration(rows[0], rng)
+    text = task.demonstration(rows[0], random.Random(0))
     task.rewards([row["prompt"] for row in rows], completions, answer=[row["answer"] for row in rows])
-    task.answer_of(completions[0])
 
-A prompt is text, or, with settings.chat, a list of messages, [{"role": "user", "content": text}]. Completions are text, and untrusted
-input: a task reads them by a whitelist, bounds their length first, and never evaluates them.
+A prompt is text or, with settings.chat, messages: [{"role": "user", "content": text}]. Completions are untrusted text:
+a task limits their length, parses them by a whitelist, and never executes them.
 
-Left out: conversations of several turns, rewards by another model (write a function: `load_reward_function`).
+Left out: conversations of several turns; reward models (write a function). Tests: tests/test_data.py.
 """
 
 import random
 import zlib
+from collections.abc import Callable, Iterable
 
 from options import SnugError
 
-TEST_SHARE = 10  # one problem in ten is held out, and another while settings are chosen
-
-
-SURVEY = 2_000  # proposals that make_task looks at, and
-
-
-SURVEY_HITS = 10  # how many of them each split needs, so that
-
-
-MAX_PROPOSALS = (
-    20_000  # proposals find a row for every index: at a rate of 10 in 2,000 they miss with probability 1e-43
-)
-
-
-MARGIN = 16  # tokens; see `longest`
+TEST_SHARE = 10  # one problem in 10 is a test problem, and one in 10 a tune problem
+SURVEY = 2_000  # problems that `survey` proposes
+SURVEY_HITS = 10  # of these, the least that each split needs
+MAX_PROPOSALS = 20_000  # to find one row. At the rate of 10 in 2,000, all of them miss with probability 1e-43
+MARGIN = 16  # tokens, see `longest`
 
 
 class Task:
-    """A kind of problem. A subclass knows how to propose one, what identifies it, how it is demonstrated and scored."""
+    """A kind of problem. A subclass proposes, identifies, demonstrates and scores problems."""
 
-    columns = ()  # the columns of a row that `is_right` reads, in its order
+    columns: tuple[str, ...] = ()  # columns of a row that `is_right` takes, in its order
+    scored = True  # can the task say whether a completion is right?
+    has_form = False  # must an answer have a form, such as <answer> tags, that can be rewarded separately?
 
-    def __init__(self, settings):
-        self.seed, self.tuning = settings.seed, settings.eval_split == "tune"
-        self.demonstration_noise = settings.demonstration_noise
+    def __init__(self, settings, demonstrations: bool = False):
+        """settings: TaskOptions with a `seed`. demonstrations=True: every row must have a demonstration."""
+        self.seed = settings.seed
+        self.splits = ("train", "test", "tune") if settings.eval_split == "tune" else ("train", "test")
+        self.demonstration_noise, self.format_reward = settings.demonstration_noise, settings.format_reward
         self.chat, self.system_prompt = settings.chat, settings.system_prompt
-        self.format_reward = settings.format_reward
 
-    # What a subclass writes
+    # A subclass defines these
 
-    def propose(self, rng):
-        """A random problem: a row, {"prompt": text, column: value, ...}; or None where chance led nowhere."""
+    def propose(self, rng: random.Random) -> dict | None:
+        """A random problem as a row: {"prompt": text, column: value, ...}; None if the draw gave no valid problem."""
         raise NotImplementedError
 
-    def identity(self, row):
-        """The text that decides the row's split, the same for problems that are the same to a learner (1+2, 2+1)."""
+    def identity(self, row: dict) -> str:
+        """The text whose hash decides the split; equal for problems that are the same to a learner (1+2, 2+1)."""
         raise NotImplementedError
 
-    def demonstration(self, row, rng):
-        """A completion to learn from, without a stop token; it errs with probability demonstration_noise. rng: random.Random."""
+    def demonstration(self, row: dict, rng: random.Random) -> str:
+        """A completion to learn from, without a stop token; wrong with probability demonstration_noise."""
         raise NotImplementedError
 
-    def is_right(self, completion, *columns):
-        """Does this text, written by a model, answer the problem? Must be quick and safe for every text."""
+    def is_right(self, completion: str, *columns) -> bool:
+        """Does the completion answer the problem? Must be fast and safe for any text."""
         raise NotImplementedError
 
-    def answer_of(self, completion):
-        """What votes are counted by: the completion's answer in one spelling, a text; None where it gives none. Quick and safe too.
+    def answer_of(self, completion: str) -> str | None:
+        """The completion's answer in one spelling, for majority votes; None: no answer. Fast and safe for any text.
 
-        Of completions of one problem with the same answer, all are right or none is.
+        Two completions with the same answer to a problem are both right or both wrong.
         """
         return completion.strip() or None
 
-    def reward_functions(self):
-        """What a run is rewarded by, where it names no functions of its own: [(function, weight)]. Each is called as `rewards` is."""
-        return [(self.rewards, 1.0)]
-
-    def longest_prompt(self):
-        """A prompt, in ASCII, that no other is longer than. Its length bounds every prompt's tokens, for no token is less
-        than a byte; its own tokens do not, for a tokenizer that merges: gpt2 reads 9999 as one token and 6025 as two.
-        """
+    def longest_prompt(self) -> str:
+        """An ASCII text with at least as many bytes as any prompt (maybe fewer tokens: gpt2 reads 9999 as one)."""
         raise NotImplementedError
 
-    def longest_answer(self):
-        """A text, in ASCII, that no demonstration is longer than; bounds tokens as `longest_prompt` does."""
+    def longest_answer(self) -> str:
+        """An ASCII text with at least as many bytes as any demonstration."""
         raise NotImplementedError
 
-    scored = True  # can it say whether a completion is right?
-
-    def fingerprint(self):
-        """Of the data that the task was read from, so that a resumed run does not go on with other data; "" where there is none."""
+    def fingerprint(self) -> str:
+        """A hash of the files or packages that the rows come from: a resumed run must not continue with other data."""
         return ""
 
-    # What it gets
+    # Callers use these
 
-    def longest(self, encode):
-        """Bounds on the tokens of a prompt and of a demonstration. encode: text or messages -> ids.
+    def longest(self, encode: Callable) -> tuple[int, int]:
+        """-> upper bounds of (tokens of a prompt, tokens of a demonstration). encode: text or messages -> ids.
 
-        Texts are bounded by their bytes, which `longest_prompt` says more about, and messages by their contents' bytes and what the
-        template adds to an x. Beside another text than x the template's own words may be cut into more tokens: those that touch it, "user\\n"
-        or " [/INST]", for special tokens end what is cut. They have fewer than MARGIN bytes, and no token less than one.
-        Tasks that know all their texts encode them instead.
+        Bytes bound tokens. With chat: plus the tokens that the template adds to the content "x". Another content may
+        split the template's text beside it ("user\\n", " [/INST]") differently. That text has fewer than MARGIN bytes
+        up to the next special token, so fewer than MARGIN tokens. Tasks that know all their texts encode them instead.
         """
-        prompt, answer = (len(text.encode()) for text in (self.longest_prompt(), self.longest_answer()))
-        return prompt + (len(encode(self.asked("x"))) + MARGIN if self.chat else 0), answer
+        prompt, answer = len(self.longest_prompt().encode()), len(self.longest_answer().encode())
+        if self.chat:
+            prompt += len(encode(self.asked("x"))) + MARGIN
+        return prompt, answer
 
-    def prompts(self, split, index):
-        """Rows number `index` (an iterable of ints) of "train", "tune" or "test": a list of dicts, each with its "prompt".
+    def prompts(self, split: str, index: Iterable[int]) -> list[dict]:
+        """Rows number `index` of "train", "tune" or "test", each with its "prompt".
 
-        A row depends on the task's options, the split, its number and, for train alone, settings.seed: runs with
-        different seeds practise different problems and are compared on the same ones. Rows may repeat.
+        A row depends on the task's options, the split and its number; a train row also on settings.seed. So runs with
+        different seeds train on different problems and are evaluated on the same ones. Rows may repeat.
         """
         rows = [self.row(split, int(number)) for number in index]
         return [row | {"prompt": self.asked(row["prompt"])} for row in rows]
 
     def asked(self, prompt):
-        """A row's prompt as a run asks it: text as it is, or, with settings.chat, messages."""
-        return prompt if isinstance(prompt, str) and not self.chat else as_messages(prompt, self.system_prompt)
+        """A row's prompt as the model gets it: text, unless settings.chat is on or it is messages already."""
+        return as_messages(prompt, self.system_prompt) if self.chat or not isinstance(prompt, str) else prompt
 
-    def row(self, split, number):
+    def row(self, split: str, number: int) -> dict:
         stream = {"train": f"train {self.seed}", "tune": "tune", "test": "test"}[split]
         rng = random.Random(f"{type(self).__name__} {stream} {number}")
         for _ in range(MAX_PROPOSALS):
             row = self.propose(rng)
-            if row and self.belongs(self.identity(row), split):
+            if row and self.belongs(row, split):
                 return row
-        raise SnugError(
-            f"task {type(self).__name__.lower()}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options"
-        )
+        name = type(self).__name__.lower()
+        raise SnugError(f"task {name}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options")
 
-    def belongs(self, identity, split):
-        found = split_of(identity)
-        return found == split or (split == "train" and found == "tune" and not self.tuning)
+    def belongs(self, row: dict, split: str) -> bool:
+        found = split_of(self.identity(row))
+        return found == split or (split == "train" and found not in self.splits)
 
-    def rewards(self, prompts, completions, **columns):
-        """1.0 for each right completion, 0.0 for each other, and for one that did not stop: a list of floats.
+    def reward_functions(self) -> list[tuple[Callable, float]]:
+        """The reward of a run that names no reward functions: [(function, weight)], each called as `rewards`."""
+        if self.has_form:
+            return [(self.correct, 1.0), (self.formatted, self.format_reward)]  # logged as reward/correct, ...
+        return [(self.rewards, 1.0)]
 
-        Called as TRL calls reward functions: prompts (texts or messages) and completions (texts) are lists, columns lists of the
-        same length, named as in the rows. `stopped`, a list of bools, says which completions ended with the stop token
-        (missing: all did). Columns that the task does not know are ignored.
+    def rewards(self, prompts: list, completions: list[str], **columns: list) -> list[float]:
+        """1.0 for each right completion that stopped, else 0.0.
+
+        Called as TRL calls reward functions: `columns` are lists as long as `completions`, named as in the rows.
+        Column `stopped`: which completions ended with the stop token (missing: all). Unknown columns are ignored.
         """
         stopped = columns.get("stopped", [True] * len(completions))
         known = [columns[name] for name in self.columns]
@@ -150,40 +139,34 @@ class Task:
             for completion, ended, *values in zip(completions, stopped, *known, strict=True)
         ]
 
-    def in_parts(self):
-        """For `reward_functions` of a task that wants its answers in a form: what the log shows apart, reward/correct and reward/formatted."""
-        return [(self.correct, 1.0), (self.formatted, self.format_reward)]
-
     def correct(self, prompts, completions, **columns):
         return self.rewards(prompts, completions, **columns)
 
     def formatted(self, prompts, completions, **columns):
-        """1.0 for each completion that stopped and gives an answer, right or wrong, in the form that is read; 0.0 for each other."""
+        """1.0 for each completion that stopped and gives an answer in the right form, right or wrong; else 0.0."""
         stopped = columns.get("stopped", [True] * len(completions))
-        return [
-            float(bool(ended) and self.answer_of(text) is not None)
-            for text, ended in zip(completions, stopped, strict=True)
-        ]
+        both = zip(completions, stopped, strict=True)
+        return [float(bool(ended) and self.answer_of(text) is not None) for text, ended in both]
 
-    def survey(self):
-        """Raises SnugError where the options leave a split (nearly) empty, before anything else is done."""
-        rng = random.Random(f"{type(self).__name__} survey")
+    def survey(self) -> None:
+        """Raises SnugError if the options leave a split (almost) empty. Called once, before anything else."""
+        name = type(self).__name__
+        rng = random.Random(f"{name} survey")
         rows = [row for row in (self.propose(rng) for _ in range(SURVEY)) if row]
-        for split in ("train", "tune", "test") if self.tuning else ("train", "test"):
-            hits = sum(self.belongs(self.identity(row), split) for row in rows)
+        for split in self.splits:
+            hits = sum(self.belongs(row, split) for row in rows)
             if hits < SURVEY_HITS:
-                raise SnugError(
-                    f"task {type(self).__name__.lower()}: its options leave too few {split} prompts ({hits} in {SURVEY:,} tries); loosen them"
-                )
+                few = f"too few {split} prompts ({hits} in {SURVEY:,} tries)"
+                raise SnugError(f"task {name.lower()}: {few}; loosen its options")
 
 
-def split_of(identity):
+def split_of(identity: str) -> str:
     """-> "train", "tune" or "test", by the text's CRC-32, which unlike hash() is the same in every process."""
     return {0: "test", 1: "tune"}.get(zlib.crc32(identity.encode()) % TEST_SHARE, "train")
 
 
-def as_messages(prompt, system_prompt=""):
-    """Text -> messages, the system's before the user's. A prompt that is messages already gets the system's if it has none."""
+def as_messages(prompt: str | list[dict], system_prompt: str = "") -> list[dict]:
+    """Text becomes a user message. A system_prompt comes first, unless there is a system message already."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]

@@ -1,7 +1,12 @@
 """Decoding: many completions at a time, a token a step.
 
-    decode_batch  which completion is in which slot      kvcache    keys and values of prompts and completions
-    attention     the Triton kernels of one step         draw       one token from each row of logits
+    decode_batch   which row is in which slot: prefill, start, step, retire, refill
+    kvcache        keys and values of prompts and completions
+    attention      the Triton kernels of one step
+    draw           one token from each row of logits
 
 Left out: what a rollout is (sample.py).
 """
+
+from decoding.decode_batch import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts
+from decoding.draw import Truncation, uniforms

@@ -1,13 +1,13 @@
 """One token from each row of a model's logits, and its log-prob.
 
-A token comes from a uniform number by inverse CDF, and the number is a hash of (seed, row, step): what a row becomes does not
-depend on its neighbours, on the order in which rows are decoded or on the number of processes.
+A token comes from a uniform number by inverse CDF, and the number is a hash of (seed, row, step). So a row does not
+depend on its neighbours, on the order in which rows are decoded, or on the number of processes.
 
-On CUDA one kernel reads the logits once for their maximum and sum, and again, now from the L2 cache, up to the chosen token.
-Elsewhere, and where the likeliest token is asked for or `Truncation` leaves some out, plain torch does it in a few ops.
+On CUDA one kernel reads the logits once for their maximum and sum, and again, from the L2 cache, up to the chosen
+token. Plain torch does it elsewhere, at temperature 0, and with a `Truncation`.
 
 Left out: penalties and biases (training would not apply them), beams.
-Test: pytest tests/test_draw.py (and tests/test_kernels.py for the kernel).
+Test: pytest tests/test_draw.py, and tests/test_kernels.py for the kernel.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from logprobs.kernels import nothing_to_do, tile, triton, uses_triton
-from memory.ledger import MIB, kind_of, logits_budget
+from memory.ledger import MIB, is_planned, kind_of, logits_budget
 
 if triton is not None:
     import triton.language as tl
@@ -41,8 +41,9 @@ if triton is not None:
         best = tl.max(top, 0)
         sum_all = tl.sum(total * tl.exp2(top - best), 0)
         target = tl.load(u + row) * sum_all
-        # The first column above the target, which never is one of probability 0. Sums in another order may end below it: then
-        # the last column that has a probability.
+        # Choose the first column whose cumulative sum is above the target; it has a probability above 0. This loop adds
+        # in another order than the first, so its sum may end below the target: then choose the last column with a
+        # probability above 0.
         before = 0.0
         chosen = 0
         start = 0
@@ -65,28 +66,31 @@ if triton is not None:
 
 @dataclass(frozen=True)
 class Truncation:
-    """The likeliest tokens alone, in this order: the top_k; of those that are left the fewest that together have top_p of what
-    is left; and those with at least min_p of the likeliest one's probability. Probabilities are those at the temperature.
+    """Sample from the likeliest tokens alone. Three limits, in this order, on the probabilities at the temperature:
 
-    Of equally likely tokens the smaller id goes first. The likeliest is always left.
+    top_k  the top_k likeliest
+    top_p  of those, the fewest whose sum is at least top_p of their sum
+    min_p  of those, tokens with at least min_p of the highest probability
+
+    Of equally likely tokens the smaller id goes first. The likeliest token always stays.
     """
 
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
-    def __call__(self, probs):
-        """probs (N, V) -> a mask (N, V), True for those that are left."""
+    def __call__(self, probs: torch.Tensor) -> torch.Tensor:
+        """probs (N, V) -> a mask (N, V), True for tokens that stay."""
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
         kept = ranked > 0
         if self.top_k:
             kept[:, self.top_k :] = False
         if self.top_p < 1:
             left = ranked * kept
-            before = left.cumsum(-1) - left  # of those that are likelier
+            before = left.cumsum(-1) - left  # the sum of likelier tokens
             kept &= before < self.top_p * left.sum(-1, keepdim=True)
         if self.min_p:
             kept &= ranked >= self.min_p * ranked[:, :1]
@@ -94,24 +98,30 @@ class Truncation:
 
 
 @torch.no_grad()
-def sample_tokens(model, hidden, u, temperature, chunk_mb=0, truncation=None):
+def sample_tokens(
+    model, hidden: torch.Tensor, u: torch.Tensor, temperature: float, chunk_mb: float = 0, truncation=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden (N, C), u (N,) in [0, 1) -> tokens (N,), log-probs (N,) float32.
 
-    The token whose stretch of the cumulative distribution u falls into; temperature 0: the likeliest, with its log-prob
-    at temperature 1. A log-prob is that of the whole distribution, whatever `truncation`, a Truncation, leaves out. Rows go through
-    the head a few at a time: the logits and what is made of them take chunk_mb MiB at most (0: logprobs.logits_budget).
+    The token is the one whose interval of the cumulative distribution contains u; at temperature 0 it is the likeliest,
+    with its log-prob at temperature 1. The log-prob is that of the whole distribution, also with a Truncation. Rows go
+    through the head some at a time, so that the logits and what is computed from them take chunk_mb MiB (0: see
+    logits_budget).
     """
     N, config = len(hidden), model.config
     kernel = temperature > 0 and not truncation and uses_triton(hidden)
-    # Of a row there are its logits alone; or, in float32, three at a time of logits, log-probs, probabilities, orders, masks
+    # Bytes a row: the kernel has the logits alone. Plain torch has three float32 rows at a time (logits, log-probs,
+    # probabilities), and a Truncation three more (ranks, order, masks).
     width = config.vocab_size * (hidden.element_size() if kernel else 3 * 4 * (2 if truncation else 1))
     rows = max(1, int(logits_budget(chunk_mb, kind_of(hidden)) * MIB) // width)
     tokens = torch.empty(N, dtype=torch.long, device=hidden.device)
     logprobs = torch.empty(N, dtype=torch.float32, device=hidden.device)
-    choose = draw_triton if kernel else draw_torch
-    for start in range(0, N, rows):
+    for start in range(0, rows if is_planned(hidden) else N, rows):  # a planner's chunks are all alike
         part = slice(start, start + rows)
-        choose(model, hidden[part], u[part], temperature, truncation, tokens[part], logprobs[part])
+        if kernel:
+            draw_triton(model, hidden[part], u[part], temperature, tokens[part], logprobs[part])
+        else:
+            draw_torch(model, hidden[part], u[part], temperature, truncation, tokens[part], logprobs[part])
     return tokens, logprobs
 
 
@@ -129,19 +139,19 @@ def draw_torch(model, hidden, u, temperature, truncation, tokens, logprobs):
         cdf = probs.cumsum_(-1)
         # right=True: the first entry above u * total, which is never a token of probability 0
         chosen = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
-        chosen.clamp_(max=model.config.n_vocab - 1)  # a parallel sum need not rise in every place
+        chosen.clamp_(max=model.config.n_vocab - 1)  # a parallel cumsum may end a little below its total
     else:
         chosen = logp.argmax(-1, keepdim=True)
     torch.gather(logp, -1, chosen, out=logprobs[:, None])
     tokens.copy_(chosen[:, 0])
 
 
-def draw_triton(model, hidden, u, temperature, truncation, tokens, logprobs):
-    """As draw_torch, for a temperature above 0 and no truncation."""
+def draw_triton(model, hidden, u, temperature, tokens, logprobs):
+    """draw_torch for a temperature above 0 and no truncation."""
     logits = F.linear(hidden, model.lm_head_weight)
     if nothing_to_do(logits):
         return
-    block, warps = tile(model.config.n_vocab, logits.element_size(), gradient=True)  # read twice, as for a gradient
+    block, warps = tile(model.config.n_vocab, logits.element_size(), gradient=True)  # both read a row twice
     with torch.cuda.device_of(logits):
         scale = LOG2E.value / temperature
         draw_kernel[(len(logits),)](
@@ -149,12 +159,13 @@ def draw_triton(model, hidden, u, temperature, truncation, tokens, logprobs):
         )
 
 
-def uniforms(seed, rows, steps):
-    """rows (N,), steps (T,) arrays of integers -> (N, T) float32 in [0, 1): a hash of (seed, row, step), the same everywhere.
+def uniforms(seed: int, rows, steps) -> np.ndarray:
+    """rows (N,), steps (T,) integers -> (N, T) float32 in [0, 1): a hash of (seed, row, step), the same on every
+    machine.
 
     splitmix64's finaliser (Steele, Lea & Flood 2014) over a counter. 23 bits, so that u * total < total in float32.
     """
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64
 
         def mix(x):
             x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,10 +1,11 @@
-"""log pi(token) of logits, or of hidden states without ever holding all logits.
+"""log pi(token): from logits, or from hidden states without ever holding all logits.
 
-token_logprobs  logits in, log-probs out. Keeps for backward the logits it was given and one number a row.
-head_logprobs   hidden states in, log-probs out, a chunk of rows at a time; backward makes each chunk's logits again.
-head_loss       hidden states in, loss out: while a chunk's logits exist they are turned into their own gradient.
+token_logprobs  logits in, log-probs out. Saves for backward the logits it was given and (M,) numbers.
+head_logprobs   hidden states in, log-probs out, a chunk of rows at a time; backward computes the logits again.
+head_loss       hidden states in, loss out; a chunk's logits are overwritten with their own gradient.
 
-kernels  the Triton kernels      rows  rows of logits, by a kernel or in plain torch      head  chunks of the head
+kernels  the Triton kernels, and when they run      rows  rows of logits, by a kernel or in plain torch
+head     chunks of hidden states through the head
 """
 
 from logprobs.head import head_logprobs, head_loss, rows_per_chunk

@@ -1,20 +1,18 @@
-"""log pi(token): the fused log-softmax/gather, and the head that never holds all logits.
+"""The head without all logits: hidden states in, log-probs or a loss out, a chunk of rows at a time.
 
-    token_logprobs  logits in, log-probs out. Keeps for backward the logits it was given and one number a row.
-    head_logprobs   hidden states in, log-probs out, a chunk of rows at a time; backward makes each chunk's logits again.
-    head_loss       hidden states in, loss out: while a chunk's logits exist they are turned into their own gradient.
+    head_logprobs   log-probs; backward computes each chunk's logits again
+    head_loss       a loss; while a chunk's logits exist they are overwritten with their own gradient
 
-M tokens, C width, V vocabulary. Two functions touch rows of logits. forward_rows: log-prob, log-sum-exp and, on request,
-entropy in one read; on request also d logprob / d logits, left where the logits were. backward_rows: the gradient, where the
-upstream one came later, and of the entropy. Both are a Triton kernel on CUDA, plain torch elsewhere and in float64; both write into buffers that
-their caller allocated, so a meter or a planner sees every tensor there is, and on fake tensors they do nothing.
-Accumulation is in float32, of float64 in float64.
+M tokens, C width, V vocabulary, m rows of a chunk. What a row of logits becomes is in rows.py.
 
-Left out: ignore_index (select the rows beforehand), label smoothing, a vocabulary split over devices.
-Test: pytest tests/test_logprobs.py tests/test_kernels.py (TRITON_INTERPRET=1 runs the kernels on a CPU). Time: python bench/logprobs.py.
+Left out: ignore_index (select the rows before), label smoothing, a vocabulary split over devices.
+Test: pytest tests/test_logprobs.py tests/test_kernels.py. Time: python bench/logprobs.py
 """
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from logprobs.kernels import nothing_to_do, uses_triton
@@ -29,55 +27,50 @@ from logprobs.rows import (
     new_scratch,
     slabs,
 )
-from memory.ledger import MIB, kind_of, logits_budget
-
-# Hidden states in.
+from memory.ledger import MIB, is_planned, kind_of, logits_budget
 
 
-def rows_per_chunk(n_vocab, itemsize, chunk_mb=0, device_type="cpu"):
-    """Rows of logits that chunk_mb MiB hold, plain torch's scratch included; at least one.
+def rows_per_chunk(n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type: str = "cpu") -> int:
+    """Rows of logits that fit chunk_mb MiB together with plain torch's scratch; at least one.
 
-    The trade: a chunk's products read the whole head and add to its whole gradient, so a chunk of few rows is bound by memory,
-    not arithmetic. 0: 16 MiB on a CPU, what a laptop can spare: 73 rows at V = 50,257 in float32; 64 MiB are a tenth faster.
-    256 MiB on CUDA: 876 rows at V = 151,936 in bfloat16. An H200 does 165 FLOP in the time of a byte; the products of
-    hidden states take 165 rows to be bound by arithmetic, the one that adds to dweight 330. 1,024 MiB leave nothing to gain.
+    The products of a chunk read the whole head and add to its whole gradient, so with few rows they are bound by
+    memory, not arithmetic. The default of 16 MiB on a CPU is what a laptop can spare: 73 rows at V = 50,257 in float32;
+    64 MiB are a tenth faster. 256 MiB on CUDA: 876 rows at V = 151,936 in bfloat16. An H200 does 165 FLOP in the time
+    of a byte; products that give hidden states take 165 rows to be bound by arithmetic, the one that adds to dweight
+    330.
     """
     budget = logits_budget(chunk_mb, device_type) * MIB
     return max(1, int(budget - min(4 * SCRATCH, budget / 4)) // (n_vocab * itemsize))
 
 
-def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb):
-    """Under autocast the products run in its dtype, which the body of an autograd function does not do by itself."""
+def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb) -> Options:
+    """Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself."""
     dtype, device = hidden.dtype, hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(device)
     elif hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
     n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
-    return Options(
-        temperature,
-        n_vocab,
-        entropy,
-        dtype,
-        chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb, kind_of(hidden)),
-    )
+    chunk_size = chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb, kind_of(hidden))
+    return Options(temperature, n_vocab, entropy, dtype, chunk_size)
 
 
 class Chunks:
     """logits = hidden @ weight.T, a chunk of rows at a time, in one buffer that all chunks share."""
 
-    def __init__(self, hidden, weight, options, keep=False):
-        """hidden (M, C), weight (V, C): cast once where the products run in another dtype. keep: `forward` leaves the logits as they are."""
+    def __init__(self, hidden, weight, options: Options, keep_logits: bool = False):
+        """hidden (M, C), weight (V, C): cast once if the products run in another dtype. keep_logits: see in_place."""
         (M, _), V = hidden.shape, len(weight)
         self.options, self.hidden, self.weight = options, hidden, weight.to(options.dtype)
-        size = -(-M // max(1, -(-M // options.chunk_size)))  # as many chunks as needed, all but equally long
+        size = -(-M // max(1, -(-M // options.chunk_size)))  # as many chunks as needed, of about equal length
         self.slices = [slice(i, min(i + size, M)) for i in range(0, M, max(1, size))]
-        # Rows that begin at 16-byte addresses are what both the kernels' loads and the tensor cores want: the buffer is
-        # a padded vocabulary.
+        self.slices = self.slices[:2] if is_planned(hidden) else self.slices  # a planner's are all alike
+        # The kernels' loads and tensor cores want rows that begin at 16-byte addresses: the buffer is a padded
+        # vocabulary.
         width = -(-V // 16) * 16 if kind_of(hidden) == "cuda" else V
         self.buffer = torch.empty(size, width, dtype=options.dtype, device=hidden.device)
         # Plain torch works in the logits themselves if it can.
-        self.in_place = not keep and options.dtype == accumulator(options.dtype) and not uses_triton(self.buffer)
+        self.in_place = not keep_logits and options.dtype == accumulator(options.dtype) and not uses_triton(self.buffer)
         self.scratch = new_scratch(self.buffer, not self.in_place, options.entropy)
 
     def __iter__(self):
@@ -89,29 +82,14 @@ class Chunks:
             yield rows, hidden, logits
 
     def forward(self, rows, logits, targets, logprobs, lse, entropy, gradient=False):
-        """A chunk's rows of the last three, each (M,); gradient: see forward_rows."""
-        entropy = None if entropy is None else entropy[rows]
-        forward_rows(
-            logits,
-            targets[rows],
-            self.options,
-            logprobs[rows],
-            lse[rows],
-            entropy,
-            self.scratch,
-            self.in_place,
-            gradient,
-        )
-
-    def backward(self, rows, logits, targets, lse, coefficients, entropy, dentropy):
-        """The logits that `forward` left become their gradient, coefficients included."""
-        given = targets[rows], self.options, lse[rows], coefficients[rows]
-        backward_rows(logits, *given, logits, self.scratch, entropy[rows], dentropy[rows])
+        """forward_rows of a chunk; targets and the three results are (M,)."""
+        results = logprobs[rows], lse[rows], None if entropy is None else entropy[rows]
+        forward_rows(logits, targets[rows], self.options, *results, self.scratch, self.in_place, gradient)
 
     def accumulate(self, gradient, hidden, rows, coefficients, dhidden, dweight):
         """dhidden[rows] = c * gradient @ weight; dweight (V, C) += gradient.T @ (c * hidden); either may be None.
 
-        gradient (m, V) of the log-probs, which `forward` left; c = coefficients (m,): C columns are scaled instead of V.
+        gradient (m, V) of the log-probs; c = coefficients (m,): scaling C columns is cheaper than scaling V.
         """
         gradient, c = gradient[:, : len(self.weight)], coefficients[:, None]
         if dweight is not None:
@@ -131,7 +109,7 @@ class Chunks:
         if dweight.dtype == gradient.dtype:
             dweight.addmm_(gradient.t(), hidden)
         elif kind_of(dweight) == "cuda" and nothing_to_do(dweight):
-            pass  # the next line, which a CPU cannot do, makes no tensor
+            pass  # a planner's fake CUDA tensor: a CPU cannot run the next line, which allocates nothing
         elif dweight.is_cuda and dweight.dtype == torch.float32:
             torch.addmm(dweight, gradient.t(), hidden, out_dtype=torch.float32, out=dweight)
         else:  # a product in another dtype is a temporary: slabs of the vocabulary keep it small
@@ -139,13 +117,17 @@ class Chunks:
                 dweight[ids] += gradient[:, ids].t() @ hidden
 
 
-def head_logprobs(hidden, weight, targets, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=0):
+def head_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk_size: int | None = None,
+    entropy: bool = False, n_vocab: int | None = None, chunk_mb: float = 0,
+):  # fmt: skip
     """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy (M,)].
 
-    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; None: see rows_per_chunk.
-    Backward makes each chunk's logits again (8 M C V FLOP in all), so it suits losses that need all log-probs before any
-    gradient (sequence-level ratios) or a gradient of the entropy, and, without gradient, a reference model. Saved: the inputs.
-    Backward's extra bytes: a chunk, dhidden, dweight. Under autocast also the cast weight. Raises ValueError.
+    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; default: see rows_per_chunk. Backward
+    computes each chunk's logits again (8 M C V FLOP in all). Use it for losses that need all log-probs before any
+    gradient (sequence-level ratios), for a gradient of the entropy, and, without gradient, for a reference model.
+    Saved: the inputs. Backward's extra bytes: a chunk, dhidden, dweight; under autocast also the cast weight. Raises
+    ValueError.
     """
     options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
     logprobs, entropies = HeadLogprobs.apply(hidden, weight, targets.contiguous(), options)
@@ -172,39 +154,44 @@ class HeadLogprobs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         options = ctx.options._replace(entropy=dentropy is not None)
-        logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)  # once more
+        logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
         coefficients = torch.zeros_like(lse) if coefficients is None else coefficients
         with torch.autocast(hidden.device.type, enabled=False):
-            chunks = Chunks(hidden, weight, options, keep=options.entropy)
+            chunks = Chunks(hidden, weight, options, keep_logits=options.entropy)
             for rows, hidden_rows, logits in chunks:
                 chunks.forward(rows, logits, targets, logprobs, lse, entropy, gradient=not options.entropy)
+                c = coefficients[rows]
                 if options.entropy:
-                    chunks.backward(rows, logits, targets, lse, coefficients, entropy, dentropy)
-                c = torch.ones_like(lse[rows]) if options.entropy else coefficients[rows]
+                    given = targets[rows], options, lse[rows], c
+                    backward_rows(logits, *given, logits, chunks.scratch, entropy[rows], dentropy[rows])
+                    c = torch.ones_like(c)  # the gradient has them already
                 chunks.accumulate(logits, hidden_rows, rows, c, dhidden, dweight)
         return dhidden, dweight, None, None
 
 
 def head_loss(
-    hidden, weight, targets, token_loss, temperature=1.0, chunk_size=None, entropy=False, n_vocab=None, chunk_mb=0
-):
-    """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]), of which only the scalar loss is differentiable.
+    hidden: Tensor, weight: Tensor, targets: Tensor, token_loss: Callable[[Tensor, slice], Tensor],
+    temperature: float = 1.0, chunk_size: int | None = None, entropy: bool = False, n_vocab: int | None = None,
+    chunk_mb: float = 0,
+):  # fmt: skip
+    """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]); only the scalar loss is differentiable.
 
-    As token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each chunk
-    token_loss(logprobs (m,), rows) -> scalar is called with gradients on; rows is the slice of the M that the chunk is.
-    Its derivative is each token's coefficient, and with it the chunk's logits become their own gradient on the spot.
+    It is token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each
+    chunk token_loss(logprobs (m,), rows) -> scalar is called with gradients on; rows is the chunk's slice of the M. Its
+    derivative is each token's coefficient, which turns the chunk's logits into their own gradient on the spot.
 
-    dweight, if weight is a leaf (a parameter): added to weight.grad during the visit, before backward, in the dtype of
-    .grad; other paths to the same weight (a tied embedding) add to it in backward as always. Hence, while gradients are on:
-      - call loss.backward() exactly once, with gradient 1 (a RuntimeError otherwise): put scales into token_loss;
-      - without a backward, or after a failed visit, .grad is dirty: zero it. torch.autograd.grad does not see dweight;
+    If weight is a leaf (a parameter), dweight is added to weight.grad during the visit, before backward, in the dtype
+    of .grad. Other paths to the same weight (a tied embedding) add to it in backward as always. So, while gradients are
+    on:
+      - call loss.backward() exactly once, with gradient 1 (else a RuntimeError): put scales into token_loss;
+      - without a backward, or after a failed visit, zero .grad; torch.autograd.grad does not see dweight;
       - do not call it inside activation checkpointing, which would visit twice;
       - hooks on the gradient of a weight that has no other path do not fire.
-    Any other weight, such as weight.view_as(weight), gets dweight through autograd, for one more (V, C) buffer; so does
-    everything under a wrapper that counts on hooks. A frozen weight costs nothing.
+    Any other weight, such as weight.view_as(weight), gets dweight through autograd, for one more (V, C) buffer; use
+    that under a wrapper that relies on hooks. A frozen weight costs nothing.
 
-    Extra bytes: a chunk, dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype below float32. Under autocast
-    also the cast weight, a chunk's (m, C) and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
+    Extra bytes: a chunk, dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype below float32. Under
+    autocast also the cast weight, a chunk's (m, C) and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
     """
     options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -218,7 +205,11 @@ class HeadLoss(torch.autograd.Function):
         logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
         loss = torch.zeros((), dtype=logprobs.dtype, device=hidden.device)
         dhidden = torch.empty_like(hidden) if with_gradient and hidden.requires_grad else None
-        dweight, ctx.into_grad = gradient_of(weight) if with_gradient and weight.requires_grad else (None, False)
+        trains = with_gradient and weight.requires_grad
+        ctx.into_grad = trains and weight.is_leaf
+        if ctx.into_grad and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        dweight = weight.grad if ctx.into_grad else torch.zeros_like(weight) if trains else None
         with torch.autocast(hidden.device.type, enabled=False):
             chunks = Chunks(hidden, weight, options)
             for rows, hidden_rows, logits in chunks:
@@ -228,7 +219,7 @@ class HeadLoss(torch.autograd.Function):
                 if with_gradient:
                     chunks.accumulate(logits, hidden_rows, rows, coefficients, dhidden, dweight)
         ctx.save_for_backward(dhidden, None if ctx.into_grad else dweight)
-        ctx.mark_non_differentiable(*(rows for rows in (logprobs, entropy) if rows is not None))
+        ctx.mark_non_differentiable(*([logprobs] if entropy is None else [logprobs, entropy]))
         return loss, logprobs, entropy
 
     @staticmethod
@@ -238,27 +229,18 @@ class HeadLoss(torch.autograd.Function):
         scale = 1 if nothing_to_do(dloss) else dloss.item()
         if scale != 1 and ctx.into_grad:
             raise RuntimeError(
-                f"head_loss has put its gradient into weight.grad already, so it cannot be multiplied by {scale:g} now: "
+                f"head_loss has already added its gradient to weight.grad, so it cannot multiply it by {scale:g}: "
                 "scale inside token_loss, or pass weight.view_as(weight)"
             )
         if scale != 1:
             dhidden, dweight = (None if d is None else d * scale for d in (dhidden, dweight))
         elif ctx.into_grad and dhidden is not None:
-            torch.autograd.graph.increment_version(dhidden)  # a second backward, which would lack dweight, is refused
+            torch.autograd.graph.increment_version(dhidden)  # a second backward would lack dweight: autograd raises
         return dhidden, dweight, None, None, None, None
 
 
-def gradient_of(weight):
-    """-> where dweight is to be added up, and whether that is weight.grad."""
-    if not weight.is_leaf:
-        return torch.zeros_like(weight), False
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    return weight.grad, True
-
-
 def differentiate(token_loss, logprobs, rows, with_gradient):
-    """-> token_loss(logprobs, rows), its derivative (m,) by the log-probs or None."""
+    """-> token_loss(logprobs, rows), and its derivative with respect to the log-probs (m,), or None."""
     if not with_gradient:
         return token_loss(logprobs, rows), None
     with torch.enable_grad():

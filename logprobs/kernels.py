@@ -1,4 +1,7 @@
-"""TODO"""
+"""The Triton kernels of rows of logits, and when they are used. rows.py launches them; its plain torch is their oracle.
+
+Exponents are base 2, as the hardware has them: scale = log2(e) / temperature. Test: pytest tests/test_kernels.py
+"""
 
 import torch
 
@@ -7,14 +10,12 @@ from memory.ledger import is_planned, kind_of
 try:
     import triton
     import triton.language as tl
-except ImportError:  # plain torch does it all
+except ImportError:  # plain torch does everything
     triton = None
 
 
 LOWEST = -1e30  # below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0
 
-
-# Triton. Exponents are base 2, as the hardware has them: scale = log2(e) / temperature.
 
 if triton is not None:
     LOG2E = tl.constexpr(1.4426950408889634)
@@ -26,10 +27,11 @@ if triton is not None:
         logits, targets, logprobs, lse, entropy, scale, slope, width, n_vocab, row_stride,
         BLOCK: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr,
     ):  # fmt: skip
-        """One program a row. Each lane keeps the maximum and the sum of its own columns, so the loop has no barrier; of the
-        two exponentials of the online update (Milakov and Gimelshein 2018, algorithm 3) one is always 1 and not computed.
+        """One program a row. Each lane keeps the maximum and the sum of its own columns, so the loop has no barrier; of
+        the two exponentials of the online update (Milakov and Gimelshein 2018, algorithm 3) one is always 1 and not
+        computed.
 
-        GRADIENT: slope * (onehot - softmax) replaces the logits, which come from the L2 cache the second time (`tile`)."""
+        GRADIENT: slope * (onehot - softmax) replaces the logits; the second read comes from the L2 cache (`tile`)."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * row_stride
         columns = tl.arange(0, BLOCK)
@@ -38,7 +40,7 @@ if triton is not None:
         moment = tl.zeros((BLOCK,), tl.float32)  # sum of z 2^(z - top)
         ahead = tl.load(logits + columns, mask=columns < width, other=-float("inf"))
         for start in range(0, width, BLOCK):
-            x = ahead  # the next block is on its way while this one is worked on
+            x = ahead  # the next block loads while this one is computed
             ahead = tl.load(logits + start + BLOCK + columns, mask=start + BLOCK + columns < width, other=-float("inf"))
             z = x.to(tl.float32) * scale
             if PADDED:
@@ -47,7 +49,7 @@ if triton is not None:
             rises = z > top
             total = tl.where(rises, total * smaller + 1, total + smaller)
             if ENTROPY:
-                finite = tl.maximum(z, LOW)  # -inf * 0 is not a number
+                finite = tl.maximum(z, LOW)  # -inf * 0 is NaN
                 moment = tl.where(rises, moment * smaller + finite, moment + finite * smaller)
             top = tl.maximum(top, z)
 
@@ -75,10 +77,10 @@ if triton is not None:
 
     @triton.jit
     def backward_kernel(
-        logits, targets, lse, entropy, coefficients, dentropy, dlogits, scale, width, n_vocab, row_stride, out_row_stride, blocks,
-        BLOCK: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr,
+        logits, targets, lse, entropy, coefficients, dentropy, dlogits, scale, width, n_vocab,
+        row_stride, out_row_stride, blocks, BLOCK: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr,
     ):  # fmt: skip
-        """One program a block of a row, in the order of memory, as a copy would. dlogits may be logits."""
+        """One program a block of a row, in memory order, as a copy would be. dlogits may be logits."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         c = tl.load(coefficients + row)  # already divided by the temperature, as dentropy is
@@ -94,18 +96,18 @@ if triton is not None:
         tl.store(dlogits + row * out_row_stride + columns, d.to(dlogits.dtype.element_ty), mask=columns < width)
 
 
-def tile(width, itemsize=2, gradient=False):
-    """-> columns and warps of a program for rows of `width` columns.
+def tile(width: int, itemsize: int = 2, gradient: bool = False) -> tuple[int, int]:
+    """-> (columns, warps) of a program for rows of `width` columns.
 
-    16 elements a lane: two 16-byte loads of bfloat16, and two more on their way, are in flight per lane; times the 32 warps
-    for which 64 registers leave room on an SM, that is twice the bytes which cover an H200's latency. Eight warps for
-    one row suffice; more would only make the last wave longer. Rows that do not begin at 16-byte addresses are loaded element by
-    element, whose addresses and masks take registers too: 8 of them, else sm_80 spills. A short row is one block.
+    16 elements a lane: two 16-byte loads of bfloat16 and the next two are in flight per lane. An SM has room for 32
+    warps of 64 registers; together that is twice the bytes that cover an H200's latency. Eight warps a row suffice;
+    more would only make the last wave longer. Rows that do not begin at 16-byte addresses are loaded element by
+    element, and addresses and masks take registers too: then 8 elements, else sm_80 spills. A short row is one block.
 
-    gradient: the second read of a row finds it in the L2 cache if all rows in flight fit there together. 40 MB over 132 SMs
-    are 300 KB an SM (H200; A100: 40 MB over 108). Of programs with 33 to 64 registers an SM holds 32 warps: long rows take 16
-    or all 32 of them, so that 2 rows or 1 are in flight (sm_90's leanest variant, without entropy and padding, needs
-    only 32 registers, and twice as many are). More than 8 elements a lane would spill.
+    gradient: the second read of a row finds it in the L2 cache if all rows in flight fit there together. 40 MB over 132
+    SMs are 300 KB an SM (H200; A100: 40 MB over 108). An SM holds 32 warps of programs with 33 to 64 registers, so long
+    rows take 16 or 32 warps, for 2 rows or 1 in flight. (sm_90's leanest variant, without entropy and padding, needs 32
+    registers, so twice as many are.) More than 8 elements a lane would spill.
     """
     elements = 16 if width % 16 == 0 and not gradient else 8
     warps = 8
@@ -115,14 +117,13 @@ def tile(width, itemsize=2, gradient=False):
     return block, max(1, block // (32 * elements))
 
 
-# One or the other, on buffers that the caller allocated.
-
-
-def uses_triton(tensor):
+def uses_triton(tensor: torch.Tensor) -> bool:
+    """Kernels run on CUDA, on a planner's fake CUDA tensors, and in Triton's interpreter; not in float64."""
     if triton is None or tensor.dtype == torch.float64:
         return False
     return kind_of(tensor) == "cuda" or triton.knobs.runtime.interpret
 
 
-def nothing_to_do(tensor):
+def nothing_to_do(tensor: torch.Tensor) -> bool:
+    """Has the tensor no data: empty, or a planner's?"""
     return is_planned(tensor) or tensor.is_meta or not tensor.numel()

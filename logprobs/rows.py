@@ -1,6 +1,15 @@
-"""TODO"""
+"""Rows of logits to log-probs and back: the fused log-softmax and gather, by a Triton kernel or in plain torch.
 
-from functools import partial
+    forward_rows    logits -> log-prob, log-sum-exp and, on request, entropy, in one read; on request the gradient
+                    d logprob / d logits overwrites the logits
+    backward_rows   the gradient if the upstream one comes later, and that of the entropy
+    token_logprobs  both, as a differentiable function of logits
+
+The kernels run on CUDA, plain torch elsewhere and in float64. All write into buffers that their caller allocated, so
+that a meter or the planner sees every tensor; on fake tensors they do nothing. Sums are float32, for float64 logits
+float64.
+"""
+
 from typing import NamedTuple
 
 import torch
@@ -8,9 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from logprobs.kernels import LOG2E, LOWEST, backward_kernel, forward_kernel, nothing_to_do, tile, uses_triton
 
-SCRATCH = (
-    2**19
-)  # elements of the rows that plain torch works on at a time: 2 MiB of float32 stay in the cache from op to op
+SCRATCH = 2**19  # elements that plain torch works on at a time: 2 MiB of float32 stay in the cache from op to op
 
 
 class Options(NamedTuple):
@@ -21,20 +28,18 @@ class Options(NamedTuple):
     chunk_size: int = 0  # rows
 
 
-# Plain torch: a few rows at a time, so that what one op leaves in the cache the next one finds there.
-
-
-def slab_rows(width, buffers=1):
+def slab_rows(width: int, buffers: int = 1) -> int:
+    """Rows that plain torch works on at a time, so that each op finds in the cache what the one before left there."""
     return max(1, SCRATCH // (max(1, buffers) * width))
 
 
-def slabs(M, width, buffers=1):
+def slabs(M: int, width: int, buffers: int = 1) -> list[slice]:
     rows = slab_rows(width, buffers)
     return [slice(i, min(i + rows, M)) for i in range(0, M, rows)]
 
 
 def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient):
-    """in_place: the logits are used up, which saves a copy. scratch: as many buffers as are needed, which may be none."""
+    """in_place: overwrite the logits, which saves a copy. scratch: see new_scratch."""
     for rows in slabs(*logits.shape, len(scratch)):
         x = logits[rows, : options.n_vocab]
         spare = [buffer[: x.numel()].view(x.shape) for buffer in scratch]
@@ -60,7 +65,7 @@ def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_
 
 
 def backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch):
-    """coefficients, dentropy: divided by the temperature."""
+    """coefficients and dentropy are already divided by the temperature."""
     for rows in slabs(*logits.shape, len(scratch)):
         x, d, c = logits[rows, : options.n_vocab], dlogits[rows, : options.n_vocab], coefficients[rows, None]
         p = d if d.dtype == lse.dtype else scratch[0][: x.numel()].view(x.shape)  # (m, n_vocab)
@@ -80,9 +85,10 @@ def backward_torch(logits, targets, options, lse, entropy, coefficients, dentrop
 
 
 def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_place=False, gradient=False):
-    """Fills logprobs, lse and entropy, each (m,), from logits (m, V) and targets (m,). in_place: may plain torch use up the logits?
+    """Fill logprobs, lse and entropy or None, each (m,), from logits (m, V) and targets (m,).
 
-    gradient: the logits become (onehot(targets) - softmax(logits / temperature)) / temperature, d logprob / d logits.
+    in_place: plain torch may overwrite the logits. gradient: the logits become d logprob / d logits, which is
+    (onehot(targets) - softmax(logits / temperature)) / temperature.
     """
     if nothing_to_do(logits):
         return
@@ -90,20 +96,19 @@ def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_p
         return forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient)
     (M, width), (block, warps) = logits.shape, tile(logits.shape[1], logits.element_size(), gradient)
     scales = LOG2E.value / options.temperature, 1 / options.temperature
-    flags = dict(
-        BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=entropy is not None, GRADIENT=gradient, num_warps=warps
-    )
+    pointers = logits, targets, logprobs, lse, logprobs if entropy is None else entropy  # None: not written to
+    flags = dict(PADDED=options.n_vocab < width, ENTROPY=entropy is not None, GRADIENT=gradient)
     with torch.cuda.device_of(logits):
-        entropy = logprobs if entropy is None else entropy  # a pointer that is not written to
         forward_kernel[(M,)](
-            logits, targets, logprobs, lse, entropy, *scales, width, options.n_vocab, logits.stride(0), **flags
+            *pointers, *scales, width, options.n_vocab, logits.stride(0), BLOCK=block, num_warps=warps, **flags
         )
 
 
 def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch, entropy=None, dentropy=None):
-    """dlogits = (coefficients * (onehot(targets) - p) - dentropy * p * (log p + entropy)) / temperature, p = softmax(logits / temperature).
+    """dlogits = (coefficients * (onehot(targets) - p) - dentropy * p * (log p + entropy)) / temperature.
 
-    coefficients, dentropy (m,): the upstream gradients of the log-probs and, where there is one, of the entropies. dlogits may be the logits.
+    p = softmax(logits / temperature). coefficients, dentropy (m,): the upstream gradients of the log-probs and, if not
+    None, of the entropies. dlogits may be the logits.
     """
     if nothing_to_do(logits):
         return
@@ -117,52 +122,56 @@ def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch,
     flags = dict(BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=dentropy is not None, num_warps=warps)
     if dentropy is None:
         entropy = dentropy = lse  # pointers that are not read
+    pointers = logits, targets, lse, entropy, coefficients, dentropy, dlogits
     with torch.cuda.device_of(logits):
-        backward_kernel[(M * blocks,)](
-            logits, targets, lse, entropy, coefficients, dentropy, dlogits, *arguments, **flags
-        )
+        backward_kernel[(M * blocks,)](*pointers, *arguments, **flags)
 
 
-def accumulator(dtype):
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums, log-probs and entropies."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def new_rows(M, options, device):
-    """-> logprobs, lse, and entropy or None, each (M,)."""
-    new = partial(torch.empty, M, dtype=accumulator(options.dtype), device=device)
-    return new(), new(), new() if options.entropy else None
+def new_rows(M: int, options: Options, device):
+    """-> empty logprobs, lse, and entropy or None, each (M,)."""
+    logprobs, lse = (torch.empty(M, dtype=accumulator(options.dtype), device=device) for _ in range(2))
+    return logprobs, lse, torch.empty_like(lse) if options.entropy else None
 
 
-def new_scratch(logits, copy, entropy=False):
-    """-> the buffers that plain torch works in: for a copy of the logits, where it cannot work in them, and for entropy."""
+def new_scratch(logits, copy: bool, entropy: bool = False) -> torch.Tensor:
+    """-> (buffers, size): plain torch's work space. copy: a buffer for a copy of the logits. entropy: one for that."""
     M, width = logits.shape
     buffers = 0 if uses_triton(logits) else copy + entropy
     size = min(M, slab_rows(width, buffers)) * width
     return torch.empty(buffers, size, dtype=accumulator(logits.dtype), device=logits.device)
 
 
-def check(M, width, targets, temperature, n_vocab):
-    """-> n_vocab. Bad input is answered here, before a kernel reads out of bounds."""
+def check(M: int, width: int, targets, temperature: float, n_vocab: int | None) -> int:
+    """-> n_vocab. Raises ValueError before a kernel would read out of bounds."""
     n_vocab = n_vocab or width
     if targets.shape != (M,) or not temperature > 0 or not 0 < n_vocab <= width:
         raise ValueError(
-            f"{M} rows of {width} columns with targets {tuple(targets.shape)}, temperature={temperature}, n_vocab={n_vocab}: "
-            "one target a row, a temperature above 0 and at most as many ids as columns are needed"
+            f"{M} rows of {width} columns with targets {tuple(targets.shape)}, temperature={temperature}, "
+            f"n_vocab={n_vocab}: needed are one target a row, a temperature above 0, and n_vocab in 1 to {width}"
         )
     return n_vocab
 
 
-# Logits in.
-
-
-def token_logprobs(logits, targets, temperature=1.0, entropy=False, n_vocab=None, inplace=False):
+def token_logprobs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    n_vocab: int | None = None,
+    inplace: bool = False,
+):
     """log softmax(logits / temperature)[target] of every row -> (M,) float32 [, entropy in nats (M,)].
 
-    logits (M, V), copied only if a row is not contiguous; targets (M,) int64. Saved for backward: the logits, (M,) numbers.
-    n_vocab: ids from there on are padding, with probability and gradient 0.
-    inplace: backward writes the gradient over the logits, which nobody may need any more (autograd raises if one does).
-    A target outside [0, n_vocab): RuntimeError in plain torch, -inf from the kernel, which cannot raise.
-    Raises ValueError for shapes, a temperature or an n_vocab that cannot be.
+    logits (M, V), copied only if a row is not contiguous; targets (M,) int64. Saved for backward: the logits, (M,)
+    numbers. n_vocab: ids from n_vocab on are padding, with probability and gradient 0. inplace: backward overwrites the
+    logits with their gradient; autograd raises if another op needs them. A target outside [0, n_vocab): RuntimeError in
+    plain torch, -inf from the kernel, which cannot raise. Raises ValueError for shapes that do not fit, a temperature
+    not above 0, or an n_vocab above V.
     """
     M, V = logits.shape
     options = Options(temperature, check(M, V, targets, temperature, n_vocab), entropy, logits.dtype)
@@ -177,7 +186,7 @@ class TokenLogprobs(torch.autograd.Function):
         logprobs, lse, entropy = new_rows(len(logits), options, logits.device)
         forward_rows(logits, targets, options, logprobs, lse, entropy, new_scratch(logits, True, options.entropy))
         ctx.options, ctx.inplace = options, inplace
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs backward nothing
+        ctx.set_materialize_grads(False)  # without a gradient of the entropy, backward gets None and skips it
         ctx.save_for_backward(logits, targets, lse, entropy)
         return logprobs, entropy
 
@@ -188,9 +197,7 @@ class TokenLogprobs(torch.autograd.Function):
         coefficients = torch.zeros_like(lse) if coefficients is None else coefficients
         dlogits = logits if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
         if ctx.inplace:
-            torch.autograd.graph.increment_version(
-                logits
-            )  # whoever else saved them gets an error, not a wrong gradient
+            torch.autograd.graph.increment_version(logits)  # another op that saved them raises in its backward
         scratch = new_scratch(logits, logits.dtype != accumulator(logits.dtype), dentropy is not None)
         backward_rows(logits, targets, ctx.options, lse, coefficients, dlogits, scratch, entropy, dentropy)
         return dlogits, None, None, None

@@ -15,9 +15,9 @@ CHANGES_ROUNDING = {
     "optimizer_dtype": "bfloat16",
     "dtype": "bfloat16",
 }  # never chosen for the user
+LEAST = MIB // 4  # bytes that a change must save
 LOWERS = {  # option -> the phases whose peak it can lower; others lower all
     "max_tokens_per_micro_batch": {"reference", "train"},
-    "logits_chunk_mb": {"rollout", "eval", "reference", "train"},
     "max_rollout_batch": {"rollout", "eval"},
     "checkpoint_blocks": {"train"},
     "activation_offload": {"train"},
@@ -62,11 +62,11 @@ def fit(dry_run, settings, longest, budget):
     first_plan = its_plan = plan(dry_run, settings)
     while its_plan.peak > budget:
         for change in cheaper(current, its_plan.kind, longest):
-            if its_plan.phase not in LOWERS.get(*change, {its_plan.phase}):
+            if not may_help(change, its_plan):
                 continue
             trial = replace(current, **change)
             trial_plan = plan(dry_run, trial)
-            if trial_plan.peak < its_plan.peak - MIB // 4:
+            if trial_plan.peak < its_plan.peak - LEAST:
                 current, its_plan = trial, trial_plan
                 break
         else:
@@ -81,6 +81,14 @@ def fit(dry_run, settings, longest, budget):
         if trial_plan.peak <= max(budget, its_plan.peak):
             current, its_plan = trial, trial_plan
     return current, its_plan, changes(settings, current), first_plan
+
+
+def may_help(change: dict, its_plan: Plan) -> bool:
+    """Can a change lower the peak? Smaller chunks cannot where the peak has no logits."""
+    (name,) = change
+    if name == "logits_chunk_mb":
+        return its_plan.phases[its_plan.phase][1].get("logits", 0) >= LEAST
+    return its_plan.phase in LOWERS.get(name, {its_plan.phase})
 
 
 def changes(before, after) -> dict:

@@ -1,7 +1,22 @@
-"""TODO"""
+"""Parts of a model that keep fewer bytes than PyTorch's own: the CPU's RMS norm, the embedding, offloaded block inputs.
+
+Test: pytest tests/test_model.py
+"""
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from memory.host import to_device, to_host
+
+
+class RMSNorm(nn.RMSNorm):
+    """CUDA has a fused kernel. Elsewhere PyTorch saves several float32 copies of x for backward, LeanRMSNorm only x."""
+
+    def forward(self, x):
+        if x.is_cuda or x.dtype == torch.float64:
+            return super().forward(x)
+        return LeanRMSNorm.apply(x, self.weight, self.eps)
 
 
 class LeanRMSNorm(torch.autograd.Function):
@@ -25,9 +40,9 @@ class LeanRMSNorm(torch.autograd.Function):
 
 
 class Embed(torch.autograd.Function):
-    """F.embedding whose backward adds to weight.grad itself: only the rows of tokens that are there, no second (V, C).
+    """F.embedding whose backward adds to weight.grad itself, only the rows of its tokens: no second (V, C) buffer.
 
-    Hooks on the weight's gradient do not fire for it. Each token's share is summed in float32 first and rounded once.
+    Hooks on the weight's gradient do not fire for it. A token's gradients are summed in float32 and rounded once.
     """
 
     @staticmethod
@@ -42,16 +57,26 @@ class Embed(torch.autograd.Function):
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         ids, order = tokens.flatten().sort()  # tokens 7 3 7: ids 3 7 7
-        bins = torch.cat(
-            [ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)]
-        )  # 0 1 1: as many as there are tokens will do
+        bins = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])  # 0 1 1, the bin of each token
         wide = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))
-        sums = torch.ops.aten.embedding_dense_backward(
-            wide, bins, len(ids), -1, False
-        )  # its order of sums does not vary
-        rows = torch.arange(len(ids), device=ids.device) % len(
-            weight
-        )  # what is left over adds zeros, each to another row
+        # As many bins as tokens, whatever repeats. This op adds in a fixed order.
+        sums = torch.ops.aten.embedding_dense_backward(wide, bins, len(ids), -1, False)
+        # Empty bins add zeros, each to another row of the weight.
+        rows = torch.arange(len(ids), device=ids.device) % len(weight)
         rows.index_copy_(0, bins, ids)  # 3 7 2
         weight.grad.index_add_(0, rows, sums.to(weight.dtype))
         return None, None
+
+
+def host_hooks(x):
+    """Hooks that keep a block's input x in host memory until backward. The rotary tables, which blocks share, stay."""
+    storage, device = id(x.untyped_storage()), x.device
+
+    def pack(tensor):
+        return (to_host(tensor), True) if id(tensor.untyped_storage()) == storage else (tensor, False)
+
+    def unpack(packed):
+        tensor, moved = packed
+        return to_device(tensor, device) if moved else tensor
+
+    return pack, unpack

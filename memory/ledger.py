@@ -88,19 +88,26 @@ class PlanningMode(FakeTensorMode):
         self.kind, self.host = kind, host
 
 
+def planning_mode(tensor: torch.Tensor) -> PlanningMode | None:
+    mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+    return mode if isinstance(mode, PlanningMode) else None
+
+
 def is_planned(tensor: torch.Tensor) -> bool:
-    """Is it a planner's, without data? Then kernels have nothing to do: their callers allocate all outputs."""
+    """Is it without data? Then kernels have nothing to do: their callers allocate all outputs."""
     return isinstance(tensor, FakeTensor)
 
 
 def kind_of(tensor: torch.Tensor) -> str:
     """ "cuda" or "cpu": the kind of device a tensor is on, or is planned for."""
-    return tensor.fake_mode.kind if isinstance(tensor, FakeTensor) else tensor.device.type
+    mode = planning_mode(tensor)
+    return mode.kind if mode else tensor.device.type
 
 
 def host_ledger(tensor: torch.Tensor) -> HostLedger:
     """The ledger that counts host copies of a tensor."""
-    return tensor.fake_mode.host if isinstance(tensor, FakeTensor) else HOST
+    mode = planning_mode(tensor)
+    return mode.host if mode else HOST
 
 
 def logits_budget(chunk_mb: float, kind: str) -> float:

@@ -64,7 +64,7 @@ class Pieces:
     """
 
     def __init__(self, settings, say, halved=None):
-        """say: reports a change. halved: from the resumed checkpoint; it holds if the settings ask for the same again."""
+        """say: reports a change. halved: the resumed checkpoint's; it holds if the settings ask for the same again."""
         self.settings, self.say, self.halved = settings, say, {}
         self.max_rollout_batch = settings.max_rollout_batch
         self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch

@@ -1,82 +1,92 @@
-"""TODO"""
+"""What an option is, and how options are read from a config file and the command line.
 
+    @dataclass
+    class Settings:
+        seed: int = option(1, "seed of every random number", minimum=0)
+
+        def check(self):  # raises SnugError if values do not fit together
+            ...
+
+    settings, given, config = read_settings(Settings, ["config/small.py", "--seed=3"])
+
+An option's type is bool, int, float, str, list[str] or list[float]; `| None` allows None. A config is a file of plain
+assignments, read by ast.literal_eval and never executed. Every user error raises SnugError. Nothing here imports torch:
+a typo is answered in 0.2 s. Left out: nested options, environment variables. Tests: tests/test_settings.py, refuse.py.
+"""
+
+import argparse
 import ast
 import dataclasses
 import difflib
-import importlib.util
 import json
+import math
 import os
 import sys
-import textwrap
 import types
 import typing
+from collections.abc import Iterable
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
+
+REMOVED = {  # options of earlier versions: what to do instead
+    "cuda_allocator": "set the environment variable PYTORCH_ALLOC_CONF instead",
+    "gradient_accumulation_steps": "write max_tokens_per_micro_batch: tokens of a micro-batch",
+    "kv_cache_mb": "write max_rollout_batch: completions decoded at a time; --plan shows the cache's size",
+}
 
 
 class SnugError(Exception):
-    """What the user can put right: one line that names what is wrong, the value seen and what to do. Exit code 2."""
+    """An error that the user can correct. One line: what is wrong, the value seen, what to do. Exit code 2."""
 
 
-def option(default, meaning, unit="", choices=(), minimum=None):
-    """One option. `unit` and `choices` are shown by --help; values outside `choices` or under `minimum` are refused."""
-    metadata = dict(meaning=meaning, unit=unit, choices=choices, minimum=minimum)
+def option(default, meaning: str, unit: str = "", choices: tuple[str, ...] = (), minimum=0, maximum=None):
+    """A dataclass field. --help shows `meaning` and `unit`; `choices`, `minimum` and `maximum` limit the value."""
+    metadata = dict(meaning=meaning, unit=unit, choices=choices, minimum=minimum, maximum=maximum)
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# Reading them
+def fields(cls) -> dict[str, dataclasses.Field]:
+    return {field.name: field for field in dataclasses.fields(cls)}
 
 
-def read_settings(cls, argv, positional="config"):
-    """`argv` (without the program's name) -> (cls instance, the set of names that were given, the positional argument).
+def type_of(cls, name: str) -> tuple[type, bool]:
+    """-> (type, may it be None): `float | None` -> (float, True), `list[str]` -> (list[str], False)."""
+    hint = fields(cls)[name].type
+    return (typing.get_args(hint)[0], True) if isinstance(hint, types.UnionType) else (hint, False)
 
-    With positional="config" the argument without dashes is a config file, read before the overrides; with "folder"
-    it is returned as it is. `--help` prints every option and exits 0. Raises SnugError for whatever else is wrong.
+
+def read_settings(cls, argv: list[str], positional: str = "config") -> tuple[typing.Any, set[str], str]:
+    """`argv` (without the program's name) -> (cls instance, names of the options given, positional argument or "").
+
+    positional="config": the argument without dashes is a config file, and the command line overrides it. Otherwise
+    ("folder") it is returned unread. --help prints every option and exits 0. Raises SnugError.
     """
-    places, overrides = [], []
-    words = iter(argv)
-    for word in words:
-        if word in ("-h", "--help"):
-            try:
-                print(help_text(cls, positional), flush=True)
-            except BrokenPipeError:  # | head: the flush at exit would complain of it again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
-        if not word.startswith("--"):
-            places.append(word)
-            continue
-        name, equals, value = word[2:].partition("=")
-        if not equals and name in fields(cls) and type_of(cls, name)[0] is bool:
-            value = "true"  # --plan
-        elif not equals:  # --name value
-            value = next(words, "--")
-            if value.startswith("--"):
-                raise SnugError(f"{word} has no value; write {word}=value")
-        overrides.append((name, value))
-    if len(places) > 1:
-        raise SnugError(
-            f"one {positional} is taken, {len(places)} were given: {' '.join(places)}; options are --name=value"
-        )
-    place = places[0] if places else ""
-    values = read_config(cls, place) if place and positional == "config" else {}
-    for name, value in overrides:
-        check_name(cls, name, "--" + name)
-        values[name] = parse_value(cls, name, value)
-    settings = cls(**values)
+    flags = {f"--{name}" for name in fields(cls) if type_of(cls, name)[0] is bool}
+    argv = [f"{word}=true" if word in flags else word for word in argv]  # --plan
+    namespace, rest = make_parser(cls, positional).parse_known_args(argv)
+    given = vars(namespace)
+    place = given.pop(positional)
+    for flag in (word.partition("=")[0] for word in rest if word.startswith("-")):
+        check_name(cls, flag.lstrip("-"), flag)
+    if rest:
+        raise SnugError(f"only one {positional} can be given, not {len(rest) + 1}: {' '.join([place, *rest])}")
+    if place and positional == "config":
+        given = read_config(cls, place) | given
+    settings = cls(**given)
     settings.check()
-    return settings, set(values), place
+    return settings, set(given), place
 
 
-def read_config(cls, path):
-    """A file of `name = literal` lines -> {name: value}."""
+def read_config(cls, path: str) -> dict[str, typing.Any]:
+    """A file of `name = literal` lines -> {name: value}. Raises SnugError."""
     try:
         tree = ast.parse(Path(path).read_text())
     except OSError as error:
-        near = difflib.get_close_matches(str(path), [str(p) for p in sorted(Path("config").glob("*.py"))], 1, 0.3)
-        raise SnugError(f"config {path}: {error.strerror}" + (f"; did you mean {near[0]}?" if near else "")) from None
+        configs = [str(p) for p in sorted(Path("config").glob("*.py"))]
+        raise SnugError(f"config {path}: {error.strerror}{did_you_mean(path, configs)}") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         raise SnugError(f"config {path}: {error}") from None
     values = {}
@@ -86,130 +96,138 @@ def read_config(cls, path):
             continue  # a docstring
         if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
             raise SnugError(f"{where}: {ast.unparse(node)[:60]!r} is not a plain assignment, name = value")
-        name = check_name(cls, node.targets[0].id, where + ": " + node.targets[0].id)
+        name = node.targets[0].id
+        check_name(cls, name, f"{where}: {name}")
         try:
             value = ast.literal_eval(node.value)
-        except (ValueError, TypeError):  # a TypeError for {[]}
-            raise SnugError(
-                f"{where}: {name} = {ast.unparse(node.value)[:60]} is not a literal; write the value itself"
-            ) from None
+        except (ValueError, TypeError):  # TypeError: {[]}
+            text = ast.unparse(node.value)[:60]
+            raise SnugError(f"{where}: {name} = {text} is not a literal; write the value itself") from None
         values[name] = check_value(cls, name, value, f"{where}: {name}")
     return values
 
 
-def fields(cls):
-    """{name: dataclass field} in the order --help shows them."""
-    return {f.name: f for f in dataclasses.fields(cls)}
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error message: "; did you mean X?" if X is much like `word`, or ""."""
+    near = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
-def check_name(cls, name, shown):
+def check_name(cls, name: str, shown: str) -> None:
+    """Raises SnugError if `cls` has no such option. shown: the name as the user wrote it."""
     if name not in fields(cls):
-        near = difflib.get_close_matches(name, fields(cls), 1, 0.5)
-        raise SnugError(
-            f"unknown option {shown}" + (f"; did you mean {near[0]}?" if near else "; --help lists them all")
-        )
-    return name
+        if name in REMOVED:
+            raise SnugError(f"option {shown} was removed; {REMOVED[name]}")
+        raise SnugError(f"unknown option {shown}" + (did_you_mean(name, fields(cls)) or "; --help lists them all"))
 
 
-def type_of(cls, name):
-    """-> (type, may it be None): float | None -> (float, True), list[str] -> (list, False)."""
-    hint = typing.get_type_hints(cls)[name]
-    optional = isinstance(hint, types.UnionType)
-    hint = typing.get_args(hint)[0] if optional else hint
-    return typing.get_origin(hint) or hint, optional
-
-
-def parse_value(cls, name, text):
-    """The word after `--name=` -> a value of the option's type."""
+def parse_value(cls, name: str, text: str):
+    """The text after `--name=` -> a value of the option's type. Raises SnugError."""
     kind, optional = type_of(cls, name)
     if optional and text.lower() == "none":
         value = None
-    elif kind is bool:
-        value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
-    elif kind is list:
-        value = [element_of(cls, name, part.strip()) for part in text.split(",") if part.strip()]
-    elif kind is str:
-        value = text
+    elif typing.get_origin(kind) is list:
+        value = [convert(part.strip(), typing.get_args(kind)[0]) for part in text.split(",") if part.strip()]
     else:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = text
+        value = convert(text, kind)
     return check_value(cls, name, value, "--" + name)
 
 
-def element_of(cls, name, text):
-    """A part of a list's text -> a number, where it is a list of numbers."""
+def convert(text: str, kind: type):
+    """Text -> bool, int, float or str; text that does not fit stays text, for check_value to refuse."""
+    if kind is bool:
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     try:
-        return float(text) if typing.get_type_hints(cls)[name] == list[float] else text
+        return kind(text)
     except ValueError:
         return text
 
 
-def check_value(cls, name, value, where):
-    """`value` if the option may have it (an int serves as a float); else SnugError, with `where` it was written."""
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+KINDS |= {list[str]: "a list of names", list[float]: "a list of numbers"}
+
+
+def check_value(cls, name: str, value, where: str):
+    """-> `value`; an int may become a float, a tuple a list. where: start of the error message. Raises SnugError."""
     kind, optional = type_of(cls, name)
-    metadata = fields(cls)[name].metadata
+    limits = fields(cls)[name].metadata
     if value is None and optional:
         return None
-    if kind is float and type(value) is int:
-        value = float(value) if abs(value) < 2**1023 else float("inf")
-    if kind is list and isinstance(value, list | tuple):
-        value = list(value)
-    element = typing.get_args(typing.get_type_hints(cls)[name])[0] if kind is list else None
-    if element is float and type(value) is list:
-        value = [float(v) if type(v) is int and abs(v) < 2**1023 else v for v in value]
-    if type(value) is not kind or (kind is list and not all(type(v) is element for v in value)):
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-        names[list] = "a list of numbers" if element is float else "a list of names"
-        raise SnugError(f"{where} takes {names[kind]}, not {value!r}")
-    if float in (kind, element) and not all(abs(v) < float("inf") for v in (value if element else [value])):
+    is_list = typing.get_origin(kind) is list
+    element = typing.get_args(kind)[0] if is_list else kind
+    items = value if is_list and isinstance(value, list | tuple) else [value]
+    items = [float(item) if element is float and type(item) is int else item for item in items]
+    if is_list != isinstance(value, list | tuple) or not all(type(item) is element for item in items):
+        raise SnugError(f"{where} takes {KINDS[kind]}, not {value!r}")
+    if element is float and not all(map(math.isfinite, items)):
         raise SnugError(f"{where} must be finite, not {value}")
-    if metadata["choices"] and value not in metadata["choices"]:
-        near = difflib.get_close_matches(value, metadata["choices"], 1, 0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise SnugError(f"{where}={value!r} is not one of {', '.join(metadata['choices'])}{hint}")
-    if metadata["minimum"] is not None and value < metadata["minimum"]:
-        raise SnugError(f"{where}={value} is below {metadata['minimum']}")
+    value = items if is_list else items[0]
+    if limits["choices"] and value not in limits["choices"]:
+        hint = did_you_mean(value, limits["choices"])
+        raise SnugError(f"{where}={value!r} is not one of {', '.join(limits['choices'])}{hint}")
+    if kind in (int, float) and value < limits["minimum"]:
+        raise SnugError(f"{where}={value} is below {limits['minimum']}")
+    if limits["maximum"] is not None and value > limits["maximum"]:
+        raise SnugError(f"{where}={value} is above {limits['maximum']}")
     return value
 
 
-def help_text(cls, positional):
-    """Every option with default, unit and meaning, a paragraph each class it comes from."""
-    usage = (
-        f"python {Path(sys.argv[0]).name} [{positional}{'.py' if positional == 'config' else ''}] [--name=value ...]"
-    )
-    lines = [f"usage: {usage}", "", cls.__doc__]
-    shown = set()
-    for base in (cls, *cls.__mro__[1:-1]):
-        own = [f for f in dataclasses.fields(cls) if f.name in base.__annotations__ and f.name not in shown]
-        if base is not cls:
-            lines += ["", base.__doc__]
-        for f in own:
-            shown.add(f.name)
-            default = f.default if f.default is not MISSING else f.default_factory()
-            meaning = f.metadata["meaning"]
-            if f.metadata["choices"]:
-                meaning += f" [{' | '.join(f.metadata['choices'])}]"
-            head = f"  --{f.name}={default}" + (f" {f.metadata['unit']}" if f.metadata["unit"] else "")
-            lines += [head, *textwrap.wrap(meaning, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)]
-    return "\n".join(lines)
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise SnugError(f"{message.removeprefix('argument ')}; options are written --name=value")
+
+    def print_help(self, file=None):
+        print(self.format_help(), end="", flush=True)  # flush: see BrokenPipeError below
 
 
-def to_json(settings):
+METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT", list[str]: "A,B", list[float]: "X,Y"}
+
+
+def make_parser(cls, positional: str) -> Parser:
+    """A parser for the options of `cls`. In --help each class that `cls` inherits from is a group of options."""
+    layout = partial(argparse.HelpFormatter, max_help_position=34, width=120)
+    suffix = ".py" if positional == "config" else ""
+    usage = f"python {Path(sys.argv[0]).name} [{positional}{suffix}] [--name=value ...]"
+    parser = Parser(usage=usage, description=cls.__doc__, allow_abbrev=False, formatter_class=layout)
+    about = "a file of `name = value` lines" if positional == "config" else "a run's folder"
+    parser.add_argument(positional, nargs="?", default="", help=about)
+    left = fields(cls)
+    for base in cls.__mro__:
+        names = [name for name in vars(base).get("__annotations__", {}) if name in left]
+        if not names:
+            continue
+        title = base.__name__.removesuffix("Options").removesuffix("Settings")
+        group = parser.add_argument_group(title, None if base is cls else base.__doc__)
+        for name in names:
+            field = left.pop(name)
+            choices, unit, meaning = (field.metadata[key] for key in ("choices", "unit", "meaning"))
+            default = field.default if field.default is not dataclasses.MISSING else ",".join(field.default_factory())
+            shown = f"{default:g}" if type(default) is float else str(default).lower() or "empty"
+            group.add_argument(
+                f"--{name}",
+                type=partial(parse_value, cls, name),
+                default=argparse.SUPPRESS,
+                metavar="|".join(choices) or METAVARS[type_of(cls, name)[0]],
+                help=f"{meaning} ({unit + '; ' if unit else ''}default: {shown})".replace("%", "%%"),
+            )
+    return parser
+
+
+def to_json(settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=2) + "\n"
 
 
 @contextmanager
 def friendly_errors():
-    """A SnugError becomes one line on stderr and exit code 2, Ctrl-C one line and 130, a reader that left nothing; else a traceback."""
+    """SnugError: one line on stderr, exit code 2. Ctrl-C: one line, 130. A closed pipe (| head): silent."""
     try:
         yield
     except SnugError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # | head has seen enough; the flush at exit would complain of it again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
+        sys.exit(0)
     except KeyboardInterrupt:
-        print("stopped; --resume=auto goes on from the newest checkpoint", file=sys.stderr)
+        print("stopped; --resume=auto continues from the newest checkpoint", file=sys.stderr)
         sys.exit(130)

@@ -1,7 +1,7 @@
 """Models and tokenizers as Hugging Face lays them out: folders in and out, and LoRA adapters.
 
-    shapes   config.json <-> GPTConfig      tensors  *.safetensors <-> parameters      lora  adapters beside frozen weights
-    chat     a tokenizer's chat template
+    shapes  config.json <-> GPTConfig       tensors  *.safetensors <-> parameters
+    lora    adapters, weights frozen        chat     a tokenizer's chat template
 
 Importing this does not import torch.
 """

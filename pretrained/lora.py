@@ -1,14 +1,15 @@
-"""LoRA (Hu et al. 2021): frozen weights, and beside some of them two thin matrices that train. From scratch, and small.
+"""LoRA (Hu et al. 2021): frozen weights, and beside some of them two thin matrices that train.
 
     y = x W^T + b + (alpha / rank) * (x A^T) B^T        W (out, in) frozen, A (rank, in), B (out, rank); B begins at 0
 
     add(model, rank=16, alpha=32, targets=["qkv", "proj", "up", "down"])
-    with adapters_off(model):       # this is the model that was there before, bit for bit: the reference needs no second copy
+    with adapters_off(model):       # the model before `add`, bit for bit: the reference needs no second copy
         ...
     merge(model)                    # W += (alpha / rank) * B A, and the adapters are gone
 
-Adapters are float32 beside weights of any type: they are small, and updates at their learning rates would be rounded away in bfloat16.
-Left out: dropout, other initialisations, adapters of embeddings and norms, adapter files of other libraries (export merges).
+Adapters are float32 beside weights of any type: they are small, and bfloat16 would round their updates away. Left out:
+dropout, other initialisations, adapters of embeddings and norms, adapter files of other libraries (merge, then export).
+Test: pytest tests/test_lora.py
 """
 
 import math
@@ -18,24 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-TARGETS = {
-    "qkv": "attention",
-    "proj": "attention",
-    "up": "mlp",
-    "down": "mlp",
-}  # a block's matrices, and the half they are in
+from model import GPT
+
+# a block's matrices, and the half they are in
+TARGETS = {"qkv": "attention", "proj": "attention", "up": "mlp", "down": "mlp"}
 
 
 class LoRALinear(nn.Module):
-    """In place of an nn.Linear: its weight and bias, under their names, and lora_A (rank, in), lora_B (out, rank)."""
+    """Replaces an nn.Linear: its weight and bias, under their names, and lora_A (rank, in), lora_B (out, rank)."""
 
-    def __init__(self, linear, rank, alpha):
+    def __init__(self, linear: nn.Linear, rank: int, alpha: float):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.enabled, self.scale = True, alpha / rank
-        options = dict(dtype=torch.float32, device=linear.weight.device)
-        self.lora_A = nn.Parameter(torch.empty(rank, linear.weight.shape[1], **options))
-        self.lora_B = nn.Parameter(torch.zeros(linear.weight.shape[0], rank, **options))
+        (rows, columns), options = linear.weight.shape, dict(dtype=torch.float32, device=linear.weight.device)
+        self.lora_A = nn.Parameter(torch.empty(rank, columns, **options))
+        self.lora_B = nn.Parameter(torch.zeros(rows, rank, **options))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # uniform within 1 / sqrt(in), as an nn.Linear's own
 
     def forward(self, x):
@@ -47,8 +46,8 @@ class LoRALinear(nn.Module):
         return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), wide.t(), alpha=self.scale).view_as(y)
 
 
-def add(model, rank, alpha, targets):
-    """Freeze a GPT's parameters and give the named matrices of each block adapters, drawn from torch's generator -> the model."""
+def add(model: GPT, rank: int, alpha: float, targets: list[str]) -> GPT:
+    """Freeze the model and add adapters to these matrices of each block, drawn from torch's generator -> the model."""
     model.requires_grad_(False)
     for block in model.blocks:
         for name in targets:
@@ -57,14 +56,14 @@ def add(model, rank, alpha, targets):
     return model
 
 
-def adapted(model):
+def adapted(model: GPT) -> list[LoRALinear]:
     """-> the modules with adapters."""
     return [module for module in model.modules() if isinstance(module, LoRALinear) and module.lora_A is not None]
 
 
 @contextmanager
-def adapters_off(model):
-    """The model that the adapters were added to. Without adapters: the model."""
+def adapters_off(model: GPT):
+    """Within this context the model is the one before `add`. Without adapters it changes nothing."""
     for module in adapted(model):
         module.enabled = False
     try:
@@ -75,8 +74,8 @@ def adapters_off(model):
 
 
 @torch.no_grad()
-def merge(model):
-    """The adapters' products go into the weights, summed in float32 and rounded once, and are gone; everything trains again -> the model."""
+def merge(model: GPT) -> GPT:
+    """Add the adapters' products to the weights, in float32 and rounded once, and remove them. All weights train."""
     for module in adapted(model):
         change = module.lora_B @ module.lora_A
         module.weight.copy_(module.weight.float().add_(change, alpha=module.scale))

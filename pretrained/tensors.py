@@ -1,14 +1,13 @@
-"""Hugging Face folders in and out: config.json and *.safetensors <-> a GPT. GPT-2, Llama, Qwen2 (and 2.5) and Qwen3.
+"""Hugging Face folders in and out: *.safetensors <-> a GPT's parameters. shapes.py reads and writes config.json.
 
     model = load_pretrained("models/Qwen2.5-0.5B")
     save_pretrained(model, "export/mine", tokenizer)
-    python -m tools.export out/grpo_gsm8k --to=export/mine      # a run's newest checkpoint as such a folder, adapters merged
+    python -m tools.export out/grpo_gsm8k --to=export/mine      # a run's newest checkpoint, adapters merged
 
-Which numbers of config.json make which shape, and which tensor is which rows of which parameter, is `read_shape` and `entries`;
-one table serves both directions. Every name, shape and type is looked at before a byte of a tensor is read, without torch. Tensors
-are copied one by one into the parameters, cast on the way. safetensors only: a folder that has pickles alone is refused.
+`entries` says which tensor holds which rows of which parameter, for both directions. `look_at_weights` checks names,
+shapes and types by the files' headers, without torch. Then tensors are copied one by one and cast on the way.
 
-Left out: quantised weights, sliding windows, YaRN, mixtures of experts, other architectures.
+Left out: pickles, quantised weights, sliding windows, YaRN, mixtures of experts. Tests: tests/test_pretrained.py.
 """
 
 import hashlib
@@ -22,209 +21,139 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from options import SnugError
-from pretrained.shapes import config_of, family_of, read_config, read_shape
-
-PREFIX = {"gpt2": "transformer."}  # of all names but the head's; "model." elsewhere. A folder may leave it out
-
+from pretrained.shapes import ARCHITECTURES, config_of, family_of, read_config, read_shape
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-MAX_SHARD_BYTES = 2 * 2**30  # what saving copies at a time
-
-
-BUFFERS = (
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".rotary_emb.inv_freq",
-)  # constants that older versions wrote beside the weights
-
-
-# Which tensor is what
+MAX_SHARD_BYTES = 2 * 2**30  # of a file written, and so of what is copied at a time
+PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}  # of names but the head's; optional
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # older versions saved them with the weights
 
 
 class Entry(NamedTuple):
-    """A tensor of a folder: `shape` there, rows from `start` on of the parameter `ours` (None: all of it), transposed in GPT-2."""
+    """A tensor of a folder, its shape there, and the rows of the parameter `ours` it holds: from `start`, or all."""
 
     name: str
     shape: tuple
     ours: str
     start: int | None = None
-    transposed: bool = False
+    transposed: bool = False  # GPT-2's matrices are (in, out)
 
 
-def entries(shape, family, vocab_size):
-    """Every tensor of a folder -> list of Entry. shape: GPTConfig's numbers, by name, all of them given but n_vocab.
+def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
+    """Every tensor of a folder. shape: GPTConfig's keywords.
 
-    q_proj, k_proj and v_proj are rows of attention.qkv: with 4 query heads, 2 key heads and a head_size of 8, rows 0, 32 and 48 on.
+    q_proj, k_proj and v_proj are rows of attention.qkv: with 4 query and 2 key heads of size 8, rows 0, 32 and 48 on.
     """
-    C, F, D = shape["n_embd"], shape["n_hidden"], shape.get("head_size") or shape["n_embd"] // shape["n_head"]
-    prefix, found = PREFIX.get(family, "model."), []
-
-    def add(name, ours, out, into, bias=False, start=None, transposed=False):
-        size = (into, out) if transposed else (out, into)
-        found.append(Entry(f"{prefix}{name}.weight", size if into else (out,), f"{ours}.weight", start, transposed))
-        if bias:
-            found.append(Entry(f"{prefix}{name}.bias", (out,), f"{ours}.bias", start))
-
-    def gpt2_block(i):
-        theirs, ours = f"h.{i}", f"blocks.{i}"
-        add(f"{theirs}.ln_1", f"{ours}.norm_1", C, 0, True)
-        add(f"{theirs}.attn.c_attn", f"{ours}.attention.qkv", 3 * C, C, True, transposed=True)
-        add(f"{theirs}.attn.c_proj", f"{ours}.attention.proj", C, C, True, transposed=True)
-        add(f"{theirs}.ln_2", f"{ours}.norm_2", C, 0, True)
-        add(f"{theirs}.mlp.c_fc", f"{ours}.mlp.up", F, C, True, transposed=True)
-        add(f"{theirs}.mlp.c_proj", f"{ours}.mlp.down", C, F, True, transposed=True)
-
-    def llama_block(i):
-        theirs, ours, bias = f"layers.{i}", f"blocks.{i}", shape["bias"]
-        queries, keys = shape["n_head"] * D, (shape.get("n_kv_head") or shape["n_head"]) * D
-        add(f"{theirs}.input_layernorm", f"{ours}.norm_1", C, 0)
-        for name, size, start in (("q", queries, 0), ("k", keys, queries), ("v", keys, queries + keys)):
-            add(f"{theirs}.self_attn.{name}_proj", f"{ours}.attention.qkv", size, C, bias or shape["qkv_bias"], start)
-        add(f"{theirs}.self_attn.o_proj", f"{ours}.attention.proj", C, queries, bias)
-        for name in ("q", "k") if shape["qk_norm"] else ():
-            add(f"{theirs}.self_attn.{name}_norm", f"{ours}.attention.{name}_norm", D, 0)
-        add(f"{theirs}.post_attention_layernorm", f"{ours}.norm_2", C, 0)
-        add(f"{theirs}.mlp.gate_proj", f"{ours}.mlp.up", F, C, bias, 0)
-        add(f"{theirs}.mlp.up_proj", f"{ours}.mlp.up", F, C, bias, F)
-        add(f"{theirs}.mlp.down_proj", f"{ours}.mlp.down", C, F, bias)
-
-    gpt2 = family == "gpt2"
-    add("wte" if gpt2 else "embed_tokens", "embedding", vocab_size, C)
-    if gpt2:
-        add("wpe", "position", shape["block_size"], C)
+    C, F, V, prefix, gpt2 = shape["n_embd"], shape["n_hidden"], vocab_size, PREFIXES[family], family == "gpt2"
+    if gpt2:  # theirs, ours, out, in (0: a vector), bias, first row
+        rows = [("wte", "embedding", V, C, False), ("wpe", "position", shape["block_size"], C, False)]
+        rows += [("ln_f", "norm", C, 0, True)]
+        block = [
+            ("ln_1", "norm_1", C, 0, True),
+            ("attn.c_attn", "attention.qkv", 3 * C, C, True),
+            ("attn.c_proj", "attention.proj", C, C, True),
+            ("ln_2", "norm_2", C, 0, True),
+            ("mlp.c_fc", "mlp.up", F, C, True),
+            ("mlp.c_proj", "mlp.down", C, F, True),
+        ]
+    else:
+        D, bias, qkv_bias = shape["head_size"], shape["bias"], shape["bias"] or shape["qkv_bias"]
+        Q, K = shape["n_head"] * D, shape["n_kv_head"] * D
+        rows = [("embed_tokens", "embedding", V, C, False), ("norm", "norm", C, 0, False)]
+        block = [
+            ("input_layernorm", "norm_1", C, 0, False),
+            ("self_attn.q_proj", "attention.qkv", Q, C, qkv_bias, 0),
+            ("self_attn.k_proj", "attention.qkv", K, C, qkv_bias, Q),
+            ("self_attn.v_proj", "attention.qkv", K, C, qkv_bias, Q + K),
+            ("self_attn.o_proj", "attention.proj", C, Q, bias),
+            ("post_attention_layernorm", "norm_2", C, 0, False),
+            ("mlp.gate_proj", "mlp.up", F, C, bias, 0),
+            ("mlp.up_proj", "mlp.up", F, C, bias, F),
+            ("mlp.down_proj", "mlp.down", C, F, bias),
+        ]
+        if shape["qk_norm"]:
+            block += [(f"self_attn.{name}", f"attention.{name}", D, 0, False) for name in ("q_norm", "k_norm")]
     for i in range(shape["n_layer"]):
-        (gpt2_block if gpt2 else llama_block)(i)
-    add("ln_f" if gpt2 else "norm", "norm", C, 0, gpt2)
+        place = f"h.{i}" if gpt2 else f"layers.{i}"
+        rows += [(f"{place}.{theirs}", f"blocks.{i}.{ours}", *rest) for theirs, ours, *rest in block]
+    found = []
+    for theirs, ours, out, into, bias, *first in rows:
+        start, transposed = first[0] if first else None, gpt2 and bias and into > 0
+        size = (out,) if not into else (into, out) if transposed else (out, into)
+        found.append(Entry(f"{prefix}{theirs}.weight", size, f"{ours}.weight", start, transposed))
+        if bias:
+            found.append(Entry(f"{prefix}{theirs}.bias", (out,), f"{ours}.bias", start))
     if not shape["tie_embeddings"]:
-        found.append(Entry("lm_head.weight", (vocab_size, C), "head.weight"))
+        found.append(Entry("lm_head.weight", (V, C), "head.weight"))
     return found
 
 
-def weight_files(folder):
-    """-> {tensor's name: its file}, by the index, or of the one file. Raises SnugError."""
+def weight_files(folder: str | Path) -> list[Path]:
+    """The one file, or those of the index, sorted. Raises SnugError."""
     folder = Path(folder)
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file() and not file.is_file():  # transformers prefers the one file, too
-        try:
-            where = json.loads(index.read_text())["weight_map"]
-            plain = all(
-                isinstance(file, str) and file == Path(file).name and file.endswith(".safetensors")
-                for file in where.values()
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise SnugError(f"{index}: cannot be read ({type(error).__name__}: {error})") from None
-        if not plain:
-            raise SnugError(f"{index}: weight_map names something else than *.safetensors files of this folder")
-        return {name: folder / file for name, file in where.items()}
-    if not file.is_file():
+    if file.is_file():  # transformers prefers the one file, too
+        return [file]
+    if not index.is_file():
         pickles = sorted(p.name for p in folder.glob("*.bin"))
         why = f"; {pickles[0]} is a pickle, which is never loaded: convert it to safetensors" if pickles else ""
         raise SnugError(f"{folder}: has no model.safetensors and no model.safetensors.index.json{why}")
-    with opened(file) as tensors:
-        return dict.fromkeys(tensors.keys(), file)
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        plain = all(name == Path(name).name and name.endswith(".safetensors") for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SnugError(f"{index}: cannot be read ({type(error).__name__}: {error})") from None
+    if not plain:
+        raise SnugError(f"{index}: weight_map may only name *.safetensors files of this folder")
+    return sorted(folder / name for name in names)
 
 
-def opened(file, framework="numpy"):
+def opened(file: Path, framework: str = "numpy") -> safe_open:
+    """An open safetensors file; framework "pt": of torch tensors. Raises SnugError if it cannot be read."""
     try:
         return safe_open(str(file), framework=framework)
-    except (OSError, ValueError, SafetensorError) as error:  # a name that is no file's is a ValueError
-        raise SnugError(f"{file.parent}: {file.name!a} cannot be read ({error}); fetch it again") from None
+    except (OSError, SafetensorError) as error:
+        raise SnugError(f"{file} cannot be read ({error})") from None
 
 
-def look_at_weights(folder):
-    """Has the folder every tensor of its config's shape, in that shape and a known type, and no other? -> {Entry: (name, file)}.
+def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
+    """Every tensor that the config's shape needs -> its name and file, checked by the files' headers. Raises SnugError.
 
-    Names may lack the prefix. Surplus are tensors that nobody would miss: not those constants that older versions wrote, nor the
-    head's where the embedding is the head. Raises SnugError, naming what is missing or surplus.
+    Missing and surplus tensors, other shapes and types are refused. BUFFERS and the head of a tied model may be there.
     """
-    family, shape, where = read_config(folder)["model_type"], read_shape(folder), weight_files(folder)
-    prefix = PREFIX.get(family, "model.")
-    bare = {name.removeprefix(prefix): name for name in where}
+    family, shape, found, surplus = read_config(folder)["model_type"], read_shape(folder), {}, []
+    prefix = PREFIXES[family]
     wanted = {entry.name.removeprefix(prefix): entry for entry in entries(shape, family, shape["vocab_size"])}
-    ignored = {name for name in bare if name.endswith(BUFFERS) or name == "lm_head.weight" and shape["tie_embeddings"]}
-    missing = [wanted[name].name for name in wanted if name not in bare]
-    surplus = [bare[name] for name in sorted(bare) if name not in wanted and name not in ignored]
-    if missing or surplus or len(bare) < len(where):
-        parts = [
-            f"{what} {len(names)} ({', '.join(names[:3])})"
-            for what, names in (("missing", missing), ("surplus", surplus))
-            if names
-        ]
-        raise SnugError(
-            f"{folder}: its tensors are not those of a {family} of its config.json: {', '.join(parts) or 'names twice'}"
-        )
-    found = {}
-    for file in sorted(set(where.values())):
+    for file in weight_files(folder):
         with opened(file) as tensors:
-            there = set(tensors.keys())
-            for name, entry in wanted.items():
-                if where[bare[name]] == file:
-                    if bare[name] not in there:
-                        raise SnugError(f"{file}: has no {bare[name]}, which the index says is there")
-                    look_at_tensor(tensors.get_slice(bare[name]), entry, bare[name], file)
-                    found[entry] = bare[name], file
+            for name in tensors.keys():
+                bare = name.removeprefix(prefix)
+                entry = wanted.get(bare)
+                if entry in found:
+                    raise SnugError(f"{folder}: the tensor {bare} is there twice")
+                if entry:
+                    found[entry] = name, file
+                    tensor = tensors.get_slice(name)
+                    if tuple(tensor.get_shape()) != entry.shape:
+                        seen = f"has shape {tuple(tensor.get_shape())}, config.json says {entry.shape}"
+                        raise SnugError(f"{file}: {name} {seen}")
+                    if tensor.get_dtype() not in DTYPES:
+                        seen = f"is of type {tensor.get_dtype()}; supported are {', '.join(DTYPES.values())}"
+                        raise SnugError(f"{file}: {name} {seen}")
+                elif not bare.endswith(BUFFERS) and bare != "lm_head.weight":
+                    surplus.append(name)
+    missing = [entry.name for entry in wanted.values() if entry not in found]
+    if missing or surplus:
+        named = [("missing", missing), ("surplus", surplus)]
+        seen = ", ".join(f"{what} {len(names)} ({', '.join(names[:3])})" for what, names in named if names)
+        raise SnugError(f"{folder}: its tensors are not those of the {family} of its config.json: {seen}")
     return found
 
 
-def look_at_tensor(tensor, entry, name, file):
-    if tuple(tensor.get_shape()) != entry.shape:
-        raise SnugError(f"{file}: {name} has shape {tuple(tensor.get_shape())}, config.json says {entry.shape}")
-    if tensor.get_dtype() not in DTYPES:
-        raise SnugError(f"{file}: {name} is of type {tensor.get_dtype()}; supported are {', '.join(DTYPES.values())}")
-
-
-# Weights in
-
-
-def load_pretrained(folder, device="cpu", dtype="float32", **overrides):
-    """A folder -> GPT on `device`, its weights in `dtype`. overrides: of the shape, such as n_vocab. Raises SnugError."""
-    from model import make_model
-
-    look_at_weights(folder)
-    model = make_model(read_shape(folder) | overrides, device, dtype)
-    read_weights(folder, model)
-    return model
-
-
-def read_weights(folder, model):
-    """Copy a folder's tensors into the parameters of a GPT of its shape, one by one, cast to their type. Raises SnugError."""
-    import torch
-
-    found, parameters = look_at_weights(folder), dict(model.named_parameters())
-    refuse_other_shapes(folder, found, parameters)
-    for file in sorted({file for _, file in found.values()}):
-        with opened(file, "pt") as tensors, torch.no_grad():
-            for entry, (name, its_file) in found.items():
-                if its_file == file:
-                    tensor = tensors.get_tensor(name)
-                    part(parameters[entry.ours], entry).copy_(tensor.t() if entry.transposed else tensor)
-
-
-def part(parameter, entry):
-    """The rows of a parameter that an entry is."""
-    size = entry.shape[1] if entry.transposed else entry.shape[0]
-    return parameter if entry.start is None else parameter[entry.start : entry.start + size]
-
-
-def refuse_other_shapes(folder, found, parameters):
-    names = {entry.ours for entry in found}
-    if names != set(parameters):
-        raise SnugError(
-            f"{folder}: has other parameters than the model: {', '.join(sorted(names ^ set(parameters))[:3])}"
-        )
-    for entry in found:
-        theirs = entry.shape[::-1] if entry.transposed else entry.shape
-        ours = tuple(part(parameters[entry.ours], entry).shape)
-        if ours != theirs:
-            raise SnugError(f"{folder}: {entry.name} is {theirs}, the model's {entry.ours} {ours}")
-
-
-def fingerprint(folder):
-    """SHA-256 of config.json and of each weight file's length and 16 pieces of 64 KiB: other weights differ everywhere."""
+def fingerprint(folder: str | Path) -> str:
+    """SHA-256 of config.json and of each weight file's length and 16 pieces of 64 KiB: other weights differ in all."""
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
-    for file in sorted(set(weight_files(folder).values())):
+    for file in weight_files(folder):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with open(file, "rb") as stream:
@@ -234,94 +163,111 @@ def fingerprint(folder):
     return digest.hexdigest()
 
 
-# Weights out
+def load_pretrained(folder: str | Path, device="cpu", dtype: str = "float32", **overrides):
+    """A folder -> GPT on `device`, weights in `dtype`. overrides: GPTConfig's keywords (n_vocab). Raises SnugError."""
+    from model import make_model
+
+    model = make_model(read_shape(folder) | overrides, device, dtype, initialise=False)
+    read_weights(folder, model)
+    return model
 
 
-def save_pretrained(model, folder, tokenizer=None, dtype=None):
-    """Write a folder that transformers' AutoModelForCausalLM (and AutoTokenizer, given a Tokenizer) load. Raises SnugError.
+def read_weights(folder: str | Path, model):
+    """Copy a folder's tensors, one at a time, into the parameters of a GPT of its shape. Raises SnugError."""
+    import torch
 
-    dtype: "float32" or "bfloat16"; default: the weights' own. The folder must not exist, or be empty; it appears whole, or not at all.
-    Models of GPT-2's parts without biases get biases of 0. Files are of at most 2 GiB, which is also what the copy takes.
+    found = look_at_weights(folder)
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != {entry.ours for entry in found}:
+        raise SnugError("the folder's config.json does not have the model's shape")
+    for file in sorted({file for _, file in found.values()}):
+        with opened(file, "pt") as tensors, torch.no_grad():
+            for entry, (name, its_file) in found.items():
+                if its_file == file:
+                    tensor = tensors.get_tensor(name)
+                    rows_of(parameters[entry.ours], entry).copy_(tensor.t() if entry.transposed else tensor)
+
+
+def rows_of(parameter, entry: Entry):
+    """The rows of a parameter that an entry holds."""
+    size = entry.shape[1] if entry.transposed else entry.shape[0]
+    return parameter if entry.start is None else parameter[entry.start : entry.start + size]
+
+
+def save_pretrained(model, folder: str | Path, tokenizer=None, dtype: str | None = None):
+    """Write a folder that transformers' AutoModelForCausalLM (and AutoTokenizer, given a Tokenizer) load.
+
+    dtype: "float32" or "bfloat16"; default: the weights' own. The folder must be new or empty; it appears whole or not
+    at all. A GPT-2 without biases gets biases of 0, because the architecture has them. Raises SnugError.
     """
     import torch
 
     from pretrained.lora import adapted
 
     if adapted(model):
-        raise SnugError("the model has adapters, and such a folder has none: lora.merge(model) first")
+        raise SnugError("the model has adapters, which such a folder cannot hold: call lora.merge(model) first")
     folder = new_folder(folder)
     dtype = getattr(torch, dtype) if dtype else model.embedding.weight.dtype
     config = config_of(model.config, str(dtype).removeprefix("torch."))
-    if tokenizer is not None:
-        config |= dict(eos_token_id=tokenizer.stop_token)
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         write_weights(model, temporary, dtype)
         if tokenizer is not None:
+            config["eos_token_id"] = tokenizer.stop_token
             tokenizer.save(temporary)
-            if not (temporary / "generation_config.json").exists():
-                (temporary / "generation_config.json").write_text(
-                    json.dumps(dict(eos_token_id=list(tokenizer.stop_tokens))) + "\n"
-                )
+            generation = temporary / "generation_config.json"  # the tokenizer's own folder may have had one
+            if not generation.exists():
+                generation.write_text(json.dumps(dict(eos_token_id=list(tokenizer.stop_tokens))) + "\n")
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if folder.exists():
             folder.rmdir()
         os.rename(temporary, folder)
     except (OSError, SafetensorError) as error:
-        raise SnugError(f"{folder}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
+        raise SnugError(f"{folder}: cannot be written ({error})") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def new_folder(folder):
-    """-> its Path. Raises SnugError where there is something already."""
+def new_folder(folder: str | Path) -> Path:
+    """-> its absolute path. Raises SnugError if it has anything in it."""
     folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SnugError(f"{folder}: is there already; name a new folder")
-    if folder.name.startswith("checkpoint-"):
-        raise SnugError(f"{folder}: a folder of that name is taken for a run's checkpoint; name another")
     return folder
 
 
-def write_weights(model, folder, dtype):
+def write_weights(model, folder: Path, dtype):
+    """Files of at most MAX_SHARD_BYTES (unless one tensor is larger), with an index if there are several."""
     from safetensors.torch import save_file
 
-    shape = vars(model.config) | dict(bias=family_of(model.config) == "gpt2" or model.config.bias)
-    shards, room = [], 0
-    for entry in entries(shape, family_of(model.config), model.config.n_vocab):
+    parameters, shards, room, total, where = dict(model.named_parameters()), [], 0, 0, {}
+    for entry in entries(vars(model.config), family_of(model.config), model.config.n_vocab):
         size = math.prod(entry.shape) * dtype.itemsize
         if size > room:
-            shards, room = [*shards, []], max(MAX_SHARD_BYTES, size)
+            shards.append([])
+            room = MAX_SHARD_BYTES
         shards[-1].append(entry)
-        room -= size
-    names = (
-        [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        if shards[1:]
-        else ["model.safetensors"]
-    )
-    parameters, where = dict(model.named_parameters()), {}
-    for name, shard in zip(names, shards, strict=True):
-        save_file(
-            {entry.name: tensor_of(entry, parameters, model.config, dtype) for entry in shard},
-            folder / name,
-            metadata={"format": "pt"},
-        )
+        room, total = room - size, total + size
+    for i, shard in enumerate(shards, start=1):
+        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        tensors = {entry.name: tensor_of(entry, parameters, model.config, dtype) for entry in shard}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        del tensors  # before the next shard is copied
         where |= {entry.name: name for entry in shard}
-    if shards[1:]:
-        total = sum(math.prod(entry.shape) * dtype.itemsize for shard in shards for entry in shard)
+    if len(shards) > 1:
         index = dict(metadata=dict(total_size=total), weight_map=where)
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def tensor_of(entry, parameters, config, dtype):
-    """An entry's tensor, a copy on the host; zeros for a bias that the model has not, no rows for ids that the tokenizer has not."""
+def tensor_of(entry: Entry, parameters: dict, config, dtype):
+    """An entry's tensor, a copy on the host: zeros for a bias the model does not have, no rows for padding ids."""
     import torch
 
     if entry.ours not in parameters:
         return torch.zeros(entry.shape, dtype=dtype)
-    value = part(parameters[entry.ours].detach(), entry)
+    value = rows_of(parameters[entry.ours].detach(), entry)
     if entry.ours in ("embedding.weight", "head.weight"):
         value = value[: config.n_vocab]
     return (value.t() if entry.transposed else value).to("cpu", dtype, copy=True).contiguous()

@@ -1,10 +1,12 @@
-"""What has to hold before anything is made, and before torch is imported: bad input is answered within a second.
+"""Everything a run needs that can be checked before torch is imported: bad input is answered within a second.
 
-`prepare` reads no tensors and writes nothing; it looks up the task, the tokenizer, the shape of the model, the reward
-functions and the warm start that grpo.py has to make first, and refuses what does not fit together.
+`prepare` looks up the task, the tokenizer, the model's shape and the reward functions, opens the checkpoint to resume
+and init_from, and refuses what does not fit together. It loads no tensors and writes nothing. If grpo.py has to make
+its warm start first, that is prepared, too.
 """
 
 import os
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -12,12 +14,14 @@ from data import load_reward_function, make_task
 from data.task import Task
 from options import SnugError, read_settings
 from pretrained.shapes import is_pretrained, read_shape
-from pretrained.tensors import look_at_weights
-from runs.checkpoint import checkpoints, is_checkpoint, newest, read_state, resume_path, tokenizer_of
+from runs import checkpoint
+from runs.checkpoint import Checkpoint, checkpoints, is_checkpoint, open_checkpoint, settings_of
 from settings import GRPOSettings, ModelOptions, SFTSettings, TaskOptions
 from tokenizer import Tokenizer, get_tokenizer
 
-NO_PROBLEM = ("tokenizer", "gym_timeout", "gym_memory_mb")  # of TaskOptions, those that do not say what is asked
+SHAPE = [f.name for f in fields(ModelOptions)]
+PROBLEM = [f.name for f in fields(TaskOptions) if f.name not in ("tokenizer", "gym_timeout", "gym_memory_mb")]
+ADAPTERS = ["lora_rank", "lora_alpha", "lora_target_modules"]
 
 
 @dataclass
@@ -26,179 +30,146 @@ class Prepared:
     task: Task
     tokenizer: Tokenizer
     shape: dict  # GPTConfig's keywords
-    reward_funcs: list  # of functions; empty in SFT
-    warm_start: "Prepared | None" = None  # the SFT run that makes init_from, where it is missing
-    reward_weights: list = field(default_factory=list)  # of reward_funcs; empty: 1 each
+    reward_funcs: list[Callable]  # empty in SFT
+    warm_start: "Prepared | None" = None  # the SFT run that makes init_from, if that is missing or not finished
+    reward_weights: list[float] = field(default_factory=list)  # of reward_funcs; empty: 1 each
+    resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
+    origin: Checkpoint | Path | None = None  # the initial or reference weights: a checkpoint, or a Hugging Face folder
 
-    def longest(self, settings):
+    def longest(self, settings: SFTSettings | GRPOSettings) -> tuple[int, int]:
         """-> tokens of the longest prompt and of the longest completion."""
         prompt, answer = self.task.longest(self.tokenizer.encode_prompt)
-        prompt = getattr(settings, "max_prompt_length", 0) or prompt
-        return prompt, settings.max_new_tokens if isinstance(settings, GRPOSettings) else answer + 1
+        if isinstance(settings, GRPOSettings):
+            return settings.max_prompt_length or prompt, settings.max_new_tokens
+        return prompt, answer + 1
 
 
-def prepare(settings, given=frozenset()):
-    """settings, and the names of those the user gave -> Prepared. Raises SnugError."""
-    if settings.cuda_allocator and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the same by its older name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", settings.cuda_allocator)  # read when torch is imported
-    task = make_task(settings)
+def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset()) -> Prepared:
+    """given: the names of the options that the user gave. Raises SnugError."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # torch reads it when it is imported
     grpo = isinstance(settings, GRPOSettings)
-    if grpo and settings.beta and not settings.init_from:
+    task = make_task(settings, demonstrations=not grpo)
+    if settings.beta and not settings.init_from:
         raise SnugError(f"beta={settings.beta} needs a reference: set init_from, or --beta=0")
-    if settings.init_from and Path(settings.init_from).resolve() == Path(settings.out_dir).resolve():
-        raise SnugError(f"init_from and out_dir are both {settings.out_dir}; choose another out_dir")
-    if settings.init_from and Path(settings.out_dir).resolve() in Path(settings.init_from).resolve().parents:
-        raise SnugError(
-            f"init_from={settings.init_from} is in out_dir={settings.out_dir}, which a new run moves away; choose another out_dir"
-        )
-    warm_start = prepare_warm_start(settings) if grpo and not is_finished(settings) else None
-    if warm_start:
-        shape, tokenizer = warm_start.shape, warm_start.tokenizer
-        refuse_contradictions(settings, given, shape, tokenizer.name, settings.init_config)
-    else:
-        shape, tokenizer = starting_point(settings, given, task)
+    if settings.init_from:
+        source, out_dir = Path(settings.init_from).resolve(), Path(settings.out_dir).resolve()
+        if out_dir == source:
+            raise SnugError(f"init_from and out_dir are both {settings.out_dir}; choose another out_dir")
+        if out_dir in source.parents:
+            advice = "which a new run moves away; choose another out_dir"
+            raise SnugError(f"init_from={settings.init_from} is in out_dir={settings.out_dir}, {advice}")
+    resume = open_checkpoint(settings.out_dir) if settings.resume == "auto" and checkpoints(settings.out_dir) else None
+    if resume:
+        refuse_changes(settings, task, resume)
+    origin, warm_start = find_origin(settings, resume)
+    shape, tokenizer = shape_and_tokenizer(settings, given, resume or origin, warm_start)
     shape = shape | {"vocab_size": shape.get("vocab_size") or tokenizer.n_vocab, "n_vocab": tokenizer.n_vocab}
     if shape["vocab_size"] < tokenizer.n_vocab:
-        raise SnugError(
-            f"vocab_size={shape['vocab_size']}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; leave vocab_size out"
-        )
+        seen = f"vocab_size={shape['vocab_size']}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids"
+        raise SnugError(f"{seen}; leave vocab_size out")
     if settings.lora_rank > shape["n_embd"]:
-        raise SnugError(
-            f"lora_rank={settings.lora_rank} is above n_embd={shape['n_embd']}: it is to be far below, such as --lora_rank=16"
-        )
-    prepared = Prepared(settings, task, tokenizer, shape, [], warm_start)
-    check_lengths(prepared, shape["block_size"])
-    if grpo:
-        prepared.reward_funcs, prepared.reward_weights = rewards_of(settings, task)
+        raise SnugError(f"lora_rank={settings.lora_rank} is above n_embd={shape['n_embd']}; try --lora_rank=16")
+    functions, weights = rewards_of(settings, task) if grpo else ([], [])
+    prepared = Prepared(settings, task, tokenizer, shape, functions, warm_start, weights, resume, origin)
+    check_lengths(prepared)
     return prepared
 
 
-def rewards_of(settings, task):
-    """-> the functions that score completions, and their weights (empty: 1 each): the user's, or else the task's own."""
+def refuse_changes(settings: SFTSettings | GRPOSettings, task: Task, resume: Checkpoint) -> None:
+    """A resumed run keeps its task, its data and its adapters. Raises SnugError."""
+    before = settings_of(resume.state)
+    names = PROBLEM + (ADAPTERS if settings.lora_rank or before.lora_rank else [])
+    values = {name: (getattr(before, name), getattr(settings, name)) for name in names}
+    changed = [f"{name} was {was!r}, is {now!r}" for name, (was, now) in values.items() if was != now]
+    what = f"is of another task: {'; '.join(changed)}" if changed else ""
+    if not changed and task.fingerprint() != resume.state["data"]:
+        what = "is of other data: data_file, test_file or the generators' package has changed"
+    if what:
+        raise SnugError(f"{resume.path} {what}; put it back, or start anew in another out_dir")
+
+
+def find_origin(settings, resume: Checkpoint | None) -> tuple[Checkpoint | Path | None, Prepared | None]:
+    """-> (the weights in init_from, opened; the warm start that makes them), either may be None. Raises SnugError."""
+    init_from = settings.init_from
+    if resume and settings.lora_rank:
+        return checkpoint.base_of(resume, init_from), None
+    if not init_from or resume and not settings.beta:
+        return None, None
+    if is_pretrained(init_from):
+        # A plan needs only config.json.
+        return (Path(init_from) if settings.plan else checkpoint.open_weights(init_from)), None
+    makes_it = isinstance(settings, GRPOSettings) and settings.init_config and not is_checkpoint(init_from)
+    if makes_it and not checkpoints(init_from):
+        return None, prepare_warm_start(settings)
+    origin = open_checkpoint(init_from)
+    its = settings_of(origin.state)
+    if makes_it and origin.state["iteration"] < its.max_iters:
+        return None, prepare_warm_start(settings)
+    if not resume and settings.eval_split == "tune" != its.eval_split and its.task == settings.task:
+        advice = "was trained on its prompts; make it with --eval_split=tune too"
+        raise SnugError(f"eval_split=tune, but init_from={init_from} {advice}")
+    return origin, None
+
+
+def prepare_warm_start(settings: GRPOSettings) -> Prepared:
+    """The SFT run of init_config, with this run's seed and device; resumed if it was stopped. Raises SnugError."""
+    names = ["seed", "device", "eval_split"] + (["memory_budget_gb"] if settings.memory_budget_gb else [])
+    own = {name: getattr(settings, name) for name in names} | {"out_dir": settings.init_from, "resume": "auto"}
+    words = [f"--{name}={value}" for name, value in own.items()]
+    warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, *words])[:2])
+    for name in PROBLEM:
+        ours, theirs = getattr(settings, name), getattr(warm_start.settings, name)
+        if ours != theirs and name not in ("demonstration_noise", "format_reward"):
+            seen = f"{name}={ours!r}, but the warm start {settings.init_config} has {theirs!r}"
+            raise SnugError(f"{seen}; make them the same")
+    return warm_start
+
+
+def shape_and_tokenizer(settings, given: Set[str], source: Checkpoint | Path | None, warm_start: Prepared | None):
+    """-> (GPTConfig's keywords, the Tokenizer): the source's, the warm start's, or as the options say."""
+    if isinstance(source, Checkpoint):
+        shape, tokenizer, named = source.state["model_config"], checkpoint.tokenizer_of(*source), source.path
+    elif source:  # its own tokenizer, unless it has none and the user names one
+        own = (source / "tokenizer.json").is_file() or "tokenizer" not in given
+        shape, tokenizer, named = read_shape(source), get_tokenizer(str(source) if own else settings.tokenizer), source
+    elif warm_start:
+        shape, tokenizer, named = warm_start.shape, warm_start.tokenizer, settings.init_config
+    else:
+        return {name: getattr(settings, name) for name in SHAPE}, get_tokenizer(settings.tokenizer)
+    refuse_contradictions(settings, given, shape, tokenizer.name, named)
+    return shape, tokenizer
+
+
+def refuse_contradictions(settings, given: Set[str], shape: dict, tokenizer_name: str, source: str | Path) -> None:
+    """Shape and tokenizer come from `source`; the options that the user gave must agree. Raises SnugError."""
+    theirs = {f.name: f.default for f in fields(ModelOptions)} | shape | {"tokenizer": tokenizer_name}
+    for name in sorted(given & {*SHAPE, "tokenizer"}):
+        ours = getattr(settings, name)
+        if ours == theirs[name] or name in ("vocab_size", "n_kv_head", "n_hidden") and not ours:  # 0: derived
+            continue
+        if name == "tokenizer" and get_tokenizer(ours).name == theirs[name]:  # a folder, and the name of what is in it
+            continue
+        raise SnugError(f"{name}={ours!r}, but {source} has {theirs[name]!r}; leave {name} out")
+
+
+def rewards_of(settings: GRPOSettings, task: Task) -> tuple[list[Callable], list[float]]:
+    """-> the functions that score completions, the user's or the task's, and their weights (empty: 1 each)."""
     if settings.reward_funcs:
         return [load_reward_function(spec) for spec in settings.reward_funcs], settings.reward_weights
+    if not task.scored:
+        missing = f"data_file={settings.data_file} has no column answer to score completions by"
+        raise SnugError(f"{missing}; add it, or reward_funcs")
     functions, weights = map(list, zip(*task.reward_functions(), strict=True))
     return functions, [] if set(weights) == {1.0} else weights
 
 
-def is_finished(settings):
-    """Is there no warm start to be made: none is wanted, or the run in init_from has done all its iterations?"""
-    if not settings.init_from or not settings.init_config or is_pretrained(settings.init_from):
-        return True
-    if not Path(settings.init_from).is_dir() or not (
-        is_checkpoint(settings.init_from) or checkpoints(settings.init_from)
-    ):
-        return False
-    state = read_state(newest(settings.init_from))
-    return is_checkpoint(settings.init_from) or state["iteration"] >= state["settings"].get("max_iters", 0)
-
-
-def prepare_warm_start(settings):
-    """The SFT run that init_config describes, on this run's task, with its seed and device; taken up where it was left."""
-    own = {
-        "out_dir": settings.init_from,
-        "resume": "auto",
-        "seed": settings.seed,
-        "device": settings.device,
-        "eval_split": settings.eval_split,
-    }
-    own |= {"memory_budget_gb": settings.memory_budget_gb} if settings.memory_budget_gb else {}
-    words = [f"--{name}={value}" for name, value in own.items()]
-    warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, *words])[:2])
-    for f in fields(TaskOptions):
-        ours, theirs = getattr(settings, f.name), getattr(warm_start.settings, f.name)
-        if ours != theirs and f.name not in ("demonstration_noise", "format_reward", *NO_PROBLEM):
-            raise SnugError(
-                f"{f.name}={ours!r}, but the warm start {settings.init_config} has {theirs!r}; make them the same"
-            )
-    return warm_start
-
-
-def starting_point(settings, given, task):
-    """-> (the model's shape, the tokenizer): the checkpoint's or the Hugging Face folder's, where there is one to resume or to start from."""
-    if not resume_path(settings) and is_pretrained(settings.init_from):
-        return pretrained_point(settings, given)
-    path = resume_path(settings) or (newest(settings.init_from) if settings.init_from else None)
-    if path is None:
-        return {f.name: getattr(settings, f.name) for f in fields(ModelOptions)}, get_tokenizer(settings.tokenizer)
-    state = read_state(path)
-    refuse_contradictions(settings, given, state["model_config"], state["tokenizer"], path)
-    tokenizer = tokenizer_of(path, state)
-    if (
-        path != resume_path(settings)
-        and settings.eval_split == "tune"
-        and state["settings"].get("task") == settings.task
-    ):
-        if state["settings"].get("eval_split") != "tune":
-            raise SnugError(
-                f"eval_split=tune, but init_from={settings.init_from} was trained on its prompts; make it with --eval_split=tune too"
-            )
-    if path == resume_path(settings):
-        refuse_other_adapters(settings, state["settings"], path)
-        refuse_another_task(settings, state["settings"], path)
-        if task.fingerprint() != state["data"]:
-            raise SnugError(
-                f"{path} is of other data: data_file, test_file or the generators' package has changed; put it back, or start anew in another out_dir"
-            )
-    return state["model_config"], tokenizer
-
-
-def pretrained_point(settings, given):
-    """The same of the Hugging Face folder init_from, whose tokenizer is its own, unless it has none and the user names one."""
-    folder = Path(settings.init_from)
-    if not settings.plan:  # which config.json and a tokenizer are enough for
-        look_at_weights(folder)
-    own = (folder / "tokenizer.json").is_file() or "tokenizer" not in given
-    shape, tokenizer = read_shape(folder), get_tokenizer(str(folder) if own else settings.tokenizer)
-    refuse_contradictions(settings, given, shape, tokenizer.name, folder)
-    return shape, tokenizer
-
-
-def refuse_other_adapters(settings, before, source):
-    """A run goes on with the adapters that it began with: another rank or scale is another model."""
-    for name in ("lora_rank", "lora_alpha", "lora_target_modules"):
-        was, now = before.get(name, getattr(type(settings)(), name)), getattr(settings, name)
-        if was != now and (settings.lora_rank or before.get("lora_rank")):
-            raise SnugError(f"{source}: {name} was {was!r}, is {now!r}; put it back, or start anew in another out_dir")
-
-
-def refuse_another_task(settings, before, source):
-    """A run goes on with the task that it began with."""
-    names = [f.name for f in fields(TaskOptions) if f.name not in NO_PROBLEM]
-    changed = [
-        f"{name} was {before[name]!r}, is {getattr(settings, name)!r}"
-        for name in names
-        if before.get(name, getattr(settings, name)) != getattr(settings, name)
-    ]
-    if changed:
-        raise SnugError(
-            f"{source} is of another task: {'; '.join(changed)}; put it back, or start anew in another out_dir"
-        )
-
-
-def refuse_contradictions(settings, given, shape, tokenizer_name, source):
-    """The shape and the tokenizer come from `source`; what the user gave must not say otherwise."""
-    shape = {f.name: f.default for f in fields(ModelOptions)} | shape
-    for name in sorted(given & ({f.name for f in fields(ModelOptions)} | {"tokenizer"})):
-        theirs = tokenizer_name if name == "tokenizer" else shape[name]
-        if (
-            name == "tokenizer" and get_tokenizer(settings.tokenizer).name == theirs
-        ):  # a folder's path, and the name of what is in it
-            continue
-        derived = name in ("vocab_size", "n_kv_head", "n_hidden") and not getattr(
-            settings, name
-        )  # 0: whatever follows from the others
-        if theirs != getattr(settings, name) and not derived:
-            raise SnugError(f"{name}={getattr(settings, name)!r}, but {source} has {theirs!r}; leave {name} out")
-
-
-def check_lengths(prepared, block_size):
-    """Prompt and completion have to fit into block_size."""
-    settings, (prompt, completion) = prepared.settings, prepared.longest(prepared.settings)
-    grpo = isinstance(settings, GRPOSettings)
-    what = f"max_new_tokens={settings.max_new_tokens}" if grpo else f"demonstrations of up to {completion} tokens"
+def check_lengths(prepared: Prepared) -> None:
+    """Prompt and completion must fit into block_size. Raises SnugError."""
+    settings, block_size = prepared.settings, prepared.shape["block_size"]
+    prompt, completion = prepared.longest(settings)
     if prompt + completion > block_size:
-        raise SnugError(
-            f"prompts of {settings.task} have up to {prompt} tokens; with {what} that is {prompt + completion}, more than "
-            f"block_size={block_size}"
-        )
+        grpo = isinstance(settings, GRPOSettings)
+        what = f"max_new_tokens={settings.max_new_tokens}" if grpo else f"demonstrations of up to {completion} tokens"
+        seen = f"prompts of {settings.task} have up to {prompt} tokens; with {what} that is {prompt + completion}"
+        raise SnugError(f"{seen}, more than block_size={block_size}")

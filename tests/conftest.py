@@ -22,9 +22,8 @@ LLAMA = dict(
 )
 SHAPES = {"gpt2": GPT2, "llama": LLAMA}
 
-torch.set_num_threads(
-    1 if "PYTEST_XDIST_WORKER" in os.environ else 2
-)  # several processes, each with threads that wait for one another, crawl
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes whose threads wait for one another crawl
+    torch.set_num_threads(1)
 
 
 def make_model(shape="gpt2", seed=0, dtype=torch.float32, **changes):

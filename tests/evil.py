@@ -1,4 +1,4 @@
-"""A target for data/sandbox.py whose scorer executes whatever it is given, and whose keeper can be told to misbehave."""
+"""A target for data/gym/sandbox.py whose scorer executes whatever it is given, and whose keeper can be told to misbehave."""
 
 import os
 import sys
@@ -29,17 +29,7 @@ class Evil:
             return "x" * 2**23
         if item == "print":
             print('{"id": 1, "value": 1.0}', flush=True)
-        if item == "forge":
-            self.forge()
         return item
-
-    def forge(self):
-        """A reply to a request that was not made."""
-        for fd in range(3, 20):
-            try:
-                os.write(fd, b'{"id": 12345, "value": 1.0}\n')
-            except OSError:
-                pass
 
     def prepare(self, item):
         return item

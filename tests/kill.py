@@ -34,8 +34,9 @@ def slow(path):
     flush(path)
 checkpoint.flush = slow
 import grpo
-from prepare import prepare
-from settings import GRPOSettings, read_settings
+from runs.prepare import prepare
+from options import read_settings
+from settings import GRPOSettings
 print("started", flush=True)
 prepared = prepare(*read_settings(GRPOSettings, sys.argv[1:])[:2])
 prepared.reward_funcs = [lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 for c in completions]]  # an untrained model's differ

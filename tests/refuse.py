@@ -19,111 +19,74 @@ sys.path.insert(0, str(HOME))
 from options import fields, type_of  # noqa: E402
 from settings import GRPOSettings, SFTSettings  # noqa: E402
 
-COMBINATIONS = [  # loop, words, the option that has to be named; {n} is drawn
-    ("both", "--n_embd={n} --n_head=7", "n_head", lambda r: 7 * r.randrange(2, 50) + r.randrange(1, 7)),
-    ("both", "--n_head=6 --n_embd=96 --n_kv_head={n}", "n_kv_head", lambda r: r.choice([4, 5, 7, 8])),
-    ("both", "--n_head=4 --n_embd={n} --position=rotary", "n_embd", lambda r: 4 * (2 * r.randrange(2, 40) + 1)),
-    ("both", "--seed={n}", "seed", lambda r: 2**31 + r.randrange(2**40)),
+BOTH = [  # words, the option that has to be named, values of {n}
+    ("--n_embd={n} --n_head=7", "n_head", [15, 29, 64, 100]),
+    ("--n_head=6 --n_embd=96 --n_kv_head={n}", "n_kv_head", [4, 5, 7, 8]),
+    ("--n_head=4 --n_embd={n} --position=rotary", "n_embd", [12, 20, 100]),
+    ("--seed={n}", "seed", [2**31, 2**40]),
+    ("--demonstration_noise={n}", "demonstration_noise", [1.001, 2]),
+    ("--adam_beta1={n}", "adam_beta1", [1, 1.5]),
+    ("--adam_beta2={n}", "adam_beta2", [1, 1.5]),
+    ("--activation_offload --logits_chunk_mb={n}", "activation_offload", [1, 99]),
+    ("--param_dtype=bfloat16 --seed={n}", "param_dtype", [3]),
+    ("--memory_budget_gb={n}", "memory_budget_gb", ["-1", "0", "much", "nan", "inf", "8GB"]),
+    ("--task=countdown --countdown_min_numbers={n} --countdown_max_numbers=3", "countdown_min_numbers", [4, 9]),
+    ("--task=countdown --countdown_operators={n}", "countdown_operators", ["", "%", "+-^", "plus"]),
+    ("--task=countdown --countdown_max_number={n} --countdown_max_target=1 --countdown_operators=/", "countdown", [2]),
+    ("--report_to={n}", "report_to", ["mlflow", "tensorbord", "wandb,none"]),
+    ("--vocab_size={n}", "vocab_size", [1, 100, 256]),
+    ("--block_size={n}", "block_size", [2, 24]),
+    ("--digits={n}", "digits", [1001, 9999]),
+    ("--task=jsonl --digits={n}", "data_file", [3]),
+    ("--data_file=rows{n}.jsonl", "data_file", [1, 2]),
+    ("--task=jsonl --data_file=no/such/file{n}.jsonl", "no/such/file", [1, 2]),
+    ("--system_prompt={n}", "system_prompt", ["Be brief.", "x"]),
+    ("--out_dir=out/x{n} --init_from=out/x{n}", "init_from", [1, 2]),
+    ("--init_from=out/no_such_run_{n}", "out/no_such_run", [1, 2]),
+    ("--cuda_allocator={n}", "cuda_allocator", ["", "x"]),
+]
+GRPO = [
+    ("--group_size={n}", "group_size", [1]),
+    ("--train_batch_size={n}", "train_batch_size", [3, 100, 1000, 2048]),
+    ("--delta={n}", "delta", [1, 1.1, 1.2]),
+    ("--epsilon_high=0.5 --delta={n}", "delta", [1.2, 1.5]),
     (
-        "both",
-        "--gradient_accumulation_steps={n} --max_tokens_per_micro_batch=512",
-        "gradient_accumulation_steps",
-        lambda r: 2 ** r.randrange(1, 5),
-    ),
-    ("both", "--demonstration_noise={n}", "demonstration_noise", lambda r: 1 + r.random() + 1e-3),
-    ("both", "--adam_beta1={n}", "adam_beta1", lambda r: 1 + r.random()),
-    ("both", "--adam_beta2={n}", "adam_beta2", lambda r: 1 + r.random()),
-    ("both", "--activation_offload --logits_chunk_mb={n}", "activation_offload", lambda r: r.randrange(1, 99)),
-    ("both", "--param_dtype=bfloat16 --seed={n}", "param_dtype", lambda r: r.randrange(99)),
-    (
-        "both",
-        "--memory_budget_gb={n}",
-        "memory_budget_gb",
-        lambda r: r.choice(["-1", "0", "much", "nan", "inf", "8GB"]),
-    ),
-    (
-        "both",
-        "--countdown_min_numbers={n} --countdown_max_numbers=3",
-        "countdown_min_numbers",
-        lambda r: r.randrange(4, 9),
-    ),
-    ("both", "--countdown_operators={n}", "countdown_operators", lambda r: r.choice(["", "%", "+-^", "plus"])),
-    ("both", "--report_to={n}", "report_to", lambda r: r.choice(["mlflow", "tensorbord", "wandb,none"])),
-    ("both", "--vocab_size={n}", "vocab_size", lambda r: r.randrange(1, 257)),
-    ("both", "--block_size={n}", "block_size", lambda r: r.randrange(2, 25)),
-    ("both", "--digits={n}", "digits", lambda r: r.randrange(1001, 9999)),
-    ("both", "--task=jsonl --digits={n}", "data_file", lambda r: r.randrange(1, 9)),
-    ("both", "--data_file=rows{n}.jsonl", "data_file", lambda r: r.randrange(99)),
-    ("both", "--task=jsonl --data_file=no/such/file{n}.jsonl", "no/such/file", lambda r: r.randrange(99)),
-    (
-        "both",
-        "--task=countdown --countdown_max_number={n} --countdown_min_numbers=2 --countdown_max_numbers=2 --countdown_operators=/",
-        "countdown",
-        lambda r: 2,
-    ),
-    ("both", "--out_dir=out/x{n} --init_from=out/x{n}", "init_from", lambda r: r.randrange(99)),
-    ("both", "--init_from=out/no_such_run_{n}", "out/no_such_run", lambda r: r.randrange(99)),
-    (
-        "sft",
-        "--batch_size=128 --gradient_accumulation_steps={n}",
-        "gradient_accumulation_steps",
-        lambda r: r.choice([3, 5, 7, 129, 256]),
-    ),
-    ("grpo", "--group_size={n}", "group_size", lambda r: r.choice([1])),
-    ("grpo", "--train_batch_size={n}", "train_batch_size", lambda r: r.choice([3, 100, 1000, 2048])),
-    (
-        "grpo",
-        "--train_batch_size=128 --gradient_accumulation_steps={n}",
-        "gradient_accumulation_steps",
-        lambda r: r.choice([3, 5, 256]),
-    ),
-    ("grpo", "--delta={n}", "delta", lambda r: 1 + 0.2 * r.random()),
-    ("grpo", "--epsilon_high=0.5 --delta={n}", "delta", lambda r: 1.2 + 0.3 * r.random()),
-    (
-        "grpo",
         "--reward_funcs={n}",
         "reward_funcs",
-        lambda r: r.choice(["short", "a:", ":b", "no_such_module:f", "json:no_such", "os:name", "a b:c"]),
+        ["short", "a:", ":b", "no_such_module:f", "json:no_such", "os:name", "a b:c"],
     ),
-    ("grpo", "--beta={n}", "beta", lambda r: r.random() + 1e-3),
-    ("grpo", "--max_new_tokens={n}", "max_new_tokens", lambda r: r.randrange(64, 999)),
-    ("grpo", "--max_prompt_length={n}", "block_size", lambda r: r.randrange(33, 99)),
+    ("--beta={n}", "beta", [0.001, 1]),
+    ("--max_new_tokens={n}", "max_new_tokens", [64, 999]),
+    ("--max_prompt_length={n}", "block_size", [33, 99]),
 ]
 
 
 def single(rng, cls):
     """One option with a value that its own type, minimum or choices forbid -> (words, the option)."""
     name = rng.choice(list(fields(cls)))
-    kind, optional = type_of(cls, name)
-    metadata = fields(cls)[name].metadata
-    if metadata["choices"]:
-        return [f"--{name}={rng.choice(['nothing', 'None', '7', metadata['choices'][0] + 'x'])}"], name
-    if kind is bool:
-        return [f"--{name}={rng.choice(['yes', '2', 'on', 'tru'])}"], name
-    if kind is int or kind is float:
-        bad = ["many", "1e", "--", "0x1f", "1,5"] + (
-            ["nan", "inf", "-inf", "1e999"] if kind is float else ["1.5", "1e3"]
-        )
-        if metadata["minimum"] is not None:
-            bad += [str(metadata["minimum"] - rng.randrange(1, 99))] * 5
-        return [f"--{name}={rng.choice(bad)}"], name
-    return [f"--{name}s{rng.randrange(9)}=1"], name  # text takes anything, but the name has to be right
+    kind, limits = type_of(cls, name)[0], fields(cls)[name].metadata
+    if limits["choices"]:
+        bad = ["nothing", "None", "7", limits["choices"][0] + "x"]
+    elif kind is bool:
+        bad = ["yes", "2", "on", "tru"]
+    elif kind in (int, float):
+        bad = ["many", "1e", "0x1f", "1,5", *([str(limits["minimum"] - rng.randrange(1, 99))] * 5)]
+        bad += ["nan", "inf", "-inf", "1e999"] if kind is float else ["1.5", "1e3"]
+    else:
+        return [f"--{name}s{rng.randrange(9)}=1"], name  # text takes anything, but the name has to be right
+    return [f"--{name}={rng.choice(bad)}"], name
 
 
 def draw(rng):
     """-> (settings class, words, what the answer has to name), with some valid options around."""
     cls = rng.choice([SFTSettings, GRPOSettings])
-    around = rng.sample(
-        ["--learning_rate=1e-4", "--weight_decay=0.1", "--warmup_iters=3", "--eval_prompts=7", "--norm=rmsnorm"],
-        rng.randrange(4),
-    )
+    valid = ["--learning_rate=1e-4", "--weight_decay=0.1", "--warmup_iters=3", "--eval_prompts=7", "--norm=rmsnorm"]
+    around = rng.sample(valid, rng.randrange(4))
     if rng.random() < 0.5:
         words, name = single(rng, cls)
     else:
-        loop, text, name, number = rng.choice(
-            [c for c in COMBINATIONS if c[0] in ("both", "grpo" if cls is GRPOSettings else "sft")]
-        )
-        n = str(number(rng))
+        text, name, values = rng.choice(BOTH + GRPO if cls is GRPOSettings else BOTH)
+        n = str(rng.choice(values))
         words = [word.replace("{n}", n) for word in text.split()]  # the value may have spaces
     return cls, around + words, name
 

@@ -19,19 +19,23 @@ from conftest import make_model
 from test_grpo import run, tiny
 
 import grpo
-import grpo as collect
 import train_sft
 from options import SnugError
-from runs import checkpoint
+from runs import checkpoint, loading
 from runs.log import read_log
 from runs.prepare import prepare
 from runs.saver import Saver
 from settings import SFTSettings
 from tokenizer import get_tokenizer
 from training.guard import Guard
+from training.loop import StopAfterIteration
 from training.optimizer import make_optimizer, optimizer_step
 
 HOME = Path(__file__).parent.parent
+
+
+def progress(guard, scores=None):
+    return dict(health=dict(guard.health), after_oom={}, scores=scores or {}, extra_prompts=0)
 
 
 def saved(tmp_path, shape="gpt2", iteration=7, limit=2, scores=None):
@@ -43,7 +47,7 @@ def saved(tmp_path, shape="gpt2", iteration=7, limit=2, scores=None):
         optimizer_step(model, optimizer, 1e-3, 1.0)
     settings = SFTSettings(seed=4, out_dir=str(tmp_path), save_total_limit=limit)
     saver = Saver(settings, get_tokenizer("bytes"), model.device, print)
-    saver.save(iteration, model, optimizer, Guard(settings, None, print), scores, last=True)
+    saver.save(iteration, model, optimizer, progress(Guard(settings, None, print), scores), last=True)
     return model, optimizer, checkpoint.newest(tmp_path)
 
 
@@ -54,10 +58,11 @@ def test_weights_moments_and_generators_come_back(tmp_path, shape):
     torch.manual_seed(99)
     other = make_model(shape, seed=5)
     other_optimizer = make_optimizer(other, SFTSettings())
-    checkpoint.load_weights(path, other)
-    checkpoint.load_optimizer(path, other, other_optimizer)
-    state = checkpoint.read_state(path)
-    checkpoint.restore_generators(state["generators"], other.device)
+    opened = checkpoint.open_checkpoint(path)
+    loading.load_weights(opened, other)
+    loading.load_optimizer(opened, other, other_optimizer)
+    state = opened.state
+    loading.restore_generators(state["generators"], other.device)
     assert torch.get_rng_state().equal(expected)
     assert (state["iteration"], state["settings"]["seed"], state["tokenizer"], state["optimizer_steps"]) == (
         7,
@@ -84,38 +89,47 @@ def test_a_save_that_dies_leaves_the_one_before(tmp_path, monkeypatch):
     assert saved(tmp_path, iteration=4)[2].name == "checkpoint-000004"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-@pytest.mark.parametrize("damage", ["missing", "cut", "empty", "pickle", "header"])
-def test_a_damaged_file_is_named(tmp_path, name, damage):
+def test_a_damaged_file_is_named(tmp_path):
     _, _, path = saved(tmp_path)
-    file = path / name
-    content = file.read_bytes()
-    file.unlink()
-    if damage != "missing":
-        file.write_bytes(
-            {
-                "cut": content[:-100],
-                "empty": b"",
-                "pickle": pickle.dumps({"a": 1}),
-                "header": b"\xff" * 8 + content[8:],
-            }[damage]
-        )
-    with pytest.raises(SnugError, match=name):
-        checkpoint.load_run(tmp_path, "cpu")
+    for name, damage in (
+        ("model.safetensors", lambda content: pickle.dumps({"a": 1})),
+        ("optimizer.safetensors", lambda content: content[:-100]),
+        ("model.safetensors", lambda content: b"\xff" * 8 + content[8:]),
+        ("state.json", lambda content: b""),
+    ):
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(damage(content))
+        with pytest.raises(SnugError, match=name):
+            loading.load_run(tmp_path, "cpu")
+        (path / name).write_bytes(content)
+    (path / "optimizer.safetensors").unlink()
+    with pytest.raises(SnugError, match="optimizer.safetensors"):
+        loading.load_run(tmp_path, "cpu")
+
+
+def test_a_state_of_another_version_is_refused_in_one_line(tmp_path):
+    """The code that wrote it did not know of health; and one that kept the prompt cursor in there is still read."""
+    _, _, path = saved(tmp_path)
+    state = json.loads((path / "state.json").read_text())
+    del state["extra_prompts"]
+    state["health"]["extra_prompts"] = 12
+    (path / "state.json").write_text(json.dumps(state))
+    checkpoint.seal(path)
+    assert checkpoint.open_checkpoint(tmp_path).state["extra_prompts"] == 12
+    del state["health"]
+    (path / "state.json").write_text(json.dumps(state))
+    checkpoint.seal(path)
+    with pytest.raises(SnugError, match="checkpoint-000007: state.json has no health: it is of a version"):
+        loading.load_run(tmp_path, "cpu")
 
 
 def test_what_does_not_fit_is_named(tmp_path):
     _, _, path = saved(tmp_path)
+    opened = checkpoint.open_checkpoint(path)
     with pytest.raises(SnugError, match=r"does not fit the model; missing \['blocks.2.attention.proj.bias'"):
-        checkpoint.load_weights(path, make_model("gpt2", n_layer=3))
+        loading.load_weights(opened, make_model("gpt2", n_layer=3))
     with pytest.raises(SnugError, match=r"embedding.weight has shape \(67, 32\), the model \(68, 32\)"):
-        checkpoint.load_weights(path, make_model("gpt2", vocab_size=68))
-    state = json.loads((path / "state.json").read_text())
-    state["model_config"]["n_heads"] = 3
-    (path / "state.json").write_text(json.dumps(state))
-    checkpoint.seal(path)
-    with pytest.raises(SnugError, match="n_heads"):
-        checkpoint.load_run(tmp_path, "cpu")
+        loading.load_weights(opened, make_model("gpt2", vocab_size=68))
 
 
 def test_no_run_and_no_checkpoint_are_told_apart(tmp_path):
@@ -166,7 +180,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
     """Bits flipped and files cut, anywhere: never loaded, never an error while there is another."""
     before, path = saved(tmp_path, iteration=2)[2], saved(tmp_path, iteration=4)[2]
     rng = random.Random(0)
-    for _ in range(300):
+    for _ in range(60):
         file = path / rng.choice(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
         whole = file.read_bytes()
         at = rng.randrange(len(whole))
@@ -179,7 +193,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
         harmless = file.name == "manifest.json" and same_json(damaged, whole)
         assert checkpoint.newest(tmp_path) == (path if harmless else before)
         file.write_bytes(whole)
-        checkpoint.checked.clear()
     notes = capsys.readouterr().err
     assert "checkpoint-000004" in notes and "; checkpoint-000002 is used" in notes
     (path / "model.safetensors").write_bytes(b"")
@@ -201,7 +214,7 @@ def test_every_generator_comes_back(tmp_path):
     saved(tmp_path)
     expected = random.random(), np.random.rand(), float(torch.rand(()))
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    checkpoint.restore_generators(checkpoint.read_state(checkpoint.newest(tmp_path))["generators"], torch.device("cpu"))
+    loading.restore_generators(checkpoint.read_state(checkpoint.newest(tmp_path))["generators"], torch.device("cpu"))
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected
 
 
@@ -218,11 +231,20 @@ def test_a_resumed_run_keeps_its_task_and_tells_what_else_changed(tmp_path, caps
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path, number):
+def test_signals_are_noted_until_the_second_ctrl_c():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), StopAfterIteration() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert stop.by == "SIGTERM"
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path, number=signal.SIGINT):
     """Exit code 0, a checkpoint, and the same end as a run that was let alone."""
-    sft, _ = tiny(tmp_path, max_iters=300)
-    sft = dataclasses.replace(sft, max_iters=300, save_interval=0, eval_prompts=0)
+    sft, _ = tiny(tmp_path)
+    sft = dataclasses.replace(sft, max_iters=150, save_interval=0, eval_prompts=0)
     whole = dataclasses.replace(sft, out_dir=str(tmp_path / "whole"))
     train_sft.main(prepare(whole))
     words = [f"--{name}={value}" for name, value in dataclasses.asdict(sft).items() if value not in ("", None, [])]
@@ -237,7 +259,7 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
     assert (
         child.returncode == 0 and f"stopped by {number.name} after iteration " in out and "--resume=auto goes on" in out
     ), err
-    assert 4 <= checkpoint.read_state(checkpoint.newest(sft.out_dir))["iteration"] < 300
+    assert 4 <= checkpoint.read_state(checkpoint.newest(sft.out_dir))["iteration"] < 150
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto")))
     assert figures(sft.out_dir) == figures(whole.out_dir)
     ours, theirs = (checkpoint.newest(folder) / "model.safetensors" for folder in (sft.out_dir, whole.out_dir))
@@ -251,27 +273,27 @@ OPTIMIZERS = [
 ]
 HALVED = dict(dtype="bfloat16", param_dtype="bfloat16")
 OPTIMIZERS += [HALVED | dict(optimizer_device="host"), HALVED | dict(optimizer_dtype="bfloat16", grad_offload=True)]
-CUTS = [4, 7, 13]  # after an evaluation, after an out-of-memory in training, after one in a rollout
+CUTS = [4, 6, 8]  # after an evaluation, after an out-of-memory in training, after one in a rollout
 
 
 def out_of_memory_at(monkeypatch, train, rollout):
     """A device on which one iteration's training, and another's rollout, do not fit in one piece."""
-    original = collect.rollout, grpo.accumulate
+    original = grpo.sample_rows, grpo.accumulate_gradient
     now = []
 
-    def rolled(iteration, model, prepared, *rest):
+    def rolled(model, prepared, rows, iteration, turn, max_batch):
         now[:] = [iteration]
-        if iteration == rollout and not prepared.settings.max_rollout_batch:
+        if iteration == rollout and not max_batch:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return original[0](iteration, model, prepared, *rest)
+        return original[0](model, prepared, rows, iteration, turn, max_batch)
 
-    def accumulated(model, rollouts, select, settings, most=None):
-        if now == [train] and not settings.max_tokens_per_micro_batch:
+    def accumulated(model, rollouts, cut, step, settings):
+        if now == [train] and len(cut.steps[step]) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return original[1](model, rollouts, select, settings, most)
+        return original[1](model, rollouts, cut, step, settings)
 
-    monkeypatch.setattr(collect, "rollout", rolled)
-    monkeypatch.setattr(grpo, "accumulate", accumulated)
+    monkeypatch.setattr(grpo, "sample_rows", rolled)
+    monkeypatch.setattr(grpo, "accumulate_gradient", accumulated)
 
 
 def reward_that_draws(prompts, completions, **columns):
@@ -279,13 +301,13 @@ def reward_that_draws(prompts, completions, **columns):
     return [sum(map(ord, c)) % 7 / 7 + random.random() + np.random.rand() + float(torch.rand(())) for c in completions]
 
 
-LONG = [pytest.param(options, range(1, 21), 21, marks=pytest.mark.long) for options in OPTIMIZERS]
+LONG = [pytest.param(options, range(1, 14), 14, marks=pytest.mark.long) for options in OPTIMIZERS]
 
 
-@pytest.mark.parametrize("options, cuts, iters", [(OPTIMIZERS[0], CUTS, 15), (OPTIMIZERS[3], CUTS, 15), *LONG])
+@pytest.mark.parametrize("options, cuts, iters", [(OPTIMIZERS[0], CUTS, 9), (OPTIMIZERS[3], [6], 9), *LONG])
 def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, cuts, iters):
     """The uninterrupted run's checkpoint number `cut` is all that is left, beside logs that went on: the rest comes out the same."""
-    out_of_memory_at(monkeypatch, train=6, rollout=12)
+    out_of_memory_at(monkeypatch, train=5, rollout=7)
     changes = dict(
         max_iters=iters, eval_interval=4, save_interval=1, save_total_limit=99, lr_schedule="linear", train_batch_size=8
     )
@@ -316,7 +338,7 @@ def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, 
             ours, theirs = (safetensors.torch.load_file(folder / name) for folder in (resumed, whole))
             assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
         ours, theirs = (checkpoint.read_state(folder) for folder in (resumed, whole))
-        for name in ("generators", "after_oom", "optimizer_steps", "health", "scores"):
+        for name in ("generators", "after_oom", "optimizer_steps", "health", "scores", "extra_prompts"):
             assert ours[name] == theirs[name], name
         assert (Path(broken.out_dir) / "samples.jsonl").read_bytes() == (
             Path(settings.out_dir) / "samples.jsonl"
@@ -326,8 +348,8 @@ def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, 
 
 def test_kill_9_loses_nothing(capsys):
     """The short form; python tests/kill.py --kills=200 is the long one."""
-    assert kill.main(kills=2, seed=7) == []
-    assert json.loads(capsys.readouterr().out)["kills"] == 2
+    assert kill.main(kills=1, seed=7) == []
+    assert json.loads(capsys.readouterr().out)["kills"] == 1
 
 
 def test_a_run_from_before_an_option_came(tmp_path):
@@ -339,5 +361,4 @@ def test_a_run_from_before_an_option_came(tmp_path):
     del state["settings"]["eval_split"]
     (path / "state.json").write_text(json.dumps(state))
     checkpoint.seal(path)
-    checkpoint.checked.clear()
-    assert checkpoint.load_run(settings.out_dir).settings.eval_split == "test"
+    assert loading.load_run(settings.out_dir).settings.eval_split == "test"

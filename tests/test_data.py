@@ -50,10 +50,10 @@ def rewards(task, rows, completions, **more):
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_right_demonstrations_score_one(name, split):
     task = task_of(**TASKS[name])
-    rows = task.prompts(split, range(1000))
+    rows = task.prompts(split, range(300))
     demonstrations = [task.demonstration(row, random.Random(i)) for i, row in enumerate(rows)]
-    assert rewards(task, rows, demonstrations) == [1.0] * 1000
-    assert rewards(task, rows, demonstrations, stopped=[i % 2 == 0 for i in range(1000)]) == [1.0, 0.0] * 500
+    assert rewards(task, rows, demonstrations) == [1.0] * 300
+    assert rewards(task, rows, demonstrations, stopped=[i % 2 == 0 for i in range(300)]) == [1.0, 0.0] * 150
     others = demonstrations[1:] + demonstrations[:1]  # the next row's answer is not this row's
     assert sum(rewards(task, rows, others)) < 5
 
@@ -94,10 +94,10 @@ def test_what_the_watch_sees(monkeypatch, deed, caught):
 @pytest.mark.parametrize("name", TASKS)
 def test_noise_scores_nothing(name):
     task, rng = task_of(**TASKS[name]), random.Random(0)
-    rows = task.prompts("train", range(1000))
-    assert rewards(task, rows, [""] * 1000) == [0.0] * 1000
+    rows = task.prompts("train", range(500))
+    assert rewards(task, rows, [""] * 500) == [0.0] * 500
     for alphabet in (list(map(chr, range(256))), list("0123456789+-*/()=>., ")):
-        noise = ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(1000)]
+        noise = ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(500)]
         for before, after in FORMS:
             right = rewards(task, rows, [before + text + after for text in noise])
             assert sum(right) <= (
@@ -109,7 +109,7 @@ def test_noise_scores_nothing(name):
 def test_equal_answers_are_equally_right(name):
     """What a majority votes on: demonstrations, right and wrong, in other spellings."""
     task = task_of(**TASKS[name] | dict(demonstration_noise=0.5))
-    for i, row in enumerate(task.prompts("train", range(300))):
+    for i, row in enumerate(task.prompts("train", range(100))):
         demonstrations = [task.demonstration(row, random.Random(f"{i} {n}")) for n in range(6)]
         completions = [
             text
@@ -127,15 +127,13 @@ def test_equal_answers_are_equally_right(name):
         assert all(answer is not None for answer, r in zip(answers, right, strict=True) if r)
 
 
-@pytest.mark.parametrize(
-    "options", [dict(), dict(digits=1), dict(digits=2), dict(task="countdown"), dict(task="countdown", seed=7)]
-)
+@pytest.mark.parametrize("options", [dict(), dict(digits=1), dict(task="countdown", seed=7)])
 def test_train_and_test_never_share_a_problem(options):
     task = task_of(**options)
-    train, test = ({task.identity(row) for row in task.prompts(split, range(3000))} for split in ("train", "test"))
+    train, test = ({task.identity(row) for row in task.prompts(split, range(1000))} for split in ("train", "test"))
     assert train and test and not train & test
     if "digits" not in options:
-        assert len(train) > 2000 and len(test) > 1500  # and there is something to learn from
+        assert len(train) > 700 and len(test) > 600  # and there is something to learn from
 
 
 @pytest.mark.parametrize("name", ("addition", "countdown"))
@@ -143,19 +141,19 @@ def test_a_split_to_tune_on(name):
     """Its problems are training problems, but for a run that is evaluated on them; the test's are never among them."""
     usual, tuning = task_of(**TASKS[name]), task_of(**TASKS[name], eval_split="tune")
     seen = {
-        (split, task is tuning): {task.identity(row) for row in task.prompts(split, range(800))}
+        (split, task is tuning): {task.identity(row) for row in task.prompts(split, range(400))}
         for split in ("train", "tune", "test")
         for task in (usual, tuning)
     }
     tune = seen["tune", True]
-    assert len(tune) > 500 and tune == seen["tune", False] and seen["test", True] == seen["test", False]
+    assert len(tune) > 250 and tune == seen["tune", False] and seen["test", True] == seen["test", False]
     assert (
         not tune & seen["train", True]
         and not tune & seen["test", True]
         and not seen["train", True] & seen["test", True]
     )
     share = sum(split_of(identity) == "tune" for identity in seen["train", False]) / len(seen["train", False])
-    assert 0.08 < share < 0.14
+    assert 0.06 < share < 0.16
 
 
 def test_a_problem_is_the_same_in_any_order():
@@ -207,10 +205,8 @@ def test_rows_are_the_same_for_ever():
     [
         dict(),
         dict(digits=1),
-        dict(digits=9),
         dict(task="countdown"),
         dict(task="countdown", countdown_max_numbers=10, countdown_max_number=50),
-        dict(task="countdown", countdown_min_numbers=2, countdown_max_numbers=2, countdown_operators="-"),
         dict(task="countdown", countdown_max_numbers=4, countdown_operators="-/"),
         FIELD,
         FIELD | dict(countdown_max_target=9999, countdown_max_numbers=6),
@@ -219,7 +215,7 @@ def test_rows_are_the_same_for_ever():
 def test_nothing_is_longer_than_the_longest(options):
     for noise in (0.0, 0.5):
         task = task_of(**options, demonstration_noise=noise)
-        rows = [row for split in ("train", "test") for row in task.prompts(split, range(300))]
+        rows = [row for split in ("train", "test") for row in task.prompts(split, range(150))]
         assert max(len(row["prompt"].encode()) for row in rows) <= len(task.longest_prompt().encode())
         rng = random.Random(0)
         assert max(len(task.demonstration(row, rng).encode()) for row in rows) <= len(task.longest_answer().encode())
@@ -243,21 +239,22 @@ def test_longest_texts_are_reached():
             dict(task="countdown", countdown_min_numbers=2, countdown_max_numbers=2, countdown_max_number=2),
             "too few test prompts",
         ),
-        (dict(task="countdown", countdown_max_numbers=10**9), "countdown_max_numbers=1000000000 is above 10"),
-        (dict(task="countdown", countdown_max_number=10_000), "countdown_max_number=10000 is above 9999"),
-        (FIELD | dict(countdown_max_target=10_000), "countdown_max_target=10000 is above 9999"),
         (FIELD | dict(countdown_max_target=1), "too few (train|test) prompts"),
-        (dict(format_reward=0.1), "format_reward=0.1, but task='addition' wants its answers in no form of their own"),
-        (dict(task="countdown", format_reward=0.1), "format_reward=0.1, but task='countdown' wants"),
-        (dict(digits=10**9), "digits=1000000000 is above 1000"),
+        (dict(format_reward=0.1), "format_reward=0.1, but task='addition' has no form of answer to reward"),
+        (dict(task="countdown", format_reward=0.1), "format_reward=0.1, but task='countdown' has no form"),
         (dict(task="subtraction"), "task='subtraction' is not one of addition, countdown, gsm8k, reasoning_gym, jsonl"),
+        (dict(system_prompt="Be brief."), "system_prompt='Be brief.' is a message; add --chat"),
+        (dict(data_file="a"), "data_file='a' is read by the tasks jsonl and gsm8k, and task is 'addition'"),
+        (FIELD | dict(test_file="a"), "test_file='a' is read by the tasks jsonl and gsm8k, and task is 'countdown'"),
+        (dict(task="countdown", countdown_min_numbers=5), "min_numbers=5 is above countdown_max_numbers=4"),
+        (FIELD | dict(countdown_operators="+%"), r"countdown_operators='\+%': choose from \+ - \* /"),
+        (FIELD | dict(countdown_operators=""), "countdown_operators='': choose from"),
     ],
 )
 def test_options_that_leave_no_task(options, message):
-    start = time.perf_counter()
-    with pytest.raises(SnugError, match=message):
+    with pytest.raises(SnugError, match=message) as error:
         task_of(**options)
-    assert time.perf_counter() - start < 1
+    assert "\n" not in str(error.value)
 
 
 class OneProblem(Task):
@@ -337,7 +334,7 @@ def test_prompts_as_messages(name):
 pieces = st.text(alphabet="user\n0123456789+-=<>answMk ", min_size=2, max_size=4).map(str.encode)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(TASKS)), st.lists(pieces, max_size=40), st.sampled_from(["", "sum:", "Think of 7"]))
 def test_no_prompt_in_a_template_has_more_tokens_than_the_longest(name, merges, system_prompt):
     task, encode = CHATS[name], encoder(merges)
@@ -409,29 +406,6 @@ def test_parts_of_the_reward_are_logged(tmp_path):
     grpo.main(prepare(settings))
     record = read_log(settings.out_dir)[0]
     assert record["reward/correct"] == record["reward/formatted"] == record["reward_mean"] == 0.0
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            FIELD | dict(format_reward=0.1, reward_funcs=["m:f"]),
-            r"format_reward=0.1 is part of the task's own reward, and reward_funcs",
-        ),
-        (dict(reward_weights=[1.0]), r"reward_weights=\[1.0\] are 1 for 0 reward_funcs; one each"),
-        (
-            dict(reward_weights=[1.0], reward_funcs=["m:f", "m:g"]),
-            r"reward_weights=\[1.0\] are 1 for 2 reward_funcs; one each",
-        ),
-        (dict(system_prompt="Be brief."), "system_prompt='Be brief.' is a message; add --chat"),
-        (dict(data_file="a"), "data_file='a' is read by the tasks jsonl and gsm8k, and task is 'addition'"),
-        (FIELD | dict(test_file="a"), "test_file='a' is read by the tasks jsonl and gsm8k, and task is 'countdown'"),
-    ],
-)
-def test_options_of_tasks_that_do_not_go_together(options, message):
-    with pytest.raises(SnugError, match=message) as error:
-        GRPOSettings(**options).check()
-    assert "\n" not in str(error.value)
 
 
 def test_a_warm_start_needs_no_format_reward(tmp_path):
@@ -835,8 +809,8 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
     for spec, message in {
         "snug_test_rewards:is_shrt": "has no is_shrt; did you mean is_short?",
         "snug_test_rewards:length": "length is not a function but 3",
-        "snug_test_absent:f": "there is no module snug_test_absent in",
-        "snug_test_rewards.inner:f": "there is no module snug_test_rewards.inner in",
+        "snug_test_absent:f": "no module snug_test_absent in",
+        "snug_test_rewards.inner:f": "no module snug_test_rewards.inner in",
         "snug_test_rewards": "write module:function",
         ":f": "write module:function",
         ".relative:f": "write module:function",

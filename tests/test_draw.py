@@ -56,7 +56,7 @@ def left_by(probs, top_k, top_p, min_p):
     return {i for i in ranked if probs[i] >= min_p * max(probs)}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.sampled_from([0, 1, 1, 2, 3, 8, 13]), min_size=1, max_size=9).filter(any),
     st.integers(0, 10),
@@ -84,12 +84,13 @@ def test_truncation_by_hand():
         (Truncation(), [0, 1, 2, 3]),
     ]:
         assert truncation(probs)[0].nonzero()[:, 0].tolist() == expected
+    halves = torch.tensor([[0.25, 0.5, 0.25]])  # exact sums: at the limit itself nothing is added
+    assert Truncation(top_p=0.5)(halves).tolist() == [[False, True, False]]
+    assert Truncation(top_p=0.75)(halves).tolist() == [[True, True, False]]
     assert not Truncation() and Truncation(top_k=1) and Truncation(top_p=0.9) and Truncation(min_p=0.1)
 
 
-@pytest.mark.parametrize(
-    "truncation", [Truncation(top_k=4), Truncation(top_p=0.6), Truncation(min_p=0.3), Truncation(6, 0.8, 0.1)]
-)
+@pytest.mark.parametrize("truncation", [Truncation(top_p=0.6), Truncation(6, 0.8, 0.1)])
 def test_sampled_frequencies_of_truncated_distributions(truncation):
     """The support is exact, and within it frequencies are the model's; log-probs are those of the whole distribution."""
     model = make_flat_model("gpt2", vocab_size=13)
@@ -110,8 +111,8 @@ def test_sampled_frequencies_of_truncated_distributions(truncation):
     torch.testing.assert_close(logprobs, p.log()[tokens].float(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("truncation", [Truncation(top_k=3), Truncation(5, 0.7, 0.05)])
-def test_truncated_rows_equal_the_naive_generator(truncation):
+def test_truncated_rows_equal_the_naive_generator():
+    truncation = Truncation(5, 0.7, 0.05)
     model, prompts = make_flat_model("llama"), [[1, 2, 3], [4]]
     rollouts = sample_groups(
         model, prompts, 3, 9, temperature=0.9, stop_token=3, seed=5, truncation=truncation, max_batch=4

@@ -18,8 +18,9 @@ from exploits import FORMS, dressed, harmless
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import gsm8k, make_task
+from data import make_task
 from data.answers import MAX_ANSWER, MAX_COMPLETION, in_answer_tags, number_after_marker
+from data.gsm8k import __main__ as gsm8k
 from data.task import split_of
 from options import SnugError
 from settings import GRPOSettings, SFTSettings
@@ -231,19 +232,13 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("said", SAID, ids=range(len(SAID)))
-def test_which_text_is_which_number(task, said):
-    expected = SAID[said]
-    assert number_after_marker(said) == task.answer_of(said) == expected
-    for answer in ("42", "-42", "1", "18", "19", "1000", "0.5", expected):
-        assert task.rewards([""], [said], answer=[answer]) == [float(answer is not None and answer == expected)]
-    assert task.formatted([""], [said]) == [float(expected is not None)] and task.formatted(
-        [""], [said], stopped=[False]
-    ) == [0.0]
-
-
-def test_the_table_is_long_enough():
-    assert len(SAID) >= 60 and 50 < sum(answer is None for answer in SAID.values()) < len(SAID) - 50
+def test_which_text_is_which_number(task):
+    for said, expected in SAID.items():
+        assert number_after_marker(said) == task.answer_of(said) == expected, said[:80]
+        for answer in ("42", "-42", "1", "18", "1000", expected):
+            assert task.rewards([""], [said], answer=[answer]) == [float(answer is not None and answer == expected)]
+        assert task.formatted([""], [said]) == [float(expected is not None)]
+        assert task.formatted([""], [said], stopped=[False]) == [0.0]
 
 
 numbers = st.builds(
@@ -377,7 +372,7 @@ def test_a_question_in_both_files_is_refused_however_it_is_set(tmp_path):
     one["question"] = "  " + one["question"].upper().replace(" ", " \n ")
     train, test = written(tmp_path, LINES), written(tmp_path, [one, other, made_up(1)], "test.jsonl")
     with pytest.raises(
-        SnugError, match="test.jsonl has 2 prompts of data_file, such as 'natalia sold clips .*; take them out"
+        SnugError, match="test.jsonl has 2 prompts of data_file, such as 'natalia sold clips .*; remove them"
     ) as error:
         task_of(train, test_file=test)
     assert "\n" not in str(error.value)
@@ -397,15 +392,14 @@ BAD = [
     (b'{"question": " ", "answer": "#### 1"}', "has no question"),
     (b'{"question": "a", "answer": "1"}', "its answer has no number after ####: '1'"),
     (b'{"question": "a", "answer": "so\\n#### 1/2"}', r"its answer has no number after ####: 'so\\n#### 1/2'"),
-    (b'{"question": "\\ud800", "answer": "#### 1"}', "text with half a surrogate pair"),
+    (b'{"question": "\\ud800", "answer": "#### 1"}', "not JSON .*surrogates not allowed"),
 ]
 
 
-@pytest.mark.parametrize("line, message", BAD, ids=range(len(BAD)))
-def test_a_bad_line_is_named_with_file_and_line(tmp_path, line, message):
-    path = tmp_path / "train.jsonl"
-    for place in (0, 7, 20):
-        lines = [text.encode() for text in LINES]
+def test_a_bad_line_is_named_with_file_and_line(tmp_path):
+    path, lines = tmp_path / "train.jsonl", [text.encode() for text in LINES]
+    for number, (line, message) in enumerate(BAD):
+        place = (0, 7, 20)[number % 3]
         path.write_bytes(b"\n".join([*lines[:place], line, *lines[place:]]))
         with pytest.raises(SnugError, match=f"{path}:{place + 1}: {message}") as error:
             task_of(path)
@@ -417,24 +411,24 @@ def test_a_bad_line_is_named_with_file_and_line(tmp_path, line, message):
     [
         (
             dict(data_file=""),
-            "task='gsm8k' reads data_file: name GSM8K's train.jsonl; python -m data.gsm8k prepare fetches it",
+            "task='gsm8k' reads data_file: name GSM8K's train.jsonl; python -m data.gsm8k prepare downloads it",
         ),
         (
             dict(data_file="no/train.jsonl"),
-            r"no/train.jsonl: cannot be read \(No such file .*\); python -m data.gsm8k prepare fetches it",
+            r"no/train.jsonl: cannot be read \(No such file .*\); python -m data.gsm8k prepare downloads it",
         ),
         (
             dict(test_file="no/test.jsonl"),
-            r"no/test.jsonl: cannot be read \(No such file .*\); python -m data.gsm8k prepare fetches it",
+            r"no/test.jsonl: cannot be read \(No such file .*\); python -m data.gsm8k prepare downloads it",
         ),
         (dict(data_file="."), r"\.: cannot be read \(Is a directory\)$"),
         (
             dict(demonstration_noise=0.5),
-            "demonstration_noise=0.5: demonstrations of task='gsm8k' are as the file has them",
+            "demonstration_noise=0.5: task='gsm8k' takes its demonstrations from the file",
         ),
         (
             dict(eval_split="tune", test_file="sample"),
-            "none of its 20 rows falls to the tune split; leave out eval_split=tune",
+            "none of its 20 rows is in the tune split; leave out eval_split=tune",
         ),
     ],
 )
@@ -450,8 +444,8 @@ def test_files_that_do_not_serve(tmp_path, options, message):
 
 @pytest.mark.skipif(not PUBLISHED, reason="SNUG_GSM8K names no folder with train.jsonl and test.jsonl")
 def test_the_published_files():
-    for name, (count, expected) in gsm8k.FILES.items():
-        gsm8k.check((Path(PUBLISHED) / name).read_bytes(), count, expected, name, "")
+    for name, expected in gsm8k.FILES.items():
+        gsm8k.check((Path(PUBLISHED) / name).read_bytes(), expected, name, "")
     task = task_of(Path(PUBLISHED) / "train.jsonl", test_file=str(Path(PUBLISHED) / "test.jsonl"))
     assert {split: len(rows) for split, rows in task.rows.items()} == {"train": 7473, "test": 1319, "tune": 0}
     for rows in (task.rows["train"], task.rows["test"]):
@@ -517,7 +511,7 @@ def server(monkeypatch):
     monkeypatch.setattr(Server, "how", "well")
     monkeypatch.setattr(Server, "asked", [])
     monkeypatch.setattr(gsm8k, "SOURCE", f"http://127.0.0.1:{http.server_port}/data/")
-    files = {name: (data.count(b"\n"), hashlib.sha256(data).hexdigest()) for name, data in CONTENT.items()}
+    files = {name: hashlib.sha256(data).hexdigest() for name, data in CONTENT.items()}
     monkeypatch.setattr(gsm8k, "FILES", files)
     yield Server
     http.over.set()
@@ -531,7 +525,7 @@ def test_fetched_once(server, tmp_path, capsys):
     gsm8k.main(["prepare", str(folder)])
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == CONTENT
     assert server.asked == ["/data/train.jsonl", "/data/test.jsonl"]
-    assert capsys.readouterr().out == f"{folder}/train.jsonl: 20 rows, fetched\n{folder}/test.jsonl: 1 rows, fetched\n"
+    assert capsys.readouterr().out == f"{folder}/train.jsonl: downloaded\n{folder}/test.jsonl: downloaded\n"
     gsm8k.main(["prepare", str(folder)])
     assert len(server.asked) == 2 and capsys.readouterr().out.count("was there") == 2
     (folder / "test.jsonl").unlink()
@@ -547,20 +541,20 @@ def test_fetched_once(server, tmp_path, capsys):
     [
         (
             "wrong",
-            r"train.jsonl: its 10,757 bytes have SHA-256 [0-9a-f]{64}, and should have [0-9a-f]{64}; nothing was written; try again",
+            r"train.jsonl: its 10,757 bytes have SHA-256 [0-9a-f]{64}, but should have [0-9a-f]{64}; nothing was written; try again",
         ),
         (
             "truncated",
-            r"train.jsonl: (cannot be fetched \(IncompleteRead|its 50 bytes have SHA-256 .* and should have)",
+            r"train.jsonl: (cannot be downloaded \(IncompleteRead|its 50 bytes have SHA-256 .* but should have)",
         ),
         (
             "empty",
-            r"train.jsonl: (cannot be fetched \(IncompleteRead|its 0 bytes have SHA-256 e3b0c442.* and should have)",
+            r"train.jsonl: (cannot be downloaded \(IncompleteRead|its 0 bytes have SHA-256 e3b0c442.* but should have)",
         ),
-        ("missing", r"train.jsonl: cannot be fetched \(HTTPError: HTTP Error 404"),
-        ("down", r"train.jsonl: cannot be fetched \(HTTPError: HTTP Error 500"),
-        ("moved", r"train.jsonl: cannot be fetched \(HTTPError: HTTP Error 302"),
-        ("silent", r"train.jsonl: cannot be fetched \(TimeoutError: timed out\); try again"),
+        ("missing", r"train.jsonl: cannot be downloaded \(HTTPError: HTTP Error 404"),
+        ("down", r"train.jsonl: cannot be downloaded \(HTTPError: HTTP Error 500"),
+        ("moved", r"train.jsonl: cannot be downloaded \(HTTPError: HTTP Error 302"),
+        ("silent", r"train.jsonl: cannot be downloaded \(TimeoutError: timed out\); try again"),
     ],
 )
 @pytest.mark.parametrize("which", ["train", "test"])
@@ -576,48 +570,32 @@ def test_what_a_server_may_do(server, tmp_path, monkeypatch, how, message, which
 def test_nobody_there(server, tmp_path, monkeypatch):
     monkeypatch.setattr(gsm8k, "SOURCE", "http://127.0.0.1:9/")
     with pytest.raises(
-        SnugError, match=r"http://127.0.0.1:9/train.jsonl: cannot be fetched \(URLError: .*Connection refused"
+        SnugError, match=r"http://127.0.0.1:9/train.jsonl: cannot be downloaded \(URLError: .*Connection refused"
     ):
         gsm8k.prepare(tmp_path)
 
 
 def test_wrong_files_are_named_and_left_alone(server, tmp_path, monkeypatch):
     (tmp_path / "train.jsonl").write_text("mine\n")
-    found, expected = hashlib.sha256(b"mine\n").hexdigest(), gsm8k.FILES["train.jsonl"][1]
+    found, expected = hashlib.sha256(b"mine\n").hexdigest(), gsm8k.FILES["train.jsonl"]
     with pytest.raises(
-        SnugError, match=f"train.jsonl: its 5 bytes have SHA-256 {found}, and should have {expected}; move it away"
+        SnugError, match=f"train.jsonl: its 5 bytes have SHA-256 {found}, but should have {expected}; move it away"
     ):
         gsm8k.prepare(tmp_path)
     assert (tmp_path / "train.jsonl").read_text() == "mine\n" and not server.asked
-    with pytest.raises(
-        SnugError,
-        match=r"train.jsonl/train.jsonl: cannot be (read|written)|train.jsonl: cannot be made \(File exists\)",
-    ):
-        gsm8k.prepare(tmp_path / "train.jsonl")
     (tmp_path / "other" / "train.jsonl").mkdir(parents=True)
-    with pytest.raises(SnugError, match=r"other/train.jsonl: cannot be read \(Is a directory\)"):
+    with pytest.raises(SnugError, match=r"other/train.jsonl: cannot be read or written \(Is a directory\)"):
         gsm8k.prepare(tmp_path / "other")
-    monkeypatch.setitem(gsm8k.FILES, "train.jsonl", (21, expected))
-    with pytest.raises(SnugError, match="train.jsonl: has 20 rows, and should have 21; nothing was written"):
-        gsm8k.prepare(tmp_path / "third")
 
 
 def test_a_disk_that_is_full_leaves_nothing(server, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(SnugError, match=r"train.jsonl: cannot be written \(No space left on device\)"):
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(SnugError, match=r"train.jsonl: cannot be read or written \(No space left on device\)"):
         gsm8k.prepare(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_published_hashes_stand_here_too():
-    """Typed once more, so that a slip in one of the two places is seen."""
-    assert gsm8k.FILES == {
-        "train.jsonl": (7473, "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"),
-        "test.jsonl": (1319, "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"),
-    }
 
 
 def test_the_command(tmp_path):

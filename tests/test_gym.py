@@ -20,7 +20,7 @@ from data import make_task
 from data.gym import reasoning_gym
 from data.gym.reasoning_gym import REQUEST, START, TRAINING, ReasoningGym, read_options
 from data.gym.sandbox import Sandbox, SandboxError
-from data.task import SURVEY_HITS, split_of
+from data.task import split_of
 from options import SnugError
 from settings import GRPOSettings, SFTSettings
 
@@ -28,9 +28,8 @@ HERE = importlib.util.find_spec("reasoning_gym") is not None
 needs_package = pytest.mark.skipif(not HERE, reason="reasoning_gym is not installed")
 
 QUICK = (
-    "leg_counting chain_sum gcd base_conversion spell_backward word_sorting caesar_cipher knights_knaves maze mini_sudoku "
-    "largest_island family_relationships prime_factorization"
-).split()
+    "leg_counting chain_sum gcd base_conversion spell_backward knights_knaves maze mini_sudoku largest_island".split()
+)
 EXECUTING = (
     "binary_matrix n_queens spiral_matrix string_insertion countdown intermediate_integration polynomial_multiplication puzzle24 "
     "simple_integration"
@@ -49,9 +48,8 @@ def child():
 
 @pytest.fixture(scope="module")
 def hasty():
-    with closing(
-        Sandbox("data.gym.worker:Gym", {"datasets": {name: {} for name in EXECUTING}}, timeout=0.5, memory_mb=512)
-    ) as child:
+    datasets = {"datasets": {name: {} for name in EXECUTING}}
+    with closing(Sandbox("data.gym.worker:Gym", datasets, timeout=0.5, memory_mb=512)) as child:
         yield child
 
 
@@ -61,7 +59,8 @@ def task_of(child, monkeypatch):
     monkeypatch.setattr(reasoning_gym, "SURVEY", 50)
 
     def task_of(names, cls=GRPOSettings, **options):
-        return make_task(cls(task="reasoning_gym", gym_dataset=",".join(names), **options))
+        settings = cls(task="reasoning_gym", gym_dataset=",".join(names), **options)
+        return make_task(settings, demonstrations=cls is SFTSettings)
 
     return task_of
 
@@ -83,19 +82,16 @@ def noise(rng):
 @needs_package
 def test_right_answers_score_one_and_others_nothing(task_of):
     """Of generators whose scorers compare, and of some that execute what they are given."""
-    rng, asked = random.Random(0), 0
-    for names, number in ((QUICK, 20 * len(QUICK)), (EXECUTING[:4] + ["polynomial_multiplication"], 15)):
+    rng = random.Random(0)
+    for names, number in ((QUICK, 10 * len(QUICK)), (EXECUTING[:4] + ["polynomial_multiplication"], 10)):
         task = task_of(names)
         rows = task.prompts("train", range(number))
         assert [row["item"][0] for row in rows] == [names[i % len(names)] for i in range(number)]
-        assert (
-            task.rewards([], [task.demonstration(row, rng) for row in rows], item=[row["item"] for row in rows])
-            == [1.0] * number
-        )
-        for wrong in ("", *(noise(rng) for _ in range(2))):
+        texts = [task.demonstration(row, rng) for row in rows]
+        assert task.rewards([], texts, item=[row["item"] for row in rows]) == [1.0] * number
+        for wrong in ("", noise(rng)):
             assert rewards(task, rows, [wrong] * number) == [0.0] * number
-        asked += 4 * number
-    assert asked > 1000 and "reasoning_gym" not in sys.modules
+    assert "reasoning_gym" not in sys.modules
 
 
 @needs_package
@@ -134,24 +130,19 @@ def test_no_answer_changes_how_a_real_scorer_scores(task_of):
 @needs_package
 def test_splits_share_nothing(task_of):
     """Over seeds too; and items of train and test come from seeds that are 10 ** 9 apart at least."""
-    names = ["leg_counting", "coin_flip", "gcd"]
-    tasks = {
-        (seed, split): task_of(names, seed=seed, eval_split=split) for seed in (1, 2) for split in ("test", "tune")
-    }
-    seen, places = {}, {}
-    for (seed, tuning), task in tasks.items():
+    names, seen, places = ["leg_counting", "coin_flip", "gcd"], {}, {}
+    for seed, tuning in ((1, "test"), (1, "tune"), (2, "tune")):
+        task = task_of(names, seed=seed, eval_split=tuning)
         for split in ("train", "tune", "test"):
-            rows = task.prompts(split, range(150))
+            rows = task.prompts(split, range(90))
             seen[seed, tuning, split] = {row["prompt"] for row in rows}
             places[seed, tuning, split] = {row["item"][1] for row in rows}
-    for seed in (1, 2):
-        for other in (1, 2):
-            for tuning in ("test", "tune"):
-                assert not seen[seed, tuning, "train"] & seen[other, tuning, "test"]
-                assert not seen[seed, "tune", "train"] & seen[other, tuning, "tune"]
-                assert not seen[seed, tuning, "tune"] & seen[other, tuning, "test"]
+    for key, prompts in seen.items():
+        for other, others in seen.items():
+            held_out = other[2] == "test" or other[2] == "tune" and key[1] == "tune"
+            assert key[2] == other[2] or not held_out or not prompts & others, (key, other)
     assert seen[1, "test", "test"] == seen[2, "tune", "test"] and seen[1, "test", "tune"] == seen[2, "tune", "tune"]
-    assert not places[1, "test", "train"] & places[2, "test", "train"] and len(places[1, "test", "train"]) == 150
+    assert not places[1, "tune", "train"] & places[2, "tune", "train"] and len(places[1, "test", "train"]) == 90
     for key, found in places.items():
         least, most = {"train": (0, TRAINING), "tune": (START["tune"], 2**32), "test": (START["test"], 2**32)}[key[2]]
         assert least <= min(found) and max(found) < most
@@ -166,12 +157,10 @@ def test_rows_are_the_same_on_every_call_and_in_another_child(task_of, child):
     task = task_of(names, **options)
     rows = {split: task.prompts(split, range(10)) for split in ("train", "test")}
     assert len({row["prompt"] for split in rows for row in rows[split]}) == 20
-    child.stop()
+    child.close()
     another = task_of(names, seed=1, **options)
-    assert (
-        another.prompts("test", reversed(range(10))) == rows["test"][::-1]
-        and another.prompts("train", [9, 3]) == rows["train"][9:2:-6]
-    )
+    assert another.prompts("test", reversed(range(10))) == rows["test"][::-1]
+    assert another.prompts("train", [9, 3]) == rows["train"][9:2:-6]
     assert another.longest(None) == task.longest(None) and another.fingerprint() == task.fingerprint()
     assert task_of(names, seed=2, **options).prompts("test", range(7)) == rows["test"][:7]
     assert task_of(names, seed=2, **options).prompts("train", range(7)) != rows["train"][:7]
@@ -203,29 +192,24 @@ def test_lengths_are_bounded(task_of):
     """By what the survey saw, and by gym_max_chars: what is longer is passed over."""
     for options in ({}, {"gym_max_chars": 600}):
         task = task_of(["leg_counting", "tower_of_hanoi", "knights_knaves"], **options)
-        rows = [row for split in ("train", "test") for row in task.prompts(split, range(90))]
+        rows = [row for split in ("train", "test") for row in task.prompts(split, range(60))]
         prompt, answer = task.longest(None)
-        assert (
-            max(len(row["prompt"].encode()) for row in rows)
-            <= prompt
-            <= options.get("gym_max_chars", 1000) + len(REQUEST)
-        )
+        assert max(len(row["prompt"].encode()) for row in rows) <= prompt
+        assert prompt <= options.get("gym_max_chars", 1000) + len(REQUEST)
         assert max(len(task.demonstration(row, None).encode()) for row in rows) <= answer
         assert len(task.longest_prompt()) == prompt and task.longest_prompt().isascii()
-    with pytest.raises(
-        SnugError,
-        match="gym_max_chars=50: 0 of 50 items of leg_counting have so few bytes; half have up to 2.., all up to 2..; ",
-    ):
+    message = "gym_max_chars=50: 0 of 50 items of leg_counting have so few bytes; half have up to 2.., all up to 2..; "
+    with pytest.raises(SnugError, match=message):
         task_of(["leg_counting"], gym_max_chars=50)
 
 
 @needs_package
 def test_items_without_answers(task_of):
-    """They can be practised, since their scorer knows what is right, and not be imitated."""
+    """GRPO can use them, since their scorer knows what is right; SFT cannot."""
     row = task_of(["graph_color"]).prompts("test", [0])[0]
     assert row["answer"] is None and row["prompt"].endswith(REQUEST)
     with pytest.raises(
-        SnugError, match="gym_dataset='graph_color': its items have no answer to learn from, only a scorer"
+        SnugError, match="gym_dataset='graph_color': its items have a scorer but no answer to learn from"
     ):
         task_of(["leg_counting", "graph_color"], SFTSettings)
 
@@ -234,36 +218,35 @@ def test_items_without_answers(task_of):
 def test_what_the_package_refuses():
     """In one process of its own, for this one does not import the package."""
     cases = [
+        ["leg_countng", {}, r"gym_dataset='leg_countng' is not one of the 104 of .*; did you mean leg_counting\?"],
+        ["qqqq", {}, "not one of the .*, such as ab, acre, "],
+        ["composite", {}, "gym_dataset='composite': name its parts instead"],
+        ["codeio", {}, "gym_dataset='codeio': its items come from programs"],
+        ["gcd", {"seed": 3}, "gym_config: seed of gcd cannot be set"],
         [
-            {"leg_countng": {}},
-            r"gym_dataset='leg_countng' is not one of the 104 of reasoning_gym \S+; did you mean leg_counting\?",
-        ],
-        [{"qqqq": {}}, "not one of the .*, such as ab, acre, "],
-        [{"composite": {}}, "gym_dataset='composite': name its parts instead"],
-        [{"codeio": {}}, "gym_dataset='codeio': its items come out of programs"],
-        [{"gcd": {"seed": 3}}, "gym_config: seed of gcd is not yours to set"],
-        [
-            {"gcd": {"max_number": 3}},
-            "gym_config: gcd has no option 'max_number'; it takes min_numbers=2, max_numbers=2, min_value=1, ",
+            "gcd",
+            {"max_number": 3},
+            "gym_config: gcd has no option 'max_number'; it takes min_numbers=2, max_numbers=2, ",
         ],
         [
-            {"gcd": {"min_numbers": 1}},
-            "gym_config: gcd refuses {'min_numbers': 1} \\(AssertionError: min_numbers must be at least 2\\)",
+            "gcd",
+            {"min_numbers": 1},
+            r"gcd refuses {'min_numbers': 1} \(AssertionError: min_numbers must be at least 2\)",
         ],
-        [{"gcd": {"min_numbers": "two"}}, "gym_config: gcd refuses {'min_numbers': 'two'} \\(TypeError: "],
+        ["gcd", {"min_numbers": "two"}, r"gym_config: gcd refuses {'min_numbers': 'two'} \(TypeError: "],
     ]
     program = f"""
 import json, re, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from data.gym.worker import Gym
 from data.gym.reasoning_gym import crc
-for datasets, message in json.loads(sys.argv[1]):
+for name, options, message in json.loads(sys.argv[1]):
     try:
-        Gym(datasets)
+        Gym({{name: options}})
     except ValueError as error:
         assert re.search(message, str(error)) and chr(10) not in str(error), (message, str(error))
     else:
-        raise AssertionError(datasets)
+        raise AssertionError(name, options)
 gym = Gym({{"gcd": {{"max_numbers": 3}}, "list_functions": {{}}, "chain_sum": {{"min_terms": 5, "max_terms": 5}}}})
 assert {{gym.make(["chain_sum", place])["question"].count(" + ") for place in range(40)}} == {{0, 1, 2, 3, 4}}
 made = gym.make(["gcd", 4 * 10**9])
@@ -297,10 +280,8 @@ class Pretended:
         self.number, self.text, self.changes, self.scored = number, text, changes, []
 
     def make(self, items):
-        return [
-            {"question": self.text.format(place % self.number), "answer": str(place % self.number)} | self.changes
-            for _, place in items
-        ]
+        numbers = [place % self.number for _, place in items]
+        return [{"question": self.text.format(n), "answer": str(n)} | self.changes for n in numbers]
 
     def score(self, pairs):
         self.scored += pairs
@@ -315,31 +296,26 @@ def pretend(monkeypatch):
     def pretend(box=None, cls=GRPOSettings, **options):
         monkeypatch.setattr(reasoning_gym, "open_sandbox", lambda *_: box or Pretended())
         monkeypatch.setattr(reasoning_gym.importlib.util, "find_spec", lambda name: name)
-        return make_task(cls(**{"task": "reasoning_gym", "gym_dataset": "some"} | options))
+        settings = cls(**{"task": "reasoning_gym", "gym_dataset": "some"} | options)
+        return make_task(settings, demonstrations=cls is SFTSettings)
 
     return pretend
 
 
-@pytest.mark.parametrize(
-    "completion, answer",
-    [
-        ("<answer>3</answer>", "3"),
+def test_the_last_answer_counts(pretend):
+    task = pretend()
+    for completion, answer in (
         ("x <answer> 3\n</answer> y", "3"),
         ("<answer>1</answer><answer>2</answer>", "2"),
         ("<answer>1</answer> <answer>2", "1"),
         ("<answer>1 <answer>2</answer>", "2"),
-        ("<answer>1</answer></answer>", "1</answer>"),
         ("<answer></answer>", ""),
         ("</answer><answer>", None),
         ("<answer>3", None),
-        ("3", None),
         ("", None),
-        ("<ANSWER>3</ANSWER>", None),
-    ],
-)
-def test_the_last_answer_counts(pretend, completion, answer):
-    assert pretend().answer_of(completion) == answer
-    assert pretend().formatted([""], [completion]) == [float(answer is not None)]
+    ):
+        assert task.answer_of(completion) == answer
+        assert task.formatted([""], [completion]) == [float(answer is not None)]
 
 
 def test_rewards(pretend):
@@ -352,23 +328,16 @@ def test_rewards(pretend):
     assert rewards(task, [row] * 2, [right] * 2, stopped=[True, False], completion_ids=[[1], [2]]) == [1.0, 0.0]
     assert task.formatted(["", ""], ["<answer>x</answer>"] * 2, stopped=[True, False]) == [1.0, 0.0]
     box.scored.clear()
-    assert (
-        task.rewards([""] * 2, [right, "<answer>" + "9" * 10_001 + "</answer>"], item=item * 2) == [0.0, 0.0]
-        and not box.scored
-    )
+    too_long = "<answer>" + "9" * 10_001 + "</answer>"
+    assert task.rewards([""] * 2, [right, too_long], item=item * 2) == [0.0, 0.0] and not box.scored
     assert task.rewards([""], ["<answer>" + "9" * 10_000 + "</answer>"], item=item) == [0.0] and box.scored
     assert rewards(task, [row] * 5, ["*0.5", "*0.999", "*1.0", "*0.9999999999", "*7"]) == [0.0, 0.0, 1.0, 1.0, 1.0]
     partial = pretend(box, gym_partial_credit=True)
     assert rewards(partial, [row] * 4, ["*0.5", "*-3", "*7", "*0.01"]) == [0.5, 0.0, 1.0, 0.01]
-    assert (
-        task.rewards([], [], item=[]) == []
-        and task.is_right(f"<answer>{right}</answer>", item[0])
-        and not task.is_right(right, item[0])
-    )
-    assert [(function.__name__, weight) for function, weight in task.reward_functions()] == [
-        ("correct", 1.0),
-        ("formatted", 0.0),
-    ]
+    assert task.rewards([], [], item=[]) == []
+    assert task.is_right(f"<answer>{right}</answer>", item[0]) and not task.is_right(right, item[0])
+    named = [(function.__name__, weight) for function, weight in task.reward_functions()]
+    assert named == [("correct", 1.0), ("formatted", 0.0)]
     assert task.correct([""], [f"<answer>{right}</answer>"], item=item) == [1.0]
     with pytest.raises(ValueError):
         task.rewards([""] * 2, ["x"] * 2, item=item)
@@ -398,7 +367,7 @@ def test_the_survey_comes_before_anything_else(pretend, capsys):
         box = Pretended()
         box.missing = "the kernel takes no filter"
         pretend(box)
-    assert capsys.readouterr().err.count("no seccomp filter (the kernel takes no filter)") == 1
+    assert capsys.readouterr().err.count("without a seccomp filter (the kernel takes no filter)") == 1
 
 
 def test_a_scorer_that_takes_anything_is_told_of(pretend, capsys):
@@ -413,9 +382,8 @@ def test_a_scorer_that_takes_anything_is_told_of(pretend, capsys):
     box = Generous(answer="0")  # which is right each time
     box.taken = "0"
     pretend(box, gym_dataset="always_0")
-    assert capsys.readouterr().err == (
-        "reasoning_gym: the scorer of generous_nan says 1 of the answer 'nan', whatever was asked; a policy will find that\n"
-    )
+    warning = "reasoning_gym: the scorer of generous_nan accepts the answer 'nan' to most questions; a policy will find that\n"
+    assert capsys.readouterr().err == warning
 
 
 @pytest.mark.parametrize("what", ["question", "answer"])
@@ -438,10 +406,8 @@ def test_what_is_too_long_is_passed_over(pretend, what):
     for row in task.prompts("train", range(200)) + task.prompts("test", range(200)):
         texts["question"].append(row["prompt"].removesuffix(REQUEST))
         texts["answer"].append(task.demonstration(row, None).removeprefix("<answer>").removesuffix("</answer>"))
-    longest = {
-        "question": len(task.longest_prompt()) - len(REQUEST),
-        "answer": len(task.longest_answer()) - len("<answer></answer>"),
-    }
+    longest = {"question": len(task.longest_prompt()) - len(REQUEST)}
+    longest["answer"] = len(task.longest_answer()) - len("<answer></answer>")
     assert 300 < max(len(text.encode()) for text in texts[what]) <= longest[what] <= 400
     assert all(len(text.encode()) <= longest[name] for name in texts for text in texts[name])
 
@@ -449,16 +415,12 @@ def test_what_is_too_long_is_passed_over(pretend, what):
 def test_a_split_that_has_run_dry_ends_the_search(pretend):
     task = pretend()
     task.sandbox = Pretended(error="ValueError")
-    for split in ("train", "tune", "test"):
+    for split in ("train", "test"):
         with pytest.raises(SnugError, match=f"no {split} prompt of some in 20,000 tries"):
             task.prompts(split, [0])
     task = pretend(Pretended(number=100))
     test = [str(number) for number in range(100) if split_of(f"What is {number}?{REQUEST}") == "test"]
-    assert (
-        sorted({row["answer"] for row in task.prompts("test", range(50))}) == test
-        and 0 < len(test) < 50
-        and SURVEY_HITS
-    )
+    assert sorted({row["answer"] for row in task.prompts("test", range(50))}) == test and 0 < len(test) < 50
     assert task.prompts("test", [10_000 + 3, 3]) == task.prompts("test", [3, 3])
 
 
@@ -468,31 +430,23 @@ def test_sets_of_generators_come_in_turn(pretend):
         assert [row["item"][0] for row in task.prompts(split, range(7))] == list("abcabca")
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            dict(gym_dataset=""),
-            "task='reasoning_gym' practises gym_dataset: name one or several, such as --gym_dataset=leg_counting",
-        ),
-        (dict(gym_dataset=" , "), "practises gym_dataset"),
+def test_options_that_cannot_be(pretend):
+    for options, message in (
+        (dict(gym_dataset=" , "), "task='reasoning_gym' needs gym_dataset: one generator or several, such as "),
         (dict(gym_dataset="gcd,lcm,gcd"), "gym_dataset='gcd,lcm,gcd' names one twice"),
-        (
-            dict(demonstration_noise=0.5),
-            "demonstration_noise=0.5: demonstrations of task='reasoning_gym' are the generator's own",
-        ),
+        (dict(demonstration_noise=0.5), "demonstration_noise=0.5: task='reasoning_gym' demonstrates"),
         (dict(gym_config="a"), "gym_config='a' is neither JSON nor name=value"),
         (dict(gym_config="{'a': 1}"), "gym_config=.* is no JSON object"),
         (dict(gym_config='{"a": NaN}'), "NaN is no JSON"),
-        (dict(gym_config="{" * 9999), "gym_config=.* is no JSON object"),
-        (dict(gym_config="lcm.a=1"), "gym_config: lcm.a is of 'lcm', which gym_dataset does not name"),
-        (dict(gym_config="a=1", gym_dataset="gcd,lcm"), "gym_config: a of which of gcd, lcm\\? write gcd.a"),
-    ],
-)
-def test_options_that_cannot_be(pretend, options, message):
-    with pytest.raises(SnugError, match=message) as caught:
-        pretend(**options)
-    assert "\n" not in str(caught.value)
+        (dict(gym_config="lcm.a=1"), "gym_config: lcm.a is an option of 'lcm', which gym_dataset does not name"),
+        (
+            dict(gym_config="a=1", gym_dataset="gcd,lcm"),
+            r"gym_config: a is an option of which of gcd, lcm\? write gcd.a",
+        ),
+    ):
+        with pytest.raises(SnugError, match=message) as caught:
+            pretend(**options)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_package_that_is_not_there(monkeypatch):
@@ -571,11 +525,11 @@ def test_every_generator(monkeypatch, capsys):
             )
             if not all(own) or max(asked["nothing"] + asked["noise"]) >= 1:
                 doubtful.add(name)
-        child.stop()
+        child.close()
         for name, (task, rows) in kept.items():
-            task.found.clear()
+            task.held_out.clear()
             assert task.prompts("train", range(6)) + task.prompts("test", [0]) == rows, name
-    told = re.findall(r"the scorer of (\w+) says 1 of the answer (\S+),", capsys.readouterr().err)
+    told = re.findall(r"the scorer of (\w+) accepts the answer (\S+) to", capsys.readouterr().err)
     with capsys.disabled():
         print("\n" + "\n".join(lines))
     assert doubtful == {"game_of_life_halting"}

@@ -15,7 +15,8 @@ from test_grpo import tiny
 import grpo
 import train_sft
 from data import make_task
-from data.jsonl import read_rows
+from data.jsonl import check_row
+from data.rows import read_lines
 from options import SnugError
 from runs.log import read_log
 from runs.prepare import prepare
@@ -30,7 +31,7 @@ def written(tmp_path, rows, name="data.jsonl"):
 
 
 def task_of(path, cls=SFTSettings, **options):
-    return make_task(cls(task="jsonl", data_file=path, **options))
+    return make_task(cls(task="jsonl", data_file=path, **options), cls is SFTSettings)
 
 
 GOOD = [{"prompt": f"{i}=", "answer": i} for i in range(50)]
@@ -61,29 +62,29 @@ BAD = [
     (b'{"prompt": [{"role": "user", "content": "a"}, []], "answer": 1}', r"a message must be .* not \[\]"),
     (
         b'{"prompt": [{"role": "assistant", "content": "a"}], "answer": 1}',
-        "the last message is the assistant's, which is for the model",
+        "the last message is the assistant's, which the model has to write",
     ),
     (
         b'{"prompt": [{"role": "user", "content": "a"}], "answer": 1}',
         "a prompt of messages where the rows before have text",
     ),
-    (b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": 1}', "a prompt of messages"),
+    (b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": 1}', "not JSON"),
     (b'{"prompt": "a", "answer": [1]}', r"answer must be text, a number or a boolean, not \[1\]"),
     (b'{"prompt": "a", "answer": null}', "answer must be text, a number or a boolean, not None"),
     (b'{"prompt": "a", "answer": 1, "demonstration": 5}', "demonstration must be text, not 5"),
     (b'{"prompt": "a"}', "other columns than the rows before: no answer"),
     (b'{"prompt": "a", "answer": 1, "level": 2}', "other columns than the rows before: also level"),
-    (b'{"prompt": "\\ud800", "answer": 1}', "text with half a surrogate pair"),
+    (b'{"prompt": "\\ud800", "answer": 1}', "not JSON .*surrogates not allowed"),
 ]
 
 
-@pytest.mark.parametrize("line, message", BAD, ids=range(len(BAD)))
-@pytest.mark.parametrize("place", [1, 20, 50])
-def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, message, place):
-    path = written(tmp_path, [*GOOD[:place], line, *GOOD[place:]])
-    with pytest.raises(SnugError, match=f"{path}:{place + 1}: {message}") as error:
-        task_of(path)
-    assert "\n" not in str(error.value)
+def test_a_bad_row_is_named_with_file_and_line(tmp_path):
+    for number, (line, message) in enumerate(BAD):
+        place = (1, 20, 50)[number % 3]
+        path = written(tmp_path, [*GOOD[:place], line, *GOOD[place:]])
+        with pytest.raises(SnugError, match=f"{path}:{place + 1}: {message}") as error:
+            task_of(path)
+        assert "\n" not in str(error.value)
 
 
 def test_several_bad_rows_are_named_together_and_nothing_is_made(tmp_path):
@@ -101,11 +102,11 @@ def test_several_bad_rows_are_named_together_and_nothing_is_made(tmp_path):
         (dict(data_file="nowhere.jsonl"), GOOD, "nowhere.jsonl: cannot be read .No such file"),
         ({}, [], "data.jsonl: has no rows"),
         ({}, [b"", b"  "], "data.jsonl: has no rows"),
-        ({}, GOOD[:1], "none of its 1 rows falls to the (test|train) split; name a test_file"),
+        ({}, GOOD[:1], "none of its 1 rows is in the (test|train) split; name a test_file"),
         (
             dict(demonstration_noise=0.5),
             GOOD,
-            "demonstration_noise=0.5: demonstrations of task='jsonl' are as the file has them",
+            "demonstration_noise=0.5: task='jsonl' takes its demonstrations from the file",
         ),
     ],
 )
@@ -118,15 +119,16 @@ def test_files_that_do_not_serve(tmp_path, options, rows, message):
 
 
 def test_a_column_that_the_sampler_has_is_refused(tmp_path):
-    with pytest.raises(SnugError, match="data.jsonl:1: the column stopped has the name of one"):
+    with pytest.raises(SnugError, match="data.jsonl:1: the column stopped has the name of an argument"):
         task_of(written(tmp_path, [row | {"stopped": 1} for row in GOOD]))
 
 
 def test_rewards_need_an_answer_or_a_function(tmp_path):
     path = written(tmp_path, [{"prompt": str(i)} for i in range(50)])
-    task_of(path, GRPOSettings, reward_funcs=["m:f"])
+    run = GRPOSettings(task="jsonl", data_file=path, out_dir=str(tmp_path / "run"))
+    prepare(dataclasses.replace(run, reward_funcs=["json:dumps"]))
     with pytest.raises(SnugError, match="has no column answer to score completions by; add it, or reward_funcs"):
-        task_of(path, GRPOSettings)
+        prepare(run)
 
 
 def test_what_cannot_be_scored_is_not_evaluated(tmp_path):
@@ -159,7 +161,7 @@ def test_splits_share_nothing_and_miss_nothing(tmp_path):
     train, test = ({row["prompt"] for row in task.rows[split]} for split in ("train", "test"))
     assert not train & test and train | test == {row["prompt"] for row in GOOD} and test
     other = written(tmp_path, [{"prompt": "x", "answer": 1}, GOOD[7]], "test.jsonl")
-    with pytest.raises(SnugError, match=r"test.jsonl has 1 prompts of data_file, such as '7='; take them out"):
+    with pytest.raises(SnugError, match=r"test.jsonl has 1 prompts of data_file, such as '7='; remove them"):
         task_of(written(tmp_path, GOOD), test_file=other)
     own = task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x", "answer": 1}], "test.jsonl"))
     tuning = task_of(written(tmp_path, GOOD), eval_split="tune")
@@ -171,7 +173,7 @@ def test_splits_share_nothing_and_miss_nothing(tmp_path):
         and parts[1]
         and parts[1] < train
     )
-    with pytest.raises(SnugError, match="none of its 2 rows falls to the tune split; leave out eval_split=tune"):
+    with pytest.raises(SnugError, match="none of its 2 rows is in the tune split; leave out eval_split=tune"):
         rows = [row for row in GOOD if row["prompt"] not in parts[1]][:2]
         task_of(
             written(tmp_path, rows),
@@ -222,7 +224,7 @@ def test_prompts_of_messages_share_nothing_either(tmp_path):
         path, test_file=written(tmp_path, [{"prompt": conversation(7), "answer": 7}], "test.jsonl")
     )  # told nothing: another prompt
     with pytest.raises(
-        SnugError, match="test.jsonl:1: a prompt of text where the rows before have messages; take one of the two"
+        SnugError, match="test.jsonl:1: a prompt of text where the rows before have messages; use one of the two"
     ):
         task_of(path, test_file=written(tmp_path, [{"prompt": "7=", "answer": 7}], "test.jsonl"))
     twice = task_of(written(tmp_path, [*rows, *rows]))
@@ -300,7 +302,7 @@ def test_demonstrations_and_longest(tmp_path):
 def test_any_row_is_read_or_refused_by_line(tmp_path_factory, row):
     path = Path(written(tmp_path_factory.mktemp("rows"), [row]))
     try:
-        assert read_rows(path) == [row]
+        assert read_lines(path, check_row) == [row]
     except SnugError as error:
         assert f"{path}:1: " in str(error)
 

@@ -36,9 +36,10 @@ compiles = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be
 
 
 @compiles
-def test_values_in_the_interpreter():
+def test_values_in_the_interpreter(request):
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command += ["--long"] if request.config.getoption("--long") else []
     result = subprocess.run(
         command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300
     )
@@ -61,10 +62,20 @@ def only_kernels(request, monkeypatch):
 
 
 @in_kernels
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-5), (torch.float16, 2e-5)])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("M, V", [(0, 67), (1, 1), (1, 67), (7, 67), (5, 128), (3, 1000), (2, 5000), (2, 8192)])
-def test_kernel_values_and_gradients(M, V, temperature, dtype, tolerance):
+@pytest.mark.parametrize(
+    "M, V, temperature, dtype",
+    [
+        (0, 67, 1.0, torch.float32),
+        (1, 1, 1.0, torch.float32),
+        (7, 67, 0.7, torch.bfloat16),
+        (5, 128, 1.0, torch.float16),
+        (3, 1000, 0.7, torch.float32),
+        (2, 5000, 1.0, torch.bfloat16),
+        (2, 8192, 0.7, torch.float16),
+    ],
+)
+def test_kernel_values_and_gradients(M, V, temperature, dtype):
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-5
     logits, targets, upstream = make_rows(M, V, dtype)
     reference = logits.double().requires_grad_()
     expected, expected_entropy = plain(reference, targets, temperature)
@@ -130,8 +141,7 @@ def test_kernel_extremes():
 
 
 @in_kernels
-@pytest.mark.parametrize("V, n_vocab", [(67, 67), (67, 60), (5000, 4999), (8192, 8192)])
-@pytest.mark.parametrize("chunk_size", [4, 100])
+@pytest.mark.parametrize("V, n_vocab, chunk_size", [(67, 60, 4), (5000, 4999, 100), (8192, 8192, 4)])
 def test_kernel_heads(chunk_size, V, n_vocab):
     hidden, weight, targets, upstream = make_head(13, 8, V, torch.float32)
     targets = targets % n_vocab
@@ -165,9 +175,16 @@ def test_kernel_heads(chunk_size, V, n_vocab):
 
 
 @in_kernels
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("M, width, n_vocab", [(1, 16, 1), (7, 80, 67), (3, 5008, 5000), (2, 8192, 8192)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "M, width, n_vocab, temperature, dtype",
+    [
+        (1, 16, 1, 1.0, torch.float32),
+        (7, 80, 67, 0.7, torch.float32),
+        (7, 80, 67, 0.7, torch.bfloat16),
+        (3, 5008, 5000, 1.0, torch.float16),
+        (2, 8192, 8192, 0.7, torch.bfloat16),
+    ],
+)
 def test_kernel_leaves_the_gradient_in_place_of_the_logits(dtype, M, width, n_vocab, temperature):
     logits, targets, _ = make_rows(M, width, dtype)
     logits[:, n_vocab:] = torch.nan  # what a buffer's padding happens to hold
@@ -193,11 +210,16 @@ class Head:
 
 
 @in_kernels
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
-    "N, width, n_vocab", [(1, 1, 1), (40, 67, 67), (40, 80, 67), (6, 5000, 4999), (6, 20_000, 20_000)]
+    "N, width, n_vocab, temperature, dtype",
+    [
+        (1, 1, 1, 1.0, torch.float32),
+        (40, 67, 67, 1.0, torch.float16),
+        (40, 80, 67, 0.7, torch.float32),
+        (6, 5000, 4999, 0.7, torch.float16),
+        (6, 20_000, 20_000, 1.0, torch.float32),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernel_draws_by_inverse_cdf(dtype, N, width, n_vocab, temperature):
     """Token i for u between the float64 sums before and after it, of the whole; the uniforms 0 and 1 - 2^-23 among them."""
     logits, _, _ = make_rows(N, width, dtype)
@@ -213,36 +235,36 @@ def test_kernel_draws_by_inverse_cdf(dtype, N, width, n_vocab, temperature):
 
 
 @in_kernels
-@pytest.mark.parametrize("dtype, tolerance, rotary", [(torch.float32, 1e-5, True), (torch.float16, 4e-3, False)])
 @pytest.mark.parametrize(
-    "shape",
+    "shape, dtype, rotary",
     [
-        dict(kv_heads=1),
-        dict(kv_heads=4, group_size=1),
-        dict(D=24, group_size=16),
-        dict(D=16, heads=6, T_p=70, lengths=(70, 66, 3)),
+        (dict(kv_heads=1), torch.float16, False),
+        (dict(kv_heads=4, group_size=1), torch.float32, False),
+        (dict(D=24, group_size=16), torch.float32, True),
+        (dict(D=16, heads=6, T_p=70, lengths=(70, 66, 3)), torch.float32, True),
     ],
 )
-def test_kernel_attends_to_prompt_and_own_tokens(shape, dtype, tolerance, rotary):
+def test_kernel_attends_to_prompt_and_own_tokens(shape, dtype, rotary):
     """bfloat16 has no products in the interpreter; the cubins of it are compiled below, and CUDA runs it in test_sample.py."""
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     assert run_rows(*make_cache(dtype, **shape), RAGGED, tolerance, rotary) == 25
 
 
 @in_kernels
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("shape", [pytest.param("gpt2", marks=pytest.mark.long), "llama"])
 def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
     """Slots that are filled again and leave, with every kernel of a step. What a recorded graph reads and writes stays where it
     is, whatever rows come and go, as long as there are so many slots."""
-    places, original = {}, sample.Flight.advance
+    addresses, original = {}, sample.DecodeBatch.forward_step
 
-    def advance(flight):
-        buffers = [flight.rows, flight.t, flight.token, flight.start_at, flight.tokens, flight.logprobs, flight.u]
-        buffers += [flight.cache.own, flight.cache.prompt, flight.cache.prompt_lengths, flight.cache.sorted]
-        places.setdefault(len(flight.rows), set()).add(tuple(buffer.data_ptr() for buffer in buffers))
-        original(flight)
-        assert flight.cache.t is flight.t
+    def forward_step(batch):
+        buffers = [batch.rows, batch.t, batch.token, batch.prompt_length, batch.tokens, batch.logprobs, batch.u]
+        buffers += [batch.cache.own, batch.cache.prompt, batch.cache.prompt_lengths, batch.cache.sorted]
+        addresses.setdefault(len(batch.rows), set()).add(tuple(buffer.data_ptr() for buffer in buffers))
+        original(batch)
+        assert batch.cache.t is batch.t
 
-    monkeypatch.setattr(sample.Flight, "advance", advance)
+    monkeypatch.setattr(sample.DecodeBatch, "forward_step", forward_step)
     model, prompts = make_flat_model(shape, n_layer=1), [[1, 2, 3], [4]]
     rollouts = sample_groups(model, prompts, 4, 10, stop_token=3, seed=3, max_batch=5)
     for i, (row, p, c) in enumerate(
@@ -251,7 +273,7 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
         ids, values = generate_naive(model, prompts[i // 4], 10, stop_token=3, seed=3, row=i)
         assert row[p : p + c].tolist() == ids
         assert rollouts.sampling_logprobs[i, :c].tolist() == pytest.approx(values, abs=1e-5)
-    assert len(places) > 1 and all(len(found) == 1 for found in places.values())
+    assert len(addresses) > 1 and all(len(found) == 1 for found in addresses.values())
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="4 GiB of logits: on CUDA only")
@@ -270,6 +292,13 @@ def test_kernel_beyond_2_to_the_31_elements_and_65535_rows():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ahead of time, for devices that are not here: at the blocks and warps that the shape rule picks.
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+MAIN_DTYPE = ["bf16", long("fp32")]
 
 
 def test_the_shape_rule():
@@ -304,9 +333,9 @@ def resources(kernel, capability, pointers, constants, aligned, warps, folder):
 
 @compiles
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("V", [67, 1000, 50257, 151936])
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dtype", MAIN_DTYPE)
+@pytest.mark.parametrize("V", [*map(long, [67, 1000, 50257]), 151936])
+@pytest.mark.parametrize("capability", [80, 90, long(100)])
 def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
     itemsize = 2 if dtype == "bf16" else 4
     numbers = dict.fromkeys(("logprobs", "lse", "entropy", "coefficients", "dentropy"), "*fp32") | {"targets": "*i64"}
@@ -347,8 +376,8 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
 
 @compiles
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("V", [67, 50257, 151936])
+@pytest.mark.parametrize("dtype", MAIN_DTYPE)
+@pytest.mark.parametrize("V", [*map(long, [67, 50257]), 151936])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiled_draws_do_not_spill(capability, V, dtype, tmp_path):
     block, warps = tile(V, 2 if dtype == "bf16" else 4, gradient=True)
@@ -368,25 +397,25 @@ def test_compiled_draws_do_not_spill(capability, V, dtype, tmp_path):
 
 @compiles
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("H, G, D, group_size", [(12, 12, 64, 16), (12, 2, 128, 16), (12, 2, 128, 1)])
+@pytest.mark.parametrize("dtype", MAIN_DTYPE)
+@pytest.mark.parametrize("H, G, D, group_size", [long(12, 12, 64, 16), (12, 2, 128, 16), long(12, 2, 128, 1)])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, dtype, tmp_path):
     """At the tiles of GPT-2 and of Qwen2.5-1.5B."""
     M, slots = attention.query_tile(H // G, group_size)
     floats = dict.fromkeys(("parts", "tops", "totals", "cos", "sin"), "*fp32")
-    cache = dict.fromkeys(("q", "k", "v", "turned_q", "prompt_k", "prompt_v", "own_k", "own_v", "y"), "*" + dtype)
-    kinds = floats | cache | {"order": "*i32", "places": "*i32", "lengths": "*i64", "t": "*i64"}
+    cache = dict.fromkeys(("q", "k", "v", "rotated_q", "prompt_k", "prompt_v", "own_k", "own_v", "y"), "*" + dtype)
+    kinds = floats | cache | {"order": "*i32", "prompt_slots": "*i32", "lengths": "*i64", "t": "*i64"}
     shape = dict(R=H // G, N=attention.column_block(D, 2 if dtype == "bf16" else 4), DP=D)
     for kernel, constants, warps in (
-        (attention.place_kernel, dict(DP=D, ROTARY=True), 1),
-        (attention.place_kernel, dict(DP=D, ROTARY=False), 1),
+        (attention.cache_kernel, dict(DP=D, ROTARY=True), 1),
+        (attention.cache_kernel, dict(DP=D, ROTARY=False), 1),
         (attention.prompt_kernel, shape | dict(M=M, TILE=slots), 4),
         (attention.own_kernel, shape | dict(M=16), 4),
         (attention.join_kernel, dict(SPLITS=6, DP=D), 1),
     ):
         pointers = {name: kinds[name] for name in kernel.arg_names if name in kinds}
-        if kernel is attention.place_kernel:
+        if kernel is attention.cache_kernel:
             pointers |= {"q": "*fp32", "k": "*fp32"}  # what autocast's norms leave of them, beside values in bfloat16
         aligned = {"D", "chunk", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head"} & set(kernel.arg_names)
         used, _ = resources(kernel, capability, pointers, constants, aligned, warps, tmp_path)

@@ -11,24 +11,32 @@ from model import rotary_table, rotate
 
 
 def make_cache(
-    dtype=torch.float64, heads=4, kv_heads=2, D=8, places=3, T_p=9, slots=7, T_c=6, group_size=3, lengths=(9, 4, 1)
+    dtype=torch.float64,
+    heads=4,
+    kv_heads=2,
+    D=8,
+    prompt_slots=3,
+    T_p=9,
+    slots=7,
+    T_c=6,
+    group_size=3,
+    lengths=(9, 4, 1),
 ):
     """-> a cache whose prompts are read and whose own columns are garbage, its config, and the prompts' keys and values."""
     config = make_model("llama", n_head=heads, n_kv_head=kv_heads, n_embd=heads * D).config
-    cache = KVCache(config, places, T_p, slots, T_c, dtype, DEVICE, group_size)
+    cache = KVCache(config, prompt_slots, T_p, slots, T_c, dtype, DEVICE, group_size)
     cache.own.fill_(float("nan"))  # what nobody wrote
     torch.manual_seed(1)
-    cache.begin_prompts(list(range(places)), list(lengths))
-    prompts = torch.randn(config.n_layer, 2, places, kv_heads, T_p, D, dtype=dtype, device=DEVICE)
+    cache.begin_prefill(list(range(prompt_slots)), list(lengths))
+    prompts = torch.randn(config.n_layer, 2, prompt_slots, kv_heads, T_p, D, dtype=dtype, device=DEVICE)
     for layer in range(config.n_layer):
-        cache.fill(layer, *prompts[layer])
+        cache.write_prompts(layer, *prompts[layer])
     return cache, config, prompts
 
 
 def step(cache, place, t, q, k, v, rotary=None):
-    even = len(set(t)) == 1
-    cache.begin_rows(np.array(place))
-    cache.begin_step(torch.tensor(t, device=DEVICE), max(t) + 1, even)
+    cache.assign(np.array(place))
+    cache.begin_step(torch.tensor(t, device=DEVICE), max(t) + 1, len(set(t)) == 1)
     return cache.attend(1, q, k, v, rotary)
 
 
@@ -92,17 +100,17 @@ def test_one_row_a_prompt(kv_heads, lengths):
     """In the prompts' order both are read as one; even, then with a row that begins later, then out of order, then in order again."""
     cache, config, prompts = make_cache(kv_heads=kv_heads, slots=3, group_size=1, lengths=lengths)
     orders = []
-    begin = cache.begin_rows
-    cache.begin_rows = lambda place: (begin(place), orders.append(cache.together))
+    assign = cache.assign
+    cache.assign = lambda place: (assign(place), orders.append(cache.together))
     schedule = [[(s, s, t) for s in range(3)] for t in range(3)]
     schedule += [[(0, 0, t), (3, 1, t - 3), (2, 2, t)] for t in (3, 4)]
     schedule += [[(4, 2, t), (3, 1, t + 2), (5, 0, t)] for t in (0, 1)]
     assert run_rows(cache, config, prompts, schedule, 1e-12) == 21
     assert orders == [True] * 5 + [False] * 2
     own, prompt = cache.own.clone(), cache.prompt.clone()
-    cache.keep(np.array([0, 2]), np.array([0, 2]), 2)
+    cache.compact(np.array([0, 2]), np.array([0, 2]), 2)
     assert cache.own[1, :, :2, :, :2].equal(own[1][:, [0, 2], :, :2]) and cache.prompt.equal(prompt[:, :, [0, 2]])
-    cache.begin_rows(np.array([0, 1]))
+    cache.assign(np.array([0, 1]))
     assert orders[-1]
 
 
@@ -110,7 +118,7 @@ def test_slots_and_places_that_are_kept_keep_their_tokens():
     cache, config, prompts = make_cache()
     run_rows(cache, config, prompts, RAGGED[:2], 1e-12)
     before, columns = cache.own.clone(), 2
-    cache.keep(np.array([0, 2, 4]), np.array([0, 2]), columns)
+    cache.compact(np.array([0, 2, 4]), np.array([0, 2]), columns)
     assert cache.own[1, :, :3, :, :columns].equal(before[1][:, [0, 2, 4], :, :columns])
     assert cache.prompt.equal(prompts[:, :, [0, 2]]) and cache.prompt_lengths.tolist() == [9, 1]
     kept = [(0, 0), (2, 1), (4, 1)]  # row, place now
@@ -127,7 +135,7 @@ def test_keys_of_another_type_than_the_caches():
     """As CUDA's autocast leaves them behind a norm of queries and keys, in prompts and in steps."""
     cache, config, prompts = make_cache(torch.bfloat16)
     for layer in range(config.n_layer):
-        cache.fill(layer, prompts[layer, 0].float(), prompts[layer, 1])
+        cache.write_prompts(layer, prompts[layer, 0].float(), prompts[layer, 1])
     assert cache.prompt.equal(prompts)
     q, k, v = (torch.randn(3, heads, 1, 8, dtype=torch.bfloat16, device=DEVICE) for heads in (4, 2, 2))
     expected = step(cache, [0, 1, 1], [0, 0, 0], q, k, v)
@@ -136,11 +144,11 @@ def test_keys_of_another_type_than_the_caches():
     )
 
 
-def test_slots_that_nobody_has_are_not_counted():
+def test_idle_slots_do_not_widen_the_rectangle():
     """Ten slots that once read a place do not widen the rectangle of those that do."""
     cache, _, _ = make_cache(slots=12)
-    cache.begin_rows(np.array([1] + [-1] * 10 + [2]))
-    assert len(cache.to_place) == 2 * 2 and cache.places == slice(1, 3)
+    cache.assign(np.array([1] + [-1] * 10 + [2]))
+    assert len(cache.pair_of_entry) == 2 * 2 and cache.prompts_in_use == slice(1, 3)
 
 
 def test_columns_are_split_where_programs_are_few():

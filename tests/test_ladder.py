@@ -10,15 +10,16 @@ from batch import Cut
 from evaluate import decoding_of, evaluate_as_run
 from memory.meter import MemoryMeter, tensor_bytes
 from options import SnugError
-from runs.checkpoint import begin
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
+from training.loop import begin
 from training.optimizer import optimizer_step
 
 COMMON = dict(digits=2, n_layer=2, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0, save_interval=0, seed=3)
 SFT = COMMON | dict(max_iters=8, batch_size=16, learning_rate=3e-3, demonstration_noise=0.5)
 GRPO = COMMON | dict(max_iters=8, batch_size=4, group_size=4, max_new_tokens=10, learning_rate=3e-4, beta=0.04)
+FLOAT32 = dict(param_dtype="float32", optimizer_dtype="float32")
 EXACT = {  # in float64: what is left is a rounding of 1e-16, which Adam may enlarge
     "token budget": dict(max_tokens_per_micro_batch=60),
     "small chunks": dict(logits_chunk_mb=0.01),
@@ -52,8 +53,7 @@ def curves(tmp_path_factory):
         key = loop, tuple(sorted(changes.items()))
         if key not in known:
             out = str(folder / f"{loop}{len(known)}")
-            wide = {} if "bfloat16" in changes.values() else dict(param_dtype="float64", optimizer_dtype="float64")
-            changes = wide | changes
+            changes = dict(param_dtype="float64", optimizer_dtype="float64") | changes
             if loop == "sft":
                 train_sft.main(prepare(SFTSettings(**SFT | changes, out_dir=out)))
             else:
@@ -97,7 +97,7 @@ def test_grpo_goes_the_same_way(curves, name):
     ],
 )
 def test_rounding_moves_the_loss_curve_a_little(curves, changes, most):
-    plain, changed = curves("sft"), curves("sft", **changes)
+    plain, changed = curves("sft", **FLOAT32), curves("sft", **FLOAT32 | changes)
     distance = worst(plain, changed, "loss")
     print(f"{changes}: {distance:.4f}")
     assert 1e-5 < distance <= most
@@ -139,7 +139,7 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
     settings = GRPOSettings(**GRPO | changes | dict(out_dir=str(tmp_path), beta=0.0, batch_size=8))
     prepared = prepare(settings)
     with MemoryMeter("cpu") as meter:
-        model, optimizer, _ = begin(settings, prepared.shape, torch.device("cpu"))
+        model, optimizer, _ = begin(prepared, torch.device("cpu"))
         rows = prepared.task.prompts("train", range(8))
         grpo.sample_rows(model, prepared, rows, 0, 0, settings.max_rollout_batch)  # tables that are made once and kept
         before = meter.allocated()
@@ -167,8 +167,8 @@ def test_evaluations_cut_long_prompts_too(tmp_path):
     options = dict(out_dir=str(tmp_path), beta=0.0, max_iters=1, max_prompt_length=4, block_size=14)
     settings = GRPOSettings(**GRPO | options)
     prepared = prepare(settings)
-    model = begin(settings, prepared.shape, torch.device(DEVICE))[0]
-    scores = evaluate_as_run(settings, model, prepared.tokenizer, prepared.task, 5)
+    model = begin(prepared, torch.device(DEVICE))[0]
+    scores = evaluate_as_run(settings, model, prepared.tokenizer, prepared.task, 5, settings)
     assert set(scores) == {"pass_at_1", "pass_at_1_sampled"}
 
 

@@ -57,10 +57,17 @@ def assert_near(actual, expected, tolerance):
 # Values and gradients.
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("V", [1, 67, 1000, 50257])
-@pytest.mark.parametrize("M", [0, 1, 9])
+@pytest.mark.parametrize(
+    "M, V, temperature, dtype",
+    [
+        (0, 67, 1.0, torch.float32),
+        (1, 1, 0.7, torch.float32),
+        (9, 67, 0.7, torch.float64),
+        (1, 1000, 1.0, torch.float64),
+        (9, 1000, 0.7, torch.float32),
+        (11, 50257, 0.7, torch.float32),  # more rows than a slab
+    ],
+)
 def test_token_logprobs_against_float64(M, V, temperature, dtype):
     logits, targets, upstream = make_rows(M, V, dtype)
     reference = logits.double().requires_grad_()
@@ -75,7 +82,7 @@ def test_token_logprobs_against_float64(M, V, temperature, dtype):
     assert_near(logits.grad, reference.grad, TOLERANCE[dtype])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     M=st.integers(0, 40), V=st.integers(1, 600), temperature=st.floats(0.2, 3), seed=st.integers(0, 99), data=st.data()
 )
@@ -115,8 +122,7 @@ def test_any_shape_padding_and_chunk(M, V, temperature, seed, data):
             assert_near(actual, reference, 1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("V", [67, 50257])
+@pytest.mark.parametrize("dtype, V", [(torch.bfloat16, 50257), (torch.float16, 67)])
 def test_half_precision_is_no_worse_than_eager(dtype, V):
     logits, targets, upstream = make_rows(16, V, dtype)
     exact = logits.double().requires_grad_()
@@ -152,8 +158,8 @@ def test_rows_and_columns_of_any_stride():
         assert_near(gradient, torch.autograd.grad((expected * upstream[:10]).sum(), reference)[0], 1e-6)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradcheck(temperature):
+def test_gradcheck():
+    temperature = 0.7
     hidden, weight, targets, _ = make_head(5, 3, 7)
     logits = (hidden @ weight.T).detach().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: token_logprobs(x, targets, temperature, n_vocab=7), logits)
@@ -246,7 +252,7 @@ def clipped_loss(hidden, advantages):
     return token_loss
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 10, 64, None])
+@pytest.mark.parametrize("chunk_size", [1, 10, None])
 def test_head_loss_is_head_logprobs_and_a_loss(chunk_size):
     hidden, weight, targets, advantages = make_head(29, 8, 67)
     token_loss = clipped_loss(hidden, advantages)
@@ -263,8 +269,7 @@ def test_head_loss_is_head_logprobs_and_a_loss(chunk_size):
     assert not logprobs.requires_grad
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-@pytest.mark.parametrize("beta, delta", [(0.0, None), (0.04, 4.0)])
+@pytest.mark.parametrize("loss_type, beta, delta", [("dapo", 0.0, None), ("grpo", 0.04, 4.0)])
 def test_head_loss_trains_like_head_logprobs_and_policy_loss(loss_type, beta, delta):
     """GRPO's own loss, off-policy enough that clipping matters, sequences of lengths 1 to 9 cut by chunks of 5."""
     hidden, weight, targets, _ = make_head(29, 8, 67)
@@ -488,8 +493,7 @@ def profiler_peak(function, *_):
 
 @on_cpu
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("measure", [meter_peak, profiler_peak])
-@pytest.mark.parametrize("M", [1024, 8192, 32768])
+@pytest.mark.parametrize("M, measure", [(1024, meter_peak), (16384, meter_peak), (8192, profiler_peak)])
 def test_extra_bytes_of_a_training_call(M, measure):
     """chunk x V x element size + O(M) + dhidden, whatever M; a frozen weight and one with a .grad alike."""
     C, V, chunk_mb = 8, 512, 1.0
@@ -512,7 +516,7 @@ def test_extra_bytes_of_a_training_call(M, measure):
 
 @on_cpu
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("M", [1024, 32768])
+@pytest.mark.parametrize("M", [16384])
 def test_extra_bytes_with_entropy_and_of_head_logprobs(M):
     C, V, chunk_mb = 8, 512, 1.0
     hidden, weight, targets, _ = make_head(M, C, V, torch.float32)

@@ -1,6 +1,7 @@
 """Adapters: what they compute, what trains, what the reference is, and what is left of them in a checkpoint and an export."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from model import make_model as make_gpt
 from options import SnugError, read_settings
 from pretrained import lora
 from pretrained.tensors import load_pretrained, save_pretrained
-from runs import checkpoint
-from runs.checkpoint import load_run, load_weights, newest
+from runs.checkpoint import newest, open_checkpoint
+from runs.loading import load_run, load_weights
 from runs.prepare import prepare
 from sample import sample_groups
 from settings import GRPOSettings, SFTSettings
@@ -69,8 +70,7 @@ def test_adapters_are_the_formula(shape, tokens):
         assert theirs.abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape, dtype", [("gpt2", torch.float32), ("llama", torch.bfloat16)])
 def test_off_is_the_model_that_was_there_bit_for_bit(shape, dtype, tokens):
     before = logits_of(make_model(shape, dtype=dtype), tokens)
     model = with_adapters(shape, dtype=dtype)
@@ -130,7 +130,7 @@ LORA = ["--lora_rank=4", "--lora_alpha=8"]
 def sft(tmp_path_factory):
     """-> the folder of a short SFT run, to begin from."""
     folder = tmp_path_factory.mktemp("runs") / "sft"
-    options = ["--max_iters=30", "--batch_size=32", "--n_embd=32", "--n_head=2", "--block_size=24", "--save_interval=0"]
+    options = ["--max_iters=10", "--batch_size=32", "--n_embd=32", "--n_head=2", "--block_size=24", "--save_interval=0"]
     train_sft.main(prepare(*read_settings(SFTSettings, [*COMMON, *options, f"--out_dir={folder}"])[:2]))
     return folder
 
@@ -187,9 +187,9 @@ def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, rewards)
 
 def test_stopped_and_resumed_is_the_same_run(sft, tmp_path):
     options = [*LORA, "--entropy_coef=0.1"]
-    run_grpo(sft, tmp_path / "whole", *options, "--max_iters=3")
-    run_grpo(sft, tmp_path / "halves", *options, "--max_iters=2")
-    run_grpo(sft, tmp_path / "halves", *options, "--max_iters=3", "--resume=auto")
+    run_grpo(sft, tmp_path / "whole", *options, "--max_iters=2")
+    run_grpo(sft, tmp_path / "halves", *options, "--max_iters=1")
+    run_grpo(sft, tmp_path / "halves", *options, "--max_iters=2", "--resume=auto")
     whole, halves = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("whole", "halves"))
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
     assert any(value.any() for name, value in whole.items() if name.endswith("lora_B"))
@@ -244,22 +244,25 @@ def test_adapters_go_on_from_adapters(sft, tmp_path):
     lora.merge(first)
     assert torch.equal(first.blocks[0].mlp.up.weight, second.blocks[0].mlp.up.weight)
     whole = make_gpt(vars(second.config), "cpu")
-    load_weights(newest(tmp_path / "second"), whole)
+    load_weights(open_checkpoint(tmp_path / "second"), whole)
     tokens = torch.arange(20)[None]
     torch.testing.assert_close(logits_of(whole, tokens), logits_of(second, tokens), atol=1e-5, rtol=1e-5)
 
 
-def test_adapters_without_their_weights_are_refused(sft, tmp_path):
-    import shutil
-
+def test_adapters_whose_weights_changed_broke_or_went_are_refused(sft, tmp_path):
     shutil.copytree(sft, tmp_path / "base")
     run_grpo(tmp_path / "base", tmp_path / "run", *LORA)
     path = newest(tmp_path / "base")
     manifest = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(manifest + " ")
     with pytest.raises(
-        SnugError, match="has adapters for the weights in .*base/checkpoint-000030, which are others now"
+        SnugError, match="has adapters for the weights in .*base/checkpoint-000010, which are others now"
     ):
+        load_run(tmp_path / "run")
+    (path / "manifest.json").write_text(manifest)
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:-100] + bytes(100))
+    with pytest.raises(SnugError, match="model.safetensors is not what was written"):
         load_run(tmp_path / "run")
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(SnugError, match="which are not there; put them back"):
@@ -268,8 +271,6 @@ def test_adapters_without_their_weights_are_refused(sft, tmp_path):
 
 def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch):
     """From another working directory; moved together with the run; and somewhere else, if init_from says where."""
-    import shutil
-
     (tmp_path / "a").mkdir()
     shutil.copytree(sft, tmp_path / "a" / "base")
     monkeypatch.chdir(tmp_path / "a")
@@ -284,32 +285,16 @@ def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch):
     run_grpo(tmp_path / "elsewhere", tmp_path / "b" / "run", *LORA, "--resume=auto", "--max_iters=3")
 
 
-def test_a_damaged_base_is_named(sft, tmp_path):
-    import shutil
-
-    shutil.copytree(sft, tmp_path / "base")
-    run_grpo(tmp_path / "base", tmp_path / "run", *LORA)
-    file = newest(tmp_path / "base") / "model.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:-100] + bytes(100))
-    checkpoint.checked.clear()  # as another process
-    with pytest.raises(SnugError, match="model.safetensors is not what was written"):
-        load_run(tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (["--lora_rank=8"], "lora_rank was 4, is 8"),
-        (["--lora_alpha=80"], "lora_alpha was 8.0, is 80.0"),
-        (["--lora_target_modules=qkv"], "lora_target_modules was"),
-        (["--lora_rank=0"], "lora_rank was 4, is 0"),
-    ],
-)
-def test_other_adapters_are_another_run(change, said, sft, tmp_path):
+def test_other_adapters_are_another_run(sft, tmp_path):
     run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
-    with pytest.raises(SnugError, match=said):
-        run_grpo(sft, tmp_path / "run", *LORA, "--resume=auto", *change)
+    for change, said in (
+        ("--lora_rank=8", "lora_rank was 4, is 8"),
+        ("--lora_alpha=80", "lora_alpha was 8.0, is 80.0"),
+        ("--lora_target_modules=qkv", "lora_target_modules was"),
+        ("--lora_rank=0", "lora_rank was 4, is 0"),
+    ):
+        with pytest.raises(SnugError, match=said):
+            run_grpo(sft, tmp_path / "run", *LORA, "--resume=auto", change)
     with pytest.raises(SnugError, match="is in out_dir"):
         run_grpo(newest(tmp_path / "run"), tmp_path / "run", *LORA)
 
@@ -318,32 +303,6 @@ def test_adapters_are_not_added_to_a_run(sft, tmp_path):
     run_grpo(sft, tmp_path / "run", "--max_iters=1")
     with pytest.raises(SnugError, match="lora_rank was 0, is 4"):
         run_grpo(sft, tmp_path / "run", *LORA, "--resume=auto")
-
-
-BASES = [
-    None,
-    [],
-    {},
-    {"path": 3},
-    {"path": "x", "from_run": "x"},
-    {"path": "x" * 5000, "from_run": "x", "fingerprint": "x"},
-]
-
-
-@pytest.mark.parametrize(
-    "change", [*({"base": base} for base in BASES), {"lora_rank": 10**30}, {"lora_target_modules": ["foo"]}]
-)
-def test_what_a_state_says_of_adapters_is_looked_at(change, sft, tmp_path):
-    run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
-    path = newest(tmp_path / "run")
-    state = json.loads((path / "state.json").read_text())
-    (state if "base" in change else state["settings"]).update(change)
-    (path / "state.json").write_text(json.dumps(state))
-    checkpoint.seal(path)
-    checkpoint.checked.clear()
-    with pytest.raises(SnugError) as error:
-        load_run(tmp_path / "run")
-    assert "\n" not in str(error.value)
 
 
 def test_live_adapters_are_not_left_out_of_an_export(tmp_path):

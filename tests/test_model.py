@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, make_model
 
-from memory.lean import Embed
+from memory.lean import Embed, RMSNorm
 from memory.ledger import HOST, LiveBytes
-from model import GPTConfig, RMSNorm
+from model import GPTConfig
 
 
 def slow_forward(model, tokens):

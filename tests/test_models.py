@@ -1,7 +1,9 @@
 """From a Hugging Face folder through a run and out again: model, tokenizer and chat template travel together."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,37 +13,21 @@ import train_sft
 from model import GPT, GPTConfig
 from options import SnugError, read_settings
 from pretrained.tensors import load_pretrained, save_pretrained
-from runs.checkpoint import load_run, newest
+from runs.checkpoint import newest
+from runs.loading import load_run
 from runs.prepare import prepare
 from settings import ExportSettings, GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
 from tools.export import main
 
 HERE = Path(__file__).parent
-QWEN = dict(
-    n_layer=2,
-    n_head=4,
-    n_kv_head=2,
-    n_embd=32,
-    n_hidden=48,
-    norm="rmsnorm",
-    norm_eps=1e-6,
-    position="rotary",
-    rope_theta=1e6,
-)
+QWEN = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, mlp="swiglu", qkv_bias=True)
+QWEN |= dict(norm="rmsnorm", norm_eps=1e-6, position="rotary", rope_theta=1e6, vocab_size=272, block_size=32768)
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SMALL = [
-    "--device=cpu",
-    "--dtype=float32",
-    "--batch_size=2",
-    "--group_size=4",
-    "--max_new_tokens=6",
-    "--eval_prompts=2",
-    "--save_interval=1",
-]
+SMALL = "--device=cpu --dtype=float32 --batch_size=2 --group_size=4 --max_new_tokens=6 --eval_prompts=2".split()
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +35,14 @@ def folder(tmp_path_factory):
     """-> a Qwen2.5-shaped model of random weights: more rows than ids, ChatML, <|im_end|> as the end and <|endoftext|> beside it."""
     path = tmp_path_factory.mktemp("models") / "qwen"
     torch.manual_seed(2)
-    save_pretrained(
-        GPT(GPTConfig(vocab_size=272, block_size=32768, mlp="swiglu", qkv_bias=True, **QWEN)),
-        path,
-        get_tokenizer("bytes"),
-    )
+    save_pretrained(GPT(GPTConfig(**QWEN)), path, get_tokenizer("bytes"))
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     spec = json.loads((path / "tokenizer.json").read_text())
     added = spec["added_tokens"][0]
     spec["added_tokens"] = [added | dict(id=256 + i, content=text) for i, text in enumerate(tokens)]
     (path / "tokenizer.json").write_text(json.dumps(spec))
-    config = json.loads((path / "tokenizer_config.json").read_text()) | dict(
-        eos_token="<|im_end|>", chat_template=TEMPLATE
-    )
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config |= dict(eos_token="<|im_end|>", chat_template=TEMPLATE)
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[258, 256])))
     return path
@@ -81,22 +62,9 @@ def run(cls, *words):
 
 
 def gsm8k(folder, out, *words):
-    data = [
-        f"--data_file={HERE}/gsm8k_sample.jsonl",
-        f"--init_from={folder}",
-        f"--out_dir={out}",
-        "--learning_rate=0.01",
-    ]
-    return run(
-        GRPOSettings,
-        "config/grpo_gsm8k.py",
-        *SMALL,
-        *data,
-        "--test_file=",
-        "--max_iters=2",
-        "--reward_funcs=model_rewards:short",
-        *words,
-    )
+    data = [f"--data_file={HERE}/gsm8k_sample.jsonl", "--test_file=", f"--init_from={folder}", f"--out_dir={out}"]
+    more = ["--save_interval=1", "--learning_rate=0.01", "--max_iters=2", "--reward_funcs=model_rewards:short"]
+    return run(GRPOSettings, "config/grpo_gsm8k.py", *SMALL, *data, *more, *words)
 
 
 def test_the_config_for_gsm8k_on_a_folder_with_a_reference(folder, tmp_path, rewards):
@@ -115,8 +83,6 @@ def test_the_config_for_gsm8k_on_a_folder_with_a_reference(folder, tmp_path, rew
 
 
 def test_a_stopped_run_goes_on_without_the_folder(folder, tmp_path, rewards):
-    import shutil
-
     shutil.copytree(folder, tmp_path / "model")
     gsm8k(tmp_path / "model", tmp_path / "halves", "--max_iters=1")
     shutil.rmtree(tmp_path / "model")
@@ -126,10 +92,10 @@ def test_a_stopped_run_goes_on_without_the_folder(folder, tmp_path, rewards):
     assert all(torch.equal(p, q) for p, q in zip(halves.parameters(), whole.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("lora", [[], ["--lora_rank=4"]])
-def test_out_again_to_transformers(folder, tmp_path, rewards, lora):
+def test_out_again_to_transformers(folder, tmp_path, rewards):
+    """Of a run with adapters, which are merged."""
     transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
-    gsm8k(folder, tmp_path / "run", *lora)
+    gsm8k(folder, tmp_path / "run", "--lora_rank=4")
     settings = read_settings(ExportSettings, [str(tmp_path / "run"), f"--to={tmp_path}/out"], positional="folder")[0]
     main(settings, tmp_path / "run")
     loaded, messages = load_run(tmp_path / "run"), [{"role": "user", "content": "Wie groß ist 2+2?"}]
@@ -139,44 +105,32 @@ def test_out_again_to_transformers(folder, tmp_path, rewards, lora):
     assert ids == loaded.tokenizer.encode_prompt(messages)
     with torch.no_grad():
         tokens = torch.tensor([ids])
-        ours = loaded.model.logits(loaded.model(tokens))
-        torch.testing.assert_close(theirs(tokens).logits, ours[..., :259], atol=1e-5, rtol=1e-5)
+        ours = loaded.model.logits(loaded.model(tokens))[..., :259]
+        torch.testing.assert_close(theirs(tokens).logits, ours, atol=1e-5, rtol=1e-5)
         before = load_pretrained(folder)
-        assert (
-            before.logits(before(tokens))[..., :259] - ours[..., :259]
-        ).abs().max() > 1e-3  # it has learned something
+        assert (before.logits(before(tokens))[..., :259] - ours).abs().max() > 1e-3  # it has learned something
     assert theirs.generation_config.eos_token_id == [258, 256] and their_tokenizer.eos_token == "<|im_end|>"
 
 
 def test_demonstrations_of_messages_end_with_the_first_stop_token(folder, tmp_path):
-    words = [
-        f"--data_file={HERE}/gsm8k_sample.jsonl",
-        "--task=gsm8k",
-        "--chat",
-        "--device=cpu",
-        "--batch_size=4",
-        "--max_iters=2",
-    ]
+    words = (
+        f"--data_file={HERE}/gsm8k_sample.jsonl --task=gsm8k --chat --device=cpu --batch_size=4 --max_iters=2".split()
+    )
     log = run(SFTSettings, *words, f"--init_from={folder}", f"--out_dir={tmp_path}/sft", "--eval_prompts=0")
     assert all(record["grad_norm"] > 0 for record in log)
     settings, given, _ = read_settings(SFTSettings, [*words, f"--init_from={folder}"])
     prepared = prepare(settings, given)
-    batch = train_sft.demonstrations(prepared.task, prepared.tokenizer, settings, 0, torch.device("cpu"))
+    model = SimpleNamespace(device=torch.device("cpu"))
+    training = SimpleNamespace(prepared=prepared, settings=settings, model=model)
+    batch = train_sft.demonstrations(0, training)
     ends = batch.prompt_lengths + batch.completion_lengths - 1
     assert batch.tokens[torch.arange(4), ends].tolist() == [258] * 4
     assert batch.tokens[:, 0].tolist() == [257] * 4  # <|im_start|>
 
 
 def test_a_tokenizer_from_a_folder_for_a_model_from_scratch(folder, tmp_path):
-    words = [
-        "--task=addition",
-        "--digits=1",
-        "--device=cpu",
-        "--max_iters=1",
-        "--batch_size=2",
-        "--eval_prompts=0",
-        f"--out_dir={tmp_path}/a",
-    ]
+    words = "--task=addition --digits=1 --device=cpu --max_iters=1 --batch_size=2 --eval_prompts=0".split()
+    words.append(f"--out_dir={tmp_path}/a")
     run(SFTSettings, *words, f"--tokenizer={folder}")
     assert load_run(tmp_path / "a").tokenizer.name == get_tokenizer(str(folder)).name
     run(SFTSettings, *words, f"--tokenizer={folder}", "--resume=auto", "--max_iters=2")  # the same by another name
@@ -186,8 +140,6 @@ def test_a_tokenizer_from_a_folder_for_a_model_from_scratch(folder, tmp_path):
 
 def test_what_config_json_says_of_the_end_travels_too(folder, tmp_path, rewards):
     """Where tokenizer_config.json does not: a checkpoint has no config.json, and yet the same stop tokens, in the same order."""
-    import shutil
-
     shutil.copytree(folder, tmp_path / "model")
     for name, change in (("tokenizer_config.json", dict(eos_token=None)), ("config.json", dict(eos_token_id=258))):
         content = json.loads((folder / name).read_text()) | change
@@ -196,17 +148,14 @@ def test_what_config_json_says_of_the_end_travels_too(folder, tmp_path, rewards)
     assert get_tokenizer(str(tmp_path / "model")).stop_tokens == (258, 256)
     gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
     assert load_run(tmp_path / "run").tokenizer.stop_tokens == (258, 256)
-    assert json.loads((newest(tmp_path / "run") / "generation_config.json").read_text()) == dict(
-        eos_token_id=[258, 256], top_k=3
-    )
+    generation = json.loads((newest(tmp_path / "run") / "generation_config.json").read_text())
+    assert generation == dict(eos_token_id=[258, 256], top_k=3)
 
 
 def test_what_does_not_go_together_is_refused(folder, tmp_path):
-    import shutil
-
     begin = ["--task=addition", "--digits=1", f"--init_from={folder}", "--max_new_tokens=6", f"--out_dir={tmp_path}/a"]
     for words, said in (
-        (["--n_layer=3"], "n_layer=3, but .*qwen has 2"),
+        (["--n_layer=3"], "n_layer=3, but .*qwen has 1"),
         (["--block_size=64"], "block_size=64, but .*qwen has 32768"),
         (["--tokenizer=bytes"], "tokenizer='bytes', but .*qwen has 'tokenizer.json@"),
     ):
@@ -226,16 +175,9 @@ def test_what_does_not_go_together_is_refused(folder, tmp_path):
 
 
 def test_a_plan_needs_no_weights(folder, tmp_path, capsys):
-    import shutil
-
     shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    begin = [
-        "--task=addition",
-        "--digits=1",
-        f"--init_from={tmp_path}/model",
-        "--max_new_tokens=6",
-        f"--out_dir={tmp_path}/a",
-    ]
+    begin = "--task=addition --digits=1 --max_new_tokens=6".split()
+    begin += [f"--init_from={tmp_path}/model", f"--out_dir={tmp_path}/a"]
     settings, given, _ = read_settings(GRPOSettings, [*begin, "--plan", "--device=cuda", "--lora_rank=4", "--beta=0.1"])
     grpo.main(prepare(settings, given))
     assert "peak_gib=" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,14 +38,11 @@ ROPE = dict(max_position_embeddings=512, rope_theta=5e3)
 CASES = {  # name: (transformers' config class, its keywords)
     "gpt2": ("GPT2Config", dict(vocab_size=97, n_positions=128, n_embd=32, n_layer=2, n_head=4)),
     "gpt2 untied": ("GPT2Config", dict(vocab_size=97, n_positions=128, n_embd=32, n_layer=2, n_head=4, n_inner=40, tie_word_embeddings=False)),
-    "llama": ("LlamaConfig", SMALL | ROPE | dict(num_key_value_heads=4)),
-    "llama tied": ("LlamaConfig", SMALL | ROPE | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
+    "llama tied": ("LlamaConfig", SMALL | ROPE | dict(num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
     "llama 3": ("LlamaConfig", SMALL | dict(max_position_embeddings=512, rope_parameters=LLAMA3, head_dim=16, rms_norm_eps=1e-5)),
     "llama linear": ("LlamaConfig", SMALL | dict(max_position_embeddings=512, rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4))),
     "qwen2": ("Qwen2Config", SMALL | ROPE),
-    "qwen2 tied": ("Qwen2Config", SMALL | ROPE | dict(tie_word_embeddings=True)),
-    "qwen3": ("Qwen3Config", SMALL | ROPE | dict(head_dim=16)),
-    "qwen3 tied": ("Qwen3Config", SMALL | ROPE | dict(head_dim=8, tie_word_embeddings=True)),
+    "qwen3 tied": ("Qwen3Config", SMALL | ROPE | dict(head_dim=16, tie_word_embeddings=True)),
 }  # fmt: skip
 
 
@@ -54,20 +53,22 @@ def their_model(case):
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**options)).eval()
     with torch.no_grad():
         for weight_name, p in model.named_parameters():
-            p.add_(
-                torch.randn_like(p)
-                * (0.5 if "emb" in weight_name or "wte" in weight_name or "head" in weight_name else 0.2)
-            )
+            large = any(part in weight_name for part in ("emb", "wte", "head"))
+            p.add_(torch.randn_like(p) * (0.5 if large else 0.2))
     return model
 
 
-@pytest.fixture(scope="module", params=CASES)
-def saved(request, tmp_path_factory):
-    """-> (their model, the folder that it was saved to)."""
-    folder = tmp_path_factory.mktemp("models") / request.param.replace(" ", "-")
-    model = their_model(request.param)
-    model.save_pretrained(folder)
-    return model, folder
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "qwen2"
+    their_model("qwen2").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved_once, tmp_path):
+    """-> a folder of a Qwen2 that a test may change."""
+    return Path(shutil.copytree(saved_once, tmp_path / "model"))
 
 
 def logits_of(model, tokens):
@@ -75,36 +76,38 @@ def logits_of(model, tokens):
         return model.logits(model(tokens))
 
 
-def test_logits_and_greedy_continuation_are_transformers(saved):
-    theirs, folder = saved
-    ours = load_pretrained(folder)
-    tokens = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        torch.testing.assert_close(logits_of(ours, tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
-        expected = theirs.generate(tokens[:1], max_new_tokens=64, do_sample=False, pad_token_id=0, eos_token_id=None)[
-            0, 50:
-        ]
-    rollouts = sample_groups(ours, [tokens[0].tolist()], 1, 64, temperature=0.0)
+def assert_same_continuation(ours, theirs, tokens, length):
+    """The likeliest tokens after tokens (1, T)."""
+    options = dict(max_new_tokens=length, do_sample=False, pad_token_id=0, eos_token_id=None)
+    expected = theirs.generate(tokens, **options)[0, tokens.shape[1] :]
+    rollouts = sample_groups(ours, tokens.tolist(), 1, length, temperature=0.0)
     assert rollouts.completions()[0] == expected.tolist()
 
 
-def test_there_and_back(saved, tmp_path):
-    theirs, folder = saved
-    ours = load_pretrained(folder)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_transformers_there_and_back(case, tmp_path):
+    theirs = their_model(case)
+    theirs.save_pretrained(tmp_path / "in")
+    ours = load_pretrained(tmp_path / "in")
+    tokens = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(logits_of(ours, tokens), expected, atol=1e-5, rtol=1e-5)
+    if case in ("gpt2", "llama 3"):
+        assert_same_continuation(ours, theirs, tokens[:1], 16)
     save_pretrained(ours, tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    tokens = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(6))
     with torch.no_grad():
-        assert torch.equal(again(tokens).logits, theirs(tokens).logits)  # nothing was rounded on the way
+        assert torch.equal(again(tokens).logits, expected)  # nothing was rounded on the way
     assert again.config.model_type == theirs.config.model_type
-    assert read_shape(tmp_path / "out") == read_shape(folder)
+    assert read_shape(tmp_path / "out") == read_shape(tmp_path / "in")
 
 
 def test_tokens_far_apart_are_told_apart_as_there(tmp_path):
-    """Llama 3's scaling: at 500 positions, where the slow frequencies differ from the plain ones."""
+    """Llama 3's scaling: at 300 positions, where the slow frequencies differ from the plain ones."""
     theirs = their_model("llama 3")
     theirs.save_pretrained(tmp_path / "a")
-    tokens = torch.randint(97, (1, 500), generator=torch.Generator().manual_seed(7))
+    tokens = torch.randint(97, (1, 300), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         expected = theirs(tokens).logits
     torch.testing.assert_close(logits_of(load_pretrained(tmp_path / "a"), tokens), expected, atol=1e-5, rtol=1e-5)
@@ -147,9 +150,8 @@ def test_older_files_are_read(tmp_path):
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_types_are_cast_on_the_way(dtype, tmp_path):
-    theirs = their_model("qwen2").to(getattr(torch, dtype))
+def test_types_are_cast_on_the_way(tmp_path):
+    theirs = their_model("qwen2").to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "a")
     tokens = torch.arange(20)[None]
     ours = load_pretrained(tmp_path / "a")
@@ -161,7 +163,7 @@ def test_types_are_cast_on_the_way(dtype, tmp_path):
 
 
 def test_many_files_with_an_index_both_ways(tmp_path, monkeypatch):
-    theirs = their_model("qwen3")
+    theirs = their_model("qwen3 tied")
     theirs.save_pretrained(tmp_path / "a", max_shard_size="10KB")
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
     monkeypatch.setattr(tensors, "MAX_SHARD_BYTES", 10_000)
@@ -171,12 +173,9 @@ def test_many_files_with_an_index_both_ways(tmp_path, monkeypatch):
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), theirs.parameters(), strict=True))
 
 
-def test_one_tensor_at_a_time(tmp_path, monkeypatch):
-    """No second copy: what is read and not yet copied is at most the largest tensor."""
-    their_model("qwen2").save_pretrained(tmp_path / "a")
-    import weakref
-
-    alive, most, largest = set(), 0, 0
+def test_one_tensor_at_a_time(folder, monkeypatch):
+    """No second copy: while a tensor is read, at most the one before is still there."""
+    alive, most = set(), 0
     opened = tensors.opened
 
     class Watched:
@@ -194,16 +193,16 @@ def test_one_tensor_at_a_time(tmp_path, monkeypatch):
             return getattr(self.tensors, name)
 
         def get_tensor(self, name):
-            nonlocal most, largest
+            nonlocal most
             tensor = self.tensors.get_tensor(name)
             alive.add(name)
             weakref.finalize(tensor, alive.discard, name)
-            most, largest = max(most, len(alive)), max(largest, tensor.nbytes)
+            most = max(most, len(alive))
             return tensor
 
     monkeypatch.setattr(tensors, "opened", Watched)
-    load_pretrained(tmp_path / "a")
-    assert largest and most <= 2  # the next is read before the name of the last is taken from it
+    load_pretrained(folder)
+    assert 0 < most <= 2
 
 
 def test_a_model_from_scratch_is_a_gpt2(tmp_path):
@@ -221,12 +220,6 @@ def test_a_model_from_scratch_is_a_gpt2(tmp_path):
 # What is refused
 
 
-@pytest.fixture
-def folder(tmp_path):
-    their_model("qwen2").save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
 def change_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -236,49 +229,37 @@ def change_config(folder, **changes):
 
 CONFIGS = {
     "model_type='mistral'": dict(model_type="mistral", architectures=["MistralForCausalLM"]),
+    "supported are gpt2, llama, qwen2, qwen3": dict(model_type="mamba"),
     "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
     "use_sliding_window=True": dict(use_sliding_window=True),
     "layer_types": dict(layer_types=["full_attention", "sliding_attention"]),
+    "attention_bias=True": dict(attention_bias=True, mlp_bias=True),
     "rope_type='yarn'": dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4)),
     "factor=None": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4)),
     "hidden_act='gelu'": dict(hidden_act="gelu"),
     "hidden_size=None": dict(hidden_size="gone"),
     "num_hidden_layers=-1": dict(num_hidden_layers=-1),
     "hidden_size=True": dict(hidden_size=True),
-    "1000000 layers are too many": dict(num_hidden_layers=1_000_000, layer_types="gone"),
-    "rope_theta=1000": dict(rope_parameters=dict(rope_type="default", rope_theta=10**400)),
-    "heads of 7 numbers": dict(head_dim=7),
     "rms_norm_eps='small'": dict(rms_norm_eps="small"),
-    "missing 9": dict(
-        num_hidden_layers=3, layer_types="gone"
-    ),  # a layer of 12 tensors, of which the 3 biases and 9 weights
+    "missing 12": dict(num_hidden_layers=3, layer_types="gone"),  # a layer has 9 weights and 3 biases
     "surplus 12": dict(num_hidden_layers=1, layer_types="gone"),
-    "has shape (48, 32), config.json says (40, 32)": dict(intermediate_size=40),
+    "has shape (32, 48), config.json says (32, 40)": dict(intermediate_size=40),
 }
 
 
 @pytest.mark.parametrize("said", CONFIGS)
 def test_configs_that_do_not_fit_are_named(said, folder):
     change_config(folder, **CONFIGS[said])
-    said = "missing 12" if said == "missing 9" else said
     with pytest.raises(SnugError) as error:
         load_pretrained(folder)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_supported_architectures_are_named(folder):
-    change_config(folder, model_type="mamba")
-    with pytest.raises(SnugError, match="supported are gpt2, llama, qwen2, qwen3"):
-        load_pretrained(folder)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{", "[" * 100_000, '{"model_type": ["gpt2"]}', '{"model_type": "gpt2", "vocab_size": 1e99}']
-)
-def test_a_broken_config_is_one_line(text, folder):
-    (folder / "config.json").write_text(text)
-    with pytest.raises(SnugError, match="config.json"):
-        load_pretrained(folder)
+def test_a_broken_config_is_one_line(folder):
+    for text in ("", "[]", "{", '{"model_type": "gpt2", "vocab_size": 1e99}'):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(SnugError, match="config.json"):
+            load_pretrained(folder)
 
 
 def test_broken_weights_are_one_line(folder):
@@ -289,7 +270,7 @@ def test_broken_weights_are_one_line(folder):
         ({"model.extra": torch.zeros(1)}, "surplus 1 (model.extra)"),
         ({name: torch.zeros(48, 33)}, f"{name} has shape (48, 33), config.json says (48, 32)"),
         ({name: torch.zeros(48, 32, dtype=torch.int64)}, f"{name} is of type I64"),
-        ({"layers.0.mlp.up_proj.weight": torch.zeros(48, 32)}, "names twice"),
+        ({"layers.0.mlp.up_proj.weight": torch.zeros(48, 32)}, "mlp.up_proj.weight is there twice"),
     ):
         save_file(
             {key: value for key, value in (whole | change).items() if value is not None}, folder / "model.safetensors"
@@ -313,34 +294,20 @@ def test_an_index_names_files_of_its_folder_only(folder, tmp_path):
     names = load_file(folder / "model.safetensors").keys()
     shutil.copy(folder / "model.safetensors", tmp_path / "outside.safetensors")
     (folder / "model.safetensors").rename(folder / "part.safetensors")
-    for file in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "model.bin", 7):
+    for file, said in (
+        ("../outside.safetensors", "weight_map may only name"),
+        (str(tmp_path / "outside.safetensors"), "weight_map may only name"),
+        ("model.bin", "weight_map may only name"),
+        (7, "index.json: cannot be read"),
+        ("gone.safetensors", "gone.safetensors cannot be read"),
+    ):
         (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, file))))
-        with pytest.raises(SnugError, match="weight_map"):
+        with pytest.raises(SnugError, match=said):
             load_pretrained(folder)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps(dict(weight_map=dict.fromkeys(names, "gone.safetensors")))
-    )
-    with pytest.raises(SnugError, match="'gone.safetensors' cannot be read"):
-        load_pretrained(folder)
-    tensors = load_file(folder / "part.safetensors")
-    gone = sorted(tensors)[0]
-    del tensors[gone]
-    save_file(tensors, folder / "part.safetensors")
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps(dict(weight_map=dict.fromkeys(names, "part.safetensors")))
-    )
-    with pytest.raises(SnugError, match=f"has no {gone}, which the index says"):
-        load_pretrained(folder)
 
 
 def test_shapes_without_an_architecture_are_refused_and_nothing_is_left(tmp_path):
-    for parts in (
-        dict(norm="rmsnorm"),
-        dict(position="rotary"),
-        dict(mlp="swiglu"),
-        dict(n_kv_head=2),
-        dict(qk_norm=True),
-    ):
+    for parts in (dict(norm="rmsnorm"), dict(mlp="swiglu"), dict(n_kv_head=2), dict(qk_norm=True)):
         model = GPT(GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=4, n_embd=16, **parts))
         with pytest.raises(SnugError, match="no architecture of gpt2, llama, qwen2, qwen3 has"):
             save_pretrained(model, tmp_path / "a")
@@ -358,26 +325,19 @@ def test_a_folder_that_is_there_is_not_overwritten(folder):
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 def test_true_shapes(family, tmp_path):
     """GPT-2 124M, and Qwen2.5-0.5B: 24 layers of 896, 14 heads on 2, 151,936 ids."""
-    sizes = dict(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2
-    )
-    qwen = transformers.Qwen2Config(
-        vocab_size=151936, max_position_embeddings=32768, rope_theta=1e6, tie_word_embeddings=True, **sizes
-    )
+    sizes = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
+    sizes |= dict(num_key_value_heads=2, vocab_size=151936, max_position_embeddings=32768)
+    qwen = transformers.Qwen2Config(rope_theta=1e6, tie_word_embeddings=True, **sizes)
+    config = transformers.GPT2Config() if family == "gpt2" else qwen
     torch.manual_seed(1)
-    theirs = transformers.AutoModelForCausalLM.from_config(
-        transformers.GPT2Config() if family == "gpt2" else qwen
-    ).eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     theirs.save_pretrained(tmp_path / "a")
     ours = load_pretrained(tmp_path / "a")
     tokens = torch.randint(50257, (1, 32), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = theirs(tokens).logits
         torch.testing.assert_close(logits_of(ours, tokens), expected, atol=1e-5, rtol=1e-5)
-        continuation = theirs.generate(tokens, max_new_tokens=64, do_sample=False, pad_token_id=0, eos_token_id=None)[
-            0, 32:
-        ]
-    assert sample_groups(ours, [tokens[0].tolist()], 1, 64, temperature=0.0).completions()[0] == continuation.tolist()
+    assert_same_continuation(ours, theirs, tokens, 32)
     save_pretrained(ours, tmp_path / "b")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
     with torch.no_grad():

@@ -21,16 +21,13 @@ with closing(Sandbox("evil:Evil", {})) as asked:
     SECCOMP = not asked.missing
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 STRICT = [("audit",)] + [("seccomp",)] * SECCOMP + [LAYERS]  # each of these refuses what is not harmless
-TIMEOUT = (
-    0.5  # seconds; an honest answer takes some milliseconds, and a fork in a busy machine some hundredths of a second
-)
+TIMEOUT = 0.5  # seconds; an honest answer takes milliseconds, a fork on a busy machine some hundredths of a second
 
 
 @contextmanager
 def evil(layers=LAYERS, **options):
-    with closing(
-        Sandbox("evil:Evil", {}, **{"timeout": TIMEOUT, "memory_mb": 512, "layers": layers} | options)
-    ) as child:
+    options = dict(timeout=TIMEOUT, memory_mb=512, layers=layers) | options
+    with closing(Sandbox("evil:Evil", {}, **options)) as child:
         yield child
 
 
@@ -51,14 +48,12 @@ def place(tmp_path):
 
 
 def processes(parent=None):
-    """The children of this process (or that) that run data/sandbox.py, their forks, wherever those went, and theirs: their numbers."""
+    """The numbers of this process's (or that one's) children that run data/gym/sandbox.py, and of all their forks."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words, state = (
-                (folder / "cmdline").read_bytes().split(b"\0"),
-                (folder / "stat").read_text().rpartition(")")[2].split()[0],
-            )
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
         if state != "Z" and sandbox.__file__.encode() in words and words[-2] == str(parent or os.getpid()).encode():
@@ -176,27 +171,23 @@ def test_each_of_the_strict_layers_is_enough(layers, place):
 def test_what_never_ends_is_ended(child, place):
     keeper = child.make(["pid"])[0]
     assert attack(child, place, ("eval",), LATE) == []
-    assert (
-        attack(
-            child, place, ("exec",), {"a loop": "while True:\n try:\n  while True: pass\n except BaseException: pass"}
-        )
-        == []
-    )
+    loop = "while True:\n try:\n  while True: pass\n except BaseException: pass"
+    assert attack(child, place, ("exec",), {"a loop": loop}) == []
     assert child.make(["pid"]) == [keeper] and processes() == [keeper]
 
 
 def test_after_many_late_answers_the_others_have_less_time(monkeypatch):
-    """Both halves of it: this process counts them, over requests too, and the keeper asks how many there were."""
+    """Both halves of it: this process counts them, over requests too, and the keeper looks at the count."""
     counts = []
-    monkeypatch.setattr(sandbox, "BATCH", 5)
+    monkeypatch.setattr(sandbox, "BATCH", 3)
     with evil(timeout=0.02) as child:
         send = child.send
-        monkeypatch.setattr(child, "send", lambda verb, items, late=0: counts.append(late) or send(verb, items, late))
-        assert child.score([("exec", "while True: pass")] * (sandbox.BATCH + 1)) == [0.0] * (sandbox.BATCH + 1)
-    assert counts == [0, 5]
-    with evil(timeout=3600) as child:  # of which nothing is waited for
+        monkeypatch.setattr(child, "send", lambda request: counts.append(request["late"]) or send(request))
+        assert child.score([("exec", "while True: pass")] * 4) == [0.0] * 4
+    assert counts == [0, 3]
+    with evil(timeout=3600) as child:  # which is not waited for
         send = child.send
-        monkeypatch.setattr(child, "send", lambda verb, items, late=0: send(verb, items, sandbox.PATIENCE))
+        monkeypatch.setattr(child, "send", lambda request: send(request | dict(late=sandbox.PATIENCE)))
         assert child.score([("exec", "while True: pass"), ("plain", "4")]) == [0.0, 1.0]
 
 
@@ -231,14 +222,8 @@ def test_no_answer_changes_how_others_are_scored(layers):
 
 def test_where_nothing_is_executed_a_process_goes_on():
     with evil() as child:
-        assert child.score([("count", "")] * 3 + [("exec", "score = 1.0")] + [("count", "")] * 2) == [
-            1.0,
-            2.0,
-            3.0,
-            1.0,
-            1.0,
-            2.0,
-        ]
+        answers = [("count", "")] * 3 + [("exec", "score = 1.0")] + [("count", "")] * 2
+        assert child.score(answers) == [1.0, 2.0, 3.0, 1.0, 1.0, 2.0]
         assert child.score([("count", "")]) == [1.0]  # of another request
     with evil(layers=("limits",)) as child:  # without the hook nobody knows
         assert child.score([("count", "")] * 3) == [1.0] * 3
@@ -249,13 +234,8 @@ def test_limits():
     with evil(layers=("limits",)) as child:
         asked = ["RLIMIT_FSIZE", "RLIMIT_CORE", "RLIMIT_NPROC", "RLIMIT_NOFILE", "RLIMIT_CPU"]
         code = "import resource; score = resource.getrlimit(resource.{})[1]"
-        assert child.score([("exec", code.format(name)) for name in asked]) == [
-            0,
-            0,
-            0,
-            32,
-            1 + int((TIMEOUT + 1) * sandbox.BATCH),
-        ]
+        seconds = 1 + int((TIMEOUT + 1) * sandbox.BATCH)
+        assert child.score([("exec", code.format(name)) for name in asked]) == [0, 0, 0, 32, seconds]
         sizes = [("exec", f"import mmap; x = mmap.mmap(-1, {size} * 2**20); score = 1.0") for size in (256, 768)]
         assert child.score(sizes) == [1.0, 0.0]  # of 512 MiB, beyond what it starts with
 
@@ -266,10 +246,8 @@ def test_root_becomes_nobody(monkeypatch):
     code = "import os; score = os.{}() if not os.getgroups() else -1"
     asked = [("exec", code.format(name)) for name in ("getuid", "geteuid", "getgid", "getegid")]
     system = "/usr/bin/python3"
-    if (
-        not Path(system).exists()
-        or subprocess.run([system, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode
-    ):
+    code_of_version = "import sys; sys.exit(sys.version_info < (3, 11))"
+    if not Path(system).exists() or subprocess.run([system, "-c", code_of_version]).returncode:
         pytest.skip(f"there is no {system} of version 3.11")
     monkeypatch.setattr(sandbox.sys, "executable", system)
     monkeypatch.setattr(sandbox.sys, "path", [str(Path(__file__).parent)])
@@ -297,19 +275,13 @@ def test_it_sees_nothing_of_this_process(child, monkeypatch):
         }  # fmt: skip
         fds = "import os; score = sum(os.path.exists(f'/dev/fd/{fd}') for fd in range(3, 200))"
         assert other.score([("exec", fds)]) == [1.0]  # the pipe
-        here = "import os\ntry: os.getcwd()\nexcept FileNotFoundError: score = 1.0"
-        assert other.score([("exec", here)]) == [1.0]  # the working directory is not there
     assert "torch" not in child.make(["modules"])[0] and "torch" in sys.modules
     assert "evil" not in sys.modules
 
 
 def test_numbers_that_are_none(child):
     much = "import os\nfor fd in range(3, 30):\n try: os.write(fd, b'1' * {})\n except OSError: pass\nscore = 1.0"
-    assert child.score([("exec", much.format(2000)), ("exec", much.format(10**8)), ("exec", much.format(0))]) == [
-        0.0,
-        0.0,
-        1.0,
-    ]
+    assert child.score([("exec", much.format(size)) for size in (2000, 10**8, 0)]) == [0.0, 0.0, 1.0]
     answers = ["nan", "inf", "-inf", "1e999", "-3", "0.25", "1_0", "0x10", "1" * 5000]
     assert child.score([("number", answer) for answer in answers]) == [0.0, 0.0, 0.0, 0.0, -3.0, 0.25, 10.0, 0.0, 0.0]
     assert child.score([]) == [] and child.make([]) == []
@@ -321,11 +293,7 @@ def test_a_child_that_is_lost_is_followed_by_another(child):
     os.kill(keeper, signal.SIGKILL)
     child.process.wait()
     assert child.score([("plain", "4"), ("plain", "5")]) == [1.0, 0.0]
-    for item, message in (
-        ("exit", "it ended"),
-        ("long", "more than 4,194,304 bytes"),
-        ("forge", "nothing that was asked"),
-    ):
+    for item, message in (("exit", "it ended"), ("long", "more than 4,194,304 bytes")):
         before = child.make(["pid"])[0]
         with pytest.raises(SandboxError, match=f'the item "{item}": .*{message}'):
             child.make(["print", item])
@@ -334,8 +302,8 @@ def test_a_child_that_is_lost_is_followed_by_another(child):
         assert processes() == child.make(["pid"])
 
 
-def test_a_child_that_dies_or_hangs_with_answers_has_them_score_nothing(child, monkeypatch):
-    """The keeper, that is; with workers it does not come to this."""
+def test_a_child_that_dies_or_hangs_with_answers_has_them_score_nothing(monkeypatch):
+    """The keeper, that is; with all layers it does not come to this."""
     kill = "import os, signal; os.kill(os.getppid(), signal.{}); import time; time.sleep(0.2)"
     monkeypatch.setattr(sandbox, "SLACK", 1.0)
     with evil(layers=(), timeout=0.3) as unprotected:
@@ -345,7 +313,7 @@ def test_a_child_that_dies_or_hangs_with_answers_has_them_score_nothing(child, m
 
 
 class Late(BaseException):
-    """As reward.py's OutOfTime, or a Ctrl-C."""
+    """Like OutOfTime of data/rewards.py, or a Ctrl-C."""
 
 
 def test_an_interrupted_request_leaves_no_answers_to_the_next(child):
@@ -379,7 +347,7 @@ assert child.make(["pid"]) == [keeper]
 print(keeper, flush=True)
 child.score([("exec", "while True: pass")])
 """
-    home = Path(sandbox.__file__).parent.parent
+    home = Path(sandbox.__file__).parent.parent.parent
     parent = subprocess.Popen(
         [sys.executable, "-c", program], cwd=home, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -391,17 +359,10 @@ child.score([("exec", "while True: pass")])
     parent.stdout.close()
 
 
-def test_times_and_sizes_beyond_all_measure():
-    with evil(timeout=1e300, memory_mb=10**30) as child:
-        assert child.score([("plain", "4")]) == [1.0]
-
-
-def test_it_starts_with_the_first_request_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+def test_it_starts_with_the_first_request_and_is_killed():
     with evil() as child:
         assert child.process is None
         child.make(["print"])
-        assert child.process is not None and not list(tmp_path.iterdir())
         process = child.process
     assert process.returncode == -signal.SIGKILL and child.process is None
 
@@ -464,20 +425,9 @@ def test_the_filter_step_by_step(monkeypatch):
     allowed = {number for number in range(1000) if run_filter(program, number) == sandbox.PASS}
     listed = {int(line.split()[1]) for line in sandbox.ALLOWED.split(",") if line.split()[1] != "-"}
     assert allowed == listed | {2, 257}  # open and openat, with flags 0
-    forbidden = {
-        "fork": 57,
-        "clone": 56,
-        "clone3": 435,
-        "execve": 59,
-        "kill": 62,
-        "socket": 41,
-        "unlink": 87,
-        "prctl": 157,
-        "ptrace": 101,
-    }
-    assert not allowed & (
-        set(forbidden.values()) | {72, 16, 302, 425, 437, 85}
-    )  # fcntl, ioctl, prlimit64, io_uring, openat2, creat
+    forbidden = dict(fork=57, clone=56, clone3=435, execve=59, kill=62, socket=41, unlink=87, prctl=157, ptrace=101)
+    forbidden |= dict(fcntl=72, ioctl=16, prlimit64=302, io_uring_setup=425, openat2=437, creat=85)
+    assert not allowed & set(forbidden.values())
     for flags in (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC, os.O_APPEND, os.O_RDWR | os.O_CLOEXEC):
         assert run_filter(program, 257, (0, 0, flags, 0, 0, 0)) == sandbox.REFUSE
         assert run_filter(program, 2, (0, flags, 0, 0, 0, 0)) == sandbox.REFUSE

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import json
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 import options
 import settings
-from options import SnugError, read_config, read_settings
+from options import SnugError, friendly_errors, parse_value, read_config, read_settings, to_json
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, ModelOptions, ReplaySettings, SampleSettings, SFTSettings
 
@@ -46,34 +45,14 @@ def config(tmp_path, text):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_defaults_pass_their_own_checks(cls):
-    result, given_names, place = read_settings(cls, [])
-    assert (result, given_names, place) == (cls(), set(), "")
-    for name in options.fields(cls):
-        value = getattr(result, name)
-        assert options.check_value(cls, name, value, name) == value
-        assert type(options.check_value(cls, name, value, name)) is type(value)
-
-
-@pytest.mark.parametrize("cls, name", EVERY_OPTION)
-def test_every_option_has_a_meaning_and_a_default(cls, name):
-    field = options.fields(cls)[name]
-    assert len(field.metadata["meaning"]) > 5
-    kind, _ = options.type_of(cls, name)
-    assert kind in (int, float, bool, str, list)
-
-
-@pytest.mark.parametrize("cls, name", EVERY_OPTION)
-def test_the_command_line_takes_every_default_back(cls, name):
-    value = getattr(cls(), name)
-    word = ",".join(value) if isinstance(value, list) else str(value)
-    assert getattr(read_settings(cls, [f"--{name}={word}"])[0], name) == value
-
-
-@pytest.mark.parametrize("cls, name", EVERY_OPTION)
-def test_a_config_takes_every_default_back(cls, name, tmp_path):
-    value = getattr(cls(), name)
-    assert read_config(cls, config(tmp_path, f"{name} = {value!r}\n")) == {name: value}
+def test_defaults_go_through_a_config_and_the_command_line(cls, tmp_path):
+    assert read_settings(cls, []) == (cls(), set(), "")
+    values = vars(cls())
+    assert read_config(cls, config(tmp_path, "".join(f"{name} = {v!r}\n" for name, v in values.items()))) == values
+    for name, value in values.items():
+        assert len(options.fields(cls)[name].metadata["meaning"]) > 5
+        read = parse_value(cls, name, ",".join(value) if isinstance(value, list) else str(value))
+        assert read == value and type(read) is type(value)
 
 
 def options_read_by(path):
@@ -81,14 +60,13 @@ def options_read_by(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = ast.unparse(node.value).rpartition(".")[2]
-            if owner in ("s", "options", "config") or owner.endswith("settings"):
+            if owner in ("c", "s", "options", "config") or owner.endswith("settings"):
                 yield node.attr
 
 
 def test_every_option_is_read_somewhere():
-    rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
-    files = [path for folder in [ROOT, *rooms] for path in folder.glob("*.py") if path.name != "settings.py"]
-    read = {name for path in files for name in options_read_by(path)}
+    files = [*ROOT.glob("*.py"), *(path for room in ROOT.glob("*/__init__.py") for path in room.parent.rglob("*.py"))]
+    read = {name for path in files if path.name != "settings.py" for name in options_read_by(path)}
     unread = {name for _, name in EVERY_OPTION} - read
     assert not unread, f"options that nothing reads: {', '.join(sorted(unread))}"
 
@@ -101,7 +79,7 @@ def test_the_model_has_every_model_option():
 
 
 def test_no_torch():
-    code = "import sys, settings; sys.exit('torch' in sys.modules)"
+    code = "import sys, settings, data, runs.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -109,27 +87,24 @@ def test_no_torch():
 # Wrong values
 
 ODD_VALUES = [None, True, 3, 2.5, "seven", b"bytes", ["a"], [1], {"a": 1}, {1}, 1j, ("a", "b"), ...]
+FITTING = {  # of these, the values that an option of a type takes
+    bool: [True],
+    int: [3],
+    float: [3, 2.5],
+    str: ["seven"],
+    list[str]: [["a"], ("a", "b")],
+    list[float]: [[1]],
+}
 
 
-def fits(kind, optional, value, element=(str,)):
-    """May a config give `value` to an option of this type? element: what a list may hold."""
-    if value is None:
-        return optional
-    if kind is list:
-        return isinstance(value, list | tuple) and all(type(item) in element for item in value)
-    return type(value) is kind or (kind is float and type(value) is int)
-
-
-@pytest.mark.parametrize("cls, name", EVERY_OPTION)
-def test_a_config_value_of_the_wrong_type_is_refused(cls, name, tmp_path):
-    refusals = 0
-    for value in ODD_VALUES:
-        if not fits(*options.type_of(cls, name), value, (int, float) if name == "reward_weights" else (str,)):
-            refusals += 1
+def test_a_config_value_of_the_wrong_type_is_refused(tmp_path):
+    for name in options.fields(GRPOSettings):
+        kind, optional = options.type_of(GRPOSettings, name)
+        for value in ODD_VALUES:
+            if any(type(value) is type(fit) and value == fit for fit in FITTING[kind]) or value is None and optional:
+                continue
             path = config(tmp_path, f"{name} = {'...' if value is ... else repr(value)}\n")
-            message = refused(read_config, cls, path)
-            assert f"{path}:1: {name} " in message
-    assert refusals >= 9
+            assert f"{path}:1: {name} takes" in refused(read_config, GRPOSettings, path)
 
 
 numeric = [(cls, name) for cls, name in EVERY_OPTION if options.type_of(cls, name)[0] in (int, float, bool)]
@@ -138,55 +113,61 @@ numeric = [(cls, name) for cls, name in EVERY_OPTION if options.type_of(cls, nam
 @given(st.sampled_from(numeric), st.text(max_size=12))
 def test_words_that_are_no_numbers_are_refused(which, word):
     cls, name = which
-    kind, optional = options.type_of(cls, name)
     try:
         float(word)
-        return  # a number, or nan
     except ValueError:
-        if word.lower() in ("true", "false", "none"):
-            return
-    assert f"--{name} takes " in refused(read_settings, cls, [f"--{name}={word}"])
+        if word.lower() not in ("true", "false", "none"):
+            assert f"--{name} takes " in refused(read_settings, cls, [f"--{name}={word}"])
 
 
-@pytest.mark.parametrize("cls, name", [(c, n) for c, n in EVERY_OPTION if options.type_of(c, n)[0] is float])
-def test_numbers_must_be_finite(cls, name):
-    for word in ("nan", "inf", "-inf", "1e999", "1" + "0" * 400):
-        assert f"--{name} must be finite" in refused(read_settings, cls, [f"--{name}={word}"])
+def test_limits_of_numbers():
+    for cls, name in numeric:
+        kind, limits = options.type_of(cls, name)[0], options.fields(cls)[name].metadata
+        if kind is float:
+            for word in ("nan", "inf", "-inf", "1e999", "1" + "0" * 400):
+                assert f"--{name} must be finite" in refused(parse_value, cls, name, word)
+        if kind is not bool:
+            assert parse_value(cls, name, str(limits["minimum"])) == limits["minimum"]
+            under = limits["minimum"] - (1 if kind is int else 1e-6)
+            assert f"--{name}={under} is below {limits['minimum']}" in refused(parse_value, cls, name, str(under))
+        if limits["maximum"]:
+            assert parse_value(cls, name, str(limits["maximum"])) == limits["maximum"]
+            over = kind(limits["maximum"] + 1)
+            assert f"--{name}={over} is above {limits['maximum']}" in refused(parse_value, cls, name, str(over))
 
 
-@pytest.mark.parametrize(
-    "cls, name", [(c, n) for c, n in EVERY_OPTION if options.fields(c)[n].metadata["minimum"] is not None]
-)
-def test_numbers_under_the_minimum_are_refused(cls, name):
-    kind, _ = options.type_of(cls, name)
-    minimum = options.fields(cls)[name].metadata["minimum"]
-    under = minimum - 1 if kind is int else minimum - 1e-6
-    assert f"--{name}={under} is below {minimum}" in refused(read_settings, cls, [f"--{name}={under}"])
-    assert settings.parse_value(cls, name, str(minimum)) == minimum
-
-
-@pytest.mark.parametrize("cls, name", [(c, n) for c, n in EVERY_OPTION if options.fields(c)[n].metadata["choices"]])
-def test_other_words_than_the_choices_are_refused(cls, name):
-    choices = options.fields(cls)[name].metadata["choices"]
-    for choice in choices:
-        assert settings.parse_value(cls, name, choice) == choice
-    message = refused(read_settings, cls, [f"--{name}={choices[-1]}e"])
-    assert f"--{name}='{choices[-1]}e' is not one of {', '.join(choices)}; did you mean {choices[-1]}?" in message
-    assert "did you mean" not in refused(read_settings, cls, [f"--{name}=@"])
+def test_other_words_than_the_choices_are_refused():
+    for cls, name in EVERY_OPTION:
+        choices = options.fields(cls)[name].metadata["choices"]
+        for choice in choices:
+            assert parse_value(cls, name, choice) == choice
+        if choices:
+            message = refused(read_settings, cls, [f"--{name}={choices[-1]}e"])
+            assert (
+                f"--{name}='{choices[-1]}e' is not one of {', '.join(choices)}; did you mean {choices[-1]}?" in message
+            )
+            assert "did you mean" not in refused(read_settings, cls, [f"--{name}=@"])
 
 
 @pytest.mark.parametrize("cls", CLASSES[:4])
 def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
     for name in options.fields(cls):
         typo = name[:-1] + "_" + name[-1]
-        near = re.search(r"did you mean (\w+)\?$", refused(read_settings, cls, [f"--{typo}=1"]))
-        assert near and near[1] in options.fields(cls)
-    assert refused(
-        read_settings, cls, ["--max_new_token=3"] if cls is not SFTSettings else ["--learning_rat=3"]
-    ).endswith("did you mean max_new_tokens?" if cls is not SFTSettings else "did you mean learning_rate?")
+        assert f"unknown option --{typo}; did you mean " in refused(read_settings, cls, [f"--{typo}=1"])
+    assert refused(read_settings, cls, ["--sede", "1"]) == "unknown option --sede; did you mean seed?"
+    assert refused(read_settings, cls, ["--see=1"]) == "unknown option --see; did you mean seed?"  # no abbreviations
     assert refused(read_settings, cls, ["--qqq=1"]) == "unknown option --qqq; --help lists them all"
     path = config(tmp_path, "'''why'''\n\nsede = 3\n")
     assert refused(read_config, cls, path) == f"unknown option {path}:3: sede; did you mean seed?"
+
+
+def test_removed_options(tmp_path, monkeypatch):
+    monkeypatch.setitem(options.REMOVED, "gone", "write seed instead")
+    monkeypatch.setitem(options.REMOVED, "seed", "an option of the class is never looked up here")
+    assert refused(read_settings, SFTSettings, ["--gone=1"]) == "option --gone was removed; write seed instead"
+    path = config(tmp_path, "seed = 1\ngone = 2\n")
+    assert refused(read_config, SFTSettings, path) == f"option {path}:2: gone was removed; write seed instead"
+    assert "PYTORCH_ALLOC_CONF" in refused(read_settings, GRPOSettings, ["--cuda_allocator=x"])
 
 
 # -----------------------------------------------------------------------------
@@ -198,30 +179,31 @@ def test_ways_to_write_a_value():
         return read_settings(cls, words)[0]
 
     assert read(SampleSettings, "--prompt=a=b").prompt == "a=b"
-    assert read(SampleSettings, "--prompt=1+2=").prompt == "1+2="
     assert read(SampleSettings, "--prompt", "a b").prompt == "a b"
     assert read(SampleSettings, "--prompt=--help").prompt == "--help"
+    assert read(SampleSettings, "--prompt=-1+2=").prompt == "-1+2="
     assert read(SampleSettings, "--prompt=").prompt == ""
     assert read(SFTSettings, "--seed", "3", "--seed=4").seed == 4  # the last one holds
-    assert read(SFTSettings, "--learning_rate=1").learning_rate == 1.0
     assert type(read(SFTSettings, "--learning_rate=1").learning_rate) is float
     assert read(SFTSettings, "--bias=true").bias is read(SFTSettings, "--bias=1").bias is True
-    assert read(SFTSettings, "--tie_embeddings=False").tie_embeddings is False
+    assert read(SFTSettings, "--plan", "--tie_embeddings=False").tie_embeddings is False
     assert read(GRPOSettings, "--reward_funcs=a:b, c.d:e").reward_funcs == ["a:b", "c.d:e"]
     assert read(GRPOSettings, "--reward_funcs=").reward_funcs == []
+    assert read(GRPOSettings, "--reward_funcs=a:b", "--reward_weights=2").reward_weights == [2.0]
     assert read(GRPOSettings, "--epsilon_high=0.28").epsilon_high == 0.28
     assert read(GRPOSettings, "--epsilon_high=none", "--delta=None").epsilon_high is None
     assert GRPOSettings().reward_funcs is not GRPOSettings().reward_funcs  # no list that is shared
 
 
 def test_wrong_command_lines(tmp_path, monkeypatch):
-    assert refused(read_settings, SFTSettings, ["--seed"]) == "--seed has no value; write --seed=value"
-    assert refused(read_settings, SFTSettings, ["--seed", "--digits=3"]) == "--seed has no value; write --seed=value"
+    for words in (["--seed"], ["--seed", "--digits=3"], ["--seed", "--plan"]):
+        assert refused(read_settings, SFTSettings, words).startswith("--seed: expected one argument; ")
     assert refused(read_settings, SFTSettings, ["--seed=1.5"]) == "--seed takes a whole number, not '1.5'"
     assert refused(read_settings, SFTSettings, ["--bias=yes"]) == "--bias takes true or false, not 'yes'"
     assert "'none'" in refused(read_settings, GRPOSettings, ["--epsilon=none"])
-    assert "one config is taken, 2 were given: a.py b.py" in refused(read_settings, SFTSettings, ["a.py", "b.py"])
-    with pytest.raises(SnugError, match="one folder is taken"):
+    words = ["a.py", "--seed=2", "b.py"]
+    assert "only one config can be given, not 2: a.py b.py" in refused(read_settings, SFTSettings, words)
+    with pytest.raises(SnugError, match="only one folder"):
         read_settings(SampleSettings, ["a", "b"], positional="folder")
     monkeypatch.chdir(tmp_path)
     assert refused(read_settings, SFTSettings, ["nope.py"]) == "config nope.py: No such file or directory"
@@ -233,41 +215,42 @@ def test_wrong_command_lines(tmp_path, monkeypatch):
 
 def test_the_command_line_overrides_the_config(tmp_path):
     path = config(tmp_path, '"""A motive."""\nseed = 5\ndigits = 2\n')
-    result, given_names, place = read_settings(SFTSettings, ["--seed=6", path, "--batch_size=4"])
-    assert (result.seed, result.digits, result.batch_size) == (6, 2, 4)
-    assert given_names == {"seed", "digits", "batch_size"} and place == path
-
-
-def test_a_folder_is_not_read():
+    for words in (["--seed=6", path, "--batch_size=4"], ["--plan", path, "--seed=6", "--batch_size=4"]):
+        result, given_names, place = read_settings(SFTSettings, words)
+        assert (result.seed, result.digits, result.batch_size, result.plan) == (6, 2, 4, "--plan" in words)
+        assert given_names - {"plan"} == {"seed", "digits", "batch_size"} and place == path
     result, given_names, place = read_settings(SampleSettings, ["out/no_such_run", "--seed=2"], positional="folder")
-    assert (result.seed, given_names, place) == (2, {"seed"}, "out/no_such_run")
+    assert (result.seed, given_names, place) == (2, {"seed"}, "out/no_such_run")  # a folder is not read
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_help_shows_every_option_with_its_default(cls, capsys):
+def test_help_shows_every_option_once_with_its_default(cls, capsys):
     with pytest.raises(SystemExit) as caught:
-        read_settings(cls, ["--seed=2", "--help"])
+        read_settings(cls, ["--seed=2", "--help"] if cls is not ReplaySettings else ["--help"])
     assert caught.value.code == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.replace("-\n", "-").split())
+    assert shown.startswith("usage: ") and " ".join(cls.__doc__.split()) in shown
     for name, field in options.fields(cls).items():
-        lines = [line for line in shown.splitlines() if line.startswith(f"  --{name}=")]
-        unit = field.metadata["unit"]
-        assert lines == [f"  --{name}={getattr(cls(), name)}" + (f" {unit}" if unit else "")]
-        assert field.metadata["meaning"].split()[-1] in shown
-        assert all(choice in shown for choice in field.metadata["choices"])
-    assert shown.startswith("usage: ") and cls.__doc__ in shown
+        assert name == "plan" or shown.count(f" --{name} ") == 1  # other texts name --plan
+        text = shown.rpartition(f" --{name} ")[2]
+        assert field.metadata["meaning"].replace("- ", "-") in text.replace("- ", "-")
+        text = text.partition("default: ")[2]
+        value = vars(cls())[name]
+        value = ",".join(value) or "empty" if isinstance(value, list) else value
+        assert text.startswith(f"{value:g})" if type(value) is float else f"{str(value).lower() or 'empty'})")
+    assert (" Run: Where a run starts" in shown) == (" --out_dir " in shown)
 
 
 def test_settings_are_written_as_json():
-    written = json.loads(settings.to_json(GRPOSettings(seed=3)))
+    written = json.loads(to_json(GRPOSettings(seed=3)))
     assert written == dataclasses.asdict(GRPOSettings(seed=3)) and GRPOSettings(**written).seed == 3
 
 
 def test_friendly_errors(capsys):
-    with pytest.raises(SystemExit) as caught, settings.friendly_errors():
+    with pytest.raises(SystemExit) as caught, friendly_errors():
         raise SnugError("seed=-1 is below 0")
     assert caught.value.code == 2 and capsys.readouterr().err == "error: seed=-1 is below 0\n"
-    with pytest.raises(ZeroDivisionError), settings.friendly_errors():
+    with pytest.raises(ZeroDivisionError), friendly_errors():
         _ = 1 / 0
 
 
@@ -281,22 +264,15 @@ def test_a_config_is_assignments_of_literals(tmp_path):
 learning_rate = 1  # a whole number serves
 epsilon_high = None
 reward_funcs = ('a:b', "c:d")
-bias = True
+reward_weights = [1, 0.5]
 seed = 0x10
-delta = 4.0
 countdown_operators = '+' '-'
 """
     values = read_config(GRPOSettings, config(tmp_path, text))
-    assert values == dict(
-        learning_rate=1.0,
-        epsilon_high=None,
-        reward_funcs=["a:b", "c:d"],
-        bias=True,
-        seed=16,
-        delta=4.0,
-        countdown_operators="+-",
-    )
-    assert type(values["learning_rate"]) is float and type(values["reward_funcs"]) is list
+    expected = dict(learning_rate=1.0, epsilon_high=None, reward_funcs=["a:b", "c:d"], reward_weights=[1.0, 0.5])
+    assert values == expected | dict(seed=16, countdown_operators="+-")
+    assert type(values["learning_rate"]) is type(values["reward_weights"][0]) is float
+    assert type(values["reward_funcs"]) is list
     assert read_config(GRPOSettings, config(tmp_path, "")) == {}
 
 
@@ -306,62 +282,40 @@ countdown_operators = '+' '-'
         "import os; os.mkdir('touched')",
         "open('touched', 'w')",
         "seed = open('touched', 'w')",
-        "seed = __import__('os').mkdir('touched')",
         "seed = [open('touched', 'w') for _ in range(1)]",
         "seed = (lambda: open('touched', 'w'))()",
         "for seed in range(3): open('touched', 'w')",
-        "while open('touched', 'w'): pass",
-        "with open('touched', 'w') as seed: pass",
         "def seed(f=open('touched', 'w')): pass",
         "class seed: x = open('touched', 'w')",
-        "if open('touched', 'w'): seed = 1",
-        "assert open('touched', 'w')",
         "out_dir = f\"{open('touched', 'w')}\"",
         "seed = digits",
-        "seed = 1 + 1",
         "seed = 2 ** 99999999",
         "seed: int = 3",
         "seed += 1",
         "seed = digits = 1",
         "seed, digits = 1, 2",
         "settings.seed = 3",
-        "seed['a'] = 3",
         "(seed := 3)",
-        "del seed",
         "seed = {[]}",
-        "seed =",
         "seed = '",
         "seed = 1\x00",
         "seed = " + "9" * 5000,
         "seed = " + "(" * 500,
-        "seed = " + "-" * 5000 + "1",
+        "seed = '\udcff'",  # not UTF-8
     ],
 )
 def test_a_config_is_never_executed(tmp_path, monkeypatch, line):
     monkeypatch.chdir(tmp_path)
-    path = config(tmp_path, line + "\n")
-    assert path in refused(read_config, GRPOSettings, path)
+    Path("config.py").write_bytes(line.encode(errors="surrogateescape") + b"\n")
+    assert "config.py" in refused(read_config, GRPOSettings, "config.py")
     assert not Path("touched").exists()
 
 
-def test_a_config_that_is_not_text(tmp_path):
-    path = tmp_path / "config.py"
-    path.write_bytes(b"seed = '\xff\xfe'\n")
-    assert str(path) in refused(read_config, GRPOSettings, str(path))
-
-
-def test_a_config_number_too_large_for_a_float(tmp_path):
-    assert "learning_rate must be finite" in refused(
-        read_config, SFTSettings, config(tmp_path, "learning_rate = 1" + "0" * 400)
-    )
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("config/*.py")), ids=lambda path: path.name)
-def test_configs_of_the_repository_are_right(path):
-    cls = SFTSettings if path.name.startswith("sft") else GRPOSettings
-    result, given_names, _ = read_settings(cls, [str(path)])
-    assert given_names  # a short diff, but a diff
-    assert result != cls()
+def test_configs_of_the_repository_are_right():
+    for path in ROOT.glob("config/*.py"):
+        cls = SFTSettings if path.name.startswith("sft") else GRPOSettings
+        result, given_names, _ = read_settings(cls, [str(path)])
+        assert given_names and result != cls()  # a short diff, but a diff
 
 
 # -----------------------------------------------------------------------------
@@ -371,47 +325,32 @@ def test_configs_of_the_repository_are_right(path):
 @pytest.mark.parametrize(
     "cls, words, message",
     [
-        (
-            GRPOSettings,
-            "--group_size=1",
-            "group_size=1: a group needs at least 2 completions to compare; try --group_size=8",
-        ),
+        (GRPOSettings, "--group_size=1", "group_size=1: a group needs at least 2 completions"),
         (SFTSettings, "--n_head=3", "n_head=3 does not divide n_embd=64"),
         (SFTSettings, "--n_kv_head=3", "n_kv_head=3 does not divide n_head=4"),
-        (SFTSettings, "--n_embd=12 --position=rotary", "n_embd=12 / n_head=4 is an odd head width"),
-        (
-            SFTSettings,
-            "--gradient_accumulation_steps=3",
-            "gradient_accumulation_steps=3 does not divide batch_size=128",
-        ),
-        (
-            SFTSettings,
-            "--gradient_accumulation_steps=2 --max_tokens_per_micro_batch=512",
-            "both cut the batch; set one of them",
-        ),
-        (
-            GRPOSettings,
-            "--gradient_accumulation_steps=2 --max_tokens_per_micro_batch=512",
-            "both cut the batch; set one of them",
-        ),
-        (
-            GRPOSettings,
-            "--train_batch_size=100",
-            "train_batch_size=100 does not divide the rollout of batch_size * group_size = 64 * 16 = 1024",
-        ),
+        (SFTSettings, "--n_embd=12 --position=rotary", "n_embd=12 / n_head=4 is odd"),
+        (GRPOSettings, "--train_batch_size=100", "batch_size * group_size = 64 * 16 = 1024"),
         (GRPOSettings, "--train_batch_size=2048", "train_batch_size=2048 does not divide"),
-        (GRPOSettings, "--gradient_accumulation_steps=3", "does not divide the 1024 completions"),
-        (GRPOSettings, "--gradient_accumulation_steps=3 --train_batch_size=128", "does not divide the 128 completions"),
         (GRPOSettings, "--delta=1.2", "delta=1.2 must be above 1 + epsilon_high"),
         (GRPOSettings, "--delta=1.25 --epsilon_high=0.28", "delta=1.25 must be above 1 + epsilon_high"),
+        (GRPOSettings, "--loss_type=cispo", "loss_type=cispo with epsilon_high=None, delta=None"),
+        (GRPOSettings, "--loss_type=cispo --epsilon_high=0.5", "epsilon_high is the largest ratio, at least 1"),
+        (GRPOSettings, "--use_kl_in_reward", "use_kl_in_reward=True, but beta=0"),
+        (GRPOSettings, "--use_kl_in_reward --beta=0.1", "use_kl_in_reward=True with scale_rewards=group"),
+        (GRPOSettings, "--kl_estimator=k2 --beta=0.1", "set --use_bias_correction_kl=false or"),
+        (
+            GRPOSettings,
+            "--kl_estimator=k1 --beta=0.1 --use_bias_correction_kl=0",
+            "set --use_bias_correction_kl=true or",
+        ),
+        (GRPOSettings, "--soft_punish_cache=32", "soft_punish_cache=32 must be below max_new_tokens"),
         (GRPOSettings, "--reward_funcs=is_short", "reward_funcs='is_short': write module:function"),
         (GRPOSettings, "--reward_funcs=a:b,:c", "reward_funcs=':c': write module:function"),
-        (SFTSettings, "--demonstration_noise=1.5", "demonstration_noise=1.5 is a probability: 0 to 1"),
-        (SFTSettings, "--adam_beta1=1", "adam_beta1=1.0 must be below 1"),
-        (GRPOSettings, "--adam_beta2=1.5", "adam_beta2=1.5 must be below 1"),
-        (SFTSettings, "--countdown_min_numbers=5", "countdown_min_numbers=5 is above countdown_max_numbers=4"),
-        (SFTSettings, "--countdown_operators=+%", "countdown_operators='+%': choose from + - * /"),
-        (SFTSettings, "--countdown_operators=", "countdown_operators='': choose from + - * /"),
+        (GRPOSettings, "--reward_weights=1", "reward_weights has 1 weights for 0 reward_funcs"),
+        (GRPOSettings, "--reward_weights=1 --reward_funcs=m:f,m:g", "reward_weights has 1 weights for 2 reward_funcs"),
+        (GRPOSettings, "--format_reward=0.1 --reward_funcs=m:f", "format_reward=0.1 is part of the reward"),
+        (SFTSettings, "--adam_beta1=1", "adam_beta1=1.0 and adam_beta2=0.99 must be below 1"),
+        (SampleSettings, "--system_prompt=x", "system_prompt need --prompt"),
     ],
 )
 def test_combinations_that_cannot_be(cls, words, message):
@@ -421,12 +360,12 @@ def test_combinations_that_cannot_be(cls, words, message):
 @pytest.mark.parametrize(
     "cls, words",
     [
-        (GRPOSettings, "--group_size=2 --train_batch_size=128 --gradient_accumulation_steps=4"),
+        (GRPOSettings, "--group_size=2 --train_batch_size=128"),
         (GRPOSettings, "--max_new_tokens=64 --init_from=out/sft"),  # block_size is the checkpoint's
         (GRPOSettings, "--delta=1.3 --epsilon=0.2 --epsilon_high=0.28"),
+        (GRPOSettings, "--kl_estimator=k2 --beta=0.1 --use_bias_correction_kl=false"),
+        (GRPOSettings, "--loss_type=cispo --epsilon_high=5"),
         (SFTSettings, "--n_kv_head=2 --position=rotary --demonstration_noise=1"),
-        (SFTSettings, "--max_tokens_per_micro_batch=512"),
-        (SFTSettings, "--countdown_operators=- --countdown_min_numbers=4"),
     ],
 )
 def test_combinations_that_can(cls, words):
@@ -434,7 +373,7 @@ def test_combinations_that_can(cls, words):
 
 
 @given(st.integers(0, 2**32))
-@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.settings(max_examples=100, deadline=None)
 def test_whatever_cannot_be_is_refused_by_name(seed):
     """Values and combinations drawn at random, up to where torch would be imported; tests/refuse.py gives them to the commands."""
     cls, words, name = refuse.draw(random.Random(seed))
@@ -447,5 +386,5 @@ def test_whatever_cannot_be_is_refused_by_name(seed):
 
 
 def test_the_commands_refuse_too(capsys):
-    assert refuse.main(count=4, seed=1) == []
-    assert json.loads(capsys.readouterr().out)["count"] == 4
+    assert refuse.main(count=2, seed=1) == []
+    assert json.loads(capsys.readouterr().out)["count"] == 2

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 import grpo
 from batch import Cut
 from model import make_model
-from runs.checkpoint import configure, newest
+from runs.checkpoint import newest
+from runs.loading import configure
 from runs.prepare import prepare
 from sample import Rollouts
 from settings import GRPOSettings, SFTSettings

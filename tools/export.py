@@ -1,28 +1,33 @@
-"""TODO"""
+"""A run's newest checkpoint as a Hugging Face folder, adapters merged: for transformers and others.
+
+    python -m tools.export out/grpo_gsm8k --to=export/mine [--dtype=bfloat16]
+
+Left out: adapters as a folder of their own. Tests: tests/test_models.py.
+"""
 
 import sys
 
+from options import friendly_errors, read_settings
 from pretrained.tensors import new_folder, save_pretrained
+from runs.checkpoint import find_run
+from settings import ExportSettings
 
 
-def main(settings, folder):
+def main(settings: ExportSettings, folder: str) -> None:
+    """Raises SnugError if `folder` has no run or settings.to exists."""
+    new_folder(settings.to)  # refuse a name that cannot be used before torch is imported
+    checkpoint = find_run(folder)
     from pretrained.lora import merge
-    from runs.checkpoint import load_run
+    from runs.loading import load_run
 
-    new_folder(settings.to)  # before the work
-    run = load_run(folder, "cpu")
+    run = load_run(checkpoint, "cpu")
     if settings.dtype == "float32":
-        run.model.float()  # before adapters are merged into it and rounded
+        run.model.float()  # before adapters are merged and rounded
     save_pretrained(merge(run.model), settings.to, run.tokenizer, settings.dtype or None)
-    print(
-        f"{run.path} is now {settings.to}, for transformers' AutoModelForCausalLM and whatever else reads such folders"
-    )
+    print(f"{run.path} is now {settings.to}, a folder for transformers' AutoModelForCausalLM")
 
 
 if __name__ == "__main__":
-    from options import friendly_errors, read_settings
-    from settings import ExportSettings
-
     with friendly_errors():
         settings, _, folder = read_settings(ExportSettings, sys.argv[1:], positional="folder")
         main(settings, folder)

@@ -5,16 +5,17 @@ evaluations. Of the decode steps the last is taken, when the cache is full; of t
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from batch import Sequences
-from decoding.decode_batch import Flight, casts_kept, decode_batch
+from decoding import DecodeBatch, cached_casts
 from evaluate import decoding_of
 from memory.oom import Pieces
 from model import autocast, make_model
-from runs.checkpoint import configure
+from runs.loading import configure
 from sample import Rollouts
 from settings import GRPOSettings
 from training.guard import Guard
@@ -23,8 +24,10 @@ from training.state import Prompts, Training
 
 
 class DryRun:
-    """Init and one iteration of a loop, for memory.plan. Called with settings and a depth, because plans of deep models
-    are those of shallow ones, continued."""
+    """Init and one iteration of a loop, for memory.plan: dry_run(settings, n_layer, meter).
+
+    The depth is an argument because the plan of a deep model continues those of two shallow ones.
+    """
 
     def __init__(self, prepared, iterate, make_reference):
         self.prepared, self.iterate, self.make_reference = prepared, iterate, make_reference
@@ -32,10 +35,8 @@ class DryRun:
 
     def __call__(self, settings, n_layer: int, meter):
         device, shape = torch.device("cpu"), self.prepared.shape | {"n_layer": n_layer}
-        prompt, completion = self.prepared.longest(settings)
         grpo = isinstance(settings, GRPOSettings)
-        # One optimizer step stands for all. Two micro-batches are enough: the second adds to gradients that are there.
-        once = replace(settings, train_batch_size=0, num_iterations=1) if grpo else settings
+        once = replace(settings, train_batch_size=0, num_iterations=1) if grpo else settings  # one step stands for all
         prepared = replace(self.prepared, settings=once, shape=shape)
         reference = self.make_reference(prepared, device, weights=False)
         meter.label("reference", reference.named_parameters() if reference else ())
@@ -46,30 +47,37 @@ class DryRun:
         guard = Guard(settings, prepared.tokenizer, log.say)
         pieces, prompts = Pieces(settings, log.say), Prompts(settings.batch_size)
         training = DryTraining(prepared, model, reference, optimizer, meter, log, guard, None, pieces, prompts)
-        count = settings.sequences_per_step
-        rows = min(count, 2 * max(1, settings.max_tokens_per_micro_batch // (prompt + completion)))
-        rows = rows if settings.max_tokens_per_micro_batch else count
+        worst_case = partial(worst_case_groups if grpo else worst_case_batch, settings)
+        self.iterate(0, training, worst_case)
 
-        def worst_case_groups(iteration, training):
-            P, k = settings.batch_size, settings.group_size
-            sizes = prompt, P, k, completion, settings.max_rollout_batch, settings.logits_chunk_mb
-            with meter.phase("rollout"), autocast(settings.dtype, model):
-                rounds = [worst_case_rollouts(model, *sizes) for _ in range(settings.max_num_gen_batches)]
-                if len(rounds) > 1:  # dynamic sampling holds them all, joins them and selects from them
-                    Rollouts.joined(rounds).select(range(P * k))
-            rollouts = rounds.pop()
-            views = [
-                value[:rows] for value in (rollouts.tokens, rollouts.sampling_logprobs, rollouts.mask)
-            ]  # all is counted
-            learned = Rollouts(views[0], *lengths(rows, prompt, completion), *views[1:], *lengths(rows, True))
-            return learned, torch.zeros(rows, 1), [], dict(tokens=0, gen_batches=1)
 
-        def worst_case_batch(iteration, training):
-            return Sequences(
-                torch.zeros(count, prompt + completion, dtype=torch.long)[:rows], *lengths(rows, prompt, completion)
-            )
+def worst_case_groups(settings, iteration, training):
+    """In place of grpo.collect_groups: completions of the longest length, rewards without variance."""
+    prompt, completion = training.prepared.longest(settings)
+    sizes = prompt, settings.batch_size, settings.group_size, completion
+    limits = settings.max_rollout_batch, settings.logits_chunk_mb
+    with training.meter.phase("rollout"), autocast(settings.dtype, training.model):
+        rounds = [worst_case_rollouts(training.model, *sizes, *limits) for _ in range(settings.max_num_gen_batches)]
+        if len(rounds) > 1:  # dynamic sampling holds them all, joins them and selects from them
+            Rollouts.joined(rounds).select(range(settings.sequences_per_rollout))
+    rollouts, n = rounds.pop(), two_micro_batches(settings, prompt + completion)
+    tokens, logprobs, mask = (x[:n] for x in (rollouts.tokens, rollouts.sampling_logprobs, rollouts.mask))  # views
+    learned = Rollouts(tokens, *filled(n, prompt, completion), logprobs, mask, *filled(n, True))
+    return learned, torch.zeros(n, 1), [], dict(tokens=0, gen_batches=1)
 
-        self.iterate(0, training, worst_case_groups if grpo else worst_case_batch)
+
+def worst_case_batch(settings, iteration, training):
+    """In place of train_sft.demonstrations."""
+    prompt, completion = training.prepared.longest(settings)
+    n = two_micro_batches(settings, prompt + completion)
+    tokens = torch.zeros(settings.batch_size, prompt + completion, dtype=torch.long)
+    return Sequences(tokens[:n], *filled(n, prompt, completion))
+
+
+def two_micro_batches(settings, length: int) -> int:
+    """Sequences of two micro-batches. Two are enough: the second adds to gradients that are there, as all later do."""
+    budget = settings.max_tokens_per_micro_batch
+    return min(settings.sequences_per_step, 2 * max(1, budget // length)) if budget else settings.sequences_per_step
 
 
 class DryTraining(Training):
@@ -105,18 +113,18 @@ class Silent:
 @torch.no_grad()
 def worst_case_rollouts(model, prompt_length, P, k, max_new_tokens, max_batch, chunk_mb) -> Rollouts:
     """What sample_groups allocates at most -> Rollouts in which every length is the longest."""
-    slots = decode_batch(P, k, max_batch)
-    flight = Flight(model, [[0] * prompt_length] * P, k, max_new_tokens, slots, None, (1.0, chunk_mb))
-    with casts_kept(model):
-        flight.rehearse()
-    tokens, logprobs, N = flight.tokens[:-1], flight.logprobs[:-1], flight.N
-    del flight
+    N = P * k
+    batch = DecodeBatch(model, [[0] * prompt_length] * P, k, max_new_tokens, min(max_batch or N, N), chunk_mb=chunk_mb)
+    with cached_casts(model):
+        batch.rehearse()
+    tokens, logprobs = batch.tokens[:-1], batch.logprobs[:-1]
+    del batch
     whole = torch.zeros(N, prompt_length + max_new_tokens, dtype=torch.long)
     mask = torch.ones_like(tokens)
-    return Rollouts(whole, *lengths(N, prompt_length, max_new_tokens), logprobs.clone(), mask, *lengths(N, True))
+    return Rollouts(whole, *filled(N, prompt_length, max_new_tokens), logprobs.clone(), mask, *filled(N, True))
 
 
-def lengths(count, *values):
-    """Tensors (count,) with data, one a value: micro-batches are cut by numbers."""
+def filled(count: int, *values) -> list[torch.Tensor]:
+    """Tensors (count,) with data, one a value: lengths are read when micro-batches are cut."""
     with unset_fake_temporarily():
         return [torch.full((count,), value) for value in values]

@@ -12,12 +12,14 @@ import torch
 from memory import MemoryMeter, Pieces
 from memory.fit import apply, show
 from memory.meter import allocator_snapshot
-from model import pick_device
-from runs.checkpoint import begin, newest, read_state, trained
+from model import make_model
+from runs.checkpoint import base_record
+from runs.loading import configure, load_into, load_optimizer, load_weights, pick_device, restore_generators, trained
 from runs.log import RunLog, prepare_folder
 from runs.saver import Saver
 from training.dry_run import DryRun
 from training.guard import Guard
+from training.optimizer import make_optimizer
 from training.state import Prompts, Training
 
 
@@ -38,20 +40,38 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
     torch.manual_seed(settings.seed)
     with MemoryMeter(device) as meter:
         reference = make_reference(prepared, device)
-        model, optimizer, start = begin(settings, prepared.shape, device)  # last: it restores the random generators
+        model, optimizer, start = begin(prepared, device)  # last: it restores the random generators
         moved = prepare_folder(settings)
         with snapshot, RunLog(settings, title, start) as log:
-            state = read_state(newest(settings.out_dir)) if start else {}
+            state = prepared.resume.state if prepared.resume else {}
             introduce(title, model, device, settings, start, state, moved, log.say)
-            health = dict(state.get("health", {}))
-            extra_prompts = state.get("extra_prompts", health.pop("extra_prompts", 0))  # older checkpoints: in health
-            guard = Guard(settings, prepared.tokenizer, log.say, health)
-            saver = Saver(settings, prepared.tokenizer, device, log.say, start or None, prepared.task.fingerprint())
+            guard = Guard(settings, prepared.tokenizer, log.say, state.get("health"))
+            base = {"base": base_record(prepared.origin, settings.out_dir)} if settings.lora_rank else {}
+            constants = {"data": prepared.task.fingerprint()} | base
+            saver = Saver(settings, prepared.tokenizer, device, log.say, start or None, **constants)
             pieces = Pieces(settings, log.say, state.get("after_oom"))
-            prompts = Prompts(settings.batch_size, extra_prompts)
+            prompts = Prompts(settings.batch_size, state.get("extra_prompts", 0))
             log.memory([meter.line("after init")])
             training = Training(prepared, model, reference, optimizer, meter, log, guard, saver, pieces, prompts)
             return iterations(iterate, training)
+
+
+def begin(prepared, device):
+    """-> (model, optimizer, first iteration): from the checkpoint to resume, from init_from, or from random weights."""
+    settings, resume = prepared.settings, prepared.resume
+    weights = resume if resume and not settings.lora_rank else prepared.origin
+    model = make_model(prepared.shape, device, settings.param_dtype, initialise=weights is None)
+    if weights is not None:
+        load_weights(weights, model)
+    configure(model, settings)
+    if resume and settings.lora_rank:
+        load_into(resume.path / "model.safetensors", trained(model))
+    optimizer = make_optimizer(model, settings)  # after the weights: it may keep masters of them
+    if resume is None:
+        return model, optimizer, 0
+    load_optimizer(resume, model, optimizer)
+    restore_generators(resume.state["generators"], device)
+    return model, optimizer, resume.state["iteration"]
 
 
 def introduce(title, model, device, settings, start, state, moved, say):

@@ -110,7 +110,7 @@ class SlabAdamW(torch.optim.Optimizer):
         self.stochastic = dtype == torch.bfloat16
         for p in self.parameters():
             kinds = dict.fromkeys(("exp_avg", "exp_avg_sq"), dtype)
-            if p.dtype != torch.float32 and not self.stochastic:
+            if p.dtype == torch.bfloat16 and not self.stochastic:
                 kinds["master"] = torch.float32
             for kind, its_dtype in kinds.items():
                 make = new_on_host(p, its_dtype, keep=True) if on_host else torch.empty_like(p, dtype=its_dtype)
@@ -143,7 +143,7 @@ class SlabAdamW(torch.optim.Optimizer):
     def gradient_norm(self):
         """The norm of all gradients together, a scalar tensor on the device."""
         (buffer,), stage = self.buffers(1), self.buffers(1, torch.bfloat16)[0]
-        total = torch.zeros((), device=buffer.device)
+        total = torch.zeros((), dtype=buffer.dtype, device=buffer.device)
         for _, _, gradient, part in self.slabs():
             total += move(gradient[part], buffer[: part.stop - part.start], stage).square_().sum()
         return total.sqrt()

@@ -92,8 +92,8 @@ class Training:
             self.guard.taken(iteration)
             return metrics | {"grad_norm": norm}
         self.saver.wait()  # the drop may have to set the newest checkpoint aside
-        loss = metrics["loss"] if finite else math.nan
-        self.guard.drop(iteration, model, gradients_of(model, optimizer), sequences, select, loss, norm)
+        gradients = gradients_of(model, optimizer)
+        self.guard.drop(iteration, model, gradients, sequences, select, metrics["loss"], norm)
         optimizer.zero_grad(set_to_none=True)
         return None
 

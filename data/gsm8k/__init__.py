@@ -1,0 +1,61 @@
+"""GSM8K: grade-school math word problems, 7,473 for training and 1,319 held out, read from the published files.
+
+    python -m data.gsm8k prepare                      downloads both files to data/gsm8k (see __main__.py)
+    python grpo.py --task=gsm8k --data_file=data/gsm8k/train.jsonl --test_file=data/gsm8k/test.jsonl
+
+    {"question": "Natalia sold clips ...", "answer": "... she sold 48/2 = <<48/2=24>>24 clips in May.\\n#### 72"}
+
+The prompt is the question and an instruction. A completion is right if the number after its last #### (or in a later
+\\boxed{}) equals the file's: data/answers.py says which texts are numbers. A demonstration is the file's answer
+without the calculator annotations <<...>>. Without test_file one question in ten is held out.
+
+Left out: the calculator, the Socratic version, few-shot examples in the prompt. Tests: tests/test_gsm8k.py.
+"""
+
+import re
+
+from data.answers import number_after_marker
+from data.rows import FileTask, has_texts, read_lines
+
+INSTRUCTION = "Reason step by step, and give the final answer on a line of its own, as #### and then one number."
+DOWNLOAD = "python -m data.gsm8k prepare downloads it"
+
+
+class GSM8K(FileTask):
+    columns, has_form = ("answer",), True
+    wanted = f"name GSM8K's train.jsonl; {DOWNLOAD}"
+
+    def read(self, path, like=None):
+        """-> [{"prompt", "question", "answer": the number as text, "demonstration": the worked answer}]"""
+        ending = "" if self.chat else "\n"  # without messages, a newline separates the answer from the prompt
+        return [
+            {
+                "prompt": f"{row['question']}\n{INSTRUCTION}{ending}",
+                "question": row["question"],
+                "answer": number_after_marker(row["answer"]),
+                "demonstration": re.sub("<<[^<>]*>>", "", row["answer"]),
+            }
+            for row in read_lines(path, check_row, remedy=DOWNLOAD)
+        ]
+
+    def identity(self, row):
+        return " ".join(row["question"].split()).casefold()
+
+    def demonstration(self, row, rng):
+        return row["demonstration"]
+
+    def answer_of(self, completion):
+        return number_after_marker(completion)
+
+    def is_right(self, completion, answer):
+        return answer is not None and number_after_marker(completion) == answer
+
+
+def check_row(row, like):
+    """Raises ValueError if a line's value is not a GSM8K problem."""
+    if not has_texts(row, {"question", "answer"}):
+        raise ValueError(f'must be {{"question": text, "answer": text}}, not {row!r:.60}')
+    if not row["question"].strip():
+        raise ValueError("has no question")
+    if number_after_marker(row["answer"]) is None:
+        raise ValueError(f"its answer has no number after ####: {row['answer'][-40:]!r}")

@@ -1,0 +1,175 @@
+"""Tensors of a checkpoint to and from a model, its optimizer and the random generators; a whole run, ready to use.
+
+    model, tokenizer, settings, iteration, path = load_run("out/grpo_small")
+
+The order matters: weights, adapters (`configure`), the optimizer, which may keep masters of the weights, generators.
+training/loop.py does this for a run that begins or resumes. Left out: finding checkpoints (checkpoint.py).
+"""
+
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from model import GPT, make_model
+from options import SnugError
+from pretrained import lora
+from pretrained.shapes import is_pretrained, stored_dtype
+from pretrained.tensors import opened, read_weights
+from runs.checkpoint import Checkpoint, base_of, find_run, settings_of, tokenizer_of
+from settings import GRPOSettings, SFTSettings
+from tokenizer import Tokenizer
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto" is CUDA if torch sees it, else the CPU. Raises SnugError for a device that is unknown or missing."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError as error:
+        raise SnugError(f"device={name!r}: {str(error).splitlines()[0]}") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise SnugError(f"device={name!r}: snug runs on cpu and cuda")
+    if not torch.cuda.is_available():
+        raise SnugError(f"device={name!r}: this torch sees no CUDA device; use --device=cpu")
+    device = torch.device("cuda", device.index or 0)
+    if device.index >= torch.cuda.device_count():
+        raise SnugError(f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    torch.cuda.set_device(device)  # also initialises CUDA, so that the allocator's counters exist
+    return device
+
+
+class Run(NamedTuple):
+    model: GPT
+    tokenizer: Tokenizer
+    settings: SFTSettings | GRPOSettings
+    iteration: int
+    path: Path
+
+
+def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
+    """A run's folder, a checkpoint's, a Hugging Face model's, or what `find_run` returned -> Run. Raises SnugError."""
+    checkpoint = run if isinstance(run, Checkpoint) else find_run(run)
+    path, state = checkpoint
+    settings, device, tokenizer = settings_of(state), pick_device(device), tokenizer_of(path, state)
+    if is_pretrained(path) and device.type == "cuda" and stored_dtype(path) == "bfloat16":
+        settings.dtype = settings.param_dtype = "bfloat16"
+    shape = state["model_config"] | {"n_vocab": tokenizer.n_vocab}
+    if tokenizer.n_vocab > shape["vocab_size"]:
+        raise SnugError(f"{path}: its tokenizer has {tokenizer.n_vocab} ids, its model {shape['vocab_size']}")
+    model = make_model(shape, device, settings.param_dtype, initialise=False)
+    if is_pretrained(path):
+        read_weights(path, model)
+    else:
+        load_with_adapters(checkpoint, settings, model)
+    return Run(model, tokenizer, settings, state["iteration"], path)
+
+
+def trained(model: GPT) -> dict[str, torch.nn.Parameter]:
+    """The parameters that train, and so the weights in a checkpoint: with LoRA the adapters, else all."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def load_with_adapters(checkpoint: Checkpoint, settings: SFTSettings | GRPOSettings, model: GPT) -> None:
+    """A checkpoint into a model without adapters; its own, if any, stay beside the frozen weights, as in training."""
+    if settings.lora_rank:
+        load_weights(base_of(checkpoint), model)
+        give_adapters(model, settings)
+    load_into(checkpoint.path / "model.safetensors", trained(model))
+
+
+def load_weights(weights: Checkpoint | Path, model: GPT) -> None:
+    """A checkpoint or a Hugging Face folder into a model without adapters; its own are merged. Raises SnugError."""
+    if isinstance(weights, Path):
+        return read_weights(weights, model)
+    load_with_adapters(weights, settings_of(weights.state), model)
+    lora.merge(model)
+
+
+def give_adapters(model: GPT, settings: SFTSettings | GRPOSettings) -> None:
+    lora.add(model, settings.lora_rank, settings.lora_alpha, settings.lora_target_modules)
+
+
+def configure(model: GPT, settings: SFTSettings | GRPOSettings) -> GPT:
+    """Add adapters, if any, and set the model's memory options -> the model."""
+    if settings.lora_rank:
+        give_adapters(model, settings)
+    model.checkpoint_blocks, model.activation_offload = settings.checkpoint_blocks, settings.activation_offload
+    return model
+
+
+def load_into(path: Path, tensors: dict[str, torch.Tensor], optional: str = "") -> None:
+    """Copy a safetensors file into {name: tensor} in place, one tensor at a time.
+
+    Raises SnugError if names or shapes differ; names that begin with `optional` may be missing on either side.
+    """
+    with opened(path, "pt") as file, torch.no_grad():
+        theirs = set(file.keys())
+        differ = sorted(name for name in theirs ^ tensors.keys() if not (optional and name.startswith(optional)))
+        if differ:
+            missing = [name for name in differ if name in tensors][:3] or "nothing"
+            surplus = [name for name in differ if name in theirs][:3] or "nothing"
+            raise SnugError(f"{path}: does not fit the model; missing {missing}, surplus {surplus}")
+        for name in theirs & tensors.keys():
+            shape, wanted = tuple(file.get_slice(name).get_shape()), tuple(tensors[name].shape)
+            if shape != wanted:
+                raise SnugError(f"{path}: {name} has shape {shape}, the model {wanted}")
+            tensors[name].copy_(file.get_tensor(name))
+
+
+def tensors_of(model: GPT, optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """{file name: {tensor name: tensor}} of a checkpoint: the live tensors, not copies."""
+    weights = {name: p.detach() for name, p in trained(model).items()}
+    return {"model.safetensors": weights, "optimizer.safetensors": moments(model, optimizer)}
+
+
+def moments(model: GPT, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """{"exp_avg.<parameter>": tensor, ...}: all that the optimizer keeps for each parameter, but not the step count."""
+    named = [(name, optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state]
+    return {f"{key}.{name}": state[key] for name, state in named for key in state if key != "step"}
+
+
+def optimizer_steps(optimizer: Optimizer) -> int:
+    """How many steps it has taken. PyTorch's AdamW counts them for each parameter, SlabAdamW once."""
+    if hasattr(optimizer, "steps"):
+        return optimizer.steps
+    return next((int(state["step"]) for state in optimizer.state.values()), 0)
+
+
+def load_optimizer(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer) -> None:
+    """Moments and step count into a new optimizer."""
+    # Masters may be missing: they were made from the weights just loaded.
+    load_into(checkpoint.path / "optimizer.safetensors", moments(model, optimizer), optional="master.")
+    steps = checkpoint.state["optimizer_steps"]
+    if hasattr(optimizer, "steps"):
+        optimizer.steps = steps
+    else:
+        for state in optimizer.state.values():
+            state["step"].fill_(steps)
+
+
+# Random generators. snug draws from them for the initial weights only; a user's reward function may draw any time.
+
+
+def generator_state(device: torch.device) -> dict:
+    """The state of Python's, NumPy's and torch's generators, as JSON has it."""
+    kind, words, *rest = np.random.get_state()
+    state = dict(cpu=torch.get_rng_state().numpy().tobytes().hex(), python=random.getstate())
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
+    return state | {"numpy": [kind, words.tolist(), *rest]}
+
+
+def restore_generators(state: dict, device: torch.device) -> None:
+    """The inverse of `generator_state`. A CUDA state is ignored on a CPU."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, words, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cpu"]), dtype=torch.uint8))
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8), device)
