@@ -14,7 +14,7 @@ import grpo
 import train_sft
 from data.task import Task
 from memory import plan as planning
-from memory.fit import apply, fit, show
+from memory.fit import LOWERS, apply, fit, show
 from memory.ledger import HOST, MIB
 from memory.plan import GIB, HOME, made_at, plan
 from options import SnugError
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 LLAMA = dict(norm="rmsnorm", position="rotary", mlp="swiglu", n_kv_head=2, tie_embeddings=False)
 COMMON = dict(
     digits=4,
-    n_layer=5,
+    n_layer=4,
     n_embd=96,
     block_size=64,
     device="cpu",
@@ -41,7 +41,7 @@ COMMON = dict(
 )
 GRPO = dict(batch_size=6, group_size=4, max_new_tokens=24)
 BF16 = dict(param_dtype="bfloat16", dtype="bfloat16", optimizer_dtype="bfloat16")
-PROFILED = ("plain", "optimizer on the host", "autocast")  # compared with PyTorch's profiler too
+PROFILED = ("sequence level",)  # compared with PyTorch's profiler too, which is slow
 CONFIGS = {
     "plain": dict(),
     "token budget": dict(max_tokens_per_micro_batch=200),
@@ -252,19 +252,13 @@ def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(tmp_path):
     whole = plan(make, settings).peak
     longest = sum(prepared.longest(settings))
     assert fit(make, settings, longest, whole)[2] == {}
-    for share in (0.9, 0.5, 0.2):
+    for share in (0.9, 0.3):
         fitted, its_plan, changed, _ = fit(make, settings, longest, share * whole)
         fitted.check()
         assert its_plan.peak <= share * whole and plan(make, fitted).peak == its_plan.peak
-        assert (
-            set(changed) <= {"max_tokens_per_micro_batch", "max_rollout_batch", "checkpoint_blocks"}
-            and len(changed) >= 1
-        )
-        for name in changed:  # each is needed
-            if share < 0.9:
-                assert plan(make, dataclasses.replace(fitted, **{name: getattr(settings, name)})).peak > share * whole
-    fitted, its_plan, changed, _ = fit(make, settings, longest, 0)  # impossible: the whole ladder
-    assert {"optimizer_device", "max_tokens_per_micro_batch"} <= set(changed) and its_plan.peak < 0.2 * whole
+        assert {"max_tokens_per_micro_batch"} <= set(changed) <= {*LOWERS, "logits_chunk_mb"}
+        for name in changed if share < 0.9 else ():  # each is needed
+            assert plan(make, dataclasses.replace(fitted, **{name: getattr(settings, name)})).peak > share * whole
 
 
 @pytest.mark.parametrize("changes", [dict(max_rollout_batch=9000), dict(max_tokens_per_micro_batch=100_000)])
