@@ -283,7 +283,7 @@ def test_right_after_a_rollout_loss_is_zero_and_gradient_is_not():
         logprobs, logprobs.detach(), advantages, sequence, torch.full((4,), 2), num_tokens=8, num_sequences=4
     )
     loss.backward()
-    assert abs(float(loss)) < 1e-7 and logprobs.grad.abs().min() > 0.1
+    assert abs(loss.item()) < 1e-7 and logprobs.grad.abs().min() > 0.1
     torch.testing.assert_close(logprobs.grad, -advantages[sequence] / 8)
     ragged, lengths = torch.tensor([0] * 1 + [1] * 9), torch.tensor([1, 9])
     counts = dict(num_tokens=10, num_sequences=2)
