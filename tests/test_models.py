@@ -82,6 +82,28 @@ def test_the_config_for_gsm8k_on_a_folder_with_a_reference(folder, tmp_path, rew
     assert loaded.tokenizer.encode_prompt([{"role": "user", "content": "é"}])[:2] == [257, ord("u")]
 
 
+def test_only_ids_of_the_tokenizer_are_sampled_and_any_stop_token_ends(folder, tmp_path, rewards, monkeypatch):
+    """The model has 272 rows and the tokenizer 259 ids; 258 and 256 end a completion."""
+    rounds, sample_groups = [], grpo.sample_groups
+
+    def keep(*args, **options):
+        rounds.append(sample_groups(*args, **options))
+        return rounds[-1]
+
+    monkeypatch.setattr(grpo, "sample_groups", keep)
+    gsm8k(folder, tmp_path / "run", "--group_size=128", "--max_iters=1", "--eval_interval=0")
+    rollouts = rounds[0]
+    T = rollouts.mask.shape[1]
+    for tokens, start, length in zip(
+        rollouts.tokens, rollouts.prompt_lengths, rollouts.completion_lengths, strict=True
+    ):
+        completion = tokens[start : start + length].tolist()
+        assert max(completion) < 259 and not {256, 258} & set(completion[:-1])
+    last = rollouts.tokens[torch.arange(256), rollouts.prompt_lengths + rollouts.completion_lengths - 1]
+    assert ((last == 256) | (last == 258)).equal(rollouts.stopped) and {256, 258} <= set(last.tolist())
+    assert (rollouts.completion_lengths[~rollouts.stopped] == T).all()
+
+
 def test_a_stopped_run_goes_on_without_the_folder(folder, tmp_path, rewards):
     shutil.copytree(folder, tmp_path / "model")
     gsm8k(tmp_path / "model", tmp_path / "halves", "--max_iters=1")
