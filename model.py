@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from memory import cpu
 from memory.lean import Embed, RMSNorm, host_hooks
 from memory.ledger import kind_of
 from options import SnugError
@@ -114,13 +115,18 @@ def rotate(x, cos, sin):
     return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
 
 
+class Linear(nn.Linear):
+    def forward(self, x):
+        return cpu.linear(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         c, self.config, self.layer = config, config, layer
         self.heads = [c.n_head, c.n_kv_head, c.n_kv_head]
-        self.qkv = nn.Linear(c.n_embd, sum(self.heads) * c.head_size, bias=c.bias or c.qkv_bias)
-        self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.bias)
+        self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_size, bias=c.bias or c.qkv_bias)
+        self.proj = Linear(c.n_head * c.head_size, c.n_embd, bias=c.bias)
         self.q_norm = make_norm(c, c.head_size) if c.qk_norm else None
         self.k_norm = make_norm(c, c.head_size) if c.qk_norm else None
 
@@ -151,8 +157,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.gated = config.mlp == "swiglu"
-        self.up = nn.Linear(config.n_embd, config.n_hidden * (2 if self.gated else 1), bias=config.bias)
-        self.down = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
+        self.up = Linear(config.n_embd, config.n_hidden * (2 if self.gated else 1), bias=config.bias)
+        self.down = Linear(config.n_hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x):  # (B, T, C) -> (B, T, C)
         x = self.up(x)
@@ -272,7 +278,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden):
         """hidden (..., C) -> (..., V), -inf for padded ids. Mind the size: select rows first."""
-        logits = F.linear(hidden, self.lm_head_weight)
+        logits = cpu.linear(hidden, self.lm_head_weight)
         if self.config.n_vocab < self.config.vocab_size:
             logits[..., self.config.n_vocab :] = -math.inf
         return logits

@@ -27,6 +27,7 @@ from logprobs.rows import (
     new_scratch,
     slabs,
 )
+from memory.cpu import fast_products
 from memory.ledger import MIB, is_planned, kind_of, logits_budget
 
 
@@ -138,7 +139,7 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, options):
         logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
             chunks = Chunks(hidden, weight, options)
             for rows, _, logits in chunks:
                 chunks.forward(rows, logits, targets, logprobs, lse, entropy)
@@ -156,7 +157,7 @@ class HeadLogprobs(torch.autograd.Function):
         options = ctx.options._replace(entropy=dentropy is not None)
         logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
         coefficients = torch.zeros_like(lse) if coefficients is None else coefficients
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
             chunks = Chunks(hidden, weight, options, keep_logits=options.entropy)
             for rows, hidden_rows, logits in chunks:
                 chunks.forward(rows, logits, targets, logprobs, lse, entropy, gradient=not options.entropy)
@@ -210,7 +211,7 @@ class HeadLoss(torch.autograd.Function):
         if ctx.into_grad and weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         dweight = weight.grad if ctx.into_grad else torch.zeros_like(weight) if trains else None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
             chunks = Chunks(hidden, weight, options)
             for rows, hidden_rows, logits in chunks:
                 chunks.forward(rows, logits, targets, logprobs, lse, entropy, with_gradient)

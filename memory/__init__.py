@@ -3,7 +3,7 @@
     ledger  live storages and their bytes            meter   live, reserved and peak bytes by phase
     host    tensors in host memory                   lean    autograd functions that keep fewer bytes than PyTorch's
     plan    peak bytes of an iteration, beforehand   fit     the cheapest options that fit a budget
-    oom     smaller pieces after out-of-memory
+    oom     smaller pieces after out-of-memory       cpu    fast products; cores shared with other processes
 
 Left out: what an iteration is. The planner is given a function that runs one.
 """

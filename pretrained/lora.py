@@ -16,9 +16,9 @@ import math
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from memory.cpu import linear
 from model import GPT
 
 # a block's matrices, and the half they are in
@@ -38,10 +38,10 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # uniform within 1 / sqrt(in), as an nn.Linear's own
 
     def forward(self, x):
-        y = F.linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
         if not self.enabled:
             return y
-        thin = F.linear(x, self.lora_A.to(x.dtype))  # (..., rank)
+        thin = linear(x, self.lora_A.to(x.dtype))  # (..., rank)
         wide = self.lora_B.to(thin.dtype)
         return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), wide.t(), alpha=self.scale).view_as(y)
 

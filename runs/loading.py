@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from memory.cpu import share_cores, stays_float32
 from model import GPT, make_model
 from options import SnugError
 from pretrained import lora
@@ -31,6 +32,8 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise SnugError(f"device={name!r}: {str(error).splitlines()[0]}") from None
     if device.type == "cpu":
+        stays_float32()  # looks now, not in the middle of something that is measured
+        share_cores()
         return device
     if device.type != "cuda":
         raise SnugError(f"device={name!r}: snug runs on cpu and cuda")

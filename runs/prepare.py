@@ -5,7 +5,6 @@ and init_from, and refuses what does not fit together. It loads no tensors and w
 its warm start first, that is prepared, too.
 """
 
-import os
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -46,8 +45,6 @@ class Prepared:
 
 def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset()) -> Prepared:
     """given: the names of the options that the user gave. Raises SnugError."""
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # torch reads it when it is imported
     grpo = isinstance(settings, GRPOSettings)
     task = make_task(settings, demonstrations=not grpo)
     if settings.beta and not settings.init_from:

@@ -11,6 +11,7 @@ from conftest import DEVICE
 from test_memory import profiled_peak
 
 import grpo
+import runs
 import train_sft
 from data.task import Task
 from memory import plan as planning
@@ -318,15 +319,15 @@ def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):
     assert "changed" not in show(dry_run(prepared), settings, 34)  # here there is enough
 
 
-def test_the_allocator_is_set_before_torch_is_imported(tmp_path, monkeypatch):
+def test_the_allocator_is_set_before_torch_is_imported(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
-    prepared_run(tmp_path)
+    runs.set_environment()
     assert "PYTORCH_ALLOC_CONF" not in os.environ  # the user set it by its older name
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     for given, expected in ((None, "expandable_segments:True"), ("garbage_collection_threshold:0.8",) * 2):
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         if given:
             monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
-        prepared_run(tmp_path)
+        runs.set_environment()
         assert os.environ["PYTORCH_ALLOC_CONF"] == expected

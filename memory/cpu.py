@@ -1,0 +1,119 @@
+"""How snug uses a CPU: float32 products by the faster library, and cores that it shares with other processes.
+
+    fast_products, linear   float32 products run on oneDNN where it is faster
+    share_cores             OpenMP's threads spin only while no other process wants their cores
+
+Left out: how many threads there are (OMP_NUM_THREADS). Tests: tests/test_cpu.py.
+"""
+
+import resource
+import threading
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from memory.ledger import is_planned
+
+LARGE = 2**25  # multiplications; oneDNN compiles code for each new shape, 0.3 ms. 2**25 take MKL 0.7 ms on one core
+EXACT = 1e-5  # largest relative error of a float32 product; if it is rounded to bfloat16, 2e-3
+PREEMPTED = 100  # times a second that another process took a core from us; alone about 20, beside a busy one 200
+
+
+@contextmanager
+def fast_products(x):
+    """Within it, float32 products on a CPU run on oneDNN. On AMD's processors with AVX-512 that is twice as fast as MKL.
+
+    torch uses oneDNN only if float32 products may be rounded to bfloat16. oneDNN does that on processors with AMX or
+    ARM's bfloat16, where `stays_float32` says no. Leave F.scaled_dot_product_attention outside: its many small products
+    would be four times slower. Elsewhere than on a CPU, or for a planner's tensor x, it does nothing.
+    """
+    if x.device.type != "cpu" or is_planned(x) or not stays_float32():
+        yield
+        return
+    allow_bfloat16(True)
+    try:
+        yield
+    finally:
+        allow_bfloat16(False)
+
+
+def allow_bfloat16(allowed: bool):
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if allowed else "none"
+
+
+@cache
+def stays_float32() -> bool:
+    """Is a float32 product by oneDNN as exact on this processor as float32 is? Tries one."""
+    a, b = (torch.sin(torch.arange(128.0 * 128) * step).view(128, 128) for step in (1.1, 1.7))
+    allow_bfloat16(True)
+    try:
+        product = a @ b
+    finally:
+        allow_bfloat16(False)
+    exact = a.double() @ b.double()
+    return bool((product - exact).norm() < EXACT * exact.norm())
+
+
+def linear(x, weight, bias=None):
+    """F.linear, by fast products if large: x (..., in), weight (out, in), bias (out,) -> (..., out)."""
+    large = x.numel() * len(weight) >= LARGE
+    if large and x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+        return Linear.apply(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+class Linear(torch.autograd.Function):
+    """y = x W^T + b; saved: x and W, as F.linear does. Backward: dx = dy W, dW = dy^T x, db = the sum of dy."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        with fast_products(x):
+            return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        rows = dy.flatten(0, -2)
+        with fast_products(x):
+            dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+            dweight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+@cache
+def share_cores():
+    """Start the thread that watches whether other processes want our cores. Later calls do nothing."""
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def watch():
+    """Keep an idle team of OpenMP threads while we are preempted often.
+
+    A thread that has done its part of an operation waits for the others. libgomp, which torch uses on Linux, lets it
+    spin for milliseconds: the fastest way if every thread has a core. If another process has one of the cores, the
+    waiting thread burns the time that the others need, and an iteration takes 4 to 10 times as long. libgomp spins 300
+    times shorter while the process has more OpenMP threads than cores. Those of the idle team count.
+    """
+    idle, before, clock = None, preemptions(), threading.Event()
+    while True:
+        clock.wait(1.0)
+        now = preemptions()
+        crowded, before = now - before > PREEMPTED, now
+        if crowded and idle is None:
+            idle = threading.Event()
+            threading.Thread(target=idle_team, args=(idle,), daemon=True).start()
+        elif not crowded and idle is not None:
+            idle.set()  # ends the thread, and its team with it
+            idle = None
+
+
+def preemptions() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def idle_team(over: threading.Event):
+    torch.zeros(2**20).add_(1)  # large enough for a team
+    over.wait()
