@@ -5,7 +5,7 @@
 
 The second samples 16 completions of each prompt beside the greedy one, on another task than the run's, and writes them
 to out/X/evaluation-countdown-test.jsonl. runs/questions.py settles what is asked, data/scores.py computes the scores.
-The loops call `evaluate_if_due`: the greedy completion and one sampled one.
+The loops call `evaluate_if_due`: the greedy completion and one sampled one. Scored is as in training (data/rewards.py).
 
 Left out: top-k, top-p and min-p (the scores are the policy's own); comparing two runs. Tests: tests/test_evaluate.py.
 """
@@ -24,12 +24,12 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         settings, given, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
         questions = prepare_questions(settings, given, folder)
 
-from data.rewards import ask, repeat_columns
-from data.scores import summarize, table
+from data.rewards import Scoring, repeat_columns
+from data.scores import reward_means, shares_of, summarize, table
 from memory import Pieces, attempts
 from model import autocast
 from options import SnugError, fields
-from runs.loading import Run, load_run
+from runs.loading import Run, generator_state, load_run, restore_generators
 from runs.questions import Questions, write_lines
 from sample import sample_groups
 from settings import EvaluateSettings, GRPOSettings, SFTSettings, TaskOptions
@@ -55,36 +55,38 @@ def sampling_options(settings: SFTSettings | GRPOSettings, tokenizer, pieces: Pi
     return options | dict(progress=True) | decoding_of(settings, pieces)
 
 
-def evaluate_as_run(settings, model, tokenizer, task, num_prompts: int, pieces: Pieces) -> dict[str, float]:
-    """The share of held-out prompts with reward 1 of the task's own reward, with a run's precision and lengths.
+def evaluate_as_run(settings, model, tokenizer, scoring: Scoring, num_prompts: int, pieces: Pieces) -> dict[str, float]:
+    """Held-out scores with a run's precision and lengths, of greedy completions and of some sampled at temperature 1.
 
-    -> {"pass_at_1": of the greedy completion, "pass_at_1_sampled": of one sampled at temperature 1}
+    -> log entries: pass_at_1, task_pass_at_1 if the task's own reward is beside reward_funcs, eval_reward_mean, the
+    same with _sampled; eval_reward/<function> of greedy ones if there are several functions.
     """
-    rows = task.prompts(settings.eval_split, range(num_prompts))
-    prompts = [row["prompt"] for row in rows]
-    ids = [truncate_prompt(tokenizer.encode_prompt(prompt), settings.max_prompt_length) for prompt in prompts]
-    longest_prompt, longest_answer = task.longest(tokenizer.encode_prompt)
+    rows = scoring.task.prompts(settings.eval_split, range(num_prompts))
+    ids = [truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length) for row in rows]
+    longest_prompt, longest_answer = scoring.task.longest(tokenizer.encode_prompt)
     room = model.config.block_size - (settings.max_prompt_length or longest_prompt)
     room = min(room, settings.max_new_tokens or longest_answer + 1)
     scores = {}
-    for name, temperature in (("pass_at_1", 0.0), ("pass_at_1_sampled", 1.0)):
+    for suffix, temperature in (("", 0.0), ("_sampled", 1.0)):
         options = sampling_options(settings, tokenizer, pieces)
         with autocast(settings.dtype, model):
-            rollouts = sample_groups(model, ids, 1, room, temperature=temperature, seed=0, **options)
-        texts = [tokenizer.decode(completion) for completion in rollouts.completions()]
-        rewards = task.rewards(prompts, texts, stopped=rollouts.stopped.tolist(), **repeat_columns(rows))
-        scores[name] = sum(reward == 1 for reward in rewards) / num_prompts
+            samples = complete(model, tokenizer, scoring, rows, ids, 1, room, temperature, seed=0, **options)
+        means = reward_means(samples)
+        scores |= shares_of(samples, suffix) | {f"eval_reward_mean{suffix}": means.pop("reward")}
+        scores |= {f"eval_{name}": mean for name, mean in means.items() if not suffix and len(means) > 1}
     return scores
 
 
-def evaluate_if_due(done, model, task, tokenizer, settings, meter, pieces):
-    """pass@1 after `done` iterations, at the start, every eval_interval and at the end -> its log entries, or {}."""
+def evaluate_if_due(done, model, scoring, tokenizer, settings, meter, pieces):
+    """Scores after `done` iterations, at the start, every eval_interval and at the end -> its log entries, or {}."""
     due = done == settings.max_iters or (settings.eval_interval and done % settings.eval_interval == 0)
-    if not due or not settings.eval_prompts or not task.scored:
+    if not due or not settings.eval_prompts or not scoring.functions:
         return {}
+    generators = generator_state(model.device)  # a reward function may draw; what follows must not depend on it
     for attempt in attempts(pieces.halve_rollout(settings.batch_size, model)):
         with attempt, meter.phase("eval"):
-            scores = evaluate_as_run(settings, model, tokenizer, task, settings.eval_prompts, pieces)
+            scores = evaluate_as_run(settings, model, tokenizer, scoring, settings.eval_prompts, pieces)
+    restore_generators(generators, model.device)
     return scores
 
 
@@ -100,12 +102,12 @@ def room_for(ids: list[list[int]], wanted: int, block_size: int) -> int:
     return min(left, wanted)
 
 
-def complete(model, tokenizer, task, rows, ids, group_size, max_new_tokens, temperature, **options) -> list[dict]:
+def complete(model, tokenizer, scoring, rows, ids, group_size, max_new_tokens, temperature, **options) -> list[dict]:
     """`group_size` completions of each row, whose prompts have these ids -> a dict each, groups adjacent, in row order.
 
-    prompt, completion; answer: what a majority vote counts, None without one or if cut off; reward: the task's, 1 is
-    right; reward/<name>: of the task's other reward functions; stopped; length in tokens with the stop token; greedy;
-    logprob: natural, of the whole completion at that temperature (greedy: at 1).
+    prompt, completion; answer: what a majority vote counts, None without one or if cut off; right, reward and others
+    of `Scoring.columns`; stopped; length in tokens with the stop token; greedy; logprob: natural, of the whole
+    completion at that temperature (greedy: at 1).
     """
     rollouts = sample_groups(model, ids, group_size, max_new_tokens, temperature=temperature, **options)
     completions, stopped = rollouts.completions(), rollouts.stopped.tolist()
@@ -113,11 +115,8 @@ def complete(model, tokenizer, task, rows, ids, group_size, max_new_tokens, temp
     prompts = [row["prompt"] for row in rows for _ in range(group_size)]
     texts = [tokenizer.decode(completion) for completion in completions]
     columns = repeat_columns(rows, group_size) | dict(stopped=stopped, completion_ids=completions)
-    rewards = task.rewards(prompts, texts, **columns)
-    others = [function for function, _ in task.reward_functions() if function != task.rewards]
-    answers = [task.answer_of(text) if over else None for text, over in zip(texts, stopped, strict=True)]
-    samples = dict(prompt=prompts, completion=texts, answer=answers, reward=rewards)
-    samples |= {f"reward/{function.__name__}": ask(function, prompts, texts, columns) for function in others}
+    answers = [scoring.task.answer_of(text) if over else None for text, over in zip(texts, stopped, strict=True)]
+    samples = dict(prompt=prompts, completion=texts, answer=answers) | scoring.columns(prompts, texts, columns)
     samples |= dict(stopped=stopped, length=lengths, greedy=[temperature == 0] * len(texts), logprob=logprobs)
     return [dict(zip(samples, values, strict=True)) for values in zip(*samples.values(), strict=True)]
 
@@ -140,7 +139,7 @@ def sample_answers(run: Run, questions: Questions, ids, room, group_size, temper
             with attempt, autocast(settings.dtype, model):
                 options = sampling_options(settings, run.tokenizer, pieces)
                 options |= dict(seed=seed, first_row=first * group_size)
-                asked = run.tokenizer, questions.task, questions.rows[part], ids[part]
+                asked = run.tokenizer, questions.scoring, questions.rows[part], ids[part]
                 some = complete(model, *asked, group_size, room, temperature, **options)
         samples += some
     return samples
@@ -148,16 +147,18 @@ def sample_answers(run: Run, questions: Questions, ids, room, group_size, temper
 
 def run_evaluation(run: Run, questions: Questions, settings: EvaluateSettings) -> tuple[dict, list[dict]]:
     """-> (the first line of the file of samples, the samples: of each prompt the greedy one, then num_samples)."""
-    encode, rows, n = run.tokenizer.encode_prompt, questions.rows, settings.num_samples if settings.temperature else 0
+    encode, rows, task = run.tokenizer.encode_prompt, questions.rows, questions.scoring.task
+    n = settings.num_samples if settings.temperature else 0
     ids = [truncate_prompt(encode(row["prompt"]), questions.settings.max_prompt_length) for row in rows]
-    wanted = settings.max_new_tokens or questions.settings.max_new_tokens or questions.task.longest(encode)[1] + 1
+    wanted = settings.max_new_tokens or questions.settings.max_new_tokens or task.longest(encode)[1] + 1
     room = room_for(ids, wanted, run.model.config.block_size)
     pieces = Pieces(questions.settings, partial(print, file=sys.stderr))
     greedy = sample_answers(run, questions, ids, room, 1, 0.0, settings.seed, pieces)
     sampled = sample_answers(run, questions, ids, room, n, settings.temperature, settings.seed, pieces) if n else []
     different = len({json.dumps(row["prompt"]) for row in rows})
-    task = {name: getattr(questions.settings, name) for name in fields(TaskOptions)}
-    asked = asdict(settings) | task | dict(max_new_tokens=room, samples_file=str(questions.file))
+    asked = asdict(settings) | {name: getattr(questions.settings, name) for name in fields(TaskOptions)}
+    asked |= asdict(questions.scoring.settings) | dict(pass_reward=questions.scoring.threshold)
+    asked |= dict(max_new_tokens=room, samples_file=str(questions.file))
     head = dict(checkpoint=str(run.path), settings=asked, different_prompts=different)
     head |= summarize(greedy, sampled, n, different)
     return head, [sample for i in range(len(rows)) for sample in (greedy[i], *sampled[i * n : (i + 1) * n])]

@@ -28,8 +28,8 @@ def rows_of(records):
         rows[f"  time_{phase}_s (median)"] = f"{median(seconds or [0]):.3f}"
     rows["time_s (median)"] = f"{median(record['time_s'] for record in settled):.3f}"
     rows["tokens_per_second (median)"] = f"{median(record['tokens_per_second'] for record in settled):,.0f}"
-    for name in ("reward_mean", "pass_at_1", "pass_at_1_sampled"):
-        values = [record[name] for record in records if name in record]
+    for name in ("reward_mean", "eval_reward_mean", "pass_at_1", "pass_at_1_sampled", "task_pass_at_1"):
+        values = [record[name] for record in records if record.get(name) is not None]
         if values:
             rows[name + " (first -> last)"] = f"{values[0]:.3f} -> {values[-1]:.3f}"
     return rows
@@ -47,7 +47,7 @@ def table(folders):
             raise SnugError(f"{folder}: log.jsonl has no iteration yet")
         columns.append(rows_of(records))
     names = list(dict.fromkeys(name for column in columns for name in column))
-    last = ("time_s", "tokens_per", "reward", "pass")
+    last = ("time_s", "tokens_per", "reward", "eval", "pass", "task")
     names.sort(key=lambda name: (name.startswith(last), name.startswith("  time_")))
     cells = [["memory in MiB", *(Path(folder).name for folder in folders)]]
     cells += [[name, *(column.get(name, "-") for column in columns)] for name in names]

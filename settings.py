@@ -137,6 +137,28 @@ class MemoryOptions:
 
 
 @dataclass
+class RewardOptions:
+    """Reward functions of your own, for training and evaluations. evaluate.py takes the run's, for its own task."""
+
+    reward_funcs: list[str] = option([], "reward functions to add up: module:function,...; empty: the task's own")
+    reward_weights: list[float] = option([], "weight of each of reward_funcs, comma-separated; empty: 1 each")
+    reward_timeout: float = option(300.0, "stop if a reward function takes longer for a batch; 0: no limit", "s")
+    pass_reward: float | None = option(
+        None, "least total reward that pass@1 counts as right; none: the total if each function gives 1", minimum=-1e9
+    )
+
+    def check_rewards(self):
+        for spec in self.reward_funcs:
+            if not all(spec.partition(":")):
+                raise SnugError(f"reward_funcs={spec!r}: write module:function, such as my_rewards:is_short")
+        weights, functions = len(self.reward_weights), len(self.reward_funcs)
+        if weights and weights != functions:
+            raise SnugError(f"reward_weights has {weights} weights for {functions} reward_funcs; give one for each")
+        if self.pass_reward is not None and not functions:
+            raise SnugError(f"pass_reward={self.pass_reward:g} is a total of reward_funcs; add them, or leave it out")
+
+
+@dataclass
 class LoopSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOptions):
     """What SFT and GRPO share."""
 
@@ -178,10 +200,11 @@ class SFTSettings(LoopSettings):
     max_prompt_length: ClassVar[int] = 0
     max_new_tokens: ClassVar[int] = 0  # the task's longest answer
     stop_string: ClassVar[str] = ""
+    reward_funcs: ClassVar[list[str]] = []
 
 
 @dataclass
-class GRPOSettings(LoopSettings):
+class GRPOSettings(LoopSettings, RewardOptions):
     """Group relative policy optimization: options of grpo.py."""
 
     out_dir: str = option("out/grpo", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
@@ -226,12 +249,12 @@ class GRPOSettings(LoopSettings):
     scale_rewards: str = option("group", "divide advantages by this standard deviation", choices=SCALES)
     baseline: str = option("mean", "subtract the mean of the group or of the others", choices=("mean", "leave_one_out"))
     advantage_eps: float = option(1e-4, "added to the standard deviation of the rewards")
-    reward_funcs: list[str] = option([], "reward functions to add up: module:function,...; empty: the task's own")
-    reward_weights: list[float] = option([], "weight of each of reward_funcs, comma-separated; empty: 1 each")
-    reward_timeout: float = option(300.0, "stop the run if a reward function takes longer; 0: no limit", "s")
 
     def check(self):
         super().check()
+        self.check_rewards()
+        if self.format_reward and self.reward_funcs:
+            raise SnugError(f"format_reward={self.format_reward} is part of the reward that reward_funcs replace")
         if self.group_size < 2:
             raise SnugError(f"group_size={self.group_size}: a group needs at least 2 completions; try --group_size=8")
         rollout = f"batch_size * group_size = {self.batch_size} * {self.group_size} = {self.sequences_per_rollout}"
@@ -241,7 +264,6 @@ class GRPOSettings(LoopSettings):
             raise SnugError("reference='host' with lora_rank: the reference is the model without adapters; remove it")
         if self.soft_punish_cache >= self.max_new_tokens:
             raise SnugError(f"soft_punish_cache={self.soft_punish_cache} must be below max_new_tokens")
-        self.check_rewards()
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.loss_type == "cispo" and (self.epsilon_high is None or high < 1 or self.delta is not None):
             seen = f"loss_type=cispo with epsilon_high={self.epsilon_high}, delta={self.delta}"
@@ -259,16 +281,6 @@ class GRPOSettings(LoopSettings):
             seen = f"kl_estimator={self.kl_estimator} with use_bias_correction_kl={self.use_bias_correction_kl}"
             advice = f"set --use_bias_correction_kl={str(needed).lower()} or --kl_estimator=k3"
             raise SnugError(f"{seen} does not have the KL's gradient; {advice}")
-
-    def check_rewards(self):
-        for spec in self.reward_funcs:
-            if not all(spec.partition(":")):
-                raise SnugError(f"reward_funcs={spec!r}: write module:function, such as my_rewards:is_short")
-        weights, functions = len(self.reward_weights), len(self.reward_funcs)
-        if weights and weights != functions:
-            raise SnugError(f"reward_weights has {weights} weights for {functions} reward_funcs; give one for each")
-        if self.format_reward and self.reward_funcs:
-            raise SnugError(f"format_reward={self.format_reward} is part of the reward that reward_funcs replace")
 
 
 @dataclass
@@ -295,7 +307,7 @@ class SampleSettings:
 
 
 @dataclass
-class EvaluateSettings(TaskOptions):
+class EvaluateSettings(TaskOptions, RewardOptions):
     """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py."""
 
     task: str = option("run", "run: the run's; another one: with the defaults below", choices=("run", *TASKS))

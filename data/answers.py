@@ -17,6 +17,10 @@ NUMBER = re.compile(
     r"(?P<sign>[-+\u2212]?)(?:\\?[$€£¥] ?(?P<inner>[-+\u2212]?))?(?!0[xXbBoO])"  # -$5, $-5; \u2212 is a minus sign
     r"(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?P<fraction>\.[0-9]+|)"  # a comma every three digits, or no comma
 )
+NUMERAL = re.compile(r"[0-9]+(?:[.,][0-9]+)*")  # the same read backwards
+# A number begins with a sign that is no operator, a decimal point that ends no word, a currency or a digit,
+BEGIN = re.compile(r"(?<![0-9A-Za-z_)\]}%+\u2212-])(?=[-+\u2212])|(?<![A-Za-z.])(?=\.)|(?=[\\$€£¥0-9])")
+WHOLE = re.compile(r"(?<![/^])(?<![0-9][A-Za-z])(?<![0-9][eE][-+\u2212])")  # and not as the end of 1/2, 10^3, 4e1.
 BESIDE_WORDS = set(".,;:!?%'\"()/*\\{}$€£¥°-")  # may follow a number, like letters and spaces: \%, \text{ apples}
 
 
@@ -34,6 +38,24 @@ def number_after_marker(completion: str) -> str | None:
     else:
         text = in_braces(completion[box + 7 :]) if box >= 0 else None
     return read_number(text) if text and len(text) <= MAX_ANSWER else None
+
+
+def last_number(completion: str) -> str | None:
+    """The last number in a text, in the same spelling: "29 + 21 = 50." -> "50"; None if there is none.
+
+        "It costs $1,000.50." -> "1000.5"    "x=-7" -> "-7"    "29+21=50" -> "50"    "3-5" -> "5"    "1/2" -> None
+
+    A sign right before the number belongs to it, but after a digit, a letter or a closing bracket it is an operator.
+    If the last digits are only part of a number (1/2, 10^3, 4e1, 5², 1.2.3, 1,00), the text has none.
+    """
+    numeral = NUMERAL.search(completion[::-1]) if len(completion) <= MAX_COMPLETION else None
+    if not numeral or len(numeral[0]) > MAX_ANSWER:
+        return None
+    start, end = len(completion) - numeral.end(), len(completion) - numeral.start()
+    for first in range(max(start - 6, 0), start + 1):  # a sign, \$, a space, a sign and a dot are six
+        if BEGIN.match(completion, first) and (number := read_number(completion[first:end])):
+            return None if not WHOLE.match(completion, first) or completion[end : end + 1].isnumeric() else number
+    return None
 
 
 def in_braces(text: str) -> str | None:

@@ -5,19 +5,23 @@
     {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}], "answer": 4}
 
 prompt: text, or messages, which are written in the tokenizer's chat template; one of the two in the whole file.
-answer: text, a number or a boolean. The task's own reward is 1 if the completion is exactly that. Leave it out if
-reward_funcs score; then the run does not evaluate. demonstration: what train_sft.py learns, if not the answer.
-All other columns go to the reward functions. Every row has the same columns.
+answer: text, a number or a boolean. The task's own reward is 1 if the completion is exactly that text (true, false).
+With a number (5, not "5") it is 1 if the last number in the completion equals it: "29 + 21 = 50." is right for 50.
+data/answers.py says what a number is. Leave the answer out if reward_funcs score. demonstration: what train_sft.py
+learns, if not the answer. All other columns go to the reward functions. Every row has the same columns.
 
 Without test_file one prompt in ten is held out. Left out: completions of several messages, tool calls.
 Tests: tests/test_jsonl.py.
 """
 
 import json
+from decimal import Decimal
 
+from data.answers import MAX_ANSWER, last_number
 from data.rows import FileTask, has_texts, read_lines
 from options import SnugError
 
+NUMBERS = (int, float)  # bool is none
 RESERVED = {"stopped", "completion_ids", "completions", "prompts"}  # arguments of reward functions
 
 
@@ -29,6 +33,7 @@ class Jsonl(FileTask):
         columns = self.rows["train"][0].keys()
         self.scored = "answer" in columns
         self.columns = ("answer",) if self.scored else ()
+        self.only_numbers = all(type(row.get("answer")) in NUMBERS for rows in self.rows.values() for row in rows)
         if demonstrations and not columns & {"answer", "demonstration"}:
             missing = "no column demonstration, nor answer, to learn from"
             raise SnugError(f"data_file={settings.data_file} has {missing}; add one")
@@ -43,11 +48,19 @@ class Jsonl(FileTask):
     def demonstration(self, row, rng):
         return row["demonstration"] if "demonstration" in row else text_of(row.get("answer", ""))
 
+    def answer_of(self, completion):
+        return last_number(completion) if self.only_numbers else super().answer_of(completion)
+
     def is_right(self, completion, answer=None):
+        if type(answer) in NUMBERS:
+            number = last_number(completion)
+            return number is not None and number == last_number(text_of(answer))
         return answer is not None and completion.strip() == text_of(answer).strip()
 
 
 def text_of(answer):
+    if type(answer) in NUMBERS:
+        return f"{Decimal(str(answer)):f}"  # without an exponent
     return answer if isinstance(answer, str) else json.dumps(answer)
 
 
@@ -60,6 +73,8 @@ def check_row(row, like):
     check_prompt(row["prompt"])
     if not isinstance(row.get("answer", ""), str | int | float):
         raise ValueError(f"answer must be text, a number or a boolean, not {row['answer']!r:.40}")
+    if type(row.get("answer")) in NUMBERS and last_number(text_of(row["answer"])) is None:
+        raise ValueError(f"answer {row['answer']!r:.40} is no number of {MAX_ANSWER} digits or fewer; write it as text")
     if not isinstance(row.get("demonstration", ""), str):
         raise ValueError(f"demonstration must be text, not {row['demonstration']!r:.40}")
     if row.keys() != like.keys():

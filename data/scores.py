@@ -98,19 +98,36 @@ def scores_of_prompts(greedy: list[bool], groups: list[list[tuple]]) -> dict[str
 def summarize(greedy: list[dict], sampled: list[dict], n: int, different: int) -> dict:
     """Scores with intervals of P greedy samples and P * n others (or none), and means over all sampled ones.
 
-    A sample: {"answer", "reward", "length", "stopped", "reward/<name>", ...}. different: number of different prompts.
+    A sample: {"answer", "right", "reward", "length", "stopped", "reward/<name>", "task_reward", ...}.
+    different: number of different prompts.
     -> {"scores": {name: mean}, "intervals": {name: (low, high)},
-        "means": {"length": tokens, "stopped": share, "reward/<name>": mean}}
+        "means": {"length": tokens, "stopped": share, "reward", "reward/<name>": mean}}, "reward" if it has parts
     """
-    pairs = [(sample["answer"], sample["reward"] == 1) for sample in sampled]
+    pairs = [(sample["answer"], sample["right"]) for sample in sampled]
     groups = [pairs[i : i + n] for i in range(0, len(pairs), n)] if pairs else []
-    by_prompt = scores_of_prompts([sample["reward"] == 1 for sample in greedy], groups)
+    by_prompt = scores_of_prompts([sample["right"] for sample in greedy], groups)
     scores = {name: mean_of(values) for name, values in by_prompt.items()}
+    for suffix, samples in (("", greedy), ("_sampled", sampled)):
+        scores |= shares_of(samples, suffix) if samples else {}
     intervals = {name: wilson(mean, different) for name, mean in scores.items()}
     shown = sampled or greedy
-    names = ["length", "stopped", *(name for name in shown[0] if name.startswith("reward/"))]
-    means = {name: mean_of([s[name] for s in shown if s[name] is not None]) for name in names}
+    means, rewards = {name: mean_of([s[name] for s in shown]) for name in ("length", "stopped")}, reward_means(shown)
+    if len(rewards) > 1:  # otherwise it is pass@1
+        means |= {"reward_greedy": reward_means(greedy)["reward"]} | rewards
     return dict(scores=scores, intervals=intervals, means=means)
+
+
+def shares_of(samples: list[dict], suffix: str = "") -> dict[str, float]:
+    """Samples -> {"pass_at_1": share of right ones, "task_pass_at_1": by the task's own reward, where it is beside}."""
+    own = {"task_pass_at_1": [s["task_reward"] == 1 for s in samples]} if "task_reward" in samples[0] else {}
+    found = {"pass_at_1": [s["right"] for s in samples]} | own
+    return {name + suffix: mean_of(values) for name, values in found.items()}
+
+
+def reward_means(samples: list[dict]) -> dict[str, float | None]:
+    """Samples -> {"reward": mean, "reward/<name>": mean, ...} of those that were scored."""
+    names = [name for name in samples[0] if name.partition("/")[0] == "reward"]
+    return {name: mean_of([s[name] for s in samples if s[name] is not None]) for name in names}
 
 
 def mean_of(values: list[float]) -> float | None:
@@ -125,7 +142,8 @@ def table(head: dict) -> list[str]:
     title += f" ({head['different_prompts']} different)" if head["different_prompts"] < P else ""
     title += f", {n} {'sample' if n == 1 else 'samples'} each at temperature {asked['temperature']:g}" if n else ""
     remarks = {"pass_at_1": "greedy", "pass_at_1_sampled": f"mean of {n} samples" if n > 1 else "sampled"}
-    remarks |= {"length": "tokens, mean", "stopped": "share"}
+    remarks |= {f"task_{name}": remark for name, remark in remarks.items()}
+    remarks |= {"length": "tokens, mean", "stopped": "share", "reward_greedy": "greedy"}
     lines = [title + "; 95 % intervals"]
     shown_as = {name: name.removesuffix("_sampled").replace("_at_", "@") for name in head["scores"]}
     width = max(map(len, [*shown_as.values(), *head["means"]]))

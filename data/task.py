@@ -121,7 +121,7 @@ class Task:
         return found == split or (split == "train" and found not in self.splits)
 
     def reward_functions(self) -> list[tuple[Callable, float]]:
-        """The reward of a run that names no reward functions: [(function, weight)], each called as `rewards`."""
+        """The reward without reward_funcs: [(function, weight)], called as `rewards`; the first gives 1 if right."""
         if self.has_form:
             return [(self.correct, 1.0), (self.formatted, self.format_reward)]  # logged as reward/correct, ...
         return [(self.rewards, 1.0)]

@@ -41,6 +41,7 @@ CONSOLE |= dict(entropy="  entropy {:.3f}", grad_norm="  grad {:.2f}", completio
 CONSOLE |= dict(tokens_per_second="  {:,.0f} tok/s", mem_alloc_mb="  mem {:.0f}", mem_max_alloc_mb="  peak {:.0f} MiB")
 CONSOLE |= dict(time_s="  {:.2f} s", dropped_steps="  dropped {}", skipped_steps="  nothing to learn in {} steps")
 CONSOLE |= dict(pass_at_1="  pass@1 {:.3f}", pass_at_1_sampled=" (sampled {:.3f})")
+CONSOLE |= dict(eval_reward_mean="  eval reward {:.3f}")
 
 
 def console_line(record: dict, total: int) -> str:
@@ -72,6 +73,7 @@ class RunLog:
         Raises SnugError if the folder cannot be written to.
         """
         folder, self.title, self.start, self.max_iters = Path(settings.out_dir), title, start, settings.max_iters
+        self.not_shown = {} if settings.reward_funcs else {"eval_reward_mean": None}  # the task's: pass@1 says it
         try:
             for name in ("log.jsonl", "samples.jsonl"):
                 keep_before(folder / name, start)
@@ -130,7 +132,7 @@ class RunLog:
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         for service in self.services:
             service("log", numbers)
-        self.say(console_line(record, self.max_iters))
+        self.say(console_line(record | self.not_shown, self.max_iters))
 
 
 class Lines:

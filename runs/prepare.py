@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from data import load_reward_function, make_task
+from data.rewards import Scoring
 from data.task import Task
 from options import SnugError, read_settings
 from pretrained.shapes import is_pretrained, read_shape
 from runs import checkpoint
 from runs.checkpoint import Checkpoint, checkpoints, is_checkpoint, open_checkpoint, settings_of
-from settings import GRPOSettings, ModelOptions, SFTSettings, TaskOptions
+from settings import GRPOSettings, ModelOptions, RewardOptions, SFTSettings, TaskOptions
 from tokenizer import Tokenizer, get_tokenizer
 
 SHAPE = [f.name for f in fields(ModelOptions)]
@@ -29,11 +30,17 @@ class Prepared:
     task: Task
     tokenizer: Tokenizer
     shape: dict  # GPTConfig's keywords
-    reward_funcs: list[Callable]  # empty in SFT
+    reward_funcs: list[Callable]  # of the training, and of evaluations; empty: SFT of a task that scores nothing
     warm_start: "Prepared | None" = None  # the SFT run that makes init_from, if that is missing or not finished
     reward_weights: list[float] = field(default_factory=list)  # of reward_funcs; empty: 1 each
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
     origin: Checkpoint | Path | None = None  # the initial or reference weights: a checkpoint, or a Hugging Face folder
+
+    @property
+    def scoring(self) -> Scoring:
+        """How evaluations score completions."""
+        rewards = self.settings if isinstance(self.settings, RewardOptions) else RewardOptions()
+        return Scoring(self.task, self.reward_funcs, self.reward_weights, rewards, self.settings.sequences_per_rollout)
 
     def longest(self, settings: SFTSettings | GRPOSettings) -> tuple[int, int]:
         """-> tokens of the longest prompt and of the longest completion."""
@@ -67,7 +74,10 @@ def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset())
         raise SnugError(f"{seen}; leave vocab_size out")
     if settings.lora_rank > shape["n_embd"]:
         raise SnugError(f"lora_rank={settings.lora_rank} is above n_embd={shape['n_embd']}; try --lora_rank=16")
-    functions, weights = rewards_of(settings, task) if grpo else ([], [])
+    functions, weights = rewards_of(settings, task)
+    if grpo and not functions:
+        missing = f"data_file={settings.data_file} has no column answer to score completions by"
+        raise SnugError(f"{missing}; add it, or reward_funcs")
     prepared = Prepared(settings, task, tokenizer, shape, functions, warm_start, weights, resume, origin)
     check_lengths(prepared)
     return prepared
@@ -150,13 +160,12 @@ def refuse_contradictions(settings, given: Set[str], shape: dict, tokenizer_name
         raise SnugError(f"{name}={ours!r}, but {source} has {theirs[name]!r}; leave {name} out")
 
 
-def rewards_of(settings: GRPOSettings, task: Task) -> tuple[list[Callable], list[float]]:
-    """-> the functions that score completions, the user's or the task's, and their weights (empty: 1 each)."""
+def rewards_of(settings: RewardOptions | SFTSettings, task: Task) -> tuple[list[Callable], list[float]]:
+    """-> the functions that score completions, the user's or the task's, if any, and their weights (empty: 1 each)."""
     if settings.reward_funcs:
         return [load_reward_function(spec) for spec in settings.reward_funcs], settings.reward_weights
     if not task.scored:
-        missing = f"data_file={settings.data_file} has no column answer to score completions by"
-        raise SnugError(f"{missing}; add it, or reward_funcs")
+        return [], []
     functions, weights = map(list, zip(*task.reward_functions(), strict=True))
     return functions, [] if set(weights) == {1.0} else weights
 

@@ -1,7 +1,8 @@
 """What an evaluation asks and where its samples go, settled or refused before torch is imported.
 
 The task is the run's, with the run's options unless the command gives others; or another task, with the defaults. For a
-Hugging Face folder the command has to name a task. Tokenizer, precision, decode batch and stop string are the run's,
+Hugging Face folder the command has to name a task. The run's own task is scored by the run's reward functions, and
+these are imported: evaluate only runs that you trust. Tokenizer, precision, decode batch and stop string are the run's,
 because they belong to the model. Left out: prompts too long for the model (evaluate.py). Tests: tests/test_evaluate.py.
 """
 
@@ -11,19 +12,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from data import make_task
-from data.task import Task
+from data.rewards import Scoring
 from options import SnugError, fields
 from pretrained.shapes import is_pretrained
 from runs.checkpoint import Checkpoint, find_run, settings_of, tokenizer_of
 from runs.log import finite
-from runs.prepare import refuse_contradictions
-from settings import EvaluateSettings, GRPOSettings, SFTSettings, TaskOptions
+from runs.prepare import refuse_contradictions, rewards_of
+from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings, TaskOptions
 
 
 @dataclass
 class Questions:
     settings: SFTSettings | GRPOSettings  # the run's, with the options of the task that is asked
-    task: Task
+    scoring: Scoring  # and the task
     rows: list[dict]  # of the task, one a prompt
     file: Path | None  # where the samples go
     checkpoint: Checkpoint | None = None  # whose answers are asked
@@ -34,13 +35,18 @@ def prepare_questions(settings: EvaluateSettings, given: set[str], folder: str |
     checkpoint = path, state = find_run(folder)
     tokenizer = tokenizer_of(path, state)
     refuse_contradictions(settings, given, {}, tokenizer.name, path)
-    asked = settings_asked(settings, given, replace(settings_of(state), tokenizer=tokenizer.name), folder)
+    run = replace(settings_of(state), tokenizer=tokenizer.name)
+    asked, rewards = settings_asked(settings, given, run, folder), rewards_asked(settings, given, run)
     task = make_task(asked)
-    if not task.scored:
-        raise SnugError(f"task={asked.task!r} of {folder}: its data_file has no column answer to score completions by")
+    functions, weights = rewards_of(rewards, task)
+    if not functions:
+        missing = f"task={asked.task!r} of {folder}: its data_file has no column answer to score completions by"
+        raise SnugError(f"{missing}; add it, or --reward_funcs=my_rewards:is_short")
     place = path if is_pretrained(path) else path.parent
     file = samples_file(settings.samples_file, place / f"evaluation-{asked.task}-{asked.eval_split}.jsonl")
-    return Questions(asked, task, task.prompts(asked.eval_split, range(settings.num_prompts)), file, checkpoint)
+    rows = task.prompts(asked.eval_split, range(settings.num_prompts))
+    scoring = Scoring(task, functions, weights, rewards, asked.sequences_per_rollout)
+    return Questions(asked, scoring, rows, file, checkpoint)
 
 
 def settings_asked(settings: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings, folder: str | Path):
@@ -59,6 +65,15 @@ def settings_asked(settings: EvaluateSettings, given: set[str], run: SFTSettings
     if own:
         refuse_training_data(asked, given, run, folder)
     return asked
+
+
+def rewards_asked(settings: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings) -> RewardOptions:
+    """The options of the reward that are given; others as the run has them, for its own task and its own functions."""
+    own = settings.task in ("run", run.task) and "reward_funcs" not in given
+    its, names = run if own and isinstance(run, RewardOptions) else RewardOptions(), fields(RewardOptions)
+    rewards = RewardOptions(**{name: getattr(settings if name in given else its, name) for name in names})
+    rewards.check_rewards()
+    return rewards
 
 
 def refuse_training_data(asked, given: set[str], run, folder: str | Path):

@@ -12,7 +12,8 @@ A save checks that the state is finite and copies it to the host; a thread write
 Without room for a copy (or with memory_budget_gb on a CPU), the training waits. A save that fails is reported and
 repeated after 1, 2, 4, ... 64 iterations; only the last save ends the run with an error.
 
-The newest save_total_limit checkpoints are kept, and the one with the best pass@1, to which out/<run>/best is a link.
+The newest save_total_limit checkpoints are kept, and the one with the best score (`score_of`), to which
+out/<run>/best is a link.
 Finite weights can still be ruined, so older checkpoints are deleted only after a later finite iteration, or at the end.
 """
 
@@ -47,7 +48,7 @@ class Saver:
         """start: iterations done before this run. constants: `data` and, for LoRA, `base` of state.json."""
         self.settings, self.tokenizer, self.device, self.say = settings, tokenizer, device, say
         self.folder, self.constants = Path(settings.out_dir), {"data": ""} | constants
-        self.best = max((score_of(path) for path in checkpoints(self.folder)), default=-1.0)  # of those written
+        self.best = max((score_at(path) for path in checkpoints(self.folder)), default=())  # of those written
         self.saved = start  # iterations done by the newest checkpoint
         self.pruned = start  # iterations done by the checkpoint after which older ones were last deleted
         self.due = False  # a save waits for the next iteration whose step is not dropped
@@ -62,7 +63,7 @@ class Saver:
         s, last = self.settings, done == self.settings.max_iters
         if self.thread and not self.thread.is_alive():
             self.wait()
-        new_best = progress["scores"].get("pass_at_1", -1.0) > self.best
+        new_best = score_of(progress | {"settings": vars(s)}) > self.best
         self.due = self.due or new_best or bool(s.save_interval and done % s.save_interval == 0)
         dropped = progress["health"]["dropped_in_a_row"] > 0  # then the state is not known to be good
         now = last or self.due and not dropped and done >= self.retry_at
@@ -113,7 +114,7 @@ class Saver:
         try:
             write(self.folder, state, tensors, self.tokenizer.files)
             self.saved, self.failures = done, 0
-            self.best = max(self.best, state["scores"].get("pass_at_1", -1.0))
+            self.best = max(self.best, score_of(state))
         except Exception as error:
             cause = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2] or type(error).__name__
             self.failure = done, f"{PREFIX}{done:06d} cannot be written into {self.folder} ({cause})"
@@ -176,12 +177,21 @@ def not_finite(named: dict[str, torch.Tensor]) -> str | None:
     return None
 
 
-def score_of(path: Path) -> float:
-    """pass@1 of the evaluation when a checkpoint was written, or -1."""
+def score_of(state: dict) -> tuple:
+    """What is largest in the best checkpoint: the mean held-out reward if the run has reward_funcs, else pass@1.
+
+    Older versions had only pass@1; any mean reward is better. (): there was no evaluation when it was written.
+    """
+    names = ("pass_at_1", "eval_reward_mean") if state["settings"].get("reward_funcs") else ("pass_at_1",)
+    found = [(i, float(state["scores"][name])) for i, name in enumerate(names) if state["scores"].get(name) is not None]
+    return max(found, default=())
+
+
+def score_at(path: Path) -> tuple:
     try:
-        return float(json.loads((path / "state.json").read_text())["scores"]["pass_at_1"])
-    except (OSError, ValueError, KeyError, TypeError):  # no evaluation, or a damaged file
-        return -1.0
+        return score_of(json.loads((path / "state.json").read_text()))
+    except (OSError, ValueError, KeyError, TypeError):  # a damaged file
+        return ()
 
 
 def prune(folder: Path, done: int, limit: int) -> None:
@@ -190,8 +200,8 @@ def prune(folder: Path, done: int, limit: int) -> None:
     Checkpoints later than `done` are damaged ones that the run did not resume from; they are left alone.
     """
     paths = [p for p in checkpoints(folder) if int(p.name[len(PREFIX) :]) <= done]
-    scored = [p for p in paths if score_of(p) >= 0]
-    best = max(scored, key=lambda path: (score_of(path), path.name), default=None)
+    scored = [p for p in paths if score_at(p)]
+    best = max(scored, key=lambda path: (score_at(path), path.name), default=None)
     if best:
         new = folder / ".tmp-best"
         with suppress(OSError):  # a file system without links

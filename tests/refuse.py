@@ -55,6 +55,7 @@ GRPO = [
         "reward_funcs",
         ["short", "a:", ":b", "no_such_module:f", "json:no_such", "os:name", "a b:c"],
     ),
+    ("--pass_reward={n}", "pass_reward", [-1, 0.5]),
     ("--beta={n}", "beta", [0.001, 1]),
     ("--max_new_tokens={n}", "max_new_tokens", [64, 999]),
     ("--max_prompt_length={n}", "block_size", [33, 99]),

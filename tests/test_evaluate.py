@@ -21,6 +21,7 @@ from test_commands import command
 import evaluate
 import train_sft
 from data import make_task
+from data.rewards import Scoring
 from data.scores import Z, count_votes, majority_at, pass_at, powers, scores_of_prompts, summarize, table, wilson
 from data.task import Task
 from evaluate import evaluate_as_run, run_evaluation
@@ -31,7 +32,7 @@ from runs.checkpoint import newest
 from runs.loading import Run, load_run
 from runs.prepare import prepare
 from runs.questions import Questions, prepare_questions, settings_asked, write_lines
-from settings import EvaluateSettings, GRPOSettings, SFTSettings
+from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
 from tokenizer import get_tokenizer
 
 HOME = Path(__file__).parent.parent
@@ -128,11 +129,11 @@ def test_intervals_cover_what_is_known_of_simulated_prompts():
     hits, means = Counter(), Counter()
     for _ in range(rounds):
         chances = [rng.random() for _ in range(P)]
-        greedy = [dict(answer=1, reward=float(rng.random() < p), length=1, stopped=True) for p in chances]
+        greedy = [dict(answer=1, right=rng.random() < p, reward=0.5, length=1, stopped=True) for p in chances]
         right = [rng.random() < p for p in chances for _ in range(n)]
         answers = ["right" if good else i for i, good in enumerate(right)]
         both = zip(answers, right, strict=True)
-        sampled = [dict(answer=answer, reward=float(good), length=1, stopped=True) for answer, good in both]
+        sampled = [dict(answer=answer, right=good, reward=0.5, length=1, stopped=True) for answer, good in both]
         found = summarize(greedy, sampled, n, P)
         for name, value in truth.items():
             low, high = found["intervals"][name]
@@ -201,7 +202,9 @@ def hex_questions(cls=First, P=13, num_samples=6, **options):
     task = cls(run_settings)
     run = Run(make_flat_model("llama", n_layer=1), Hex(), run_settings, 7, Path("out/x/checkpoint-000007"))
     settings = EvaluateSettings(num_prompts=P, num_samples=num_samples, **options)
-    return run, Questions(run_settings, task, task.prompts("test", range(P)), None), settings
+    functions, weights = map(list, zip(*task.reward_functions(), strict=True))
+    scoring = Scoring(task, functions, weights, RewardOptions(), 8)
+    return run, Questions(run_settings, scoring, task.prompts("test", range(P)), None), settings
 
 
 def recomputed(samples, n):
@@ -211,8 +214,8 @@ def recomputed(samples, n):
         [s["greedy"] for s in group] == [True] + [False] * n and len({s["prompt"] for s in group}) == 1
         for group in groups
     )
-    pairs = [[(s["answer"], s["reward"] == 1) for s in group[1:]] for group in groups]
-    scores = {"pass_at_1": [group[0]["reward"] == 1 for group in groups]}
+    pairs = [[(s["answer"], s["right"]) for s in group[1:]] for group in groups]
+    scores = {"pass_at_1": [group[0]["right"] for group in groups]}
     for k in powers(n):
         scores["pass_at_1_sampled" if k == 1 else f"pass_at_{k}"] = [
             listed(pair, k, lambda s: any(r for _, r in s)) for pair in pairs
@@ -234,7 +237,7 @@ def test_the_scores_are_those_of_the_samples():
     for s in samples:
         assert s["length"] == len(s["completion"]) + s["stopped"]
         assert s["answer"] == ((s["completion"][:1] or None) if s["stopped"] else None)
-        assert s["reward"] == float(s["stopped"] and s["completion"][:1] in wanted[s["prompt"]])
+        assert s["right"] == bool(s["stopped"] and s["completion"][:1] in wanted[s["prompt"]]) == s["reward"]
     drawn = [s for s in samples if not s["greedy"]]
     means = {"length": sum(s["length"] for s in drawn) / 78, "stopped": sum(s["stopped"] for s in drawn) / 78}
     assert head["means"] == pytest.approx(means)
@@ -285,7 +288,10 @@ def test_named_parts_of_the_reward_are_means_of_what_was_said():
     assert 0 < len(said) < len(drawn) and head["means"]["reward/brief"] == pytest.approx(sum(said) / len(said))
     for s in samples:  # of a task that does not say where its answers are
         assert s["answer"] == ((s["completion"] or None) if s["stopped"] else None)
-    assert list(head["means"]) == ["length", "stopped", "reward/brief"]  # the task's own is pass@1 already
+    names = ["length", "stopped", "reward_greedy", "reward", "reward/rewards", "reward/brief"]
+    assert list(head["means"]) == names and all(s["right"] == s["reward/rewards"] for s in samples)
+    totals = [s["reward/rewards"] + 0.5 * (s["reward/brief"] or 0.0) for s in samples]
+    assert [s["reward"] for s in samples] == pytest.approx(totals)
     assert any(line.startswith("  reward/brief") and line.endswith("mean") for line in table(head))
 
 
@@ -365,7 +371,7 @@ def test_the_command(run_folder):
     assert run.returncode == 0 and run.stderr == "", run.stderr
     file = run_folder / "evaluation-jsonl-test.jsonl"
     head, *samples = map(json.loads, file.read_text().splitlines())
-    assert list(samples[0]) == ["prompt", "completion", "answer", "reward", "stopped", "length", "greedy", "logprob"]
+    assert list(samples[0]) == "prompt completion answer right reward stopped length greedy logprob".split()
     assert head["scores"] == pytest.approx(recomputed(samples, 6)) and 0 < head["scores"]["pass_at_1_sampled"] < 1
     assert (head["checkpoint"], head["settings"]["task"]) == (str(newest(run_folder)), "jsonl")
     assert head["settings"]["num_samples"] == 6
@@ -390,7 +396,8 @@ def test_without_options_it_is_the_loops_own_evaluation(run_folder):
     questions, settings = questions_of(run_folder, "--num_prompts=40", "--samples_file=none")
     scores = run_evaluation(run, questions, settings)[0]["scores"]
     pieces = Pieces(run.settings, print)
-    assert scores == evaluate_as_run(run.settings, run.model, run.tokenizer, questions.task, 40, pieces)
+    its = evaluate_as_run(run.settings, run.model, run.tokenizer, questions.scoring, 40, pieces)
+    assert its == scores | {name.replace("pass_at_1", "eval_reward_mean"): mean for name, mean in scores.items()}
     assert questions.file is None
     assert 0 < scores["pass_at_1_sampled"] < 1
 

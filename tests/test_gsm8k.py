@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import make_task
-from data.answers import MAX_ANSWER, MAX_COMPLETION, in_answer_tags, number_after_marker
+from data.answers import MAX_ANSWER, MAX_COMPLETION, in_answer_tags, last_number, number_after_marker
 from data.gsm8k import __main__ as gsm8k
 from data.task import split_of
 from options import SnugError
@@ -268,6 +268,104 @@ def test_whatever_is_read_is_a_number_that_is_written_there(text, form):
     if number is not None:
         assert re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?", number)
         assert number.strip("-0.") in re.sub("[,]", "", text) or not number.strip("-0.")
+
+
+LAST = {
+    "29 + 21 = 50.": "50",
+    "29+21=50": "50",
+    "50": "50",
+    "It costs $1,000.50.": "1000.5",
+    "-$1,000.50 a week": "-1000.5",
+    "\\$ 5": "5",
+    "-7": "-7",
+    "x=-7": "-7",
+    "x = \u22127%": "-7",
+    "**-7**, I think": "-7",
+    "\\boxed{-7}": "-7",
+    "+7": "7",
+    "-0.00": "0",
+    "007.50": "7.5",
+    "is .5": "0.5",
+    "-.5": "-0.5",
+    "US$50": "50",
+    "USD50": "50",
+    "50kg": "50",
+    "答案是-50。": "-50",
+    "5 or 6?": "6",
+    "4... 5...": "5",
+    "No.5": "5",
+    "wait...5": "5",
+    "5 0": "0",
+    "5\n6\n": "6",
+    # an operator, not a sign
+    "3-5": "5",
+    "3-.5": "0.5",
+    "3-$5": "5",
+    "x-5": "5",
+    "(2+1)-5": "5",
+    "10%-5": "5",
+    "covid-19": "19",
+    "2026-10-05": "5",
+    "3 - 5": "5",
+    "3 -5": "-5",
+    # part of a number
+    "1/2": None,
+    "1/-2": None,
+    "10^3": None,
+    "10^-3": None,
+    "4e1": None,
+    "4e-1": None,
+    "0x2A1": None,
+    "1.2.3": None,
+    "1,00": None,
+    "1000,000": None,
+    "5²": None,
+    "5½": None,
+    # none
+    "": None,
+    "fifty": None,
+    "½": None,
+    "５０": None,
+    "9" * MAX_ANSWER: "9" * MAX_ANSWER,
+    "9" * (MAX_ANSWER + 1): None,
+    "x" * (MAX_COMPLETION - 2) + "50": "50",
+    "x" * (MAX_COMPLETION - 1) + "50": None,
+}
+
+
+def test_the_last_number_of_a_text():
+    for said, expected in LAST.items():
+        assert last_number(said) == expected, said[:80]
+
+
+@given(
+    numbers,
+    numbers,
+    st.sampled_from(["{} and {}", "{}\n{}", "{}+{}", "{} - {}", "{}=={}.", "{}/x={} apples", "({}) ({})"]),
+)
+def test_the_last_of_two_numbers(a, b, form):
+    text = form.format(f"{a:,f}", f"{b:f}")
+    expected = Fraction(abs(b)) if form == "{}+{}" else Fraction(b)  # 3+-5: a sign after a sign is an operator too
+    assert Fraction(last_number(text)) == expected
+    operator = last_number(f"{a:f}{abs(b):+f}".replace("+", "-"))  # 3-5
+    assert Fraction(operator) == Fraction(abs(b))
+
+
+@given(st.text(alphabet="0123456789.,-+$%/^eE_x \\{}#\n\u2212a²", max_size=30))
+def test_the_last_number_is_written_there_and_no_digit_follows(text):
+    number = last_number(text)
+    if number is not None:
+        assert re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?", number) and last_number(number) == number
+        last = re.findall(r"[0-9]+(?:[.,][0-9]+)*", text)[-1].replace(",", "")
+        assert abs(Fraction(number)) in {Fraction(last), Fraction(last if "." in last else f"0.{last}")}
+        assert number[0] != "-" or re.search("[-\u2212][\\\\$ ]*[0-9.,]+[^0-9]*$", text)
+
+
+def test_the_last_number_is_found_in_time_in_hostile_texts():
+    with harmless():
+        for text in dressed():
+            last_number(text)
+            last_number(text[:MAX_COMPLETION])
 
 
 @pytest.mark.parametrize(

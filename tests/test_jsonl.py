@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from test_grpo import tiny
 import grpo
 import train_sft
 from data import make_task
-from data.jsonl import check_row
+from data.jsonl import Jsonl, check_row, text_of
 from data.rows import read_lines
 from options import SnugError
 from runs.log import read_log
@@ -71,6 +72,8 @@ BAD = [
     (b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": 1}', "not JSON"),
     (b'{"prompt": "a", "answer": [1]}', r"answer must be text, a number or a boolean, not \[1\]"),
     (b'{"prompt": "a", "answer": null}', "answer must be text, a number or a boolean, not None"),
+    (b'{"prompt": "a", "answer": 1e999}', "answer inf is no number of 200 digits or fewer; write it as text"),
+    (b'{"prompt": "a", "answer": 1e-250}', "answer 1e-250 is no number of 200 digits"),
     (b'{"prompt": "a", "answer": 1, "demonstration": 5}', "demonstration must be text, not 5"),
     (b'{"prompt": "a"}', "other columns than the rows before: no answer"),
     (b'{"prompt": "a", "answer": 1, "level": 2}', "other columns than the rows before: also level"),
@@ -256,9 +259,11 @@ def test_a_thousand_rows_and_what_is_no_answer(tmp_path):
             (right, 1.0),
             ([""] * 1000, 0.0),
             (noise, 0.0),
-            ([f"{text} or so" for text in right], 0.0),
         ):
             assert task.rewards([""] * 1000, texts, answer=answers) == [reward] * 1000
+        numbers = [float(isinstance(answer, int)) for answer in answers]  # after them may come words
+        assert task.rewards([""] * 1000, [f"{text} or so" for text in right], answer=answers) == numbers
+        assert task.rewards([""] * 1000, [f"{text} or 7" for text in right], answer=answers) == [0.0] * 1000
         assert [task.answer_of(text) for text in right] == [text.strip() for text in right]
     with harmless():
         for text in dressed():
@@ -276,13 +281,37 @@ def test_an_epoch_has_every_row_once_and_a_row_follows_from_its_number(tmp_path)
     assert [r["prompt"] for r in task_of(path, seed=9).prompts("train", range(n))] != epochs[0]
 
 
-def test_the_reward_wants_the_answer_and_nothing_else(tmp_path):
+def test_the_reward_wants_a_text_and_nothing_else_or_a_last_number(tmp_path):
     task = task_of(written(tmp_path, GOOD))
-    answers = [4, "Paris", 2.5, True, "a b"]
-    right = ["4", " Paris\n", "2.5", "true", "a b"]
-    assert task.rewards([""] * 5, right, answer=answers) == [1.0] * 5
-    assert task.rewards([""] * 5, ["4.", "paris", "2.50", "True", "a  b"], answer=answers) == [0.0] * 5
+    answers = [4, "Paris", 2.5, True, "a b", "4"]
+    for right in (["4", " Paris\n", "2.5", "true", "a b", "4"], ["2+2=4.", "Paris", "$2.50 a day", "true", "a b", "4"]):
+        assert task.rewards([""] * 6, right, answer=answers) == [1.0] * 6
+    assert task.rewards([""] * 6, ["4 or 5", "paris", "2,5", "True", "a  b", "4."], answer=answers) == [0.0] * 6
     assert task.rewards([""], ["4"], answer=[4], stopped=[False]) == [0.0]
+    assert task.rewards([""] * 2, ["1", "0"], answer=[True, False]) == [0.0] * 2  # no numbers
+
+
+def test_votes_are_by_number_if_every_answer_is_one(tmp_path):
+    texts = ["29 + 21 = 50.", " 50.0", "I do not know"]
+    numbers, mixed = task_of(written(tmp_path, GOOD)), [*GOOD, {"prompt": "x", "answer": "fifty"}]
+    assert [numbers.answer_of(text) for text in texts] == ["50", "50", None]
+    for rows in (mixed, [row | {"answer": True} for row in GOOD], [{"prompt": str(i)} for i in range(50)]):
+        other = task_of(written(tmp_path, rows), GRPOSettings)
+        assert [other.answer_of(text) for text in texts] == ["29 + 21 = 50.", "50.0", "I do not know"]
+
+
+@given(
+    st.one_of(st.integers(-(10**30), 10**30), st.floats(-1e30, 1e30).filter(lambda x: abs(x) > 1e-30)),
+    st.sampled_from(
+        ["{}", "I think it is {}.", "1 + 1 = {} apples", "**{}**", "\\boxed{{{}}}", "({}), I'd say!", "答案是{}。"]
+    ),
+)
+def test_a_number_is_right_however_it_is_dressed(answer, dress):
+    text, task = dress.format(text_of(answer)), Jsonl.__new__(Jsonl)
+    task.only_numbers = True
+    assert task.is_right(text, answer) and Fraction(task.answer_of(text)) == Fraction(repr(answer))
+    assert not task.is_right(text, answer + 1 if abs(answer) < 1e9 else -answer)
+    assert not task.is_right(f"{text} and not 12345.5", answer) and not task.is_right(f"{text}/3", answer)
 
 
 def test_demonstrations_and_longest(tmp_path):

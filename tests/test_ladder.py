@@ -168,8 +168,8 @@ def test_evaluations_cut_long_prompts_too(tmp_path):
     settings = GRPOSettings(**GRPO | options)
     prepared = prepare(settings)
     model = begin(prepared, torch.device(DEVICE))[0]
-    scores = evaluate_as_run(settings, model, prepared.tokenizer, prepared.task, 5, settings)
-    assert set(scores) == {"pass_at_1", "pass_at_1_sampled"}
+    scores = evaluate_as_run(settings, model, prepared.tokenizer, prepared.scoring, 5, settings)
+    assert set(scores) == {"pass_at_1", "pass_at_1_sampled", "eval_reward_mean", "eval_reward_mean_sampled"}
 
 
 def test_a_resumed_run_may_round_what_it_did_not(tmp_path):

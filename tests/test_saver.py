@@ -109,7 +109,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         and checkpoint.newest(tmp_path).name == "checkpoint-000010"
     )
     again = Saver(saver.settings, saver.tokenizer, model.device, print)  # a resumed run knows the best one
-    assert again.best == 0.9
+    assert again.best == (0, 0.9)
 
 
 def test_older_ones_go_only_after_a_step_from_the_new_one(tmp_path):
@@ -185,7 +185,10 @@ def test_a_resumed_run_does_not_write_what_it_was_resumed_from(tmp_path):
     again = Saver(saver.settings, saver.tokenizer, model.device, print, start=3)
     with pytest.raises(ZeroDivisionError), again.keeping(3, model, optimizer, progress(guard)):
         raise ZeroDivisionError
-    assert checkpoint.newest(tmp_path).stat().st_ino == before and saving.score_of(checkpoint.newest(tmp_path)) == 0.5
+    assert checkpoint.newest(tmp_path).stat().st_ino == before and saving.score_at(checkpoint.newest(tmp_path)) == (
+        0,
+        0.5,
+    )
 
 
 def test_a_damaged_later_one_does_not_push_out_the_good(tmp_path):

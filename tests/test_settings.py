@@ -349,6 +349,7 @@ def test_configs_of_the_repository_are_right():
         (GRPOSettings, "--reward_weights=1", "reward_weights has 1 weights for 0 reward_funcs"),
         (GRPOSettings, "--reward_weights=1 --reward_funcs=m:f,m:g", "reward_weights has 1 weights for 2 reward_funcs"),
         (GRPOSettings, "--format_reward=0.1 --reward_funcs=m:f", "format_reward=0.1 is part of the reward"),
+        (GRPOSettings, "--pass_reward=-0.5", "pass_reward=-0.5 is a total of reward_funcs; add them, or leave it out"),
         (SFTSettings, "--adam_beta1=1", "adam_beta1=1.0 and adam_beta2=0.99 must be below 1"),
         (SampleSettings, "--system_prompt=x", "system_prompt need --prompt"),
     ],
@@ -365,6 +366,7 @@ def test_combinations_that_cannot_be(cls, words, message):
         (GRPOSettings, "--delta=1.3 --epsilon=0.2 --epsilon_high=0.28"),
         (GRPOSettings, "--kl_estimator=k2 --beta=0.1 --use_bias_correction_kl=false"),
         (GRPOSettings, "--loss_type=cispo --epsilon_high=5"),
+        (GRPOSettings, "--reward_funcs=m:f --pass_reward=-0.5"),
         (SFTSettings, "--n_kv_head=2 --position=rotary --demonstration_noise=1"),
     ],
 )

@@ -73,7 +73,8 @@ class Training:
     def evaluate_if_due(self, done: int) -> dict:
         """After `done` iterations -> the evaluation's entries for the log, or {}."""
         p = self.prepared
-        scores = evaluate_if_due(done, self.model, p.task, p.tokenizer, p.settings, self.meter, self.pieces)
+        with self.saver.keeping(done, self.model, self.optimizer, self.progress(done)):
+            scores = evaluate_if_due(done, self.model, p.scoring, p.tokenizer, p.settings, self.meter, self.pieces)
         self.evaluated = done, scores
         return dict(scores)
 
