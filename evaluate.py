@@ -171,6 +171,9 @@ def main(settings: EvaluateSettings, questions: Questions):
             write_lines(questions.file, [head, *samples])  # before the console, which may be gone
     finally:  # a full disk does not lose the scores
         print("\n".join(table(head)), flush=True)
+    for sample in [sample for sample in samples if sample["greedy"]][: settings.show]:
+        prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
+        print(f"  {'right' if sample['right'] else 'wrong'}  {prompt!r} -> {sample['completion']!r}", flush=True)
     if questions.file:
         print(f"samples in {questions.file}", flush=True)
 

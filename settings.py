@@ -317,6 +317,7 @@ class EvaluateSettings(TaskOptions, RewardOptions):
     temperature: float = option(1.0, "temperature of the sampled completions; 0: only the greedy completion")
     max_new_tokens: int = option(0, "longest completion; 0: the run's own, or the task's longest answer", "tokens")
     samples_file: str = option("", "all completions; empty: evaluation-<task>-<split>.jsonl in the run; none: off")
+    show: int = option(0, "print the greedy completions of the first N prompts", "prompts")
     seed: int = option(0, "seed of the sampled completions; 0: the seed of a run's own evaluations")
     device: str = option("auto", "auto: cuda if available, else cpu; or a torch device")
 

@@ -366,7 +366,7 @@ def questions_of(folder, *words):
 
 def test_the_command(run_folder):
     """In a process of its own, its stdout a pipe: the table, the file, and that the two say the same."""
-    words = ["--num_samples=6", "--num_prompts=30", "--temperature=0.9"]
+    words = ["--num_samples=6", "--num_prompts=30", "--temperature=0.9", "--show=2"]
     run = subprocess.run([sys.executable, "evaluate.py", run_folder, *words], cwd=HOME, capture_output=True, text=True)
     assert run.returncode == 0 and run.stderr == "", run.stderr
     file = run_folder / "evaluation-jsonl-test.jsonl"
@@ -379,9 +379,11 @@ def test_the_command(run_folder):
     start = (
         f"{newest(run_folder)}: jsonl, 30 prompts of the test split, 6 samples each at temperature 0.9; 95 % intervals"
     )
-    assert lines[0] == start and lines[-1] == f"samples in {file}" and lines[1:-1] == table(head)[1:]
+    assert lines[0] == start and lines[-1] == f"samples in {file}" and lines[1:-3] == table(head)[1:]
+    shown = [f"  {'right' if s['right'] else 'wrong'}  {s['prompt']!r} -> {s['completion']!r}" for s in samples[0:14:7]]
+    assert lines[-3:-1] == shown
     names = ["pass@1", "pass@1", "pass@2", "pass@4", "pass@6", "maj@2", "maj@4", "maj@6", "length", "stopped"]
-    assert [line.split()[0] for line in lines[1:-1]] == names
+    assert [line.split()[0] for line in lines[1:-3]] == names
     for line, (name, mean) in zip(lines[1:9], head["scores"].items(), strict=True):
         low, high = head["intervals"][name]
         assert line.split()[1:5] == [f"{mean:.3f}", f"{low:.3f}", "to", f"{high:.3f}"]
