@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from memory.lean import Embed, RMSNorm, host_hooks
 from memory.ledger import kind_of
-from options import SnugError
+from options import in_one_line
 
 
 @dataclass(frozen=True)
@@ -280,10 +280,8 @@ class GPT(nn.Module):
 
 def make_model(shape: dict, device, dtype: str = "float32", initialise: bool = True) -> GPT:
     """GPTConfig's keywords -> a GPT; with initialise=False its weights are empty memory, to load. Raises SnugError."""
-    try:
+    with in_one_line("not the shape of a model"):
         config = GPTConfig(**shape)
-    except (TypeError, ValueError) as error:
-        raise SnugError(f"not the shape of a model: {error}") from None
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:

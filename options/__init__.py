@@ -213,6 +213,18 @@ def make_parser(cls, positional: str) -> Parser:
     return parser
 
 
+@contextmanager
+def in_one_line(said: str):
+    """What a library raises over a damaged file becomes a SnugError: said (its type: its text)."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of a library in Rust
+            raise
+        kind = "" if isinstance(error, SnugError) else f"{type(error).__name__}: "
+        raise SnugError(f"{said} ({kind}{' '.join(str(error).split())[:300]})") from None
+
+
 def to_json(settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=2) + "\n"
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from options import SnugError
+from options import SnugError, in_one_line
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 ARCHITECTURES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -50,11 +50,9 @@ def is_pretrained(folder: str | Path) -> bool:
 def read_config(folder: str | Path) -> dict:
     """config.json of a supported architecture. Raises SnugError."""
     path = Path(folder) / "config.json"
-    try:
+    with in_one_line(f"{path}: cannot be read"):
         config = json.loads(path.read_text())
         family = config.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise SnugError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
     if family not in ARCHITECTURES:
         seen = f"model_type={family!r:.40}, architectures={config.get('architectures')!r:.60}"
         raise SnugError(f"{path}: {seen} is not supported; supported are {', '.join(ARCHITECTURES)}")

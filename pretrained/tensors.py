@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from options import SnugError
+from options import SnugError, in_one_line
 from pretrained.shapes import ARCHITECTURES, config_of, family_of, read_config, read_shape
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -98,11 +98,9 @@ def weight_files(folder: str | Path) -> list[Path]:
         pickles = sorted(p.name for p in folder.glob("*.bin"))
         why = f"; {pickles[0]} is a pickle, which is never loaded: convert it to safetensors" if pickles else ""
         raise SnugError(f"{folder}: has no model.safetensors and no model.safetensors.index.json{why}")
-    try:
+    with in_one_line(f"{index}: cannot be read"):
         names = set(json.loads(index.read_text())["weight_map"].values())
         plain = all(name == Path(name).name and name.endswith(".safetensors") for name in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SnugError(f"{index}: cannot be read ({type(error).__name__}: {error})") from None
     if not plain:
         raise SnugError(f"{index}: weight_map may only name *.safetensors files of this folder")
     return sorted(folder / name for name in names)
@@ -110,10 +108,8 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 def opened(file: Path, framework: str = "numpy") -> safe_open:
     """An open safetensors file; framework "pt": of torch tensors. Raises SnugError if it cannot be read."""
-    try:
+    with in_one_line(f"{file} cannot be read"):
         return safe_open(str(file), framework=framework)
-    except (OSError, SafetensorError) as error:
-        raise SnugError(f"{file} cannot be read ({error})") from None
 
 
 def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
