@@ -48,6 +48,7 @@ class GPTConfig:
     mlp: str = "gelu"  # | "swiglu"
     bias: bool = False  # in linear layers and layer norms (GPT-2)
     qkv_bias: bool = False  # in the query/key/value projection alone (Qwen2)
+    proj_bias: bool = False  # in attention's output projection (Llama's attention_bias: both)
     qk_norm: bool = False  # RMS norm of each query and key head (Qwen3)
     tie_embeddings: bool = True
 
@@ -120,7 +121,7 @@ class Attention(nn.Module):
         c, self.config, self.layer = config, config, layer
         self.heads = [c.n_head, c.n_kv_head, c.n_kv_head]
         self.qkv = nn.Linear(c.n_embd, sum(self.heads) * c.head_size, bias=c.bias or c.qkv_bias)
-        self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.bias)
+        self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.bias or c.proj_bias)
         self.q_norm = make_norm(c, c.head_size) if c.qk_norm else None
         self.k_norm = make_norm(c, c.head_size) if c.qk_norm else None
 

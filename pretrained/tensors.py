@@ -7,7 +7,7 @@
 `entries` says which tensor holds which rows of which parameter, for both directions. `look_at_weights` checks names,
 shapes and types by the files' headers, without torch. Then tensors are copied one by one and cast on the way.
 
-Left out: pickles, quantised weights, sliding windows, YaRN, mixtures of experts. Tests: tests/test_pretrained.py.
+Left out: pickles, quantised weights, YaRN, mixtures of experts. Tests: tests/test_pretrained.py.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
             ("self_attn.q_proj", "attention.qkv", Q, C, qkv_bias, 0),
             ("self_attn.k_proj", "attention.qkv", K, C, qkv_bias, Q),
             ("self_attn.v_proj", "attention.qkv", K, C, qkv_bias, Q + K),
-            ("self_attn.o_proj", "attention.proj", C, Q, bias),
+            ("self_attn.o_proj", "attention.proj", C, Q, bias or shape["proj_bias"]),
             ("post_attention_layernorm", "norm_2", C, 0, False),
             ("mlp.gate_proj", "mlp.up", F, C, bias, 0),
             ("mlp.up_proj", "mlp.up", F, C, bias, F),
