@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -202,13 +203,9 @@ def save_pretrained(model, folder: str | Path, tokenizer=None, dtype: str | None
 
     if adapted(model):
         raise SnugError("the model has adapters, which such a folder cannot hold: call lora.merge(model) first")
-    folder = new_folder(folder)
     dtype = getattr(torch, dtype) if dtype else model.embedding.weight.dtype
     config = config_of(model.config, str(dtype).removeprefix("torch."))
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
+    with appearing(folder) as temporary:
         write_weights(model, temporary, dtype)
         if tokenizer is not None:
             config["eos_token_id"] = tokenizer.stop_token
@@ -217,9 +214,18 @@ def save_pretrained(model, folder: str | Path, tokenizer=None, dtype: str | None
             if not generation.exists():
                 generation.write_text(json.dumps(dict(eos_token_id=list(tokenizer.stop_tokens))) + "\n")
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if folder.exists():
-            folder.rmdir()
-        os.rename(temporary, folder)
+
+
+@contextmanager
+def appearing(folder: str | Path):
+    """A new folder, whole or not at all: yields a temporary one beside it, which gets the name at the end."""
+    folder = new_folder(folder)
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        os.rename(temporary, folder)  # or over an empty one
     except (OSError, SafetensorError) as error:
         raise SnugError(f"{folder}: cannot be written ({error})") from None
     finally:
