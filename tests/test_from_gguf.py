@@ -94,9 +94,10 @@ def test_weights_and_ids_are_those_that_went_in(architecture, tmp_path, capsys):
     torch.testing.assert_close(logits_of(load_pretrained(tmp_path / "out"), tokens), expected, atol=1e-5, rtol=1e-5)
     ours, family = get_tokenizer(str(tmp_path / "out")), CASES[architecture][1]
     original = get_tokenizer(folder_of(tmp_path / "in", spec, tokenizer_config=dict(eos_token=STOP[family])))
-    spelled = [text for text in texts(500) if "<tool" not in text]  # the token <tool é> is not in a GGUF's alphabet
     alone = [original.decode([i]) for i in range(original.n_vocab)]
-    for text in [*spelled, *alone, "a  1\n\n2", "e\u0301 1234"]:
+    for text in [*texts(500), *alone, "a  1\n\n2", "e\u0301 1234"]:
+        if "<tool" in text:  # the token <tool é> is not written in a GGUF's alphabet
+            continue
         for special in (True, False):
             assert ours.encode(text, special) == original.encode(text, special), text
         assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))

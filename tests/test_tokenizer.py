@@ -585,14 +585,6 @@ def user(content, role="user"):
     return dict(role=role, content=content)
 
 
-def test_messages_become_what_the_template_says(chats):
-    ours = chats["qwen3"][1]
-    text = "<|im_start|>user\nHi 12<|im_end|>\n<|im_start|>assistant\n"
-    assert ours.encode_prompt([user("Hi 12")]) == ours.encode(text, special=True)
-    ours = chats["llama2"][1]
-    assert ours.encode_prompt([user("Hi 12\n")]) == ours.encode("<s>[INST] Hi 12 [/INST]", special=True)
-
-
 @pytest.mark.parametrize("name", CHATS)
 def test_prompts_are_those_of_transformers(chats, name):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
