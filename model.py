@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from memory import cpu
 from memory.lean import Embed, RMSNorm, host_hooks
 from memory.ledger import kind_of
-from options import SnugError
+from options import in_one_line
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class GPTConfig:
     mlp: str = "gelu"  # | "swiglu"
     bias: bool = False  # in linear layers and layer norms (GPT-2)
     qkv_bias: bool = False  # in the query/key/value projection alone (Qwen2)
+    proj_bias: bool = False  # in attention's output projection (Llama's attention_bias: both)
     qk_norm: bool = False  # RMS norm of each query and key head (Qwen3)
     tie_embeddings: bool = True
 
@@ -126,7 +127,7 @@ class Attention(nn.Module):
         c, self.config, self.layer = config, config, layer
         self.heads = [c.n_head, c.n_kv_head, c.n_kv_head]
         self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_size, bias=c.bias or c.qkv_bias)
-        self.proj = Linear(c.n_head * c.head_size, c.n_embd, bias=c.bias)
+        self.proj = Linear(c.n_head * c.head_size, c.n_embd, bias=c.bias or c.proj_bias)
         self.q_norm = make_norm(c, c.head_size) if c.qk_norm else None
         self.k_norm = make_norm(c, c.head_size) if c.qk_norm else None
 
@@ -286,10 +287,8 @@ class GPT(nn.Module):
 
 def make_model(shape: dict, device, dtype: str = "float32", initialise: bool = True) -> GPT:
     """GPTConfig's keywords -> a GPT; with initialise=False its weights are empty memory, to load. Raises SnugError."""
-    try:
+    with in_one_line("not the shape of a model"):
         config = GPTConfig(**shape)
-    except (TypeError, ValueError) as error:
-        raise SnugError(f"not the shape of a model: {error}") from None
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:

@@ -20,7 +20,7 @@ import tiktoken
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from options import SnugError
+from options import SnugError, in_one_line
 from pretrained.chat import Chat, alternatives, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
@@ -187,15 +187,13 @@ class FolderTokenizer(Tokenizer):
 
     def __init__(self, folder, files):
         spec, config, token_map, generation = (read_json(folder, files, name) for name in FILES[:4])
-        try:
+        with in_one_line(f"{folder / 'tokenizer.json'}: `tokenizers` cannot read it"):
             self.backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
             self.backend.no_truncation()
             self.backend.no_padding()
             if isinstance(self.backend.model, models.BPE):
                 self.backend.model.dropout = None  # it makes ids random
             probe = self.backend.encode("a")
-        except Exception as error:
-            raise SnugError(f"{folder / 'tokenizer.json'}: `tokenizers` cannot read it ({one_line(error)})") from None
         vocab, added = self.backend.get_vocab(), self.backend.get_added_tokens_decoder()
 
         variables = token_names(token_map) | token_names(config)
@@ -227,7 +225,8 @@ class FolderTokenizer(Tokenizer):
         if "chat_template.jinja" in files:
             template = files["chat_template.jinja"].decode(errors="replace")
         elif isinstance(template, list):
-            template = next((item["template"] for item in template if item["name"] == "default"), None)
+            with in_one_line(f"{folder / FILES[1]}: chat_template must be a text or a list of named ones"):
+                template = {item["name"]: item["template"] for item in template}.get("default")
         name = f"tokenizer.json@{hashlib.sha256(files['tokenizer.json']).hexdigest()[:12]}"
         chat = Chat(template, variables, list(special)) if template else None
         text_ids = set(vocab.values()) - set(special.values())
@@ -235,10 +234,8 @@ class FolderTokenizer(Tokenizer):
 
     def run(self, text, special):
         self.backend.encode_special_tokens = not special
-        try:
+        with in_one_line(f"tokenizer={self.name} cannot encode {text[:60]!r}"):
             return self.backend.encode(text, add_special_tokens=False)
-        except Exception as error:
-            raise SnugError(f"tokenizer={self.name} cannot encode {text!r:.60} ({one_line(error)})") from None
 
     def encode_ordinary(self, text):
         """If the model makes a special token of text that spells it (such as Unigram), cut the text in two there."""
@@ -264,25 +261,17 @@ class FolderTokenizer(Tokenizer):
 
 def read_files(folder, names):
     """-> {name: bytes} of those that the folder has."""
-    try:
+    with in_one_line(f"{folder}: cannot be read"):
         return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-    except OSError as error:
-        raise SnugError(f"{folder}: cannot be read ({error.strerror})") from None
 
 
 def read_json(folder, files, name):
     """-> the object in that file, empty if there is no such file."""
-    try:
+    with in_one_line(f"{folder / name}: not JSON"):
         value = json.loads(files.get(name, b"{}").decode())
-    except (ValueError, RecursionError) as error:
-        raise SnugError(f"{folder / name}: not JSON ({one_line(error)})") from None
     if not isinstance(value, dict):
         raise SnugError(f"{folder / name}: must be an object, not {type(value).__name__}")
     return value
-
-
-def one_line(error):
-    return " ".join(str(error).split())[:200]
 
 
 def token_names(config):

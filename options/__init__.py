@@ -62,7 +62,7 @@ def read_settings(cls, argv: list[str], positional: str = "config") -> tuple[typ
     """`argv` (without the program's name) -> (cls instance, names of the options given, positional argument or "").
 
     positional="config": the argument without dashes is a config file, and the command line overrides it. Otherwise
-    ("folder") it is returned unread. --help prints every option and exits 0. Raises SnugError.
+    ("folder", "file") it is returned unread. --help prints every option and exits 0. Raises SnugError.
     """
     flags = {f"--{name}" for name in fields(cls) if type_of(cls, name)[0] is bool}
     argv = [f"{word}=true" if word in flags else word for word in argv]  # --plan
@@ -189,7 +189,7 @@ def make_parser(cls, positional: str) -> Parser:
     suffix = ".py" if positional == "config" else ""
     usage = f"python {Path(sys.argv[0]).name} [{positional}{suffix}] [--name=value ...]"
     parser = Parser(usage=usage, description=cls.__doc__, allow_abbrev=False, formatter_class=layout)
-    about = "a file of `name = value` lines" if positional == "config" else "a run's folder"
+    about = {"config": "a file of `name = value` lines", "folder": "a run's folder", "file": "a GGUF file"}[positional]
     parser.add_argument(positional, nargs="?", default="", help=about)
     left = fields(cls)
     for base in cls.__mro__:
@@ -211,6 +211,18 @@ def make_parser(cls, positional: str) -> Parser:
                 help=f"{meaning} ({unit + '; ' if unit else ''}default: {shown})".replace("%", "%%"),
             )
     return parser
+
+
+@contextmanager
+def in_one_line(said: str):
+    """What a library raises over a damaged file becomes a SnugError: said (its type: its text)."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of a library in Rust
+            raise
+        kind = "" if isinstance(error, SnugError) else f"{type(error).__name__}: "
+        raise SnugError(f"{said} ({kind}{' '.join(str(error).split())[:300]})") from None
 
 
 def to_json(settings) -> str:

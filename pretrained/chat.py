@@ -19,7 +19,7 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from options import SnugError
+from options import SnugError, in_one_line
 
 
 class Chat:
@@ -71,12 +71,9 @@ class Chat:
     def run(self, messages, now):
         functions = dict(strftime_now=now.strftime, raise_exception=raise_exception)
         values = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True)
-        try:
+        with in_one_line("the chat template fails"):
             self.template = self.template or make_environment().from_string(self.source)
             return self.template.render(**self.variables | functions | values)
-        except Exception as error:  # a template may raise anything
-            reason = " ".join(str(error).split())[:200]
-            raise SnugError(f"the chat template fails: {type(error).__name__}: {reason}") from None
 
 
 def alternatives(spellings):

@@ -1,16 +1,17 @@
-"""config.json <-> the shape of a GPT, for GPT-2, Llama, Qwen2 (and 2.5) and Qwen3.
+"""config.json <-> the shape of a GPT, for GPT-2, Llama, Mistral, Qwen2 (and 2.5) and Qwen3.
 
-read_shape returns GPTConfig's keywords and refuses options that GPT does not have. Left out: the ranges of sizes and of
-rope's numbers, which GPTConfig checks. Tests: tests/test_pretrained.py, against transformers.
+read_shape returns GPTConfig's keywords and refuses options that GPT does not have. With a sliding window, block_size is
+at most the window, so that it never cuts a sequence. A Mistral is written as a Llama. Left out: the ranges of sizes and
+of rope's numbers, which GPTConfig checks. Tests: tests/test_pretrained.py, against transformers.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from options import SnugError
+from options import SnugError, in_one_line
 
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 ARCHITECTURES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 GPT2 = {  # GPTConfig's name: (config.json's, type, default; None: must be given)
     "vocab_size": ("vocab_size", int, None),
@@ -22,7 +23,7 @@ GPT2 = {  # GPTConfig's name: (config.json's, type, default; None: must be given
     "norm_eps": ("layer_norm_epsilon", float, 1e-5),
     "tie_embeddings": ("tie_word_embeddings", bool, True),
 }
-LLAMA = {  # the same of Llama, Qwen2 and Qwen3
+LLAMA = {  # the same of Llama, Mistral, Qwen2 and Qwen3
     "vocab_size": ("vocab_size", int, None),
     "block_size": ("max_position_embeddings", int, 2048),
     "n_layer": ("num_hidden_layers", int, None),
@@ -39,6 +40,8 @@ LLAMA3_ROPE = {
     "rope_low_freq_factor": ("low_freq_factor", float),
     "rope_high_freq_factor": ("high_freq_factor", float),
 }
+OF_BIASES = dict.fromkeys([(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 1, 0)], "llama")  # bias, qkv_bias, proj_bias, qk_norm
+OF_BIASES |= {(0, 1, 0, 0): "qwen2", (0, 0, 0, 1): "qwen3"}
 KINDS = {int: "a count", float: "a positive number", bool: "true or false", list: "a list", dict: "an object"}
 
 
@@ -50,11 +53,9 @@ def is_pretrained(folder: str | Path) -> bool:
 def read_config(folder: str | Path) -> dict:
     """config.json of a supported architecture. Raises SnugError."""
     path = Path(folder) / "config.json"
-    try:
+    with in_one_line(f"{path}: cannot be read"):
         config = json.loads(path.read_text())
         family = config.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise SnugError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
     if family not in ARCHITECTURES:
         seen = f"model_type={family!r:.40}, architectures={config.get('architectures')!r:.60}"
         raise SnugError(f"{path}: {seen} is not supported; supported are {', '.join(ARCHITECTURES)}")
@@ -112,18 +113,22 @@ def gpt2_shape(c: Fields) -> dict:
 
 def llama_shape(c: Fields, family: str) -> dict:
     c.want("hidden_act", "silu")
-    c.want("use_sliding_window", False)
-    if set(c.get("layer_types", list, [])) - {"full_attention"}:
-        raise SnugError(f"{c.path}: layer_types has more than full_attention; sliding windows are not supported")
-    bias = c.get("attention_bias", bool, False)
-    c.want("mlp_bias", bias)
+    slides = family == "mistral" or c.get("use_sliding_window", bool, False)
+    layers = {"full_attention", "sliding_attention"} if slides else {"full_attention"}
+    if other := set(map(str, c.get("layer_types", list, []))) - layers:
+        raise SnugError(f"{c.path}: layer_types has {min(other)!r:.40}, which is not supported")
+    attention_bias, bias = c.get("attention_bias", bool, False), c.get("mlp_bias", bool, False)
+    c.want("mlp_bias", *{attention_bias, False})
     if family != "llama":
         c.want("attention_bias", False)
     shape = {ours: c.get(*theirs) for ours, theirs in LLAMA.items()}
     shape["n_kv_head"] = shape["n_kv_head"] or shape["n_head"]
     shape["head_size"] = shape["head_size"] or (128 if family == "qwen3" else shape["n_embd"] // shape["n_head"])
-    shape |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", bias=bias)
-    return shape | dict(qkv_bias=family == "qwen2", qk_norm=family == "qwen3") | rope_shape(c)
+    if slides and c.config.get("sliding_window", 4096) is not None:
+        shape["block_size"] = min(shape["block_size"], c.get("sliding_window", int, 4096))
+    shape |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", bias=bias, qk_norm=family == "qwen3")
+    proj_bias = attention_bias and not bias
+    return shape | dict(qkv_bias=family == "qwen2" or proj_bias, proj_bias=proj_bias) | rope_shape(c)
 
 
 def rope_shape(c: Fields) -> dict:
@@ -146,9 +151,10 @@ def family_of(c) -> str:
     plain_heads = c.n_kv_head == c.n_head and c.head_size * c.n_head == c.n_embd and not c.qk_norm
     if parts == ("layernorm", "learned", "gelu") and plain_heads:
         return "gpt2"
-    if parts == ("rmsnorm", "rotary", "swiglu") and (c.bias, c.qkv_bias, c.qk_norm).count(True) <= 1:
-        return "qwen3" if c.qk_norm else "qwen2" if c.qkv_bias else "llama"
-    names = ("norm", "position", "mlp", "bias", "qkv_bias", "qk_norm", "n_kv_head")
+    family = OF_BIASES.get((c.bias, c.qkv_bias, c.proj_bias, c.qk_norm))
+    if parts == ("rmsnorm", "rotary", "swiglu") and family:
+        return family
+    names = ("norm", "position", "mlp", "bias", "qkv_bias", "proj_bias", "qk_norm", "n_kv_head")
     seen = ", ".join(f"{name}={getattr(c, name)}" for name in names)
     raise SnugError(f"no architecture of {', '.join(ARCHITECTURES)} has {seen}")
 
@@ -163,7 +169,7 @@ def config_of(c, dtype: str) -> dict:
         return config | dict(activation_function="gelu_new", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     config |= dict(hidden_act="silu", rope_theta=c.rope_theta)
     if family == "llama":
-        config |= dict(attention_bias=c.bias, mlp_bias=c.bias)
+        config |= dict(attention_bias=c.bias or c.proj_bias, mlp_bias=c.bias)
     if c.rope_original_block_size:
         numbers = {theirs: getattr(c, ours) for ours, (theirs, _) in LLAMA3_ROPE.items()}
         config["rope_scaling"] = dict(rope_type="llama3", factor=c.rope_factor) | numbers

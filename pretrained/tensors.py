@@ -7,7 +7,7 @@
 `entries` says which tensor holds which rows of which parameter, for both directions. `look_at_weights` checks names,
 shapes and types by the files' headers, without torch. Then tensors are copied one by one and cast on the way.
 
-Left out: pickles, quantised weights, sliding windows, YaRN, mixtures of experts. Tests: tests/test_pretrained.py.
+Left out: pickles, quantised weights, YaRN, mixtures of experts. Tests: tests/test_pretrained.py.
 """
 
 import hashlib
@@ -15,12 +15,13 @@ import json
 import math
 import os
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from options import SnugError
+from options import SnugError, in_one_line
 from pretrained.shapes import ARCHITECTURES, config_of, family_of, read_config, read_shape
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -65,7 +66,7 @@ def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
             ("self_attn.q_proj", "attention.qkv", Q, C, qkv_bias, 0),
             ("self_attn.k_proj", "attention.qkv", K, C, qkv_bias, Q),
             ("self_attn.v_proj", "attention.qkv", K, C, qkv_bias, Q + K),
-            ("self_attn.o_proj", "attention.proj", C, Q, bias),
+            ("self_attn.o_proj", "attention.proj", C, Q, bias or shape["proj_bias"]),
             ("post_attention_layernorm", "norm_2", C, 0, False),
             ("mlp.gate_proj", "mlp.up", F, C, bias, 0),
             ("mlp.up_proj", "mlp.up", F, C, bias, F),
@@ -98,11 +99,9 @@ def weight_files(folder: str | Path) -> list[Path]:
         pickles = sorted(p.name for p in folder.glob("*.bin"))
         why = f"; {pickles[0]} is a pickle, which is never loaded: convert it to safetensors" if pickles else ""
         raise SnugError(f"{folder}: has no model.safetensors and no model.safetensors.index.json{why}")
-    try:
+    with in_one_line(f"{index}: cannot be read"):
         names = set(json.loads(index.read_text())["weight_map"].values())
         plain = all(name == Path(name).name and name.endswith(".safetensors") for name in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SnugError(f"{index}: cannot be read ({type(error).__name__}: {error})") from None
     if not plain:
         raise SnugError(f"{index}: weight_map may only name *.safetensors files of this folder")
     return sorted(folder / name for name in names)
@@ -110,10 +109,8 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 def opened(file: Path, framework: str = "numpy") -> safe_open:
     """An open safetensors file; framework "pt": of torch tensors. Raises SnugError if it cannot be read."""
-    try:
+    with in_one_line(f"{file} cannot be read"):
         return safe_open(str(file), framework=framework)
-    except (OSError, SafetensorError) as error:
-        raise SnugError(f"{file} cannot be read ({error})") from None
 
 
 def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
@@ -206,13 +203,9 @@ def save_pretrained(model, folder: str | Path, tokenizer=None, dtype: str | None
 
     if adapted(model):
         raise SnugError("the model has adapters, which such a folder cannot hold: call lora.merge(model) first")
-    folder = new_folder(folder)
     dtype = getattr(torch, dtype) if dtype else model.embedding.weight.dtype
     config = config_of(model.config, str(dtype).removeprefix("torch."))
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
+    with appearing(folder) as temporary:
         write_weights(model, temporary, dtype)
         if tokenizer is not None:
             config["eos_token_id"] = tokenizer.stop_token
@@ -221,9 +214,18 @@ def save_pretrained(model, folder: str | Path, tokenizer=None, dtype: str | None
             if not generation.exists():
                 generation.write_text(json.dumps(dict(eos_token_id=list(tokenizer.stop_tokens))) + "\n")
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if folder.exists():
-            folder.rmdir()
-        os.rename(temporary, folder)
+
+
+@contextmanager
+def appearing(folder: str | Path):
+    """A new folder, whole or not at all: yields a temporary one beside it, which gets the name at the end."""
+    folder = new_folder(folder)
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        os.rename(temporary, folder)  # or over an empty one
     except (OSError, SafetensorError) as error:
         raise SnugError(f"{folder}: cannot be written ({error})") from None
     finally:

@@ -17,6 +17,7 @@ LLAMA = dict(
     mlp="swiglu",
     bias=False,
     qkv_bias=True,
+    proj_bias=True,
     qk_norm=True,
     tie_embeddings=False,
 )

@@ -40,6 +40,10 @@ CASES = {  # name: (transformers' config class, its keywords)
     "gpt2 untied": ("GPT2Config", dict(vocab_size=97, n_positions=128, n_embd=32, n_layer=2, n_head=4, n_inner=40, tie_word_embeddings=False)),
     "llama tied": ("LlamaConfig", SMALL | ROPE | dict(num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
     "llama 3": ("LlamaConfig", SMALL | dict(max_position_embeddings=512, rope_parameters=LLAMA3, head_dim=16, rms_norm_eps=1e-5)),
+    "llama attention bias": ("LlamaConfig", SMALL | ROPE | dict(attention_bias=True)),
+    "mistral": ("MistralConfig", SMALL | ROPE | dict(sliding_window=None, head_dim=16)),
+    "mistral sliding": ("MistralConfig", SMALL | ROPE | dict(sliding_window=50)),
+    "qwen2 sliding": ("Qwen2Config", SMALL | ROPE | dict(use_sliding_window=True, sliding_window=50, max_window_layers=1)),
     "llama linear": ("LlamaConfig", SMALL | dict(max_position_embeddings=512, rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4))),
     "qwen2": ("Qwen2Config", SMALL | ROPE),
     "qwen3 tied": ("Qwen3Config", SMALL | ROPE | dict(head_dim=16, tie_word_embeddings=True)),
@@ -93,13 +97,13 @@ def test_logits_are_transformers_there_and_back(case, tmp_path):
     with torch.no_grad():
         expected = theirs(tokens).logits
         torch.testing.assert_close(logits_of(ours, tokens), expected, atol=1e-5, rtol=1e-5)
-    if case in ("gpt2", "llama 3"):
+    if case in ("gpt2", "llama 3", "llama attention bias"):
         assert_same_continuation(ours, theirs, tokens[:1], 16)
     save_pretrained(ours, tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, expected)  # nothing was rounded on the way
-    assert again.config.model_type == theirs.config.model_type
+    assert again.config.model_type == theirs.config.model_type.replace("mistral", "llama")
     assert read_shape(tmp_path / "out") == read_shape(tmp_path / "in")
 
 
@@ -119,6 +123,22 @@ def test_tokens_far_apart_are_told_apart_as_there(tmp_path):
     ):
         other = load_pretrained(tmp_path / "a", **{name: value})
         assert (logits_of(other, tokens) - expected).abs().max() > 1e-3, name
+
+
+def test_a_window_limits_the_block_size(tmp_path):
+    """A sequence is never longer than the window: there transformers' logits become others. Without the key it is 4096."""
+    theirs = their_model("mistral sliding")
+    theirs.save_pretrained(tmp_path / "a")
+    tokens = torch.randint(97, (1, 51), generator=torch.Generator().manual_seed(5))
+    ours = load_pretrained(tmp_path / "a", block_size=512)
+    with torch.no_grad():
+        difference = (theirs(tokens).logits - logits_of(ours, tokens)).abs().amax(-1)[0]
+    assert difference[:50].max() < 1e-5 and difference[50] > 1e-3
+    with pytest.raises(ValueError, match="a sequence of 51 tokens is longer than block_size=50"):
+        load_pretrained(tmp_path / "a")(tokens)
+    for window, positions, block_size in ((None, 512, 512), (600, 512, 512), ("gone", 512, 512), ("gone", 10**5, 4096)):
+        change_config(tmp_path / "a", sliding_window=window, max_position_embeddings=positions)
+        assert read_shape(tmp_path / "a")["block_size"] == block_size
 
 
 def test_older_files_are_read(tmp_path):
@@ -228,12 +248,15 @@ def change_config(folder, **changes):
 
 
 CONFIGS = {
-    "model_type='mistral'": dict(model_type="mistral", architectures=["MistralForCausalLM"]),
-    "supported are gpt2, llama, qwen2, qwen3": dict(model_type="mamba"),
+    "model_type='gemma3_text'": dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"]),
+    "supported are gpt2, llama, mistral, qwen2, qwen3": dict(model_type="mamba"),
     "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
-    "use_sliding_window=True": dict(use_sliding_window=True),
-    "layer_types": dict(layer_types=["full_attention", "sliding_attention"]),
+    "use_sliding_window='yes'": dict(use_sliding_window="yes"),
+    "sliding_window=-1": dict(use_sliding_window=True, sliding_window=-1),
+    "layer_types has 'sliding_attention'": dict(layer_types=["full_attention", "sliding_attention"]),
+    "layer_types has 'linear": dict(layer_types=["full_attention", "linear_attention"], use_sliding_window=True),
     "attention_bias=True": dict(attention_bias=True, mlp_bias=True),
+    "mlp_bias=True": dict(model_type="llama", mlp_bias=True),
     "rope_type='yarn'": dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4)),
     "factor=None": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4)),
     "hidden_act='gelu'": dict(hidden_act="gelu"),
@@ -309,7 +332,7 @@ def test_an_index_names_files_of_its_folder_only(folder, tmp_path):
 def test_shapes_without_an_architecture_are_refused_and_nothing_is_left(tmp_path):
     for parts in (dict(norm="rmsnorm"), dict(mlp="swiglu"), dict(n_kv_head=2), dict(qk_norm=True)):
         model = GPT(GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=4, n_embd=16, **parts))
-        with pytest.raises(SnugError, match="no architecture of gpt2, llama, qwen2, qwen3 has"):
+        with pytest.raises(SnugError, match="no architecture of gpt2, llama, mistral, qwen2, qwen3 has"):
             save_pretrained(model, tmp_path / "a")
     assert not list(tmp_path.iterdir())
 

@@ -10,7 +10,7 @@ Left out: the sampler (the batch has what it drew); effects of grad_offload, the
 import sys
 from pathlib import Path
 
-from options import SnugError, friendly_errors, read_settings
+from options import SnugError, friendly_errors, in_one_line, read_settings
 from settings import ReplaySettings
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
@@ -38,12 +38,10 @@ from training.guard import columns_of
 
 def read_dropped(folder: Path, device: torch.device):
     """-> (dropped.json, settings, model, Rollouts or Sequences). Raises SnugError."""
-    try:
+    with in_one_line(f"{folder}: dropped.json cannot be read"):
         record = json.loads((folder / "dropped.json").read_text())
         settings = settings_of(record)
         model = configure(make_model(record["model_config"], device, settings.param_dtype), settings)
-    except (OSError, ValueError, KeyError) as error:
-        raise SnugError(f"{folder}: dropped.json cannot be read ({type(error).__name__}: {error})") from None
     load_into(folder / "model.safetensors", dict(model.named_parameters()))  # all of them, even if only adapters train
     with opened(folder / "batch.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}

