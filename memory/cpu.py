@@ -23,7 +23,7 @@ PREEMPTED = 100  # times a second that another process took a core from us; alon
 
 @contextmanager
 def fast_products(x):
-    """Within it, float32 products on a CPU run on oneDNN. On AMD's processors with AVX-512 that is twice as fast as MKL.
+    """Within it, float32 products on a CPU run on oneDNN: twice as fast as MKL on AMD's processors with AVX-512.
 
     torch uses oneDNN only if float32 products may be rounded to bfloat16. oneDNN does that on processors with AMX or
     ARM's bfloat16, where `stays_float32` says no. Leave F.scaled_dot_product_attention outside: its many small products
