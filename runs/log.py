@@ -6,8 +6,9 @@
     log.txt         the console's lines and the [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
 
-The console shows one line an iteration and, in a terminal, a progress bar. Threads write to console, TensorBoard, W&B:
-if one raises or hangs, the training goes on. If the disk is full, the files' lines wait in memory. Left out: plots.
+The console shows one line an iteration and, in a terminal, a progress bar; if nobody reads it, the training waits
+(Ctrl-S), and if it is gone, it goes on. Threads write to TensorBoard and W&B: if one raises or hangs, the training goes
+on. If the disk is full, the files' lines wait in memory. Left out: plots.
 """
 
 import errno
@@ -20,9 +21,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -65,7 +64,7 @@ def prepare_folder(settings: SFTSettings | GRPOSettings) -> Path | None:
 
 
 class RunLog:
-    """The open files of a run's folder, the console and the services. `iterations` drives the loop and the bar."""
+    """The open files of a run's folder, the progress bar and the services. `iterations` drives the loop and the bar."""
 
     def __init__(self, settings: SFTSettings | GRPOSettings, title: str, start: int = 0):
         """title: "GRPO" or "SFT"; start: the first iteration; later lines of the .jsonl files are cut off.
@@ -78,13 +77,13 @@ class RunLog:
             for name in ("log.jsonl", "samples.jsonl"):
                 keep_before(folder / name, start)
             # If the disk with log.txt is full, only the console can say so.
-            names, warn = ("log.jsonl", "samples.jsonl", "log.txt"), lambda text: self.console("say", text)
-            self.files = {name: Lines(folder / name, warn) for name in names}
+            names = ("log.jsonl", "samples.jsonl", "log.txt")
+            self.files = {name: Lines(folder / name, self.show_line) for name in names}
             (folder / "settings.json").write_text(to_json(settings))
         except OSError as error:
             raise SnugError(f"out_dir={settings.out_dir} cannot be written to: {error.strerror}") from None
-        note, make_console = self.files["log.txt"].write, partial(Console, title, start, self.max_iters)
-        self.console = BackgroundWriter("the console", make_console, note)
+        options = dict(unit="it", disable=None, leave=False, dynamic_ncols=True, desc=title)
+        self.bar = tqdm(total=self.max_iters, initial=start, **options)
         services = {name: partial(SERVICES[name], settings, title, start) for name in settings.report_to}
         self.services = [BackgroundWriter(name, make, self.say) for name, make in services.items()]
 
@@ -94,7 +93,7 @@ class RunLog:
     def __exit__(self, *error) -> None:
         for service in self.services:
             service.close()
-        self.console.close()
+        self.bar.close()
         for file in self.files.values():
             if lost := file.close():
                 print(f"warning: {lost} lines of {file.path} are lost ({file.error})", file=sys.stderr)
@@ -103,16 +102,25 @@ class RunLog:
         """The numbers of the iterations; the bar moves after each."""
         for iteration in range(self.start, self.max_iters):
             yield iteration
-            self.console("step")
+            self.bar.update()
 
     def show(self, phase: str) -> None:
         """Name the current phase in the bar."""
-        self.console("show", phase)
+        self.bar.set_postfix_str(phase)
 
     def say(self, text: str) -> None:
         """A line for log.txt and the console."""
         self.memory([text])
-        self.console("say", text)
+        self.show_line(text)
+
+    def show_line(self, text: str) -> None:
+        """A line for the console alone."""
+        try:
+            tqdm.write(text)
+            sys.stdout.flush()
+        except OSError as error:  # its reader is gone, as in `| head`
+            sys.stdout = open(os.devnull, "w")  # Python flushes it again at exit
+            self.memory([f"warning: the console failed ({error.strerror}); going on without it"])
 
     def memory(self, lines: Iterable[str]) -> None:
         """Lines for log.txt alone."""
@@ -141,7 +149,7 @@ class Lines:
     def __init__(self, path: Path, warn: Callable[[str], None]):
         self.path, self.warn = path, warn
         self.handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self.waiting, self.error, self.lock = [], None, threading.Lock()  # the threads of services write warnings
+        self.waiting, self.error, self.lock = [], None, threading.RLock()  # services' threads write warnings
 
     def write(self, line: str) -> None:
         with self.lock:
@@ -238,31 +246,6 @@ class BackgroundWriter:
         self.thread.join(self.PATIENCE)
         if self.thread.is_alive():
             self.warn(f"warning: {self.name} hangs; {self.queue.qsize() + self.lost} calls to it are lost")
-
-
-class Console:
-    """Lines on stdout and a progress bar on stderr."""
-
-    def __init__(self, title: str, start: int, total: int):
-        self.out, self.err = unbuffered(sys.stdout), unbuffered(sys.stderr)
-        if self.out.isatty() and self.err.isatty():
-            self.out = self.err  # tqdm removes its bar while it writes to the bar's own stream
-        options = dict(unit="it", disable=None, leave=False, dynamic_ncols=True, desc=title, file=self.err)
-        self.bar = tqdm(total=total, initial=start, **options)
-        self.show, self.step, self.close = self.bar.set_postfix_str, self.bar.update, self.bar.close
-
-    def say(self, text: str) -> None:
-        tqdm.write(text, file=self.out)
-        self.out.flush()
-
-
-def unbuffered(stream: TextIO) -> TextIO:
-    """stdout or stderr without a buffer: at exit Python would wait until the reader of a pipe takes the rest."""
-    if stream not in (sys.__stdout__, sys.__stderr__):
-        return stream  # a test's or a notebook's
-    stream.flush()
-    raw = open(stream.fileno(), "wb", buffering=0, closefd=False)
-    return TextIOWrapper(raw, stream.encoding, "replace", write_through=True)
 
 
 class TensorBoard:
