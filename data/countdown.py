@@ -12,12 +12,13 @@ The last <answer></answer> is scored. It must have the expression alone: 5*3+7=2
 countdown_max_number=99, countdown_max_target=99.
 
 A problem is made from a random expression over the numbers, so it has a solution. Every intermediate value of it is a
-positive integer of at most 9999. A completion may use fractions and negative values: the parser below computes them
-exactly. A completion never reaches Python's own parser.
+positive integer of at most 9999. A completion may use fractions and negative values, which are computed exactly. Python
+parses a completion (ast.parse), after its length, characters and numbers were checked, but never executes it.
 
 Left out: reward for coming close, leaving numbers out, several solutions to a problem.
 """
 
+import ast
 import operator
 import re
 from dataclasses import dataclass
@@ -30,9 +31,10 @@ from options import SnugError, option
 
 MAX_VALUE = 9999  # of a target and of the intermediate values of a solution
 MAX_CHARS = 200  # of an expression; a solution with ten numbers of four digits has at most 65
-MAX_PARENTHESES = 20  # pairs; bounds the parser's recursion
+MAX_PARENTHESES = 20  # pairs; bounds the recursion
 
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+NODES = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 EXPRESSION = re.compile(r"[-+*/() ]*[0-9][-+*/()0-9 ]*")  # has the characters of an expression; may still be malformed
 BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}  # operator precedence; a number has 3
 
@@ -163,7 +165,6 @@ class Refused(Exception):
 def evaluate(text: str, numbers: list[int], operators: str) -> Fraction:
     """The exact value of an expression that uses each of `numbers` once and only `operators`.
 
-    sum = product {(+ | -) product};  product = atom {(* | /) atom};  atom = number | ( sum ); spaces between.
     Raises Refused for any other text, ZeroDivisionError for a division by zero.
 
     >>> evaluate("(3 + 5) / 7", [3, 5, 7], "+-*/")
@@ -181,34 +182,15 @@ def evaluate(text: str, numbers: list[int], operators: str) -> Fraction:
         raise Refused("other numbers than the given ones, each once")
     if not set(tokens) & set(ARITHMETIC) <= set(operators):
         raise Refused("an operator that is not allowed")
-    tokens.reverse()  # the next token is at the end
-    value = read_sum(tokens)
-    if tokens:
-        raise Refused("more after the expression")
-    return value
+    try:
+        return value_of(ast.parse(text.strip(" "), mode="eval").body)
+    except SyntaxError:
+        raise Refused("not an expression") from None
 
 
-def read_sum(tokens):
-    value = read_product(tokens)
-    while tokens and tokens[-1] in "+-":
-        value = ARITHMETIC[tokens.pop()](value, read_product(tokens))
-    return value
-
-
-def read_product(tokens):
-    value = read_atom(tokens)
-    while tokens and tokens[-1] in "*/":
-        value = ARITHMETIC[tokens.pop()](value, read_atom(tokens))
-    return value
-
-
-def read_atom(tokens):
-    token = tokens.pop() if tokens else "the end"
-    if token.isdigit():
-        return Fraction(token)
-    if token != "(":
-        raise Refused(f"a number or ( should stand where {token} is")
-    value = read_sum(tokens)
-    if not tokens or tokens.pop() != ")":
-        raise Refused("a ( is not closed")
-    return value
+def value_of(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    if not isinstance(node, ast.BinOp) or type(node.op) not in NODES:
+        raise Refused(f"{type(node).__name__} is not one of the four operations")
+    return ARITHMETIC[NODES[type(node.op)]](value_of(node.left), value_of(node.right))
