@@ -1,7 +1,7 @@
 """reasoning_gym: any generator of the package of that name (pip install reasoning_gym).
 
     --task=reasoning_gym --gym_dataset=leg_counting
-    --task=reasoning_gym --gym_dataset=chain_sum,gcd --gym_config=chain_sum.max_terms=3,gcd.max_numbers=3
+    --task=reasoning_gym --gym_dataset=chain_sum --gym_config='{"max_terms": 3}'
 
     prompt      Find the Greatest Common Divisor (GCD) of these numbers: 297, 30. Give only the GCD as your final
                 answer. End with your final answer inside <answer> </answer>.
@@ -63,7 +63,7 @@ class GymOptions:
 
     gym_dataset: str = option("", "a generator of the package, or several, comma-separated; their prompts take turns")
     gym_config: str = option(
-        "", 'options of the generator: max_terms=3,min_terms=2 or {"max_terms": 3}; of several: chain_sum.max_terms=3'
+        "", 'options of the generator: {"max_terms": 3}; of several: {"chain_sum": {"max_terms": 3}, "gcd": ...}'
     )
     gym_max_chars: int = option(1000, "skip longer questions and answers", "UTF-8 bytes", minimum=1)
     gym_partial_credit: bool = option(
@@ -261,32 +261,15 @@ def size(text: str) -> int:
 
 
 def read_options(text: str, names: list[str]) -> dict[str, dict]:
-    """'{"max_terms": 3}' or "max_terms=3,chain_sum.min_terms=2" -> {generator: {option: value}}. Raises SnugError."""
-    example = 'such as max_terms=3,min_terms=2 or {"max_terms": 3}'
-    if text.strip().startswith("{"):
-        try:
-            given = json.loads(text, parse_constant=refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise SnugError(f"gym_config={text!r:.80} is no JSON object ({error}); write options {example}") from None
-    else:
-        parts = [part.partition("=") for part in text.split(",") if part.strip()]
-        if not all(name.strip() and equals for name, equals, _ in parts):
-            raise SnugError(f"gym_config={text!r:.80} is neither JSON nor name=value: write options {example}")
-        given = {name.strip(): literal(value.strip()) for name, _, value in parts}
-    options = {name: {} for name in names}
-    for key, value in given.items():
-        owner, dot, option = key.rpartition(".")
-        if not dot and len(names) > 1:
-            raise SnugError(f"gym_config: {key} is an option of which of {', '.join(names)}? write {names[0]}.{key}")
-        if dot and owner not in options:
-            raise SnugError(f"gym_config: {key} is an option of {owner!r}, which gym_dataset does not name")
-        options[owner or names[0]][option] = value
-    return options
-
-
-def literal(text: str):
-    """3, 0.5, true, null or "a quoted word" as JSON reads them; anything else is text."""
+    """JSON -> {generator: {option: value}}: {"max_terms": 3}, or of several {"chain_sum": {...}}. Raises SnugError."""
     try:
-        return json.loads(text, parse_constant=refuse_constant)
-    except (ValueError, RecursionError):
-        return text
+        given = json.loads(text or "{}", parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        advice = 'write options such as {"max_terms": 3}'
+        raise SnugError(f"gym_config={text!r:.80} is no JSON object ({error}); {advice}") from None
+    options = given if len(names) > 1 else {names[0]: given}
+    parts = [options, *options.values()] if isinstance(options, dict) else [options]
+    if not all(isinstance(part, dict) for part in parts) or options.keys() - set(names):
+        example = f'{{"{names[0]}": {{"max_terms": 3}}}}' if len(names) > 1 else '{"max_terms": 3}'
+        raise SnugError(f"gym_config={text!r:.80} is not of {', '.join(names)}; write options such as {example}")
+    return {name: options.get(name, {}) for name in names}
