@@ -108,19 +108,14 @@ def configure(model: GPT, settings: SFTSettings | GRPOSettings) -> GPT:
 def load_into(path: Path, tensors: dict[str, torch.Tensor], optional: str = "") -> None:
     """Copy a safetensors file into {name: tensor} in place, one tensor at a time.
 
-    Raises SnugError if names or shapes differ; names that begin with `optional` may be missing on either side.
+    Raises SnugError if names differ; names that begin with `optional` may be missing on either side.
     """
     with opened(path, "pt") as file, torch.no_grad():
         theirs = set(file.keys())
         differ = sorted(name for name in theirs ^ tensors.keys() if not (optional and name.startswith(optional)))
         if differ:
-            missing = [name for name in differ if name in tensors][:3] or "nothing"
-            surplus = [name for name in differ if name in theirs][:3] or "nothing"
-            raise SnugError(f"{path}: does not fit the model; missing {missing}, surplus {surplus}")
+            raise SnugError(f"{path}: only the file or only the model has {', '.join(differ[:3])}")
         for name in theirs & tensors.keys():
-            shape, wanted = tuple(file.get_slice(name).get_shape()), tuple(tensors[name].shape)
-            if shape != wanted:
-                raise SnugError(f"{path}: {name} has shape {shape}, the model {wanted}")
             tensors[name].copy_(file.get_tensor(name))
 
 

@@ -107,29 +107,11 @@ def test_a_damaged_file_is_named(tmp_path):
         loading.load_run(tmp_path, "cpu")
 
 
-def test_a_state_of_another_version_is_refused_in_one_line(tmp_path):
-    """The code that wrote it did not know of health; and one that kept the prompt cursor in there is still read."""
-    _, _, path = saved(tmp_path)
-    state = json.loads((path / "state.json").read_text())
-    del state["extra_prompts"]
-    state["health"]["extra_prompts"] = 12
-    (path / "state.json").write_text(json.dumps(state))
-    checkpoint.seal(path)
-    assert checkpoint.open_checkpoint(tmp_path).state["extra_prompts"] == 12
-    del state["health"]
-    (path / "state.json").write_text(json.dumps(state))
-    checkpoint.seal(path)
-    with pytest.raises(SnugError, match="checkpoint-000007: state.json has no health: it is of a version"):
-        loading.load_run(tmp_path, "cpu")
-
-
 def test_what_does_not_fit_is_named(tmp_path):
     _, _, path = saved(tmp_path)
     opened = checkpoint.open_checkpoint(path)
-    with pytest.raises(SnugError, match=r"does not fit the model; missing \['blocks.2.attention.proj.bias'"):
+    with pytest.raises(SnugError, match="only the file or only the model has blocks.2.attention.proj.bias, "):
         loading.load_weights(opened, make_model("gpt2", n_layer=3))
-    with pytest.raises(SnugError, match=r"embedding.weight has shape \(67, 32\), the model \(68, 32\)"):
-        loading.load_weights(opened, make_model("gpt2", vocab_size=68))
 
 
 def test_no_run_and_no_checkpoint_are_told_apart(tmp_path):
