@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from options import SnugError, fields
 from pretrained.shapes import is_pretrained, read_shape
-from pretrained.tensors import fingerprint, look_at_weights
+from pretrained.tensors import fingerprint
 from settings import GRPOSettings, SFTSettings
 from tokenizer import Tokenizer, get_tokenizer
 
@@ -108,11 +108,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def open_weights(folder: str | Path) -> Checkpoint | Path:
-    """A run or checkpoint -> opened; a Hugging Face folder -> its path, its tensors checked. Raises SnugError."""
-    if not is_pretrained(folder):
-        return open_checkpoint(folder)
-    look_at_weights(folder)
-    return Path(folder)
+    """A run or checkpoint -> opened; a Hugging Face folder -> its path, for read_weights to check. Raises SnugError."""
+    return Path(folder) if is_pretrained(folder) else open_checkpoint(folder)
 
 
 def find_run(folder: str | Path) -> Checkpoint:

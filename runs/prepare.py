@@ -104,8 +104,7 @@ def find_origin(settings, resume: Checkpoint | None) -> tuple[Checkpoint | Path 
     if not init_from or resume and not settings.beta:
         return None, None
     if is_pretrained(init_from):
-        # A plan needs only config.json.
-        return (Path(init_from) if settings.plan else checkpoint.open_weights(init_from)), None
+        return Path(init_from), None
     makes_it = isinstance(settings, GRPOSettings) and settings.init_config and not is_checkpoint(init_from)
     if makes_it and not checkpoints(init_from):
         return None, prepare_warm_start(settings)

@@ -205,4 +205,4 @@ def test_a_plan_needs_no_weights(folder, tmp_path, capsys):
     assert "peak_gib=" in capsys.readouterr().out
     settings, given, _ = read_settings(GRPOSettings, begin)
     with pytest.raises(SnugError, match="has no model.safetensors"):
-        prepare(settings, given)
+        grpo.main(prepare(settings, given))

@@ -292,8 +292,6 @@ def test_broken_weights_are_one_line(folder):
         ({name: None}, f"missing 1 ({name})"),
         ({"model.extra": torch.zeros(1)}, "surplus 1 (model.extra)"),
         ({name: torch.zeros(48, 33)}, f"{name} has shape (48, 33), config.json says (48, 32)"),
-        ({name: torch.zeros(48, 32, dtype=torch.int64)}, f"{name} is of type I64"),
-        ({"layers.0.mlp.up_proj.weight": torch.zeros(48, 32)}, "mlp.up_proj.weight is there twice"),
     ):
         save_file(
             {key: value for key, value in (whole | change).items() if value is not None}, folder / "model.safetensors"
