@@ -139,9 +139,9 @@ def large_plans():
     for words in (
         ["config/grpo_qwen2_1.5b.py"],
         ["config/grpo_qwen2_1.5b.py", "--optimizer_device=host"],
-        ["config/grpo_8gb.py"],
+        "config/grpo_qwen2_1.5b.py --optimizer_dtype=float32 --optimizer_device=host".split(),
         ["config/grpo_24gb.py"],
-        ["config/grpo_balanced.py"],
+        "config/grpo_qwen2_1.5b.py --optimizer_dtype=float32 --checkpoint_blocks=selective --max_tokens_per_micro_batch=10240 --batch_size=16 --group_size=8".split(),
     ):
         prepared = prepare(*read_settings(GRPOSettings, [*words, "--device=cuda"])[:2])
         planned = plan(DryRun(prepared, grpo.iterate, grpo.make_reference), prepared.settings)
