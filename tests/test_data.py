@@ -23,7 +23,7 @@ from test_grpo import tiny
 from data import load_reward_function, make_task
 from data.countdown import ARITHMETIC, Refused, evaluate
 from data.rewards import total_rewards
-from data.task import SURVEY_HITS, Task, split_of
+from data.task import Task, split_of
 from options import SnugError
 from runs.log import read_log
 from runs.prepare import prepare
@@ -237,9 +237,8 @@ def test_longest_texts_are_reached():
     [
         (
             dict(task="countdown", countdown_min_numbers=2, countdown_max_numbers=2, countdown_max_number=2),
-            "too few test prompts",
+            "no test prompt in 20,000 tries",
         ),
-        (FIELD | dict(countdown_max_target=1), "too few (train|test) prompts"),
         (dict(format_reward=0.1), "format_reward=0.1, but task='addition' has no form of answer to reward"),
         (dict(task="countdown", format_reward=0.1), "format_reward=0.1, but task='countdown' has no form"),
         (dict(task="subtraction"), "task='subtraction' is not one of addition, countdown, gsm8k, reasoning_gym, jsonl"),
@@ -273,9 +272,8 @@ def test_looking_for_a_row_ends():
     assert task.prompts(full, [0]) == [{"prompt": "?"}]
     with pytest.raises(SnugError, match=f"no {empty} prompt"):
         task.prompts(empty, [0])
-    with pytest.raises(SnugError, match=f"too few {empty} prompts"):
+    with pytest.raises(SnugError, match=f"no {empty} prompt"):
         task.survey()
-    assert SURVEY_HITS > 0
 
 
 def test_rewards_ignore_unknown_columns_and_refuse_ragged_ones():
