@@ -13,7 +13,6 @@ import gc
 import torch
 
 from memory.fit import CHANGES_ROUNDING, cheaper, written
-from memory.ledger import HOST, MIB
 from options import SnugError
 
 
@@ -116,7 +115,7 @@ class Pieces:
         return make_smaller
 
     def at_the_floor(self, what, model):
-        """One line: what failed, the biggest tensors, and the next option to try."""
+        """One line: what failed, and the next option to try."""
         settings = self.settings
         further = [
             c
@@ -127,19 +126,4 @@ class Pieces:
             advice = f"{written(further[0] if further else CHANGES_ROUNDING)}, with --resume=auto"
         else:
             advice = "a smaller model, or shorter sequences"
-        return f"out of memory, {what}; the biggest tensors: {biggest_tensors(model)}; next: {advice}"
-
-
-def biggest_tensors(model, count: int = 3) -> str:
-    """The largest tensors alive on the model's device -> "embedding.weight 147.2 MiB, ..."."""
-    named = list(model.named_parameters())
-    named += [(f"the gradient of {name}", p.grad) for name, p in named if p.grad is not None]
-    known = {id(tensor.untyped_storage()): name for name, tensor in named}
-    sizes = {}
-    for thing in [tensor for _, tensor in named] + gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device == model.device:
-            storage = thing.untyped_storage()
-            if id(storage) not in HOST.sizes:
-                sizes[id(storage)] = storage.nbytes(), known.get(id(storage), f"a tensor {tuple(thing.shape)}")
-    largest = sorted(sizes.values(), reverse=True)[:count]
-    return ", ".join(f"{name} {size / MIB:.1f} MiB" for size, name in largest)
+        return f"out of memory, {what}; next: {advice}; --plan shows the biggest tensors"
