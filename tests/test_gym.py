@@ -222,7 +222,7 @@ def test_what_the_package_refuses():
         ["qqqq", {}, "not one of the .*, such as ab, acre, "],
         ["composite", {}, "gym_dataset='composite': name its parts instead"],
         ["codeio", {}, "gym_dataset='codeio': its items come from programs"],
-        ["gcd", {"seed": 3}, "gym_config: seed of gcd cannot be set"],
+        ["gcd", {"seed": 3}, "gym_config: gcd has no option 'seed'; it takes "],
         [
             "gcd",
             {"max_number": 3},

@@ -5,7 +5,6 @@ numpy's global random generators are seeded too, and sets have one order (PYTHON
 """
 
 import copy
-import difflib
 import functools
 import random
 import zlib
@@ -14,6 +13,8 @@ from importlib.metadata import version
 
 import numpy
 from reasoning_gym.factory import DATASETS, create_dataset
+
+from options import did_you_mean
 
 SPAN = 10  # items of a dataset that lists all of them when it is made
 CACHED = 4096  # entries
@@ -83,14 +84,11 @@ def refuse_unknown(name: str, options: dict):
         raise ValueError(f"gym_dataset={name!r}: {NOT_HERE[name]}")
     if name not in DATASETS:
         known = [other for other in DATASETS if other not in NOT_HERE]
-        near = difflib.get_close_matches(name, known, 1, 0.5)
-        hint = f"; did you mean {near[0]}?" if near else f", such as {', '.join(sorted(known)[:5])}"
+        hint = did_you_mean(name, known) or f", such as {', '.join(sorted(known)[:5])}"
         package = f"the {len(known)} of reasoning_gym {version('reasoning_gym')}"
         raise ValueError(f"gym_dataset={name!r} is not one of {package}{hint}")
     defaults = {option: value for option, value in vars(DATASETS[name][1]()).items() if option not in ("seed", "size")}
     takes = ", ".join(f"{option}={value!r:.40}" for option, value in defaults.items()) or "no options"
     for option in options:
-        if option in ("seed", "size"):
-            raise ValueError(f"gym_config: {option} of {name} cannot be set: rows come from --seed, without end")
         if option not in defaults:
             raise ValueError(f"gym_config: {name} has no option {option!r}; it takes {takes}")
