@@ -11,7 +11,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # plain torch does everything
-    triton = None
+    triton = LOG2E = forward_kernel = backward_kernel = None
 
 
 LOWEST = -1e30  # below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0

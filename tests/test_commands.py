@@ -172,3 +172,18 @@ def test_from_warm_start_to_sample(tmp_path):
     assert code == 2 and "this model takes 1 to 15" in err
     code, out, _ = command(HOME / "report.py", "a/sft", "a/grpo", cwd=tmp_path)
     assert code == 0 and "mem_max_alloc_mb_train" in out and "mem_max_alloc_mb_rollout" in out
+
+
+def test_without_triton_plain_torch_does_everything(tmp_path):
+    """As on macOS and on ARM, where triton is not installed."""
+    code = "import sys; sys.modules['triton'] = None; import runpy; sys.argv = sys.argv[1:]; runpy.run_path('grpo.py', run_name='__main__')"
+    words = [
+        "grpo.py",
+        "--max_iters=1",
+        "--batch_size=2",
+        "--group_size=2",
+        "--eval_prompts=2",
+        f"--out_dir={tmp_path}/run",
+    ]
+    run = subprocess.run([sys.executable, "-c", code, *words], cwd=HOME, capture_output=True, text=True)
+    assert run.returncode == 0 and "iter 0/1" in run.stdout, run.stderr
