@@ -112,15 +112,14 @@ def iteration_of_trl():
         original, began = trainer.log, [time.perf_counter()]
 
         def log(logs, *args, **kwargs):
-            if "completions/mean_length" in logs:
+            original(logs, *args, **kwargs)  # adds TRL's metrics
+            if "loss" in logs:  # one a step
                 now = time.perf_counter()
                 phases.append(dict(time_s=now - began[0], time_rollout_s=clock["rollout"]))
-                phases[-1]["completion_length_mean"] = logs["completions/mean_length"]
-                phases[-1]["reward_mean"] = logs["reward"]
-                phases[-1]["time_train_s"] = clock["step"] - clock["rollout"]
+                phases[-1] |= dict(time_train_s=clock["step"] - clock["rollout"])
+                phases[-1] |= dict(completion_length_mean=logs["completions/mean_length"])
                 clock.clear()
                 began[0] = now
-            return original(logs, *args, **kwargs)
 
         trainer.log = log
         with open(os.devnull, "w") as sys.stdout:
