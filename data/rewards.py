@@ -68,7 +68,7 @@ class Scoring:
     """How evaluations score completions: with the reward functions of the training, as many completions at a time."""
 
     task: Task
-    functions: list[Callable]  # the task's, of which the first gives 1 to what is right, or the user's reward_funcs
+    functions: list[Callable]  # the user's reward_funcs, or the task's; the task's first one gives 1 if right
     weights: Sequence[float]  # of functions; empty: 1 each
     settings: object  # reward_funcs, pass_reward, reward_timeout
     batch: int

@@ -28,7 +28,7 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}{% end
 
 
 def write(path, architecture="llama", cut=None, more=(), leave_out=(), rename=(), **metadata):
-    """-> transformers' model, and the object in tokenizer.json, of which the GGUF file is. more, rename: of its tensors."""
+    """Write a GGUF file -> its model in transformers, its tokenizer.json as an object. more: extra tensors; rename: names."""
     config, family, its_cut = CASES[architecture]
     spec = copy.deepcopy(family())
     del spec["model"]["merges"][-9:]  # words that merges do not make, as Llama 3 has them

@@ -90,7 +90,7 @@ def columns_of(sequences: Rollouts | Sequences, select: range | slice = slice(No
 
 
 def culprit(model, gradients, sequences, select, loss, norm) -> str:
-    """Name what is not finite, the earliest in the order of computation."""
+    """Name the first tensor that is not finite, in the order of computation."""
     weights, batch = dict(model.named_parameters()), columns_of(sequences, select)
     for what, named in (("the weights", weights), ("the batch", batch), ("the gradient", gradients)):
         if bad := not_finite({name: tensor.detach() for name, tensor in named.items()}):
