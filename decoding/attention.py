@@ -12,12 +12,12 @@ gives.
 Left out: prefill, which is the model's own attention. Test: pytest tests/test_kernels.py
 """
 
-from logprobs.kernels import triton
+from kernels import triton
 
 if triton is not None:
     import triton.language as tl
 
-    from logprobs.kernels import LOW
+    from kernels import LOW
 
     @triton.jit
     def rotated(x, cos, sin, slot, d, D, ROTARY: tl.constexpr):

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from decoding.draw import Truncation, sample_tokens
 from decoding.kvcache import KVCache
-from logprobs.kernels import uses_triton
+from kernels import uses_triton
 from memory.ledger import kind_of
 from model import GPT
 

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from logprobs.kernels import nothing_to_do, tile, triton, uses_triton
+from kernels import LOG2_OF_E, nothing_to_do, triton, uses_triton
+from logprobs.kernels import tile
 from memory.ledger import MIB, is_planned, kind_of, logits_budget
 
 if triton is not None:
     import triton.language as tl
 
-    from logprobs.kernels import LN2, LOG2E, LOW
+    from kernels import LN2, LOW
 
     @triton.jit
     def draw_kernel(logits, u, tokens, logprobs, scale, n_vocab, row_stride, BLOCK: tl.constexpr):
@@ -153,7 +154,7 @@ def draw_triton(model, hidden, u, temperature, tokens, logprobs):
         return
     block, warps = tile(model.config.n_vocab, logits.element_size(), gradient=True)  # both read a row twice
     with torch.cuda.device_of(logits):
-        scale = LOG2E.value / temperature
+        scale = LOG2_OF_E / temperature
         draw_kernel[(len(logits),)](
             logits, u, tokens, logprobs, scale, model.config.n_vocab, logits.stride(0), BLOCK=block, num_warps=warps
         )

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from decoding import attention
-from logprobs.kernels import LOG2E, nothing_to_do, triton, uses_triton
+from kernels import LOG2_OF_E, nothing_to_do, triton, uses_triton
 from model import GPTConfig, rotate
 
 
@@ -220,7 +220,7 @@ class KVCache:
             return y
         (own_k, own_v), (prompt_k, prompt_v) = self.own[layer], self.prompt[layer]
         cos, sin = (q, q) if rotary is None else rotary
-        scale = D**-0.5 * LOG2E.value
+        scale = D**-0.5 * LOG2_OF_E
         strides = [x.stride(i) for x in (q, k, v) for i in (0, 1)]
         with torch.cuda.device_of(q):
             attention.cache_kernel[(n, H + 2 * G)](

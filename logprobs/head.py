@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logprobs.kernels import nothing_to_do, uses_triton
+from kernels import nothing_to_do, uses_triton
 from logprobs.rows import (
     SCRATCH,
     Options,

@@ -1,26 +1,16 @@
-"""The Triton kernels of rows of logits, and when they are used. rows.py launches them; its plain torch is their oracle.
+"""The Triton kernels of rows of logits. rows.py launches them; its plain torch is their oracle.
 
 Exponents are base 2, as the hardware has them: scale = log2(e) / temperature. Test: pytest tests/test_kernels.py
 """
 
-import torch
+from kernels import triton
 
-from memory.ledger import is_planned, kind_of
-
-try:
-    import triton
+if triton is None:
+    forward_kernel = backward_kernel = None
+else:
     import triton.language as tl
-except ImportError:  # plain torch does everything
-    triton = LOG2E = forward_kernel = backward_kernel = None
 
-
-LOWEST = -1e30  # below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0
-
-
-if triton is not None:
-    LOG2E = tl.constexpr(1.4426950408889634)
-    LN2 = tl.constexpr(0.6931471805599453)
-    LOW = tl.constexpr(LOWEST)
+    from kernels import LN2, LOG2E, LOW
 
     @triton.jit
     def forward_kernel(
@@ -115,15 +105,3 @@ def tile(width: int, itemsize: int = 2, gradient: bool = False) -> tuple[int, in
         warps *= 2
     block = min(32 * warps * elements, max(128, 1 << (width - 1).bit_length()))
     return block, max(1, block // (32 * elements))
-
-
-def uses_triton(tensor: torch.Tensor) -> bool:
-    """Kernels run on CUDA, on a planner's fake CUDA tensors, and in Triton's interpreter; not in float64."""
-    if triton is None or tensor.dtype == torch.float64:
-        return False
-    return kind_of(tensor) == "cuda" or triton.knobs.runtime.interpret
-
-
-def nothing_to_do(tensor: torch.Tensor) -> bool:
-    """Has the tensor no data: empty, or a planner's?"""
-    return is_planned(tensor) or tensor.is_meta or not tensor.numel()

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from logprobs.kernels import LOG2E, LOWEST, backward_kernel, forward_kernel, nothing_to_do, tile, uses_triton
+from kernels import LOG2_OF_E, LOWEST, nothing_to_do, uses_triton
+from logprobs.kernels import backward_kernel, forward_kernel, tile
 
 SCRATCH = 2**19  # elements that plain torch works on at a time: 2 MiB of float32 stay in the cache from op to op
 
@@ -95,7 +96,7 @@ def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_p
     if not uses_triton(logits):
         return forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient)
     (M, width), (block, warps) = logits.shape, tile(logits.shape[1], logits.element_size(), gradient)
-    scales = LOG2E.value / options.temperature, 1 / options.temperature
+    scales = LOG2_OF_E / options.temperature, 1 / options.temperature
     pointers = logits, targets, logprobs, lse, logprobs if entropy is None else entropy  # None: not written to
     flags = dict(PADDED=options.n_vocab < width, ENTROPY=entropy is not None, GRADIENT=gradient)
     with torch.cuda.device_of(logits):
@@ -118,7 +119,7 @@ def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch,
         return backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch)
     (M, width), (block, warps) = logits.shape, tile(logits.shape[1])
     blocks = -(-width // block)
-    arguments = LOG2E.value / options.temperature, width, options.n_vocab, logits.stride(0), dlogits.stride(0), blocks
+    arguments = LOG2_OF_E / options.temperature, width, options.n_vocab, logits.stride(0), dlogits.stride(0), blocks
     flags = dict(BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=dentropy is not None, num_warps=warps)
     if dentropy is None:
         entropy = dentropy = lse  # pointers that are not read

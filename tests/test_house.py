@@ -7,7 +7,7 @@ import ast
 from pathlib import Path
 
 HOME = Path(__file__).parent.parent
-FLOORS = """options memory logprobs model batch loss pretrained tokenizer data settings runs decoding sample evaluate training
+FLOORS = """options memory kernels logprobs model batch loss pretrained tokenizer data settings runs decoding sample evaluate training
 train_sft grpo report tools""".split()
 STUDENT = "data/addition.py model.py sample.py batch.py loss.py grpo.py train_sft.py".split()
 
@@ -78,7 +78,7 @@ def test_the_house_keeps_to_its_size():
     top, everything = list(HOME.glob("*.py")), [*source_files().values(), *HOME.glob("config/*.py")]
     assert len(top) <= 10 and lines(top) <= 2400
     assert lines(HOME / name for name in STUDENT) <= 1400
-    assert lines(everything) <= 10_460
+    assert lines(everything) <= 11_000
     numbered = [(path, *line) for path in everything for line in enumerate(path.read_text().splitlines(), start=1)]
     wide = [f"{path.name}:{number}" for path, number, line in numbered if len(line) > 120]
     assert not wide, ", ".join(wide)

@@ -6,15 +6,14 @@ The interpreter has to be chosen before the kernels are imported, so one test ru
 with TRITON_INTERPRET=1; the tests of values are those that run there, and on CUDA.
 """
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_flat_model
+from interpreted import compiles, in_kernels, run_interpreted
+from interpreted import cubin_resources as resources
 from test_kvcache import RAGGED, make_cache, run_rows
 from test_logprobs import DEVICE, assert_near, make_head, make_rows, plain
 
@@ -27,24 +26,12 @@ from logprobs.kernels import tile
 from logprobs.rows import token_logprobs
 from sample import generate_naive, sample_groups
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_kernels = pytest.mark.skipif(
-    not INTERPRETED and DEVICE == "cpu", reason="runs in the interpreter's process, or on CUDA"
-)
-compiles = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled")
+pytest.importorskip("triton", reason="Triton is not installed")
 
 
 @compiles
 def test_values_in_the_interpreter(request):
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    command += ["--long"] if request.config.getoption("--long") else []
-    result = subprocess.run(
-        command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout[-4000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 20
+    assert run_interpreted(__file__, request) >= 20
 
 
 @pytest.fixture(autouse=True)
@@ -306,29 +293,6 @@ def test_the_shape_rule():
         block, warps = tile(width)
         assert block & (block - 1) == 0 and warps & (warps - 1) == 0  # Triton takes powers of two
         assert block >= min(width, 2048) and 1 <= warps <= 8 and 4 <= block / (32 * warps) <= 16
-
-
-def resources(kernel, capability, pointers, constants, aligned, warps, folder):
-    """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX.
-
-    pointers: name -> dtype. aligned: the integers that the launcher would find to be multiples of 16."""
-    names = kernel.arg_names
-    types = {name: pointers.get(name, "fp32" if name in ("scale", "slope") else "i32") for name in names} | {
-        name: "constexpr" for name in constants
-    }
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)}
-    source = triton.compiler.ASTSource(
-        kernel, types, {(names.index(name),): value for name, value in constants.items()}, attributes
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": warps})
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    report = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", report)}, compiled.asm[
-        "ptx"
-    ]
 
 
 @compiles

@@ -1,0 +1,61 @@
+"""Triton kernels without a GPU: tests of values in the interpreter, and what the compiler makes of a kernel.
+
+The interpreter has to be chosen before the kernels are imported. So a file of kernel tests runs itself again in a process
+of its own with TRITON_INTERPRET=1 (`run_interpreted`); its tests marked `in_kernels` run there, and on CUDA.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import DEVICE
+
+from kernels import triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_kernels = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu", reason="runs in the interpreter's process, or on CUDA"
+)
+compiles = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled")
+# T4; A100; RTX 3090; RTX 4090, L4; H100, H200; B200; RTX 5090. The two most common ones always, the others with --long.
+CAPABILITIES = [
+    pytest.param(sm, marks=[] if sm in (80, 90) else pytest.mark.long) for sm in (75, 80, 86, 89, 90, 100, 120)
+]
+
+
+def run_interpreted(file, request) -> int:
+    """Run a file's tests in the interpreter -> how many passed."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    command += ["--long"] if request.config.getoption("--long") else []
+    result = subprocess.run(
+        command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    return int(re.search(r"(\d+) passed", result.stdout)[1])
+
+
+def cubin_resources(kernel, capability, pointers, constants, aligned, warps, folder):
+    """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX.
+
+    pointers: name -> dtype. aligned: the integers that the launcher would find to be multiples of 16."""
+    names = kernel.arg_names
+    types = {name: pointers.get(name, "fp32" if name in ("scale", "slope") else "i32") for name in names} | {
+        name: "constexpr" for name in constants
+    }
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)}
+    source = triton.compiler.ASTSource(
+        kernel, types, {(names.index(name),): value for name, value in constants.items()}, attributes
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": warps})
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    report = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", report)}, compiled.asm[
+        "ptx"
+    ]
