@@ -1,0 +1,61 @@
+"""Copies between the device and the host beside the device's compute, on side streams.
+
+    with aside(device, to="device") as done:      # the copy begins when all that compute has issued so far is done
+        weight.copy_(on_host, non_blocking=True)
+    ...                                           # compute goes on meanwhile
+    done.wait()                                   # what compute issues from here on follows the copy
+
+One side stream a direction, since a device has a copy engine for each. On a CPU, and for a planner's tensors, which say
+that they are on one, copies run in order and `wait` has nothing to do.
+
+Rules. Then no `record_stream` is needed, and the device's peak is as planned:
+- Sources and destinations are allocated outside `aside`, so their memory belongs to the compute stream.
+- They are referenced until `done.wait()`. What is freed before may become compute's next tensor during the copy.
+- Compute neither writes a source nor touches a destination before `done.wait()`.
+- Both are contiguous and of one dtype. Else `copy_` goes through a temporary, allocated inside.
+- The host waits itself before it reads what was copied to it: `done.wait()`, then synchronize the compute stream.
+- Not while a CUDA graph is recorded.
+"""
+
+from contextlib import contextmanager
+
+from torch import cuda
+
+SIDES = {}  # (device, direction) -> its side stream
+
+
+class Done:
+    """When the copies of one `aside` are done. `wait` may be called again; that costs nothing."""
+
+    event = None  # recorded behind the copies; None on a CPU
+
+    def __init__(self, device):
+        self.device = device
+
+    def wait(self):
+        """What the current stream of the device is given from here on follows the copies. The host does not wait."""
+        if self.event is not None:
+            cuda.current_stream(self.device).wait_event(self.event)
+
+
+def has_streams(device) -> bool:
+    return device.type == "cuda"
+
+
+@contextmanager
+def aside(device, to: str):
+    """What is issued inside runs on a side stream, after what compute has issued so far -> Done. Rules: see above.
+
+    to: "device" or "host", where the copies go.
+    """
+    done = Done(device)
+    if not has_streams(device):
+        yield done
+        return
+    side = SIDES.get((device, to))
+    if side is None:
+        side = SIDES[device, to] = cuda.Stream(device)
+    side.wait_stream(cuda.current_stream(device))
+    with cuda.stream(side):
+        yield done
+    done.event = side.record_event()
