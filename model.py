@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memory import cpu
-from memory.lean import Embed, RMSNorm, host_hooks
+from memory.lean import BlockInputs, Embed, RMSNorm
 from memory.ledger import kind_of
 from options import in_one_line
 
@@ -250,8 +250,9 @@ class GPT(nn.Module):
         else:
             self.extend_rotary(T if cache is None else cache.max_length, tokens.device)
             rotary = [table[positions][:, None] for table in self.rotary]  # (B, 1, T, D) each
+        inputs = BlockInputs()
         for block in self.blocks:
-            x = self.run_block(block, x, rotary, cache, mask, last if block is self.blocks[-1] else None)
+            x = self.run_block(block, x, rotary, cache, mask, last if block is self.blocks[-1] else None, inputs)
         return self.norm(x)
 
     def extend_rotary(self, length: int, device):
@@ -263,14 +264,14 @@ class GPT(nn.Module):
             with torch.inference_mode(False):  # training reads the tables that sampling makes
                 self.rotary = rotary_table(self.config, length, device)
 
-    def run_block(self, block, x, rotary, cache, mask, last):
+    def run_block(self, block, x, rotary, cache, mask, last, inputs):
         """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" attention's output too."""
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
             return block(x, rotary, cache, mask, last)
         options = dict(use_reentrant=False, preserve_rng_state=False)  # no dropout, so no generator to restore
         if self.checkpoint_blocks == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_attention)
-        with saved_tensors_hooks(*host_hooks(x)) if self.activation_offload else nullcontext():
+        with saved_tensors_hooks(*inputs.hooks(x)) if self.activation_offload else nullcontext():
             return checkpoint(block, x, rotary, cache, mask, last, **options)
 
     def outside_blocks(self) -> list[nn.Module]:

@@ -4,14 +4,20 @@ On a CPU they are copies all the same, counted apart (ledger.HOST). Left out: wh
 """
 
 import math
+import mmap
 import os
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from memory.ledger import HOST, MIB, host_ledger
+from memory.streams import aside
+from options import SnugError
+
+UNUSED = []  # (address, pages) of tensors that are gone and still pinned
 
 
 def available_on_host() -> int:
@@ -31,26 +37,50 @@ def available_on_host() -> int:
 def new_on_host(like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool = False) -> torch.Tensor:
     """An empty tensor in host memory of the shape of `like`; pinned where `like` is on CUDA, so that copies are fast.
 
-    keep: it is large and lives long. Then its pages are pinned in place. PyTorch's own pinned allocator rounds every
-    block up to a power of two, at worst twice the bytes.
+    keep: it is large and lives long. Then it has pages of its own, pinned in place. PyTorch's own pinned allocator
+    rounds every block up to a power of two, at worst twice the bytes. Raises SnugError if they cannot be pinned.
     """
     ledger, dtype, pin = host_ledger(like), dtype or like.dtype, like.device.type == "cuda"
-    in_place = keep and math.prod(like.shape) * dtype.itemsize >= MIB  # pages that nothing else uses
     ledger.making = True
     try:
-        tensor = torch.empty(like.shape, dtype=dtype, pin_memory=pin and not in_place)
+        if pin and keep and math.prod(like.shape) * dtype.itemsize >= MIB:
+            tensor = pinned_in_place(like.shape, dtype)
+        else:
+            tensor = torch.empty(like.shape, dtype=dtype, pin_memory=pin)
     finally:
         ledger.making = False
-    if pin and in_place:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-        weakref.finalize(tensor.untyped_storage(), unpin, tensor.data_ptr()).atexit = False
     ledger.follow(tensor)
     return tensor
 
 
-def unpin(address):
-    torch.cuda.synchronize()  # wait for copies that are under way
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+def pinned_in_place(shape, dtype) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(pages, dtype=dtype).view(shape)
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
+    except RuntimeError as error:
+        less = "keep less on the host (reference, optimizer_device, grad_offload), or give it more memory"
+        raise SnugError(f"the host cannot pin {size / MIB:.0f} MiB for copies to the device: {error}; {less}") from None
+    weakref.finalize(tensor.untyped_storage(), unpin, tensor.data_ptr(), pages)  # at exit too
+    return tensor
+
+
+def unpin(address, pages):
+    """When a tensor is gone. While a CUDA graph is recorded nothing may wait: then later, with the next.
+
+    PyTorch's allocator does not know this memory, so nothing else waits for copies that are under way.
+    """
+    UNUSED.append((address, pages))
+    if torch.cuda.is_current_stream_capturing():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:  # the device has failed. That error ends the run, and the driver unpins
+        return
+    while UNUSED:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(UNUSED[-1][0]))
+        UNUSED.pop()
 
 
 def to_host(tensor: torch.Tensor, keep: bool = False) -> torch.Tensor:
@@ -67,40 +97,68 @@ def spare_copy(tensor: torch.Tensor) -> torch.Tensor:
         HOST.making = False
 
 
-def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
-    """A copy on the device; on a CPU it is a copy too."""
-    return torch.empty_like(tensor, device=device).copy_(tensor.detach(), non_blocking=True)
+def fetch(module, device):
+    """Begin to copy a module's weights from the host to the device. Compute may use them after `module.arrival.wait()`.
 
-
-def load(module, device):
-    """Move a module's weights from the host to the device, until `unload`."""
-    for p in module.parameters():
-        if not hasattr(p, "host"):  # it has one if a forward ran out of memory half way
-            p.host, p.data = p.data, to_device(p.data, device)
+    They stay until `unload`. Of a module that is there, or on its way, nothing is copied.
+    """
+    if hasattr(module, "arrival"):
+        return
+    weights = [torch.empty_like(p, device=device) for p in module.parameters()]
+    with aside(device, to="device") as arrival:
+        for p, weight in zip(module.parameters(), weights, strict=True):
+            weight.copy_(p.detach(), non_blocking=True)
+    for p, weight in zip(module.parameters(), weights, strict=True):
+        p.host, p.data = p.data, weight
+    module.arrival = arrival
 
 
 def unload(module):
-    for p in module.parameters():
-        p.data = p.host
-        del p.host
+    if hasattr(module, "arrival"):
+        module.arrival.wait()
+        for p in module.parameters():
+            p.data = p.host
+            del p.host
+        del module.arrival
 
 
 def stream_from_host(model, units, device):
-    """Keep a frozen model's weights on the host. Each of `units`, submodules, has them on the device while it runs."""
+    """Keep a frozen model's weights on the host. Each of `units`, submodules, has them on the device while it runs.
+
+    They run in this order, and again from the first. While one runs, the weights of the next are on their way: two
+    units are on the device at once. Run the model inside `borrowed`.
+    """
     for p in model.parameters():
         p.data = to_host(p, keep=True)
-    for unit in units:
-        unit.register_forward_pre_hook(lambda unit, _: load(unit, device))
+    for unit, following in zip(units, [*units[1:], units[0]], strict=True):
+        unit.register_forward_pre_hook(partial(arrive, following, device))
         unit.register_forward_hook(lambda unit, *_: unload(unit))
 
 
+def streamed_tokens(most: int) -> int:
+    """Tokens of a forward through streamed weights, where micro-batches have `most`; 0: all.
+
+    The weights of a block should not take longer to arrive than it computes. That is so from some 8,000 tokens on, by
+    estimates for several devices. Without backward four micro-batches need about as much memory as one with it.
+    """
+    return max(most, min(4 * most, 8192))
+
+
+def arrive(following, device, unit, _):
+    fetch(unit, device)
+    unit.arrival.wait()
+    fetch(following, device)
+
+
 @contextmanager
-def borrowed(modules, device):
-    """Modules whose weights are on the host have them on the device inside the context."""
-    for module in modules:
-        load(module, device)
+def borrowed(model, modules, device):
+    """Modules of a model, whose weights are on the host, have them on the device inside. After it, nothing has."""
     try:
+        for module in modules:
+            fetch(module, device)
+        for module in modules:
+            module.arrival.wait()
         yield
     finally:
-        for module in modules:
+        for module in model.modules():  # units too: one fetched last, or those of a forward that ran out of memory
             unload(module)

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memory.host import to_device, to_host
+from memory.host import new_on_host
+from memory.streams import aside
 
 
 class RMSNorm(nn.RMSNorm):
@@ -68,15 +69,51 @@ class Embed(torch.autograd.Function):
         return None, None
 
 
-def host_hooks(x):
-    """Hooks that keep a block's input x in host memory until backward. The rotary tables, which blocks share, stay."""
-    storage, device = id(x.untyped_storage()), x.device
+class BlockInputs:
+    """Of one forward: the inputs of its blocks, in host memory until backward. Make a new one for each forward."""
 
-    def pack(tensor):
-        return (to_host(tensor), True) if id(tensor.untyped_storage()) == storage else (tensor, False)
+    def __init__(self):
+        self.latest = None
 
-    def unpack(packed):
-        tensor, moved = packed
-        return to_device(tensor, device) if moved else tensor
+    def hooks(self, x):
+        """saved_tensors_hooks for the block with input x. The rotary tables, which blocks share, stay."""
+        storage = id(x.untyped_storage())
 
-    return pack, unpack
+        def pack(tensor):
+            if id(tensor.untyped_storage()) != storage:
+                return tensor
+            self.latest = BlockInput(tensor.detach(), self.latest)
+            return self.latest
+
+        return pack, lambda packed: packed.take() if isinstance(packed, BlockInput) else packed
+
+
+class BlockInput:
+    """One block's input: a copy on the host, and the tensor on the device while it is going or coming.
+
+    It goes while its block runs, and has gone when the next block begins. Backward takes the last block's first, which
+    is still there. While a block runs backward, the input of the one before it is on its way: two are there at once.
+    """
+
+    def __init__(self, tensor, before):
+        self.tensor, self.before, self.device = tensor, before, tensor.device
+        self.host = new_on_host(tensor)
+        if before is not None:
+            before.copied.wait()
+            before.tensor = None
+        with aside(self.device, to="host") as self.copied:
+            self.host.copy_(tensor, non_blocking=True)
+
+    def fetch(self):
+        if self.tensor is None:
+            self.tensor = torch.empty_like(self.host, device=self.device)
+            with aside(self.device, to="device") as self.copied:
+                self.tensor.copy_(self.host, non_blocking=True)
+
+    def take(self):
+        self.fetch()
+        self.copied.wait()
+        if self.before is not None:
+            self.before.fetch()
+        tensor, self.tensor = self.tensor, None
+        return tensor

@@ -13,6 +13,7 @@ import gc
 import torch
 
 from memory.fit import CHANGES_ROUNDING, cheaper, written
+from memory.streams import settle
 from options import SnugError
 
 
@@ -49,6 +50,7 @@ def attempts(make_smaller):
         yield attempt
         if attempt.error is None:
             return
+        settle()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

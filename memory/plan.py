@@ -42,7 +42,7 @@ SITES = (  # where a tensor is made (module, beginning of the function's name) -
     ("model", "make_model", "weights"),
     ("model", "", "activations"),
     ("memory.lean", "Embed.backward", "gradients"),
-    ("memory.lean", "host_hooks", "block inputs"),
+    ("memory.lean", "BlockInput", "block inputs"),
     ("memory.lean", "", "activations"),
     ("pretrained.lora", "", "activations"),
     ("training.optimizer", "make_optimizer", "moments"),

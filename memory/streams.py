@@ -59,3 +59,9 @@ def aside(device, to: str):
     with cuda.stream(side):
         yield done
     done.event = side.record_event()
+
+
+def settle():
+    """The host waits for all copies. After an error: nothing may use the memory of what was freed with copies under way."""
+    for side in SIDES.values():
+        side.synchronize()

@@ -1,0 +1,441 @@
+"""Copies beside compute: nothing is read or written too early, and pinned memory is unpinned before it goes.
+
+Test: pytest tests/test_streams.py
+"""
+
+import gc
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import streams
+import torch
+from conftest import make_flat_model, make_model
+from streams import COMPUTE, Pinnable, Race, fake_pinning, fake_streams
+from test_grpo import some_rollouts
+
+import grpo
+from batch import Cut
+from memory import attempts, borrowed, new_on_host, stream_from_host, streamed_tokens
+from memory.host import UNUSED
+from memory.ledger import HOST, MIB
+from memory.streams import Done, aside, settle
+from options import SnugError
+from settings import GRPOSettings
+
+CPU = torch.device("cpu")
+TO_DEVICE, TO_HOST = {"to": "device"}, {"to": "host"}
+
+
+@pytest.fixture
+def races():
+    with fake_streams() as races:
+        yield races
+
+
+def copied(source, target, to, wait=True):
+    with aside(CPU, to=to) as done:
+        target.copy_(source, non_blocking=True)
+    if wait:
+        done.wait()
+    return target
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The detector sees each kind of race, and none where the rules are kept. Each test is run without its mistake too.
+
+mistake = pytest.mark.parametrize("mistake", [False, True])
+
+
+def expected(mistake, text):
+    """A Race where there is a mistake, else none."""
+    return pytest.raises(Race, match=text) if mistake else fake_streams()
+
+
+@mistake
+def test_compute_reads_a_weight_that_is_on_its_way(mistake, races):
+    weight = copied(new_on_host(torch.empty(8)).fill_(1), torch.empty(8), "device", wait=not mistake)
+    with expected(mistake, "stream 0's add reading while stream 1's copy_ writing may be under way"):
+        assert (weight + 1).tolist() == [2.0] * 8
+
+
+@mistake
+def test_a_copy_overwrites_what_compute_still_reads(mistake, races, monkeypatch):
+    on_host, buffer = new_on_host(torch.empty(8)).fill_(1), torch.empty(8)
+    copied(on_host, buffer, "device")
+    buffer.sum()
+    if mistake:
+        monkeypatch.setattr(streams.Stream, "wait_stream", lambda self, other: None)
+    with expected(mistake, "stream 1's copy_ writing while stream 0's sum reading may be under way"):
+        copied(on_host, buffer, "device")
+
+
+@mistake
+def test_compute_overwrites_what_a_copy_still_reads(mistake, races):
+    x = torch.ones(8)
+    copied(x, new_on_host(x), "host", wait=not mistake)
+    with expected(mistake, "stream 0's add_ writing while stream 1's copy_ reading may be under way"):
+        x.add_(1)
+
+
+@mistake
+def test_the_host_reads_what_is_on_its_way(mistake, races):
+    """Compute's waiting is not the host's."""
+    x = torch.ones(8)
+    on_host = copied(x, new_on_host(x), "host")
+    if not mistake:
+        races.cuda.current_stream(CPU).synchronize()
+    with expected(mistake, "the host's own .* reading while stream 1's copy_ writing may be under way"):
+        on_host.sum()
+
+
+@mistake
+def test_the_host_overwrites_what_is_being_copied(mistake, races):
+    on_host = new_on_host(torch.empty(8)).fill_(1)
+    weight = copied(on_host, torch.empty(8), "device")
+    if not mistake:
+        assert weight.sum().item() == 8  # waits for the stream
+    with expected(mistake, "the host's own fill_ writing while stream 1's copy_ reading may be under way"):
+        on_host.fill_(2)
+
+
+@mistake
+def test_a_source_or_a_destination_is_freed_during_its_copy(mistake, races):
+    x = torch.ones(8)
+    with aside(CPU, to="host") as done:
+        new_on_host(x).copy_(x, non_blocking=True)
+    if not mistake:
+        done.wait()
+    del x
+    with expected(mistake, "compute gets memory in which stream 1's copy_ reading may be under way"):
+        torch.ones(8)
+
+
+def test_nothing_is_allocated_aside(races):
+    with pytest.raises(Race, match=r"\(8,\) is allocated on a side stream"), aside(CPU, to="device"):
+        torch.empty(8)
+
+
+@mistake
+def test_two_copies_of_a_tensors_parts(mistake, races):
+    """Two halves of a buffer do not disturb each other; the two directions are not ordered."""
+    buffer, on_host = torch.zeros(8), new_on_host(torch.empty(8)).fill_(1)
+    back = new_on_host(buffer)
+    with aside(CPU, to="host") as gone:
+        back[:4].copy_(buffer[:4], non_blocking=True)
+    with aside(CPU, to="device") as come, expected(mistake, "stream 2's copy_ writing while stream 1's copy_ reading"):
+        buffer[3 if mistake else 4 :].copy_(on_host[3 if mistake else 4 :], non_blocking=True)
+    gone.wait()
+    come.wait()
+
+
+def test_settled_copies_are_over(races):
+    x = torch.ones(8)
+    on_host = copied(x, new_on_host(x), "host", wait=False)
+    del x
+    settle()
+    assert torch.ones(8).sum().item() == 8 and on_host.sum() == 8
+
+
+def test_without_streams_everything_is_in_order():
+    x = torch.ones(8)
+    with aside(CPU, to="host") as done:
+        on_host = new_on_host(x).copy_(x, non_blocking=True)
+    done.wait()
+    assert done.event is None and on_host.equal(x)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A reference on the host
+
+
+def reference_on_host(n_layer=4, max_tokens=20):
+    """-> (a Training with a streamed reference, rollouts, the log-probs of a resident one)."""
+    reference = make_flat_model("llama", dtype=torch.float64, n_layer=n_layer).requires_grad_(False)
+    rollouts = some_rollouts(reference)
+    settings = GRPOSettings(beta=0.04, reference="host", max_tokens_per_micro_batch=max_tokens, init_from="x")
+    wanted = grpo.trainer_logprobs(reference, rollouts, Cut(rollouts), settings)
+    model = make_flat_model("llama", dtype=torch.float64, n_layer=1)
+    stream_from_host(reference, reference.blocks, CPU)
+    pieces = SimpleNamespace(max_tokens_per_micro_batch=max_tokens)
+    return SimpleNamespace(settings=settings, model=model, reference=reference, pieces=pieces), rollouts, wanted
+
+
+def all_at_home(reference):
+    return all(id(p.untyped_storage()) in HOST.sizes and not hasattr(p, "host") for p in reference.parameters())
+
+
+@pytest.mark.parametrize("n_layer", [1, 2, 4])
+def test_a_streamed_reference_is_the_resident_one(n_layer):
+    training, rollouts, wanted = reference_on_host(n_layer)
+    cut = Cut(rollouts, 0, 20)
+    with fake_streams():
+        found = grpo.reference_logprobs(training, rollouts, cut)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert all_at_home(training.reference)
+    assert cut.steps == Cut(rollouts, 0, 20).steps  # training's own is as it was
+
+
+def test_the_weights_of_a_block_are_on_their_way_while_the_one_before_computes():
+    """And those of the first while the last one does, for the next micro-batch."""
+    training, rollouts, _ = reference_on_host(n_layer=3, max_tokens=0)
+    reference = training.reference
+    names = {
+        id(p.untyped_storage()): i for i, block in enumerate(reference.blocks) for p in block.parameters()
+    }  # of storages on the host
+    with fake_streams() as races:
+        for _ in range(2):
+            with borrowed(reference, reference.outside_blocks(), CPU):
+                for _ in range(2):
+                    reference(rollouts.tokens)
+            assert all_at_home(reference)
+    events, owner = [], {}
+    for op in races.log:
+        if op.stream == COMPUTE:
+            owner = {key: block for key, block in owner.items() if key not in op.writes}  # a new tensor
+        for key in op.reads:
+            if op.name == "copy_" and key in names:
+                assert op.stream != COMPUTE
+                owner[op.writes[0]] = names[key]
+                events.append(f"copy {names[key]}")
+            elif op.stream == COMPUTE and key in owner and op.name != "copy_":
+                events.append(f"run {owner[key]}")
+    order = [event for event, before in zip(events, [None, *events], strict=False) if event != before]
+    forward = "copy 1, run 0, copy 2, run 1, copy 0, run 2"
+    assert ", ".join(order) == ", ".join(["copy 0", forward, forward] * 2)
+
+
+def test_two_blocks_are_on_the_device_at_once(races):
+    training, rollouts, _ = reference_on_host(n_layer=4)
+    reference, most = training.reference, []
+
+    def count(*_):
+        most.append([hasattr(block, "arrival") for block in reference.blocks])
+
+    for block in reference.blocks:
+        block.register_forward_pre_hook(count)
+    grpo.reference_logprobs(training, rollouts, Cut(rollouts, 0, 20))
+    assert {sum(here) for here in most} == {2}
+    assert most[0] == [True, True, False, False] and most[3] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("forgotten", ["compute does not wait for a copy", "a copy does not wait for compute"])
+def test_a_forgotten_wait_of_the_reference_is_seen(forgotten, monkeypatch):
+    training, rollouts, _ = reference_on_host()
+    forget(forgotten, monkeypatch)
+    with fake_streams(), pytest.raises(Race):
+        grpo.reference_logprobs(training, rollouts, Cut(rollouts, 0, 20))
+
+
+def forget(what, monkeypatch):
+    if what == "compute does not wait for a copy":
+        monkeypatch.setattr(Done, "wait", lambda self: None)
+    else:
+        monkeypatch.setattr(streams.Stream, "wait_stream", lambda self, other: None)
+
+
+def test_after_an_out_of_memory_no_weight_is_left_on_the_device():
+    """Half way, with one block there and the next on its way. The second attempt has smaller micro-batches."""
+    training, rollouts, wanted = reference_on_host()
+    sizes, broken = [], [True]
+
+    def run_out(block, inputs):
+        sizes.append(len(inputs[0]))
+        if broken:
+            broken.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    training.reference.blocks[2].register_forward_pre_hook(run_out)
+    cut = Cut(rollouts, 0, 20)
+
+    def smaller(error):
+        assert all_at_home(training.reference)
+        training.pieces.max_tokens_per_micro_batch = 10
+        cut.into(10)
+
+    with fake_streams():
+        for attempt in attempts(smaller):
+            with attempt:
+                found = grpo.reference_logprobs(training, rollouts, cut)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert max(sizes[1:]) < sizes[0]
+
+
+def test_streamed_weights_take_larger_micro_batches():
+    """Up to four at once, to 8,192 tokens; less where the micro-batches are smaller, so that a retry needs less."""
+    assert [streamed_tokens(most) for most in (0, 100, 1280, 4096, 10_000)] == [0, 400, 5120, 8192, 10_000]
+    training, rollouts, _ = reference_on_host(n_layer=1)
+    seen = []
+    training.reference.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))
+    grpo.reference_logprobs(training, rollouts, Cut(rollouts, 0, 20))
+    assert all(20 < B * T <= 80 for B, T in seen[:-1]) and sum(B for B, _ in seen) == len(rollouts.tokens)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Block inputs on the host
+
+
+def gradients(offload, kind="block", micro_batches=3, **hooks):
+    model = make_model("llama", n_layer=4, dtype=torch.float64)
+    model.checkpoint_blocks, model.activation_offload = kind, offload
+    tokens = torch.randint(67, (micro_batches, 2, 9), generator=torch.Generator().manual_seed(0))
+    for batch in tokens:
+        model(batch).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["block", "selective"])
+def test_offloaded_gradients_are_the_resident_ones(kind):
+    wanted = gradients(False, kind)
+    gc.collect()
+    before = HOST.current
+    with fake_streams() as races:
+        found = gradients(True, kind)
+    assert HOST.current == before
+    assert len(found) == len(wanted) > 30 and all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+    copies = [op.stream for op in races.log if op.name == "copy_" and op.stream]
+    # Of 4 blocks' inputs all go, and all but the last one's come back: it has not left when backward begins.
+    assert sorted(copies) == [1] * 12 + [2] * 9
+
+
+@pytest.mark.parametrize("forgotten", ["compute does not wait for a copy", "a copy does not wait for compute"])
+def test_a_forgotten_wait_of_an_input_is_seen(forgotten, monkeypatch):
+    forget(forgotten, monkeypatch)
+    with fake_streams(), pytest.raises(Race):
+        gradients(True)
+
+
+def test_an_input_is_on_its_way_while_the_block_behind_it_runs_backward(races):
+    model = make_model("llama", n_layer=4)
+    model.checkpoint_blocks, model.activation_offload = "block", True
+    events = []
+    for i, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: events.append((f"run {i}", len(races.log))))
+    model(torch.zeros(2, 9, dtype=torch.long)).sum().backward()
+    events += [("copy", number) for number, op in enumerate(races.log) if op.name == "copy_" and op.stream == 2]
+    order = [name for name, _ in sorted(events, key=lambda event: event[1])]
+    assert order[4:] == ["copy", "run 3", "copy", "run 2", "copy", "run 1", "run 0"]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_out_of_memory_half_way_the_next_attempt_is_right(where):
+    model = make_model("llama", n_layer=4, dtype=torch.float64)
+    model.checkpoint_blocks, model.activation_offload = "block", True
+    tokens = torch.arange(18).view(2, 9)
+    model(tokens).square().sum().backward()
+    wanted = [p.grad for p in model.parameters()]
+    gc.collect()
+    before, runs = HOST.current, []
+
+    def run_out(*_):
+        runs.append(where)
+        if len(runs) == (1 if where == "forward" else 2):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def step():
+        model.zero_grad()
+        model(tokens).square().sum().backward()
+
+    def smaller(error):
+        assert HOST.current == before  # nothing of the failed attempt
+
+    model.blocks[2].register_forward_pre_hook(run_out)
+    with fake_streams():
+        for attempt in attempts(smaller):
+            with attempt:
+                step()
+    assert len(runs) > 2
+    for p, gradient in zip(model.parameters(), wanted, strict=True):
+        assert p is model.lm_head_weight or p.grad.equal(gradient)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pinned memory
+
+
+@pytest.mark.parametrize("held", ["by its name", "by a view", "by autograd"])
+@pytest.mark.parametrize("shape, dtype", [([3, MIB], torch.float32), ([MIB], torch.bfloat16)])
+def test_every_pinned_page_is_unpinned_once_before_it_goes(held, shape, dtype):
+    gc.collect()
+    before = HOST.current
+    with fake_pinning() as cudart:
+        tensor = new_on_host(Pinnable(shape, dtype), keep=True)
+        assert tensor.shape == torch.Size(shape) and tensor.dtype == dtype and tensor.data_ptr() % 4096 == 0
+        assert cudart.pinned == {tensor.data_ptr(): tensor.nbytes} and HOST.current == before + tensor.nbytes
+        tensor.fill_(3)
+        if held == "by a view":
+            tensor = tensor.view(-1)[5:]
+        elif held == "by autograd":
+            tensor = torch.ones(shape, dtype=dtype, requires_grad=True) * tensor
+        assert len(cudart.pinned) == 1 and tensor.detach().flatten()[-1] == 3
+        del tensor
+        assert cudart.pinned == {} and HOST.current == before
+    assert [name for name, _ in cudart.calls] == ["register", "unregister"]
+
+
+def test_a_small_or_short_lived_tensor_is_not_pinned_in_place(monkeypatch):
+    made = []
+    original = torch.empty
+
+    def empty(*args, pin_memory=False, **options):
+        made.append(pin_memory)
+        return original(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with fake_pinning() as cudart:
+        new_on_host(Pinnable([MIB], torch.float32))
+        new_on_host(Pinnable([MIB // 4 - 1], torch.float32), keep=True)
+    assert made == [True, True] and cudart.calls == []
+
+
+def test_while_a_graph_is_recorded_nothing_is_unpinned():
+    """Nor waited for. It is unpinned with the next, and stays mapped until then."""
+    recording, waited = [True], []
+    with fake_pinning(capturing=lambda: bool(recording), synchronize=lambda: waited.append(list(recording))) as cudart:
+        first, second = (new_on_host(Pinnable([MIB], torch.float32), keep=True) for _ in range(2))
+        address = first.data_ptr()
+        del first
+        assert len(cudart.pinned) == 2 and len(UNUSED) == 1 and streams.is_mapped(address, 4 * MIB)
+        recording.clear()
+        del second
+        assert cudart.pinned == {} and UNUSED == [] and waited == [[]]
+
+
+def test_copies_are_waited_for_before_memory_is_unpinned():
+    calls = []
+    with fake_pinning(synchronize=lambda: calls.append(len(cudart.pinned))) as cudart:
+        tensor = new_on_host(Pinnable([MIB], torch.float32), keep=True)
+        del tensor
+    assert calls == [1]
+
+
+def test_what_cannot_be_pinned_is_said_in_one_line():
+    before = HOST.current
+    with fake_pinning(error=2) as cudart:
+        with pytest.raises(
+            SnugError, match=r"the host cannot pin 4 MiB for copies .*: CUDA error 2; keep less"
+        ) as caught:
+            new_on_host(Pinnable([MIB], torch.float32), keep=True)
+    assert "\n" not in str(caught.value) and HOST.current == before and not HOST.making
+    assert [name for name, _ in cudart.calls] == ["register"]
+
+
+AT_EXIT = """
+import atexit, sys
+sys.path[:0] = ["tests", "."]
+calls = []
+atexit.register(lambda: print(*[name for name, _ in calls], len(cudart.pinned)))  # runs last
+from streams import Pinnable, fake_pinning
+import torch
+from memory import new_on_host
+context = fake_pinning()
+cudart = context.__enter__()
+calls = cudart.calls
+kept = [new_on_host(Pinnable([2**20], torch.float32), keep=True) for _ in range(3)]
+"""
+
+
+def test_at_exit_too():
+    run = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=120)
+    assert run.stdout.split() == ["register"] * 3 + ["unregister"] * 3 + ["0"], run.stderr
