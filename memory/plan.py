@@ -49,6 +49,7 @@ SITES = (  # where a tensor is made (module, beginning of the function's name) -
     ("training.optimizer", "SlabAdamW.__init__", "moments"),
     ("training.optimizer", "HostGradients", "gradients"),
     ("training.optimizer", "", "optimizer's buffers"),
+    ("kernels.adamw", "", "optimizer's buffers"),
     ("grpo", "trainer_logprobs", "rollouts"),
     ("grpo", "", "backward"),  # what autograd makes while backward runs
     ("train_sft", "", "backward"),

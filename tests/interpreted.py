@@ -41,12 +41,14 @@ def run_interpreted(file, request) -> int:
 def cubin_resources(kernel, capability, pointers, constants, aligned, warps, folder):
     """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX.
 
-    pointers: name -> dtype. aligned: the integers that the launcher would find to be multiples of 16."""
+    pointers: name -> dtype, of numbers too that are no i32. aligned: the integers that the launcher would find to be multiples of 16."""
     names = kernel.arg_names
     types = {name: pointers.get(name, "fp32" if name in ("scale", "slope") else "i32") for name in names} | {
         name: "constexpr" for name in constants
     }
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)}
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]] for name in types if types[name][0] == "*" or name in aligned
+    }
     source = triton.compiler.ASTSource(
         kernel, types, {(names.index(name),): value for name, value in constants.items()}, attributes
     )

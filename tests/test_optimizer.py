@@ -6,11 +6,12 @@ import pytest
 import torch
 from conftest import DEVICE, make_model
 
-from memory.ledger import HOST, LiveBytes
+from memory.ledger import HOST, LiveBytes, PlanningMode
 from memory.meter import tensor_bytes
+from memory.plan import PlannedBytes, PlannedHost
 from settings import SFTSettings
 from training import optimizer as optimizer_module
-from training.optimizer import learning_rate_at, make_optimizer, optimizer_step, round_stochastically
+from training.optimizer import RING, learning_rate_at, make_optimizer, optimizer_step
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def train(model, settings, steps, micro_batches=2):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("slab", [100, 2**22])
+@pytest.mark.parametrize("slab", [100, 2**20])
 def test_state_on_the_host_changes_nothing(name, slab, monkeypatch):
     """50 steps with clipping and decay, slab by slab, against PyTorch's fused AdamW; all the state is counted as the host's."""
     monkeypatch.setattr(optimizer_module, "SLAB", slab)
@@ -117,7 +118,7 @@ def test_gradients_leave_the_device_as_soon_as_they_are_made():
             loss = model(tokens).sum()
             before = live.current
             loss.backward()
-        assert live.peak - before < 3 * largest + 10**5 < 0.5 * tensor_bytes(model.parameters())
+        assert live.peak - before < 4 * largest + 10**5 < 0.5 * tensor_bytes(model.parameters())
         optimizer.gradients()
         assert all(p.grad is None for p in model.parameters())
 
@@ -135,18 +136,6 @@ def test_bfloat16_weights_follow_their_float32_masters():
     for p, q in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(optimizer.state[p]["master"], q.detach(), rtol=0, atol=1e-6)
         assert p.equal(optimizer.state[p]["master"].bfloat16())
-
-
-def test_stochastic_rounding_is_right_on_average_and_picks_a_neighbour():
-    generator, noise = torch.Generator(DEVICE).manual_seed(0), torch.empty(40_000, dtype=torch.int32, device=DEVICE)
-    for value in (0.02, -0.02, 1.0, 3e-7, -123.456, 0.0):
-        bits = torch.tensor(value).view(torch.int32) & -(2**16)
-        low, high = sorted(float((bits + more).view(torch.float32)) for more in (0, 2**16))
-        x = torch.full((40_000,), value, device=DEVICE)
-        round_stochastically(x, noise, generator)
-        assert x.equal(x.bfloat16().float()) and x.unique().numel() <= 2
-        assert low <= float(x.min()) and float(x.max()) <= high
-        assert float(x.double().mean()) == pytest.approx(value, rel=1e-4, abs=1e-12)
 
 
 def test_the_random_bits_follow_from_seed_and_step():
@@ -185,16 +174,45 @@ def test_bfloat16_weights_learn_at_a_rate_of_1e_6(steps):
     assert 0.95 <= projection <= 1.05
 
 
-def test_a_slab_step_allocates_its_buffers_and_no_more():
-    model = make_model("gpt2", n_layer=8, n_embd=64, dtype=torch.bfloat16)
-    optimizer = make_optimizer(model, SFTSettings(param_dtype="bfloat16", optimizer_dtype="bfloat16", dtype="bfloat16"))
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    largest = max(p.numel() for p in model.parameters())
-    with LiveBytes() as live:
-        for p in model.parameters():
-            for tensor in (p, p.grad, *optimizer.state[p].values()):
-                live.follow(tensor)
+BF16 = dict(param_dtype="bfloat16", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "options, size",
+    [
+        (dict(BF16, optimizer_dtype="bfloat16"), 0),
+        (dict(optimizer_dtype="bfloat16"), 0),
+        (BF16, 0),
+        (dict(optimizer_device="host"), 4 + 4),
+        (dict(BF16, optimizer_device="host", grad_offload=True), 4 + 4 + 4 + 2),
+        (dict(BF16, optimizer_dtype="bfloat16", optimizer_device="host"), 2 + 2),
+        (dict(grad_offload=True), 4),
+    ],
+)
+def test_on_cuda_a_step_allocates_its_ring_and_no_more(options, size, monkeypatch):
+    """As planned. size: bytes of a weight that come from the host."""
+    monkeypatch.setattr(optimizer_module, "SLAB", 2000)
+    settings = SFTSettings(**options)
+    with PlanningMode("cuda", PlannedHost()) as planned, PlannedBytes(planned.host) as live:
+        dtype = getattr(torch, settings.param_dtype)
+        model = torch.nn.ParameterList([torch.ones(100, 100, dtype=dtype), torch.ones(100, dtype=dtype)])
+        optimizer = make_optimizer(model, settings)
+        for p in model:
+            p.grad = torch.ones_like(p)
+        optimizer.gradients()  # those that move to the host are there
+        live.reset_peak()
         before = live.current
         optimizer_step(model, optimizer, 1e-3, 0.5)
-    assert live.peak - before <= (5 * 4 + 4 + 2) * largest + 100
+    assert 0 <= live.peak - before - RING * 2000 * size < 100
+
+
+def test_on_a_cpu_a_step_makes_no_copy_of_a_parameter():
+    model = torch.nn.ParameterList([torch.ones(3000, 1000, dtype=torch.bfloat16, device=DEVICE)])
+    optimizer = make_optimizer(model, SFTSettings(**BF16, optimizer_dtype="bfloat16"))
+    model[0].grad = torch.ones_like(model[0])
+    with LiveBytes() as live:
+        for tensor in (model[0], model[0].grad, *optimizer.state[model[0]].values()):
+            live.follow(tensor)
+        before = live.current
+        optimizer_step(model, optimizer, 1e-3, 0.5)
+    assert live.peak - before < model[0].nbytes

@@ -1,8 +1,8 @@
 """AdamW, clipping and the learning rate's schedule; where the optimizer's state and the gradients live.
 
 Two optimizers, one formula. float32 weights with float32 state on the device take PyTorch's fused AdamW: one pass, in
-place, no second copy of anything. All else takes SlabAdamW: a few million weights at a time pass through float32
-buffers, so state and gradients may be in bfloat16 or on the host, and no temporary has a parameter's size.
+place, no second copy of anything. All else takes SlabAdamW, which is one pass in place too (kernels/adamw.py). State may
+be in bfloat16; what is on the host comes to the device a slab at a time.
 
     bytes a weight on the device      weights  gradients  moments  masters
     param_dtype float32                  4         4          8              optimizer_dtype float32
@@ -16,12 +16,17 @@ Left out: 8-bit state, a step on the host's cores.
 
 import math
 import weakref
+from typing import NamedTuple
 
 import torch
 
+from kernels.adamw import adamw, key_of, numbers_of
 from memory import is_planned, new_on_host
+from memory.streams import Done, aside, has_streams
 
-SLAB = 2**22  # weights at a time
+SLAB = 2**20  # weights that come from the host at a time
+RING = 3  # slabs on the device at once: one arrives, one is worked on, one leaves
+PIECE = 2**24  # weights at a time if nothing comes from the host
 
 
 def make_optimizer(model, settings):
@@ -46,6 +51,7 @@ def make_optimizer(model, settings):
     )
     if settings.grad_offload:
         optimizer.host_gradients = HostGradients(list(named.values()))
+        optimizer.on_host.add("gradient")
     return optimizer
 
 
@@ -93,24 +99,31 @@ def gradients_of(model, optimizer):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+class Slab(NamedTuple):
+    """Some weights of one parameter."""
+
+    group: dict
+    parameter: int  # its number
+    first: int  # index of the first of these weights
+    tensors: dict  # {name: (n,)}, on the device or the host
+
+
 class SlabAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019), SLAB weights at a time, in float32.
+    """AdamW (Loshchilov and Hutter 2019) in float32, with a choice of its state's dtype and place.
 
     dtype float32: moments in float32 and, beside bfloat16 weights, a float32 master of each weight. bfloat16: bfloat16
-    moments, no masters. Then moments and weights are rounded stochastically: up with the probability that makes the
-    result right on average. Rounding to nearest would lose every change below 1/512 of a number.
-    on_host: state and masters in pinned host memory; each slab goes to the device and back.
-    Random bits follow from (seed, step, slab). A step allocates its buffers first: after an out-of-memory nothing has
-    changed.
+    moments, no masters. Then moments and weights are rounded stochastically; random bits follow from the seed and step.
+    on_host: state and masters in pinned host memory. A slab is updated while the next arrives and the last one leaves.
+    A step allocates its buffers first: after an out-of-memory nothing has changed.
     """
 
     def __init__(self, groups, lr, betas, dtype, on_host, seed, eps=1e-8):
         super().__init__(groups, dict(lr=lr, betas=betas, weight_decay=0.0, eps=eps))
         self.seed, self.steps, self.host_gradients = seed, 0, None
-        self.stochastic = dtype == torch.bfloat16
+        self.on_host = {"exp_avg", "exp_avg_sq", "master"} if on_host else set()
         for p in self.parameters():
             kinds = dict.fromkeys(("exp_avg", "exp_avg_sq"), dtype)
-            if p.dtype == torch.bfloat16 and not self.stochastic:
+            if p.dtype == torch.bfloat16 != dtype:
                 kinds["master"] = torch.float32
             for kind, its_dtype in kinds.items():
                 make = new_on_host(p, its_dtype, keep=True) if on_host else torch.empty_like(p, dtype=its_dtype)
@@ -125,60 +138,73 @@ class SlabAdamW(torch.optim.Optimizer):
             return self.host_gradients.collect()
         return {p: p.grad for p in self.parameters() if p.grad is not None}
 
-    def slabs(self):
-        """-> (group, parameter, gradient, slice of the flattened parameter), slab by slab."""
-        gradients = self.gradients()
+    def slabs(self, *names):
+        """Yield the Slabs of the parameters that have a gradient, with the tensors of these names."""
+        gradients, numbers = self.gradients(), {p: number for number, p in enumerate(self.parameters())}
         for group in self.param_groups:
             for p in group["params"]:
-                for start in slab_starts(p) if p in gradients else ():
-                    yield group, p, gradients[p].view(-1), slice(start, min(start + SLAB, p.numel()))
+                if p in gradients:
+                    tensors = {"weight": p.detach(), "gradient": gradients[p]} | self.state[p]
+                    tensors = {name: tensors[name].view(-1) for name in names if name in tensors}
+                    for part in slices(p, SLAB if self.on_host.intersection(names) else PIECE):
+                        yield Slab(group, numbers[p], part.start, {name: x[part] for name, x in tensors.items()})
 
-    def buffers(self, count, dtype=None):
-        parameters = self.parameters()
-        size = min(SLAB, max(p.numel() for p in parameters))
-        dtype = dtype or torch.promote_types(parameters[0].dtype, torch.float32)
-        return torch.empty(count, size, dtype=dtype, device=parameters[0].device)
+    def ring(self, *names):
+        """Buffers on the device for tensors on the host -> RING times {name: (n,)} for those of these names."""
+        p = max(self.parameters(), key=torch.Tensor.numel)
+        dtypes = {name: x.dtype for name, x in ({"gradient": p} | self.state[p]).items()}
+        here = {name: dtype for name, dtype in dtypes.items() if name in self.on_host.intersection(names)}
+        return [
+            {name: torch.empty(min(SLAB, p.numel()), dtype=dtype, device=p.device) for name, dtype in here.items()}
+            for _ in range(RING)
+        ]
+
+    def run(self, slabs, ring, work):
+        """work(slab, its tensors on the device: the buffers of the ring in place of those on the host), slab by slab."""
+        device = self.parameters()[0].device
+
+        def fetch(slab, buffers):
+            for name, buffer in buffers.items():
+                buffer[: len(slab.tensors[name])].copy_(slab.tensors[name], non_blocking=True)
+
+        def work_here(slab, buffers):
+            work(slab, slab.tensors | {name: x[: len(slab.tensors[name])] for name, x in buffers.items()})
+
+        if any(ring):
+            in_turn(device, slabs, ring, fetch, work_here).wait()
+        else:
+            for slab in slabs:
+                work(slab, slab.tensors)
 
     @torch.no_grad()
     def gradient_norm(self):
         """The norm of all gradients together, a scalar tensor on the device."""
-        (buffer,), stage = self.buffers(1), self.buffers(1, torch.bfloat16)[0]
-        total = torch.zeros((), dtype=buffer.dtype, device=buffer.device)
-        for _, _, gradient, part in self.slabs():
-            total += move(gradient[part], buffer[: part.stop - part.start], stage).square_().sum()
-        return total.sqrt()
+        p, ring, slabs = self.parameters()[0], self.ring("gradient"), list(self.slabs("gradient"))
+        norms = torch.zeros(len(slabs), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        each = iter(norms)
+
+        def work(slab, here):
+            torch.linalg.vector_norm(here["gradient"], dtype=norms.dtype, out=next(each))
+
+        self.run(slabs, ring, work)
+        return torch.linalg.vector_norm(norms)
 
     @torch.no_grad()
     def step(self, scale=1.0):
         """One update. scale: what gradients are multiplied by, to clip them."""
-        buffers, noise, stage = self.buffers(5), self.buffers(1, torch.int32)[0], self.buffers(1, torch.bfloat16)[0]
-        generator = torch.Generator(buffers.device)
+        names = "weight", "gradient", "exp_avg", "exp_avg_sq", "master"
+        ring = self.ring(*names)
         self.steps += 1
-        for number, (group, p, gradient, part) in enumerate(self.slabs()):
-            generator.manual_seed(hash((self.seed, self.steps, number)) % 2**32)  # CPU generators take 32-bit seeds
-            state = {kind: value.view(-1)[part] for kind, value in self.state[p].items()}
-            source = state.get("master", p.view(-1)[part])
-            g, m, v, w, spare = (buffer[: part.stop - part.start] for buffer in buffers)
-            for buffer, value in ((g, gradient[part]), (m, state["exp_avg"]), (v, state["exp_avg_sq"]), (w, source)):
-                move(value, buffer, stage)
-            self.update(g.mul_(scale), m, v, w, spare, group)
-            targets = [(m, state["exp_avg"]), (v, state["exp_avg_sq"]), (w, source)]
-            if "master" in state:
-                p.view(-1)[part].copy_(w)
-            for result, target in targets:
-                if target.dtype == torch.bfloat16:
-                    round_stochastically(result, noise[: len(result)], generator)
-                move(result, target, stage)
-        if buffers.is_cuda:
-            torch.cuda.current_stream(buffers.device).synchronize()  # wait for copies to the host
 
-    def update(self, g, m, v, w, spare, group):
-        beta1, beta2 = group["betas"]
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        torch.div(v, 1 - beta2**self.steps, out=spare).sqrt_().add_(group["eps"])
-        w.mul_(1 - group["lr"] * group["weight_decay"])
-        w.addcdiv_(m, spare, value=-group["lr"] / (1 - beta1**self.steps))
+        def work(slab, here):
+            numbers, key = numbers_of(slab.group, self.steps, scale), key_of(self.seed, self.steps, slab.parameter)
+            adamw(*(here.get(name) for name in names), numbers, key, slab.first)
+            for name in self.on_host & slab.tensors.keys() - {"gradient"}:
+                slab.tensors[name].copy_(here[name], non_blocking=True)
+
+        self.run(self.slabs(*names), ring, work)
+        if self.on_host:
+            host_waits(self.parameters()[0].device)
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none=True)
@@ -186,62 +212,93 @@ class SlabAdamW(torch.optim.Optimizer):
             self.host_gradients.clear()
 
 
-def slab_starts(p):
-    """Where the slabs of a parameter begin. A planner needs only one: they are all alike."""
-    return range(0, min(p.numel(), SLAB) if is_planned(p) else p.numel(), SLAB)
+def slices(p, size):
+    """Slices of at most `size` weights of the flattened parameter. A planner needs only one: they are all alike."""
+    for start in range(0, min(p.numel(), size) if is_planned(p) else p.numel(), size):
+        yield slice(start, min(start + size, p.numel()))
 
 
-def move(source, target, stage):
-    """target = source, both (n,), on the device or the host.
+def in_turn(device, slabs, ring, fetch, work):
+    """For each slab fetch(slab, buffers), which copies to the device, then work(slab, buffers), which may copy back.
 
-    Across devices copy_ would cast through a temporary; stage, (n,) bfloat16 on the device, takes its place.
+    Both run on side streams, beside one another: the next slab is fetched meanwhile, and the one before copied back.
+    buffers: the ring's, in turn. -> Done: when all is.
     """
-    if source.device != target.device and source.dtype != target.dtype:
-        source = stage[: len(source)].copy_(source, non_blocking=True)
-    return target.copy_(source, non_blocking=True)
+    done = Done(device)
+    free = [done] * len(ring)
+    for number, slab in enumerate(slabs):
+        turn = number % len(ring)
+        with aside(device, to="device") as fetched:
+            free[turn].wait()
+            fetch(slab, ring[turn])
+        with aside(device, to="host") as done:
+            fetched.wait()
+            work(slab, ring[turn])
+        free[turn] = done
+    return done
 
 
-def round_stochastically(x, noise, generator):
-    """Round x (n,) float32, in place, to one of its two bfloat16 neighbours, the nearer one more likely.
-
-    noise: (n,) int32 scratch.
-    """
-    noise.random_(0, 2**16, generator=generator)
-    x.view(torch.int32).add_(noise).bitwise_and_(-(2**16))  # bits below bfloat16's last one carry, or are cut off
+def host_waits(device):
+    """The host waits for the copies that the device's compute waits for."""
+    if has_streams(device):
+        torch.cuda.current_stream(device).synchronize()
 
 
 class HostGradients:
     """Gradients that move to the host, and are added up there, as soon as backward has finished each.
 
-    A sum is made on the device, a slab at a time, so it equals the sum without offload. Two gradients are written by
-    autograd functions of ours, where hooks do not fire (the head's by head_loss, the embedding's by Embed): those stay
-    on the device until the optimizer asks.
+    They move while backward goes on, two at most. A sum is made on the device, a slab at a time, so it equals the sum
+    without offload. Two gradients are written by autograd functions of ours, where hooks do not fire (the head's by
+    head_loss, the embedding's by Embed): those stay on the device until the optimizer asks.
     """
 
     def __init__(self, parameters):
         self.parameters = parameters
         self.host = {p: new_on_host(p, keep=True) for p in parameters}
         self.has = set()
+        self.moving = {}  # parameter -> (Done, tensors that are kept until then), the oldest first
         take = weakref.WeakMethod(self.take)  # else parameters and this object would keep each other alive
         for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: take()(p))
 
+    @torch.no_grad()
     def take(self, p):
-        stored, fresh = self.host[p].view(-1), p.grad.view(-1)
-        if p in self.has:
-            for start in slab_starts(p):
-                part = slice(start, start + SLAB)
-                fresh[part] += stored[part].to(fresh.device, non_blocking=True)
-        stored.copy_(fresh, non_blocking=True)
+        self.land(1 if p not in self.moving else 0)
+        stored, fresh, n = self.host[p].view(-1), p.grad.view(-1), min(SLAB, p.numel())
+        ring = [torch.empty(n, dtype=p.dtype, device=p.device) for _ in range(RING if p in self.has else 0)]
+
+        def fetch(part, buffer):
+            buffer[: part.stop - part.start].copy_(stored[part], non_blocking=True)
+
+        def add(part, buffer):
+            fresh[part].add_(buffer[: part.stop - part.start])
+            stored[part].copy_(fresh[part], non_blocking=True)
+
+        if ring:
+            done = in_turn(p.device, slices(p, SLAB), ring, fetch, add)
+        else:
+            with aside(p.device, to="host") as done:
+                stored.copy_(fresh, non_blocking=True)
+        self.moving[p] = done, fresh, ring
         self.has.add(p)
         p.grad = None
+
+    def land(self, but=0):
+        """What follows on compute waits for the gradients that move, except for the last `but`. -> Have any moved?"""
+        landed = list(self.moving)[: len(self.moving) - but]
+        for p in landed:
+            self.moving.pop(p)[0].wait()
+        return bool(landed)
 
     def collect(self) -> dict:
         """-> {parameter: its gradient on the host}, of the parameters that have one; none is left on the device."""
         for p in self.parameters:
             if p.grad is not None:
                 self.take(p)
+        if self.land():
+            host_waits(self.parameters[0].device)
         return {p: self.host[p] for p in self.has}
 
     def clear(self):
+        self.land()
         self.has = set()
