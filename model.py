@@ -19,8 +19,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from kernels.rotary import Rotary
+from kernels.rotary import rotate as rotate
+from kernels.swiglu import SwiGLU
 from memory import cpu
-from memory.lean import BlockInputs, Embed, RMSNorm
+from memory.lean import BlockInputs, Embed, Linear, RMSNorm
 from memory.ledger import kind_of
 from options import in_one_line
 
@@ -110,17 +113,6 @@ def rotary_table(config: GPTConfig, length: int, device) -> tuple[torch.Tensor, 
     return angle.cos(), angle.sin()
 
 
-def rotate(x, cos, sin):
-    """x (B, H, T, D); cos, sin (B, 1, T, D) -> x with each pair (i, i + D/2) rotated by its position's angle."""
-    left, right = x.chunk(2, -1)
-    return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
-
-
-class Linear(nn.Linear):
-    def forward(self, x):
-        return cpu.linear(x, self.weight, self.bias)
-
-
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -131,8 +123,8 @@ class Attention(nn.Module):
         self.q_norm = make_norm(c, c.head_size) if c.qk_norm else None
         self.k_norm = make_norm(c, c.head_size) if c.qk_norm else None
 
-    def forward(self, x, rotary=None, cache=None, mask=None):
-        """x (B, T, C) -> (B, T, C). With a KVCache: first a prefill of whole prompts, then steps of one token a row."""
+    def forward(self, x, residual, rotary=None, cache=None, mask=None):
+        """x, residual (B, T, C) -> residual + attention of x. A KVCache takes whole prompts, then steps of one token."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.config.head_size).transpose(1, 2)
         q, k, v = qkv.split(self.heads, 1)  # (B, heads, T, D)
@@ -141,8 +133,10 @@ class Attention(nn.Module):
         if cache is not None and cache.prefill_slots is None:
             y = cache.attend(self.layer, q, k, v, rotary)
         else:
-            if rotary is not None:
-                q, k = rotate(q, *rotary), rotate(k, *rotary)
+            if rotary is not None and self.q_norm is None:
+                q, k, v = Rotary.apply(qkv, *rotary, self.heads)
+            elif rotary is not None:
+                (q,), (k,) = (Rotary.apply(x, *rotary, [x.shape[1]]) for x in (q, k))
             if cache is not None:
                 cache.write_prompts(self.layer, k, v)
             # Right padding needs no mask: a causal row never sees what comes after it.
@@ -151,7 +145,7 @@ class Attention(nn.Module):
                 # In float32 CUDA's fused attention does not share heads.
                 k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1), residual)
 
 
 class MLP(nn.Module):
@@ -161,12 +155,9 @@ class MLP(nn.Module):
         self.up = Linear(config.n_embd, config.n_hidden * (2 if self.gated else 1), bias=config.bias)
         self.down = Linear(config.n_hidden, config.n_embd, bias=config.bias)
 
-    def forward(self, x):  # (B, T, C) -> (B, T, C)
+    def forward(self, x, residual):  # (B, T, C) each -> residual + MLP of x
         x = self.up(x)
-        if self.gated:
-            gate, x = x.chunk(2, -1)
-            return self.down(F.silu(gate) * x)
-        return self.down(F.gelu(x, approximate="tanh"))
+        return self.down(SwiGLU.apply(x) if self.gated else F.gelu(x, approximate="tanh"), residual)
 
 
 class Block(nn.Module):
@@ -177,10 +168,10 @@ class Block(nn.Module):
 
     def forward(self, x, rotary=None, cache=None, mask=None, last=None):
         """x (B, T, C) -> (B, T, C); with last (B,), row last[b] of sequence b alone: (B, 1, C)."""
-        x = x + self.attention(self.norm_1(x), rotary, cache, mask)
+        x = self.attention(self.norm_1(x), x, rotary, cache, mask)
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last][:, None]
-        return x + self.mlp(self.norm_2(x))
+        return self.mlp(self.norm_2(x), x)
 
 
 def keep_attention(context, op, *args, **kwargs):

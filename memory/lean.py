@@ -1,4 +1,5 @@
-"""Parts of a model that keep fewer bytes than PyTorch's own: the CPU's RMS norm, the embedding, offloaded block inputs.
+"""Parts of a model that keep fewer bytes than PyTorch's own: linear layers that add, the CPU's RMS norm, the embedding,
+offloaded block inputs.
 
 Test: pytest tests/test_model.py
 """
@@ -7,8 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memory import cpu
 from memory.host import new_on_host
+from memory.ledger import kind_of
 from memory.streams import aside
+
+
+class Linear(nn.Linear):
+    """A linear layer that can add its product to a residual."""
+
+    def forward(self, x, residual=None):
+        """x (..., in), residual (..., out) or None -> (..., out). Without gradients it may overwrite the residual."""
+        if residual is None:
+            return cpu.linear(x, self.weight, self.bias)
+        same = x.dtype == residual.dtype == self.weight.dtype  # not under autocast
+        if kind_of(x) != "cuda" or self.bias is not None or not same:
+            return residual + cpu.linear(x, self.weight, self.bias)
+        # On CUDA the product adds, and rounds once. With gradients it adds to a copy, as the norm keeps the residual.
+        addmm = torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
+        return addmm(residual.flatten(0, -2), x.flatten(0, -2), self.weight.t()).view_as(residual)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -16,7 +34,9 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x):
         if x.is_cuda or x.dtype == torch.float64:
-            return super().forward(x)
+            # In one type: of two there is no fused kernel, and autocast would leave queries and keys in float32.
+            with torch.autocast(x.device.type, enabled=False):
+                return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
         return LeanRMSNorm.apply(x, self.weight, self.eps)
 
 

@@ -41,6 +41,7 @@ SITES = (  # where a tensor is made (module, beginning of the function's name) -
     ("batch", "", "micro-batch"),
     ("model", "make_model", "weights"),
     ("model", "", "activations"),
+    ("kernels", "", "activations"),
     ("memory.lean", "Embed.backward", "gradients"),
     ("memory.lean", "BlockInput", "block inputs"),
     ("memory.lean", "", "activations"),

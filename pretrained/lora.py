@@ -37,7 +37,9 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(rows, rank, **options))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # uniform within 1 / sqrt(in), as an nn.Linear's own
 
-    def forward(self, x):
+    def forward(self, x, residual=None):
+        if residual is not None:
+            return residual + self.forward(x)
         y = linear(x, self.weight, self.bias)
         if not self.enabled:
             return y

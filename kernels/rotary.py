@@ -1,0 +1,95 @@
+"""Rotary positions (Su et al. 2021): queries and keys rotated in one kernel, and their gradient rotated back in one.
+
+They are rotated where they lie, in the output of the projection. Attention reads that as three views, so no rotated
+copy waits for backward. Left out: decoding's rotation, which goes into the KV cache (decoding/attention.py).
+Test: pytest tests/test_layer_kernels.py
+"""
+
+import torch
+
+from kernels import nothing_to_do, triton, uses_triton
+
+if triton is not None:
+    import triton.language as tl
+
+    @triton.jit
+    def rotary_kernel(
+        q, k, v, out, cos, sin, T, H, HG, heads, D, q_batch, q_head, q_time, k_batch, k_head, k_time,
+        v_batch, v_head, v_time, out_batch, out_head, out_time, table_batch, table_time,
+        M: tl.constexpr, DP: tl.constexpr, BACK: tl.constexpr,
+    ):  # fmt: skip
+        """A program a token and M heads: H of queries, then keys up to HG, then values, which are copied.
+
+        A program reads all that it overwrites before it writes, so `out` may be what q, k and v point to."""
+        b, t = (tl.program_id(0) // T).to(tl.int64), (tl.program_id(0) % T).to(tl.int64)
+        head = (tl.program_id(1) * M + tl.arange(0, M))[:, None].to(tl.int64)
+        d, half = tl.arange(0, DP)[None, :], D // 2
+        there = (head < heads) & (d < half)
+        turned = (head < HG) & (d < half)
+        angle = b * table_batch + t * table_time + d  # the same for both halves of the table
+        c, s = tl.load(cos + angle, mask=turned, other=1.0), tl.load(sin + angle, mask=turned, other=0.0)
+        if BACK:
+            s = -s
+        keys_or_values = tl.where(
+            head < HG,
+            k + b * k_batch + t * k_time + (head - H) * k_head,
+            v + b * v_batch + t * v_time + (head - HG) * v_head,
+        )
+        x = tl.where(head < H, q + b * q_batch + t * q_time + head * q_head, keys_or_values) + d
+        left = tl.load(x, mask=there, other=0.0).to(tl.float32)
+        right = tl.load(x + half, mask=there, other=0.0).to(tl.float32)
+        y = out + b * out_batch + t * out_time + head * out_head + d
+        tl.store(y, (left * c - right * s).to(out.dtype.element_ty), mask=there)
+        tl.store(y + half, (right * c + left * s).to(out.dtype.element_ty), mask=there)
+
+
+def rotate(x, cos, sin):
+    """x (B, H, T, D); cos, sin (B, 1, T, D) -> x with each pair (i, i + D/2) rotated by its position's angle."""
+    left, right = x.chunk(2, -1)
+    return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
+
+
+def turn(parts, places, cos, sin, back=False):
+    """Write queries, keys and values (B, heads, T, D) to `places`, which may be where they are: parts of one tensor.
+
+    Queries and keys are rotated (back: by the negative angles), values are copied. There may be fewer parts."""
+    if not uses_triton(places[0]):
+        for i, (part, place) in enumerate(zip(parts, places, strict=True)):
+            place.copy_(rotate(part, cos, -sin if back else sin) if i < 2 else part)
+    elif not nothing_to_do(places[0]):
+        launch(parts, places[0], cos, sin, back)
+
+
+def launch(parts, out, cos, sin, back):
+    """`turn` by the kernel; out: the first of the places, the others follow it."""
+    sizes, (B, _, T, D) = [part.shape[1] for part in parts], parts[0].shape
+    parts = [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
+    q, k, v = [*parts, parts[-1], parts[-1]][:3]
+    table = cos.expand(B, -1, -1, -1)
+    strides = [x.stride(i) for x in (q, k, v, out) for i in (0, 1, 2)]
+    M = min(16, triton.next_power_of_2(sum(sizes)))
+    with torch.cuda.device_of(q):
+        rotary_kernel[(B * T, triton.cdiv(sum(sizes), M))](
+            q, k, v, out, cos, sin, T, sizes[0], sum(sizes[:2]), sum(sizes), D, *strides, table.stride(0), table.stride(2),
+            M=M, DP=max(16, triton.next_power_of_2(D // 2)), BACK=back,
+        )  # fmt: skip
+
+
+class Rotary(torch.autograd.Function):
+    """x (B, heads, T, D), rotated in place -> its parts (B, size, T, D): `sizes` heads of queries, keys and values.
+
+    Whoever made x must not need it for backward: products and norms do not. cos, sin (B or 1, 1, T, D)."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, sizes):
+        ctx.save_for_backward(cos, sin)
+        parts = x.detach().split(sizes, 1)
+        turn(parts[:2], parts[:2], cos, sin)
+        return parts
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        heads, (B, _, T, D) = [gradient.shape[1] for gradient in gradients], gradients[0].shape
+        dx = gradients[0].new_empty(B, T, sum(heads), D).transpose(1, 2)
+        turn(gradients, dx.split(heads, 1), *ctx.saved_tensors, back=True)
+        return dx, None, None, None

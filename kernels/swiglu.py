@@ -1,0 +1,86 @@
+"""SwiGLU (Shazeer 2020), silu(gate) * up, in one kernel, and its gradient in one; only its input is kept for backward.
+
+Test: pytest tests/test_layer_kernels.py
+"""
+
+import torch
+import torch.nn.functional as F
+
+from kernels import nothing_to_do, triton, uses_triton
+
+if triton is not None:
+    import triton.language as tl
+
+    from kernels import LOG2E
+
+    @triton.jit
+    def forward_kernel(x, y, n, blocks, BLOCK: tl.constexpr):
+        """A program a block of a row: x (rows, 2 n) -> y (rows, n)."""
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+        gate = tl.load(x + row * 2 * n + column, mask=column < n, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * n + n + column, mask=column < n, other=0.0).to(tl.float32)
+        value = gate / (1 + tl.exp2(-gate * LOG2E)) * up
+        tl.store(y + row * n + column, value.to(y.dtype.element_ty), mask=column < n)
+
+    @triton.jit
+    def backward_kernel(x, dy, dx, n, blocks, BLOCK: tl.constexpr):
+        """A program a block of a row: x (rows, 2 n), dy (rows, n) -> dx (rows, 2 n), the gradient of both halves."""
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+        gate = tl.load(x + row * 2 * n + column, mask=column < n, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * n + n + column, mask=column < n, other=0.0).to(tl.float32)
+        d = tl.load(dy + row * n + column, mask=column < n, other=0.0).to(tl.float32)
+        sigmoid = 1 / (1 + tl.exp2(-gate * LOG2E))
+        dgate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(dx + row * 2 * n + column, dgate.to(dx.dtype.element_ty), mask=column < n)
+        dup = d * gate * sigmoid
+        tl.store(dx + row * 2 * n + n + column, dup.to(dx.dtype.element_ty), mask=column < n)
+
+
+def launch(kernel, *tensors):
+    """Run a kernel over its tensors' rows; the last is what it writes."""
+    n = tensors[0].shape[-1] // 2
+    block = min(1024, triton.next_power_of_2(n))
+    blocks = triton.cdiv(n, block)
+    with torch.cuda.device_of(tensors[0]):
+        kernel[(tensors[0].numel() // (2 * n) * blocks,)](*tensors, n, blocks, BLOCK=block)
+
+
+def forward_torch(x):
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def backward_torch(x, dy, dx):
+    """silu is computed again; no kept copy of it is read, so there is as much to read and write as with one."""
+    (gate, up), (dgate, dup) = x.chunk(2, -1), dx.chunk(2, -1)
+    scratch = F.silu(gate)
+    torch.mul(dy, scratch, out=dup)
+    torch.mul(dy, up, out=scratch)
+    torch.ops.aten.silu_backward.grad_input(scratch, gate, grad_input=dgate)
+
+
+class SwiGLU(torch.autograd.Function):
+    """x (..., 2 n), gate beside up -> silu(gate) * up (..., n)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        if not uses_triton(x):
+            return forward_torch(x)
+        y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+        if not nothing_to_do(x):
+            launch(forward_kernel, x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        if not uses_triton(x):
+            backward_torch(x, dy, dx)
+        elif not nothing_to_do(x):
+            launch(backward_kernel, x, dy.contiguous(), dx)
+        return dx
