@@ -124,7 +124,7 @@ class Attention(nn.Module):
         self.k_norm = make_norm(c, c.head_size) if c.qk_norm else None
 
     def forward(self, x, residual, rotary=None, cache=None, mask=None):
-        """x, residual (B, T, C) -> residual + attention of x. A KVCache takes whole prompts, then steps of one token."""
+        """x, residual (B, T, C) -> residual + attention of x. A KVCache takes whole prompts, then one token a step."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.config.head_size).transpose(1, 2)
         q, k, v = qkv.split(self.heads, 1)  # (B, heads, T, D)

@@ -62,15 +62,16 @@ def turn(parts, places, cos, sin, back=False):
 
 def launch(parts, out, cos, sin, back):
     """`turn` by the kernel; out: the first of the places, the others follow it."""
-    sizes, (B, _, T, D) = [part.shape[1] for part in parts], parts[0].shape
+    (B, _, T, D), sizes = parts[0].shape, [part.shape[1] for part in parts]
+    H, HG, heads = sizes[0], sum(sizes[:2]), sum(sizes)
     parts = [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
     q, k, v = [*parts, parts[-1], parts[-1]][:3]
     table = cos.expand(B, -1, -1, -1)
     strides = [x.stride(i) for x in (q, k, v, out) for i in (0, 1, 2)]
-    M = min(16, triton.next_power_of_2(sum(sizes)))
+    M = min(16, triton.next_power_of_2(heads))
     with torch.cuda.device_of(q):
-        rotary_kernel[(B * T, triton.cdiv(sum(sizes), M))](
-            q, k, v, out, cos, sin, T, sizes[0], sum(sizes[:2]), sum(sizes), D, *strides, table.stride(0), table.stride(2),
+        rotary_kernel[(B * T, triton.cdiv(heads, M))](
+            q, k, v, out, cos, sin, T, H, HG, heads, D, *strides, table.stride(0), table.stride(2),
             M=M, DP=max(16, triton.next_power_of_2(D // 2)), BACK=back,
         )  # fmt: skip
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from memory.cpu import linear
+from memory.lean import Linear
 from model import GPT
 
 # a block's matrices, and the half they are in
@@ -38,9 +39,9 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # uniform within 1 / sqrt(in), as an nn.Linear's own
 
     def forward(self, x, residual=None):
-        if residual is not None:
+        if self.enabled and residual is not None and residual.dtype != x.dtype:  # autocast would round the sum
             return residual + self.forward(x)
-        y = linear(x, self.weight, self.bias)
+        y = Linear.forward(self, x, residual)
         if not self.enabled:
             return y
         thin = linear(x, self.lora_A.to(x.dtype))  # (..., rank)

@@ -226,7 +226,7 @@ def test_bfloat16_weights_stay_and_float32_adapters_move(sft, tmp_path):
 
 def test_export_merges(sft, tmp_path):
     run_grpo(sft, tmp_path / "run", *LORA, "--entropy_coef=0.1")
-    run = load_run(tmp_path / "run")
+    run = load_run(tmp_path / "run", "cpu")
     tokens = torch.arange(20)[None]
     expected = logits_of(run.model, tokens).detach()
     with lora.adapters_off(run.model):
@@ -240,7 +240,7 @@ def test_adapters_go_on_from_adapters(sft, tmp_path):
     run_grpo(sft, tmp_path / "first", *LORA, "--entropy_coef=0.1")
     log = run_grpo(tmp_path / "first", tmp_path / "second", *LORA, "--entropy_coef=0.1")
     assert log[0]["kl"] == 0
-    first, second = load_run(tmp_path / "first").model, load_run(tmp_path / "second").model
+    first, second = (load_run(tmp_path / name, "cpu").model for name in ("first", "second"))
     lora.merge(first)
     assert torch.equal(first.blocks[0].mlp.up.weight, second.blocks[0].mlp.up.weight)
     whole = make_gpt(vars(second.config), "cpu")

@@ -120,7 +120,7 @@ def test_out_again_to_transformers(folder, tmp_path, rewards):
     gsm8k(folder, tmp_path / "run", "--lora_rank=4")
     settings = read_settings(ExportSettings, [str(tmp_path / "run"), f"--to={tmp_path}/out"], positional="folder")[0]
     main(settings, tmp_path / "run")
-    loaded, messages = load_run(tmp_path / "run"), [{"role": "user", "content": "Wie groß ist 2+2?"}]
+    loaded, messages = load_run(tmp_path / "run", "cpu"), [{"role": "user", "content": "Wie groß ist 2+2?"}]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = their_tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]

@@ -1,0 +1,409 @@
+"""The kernels of a layer, rotary and SwiGLU, against float64; residual adds; and what a layer keeps for backward.
+
+As in test_kernels.py, the tests of values run again in Triton's interpreter, and on CUDA."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE, LLAMA, make_model
+from interpreted import CAPABILITIES, INTERPRETED, compiles, cubin_resources, in_kernels, run_interpreted
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels.rotary as rotary
+import kernels.swiglu as swiglu
+from kernels import triton
+from kernels.rotary import Rotary, rotate
+from kernels.swiglu import SwiGLU
+from memory import lean
+from memory.ledger import HostLedger, LiveBytes, PlanningMode
+from model import GPTConfig, rotary_table
+from model import make_model as new_model
+from pretrained import lora
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@compiles
+@pytest.mark.skipif(triton is None, reason="Triton is not installed")
+def test_values_in_the_interpreter(request):
+    assert run_interpreted(__file__, request) >= 40
+
+
+@pytest.fixture(autouse=True)
+def only_kernels(request, monkeypatch):
+    """Where kernels are tested plain torch must not stand in for them."""
+    if request.function.__name__.startswith("test_kernel"):
+        for module, name in ((rotary, "rotate"), (swiglu, "forward_torch"), (swiglu, "backward_torch")):
+            monkeypatch.setattr(module, name, lambda *_: pytest.fail("plain torch ran"))
+
+
+def assert_rounded(value, exact, dtype):
+    """`value` is `exact` (float64) rounded to dtype once, but for float32's rounding before that."""
+    assert value.dtype == dtype and value.shape == exact.shape
+    torch.testing.assert_close(value.double(), exact, rtol=rounding(dtype) + 1e-6, atol=1e-6)
+
+
+def rounding(dtype):
+    """The largest relative error of rounding. Triton's interpreter cuts to bfloat16 where a GPU rounds."""
+    return (1.01 if INTERPRETED and dtype == torch.bfloat16 else 0.51) * torch.finfo(dtype).eps
+
+
+def make_tables(B, T, D, rows):
+    """-> cos, sin (rows, 1, T, D), of other positions in each row."""
+    config = GPTConfig(vocab_size=1, n_head=1, n_embd=D, position="rotary", rope_theta=50.0)
+    positions = torch.stack([torch.arange(T) * (i + 1) + i for i in range(rows)]).to(DEVICE)
+    return [table[positions][:, None] for table in rotary_table(config, 1 + int(positions.max()), DEVICE)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rotary.
+
+SIZES = [
+    (2, 5, [4, 2, 2], 24),
+    (1, 1, [1, 1, 1], 2),
+    (3, 4, [14, 2, 2], 16),  # the last heads are a program of their own
+    (2, 3, [20, 5, 5], 8),
+    (1, 7, [3], 32),  # queries alone, as norms give them
+]
+
+
+@in_kernels
+@pytest.mark.parametrize("B, T, sizes, D", SIZES)
+def test_kernel_rotates_and_back(B, T, sizes, D):
+    for dtype in DTYPES:
+        check_rotary(B, T, sizes, D, 1 if dtype == torch.float16 else B, dtype)
+
+
+@pytest.mark.parametrize("B, T, sizes, D", SIZES)
+def test_rotary_in_plain_torch(B, T, sizes, D, monkeypatch):
+    monkeypatch.setattr(rotary, "uses_triton", lambda _: False)
+    for dtype in (*DTYPES, torch.float64):
+        check_rotary(B, T, sizes, D, 1 if dtype == torch.float16 else B, dtype)
+
+
+def check_rotary(B, T, sizes, D, rows, dtype):
+    """rows: 1, one table for all rows, or B."""
+    tables = make_tables(B, T, D, rows)
+    for layout in ("tokens first", "heads first"):
+        shape = (B, T, sum(sizes), D) if layout == "tokens first" else (B, sum(sizes), T, D)
+        leaf = torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True)
+        x = (leaf * 1).transpose(1, 2) if layout == "tokens first" else leaf * 1
+        exact = x.detach().double().clone().requires_grad_()
+        parts = Rotary.apply(x, *tables, sizes)
+        expected = [part if i == 2 else rotate(part, *tables) for i, part in enumerate(exact.split(sizes, 1))]
+        assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)
+        # Gradients as attention may return them: dense, dense in another order, one row for all.
+        upstream = [torch.randn_like(part) for part in expected]
+        if len(sizes) == 3:
+            upstream[0] = upstream[0].transpose(1, 2).contiguous().transpose(1, 2)
+            upstream[2] = upstream[2][..., :1].expand_as(upstream[2])
+        upstream = [part.to(dtype) for part in upstream]
+        torch.autograd.backward(expected, [part.double() for part in upstream])
+        torch.autograd.backward(parts, upstream)
+        for part, truth in zip(parts, expected, strict=True):
+            assert_rounded(part.detach(), truth.detach(), dtype)
+        gradient = leaf.grad.transpose(1, 2) if layout == "tokens first" else leaf.grad
+        assert_rounded(gradient, exact.grad, dtype)
+        if len(sizes) == 3:
+            assert parts[2].detach().double().equal(exact.detach().split(sizes, 1)[2])
+
+
+def test_gradient_of_rotary_is_that_of_its_forward():
+    tables = [table.double() for table in make_tables(2, 3, 6, 2)]
+    x = torch.randn(2, 5, 3, 6, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: Rotary.apply(x * 1, *tables, [2, 2, 1]), x)
+    assert torch.autograd.gradcheck(lambda x: Rotary.apply(x * 1, *tables, [5]), x)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SwiGLU.
+
+SHAPES = [(1, 1), (3, 24), (2, 5, 67), (2, 1500), (0, 8)]
+
+
+@in_kernels
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_of_swiglu(shape):
+    for dtype in DTYPES:
+        check_swiglu(shape, dtype, rounded=1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_swiglu_in_plain_torch(shape, monkeypatch):
+    monkeypatch.setattr(swiglu, "uses_triton", lambda _: False)
+    for dtype in (*DTYPES, torch.float64):
+        check_swiglu(shape, dtype, rounded=3)  # silu is rounded, and what it is multiplied by
+
+
+def check_swiglu(shape, dtype, rounded):
+    *rows, n = shape
+    leaf = torch.randn(*rows, 2 * n, device=DEVICE).mul_(3)
+    if leaf.numel():
+        leaf.view(-1, 2, n)[0, 0, : n // 2 : 3] = 80.0
+        leaf.view(-1, 2, n)[-1, 0, 1 : n // 2 : 3] = -80.0
+    leaf = leaf.to(dtype).requires_grad_()
+    exact, dy = leaf.detach().double().requires_grad_(), torch.randn(*rows, n, device=DEVICE).to(dtype)
+    gate, up = exact.chunk(2, -1)
+    expected, y = gate * torch.sigmoid(gate) * up, SwiGLU.apply(leaf)
+    expected.backward(dy.double())
+    y.backward(dy.transpose(0, -1).contiguous().transpose(0, -1))
+    tolerance = dict(rtol=rounded * rounding(dtype) + 2e-6, atol=2e-6 if rounded == 1 else 2e-3)
+    if dtype == torch.float64:
+        tolerance = dict(rtol=1e-12, atol=1e-12)
+    for ours, truth in ((y.detach(), expected.detach()), (leaf.grad, exact.grad)):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), truth, **tolerance)
+
+
+def test_gradient_of_swiglu_is_that_of_its_forward():
+    x = torch.randn(2, 3, 10, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(SwiGLU.apply, x)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The whole model.
+
+
+def loss_and_gradients(model, tokens):
+    model.zero_grad()
+    hidden = model(tokens)
+    loss = (hidden * torch.linspace(-1, 1, hidden.shape[-1], device=DEVICE)).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same(ours, theirs):
+    assert len(ours) == len(theirs) > 10
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()) + 1e-9)
+
+
+@in_kernels
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("checkpoint_blocks", ["none", "block", "selective"])
+def test_the_model_with_kernels_is_the_model_without(qk_norm, checkpoint_blocks, monkeypatch):
+    model, tokens = make_model("llama", qk_norm=qk_norm), torch.randint(67, (2, 6), device=DEVICE)
+    model.checkpoint_blocks = checkpoint_blocks
+    launches = []
+    for module in (rotary, swiglu):
+        launch = module.launch
+        monkeypatch.setattr(module, "launch", lambda *args, launch=launch: launches.append(1) or launch(*args))
+    ours = loss_and_gradients(model, tokens)
+    rotations = 2 if qk_norm else 1
+    passes = 2 if checkpoint_blocks == "none" else 3  # a checkpointed forward runs again
+    assert len(launches) in range(2 * 2 * (rotations + 1), 2 * passes * (rotations + 1) + 1)
+    for module in (rotary, swiglu):
+        monkeypatch.setattr(module, "uses_triton", lambda _: False)
+    assert_same(ours, loss_and_gradients(model, tokens))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Residual adds.
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("checkpoint_blocks", ["none", "block", "selective"])
+def test_products_that_add_are_the_model_that_adds(shape, checkpoint_blocks, monkeypatch):
+    """gpt2 has biases, for which they do not add; half of llama's do."""
+    model, tokens = make_model(shape, proj_bias=False), torch.randint(67, (2, 6), device=DEVICE)
+    model.checkpoint_blocks = checkpoint_blocks
+    results = []
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setattr(lean, "kind_of", lambda _, kind=kind: kind)
+        with torch.no_grad():
+            hidden = model(tokens)
+        last = torch.tensor([2, 5], device=DEVICE)
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens, last=last)[:, 0], hidden[range(2), last], rtol=1e-5, atol=1e-5)
+        results.append([hidden, *loss_and_gradients(model, tokens)])
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_adds_in_place_without_gradients_alone(bias, monkeypatch):
+    monkeypatch.setattr(lean, "kind_of", lambda _: "cuda")
+    layer, x = lean.Linear(6, 4, bias=bias).to(DEVICE), torch.randn(2, 3, 6, device=DEVICE)
+    residual = torch.randn(2, 3, 4, device=DEVICE)
+    before, expected = residual.clone(), residual + F.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(layer(x, residual), expected)
+    assert residual.equal(before)
+    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
+        y = layer(x.bfloat16(), residual)  # the residual stays in float32
+        assert y.dtype == torch.float32 and residual.equal(before)
+    with torch.no_grad():
+        y = layer(x, residual)
+    torch.testing.assert_close(y, expected)
+    assert (y.data_ptr() == residual.data_ptr()) != bias and residual.equal(before) == bias
+
+
+def test_a_product_that_adds_rounds_once(monkeypatch):
+    monkeypatch.setattr(lean, "kind_of", lambda _: "cuda")
+    layer, x = (
+        lean.Linear(64, 512, bias=False).to(DEVICE, torch.bfloat16),
+        torch.randn(32, 64, device=DEVICE).bfloat16(),
+    )
+    residual = torch.randn(32, 512, device=DEVICE).bfloat16()
+    exact = (residual.double() + x.double() @ layer.weight.double().t()).bfloat16()
+    apart = residual + layer(x)
+    assert (layer(x, residual) != exact).float().mean() < 0.3 * (apart != exact).float().mean()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_adapters_add_to_products_that_add(autocast, monkeypatch):
+    """Off, or with B = 0, they leave the model as it was bit for bit; without autocast in bfloat16."""
+    monkeypatch.setattr(lean, "kind_of", lambda _: "cuda")
+    tokens, dtype = torch.randint(67, (2, 6), device=DEVICE), torch.float32 if autocast else torch.bfloat16
+    adapted = lora.add(make_model("llama", dtype=dtype, proj_bias=False), 3, 6.0, list(lora.TARGETS))
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                before, drawn = make_model("llama", dtype=dtype, proj_bias=False)(tokens), adapted(tokens)
+                assert before.dtype == drawn.dtype == dtype and drawn.equal(before)
+                with lora.adapters_off(adapted):
+                    assert adapted(tokens).equal(before)
+        for module in lora.adapted(adapted):
+            torch.nn.init.normal_(module.lora_B, std=0.3)
+        hidden = adapted(tokens)
+        assert not hidden.equal(before)
+        monkeypatch.undo()
+        torch.testing.assert_close(adapted(tokens), hidden, rtol=0.1, atol=0.1 if dtype == torch.bfloat16 else 0.02)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is kept for backward.
+
+
+class Ops(TorchDispatchMode):
+    """The names of all ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def kept_by(function, *tensors):
+    """-> (result, bytes that are alive after a call beside what it was given)."""
+    with LiveBytes() as live:
+        for tensor in tensors:
+            live.follow(tensor)
+        before = live.current
+        result = function(*tensors)
+        return result, live.current - before
+
+
+def test_swiglu_keeps_its_input_alone():
+    x = torch.randn(5, 64, device=DEVICE, requires_grad=True)
+    y, kept = kept_by(SwiGLU.apply, x)
+    assert kept == y.nbytes and y.grad_fn.saved_tensors[0].data_ptr() == x.data_ptr()
+    with torch.no_grad():
+        y, kept = kept_by(SwiGLU.apply, x)
+    assert kept == y.nbytes and y.grad_fn is None
+
+
+def test_rotary_keeps_nothing_of_its_own():
+    tables, leaf = make_tables(2, 4, 8, 1), torch.randn(2, 8, 4, 8, device=DEVICE, requires_grad=True)
+    parts, kept = kept_by(lambda x, *tables: Rotary.apply(x, *tables, [4, 2, 2]), leaf * 1, *tables)
+    assert kept == 0 and len(parts) == 3
+    assert {t.data_ptr() for t in parts[0].grad_fn.saved_tensors} == {t.data_ptr() for t in tables}
+
+
+def planned_forward(kind, dtype, autocast=False, **changes):
+    """A model without data -> (its config, bytes kept for backward, names of all ops)."""
+    shape = LLAMA | dict(vocab_size=8, n_head=6, n_kv_head=2, n_embd=96, proj_bias=False) | changes
+    with PlanningMode(kind, HostLedger()), LiveBytes() as live, Ops() as ops:
+        model, tokens = new_model(shape, "cpu", dtype), torch.zeros(2, 16, dtype=torch.long)
+        model.extend_rotary(16, tokens.device)
+        before = live.current
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            hidden = model(tokens)
+        kept = live.current - before
+        del hidden
+    return model.config, kept, ops.names
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_planned_layer_keeps_what_the_mathematics_needs(kind):
+    """In bfloat16, without norms of heads: two norms' inputs and outputs, qkv, attention's output, up, down's input."""
+    if kind == "cuda" and triton is None:
+        pytest.skip("Triton is not installed")
+    depths = [planned_forward(kind, "bfloat16", n_layer=n, qk_norm=False) for n in (1, 2)]
+    c, BT, D = depths[0][0], 32, 16
+    C, heads = c.n_embd, c.n_head + 2 * c.n_kv_head
+    numbers = 4 * C + heads * D + c.n_head * D + 3 * c.n_hidden
+    assert depths[1][1] - depths[0][1] == BT * (2 * numbers + 4 * 2 + 4 * c.n_head)  # and each norm's, softmax's sums
+
+
+def test_norms_of_heads_cost_their_outputs_alone_under_autocast():
+    """Queries and keys stay in the compute type, so that CUDA's fused attention shares key heads."""
+    kept = {}
+    for qk_norm in (False, True):
+        depths = [planned_forward("cuda", "float32", autocast=True, n_layer=n, qk_norm=qk_norm) for n in (1, 2)]
+        assert "clone" not in depths[1][2]
+        kept[qk_norm] = depths[1][1] - depths[0][1]
+    heads, BT, D = 6 + 2, 32, 16
+    assert kept[True] - kept[False] == BT * heads * (2 * D + 4)  # and a sum each
+    assert (
+        planned_forward("cuda", "float32", n_layer=1)[2].count("clone") == 2
+    )  # in float32 keys and values are repeated
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_returns_its_inputs_type_under_autocast(dtype):
+    norm, x = lean.RMSNorm(16, eps=1e-6).to(DEVICE), torch.randn(3, 16, device=DEVICE, dtype=dtype, requires_grad=True)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = norm(x)
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == dtype and norm.weight.grad.dtype == torch.float32
+
+
+def test_the_fused_norm_is_outside_autocast_and_of_one_type(monkeypatch):
+    """float64 takes CUDA's way, where autocast's list of float32 has the norm, and two types have no fused kernel."""
+    calls, rms_norm = [], F.rms_norm
+
+    def look(x, shape, weight, eps):
+        calls.append((x.dtype == weight.dtype, torch.is_autocast_enabled(x.device.type)))
+        return rms_norm(x, shape, weight, eps)
+
+    monkeypatch.setattr(lean.F, "rms_norm", look)
+    norm, x = lean.RMSNorm(16, eps=1e-6).to(DEVICE), torch.randn(3, 16, device=DEVICE, dtype=torch.float64)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        norm(x)
+    assert calls == [(True, False)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ahead of time, for devices that are not here.
+
+
+@compiles
+@pytest.mark.skipif(triton is None or sys.platform != "linux", reason="Triton ships its assembler for Linux")
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
+    """At Qwen2.5-1.5B's shape, and with what a step of one row and one token leaves at 1."""
+    x = dict.fromkeys(("q", "k", "v", "out", "x", "y", "dy", "dx"), "*" + dtype) | dict.fromkeys(
+        ("cos", "sin"), "*fp32"
+    )
+    strides = {f"{name}_{axis}" for name in ("q", "k", "v", "out") for axis in ("batch", "head", "time")}
+    strides |= {"table_batch", "table_time"}
+    for kernel, constants, ones, aligned, most in (
+        (rotary.rotary_kernel, dict(M=16, DP=64, BACK=False), ("T",), strides | {"D"}, 128),
+        (rotary.rotary_kernel, dict(M=16, DP=64, BACK=True), ("T",), strides | {"D", "heads"}, 128),
+        (rotary.rotary_kernel, dict(M=1, DP=64, BACK=True), ("T", "H", "HG", "heads"), strides | {"D"}, 128),
+        (swiglu.forward_kernel, dict(BLOCK=1024), ("blocks",), {"n"}, 64),
+        (swiglu.backward_kernel, dict(BLOCK=1024), ("blocks",), {"n"}, 64),
+    ):
+        for equal_to_one in ((), ones):
+            chosen = constants | {name: 1 for name in equal_to_one if name in kernel.arg_names}
+            pointers = {name: kind for name, kind in x.items() if name in kernel.arg_names}
+            used, ptx = cubin_resources(kernel, capability, pointers, chosen, aligned - set(chosen), 4, tmp_path)
+            print(f"sm_{capability} {dtype} {kernel.__name__} {chosen}", used)
+            assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= most
+            if constants.get("M") != 1:  # 16 bytes at a time; of one head there are not enough for all threads
+                assert "ld.global.v4" in ptx and "st.global.v4" in ptx
