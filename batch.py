@@ -1,12 +1,14 @@
 """Sequences into optimizer steps and micro-batches, by token budget, for both loops.
 
 A micro-batch is flat: `rows` picks the hidden states that predict completion tokens, and everything per token is (M,).
-Nothing after it may assume padding. Left out: packing several sequences into a row.
+Nothing after it may assume how far it is padded. Left out: packing several sequences into a row.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+from memory.cuda import padded, upload
 
 
 @dataclass
@@ -49,10 +51,11 @@ class Cut:
         tokens of the sequences 3 9 4 8, one step, max_tokens 18 -> steps [[[1, 3], [2, 0]]]
     """
 
-    def __init__(self, sequences, step_size: int = 0, max_tokens: int = 0):
+    def __init__(self, sequences, step_size: int = 0, max_tokens: int = 0, block_size: int = 0):
         """sequences: Rollouts or Sequences, N of them. step_size: sequences of an optimizer step; 0: N."""
-        self.prompts, self.completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
-        self.lengths = [p + c for p, c in zip(self.prompts, self.completions, strict=True)]
+        prompts, self.completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
+        lengths = map(sum, zip(prompts, self.completions, strict=True))
+        self.lengths = [padded(length, sequences.tokens, block_size) for length in lengths]
         self.step_size, self.longest = step_size or len(self.lengths), max(self.lengths)
         self.into(max_tokens)
 
@@ -80,13 +83,12 @@ class Cut:
 def gather(sequences, indices: list, cut: Cut) -> MicroBatch:
     """The MicroBatch of some sequences. Its copies live as long as it does: make one at a time.
 
-    sequences: anything with tokens (N, T) and, where wanted, advantages (N,) and sampling_logprobs, old_logprobs,
-    ref_logprobs (N, T_c).
+    sequences: tokens (N, T) and, where wanted, advantages (N,), sampling_logprobs, old_logprobs, ref_logprobs (N, T_c).
     """
-    prompts, completions = [cut.prompts[i] for i in indices], [cut.completions[i] for i in indices]
-    device, M, T = sequences.tokens.device, sum(completions), max(cut.lengths[i] for i in indices)
-    index, prompt, lengths = (torch.tensor(numbers, device=device) for numbers in (indices, prompts, completions))
-    tokens = sequences.tokens[index, :T]  # (B, T)
+    M, T = sum(cut.completions[i] for i in indices), max(cut.lengths[i] for i in indices)
+    device, index = sequences.tokens.device, upload(indices, sequences.tokens.device)
+    prompt, lengths = sequences.prompt_lengths[index], sequences.completion_lengths[index]  # (B,) each
+    tokens = torch.nn.functional.pad(sequences.tokens[index, :T], (0, max(0, T - sequences.tokens.shape[1])))  # (B, T)
     sequence = torch.repeat_interleave(torch.arange(len(index), device=device), lengths, output_size=M)  # (M,)
     place = torch.arange(M, device=device) - (lengths.cumsum(0) - lengths)[sequence]  # (M,) within its completion
     target = sequence * T + prompt[sequence] + place  # (M,) of the flattened tokens

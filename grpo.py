@@ -36,7 +36,7 @@ from runs.checkpoint import open_checkpoint
 from runs.loading import load_weights
 from runs.log import IS_IT_BROKEN
 from sample import Rollouts, sample_groups
-from training import finite_columns, learning_rate_at, mean_of_steps, rollout_metrics, run
+from training import as_floats, finite_columns, learning_rate_at, mean_of_steps, rollout_metrics, run
 
 
 def main(prepared) -> bool:
@@ -85,7 +85,7 @@ def iterate(iteration, training, collect=None):
     rollouts, rewards, samples, metrics = (collect or collect_groups)(iteration, training)  # N completions; (P, k)
 
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
-    cut = Cut(rollouts, settings.train_batch_size, training.pieces.max_tokens_per_micro_batch)
+    cut = Cut(rollouts, settings.train_batch_size, training.pieces.max_tokens_per_micro_batch, model.config.block_size)
     smaller = training.pieces.halve_micro_batches(cut, model)
 
     # 4. Log-probs before the first step. The sampler is the model, so its own are the old ones, without a forward pass;
@@ -314,7 +314,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings):
             totals[name] = totals[name] + values.sum() / num_tokens
         totals["loss"] = totals["loss"] + loss.detach()
         totals["logprob_diff_max"] = difference.max().clamp(min=totals["logprob_diff_max"])
-    return {name: float(value) for name, value in totals.items()}
+    return as_floats(totals)
 
 
 def make_token_loss(micro, counts, settings, totals):

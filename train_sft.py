@@ -22,7 +22,7 @@ from batch import Cut, Sequences, gather
 from logprobs import head_loss
 from memory import attempts
 from model import autocast
-from training import learning_rate_at, run
+from training import as_floats, learning_rate_at, run
 
 
 def main(prepared) -> bool:
@@ -39,7 +39,7 @@ def iterate(iteration, training, make_batch=None):
 
     # 1. Demonstrations, cut into micro-batches.
     batch = (make_batch or demonstrations)(iteration, training)
-    cut = Cut(batch, max_tokens=training.pieces.max_tokens_per_micro_batch)
+    cut = Cut(batch, 0, training.pieces.max_tokens_per_micro_batch, model.config.block_size)
 
     # 2. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
     training.log.show("train")
@@ -75,8 +75,7 @@ def demonstrations(iteration, training) -> Sequences:
 
 def accumulate_gradient(model, batch, cut, settings):
     """The gradient of the mean negative log-prob of completion tokens -> {"loss", "entropy": its token mean}."""
-    num_tokens = sum(cut.completions)
-    loss = entropy = 0.0
+    loss, entropy, num_tokens = 0.0, 0.0, sum(cut.completions)
     for indices in cut.steps[0]:
         micro = gather(batch, indices, cut)
         with autocast(settings.dtype, model):
@@ -92,7 +91,7 @@ def accumulate_gradient(model, batch, cut, settings):
             )
         share.backward()
         loss, entropy = loss + share.detach(), entropy + entropies.sum() / num_tokens
-    return dict(loss=float(loss), entropy=float(entropy))
+    return as_floats(dict(loss=loss, entropy=entropy))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,14 @@ Left out: the kernels of log-probs (logprobs/kernels.py), decode attention and d
 Test: pytest tests/test_kernels.py
 """
 
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+
 import torch
 
 from memory.ledger import is_planned, kind_of
@@ -26,12 +34,46 @@ if triton is not None:
     LN2 = tl.constexpr(0.6931471805599453)
     LOW = tl.constexpr(LOWEST)
 
+    @triton.jit
+    def smallest_kernel(n):
+        pass
+
 
 def uses_triton(tensor: torch.Tensor) -> bool:
     """Kernels run on CUDA, on a planner's fake CUDA tensors, and in Triton's interpreter; not in float64."""
     if triton is None or tensor.dtype == torch.float64:
         return False
-    return kind_of(tensor) == "cuda" or triton.knobs.runtime.interpret
+    return triton.knobs.runtime.interpret or kind_of(tensor) == "cuda" and not why_no_kernels()
+
+
+@cache
+def why_no_kernels() -> str:
+    """What keeps kernels from running on this machine's GPU, and what to install; "" if nothing does, or without a GPU.
+
+    Runs the smallest one. For the first kernel Triton builds its launcher with a C compiler and Python's headers.
+    """
+    if triton is None:
+        return "Triton is missing (pip install triton)"
+    if not torch.cuda.is_available():
+        return ""
+    try:
+        smallest_kernel[(1,)](1)
+        return ""
+    except Exception as error:  # whatever it is, plain torch does without
+        return what_is_missing(error)
+
+
+def what_is_missing(error: Exception) -> str:
+    """An error of Triton's first kernel -> what to install, as far as one can tell."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    if not compiler or not shutil.which(compiler):
+        return f"Triton needs a C compiler{f', and CC={compiler} is none' if compiler else ''} (apt install gcc)"
+    if not headers.exists():
+        return f"Triton needs {headers} (apt install python3.{sys.version_info.minor}-dev)"
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"the C compiler that Triton needs, {error.cmd[0]}, failed; what it said is above"
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def nothing_to_do(tensor: torch.Tensor) -> bool:

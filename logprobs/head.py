@@ -30,6 +30,11 @@ from logprobs.rows import (
 from memory.cpu import fast_products
 from memory.ledger import MIB, is_planned, kind_of, logits_budget
 
+ALREADY_ADDED = (  # CUDA takes 254 characters
+    "head_loss has already added its gradient to weight.grad, so it cannot multiply it by another number than 1: "
+    "scale inside token_loss, or pass weight.view_as(weight)"
+)
+
 
 def rows_per_chunk(n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type: str = "cpu") -> int:
     """Rows of logits that fit chunk_mb MiB together with plain torch's scratch; at least one.
@@ -227,17 +232,12 @@ class HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss, *_):
         dhidden, dweight = ctx.saved_tensors
-        scale = 1 if nothing_to_do(dloss) else dloss.item()
-        if scale != 1 and ctx.into_grad:
-            raise RuntimeError(
-                f"head_loss has already added its gradient to weight.grad, so it cannot multiply it by {scale:g}: "
-                "scale inside token_loss, or pass weight.view_as(weight)"
-            )
-        if scale != 1:
-            dhidden, dweight = (None if d is None else d * scale for d in (dhidden, dweight))
-        elif ctx.into_grad and dhidden is not None:
+        if not ctx.into_grad:
+            return *(None if d is None else d * dloss for d in (dhidden, dweight)), None, None, None, None
+        torch._assert_async(dloss == 1, ALREADY_ADDED)  # on CUDA the device checks it, without making the host wait
+        if dhidden is not None:
             torch.autograd.graph.increment_version(dhidden)  # a second backward would lack dweight: autograd raises
-        return dhidden, dweight, None, None, None, None
+        return dhidden, None, None, None, None, None
 
 
 def differentiate(token_loss, logprobs, rows, with_gradient):

@@ -14,36 +14,15 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from memory.cpu import share_cores, stays_float32
 from model import GPT, make_model
 from options import SnugError
 from pretrained import lora
 from pretrained.shapes import is_pretrained, stored_dtype
 from pretrained.tensors import opened, read_weights
 from runs.checkpoint import Checkpoint, base_of, find_run, settings_of, tokenizer_of
+from runs.device import pick_device
 from settings import GRPOSettings, SFTSettings
 from tokenizer import Tokenizer
-
-
-def pick_device(name: str) -> torch.device:
-    """ "auto" is CUDA if torch sees it, else the CPU. Raises SnugError for a device that is unknown or missing."""
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except RuntimeError as error:
-        raise SnugError(f"device={name!r}: {str(error).splitlines()[0]}") from None
-    if device.type == "cpu":
-        stays_float32()  # looks now, not in the middle of something that is measured
-        share_cores()
-        return device
-    if device.type != "cuda":
-        raise SnugError(f"device={name!r}: snug runs on cpu and cuda")
-    if not torch.cuda.is_available():
-        raise SnugError(f"device={name!r}: this torch sees no CUDA device; use --device=cpu")
-    device = torch.device("cuda", device.index or 0)
-    if device.index >= torch.cuda.device_count():
-        raise SnugError(f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
-    torch.cuda.set_device(device)  # also initialises CUDA, so that the allocator's counters exist
-    return device
 
 
 class Run(NamedTuple):
@@ -58,7 +37,8 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     """A run's folder, a checkpoint's, a Hugging Face model's, or what `find_run` returned -> Run. Raises SnugError."""
     checkpoint = run if isinstance(run, Checkpoint) else find_run(run)
     path, state = checkpoint
-    settings, device, tokenizer = settings_of(state), pick_device(device), tokenizer_of(path, state)
+    settings, tokenizer = settings_of(state), tokenizer_of(path, state)
+    device = pick_device(device, settings.tf32)
     if is_pretrained(path) and device.type == "cuda" and stored_dtype(path) == "bfloat16":
         settings.dtype = settings.param_dtype = "bfloat16"
     shape = state["model_config"] | {"n_vocab": tokenizer.n_vocab}

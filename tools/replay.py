@@ -65,7 +65,7 @@ def replay(folder: Path, device: torch.device) -> list[str]:
 
 def repeat_step(settings, model: GPT, sequences: Rollouts | Sequences, select: list[int]) -> dict[str, float]:
     """Forward and backward of the step on the sequences `select` -> its metrics. The gradient is in each .grad."""
-    cut = Cut(sequences, len(select), settings.max_tokens_per_micro_batch)
+    cut = Cut(sequences, len(select), settings.max_tokens_per_micro_batch, model.config.block_size)
     if isinstance(sequences, Rollouts):
         return grpo.accumulate_gradient(model, sequences, cut, select[0] // len(select), settings)
     return train_sft.accumulate_gradient(model, sequences, cut, settings)

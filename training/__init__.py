@@ -5,7 +5,7 @@ state    what an iteration works with, and its end   guard      steps that are d
 dry_run  the same iteration for the planner          figures    what the log says of rollouts and steps
 """
 
-from training.figures import mean_of_steps, rollout_metrics
+from training.figures import as_floats, mean_of_steps, rollout_metrics
 from training.loop import run
 from training.optimizer import learning_rate_at, make_optimizer, optimizer_step
 from training.state import Training, finite_columns

@@ -1,5 +1,14 @@
 """What the log says about an iteration's rollouts and optimizer steps."""
 
+import torch
+
+
+def as_floats(totals: dict) -> dict[str, float]:
+    """{name: number or scalar tensor} -> {name: float}, in one transfer: the host waits for the device once."""
+    device = next((value.device for value in totals.values() if isinstance(value, torch.Tensor)), "cpu")
+    values = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in totals.values()]
+    return dict(zip(totals, torch.stack(values).tolist(), strict=True))
+
 
 def rollout_metrics(rollouts, rewards, parts):
     """The log's figures of an iteration's rollouts. rewards (groups, k); parts: {function: answers}, one a rollout."""

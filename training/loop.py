@@ -14,7 +14,8 @@ from memory.fit import apply, show
 from memory.meter import allocator_snapshot
 from model import make_model
 from runs.checkpoint import base_record
-from runs.loading import configure, load_into, load_optimizer, load_weights, pick_device, restore_generators, trained
+from runs.device import notes, pick_device
+from runs.loading import configure, load_into, load_optimizer, load_weights, restore_generators, trained
 from runs.log import RunLog, prepare_folder
 from runs.saver import Saver
 from training.dry_run import DryRun
@@ -34,7 +35,7 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
     if settings.plan:
         print(show(rehearse, settings, longest))
         return True
-    device = pick_device(settings.device)
+    device = pick_device(settings.device, settings.tf32)
     settings = prepared.settings = apply(rehearse, settings, longest, device, print)
     snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
     torch.manual_seed(settings.seed)
@@ -79,6 +80,8 @@ def introduce(title, model, device, settings, start, state, moved, say):
     size, trains = (sum(p.numel() for p in ps) for ps in (model.parameters(), trained(model).values()))
     part = f", of which {trains:,} train," if trains < size else ""
     say(f"{title} on {settings.task}: {size:,} parameters{part} on {device}, {settings.out_dir}")
+    for note in notes(device, settings):
+        say(note)
     if moved:
         say(f"an earlier run in {settings.out_dir} was moved to {moved}")
     if start:

@@ -1,0 +1,251 @@
+"""Which device a run gets, what stops it, and what it is told. Drivers and GPUs are faked."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import DEVICE
+from interpreted import compiles, cubin_resources
+
+import kernels
+import runs.device
+from kernels import uses_triton, what_is_missing, why_no_kernels
+from memory.cpu import stays_float32
+from memory.ledger import HostLedger, PlanningMode
+from options import SnugError
+from runs.device import notes, pick_device
+from settings import GRPOSettings
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real GPU answers otherwise than the faked ones")
+HOME = Path(__file__).parent.parent
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by\nmore"
+
+
+def failing(message, kind=RuntimeError):
+    def fail(*args, **options):
+        raise kind(message)
+
+    return fail
+
+
+def refused(name):
+    """The message of the SnugError: one line."""
+    with pytest.raises(SnugError) as caught:
+        pick_device(name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def old_driver(monkeypatch, tmp_path):
+    """A torch for CUDA 13.0, a GPU, and a driver that is too old."""
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 2024\n")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", failing(TOO_OLD))
+    monkeypatch.setattr(runs.device, "GPU_FILES", (str(tmp_path / "nvidia[0-9]*"),))
+    monkeypatch.setattr(runs.device, "LOADED_DRIVER", str(tmp_path / "version"))
+    return tmp_path
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    """A CUDA device that torch can use. Its tensors are on the CPU."""
+    zeros, (products, attention) = torch.zeros, switches()
+    why_no_kernels.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
+    monkeypatch.setattr(runs.device, "why_no_kernels", lambda: "")
+    yield monkeypatch
+    torch.backends.cuda.matmul.fp32_precision = products
+    torch.backends.cuda.enable_cudnn_sdp(attention)
+    why_no_kernels.cache_clear()
+
+
+def switches():
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.cuda.cudnn_sdp_enabled()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A GPU that cannot be used
+
+
+def test_a_driver_that_is_too_old_stops_the_run(old_driver, monkeypatch):
+    for name in ("auto", "cuda", "cuda:0"):
+        assert refused(name) == (
+            f"device={name!r}: there is a GPU that torch cannot use; CUDA 13.0 needs NVIDIA's driver 580 or newer, "
+            "loaded is 535.183.01; torch says: The NVIDIA driver on your system is too old (found version 12020); "
+            "use --device=cpu"
+        )
+    assert pick_device("cpu").type == "cpu"
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    (old_driver / "version").unlink()  # as in WSL
+    assert "CUDA 12.9 needs NVIDIA's driver 525 or newer, loaded is an unknown one" in refused("auto")
+
+
+def test_auto_is_the_cpu_where_no_gpu_is_wanted(old_driver, monkeypatch):
+    for hidden in ("", "-1"):
+        with monkeypatch.context() as patch:
+            patch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+            assert pick_device("auto").type == "cpu"
+            assert refused("cuda") == "device='cuda': this torch sees no CUDA device; use --device=cpu"
+    (old_driver / "nvidia0").rename(old_driver / "nvidiactl")  # no GPU
+    assert pick_device("auto").type == "cpu"
+    (old_driver / "nvidiactl").rename(old_driver / "nvidia3")  # a container's only one
+    assert "there is a GPU" in refused("auto")
+    monkeypatch.setattr(torch.version, "cuda", None)  # a torch for the CPU
+    assert pick_device("auto").type == "cpu"
+
+
+def test_a_command_ends_with_one_line_and_2(tmp_path):
+    (tmp_path / "nvidia0").touch()
+    code = f"""
+import runpy, sys, torch
+torch.version.cuda = "13.0"
+import runs.device
+runs.device.GPU_FILES = ({str(tmp_path / "nvidia0")!r},)
+sys.argv = ["train_sft.py", "--digits=1", "--out_dir={tmp_path}/run"]
+runpy.run_path("train_sft.py", run_name="__main__")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment["PYTHONPATH"] = str(HOME)
+    end = subprocess.run([sys.executable, "-c", code], cwd=HOME, env=environment, capture_output=True, text=True)
+    assert end.returncode == 2 and end.stderr.count("\n") == 1
+    assert end.stderr.startswith("error: device='auto': there is a GPU that torch cannot use; CUDA 13.0 needs")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_that_this_torch_has_no_kernels_for(h100):
+    h100.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
+    h100.setattr(torch.cuda, "set_device", failing("CUDA error: no kernel image is available\nCUDA kernel errors ..."))
+    built = "CUDA error: no kernel image is available: this torch is built for sm_75 sm_80; pytorch.org has others"
+    assert refused("cuda") == f"device='cuda': {built}; use another device, or --device=cpu"
+    h100.setattr(torch.cuda, "set_device", failing("CUDA error: all CUDA-capable devices are busy or unavailable"))
+    assert refused("auto").startswith("device='auto': CUDA error: all CUDA-capable devices are busy or unavailable;")
+
+
+def test_other_devices_are_refused(h100):
+    assert "there are 1 CUDA devices, counted from 0" in refused("cuda:1")
+    assert "snug runs on cpu and cuda" in refused("mps")
+    assert refused("gpu").startswith("device='gpu': ")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How torch is told to use it
+
+
+def test_cudnn_attention_is_off_and_tf32_as_asked(h100):
+    for tf32, products in ((True, "tf32"), (False, "ieee")):
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        assert pick_device("auto", tf32) == torch.device("cuda", 0)
+        assert switches() == (products, False)
+        stays_float32.__wrapped__()  # which changes how a CPU multiplies, and back
+        assert switches() == (products, False) and torch.backends.mkldnn.matmul.fp32_precision == "none"
+
+
+def test_a_cpu_leaves_the_switches_alone():
+    before = switches()
+    pick_device("cpu", tf32=True)
+    assert switches() == before
+
+
+def noted(monkeypatch, capability, **settings):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    return notes(torch.device("cuda", 0), GRPOSettings(**settings))
+
+
+def test_a_t4_is_told_not_to_use_bfloat16(h100):
+    h100.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    (line,) = noted(h100, (7, 5), dtype="bfloat16")
+    assert line.startswith("warning: Tesla T4 (sm_75) has neither bfloat16 units nor fused attention in bfloat16")
+    assert "--plan does not count" in line and line.endswith("use --dtype=float32 --param_dtype=float32")
+    assert noted(h100, (7, 5), dtype="float32") == []
+
+
+def test_float32_on_a_gpu_with_tensor_cores_for_it_is_told_of_tf32(h100):
+    (line,) = noted(h100, (9, 0), dtype="float32")
+    assert line.startswith("hint: on NVIDIA H100 (sm_90) --tf32=true multiplies float32 on tensor cores")
+    assert noted(h100, (8, 0), dtype="float32", tf32=True) == noted(h100, (9, 0), dtype="bfloat16") == []
+    assert notes(torch.device("cpu"), GRPOSettings()) == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels that cannot be built
+
+
+@pytest.fixture
+def triton_driver(h100, tmp_path):
+    """Triton builds its launcher anew, as on a new machine."""
+    from triton.backends.nvidia import driver
+
+    h100.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    h100.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    yield h100
+    driver.libcuda_dirs.cache_clear()
+    driver.library_dirs.cache_clear()
+
+
+@pytest.mark.skipif(kernels.triton is None, reason="without Triton nothing is built")
+def test_what_keeps_triton_from_its_first_kernel_is_named(triton_driver, tmp_path):
+    triton_driver.setenv("CC", "/bin/false")
+    assert why_no_kernels() == "the C compiler that Triton needs, /bin/false, failed; what it said is above"
+    why_no_kernels.cache_clear()
+    triton_driver.setenv("CC", "nowhere")
+    assert why_no_kernels() == "Triton needs a C compiler, and CC=nowhere is none (apt install gcc)"
+    why_no_kernels.cache_clear()
+    triton_driver.delenv("CC")
+    triton_driver.setenv("PATH", str(tmp_path))
+    assert why_no_kernels() == "Triton needs a C compiler (apt install gcc)"
+
+
+def test_missing_headers_are_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", sys.executable)  # any program
+    monkeypatch.setattr("kernels.sysconfig.get_path", lambda *names: str(tmp_path))
+    error = subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"])
+    minor = sys.version_info.minor
+    assert what_is_missing(error) == f"Triton needs {tmp_path}/Python.h (apt install python3.{minor}-dev)"
+    (tmp_path / "Python.h").touch()
+    assert what_is_missing(error).startswith("the C compiler that Triton needs, gcc, failed")
+    assert what_is_missing(ImportError("cuda_utils.so: undefined symbol\nmore")) == (
+        "ImportError: cuda_utils.so: undefined symbol"
+    )
+
+
+def test_without_kernels_plain_torch_runs_and_is_planned(h100, capsys):
+    h100.setattr(runs.device, "why_no_kernels", lambda: "Triton needs a C compiler")
+    assert pick_device("cuda").type == "cuda"
+    said = capsys.readouterr().err
+    assert said.startswith("warning: kernels are off") and said.endswith(": Triton needs a C compiler\n")
+    h100.setattr(kernels, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False))))
+    with PlanningMode("cuda", HostLedger()):
+        planned = torch.empty(3)
+    for why in ("", "Triton needs a C compiler"):
+        h100.setattr(kernels, "why_no_kernels", lambda why=why: why)
+        assert uses_triton(planned) == (why == "") and not uses_triton(torch.empty(3))
+
+
+def test_a_machine_without_a_gpu_plans_with_kernels(monkeypatch):
+    why_no_kernels.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(kernels, "triton", SimpleNamespace())
+    assert why_no_kernels() == ""
+    why_no_kernels.cache_clear()
+    monkeypatch.setattr(kernels, "triton", None)
+    assert why_no_kernels() == "Triton is missing (pip install triton)"
+    why_no_kernels.cache_clear()
+
+
+@compiles
+@pytest.mark.skipif(kernels.triton is None, reason="nothing to compile with")
+def test_the_smallest_kernel_compiles(tmp_path):
+    resources, _ = cubin_resources(kernels.smallest_kernel, 90, {}, {}, [], 1, tmp_path)
+    assert resources["REG"] > 0
