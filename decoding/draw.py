@@ -3,8 +3,8 @@
 A token comes from a uniform number by inverse CDF, and the number is a hash of (seed, row, step). So a row does not
 depend on its neighbours, on the order in which rows are decoded, or on the number of processes.
 
-On CUDA one kernel reads the logits once for their maximum and sum, and again, from the L2 cache, up to the chosen
-token. Plain torch does it elsewhere, at temperature 0, and with a `Truncation`.
+On CUDA one kernel reads a row of logits once, for its maximum and for the sums of its stretches, and then one stretch
+again. Plain torch does it elsewhere, at temperature 0, and with a `Truncation`.
 
 Left out: penalties and biases (training would not apply them), beams.
 Test: pytest tests/test_draw.py, and tests/test_kernels.py for the kernel.
@@ -26,43 +26,55 @@ if triton is not None:
     from kernels import LN2, LOW
 
     @triton.jit
-    def draw_kernel(logits, u, tokens, logprobs, scale, n_vocab, row_stride, BLOCK: tl.constexpr):
-        """One program a row. Exponents are base 2: scale = log2(e) / temperature."""
+    def pick(p, u, N: tl.constexpr):
+        """p (N,), u in [0, 1) -> the entry in whose interval of the cumulative sum u falls, and where in it, in [0, 1).
+
+        In float64 the order of additions does not matter. If rounding, or a NaN, leaves no entry: the largest."""
+        ends = tl.cumsum(p.to(tl.float64), 0)
+        target = u * tl.max(ends, 0)
+        entries = tl.arange(0, N)
+        first = tl.min(tl.where((ends > target) & (p > 0), entries, N), 0)
+        first = tl.where(first < N, first, tl.argmax(p, 0))
+        end = tl.sum(tl.where(entries == first, ends, 0.0), 0)
+        size = tl.sum(tl.where(entries == first, p, 0.0), 0)
+        return first, 1 - (end - target) / size
+
+    @triton.jit
+    def draw_kernel(
+        logits, u, tokens, logprobs, scale, width, n_vocab, row_stride, length,
+        BLOCK: tl.constexpr, STRETCHES: tl.constexpr,
+    ):  # fmt: skip
+        """One program a row. It reads the row's STRETCHES stretches of `length` columns side by side, which gives the
+        sum of each. A first `pick` is of a stretch, a second one of a token in it: `length` is at most BLOCK.
+
+        The compiler may round x * scale - best once or twice, so the sums of both reads differ. That does no harm: the
+        second pick takes its target from its own sum."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * row_stride
-        columns = tl.arange(0, BLOCK)
-        top = tl.full((BLOCK,), LOW, tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)  # a lane's sum of 2^(z - top)
-        for start in range(0, n_vocab, BLOCK):
-            x = tl.load(logits + start + columns, mask=start + columns < n_vocab, other=-float("inf"))
-            z = x.to(tl.float32) * scale
+        PART: tl.constexpr = BLOCK // STRETCHES
+        columns = (tl.arange(0, STRETCHES) * length)[:, None] + tl.arange(0, PART)[None, :]
+        top = tl.full((STRETCHES, PART), LOW, tl.float32)
+        total = tl.zeros((STRETCHES, PART), tl.float32)  # a lane's sum of 2^(z - top)
+        ahead = tl.load(logits + columns, mask=columns < width, other=-float("inf"))
+        for start in range(0, length, PART):
+            x = ahead  # the next block loads while this one is computed
+            after = columns + start + PART
+            ahead = tl.load(logits + after, mask=(start + PART < length) & (after < width), other=-float("inf"))
+            z = tl.where(columns + start < n_vocab, x.to(tl.float32) * scale, -float("inf"))
             smaller = tl.exp2(-tl.abs(z - top))
             total = tl.where(z > top, total * smaller + 1, total + smaller)
             top = tl.maximum(top, z)
-        best = tl.max(top, 0)
-        sum_all = tl.sum(total * tl.exp2(top - best), 0)
-        target = tl.load(u + row) * sum_all
-        # Choose the first column whose cumulative sum is above the target; it has a probability above 0. This loop adds
-        # in another order than the first, so its sum may end below the target: then choose the last column with a
-        # probability above 0.
-        before = 0.0
-        chosen = 0
-        start = 0
-        limit = n_vocab
-        while start < limit:
-            x = tl.load(logits + start + columns, mask=start + columns < n_vocab, other=-float("inf"))
-            p = tl.exp2(x.to(tl.float32) * scale - best)
-            here = before + tl.cumsum(p, 0)
-            after = tl.max(here, 0)
-            first = tl.min(tl.where((here > target) & (p > 0), start + columns, n_vocab), 0)
-            last = tl.max(tl.where(p > 0, start + columns, chosen), 0)
-            chosen = tl.where(first < n_vocab, first, last)
-            limit = tl.where(first < n_vocab, 0, limit)
-            before = after
-            start += BLOCK
-        z = tl.load(logits + chosen).to(tl.float32) * scale
-        tl.store(tokens + row, chosen.to(tl.int64))
-        tl.store(logprobs + row, (z - best - tl.log2(sum_all)) * LN2)
+        best = tl.max(top)
+        sums = tl.sum(total * tl.exp2(top - best), 1)
+        stretch, u_within = pick(sums, tl.load(u + row), STRETCHES)
+        here = tl.arange(0, BLOCK)
+        column = stretch * length + here
+        x = tl.load(logits + column, mask=(here < length) & (column < n_vocab), other=-float("inf"))
+        token, _ = pick(tl.exp2(x.to(tl.float32) * scale - best), u_within, BLOCK)
+        token = tl.minimum(stretch * length + token, n_vocab - 1)  # in a row with a NaN any token may be
+        z = tl.load(logits + token).to(tl.float32) * scale
+        tl.store(tokens + row, token.to(tl.int64))
+        tl.store(logprobs + row, (z - best - tl.log2(tl.sum(sums, 0))) * LN2)
 
 
 @dataclass(frozen=True)
@@ -152,19 +164,29 @@ def draw_triton(model, hidden, u, temperature, tokens, logprobs):
     logits = F.linear(hidden, model.lm_head_weight)
     if nothing_to_do(logits):
         return
-    block, warps = tile(model.config.n_vocab, logits.element_size(), gradient=True)  # both read a row twice
+    (n, width), n_vocab = logits.shape, model.config.n_vocab
+    length, shape = stretches(width, n_vocab)
     with torch.cuda.device_of(logits):
-        scale = LOG2_OF_E / temperature
-        draw_kernel[(len(logits),)](
-            logits, u, tokens, logprobs, scale, model.config.n_vocab, logits.stride(0), BLOCK=block, num_warps=warps
+        draw_kernel[(n,)](
+            logits, u, tokens, logprobs, LOG2_OF_E / temperature, width, n_vocab, logits.stride(0), length, **shape
         )
 
 
+def stretches(width: int, n_vocab: int) -> tuple[int, dict]:
+    """-> (columns of a stretch, draw_kernel's constants). There are as many stretches as a block must have for one of
+    them to fit in it; together they cover the row."""
+    block, warps = tile(width)
+    steps = -(-n_vocab // block)
+    number = triton.next_power_of_2(steps)
+    return steps * (block // number), dict(BLOCK=block, STRETCHES=number, num_warps=warps)
+
+
 def uniforms(seed: int, rows, steps) -> np.ndarray:
-    """rows (N,), steps (T,) integers -> (N, T) float32 in [0, 1): a hash of (seed, row, step), the same on every
+    """rows (N,), steps (T,) integers -> (N, T) float32 in (0, 1): a hash of (seed, row, step), the same on every
     machine.
 
-    splitmix64's finaliser (Steele, Lea & Flood 2014) over a counter. 23 bits, so that u * total < total in float32.
+    splitmix64's finaliser (Steele, Lea & Flood 2014) over a counter. The middles of 2^23 intervals: below 1, also after
+    u * total in float32, and never 0, which would draw token 0 once in 8 million times however unlikely it is.
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64
 
@@ -177,4 +199,4 @@ def uniforms(seed: int, rows, steps) -> np.ndarray:
         key = mix(np.array(seed % 2**64, dtype=np.uint64) + golden)
         row = mix(key ^ mix((np.asarray(rows).astype(np.uint64) + np.uint64(1)) * golden))[:, None]
         bits = mix(row + (np.asarray(steps).astype(np.uint64) + np.uint64(1)) * golden)
-    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2**-23)
+    return ((bits >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(2**-23)
