@@ -11,7 +11,6 @@ Left out: an inference server, a reward model, a critic.
 
 import sys
 import time
-from copy import copy
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from options import friendly_errors, read_settings
@@ -29,7 +28,7 @@ from data.rewards import repeat_columns, total_rewards
 from evaluate import truncate_prompt
 from logprobs import head_logprobs, head_loss
 from loss import group_advantages, kl_divergence, overlong_punishment, policy_loss, truncated_importance
-from memory import attempts, borrowed, stream_from_host, streamed_tokens
+from memory import attempts, borrowed, stream_from_host
 from model import autocast, make_model
 from pretrained.lora import adapters_off
 from runs.checkpoint import open_checkpoint
@@ -97,7 +96,7 @@ def iterate(iteration, training, collect=None):
             with attempt, meter.phase("reference"):
                 rollouts.old_logprobs = trainer_logprobs(model, rollouts, cut, settings)
     if settings.beta:
-        for attempt in attempts(smaller):
+        for attempt in attempts(training.pieces.halve_joined(smaller)):
             with attempt, meter.phase("reference"):
                 rollouts.ref_logprobs = reference_logprobs(training, rollouts, cut)
 
@@ -228,30 +227,23 @@ def has_variance(rewards):
 def trainer_logprobs(model, rollouts, cut, settings):
     """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32, 0 after the end."""
     logprobs = torch.zeros_like(rollouts.sampling_logprobs)
+    options = dict(n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb)
     for indices in [indices for step in cut.steps for indices in step]:
         micro = gather(rollouts, indices, cut)
-        values = micro_logprobs(model, micro, settings)  # (M,)
+        with autocast(settings.dtype, model):
+            hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
+            values = head_logprobs(hidden, model.lm_head_weight, micro.targets, settings.temperature, **options)  # (M,)
         logprobs[micro.index[micro.sequence], micro.place] = values.to(logprobs.dtype)
+        del hidden  # before the next forward
     return logprobs
 
 
-def micro_logprobs(model, micro, settings):
-    options = dict(n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb)
-    with autocast(settings.dtype, model):
-        hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
-        return head_logprobs(hidden, model.lm_head_weight, micro.targets, settings.temperature, **options)
-
-
 def reference_logprobs(training, rollouts, cut):
-    """The same of the reference: the model without its adapters, or a model whose weights may wait on the host.
-
-    From the host they cross the bus once a micro-batch, so these are larger than those that are trained on.
-    """
-    settings, reference, outside = training.settings, training.reference or training.model, []
+    """The same of the reference: the model without its adapters, or a model whose weights may wait on the host."""
+    settings, reference = training.settings, training.reference or training.model
     if settings.reference == "host":
-        outside, cut = reference.outside_blocks(), copy(cut)  # blocks move one by one by themselves
-        cut.into(streamed_tokens(training.pieces.max_tokens_per_micro_batch))
-    with adapters_off(reference), borrowed(reference, outside, training.model.device):
+        cut = training.pieces.joined(cut)
+    with adapters_off(reference), borrowed(reference):
         return trainer_logprobs(reference, rollouts, cut, settings)
 
 

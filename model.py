@@ -265,10 +265,6 @@ class GPT(nn.Module):
         with saved_tensors_hooks(*inputs.hooks(x)) if self.activation_offload else nullcontext():
             return checkpoint(block, x, rotary, cache, mask, last, **options)
 
-    def outside_blocks(self) -> list[nn.Module]:
-        """The modules that are not blocks."""
-        return [module for module in (self.embedding, self.position, self.norm, self.head) if module is not None]
-
     def logits(self, hidden):
         """hidden (..., C) -> (..., V), -inf for padded ids. Mind the size: select rows first."""
         logits = cpu.linear(hidden, self.lm_head_weight)

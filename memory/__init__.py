@@ -10,7 +10,7 @@
 Left out: what an iteration is. The planner is given a function that runs one.
 """
 
-from memory.host import available_on_host, borrowed, new_on_host, spare_copy, stream_from_host, streamed_tokens, to_host
+from memory.host import available_on_host, borrowed, new_on_host, spare_copy, stream_from_host, to_host
 from memory.ledger import HOST, MIB, HostLedger, LiveBytes, is_planned, kind_of
 from memory.meter import MemoryMeter, resident_bytes, tensor_bytes
 from memory.oom import Pieces, attempts

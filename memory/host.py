@@ -122,43 +122,39 @@ def unload(module):
         del module.arrival
 
 
-def stream_from_host(model, units, device):
-    """Keep a frozen model's weights on the host. Each of `units`, submodules, has them on the device while it runs.
+def stream_from_host(model, blocks, device):
+    """Keep a frozen model's weights on the host. `blocks`, a ModuleList in it, are on the device while they run.
 
     They run in this order, and again from the first. While one runs, the weights of the next are on their way: two
-    units are on the device at once. Run the model inside `borrowed`.
+    blocks are on the device at once. What is outside of them is there inside `borrowed`, where alone the model runs.
     """
     for p in model.parameters():
         p.data = to_host(p, keep=True)
-    for unit, following in zip(units, [*units[1:], units[0]], strict=True):
-        unit.register_forward_pre_hook(partial(arrive, following, device))
-        unit.register_forward_hook(lambda unit, *_: unload(unit))
+    for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
+        block.register_forward_pre_hook(partial(arrive, following, device))
+        block.register_forward_hook(lambda block, *_: unload(block))
+    model.streamed = [module for module in model.children() if module is not blocks], device
 
 
-def streamed_tokens(most: int) -> int:
-    """Tokens of a forward through streamed weights, where micro-batches have `most`; 0: all.
-
-    The weights of a block should not take longer to arrive than it computes. That is so from some 8,000 tokens on, by
-    estimates for several devices. Without backward four micro-batches need about as much memory as one with it.
-    """
-    return max(most, min(4 * most, 8192))
-
-
-def arrive(following, device, unit, _):
-    fetch(unit, device)
-    unit.arrival.wait()
+def arrive(following, device, block, _):
+    fetch(block, device)
+    block.arrival.wait()
     fetch(following, device)
 
 
 @contextmanager
-def borrowed(model, modules, device):
-    """Modules of a model, whose weights are on the host, have them on the device inside. After it, nothing has."""
+def borrowed(model):
+    """For the forwards of a model that `stream_from_host` keeps on the host; after it, all weights are there again.
+
+    Any other model stays as it is.
+    """
+    outside, device = getattr(model, "streamed", ([], None))
     try:
-        for module in modules:
+        for module in outside:
             fetch(module, device)
-        for module in modules:
+        for module in outside:
             module.arrival.wait()
         yield
     finally:
-        for module in model.modules():  # units too: one fetched last, or those of a forward that ran out of memory
+        for module in model.modules():  # blocks too: the one fetched last, or those of a forward that ran out of memory
             unload(module)

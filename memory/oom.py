@@ -9,6 +9,7 @@ A checkpoint remembers them.
 """
 
 import gc
+from copy import copy
 
 import torch
 
@@ -57,6 +58,18 @@ def attempts(make_smaller):
         make_smaller(attempt.error)
 
 
+def at_once(settings) -> int:
+    """How many micro-batches a reference takes at once: several if its weights are streamed, since they cross in each.
+
+    The weights of a block should not take longer to arrive than it computes. That is so from some 8,000 tokens on, by
+    estimates for several devices. Without backward four micro-batches need about as much memory as one with it.
+    """
+    most = settings.max_tokens_per_micro_batch
+    if not most or not settings.needs_reference or settings.reference == "device":
+        return 1
+    return max(1, min(4, 8192 // most))
+
+
 class Pieces:
     """How many completions are decoded at a time, and how many tokens a micro-batch has; 0: all at once.
 
@@ -69,6 +82,7 @@ class Pieces:
         self.settings, self.say, self.halved = settings, say, {}
         self.max_rollout_batch = settings.max_rollout_batch
         self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch
+        self.at_once = at_once(settings)  # micro-batches in one forward of the reference
         for name, (asked, value) in (halved or {}).items():
             if getattr(settings, name) == asked:
                 self.set(name, value, "an earlier out-of-memory")
@@ -102,6 +116,23 @@ class Pieces:
                 raise SnugError(self.at_the_floor(f"one sequence of {cut.longest} tokens at a time: {error}", model))
             self.set("max_tokens_per_micro_batch", max(cut.longest, now // 2), error)
             cut.into(self.max_tokens_per_micro_batch)
+
+        return make_smaller
+
+    def joined(self, cut):
+        """A batch.Cut for training -> one for the reference, whose micro-batches may be larger."""
+        cut = copy(cut)
+        cut.into(self.at_once * self.max_tokens_per_micro_batch)
+        return cut
+
+    def halve_joined(self, smaller):
+        """-> make_smaller for the reference: half as many micro-batches at once; of one, what `smaller` does."""
+
+        def make_smaller(error):
+            if self.at_once == 1:
+                return smaller(error)
+            self.at_once //= 2
+            self.say(f"{error}; going on with {self.at_once} micro-batches of the reference at once")
 
         return make_smaller
 

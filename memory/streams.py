@@ -62,6 +62,6 @@ def aside(device, to: str):
 
 
 def settle():
-    """The host waits for all copies. After an error: nothing may use the memory of what was freed with copies under way."""
+    """The host waits for all copies. After an error: what was freed during a copy must not be used again before."""
     for side in SIDES.values():
         side.synchronize()

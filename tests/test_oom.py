@@ -66,7 +66,9 @@ def weights_after(tmp_path, point, **changes):
 
 
 SMALL = dict(n_layer=1, n_embd=32, learning_rate=1e-3, max_tokens_per_micro_batch=400)
-ON_HOST = dict(optimizer_device="host", grad_offload=True, checkpoint_blocks="block")
+ON_HOST = dict(
+    optimizer_device="host", grad_offload=True, checkpoint_blocks="block", activation_offload=True, n_layer=2
+)
 LONG = [pytest.param(changes, 25, marks=pytest.mark.long) for changes in (dict(), ON_HOST)]
 
 

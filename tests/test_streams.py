@@ -17,7 +17,7 @@ from test_grpo import some_rollouts
 
 import grpo
 from batch import Cut
-from memory import attempts, borrowed, new_on_host, stream_from_host, streamed_tokens
+from memory import Pieces, attempts, borrowed, new_on_host, stream_from_host
 from memory.host import UNUSED
 from memory.ledger import HOST, MIB
 from memory.streams import Done, aside, settle
@@ -150,6 +150,9 @@ def test_without_streams_everything_is_in_order():
 # A reference on the host
 
 
+said = []
+
+
 def reference_on_host(n_layer=4, max_tokens=20):
     """-> (a Training with a streamed reference, rollouts, the log-probs of a resident one)."""
     reference = make_flat_model("llama", dtype=torch.float64, n_layer=n_layer).requires_grad_(False)
@@ -158,7 +161,7 @@ def reference_on_host(n_layer=4, max_tokens=20):
     wanted = grpo.trainer_logprobs(reference, rollouts, Cut(rollouts), settings)
     model = make_flat_model("llama", dtype=torch.float64, n_layer=1)
     stream_from_host(reference, reference.blocks, CPU)
-    pieces = SimpleNamespace(max_tokens_per_micro_batch=max_tokens)
+    pieces = Pieces(settings, said.append)
     return SimpleNamespace(settings=settings, model=model, reference=reference, pieces=pieces), rollouts, wanted
 
 
@@ -186,7 +189,7 @@ def test_the_weights_of_a_block_are_on_their_way_while_the_one_before_computes()
     }  # of storages on the host
     with fake_streams() as races:
         for _ in range(2):
-            with borrowed(reference, reference.outside_blocks(), CPU):
+            with borrowed(reference):
                 for _ in range(2):
                     reference(rollouts.tokens)
             assert all_at_home(reference)
@@ -236,35 +239,44 @@ def forget(what, monkeypatch):
 
 
 def test_after_an_out_of_memory_no_weight_is_left_on_the_device():
-    """Half way, with one block there and the next on its way. The second attempt has smaller micro-batches."""
-    training, rollouts, wanted = reference_on_host()
-    sizes, broken = [], [True]
+    """Half way, with one block there and the next on its way. Each attempt has smaller micro-batches than the last."""
+    training, rollouts, wanted = reference_on_host(max_tokens=40)
+    sizes, broken = [], [1, 2, 3]
 
     def run_out(block, inputs):
-        sizes.append(len(inputs[0]))
+        sizes.append(inputs[0].shape[:2].numel())
         if broken:
-            broken.clear()
+            broken.pop()
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     training.reference.blocks[2].register_forward_pre_hook(run_out)
-    cut = Cut(rollouts, 0, 20)
+    cut, pieces = Cut(rollouts, 0, 40), training.pieces
+    halve = pieces.halve_joined(pieces.halve_micro_batches(cut, training.model))
 
     def smaller(error):
         assert all_at_home(training.reference)
-        training.pieces.max_tokens_per_micro_batch = 10
-        cut.into(10)
+        halve(error)
 
     with fake_streams():
         for attempt in attempts(smaller):
             with attempt:
                 found = grpo.reference_logprobs(training, rollouts, cut)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    assert max(sizes[1:]) < sizes[0]
+    assert sizes[:3] == sorted(sizes[:3], reverse=True) and max(sizes[3:]) < sizes[2] < sizes[1] < sizes[0] <= 160
+    assert [line.partition("going on with ")[2] for line in said[-3:]] == [
+        "2 micro-batches of the reference at once",
+        "1 micro-batches of the reference at once",
+        "max_tokens_per_micro_batch=20",
+    ]
 
 
 def test_streamed_weights_take_larger_micro_batches():
-    """Up to four at once, to 8,192 tokens; less where the micro-batches are smaller, so that a retry needs less."""
-    assert [streamed_tokens(most) for most in (0, 100, 1280, 4096, 10_000)] == [0, 400, 5120, 8192, 10_000]
+    """Up to four at once, to 8,192 tokens. A resident reference takes what training takes."""
+    for most, expected in ((0, 1), (100, 4), (1280, 4), (4096, 2), (10_000, 1)):
+        settings = GRPOSettings(max_tokens_per_micro_batch=most, beta=0.04, init_from="x", reference="host")
+        assert Pieces(settings, print).at_once == expected
+        settings.reference = "device"
+        assert Pieces(settings, print).at_once == 1
     training, rollouts, _ = reference_on_host(n_layer=1)
     seen = []
     training.reference.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))

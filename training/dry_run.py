@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from batch import Sequences
 from decoding import DecodeBatch, cached_casts
 from evaluate import decoding_of
-from memory import streamed_tokens
-from memory.oom import Pieces
+from memory.oom import Pieces, at_once
 from model import autocast, make_model
 from runs.loading import configure
 from sample import Rollouts
@@ -78,14 +77,12 @@ def worst_case_batch(settings, iteration, training):
 def two_micro_batches(settings, length: int) -> int:
     """Sequences of two micro-batches. Two are enough: the second adds to gradients that are there, as all later do.
 
-    Or of one through a reference that is on the host, if that is more.
+    Or as many as go through the reference at once, if those are more.
     """
     budget = settings.max_tokens_per_micro_batch
     if not budget:
         return settings.sequences_per_step
-    streams = settings.needs_reference and settings.reference == "host"
-    joined = streamed_tokens(budget) if streams else 0
-    return min(settings.sequences_per_step, max(2 * max(1, budget // length), joined // length))
+    return min(settings.sequences_per_step, max(2 * max(1, budget // length), at_once(settings) * budget // length))
 
 
 class DryTraining(Training):
