@@ -6,12 +6,13 @@ Test: pytest tests/test_streams.py
 import gc
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import streams
 import torch
-from conftest import make_flat_model, make_model
+from conftest import DEVICE, make_flat_model, make_model
 from streams import COMPUTE, Pinnable, Race, fake_pinning, fake_streams
 from test_grpo import some_rollouts
 
@@ -25,13 +26,15 @@ from options import SnugError
 from settings import GRPOSettings
 
 CPU = torch.device("cpu")
-TO_DEVICE, TO_HOST = {"to": "device"}, {"to": "host"}
 
 
 @pytest.fixture
 def races():
     with fake_streams() as races:
         yield races
+
+
+both = pytest.mark.parametrize("kind_of_streams", [fake_streams] + [nullcontext] * torch.cuda.is_available())
 
 
 def copied(source, target, to, wait=True):
@@ -160,7 +163,7 @@ def reference_on_host(n_layer=4, max_tokens=20):
     settings = GRPOSettings(beta=0.04, reference="host", max_tokens_per_micro_batch=max_tokens, init_from="x")
     wanted = grpo.trainer_logprobs(reference, rollouts, Cut(rollouts), settings)
     model = make_flat_model("llama", dtype=torch.float64, n_layer=1)
-    stream_from_host(reference, reference.blocks, CPU)
+    stream_from_host(reference, reference.blocks, reference.device)
     pieces = Pieces(settings, said.append)
     return SimpleNamespace(settings=settings, model=model, reference=reference, pieces=pieces), rollouts, wanted
 
@@ -169,11 +172,12 @@ def all_at_home(reference):
     return all(id(p.untyped_storage()) in HOST.sizes and not hasattr(p, "host") for p in reference.parameters())
 
 
+@both
 @pytest.mark.parametrize("n_layer", [1, 2, 4])
-def test_a_streamed_reference_is_the_resident_one(n_layer):
+def test_a_streamed_reference_is_the_resident_one(n_layer, kind_of_streams):
     training, rollouts, wanted = reference_on_host(n_layer)
     cut = Cut(rollouts, 0, 20)
-    with fake_streams():
+    with kind_of_streams():
         found = grpo.reference_logprobs(training, rollouts, cut)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert all_at_home(training.reference)
@@ -238,7 +242,8 @@ def forget(what, monkeypatch):
         monkeypatch.setattr(streams.Stream, "wait_stream", lambda self, other: None)
 
 
-def test_after_an_out_of_memory_no_weight_is_left_on_the_device():
+@both
+def test_after_an_out_of_memory_no_weight_is_left_on_the_device(kind_of_streams):
     """Half way, with one block there and the next on its way. Each attempt has smaller micro-batches than the last."""
     training, rollouts, wanted = reference_on_host(max_tokens=40)
     sizes, broken = [], [1, 2, 3]
@@ -257,7 +262,7 @@ def test_after_an_out_of_memory_no_weight_is_left_on_the_device():
         assert all_at_home(training.reference)
         halve(error)
 
-    with fake_streams():
+    with kind_of_streams():
         for attempt in attempts(smaller):
             with attempt:
                 found = grpo.reference_logprobs(training, rollouts, cut)
@@ -288,24 +293,27 @@ def test_streamed_weights_take_larger_micro_batches():
 # Block inputs on the host
 
 
-def gradients(offload, kind="block", micro_batches=3, **hooks):
+def gradients(offload, kind="block", micro_batches=3):
     model = make_model("llama", n_layer=4, dtype=torch.float64)
     model.checkpoint_blocks, model.activation_offload = kind, offload
     tokens = torch.randint(67, (micro_batches, 2, 9), generator=torch.Generator().manual_seed(0))
-    for batch in tokens:
+    for batch in tokens.to(DEVICE):
         model(batch).square().sum().backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@both
 @pytest.mark.parametrize("kind", ["block", "selective"])
-def test_offloaded_gradients_are_the_resident_ones(kind):
+def test_offloaded_gradients_are_the_resident_ones(kind, kind_of_streams):
     wanted = gradients(False, kind)
     gc.collect()
     before = HOST.current
-    with fake_streams() as races:
+    with kind_of_streams() as races:
         found = gradients(True, kind)
     assert HOST.current == before
     assert len(found) == len(wanted) > 30 and all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+    if races is None:
+        return
     copies = [op.stream for op in races.log if op.name == "copy_" and op.stream]
     # Of 4 blocks' inputs all go, and all but the last one's come back: it has not left when backward begins.
     assert sorted(copies) == [1] * 12 + [2] * 9
@@ -324,17 +332,18 @@ def test_an_input_is_on_its_way_while_the_block_behind_it_runs_backward(races):
     events = []
     for i, block in enumerate(model.blocks):
         block.register_forward_pre_hook(lambda *_, i=i: events.append((f"run {i}", len(races.log))))
-    model(torch.zeros(2, 9, dtype=torch.long)).sum().backward()
+    model(torch.zeros(2, 9, dtype=torch.long, device=DEVICE)).sum().backward()
     events += [("copy", number) for number, op in enumerate(races.log) if op.name == "copy_" and op.stream == 2]
     order = [name for name, _ in sorted(events, key=lambda event: event[1])]
     assert order[4:] == ["copy", "run 3", "copy", "run 2", "copy", "run 1", "run 0"]
 
 
+@both
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_an_out_of_memory_half_way_the_next_attempt_is_right(where):
+def test_after_an_out_of_memory_half_way_the_next_attempt_is_right(where, kind_of_streams):
     model = make_model("llama", n_layer=4, dtype=torch.float64)
     model.checkpoint_blocks, model.activation_offload = "block", True
-    tokens = torch.arange(18).view(2, 9)
+    tokens = torch.arange(18, device=DEVICE).view(2, 9)
     model(tokens).square().sum().backward()
     wanted = [p.grad for p in model.parameters()]
     gc.collect()
@@ -353,7 +362,7 @@ def test_after_an_out_of_memory_half_way_the_next_attempt_is_right(where):
         assert HOST.current == before  # nothing of the failed attempt
 
     model.blocks[2].register_forward_pre_hook(run_out)
-    with fake_streams():
+    with kind_of_streams():
         for attempt in attempts(smaller):
             with attempt:
                 step()
