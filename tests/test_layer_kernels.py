@@ -2,7 +2,10 @@
 
 As in test_kernels.py, the tests of values run again in Triton's interpreter, and on CUDA."""
 
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,11 +184,15 @@ def assert_same(ours, theirs):
 
 
 @in_kernels
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm, adapters", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("checkpoint_blocks", ["none", "block", "selective"])
-def test_the_model_with_kernels_is_the_model_without(qk_norm, checkpoint_blocks, monkeypatch):
+def test_the_model_with_kernels_is_the_model_without(qk_norm, adapters, checkpoint_blocks, monkeypatch):
     model, tokens = make_model("llama", qk_norm=qk_norm), torch.randint(67, (2, 6), device=DEVICE)
     model.checkpoint_blocks = checkpoint_blocks
+    if adapters:
+        lora.add(model, 3, 6.0, list(lora.TARGETS)).requires_grad_(True)
+        for module in lora.adapted(model):
+            torch.nn.init.normal_(module.lora_B, std=0.3)
     launches = []
     for module in (rotary, swiglu):
         launch = module.launch
@@ -375,6 +382,18 @@ def test_the_fused_norm_is_outside_autocast_and_of_one_type(monkeypatch):
     with torch.autocast(DEVICE, torch.bfloat16):
         norm(x)
     assert calls == [(True, False)]
+
+
+@compiles
+@pytest.mark.skipif(triton is None, reason="Triton is not installed")
+def test_launches_of_a_layer():
+    """norm, qkv, 4 of attention, proj, norm, up, swiglu, down; in training 11 forward, 22 backward, 9 of 11 again."""
+    command = [sys.executable, "bench/layers.py", "--rows=4", "--tokens=32"]
+    home = Path(__file__).parent.parent
+    out = subprocess.run(command, cwd=home, capture_output=True, text=True, check=True, timeout=120).stdout
+    counts = {name: int(count) for name, count in re.findall(r"^(.*\S) +(\d+) +[\d.]+ +[\d.]+$", out, re.M)}
+    expected = {"decode step, 4 rows": 11, "train, 32 tokens": 33, "train, blocks recomputed": 42}
+    assert counts == expected, out
 
 
 # ----------------------------------------------------------------------------------------------------------------------

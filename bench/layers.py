@@ -1,0 +1,141 @@
+"""What a layer of Qwen2.5-1.5B launches and moves on CUDA, in a decode step and in a training step: counted, not timed.
+
+    python bench/layers.py [--rows=64] [--tokens=4096]
+
+The model runs on a planner's CUDA tensors, which have no data, at two depths: the difference is a layer. A dispatch mode
+sees every ATen op; views launch nothing. Bytes: each op reads its arguments once and writes its results once.
+
+floor    the bytes of matrix products and attention alone: as if all else happened within them
+
+What differs on CUDA from the ops seen is in this file: the fused RMS norm and its backward (2 kernels), attention's
+backward (3, and 2 sums over the queries that share a key head), a product that adds to a copy (2), and Triton's kernels.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from decoding import kvcache  # noqa: E402
+from memory import lean  # noqa: E402
+from memory.ledger import HostLedger, PlanningMode  # noqa: E402
+from model import make_model  # noqa: E402
+
+SHAPE = dict(vocab_size=8, n_head=12, n_kv_head=2, n_embd=1536, head_size=128, n_hidden=8960, block_size=32768)
+SHAPE |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True)
+PROMPTS, PROMPT_WIDTH, WIDTH = 4, 256, 256  # of the KV cache, which is full
+TRITON = {"kernels.rotary": 1, "kernels.swiglu": 1, "decoding.kvcache": 4}  # launches where `nothing_to_do` is asked
+NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "device")
+
+
+class Count(TorchDispatchMode):
+    """launches, and the bytes of products and attention (`floor`) and of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches = self.bytes = self.floor = 0
+
+    def add(self, launches, tensors, floor=False):
+        size = sum(tensor.nbytes for tensor in tensors)
+        self.launches, self.bytes, self.floor = self.launches + launches, self.bytes + size, self.floor + floor * size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        given, made = tensors_in([args, kwargs]), tensors_in(result)
+        view = not func._schema.is_mutable and {id(t.untyped_storage()) for t in made} <= {
+            id(t.untyped_storage()) for t in given
+        }
+        if view or name in NO_LAUNCH:
+            return result
+        attention, adds = "scaled_dot_product" in name, name == "addmm" and args[0].dim() == 2
+        launches = 5 if attention and "backward" in name else 2 if adds else 1
+        self.add(launches, given + made + (made + made if adds else []), attention or name in ("mm", "addmm", "addmm_"))
+        return result
+
+
+def tensors_in(value):
+    """-> the tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+class FusedNorm(torch.autograd.Function):
+    """CUDA's RMS norm: it keeps its input and a number a row; backward takes a kernel for each gradient."""
+
+    count = None
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y = torch.empty_like(x)
+        ctx.save_for_backward(x, weight)
+        FusedNorm.count.add(1, (x, y))
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        FusedNorm.count.add(2, (x, dy, x, dy, dx))
+        return dx, torch.empty_like(weight), None
+
+
+def counted(module, count, asked):
+    """In place of a module's `nothing_to_do`: count its kernels and the tensors that its caller has at hand."""
+    frame = sys._getframe(2)
+    tensors, cache = tensors_in(list(frame.f_locals.values())), frame.f_locals.get("self")
+    if cache is not None:
+        tensors += [cache.own[0], cache.prompt[0]]
+    count.add(TRITON[module], tensors, floor=cache is not None)
+    return asked
+
+
+def run(what, n_layer, rows, tokens) -> Count:
+    """Count one decode step, or one forward and backward, of a model this deep."""
+    with PlanningMode("cuda", HostLedger()):
+        model, count = make_model(SHAPE | dict(n_layer=n_layer), "cpu", "bfloat16"), Count()
+        model.checkpoint_blocks = what
+        FusedNorm.count, lean.LeanRMSNorm = count, FusedNorm
+        for name in TRITON:
+            if name in sys.modules:
+                sys.modules[name].nothing_to_do = lambda tensor, name=name: counted(name, count, True)
+        model.extend_rotary(max(tokens, PROMPT_WIDTH + WIDTH), model.device)
+        if what == "decode":
+            cache = kvcache.KVCache(
+                model.config, PROMPTS, PROMPT_WIDTH, rows, WIDTH, torch.bfloat16, "cpu", rows // PROMPTS
+            )
+            cache.assign(np.arange(rows) % PROMPTS)
+            cache.begin_step(torch.zeros(rows, dtype=torch.long), WIDTH, True)
+            with torch.no_grad(), count:
+                model(torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1, dtype=torch.long), cache)
+        else:
+            with count:
+                hidden = model(torch.zeros(1, tokens, dtype=torch.long))
+                hidden.backward(torch.empty_like(hidden))
+    return count
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=64, help="of the decode batch")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the micro-batch")
+    sizes = vars(parser.parse_args())
+    print(f"a layer: {'launches':>28} {'MB moved':>10} {'floor':>10}")
+    for what, title in (
+        ("decode", f"decode step, {sizes['rows']} rows"),
+        ("none", f"train, {sizes['tokens']} tokens"),
+        ("block", "train, blocks recomputed"),
+    ):
+        shallow, deep = (run(what, n, **sizes) for n in (2, 3))
+        mb = [(getattr(deep, name) - getattr(shallow, name)) / 1e6 for name in ("bytes", "floor")]
+        print(f"{title:25} {deep.launches - shallow.launches:11} {mb[0]:10.1f} {mb[1]:10.1f}")
+
+
+if __name__ == "__main__":
+    main()
