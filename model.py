@@ -134,7 +134,7 @@ class Attention(nn.Module):
             y = cache.attend(self.layer, q, k, v, rotary)
         else:
             if rotary is not None and self.q_norm is None:
-                q, k, v = Rotary.apply(qkv, *rotary, self.heads)
+                q, k, v = Rotary.apply(qkv, *rotary, self.heads)  # in place, so attention keeps no copies
             elif rotary is not None:
                 (q,), (k,) = (Rotary.apply(x, *rotary, [x.shape[1]]) for x in (q, k))
             if cache is not None:

@@ -1,7 +1,7 @@
 """Parts of a model that keep fewer bytes than PyTorch's own: linear layers that add, the CPU's RMS norm, the embedding,
 offloaded block inputs.
 
-Test: pytest tests/test_model.py
+Test: pytest tests/test_model.py tests/test_layer_kernels.py
 """
 
 import torch

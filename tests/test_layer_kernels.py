@@ -98,11 +98,10 @@ def check_rotary(B, T, sizes, D, rows, dtype):
         expected = [part if i == 2 else rotate(part, *tables) for i, part in enumerate(exact.split(sizes, 1))]
         assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)
         # Gradients as attention may return them: dense, dense in another order, one row for all.
-        upstream = [torch.randn_like(part) for part in expected]
+        upstream = [torch.randn_like(part).to(dtype) for part in expected]
         if len(sizes) == 3:
             upstream[0] = upstream[0].transpose(1, 2).contiguous().transpose(1, 2)
             upstream[2] = upstream[2][..., :1].expand_as(upstream[2])
-        upstream = [part.to(dtype) for part in upstream]
         torch.autograd.backward(expected, [part.double() for part in upstream])
         torch.autograd.backward(parts, upstream)
         for part, truth in zip(parts, expected, strict=True):
