@@ -41,7 +41,8 @@ def run_interpreted(file, request) -> int:
 def cubin_resources(kernel, capability, pointers, constants, aligned, warps, folder):
     """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX.
 
-    pointers: name -> dtype, of numbers too that are no i32. aligned: the integers that the launcher would find to be multiples of 16."""
+    pointers: name -> dtype, also of numbers that are not i32. aligned: the integers that the launcher would find to be
+    multiples of 16."""
     names = kernel.arg_names
     types = {name: pointers.get(name, "fp32" if name in ("scale", "slope") else "i32") for name in names} | {
         name: "constexpr" for name in constants

@@ -11,6 +11,7 @@ from interpreted import CAPABILITIES, INTERPRETED, compiles, cubin_resources, in
 from kernels import adamw as module
 from kernels.adamw import BLOCK, WARPS, adamw, key_of, mix, noise, numbers_of
 
+pytest.importorskip("triton", reason="Triton is not installed")
 F32, BF16 = torch.float32, torch.bfloat16
 # What settings allow: weights and gradients; moments; masters.
 KINDS = [(F32, F32, None), (BF16, F32, F32), (BF16, BF16, None), (F32, BF16, None)]
@@ -33,18 +34,14 @@ def copies(tensors):
     return [None if x is None else x.clone() for x in tensors]
 
 
-def twin(*arguments):
-    *tensors, numbers, key, first = arguments
-    module.adamw_torch(*tensors, *numbers, key, first)
-
-
 @compiles
 def test_values_in_the_interpreter(request):
     assert run_interpreted(__file__, request) >= 14
 
 
 @pytest.fixture
-def only_kernel(monkeypatch):
+def twin(monkeypatch):
+    """The twin; it must not stand in for the kernel."""
     original = module.adamw_torch
     monkeypatch.setattr(module, "adamw_torch", lambda *_: pytest.fail("plain torch ran"))
     return lambda *arguments: original(*arguments[:5], *arguments[5], *arguments[6:])
@@ -53,7 +50,7 @@ def only_kernel(monkeypatch):
 @in_kernels
 @pytest.mark.parametrize("n", [1, 1000, BLOCK + 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_equals_its_twin(n, kind, only_kernel):
+def test_kernel_equals_its_twin(n, kind, twin):
     """Three steps. In float32 a fused product, and CUDA's division and root, round otherwise: 1e-6. In bfloat16 such a
     difference rarely picks the other neighbour."""
     ours = make(n, kind)
@@ -61,7 +58,7 @@ def test_kernel_equals_its_twin(n, kind, only_kernel):
     for steps in (1, 2, 3):
         arguments = numbers_of(GROUP, steps, 0.7), key_of(5, steps, 2), 3
         adamw(*ours, *arguments)
-        only_kernel(*theirs, *arguments)
+        twin(*theirs, *arguments)
         for a, b in zip(ours, theirs, strict=True):
             if a is not None and a.dtype == BF16:
                 assert (a != b).float().mean() < 0.01 or kind[2] and INTERPRETED  # its casts to bfloat16 cut bits off
@@ -76,13 +73,13 @@ def test_kernel_equals_its_twin(n, kind, only_kernel):
 @pytest.mark.parametrize(
     "first, key", [(0, 0), (2**20, 1), (7, 2**31 - 1), (2**31 - 5, 2**31), (2**32 - 3000, 2**32 - 1)]
 )
-def test_kernel_has_the_random_bits_of_its_twin(first, key, kind, only_kernel):
+def test_kernel_has_the_random_bits_of_its_twin(first, key, kind, twin):
     """Bit for bit, on numbers that float32 has no choice about."""
     gradient = torch.randn(2500, generator=torch.Generator().manual_seed(1)).to(DEVICE, kind[0])
     ours = torch.zeros_like(gradient), gradient, *torch.zeros(2, 2500, dtype=kind[1], device=DEVICE), None
     theirs = copies(ours)
     adamw(*ours, EXACT.values(), key, first)
-    only_kernel(*theirs, EXACT.values(), key, first)
+    twin(*theirs, EXACT.values(), key, first)
     for a, b in zip(ours[:4], theirs[:4], strict=True):
         assert a.equal(b) and a.abs().sum() > 0
 
@@ -126,6 +123,23 @@ def test_rounding_is_right_on_average_and_picks_a_neighbour(value):
         assert float(result.double().mean()) == pytest.approx(float(exact), rel=1e-4)
 
 
+def test_a_whole_parameter_is_one_launch(monkeypatch):
+    launches = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: launches.append((grid, arguments, constants))
+
+    monkeypatch.setattr(module, "adamw_kernel", Kernel())
+    monkeypatch.setattr(module, "uses_triton", lambda _: True)
+    weight, gradient, exp_avg, exp_avg_sq, master = make(10 * BLOCK + 1, KINDS[1])
+    adamw(weight, gradient, exp_avg, exp_avg_sq, master, EXACT.values(), 7, 5)
+    ((grid, arguments, constants),) = launches
+    assert grid == (11,) and constants == dict(HAS_MASTER=True, BLOCK=BLOCK, num_warps=WARPS)
+    assert all(a is b for a, b in zip(arguments, (weight, gradient, exp_avg, exp_avg_sq, master), strict=False))
+    assert arguments[5:] == (*EXACT.values(), 7, 5, 10 * BLOCK + 1)
+
+
 def test_pieces_of_a_parameter_have_the_random_bits_of_the_whole(monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 700)
     whole = make(2000, KINDS[2])
@@ -162,8 +176,8 @@ def test_the_hash_is_the_published_one():
 
 @pytest.mark.parametrize("key, first", [(0, 0), (key_of(1, 1, 0), 0), (key_of(1337, 500, 40), 3 * 2**20)])
 def test_noise_is_uniform_and_independent(key, first):
-    """Every bit is set half of the time, and numbers of a weight, of its neighbours, of other parameters and steps do not go
-    together: within 5 standard deviations."""
+    """Every bit is set half of the time, and the numbers of a weight, of neighbours, of other parameters and of other
+    steps are not correlated: within 5 standard deviations."""
     n, index = 2**18, torch.arange(first, first + 2**18)
     noises = noise(key, index)
     for x in noises:

@@ -3,12 +3,17 @@
 import gc
 
 import pytest
+import streams
 import torch
 from conftest import DEVICE, make_model
+from streams import COMPUTE, Race, fake_streams
+from torch.utils._python_dispatch import _disable_current_modes
 
+from memory import attempts
 from memory.ledger import HOST, LiveBytes, PlanningMode
 from memory.meter import tensor_bytes
 from memory.plan import PlannedBytes, PlannedHost
+from memory.streams import Done
 from settings import SFTSettings
 from training import optimizer as optimizer_module
 from training.optimizer import RING, learning_rate_at, make_optimizer, optimizer_step
@@ -67,6 +72,7 @@ def test_a_step_makes_no_second_copy_of_the_parameters():
 # ----------------------------------------------------------------------------------------------------------------------
 # Where the state lives and how it is rounded.
 
+BF16 = dict(param_dtype="bfloat16", dtype="bfloat16")
 OPTIONS = {
     "on the host": dict(optimizer_device="host"),
     "gradients on the host": dict(grad_offload=True),
@@ -89,7 +95,8 @@ def train(model, settings, steps, micro_batches=2):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("slab", [100, 2**20])
 def test_state_on_the_host_changes_nothing(name, slab, monkeypatch):
-    """50 steps with clipping and decay, slab by slab, against PyTorch's fused AdamW; all the state is counted as the host's."""
+    """50 steps with clipping and decay, slab by slab, against PyTorch's fused AdamW; all the state is
+    counted as the host's."""
     monkeypatch.setattr(optimizer_module, "SLAB", slab)
     expected, model = make_model("llama"), make_model("llama")
     train(expected, SFTSettings(weight_decay=0.1), 50)
@@ -141,21 +148,39 @@ def test_bfloat16_weights_follow_their_float32_masters():
 def test_the_random_bits_follow_from_seed_and_step():
     results = []
     for seed, steps in ((1, 2), (1, 2), (777, 2), (1, 3)):
-        model = torch.nn.ParameterList([torch.full((1000,), 0.02, device=DEVICE, dtype=torch.bfloat16)])
+        weights = torch.full((2, 1000), 0.02, device=DEVICE, dtype=torch.bfloat16)
+        model = torch.nn.ParameterList(weights.unbind())
         optimizer = make_optimizer(
             model, SFTSettings(param_dtype="bfloat16", optimizer_dtype="bfloat16", dtype="bfloat16", seed=seed)
         )
         optimizer.steps = steps
-        model[0].grad = torch.ones_like(model[0])
+        for p in model:
+            p.grad = torch.ones_like(p)
         optimizer_step(model, optimizer, 1e-4, 0.0)
+        assert not model[0].equal(model[1])
         results.append(model[0].detach())
     assert results[0].equal(results[1]) and not results[0].equal(results[2]) and not results[0].equal(results[3])
 
 
+def test_random_bits_depend_neither_on_slabs_nor_on_the_place_of_the_state(monkeypatch):
+    results = []
+    for place, slab in (("device", 2**20), ("host", 2**20), ("host", 300)):
+        monkeypatch.setattr(optimizer_module, "SLAB", slab)
+        model = make_model("gpt2", dtype=torch.bfloat16)
+        optimizer = make_optimizer(model, SFTSettings(**BF16, optimizer_dtype="bfloat16", optimizer_device=place))
+        generator = torch.Generator().manual_seed(3)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(p)
+        optimizer.step()
+        results.append([*model.parameters(), *(x for state in optimizer.state.values() for x in state.values())])
+    for a, b, c in zip(*results, strict=True):
+        assert a.equal(b.to(DEVICE)) and b.equal(c)
+
+
 @pytest.mark.parametrize("steps", [200, 3000])
 def test_bfloat16_weights_learn_at_a_rate_of_1e_6(steps):
-    """The displacement, projected on the float32 run's, is 0.95 to 1.05 of it, though every update is far below a weight's last
-    bit and gradients drop tenfold half way, which second moments have to notice."""
+    """The displacement, projected on the float32 run's, is 0.95 to 1.05 of it. Every update is far below a
+    weight's last bit, and gradients drop tenfold half way, which second moments have to notice."""
     torch.manual_seed(0)
     start, direction = 0.02 * torch.randn(60_000), 0.3 * torch.randn(60_000)
     moved = {}
@@ -172,9 +197,6 @@ def test_bfloat16_weights_learn_at_a_rate_of_1e_6(steps):
     projection = float(moved["bfloat16"] @ moved["float32"] / moved["float32"].square().sum())
     print(f"{steps} steps: {projection:.4f}")
     assert 0.95 <= projection <= 1.05
-
-
-BF16 = dict(param_dtype="bfloat16", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -216,3 +238,126 @@ def test_on_a_cpu_a_step_makes_no_copy_of_a_parameter():
         before = live.current
         optimizer_step(model, optimizer, 1e-3, 0.5)
     assert live.peak - before < model[0].nbytes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is on the host is copied beside compute. tests/streams.py raises Race where a GPU might be too early.
+
+
+@pytest.fixture
+def races(monkeypatch):
+    """Fake streams, and the kernel as one op that allocates nothing, as it is on CUDA."""
+    original = optimizer_module.adamw
+    with fake_streams() as races:
+
+        def kernel(weight, gradient, *rest):
+            written = [weight, *(x for x in rest[:3] if x is not None)]
+            for x in (gradient, *written):
+                races.follow(x)
+            races.ran("adamw", [gradient, *written], written)
+            with _disable_current_modes():
+                original(weight, gradient, *rest)
+
+        monkeypatch.setattr(optimizer_module, "adamw", kernel)
+        monkeypatch.setattr(optimizer_module, "SLAB", 100)
+        yield races
+
+
+STREAMED = OPTIONS | {"halved": dict(BF16, **OPTIONS["both on the host"])}
+
+
+def small_model(options):
+    return make_model("gpt2", n_layer=1, dtype=getattr(torch, options.get("param_dtype", "float32")))
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_copies_beside_compute_change_nothing(name, races):
+    options = STREAMED[name]
+    with _disable_current_modes():
+        expected = small_model(options)
+        its = train(expected, SFTSettings(**options), 3)
+    model = small_model(options)
+    optimizer = train(model, SFTSettings(**options), 3)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert p.equal(q) and all(x.equal(its.state[q][key]) for key, x in optimizer.state[p].items())
+    assert COMPUTE not in {op.stream for op in races.log if op.name == "adamw"}
+
+
+def test_a_gradient_that_still_moves_is_waited_for_by_the_next_of_its_parameter(races):
+    train(torch.nn.ParameterList([torch.zeros(10, 60)]), SFTSettings(grad_offload=True), 2, micro_batches=3)
+
+
+@pytest.mark.parametrize("forgotten", ["compute does not wait for a copy", "a copy does not wait for compute"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_forgotten_wait_is_seen(name, forgotten, races, monkeypatch):
+    if forgotten == "compute does not wait for a copy":
+        monkeypatch.setattr(Done, "wait", lambda self: None)
+    else:
+        monkeypatch.setattr(streams.Stream, "wait_stream", lambda self, other: None)
+    with pytest.raises(Race):
+        train(small_model({}), SFTSettings(**OPTIONS[name]), 2)
+
+
+def test_a_slab_arrives_while_those_before_it_are_worked_on(races, monkeypatch):
+    """It waits only for the slab whose buffers it gets."""
+    original, worked, waits = optimizer_module.in_turn, [], []
+
+    def in_turn(device, slabs, ring, fetch, work):
+        def watched_fetch(slab, buffers):
+            waits.append([races.clocks.is_ordered_after(races.current, *access) for access in worked])
+            fetch(slab, buffers)
+
+        def watched_work(slab, buffers):
+            work(slab, buffers)
+            worked.append((len(races.log), races.current))
+
+        return original(device, slabs, ring, watched_fetch, watched_work)
+
+    monkeypatch.setattr(optimizer_module, "in_turn", in_turn)
+    model = torch.nn.ParameterList([torch.zeros(10, 60)])
+    optimizer = make_optimizer(model, SFTSettings(optimizer_device="host"))
+    model[0].grad = torch.ones(10, 60)
+    optimizer.step()
+    assert waits == [[slab + RING <= later for slab in range(later)] for later in range(6)]
+
+
+def test_backward_goes_on_while_gradients_move(races, monkeypatch):
+    """Two at most move at once, and compute has waited for neither."""
+    original, moving, waited = optimizer_module.HostGradients.take, [], []
+
+    def take(self, p):
+        original(self, p)
+        moving.append(len(self.moving))
+        waited.append(races.clocks.is_ordered_after(COMPUTE, len(races.log), races.log[-1].stream))
+
+    monkeypatch.setattr(optimizer_module.HostGradients, "take", take)
+    model = small_model({})
+    optimizer = make_optimizer(model, SFTSettings(grad_offload=True))
+    for _ in range(2):
+        model(torch.arange(20)[None]).square().sum().backward()
+    assert max(moving) == 2 and len(moving) > 20 and not any(waited)
+    assert all(gradient.isfinite().all() for gradient in optimizer.gradients().values())  # the host reads them
+    assert not optimizer.host_gradients.moving
+
+
+def test_after_an_out_of_memory_in_backward_the_next_attempt_has_its_own_gradients(races):
+    model = make_model("gpt2", n_layer=2)
+    optimizer, tokens, passes = make_optimizer(model, SFTSettings(grad_offload=True)), torch.arange(20)[None], []
+    model(tokens).square().sum().backward()
+    model(tokens.flip(1)).square().sum().backward()
+    expected = {p: gradient.clone() for p, gradient in optimizer.gradients().items()}
+
+    def run_out(*_):
+        passes.append(model)
+        if len(passes) == 2:  # in the second micro-batch, when some gradients have moved and been added
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model.blocks[0].register_full_backward_hook(run_out)
+    for attempt in attempts(lambda error: None):
+        with attempt:
+            optimizer.zero_grad()
+            for batch in (tokens, tokens.flip(1)):
+                model(batch).square().sum().backward()
+    assert len(passes) == 4
+    found = optimizer.gradients()
+    assert found.keys() == expected.keys() and all(found[p].equal(expected[p]) for p in found)

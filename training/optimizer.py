@@ -1,8 +1,8 @@
 """AdamW, clipping and the learning rate's schedule; where the optimizer's state and the gradients live.
 
 Two optimizers, one formula. float32 weights with float32 state on the device take PyTorch's fused AdamW: one pass, in
-place, no second copy of anything. All else takes SlabAdamW, which is one pass in place too (kernels/adamw.py). State may
-be in bfloat16; what is on the host comes to the device a slab at a time.
+place, no second copy of anything. All else takes SlabAdamW, which is one pass in place too (kernels/adamw.py). Its
+state may be in bfloat16. What is on the host comes to the device a slab at a time.
 
     bytes a weight on the device      weights  gradients  moments  masters
     param_dtype float32                  4         4          8              optimizer_dtype float32
@@ -22,7 +22,7 @@ import torch
 
 from kernels.adamw import adamw, key_of, numbers_of
 from memory import is_planned, new_on_host
-from memory.streams import Done, aside, has_streams
+from memory.streams import Done, aside, settle
 
 SLAB = 2**20  # weights that come from the host at a time
 RING = 3  # slabs on the device at once: one arrives, one is worked on, one leaves
@@ -160,7 +160,7 @@ class SlabAdamW(torch.optim.Optimizer):
         ]
 
     def run(self, slabs, ring, work):
-        """work(slab, its tensors on the device: the buffers of the ring in place of those on the host), slab by slab."""
+        """work(slab, {name: tensor on the device}) for each slab; the ring's buffers stand for what is on the host."""
         device = self.parameters()[0].device
 
         def fetch(slab, buffers):
@@ -203,8 +203,7 @@ class SlabAdamW(torch.optim.Optimizer):
                 slab.tensors[name].copy_(here[name], non_blocking=True)
 
         self.run(self.slabs(*names), ring, work)
-        if self.on_host:
-            host_waits(self.parameters()[0].device)
+        settle()  # state on the host is complete
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none=True)
@@ -236,12 +235,6 @@ def in_turn(device, slabs, ring, fetch, work):
             work(slab, ring[turn])
         free[turn] = done
     return done
-
-
-def host_waits(device):
-    """The host waits for the copies that the device's compute waits for."""
-    if has_streams(device):
-        torch.cuda.current_stream(device).synchronize()
 
 
 class HostGradients:
@@ -284,19 +277,17 @@ class HostGradients:
         p.grad = None
 
     def land(self, but=0):
-        """What follows on compute waits for the gradients that move, except for the last `but`. -> Have any moved?"""
-        landed = list(self.moving)[: len(self.moving) - but]
-        for p in landed:
+        """Compute waits for the gradients that move, except for the last `but`; then their memory may be freed."""
+        for p in list(self.moving)[: len(self.moving) - but]:
             self.moving.pop(p)[0].wait()
-        return bool(landed)
 
     def collect(self) -> dict:
         """-> {parameter: its gradient on the host}, of the parameters that have one; none is left on the device."""
         for p in self.parameters:
             if p.grad is not None:
                 self.take(p)
-        if self.land():
-            host_waits(self.parameters[0].device)
+        self.land()
+        settle()
         return {p: self.host[p] for p in self.has}
 
     def clear(self):
