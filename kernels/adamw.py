@@ -12,29 +12,40 @@ import torch
 from kernels import nothing_to_do, triton, uses_triton
 from memory.ledger import is_planned
 
-CHUNK = 2**16  # weights at a time in plain torch: its temporaries stay in a CPU core's cache
+CHUNK = 2**16  # weights at a time in plain torch: its scratch stays in a CPU core's cache
 BLOCK, WARPS = 1024, 4  # of the kernel: 8 weights a lane
 MASK = 2**32 - 1
+ROUNDS = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)
 
 
-def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int) -> None:
+def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int, scratch) -> None:
     """One step of n weights, at most 2**30. All tensors are (n,), contiguous, and changed in place, but for gradient.
 
     gradient: in weight's dtype. exp_avg, exp_avg_sq: float32, or bfloat16 (rounded stochastically). master: None, or
-    float32: the weights before they were rounded. numbers: from numbers_of; key: from key_of; first: the index of the
-    first of these weights in their parameter.
+    float32, the weights before they were rounded. numbers, key, scratch: from numbers_of, key_of, new_scratch. first:
+    the index of the first of these weights in their parameter.
     """
     n = len(weight)
     if not uses_triton(weight):
         for start in range(0, min(CHUNK, n) if is_planned(weight) else n, CHUNK):  # a planner needs only one
             part = slice(start, start + CHUNK)
             tensors = (x if x is None else x[part] for x in (weight, gradient, exp_avg, exp_avg_sq, master))
-            adamw_torch(*tensors, *numbers, key, first + start)
+            adamw_torch(*tensors, *numbers, key, first + start, scratch)
     elif not nothing_to_do(weight):
         adamw_kernel[(triton.cdiv(n, BLOCK),)](
             weight, gradient, exp_avg, exp_avg_sq, weight if master is None else master, *numbers, key, first, n,
             HAS_MASTER=master is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
+
+
+def new_scratch(weight):
+    """What plain torch works in: then a step allocates nothing, and cannot run out of memory half way. Or None."""
+    if uses_triton(weight):
+        return None
+    wide, n = torch.promote_types(weight.dtype, torch.float32), min(CHUNK, weight.numel())
+    return [
+        torch.empty(n, dtype=dtype, device=weight.device) for dtype in [wide] * 4 + [torch.int64] * 2 + [torch.int32]
+    ]
 
 
 def numbers_of(group: dict, steps: int, scale: float) -> tuple:
@@ -48,19 +59,35 @@ def numbers_of(group: dict, steps: int, scale: float) -> tuple:
 
 
 def adamw_torch(
-    weight, gradient, exp_avg, exp_avg_sq, master, scale, share1, share2, decay, rate, correction, eps, key, first
+    weight,
+    gradient,
+    exp_avg,
+    exp_avg_sq,
+    master,
+    scale,
+    share1,
+    share2,
+    decay,
+    rate,
+    correction,
+    eps,
+    key,
+    first,
+    scratch,
 ):
     """The kernel's twin. In float64 where weights are."""
-    dtype, kept = torch.promote_types(weight.dtype, torch.float32), weight if master is None else master
-    g, m, v, w = (x.to(dtype) for x in (gradient, exp_avg, exp_avg_sq, kept))
-    g = g * scale
-    m = m + share1 * (g - m)
-    v = v + share2 * (g * g - v)
-    w = w * decay - rate * m / (torch.sqrt(v * correction) + eps)
+    g, m, v, w, bits, spare, noise = (x[: len(weight)] for x in scratch)
+    kept = weight if master is None else master
+    g.copy_(gradient).mul_(scale)
+    m.copy_(exp_avg).lerp_(g, share1)  # m + share1 * (g - m)
+    v.copy_(exp_avg_sq).lerp_(g.square_(), share2)
+    torch.mul(v, correction, out=g).sqrt_().add_(eps)
+    w.copy_(kept).mul_(decay).addcdiv_(m, g, value=-rate)  # w - rate * m / g
     if exp_avg.dtype == torch.bfloat16:
-        noises = noise(key, torch.arange(first, first + len(w), device=w.device))
-        m, v = rounded(m, noises[0]), rounded(v, noises[1])
-        w = rounded(w, noises[2]) if kept.dtype == torch.bfloat16 else w
+        rounded = (m, v, w) if kept.dtype == torch.bfloat16 else (m, v)
+        for x, random in zip(rounded, noises(key, first, bits, spare), strict=False):
+            # Rounded up if the random bits carry out of the 16 bits that are cut off.
+            x.view(torch.int32).add_(noise.copy_(random)).bitwise_and_(-(2**16))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     kept.copy_(w)
@@ -68,22 +95,31 @@ def adamw_torch(
         weight.copy_(w)
 
 
-def rounded(x, bits):
-    """x, float32, rounded to bfloat16: up if 16 random bits carry out of the 16 that are cut off."""
-    return ((x.view(torch.int32) + bits.to(torch.int32)) & -(2**16)).view(torch.float32)
+def noises(key: int, first: int, bits, spare):
+    """Yield 16 random bits for each exp_avg, then for each exp_avg_sq, then for each weight, from number `first` on.
+
+    bits, spare: scratch, (n,) int64. They hold what is yielded.
+    """
+    torch.arange(first, first + len(bits), out=bits)
+    mix_(bits.bitwise_xor_(key), spare)
+    mix_(bits.add_(key).bitwise_and_(MASK), spare)
+    yield torch.bitwise_and(bits, 0xFFFF, out=spare)
+    yield torch.bitwise_right_shift(bits, 16, out=spare)
+    yield mix_(bits.bitwise_xor_(key), spare).bitwise_and_(0xFFFF)
 
 
-def noise(key: int, index) -> tuple:
-    """16 random bits each for exp_avg, exp_avg_sq and weight number `index`, (n,) int64."""
-    bits = mix((mix(index ^ key) + key) & MASK)
-    return bits & 0xFFFF, bits >> 16, mix(bits ^ key) & 0xFFFF
+def mix(x: int) -> int:
+    """A hash of 32 bits: lowbias32, Chris Wellons, github.com/skeeto/hash-prospector, 2018."""
+    for shift, factor in ROUNDS:
+        x = (x ^ (x >> shift)) * factor & MASK
+    return x
 
 
-def mix(x):
-    """A hash of 32 bits, Python's or in int64: lowbias32, Chris Wellons, github.com/skeeto/hash-prospector, 2018."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & MASK
-    x = (x ^ (x >> 15)) * 0x846CA68B & MASK  # int64 wraps around; the lower 32 bits are right
-    return x ^ (x >> 16)
+def mix_(x, spare):
+    """`mix` in place; int64. A product that overflows wraps around, and its lower 32 bits are right."""
+    for shift, factor in ROUNDS:
+        x.bitwise_xor_(torch.bitwise_right_shift(x, shift, out=spare)).mul_(factor).bitwise_and_(MASK)
+    return x
 
 
 def key_of(seed: int, steps: int, parameter: int) -> int:
@@ -108,7 +144,7 @@ else:
 
     @triton.jit
     def put(to, x, bits, mask):
-        """Store x, float32: `rounded` if it goes into bfloat16."""
+        """Store x, float32. Into bfloat16 it is rounded as in `adamw_torch`."""
         if to.dtype.element_ty == tl.bfloat16:
             x = ((x.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
         tl.store(to, x.to(to.dtype.element_ty), mask)

@@ -93,7 +93,7 @@ def train(model, settings, steps, micro_batches=2):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("slab", [100, 2**20])
+@pytest.mark.parametrize("slab", [100, 2**21])
 def test_state_on_the_host_changes_nothing(name, slab, monkeypatch):
     """50 steps with clipping and decay, slab by slab, against PyTorch's fused AdamW; all the state is
     counted as the host's."""
@@ -164,7 +164,7 @@ def test_the_random_bits_follow_from_seed_and_step():
 
 def test_random_bits_depend_neither_on_slabs_nor_on_the_place_of_the_state(monkeypatch):
     results = []
-    for place, slab in (("device", 2**20), ("host", 2**20), ("host", 300)):
+    for place, slab in (("device", 2**21), ("host", 2**21), ("host", 300)):
         monkeypatch.setattr(optimizer_module, "SLAB", slab)
         model = make_model("gpt2", dtype=torch.bfloat16)
         optimizer = make_optimizer(model, SFTSettings(**BF16, optimizer_dtype="bfloat16", optimizer_device=place))
@@ -246,20 +246,8 @@ def test_on_a_cpu_a_step_makes_no_copy_of_a_parameter():
 
 @pytest.fixture
 def races(monkeypatch):
-    """Fake streams, and the kernel as one op that allocates nothing, as it is on CUDA."""
-    original = optimizer_module.adamw
+    monkeypatch.setattr(optimizer_module, "SLAB", 100)
     with fake_streams() as races:
-
-        def kernel(weight, gradient, *rest):
-            written = [weight, *(x for x in rest[:3] if x is not None)]
-            for x in (gradient, *written):
-                races.follow(x)
-            races.ran("adamw", [gradient, *written], written)
-            with _disable_current_modes():
-                original(weight, gradient, *rest)
-
-        monkeypatch.setattr(optimizer_module, "adamw", kernel)
-        monkeypatch.setattr(optimizer_module, "SLAB", 100)
         yield races
 
 
@@ -280,7 +268,7 @@ def test_copies_beside_compute_change_nothing(name, races):
     optimizer = train(model, SFTSettings(**options), 3)
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         assert p.equal(q) and all(x.equal(its.state[q][key]) for key, x in optimizer.state[p].items())
-    assert COMPUTE not in {op.stream for op in races.log if op.name == "adamw"}
+    assert COMPUTE not in {op.stream for op in races.log if op.name == "addcdiv_"}
 
 
 def test_a_gradient_that_still_moves_is_waited_for_by_the_next_of_its_parameter(races):

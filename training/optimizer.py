@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.adamw import adamw, key_of, numbers_of
+from kernels.adamw import adamw, key_of, new_scratch, numbers_of
 from memory import is_planned, new_on_host
 from memory.streams import Done, aside, settle
 
-SLAB = 2**20  # weights that come from the host at a time
+SLAB = 2**21  # weights that come from the host at a time
 RING = 3  # slabs on the device at once: one arrives, one is worked on, one leaves
 PIECE = 2**24  # weights at a time if nothing comes from the host
 
@@ -132,6 +132,9 @@ class SlabAdamW(torch.optim.Optimizer):
     def parameters(self):
         return [p for group in self.param_groups for p in group["params"]]
 
+    def largest(self):
+        return max(self.parameters(), key=torch.Tensor.numel)
+
     def gradients(self):
         """-> {parameter: its gradient}, on the device or the host, of the parameters that have one."""
         if self.host_gradients is not None:
@@ -151,7 +154,7 @@ class SlabAdamW(torch.optim.Optimizer):
 
     def ring(self, *names):
         """Buffers on the device for tensors on the host -> RING times {name: (n,)} for those of these names."""
-        p = max(self.parameters(), key=torch.Tensor.numel)
+        p = self.largest()
         dtypes = {name: x.dtype for name, x in ({"gradient": p} | self.state[p]).items()}
         here = {name: dtype for name, dtype in dtypes.items() if name in self.on_host.intersection(names)}
         return [
@@ -193,12 +196,12 @@ class SlabAdamW(torch.optim.Optimizer):
     def step(self, scale=1.0):
         """One update. scale: what gradients are multiplied by, to clip them."""
         names = "weight", "gradient", "exp_avg", "exp_avg_sq", "master"
-        ring = self.ring(*names)
+        ring, scratch = self.ring(*names), new_scratch(self.largest())
         self.steps += 1
 
         def work(slab, here):
             numbers, key = numbers_of(slab.group, self.steps, scale), key_of(self.seed, self.steps, slab.parameter)
-            adamw(*(here.get(name) for name in names), numbers, key, slab.first)
+            adamw(*(here.get(name) for name in names), numbers, key, slab.first, scratch)
             for name in self.on_host & slab.tensors.keys() - {"gradient"}:
                 slab.tensors[name].copy_(here[name], non_blocking=True)
 
