@@ -136,7 +136,7 @@ def made_at():
         path = frame.f_code.co_filename
         if path.startswith(HOME) and "site-packages" not in path:
             module = path.removeprefix(HOME).removesuffix(".py").replace(os.sep, ".")
-            if module.removeprefix("memory.") not in ("cpu", "ledger", "meter", "host", "plan"):
+            if module.removeprefix("memory.") not in ("cpu", "cuda", "ledger", "meter", "host", "plan"):
                 function = frame.f_code.co_qualname
                 here = (
                     c for its, start, c in SITES if f"{module}.".startswith(f"{its}.") and function.startswith(start)

@@ -171,6 +171,7 @@ def test_a_micro_batch_waits_for_no_value_and_uploads_once(variant):
     assert len(cut.steps[0]) >= 3
     with Calls() as calls:
         both_loops(model, rollouts, cut, **variant)
+        grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
     assert not {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"} & set(calls.names)
     with Calls() as calls:
         gather(rollouts, cut.steps[0][0], cut)

@@ -14,6 +14,7 @@ from interpreted import compiles, cubin_resources
 import kernels
 import runs.device
 from kernels import uses_triton, what_is_missing, why_no_kernels
+from logprobs.head import ALREADY_ADDED
 from memory.cpu import stays_float32
 from memory.ledger import HostLedger, PlanningMode
 from options import SnugError
@@ -242,6 +243,11 @@ def test_a_machine_without_a_gpu_plans_with_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "triton", None)
     assert why_no_kernels() == "Triton is missing (pip install triton)"
     why_no_kernels.cache_clear()
+
+
+def test_a_message_from_the_device_is_short_enough():
+    """torch._assert_async refuses longer ones, on CUDA only."""
+    assert len(ALREADY_ADDED) < 255
 
 
 @compiles

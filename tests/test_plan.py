@@ -146,6 +146,24 @@ def test_a_deep_models_plan_is_that_of_all_its_blocks(name, tmp_path, monkeypatc
     assert shallow.biggest[0][0] == whole.biggest[0][0]
 
 
+def test_a_plan_for_cuda_rounds_lengths_as_a_run_does(tmp_path, monkeypatch):
+    """34 tokens to block_size, which comes before 64; so fewer sequences fit the token budget."""
+    prepared, settings = prepared_run(tmp_path, max_tokens_per_micro_batch=200, block_size=50)
+    assert sum(prepared.longest(settings)) == 34
+    shapes, gather = [], grpo.gather
+
+    def look(*args):
+        micro = gather(*args)
+        shapes.append(tuple(micro.tokens.shape))
+        return micro
+
+    monkeypatch.setattr(grpo, "gather", look)
+    for settings.device, shape in (("cpu", (5, 34)), ("cuda", (4, 50))):
+        shapes.clear()
+        plan(dry_run(prepared), settings)
+        assert shapes[:2] == [shape] * 2
+
+
 def test_a_plan_takes_completions_to_stop(tmp_path):
     """So that all of them are trained on, where those that do not are masked."""
     peaks = []
