@@ -6,6 +6,7 @@ Left out: how its memory is counted and filled (memory/), what runs on it (kerne
 import os
 import re
 import sys
+import warnings
 from glob import glob
 from pathlib import Path
 
@@ -22,6 +23,7 @@ OLDEST_DRIVER = {"11": "450", "12": "525", "13": "580"}  # by CUDA's version: do
 
 def pick_device(name: str, tf32: bool = False) -> torch.device:
     """ "auto" is CUDA if there is a GPU, else the CPU. tf32: the option. Raises SnugError if it cannot be used."""
+    warnings.filterwarnings("ignore", "CUDA initialization")  # torch's longer words for what is said below
     try:
         has_gpu = torch.cuda.is_available() or finds_gpu()
         device = torch.device(("cuda" if has_gpu else "cpu") if name == "auto" else name)
@@ -100,11 +102,9 @@ def notes(device: torch.device, settings) -> list[str]:
     major, minor = torch.cuda.get_device_capability(device)
     gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
     if settings.dtype == "bfloat16" and major < 8:
-        lacks = (
-            "has neither bfloat16 units nor fused attention in bfloat16: attention takes memory that grows with the "
-        )
-        lacks += "square of the length, which --plan does not count"
-        return [f"warning: {gpu} {lacks}; use --dtype=float32 --param_dtype=float32"]
+        lacks = "neither bfloat16 units nor fused attention in bfloat16"
+        costs = "attention's memory grows with the square of the length, which --plan does not count"
+        return [f"warning: {gpu} has {lacks}: {costs}; use --dtype=float32 --param_dtype=float32"]
     if settings.dtype == "float32" and major >= 8 and not settings.tf32:
         gains = "multiplies float32 on tensor cores, faster, with relative errors near 1e-3 instead of 1e-7"
         return [f"hint: on {gpu} --tf32=true {gains}"]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +14,17 @@ from interpreted import compiles, cubin_resources
 
 import kernels
 import runs.device
+import runs.loading
+import train_sft
+import training.loop
 from kernels import uses_triton, what_is_missing, why_no_kernels
 from logprobs.head import ALREADY_ADDED
 from memory.cpu import stays_float32
 from memory.ledger import HostLedger, PlanningMode
 from options import SnugError
 from runs.device import notes, pick_device
-from settings import GRPOSettings
+from runs.prepare import prepare
+from settings import GRPOSettings, SFTSettings
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real GPU answers otherwise than the faked ones")
 HOME = Path(__file__).parent.parent
@@ -31,6 +36,11 @@ def failing(message, kind=RuntimeError):
         raise kind(message)
 
     return fail
+
+
+def is_not_available():
+    warnings.warn(f"CUDA initialization: {TOO_OLD}", stacklevel=2)
+    return False
 
 
 def refused(name):
@@ -49,6 +59,7 @@ def old_driver(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", failing(TOO_OLD))
+    monkeypatch.setattr(torch.cuda, "is_available", is_not_available)
     monkeypatch.setattr(runs.device, "GPU_FILES", (str(tmp_path / "nvidia[0-9]*"),))
     monkeypatch.setattr(runs.device, "LOADED_DRIVER", str(tmp_path / "version"))
     return tmp_path
@@ -80,6 +91,7 @@ def switches():
 # A GPU that cannot be used
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_driver_that_is_too_old_stops_the_run(old_driver, monkeypatch):
     for name in ("auto", "cuda", "cuda:0"):
         assert refused(name) == (
@@ -177,6 +189,19 @@ def test_float32_on_a_gpu_with_tensor_cores_for_it_is_told_of_tf32(h100):
     assert line.startswith("hint: on NVIDIA H100 (sm_90) --tf32=true multiplies float32 on tensor cores")
     assert noted(h100, (8, 0), dtype="float32", tf32=True) == noted(h100, (9, 0), dtype="bfloat16") == []
     assert notes(torch.device("cpu"), GRPOSettings()) == []
+
+
+def test_a_run_asks_for_its_tf32_and_says_what_there_is_to_say(tmp_path, monkeypatch, capsys):
+    asked = []
+    for module in (training.loop, runs.loading):
+        monkeypatch.setattr(module, "pick_device", lambda *args: asked.append(args) or torch.device("cpu"))
+    monkeypatch.setattr(training.loop, "notes", lambda device, settings: [f"hint: {device} {settings.dtype}"])
+    shape = dict(digits=1, n_layer=1, n_embd=16, max_iters=1, batch_size=2, eval_prompts=0)
+    train_sft.main(prepare(SFTSettings(**shape, tf32=True, out_dir=str(tmp_path / "run"))))
+    runs.loading.load_run(tmp_path / "run", "cuda")
+    assert asked == [("auto", True), ("cuda", True)]
+    assert "hint: cpu float32" in capsys.readouterr().out
+    assert "hint: cpu float32" in (tmp_path / "run" / "log.txt").read_text()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
