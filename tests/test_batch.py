@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import train_sft
 from batch import Cut, Sequences, gather
-from memory.cuda import padded, upload
+from memory.cuda import MULTIPLE, padded, upload
 from settings import GRPOSettings, SFTSettings
 from training import as_floats
 
@@ -49,7 +49,7 @@ def test_cut_by_example():
     assert two.steps == [[[1, 0]], [[3, 2]]]
 
 
-def as_on_cuda(multiple=64):
+def as_on_cuda(multiple=MULTIPLE):
     """Lengths are rounded as on CUDA."""
     return patch.multiple("memory.cuda", kind_of=lambda tensor: "cuda", MULTIPLE=multiple)
 
@@ -104,7 +104,7 @@ def test_only_completion_rows_reach_the_head():
 def test_lengths_are_rounded_on_cuda_only():
     tokens = torch.zeros(1, 1)
     assert padded(65, tokens, 2048) == 65
-    with as_on_cuda():
+    with as_on_cuda(64):
         assert [padded(n, tokens, 200) for n in (1, 64, 65, 128, 193, 200)] == [64, 64, 128, 128, 200, 200]
         assert padded(65, tokens, 0) == 65  # nobody knows how far it may go
 
@@ -127,7 +127,7 @@ def test_rounded_lengths_have_the_same_loss_and_gradient(shape, block_size):
     rollouts = some_rollouts(model)
     assert rollouts.tokens.shape[1] < 32
     plain = both_loops(model, rollouts, Cut(rollouts, max_tokens=60), beta=0.1)
-    with as_on_cuda():
+    with as_on_cuda(64):
         cut = Cut(rollouts, max_tokens=3 * min(64, block_size), block_size=block_size)
     assert set(cut.lengths) == {min(64, block_size)}
     for one, other in zip(plain, both_loops(model, rollouts, cut, beta=0.1), strict=True):
@@ -137,7 +137,7 @@ def test_rounded_lengths_have_the_same_loss_and_gradient(shape, block_size):
 
 
 def test_a_ragged_run_has_few_shapes():
-    """A width of 16, with the sequences that fill the budget; and what is left at the end of each of 40 steps."""
+    """64 widths, with as many sequences as the budget has room for; and what is left at the end of each of 40 steps."""
     draw, widths, full, total = random.Random(0), set(), set(), set()
     for _ in range(40):
         batch = Sequences(torch.zeros(64, 1), *(torch.tensor([draw.randint(1, 512) for _ in range(64)]) for _ in "pc"))
@@ -147,7 +147,7 @@ def test_a_ragged_run_has_few_shapes():
         widths |= {T for _, T in shapes}
         full |= set(shapes[:-1])
         total |= set(shapes)
-    assert widths <= set(range(64, 1025, 64)) and len(full) <= 16 and len(total) <= 16 + 40
+    assert widths <= set(range(16, 1025, 16)) and len(full) <= 64 and len(total) <= 64 + 40
 
 
 class Calls(TorchDispatchMode):
