@@ -4,9 +4,8 @@ A prompt is stored once, however many completions share it, and a step reads it 
 gives its slot to another row, so the rows of one step have different lengths, and the rows of a group need not be
 neighbours.
 
-On CUDA a layer takes four Triton kernels (attention.py): rotate and cache, attend to prompts, attend to own tokens,
-join. They read each row's length on the device, so one CUDA graph serves every step. Elsewhere plain torch, which is
-their oracle.
+On CUDA a layer takes one Triton kernel (attention.py): it rotates, writes to the cache and attends. It reads each row's
+length on the device, so one CUDA graph serves every step. Elsewhere plain torch, which is its oracle.
 
 Left out: paging (a slot is as long as the longest completion may be), sliding windows, quantised caches.
 Test: pytest tests/test_kvcache.py, and tests/test_kernels.py for the kernels.
@@ -65,7 +64,8 @@ class KVCache:
         self.written = 0  # columns [0, written) are initialised in every active slot
         self.ragged = False  # is a prompt shorter than T_p?
         self.prefill_slots = None  # (P,) the prompt slots that the next forward fills; None: it is a step
-        self.sorted = None
+        self.tiles = None  # for the kernel: see attention.tiles_of. The counters: how many parts of each query's softmax are there
+        self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
 
     def begin_prefill(self, prompt_slots: list[int], lengths: list[int]):
         """The next forward's prompts, of these lengths, go to these prompt slots."""
@@ -103,20 +103,19 @@ class KVCache:
             pair_of_entry 0 2 1 3   the slot of each entry; spare entries name slot 0, and their results are not read
             entry_of_pair 0 2 1 3   the entry of each slot
 
-        The kernels take `sorted` instead: the slots ordered by prompt slot, and their prompt slots, 0 2 1 3 and 0 0 1
-        1.
+        The kernel takes `tiles` instead (attention.tiles_of); there an idle slot reads a prompt too.
         """
         self.prefill_slots = None
         active = prompt_slot >= 0
         first = prompt_slot[active].min()
         if uses_triton(self.own):
-            prompt_slot = np.where(active, prompt_slot, first)
-            order = np.argsort(prompt_slot, kind="stable")
-            pairs = torch.tensor(np.stack([order, prompt_slot[order]]), dtype=torch.int32, device=self.device)
-            if self.sorted is None or len(prompt_slot) != self.sorted.shape[1]:
-                self.sorted = pairs
+            readers = np.where(active, prompt_slot, first)
+            table = attention.tiles_of(readers, self.prompt.shape[2], self.kernel_shape()["TILE"])
+            table = torch.tensor(table, device=self.device)
+            if self.tiles is None or table.shape != self.tiles.shape:
+                self.tiles = table
             else:
-                self.sorted.copy_(pairs)  # in place: a CUDA graph reads this address
+                self.tiles.copy_(table)  # in place: a CUDA graph reads this address
             return
         G, n, slots = self.config.n_kv_head, len(prompt_slot), np.flatnonzero(active)
         line = prompt_slot[slots] - first  # of the rectangle
@@ -203,37 +202,29 @@ class KVCache:
             scores[..., T_p:].add_(self.own_bias)
         return torch.softmax(scores, -1) @ v
 
+    def kernel_shape(self) -> dict:
+        c = self.config
+        return attention.kernel_shape(c.n_head, c.n_kv_head, c.head_size, self.dtype.itemsize, self.group_size)
+
     def attend_triton(self, layer: int, q, k, v, rotary):
-        """`attend` by four kernels. All that they write to is allocated here."""
-        (n, H, _, D), G = q.shape, self.config.n_kv_head
-        T_p, T_c = self.prompt.shape[4], self.own.shape[4]
-        R, DP = H // G, triton.next_power_of_2(max(16, D))
-        M, tile = attention.query_tile(R, self.group_size)
-        tiles, block = -(-n // tile), attention.column_block(DP, self.dtype.itemsize)
-        prompt_splits, prompt_chunk = attention.split_columns(T_p, tiles * G, block)
-        own_splits, own_chunk = attention.split_columns(T_c, n * G, block)
-        splits = prompt_splits + own_splits
-        parts = torch.empty(splits, n, H, D, dtype=torch.float32, device=q.device)
-        tops, totals = (torch.empty(splits, n, H, dtype=torch.float32, device=q.device) for _ in range(2))
-        rotated_q, y = (torch.empty(n, H, 1, D, dtype=self.dtype, device=q.device) for _ in range(2))
+        """`attend` by one kernel. All that it writes to is allocated here, but for `counters`, which are 0 between
+        launches and stay where they are."""
+        (n, H, _, D), G, shape = q.shape, self.config.n_kv_head, self.kernel_shape()
+        T_p, T_c, tiles = self.prompt.shape[4], self.own.shape[4], len(self.tiles)
+        prompt_splits, prompt_chunk = attention.split_columns(T_p, -(-n // shape["TILE"]) * G, shape["N"])
+        own_splits, own_chunk = attention.split_columns(T_c, n * G, shape["N"])
+        parts = torch.empty(prompt_splits + own_splits, n, H, D, dtype=torch.float32, device=q.device)
+        tops, totals = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+        y = torch.empty(n, H, 1, D, dtype=self.dtype, device=q.device)
         if nothing_to_do(q):
             return y
-        (own_k, own_v), (prompt_k, prompt_v) = self.own[layer], self.prompt[layer]
-        cos, sin = (q, q) if rotary is None else rotary
-        scale = D**-0.5 * LOG2_OF_E
         strides = [x.stride(i) for x in (q, k, v) for i in (0, 1)]
+        prompt_programs = tiles * G * prompt_splits
         with torch.cuda.device_of(q):
-            attention.cache_kernel[(n, H + 2 * G)](
-                q, k, v, cos, sin, rotated_q, own_k, own_v, self.t, *strides, T_c, H, G, D,
-                DP=DP, ROTARY=rotary is not None, num_warps=1,
+            attention.attend_kernel[(prompt_programs + n * G * own_splits,)](
+                q, k, v, *(rotary or (q, q)), *strides, *self.prompt[layer], self.tiles, self.prompt_lengths,
+                *self.own[layer], self.t, parts, tops, totals, self.counters, y, D**-0.5 * LOG2_OF_E, n, T_p, T_c,
+                H, G, D, prompt_programs, prompt_splits, prompt_chunk, own_splits, own_chunk, **shape,
+                ROTARY=rotary is not None, maxnreg=attention.REGISTERS,
             )  # fmt: skip
-            attention.prompt_kernel[(tiles, G, prompt_splits)](
-                rotated_q, prompt_k, prompt_v, *self.sorted, self.prompt_lengths, parts, tops, totals, scale, n,
-                T_p, H, G, D, prompt_chunk, R=R, TILE=tile, M=M, N=block, DP=DP,
-            )  # fmt: skip
-            attention.own_kernel[(n, G, own_splits)](
-                rotated_q, own_k, own_v, self.t, parts, tops, totals, scale, n, T_c, H, G, D, own_chunk, prompt_splits,
-                R=R, M=max(16, triton.next_power_of_2(R)), N=block, DP=DP,
-            )  # fmt: skip
-            attention.join_kernel[(n * H,)](parts, tops, totals, y, n * H, D, SPLITS=splits, DP=DP, num_warps=1)
         return y

@@ -246,7 +246,7 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
 
     def forward_step(batch):
         buffers = [batch.rows, batch.t, batch.token, batch.prompt_length, batch.tokens, batch.logprobs, batch.u]
-        buffers += [batch.cache.own, batch.cache.prompt, batch.cache.prompt_lengths, batch.cache.sorted]
+        buffers += [batch.cache.own, batch.cache.prompt, batch.cache.prompt_lengths, batch.cache.tiles, batch.cache.counters]
         addresses.setdefault(len(batch.rows), set()).add(tuple(buffer.data_ptr() for buffer in buffers))
         original(batch)
         assert batch.cache.t is batch.t
