@@ -31,7 +31,7 @@ if triton is not None:
 
     @triton.jit
     def load_queries(queries, slot, head, mask, d, D, ROTARY: tl.constexpr):
-        """-> (M, DP): query heads `head` (M,) of `slot` (M,), rotated."""
+        """-> (M, DP): heads `head` (M,) of slots `slot` (M,), rotated."""
         q, q_row, q_head, cos, sin = queries
         at, turn, there = (slot * q_row + head * q_head)[:, None], (slot * D)[:, None], mask[:, None] & (d[None, :] < D)
         return rotated(q + at, cos + turn, sin + turn, d[None, :], D, there, ROTARY)
@@ -107,9 +107,7 @@ if triton is not None:
             end = tl.minimum((split + 1) * chunk, tl.load(lengths + p).to(tl.int32))
             for start in range(split * chunk, end, N):
                 columns = start + tl.arange(0, N)
-                top, total, acc = attend_block(
-                    x, prompt_k, prompt_v, columns, end, mask, scale, top, total, acc, d, D
-                )
+                top, total, acc = attend_block(x, prompt_k, prompt_v, columns, end, mask, scale, top, total, acc, d, D)
             join(out, split, all_splits, slot * H + head, n * H, mask, top, total, acc, d, D)
 
     @triton.jit
@@ -121,10 +119,11 @@ if triton is not None:
 
         Only the program whose stretch has column t touches that column: it takes the new key and value as they come
         from the projection, and writes them to the cache for later steps."""
-        split, g, slot = program % splits, program // splits % G, (program // splits // G).to(tl.int64)
+        split, g, slot = program % splits, program // splits % G, program // splits // G
         m, d = tl.arange(0, M), tl.arange(0, DP)
-        mask = m < R
-        x = load_queries(queries, slot.to(tl.int32) + tl.zeros_like(m), g * R + m, mask, d, D, ROTARY).to(own_k.dtype.element_ty)
+        mask, head, row = m < R, g * R + m, slot * H + g * R + m
+        x = load_queries(queries, slot + 0 * m, head, mask, d, D, ROTARY).to(own_k.dtype.element_ty)
+        slot = slot.to(tl.int64)
         now = tl.load(t + slot).to(tl.int32)
         base, is_new = (slot * G + g) * T_c * D, now // chunk == split
         there = (d < D) & is_new
@@ -142,7 +141,7 @@ if triton is not None:
             top, total, acc = attend_block(
                 x, own_k + base, own_v + base, columns, end, mask, scale, top, total, acc, d, D
             )
-        join(out, all_splits - splits + split, all_splits, slot.to(tl.int32) * H + g * R + m, n * H, mask, top, total, acc, d, D)
+        join(out, all_splits - splits + split, all_splits, row, n * H, mask, top, total, acc, d, D)
 
     @triton.jit
     def attend_kernel(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from decoding import attention
-from kernels import LOG2_OF_E, nothing_to_do, triton, uses_triton
+from kernels import LOG2_OF_E, nothing_to_do, uses_triton
 from model import GPTConfig, rotate
 
 

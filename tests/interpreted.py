@@ -38,11 +38,12 @@ def run_interpreted(file, request) -> int:
     return int(re.search(r"(\d+) passed", result.stdout)[1])
 
 
-def cubin_resources(kernel, capability, pointers, constants, aligned, warps, folder):
-    """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX.
+def cubin_resources(kernel, capability, pointers, constants, aligned, warps, folder, **options):
+    """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX. "SHARED"
+    is what a launch asks for.
 
-    pointers: name -> dtype, also of numbers that are not i32. aligned: the integers that the launcher would find to be
-    multiples of 16."""
+    pointers: name -> dtype, also of numbers that are not i32. constants: also the integers that are 1, which the launcher makes constants. aligned: the
+    integers that it would find to be multiples of 16. options: Triton's."""
     names = kernel.arg_names
     types = {name: pointers.get(name, "fp32" if name in ("scale", "slope") else "i32") for name in names} | {
         name: "constexpr" for name in constants
@@ -54,11 +55,10 @@ def cubin_resources(kernel, capability, pointers, constants, aligned, warps, fol
         kernel, types, {(names.index(name),): value for name, value in constants.items()}, attributes
     )
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": warps})
+    compiled = triton.compile(source, target=target, options={"num_warps": warps} | options)
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     report = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", report)}, compiled.asm[
-        "ptx"
-    ]
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", report)}
+    return used | {"SHARED": compiled.metadata.shared}, compiled.asm["ptx"]

@@ -93,10 +93,10 @@ def draw_from_one_total(x, u, scale, block):
     return first[0] if len(first) else np.flatnonzero(p > 0)[-1]
 
 
-def rows_with_an_unlikely_end():
-    """-> logits (40, 4096), uniforms (40,) near 1: 256 likely tokens; the others, at the end, have 2e-16 together."""
+def rows_with_an_unlikely_end(V=4096):
+    """-> logits (40, V), uniforms (40,) near 1: 256 likely tokens; the others, at the end, have 1e-23 together."""
     generator = np.random.default_rng(0)
-    x = generator.normal(50, 3, (40, 4096)).astype(np.float32)
+    x = generator.normal(50, 3, (40, V)).astype(np.float32)
     x[:, 256:] = x[:, 256:] / 30
     return x, np.float32(1) - np.float32(2**-24) * generator.integers(1, 8, 40).astype(np.float32)
 
