@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import DEVICE, make_model
 
-from decoding.attention import split_columns
+from decoding.attention import split_columns, tiles_of
 from decoding.kvcache import KVCache
 from model import rotary_table, rotate
 
@@ -158,4 +158,17 @@ def test_columns_are_split_where_programs_are_few():
     for width in (1, 63, 64, 65, 300, 4097):
         for programs in (1, 7, 100, 263, 264, 1000):
             splits, columns = split_columns(width, programs, 32)
+            assert splits <= 16  # one program joins them
             assert (splits - 1) * columns < width <= splits * columns and columns % 32 == 0
+
+
+def test_tiles_name_each_slot_once_beside_its_prompt():
+    random = np.random.default_rng(0)
+    for n, prompts, tile in ((1, 1, 1), (1, 1, 4), (7, 3, 4), (12, 12, 4), (64, 16, 4), (64, 5, 16), (30, 30, 1)):
+        for readers in (random.integers(0, prompts, n), np.zeros(n, int), np.arange(n) % prompts):
+            table = tiles_of(readers, prompts, tile)
+            assert table.shape == tiles_of(np.zeros(n, int), prompts, tile).shape  # a CUDA graph keeps its grid
+            line, place = np.nonzero(table[:, 1:] >= 0)
+            slots = table[line, 1 + place]
+            assert sorted(slots) == list(range(n)) and (readers[slots] == table[line, 0]).all()
+            assert set(np.flatnonzero(table[:, 0] >= 0)) == set(line)  # a line without slots ends at once
