@@ -64,7 +64,8 @@ class KVCache:
         self.written = 0  # columns [0, written) are initialised in every active slot
         self.ragged = False  # is a prompt shorter than T_p?
         self.prefill_slots = None  # (P,) the prompt slots that the next forward fills; None: it is a step
-        self.tiles = None  # for the kernel: see attention.tiles_of. The counters: how many parts of each query's softmax are there
+        # For the kernel: attention.tiles_of, and how many parts of each query's softmax are there (attention.join).
+        self.tiles = None
         self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
 
     def begin_prefill(self, prompt_slots: list[int], lengths: list[int]):

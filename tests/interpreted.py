@@ -1,7 +1,7 @@
 """Triton kernels without a GPU: tests of values in the interpreter, and what the compiler makes of a kernel.
 
-The interpreter has to be chosen before the kernels are imported. So a file of kernel tests runs itself again in a process
-of its own with TRITON_INTERPRET=1 (`run_interpreted`); its tests marked `in_kernels` run there, and on CUDA.
+The interpreter has to be chosen before the kernels are imported. So a file of kernel tests runs itself again in a
+process of its own with TRITON_INTERPRET=1 (`run_interpreted`); its tests marked `in_kernels` run there, and on CUDA.
 """
 
 import os
@@ -39,8 +39,8 @@ def run_interpreted(file, request) -> int:
 
 
 def cubin_resources(kernel, capability, pointers, constants, aligned, warps, folder, **options):
-    """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX. "SHARED"
-    is what a launch asks for.
+    """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX.
+    "SHARED" is what a launch asks for.
 
     pointers: name -> dtype, also of numbers that are not i32. constants: also the integers that are 1, which the launcher makes constants. aligned: the
     integers that it would find to be multiples of 16. options: Triton's."""

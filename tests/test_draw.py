@@ -50,7 +50,7 @@ def fused(x, scale, best):
 
 
 def lane_sums(x, scale):
-    """x (steps, lanes) -> the maximum, and what each lane has: a sum of 2^(z - its maximum), in float32 and in order."""
+    """x (steps, lanes) -> the maximum, and each lane's sum of 2^(z - maximum), in float32 and in order."""
     top, total = np.full(x.shape[1], -1e30, np.float32), np.zeros(x.shape[1], np.float32)
     for z in x * scale:
         smaller = np.exp2(-np.abs(z - top))
@@ -163,7 +163,7 @@ def test_truncation_by_hand():
 
 @pytest.mark.parametrize("truncation", [Truncation(top_p=0.6), Truncation(6, 0.8, 0.1)])
 def test_sampled_frequencies_of_truncated_distributions(truncation):
-    """The support is exact, and within it frequencies are the model's; log-probs are those of the whole distribution."""
+    """The support is exact; within it frequencies are the model's; log-probs are those of the whole distribution."""
     model = make_flat_model("gpt2", vocab_size=13)
     rollouts = sample_groups(model, [[1, 2]], 20_000, 1, seed=3, temperature=0.8, truncation=truncation)
     with torch.no_grad():

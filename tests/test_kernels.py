@@ -2,8 +2,8 @@
 
 Of log-probs, of tokens drawn from logits (draw.py) and of decode attention (kvcache.py).
 
-The interpreter has to be chosen before the kernels are imported, so one test runs this file again in a process of its own
-with TRITON_INTERPRET=1; the tests of values are those that run there, and on CUDA.
+The interpreter has to be chosen before the kernels are imported, so one test runs this file again in a process of its
+own with TRITON_INTERPRET=1; the tests of values are those that run there, and on CUDA.
 """
 
 import re
@@ -211,7 +211,7 @@ class Head:
     ],
 )
 def test_kernel_draws_by_inverse_cdf(dtype, N, width, n_vocab, temperature):
-    """Token i for u between the float64 sums before and after it, of the whole; the uniforms 0 and 1 - 2^-23 among them."""
+    """Token i for u between the float64 sums before and after it, of the whole; 0 and 1 - 2^-23 are among them."""
     logits, _, _ = make_rows(N, width, dtype)
     logits[:, n_vocab:] = 50.0  # padding
     logits[:, : n_vocab // 2 : 3] = -60000.0 if dtype == torch.float16 else -1e9  # probability 0
@@ -290,8 +290,8 @@ def test_kernel_takes_queries_and_keys_of_another_type():
 @in_kernels
 @pytest.mark.parametrize("shape", [pytest.param("gpt2", marks=pytest.mark.long), "llama"])
 def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
-    """Slots that are filled again and leave, with every kernel of a step. What a recorded graph reads and writes stays where it
-    is, whatever rows come and go, as long as there are so many slots."""
+    """Slots that are filled again and leave, with every kernel of a step. What a recorded graph reads and writes stays
+    where it is, whatever rows come and go, as long as there are so many slots."""
     addresses, original = {}, sample.DecodeBatch.forward_step
 
     def forward_step(batch):
@@ -456,11 +456,11 @@ SMALL = "n", "G", "T_p", "T_c", "prompt_programs", "prompt_splits", "own_splits"
 )
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, rotary, small, dtype, tmp_path):
-    """GPT-2, Qwen2.5-1.5B, one slot and one key head, Llama 3.1 8B, Qwen2.5-0.5B. q and k are float32, as autocast's norms
-    leave them beside values in bfloat16.
+    """GPT-2, Qwen2.5-1.5B, one slot and one key head, Llama 3.1 8B, Qwen2.5-0.5B. q and k are float32, as autocast's
+    norms leave them beside values in bfloat16.
 
-    sm_75 has no products of bfloat16. Triton multiplies in float32 there, with hundreds of bytes of spilled registers: such a
-    run is right and slow. float32, which is the default of --dtype, leaves a few words, as elsewhere."""
+    sm_75 has no products of bfloat16. Triton multiplies in float32 there, with hundreds of bytes of spilled registers:
+    such a run is right and slow. float32, which is the default of --dtype, leaves a few words, as elsewhere."""
     shape = attention.kernel_shape(H, G, D, 2 if dtype == "bf16" else 4, group_size)
     pointers = dict.fromkeys(("q", "k", "cos", "sin", "parts", "tops", "totals"), "*fp32")
     pointers |= dict.fromkeys(("v", "prompt_k", "prompt_v", "own_k", "own_v", "y"), "*" + dtype)

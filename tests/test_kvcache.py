@@ -22,7 +22,7 @@ def make_cache(
     group_size=3,
     lengths=(9, 4, 1),
 ):
-    """-> a cache whose prompts are read and whose own columns are garbage, its config, and the prompts' keys and values."""
+    """-> a cache with its prompts read and garbage in own columns, its config, the prompts' keys and values."""
     config = make_model("llama", n_head=heads, n_kv_head=kv_heads, n_embd=heads * D).config
     cache = KVCache(config, prompt_slots, T_p, slots, T_c, dtype, DEVICE, group_size)
     cache.own.fill_(float("nan"))  # what nobody wrote
@@ -77,7 +77,8 @@ def run_rows(cache, config, prompts, schedule, tolerance, rotary=False):
     return compared
 
 
-# (row, place, t) a slot: all begin together; two rows give way to others, whose columns hold what was there; a place loses all its rows
+# (row, place, t) a slot: all begin together; two rows give way to others, whose columns hold what was there; a place
+# loses all its rows
 RAGGED = [
     [(0, 0, 0), (1, 0, 0), (2, 2, 0), (3, 1, 0), (4, 2, 0)],
     [(0, 0, 1), (1, 0, 1), (2, 2, 1), (3, 1, 1), (4, 2, 1)],
@@ -97,7 +98,8 @@ def test_attention_over_prompt_and_own_tokens(kv_heads, rotary):
 @pytest.mark.parametrize("lengths", [(9, 9, 9), (9, 4, 1)])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_one_row_a_prompt(kv_heads, lengths):
-    """In the prompts' order both are read as one; even, then with a row that begins later, then out of order, then in order again."""
+    """In the prompts' order both are read as one; even, then with a row that begins later, then out of order, then in
+    order again."""
     cache, config, prompts = make_cache(kv_heads=kv_heads, slots=3, group_size=1, lengths=lengths)
     orders = []
     assign = cache.assign
