@@ -12,6 +12,7 @@ step. A prompt slot is where the KV cache holds one prompt. The life of a row:
 When no row waits, idle slots are removed. Left out: what a rollout is (sample.py). Test: pytest tests/test_sample.py
 """
 
+import gc
 import math
 import sys
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from model import GPT
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # of prompts at a time; on a CPU their activations stay in its caches
 LOOK_EVERY = {"cpu": 1, "cuda": 4}  # steps between two looks at the slots; on CUDA a look waits for the device
 SHRINK_AT = {"cpu": 1 / 4, "cuda": 1 / 2}  # remove idle slots if more than this share is idle; CUDA takes a new graph
+SHRINK_ABOVE = {"cpu": 1, "cuda": 16}  # slots; on CUDA few slots take as long as fewer: a step mostly reads weights
 
 
 class DecodeBatch:
@@ -59,6 +61,9 @@ class DecodeBatch:
         self.prompt_hidden = torch.zeros(prompt_slots, model.config.n_embd, dtype=dtype, device=self.device)
         # A graph replays the lengths and addresses of its recording. Those of plain torch change with every step.
         self.graph, self.cuda_graphs = None, cuda_graphs and uses_triton(self.cache.own)
+        # What the graphs' own tensors live in, made with the first one. It gives its memory back when it is deleted, if
+        # no graph uses it any more; attributes are deleted in this order, so it comes after the graph.
+        self.pool = None
         # Of each slot, on the device: its row, its latest token and that token's number, its prompt's length.
         self.rows = torch.full((slots,), self.N, device=self.device)
         self.t, self.token, self.prompt_length = (
@@ -89,7 +94,8 @@ class DecodeBatch:
         self.active = len(active)
         if not self.active:
             return False
-        if self.next_row == self.N and len(idle) > len(rows) * SHRINK_AT[kind_of(self.rows)]:
+        kind = kind_of(self.rows)
+        if self.next_row == self.N and len(rows) > SHRINK_ABOVE[kind] and len(idle) > len(rows) * SHRINK_AT[kind]:
             self.shrink(active)
             active, changed = np.arange(len(active)), True
         if changed:
@@ -109,7 +115,7 @@ class DecodeBatch:
     def check_stop_strings(self):
         """Check each slot's new tokens one after the other, also if its row has retired since the last look."""
         slots, over = np.flatnonzero(self.text_row < self.N), []
-        table = self.tokens[torch.tensor(self.text_row[slots], device=self.device)].cpu().numpy()
+        table = self.tokens[self.upload(self.text_row[slots])].cpu().numpy()
         for slot, tokens in zip(slots, table, strict=True):
             row, checked = self.text_row[slot], self.checked[slot]
             ids = tokens[: min(self.steps - self.started[slot] + 1, self.max_new_tokens)].tolist()
@@ -120,7 +126,8 @@ class DecodeBatch:
                 self.text_end[int(row)] = end
                 self.text_row[slot] = self.N
                 over.append(slot)
-        self.rows[torch.tensor(over, dtype=torch.long, device=self.device)] = self.N
+        if over:
+            self.rows[self.upload(over)] = self.N
 
     def admit(self, room: int, rows: np.ndarray) -> range:
         """-> the next waiting rows, at most `room`, with prompts in the cache. Prefills missing prompts."""
@@ -146,18 +153,17 @@ class DecodeBatch:
     def prefill_some(self, prompts, prompt_slots):
         tokens = [torch.tensor(self.prompts[p]) for p in prompts]
         lengths = [len(ids) for ids in tokens]
-        tokens = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(self.device)  # (P, T)
+        tokens = self.upload(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True))  # (P, T)
         self.cache.begin_prefill(prompt_slots, lengths)
-        last = torch.tensor(lengths, device=self.device) - 1
-        hidden = self.model(tokens, cache=self.cache, last=last)[:, 0]  # (P, C)
-        self.prompt_hidden[prompt_slots] = hidden.to(self.prompt_hidden.dtype)
+        hidden = self.model(tokens, cache=self.cache, last=self.upload(lengths) - 1)[:, 0]  # (P, C)
+        self.prompt_hidden[self.upload(prompt_slots)] = hidden.to(self.prompt_hidden.dtype)
 
     def start(self, slots: np.ndarray, new: range, prompt_slots):
         """Start rows `new` in these slots: draw their first tokens from the hidden states of these prompt slots."""
         self.next_row = new.stop
         self.prompt_slot[slots], self.started[slots] = prompt_slots, self.steps
         self.text_row[slots], self.checked[slots] = new, 0
-        slots, prompt_slots = (torch.tensor(numbers, device=self.device) for numbers in (slots, prompt_slots))
+        slots, prompt_slots = self.upload(slots), self.upload(prompt_slots)
         self.rows[slots] = torch.arange(new.start, new.stop, device=self.device)
         self.prompt_length[slots] = self.cache.prompt_lengths[prompt_slots]
         self.t[slots] = 0
@@ -183,18 +189,25 @@ class DecodeBatch:
         self.draw(hidden, slice(None))
 
     def record_graph(self):
-        """Record a step. If that fails, for instance out of memory, go on without graphs."""
-        try:
-            device, stream = torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device))
-            with device, stream:  # which restore the current stream after an error
-                graph = torch.cuda.CUDAGraph()
-                # thread_local: another thread may be writing a checkpoint
-                with torch.cuda.graph(graph, stream=capture_stream(self.device), capture_error_mode="thread_local"):
-                    self.forward_step()
-            self.graph = graph
-        except RuntimeError as error:
-            self.cuda_graphs = False
-            tqdm.write(f"sampling goes on without CUDA graphs: {str(error).splitlines()[0]}", file=sys.stderr)
+        """Record a step. If that fails, for instance out of memory, go on without graphs.
+
+        The tensors that a step makes are in a pool. The graphs of a batch share it one after the other: the next one
+        writes over the last, which `shrink` has dropped. What a step leaves behind is written into tensors that were
+        there before, outside the pool.
+        """
+        for emptied in (False, True):
+            try:
+                with torch.cuda.device(self.device):
+                    self.pool = self.pool or torch.cuda.MemPool()
+                    self.graph = record(self.forward_step, self.pool, capture_stream(self.device))
+                return
+            except RuntimeError as error:
+                reason, full = str(error).splitlines()[0], isinstance(error, torch.OutOfMemoryError)
+            if emptied or not full:
+                break
+            torch.cuda.empty_cache()  # during a recording the allocator cannot free the blocks that it caches
+        self.cuda_graphs, self.pool = False, None
+        tqdm.write(f"sampling goes on without CUDA graphs: {reason}", file=sys.stderr)
 
     def draw(self, hidden, slots):
         """hidden (n, C) of these slots -> write their next tokens into the tables; retire the rows that end here."""
@@ -206,13 +219,20 @@ class DecodeBatch:
             over |= token == stop
         self.token[slots], self.rows[slots] = token, rows.masked_fill(over, self.N)
 
+    def upload(self, numbers) -> torch.Tensor:
+        """Integers -> a tensor on the device. On CUDA torch.tensor(numbers, device=...) would wait for the stream."""
+        numbers = torch.as_tensor(numbers, dtype=torch.long)
+        if self.device.type != "cuda":
+            return numbers
+        return numbers.pin_memory().to(self.device, non_blocking=True)
+
     def shrink(self, active: np.ndarray):
         """Keep these slots alone, rising numbers, and the prompt slots that they read."""
         used, self.prompt_slot = np.unique(self.prompt_slot[active], return_inverse=True)
         self.started, self.text_row, self.checked = (x[active] for x in (self.started, self.text_row, self.checked))
         self.graph = None
         self.cache.compact(active, used, min(self.steps - self.started.min() + 1, self.max_new_tokens))
-        active = torch.tensor(active, device=self.device)
+        active = self.upload(active)
         of_slots = self.rows, self.t, self.token, self.prompt_length
         self.rows, self.t, self.token, self.prompt_length = (x[active] for x in of_slots)
 
@@ -230,6 +250,27 @@ class DecodeBatch:
         self.steps, self.first_start, self.same_t = self.max_new_tokens - 1, 0, False
         self.step()
         self.shrink(np.arange(max(n - n // 4 - 1, 1)))
+
+
+def record(step, pool, stream) -> "torch.cuda.CUDAGraph":
+    """A graph of what step() does; nothing is computed. torch.cuda.graph would wait for the device and empty the
+    allocator's cache first."""
+    graph, current, collects = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
+    stream.wait_stream(current)
+    gc.disable()  # a finaliser that waits for the device (memory.host.unpin) breaks a recording
+    try:
+        with torch.cuda.stream(stream):  # which restores the current stream after an error
+            # thread_local: another thread may be writing a checkpoint
+            graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+            try:
+                step()
+            finally:
+                graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    current.wait_stream(stream)
+    return graph
 
 
 @cache

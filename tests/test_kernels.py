@@ -308,6 +308,7 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
         assert batch.cache.t is batch.t
 
     monkeypatch.setattr(sample.DecodeBatch, "forward_step", forward_step)
+    monkeypatch.setitem(sample.SHRINK_ABOVE, DEVICE, 1)
     model, prompts = make_flat_model(shape, n_layer=1), [[1, 2, 3], [4]]
     rollouts = sample_groups(model, prompts, 4, 10, stop_token=3, seed=3, max_batch=5)
     for i, (row, p, c) in enumerate(
