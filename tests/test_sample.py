@@ -17,6 +17,12 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 STOP = 3
 
 
+def look_at_every_step(monkeypatch, every=1, leave=1 / 4):
+    """Rows that are over are seen at every step, or every so many, and slots leave soon, on CUDA too."""
+    for setting, value in ((batch.LOOK_EVERY, every), (batch.SHRINK_AT, leave), (batch.SHRINK_ABOVE, 1)):
+        monkeypatch.setitem(setting, DEVICE, value)
+
+
 def rows_of(rollouts):
     """-> N pairs (ids, log-probs) of the completions, the stop token included."""
     ends = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
@@ -107,8 +113,7 @@ def test_when_the_host_looks_changes_no_row(shape, every, leave, monkeypatch):
     """Slots stay empty for a while, are filled late or leave in other numbers: as on CUDA, where a look costs something."""
     model = make_flat_model(shape)
     expected = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5))
-    monkeypatch.setitem(batch.LOOK_EVERY, DEVICE, every)
-    monkeypatch.setitem(batch.SHRINK_AT, DEVICE, leave)
+    look_at_every_step(monkeypatch, every, leave)
     for max_batch in (None, 5):
         late = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5, max_batch=max_batch))
         for (ids, logprobs), (expected_ids, expected_logprobs) in zip(late, expected, strict=True):
@@ -163,17 +168,19 @@ def test_rollouts_say_where_everything_is():
         assert rollouts.completions()[i] == (completion[:-1] if rollouts.stopped[i] else completion)
 
 
-def test_a_prompt_goes_through_the_model_once_and_rows_that_are_over_leave():
+def test_a_prompt_goes_through_the_model_once_and_rows_that_are_over_leave(monkeypatch):
     model, seen = make_flat_model("gpt2"), []
+    look_at_every_step(monkeypatch)
+    eager = dict(stop_token=STOP, enforce_eager=True)  # a graph's replay calls no hooks
     model.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
-    lengths = sample_groups(model, PROMPTS, 8, 20, stop_token=(9, STOP), seed=1).completion_lengths
+    lengths = sample_groups(model, PROMPTS, 8, 20, **eager | {"stop_token": (9, STOP)}, seed=1).completion_lengths
     assert seen[0] == (4, 7)  # 4 prompts, not 32 rows
     assert len(seen) == int(lengths.max())  # the first tokens come from the prompts
     for t, (n, width) in enumerate(seen[1:], start=1):
         running = int((lengths > t).sum())
         assert width == 1 and running <= n <= max(running / 0.75, running + 1)  # gone, or soon
     seen.clear()
-    sample_groups(model, PROMPTS, 8, 12, stop_token=STOP, max_batch=3)
+    sample_groups(model, PROMPTS, 8, 12, max_batch=3, **eager)
     assert max(n for n, width in seen if width == 1) == 3
     assert sum(n for n, width in seen if width > 1) == 4  # each prompt once
     model_that_stops = make_model("gpt2")
@@ -184,7 +191,7 @@ def test_a_prompt_goes_through_the_model_once_and_rows_that_are_over_leave():
         model_that_stops.embedding.weight[STOP] = 9.0
     seen.clear()
     model_that_stops.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
-    assert sample_groups(model_that_stops, PROMPTS, 8, 20, stop_token=STOP).completion_lengths.tolist() == [1] * 32
+    assert sample_groups(model_that_stops, PROMPTS, 8, 20, **eager).completion_lengths.tolist() == [1] * 32
     assert seen == [(4, 7)]
 
 
@@ -233,10 +240,10 @@ def test_bfloat16_samples_from_what_autocast_computes(device):
 
 @pytest.mark.parametrize("slots, every", [(5, 1), (16, 4)])
 def test_freed_slots_are_filled_again(slots, every, monkeypatch):
-    """The steps are those of the sum of lengths, not of the longest times the batches; lengths from 1 to over 60, geometric."""
+    """The steps are those of the sum of lengths, not of the longest times the batches; lengths from 1 to over 40, geometric."""
     model, steps = make_flat_model("gpt2", block_size=112, bias=True), []
     stops_one_time_in(12, model)
-    monkeypatch.setitem(batch.LOOK_EVERY, DEVICE, every)
+    look_at_every_step(monkeypatch, every)
     model.register_forward_pre_hook(
         lambda module, args: steps.append(args[0].shape[0]) if args[0].shape[1] == 1 else None
     )
@@ -245,9 +252,10 @@ def test_freed_slots_are_filled_again(slots, every, monkeypatch):
         lambda module, args: read.append(args[0].shape[0]) if args[0].shape[1] > 1 else None
     )
     prompts = [prompt + [9] for prompt in PROMPTS * 8]  # of two tokens at least
-    lengths = sample_groups(model, prompts, 10, 100, stop_token=STOP, seed=2, max_batch=slots).completion_lengths
+    options = dict(seed=2, max_batch=slots, enforce_eager=True)  # a graph's replay calls no hooks
+    lengths = sample_groups(model, prompts, 10, 100, stop_token=STOP, **options).completion_lengths
     assert sum(read) == 32  # each prompt once
-    assert lengths.min() == 1 and lengths.max() > 60
+    assert lengths.min() == 1 and lengths.max() > 40  # of 320 rows 10 are that long on average
     assert max(steps) <= slots
     assert len(steps) <= 1.15 * int(lengths.sum()) / slots + int(lengths.max())
 
@@ -329,6 +337,8 @@ def test_bad_prompts_are_named():
 )
 def test_the_sampler_is_the_trainers_model(shape, dtype, sharpness, most, most_kl):
     """Log-probs of what was sampled, from the forward that training takes, of a model whose attention scores are large."""
+    if DEVICE == "cuda":  # adds in other orders, and rounds attention's weights to bfloat16 before they meet the values
+        most, most_kl = 3 * most, 4 * most_kl
     model = make_model(shape)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -1,0 +1,298 @@
+"""The sampler's CUDA graphs without a GPU: recorded and replayed on the CPU, and the lint of what is recorded.
+
+The kernels run in Triton's interpreter, so one test runs this file again in a process of its own with
+TRITON_INTERPRET=1. bfloat16 has no products there; autocast is tested in float16.
+"""
+
+import gc
+
+import pytest
+import replay
+import torch
+from conftest import DEVICE, make_flat_model
+from interpreted import INTERPRETED, compiles, run_interpreted
+from replay import NotCapturable
+
+from decoding import decode_batch
+from decoding.draw import Truncation
+from decoding.kvcache import KVCache
+from pretrained import lora
+from sample import generate_naive, sample_groups
+
+pytest.importorskip("triton", reason="Triton is not installed")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+STOPS = (3, 9)
+
+
+@compiles
+def test_in_the_interpreter(request):
+    assert run_interpreted(__file__, request) >= 25
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return replay.graphs(monkeypatch)
+
+
+def model_of(shape, adapters=False):
+    """A small one whose last 8 ids are padding; adapters: with LoRA on all four matrices, which changes the samples."""
+    heads = dict(n_head=2, n_kv_head=dict(gpt2=2, llama=1)[shape])
+    model = make_flat_model(shape, n_layer=1, n_embd=16, vocab_size=24, n_vocab=16, **heads)
+    if adapters:
+        lora.add(model, rank=2, alpha=8, targets=list(lora.TARGETS))
+        for p in model.parameters():
+            if p.requires_grad:
+                torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def rows_of(rollouts):
+    ends = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
+    return [
+        (rollouts.tokens[i, p : p + c].tolist(), rollouts.sampling_logprobs[i, :c].tolist())
+        for i, (p, c) in enumerate(ends)
+    ]
+
+
+def sampled(model, slots=3, k=2, **options):
+    return sample_groups(model, PROMPTS, k, 8, stop_token=STOPS, seed=21, max_batch=slots, **options)
+
+
+def assert_naive(model, rollouts, k=2, **options):
+    for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
+        naive = generate_naive(model, PROMPTS[i // k], 8, stop_token=STOPS, seed=21, row=i, **options)
+        assert ids == naive[0] and logprobs == pytest.approx(naive[1], abs=1e-5)
+
+
+def ends_in_5_5(ids):
+    return ids[-2:] == [5, 5]
+
+
+# shape, rows a prompt, slots, LoRA, other options. All are ragged; with fewer slots than rows, slots are filled again.
+CASES = {
+    "gpt2, all rows at once": ("gpt2", 4, None, False, {}),
+    "llama, slots filled again": ("llama", 3, 5, False, {}),
+    "llama, LoRA": ("llama", 3, 4, True, {}),
+    "gpt2, LoRA": ("gpt2", 2, 4, True, {}),
+    "gpt2, the likeliest tokens": ("gpt2", 2, 4, False, dict(temperature=0.0)),
+    "llama, truncation": ("llama", 2, 4, False, dict(truncation=Truncation(top_k=9, top_p=0.9, min_p=0.01))),
+    "gpt2, a stop string": ("gpt2", 3, 4, False, dict(is_over=ends_in_5_5, temperature=0.8)),
+    "llama, one row a prompt": ("llama", 1, 2, False, {}),
+}
+SHORT = ["llama, slots filled again", "llama, truncation", "gpt2, a stop string"]
+cases = pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in CASES]
+)
+
+
+@interpreted
+@cases
+def test_replayed_steps_equal_the_naive_generator(case, device):
+    shape, k, slots, adapters, options = CASES[case]
+    model = model_of(shape, adapters)
+    rollouts = sampled(model, slots, k, **options)
+    assert_naive(model, rollouts, k, **options)
+    assert device.replays > 3 and device.launches > 0 and len(set(rollouts.completion_lengths.tolist())) > 1
+    assert not device.live and device.log[-1] == "pool's memory given back"
+
+
+@interpreted
+@pytest.mark.parametrize("shape", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
+def test_replayed_steps_under_autocast_are_the_steps_as_they_are(shape, monkeypatch):
+    """To the bit: the same ops in the same order."""
+    model = model_of(shape, adapters=True)
+    with monkeypatch.context() as patch, torch.autocast("cpu", torch.float16):
+        replay.as_on_cuda(patch)
+        expected = sampled(model)
+    device = replay.graphs(monkeypatch)
+    with torch.autocast("cpu", torch.float16):
+        rollouts = sampled(model)
+    assert device.replays > 3
+    assert rollouts.tokens.equal(expected.tokens) and rollouts.sampling_logprobs.equal(expected.sampling_logprobs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bugs that only a replay shows. Each leaves the steps right that run as they are.
+
+
+def column_from_the_host(patch):
+    """The column that a step writes is the host's count of steps, right for rows that all started together."""
+    begin_step = KVCache.begin_step
+    planted = lambda cache, t, columns, same_t: begin_step(cache, torch.full_like(t, columns - 1), columns, same_t)  # noqa: E731
+    patch.setattr(KVCache, "begin_step", planted)
+
+
+def buffers_replaced(patch):
+    """What the cache says of prompts and slots is in new tensors after each refill."""
+    assign = KVCache.assign
+
+    def planted(cache, prompt_slot):
+        assign(cache, prompt_slot)
+        for name, value in vars(cache).items():
+            if isinstance(value, torch.Tensor) and name not in ("own", "prompt", "storage"):
+                setattr(cache, name, value.clone())
+
+    patch.setattr(KVCache, "assign", planted)
+
+
+def tokens_replaced(patch):
+    """The latest tokens are in a new tensor after each draw."""
+    draw = decode_batch.DecodeBatch.draw
+
+    def planted(batch, hidden, slots):
+        draw(batch, hidden, slots)
+        batch.token = batch.token.clone()
+
+    patch.setattr(decode_batch.DecodeBatch, "draw", planted)
+
+
+PLANTED = {
+    column_from_the_host: (None, 2),
+    buffers_replaced: (2, 3),
+    tokens_replaced: (3, 2),
+}  # bug: slots, rows a prompt
+
+
+@interpreted
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_replay_shows_a_planted_bug(bug, monkeypatch):
+    model, (slots, k) = model_of("llama"), PLANTED[bug]
+
+    bug(monkeypatch)
+    with monkeypatch.context() as patch:
+        replay.as_on_cuda(patch)
+        assert_naive(model, sampled(model, slots, k), k)
+    device = replay.graphs(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_naive(model, sampled(model, slots, k), k)
+    assert device.replays > 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Recording itself.
+
+FULL = torch.OutOfMemoryError, "CUDA out of memory"
+
+
+@interpreted
+def test_a_recording_waits_for_nothing_and_empties_no_cache(device):
+    sampled(model_of("llama"), slots=5, k=3)
+    recordings = device.log.count("begin")
+    assert recordings > 1  # slots left
+    one = ["side waits for default", "begin", "end", "default waits for side"]
+    assert device.log == one * recordings + ["pool's memory given back"]
+    assert gc.isenabled() and device.current is device.default
+
+
+@interpreted
+def test_out_of_memory_during_a_recording_empties_the_cache_and_tries_again(device, capsys):
+    device.failures = [FULL]
+    model = model_of("gpt2")
+    assert_naive(model, sampled(model))
+    assert device.replays > 3 and device.log.count("empty_cache") == 1
+    assert device.log.index("empty_cache") > device.log.index("end")  # the failed recording is over
+    assert not capsys.readouterr().err
+
+
+@interpreted
+@pytest.mark.parametrize("failures", [[FULL, FULL], [(RuntimeError, "not allowed")]], ids=["memory", "other"])
+def test_without_a_recording_sampling_goes_on(failures, device, monkeypatch, capsys):
+    device.failures, model, users = list(failures), model_of("gpt2"), []
+    refill = decode_batch.DecodeBatch.refill
+    look = lambda batch: (users.append(list(device.pools.values())), refill(batch))[1]  # noqa: E731
+    monkeypatch.setattr(decode_batch.DecodeBatch, "refill", look)
+    assert_naive(model, sampled(model))
+    assert device.replays == 0 and device.log.count("begin") == device.log.count("end") == len(failures)
+    assert not device.live and users[1] == [0]  # the pool is gone at once, not at the end
+    assert gc.isenabled() and device.current is device.default
+    assert f"sampling goes on without CUDA graphs: {failures[0][1]}" in capsys.readouterr().err
+
+
+@interpreted
+def test_a_step_that_waits_is_not_recorded(device, monkeypatch, capsys):
+    """As on CUDA, where the recording breaks and ending it raises as well."""
+    original = decode_batch.sample_tokens
+    waits = lambda model, hidden, u, **options: (u.max().item(), original(model, hidden, u, **options))[1]  # noqa: E731
+    monkeypatch.setattr(decode_batch, "sample_tokens", waits)
+    model = model_of("gpt2")
+    assert_naive(model, sampled(model))
+    assert device.replays == 0 and "sampling goes on without CUDA graphs" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="records real graphs: on CUDA only")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_real_graphs_replay_the_steps_as_they_are(shape, dtype, monkeypatch, capsys):
+    """The same kernels on the same numbers. cuBLAS may choose another kernel on the recording's stream, so log-probs
+    may differ by a rounding; tokens of a random model are so far apart that none changes in float32."""
+    replays, replayed = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replayed(graph)))
+    monkeypatch.setitem(decode_batch.SHRINK_ABOVE, "cuda", 1)
+    model = model_of(shape, adapters=True).to(dtype)
+    expected = sampled(model, slots=5, k=3, enforce_eager=True)
+    assert not replays
+    rollouts = sampled(model, slots=5, k=3)
+    assert len(replays) > 3 and "without CUDA graphs" not in capsys.readouterr().err
+    if dtype == torch.float32:
+        assert rollouts.tokens.equal(expected.tokens)
+        torch.testing.assert_close(rollouts.sampling_logprobs, expected.sampling_logprobs, atol=1e-5, rtol=0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The lint.
+
+
+@interpreted
+@cases
+def test_every_step_can_be_recorded(case, monkeypatch):
+    shape, k, slots, adapters, options = CASES[case]
+    compared = replay.lint(monkeypatch)
+    sampled(model_of(shape, adapters), slots, k, **options)
+    assert len(compared) > 2 and min(compared) > 20
+
+
+@interpreted
+@pytest.mark.parametrize("shape", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
+def test_every_step_under_autocast_can_be_recorded(shape, monkeypatch):
+    compared = replay.lint(monkeypatch)
+    with torch.autocast("cpu", torch.float16):
+        sampled(model_of(shape, adapters=True))
+    assert len(compared) > 2
+
+
+def in_the_draw(spoil):
+    """A bug in the drawing: spoil(u) runs before it."""
+
+    def plant(patch):
+        original = decode_batch.sample_tokens
+        planted = lambda model, hidden, u, **options: (spoil(u), original(model, hidden, u, **options))[1]  # noqa: E731
+        patch.setattr(decode_batch, "sample_tokens", planted)
+
+    return plant
+
+
+NOT_CAPTURABLE = {
+    "item": in_the_draw(lambda u: u.max().item()),
+    "a branch": in_the_draw(lambda u: bool((u > 2).any())),
+    "a mask": in_the_draw(lambda u: u[u > 0.5]),
+    "a mask written to": in_the_draw(lambda u: u.__setitem__(u > 2, torch.zeros(1))),
+    "nonzero": in_the_draw(lambda u: (u > 0.5).nonzero()),
+    "masked_select": in_the_draw(lambda u: u.masked_select(u > 0.5)),
+    "a copy to the host": in_the_draw(lambda u: u.cpu()),
+    "a list as an index": in_the_draw(lambda u: u[[0]]),
+    "a list copied to the device": in_the_draw(lambda u: torch.tensor([1.0], device=u.device)),
+    "the host's count": column_from_the_host,
+    "buffers replaced": buffers_replaced,
+    "tokens replaced": tokens_replaced,
+}
+
+
+@interpreted
+@pytest.mark.parametrize("bug", NOT_CAPTURABLE)
+def test_the_lint_finds_a_planted_bug(bug, monkeypatch):
+    NOT_CAPTURABLE[bug](monkeypatch)
+    replay.lint(monkeypatch)
+    with pytest.raises(NotCapturable):
+        sampled(model_of("llama"))
