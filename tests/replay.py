@@ -9,7 +9,7 @@ filled with rubbish wherever a real graph promises nothing about it.
 `lint` checks each decode step that may be recorded: nothing waits for the device or copies from the host, and two
 steps do the same with the same numbers, shapes and addresses.
 
-Left out: what only a real device shows, such as kernels that differ from the interpreter's, races, and how long it takes.
+Left out: what only a real device shows, such as kernels that differ from the interpreter's, races, and speed.
 """
 
 import gc
@@ -51,8 +51,8 @@ def written_by(func, args, kwargs) -> list[torch.Tensor]:
 # What may not be recorded.
 
 WAITS = {  # ops whose result's size or value the host needs
-    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2, aten.bincount,
-    aten.unique_dim, aten.unique_consecutive, aten.histc,
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2,
+    aten.unique_dim, aten.unique_consecutive, aten.bincount,
 }  # fmt: skip
 FROM_OR_TO_HOST = {  # functions that copy between the host and the device
     torch.tensor, torch.as_tensor, torch.from_numpy, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist,

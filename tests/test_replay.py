@@ -120,7 +120,10 @@ def test_replayed_steps_under_autocast_are_the_steps_as_they_are(shape, monkeypa
 def column_from_the_host(patch):
     """The column that a step writes is the host's count of steps, right for rows that all started together."""
     begin_step = KVCache.begin_step
-    planted = lambda cache, t, columns, same_t: begin_step(cache, torch.full_like(t, columns - 1), columns, same_t)  # noqa: E731
+
+    def planted(cache, t, columns, same_t):
+        begin_step(cache, torch.full_like(t, columns - 1), columns, same_t)
+
     patch.setattr(KVCache, "begin_step", planted)
 
 

@@ -110,7 +110,7 @@ def test_padded_ids_are_never_sampled(shape, temperature):
 
 @pytest.mark.parametrize("shape, every, leave", [("gpt2", 3, 0.5), ("llama", 7, 0.1), ("gpt2", 1, 0.0)])
 def test_when_the_host_looks_changes_no_row(shape, every, leave, monkeypatch):
-    """Slots stay empty for a while, are filled late or leave in other numbers: as on CUDA, where a look costs something."""
+    """Slots stay empty for a while, are filled late or leave in other numbers: as on CUDA, where a look costs time."""
     model = make_flat_model(shape)
     expected = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5))
     look_at_every_step(monkeypatch, every, leave)
@@ -240,7 +240,7 @@ def test_bfloat16_samples_from_what_autocast_computes(device):
 
 @pytest.mark.parametrize("slots, every", [(5, 1), (16, 4)])
 def test_freed_slots_are_filled_again(slots, every, monkeypatch):
-    """The steps are those of the sum of lengths, not of the longest times the batches; lengths from 1 to over 40, geometric."""
+    """The steps are those of the sum of lengths, not of the longest times the batches. Lengths: geometric, over 40."""
     model, steps = make_flat_model("gpt2", block_size=112, bias=True), []
     stops_one_time_in(12, model)
     look_at_every_step(monkeypatch, every)
@@ -336,7 +336,7 @@ def test_bad_prompts_are_named():
     [("gpt2", "float32", 3, 1e-5, 1e-11), ("gpt2", "bfloat16", 10, 0.5, 1e-4), ("llama", "bfloat16", 10, 0.5, 1e-4)],
 )
 def test_the_sampler_is_the_trainers_model(shape, dtype, sharpness, most, most_kl):
-    """Log-probs of what was sampled, from the forward that training takes, of a model whose attention scores are large."""
+    """Log-probs of what was sampled, from training's forward, of a model whose attention scores are large."""
     if DEVICE == "cuda":  # adds in other orders, and rounds attention's weights to bfloat16 before they meet the values
         most, most_kl = 3 * most, 4 * most_kl
     model = make_model(shape)
