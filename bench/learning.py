@@ -6,10 +6,9 @@
 
 Runs train_sft.py and grpo.py as a user would, with --resume=auto, so that it can be stopped and started again at any time, and
 reads their logs. --jobs runs go side by side, a thread each. Scores are of the last iterate, on 500 held-out prompts.
-Writes docs/learning.json and docs/learning.png, prints a table for docs/results.md and, last, one JSON object.
+Without --only it writes docs/learning.json and docs/learning.png; it prints a table for docs/results.md.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -19,10 +18,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HOME = Path(__file__).parent.parent
-sys.path.insert(0, str(HOME))
+import torch
+from common import HOME, parser, result
 
-from runs.log import read_log  # noqa: E402
+from runs.log import read_log
 
 # name: (SFT config, GRPO config, options of the GRPO run, seeds)
 EXPERIMENTS = {
@@ -34,24 +33,53 @@ EXPERIMENTS = {
     "countdown": ("sft_countdown", "grpo_countdown", {}, (1, 2, 3, 4, 5)),
 }
 SCORES = ("pass_at_1", "pass_at_1_sampled")
+TINY = dict(max_iters=2, eval_prompts=4, eval_interval=1)
+limits = dict(end=float("inf"), options={})  # the time at which runs are stopped, and options of all of them
+
+
+class OutOfTime(Exception):
+    """A run was stopped at --seconds."""
 
 
 def run(script, config, folder, options):
     """A training run, begun or gone on with, unless it is done -> its log and its seconds, start-up and evaluations included."""
     clock, done = folder / "bench_seconds", folder / "bench_done"
     if not done.exists():
-        words = [f"--{name}={value}" for name, value in (options | {"out_dir": folder, "resume": "auto"}).items()]
+        options = options | limits["options"] | {"out_dir": folder, "resume": "auto"}
+        words = [f"--{name}={value}" for name, value in options.items()]
         started = time.perf_counter()
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         command = [sys.executable, script, f"config/{config}.py", *words]
         try:
-            subprocess.run(command, cwd=HOME, check=True, stdout=subprocess.DEVNULL, env=environment)
+            follow(subprocess.Popen(command, cwd=HOME, stdout=subprocess.DEVNULL, env=environment), folder)
             done.touch()
         finally:  # of a run that was stopped half way, too
             if folder.exists():
                 before = float(clock.read_text()) if clock.exists() else 0.0
                 clock.write_text(f"{before + time.perf_counter() - started:.1f}")
     return read_log(folder), float(clock.read_text())
+
+
+def follow(process, folder):
+    """Wait for a run, and tell its scores as they come. Raises OutOfTime after --seconds, once the run has saved."""
+    told, stopped, code = 0, False, None
+    try:
+        while code is None:
+            time.sleep(1)
+            code = process.poll()  # before the log is read, so that nothing is missed
+            log = read_log(folder) if (folder / "log.jsonl").exists() else []
+            for seconds, score in curve(log)[told:]:
+                result(f"{folder.name}: held-out pass@1", score, seconds=seconds, iterations=len(log))
+            told = len(curve(log))
+            if code is None and time.monotonic() > limits["end"]:
+                stopped = True
+                process.terminate()
+    finally:
+        process.kill()
+    if stopped:
+        raise OutOfTime
+    if code:
+        raise subprocess.CalledProcessError(code, process.args)
 
 
 def folders(name, seed, out):
@@ -139,6 +167,10 @@ def main(arguments):
     chosen = [(name, seed) for name, (*_, seeds) in EXPERIMENTS.items() if arguments.only in name for seed in seeds]
     wanted = {int(seed) for seed in arguments.seeds.split(",") if seed}
     chosen = [(name, seed) for name, seed in chosen if not wanted or seed in wanted]
+    if arguments.shapes == "tiny":
+        limits["options"] = TINY
+    if arguments.seconds:
+        limits["end"] = time.monotonic() + arguments.seconds
     if not arguments.table:
         chains = {}  # rows that share a warm start go one after another
         for name, seed in chosen:
@@ -149,38 +181,30 @@ def main(arguments):
                 for key, names in chains.items()
             ]
             for future in done:
-                future.result()
+                try:
+                    future.result()
+                except OutOfTime:
+                    print(f"stopped after {arguments.seconds} s")
     rows = [found for name, seed in chosen if (found := row(name, seed, out))]
     if not rows:
-        raise SystemExit(f"nothing is done in {out}")
-    import torch
-
+        print(f"no row is complete in {out}")
+        return
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HOME, capture_output=True, text=True
     ).stdout.strip()
-    about = dict(
-        commit=commit,
-        machine=platform.machine(),
-        torch=torch.__version__,
-        python=platform.python_version(),
-        jobs=arguments.jobs,
-    )
+    about = dict(commit=commit, machine=platform.machine(), torch=torch.__version__, python=platform.python_version())
+    about |= dict(jobs=arguments.jobs)
     print(table(rows))
     if not arguments.only and not wanted:
         (HOME / "docs/learning.json").write_text(json.dumps(about | dict(rows=rows), indent=1) + "\n")
         draw(rows, HOME / "docs/learning.png")
-    print(
-        json.dumps(
-            about | dict(rows=[{key: value for key, value in r.items() if not key.endswith("curve")} for r in rows])
-        )
-    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="SFT, GRPO, and more SFT instead.")
-    parser.add_argument("--only", default="", help="rows whose name has this word")
-    parser.add_argument("--seeds", default="", help="of these seeds; default: each row's own")
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each")
-    parser.add_argument("--out_dir", default="out/learning", help="where the runs live")
-    parser.add_argument("--table", action="store_true", help="run nothing; say what is done")
-    main(parser.parse_args())
+    options = parser("SFT, GRPO, and more SFT instead.")
+    options.add_argument("--seeds", default="", help="of these seeds; default: each row's own")
+    options.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each")
+    options.add_argument("--out_dir", default="out/learning", help="where the runs live")
+    options.add_argument("--seconds", type=float, default=0, help="stop after that long; 0: no limit")
+    options.add_argument("--table", action="store_true", help="run nothing; say what is done")
+    main(options.parse_args())

@@ -1,47 +1,39 @@
 """The log-prob kernels and the head beside plain torch, torch.compile and the libraries that are installed.
 
-    python bench/logprobs.py [--quick]
+    python bench/logprobs.py [--shapes=cuda|cpu|tiny] [--only=loss,head]
 
 Two parts. Logits in: M x V logits there already, their log-probs and gradient; the yardstick is a device-to-device copy measured
 in the same run. Hidden states in: M x C hidden states and the head, loss = -mean log-prob (which is also GRPO's of equal
 advantages, right after a rollout), both gradients; the yardstick is the three bare matrix products. The contenders take
-turns, round by round, and a figure is the median of its rounds. "loss + gradient" is what the head does with each chunk of logits.
+turns, round by round, torch.compile after the others; a figure is the median of its rounds. "loss + gradient" is what
+the head does with each chunk of logits.
 
-extra      most bytes alive during the call beyond its inputs: as it is (dweight included) and with the weight frozen
-max error  of log-probs, against float64 on the same inputs, over 64 rows
+rate       TB/s of logits read and written (passes: forward 1, loss + gradient and backward 2, both 3), or TFLOP/s (6 M C V)
+extra MiB  most bytes alive during the call beyond its inputs: as it is (dweight included) and with the weight frozen
+error      of log-probs, against float64 on the same inputs, the largest of 64 rows
 
-On a CPU the shapes are small and the figures say nothing about a GPU. Prints one table and, last, one JSON object.
+On a CPU the shapes are small and the figures say nothing about a GPU.
 """
 
-import argparse
 import gc
-import json
-import platform
 import statistics
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from common import DEVICE, begin, chosen, clocked, parser, result, synchronize
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from logprobs.head import head_logprobs, head_loss
+from logprobs.rows import Options, backward_rows, forward_rows, new_rows, new_scratch, token_logprobs
+from memory.ledger import MIB, LiveBytes
 
-from logprobs.head import head_logprobs, head_loss  # noqa: E402
-from logprobs.rows import Options, backward_rows, forward_rows, new_rows, new_scratch, token_logprobs  # noqa: E402
-from memory.ledger import (
-    MIB,  # noqa: E402
-    LiveBytes,
-)
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = {  # (device, quick) -> logits (M, V), head (M, C, V), dtype, chunk_mb's, rounds
-    ("cuda", False): ((8192, 151936), (8192, 4096, 128256), torch.bfloat16, (16, 256, 512, 1024), 15),
-    ("cuda", True): ((8192, 151936), (2048, 2048, 128256), torch.bfloat16, (16, 512), 5),
-    ("cpu", False): ((1024, 50257), (1024, 256, 50257), torch.float32, (16, 64), 7),
-    ("cpu", True): ((256, 50257), (256, 128, 50257), torch.float32, (16,), 3),
+SHAPES = {  # logits (M, V), head (M, C, V), dtype, chunk_mb's, rounds
+    "cuda": ((8192, 151936), (8192, 4096, 128256), torch.bfloat16, (16, 256, 512, 1024), 15),
+    "cpu": ((1024, 50257), (1024, 256, 50257), torch.float32, (16, 64), 7),
+    "tiny": ((64, 500), (64, 16, 500), torch.float32, (0.01, 16), 1),
 }
+SECONDS = 10  # that a stage may take, once everything is warm
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -109,18 +101,18 @@ def peers():
     return found
 
 
-def logits_contenders(found):
+def logits_contenders(found, compile):
     """name -> log-probs of (logits, targets); None: not installed."""
     return {
         "snug": token_logprobs,
         "plain torch": plain_logprobs,
-        "torch.compile": torch.compile(plain_logprobs),
+        "torch.compile": compile(plain_logprobs),
         "TRL selective_log_softmax": found["trl"],
         "snug, in place": partial(token_logprobs, inplace=True),  # last: it uses the logits up
     }
 
 
-def head_contenders(found, budgets):
+def head_contenders(found, compile, budgets):
     """name -> (mean loss, log-probs) of (hidden, weight, targets); None: not installed."""
 
     def ours(hidden, weight, targets, chunk_mb):
@@ -141,7 +133,7 @@ def head_contenders(found, budgets):
     return named | {
         f"snug head_logprobs, {budgets[-1]} MiB": (lambda *x: -recomputed(*x).mean(), recomputed),
         "plain torch": with_logits(plain_logprobs),
-        "torch.compile": tuple(torch.compile(f) for f in with_logits(plain_logprobs)),
+        "torch.compile": tuple(map(compile, with_logits(plain_logprobs))),
         "TRL selective_log_softmax": found["trl"] and with_logits(found["trl"]),
         "Liger fused linear CE": of_loss(found["liger"]),
         "Liger fused linear GRPO": found["liger_grpo_head"] and (found["liger_grpo_head"], None),
@@ -153,35 +145,30 @@ def head_contenders(found, budgets):
 # Measures.
 
 
-def synchronize():
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
 def interleaved(calls, rounds):
     """{name: call} -> {name: median ms}. A call that fails is left out, and says why."""
-    times = {name: [] for name in calls}
+    times, started = {name: [] for name in calls}, None
     for turn in range(-2, rounds):  # the first two warm up and compile
+        if turn == 0:
+            started = time.perf_counter()
         for name, call in calls.items():
             if name not in times:
                 continue
             try:
-                synchronize()
-                started = time.perf_counter()
-                call()
-                synchronize()
-                elapsed = time.perf_counter() - started
-            except Exception as error:  # a peer's failure is a row of the table, not the end of it
-                print(f"{name} failed: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}")
+                seconds = clocked(call)[1]
+            except Exception as error:  # a peer's failure is a line of the table, not the end of it
+                print(f"{name} failed: {type(error).__name__} {str(error).splitlines()[:1]}", flush=True)
                 del times[name]
                 continue
             if turn >= 0:
-                times[name].append(elapsed)
+                times[name].append(seconds)
+        if started and time.perf_counter() - started > SECONDS:
+            break
     return {name: 1000 * statistics.median(values) for name, values in times.items()}
 
 
-def extra_bytes(call, *existing):
-    """Most bytes alive during the call beyond those before it."""
+def extra_mib(call, *existing):
+    """Most MiB alive during the call beyond those before it."""
     gc.collect()
     if DEVICE == "cuda":
         synchronize()
@@ -189,13 +176,13 @@ def extra_bytes(call, *existing):
         torch.cuda.reset_peak_memory_stats()
         call()
         synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return (torch.cuda.max_memory_allocated() - before) / MIB
     with LiveBytes() as live:
         for tensor in existing:
             live.follow(tensor)
         before = live.current
         call()
-        return live.peak - before
+        return (live.peak - before) / MIB
 
 
 def attempt(function, *arguments):
@@ -205,15 +192,20 @@ def attempt(function, *arguments):
         return None
 
 
+def turns(calls):
+    """The contenders in two parts: torch.compile, which may take a minute to compile, comes last."""
+    compiled = {name: call for name, call in calls.items() if "compile" in name}
+    return [part for part in ({name: calls[name] for name in calls if name not in compiled}, compiled) if part]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The two parts.
 
 
-def bench_logits(M, V, dtype, rounds, found):
-    """-> rows of the table, and the copy's TB/s."""
+def bench_logits(M, V, dtype, rounds, found, compile, only):
     logits = (3 * torch.randn(M, V, device=DEVICE)).to(dtype)
     targets = torch.randint(V, (M,), device=DEVICE)
-    contenders = logits_contenders(found)
+    contenders, other = logits_contenders(found, compile), torch.randn(M, V, device=DEVICE, dtype=dtype)
     read = logits.numel() * logits.element_size()
 
     def forward(function):
@@ -224,16 +216,11 @@ def bench_logits(M, V, dtype, rounds, found):
         leaf = logits.detach().requires_grad_()
         function(leaf, targets).sum().backward()
 
-    rows = []
-    exact = plain_logprobs(logits[:64].double(), targets[:64])
-    ready = {name: function for name, function in contenders.items() if function}
-    errors = {
-        name: attempt(lambda f=f: float((f(logits[:64], targets[:64]) - exact).abs().max()))
-        for name, f in ready.items()
-    }
+    def error(function):
+        exact = plain_logprobs(logits[:64].double(), targets[:64])
+        return attempt(lambda: float((function(logits[:64], targets[:64]) - exact).abs().max()))
 
-    other = torch.empty_like(logits)
-    copies = {"copy": lambda: other.copy_(logits)}
+    ready = {name: function for name, function in contenders.items() if function}
     options = Options(1.0, V, False, dtype)
     lse, ones = torch.full((M,), 12.0, device=DEVICE), torch.ones(M, device=DEVICE)
     scratch = new_scratch(logits, copy=True, entropy=True)
@@ -251,41 +238,36 @@ def bench_logits(M, V, dtype, rounds, found):
     if found["liger_grpo"]:
         one_visit["Liger GRPO loss, in place"] = liger
     stages = {  # what, passes over the logits that it takes at least, contenders
+        "loss + gradient": (2, one_visit),
         "forward": (1, {name: partial(forward, f) for name, f in ready.items() if "in place" not in name}),
         "backward": (2, backward),
-        "loss + gradient": (2, one_visit),
         "forward + backward": (3, {name: partial(both, f) for name, f in ready.items()}),
     }
-    for stage, (passes, calls) in stages.items():
-        times = interleaved(copies | calls, rounds)
-        bandwidth = 2 * read / times["copy"] / 1e9  # TB/s
-        for name in calls:
-            if name in times:
-                rate = passes * read / times[name] / 1e9
-                extra = None if stage == "backward" else attempt(extra_bytes, calls[name], logits, other, targets)
-                row = dict(
-                    stage=stage,
-                    name=name,
-                    ms=times[name],
-                    rate=rate,
-                    share=rate / bandwidth,
-                    extra=extra,
-                    error=errors.get(name),
-                )
-                rows.append(row)
-        absent = [name for name, function in contenders.items() if not function] if "forward" in stage else []
-        absent += ["Liger GRPO loss, in place"] if stage == "loss + gradient" and not found["liger_grpo"] else []
-        rows += [dict(stage=stage, name=name, note="failed") for name in calls if name not in times]
-        rows += [dict(stage=stage, name=name, note="not installed") for name in absent]
-    return rows, bandwidth
+    cases = [(stage, passes, part) for stage, (passes, calls) in stages.items() for part in turns(calls)]
+    for stage, passes, calls in (case for case in cases if chosen(case[0], only)):
+        times = interleaved({"copy": lambda: other.copy_(logits)} | calls, rounds)
+        for name in (name for name in calls if name in times):
+            rate, copied = (n * read / times[which] / 1e9 for n, which in ((passes, name), (2, "copy")))  # TB/s
+            details = dict(rate=rate, error=error(ready[name]) if stage == "forward" else None)
+            if stage != "backward":
+                details |= dict(extra_mib=attempt(extra_mib, calls[name], logits, other, targets))
+            if stage == "loss + gradient":
+                aim = dict(at_most=1.75) if name == "snug, one visit" else {}
+                result(f"{stage}: {name}", times[name], "ms", **aim, share=rate / copied, **details)
+            else:
+                aim = dict(at_least=90) if name in ("snug", "snug, kernel alone") and passes < 3 else {}
+                result(f"{stage}: {name}", 100 * rate / copied, "% copy", **aim, ms=times[name], **details)
+    absent = [name for name in contenders if name not in ready] + (
+        [] if found["liger_grpo"] else ["Liger GRPO loss, in place"]
+    )
+    print(f"not installed: {', '.join(absent)}")
 
 
-def bench_head(M, C, V, dtype, budgets, rounds, found):
-    """-> rows of the table, and the bare products' TFLOP/s."""
+def bench_head(M, C, V, dtype, budgets, rounds, found, compile):
     hidden = torch.randn(M, C, device=DEVICE).to(dtype).requires_grad_()
     weight = torch.nn.Parameter((3 * torch.randn(V, C, device=DEVICE) / C**0.5).to(dtype))
     targets = torch.randint(V, (M,), device=DEVICE)
-    contenders = head_contenders(found, budgets)
+    contenders = head_contenders(found, compile, budgets)
 
     def train(loss):
         hidden.grad = weight.grad = None
@@ -295,84 +277,44 @@ def bench_head(M, C, V, dtype, budgets, rounds, found):
         logits = h @ w.T
         return logits @ w, logits.T @ h
 
+    def error(function):
+        exact = plain_logprobs(h[:64].double() @ w.double().T, targets[:64])
+        return attempt(lambda: float((function(h[:64], w, targets[:64]) - exact).abs().max()))
+
+    def extra(loss, frozen):
+        hidden.grad = weight.grad = None
+        weight.requires_grad_(not frozen)
+        try:
+            return attempt(extra_mib, partial(train, loss), hidden, weight, targets)
+        finally:
+            weight.requires_grad_(True)
+
     h, w = hidden.detach(), weight.detach()
-    exact = plain_logprobs(h[:64].double() @ w.double().T, targets[:64])
     ready = {name: pair for name, pair in contenders.items() if pair}
-    times = interleaved(
-        {"products": products} | {name: partial(train, pair[0]) for name, pair in ready.items()}, rounds
-    )
-    flops, rows = 6 * M * C * V, []
-    for name, pair in contenders.items():
-        if name not in times:
-            rows.append(dict(stage="head", name=name, note="failed" if pair else "not installed"))
-            continue
-        extra = []
-        for frozen in (False, True):
-            hidden.grad = weight.grad = None
-            weight.requires_grad_(not frozen)
-            extra.append(attempt(extra_bytes, partial(train, pair[0]), hidden, weight, targets))
-        weight.requires_grad_(True)
-        with torch.no_grad():
-            error = pair[1] and attempt(lambda f=pair[1]: float((f(h[:64], w, targets[:64]) - exact).abs().max()))
-        rate, share = flops / times[name] / 1e9, times["products"] / times[name]
-        rows.append(
-            dict(
-                stage="head",
-                name=name,
-                ms=times[name],
-                rate=rate,
-                share=share,
-                extra=extra[0],
-                frozen=extra[1],
-                error=error,
-            )
-        )
-    return rows, flops / times["products"] / 1e9
-
-
-def print_rows(rows, unit):
-    print(f"{'':19} {'':34} {'ms':>9} {unit:>8} {'share':>6} {'extra MiB':>10} {'frozen':>9} {'max error':>9}")
-    for row in rows:
-        if "ms" not in row:
-            print(f"{row['stage']:19} {row['name']:34} {row['note']:>34}")
-            continue
-        mib = ["" if row.get(key) is None else f"{row[key] / MIB:.1f}" for key in ("extra", "frozen")]
-        error = "" if row["error"] is None else f"{row['error']:.1e}"
-        print(
-            f"{row['stage']:19} {row['name']:34} {row['ms']:9.3f} {row['rate']:8.3f} {row['share']:6.1%} {mib[0]:>10} {mib[1]:>9} {error:>9}"
-        )
+    for part in turns(ready):
+        times = interleaved({"products": products} | {name: partial(train, part[name][0]) for name in part}, rounds)
+        for name in (name for name in part if name in times):
+            loss, function = ready[name]
+            details = dict(ms=times[name], rate=6 * M * C * V / times[name] / 1e9)
+            with torch.no_grad():
+                details |= dict(error=error(function) if function else None)
+            details |= dict(extra_mib=extra(loss, frozen=False), frozen_mib=extra(loss, frozen=True))
+            aim = dict(at_most=1.10) if name == f"snug head_loss, {budgets[-1]} MiB" else {}
+            result(f"head: {name}", times[name] / times["products"], "products", **aim, **details)
+    print(f"not installed: {', '.join(name for name in contenders if name not in ready)}")
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Times the log-prob kernels and the head beside their peers.")
-    parser.add_argument("--quick", action="store_true", help="smaller shapes and fewer rounds: about 20 seconds")
-    arguments = parser.parse_args()
+    arguments = parser("Times the log-prob kernels and the head beside their peers.").parse_args()
     torch.manual_seed(0)
-    (M, V), (head_M, C, head_V), dtype, budgets, rounds = SHAPES[DEVICE, arguments.quick]
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(
-        f"{device}, torch {torch.__version__}, {dtype}"
-        + ("" if DEVICE == "cuda" else ": reduced shapes, no word about a GPU")
-    )
-    found = peers()
-
-    rows, bandwidth = bench_logits(M, V, dtype, rounds, found)
-    print(
-        f"\nLogits ({M}, {V}). Yardstick: a copy at {bandwidth:.3f} TB/s. Passes counted: forward 1, backward 2, loss + gradient 2, forward + backward 3."
-    )
-    print_rows(rows, "TB/s")
-    head_rows, rate = bench_head(head_M, C, head_V, dtype, budgets, rounds, found)
-    print(
-        f"\nHead: hidden ({head_M}, {C}), weight ({head_V}, {C}). Yardstick: its three products at {rate:.3f} TFLOP/s. FLOP counted: 6 M C V."
-    )
-    print_rows(head_rows, "TFLOP/s")
-    summary = dict(
-        bench="logprobs", device=device, torch=torch.__version__, python=platform.python_version(), dtype=str(dtype)
-    )
-    summary |= dict(
-        quick=arguments.quick, logits=[M, V], head=[head_M, C, head_V], copy_tb_s=bandwidth, products_tflop_s=rate
-    )
-    print(json.dumps(summary | {"rows": rows + head_rows}))
+    (M, V), head, dtype, budgets, rounds = SHAPES[arguments.shapes]
+    begin(arguments)
+    found, compile = peers(), partial(torch.compile, backend="eager" if arguments.shapes == "tiny" else "inductor")
+    print(f"logits ({M}, {V}), {dtype}")
+    bench_logits(M, V, dtype, rounds, found, compile, arguments.only)
+    if chosen("head", arguments.only):
+        print("head: hidden states ({}, {}), weight ({}, {})".format(*head[:2], *head[2:0:-1]))
+        bench_head(*head, dtype, budgets, rounds, found, compile)
 
 
 if __name__ == "__main__":

@@ -1,170 +1,171 @@
-"""The planner's peaks beside measured ones, and the peaks that are promised.
+"""Iterations of GRPO at fixed lengths: the planner's peak beside the measured one, and each phase's seconds.
 
-    python bench/memory.py
+    python bench/memory.py [--shapes=cuda|cpu|tiny] [--only=1.5B]
 
-Each row is a run of two iterations in which every completion is as long as it may be (no stop token), so that the plan's longest
-lengths are the run's. On CUDA measured is torch.cuda.max_memory_allocated, on a CPU the meter's live bytes; the shapes follow
-the device. Then GPT-2's shape at 8 layers x 256 with 8 sequences of 256 tokens, and the plans of the large configs, for
-which no device is needed. Prints tables and, last, one JSON object.
+A case is a run from random weights in which every prompt and every completion is as long as it may be (random ids, no stop
+token), so that the plan's longest lengths are the run's. On CUDA measured is torch.cuda.max_memory_allocated, on a CPU the
+meter's live bytes. The figures are the last iteration's. On a CPU the plans of the large configs follow.
 """
 
-import contextlib
-import io
-import json
-import platform
-import sys
-import tempfile
-from pathlib import Path
+import gc
+from dataclasses import replace
+from functools import partial
 
 import torch
+from common import DEVICE, begin, chosen, parser, result
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+import grpo
+from memory import MemoryMeter, Pieces
+from memory.ledger import MIB
+from memory.plan import GIB, plan
+from model import make_model
+from options import read_settings
+from runs.loading import configure
+from runs.prepare import prepare
+from settings import GRPOSettings
+from training.dry_run import DryRun, Silent
+from training.guard import Guard
+from training.optimizer import make_optimizer
+from training.state import Prompts, Training
 
-import grpo  # noqa: E402
-import train_sft  # noqa: E402
-from memory.ledger import MIB  # noqa: E402
-from memory.plan import GIB, plan  # noqa: E402
-from options import read_settings  # noqa: E402
-from runs.log import read_log  # noqa: E402
-from runs.prepare import prepare  # noqa: E402
-from settings import GRPOSettings, SFTSettings  # noqa: E402
-from training.dry_run import DryRun  # noqa: E402
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = dict(
-    digits=4,
-    n_layer=4,
-    n_head=4,
-    n_embd=128,
-    block_size=128,
-    vocab_size=8192,
-    batch_size=4,
-    group_size=8,
-    max_new_tokens=80,
-)
-GPT2 = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304, bias=True)
-GPT2 |= dict(digits=4, batch_size=8, group_size=8, max_new_tokens=512, dtype="bfloat16")
-QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, dtype="bfloat16", param_dtype="bfloat16")
-QWEN |= dict(n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_hidden=4864, block_size=1024, vocab_size=151936)
-QWEN |= dict(
-    digits=4, batch_size=4, group_size=8, max_new_tokens=768, optimizer_dtype="bfloat16", checkpoint_blocks="block"
-)
-LADDER = {  # name -> (reference?, changes)
+TINY = dict(n_layer=3, n_head=4, n_embd=32, block_size=32, vocab_size=300, batch_size=2, group_size=2)
+TINY |= dict(max_prompt_length=12, max_new_tokens=8, max_tokens_per_micro_batch=40)
+SMALL = dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=8192, batch_size=4, group_size=8)
+SMALL |= dict(max_prompt_length=10, max_new_tokens=80, max_tokens_per_micro_batch=512)
+WIDE = dict(n_layer=8, n_head=8, n_embd=256, block_size=256, vocab_size=50257, bias=True, beta=0.04)
+WIDE |= dict(batch_size=2, group_size=4, max_prompt_length=10, max_new_tokens=246, max_tokens_per_micro_batch=2048)
+GPT2 = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304, bias=True, dtype="bfloat16")
+GPT2 |= dict(batch_size=8, group_size=8, max_prompt_length=256, max_new_tokens=256, max_tokens_per_micro_batch=4096)
+BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16")
+QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6) | BFLOAT16
+HALF_B = dict(n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_hidden=4864, block_size=1024, vocab_size=151936)
+HALF_B |= dict(batch_size=4, group_size=8, max_prompt_length=256, max_new_tokens=256, max_tokens_per_micro_batch=2048)
+ITERATION = dict(n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960, block_size=2048, vocab_size=151936)
+ITERATION |= dict(batch_size=4, group_size=4, max_prompt_length=256, max_new_tokens=1024)
+ITERATION |= dict(checkpoint_blocks="block", max_tokens_per_micro_batch=1280)
+LADDER = {  # name -> options
     "plain": dict(),
     "reference": dict(beta=0.04),
-    "reference host": dict(beta=0.04, reference="host"),
+    "host reference": dict(beta=0.04, reference="host"),
     "block": dict(checkpoint_blocks="block"),
     "selective": dict(checkpoint_blocks="selective"),
-    "block, offload": dict(checkpoint_blocks="block", activation_offload=True),
-    "optimizer host": dict(optimizer_device="host"),
-    "both host": dict(optimizer_device="host", grad_offload=True),
-    "bfloat16": dict(dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16"),
+    "activation offload": dict(checkpoint_blocks="block", activation_offload=True),
+    "host optimizer": dict(optimizer_device="host"),
+    "grad offload": dict(optimizer_device="host", grad_offload=True),
+    "bfloat16": BFLOAT16,
+    "bfloat16, masters": BFLOAT16 | dict(optimizer_dtype="float32"),
+    "LoRA": dict(lora_rank=16),
 }
-SHAPES = {"cpu": {"small": (SMALL, 512, LADDER)}, "cuda": {"GPT-2 124M": (GPT2, 4096, LADDER)}}
-SHAPES["cuda"]["Qwen2.5-0.5B"] = (QWEN, 2048, {name: LADDER[name] for name in ("plain", "reference host", "both host")})
+CASES = {  # shapes -> name -> (shape, ladder)
+    "tiny": {"1.5B's options": (TINY | QWEN, {"": {}}), "tiny": (TINY, LADDER)},
+    "cpu": {"small": (SMALL, LADDER), "wide vocabulary": (WIDE, {name: LADDER[name] for name in ("plain", "block")})},
+    "cuda": {
+        "Qwen2.5-1.5B": (QWEN | ITERATION, {"": {}}),
+        "GPT-2 124M": (GPT2, LADDER),
+        "Qwen2.5-0.5B": (
+            QWEN | HALF_B,
+            {name: LADDER[name] for name in ("block", "bfloat16, masters", "grad offload")},
+        ),
+    },
+}
 
 
-def run(shape, tokens, changes, folder):
-    """-> the Plan, and what a run's second iteration took: the log's record."""
-    common = dict(device=DEVICE, eval_prompts=0, save_interval=0, max_iters=2, max_tokens_per_micro_batch=tokens)
-    settings = GRPOSettings(**common | shape | changes | dict(out_dir=f"{folder}/grpo"))
-    with contextlib.redirect_stdout(io.StringIO()):
-        if settings.beta:
-            fields = {
-                name: shape[name]
-                for name in shape
-                if name not in ("batch_size", "group_size", "max_new_tokens", "beta")
-            }
-            sft = SFTSettings(**common | fields | dict(out_dir=f"{folder}/sft", batch_size=2, max_iters=1))
-            train_sft.main(prepare(sft))
-            settings.init_from = sft.out_dir
-        prepared = prepare(settings)
-        prepared.reward_funcs = [
-            lambda prompts, completions, **columns: [i % 2 for i in range(len(prompts))]
-        ]  # else there is no step
-        planned = plan(DryRun(prepared, grpo.iterate, grpo.make_reference), settings)
-        grpo.main(prepared)
-    return planned, read_log(settings.out_dir)[-1]
+class Measured(Training):
+    """A Training that neither evaluates nor saves, and keeps its latest line for the log."""
+
+    def evaluate_if_due(self, done):
+        return {}
+
+    def end_iteration(self, record, scores, samples=()):
+        self.record = record | self.meter.stats()
 
 
-def measured_rows():
-    rows = []
-    for shape_name, (shape, tokens, ladder) in SHAPES[DEVICE].items():
-        for name, changes in ladder.items():
-            with tempfile.TemporaryDirectory() as folder:
-                planned, record = run(shape, tokens, changes, folder)
-            row = dict(
-                shape=shape_name,
-                options=name,
-                planned=planned.peak / MIB,
-                measured=record["mem_max_alloc_mb"],
-                phase=planned.phase,
-            )
-            row |= dict(
-                host_planned=planned.host / MIB,
-                host_measured=record.get("mem_max_host_mb", 0),
-                seconds=record["time_s"],
-            )
-            rows.append(row)
-            print_row(row)
-    return rows
+def prepared_run(settings):
+    """-> Prepared for random weights, of every id that the shape has, a reference and adapters included."""
+    prepared = prepare(replace(settings, beta=0.0))
+    prepared.settings, prepared.shape["n_vocab"] = settings, prepared.shape["vocab_size"]
+    prepared.tokenizer.decode = lambda ids: ""
+    # rewards that differ in every group, so that each step is taken
+    prepared.reward_funcs = [lambda prompts, **columns: [i % 2 for i in range(len(prompts))]]
+    return prepared
 
 
-def print_row(row):
-    ratio = row["planned"] / row["measured"]
-    print(
-        f"{row['shape']:13} {row['options']:15} {row['planned']:10.1f} {row['measured']:10.1f} {ratio:6.3f} {row['phase']:10}"
-        f"{row['host_planned']:9.1f} {row['host_measured']:9.1f} {row['seconds']:7.2f}",
-        flush=True,
-    )
+def longest(sample_groups, length, model, prompts, *arguments, stop_token, is_over, **options):
+    """sample_groups with random prompts of this length and without an end."""
+    prompts = torch.randint(model.config.n_vocab, (len(prompts), length)).tolist()
+    return sample_groups(model, prompts, *arguments, stop_token=None, **options)
 
 
-def wide_vocabulary():
-    """8 layers x 256, V = 50,257, 8 sequences of 256 tokens in one micro-batch, float32, beta 0.04, a resident reference -> MiB."""
-    shape = dict(n_layer=8, n_head=8, n_embd=256, block_size=256, bias=True, vocab_size=50257)
-    shape |= dict(digits=4, batch_size=2, group_size=4, max_new_tokens=246, beta=0.04)
-    peaks = {}
-    for checkpoint_blocks in ("none", "block"):
-        with tempfile.TemporaryDirectory() as folder:
-            planned, record = run(shape, 8 * 256, dict(checkpoint_blocks=checkpoint_blocks), folder)
-        peaks[checkpoint_blocks] = record["mem_max_alloc_mb"]
-        print(
-            f"checkpoint_blocks={checkpoint_blocks}: {record['mem_max_alloc_mb']:.1f} MiB measured, {planned.peak / MIB:.1f} planned"
-        )
-    return peaks
+def run(prepared, iterations=2):
+    """Iterations from random weights, as training/loop.py runs them -> the log's last record."""
+    settings, device, sample_groups = prepared.settings, torch.device(DEVICE), grpo.sample_groups
+    torch.manual_seed(0)
+    with MemoryMeter(device) as meter:
+        reference = grpo.make_reference(prepared, device, weights=False)
+        model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
+        optimizer = make_optimizer(model, settings)
+        guard, pieces = Guard(settings, prepared.tokenizer, print), Pieces(settings, print)
+        parts = model, reference, optimizer, meter, Silent(), guard, None, pieces, Prompts(settings.batch_size)
+        training = Measured(prepared, *parts)
+        grpo.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)
+        try:
+            for iteration in range(iterations):
+                grpo.iterate(iteration, training)
+        finally:
+            grpo.sample_groups = sample_groups
+    return training.record
+
+
+def measure(name, settings, iterations, **aim):
+    prepared = prepared_run(settings)
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    record = run(prepared, iterations)
+    seconds = {key.removeprefix("time_"): value for key, value in record.items() if key.startswith("time_")}
+    result(f"{name}: an iteration", seconds.pop("s"), "s", **aim, **seconds)
+    if DEVICE == "cuda" and prepared.shape["n_embd"] < 100:
+        return  # tiny shapes beside 64 MiB of cuBLAS's own say nothing about a plan
+    planned, measured = plan(DryRun(prepared, grpo.iterate, grpo.make_reference), settings), record["mem_max_alloc_mb"]
+    details = dict(planned_mib=planned.peak / MIB, measured_mib=measured, phase=planned.phase)
+    details |= dict(host_planned_mib=planned.host / MIB, host_measured_mib=record.get("mem_max_host_mb", 0.0))
+    off = 100 * abs(planned.peak / MIB / measured - 1)
+    result(f"{name}: plan is off by", off, "%", at_most=5, **details)
 
 
 def large_plans():
-    plans = {}
     for words in (
         ["config/grpo_qwen2_1.5b.py"],
         ["config/grpo_qwen2_1.5b.py", "--optimizer_device=host"],
         "config/grpo_qwen2_1.5b.py --optimizer_dtype=float32 --optimizer_device=host".split(),
         ["config/grpo_24gb.py"],
-        "config/grpo_qwen2_1.5b.py --optimizer_dtype=float32 --checkpoint_blocks=selective --max_tokens_per_micro_batch=10240 --batch_size=16 --group_size=8".split(),
+        "config/grpo_qwen2_1.5b.py --optimizer_dtype=float32 --checkpoint_blocks=selective "
+        "--max_tokens_per_micro_batch=10240 --batch_size=16 --group_size=8".split(),
     ):
         prepared = prepare(*read_settings(GRPOSettings, [*words, "--device=cuda"])[:2])
         planned = plan(DryRun(prepared, grpo.iterate, grpo.make_reference), prepared.settings)
-        plans[" ".join(words)] = dict(peak_gib=planned.peak / GIB, host_gib=planned.host / GIB, phase=planned.phase)
-        print(f"{' '.join(words):55} {planned.line()}", flush=True)
-    return plans
+        result(" ".join(words), planned.peak / GIB, "GiB", host_gib=planned.host / GIB, phase=planned.phase)
 
 
 def main():
-    original = grpo.sample_groups
-    grpo.sample_groups = lambda *args, stop_token, **options: original(*args, stop_token=None, **options)
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{device}, torch {torch.__version__}: MiB")
-    print(
-        f"{'shape':13} {'options':15} {'planned':>10} {'measured':>10} {'ratio':>6} {'phase':10}{'host':>9} {'measured':>9} {'seconds':>7}"
-    )
-    summary = dict(
-        bench="memory", device=device, torch=torch.__version__, python=platform.python_version(), rows=measured_rows()
-    )
-    print("\nGPT-2's shape, 8 layers x 256, V = 50,257, 8 x 256 tokens, float32, beta 0.04")
-    summary["wide_vocabulary"] = wide_vocabulary()
-    print("\nPlanned for CUDA")
-    print(json.dumps(summary | dict(plans=large_plans())))
+    arguments, failed = parser("Iterations of fixed lengths: plans, peaks, seconds.").parse_args(), []
+    begin(arguments)
+    for shape_name, (shape, ladder) in CASES[arguments.shapes].items():
+        for name, changes in ladder.items():
+            case = f"{shape_name} {name}".strip()
+            if not chosen(case, arguments.only):
+                continue
+            settings = GRPOSettings(**dict(device=DEVICE, eval_prompts=0, task="countdown") | shape | changes)
+            iteration = "1.5B" in case  # the first one warms up; the second may still record graphs
+            try:
+                measure(case, settings, 3 if iteration else 2, **(dict(at_most=3) if iteration else {}))
+            except Exception as error:  # of one case, out of memory for instance; the others go on
+                result(f"{case}: failed", f"{type(error).__name__}", error=str(error).splitlines()[:1])
+                failed.append(case)
+    if arguments.shapes == "cpu" and not arguments.only:
+        large_plans()
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,39 +1,29 @@
 """Sampling beside Hugging Face `generate`: the same random weights, the same prompts, lengths from the same distribution.
 
-    python bench/sampling.py [--only=WORD] [--rounds=5] [--static]
+    python bench/sampling.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--static]
 
 A model's stop token has a constant probability at each token, so lengths are geometric; or none, and all are equally long. Whole
-calls take turns, pair by pair; a figure is the median of its pairs, with the smallest and the largest. tokens/s counts sampled
-tokens, stop tokens included.
+calls take turns, pair by pair; a figure is the median of its pairs so far, with the smallest and the largest. tokens/s
+counts sampled tokens, stop tokens included.
 
-floor    the share of what the memory bus allows: seconds that one step's reading takes (the weights once, the live keys and
-         values once), summed over the steps, over the seconds that the call took. Bandwidth is that of a large copy.
-
-On a CPU the shapes are small. Prints a table and, last, one JSON object.
+floor        the share of what the memory bus allows: seconds that one step's reading takes (the weights once, the live keys
+             and values once), summed over the steps, over the seconds that the call took. Bandwidth is that of a large copy.
+decode step  the same without prompts and the recording of a graph: a call less one of half as many tokens
 """
 
-import argparse
-import json
 import math
-import platform
 import statistics
-import sys
-import time
-from pathlib import Path
 
 import torch
+from common import DEVICE, begin, chosen, clocked, copy_bandwidth, parser, result
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from model import GPT, GPTConfig, autocast
+from sample import sample_groups
 
-from model import GPT, GPTConfig, autocast  # noqa: E402
-from sample import sample_groups  # noqa: E402
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPT2 = dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=1024)
-QWEN = dict(
-    vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, head_size=128, n_hidden=8960, block_size=2048
-)
-QWEN |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6, norm_eps=1e-6)
+QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6, norm_eps=1e-6)
+QWEN_1B = dict(vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960, block_size=2048)
+QWEN_TINY = dict(vocab_size=512, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=64, block_size=64)
 SMALL = dict(vocab_size=512, n_head=4, block_size=256)
 # name: (shape, prompts, tokens a prompt, completions a prompt, mean length or 0, longest, dtype)
 CASES = {
@@ -42,11 +32,15 @@ CASES = {
         "4 x 256, geometric": (SMALL | dict(n_layer=4, n_embd=256), 16, 96, 16, 16, 128, "float32"),
         "2 x 64, uniform": (SMALL | dict(n_layer=2, n_embd=64), 64, 96, 1, 0, 64, "float32"),
     },
-    "cuda": {
+    "cuda": {  # the most wanted first
+        "qwen 1.5B, batch 64": (QWEN | QWEN_1B, 4, 256, 16, 0, 256, "bfloat16"),
         "gpt2, batch 64, geometric": (GPT2, 4, 128, 16, 128, 512, "bfloat16"),
-        "gpt2, batch 64, uniform": (GPT2, 4, 128, 16, 0, 256, "bfloat16"),
-        "qwen 1.5B, batch 16, uniform": (QWEN, 1, 256, 16, 0, 256, "bfloat16"),
-        "qwen 1.5B, batch 64, uniform": (QWEN, 4, 256, 16, 0, 256, "bfloat16"),
+        "qwen 1.5B, batch 16": (QWEN | QWEN_1B, 1, 256, 16, 0, 256, "bfloat16"),
+        "gpt2, batch 64": (GPT2, 4, 128, 16, 0, 256, "bfloat16"),
+    },
+    "tiny": {
+        "qwen": (QWEN | QWEN_TINY, 2, 8, 2, 0, 8, "bfloat16"),
+        "gpt2, geometric": (SMALL | dict(n_layer=2, n_embd=32), 2, 8, 2, 4, 12, "float32"),
     },
 }
 
@@ -122,7 +116,8 @@ def make_models(name, shape, mean, dtype):
     """-> (our model, the peer or None, stop token or None), in eval mode, with weights of their own on DEVICE."""
     torch.manual_seed(0)
     config = GPTConfig(**shape, bias="position" not in shape)
-    model, peer = GPT(config).eval(), hugging_face(shape)
+    with torch.device(DEVICE):  # a model of billions takes minutes on a host
+        model, peer = GPT(config).eval(), hugging_face(shape)
     if peer is not None:
         take_weights(model, peer.eval())
     stop = None
@@ -134,8 +129,8 @@ def make_models(name, shape, mean, dtype):
             peer.transformer.ln_f.weight.data.copy_(model.norm.weight)
             peer.transformer.ln_f.bias.data.copy_(model.norm.bias)
     models = [m if m is None else m.to(DEVICE, getattr(torch, dtype)) for m in (model, peer)]
-    if peer is not None:
-        agree(*models, config.vocab_size, name)
+    if peer is not None and not agree(*models, config.vocab_size, name):
+        models[1] = None
     return *models, stop
 
 
@@ -145,31 +140,20 @@ def set_stop_probability(model, stop, p):
     weight, norm = model.embedding.weight, model.norm
     norm.weight[0], norm.bias[0] = 0, 10
     weight[:, 0], weight[stop] = 0, 0
-    tokens = torch.randint(stop, (8, 64))
+    tokens = torch.randint(stop, (8, min(64, model.config.block_size)), device=DEVICE)
     others = model.logits(model(tokens))[..., :stop].logsumexp(-1).mean()
     weight[stop, 0] = (others + math.log(p / (1 - p))) / 10
 
 
 @torch.no_grad()
 def agree(model, peer, vocab_size, name):
-    """The two are one model, or this bench compares nothing."""
+    """Are the two one model? Otherwise nothing would be compared."""
     tokens = torch.randint(vocab_size, (2, 32), device=DEVICE)
     ours, theirs = model.logits(model(tokens)).float(), peer(tokens).logits.float()
     difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
-    limit = 1e-3 if ours.dtype == next(peer.parameters()).dtype else 0.2
-    if difference > limit:
-        raise SystemExit(f"{name}: log-probs of the two models differ by {difference:.2g}")
-
-
-def clocked(call):
-    """-> (what it returns, seconds)."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    result = call()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return result, time.perf_counter() - started
+    limit = 1e-3 if model.device.type == "cpu" and next(peer.parameters()).dtype == torch.float32 else 0.2
+    result(f"{name}: log-probs, difference to generate's model", difference, at_most=limit)
+    return difference <= limit
 
 
 def ours(model, prompts, k, longest, stop, seed, **options):
@@ -201,15 +185,6 @@ def theirs(peer, prompts, k, longest, stop, seed, **options):
     return int(lengths.sum()), lengths
 
 
-@torch.no_grad()
-def bandwidth():
-    """Bytes read and written a second by a copy that does not fit a cache."""
-    x = torch.empty((1 << 30 if DEVICE == "cuda" else 1 << 27), dtype=torch.uint8, device=DEVICE)
-    y = torch.empty_like(x)
-    y.copy_(x)
-    return 2 * x.numel() / min(clocked(lambda: y.copy_(x))[1] for _ in range(5))
-
-
 def floor_seconds(model, prompts, k, lengths, longest, per_second):
     """Weights once a step and each row's live keys and values, the prompt's once a group."""
     c, itemsize = model.config, model.embedding.weight.element_size()
@@ -228,52 +203,56 @@ def measure(name, case, rounds, per_second, static):
     model, peer, stop = make_models(name, shape, mean, dtype)
     prompts = torch.randint(shape["vocab_size"] - 1, (P, T), device=DEVICE)
     contenders = {"snug": lambda seed: ours(model, prompts, k, longest, stop, seed)}
-    if DEVICE == "cuda":
-        contenders["eager"] = lambda seed: ours(model, prompts, k, longest, stop, seed, enforce_eager=True)
+    if not mean:
+        contenders["half"] = lambda seed: ours(model, prompts, k, longest // 2, stop, seed)
+    contenders["eager"] = lambda seed: ours(model, prompts, k, longest, stop, seed, enforce_eager=True)
     if peer is not None:
-        contenders["hf"] = lambda seed: theirs(peer, prompts, k, longest, stop, seed)
+        contenders["generate"] = lambda seed: theirs(peer, prompts, k, longest, stop, seed)
         if static:
-            contenders["hf static"] = lambda seed: theirs(
-                peer, prompts, k, longest, stop, seed, cache_implementation="static"
-            )
-    speeds, floors = {who: [] for who in contenders}, []
+            static = dict(cache_implementation="static")
+            contenders["generate, static"] = lambda seed: theirs(peer, prompts, k, longest, stop, seed, **static)
+    figures = {}  # what -> one a round
+
+    def tell(what, value, unit="", **aim):
+        values = figures.setdefault(what, [])
+        values.append(value)
+        low, high = (round(f(values), 4) for f in (min, max))
+        result(f"{name}: {what}", statistics.median(values), unit, **aim, low=low, high=high)
+
     with autocast("float32", model):
         for seed in range(-1, rounds):  # the first round is not counted
+            seconds, speed = {}, {}
             for who, call in contenders.items():
-                (count, lengths), seconds = clocked(lambda call=call, seed=seed: call(seed + 1))
-                if seed >= 0:
-                    speeds[who].append(count / seconds)
-                    if who == "snug":
-                        floors.append(floor_seconds(model, prompts, k, lengths, longest, per_second) / seconds)
-    row = dict(name=name, floor=round(statistics.median(floors), 3)) | {
-        who: round(statistics.median(s)) for who, s in speeds.items()
-    }
-    for who in list(contenders)[1:]:
-        ratios = [a / b for a, b in zip(speeds["snug"], speeds[who], strict=True)]
-        row[f"x {who}"] = [round(f(ratios), 2) for f in (statistics.median, min, max)]
-    return row
+                (count, lengths), seconds[who] = clocked(lambda call=call, seed=seed: call(seed + 1))
+                speed[who] = count / seconds[who]
+                if seed < 0:
+                    continue
+                if who != "half":
+                    tell(who, speed[who], "tokens/s")
+                if who == "snug":
+                    floor = floor_seconds(model, prompts, k, lengths, longest, per_second)
+                    tell("floor, whole call", 100 * floor / seconds["snug"], "%")
+                elif who == "half":
+                    step = (seconds["snug"] - seconds["half"]) / (longest - longest // 2)
+                    floor -= floor_seconds(model, prompts, k, lengths, longest // 2, per_second)
+                    tell("decode step", 1000 * step, "ms")
+                    tell("floor, decode step", 100 * floor / step / (longest - longest // 2), "%", at_least=60)
+                else:
+                    aim = dict(at_least=10) if who == "generate" else {}
+                    tell(f"times as fast as {who}", speed["snug"] / speed[who], "x", **aim)
 
 
 def main(arguments):
-    per_second = bandwidth()
-    rows = []
-    for name, case in CASES[DEVICE].items():
-        if arguments.only in name:
-            rows.append(measure(name, case, arguments.rounds, per_second, arguments.static or DEVICE == "cuda"))
-            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    about = dict(
-        device=torch.cuda.get_device_name() if DEVICE == "cuda" else platform.machine(), torch=torch.__version__
-    )
-    print(json.dumps(about | dict(threads=torch.get_num_threads(), gb_per_s=round(per_second / 1e9, 1), rows=rows)))
+    begin(arguments)
+    per_second = copy_bandwidth({"cuda": 1 << 30, "cpu": 1 << 27, "tiny": 1 << 20}[arguments.shapes])
+    result("a copy's bandwidth", per_second / 1e9, "GB/s")
+    for name, case in CASES[arguments.shapes].items():
+        if chosen(name, arguments.only):
+            measure(name, case, arguments.rounds, per_second, arguments.static)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Sampling: tokens a second, beside Hugging Face generate.")
-    parser.add_argument("--only", default="", help="cases whose name has this word")
-    parser.add_argument(
-        "--static",
-        action="store_true",
-        help="also with the static cache, which generate compiles on CUDA (there always)",
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="pairs that count")
-    main(parser.parse_args())
+    options = parser("Sampling: tokens a second, beside Hugging Face generate.")
+    options.add_argument("--static", action="store_true", help="also with the static cache, which generate compiles")
+    options.add_argument("--rounds", type=int, default=5, help="pairs that count")
+    main(options.parse_args())

@@ -1,0 +1,79 @@
+"""What benches share: the device, the clock, and one line for each result as soon as it is known.
+
+A result is printed. If BENCH_RESULTS names a file, it is also appended there as one JSON object, so that a bench that is
+stopped half way has lost nothing (bench/gpu.py). A later result of the same name replaces the earlier one.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+HOME = Path(__file__).parent.parent
+sys.path.insert(0, str(HOME))
+
+import torch  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def parser(description):
+    """Options of every bench. shapes: "cuda", "cpu", or "tiny", which only shows that the bench runs."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--shapes", choices=("cuda", "cpu", "tiny"), default=DEVICE, help="default: the device's")
+    options.add_argument("--only", default="", help="cases whose name has one of these words, comma-separated")
+    return options
+
+
+def chosen(name, only):
+    return any(word.strip() in name for word in only.split(","))
+
+
+def begin(arguments):
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{device}, torch {torch.__version__}, shapes: {arguments.shapes}", flush=True)
+
+
+def result(name, value, unit="", at_least=None, at_most=None, **details):
+    """One result. at_least or at_most: the aim, if there is one. details: numbers and texts beside it; None: left out."""
+    row = dict(name=name, value=value, unit=unit)
+    if at_least is not None or at_most is not None:
+        row |= dict(aim=f"at least {at_least}" if at_most is None else f"at most {at_most}")
+        row |= dict(reached=value >= at_least if at_most is None else value <= at_most)
+    row |= {key: detail for key, detail in details.items() if detail is not None}
+    print(in_words(row, row.keys() - {"name", "value", "unit", "reached"}), flush=True)
+    if path := os.environ.get("BENCH_RESULTS"):
+        with open(path, "a") as file:
+            file.write(json.dumps(dict(step=os.environ.get("BENCH_STEP")) | row) + "\n")
+
+
+def in_words(row, keys=("aim",)):
+    """The row as a line of a table, with these of its entries behind it."""
+    value = f"{row['value']:.4g}" if isinstance(row["value"], float) else row["value"]
+    shown = {key: f"{row[key]:.4g}" if isinstance(row[key], float) else row[key] for key in row if key in keys}
+    return f"{row['name']:58} {value:>9} {row['unit']:8} " + "  ".join(f"{key} {text}" for key, text in shown.items())
+
+
+def synchronize():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def clocked(call):
+    """-> (what it returns, seconds)."""
+    synchronize()
+    started = time.perf_counter()
+    returned = call()
+    synchronize()
+    return returned, time.perf_counter() - started
+
+
+@torch.no_grad()
+def copy_bandwidth(size):
+    """Bytes read and written a second by copies of so many random bytes; more than a cache holds."""
+    x = torch.randint(256, (size,), dtype=torch.uint8, device=DEVICE)
+    y = torch.empty_like(x)
+    y.copy_(x)
+    return 2 * size / min(clocked(lambda: y.copy_(x))[1] for _ in range(5))

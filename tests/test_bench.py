@@ -1,0 +1,131 @@
+"""bench/gpu.py without a GPU: its limits, what is left of a bench that was stopped, and a dry run of all benches."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).parent.parent
+# Steps in place of the real ones: name, program, limit. `tell` does what bench/common.py's `result` does.
+PRELUDE = """
+import json, os, subprocess, sys, time
+def tell(name, **row):
+    with open(os.environ["BENCH_RESULTS"], "a") as file:
+        file.write(json.dumps(dict(step=os.environ["BENCH_STEP"], name=name, unit="ms") | row) + chr(10))
+"""
+GOOD = "tell('speed', value=3.0); tell('speed', value=1.5, aim='at most 2', reached=True); print('the last line')"
+BAD = "print('why it failed'); sys.exit(3)"
+SLOW = """
+tell('before', value=7.5, aim='at most 2', reached=False)
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
+open(os.environ["GRANDCHILD"], 'w').write(str(child.pid))
+print('about to sleep', flush=True)
+time.sleep(600)
+"""
+
+
+DRIVER = "import sys; sys.path.insert(0, 'bench'); import gpu; sys.exit(gpu.main({words!r}, lambda *_: {steps!r}))"
+
+
+def start(tmp_path, steps, *options):
+    """bench/gpu.py with these steps, in a process of its own."""
+    steps = [(name, ["-c", PRELUDE + program], limit, {}) for name, program, limit in steps]
+    driver = DRIVER.format(words=["--dry-run", f"--folder={tmp_path}", *options], steps=steps)
+    environment = os.environ | {"GRANDCHILD": str(tmp_path / "pid")}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HOME)
+    return subprocess.Popen([sys.executable, "-c", driver], env=environment, **pipes)
+
+
+def is_gone(pid):
+    """Killed, if perhaps not yet collected by its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def summary(tmp_path):
+    return json.loads((tmp_path / "summary.json").read_text())["steps"]
+
+
+def test_a_step_is_stopped_at_its_limit_and_keeps_its_results(tmp_path):
+    """With the process that it started; the others run; the table names what failed; the exit code is 1."""
+    process = start(tmp_path, [("slow", SLOW, 3), ("good", GOOD, 60), ("bad", BAD, 60)])
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1, output
+    steps = summary(tmp_path)
+    states = {name: step["state"] for name, step in steps.items()}
+    assert states == {"slow": "stopped after 3 s", "good": "ok", "bad": "exit code 3"}
+    assert is_gone(int((tmp_path / "pid").read_text()))
+    assert [row["name"] for row in steps["slow"]["results"]] == ["before"]
+    assert [row["value"] for row in steps["good"]["results"]] == [1.5]  # the later one
+    assert steps["good"]["last"] == "the last line" and steps["bad"]["last"] == "why it failed"
+    log = (tmp_path / "log.txt").read_text()
+    assert "about to sleep" in log and "the last line" in log
+    table = output.partition("A dry run:")[2].splitlines()[1:]
+    assert [line.split()[0] for line in table] == ["slow", "before", "good", "speed", "bad"]
+    assert table[1].endswith("MISSED") and "at most 2" in table[3] and not table[3].endswith("MISSED")
+    assert "why it failed" in table[4]
+
+
+def test_all_steps_together_have_a_limit(tmp_path):
+    process = start(tmp_path, [("slow", SLOW, 600), ("good", GOOD, 60)], "--seconds=3")
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1, output
+    steps = summary(tmp_path)
+    assert steps["slow"]["state"] == "stopped after 3 s" and steps["good"]["state"] == "no time left"
+    assert [row["name"] for row in steps["slow"]["results"]] == ["before"] and steps["good"]["results"] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_no_process_and_keeps_results(tmp_path, number):
+    process = start(tmp_path, [("good", GOOD, 60), ("slow", SLOW, 600), ("never", GOOD, 60)])
+    log = tmp_path / "log.txt"
+    while process.poll() is None and not (log.exists() and "\nabout to sleep\n" in log.read_text()):
+        time.sleep(0.1)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    steps = summary(tmp_path)
+    assert {name: step["state"] for name, step in steps.items()} == {"good": "ok", "slow": "interrupted"}
+    assert [row["name"] for row in steps["slow"]["results"]] == ["before"]
+    assert is_gone(int((tmp_path / "pid").read_text())) and "interrupted" in output
+
+
+def test_half_a_line_of_a_killed_bench_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(HOME / "bench")
+    from gpu import results_of
+
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"step": "a", "name": "x", "value": 1}\n{"step": "b", "name": "x", "value": 2}\n{"step": "a", "na')
+    assert [row["value"] for row in results_of("a", path)] == [1]
+
+
+def test_without_a_gpu_it_says_so(tmp_path):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "bench/gpu.py", f"--folder={tmp_path}"]
+    result = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2 and "sees no CUDA device" in result.stderr and not [*tmp_path.iterdir()]
+
+
+RUNS = "logprobs,sampling,iteration", pytest.param("tests,memory,learning,sanitizer", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("names", RUNS)
+def test_every_bench_runs(tmp_path, names):
+    """The commands that a GPU gets, with tiny shapes: imports, options, and every aim."""
+    command = [sys.executable, "bench/gpu.py", "--dry-run", f"--only={names}", f"--folder={tmp_path}"]
+    output = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=900).stdout
+    steps = summary(tmp_path)
+    assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(names.split(","), "ok"), output
+    aims = {row["name"]: row["aim"] for step in steps.values() for row in step["results"] if "aim" in row}
+    assert len(aims) == sum(dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4).get(n, 0) for n in steps)
+    assert "collected" in output or "tests" not in steps
+    shares = {row["name"] for row in steps.get("learning", {}).get("results", [])}
+    assert shares == {f"{run}_1: held-out pass@1" for run in ("sft_countdown", "grpo_countdown_dapo",
+                      "more_sft_countdown")} or "learning" not in steps  # fmt: skip
