@@ -1,0 +1,289 @@
+"""The loop, the sampler and the optimizer on tensors of a second device, without a GPU: what is mixed, what waits.
+
+Where host and device are one, nothing tells a tensor that was made on the wrong one. Here tensors are fake: they have a
+shape, a device "gpu" and no data. PyTorch lets Python register such a device (PrivateUse1), and checks devices as on
+CUDA. The code believes that it plans for CUDA, so it takes CUDA's ways; kernels are not launched.
+A read of a value, and a copy to or from ordinary host memory, make the host wait on CUDA. They are noted.
+The device is registered in a process of its own, which runs all cases.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
+
+import grpo
+import train_sft
+from batch import Sequences
+from decoding import DecodeBatch, Truncation
+from memory import Pieces
+from memory.ledger import PlanningMode
+from memory.plan import PlanMeter, PlannedHost
+from model import make_model
+from runs.loading import configure
+from runs.prepare import prepare
+from sample import Rollouts
+from settings import GRPOSettings, SFTSettings
+from training.dry_run import DryTraining, Silent, filled
+from training.guard import Guard
+from training.optimizer import make_optimizer
+from training.state import Prompts
+
+HOME = Path(__file__).parent.parent
+GPT2 = dict(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=32, bias=True)
+QWEN = dict(GPT2, n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", bias=False, qkv_bias=True)
+PROMPT, COMPLETION = 9, 6
+BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
+LADDER = {
+    "plain": dict(),
+    "block": dict(checkpoint_blocks="block"),
+    "selective": dict(checkpoint_blocks="selective"),
+    "activation offload": dict(checkpoint_blocks="block", activation_offload=True),
+    "host optimizer": dict(optimizer_device="host"),
+    "grad offload": dict(optimizer_device="host", grad_offload=True),
+    "masters": BFLOAT16,
+    "bfloat16": BFLOAT16 | dict(optimizer_dtype="bfloat16"),
+    "LoRA": dict(lora_rank=4),
+    "reference": dict(beta=0.04),
+    "trainer's log-probs": dict(importance_sampling_cap=2.0),
+    "sequence level": dict(importance_sampling_level="sequence"),
+    "entropy": dict(entropy_coef=0.01),
+}
+SAMPLERS = {
+    "greedy": dict(temperature=0.0),
+    "sampled": dict(),
+    "stop tokens": dict(stop_token=(5, 7)),
+    "truncated": dict(truncation=Truncation(4, 0.9, 0.05)),
+}
+
+
+class FakeGPU(PlanningMode):
+    """Tensors are fake. Values that are read are 0 or True; `waits` counts what made the host wait, by function."""
+
+    def __init__(self):
+        super().__init__("cuda", PlannedHost())
+        self.waits, self.busy, FakeGPU.now = Counter(), False, self
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, op = kwargs or {}, func.overloadpacket
+        devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()}
+        if op is torch.ops.aten._local_scalar_dense:
+            if args[0].device.type == "gpu":
+                self.wait()
+            return True if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+        self.busy = True
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.busy = False
+        if op is torch.ops.aten.lift_fresh and out.device.type == "gpu":
+            out.constant = None  # of torch.tensor([1, 2]); else views of it would be computed
+        elif op in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            source = args[op is torch.ops.aten.copy_]
+            asynchronous = kwargs.get("non_blocking") or len(args) > 2 and args[2]
+            if out.device.type != source.device.type and not asynchronous:
+                self.wait()
+        elif len(devices) > 1:  # PyTorch allows it where a tensor picks by indices that are on the host
+            self.wait()
+        return out
+
+    def wait(self):
+        frame = sys._getframe(2)
+        while not frame.f_code.co_filename.startswith(str(HOME)) or "site-packages" in frame.f_code.co_filename:
+            frame = frame.f_back
+        self.waits[frame.f_code.co_qualname.removesuffix(".<locals>.<genexpr>")] += 1
+
+
+def upload(source, target, non_blocking=False):
+    """What copies a list of numbers to the device, below all modes."""
+    if not FakeGPU.now.busy:
+        FakeGPU.now.wait()
+    return target
+
+
+LIBRARIES = []  # what is registered lasts as long as they do
+
+
+def register():
+    """The device "gpu"."""
+    from torch.utils import backend_registration
+
+    class Module(backend_registration._DummyBackendModule):
+        def get_amp_supported_dtype(self):
+            return [torch.bfloat16]
+
+    backend_registration._setup_privateuseone_for_python_backend("gpu", Module())
+    # for torch.tensor(numbers, device=...) and tensor[numbers]
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    library.impl("empty_strided", lambda size, stride, dtype=None, **_: torch._C._acc.create_empty_tensor(size, dtype))
+    library.impl("_copy_from", upload)
+    LIBRARIES.append(library)
+
+    class Generator(torch.Generator):
+        def __new__(cls, device=None):
+            return super().__new__(cls)  # the fake device has none of its own
+
+    torch.Generator = Generator
+
+
+def iterate(mode, shape, options, micro_batches):
+    """An iteration of GRPO of 8 sequences -> the waits of its training phase."""
+    common = dict(device="cuda", task="addition", digits=1, eval_prompts=0, batch_size=2, group_size=4)
+    tokens = 8 // micro_batches * (PROMPT + COMPLETION)
+    settings = GRPOSettings(**common | shape | options, max_tokens_per_micro_batch=tokens, max_new_tokens=COMPLETION)
+    with unset_fake_temporarily():
+        prepared = prepare(replace(settings, beta=0.0))
+    prepared.settings = settings
+    training = make_training(prepared, grpo.make_reference(prepared, torch.device("gpu"), weights=False))
+
+    def collect(iteration, training):
+        tokens = torch.zeros(8, PROMPT + COMPLETION, dtype=torch.long, device="gpu")
+        logprobs, mask = (torch.zeros(8, COMPLETION, dtype=t, device="gpu") for t in (torch.float32, torch.long))
+        with training.meter.phase("rollout"):
+            time.sleep(0.001)  # tokens are divided by its seconds
+            learned = Rollouts(tokens, *filled(8, PROMPT, COMPLETION), logprobs, mask, *filled(8, True))
+        return learned, torch.zeros(2, 4), [], dict(tokens=0, gen_batches=1)
+
+    mode.waits.clear()
+    grpo.iterate(0, training, collect)
+    return mode.waits
+
+
+def make_training(prepared, reference=None):
+    settings, device = prepared.settings, torch.device("gpu")
+    model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
+    log = Silent()
+    parts = PlanMeter(PlannedHost()), log, Guard(settings, prepared.tokenizer, log.say), None, Pieces(settings, log.say)
+    optimizer = make_optimizer(model, settings)
+    return DryTraining(prepared, model, reference, optimizer, *parts, Prompts(settings.batch_size))
+
+
+def two_and_four(iteration, *arguments):
+    """-> function: how often the host waited in it, with two micro-batches and with four"""
+    two, four = (Counter(iteration(*arguments, micro_batches)) for micro_batches in (2, 4))
+    return {name: [two[name], four[name]] for name in two | four}
+
+
+def sft(mode, shape, micro_batches):
+    common = dict(device="cuda", task="addition", digits=1, eval_prompts=0, batch_size=8)
+    settings = SFTSettings(**common | shape, max_tokens_per_micro_batch=8 // micro_batches * (PROMPT + COMPLETION))
+    with unset_fake_temporarily():
+        prepared = prepare(settings)
+    training = make_training(prepared)
+
+    def collect(iteration, training):
+        tokens = torch.zeros(8, PROMPT + COMPLETION, dtype=torch.long, device="gpu")
+        return Sequences(tokens, *filled(8, PROMPT, COMPLETION))
+
+    mode.waits.clear()
+    train_sft.iterate(0, training, collect)
+    return mode.waits
+
+
+def sample(mode, shape, options):
+    """Everything a rollout does on the device; -> the waits of one step."""
+    model = make_model(shape, torch.device("gpu"), "bfloat16")
+    with torch.no_grad():
+        batch = DecodeBatch(model, [[1] * PROMPT, [2] * 5, [3] * 7], 4, COMPLETION, 6, **options)
+        batch.rehearse()
+        batch = DecodeBatch(model, [[1] * PROMPT, [2] * 5, [3] * 7], 4, COMPLETION, 6, **options)
+        rows = np.full(6, 12)
+        batch.look = lambda: rows.copy()
+        start = batch.start
+
+        def started(slots, new, prompt_slots):
+            start(slots, new, prompt_slots)
+            rows[slots] = new
+
+        batch.start = started
+        assert batch.refill()
+        batch.step()
+        rows[2:4] = 12  # these are over; others take their slots
+        assert batch.refill()
+        mode.waits.clear()
+        batch.step()
+        waits = dict(mode.waits)
+        batch.step()
+        rows[:] = 12
+        assert batch.refill()
+        batch.step()
+        rows[1:] = 12
+        assert batch.refill() and len(batch.rows) < 6  # idle slots were removed
+        batch.step()
+    return waits
+
+
+def mixed(mode):
+    """That mistakes are seen at all."""
+    here, there = torch.zeros(3, device="gpu"), torch.zeros(3)
+    try:
+        here + there
+    except RuntimeError as error:
+        assert "two devices" in str(error)
+    else:
+        raise AssertionError("devices can be mixed")
+    mode.waits.clear()
+    assert float(here.sum()) == 0 and here.cpu().device.type == "cpu"  # two
+    assert there.to("gpu").add(here)[torch.tensor([0])].device.type == "gpu"  # two
+    assert torch.tensor([1, 2], device="gpu")[:1].device == here[[0]].device == here.device  # two
+    there.to("gpu", non_blocking=True)
+    return dict(mode.waits)
+
+
+def cases():
+    """name -> a function of the mode that returns waits"""
+    found = {"mixed": mixed}
+    for shape_name, shape in dict(gpt2=GPT2, qwen=QWEN).items():
+        for name, options in LADDER.items():
+            if shape_name == "qwen" or name == "plain":
+                found[f"train-{shape_name}-{name}"] = lambda mode, s=shape, o=options: two_and_four(iterate, mode, s, o)
+        for name, options in SAMPLERS.items() if shape_name == "qwen" else [("sampled", {})]:
+            found[f"sample-{shape_name}-{name}"] = lambda mode, s=shape, o=options: sample(mode, s, o)
+        found[f"sft-{shape_name}"] = lambda mode, s=shape: two_and_four(sft, mode, s)
+    return found
+
+
+def main():
+    register()
+    for name, case in cases().items():
+        try:
+            with FakeGPU() as mode:
+                told = dict(waits=case(mode))
+        except Exception:
+            told = dict(error=traceback.format_exc())
+        print(json.dumps([name, told]), flush=True)
+
+
+@pytest.fixture(scope="module")
+def told(request):
+    pytest.importorskip("torch.utils.backend_registration")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{HOME}"}
+    result = subprocess.run([sys.executable, __file__], cwd=HOME, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return dict(map(json.loads, result.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("name", cases())
+def test_no_devices_are_mixed_and_the_host_does_not_wait(name, told):
+    assert "error" not in told[name], told[name]["error"]
+    waits = told[name]["waits"]
+    if name == "mixed":
+        assert waits == {"mixed": 6}
+    elif name.startswith("sample"):
+        assert waits == {}  # of a step
+    else:
+        grown = {function for function, (two, four) in waits.items() if four > two}
+        assert grown <= {"gather"}  # it uploads the numbers of each micro-batch
+
+
+if __name__ == "__main__":
+    main()
