@@ -331,9 +331,9 @@ def test_weights_that_are_ruined_are_not_passed_over(tmp_path, monkeypatch):
 
     def ruin(training, record, *rest):
         if record["iter"] == 3:
-            with torch.no_grad():
-                for p in training.model.parameters():
-                    p.mul_(1e30)
+            with torch.no_grad():  # logits overflow; the norm's inputs do not, and every device answers NaN
+                training.model.norm.weight.mul_(1e30)
+                training.model.embedding.weight.mul_(1e12)
         original(training, record, *rest)
 
     monkeypatch.setattr(Training, "end_iteration", ruin)

@@ -154,7 +154,7 @@ def test_the_stop_token_is_learned_and_what_follows_it_is_not():
         *lengths,
         zeros,
         zeros + 1,
-        torch.tensor([True]),
+        torch.tensor([True], device=DEVICE),
         advantages=torch.ones(1, device=DEVICE),
         old_logprobs=zeros - 4,
     )

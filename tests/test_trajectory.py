@@ -28,13 +28,18 @@ WAYS = {
 }  # fmt: skip
 
 
+# The curve was recorded on a CPU. CUDA sums in other orders and has its own exponential, and fifty steps of Adam enlarge
+# that. Ten times more is still below the mistakes that the test below plants: 2e-3 on average.
+SLACK = 1 if DEVICE == "cpu" else 10
+
+
 def assert_same(steps):
-    """1e-4 at each step, 1e-5 on average, of loss and gradient norm both."""
+    """1e-4 at each step, 1e-5 on average, of loss and gradient norm both; on CUDA 1e-3 and 1e-4."""
     expected = json.loads(trajectory.FILE.with_suffix(".json").read_text())
     assert len(steps) == len(expected) == 50
     for column in (0, 1):
         differences = [abs(ours[column] - theirs[column]) for ours, theirs in zip(steps, expected, strict=True)]
-        assert max(differences) <= 1e-4 and sum(differences) / 50 <= 1e-5, (
+        assert max(differences) <= SLACK * 1e-4 and sum(differences) / 50 <= SLACK * 1e-5, (
             column,
             max(differences),
             sum(differences) / 50,
