@@ -36,7 +36,8 @@ HOST_OPTIONS = "host reference,activation offload,host optimizer,grad offload"
 def make_steps(dry_run, scratch):
     """-> (name, command's words, seconds it may take, environment) of each step. A dry run's may take as long as all."""
     tests = [f"tests/test_{name}.py" for name in TESTS if (HOME / f"tests/test_{name}.py").exists()]
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compiled and not interpreter", *tests, RESUME]
+    pytest = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", *tests]
+    pytest += [RESUME, "-k", "not compiled and not interpreter"]  # those need no GPU
     pytest += ["--collect-only"] if dry_run else ["-n", "4"] if installed("pytest-xdist") else []
     learning = ["bench/learning.py", "--only=countdown", "--seeds=1", "--jobs=1", f"--out_dir={scratch}"]
     shapes = [f"--shapes={'tiny' if dry_run else 'cuda'}"]
@@ -77,6 +78,7 @@ def run_steps(steps, summary, folder, seconds):
     """Run the steps within so many seconds in all, and write summary.json after each."""
     end, log, results = time.monotonic() + seconds, folder / "log.txt", folder / "results.jsonl"
     environment = {"BENCH_RESULTS": str(results), "PYTHONUNBUFFERED": "1"}
+    environment |= {"OMP_NUM_THREADS": "1"} if common.DEVICE == "cpu" else {}
     for name, words, limit, extra in steps:
         started, limit = time.monotonic(), min(limit, end - time.monotonic())
         step = summary["steps"][name] = dict(state="no time left", seconds=0.0, last="", results=[])
@@ -108,8 +110,9 @@ def write(summary, folder):
 
 def print_table(summary):
     for name, step in summary["steps"].items():
-        rows = [row for row in step["results"] if "aim" in row] or step["results"]
-        print(f"{name:10} {step['state']:20} {step['seconds']:6.1f} s  {'' if rows else step['last'][:80]}")
+        aims = [row for row in step["results"] if "aim" in row]
+        print(f"{name:10} {step['state']:20} {step['seconds']:6.1f} s  {'' if aims else step['last'][:80]}")
+        rows = aims or step["results"]
         for row in rows:
             print(f"    {common.in_words(row)} {'' if row.get('reached', True) else '  MISSED'}")
 

@@ -1,5 +1,6 @@
 """What tests share: the device, small models of both shapes, and settings that run in seconds."""
 
+import json
 import os
 
 import pytest
@@ -61,6 +62,15 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: runs with --long only")
+
+
+def pytest_runtest_logreport(report):
+    """For bench/gpu.py, which may have to stop the tests: what failed, as soon as it has."""
+    path = os.environ.get("BENCH_RESULTS")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        row = dict(step="tests", name=report.nodeid, value="FAILED", unit="", error=report.longreprtext[-4000:])
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -97,6 +97,19 @@ def test_ctrl_c_leaves_no_process_and_keeps_results(tmp_path, number):
     assert is_gone(int((tmp_path / "pid").read_text())) and "interrupted" in output
 
 
+def test_a_test_that_fails_is_told_at_once(tmp_path):
+    """By tests/conftest.py, here copied beside a test that fails."""
+    (tmp_path / "conftest.py").write_text((HOME / "tests/conftest.py").read_text())
+    (tmp_path / "test_it.py").write_text("def test_bad():\n    assert 1 == 2\n\ndef test_good():\n    pass\n")
+    environment = os.environ | {"BENCH_RESULTS": str(tmp_path / "results.jsonl"), "PYTHONPATH": str(HOME)}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode == 1
+    (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert (row["step"], row["name"], row["value"]) == ("tests", "test_it.py::test_bad", "FAILED")
+    assert "assert 1 == 2" in row["error"]
+
+
 def test_half_a_line_of_a_killed_bench_is_not_read(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(HOME / "bench")
     from gpu import results_of

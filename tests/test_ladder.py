@@ -100,7 +100,7 @@ def test_rounding_moves_the_loss_curve_a_little(curves, changes, most):
     plain, changed = curves("sft", **FLOAT32), curves("sft", **FLOAT32 | changes)
     distance = worst(plain, changed, "loss")
     print(f"{changes}: {distance:.4f}")
-    assert 1e-5 < distance <= most
+    assert 1e-6 < distance <= most
 
 
 def test_bfloat16_grpo_runs_and_its_sampler_agrees_with_its_trainer(curves):
@@ -183,4 +183,4 @@ def test_a_resumed_run_may_round_what_it_did_not(tmp_path):
         )
         train_sft.main(prepare(settings))
     losses = [record["loss"] for record in read_log(tmp_path)]
-    assert len(losses) == 100 and losses[-1] < losses[40] < losses[0]
+    assert len(losses) == 100 and sum(losses[90:]) < sum(losses[35:45]) < sum(losses[:10])  # ten each, as they vary
