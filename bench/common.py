@@ -7,6 +7,8 @@ stopped half way has lost nothing (bench/gpu.py). A later result of the same nam
 import argparse
 import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,6 +31,14 @@ def parser(description):
 
 def chosen(name, only):
     return any(word.strip() in name for word in only.split(","))
+
+
+def commit():
+    """The commit's short name, or "unknown": in a copy of the files, or without git."""
+    if not shutil.which("git"):
+        return "unknown"
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HOME, capture_output=True, text=True)
+    return git.stdout.strip() or "unknown"
 
 
 def begin(arguments):

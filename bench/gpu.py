@@ -136,8 +136,7 @@ def main(words, make_steps=make_steps):
         print("error: this torch sees no CUDA device; --dry-run runs tiny shapes on a CPU", file=sys.stderr)
         return 2
     device = torch.cuda.get_device_name() if common.DEVICE == "cuda" else f"CPU {platform.machine()}"
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HOME, capture_output=True, text=True)
-    commit = git.stdout.strip() or "unknown"
+    commit = common.commit()
     name = re.sub(r"[^a-z0-9]+", "-", f"{'dry run ' if arguments.dry_run else ''}{device} {commit}".lower())
     folder = Path(arguments.folder or HOME / "bench/results" / name)
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from common import HOME, parser, result
+from common import HOME, commit, parser, result
 
 from runs.log import read_log
 
@@ -189,10 +189,7 @@ def main(arguments):
     if not rows:
         print(f"no row is complete in {out}")
         return
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HOME, capture_output=True, text=True
-    ).stdout.strip()
-    about = dict(commit=commit, machine=platform.machine(), torch=torch.__version__, python=platform.python_version())
+    about = dict(commit=commit(), machine=platform.machine(), torch=torch.__version__, python=platform.python_version())
     about |= dict(jobs=arguments.jobs)
     print(table(rows))
     if not arguments.only and not wanted:
