@@ -20,7 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels.rotary import Rotary
-from kernels.rotary import rotate as rotate
 from kernels.swiglu import SwiGLU
 from memory import cpu
 from memory.lean import BlockInputs, Embed, Linear, RMSNorm

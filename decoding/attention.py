@@ -19,7 +19,7 @@ if triton is not None:
 
     @triton.jit
     def rotated(x, cos, sin, d, D, mask, ROTARY: tl.constexpr):
-        """`model.rotate`: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]. x, cos, sin: where heads begin."""
+        """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]. x, cos, sin: where heads begin."""
         value = tl.load(x + d, mask=mask, other=0.0)
         if ROTARY:
             half = D // 2

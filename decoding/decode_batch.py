@@ -25,6 +25,7 @@ from tqdm import tqdm
 from decoding.draw import Truncation, sample_tokens
 from decoding.kvcache import KVCache
 from kernels import uses_triton
+from memory.cuda import upload
 from memory.ledger import kind_of
 from model import GPT
 
@@ -115,7 +116,7 @@ class DecodeBatch:
     def check_stop_strings(self):
         """Check each slot's new tokens one after the other, also if its row has retired since the last look."""
         slots, over = np.flatnonzero(self.text_row < self.N), []
-        table = self.tokens[self.upload(self.text_row[slots])].cpu().numpy()
+        table = self.tokens[upload(self.text_row[slots], self.device)].cpu().numpy()
         for slot, tokens in zip(slots, table, strict=True):
             row, checked = self.text_row[slot], self.checked[slot]
             ids = tokens[: min(self.steps - self.started[slot] + 1, self.max_new_tokens)].tolist()
@@ -127,7 +128,7 @@ class DecodeBatch:
                 self.text_row[slot] = self.N
                 over.append(slot)
         if over:
-            self.rows[self.upload(over)] = self.N
+            self.rows[upload(over, self.device)] = self.N
 
     def admit(self, room: int, rows: np.ndarray) -> range:
         """-> the next waiting rows, at most `room`, with prompts in the cache. Prefills missing prompts."""
@@ -153,17 +154,17 @@ class DecodeBatch:
     def prefill_some(self, prompts, prompt_slots):
         tokens = [torch.tensor(self.prompts[p]) for p in prompts]
         lengths = [len(ids) for ids in tokens]
-        tokens = self.upload(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True))  # (P, T)
+        tokens = upload(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), self.device)  # (P, T)
         self.cache.begin_prefill(prompt_slots, lengths)
-        hidden = self.model(tokens, cache=self.cache, last=self.upload(lengths) - 1)[:, 0]  # (P, C)
-        self.prompt_hidden[self.upload(prompt_slots)] = hidden.to(self.prompt_hidden.dtype)
+        hidden = self.model(tokens, cache=self.cache, last=upload(lengths, self.device) - 1)[:, 0]  # (P, C)
+        self.prompt_hidden[upload(prompt_slots, self.device)] = hidden.to(self.prompt_hidden.dtype)
 
     def start(self, slots: np.ndarray, new: range, prompt_slots):
         """Start rows `new` in these slots: draw their first tokens from the hidden states of these prompt slots."""
         self.next_row = new.stop
         self.prompt_slot[slots], self.started[slots] = prompt_slots, self.steps
         self.text_row[slots], self.checked[slots] = new, 0
-        slots, prompt_slots = self.upload(slots), self.upload(prompt_slots)
+        slots, prompt_slots = upload(slots, self.device), upload(prompt_slots, self.device)
         self.rows[slots] = torch.arange(new.start, new.stop, device=self.device)
         self.prompt_length[slots] = self.cache.prompt_lengths[prompt_slots]
         self.t[slots] = 0
@@ -219,20 +220,13 @@ class DecodeBatch:
             over |= token == stop
         self.token[slots], self.rows[slots] = token, rows.masked_fill(over, self.N)
 
-    def upload(self, numbers) -> torch.Tensor:
-        """Integers -> a tensor on the device. On CUDA torch.tensor(numbers, device=...) would wait for the stream."""
-        numbers = torch.as_tensor(numbers, dtype=torch.long)
-        if self.device.type != "cuda":
-            return numbers
-        return numbers.pin_memory().to(self.device, non_blocking=True)
-
     def shrink(self, active: np.ndarray):
         """Keep these slots alone, rising numbers, and the prompt slots that they read."""
         used, self.prompt_slot = np.unique(self.prompt_slot[active], return_inverse=True)
         self.started, self.text_row, self.checked = (x[active] for x in (self.started, self.text_row, self.checked))
         self.graph = None
         self.cache.compact(active, used, min(self.steps - self.started.min() + 1, self.max_new_tokens))
-        active = self.upload(active)
+        active = upload(active, self.device)
         of_slots = self.rows, self.t, self.token, self.prompt_length
         self.rows, self.t, self.token, self.prompt_length = (x[active] for x in of_slots)
 

@@ -19,7 +19,9 @@ import torch
 
 from decoding import attention
 from kernels import LOG2_OF_E, nothing_to_do, uses_triton
-from model import GPTConfig, rotate
+from kernels.rotary import rotate
+from memory.cuda import upload
+from model import GPTConfig
 
 
 class KVCache:
@@ -70,9 +72,9 @@ class KVCache:
 
     def begin_prefill(self, prompt_slots: list[int], lengths: list[int]):
         """The next forward's prompts, of these lengths, go to these prompt slots."""
-        self.prefill_slots = torch.tensor(prompt_slots, device=self.device)
+        self.prefill_slots = upload(prompt_slots, self.device)
         self.ragged |= min(lengths) < self.prompt.shape[4]
-        lengths = torch.tensor(lengths, device=self.device)
+        lengths = upload(lengths, self.device)
         self.prompt_lengths[self.prefill_slots] = lengths
         padding = torch.arange(self.prompt.shape[4], device=self.device) >= lengths[:, None]  # (P, T_p)
         bias = torch.zeros_like(padding, dtype=self.dtype).masked_fill_(padding, -math.inf)
@@ -85,7 +87,7 @@ class KVCache:
 
     def compact(self, slots: np.ndarray, prompt_slots: np.ndarray, columns: int):
         """Keep only these slots and prompt slots, rising numbers, as 0, 1, 2 ... columns: own columns in use."""
-        slots, prompt_slots = (torch.tensor(numbers, device=self.device) for numbers in (slots, prompt_slots))
+        slots, prompt_slots = (upload(numbers, self.device) for numbers in (slots, prompt_slots))
         for layer in range(len(self.own)):  # indexing makes a copy, here of one layer
             for own, prompt in zip(self.own[layer], self.prompt[layer], strict=True):
                 own[: len(slots), :, :columns] = own[slots, :, :columns]
@@ -112,7 +114,7 @@ class KVCache:
         if uses_triton(self.own):
             readers = np.where(active, prompt_slot, first)
             table = attention.tiles_of(readers, self.prompt.shape[2], self.kernel_shape()["TILE"])
-            table = torch.tensor(table, device=self.device)
+            table = upload(table, self.device, torch.int32)
             if self.tiles is None or table.shape != self.tiles.shape:
                 self.tiles = table
             else:

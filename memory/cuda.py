@@ -19,7 +19,7 @@ def padded(length: int, tokens: torch.Tensor, block_size: int) -> int:
     return max(length, min(rounded, block_size))
 
 
-def upload(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """torch.tensor(numbers, device=device). From pinned memory, so that the host need not wait for a GPU's queue."""
-    numbers = torch.tensor(numbers)
+def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
+    """torch.tensor(numbers, dtype=dtype, device=device). From pinned memory, so that the host need not wait for a GPU."""
+    numbers = torch.as_tensor(numbers, dtype=dtype)
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers

@@ -42,8 +42,8 @@ def cubin_resources(kernel, capability, pointers, constants, aligned, warps, fol
     """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX.
     "SHARED" is what a launch asks for.
 
-    pointers: name -> dtype, also of numbers that are not i32. constants: also the integers that are 1, which the launcher makes constants. aligned: the
-    integers that it would find to be multiples of 16. options: Triton's."""
+    pointers: name -> dtype, also of numbers that are not i32. constants: also the integers that are 1, which the launcher
+    makes constants. aligned: the integers that it would find to be multiples of 16. options: Triton's."""
     names = kernel.arg_names
     types = {name: pointers.get(name, "fp32" if name in ("scale", "slope") else "i32") for name in names} | {
         name: "constexpr" for name in constants

@@ -7,7 +7,8 @@ from conftest import DEVICE, make_model
 
 from decoding.attention import split_columns, tiles_of
 from decoding.kvcache import KVCache
-from model import rotary_table, rotate
+from kernels.rotary import rotate
+from model import rotary_table
 
 
 def make_cache(
