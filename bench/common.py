@@ -1,7 +1,7 @@
 """What benches share: the device, the clock, and one line for each result as soon as it is known.
 
-A result is printed. If BENCH_RESULTS names a file, it is also appended there as one JSON object, so that a bench that is
-stopped half way has lost nothing (bench/gpu.py). A later result of the same name replaces the earlier one.
+A result is printed. If BENCH_RESULTS names a file, it is also appended there as one JSON object, so that a bench that
+is stopped half way has lost nothing (bench/gpu.py). A later result of the same name replaces the earlier one.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def begin(arguments):
 
 
 def result(name, value, unit="", at_least=None, at_most=None, **details):
-    """One result. at_least or at_most: the aim, if there is one. details: numbers and texts beside it; None: left out."""
+    """One result. at_least or at_most: the aim, if there is one. details: numbers and texts; None: left out."""
     row = dict(name=name, value=value, unit=unit)
     if at_least is not None or at_most is not None:
         row |= dict(aim=f"at least {at_least}" if at_most is None else f"at most {at_most}")

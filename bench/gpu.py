@@ -3,9 +3,9 @@
     make bench-gpu        or, in the virtual environment, python bench/gpu.py [--only=tests,sampling]
     python bench/gpu.py --dry-run        the same commands with tiny shapes, on a CPU too: shows that all of them run
 
-The steps run one after the other, the most valuable first, each in a process group of its own, which is killed at the step's
-limit or on Ctrl-C. bench/results/<device>-<commit>/ gets log.txt (what the steps print), results.jsonl (a line for each
-result, as soon as it is known) and, after each step, summary.json. A table of the aims comes last.
+The steps run one after the other, the most valuable first, each in a process group of its own, which is killed at the
+step's limit or on Ctrl-C. bench/results/<device>-<commit>/ gets log.txt (what the steps print), results.jsonl (a line
+for each result, as soon as it is known) and, after each step, summary.json. A table of the aims comes last.
 Exit code 1 if a step failed or was stopped, 2 where there is no GPU, 130 after Ctrl-C.
 """
 
@@ -34,7 +34,7 @@ HOST_OPTIONS = "host reference,activation offload,host optimizer,grad offload"
 
 
 def make_steps(dry_run, scratch):
-    """-> (name, command's words, seconds it may take, environment) of each step. A dry run's may take as long as all."""
+    """-> (name, command's words, seconds it may take, environment) of each step; a dry run's has no limit"""
     tests = [f"tests/test_{name}.py" for name in TESTS if (HOME / f"tests/test_{name}.py").exists()]
     pytest = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", *tests]
     pytest += [RESUME, "-k", "not compiled and not interpreter"]  # those need no GPU

@@ -1,12 +1,12 @@
-"""What GRPO adds to its warm start, beside going on with SFT on the same demonstrations for as long: tasks, loss types, seeds.
+"""What GRPO adds to its warm start, beside going on with SFT for as long: tasks, loss types, seeds.
 
     python bench/learning.py                       everything that is not done yet; hours on two cores
     python bench/learning.py --only=addition --seeds=1 --jobs=1
     python bench/learning.py --table               only what is done: table and curves
 
-Runs train_sft.py and grpo.py as a user would, with --resume=auto, so that it can be stopped and started again at any time, and
-reads their logs. --jobs runs go side by side, a thread each. Scores are of the last iterate, on 500 held-out prompts.
-Without --only it writes docs/learning.json and docs/learning.png; it prints a table for docs/results.md.
+Runs train_sft.py and grpo.py as a user would, with --resume=auto, so that it can be stopped and started again at any
+time, and reads their logs. --jobs runs go side by side, a thread each. Scores are of the last iterate, on 500 held-out
+prompts. Without --only it writes docs/learning.json and docs/learning.png; it prints a table for docs/results.md.
 """
 
 import json
@@ -42,7 +42,7 @@ class OutOfTime(Exception):
 
 
 def run(script, config, folder, options):
-    """A training run, begun or gone on with, unless it is done -> its log and its seconds, start-up and evaluations included."""
+    """A training run, begun or gone on with, unless it is done -> its log; seconds, start-up and evaluations too."""
     clock, done = folder / "bench_seconds", folder / "bench_done"
     if not done.exists():
         options = options | limits["options"] | {"out_dir": folder, "resume": "auto"}
@@ -83,7 +83,7 @@ def follow(process, folder):
 
 
 def folders(name, seed, out):
-    """-> where the warm start, the GRPO run and the SFT instead of it are; loss types of a task share the first and the last."""
+    """-> where the warm start, the GRPO run and the SFT instead are; a task's loss types share all but the second."""
     sft, _, options, _ = EXPERIMENTS[name]
     variant = options.get("loss_type", "dapo")
     return out / f"{sft}_{seed}", out / f"{EXPERIMENTS[name][1]}_{variant}_{seed}", out / f"more_{sft}_{seed}"
@@ -132,9 +132,8 @@ def table(rows):
     for r in rows:
         cells = [f"{r[what][0]:.3f} ({r[what][1]:.3f})" for what in ("sft", "grpo", "more")]
         cells[1] = f"**{cells[1].replace(' ', '** ', 1)}"
-        lines.append(
-            f"| {r['name']} | {r['seed']} | {' | '.join(cells)} | {', '.join(f'{r[what][2]:.0f}' for what in ('sft', 'grpo', 'more'))} |"
-        )
+        seconds = ", ".join(f"{r[what][2]:.0f}" for what in ("sft", "grpo", "more"))
+        lines.append(f"| {r['name']} | {r['seed']} | {' | '.join(cells)} | {seconds} |")
     return "\n".join(lines)
 
 

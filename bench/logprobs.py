@@ -2,13 +2,14 @@
 
     python bench/logprobs.py [--shapes=cuda|cpu|tiny] [--only=loss,head]
 
-Two parts. Logits in: M x V logits there already, their log-probs and gradient; the yardstick is a device-to-device copy measured
-in the same run. Hidden states in: M x C hidden states and the head, loss = -mean log-prob (which is also GRPO's of equal
-advantages, right after a rollout), both gradients; the yardstick is the three bare matrix products. The contenders take
-turns, round by round, torch.compile after the others; a figure is the median of its rounds. "loss + gradient" is what
-the head does with each chunk of logits.
+Two parts. Logits in: M x V logits there already, their log-probs and gradient; the yardstick is a device-to-device copy
+measured in the same run. Hidden states in: M x C hidden states and the head, loss = -mean log-prob (which is also
+GRPO's of equal advantages, right after a rollout), both gradients; the yardstick is the three bare matrix products. The
+contenders take turns, round by round, torch.compile after the others; a figure is the median of its rounds. "loss +
+gradient" is what the head does with each chunk of logits.
 
-rate       TB/s of logits read and written (passes: forward 1, loss + gradient and backward 2, both 3), or TFLOP/s (6 M C V)
+rate       TB/s of logits read and written (passes: forward 1, loss + gradient and backward 2, both 3), or TFLOP/s of
+           6 M C V operations
 extra MiB  most bytes alive during the call beyond its inputs: as it is (dweight included) and with the weight frozen
 error      of log-probs, against float64 on the same inputs, the largest of 64 rows
 
@@ -47,7 +48,8 @@ def plain_logprobs(logits, targets):
 def peers():
     """-> {name: function or None}: from logits, and from hidden states per token and as a mean loss.
 
-    GRPO losses get 8 sequences with an advantage of 1 each and no old log-probs: minus the mean log-prob, as a gradient.
+    GRPO losses get 8 sequences with an advantage of 1 each and no old log-probs: minus the mean log-prob, as a
+    gradient.
     """
     found = dict.fromkeys(("trl", "liger", "liger_grpo_head", "liger_grpo", "cce"))
     try:

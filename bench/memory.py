@@ -2,9 +2,9 @@
 
     python bench/memory.py [--shapes=cuda|cpu|tiny] [--only=1.5B]
 
-A case is a run from random weights in which every prompt and every completion is as long as it may be (random ids, no stop
-token), so that the plan's longest lengths are the run's. On CUDA measured is torch.cuda.max_memory_allocated, on a CPU the
-meter's live bytes. The figures are the last iteration's. On a CPU the plans of the large configs follow.
+A case is a run from random weights in which every prompt and every completion is as long as it may be (random ids, no
+stop token), so that the plan's longest lengths are the run's. On CUDA measured is torch.cuda.max_memory_allocated, on a
+CPU the meter's live bytes. The figures are the last iteration's. On a CPU the plans of the large configs follow.
 """
 
 import gc

@@ -1,13 +1,14 @@
-"""Sampling beside Hugging Face `generate`: the same random weights, the same prompts, lengths from the same distribution.
+"""Sampling beside Hugging Face `generate`: the same random weights and prompts, lengths from the same distribution.
 
     python bench/sampling.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--static]
 
-A model's stop token has a constant probability at each token, so lengths are geometric; or none, and all are equally long. Whole
-calls take turns, pair by pair; a figure is the median of its pairs so far, with the smallest and the largest. tokens/s
-counts sampled tokens, stop tokens included.
+A model's stop token has a constant probability at each token, so lengths are geometric; or none, and all are equally
+long. Whole calls take turns, pair by pair; a figure is the median of its pairs so far, with the smallest and the
+largest. tokens/s counts sampled tokens, stop tokens included.
 
-floor        the share of what the memory bus allows: seconds that one step's reading takes (the weights once, the live keys
-             and values once), summed over the steps, over the seconds that the call took. Bandwidth is that of a large copy.
+floor        the share of what the memory bus allows: seconds that one step's reading takes (the weights once, the live
+             keys and values once), summed over the steps, over the seconds that the call took. Bandwidth is that of a
+             large copy.
 decode step  the same without prompts and the recording of a graph: a call less one of half as many tokens
 """
 
@@ -136,7 +137,7 @@ def make_models(name, shape, mean, dtype):
 
 @torch.no_grad()
 def set_stop_probability(model, stop, p):
-    """The first coordinate of the last norm's output becomes a constant 10, and `stop` alone looks at it: its logit is a constant."""
+    """The first coordinate of the last norm's output becomes a constant 10, and only `stop` looks at it."""
     weight, norm = model.embedding.weight, model.norm
     norm.weight[0], norm.bias[0] = 0, 10
     weight[:, 0], weight[stop] = 0, 0
