@@ -17,7 +17,7 @@ lint: .venv/dev
 	$(BIN)/ruff format --check .
 
 bench-gpu: .venv/dev
-	$(BIN)/python bench/gpu.py
+	$(BIN)/python bench/gpu.py $(ARGS)
 
 real: models/smollm2-135m-instruct
 	$(BIN)/python evaluate.py $< --task=jsonl --data_file=data/sums.jsonl --chat --system_prompt="Answer with a number." \

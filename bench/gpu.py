@@ -28,14 +28,16 @@ import torch
 
 HOME = Path(__file__).parent.parent
 PACKAGES = "torch triton transformers pytest pytest-xdist trl liger-kernel cut-cross-entropy".split()
-TESTS = "kernels kvcache draw sample replay logprobs model layers optimizer adamw streams loss trajectory".split()
+TESTS = (
+    "kernels layer_kernels adamw_kernel kvcache draw sample logprobs model optimizer streams loss trajectory".split()
+)
 RESUME = "tests/test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one"
 HOST_OPTIONS = "host reference,activation offload,host optimizer,grad offload"
 
 
 def make_steps(dry_run, scratch):
     """-> (name, command's words, seconds it may take, environment) of each step; a dry run's has no limit"""
-    tests = [f"tests/test_{name}.py" for name in TESTS if (HOME / f"tests/test_{name}.py").exists()]
+    tests = [f"tests/test_{name}.py" for name in TESTS]
     pytest = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", *tests]
     pytest += [RESUME, "-k", "not compiled and not interpreter"]  # those need no GPU
     pytest += ["--collect-only"] if dry_run else ["-n", "4"] if installed("pytest-xdist") else []

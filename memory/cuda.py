@@ -20,6 +20,6 @@ def padded(length: int, tokens: torch.Tensor, block_size: int) -> int:
 
 
 def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
-    """torch.tensor(numbers, dtype=dtype, device=device). From pinned memory, so that the host need not wait for a GPU."""
+    """Numbers to the device; to a GPU from pinned memory, so that the host does not wait. On a CPU it may be a view."""
     numbers = torch.as_tensor(numbers, dtype=dtype)
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
