@@ -27,7 +27,7 @@ from memory.meter import MemoryMeter
 
 GIB = 2**30
 DEPTHS = 2, 3
-CUDA_EXTRA = 2 * 32 * MIB  # cuBLAS's workspaces on Hopper, one for the forward's thread and one for the backward's
+CUDA_EXTRA = 3 * 32 * MIB  # cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
 HOME = str(Path(__file__).parent.parent) + os.sep
 SITES = (  # where a tensor is made (module, beginning of the function's name) -> what it counts as
     ("decoding.kvcache", "KVCache", "KV cache"),

@@ -180,9 +180,9 @@ def test_a_micro_batch_waits_for_no_value_and_uploads_once(variant):
 
 def test_an_upload_to_cuda_is_pinned():
     assert upload([3, 1, 2], torch.device("cpu")).tolist() == [3, 1, 2]
-    with patch("memory.cuda.torch.tensor") as tensor:
+    with patch("memory.cuda.torch.as_tensor") as tensor:
         upload([3, 1, 2], torch.device("cuda"))
-    tensor.assert_called_once_with([3, 1, 2])
+    tensor.assert_called_once_with([3, 1, 2], dtype=torch.long)
     tensor.return_value.pin_memory.return_value.to.assert_called_once_with(torch.device("cuda"), non_blocking=True)
 
 

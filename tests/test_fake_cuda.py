@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import grpo
 import train_sft
 from batch import Sequences
-from decoding import DecodeBatch, Truncation
+from decoding import DecodeBatch, Truncation, decode_batch
 from memory import Pieces
 from memory.ledger import PlanningMode
 from memory.plan import PlanMeter, PlannedHost
@@ -35,7 +35,7 @@ from runs.loading import configure
 from runs.prepare import prepare
 from sample import Rollouts
 from settings import GRPOSettings, SFTSettings
-from training.dry_run import DryTraining, Silent, filled
+from training.dry_run import DryTraining, Silent
 from training.guard import Guard
 from training.optimizer import make_optimizer
 from training.state import Prompts
@@ -85,9 +85,9 @@ class FakeGPU(PlanningMode):
         self.busy = True
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.busy = False
-        if op is torch.ops.aten.lift_fresh and out.device.type == "gpu":
-            out.constant = None  # of torch.tensor([1, 2]); else views of it would be computed
-        elif op in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+        if isinstance(out, torch.Tensor) and out.device.type == "gpu":
+            out.constant = None  # of torch.tensor([1, 2]); else what is made of it would be computed
+        if op in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
             source = args[op is torch.ops.aten.copy_]
             asynchronous = kwargs.get("non_blocking") or len(args) > 2 and args[2]
             if out.device.type != source.device.type and not asynchronous:
@@ -150,12 +150,19 @@ def iterate(mode, shape, options, micro_batches):
         logprobs, mask = (torch.zeros(8, COMPLETION, dtype=t, device="gpu") for t in (torch.float32, torch.long))
         with training.meter.phase("rollout"):
             time.sleep(0.001)  # tokens are divided by its seconds
-            learned = Rollouts(tokens, *filled(8, PROMPT, COMPLETION), logprobs, mask, *filled(8, True))
+            learned = Rollouts(tokens, known(8, PROMPT), known(8, COMPLETION), logprobs, mask, known(8, True))
         return learned, torch.zeros(2, 4), [], dict(tokens=0, gen_batches=1)
 
     mode.waits.clear()
     grpo.iterate(0, training, collect)
     return mode.waits
+
+
+def known(count, value):
+    """A column on the device whose values the host knows: micro-batches are cut by them."""
+    column = torch.full((count,), value, device="gpu")
+    column.tolist = lambda: [value] * count
+    return column
 
 
 def make_training(prepared, reference=None):
@@ -182,7 +189,7 @@ def sft(mode, shape, micro_batches):
 
     def collect(iteration, training):
         tokens = torch.zeros(8, PROMPT + COMPLETION, dtype=torch.long, device="gpu")
-        return Sequences(tokens, *filled(8, PROMPT, COMPLETION))
+        return Sequences(tokens, known(8, PROMPT), known(8, COMPLETION))
 
     mode.waits.clear()
     train_sft.iterate(0, training, collect)
@@ -191,6 +198,7 @@ def sft(mode, shape, micro_batches):
 
 def sample(mode, shape, options):
     """Everything a rollout does on the device; -> the waits of one step."""
+    decode_batch.SHRINK_ABOVE["cuda"] = 1  # this batch is small
     model = make_model(shape, torch.device("gpu"), "bfloat16")
     with torch.no_grad():
         batch = DecodeBatch(model, [[1] * PROMPT, [2] * 5, [3] * 7], 4, COMPLETION, 6, **options)
