@@ -1,4 +1,4 @@
-"""GRPO on the shape of Qwen2.5-7B (with tied embeddings), all parameters, on a 24 GB device: planned peak 14.9 GiB.
+"""GRPO on the shape of Qwen2.5-7B (with tied embeddings), all parameters, on a 24 GB device: planned peak 15.1 GiB.
 
     python grpo.py config/grpo_24gb.py --plan --device=cuda
 

@@ -1,4 +1,4 @@
-"""GRPO on the shape of Qwen2.5-1.5B, all parameters, on a 16 GB device: planned peak 11.8 GiB. Others measured 21.4.
+"""GRPO on the shape of Qwen2.5-1.5B, all parameters, on a 16 GB device: planned peak 11.9 GiB. Others measured 21.4.
 
     python grpo.py config/grpo_qwen2_1.5b.py --plan --device=cuda
 

@@ -118,7 +118,7 @@ MUTANTS = [
     ("a stop token that is no special token is text", "tokenizer.py", "if token.special or i in stop_tokens}", "if token.special}", "test_tokenizer.py"),
     ("a message's content writes special tokens", "pretrained/chat.py", "if marked == messages:", "if True:", "test_tokenizer.py"),
     ("two contents make a special token", "pretrained/chat.py", "if ends or any(", "if any(", "test_tokenizer.py"),
-    ("temperature missing in the reference", "grpo.py", "micro.targets, settings.temperature, **options)  # (M,)", "micro.targets, 1.0, **options)  # (M,)", "test_grpo.py"),
+    ("temperature missing in the reference", "grpo.py", "micro.targets, settings.temperature, **options)", "micro.targets, 1.0, **options)", "test_grpo.py"),
     ("refills draw with the first round's uniforms", "grpo.py", "first_row=turn * len(rows) * settings.group_size", "first_row=0", "test_collect.py"),
     ("prompts lose their end", "evaluate.py", "ids[-max_prompt_length:] if", "ids[:max_prompt_length] if", "test_grpo.py"),
     ("every iteration draws the same numbers", "grpo.py", "seed=settings.seed * 2**32 + iteration", "seed=settings.seed * 2**32", "test_grpo.py"),
@@ -147,6 +147,18 @@ MUTANTS = [
     ("oneDNN stays on after an error", "memory/cpu.py", "    try:\n        yield\n    finally:\n        allow_bfloat16(False)", "    yield\n    allow_bfloat16(False)", "test_cpu.py"),
     ("the idle team stays", "memory/cpu.py", "idle.set()  # ends", "pass  # ends", "test_cpu.py"),
     ("the completions shown are the sampled ones", "evaluate.py", 'in samples if sample["greedy"]]', 'in samples if not sample["greedy"]]', "test_evaluate.py"),
+    ("gpu: compute uses weights on their way", "memory/host.py", "    block.arrival.wait()\n    fetch(following, device)", "    fetch(following, device)", "test_streams.py"),
+    ("gpu: no weights are fetched ahead", "memory/host.py", "    block.arrival.wait()\n    fetch(following, device)", "    block.arrival.wait()", "test_streams.py"),
+    ("gpu: a block's input goes during its copy", "memory/lean.py", "            before.copied.wait()\n", "", "test_streams.py"),
+    ("gpu: a slab is updated before it has come", "training/optimizer.py", "            fetched.wait()\n", "", "test_optimizer.py"),
+    ("gpu: a slab comes while the last one leaves", "training/optimizer.py", "            free[turn].wait()\n", "", "test_optimizer.py"),
+    ("gpu: stochastic rounding with 12 bits", "kernels/adamw.py", "spare).bitwise_and_(0xFFFF)", "spare).bitwise_and_(0xFFF)", "test_adamw_kernel.py"),
+    ("gpu: weights rounded with the moments' bits", "kernels/adamw.py", "mix_bits(bits ^ key) & 0xFFFF", "bits & 0xFFFF", "test_adamw_kernel.py"),
+    ("gpu: rotary gradient rotated forth", "kernels/rotary.py", "        if BACK:\n            s = -s\n", "", "test_layer_kernels.py"),
+    ("gpu: SwiGLU's gradient without the gate's slope", "kernels/swiglu.py", "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid", "test_layer_kernels.py"),
+    ("gpu: a graph bakes a buffer that is replaced", "decoding/kvcache.py", "self.tiles.copy_(table)", "self.tiles = table", "test_replay.py"),
+    ("gpu: a step waits for the device", "decoding/decode_batch.py", "hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "self.t.max().item()\n        hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "test_replay.py"),
+    ("gpu: lengths are not rounded", "memory/cuda.py", 'if kind_of(tokens) == "cuda" else length', 'if kind_of(tokens) == "none" else length', "test_plan.py test_batch.py"),
 ]  # fmt: skip
 
 

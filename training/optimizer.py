@@ -278,6 +278,8 @@ class HostGradients:
         self.moving[p] = done, fresh, ring
         self.has.add(p)
         p.grad = None
+        if p is self.parameters[0]:  # the embedding's, the last of a backward: no compute is left to hide its copy
+            self.land()
 
     def land(self, but=0):
         """Compute waits for the gradients that move, except for the last `but`; then their memory may be freed."""
