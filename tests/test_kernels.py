@@ -37,6 +37,13 @@ def test_values_in_the_interpreter(request):
     assert run_interpreted(__file__, request) >= 20
 
 
+@compiles
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["draw", "kvcache", "logprobs", "sample"])
+def test_the_tests_of_plain_torch_in_the_interpreter(name, request):
+    assert run_interpreted(f"tests/test_{name}.py", request, timeout=3600) >= 9
+
+
 @pytest.fixture(autouse=True)
 def only_kernels(request, monkeypatch):
     """In the interpreter's process and on CUDA plain torch must not stand in for a kernel."""

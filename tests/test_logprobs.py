@@ -7,6 +7,7 @@ import torch
 from conftest import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import INTERPRETED
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
@@ -136,7 +137,8 @@ def test_half_precision_is_no_worse_than_eager(dtype, V):
     (logprobs * upstream).sum().backward()
     assert_near(logprobs, expected, 2e-5)  # where eager is off by 1e-2
     assert (logprobs - expected).abs().max() < (eager_logprobs - expected).abs().max()
-    assert (logits.grad - exact.grad).abs().max() <= (eager.grad - exact.grad).abs().max()
+    cut = 2 if INTERPRETED and dtype == torch.bfloat16 else 1  # the interpreter cuts bits off, a device rounds
+    assert (logits.grad - exact.grad).abs().max() <= cut * (eager.grad - exact.grad).abs().max()
 
 
 def test_rows_and_columns_of_any_stride():
