@@ -149,7 +149,7 @@ class SlabAdamW(torch.optim.Optimizer):
                 if p in gradients:
                     tensors = {"weight": p.detach(), "gradient": gradients[p]} | self.state[p]
                     tensors = {name: tensors[name].view(-1) for name in names if name in tensors}
-                    for part in slices(p, SLAB if self.on_host.intersection(names) else PIECE):
+                    for part in slices(p, slab_size(self.largest()) if self.on_host.intersection(names) else PIECE):
                         yield Slab(group, numbers[p], part.start, {name: x[part] for name, x in tensors.items()})
 
     def ring(self, *names):
@@ -158,7 +158,7 @@ class SlabAdamW(torch.optim.Optimizer):
         dtypes = {name: x.dtype for name, x in ({"gradient": p} | self.state[p]).items()}
         here = {name: dtype for name, dtype in dtypes.items() if name in self.on_host.intersection(names)}
         return [
-            {name: torch.empty(min(SLAB, p.numel()), dtype=dtype, device=p.device) for name, dtype in here.items()}
+            {name: torch.empty(slab_size(p), dtype=dtype, device=p.device) for name, dtype in here.items()}
             for _ in range(RING)
         ]
 
@@ -214,6 +214,11 @@ class SlabAdamW(torch.optim.Optimizer):
             self.host_gradients.clear()
 
 
+def slab_size(p) -> int:
+    """Weights of p at a time: SLAB, or a quarter of a smaller one, so that a ring is smaller than it."""
+    return min(SLAB, math.ceil(p.numel() / 4096) * 1024)
+
+
 def slices(p, size):
     """Slices of at most `size` weights of the flattened parameter. A planner needs only one: they are all alike."""
     for start in range(0, min(p.numel(), size) if is_planned(p) else p.numel(), size):
@@ -260,7 +265,7 @@ class HostGradients:
     @torch.no_grad()
     def take(self, p):
         self.land(1 if p not in self.moving else 0)
-        stored, fresh, n = self.host[p].view(-1), p.grad.view(-1), min(SLAB, p.numel())
+        stored, fresh, n = self.host[p].view(-1), p.grad.view(-1), slab_size(p)
         ring = [torch.empty(n, dtype=p.dtype, device=p.device) for _ in range(RING if p in self.has else 0)]
 
         def fetch(part, buffer):
@@ -271,7 +276,7 @@ class HostGradients:
             stored[part].copy_(fresh[part], non_blocking=True)
 
         if ring:
-            done = in_turn(p.device, slices(p, SLAB), ring, fetch, add)
+            done = in_turn(p.device, slices(p, n), ring, fetch, add)
         else:
             with aside(p.device, to="host") as done:
                 stored.copy_(fresh, non_blocking=True)
