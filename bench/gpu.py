@@ -1,7 +1,7 @@
-"""All that is to be measured on a GPU, in one command of at most ten minutes: tests that need one, then the benches.
+"""What is measured on a GPU, in one command of at most ten minutes: the tests that need one, then the benches.
 
     make bench-gpu        or, in the virtual environment, python bench/gpu.py [--only=tests,sampling]
-    python bench/gpu.py --dry-run        the same commands with tiny shapes, on a CPU too: shows that all of them run
+    python bench/gpu.py --dry-run        the same benches with tiny shapes, on a CPU too; tests are only collected
 
 The steps run one after the other, the most valuable first, each in a process group of its own, which is killed at the
 step's limit or on Ctrl-C. bench/results/<device>-<commit>/ gets log.txt (what the steps print), results.jsonl (a line

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from common import HOME, commit, parser, result
+from common import HOME, chosen, commit, parser, result
 
 from runs.log import read_log
 
@@ -97,9 +97,8 @@ def one(name, seed, out):
     _, seconds = run("grpo.py", grpo, learned, options | dict(seed=seed, init_from=warm))
     iterations = round(len(sft_log) * seconds / sft_seconds)
     if not (more / "bench_done").exists():  # of the first loss type that is run
-        run(
-            "train_sft.py", sft, more, dict(seed=seed + 1000, init_from=warm, max_iters=iterations, eval_interval=100)
-        )  # fresh demonstrations
+        options = dict(seed=seed + 1000, init_from=warm, max_iters=iterations, eval_interval=100)
+        run("train_sft.py", sft, more, options)  # fresh demonstrations
 
 
 def row(name, seed, out):
@@ -163,16 +162,16 @@ def draw(rows, path):
 
 def main(arguments):
     out = Path(arguments.out_dir).absolute()
-    chosen = [(name, seed) for name, (*_, seeds) in EXPERIMENTS.items() if arguments.only in name for seed in seeds]
     wanted = {int(seed) for seed in arguments.seeds.split(",") if seed}
-    chosen = [(name, seed) for name, seed in chosen if not wanted or seed in wanted]
+    names = [name for name in EXPERIMENTS if chosen(name, arguments.only)]
+    pairs = [(name, seed) for name in names for seed in EXPERIMENTS[name][3] if not wanted or seed in wanted]
     if arguments.shapes == "tiny":
         limits["options"] = TINY
     if arguments.seconds:
         limits["end"] = time.monotonic() + arguments.seconds
     if not arguments.table:
         chains = {}  # rows that share a warm start go one after another
-        for name, seed in chosen:
+        for name, seed in pairs:
             chains.setdefault((EXPERIMENTS[name][0], seed), []).append(name)
         with ThreadPoolExecutor(arguments.jobs) as pool:
             done = [
@@ -184,7 +183,7 @@ def main(arguments):
                     future.result()
                 except OutOfTime:
                     print(f"stopped after {arguments.seconds} s")
-    rows = [found for name, seed in chosen if (found := row(name, seed, out))]
+    rows = [found for name, seed in pairs if (found := row(name, seed, out))]
     if not rows:
         print(f"no row is complete in {out}")
         return

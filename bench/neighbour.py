@@ -3,8 +3,9 @@
     python train_sft.py config/sft_small.py     # once: its warm start
     python bench/neighbour.py [--rounds=3] [--iterations=8]
 
-With memory/cpu.py as it is, and without its two parts: float32 products by MKL alone, and OpenMP's threads spinning as they do by
-default. The six take turns, each in a process of its own; a figure is the median of a process's iterations but the first two.
+With memory/cpu.py as it is, and without its two parts: float32 products by MKL alone, and OpenMP's threads spinning as
+they do by default. The six take turns, each in its own process. A figure is the median of a process's iterations
+without the first two.
 
 Prints a table and, last, one JSON object.
 """

@@ -4,9 +4,10 @@
     python bench/real.py [--only=sampler|iteration] [--rounds=3]        # iteration: pip install trl==1.16.0
 
 sampler    the same prompts in the chat template, equally many completions, stop tokens on, float32. Calls take turns.
-iteration  one GRPO iteration of config/grpo_real.py and the same in TRL: the same folder, prompts in the same order, reward
-           (the length), completions of at most 16 tokens, 128 of them, no reference, float32, AdamW. Each contender is a process of its own; they
-           take turns. The first iteration is not counted. TRL's micro-batches have 16 sequences.
+iteration  one GRPO iteration of config/grpo_real.py and the same in TRL: the same folder, prompts in the same order,
+           reward (the length), 128 completions of at most 16 tokens, no reference, float32, AdamW. Each contender runs
+           in its own process; they take turns. The first iteration is not counted. TRL's micro-batches have 16
+           sequences.
 
 Prints the ratios and, last, one JSON object.
 """
@@ -165,7 +166,8 @@ def sampler(rounds):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from runs.loading import load_run, pick_device
+    from runs.device import pick_device
+    from runs.loading import load_run
     from sample import sample_groups
 
     pick_device("cpu")

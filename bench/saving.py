@@ -2,8 +2,9 @@
 
     python bench/saving.py [--device=cpu] [--folder=/tmp]
 
-Three saves of each kind after one that warms up; medians. `stall` is what the training waits for; `written after` is when the checkpoint is
-there; how much slower forward passes are meanwhile is measured too. A plain torch.save of the same tensors to the same disk, flushed, stands beside them. The last line is JSON.
+Three saves of each kind after one that warms up; medians. `stall` is what the training waits for; `written after` is
+when the checkpoint is there. How much slower forward passes are meanwhile is measured too, and a plain torch.save of
+the same tensors to the same disk, flushed. The last line is JSON.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python bench/steady.py [--iterations=1000] [--report_to=tensorboard]
 
-GRPO on addition with a reference, saving every 20 iterations and evaluating every 100; no completion may stop early, so every iteration has
-the same shapes. The first tenth is left out: allocators fill. What is compared is the medians of the second tenth and of the last.
+GRPO on addition with a reference, saving every 20 iterations and evaluating every 100. No completion may stop early, so
+every iteration has the same shapes. The first tenth is left out, because allocators fill. The medians of the second
+tenth and of the last are compared.
 Prints a table; its last line is JSON.
 """
 

@@ -38,11 +38,9 @@ if triton is not None:
 
     @triton.jit
     def attend_block(q, keys, values, columns, end, active, scale, top, total, acc, d, D):
-        """One block of the online softmax (Milakov and Gimelshein 2018): columns below `end`, for the active queries
-        (M,).
+        """One block of the online softmax (Milakov and Gimelshein 2018): columns below `end`, for active queries (M,).
 
-        q (M, DP); keys and values point at column 0 of (columns, D); top, total (M,); acc (M, DP). Exponents are base
-        2."""
+        q (M, DP); keys and values point at column 0 of (columns, D); top, total (M,); acc (M, DP)."""
         at = columns[:, None] * D + d[None, :]
         there = (columns < end)[:, None] & (d[None, :] < D)
         seen = (columns < end)[None, :] & active[:, None]
@@ -58,13 +56,13 @@ if triton is not None:
 
     @triton.jit
     def join(out, split, splits, row, rows, mask, top, total, acc, d, D):
-        """Store part `split` of queries `row` (M,). If it is the last of a query's `splits` parts, make one softmax of
-        them, each of which has its own maximum.
+        """Store part `split` of queries `row` (M,). The program that stores the last of a query's `splits` parts joins
+        them into one softmax; each part has its own maximum.
 
-        Every program stores a part of each of its queries, an empty one too, and then adds 1 to the query's counter.
-        The barrier puts the stores of all threads before the addition, which releases them to the whole device; whoever
-        finds the others' additions in the counter has acquired their stores, and the second barrier hands that on to
-        its other threads. Nobody waits. The last program resets the counter for the next launch."""
+        A program stores its part, even if it is empty, and then adds 1 to the query's counter. The first barrier orders
+        the stores of all its threads before this atomic addition, which releases them to the device. The program that
+        adds last acquires the stores of the others, and the second barrier makes them visible to all its threads. No
+        program waits for another. The last one resets the counter for the next launch."""
         parts, tops, totals, counters, y = out
         at, there, first = row[:, None] * D + d[None, :], mask[:, None] & (d[None, :] < D), split.to(tl.int64) * rows
         tl.store(tops + first + row, top, mask=mask)

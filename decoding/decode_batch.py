@@ -28,6 +28,7 @@ from kernels import uses_triton
 from memory.cuda import upload
 from memory.ledger import kind_of
 from model import GPT
+from options import first_line
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # of prompts at a time; on a CPU their activations stay in its caches
 LOOK_EVERY = {"cpu": 1, "cuda": 4}  # steps between two looks at the slots; on CUDA a look waits for the device
@@ -62,8 +63,8 @@ class DecodeBatch:
         self.prompt_hidden = torch.zeros(prompt_slots, model.config.n_embd, dtype=dtype, device=self.device)
         # A graph replays the lengths and addresses of its recording. Those of plain torch change with every step.
         self.graph, self.cuda_graphs = None, cuda_graphs and uses_triton(self.cache.own)
-        # What the graphs' own tensors live in, made with the first one. It gives its memory back when it is deleted, if
-        # no graph uses it any more; attributes are deleted in this order, so it comes after the graph.
+        # The memory pool of the graphs, made with the first one. It frees its memory when it is deleted after the last
+        # graph. Attributes are deleted in the order of their assignment, so it comes after `graph`.
         self.pool = None
         # Of each slot, on the device: its row, its latest token and that token's number, its prompt's length.
         self.rows = torch.full((slots,), self.N, device=self.device)
@@ -192,9 +193,8 @@ class DecodeBatch:
     def record_graph(self):
         """Record a step. If that fails, for instance out of memory, go on without graphs.
 
-        The tensors that a step makes are in a pool. The graphs of a batch share it one after the other: the next one
-        writes over the last, which `shrink` has dropped. What a step leaves behind is written into tensors that were
-        there before, outside the pool.
+        The tensors that a step makes are in a pool. The graphs of a batch use it one after the other: `shrink` drops a
+        graph before the next one is recorded. The results of a step are written into older tensors, outside the pool.
         """
         for emptied in (False, True):
             try:
@@ -203,7 +203,7 @@ class DecodeBatch:
                     self.graph = record(self.forward_step, self.pool, capture_stream(self.device))
                 return
             except RuntimeError as error:
-                reason, full = str(error).splitlines()[0], isinstance(error, torch.OutOfMemoryError)
+                reason, full = first_line(error), isinstance(error, torch.OutOfMemoryError)
             if emptied or not full:
                 break
             torch.cuda.empty_cache()  # during a recording the allocator cannot free the blocks that it caches

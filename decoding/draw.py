@@ -173,8 +173,7 @@ def draw_triton(model, hidden, u, temperature, tokens, logprobs):
 
 
 def stretches(width: int, n_vocab: int) -> tuple[int, dict]:
-    """-> (columns of a stretch, draw_kernel's constants). There are as many stretches as a block must have for one of
-    them to fit in it; together they cover the row."""
+    """-> (columns of a stretch, draw_kernel's constants). Stretches cover the row, and each fits in a block."""
     block, warps = tile(width)
     steps = -(-n_vocab // block)
     number = triton.next_power_of_2(steps)
@@ -182,8 +181,7 @@ def stretches(width: int, n_vocab: int) -> tuple[int, dict]:
 
 
 def uniforms(seed: int, rows, steps) -> np.ndarray:
-    """rows (N,), steps (T,) integers -> (N, T) float32 in (0, 1): a hash of (seed, row, step), the same on every
-    machine.
+    """rows (N,), steps (T,) integers -> (N, T) float32 in (0, 1): a hash of (seed, row, step), alike on every machine.
 
     splitmix64's finaliser (Steele, Lea & Flood 2014) over a counter. The middles of 2^23 intervals: below 1, also after
     u * total in float32, and never 0, which would draw token 0 once in 8 million times however unlikely it is.

@@ -51,11 +51,9 @@ class KVCache:
             return torch.empty(shape, dtype=dtype, device=device)
 
         self.config, self.dtype, self.device, self.group_size = config, dtype, torch.device(device), group_size
-        # If every slot has its own prompt, own tokens lie right behind it in `storage`, so plain torch reads both as
-        # one.
-        behind = (
-            group_size == 1 and prompt_slots == slots and not uses_triton(torch.empty(0, dtype=dtype, device=device))
-        )
+        # If every slot has its own prompt, own tokens lie right behind it in `storage`: plain torch reads both as one.
+        like = torch.empty(0, dtype=dtype, device=device)
+        behind = group_size == 1 and prompt_slots == slots and not uses_triton(like)
         self.own_column = prompt_width if behind else 0  # the column of `storage` where own tokens begin
         self.storage = new(slots, self.own_column + width)
         self.own = self.storage[..., self.own_column :, :]
@@ -126,10 +124,8 @@ class KVCache:
         most, order = counts.max(), np.argsort(line, kind="stable")
         rank = np.empty_like(line)  # of a slot among those that share its prompt slot
         rank[order] = np.arange(len(line)) - (counts.cumsum() - counts)[line[order]]
-        entry_of_pair, pair_of_entry = (
-            np.zeros((n, G), dtype=np.int64),
-            np.zeros(len(counts) * G * most, dtype=np.int64),
-        )
+        entry_of_pair = np.zeros((n, G), dtype=np.int64)
+        pair_of_entry = np.zeros(len(counts) * G * most, dtype=np.int64)
         entry_of_pair[slots] = (line[:, None] * G + np.arange(G)) * most + rank[:, None]
         pair_of_entry[entry_of_pair[slots]] = slots[:, None] * G + np.arange(G)
         self.entry_of_pair = torch.tensor(entry_of_pair.ravel(), device=self.device)
@@ -168,8 +164,7 @@ class KVCache:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         n, H, _, D = q.shape
         self.storage[layer].view(-1, D).index_copy_(0, self.write_at, torch.stack([k, v]).view(-1, D).to(self.dtype))
-        # Scores in float32, as in the trainer's fused attention. In bfloat16 the KL to the trainer was 2.5e-4; now
-        # 1e-5.
+        # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. In bfloat16 it was 2.5e-4.
         wide = torch.promote_types(self.dtype, torch.float32)
         with nullcontext() if wide == self.dtype else torch.autocast(q.device.type, enabled=False):
             q = q.reshape(-1, H // self.config.n_kv_head, D).to(wide) * D**-0.5  # (n * G, R, D)

@@ -1,8 +1,8 @@
-"""Triton: when kernels run, and those that the model and the optimizer share.
+"""Triton: when kernels run, and the kernels of the model and the optimizer.
 
-A kernel writes into tensors that its caller allocated, so that a meter or the planner sees every tensor; on tensors
-without data it is not launched. Beside each kernel is plain torch for the same: its oracle, and what runs elsewhere.
-Exponents in kernels are base 2, as the hardware has them.
+A kernel writes into tensors that its caller allocated, so the meter and the planner see every tensor. On tensors
+without data it is not launched. Each kernel has a version in plain torch: tests compare the two, and it runs where no
+kernel can. Kernels use exp2 and log2, because the hardware has instructions for them.
 
 Left out: the kernels of log-probs (logprobs/kernels.py), decode attention and drawing (decoding/).
 Test: pytest tests/test_kernels.py
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from memory.ledger import is_planned, kind_of
+from options import first_line
 
 try:
     import triton
@@ -48,9 +49,9 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 @cache
 def why_no_kernels() -> str:
-    """What keeps kernels from running on this machine's GPU, and what to install; "" if nothing does, or without a GPU.
+    """Why kernels cannot run on this machine's GPU, and what to install; "" if they can, or without a GPU.
 
-    Runs the smallest one. For the first kernel Triton builds its launcher with a C compiler and Python's headers.
+    Runs an empty kernel: before its first kernel Triton builds a launcher, with a C compiler and Python's headers.
     """
     if triton is None:
         return "Triton is missing (pip install triton)"
@@ -59,12 +60,12 @@ def why_no_kernels() -> str:
     try:
         smallest_kernel[(1,)](1)
         return ""
-    except Exception as error:  # whatever it is, plain torch does without
+    except Exception as error:  # of any kind: plain torch runs instead
         return what_is_missing(error)
 
 
 def what_is_missing(error: Exception) -> str:
-    """An error of Triton's first kernel -> what to install, as far as one can tell."""
+    """The error of Triton's first kernel -> one line: what to install, if that is known."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     if not compiler or not shutil.which(compiler):
@@ -73,7 +74,7 @@ def what_is_missing(error: Exception) -> str:
         return f"Triton needs {headers} (apt install python3.{sys.version_info.minor}-dev)"
     if isinstance(error, subprocess.CalledProcessError):
         return f"the C compiler that Triton needs, {error.cmd[0]}, failed; what it said is above"
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def nothing_to_do(tensor: torch.Tensor) -> bool:

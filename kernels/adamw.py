@@ -1,4 +1,4 @@
-"""One step of AdamW (Loshchilov and Hutter 2019) on a piece of a parameter, in place: one kernel, and its twin.
+"""One step of AdamW (Loshchilov and Hutter 2019) on a piece of a parameter, in place: a kernel, and plain torch.
 
 Moments and weights in bfloat16 that have no float32 master are rounded stochastically: to one of the two neighbours,
 the nearer one more likely, so that the result is right on average. Rounding to nearest would lose every change below
@@ -39,7 +39,7 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, firs
 
 
 def new_scratch(weight):
-    """What plain torch works in: then a step allocates nothing, and cannot run out of memory half way. Or None."""
+    """Buffers of plain torch, so that a step allocates nothing and cannot run out of memory half way; or None."""
     if uses_triton(weight):
         return None
     wide, n = torch.promote_types(weight.dtype, torch.float32), min(CHUNK, weight.numel())
@@ -59,23 +59,10 @@ def numbers_of(group: dict, steps: int, scale: float) -> tuple:
 
 
 def adamw_torch(
-    weight,
-    gradient,
-    exp_avg,
-    exp_avg_sq,
-    master,
-    scale,
-    share1,
-    share2,
-    decay,
-    rate,
-    correction,
-    eps,
-    key,
-    first,
+    weight, gradient, exp_avg, exp_avg_sq, master, scale, share1, share2, decay, rate, correction, eps, key, first,
     scratch,
-):
-    """The kernel's twin. In float64 where weights are."""
+):  # fmt: skip
+    """The formula of the kernel in plain torch; in float64 if the weights are."""
     g, m, v, w, bits, spare, noise = (x[: len(weight)] for x in scratch)
     kept = weight if master is None else master
     g.copy_(gradient).mul_(scale)
@@ -86,7 +73,7 @@ def adamw_torch(
     if exp_avg.dtype == torch.bfloat16:
         rounded = (m, v, w) if kept.dtype == torch.bfloat16 else (m, v)
         for x, random in zip(rounded, noises(key, first, bits, spare), strict=False):
-            # Rounded up if the random bits carry out of the 16 bits that are cut off.
+            # Add 16 random bits, then cut off the lower 16 bits: a carry rounds up.
             x.view(torch.int32).add_(noise.copy_(random)).bitwise_and_(-(2**16))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
@@ -123,16 +110,14 @@ def mix_(x, spare):
 
 
 def key_of(seed: int, steps: int, parameter: int) -> int:
-    """-> 32 bits, others for each step and parameter."""
+    """-> 32 bits, different for each step and parameter."""
     key = 0
     for number in (seed, steps, parameter):
         key = mix((key + number) & MASK)
     return key
 
 
-if triton is None:
-    adamw_kernel = None
-else:
+if triton is not None:
     import triton.language as tl
 
     @triton.jit
@@ -154,7 +139,7 @@ else:
         weight, gradient, exp_avg, exp_avg_sq, kept, scale, share1, share2, decay, rate, correction, eps,
         key: tl.uint32, first: tl.uint32, n, HAS_MASTER: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One program a block of weights. kept: master, or weight if there is none."""
+        """One program per block of weights. kept: master, or weight if there is none."""
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = at < n
         g = tl.load(gradient + at, mask).to(tl.float32) * scale

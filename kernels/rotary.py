@@ -1,7 +1,7 @@
 """Rotary positions (Su et al. 2021): queries and keys rotated in one kernel, and their gradient rotated back in one.
 
-They are rotated where they lie, in the output of the projection. Attention reads that as three views, so no rotated
-copy waits for backward. Left out: decoding's rotation, which goes into the KV cache (decoding/attention.py).
+They are rotated in place, in the output of the projection. Attention reads three views of it, so no rotated copy is
+kept for backward. Left out: decoding's rotation, which goes into the KV cache (decoding/attention.py).
 Test: pytest tests/test_layer_kernels.py
 """
 
@@ -18,9 +18,9 @@ if triton is not None:
         v_batch, v_head, v_time, out_batch, out_head, out_time, table_batch, table_time,
         M: tl.constexpr, DP: tl.constexpr, BACK: tl.constexpr,
     ):  # fmt: skip
-        """A program a token and M heads: H of queries, then keys up to HG, then values, which are copied.
+        """One program per token and M heads: H of queries, then keys up to HG, then values, which are copied.
 
-        A program reads all that it overwrites before it writes, so `out` may be what q, k and v point to."""
+        A program reads its elements before it writes them, so `out` may be the memory of q, k and v."""
         b, t = (tl.program_id(0) // T).to(tl.int64), (tl.program_id(0) % T).to(tl.int64)
         head = (tl.program_id(1) * M + tl.arange(0, M))[:, None].to(tl.int64)
         d, half = tl.arange(0, DP)[None, :], D // 2
@@ -50,7 +50,7 @@ def rotate(x, cos, sin):
 
 
 def turn(parts, places, cos, sin, back=False):
-    """Write queries, keys and values (B, heads, T, D) to `places`, which may be where they are: parts of one tensor.
+    """Write queries, keys and values (B, heads, T, D) to `places`: parts of one tensor, perhaps the inputs themselves.
 
     Queries and keys are rotated (back: by the negative angles), values are copied. There may be fewer parts."""
     if not uses_triton(places[0]):
@@ -79,7 +79,7 @@ def launch(parts, out, cos, sin, back):
 class Rotary(torch.autograd.Function):
     """x (B, heads, T, D), rotated in place -> its parts (B, size, T, D): `sizes` heads of queries, keys and values.
 
-    Whoever made x must not need it for backward: products and norms do not. cos, sin (B or 1, 1, T, D)."""
+    The op that made x must not keep it for backward; linear layers and norms do not. cos, sin (B or 1, 1, T, D)."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, sizes):

@@ -15,7 +15,7 @@ if triton is not None:
 
     @triton.jit
     def forward_kernel(x, y, n, blocks, BLOCK: tl.constexpr):
-        """A program a block of a row: x (rows, 2 n) -> y (rows, n)."""
+        """One program per block of a row: x (rows, 2 n) -> y (rows, n)."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         gate = tl.load(x + row * 2 * n + column, mask=column < n, other=0.0).to(tl.float32)
@@ -25,7 +25,7 @@ if triton is not None:
 
     @triton.jit
     def backward_kernel(x, dy, dx, n, blocks, BLOCK: tl.constexpr):
-        """A program a block of a row: x (rows, 2 n), dy (rows, n) -> dx (rows, 2 n), the gradient of both halves."""
+        """One program per block of a row: x (rows, 2 n), dy (rows, n) -> dx (rows, 2 n), of both halves."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         gate = tl.load(x + row * 2 * n + column, mask=column < n, other=0.0).to(tl.float32)
@@ -53,7 +53,7 @@ def forward_torch(x):
 
 
 def backward_torch(x, dy, dx):
-    """silu is computed again; no kept copy of it is read, so there is as much to read and write as with one."""
+    """Computes silu again. To read a kept copy would move as many bytes."""
     (gate, up), (dgate, dup) = x.chunk(2, -1), dx.chunk(2, -1)
     scratch = F.silu(gate)
     torch.mul(dy, scratch, out=dup)

@@ -4,7 +4,7 @@
     host    tensors in host memory                   lean    autograd functions that keep fewer bytes than PyTorch's
     plan    peak bytes of an iteration, beforehand   fit     the cheapest options that fit a budget
     oom     smaller pieces after out-of-memory       cpu    fast products; cores shared with other processes
-    streams copies to and from the host, beside compute
+    streams copies to and from the host that overlap with compute
     cuda    shapes that repeat on a GPU; uploads without waits
 
 Left out: what an iteration is. The planner is given a function that runs one.

@@ -1,4 +1,4 @@
-"""How snug feeds a GPU: shapes that repeat, and numbers that reach it without making the host wait.
+"""Inputs for a GPU: lengths that repeat, and uploads for which the host does not wait.
 
 Left out: which GPU there is, and what it cannot do (runs/device.py).
 """
@@ -7,13 +7,13 @@ import torch
 
 from memory.ledger import kind_of
 
-MULTIPLE = 16  # tokens; lengths are rounded up to it, on average by half of it: 64 would cost short sequences too much
+MULTIPLE = 16  # tokens; lengths are rounded up to a multiple. 64 would add too much padding to short sequences
 
 
 def padded(length: int, tokens: torch.Tensor, block_size: int) -> int:
     """How long a sequence of `tokens` is padded: on CUDA to a multiple of 16 tokens, but not beyond block_size.
 
-    So a run has few shapes, for which the allocator has blocks and the libraries have chosen their kernels.
+    So a run has few shapes: the allocator can reuse its blocks, and the libraries their choice of kernels.
     """
     rounded = -(-length // MULTIPLE) * MULTIPLE if kind_of(tokens) == "cuda" else length
     return max(length, min(rounded, block_size))

@@ -17,7 +17,7 @@ from memory.ledger import HOST, MIB, host_ledger
 from memory.streams import aside
 from options import SnugError
 
-UNUSED = []  # (address, pages) of tensors that are gone and still pinned
+UNUSED = []  # (address, pages) of freed tensors whose pages are still pinned
 
 
 def available_on_host() -> int:
@@ -67,16 +67,16 @@ def pinned_in_place(shape, dtype) -> torch.Tensor:
 
 
 def unpin(address, pages):
-    """When a tensor is gone. While a CUDA graph is recorded nothing may wait: then later, with the next.
+    """Called when a tensor is freed. While a CUDA graph is recorded the host must not wait: then the next call unpins.
 
-    PyTorch's allocator does not know this memory, so nothing else waits for copies that are under way.
+    It waits for copies that are under way, because PyTorch's allocator does not know this memory.
     """
     UNUSED.append((address, pages))
     if torch.cuda.is_current_stream_capturing():
         return
     try:
         torch.cuda.synchronize()
-    except RuntimeError:  # the device has failed. That error ends the run, and the driver unpins
+    except RuntimeError:  # the device has failed: that error ends the run, and the driver unpins
         return
     while UNUSED:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(UNUSED[-1][0]))
@@ -100,7 +100,7 @@ def spare_copy(tensor: torch.Tensor) -> torch.Tensor:
 def fetch(module, device):
     """Begin to copy a module's weights from the host to the device. Compute may use them after `module.arrival.wait()`.
 
-    They stay until `unload`. Of a module that is there, or on its way, nothing is copied.
+    They stay until `unload`. Does nothing if they are there or on their way.
     """
     if hasattr(module, "arrival"):
         return
@@ -126,7 +126,7 @@ def stream_from_host(model, blocks, device):
     """Keep a frozen model's weights on the host. `blocks`, a ModuleList in it, are on the device while they run.
 
     They run in this order, and again from the first. While one runs, the weights of the next are on their way: two
-    blocks are on the device at once. What is outside of them is there inside `borrowed`, where alone the model runs.
+    blocks are on the device at once. The other weights are there inside `borrowed`: run the model only inside it.
     """
     for p in model.parameters():
         p.data = to_host(p, keep=True)
@@ -144,9 +144,9 @@ def arrive(following, device, block, _):
 
 @contextmanager
 def borrowed(model):
-    """For the forwards of a model that `stream_from_host` keeps on the host; after it, all weights are there again.
+    """Surrounds forwards of a model that `stream_from_host` keeps on the host. After it all weights are there again.
 
-    Any other model stays as it is.
+    Does nothing for other models.
     """
     outside, device = getattr(model, "streamed", ([], None))
     try:

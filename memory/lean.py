@@ -90,7 +90,7 @@ class Embed(torch.autograd.Function):
 
 
 class BlockInputs:
-    """Of one forward: the inputs of its blocks, in host memory until backward. Make a new one for each forward."""
+    """The inputs of the blocks in one forward, in host memory until backward. Make a new object for each forward."""
 
     def __init__(self):
         self.latest = None
@@ -111,8 +111,9 @@ class BlockInputs:
 class BlockInput:
     """One block's input: a copy on the host, and the tensor on the device while it is going or coming.
 
-    It goes while its block runs, and has gone when the next block begins. Backward takes the last block's first, which
-    is still there. While a block runs backward, the input of the one before it is on its way: two are there at once.
+    It is copied to the host while its block runs, and freed on the device when the next block begins. Backward begins
+    with the last block, whose input is still there. While a block runs backward, the input of the block before it is
+    fetched: two are on the device at once.
     """
 
     def __init__(self, tensor, before):

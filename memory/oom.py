@@ -15,7 +15,7 @@ import torch
 
 from memory.fit import CHANGES_ROUNDING, cheaper, written
 from memory.streams import settle
-from options import SnugError
+from options import SnugError, first_line
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -36,7 +36,7 @@ class Attempt:
     def __exit__(self, kind, error, traceback):
         if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
             return False
-        self.error = str(error).strip().splitlines()[0]
+        self.error = first_line(error)
         return True
 
 
@@ -59,10 +59,10 @@ def attempts(make_smaller):
 
 
 def at_once(settings) -> int:
-    """How many micro-batches a reference takes at once: several if its weights are streamed, since they cross in each.
+    """How many micro-batches the reference takes at once: several if each forward copies its weights from the host.
 
-    The weights of a block should not take longer to arrive than it computes. That is so from some 8,000 tokens on, by
-    estimates for several devices. Without backward four micro-batches need about as much memory as one with it.
+    A block should compute for as long as the next one takes to arrive: about 8,000 tokens, by estimates for several
+    devices. Without backward four micro-batches need about as much memory as one with it.
     """
     most = settings.max_tokens_per_micro_batch
     if not most or not settings.needs_reference or settings.reference == "device":

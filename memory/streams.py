@@ -1,20 +1,20 @@
-"""Copies between the device and the host beside the device's compute, on side streams.
+"""Copies between the device and the host that overlap with compute, on side streams.
 
     with aside(device, to="device") as done:      # the copy begins when all that compute has issued so far is done
         weight.copy_(on_host, non_blocking=True)
     ...                                           # compute goes on meanwhile
     done.wait()                                   # what compute issues from here on follows the copy
 
-One side stream a direction, since a device has a copy engine for each. On a CPU, and for a planner's tensors, which say
-that they are on one, copies run in order and `wait` has nothing to do.
+One side stream per direction, since a device has a copy engine for each. On a CPU, and for a planner's tensors, which
+are CPU tensors to torch, copies run in order and `wait` does nothing.
 
-Rules. Then no `record_stream` is needed, and the device's peak is as planned:
+Rules, so that no `record_stream` is needed and the device's peak is as planned:
 - Sources and destinations are allocated outside `aside`, so their memory belongs to the compute stream.
-- They are referenced until `done.wait()`. What is freed before may become compute's next tensor during the copy.
+- They are referenced until `done.wait()`. If one is freed earlier, compute may reuse its memory during the copy.
 - Compute neither writes a source nor touches a destination before `done.wait()`.
-- Both are contiguous and of one dtype. Else `copy_` goes through a temporary, allocated inside.
-- The host waits itself before it reads what was copied to it: `done.wait()`, then synchronize the compute stream.
-- Not while a CUDA graph is recorded.
+- Both are contiguous and have the same dtype. Otherwise `copy_` allocates a temporary tensor inside `aside`.
+- Before the host reads a copy: `done.wait()`, then synchronize the compute stream.
+- Do not use `aside` while a CUDA graph is recorded.
 """
 
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class Done:
         self.device = device
 
     def wait(self):
-        """What the current stream of the device is given from here on follows the copies. The host does not wait."""
+        """What is issued to the device's current stream after this call follows the copies. The host does not wait."""
         if self.event is not None:
             cuda.current_stream(self.device).wait_event(self.event)
 
@@ -62,6 +62,6 @@ def aside(device, to: str):
 
 
 def settle():
-    """The host waits for all copies. After an error: what was freed during a copy must not be used again before."""
+    """The host waits for all copies. After an error too: memory freed during a copy must not be reused before."""
     for side in SIDES.values():
         side.synchronize()

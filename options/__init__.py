@@ -40,6 +40,10 @@ class SnugError(Exception):
     """An error that the user can correct. One line: what is wrong, the value seen, what to do. Exit code 2."""
 
 
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 def option(default, meaning: str, unit: str = "", choices: tuple[str, ...] = (), minimum=0, maximum=None):
     """A dataclass field. --help shows `meaning` and `unit`; `choices`, `minimum` and `maximum` limit the value."""
     metadata = dict(meaning=meaning, unit=unit, choices=choices, minimum=minimum, maximum=maximum)

@@ -14,11 +14,11 @@ import torch
 
 from kernels import why_no_kernels
 from memory.cpu import share_cores, stays_float32
-from options import SnugError
+from options import SnugError, first_line
 
 GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so.1")  # a GPU of Linux; in WSL, one of Windows
 LOADED_DRIVER = "/proc/driver/nvidia/version"
-OLDEST_DRIVER = {"11": "450", "12": "525", "13": "580"}  # by CUDA's version: docs.nvidia.com/deploy/cuda-compatibility
+OLDEST_DRIVER = {"12": "525", "13": "580"}  # by CUDA's version: docs.nvidia.com/deploy/cuda-compatibility
 
 
 def pick_device(name: str, tf32: bool = False) -> torch.device:
@@ -89,10 +89,6 @@ def why_it_fails(error: Exception) -> str:
     if "no kernel image" in line:
         line += f": this torch is built for {' '.join(torch.cuda.get_arch_list())}; pytorch.org has others"
     return line
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def notes(device: torch.device, settings) -> list[str]:

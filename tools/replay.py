@@ -30,7 +30,8 @@ from batch import Cut, Sequences
 from model import GPT, make_model
 from pretrained.tensors import opened
 from runs.checkpoint import settings_of
-from runs.loading import configure, load_into, pick_device
+from runs.device import pick_device
+from runs.loading import configure, load_into
 from runs.saver import not_finite
 from sample import Rollouts
 from training.guard import columns_of

@@ -75,9 +75,9 @@ def worst_case_batch(settings, iteration, training):
 
 
 def two_micro_batches(settings, length: int) -> int:
-    """Sequences of two micro-batches. Two are enough: the second adds to gradients that are there, as all later do.
+    """Sequences of two micro-batches, or of all that the reference takes at once, if those are more.
 
-    Or as many as go through the reference at once, if those are more.
+    Two are enough for training: the second adds to gradients that are there, as all later ones do.
     """
     budget = settings.max_tokens_per_micro_batch
     if not budget:

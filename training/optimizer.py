@@ -25,7 +25,7 @@ from memory import is_planned, new_on_host
 from memory.streams import Done, aside, settle
 
 SLAB = 2**21  # weights that come from the host at a time
-RING = 3  # slabs on the device at once: one arrives, one is worked on, one leaves
+RING = 3  # slabs on the device at once: one is updated and copied back, the next ones arrive
 PIECE = 2**24  # weights at a time if nothing comes from the host
 
 
@@ -70,7 +70,7 @@ def learning_rate_at(iteration: int, settings) -> float:
 def optimizer_step(model, optimizer, learning_rate: float, grad_clip: float) -> float:
     """Clip, step, and free the gradients -> the gradient's norm before clipping. grad_clip 0: not clipped.
 
-    If the norm is not finite nothing is done, and the gradients stay for whoever looks for the cause.
+    If the norm is not finite nothing is done, and the gradients stay, so that the cause can be found.
     """
     slabs = isinstance(optimizer, SlabAdamW)
     total = (
@@ -113,7 +113,7 @@ class SlabAdamW(torch.optim.Optimizer):
 
     dtype float32: moments in float32 and, beside bfloat16 weights, a float32 master of each weight. bfloat16: bfloat16
     moments, no masters. Then moments and weights are rounded stochastically; random bits follow from the seed and step.
-    on_host: state and masters in pinned host memory. A slab is updated while the next arrives and the last one leaves.
+    on_host: state and masters in pinned host memory. The next slab arrives while one is updated and copied back.
     A step allocates its buffers first: after an out-of-memory nothing has changed.
     """
 
@@ -163,7 +163,7 @@ class SlabAdamW(torch.optim.Optimizer):
         ]
 
     def run(self, slabs, ring, work):
-        """work(slab, {name: tensor on the device}) for each slab; the ring's buffers stand for what is on the host."""
+        """work(slab, {name: tensor on the device}) for each slab; what is on the host is copied to the ring first."""
         device = self.parameters()[0].device
 
         def fetch(slab, buffers):
@@ -228,8 +228,8 @@ def slices(p, size):
 def in_turn(device, slabs, ring, fetch, work):
     """For each slab fetch(slab, buffers), which copies to the device, then work(slab, buffers), which may copy back.
 
-    Both run on side streams, beside one another: the next slab is fetched meanwhile, and the one before copied back.
-    buffers: the ring's, in turn. -> Done: when all is.
+    They run on two side streams: the next slab is fetched while one is worked on and copied back. buffers: those of
+    the ring, in turn. -> the Done of the last slab.
     """
     done = Done(device)
     free = [done] * len(ring)
@@ -264,7 +264,7 @@ class HostGradients:
 
     @torch.no_grad()
     def take(self, p):
-        self.land(1 if p not in self.moving else 0)
+        self.land(1 if p not in self.moving else 0)  # wait for all if one is its own earlier gradient
         stored, fresh, n = self.host[p].view(-1), p.grad.view(-1), slab_size(p)
         ring = [torch.empty(n, dtype=p.dtype, device=p.device) for _ in range(RING if p in self.has else 0)]
 
@@ -283,11 +283,11 @@ class HostGradients:
         self.moving[p] = done, fresh, ring
         self.has.add(p)
         p.grad = None
-        if p is self.parameters[0]:  # the embedding's, the last of a backward: no compute is left to hide its copy
+        if p is self.parameters[0]:  # the embedding's, the last of a backward: no compute is left to overlap with
             self.land()
 
     def land(self, but=0):
-        """Compute waits for the gradients that move, except for the last `but`; then their memory may be freed."""
+        """Compute waits for the copies of gradients, except for the last `but`. Then their memory may be freed."""
         for p in list(self.moving)[: len(self.moving) - but]:
             self.moving.pop(p)[0].wait()
 
