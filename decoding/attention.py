@@ -141,7 +141,8 @@ if triton is not None:
             )
         join(out, all_splits - splits + split, all_splits, row, n * H, mask, top, total, acc, d, D)
 
-    @triton.jit
+    # Numbers that change from rollout to rollout: no new compilation where one is 1 or a multiple of 16.
+    @triton.jit(do_not_specialize=["n", "T_p", "T_c", "prompt_programs", "prompt_splits", "own_splits"])
     def attend_kernel(
         q, k, v, cos, sin, q_row, q_head, k_row, k_head, v_row, v_head, prompt_k, prompt_v, tiles, lengths,
         own_k, own_v, t, parts, tops, totals, counters, y, scale, n, T_p, T_c, H, G, D, prompt_programs,

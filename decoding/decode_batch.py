@@ -15,7 +15,7 @@ When no row waits, idle slots are removed. Left out: what a rollout is (sample.p
 import gc
 import math
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import numpy as np
@@ -34,6 +34,8 @@ PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # of prompts at a time; on a CPU 
 LOOK_EVERY = {"cpu": 1, "cuda": 4}  # steps between two looks at the slots; on CUDA a look waits for the device
 SHRINK_AT = {"cpu": 1 / 4, "cuda": 1 / 2}  # remove idle slots if more than this share is idle; CUDA takes a new graph
 SHRINK_ABOVE = {"cpu": 1, "cuda": 16}  # slots; on CUDA few slots take as long as fewer: a step mostly reads weights
+
+BROKEN = []  # pools of recordings that failed: up to torch 2.12 deleting one can abort the process. Then no more graphs
 
 
 class DecodeBatch:
@@ -62,7 +64,7 @@ class DecodeBatch:
         self.cache = KVCache(model.config, prompt_slots, width, slots, max_new_tokens, dtype, self.device, k)
         self.prompt_hidden = torch.zeros(prompt_slots, model.config.n_embd, dtype=dtype, device=self.device)
         # A graph replays the lengths and addresses of its recording. Those of plain torch change with every step.
-        self.graph, self.cuda_graphs = None, cuda_graphs and uses_triton(self.cache.own)
+        self.graph, self.cuda_graphs = None, cuda_graphs and uses_triton(self.cache.own) and not BROKEN
         # The memory pool of the graphs, made with the first one. It frees its memory when it is deleted after the last
         # graph. Attributes are deleted in the order of their assignment, so it comes after `graph`.
         self.pool = None
@@ -207,6 +209,8 @@ class DecodeBatch:
             if emptied or not full:
                 break
             torch.cuda.empty_cache()  # during a recording the allocator cannot free the blocks that it caches
+        if not full:
+            BROKEN.append(self.pool)
         self.cuda_graphs, self.pool = False, None
         tqdm.write(f"sampling goes on without CUDA graphs: {reason}", file=sys.stderr)
 
@@ -258,8 +262,11 @@ def record(step, pool, stream) -> "torch.cuda.CUDAGraph":
             graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
             try:
                 step()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of the end, which the first error explains
+                    graph.capture_end()
+                raise
+            graph.capture_end()
     finally:
         if collects:
             gc.enable()
@@ -269,7 +276,10 @@ def record(step, pool, stream) -> "torch.cuda.CUDAGraph":
 
 @cache
 def capture_stream(device):
-    """One a device, because each stream that was captured keeps a workspace for its matrix products."""
+    """One a device, because each stream that was captured keeps a workspace for its matrix products.
+
+    Some versions of torch free it with any of its graphs, so only one graph may live at a time.
+    """
     return torch.cuda.Stream(device)
 
 

@@ -32,10 +32,11 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, firs
             tensors = (x if x is None else x[part] for x in (weight, gradient, exp_avg, exp_avg_sq, master))
             adamw_torch(*tensors, *numbers, key, first + start, scratch)
     elif not nothing_to_do(weight):
-        adamw_kernel[(triton.cdiv(n, BLOCK),)](
-            weight, gradient, exp_avg, exp_avg_sq, weight if master is None else master, *numbers, key, first, n,
-            HAS_MASTER=master is not None, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(weight):
+            adamw_kernel[(triton.cdiv(n, BLOCK),)](
+                weight, gradient, exp_avg, exp_avg_sq, weight if master is None else master, *numbers, key, first, n,
+                HAS_MASTER=master is not None, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
 
 
 def new_scratch(weight):
@@ -131,7 +132,8 @@ if triton is not None:
     def put(to, x, bits, mask):
         """Store x, float32. Into bfloat16 it is rounded as in `adamw_torch`."""
         if to.dtype.element_ty == tl.bfloat16:
-            x = ((x.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
+            up = ((x.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
+            x = tl.where(x == x, up, x)  # CUDA's NaN would become -0.0
         tl.store(to, x.to(to.dtype.element_ty), mask)
 
     @triton.jit(do_not_specialize=["key", "first"])

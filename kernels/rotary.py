@@ -6,6 +6,7 @@ Test: pytest tests/test_layer_kernels.py
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from kernels import nothing_to_do, triton, uses_triton
 
@@ -89,6 +90,7 @@ class Rotary(torch.autograd.Function):
         return parts
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *gradients):
         heads, (B, _, T, D) = [gradient.shape[1] for gradient in gradients], gradients[0].shape
         dx = gradients[0].new_empty(B, T, sum(heads), D).transpose(1, 2)

@@ -5,6 +5,7 @@ Test: pytest tests/test_layer_kernels.py
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from kernels import nothing_to_do, triton, uses_triton
 
@@ -76,6 +77,7 @@ class SwiGLU(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)

@@ -18,7 +18,7 @@ from options import SnugError, first_line
 
 GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so.1")  # a GPU of Linux; in WSL, one of Windows
 LOADED_DRIVER = "/proc/driver/nvidia/version"
-OLDEST_DRIVER = {"12": "525", "13": "580"}  # by CUDA's version: docs.nvidia.com/deploy/cuda-compatibility
+OLDEST_DRIVER = {"12": 525, "13": 580}  # by CUDA's version: docs.nvidia.com/deploy/cuda-compatibility
 
 
 def pick_device(name: str, tf32: bool = False) -> torch.device:
@@ -46,9 +46,13 @@ def pick_device(name: str, tf32: bool = False) -> torch.device:
     except RuntimeError as error:
         raise SnugError(f"device={name!r}: {why_it_fails(error)}; use another device, or --device=cpu") from None
     configure_cuda(tf32)
+    warn_without_kernels()
+    return device
+
+
+def warn_without_kernels():
     if why := why_no_kernels():
         print(f"warning: kernels are off, sampling has no CUDA graphs, all is slower: {why}", file=sys.stderr)
-    return device
 
 
 def configure_cuda(tf32: bool):
@@ -61,8 +65,8 @@ def configure_cuda(tf32: bool):
 
 def finds_gpu() -> bool:
     """Is there an NVIDIA GPU, a torch built for CUDA, and nothing that hides the one from the other?"""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return torch.version.cuda is not None and not hidden and any(map(glob, GPU_FILES))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")  # a number or an id; "", -1 or NoDevFiles hide all
+    return torch.version.cuda is not None and bool(re.match(r"\d|GPU-|MIG-", visible)) and any(map(glob, GPU_FILES))
 
 
 def why_no_cuda() -> str:
@@ -78,9 +82,12 @@ def why_no_cuda() -> str:
         said = ""
     except (RuntimeError, AssertionError) as error:
         said = f"; torch says: {first_line(error).partition('. ')[0]}"
-    oldest = OLDEST_DRIVER.get(torch.version.cuda.partition(".")[0], "of its own age")
-    needs = f"there is a GPU that torch cannot use; CUDA {torch.version.cuda} needs NVIDIA's driver {oldest} or newer"
-    return f"{needs}, loaded is {loaded[0] if loaded else 'an unknown one'}{said}"
+    oldest, unusable = OLDEST_DRIVER.get(torch.version.cuda.partition(".")[0]), "there is a GPU that torch cannot use"
+    if loaded and oldest and int(loaded[0].partition(".")[0]) >= oldest:
+        why = f"although its driver {loaded[0]} is new enough: a container, a job or CUDA_VISIBLE_DEVICES hides it"
+        return f"{unusable}, {why}{said}"
+    needs = f"CUDA {torch.version.cuda} needs NVIDIA's driver {oldest or 'of its own age'} or newer"
+    return f"{unusable}; {needs}, loaded is {loaded[0] if loaded else 'an unknown one'}{said}"
 
 
 def why_it_fails(error: Exception) -> str:

@@ -101,12 +101,17 @@ def test_a_driver_that_is_too_old_stops_the_run(old_driver, monkeypatch):
         )
     assert pick_device("cpu").type == "cpu"
     monkeypatch.setattr(torch.version, "cuda", "12.9")
+    (old_driver / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  x")
+    assert (
+        "although its driver 580.65.06 is new enough: a container, a job or CUDA_VISIBLE_DEVICES hides it"
+        in refused("auto")
+    )
     (old_driver / "version").unlink()  # as in WSL
     assert "CUDA 12.9 needs NVIDIA's driver 525 or newer, loaded is an unknown one" in refused("auto")
 
 
 def test_auto_is_the_cpu_where_no_gpu_is_wanted(old_driver, monkeypatch):
-    for hidden in ("", "-1"):
+    for hidden in ("", "-1", "NoDevFiles"):
         with monkeypatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", hidden)
             assert pick_device("auto").type == "cpu"

@@ -202,15 +202,18 @@ def test_out_of_memory_during_a_recording_empties_the_cache_and_tries_again(devi
 @interpreted
 @pytest.mark.parametrize("failures", [[FULL, FULL], [(RuntimeError, "not allowed")]], ids=["memory", "other"])
 def test_without_a_recording_sampling_goes_on(failures, device, monkeypatch, capsys):
-    device.failures, model, users = list(failures), model_of("gpt2"), []
+    device.failures, model, users, unusable = list(failures), model_of("gpt2"), [], len(failures) == 1
+    monkeypatch.setattr(decode_batch, "BROKEN", [])
     refill = decode_batch.DecodeBatch.refill
     look = lambda batch: (users.append(list(device.pools.values())), refill(batch))[1]  # noqa: E731
     monkeypatch.setattr(decode_batch.DecodeBatch, "refill", look)
     assert_naive(model, sampled(model))
     assert device.replays == 0 and device.log.count("begin") == device.log.count("end") == len(failures)
-    assert not device.live and users[1] == [0]  # the pool is gone at once, not at the end
+    assert not device.live and users[1] == [unusable]  # the pool is gone at once, not at the end, if it may go
     assert gc.isenabled() and device.current is device.default
     assert f"sampling goes on without CUDA graphs: {failures[0][1]}" in capsys.readouterr().err
+    sampled(model)
+    assert (device.log.count("begin") > len(failures)) == (not unusable)  # the next rollout tries again, if it may
 
 
 @interpreted

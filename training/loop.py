@@ -12,9 +12,10 @@ import torch
 from memory import MemoryMeter, Pieces
 from memory.fit import apply, show
 from memory.meter import allocator_snapshot
+from memory.plan import kind_planned
 from model import make_model
 from runs.checkpoint import base_record
-from runs.device import notes, pick_device
+from runs.device import notes, pick_device, warn_without_kernels
 from runs.loading import configure, load_into, load_optimizer, load_weights, restore_generators, trained
 from runs.log import RunLog, prepare_folder
 from runs.saver import Saver
@@ -33,6 +34,8 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
     rehearse = DryRun(prepared, iterate, make_reference)
     settings, longest = prepared.settings, sum(prepared.longest(prepared.settings))
     if settings.plan:
+        if kind_planned(settings.device) == "cuda":
+            warn_without_kernels()  # the plan is without them too
         print(show(rehearse, settings, longest))
         return True
     device = pick_device(settings.device, settings.tf32)

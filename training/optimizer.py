@@ -249,8 +249,8 @@ class HostGradients:
     """Gradients that move to the host, and are added up there, as soon as backward has finished each.
 
     They move while backward goes on, two at most. A sum is made on the device, a slab at a time, so it equals the sum
-    without offload. Two gradients are written by autograd functions of ours, where hooks do not fire (the head's by
-    head_loss, the embedding's by Embed): those stay on the device until the optimizer asks.
+    without offload. Where no hook fires for a gradient that an autograd function of ours has written (the head's, the
+    embedding's), it stays on the device until the optimizer asks.
     """
 
     def __init__(self, parameters):
