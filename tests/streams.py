@@ -7,7 +7,7 @@
 Every op runs at once, in the order of issue, so results are right. What is checked is the order that a GPU must keep:
 each stream has a vector clock (PyTorch's own, of its CUDA sanitizer), and two accesses to the same bytes, one of them a
 write, must be ordered by a stream, an event or the host's waiting. Tensors that the host ledger counts are on the host,
-all others on the device. It does not see what is not an op: `tolist`, `numpy` and kernels of other libraries.
+all others on the device. It sees PyTorch's ops only, so it misses `tolist`, `numpy` and kernels of other libraries.
 
 On a GPU PyTorch's sanitizer itself checks a run: TORCH_CUDA_SANITIZER=1 python grpo.py ...
 It compares addresses where tensors begin, so it is blind to a slab within a tensor, and to what the host reads.
