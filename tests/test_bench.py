@@ -136,7 +136,7 @@ def test_every_bench_runs(tmp_path, names):
     output = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=900).stdout
     steps = summary(tmp_path)
     assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(names.split(","), "ok"), output
-    aims = {row["name"]: row["aim"] for step in steps.values() for row in step["results"] if "aim" in row}
+    aims = {(name, row["name"]) for name, step in steps.items() for row in step["results"] if "aim" in row}
     assert len(aims) == sum(dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4).get(n, 0) for n in steps)
     assert "collected" in output or "tests" not in steps
     shares = {row["name"] for row in steps.get("learning", {}).get("results", [])}
