@@ -1,79 +1,108 @@
-"""Sequences into optimizer steps and micro-batches, by token budget, for both loops.
+"""Sequences into optimizer steps and packed micro-batches, by token budget, for both loops.
 
-A micro-batch is flat: `rows` picks the hidden states that predict completion tokens, and everything per token is (M,).
-Nothing after it may assume how far it is padded. Left out: packing several sequences into a row.
+A micro-batch is one row of tokens without padding. A group's prompt is in it once, and its completions behind it: each
+sees the prompt and itself (kernels/segments.py). SFT's groups have one completion each.
+
+Left out: prompts that share a beginning. Test: pytest tests/test_batch.py
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 
+import numpy as np
 import torch
 
+from kernels.segments import Segments
 from memory.cuda import padded, upload
 
 
 @dataclass
 class MicroBatch:
-    """S = B sequences, right-padded to the longest; M completion tokens, one sequence after the other.
+    """S completions with their prompts in one row of T tokens; M completion tokens, one completion after the other.
 
-    Prompt of 2 and completion of 3 (a b | x y .), prompt of 1 and completion of 2 (c | z .):
+    A completion's last token predicts nothing, so it is a target and not in the row. The prompt's last state predicts
+    the first token of each completion. Prompt (a b) with completions (x y .) and (z .), prompt (c) with (u .):
 
-        tokens     a b x y .     B = 2, T = 5            rows       1 2 3   5 6     the position before each target
-                   c z . 0 0                             targets    x y .   z .     M = 5
-        positions  0 1 2 3 4     (1, T): rows are alike  sequence   0 0 0   1 1     lengths  3 2
-                                                 place      0 1 2   0 1
+        row        0 1 2 3 4 5 6
+        tokens     a b x y z c u     T = 7                 rows       1 2 3   1 4   5 6   the state that predicts it
+        positions  0 1 2 3 2 0 1                           targets    x y .   z .   u .   M = 7
+                                                           sequence   0 0 0   1 1   2 2   lengths  3 2 2
+                                                           place      0 1 2   0 1   0 1
     """
 
-    tokens: torch.Tensor  # (B, T)
-    positions: torch.Tensor  # (B, T), or (1, T) where all rows are alike
-    rows: torch.Tensor  # (M,) of the flattened hidden (B * T, C)
+    tokens: torch.Tensor  # (1, T)
+    positions: torch.Tensor  # (1, T)
+    mask: Segments  # which tokens each token sees
+    rows: torch.Tensor  # (M,) of the row
     targets: torch.Tensor  # (M,)
     sequence: torch.Tensor  # (M,) in [0, S)
     place: torch.Tensor  # (M,) within its completion: 0 is its first token
     lengths: torch.Tensor  # (S,) completion tokens
     index: torch.Tensor  # (S,) which of the sequences these are
-    mask: torch.Tensor | None = None  # True where attention may look; None: causal
     advantages: torch.Tensor | None = None  # (S,)
     sampling_logprobs: torch.Tensor | None = None  # (M,)
     old_logprobs: torch.Tensor | None = None  # (M,)
     ref_logprobs: torch.Tensor | None = None  # (M,)
 
     def completion_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden (B, T, C) -> (M, C), the states that predict completion tokens: no prompt, no padding."""
-        return hidden.flatten(0, 1)[self.rows]
+        """hidden (1, T, C) -> (M, C), the states that predict completion tokens."""
+        return hidden[0].index_select(0, self.rows)
 
 
 class Cut:
     """Which sequences go together: optimizer steps of equally many, each cut into micro-batches.
 
     Made once, for every pass over the sequences, on the host's numbers. After an out-of-memory `into` cuts them again.
-    steps[i][j]: the numbers of the sequences in micro-batch j of optimizer step i, longest first.
+    Sequences i with the same i // group_size have the same prompt. steps[i][j]: the numbers of the sequences in
+    micro-batch j of optimizer step i, groups together.
 
-        tokens of the sequences 3 9 4 8, one step, max_tokens 18 -> steps [[[1, 3], [2, 0]]]
+        a prompt of 4, completions of 3 and 5; a prompt of 2, completions of 9 and 1; one step
+        tokens in the row: 4 + 2 + 4 = 10, and 2 + 8 + 0 = 10
+        max_tokens 0 or 20: [[[0, 1, 2, 3]]]    10: [[[0, 1], [2, 3]]]    8: [[[2], [1], [0, 3]]], prompts repeated
     """
 
-    def __init__(self, sequences, step_size: int = 0, max_tokens: int = 0, block_size: int = 0):
+    def __init__(self, sequences, step_size: int = 0, max_tokens: int = 0, group_size: int = 1):
         """sequences: Rollouts or Sequences, N of them. step_size: sequences of an optimizer step; 0: N."""
-        prompts, self.completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
-        lengths = map(sum, zip(prompts, self.completions, strict=True))
-        self.lengths = [padded(length, sequences.tokens, block_size) for length in lengths]
-        self.step_size, self.longest = step_size or len(self.lengths), max(self.lengths)
+        self.prompts, self.completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
+        self.group_size, self.step_size = group_size, step_size or len(self.prompts)
+        self.longest = max(map(sum, zip(self.prompts, self.completions, strict=True))) - 1  # tokens of one, in the row
         self.into(max_tokens)
 
     def into(self, max_tokens: int):
-        """Cut into micro-batches that, padded to their longest sequence, hold max_tokens at most, or one sequence.
+        """Cut into micro-batches of max_tokens at most, or of one sequence. 0: a step is one micro-batch.
 
-        0: a step is one micro-batch.
+        The largest groups first, each to the first micro-batch with room (first-fit decreasing).
         """
-        self.steps = []
-        for first in range(0, len(self.lengths), self.step_size):
-            step = []
-            # Longest first: what does not fit into memory fails at once.
-            for i in sorted(range(first, first + self.step_size), key=lambda i: -self.lengths[i]):
-                if step and (not max_tokens or self.lengths[step[-1][0]] * (len(step[-1]) + 1) <= max_tokens):
-                    step[-1].append(i)
-                else:
-                    step.append([i])
+        self.steps, self.largest = [], 0
+        for first in range(0, len(self.prompts), self.step_size):
+            step, sizes = [], []
+            parts = self.parts(range(first, first + self.step_size), max_tokens)
+            for size, part in sorted(parts, key=lambda part: -part[0]):
+                j = next((j for j in range(len(step)) if not max_tokens or sizes[j] + size <= max_tokens), len(step))
+                if j == len(step):
+                    step.append([])
+                    sizes.append(0)
+                step[j] += part
+                sizes[j] += size
             self.steps.append(step)
+            self.largest = max(self.largest, *sizes)  # tokens of the largest micro-batch
+
+    def parts(self, sequences, max_tokens):
+        """-> (tokens, numbers of the sequences) of each group, or of its parts where it is too large."""
+        for group in self.groups(sequences):
+            part, size = [], self.prompts[group[0]]
+            for i in group:
+                own = self.completions[i] - 1
+                if part and max_tokens and size + own > max_tokens:
+                    yield size, part
+                    part, size = [], self.prompts[i]
+                part.append(i)
+                size += own
+            yield size, part
+
+    def groups(self, sequences) -> list[list[int]]:
+        """The numbers of neighbours that have the same prompt."""
+        return [list(group) for _, group in groupby(sequences, key=lambda i: i // self.group_size)]
 
     def sequences(self, step: int) -> range:
         """The numbers of an optimizer step's sequences."""
@@ -81,17 +110,36 @@ class Cut:
 
 
 def gather(sequences, indices: list, cut: Cut) -> MicroBatch:
-    """The MicroBatch of some sequences. Its copies live as long as it does: make one at a time.
+    """The MicroBatch of some sequences, groups together. Its copies live as long as it does: make one at a time.
 
-    sequences: tokens (N, T) and, where wanted, advantages (N,), sampling_logprobs, old_logprobs, ref_logprobs (N, T_c).
+    sequences: tokens (N, width) and, where wanted, advantages (N,), sampling_logprobs, old_logprobs, ref_logprobs
+    (N, T_c). The tables are made on the host, which knows the lengths, and uploaded together.
     """
-    M, T = sum(cut.completions[i] for i in indices), max(cut.lengths[i] for i in indices)
-    device, index = sequences.tokens.device, upload(indices, sequences.tokens.device)
-    prompt, lengths = sequences.prompt_lengths[index], sequences.completion_lengths[index]  # (B,) each
-    tokens = torch.nn.functional.pad(sequences.tokens[index, :T], (0, max(0, T - sequences.tokens.shape[1])))  # (B, T)
-    sequence = torch.repeat_interleave(torch.arange(len(index), device=device), lengths, output_size=M)  # (M,)
-    place = torch.arange(M, device=device) - (lengths.cumsum(0) - lengths)[sequence]  # (M,) within its completion
-    target = sequence * T + prompt[sequence] + place  # (M,) of the flattened tokens
+    width, groups, spans = sequences.tokens.shape[1], [], []  # spans: (sequence, first position, tokens) in the row
+    for group in cut.groups(indices):
+        prompt = cut.prompts[group[0]]
+        groups.append((prompt, [cut.completions[i] - 1 for i in group]))
+        spans += [(group[0], 0, prompt), *((i, prompt, cut.completions[i] - 1) for i in group)]
+    which, first, length = np.array(spans).T
+    begin, T = length.cumsum() - length, int(length.sum())
+    positions = np.arange(T) - (begin - first).repeat(length)
+    source = which.repeat(length) * width + positions  # of the flattened tokens
+    if pad := padded(T, sequences.tokens) - T:
+        groups.append((pad, []))  # a prompt without completions, which nobody sees
+        source, positions = (np.append(x, np.zeros(pad, x.dtype)) for x in (source, positions))
+    own = first > 0
+    index, prompt, lengths = which[own], first[own], length[own] + 1  # (S,) each
+    sequence = np.arange(len(index)).repeat(lengths)
+    place = np.arange(len(sequence)) - (lengths.cumsum() - lengths)[sequence]
+    last = (begin + length - 1)[np.maximum.accumulate(np.where(own, 0, np.arange(len(own))))[own]]  # (S,) of the prompt
+    rows = np.where(place == 0, last[sequence], begin[own][sequence] + place - 1)
+    mask = Segments(groups, sequences.tokens.device)
+    tables = [source, positions, mask.start(), mask.tiles().ravel(), rows, sequence, place, lengths, index]
+    tables.append(index[sequence] * width + prompt[sequence] + place)
+    flat = upload(np.concatenate(tables), sequences.tokens.device).split([len(table) for table in tables])
+    source, positions, start, tiles, rows, sequence, place, lengths, index, target = flat
+    mask.tables = start, tiles.view(-1, 5)
+    tokens = sequences.tokens.flatten()
     per_token = {
         name: value[index[sequence], place]
         for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs")
@@ -99,10 +147,11 @@ def gather(sequences, indices: list, cut: Cut) -> MicroBatch:
     }
     advantages = getattr(sequences, "advantages", None)
     return MicroBatch(
-        tokens=tokens,
-        positions=torch.arange(T, device=device)[None],
-        rows=target - 1,
-        targets=tokens.flatten()[target],
+        tokens=tokens[source][None],
+        positions=positions[None],
+        mask=mask,
+        rows=rows,
+        targets=tokens[target],
         sequence=sequence,
         place=place,
         lengths=lengths,

@@ -84,8 +84,9 @@ def iterate(iteration, training, collect=None):
     rollouts, rewards, samples, metrics = (collect or collect_groups)(iteration, training)  # N completions; (P, k)
 
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
-    cut = Cut(rollouts, settings.train_batch_size, training.pieces.max_tokens_per_micro_batch, model.config.block_size)
-    smaller = training.pieces.halve_micro_batches(cut, model)
+    pieces = training.pieces
+    cut = Cut(rollouts, settings.train_batch_size, pieces.max_tokens_per_micro_batch, settings.group_size)
+    smaller = pieces.halve_micro_batches(cut, model)
 
     # 4. Log-probs before the first step. The sampler is the model, so its own are the old ones, without a forward pass;
     #    importance_sampling_cap corrects for the difference between sampler and trainer and wants the trainer's.
@@ -96,7 +97,7 @@ def iterate(iteration, training, collect=None):
             with attempt, meter.phase("reference"):
                 rollouts.old_logprobs = trainer_logprobs(model, rollouts, cut, settings)
     if settings.beta:
-        for attempt in attempts(training.pieces.halve_joined(smaller)):
+        for attempt in attempts(pieces.halve_joined(smaller)):
             with attempt, meter.phase("reference"):
                 rollouts.ref_logprobs = reference_logprobs(training, rollouts, cut)
 

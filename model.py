@@ -11,15 +11,15 @@ Test: pytest tests/test_model.py
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from kernels.rotary import Rotary
+from kernels.segments import Segments, attend
 from kernels.swiglu import SwiGLU
 from memory import cpu
 from memory.lean import BlockInputs, Embed, Linear, RMSNorm
@@ -138,12 +138,15 @@ class Attention(nn.Module):
                 (q,), (k,) = (Rotary.apply(x, *rotary, [x.shape[1]]) for x in (q, k))
             if cache is not None:
                 cache.write_prompts(self.layer, k, v)
-            # Right padding needs no mask: a causal row never sees what comes after it.
-            grouped = self.config.n_kv_head != self.config.n_head
-            if grouped and q.dtype == torch.float32 and kind_of(q) == "cuda":
-                # In float32 CUDA's fused attention does not share heads.
-                k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+            if isinstance(mask, Segments):
+                y = attend(q, k, v, mask)
+            else:
+                # Right padding needs no mask: a causal row never sees what comes after it.
+                grouped = self.config.n_kv_head != self.config.n_head
+                if grouped and q.dtype == torch.float32 and kind_of(q) == "cuda":
+                    # In float32 CUDA's fused attention does not share heads.
+                    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+                y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1), residual)
 
 
@@ -171,11 +174,6 @@ class Block(nn.Module):
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last][:, None]
         return self.mlp(self.norm_2(x), x)
-
-
-def keep_attention(context, op, *args, **kwargs):
-    """Selective checkpointing: keep attention's outputs, recompute the rest of a block."""
-    return CheckpointPolicy.MUST_SAVE if "scaled_dot_product" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class GPT(nn.Module):
@@ -221,8 +219,9 @@ class GPT(nn.Module):
     def forward(self, tokens, positions=None, cache=None, mask=None, last=None) -> torch.Tensor:
         """tokens (B, T) -> hidden (B, T, C), after the last norm.
 
-        positions (B, T), or (1, T) for all rows; default 0, 1, 2, ... mask: boolean, broadcast to (B, n_head, T, T),
-        True where a row may look; default causal. last (B,): return only this row of each sequence, (B, 1, C).
+        positions (B, T), or (1, T) for all rows; default 0, 1, 2, ... mask: what each token sees; Segments of a packed
+        row (B = 1), or boolean, broadcast to (B, n_head, T, T); default causal. last (B,): return only this row of each
+        sequence, (B, 1, C).
         cache: a KVCache (decoding/kvcache.py); a prefill takes prompts (P, T_p), a step one token a row (n, 1).
         Raises ValueError if T is longer than block_size.
         """
@@ -238,7 +237,8 @@ class GPT(nn.Module):
         if self.position is not None:
             x = x + self.position(positions)
         else:
-            self.extend_rotary(T if cache is None else cache.max_length, tokens.device)
+            longest = mask.longest if isinstance(mask, Segments) else T if cache is None else cache.max_length
+            self.extend_rotary(longest, tokens.device)
             rotary = [table[positions][:, None] for table in self.rotary]  # (B, 1, T, D) each
         inputs = BlockInputs()
         for block in self.blocks:
@@ -255,12 +255,12 @@ class GPT(nn.Module):
                 self.rotary = rotary_table(self.config, length, device)
 
     def run_block(self, block, x, rotary, cache, mask, last, inputs):
-        """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" attention's output too."""
+        """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" what `attend` returns too."""
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
             return block(x, rotary, cache, mask, last)
         options = dict(use_reentrant=False, preserve_rng_state=False)  # no dropout, so no generator to restore
-        if self.checkpoint_blocks == "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_attention)
+        if self.checkpoint_blocks == "selective" and isinstance(mask, Segments):
+            mask = mask.keeping()
         with saved_tensors_hooks(*inputs.hooks(x)) if self.activation_offload else nullcontext():
             return checkpoint(block, x, rotary, cache, mask, last, **options)
 

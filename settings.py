@@ -8,6 +8,7 @@ options/ reads them. Nothing here imports torch: a typo is answered at once. Tes
 """
 
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -108,7 +109,7 @@ class TrainOptions:
 class MemoryOptions:
     """Options that save memory. docs/memory.md: what each saves and costs. --plan prints what an iteration needs."""
 
-    max_tokens_per_micro_batch: int = option(0, "sort by length; micro-batches of at most N padded tokens; 0: off")
+    max_tokens_per_micro_batch: int = option(0, "tokens of a micro-batch at most; 0: a whole optimizer step", "tokens")
     max_rollout_batch: int = option(0, "completions decoded at a time; bounds the KV cache; 0: all", "completions")
     logits_chunk_mb: float = option(0.0, "size of a chunk of logits; 0: 16 on a CPU, 256 on CUDA", "MiB")
     checkpoint_blocks: str = option(
@@ -183,6 +184,11 @@ class LoopSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
     def sequences_per_step(self) -> int:
         """Sequences of an optimizer step."""
         return self.train_batch_size or self.sequences_per_rollout
+
+    def tokens_per_step(self, prompt: int, completion: int) -> int:
+        """Tokens that the model reads in an optimizer step, if all prompts and completions are so long (batch.py)."""
+        groups = math.ceil(self.sequences_per_step / self.group_size)
+        return groups * prompt + self.sequences_per_step * (completion - 1)
 
     @property
     def needs_reference(self) -> bool:

@@ -3,7 +3,7 @@
     python train_sft.py config/sft_small.py
 
 The loop of grpo.py without its rollouts: the same micro-batches, the same head, the same log.
-Left out: data sets on disk, packing.
+Left out: data sets on disk.
 """
 
 import random
@@ -39,7 +39,7 @@ def iterate(iteration, training, make_batch=None):
 
     # 1. Demonstrations, cut into micro-batches.
     batch = (make_batch or demonstrations)(iteration, training)
-    cut = Cut(batch, 0, training.pieces.max_tokens_per_micro_batch, model.config.block_size)
+    cut = Cut(batch, 0, training.pieces.max_tokens_per_micro_batch)
 
     # 2. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
     training.log.show("train")

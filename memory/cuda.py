@@ -7,16 +7,15 @@ import torch
 
 from memory.ledger import kind_of
 
-MULTIPLE = 16  # tokens; lengths are rounded up to a multiple. 64 would add too much padding to short sequences
+MULTIPLE = 64  # tokens
 
 
-def padded(length: int, tokens: torch.Tensor, block_size: int) -> int:
-    """How long a sequence of `tokens` is padded: on CUDA to a multiple of 16 tokens, but not beyond block_size.
+def padded(length: int, tokens: torch.Tensor) -> int:
+    """How long a row of `tokens` is made: on CUDA a multiple of 64 tokens.
 
     So a run has few shapes: the allocator can reuse its blocks, and the libraries their choice of kernels.
     """
-    rounded = -(-length // MULTIPLE) * MULTIPLE if kind_of(tokens) == "cuda" else length
-    return max(length, min(rounded, block_size))
+    return -(-length // MULTIPLE) * MULTIPLE if kind_of(tokens) == "cuda" else length
 
 
 def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:

@@ -25,10 +25,10 @@ LOWERS = {  # option -> the phases whose peak it can lower; others lower all
 }
 
 
-def cheaper(settings, kind, longest):
-    """The ladder: {option: value} changes that each need less, cheapest first. longest: tokens of a sequence."""
-    tokens = longest * settings.sequences_per_step
-    for less in halvings(min(settings.max_tokens_per_micro_batch or tokens, tokens), longest):
+def cheaper(settings, kind, prompt=1, completion=1):
+    """The ladder: {option: value} changes that each need less, cheapest first. prompt, completion: longest, tokens."""
+    tokens = settings.tokens_per_step(prompt, completion)
+    for less in halvings(min(settings.max_tokens_per_micro_batch or tokens, tokens), prompt + completion - 1):
         yield {"max_tokens_per_micro_batch": less}
     for less in halvings(logits_budget(settings.logits_chunk_mb, kind), 16):
         yield {"logits_chunk_mb": float(less)}
@@ -57,11 +57,12 @@ def fit(dry_run, settings, longest, budget):
     """-> (settings that fit `budget` bytes, or come nearest, their Plan, {option: value} that changed, the first Plan).
 
     Down the ladder, keeping what helps. Then what later changes made unnecessary is taken back.
+    longest: tokens of the longest prompt and of the longest completion.
     """
     current = settings
     first_plan = its_plan = plan(dry_run, settings)
     while its_plan.peak > budget:
-        for change in cheaper(current, its_plan.kind, longest):
+        for change in cheaper(current, its_plan.kind, *longest):
             if not may_help(change, its_plan):
                 continue
             trial = replace(current, **change)

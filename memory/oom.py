@@ -110,11 +110,9 @@ class Pieces:
         """
 
         def make_smaller(error):
-            whole = cut.longest * cut.step_size
-            now = min(self.max_tokens_per_micro_batch or whole, whole)
-            if now < 2 * cut.longest:
+            if cut.largest <= cut.longest:
                 raise SnugError(self.at_the_floor(f"one sequence of {cut.longest} tokens at a time: {error}", model))
-            self.set("max_tokens_per_micro_batch", max(cut.longest, now // 2), error)
+            self.set("max_tokens_per_micro_batch", max(cut.longest, cut.largest // 2), error)
             cut.into(self.max_tokens_per_micro_batch)
 
         return make_smaller
@@ -152,7 +150,7 @@ class Pieces:
         settings = self.settings
         further = [
             c
-            for c in cheaper(settings, model.device.type, 1)
+            for c in cheaper(settings, model.device.type)
             if not set(c) & {"max_rollout_batch", "max_tokens_per_micro_batch"}
         ]
         if further or "float32" in (settings.param_dtype, settings.optimizer_dtype):

@@ -66,7 +66,7 @@ def replay(folder: Path, device: torch.device) -> list[str]:
 
 def repeat_step(settings, model: GPT, sequences: Rollouts | Sequences, select: list[int]) -> dict[str, float]:
     """Forward and backward of the step on the sequences `select` -> its metrics. The gradient is in each .grad."""
-    cut = Cut(sequences, len(select), settings.max_tokens_per_micro_batch, model.config.block_size)
+    cut = Cut(sequences, len(select), settings.max_tokens_per_micro_batch, settings.group_size)
     if isinstance(sequences, Rollouts):
         return grpo.accumulate_gradient(model, sequences, cut, select[0] // len(select), settings)
     return train_sft.accumulate_gradient(model, sequences, cut, settings)
@@ -83,14 +83,14 @@ def bad_columns(sequences: Rollouts | Sequences) -> list[str]:
 
 
 def watch(model: GPT) -> list[str]:
-    """-> a list; the forward pass adds the first module with an output that is not finite, and which rows."""
+    """-> a list; the forward pass adds the first module with an output that is not finite, and which tokens."""
     seen = []
 
     def look(name, module, arguments, output):
         if isinstance(output, torch.Tensor) and not seen and not_finite({name: output.detach()}):
-            rows = (~output.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+            tokens = (~output.isfinite()).any(-1).flatten().nonzero().flatten().tolist()
             what = f"{name or 'the model'} ({type(module).__name__})"
-            seen.append(f"{what} is the first that is not finite, rows {rows[:8]} of its micro-batch")
+            seen.append(f"{what} is the first that is not finite, tokens {tokens[:8]} of its micro-batch")
 
     for name, module in model.named_modules():
         module.register_forward_hook(partial(look, name))

@@ -1,7 +1,7 @@
 """What the planner runs: the loops' own `iterate` on tensors without data, with every length the longest there may be.
 
 The loops do not know of it. Only what needs data has a stand-in: sampling and scoring, SFT's demonstrations, and
-evaluations. Of the decode steps the last is taken, when the cache is full; of the micro-batches, all alike, two.
+evaluations. Of the decode steps the last is taken, when the cache is full; of the micro-batches two, as full as can be.
 """
 
 from dataclasses import replace
@@ -60,29 +60,42 @@ def worst_case_groups(settings, iteration, training):
         rounds = [worst_case_rollouts(training.model, *sizes, *limits) for _ in range(settings.max_num_gen_batches)]
         if len(rounds) > 1:  # dynamic sampling holds them all, joins them and selects from them
             Rollouts.joined(rounds).select(range(settings.sequences_per_rollout))
-    rollouts, n = rounds.pop(), two_micro_batches(settings, prompt + completion)
-    tokens, logprobs, mask = (x[:n] for x in (rollouts.tokens, rollouts.sampling_logprobs, rollouts.mask))  # views
-    learned = Rollouts(tokens, *filled(n, prompt, completion), logprobs, mask, *filled(n, True))
-    return learned, torch.zeros(n, 1), [], dict(tokens=0, gen_batches=1)
+    rollouts, lengths = rounds.pop(), fullest_micro_batches(settings, prompt, completion)
+    n = len(lengths)
+    rows = slice(n) if n <= len(rollouts.tokens) else torch.arange(n) % len(rollouts.tokens)
+    tokens, logprobs, mask = (x[rows] for x in (rollouts.tokens, rollouts.sampling_logprobs, rollouts.mask))
+    learned = Rollouts(tokens, *columns(*zip(*lengths, strict=True)), logprobs, mask, *columns([True] * n))
+    return learned, torch.zeros(n // settings.group_size, settings.group_size), [], dict(tokens=0, gen_batches=1)
 
 
 def worst_case_batch(settings, iteration, training):
     """In place of train_sft.demonstrations."""
     prompt, completion = training.prepared.longest(settings)
-    n = two_micro_batches(settings, prompt + completion)
+    lengths = fullest_micro_batches(settings, prompt, completion)
     tokens = torch.zeros(settings.batch_size, prompt + completion, dtype=torch.long)
-    return Sequences(tokens[:n], *filled(n, prompt, completion))
+    return Sequences(tokens[torch.arange(len(lengths)) % len(tokens)], *columns(*zip(*lengths, strict=True)))
 
 
-def two_micro_batches(settings, length: int) -> int:
-    """Sequences of two micro-batches, or of all that the reference takes at once, if those are more.
+def fullest_micro_batches(settings, prompt: int, completion: int) -> list[tuple[int, int]]:
+    """(prompt, completion) lengths of sequences that fill two micro-batches, or those that the reference takes at once.
 
-    Two are enough for training: the second adds to gradients that are there, as all later ones do.
+    Two are enough for training: the second adds to gradients that are there, as all later ones do. As many groups of
+    the longest as there is room for, and one group of what remains.
     """
-    budget = settings.max_tokens_per_micro_batch
-    if not budget:
-        return settings.sequences_per_step
-    return min(settings.sequences_per_step, max(2 * max(1, budget // length), at_once(settings) * budget // length))
+    k, left = settings.group_size, settings.tokens_per_step(prompt, completion)
+    budget = max(prompt + completion - 1, min(left, settings.max_tokens_per_micro_batch or left))
+    found = []
+    for _ in range(max(2, at_once(settings))):
+        room = min(budget, left)
+        left -= room
+        while room:
+            p = min(prompt, room)
+            room -= p
+            for _ in range(k):
+                own = min(completion - 1, room)
+                room -= own
+                found.append((p, own + 1))
+    return found
 
 
 class DryTraining(Training):
@@ -125,11 +138,11 @@ def worst_case_rollouts(model, prompt_length, P, k, max_new_tokens, max_batch, c
     tokens, logprobs = batch.tokens[:-1], batch.logprobs[:-1]
     del batch
     whole = torch.zeros(N, prompt_length + max_new_tokens, dtype=torch.long)
-    mask = torch.ones_like(tokens)
-    return Rollouts(whole, *filled(N, prompt_length, max_new_tokens), logprobs.clone(), mask, *filled(N, True))
+    lengths = columns([prompt_length] * N, [max_new_tokens] * N)
+    return Rollouts(whole, *lengths, logprobs.clone(), torch.ones_like(tokens), *columns([True] * N))
 
 
-def filled(count: int, *values) -> list[torch.Tensor]:
-    """Tensors (count,) with data, one a value: lengths are read when micro-batches are cut."""
+def columns(*values) -> list[torch.Tensor]:
+    """Lists -> tensors with data: lengths are read when micro-batches are cut."""
     with unset_fake_temporarily():
-        return [torch.full((count,), value) for value in values]
+        return [torch.tensor(value) for value in values]

@@ -32,7 +32,7 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
     -> False if a signal stopped it. Then the current iteration was finished and saved, for --resume=auto.
     """
     rehearse = DryRun(prepared, iterate, make_reference)
-    settings, longest = prepared.settings, sum(prepared.longest(prepared.settings))
+    settings, longest = prepared.settings, prepared.longest(prepared.settings)
     if settings.plan:
         if kind_planned(settings.device) == "cuda":
             warn_without_kernels()  # the plan is without them too
