@@ -54,6 +54,7 @@ from runs.prepare import prepare
 from settings import GRPOSettings
 from tokenizer import END_OF_TEXT, get_tokenizer
 
+PACKAGES = ("torch", "transformers", "trl", "liger_kernel")
 ITERATIONS, UNCOUNTED = 5, 2  # of a process
 PHASES = ("time_s", "time_rollout_s", "time_reference_s", "time_train_s", "time_optimizer_s")
 GPT2 = dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True)
@@ -160,12 +161,13 @@ def iterations_of_snug(words, seed, folder):
     lines = [json.loads(line) for line in open(f"{folder}/run/log.jsonl")]
     for line in lines:
         line["peak_mib"] = line["mem_max_alloc_mb"]
-    prompts = [len(prepared.tokenizer.encode_prompt(row["prompt"])) for row in prepared.task.rows["train"]]
+    rows = prepared.task.prompts("train", range(ITERATIONS * s.batch_size))
+    prompts = [len(prepared.tokenizer.encode_prompt(row["prompt"])) for row in rows]
     length = statistics.mean(line["completion_length_mean"] for line in lines[UNCOUNTED:])
     config = GPTConfig(**read_shape(s.init_from))
     flops = floor_flops(config, s.batch_size, statistics.mean(prompts), s.group_size, length, s.beta > 0)
     tokens = length * s.batch_size * s.group_size
-    return lines, dict(floor_s=flops / product_speed(s.dtype), completion_tokens=tokens)
+    return lines, dict(floor_s=flops / product_speed(s.dtype), tokens=tokens)
 
 
 def iterations_of_trl(words, seed, folder, sequences, liger, metered):
@@ -178,44 +180,24 @@ def iterations_of_trl(words, seed, folder, sequences, liger, metered):
     prepared = prepared_run(words, seed, f"{folder}/run")
     s = prepared.settings
     rows = prepared.task.prompts("train", range(ITERATIONS * s.batch_size))
+    prompts = [dict(prompt=row["prompt"]) for row in rows]
     sequences = min(sequences, s.sequences_per_rollout)
     if metered:
         utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(utils._CHUNKED_LOGPROB_CHUNK_SIZE, prepared.shape["vocab_size"])
-    config = GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=DEVICE == "cpu",
-        bf16=s.dtype == "bfloat16",
-        per_device_train_batch_size=sequences,
-        gradient_accumulation_steps=s.sequences_per_rollout // sequences,
-        num_generations=s.group_size,
-        max_completion_length=s.max_new_tokens,
-        max_steps=2 if metered else ITERATIONS,
-        learning_rate=s.learning_rate,
-        lr_scheduler_type="constant",
-        adam_beta2=s.adam_beta2,
-        beta=s.beta,
-        loss_type=s.loss_type,
-        temperature=s.temperature,
-        use_liger_kernel=liger,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        save_strategy="no",
-        report_to="none",
-        logging_steps=1,
-        disable_tqdm=True,
-        seed=seed,
-    )
+    same = ("max_new_tokens", "learning_rate", "adam_beta2", "beta", "loss_type", "temperature", "seed")
+    options = {name: getattr(s, name) for name in same} | dict(num_generations=s.group_size)
+    options["max_completion_length"] = options.pop("max_new_tokens")
+    options |= dict(per_device_train_batch_size=sequences, max_steps=2 if metered else ITERATIONS)
+    options |= dict(gradient_accumulation_steps=s.sequences_per_rollout // sequences, lr_scheduler_type="constant")
+    options |= dict(use_cpu=DEVICE == "cpu", bf16=s.dtype == "bfloat16", use_liger_kernel=liger)
+    options |= dict(gradient_checkpointing=False, shuffle_dataset=False, save_strategy="no", output_dir=str(folder))
+    config = GRPOConfig(**options, report_to="none", logging_steps=1, disable_tqdm=True)
     with MemoryMeter(DEVICE) if metered else contextlib.nullcontext() as meter:
         model = AutoModelForCausalLM.from_pretrained(s.init_from, dtype=getattr(torch, s.param_dtype)).to(DEVICE)
         if not metered:
             check_same_model(model, s)
-        trainer = GRPOTrainer(
-            model=model,
-            processing_class=AutoTokenizer.from_pretrained(s.init_from),
-            reward_funcs=reward,
-            args=config,
-            train_dataset=Dataset.from_list([dict(prompt=row["prompt"]) for row in rows]),
-        )
+        tokenizer, dataset = AutoTokenizer.from_pretrained(s.init_from), Dataset.from_list(prompts)
+        trainer = GRPOTrainer(model, reward, config, dataset, processing_class=tokenizer)
         if (trainer.ref_model is not None) != bool(s.beta):
             raise SystemExit("TRL's reference is not as beta says")
         if metered and DEVICE == "cpu":  # the files' tensors are mapped into memory, by no op
@@ -305,19 +287,11 @@ def arm(arguments):
     extra["peak_mib"] = max(line["peak_mib"] for line in lines)
     lines = lines[UNCOUNTED:] or lines
     extra["length"] = statistics.mean(line["completion_length_mean"] for line in lines)
-    figures = {name: statistics.median(line.get(name, 0.0) for line in lines) for name in PHASES} | extra
-    return figures
+    return {name: statistics.median(line.get(name, 0.0) for line in lines) for name in PHASES} | extra
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Rounds
-
-
-def contenders():
-    if not importlib.util.find_spec("trl"):
-        print("TRL is not installed: only snug is measured", flush=True)
-        return ["snug"]
-    return ["snug", "TRL"] + (["TRL with Liger"] if importlib.util.find_spec("liger_kernel") else [])
 
 
 def measured(arm, words, seed, sequences, snug):
@@ -347,47 +321,45 @@ def measure(name, case, arms, arguments):
 
 
 def tell(name, rounds):
-    """Print the figures and, of each other contender, the ratios to ours -> {contender: {figure: [median, min, max]}}."""
-    middle = {who: {key: median_of(rounds[who], key) for key in rounds[who][0]} for who in rounds}
+    """Print the medians and, of each other contender, the ratios -> {contender: {figure: [median, least, most]}}.
+
+    Of seconds and lengths theirs / ours, of peaks ours / theirs.
+    """
+    ours, ratios = rounds["snug"], {who: {} for who in rounds if who != "snug"}
     for key in (*PHASES, "peak_mib", "length"):
-        row = "".join(f"{who} {figures[key]:10.4g}   " for who, figures in middle.items())
-        print(f"{name}: {key:18}{row}", flush=True)
-    ours = rounds["snug"]
-    share = [100 * figures["floor_s"] / figures["time_s"] for figures in ours]
-    result(
-        f"{name}: snug, share of the products' floor", statistics.median(share), "%", low=min(share), high=max(share)
-    )
-    speed = [figures["completion_tokens"] / figures["time_s"] for figures in ours]
-    result(f"{name}: snug, completion tokens", statistics.median(speed), "a second", low=min(speed), high=max(speed))
-    ratios = {}
-    for who in [who for who in rounds if who != "snug"]:
-        ratios[who] = {}
-        for key in (*PHASES, "peak_mib", "length"):
-            pairs = [(a[key], b[key]) for a, b in zip(ours, rounds[who], strict=True) if a[key] and b[key]]
+        row = [f"{who} {statistics.median(line[key] for line in lines):10.4g}" for who, lines in rounds.items()]
+        print(f"{name}: {key:18}", "   ".join(row), flush=True)
+    spread(f"{name}: floor's share of snug's seconds", [100 * line["floor_s"] / line["time_s"] for line in ours], "%")
+    spread(f"{name}: snug, tokens of completions", [line["tokens"] / line["time_s"] for line in ours], "a second")
+    for who, found in ratios.items():
+        for key in [key for key in (*PHASES, "peak_mib", "length") if all(line[key] for line in ours)]:
+            pairs = [(a[key], b[key]) for a, b in zip(ours, rounds[who], strict=True)]
             values = [a / b if key == "peak_mib" else b / a for a, b in pairs]
-            if values:
-                ratios[who][key] = [round(f(values), 3) for f in (statistics.median, min, max)]
-                value, low, high = ratios[who][key]
-                what = f"{name}: snug's peak / {who}'s" if key == "peak_mib" else f"{name}: {who}'s {key} / snug's"
-                aim = AIMS.get((name, key), {}) if who == "TRL" else {}
-                result(what, value, "x", low=low, high=high, **aim)
+            what = f"{name}: snug's {key} / {who}'s" if key == "peak_mib" else f"{name}: {who}'s {key} / snug's"
+            found[key] = spread(what, values, "x", **AIMS.get((name, key), {}))
     return ratios
 
 
-def median_of(rows, key):
-    return statistics.median(row[key] for row in rows)
+def spread(what, values, unit, **aim):
+    middle, low, high = (round(f(values), 4) for f in (statistics.median, min, max))
+    result(what, middle, unit, low=low, high=high, **aim)
+    return [middle, low, high]
 
 
 def main(arguments):
     begin(arguments)
-    arms, found = contenders(), {}
+    installed = {name: version(name.replace("_", "-")) for name in PACKAGES if importlib.util.find_spec(name)}
+    arms, found = ["snug"], {}
+    if "trl" in installed:
+        arms += ["TRL"] + (["TRL with Liger"] if "liger_kernel" in installed else [])
+    else:
+        print("TRL is not installed: only snug is measured", flush=True)
     for name, case in CASES[arguments.shapes].items():
         if chosen(name, arguments.only):
             found[name] = measure(name, case, arms, arguments)
-    packages = [p for p in ("torch", "transformers", "trl", "liger_kernel") if importlib.util.find_spec(p)]
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    about = dict(device=device, commit=commit(), versions={package: version(package) for package in packages})
-    print(json.dumps(about | dict(snug=arguments.snug, cases=found)))
+    about = dict(device=device, commit=commit(), versions=installed, snug=arguments.snug)
+    print(json.dumps(about | dict(cases=found)))
 
 
 if __name__ == "__main__":
