@@ -152,19 +152,23 @@ def test_the_stop_token_has_the_same_probability_everywhere(iteration, case):
     assert 0.15 < probability.min() and probability.max() < 0.185, (probability.min(), probability.max())
 
 
-@pytest.mark.parametrize("case", ["ragged", "uniform"])
-def test_the_floor_counts_a_forward_pass(iteration, case):
-    """Of one prompt and one completion, beside torch's count, which has no attention on a CPU."""
-    model = make_model(iteration.CASES["tiny"][case][0], "cpu")
-    c, T, length = model.config, 9, 4
+def counted(model, T, length):
+    """Operations of a forward pass by torch's count, with the attention that it leaves out on a CPU."""
+    c, tokens = model.config, torch.randint(63, (1, T + length))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.logits(model(torch.randint(63, (1, T + length)))[:, T:])
-    attention = c.n_layer * 4 * c.n_head * c.head_size * (T + length) ** 2 / 2
-    assert iteration.floor_flops(c, 1, T, 1, length, False) == 4 * (counter.get_total_flops() + attention)
-    shared, alone = (iteration.floor_flops(c, 2 // k, T, k, length, False) for k in (2, 1))
-    prompt = iteration.floor_flops(c, 1, T, 0, length, True)
-    assert shared < alone and iteration.floor_flops(c, 1, T, 2, length, True) * 4 == shared * 5
-    assert alone == pytest.approx(shared + prompt * 4 / 5)  # a prompt is computed once for its group
+        model.logits(model(tokens)[:, T:])
+    return counter.get_total_flops() + c.n_layer * 4 * c.n_head * c.head_size * (T + length) ** 2 / 2
+
+
+@pytest.mark.parametrize("case", ["ragged", "uniform"])
+def test_the_floor_counts_forward_passes(iteration, case):
+    """A prompt's once, however many completions it has; four of all tokens, and a fifth of the reference."""
+    model, T, length = make_model(iteration.CASES["tiny"][case][0], "cpu"), 9, 4
+    both, prompt = counted(model, T, length), counted(model, T, 0)
+    for P, k in ((1, 1), (1, 3), (2, 3)):
+        forward = P * (prompt + k * (both - prompt))
+        for passes in (4, 5):
+            assert iteration.floor_flops(model.config, P, T, k, length, passes == 5) == passes * forward
 
 
 def test_an_iteration_is_measured():
