@@ -129,38 +129,65 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["T"])
     def keys_kernel(
-        dy, q, k, v, dk, dv, lse, delta, start, tiles, scale, T, G, dy_head, dy_time, q_head, q_time, k_head, k_time,
+        dy, q, k, v, dk, dv, lse, delta, dk_shares, dv_shares, start, tiles, scale, T, H, dy_head, dy_time, q_head, q_time, k_head, k_time,
         v_head, v_time, dk_head, dk_time, dv_head, dv_time,
         R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
         N: tl.constexpr,
     ):  # fmt: skip
-        """dk and dv: one program per tile of keys and key head. It reads the R query heads one after the other."""
-        line, g, first, last = part_of(tiles, tl.program_id(0), G, PARTS, M)
-        if first >= last:
+        """dk and dv: one program per tile of keys and key head; it reads the R query heads one after the other.
+
+        Of a prompt, which all the group's tokens see, a program per query head, else a few programs would run for long:
+        they write their shares (rows, H, D), and `sum_kernel` adds them."""
+        line, h, first, last = part_of(tiles, tl.program_id(0), H, PARTS, M)
+        of_prompt, end = tl.load(line + 2) == tl.load(line + 3), tl.load(line + 4)
+        if (first >= last) | ((h % R > 0) & (not of_prompt)):
             return
-        end = tl.load(line + 4)
-        of_prompt = tl.load(line + 2) == tl.load(line + 3)  # all later tokens of the group see it
         m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)
         key = (first + m).to(tl.int32)[:, None]
-        keys = load_rows(k + g * k_head, first, last, k_time, m, d, D)
-        values = load_rows(v + g * v_head, first, last, v_time, m, d, D)
+        keys = load_rows(k + h // R * k_head, first, last, k_time, m, d, D)
+        values = load_rows(v + h // R * v_head, first, last, v_time, m, d, D)
         dkeys, dvalues, exponent = tl.zeros((M, DP), tl.float32), tl.zeros((M, DP), tl.float32), scale * LOG2E
-        for h in range(g * R, g * R + R):
+        for head in range(h, tl.where(of_prompt, h + 1, h + R)):
             for row in range(first, end, N):  # a token from `end` on adds 0: its dy and q are 0
                 there = row + n < end
                 low = tl.load(start + row + n, mask=there & (not of_prompt), other=0).to(tl.int32)[None, :]
-                its_lse = tl.load(lse + h * T + row + n, mask=there, other=0.0) * LOG2E
-                its_delta = tl.load(delta + h * T + row + n, mask=there, other=0.0)
-                x = load_rows(q + h * q_head, row, end, q_time, n, d, D)
-                dx = load_rows(dy + h * dy_head, row, end, dy_time, n, d, D)
+                its_lse = tl.load(lse + head * T + row + n, mask=there, other=0.0) * LOG2E
+                its_delta = tl.load(delta + head * T + row + n, mask=there, other=0.0)
+                x = load_rows(q + head * q_head, row, end, q_time, n, d, D)
+                dx = load_rows(dy + head * dy_head, row, end, dy_time, n, d, D)
                 z = scores(keys, x, key, low, (row + n).to(tl.int32)[None, :])
                 p = tl.exp2(z * exponent - its_lse[None, :])
                 dvalues = tl.dot(p.to(dx.dtype), dx, dvalues, input_precision="ieee")
                 dp = tl.dot(values, tl.trans(dx), input_precision="ieee")
                 dz = (p * (dp - its_delta[None, :])).to(x.dtype)
                 dkeys = tl.dot(dz, x, dkeys, input_precision="ieee")
-        store_rows(dk + g * dk_head, dkeys * scale, first, last, dk_time, m, d, D)
+        if of_prompt:
+            row = (tl.program_id(0) // H * M).to(tl.int64)
+            store_rows(dk_shares + h * D, dkeys * scale, row, row + last - first, H * D, m, d, D)
+            store_rows(dv_shares + h * D, dvalues, row, row + last - first, H * D, m, d, D)
+        else:
+            store_rows(dk + h // R * dk_head, dkeys * scale, first, last, dk_time, m, d, D)
+            store_rows(dv + h // R * dv_head, dvalues, first, last, dv_time, m, d, D)
+
+    @triton.jit
+    def sum_kernel(
+        dk, dv, dk_shares, dv_shares, tiles, G, dk_head, dk_time, dv_head, dv_time,
+        R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
+    ):  # fmt: skip
+        """The sums of a prompt's shares, one program per tile and key head."""
+        _, g, first, last = part_of(tiles, tl.program_id(0), G, PARTS, M)
+        row, m, d = (tl.program_id(0) // G * M).to(tl.int64), tl.arange(0, M), tl.arange(0, DP)
+        end, dkeys, dvalues = row + last - first, tl.zeros((M, DP), tl.float32), tl.zeros((M, DP), tl.float32)
+        for h in range(g * R, g * R + R):
+            dkeys += load_rows(dk_shares + h * D, row, end, G * R * D, m, d, D)
+            dvalues += load_rows(dv_shares + h * D, row, end, G * R * D, m, d, D)
+        store_rows(dk + g * dk_head, dkeys, first, last, dk_time, m, d, D)
         store_rows(dv + g * dv_head, dvalues, first, last, dv_time, m, d, D)
+
+
+def strides(*tensors) -> list[int]:
+    """Of heads and tokens."""
+    return [tensor.stride(axis) for tensor in tensors for axis in (1, 2)]
 
 
 def kernel_shape(D: int, itemsize: int, keys: bool = False, tensor_cores: bool = True) -> dict:
@@ -174,29 +201,39 @@ def kernel_shape(D: int, itemsize: int, keys: bool = False, tensor_cores: bool =
     return dict(D=D, DP=DP, PARTS=TILE // M, M=M, N=N, num_warps=warps, num_stages=2)
 
 
+def constants(q, k, keys=False) -> dict:
+    tensor_cores = not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return kernel_shape(q.shape[-1], q.itemsize, keys, tensor_cores) | dict(R=q.shape[1] // k.shape[1])
+
+
 def forward(q, k, v, y, lse, segments):
     """Fill y (1, H, T, D) and lse (1, H, T)."""
-    if not nothing_to_do(q):
-        launch(forward_kernel, segments, [q, k, v, y], [lse], q, k)
+    if nothing_to_do(q):
+        return
+    (start, tiles), (_, H, T, D), shape = segments.tables, q.shape, constants(q, k)
+    with torch.cuda.device_of(q):
+        forward_kernel[(len(tiles) * shape["PARTS"] * H,)](
+            q, k, v, y, lse, start, tiles, D**-0.5, T, H, *strides(q, k, v, y), **shape
+        )
 
 
 def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
     """Fill dq (1, H, T, D), dk and dv (1, G, T, D)."""
+    (_, H, T, D), G = q.shape, k.shape[1]
+    prompts = sum(-(-(middle - begin) // TILE) for begin, middle, _ in segments.groups)  # their tiles
+    delta, shares = torch.empty_like(lse), lse.new_empty(2, prompts * TILE, H, D)
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    delta = torch.empty_like(lse)
-    if not nothing_to_do(q):
-        launch(queries_kernel, segments, [dy, q, k, v, y, dq], [lse, delta], q, k)
-        launch(keys_kernel, segments, [dy, q, k, v, dk, dv], [lse, delta], q, k)
-
-
-def launch(kernel, segments, tensors, sums, q, k):
-    """tensors (1, H or G, T, D), of any strides where D is contiguous; sums (1, H, T)."""
-    (start, tiles), (_, H, T, D), G = segments.tables, q.shape, k.shape[1]
-    of_keys = kernel is keys_kernel
-    tensor_cores = not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
-    shape, heads = kernel_shape(D, q.itemsize, of_keys, tensor_cores), G if of_keys else H
-    strides = [tensor.stride(axis) for tensor in tensors for axis in (1, 2)]
+    if nothing_to_do(q):
+        return
+    (start, tiles), shape = segments.tables, constants(q, k)
     with torch.cuda.device_of(q):
-        kernel[(len(tiles) * shape["PARTS"] * heads,)](
-            *tensors, *sums, start, tiles, D**-0.5, T, heads, *strides, R=H // G, **shape
+        queries_kernel[(len(tiles) * shape["PARTS"] * H,)](
+            dy, q, k, v, y, dq, lse, delta, start, tiles, D**-0.5, T, H, *strides(dy, q, k, v, y, dq), **shape
         )
+        shape = constants(q, k, keys=True)
+        keys_kernel[(len(tiles) * shape["PARTS"] * H,)](
+            dy, q, k, v, dk, dv, lse, delta, *shares, start, tiles, D**-0.5, T, H, *strides(dy, q, k, v, dk, dv),
+            **shape,
+        )  # fmt: skip
+        del shape["N"]
+        sum_kernel[(prompts * shape["PARTS"] * G,)](dk, dv, *shares, tiles, G, *strides(dk, dv), **shape)

@@ -15,7 +15,7 @@ from memory.ledger import HostLedger, LiveBytes, PlanningMode
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-RAGGED = [(5, [3, 0, 20, 1]), (1, [2]), (40, []), (18, [40, 3, 3, 3, 7])]  # lengths; tiles have 16 tokens
+RAGGED = [(5, [3, 0, 9, 1]), (1, [2]), (20, []), (18, [21, 3, 3, 3])]  # lengths; tiles have 16 tokens
 
 
 @compiles
@@ -60,10 +60,10 @@ def of_group(groups, i):
     [
         (RAGGED, 2, 2, 8, torch.float32),
         (RAGGED, 3, 1, 24, torch.float32),
-        (RAGGED, 6, 2, 16, torch.float16),
+        (RAGGED[1:], 6, 2, 16, torch.float16),
         ([(1, [1])], 1, 1, 16, torch.float32),
         ([(17, [1, 1, 1] * 6)], 2, 1, 40, torch.float16),  # tiles of many completions
-        ([(7, [33, 70])], 1, 1, 128, torch.float32),
+        ([(7, [33, 50])], 1, 1, 128, torch.float32),
     ],
 )
 def test_kernels_agree_with_the_dense_oracle(groups, H, G, D, dtype):
@@ -77,15 +77,14 @@ def test_kernels_agree_with_the_dense_oracle(groups, H, G, D, dtype):
 
 
 @in_kernels
-@pytest.mark.parametrize("tile, parts", [(64, {}), (64, dict(PARTS=4, M=16)), (32, dict(PARTS=2, M=16, N=32))])
+@pytest.mark.parametrize("tile, parts", [(64, {}), (64, dict(PARTS=4, M=16))])
 def test_kernels_of_larger_tiles_and_their_parts(tile, parts, monkeypatch):
-    """At 64 float32 takes 32 queries or keys; parts of a tile behind its last token have nothing to do."""
+    """float32 takes half a tile of 64; parts of a tile behind its last token have nothing to do."""
     shape = flash.kernel_shape
     monkeypatch.setattr(flash, "kernel_shape", lambda *args: shape(*args) | parts)
     for module in (flash, segments):
         monkeypatch.setattr(module, "TILE", tile)
-    groups = [(70, [40, 33, 80]), (3, [5, 20])]
-    its, x = make_row(groups, 2, 1, 16)
+    its, x = make_row([(70, [40, 33]), (3, [5, 20])], 2, 1, 16)
     dy = torch.randn(1, 2, x.shape[1], 16, device=DEVICE)
     for ours, exact in zip(run(attend, its, x, dy, 2), run(attend_dense, its, x.double(), dy.double(), 2), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=3e-6, atol=3e-6)
@@ -93,9 +92,9 @@ def test_kernels_of_larger_tiles_and_their_parts(tile, parts, monkeypatch):
 
 @in_kernels
 def test_kernels_take_any_strides_of_heads_and_tokens():
-    its, x = make_row(RAGGED, 3, 1, 16)
-    q, k, v = x.transpose(1, 2).split([3, 1, 1], 1)
-    dy = torch.randn(1, 3, x.shape[1], 16, device=DEVICE)
+    its, x = make_row(RAGGED[3:], 2, 1, 16)
+    q, k, v = x.transpose(1, 2).split([2, 1, 1], 1)
+    dy = torch.randn(1, 2, x.shape[1], 16, device=DEVICE)
     leaves = [[part.detach().requires_grad_() for part in parts] for parts in ((q, k, v), map(torch.clone, (q, k, v)))]
     results = []
     for parts, upstream in zip(leaves, (dy, dy.transpose(2, 3).contiguous().transpose(2, 3)), strict=True):
@@ -104,21 +103,21 @@ def test_kernels_take_any_strides_of_heads_and_tokens():
         results.append([y.detach(), *(part.grad for part in parts)])
     assert all(a.equal(b) for a, b in zip(*results, strict=True))
     assert leaves[0][0].stride() != leaves[1][0].stride()
-    sums = torch.ones(1, 3, x.shape[1], 1, device=DEVICE).expand(-1, -1, -1, 16)  # as y.sum() returns it
-    y = attend(*leaves[0], its)
-    assert torch.autograd.grad(y, leaves[0][1], sums)[0].isfinite().all()
+    sums = torch.ones(1, 2, x.shape[1], 1, device=DEVICE).expand(-1, -1, -1, 16)  # as y.sum() returns it
+    gradient = torch.autograd.grad(attend(*leaves[0], its), leaves[0], sums)
+    assert gradient[2].equal(torch.autograd.grad(attend(*leaves[0], its), leaves[0], sums.contiguous())[2])
 
 
 @in_kernels
 def test_kernels_of_a_group_read_no_other_group():
     """Bit for bit what the group alone has, beside groups of NaN, which are before and behind it in the row."""
-    for i in range(len(RAGGED)):
-        its, x = make_row(RAGGED, 3, 1, 16)
-        dy, tokens = torch.randn(1, 3, x.shape[1], 16, device=DEVICE), of_group(RAGGED, i)
+    for i in (0, 3):
+        its, x = make_row(RAGGED, 2, 1, 16)
+        dy, tokens = torch.randn(1, 2, x.shape[1], 16, device=DEVICE), of_group(RAGGED, i)
         others = torch.full_like(x, torch.nan), torch.full_like(dy, torch.nan)
         others[0][:, tokens], others[1][:, :, tokens] = x[:, tokens], dy[:, :, tokens]
-        y, dx = run(attend, its, *others, 3)
-        y_alone, dx_alone = run(attend, Segments([RAGGED[i]], DEVICE), x[:, tokens], dy[:, :, tokens], 3)
+        y, dx = run(attend, its, *others, 2)
+        y_alone, dx_alone = run(attend, Segments([RAGGED[i]], DEVICE), x[:, tokens], dy[:, :, tokens], 2)
         assert y[:, :, tokens].equal(y_alone) and dx[:, tokens].equal(dx_alone)
 
 
@@ -192,7 +191,7 @@ def test_a_planned_row_keeps_the_output_and_a_sum_a_head(dtype):
 # Ahead of time, for devices that are not here.
 
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may ask for
-KERNELS = ["forward_kernel", "queries_kernel", "keys_kernel"]
+KERNELS = ["forward_kernel", "queries_kernel", "keys_kernel", "sum_kernel"]
 
 
 def long(*values):
@@ -201,23 +200,28 @@ def long(*values):
 
 @compiles
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
-@pytest.mark.parametrize("dtype", ["bf16", long("fp16"), long("fp32")])
-@pytest.mark.parametrize("R, D", [(7, 64), (6, 128), long(1, 16), long(1, 40), long(1, 80), long(8, 96), long(4, 256)])
+@pytest.mark.parametrize("dtype", ["bf16", long("fp32")])
+@pytest.mark.parametrize("R, G, D", [(7, 2, 64), (6, 2, 128), long(1, 8, 40), long(8, 1, 96), long(4, 2, 256)])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_compiled_attention_stays_in_registers(capability, R, D, dtype, tmp_path):
+def test_compiled_attention_stays_in_registers(capability, R, G, D, dtype, tmp_path):
+    """Qwen2.5's 0.5B and 1.5B; heads of no multiple of 16; one key head; large heads.
+
+    sm_75 and float32 have no tensor cores here: they may spill a few hundred bytes, and are right and slow."""
     for name in KERNELS:
         kernel, itemsize = getattr(flash, name), 4 if dtype == "fp32" else 2
-        shape = flash.kernel_shape(D, itemsize, name == "keys_kernel", capability >= 80)
+        shape = flash.kernel_shape(D, itemsize, name in ("keys_kernel", "sum_kernel"), capability >= 80)
+        shape = {constant: value for constant, value in shape.items() if constant != "N" or name != "sum_kernel"}
         options = {option: shape.pop(option) for option in ("num_warps", "num_stages")}
         types = dict.fromkeys(("dy", "q", "k", "v", "y", "dq", "dk", "dv"), "*" + dtype)
-        types |= dict(lse="*fp32", delta="*fp32", start="*i64", tiles="*i64")
+        types |= dict.fromkeys(("lse", "delta", "dk_shares", "dv_shares"), "*fp32") | dict(start="*i64", tiles="*i64")
+        ones = {"G": 1} if G == 1 and "G" in kernel.arg_names else {}  # the launcher makes it a constant
         strides = [arg for arg in kernel.arg_names if arg.endswith(("_head", "_time"))]
         used, ptx = cubin_resources(
-            kernel, capability, {arg: types[arg] for arg in types if arg in kernel.arg_names}, shape | {"R": R},
+            kernel, capability, {arg: types[arg] for arg in types if arg in kernel.arg_names}, shape | ones | {"R": R},
             strides if D % 16 == 0 else [], options.pop("num_warps"), tmp_path, **options,
         )  # fmt: skip
-        print(f"sm_{capability} {name} R={R} D={D} {dtype}", used)
+        print(f"sm_{capability} {name} {R * G}/{G} x {D} {dtype}", used)
         assert used["LOCAL"] == 0 and used["SHARED"] <= SHARED[capability] * 1024
-        products = capability >= 80 and dtype != "fp32"
+        products = capability >= 80 and dtype != "fp32" and name != "sum_kernel"
         assert any(word in ptx for word in ("mma", "tcgen05")) == products
         assert used["STACK"] == 0 or not products
