@@ -1,10 +1,10 @@
-"""Attention of packed groups on CUDA: one kernel forward, two backward. segments.py says who sees what, and is the oracle.
+"""Attention of packed groups on CUDA: one kernel forward, three backward. segments.py says who sees what.
 
 H query heads, G key heads, R = H / G queries share a key head; D numbers a head, DP the power of two above. Scores and
-probabilities exist only as blocks of M x N in registers (Dao 2023, FlashAttention-2). Every sum has a fixed order, so
-results are the same in every run.
+probabilities exist only as blocks of M x N in registers (Dao 2023, FlashAttention-2). A program reads tokens of its own
+group alone, and every sum has a fixed order: results are the same in every run.
 
-Left out: decoding's attention (decoding/attention.py). Test: pytest tests/test_flash.py
+Left out: decoding's attention (decoding/attention.py). The oracle is segments.py. Test: pytest tests/test_flash.py
 """
 
 import torch
@@ -70,8 +70,7 @@ if triton is not None:
     @triton.jit(do_not_specialize=["T"])
     def forward_kernel(
         q, k, v, y, lse, start, tiles, scale, T, H, q_head, q_time, k_head, k_time, v_head, v_time, y_head, y_time,
-        R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
-        N: tl.constexpr,
+        R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
         """One program per tile of queries and head. The last tile comes first: prompts' tiles see the fewest keys."""
         program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -99,8 +98,7 @@ if triton is not None:
     def queries_kernel(
         dy, q, k, v, y, dq, lse, delta, start, tiles, scale, T, H, dy_head, dy_time, q_head, q_time, k_head, k_time,
         v_head, v_time, y_head, y_time, dq_head, dq_time,
-        R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
-        N: tl.constexpr,
+        R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
         """dq and delta (H, T), the sum of dy * y. As `forward_kernel`: one program per tile of queries and head."""
         program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -131,8 +129,7 @@ if triton is not None:
     def keys_kernel(
         dy, q, k, v, dk, dv, lse, delta, dk_shares, dv_shares, start, tiles, scale, T, H, dy_head, dy_time, q_head, q_time, k_head, k_time,
         v_head, v_time, dk_head, dk_time, dv_head, dv_time,
-        R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
-        N: tl.constexpr,
+        R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
         """dk and dv: one program per tile of keys and key head; it reads the R query heads one after the other.
 
