@@ -65,7 +65,7 @@ def assert_same(ours, oracle, tolerance=1e-10):
         rounding = 1e-6 if name == "clip_fraction" else tolerance  # a count over a count, in float32
         assert metrics[name] == pytest.approx(value, rel=rounding, abs=rounding), name
     for name, value in right.items():
-        torch.testing.assert_close(gradients[name], value, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(gradients[name], value, rtol=tolerance, atol=tolerance, msg=f"{name}'s gradient")
 
 
 VARIANTS = {

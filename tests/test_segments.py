@@ -68,7 +68,7 @@ def test_the_mask_is_what_the_words_say(groups):
 
 @given(some_groups, st.sampled_from([1, 2, 3, 8]))
 def test_start_and_tiles_say_the_same(groups, tile):
-    """Of each tile: its tokens, the prompt that they see beside their own segments, and the last token that sees them."""
+    """Of each tile: its tokens, the prompt they see beside their own segments, and the last token that sees them."""
     segments, sees = Segments(groups), np.array(words(groups))
     row, start = segments_of(groups), segments.start()
     assert [row.index(token) for token in row] == start.tolist()
