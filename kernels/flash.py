@@ -20,7 +20,7 @@ if triton is not None:
 
     @triton.jit
     def part_of(tiles, program, heads, PARTS: tl.constexpr, M: tl.constexpr):
-        """A program's line of `tiles`, its head, and its part of the tile: the first token and the end, perhaps before."""
+        """A program's line of `tiles`, its head, the first token of its part and the end, which may be before."""
         line = tiles + program // (heads * PARTS) * 5
         first = tl.load(line) + program // heads % PARTS * M
         return line, (program % heads).to(tl.int64), first, tl.minimum(first + M, tl.load(line + 1))
@@ -119,7 +119,8 @@ if triton is not None:
         acc, exponent = tl.zeros((M, DP), tl.float32), scale * LOG2E
         for column in range(prompt, prompt_end, N):
             acc = query_block(
-                x, dx, k, v, keys, column, prompt_end, prompt, prompt_end - 1, exponent, its_lse, its_delta, acc, n, d, D
+                x, dx, k, v, keys, column, prompt_end, prompt, prompt_end - 1, exponent, its_lse, its_delta, acc,
+                n, d, D,
             )  # fmt: skip
         for column in range(tl.load(start + first), last, N):
             acc = query_block(x, dx, k, v, keys, column, last, low, row, exponent, its_lse, its_delta, acc, n, d, D)
@@ -127,8 +128,8 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["T"])
     def keys_kernel(
-        dy, q, k, v, dk, dv, lse, delta, dk_shares, dv_shares, start, tiles, scale, T, H, dy_head, dy_time, q_head, q_time, k_head, k_time,
-        v_head, v_time, dk_head, dk_time, dv_head, dv_time,
+        dy, q, k, v, dk, dv, lse, delta, dk_shares, dv_shares, start, tiles, scale, T, H, dy_head, dy_time,
+        q_head, q_time, k_head, k_time, v_head, v_time, dk_head, dk_time, dv_head, dv_time,
         R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
         """dk and dv: one program per tile of keys and key head; it reads the R query heads one after the other.
@@ -199,6 +200,7 @@ def kernel_shape(D: int, itemsize: int, keys: bool = False, tensor_cores: bool =
 
 
 def constants(q, k, keys=False) -> dict:
+    """`kernel_shape` on q's device, and R."""
     tensor_cores = not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
     return kernel_shape(q.shape[-1], q.itemsize, keys, tensor_cores) | dict(R=q.shape[1] // k.shape[1])
 

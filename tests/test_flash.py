@@ -200,13 +200,21 @@ def long(*values):
 
 @compiles
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
-@pytest.mark.parametrize("dtype", ["bf16", long("fp32")])
-@pytest.mark.parametrize("R, G, D", [(7, 2, 64), (6, 2, 128), long(1, 8, 40), long(8, 1, 96), long(4, 2, 256)])
+@pytest.mark.parametrize(
+    "R, G, D, dtype",
+    [
+        (7, 2, 64, "bf16"),  # Qwen2.5's 0.5B
+        (6, 2, 128, "bf16"),  # and 1.5B
+        long(7, 2, 64, "fp32"),
+        long(6, 2, 128, "fp32"),
+        long(1, 8, 40, "bf16"),  # no multiple of 16: loaded number by number
+        long(8, 1, 96, "bf16"),
+        long(4, 2, 256, "bf16"),
+    ],
+)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_attention_stays_in_registers(capability, R, G, D, dtype, tmp_path):
-    """Qwen2.5's 0.5B and 1.5B; heads of no multiple of 16; one key head; large heads.
-
-    sm_75 and float32 have no tensor cores here: they may spill a few hundred bytes, and are right and slow."""
+    """sm_75 multiplies outside of tensor cores and spills hundreds of bytes: it is right and slow there."""
     for name in KERNELS:
         kernel, itemsize = getattr(flash, name), 4 if dtype == "fp32" else 2
         shape = flash.kernel_shape(D, itemsize, name in ("keys_kernel", "sum_kernel"), capability >= 80)
@@ -224,4 +232,4 @@ def test_compiled_attention_stays_in_registers(capability, R, G, D, dtype, tmp_p
         assert used["LOCAL"] == 0 and used["SHARED"] <= SHARED[capability] * 1024
         products = capability >= 80 and dtype != "fp32" and name != "sum_kernel"
         assert any(word in ptx for word in ("mma", "tcgen05")) == products
-        assert used["STACK"] == 0 or not products
+        assert used["STACK"] <= (1024 if capability == 75 else 16 if dtype == "fp32" or D % 16 else 0)
