@@ -115,25 +115,25 @@ def gather(sequences, indices: list, cut: Cut) -> MicroBatch:
     sequences: tokens (N, width) and, where wanted, advantages (N,), sampling_logprobs, old_logprobs, ref_logprobs
     (N, T_c). The tables are made on the host, which knows the lengths, and uploaded together.
     """
-    width, groups, spans = sequences.tokens.shape[1], [], []  # spans: (sequence, first position, tokens) in the row
-    for group in cut.groups(indices):
-        prompt = cut.prompts[group[0]]
-        groups.append((prompt, [cut.completions[i] - 1 for i in group]))
-        spans += [(group[0], 0, prompt), *((i, prompt, cut.completions[i] - 1) for i in group)]
-    which, first, length = np.array(spans).T
-    begin, T = length.cumsum() - length, int(length.sum())
-    positions = np.arange(T) - (begin - first).repeat(length)
-    source = which.repeat(length) * width + positions  # of the flattened tokens
-    if pad := padded(T, sequences.tokens) - T:
-        groups.append((pad, []))  # a prompt without completions, which nobody sees
-        source, positions = (np.append(x, np.zeros(pad, x.dtype)) for x in (source, positions))
+    width, groups = sequences.tokens.shape[1], cut.groups(indices)
+    sizes = [(cut.prompts[group[0]], [cut.completions[i] - 1 for i in group]) for group in groups]
+    which = [i for group in groups for i in (group[0], *group)]  # of each segment of the row: from which sequence,
+    first = [p for prompt, own in sizes for p in (0, *[prompt] * len(own))]  # and from which position on
+    T = sum(prompt + sum(own) for prompt, own in sizes)
+    for _ in range(padded(T, sequences.tokens) - T):  # prompts of one token, without completions
+        sizes.append((1, []))
+        which.append(indices[0])
+        first.append(0)
+    which, first, mask = np.array(which), np.array(first), Segments(sizes, sequences.tokens.device)
+    positions = np.arange(mask.lengths.sum()) - (mask.begins - first).repeat(mask.lengths)
+    source = which.repeat(mask.lengths) * width + positions  # of the flattened tokens
+
     own = first > 0
-    index, prompt, lengths = which[own], first[own], length[own] + 1  # (S,) each
-    sequence = np.arange(len(index)).repeat(lengths)
+    index, prompt, lengths = which[own], first[own], mask.lengths[own] + 1  # (S,) each
+    sequence = np.arange(len(index)).repeat(lengths)  # (M,)
     place = np.arange(len(sequence)) - (lengths.cumsum() - lengths)[sequence]
-    last = (begin + length - 1)[np.maximum.accumulate(np.where(own, 0, np.arange(len(own))))[own]]  # (S,) of the prompt
-    rows = np.where(place == 0, last[sequence], begin[own][sequence] + place - 1)
-    mask = Segments(groups, sequences.tokens.device)
+    prompt_end = np.repeat([middle for _, middle, _ in mask.groups[: len(groups)]], [len(group) for group in groups])
+    rows = np.where(place == 0, prompt_end[sequence], mask.begins[own][sequence] + place) - 1
     tables = [source, positions, mask.start(), mask.tiles().ravel(), rows, sequence, place, lengths, index]
     tables.append(index[sequence] * width + prompt[sequence] + place)
     flat = upload(np.concatenate(tables), sequences.tokens.device).split([len(table) for table in tables])

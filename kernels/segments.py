@@ -41,11 +41,11 @@ class Segments:
 
     def __init__(self, groups: list[tuple[int, list[int]]], device="cpu"):
         """groups: (tokens of the prompt, [tokens of each completion, perhaps 0]). A prompt has at least one."""
-        self.groups, self.lengths, end = [], [], 0
+        self.groups, lengths, end = [], [], 0
         for prompt, completions in groups:
             self.groups.append((end, end + prompt, end := end + prompt + sum(completions)))
-            self.lengths += [prompt, *(length for length in completions if length)]
-        self.lengths = np.array(self.lengths)
+            lengths += [prompt, *completions]
+        self.lengths = np.array(lengths)
         self.begins = self.lengths.cumsum() - self.lengths  # of the segments
         self.longest = max(prompt + max(completions, default=0) for prompt, completions in groups)
         self.device, self.kept = torch.device(device), None
@@ -85,7 +85,7 @@ class Segments:
     @cached_property
     def batches(self) -> list["Batch"]:
         """The segments, those of about the same length together."""
-        order, found = np.argsort(-self.lengths, kind="stable"), []
+        order, found = np.argsort(-self.lengths, kind="stable")[: np.count_nonzero(self.lengths)], []
         while len(order):
             longest = self.lengths[order[0]]
             n = 1 if longest > ALONE else int((self.lengths[order] >= SIMILAR * longest).sum())

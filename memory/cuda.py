@@ -7,11 +7,11 @@ import torch
 
 from memory.ledger import kind_of
 
-MULTIPLE = 64  # tokens
+MULTIPLE = 16  # tokens
 
 
 def padded(length: int, tokens: torch.Tensor) -> int:
-    """How long a row of `tokens` is made: on CUDA a multiple of 64 tokens.
+    """How long a row of `tokens` is made: on CUDA a multiple of 16 tokens.
 
     So a run has few shapes: the allocator can reuse its blocks, and the libraries their choice of kernels.
     """
