@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, make_model
 
+from kernels.segments import Segments
 from memory.lean import Embed, RMSNorm
 from memory.ledger import HOST, LiveBytes
 from model import GPTConfig
@@ -115,12 +116,13 @@ def test_block_inputs_wait_on_the_host(shape, kind):
 
 
 def test_checkpointing_keeps_less():
-    kept = {}
+    tokens, kept = torch.zeros(1, 1024, dtype=torch.long, device=DEVICE), {}
+    positions = torch.arange(1024, device=DEVICE)[None] % 256
     for kind in ("none", "selective", "block"):
         model = make_model(n_layer=6, block_size=256)
         model.checkpoint_blocks = kind
         with LiveBytes() as live:
-            hidden = model(torch.zeros(4, 256, dtype=torch.long, device=DEVICE))
+            hidden = model(tokens, positions, mask=Segments([(256, [256, 256, 256])], DEVICE))
             kept[kind] = live.current
             del hidden
     assert kept["block"] < kept["selective"] < 0.5 * kept["none"]
