@@ -48,7 +48,8 @@ def gradient(model, rollouts, settings, select=None):
     """-> the gradient of one optimizer step over the completions `select`, and its metrics."""
     model.zero_grad()
     rollouts = rollouts if select is None else rollouts.select(select)
-    cut = Cut(rollouts, max_tokens=settings.max_tokens_per_micro_batch)
+    group_size = 4 if select in (None, list(range(12))) else 1  # others are in no order
+    cut = Cut(rollouts, max_tokens=settings.max_tokens_per_micro_batch, group_size=group_size)
     metrics = grpo.accumulate_gradient(model, rollouts, cut, 0, settings)
     return {name: p.grad.clone() for name, p in model.named_parameters()}, metrics
 
@@ -70,7 +71,7 @@ VARIANTS = {
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gradient_does_not_depend_on_the_cut(shape, variant):
-    """One sequence at a time or a few, padding of any width, chunks of the head, any order; bnpo must differ."""
+    """One sequence at a time or a few of a group, chunks of the head, prompts shared or not, any order; bnpo must differ."""
     model = make_flat_model(shape, dtype=torch.float64)
     rollouts = some_rollouts(model)
     common = dict(beta=0.04, max_new_tokens=12) | VARIANTS[variant]

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import os
+import random
 
 import pytest
 import torch
@@ -49,9 +50,9 @@ CONFIGS = {
     "plain": dict(),
     "token budget": dict(max_tokens_per_micro_batch=204),
     "block": dict(checkpoint_blocks="block", max_tokens_per_micro_batch=204),
-    "selective": dict(checkpoint_blocks="selective", max_tokens_per_micro_batch=408, **LLAMA),
-    "offload": dict(checkpoint_blocks="block", activation_offload=True, max_tokens_per_micro_batch=408),
-    "bfloat16": dict(max_tokens_per_micro_batch=408, n_embd=192, **BF16),
+    "selective": dict(checkpoint_blocks="selective", max_tokens_per_micro_batch=306, **LLAMA),
+    "offload": dict(checkpoint_blocks="block", activation_offload=True, max_tokens_per_micro_batch=306),
+    "bfloat16": dict(max_tokens_per_micro_batch=306, n_embd=192, **BF16),
     "autocast": dict(dtype="bfloat16", n_embd=192, **LLAMA),
     "optimizer on the host": dict(optimizer_device="host", grad_offload=True, vocab_size=4080, **LLAMA),
     "reference on the host": dict(beta=0.04, reference="host", vocab_size=4080, max_tokens_per_micro_batch=102),
@@ -83,6 +84,19 @@ def prepared_run(tmp_path, **changes):
     prepared = prepare(settings)
     prepared.reward_funcs = [one_group_differs if settings.max_num_gen_batches > 1 else differ]
     return prepared, settings
+
+
+def ragged(monkeypatch):
+    """No completion stops, and each is cut somewhere."""
+    no_stop(monkeypatch)
+    original, draw = grpo.sample_groups, random.Random(0)
+
+    def cut_somewhere(*args, **options):
+        rollouts = original(*args, **options)
+        rollouts.completion_lengths = torch.tensor([draw.randint(1, int(n)) for n in rollouts.completion_lengths])
+        return rollouts
+
+    monkeypatch.setattr(grpo, "sample_groups", cut_somewhere)
 
 
 def differ(prompts, completions, **columns):
@@ -131,6 +145,26 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
         assert its_plan.host == pytest.approx(record["mem_max_host_mb"] * MIB - before, rel=0.02)
     if profiled is not None:  # it sees device and host, and not that they are at their peaks at different times
         assert 0.98 * its_plan.peak <= profiled <= 1.02 * (its_plan.peak + its_plan.host)
+
+
+@pytest.mark.parametrize(
+    "changes, lengths, least",
+    [
+        (dict(batch_size=32, max_tokens_per_micro_batch=250), ragged, 0.93),
+        (dict(batch_size=32, max_tokens_per_micro_batch=90), ragged, 0.93),  # less than a long group
+        (dict(max_tokens_per_micro_batch=400, n_embd=192, **BF16), no_stop, 0.8),  # 3 groups, and 3 that find gradients
+    ],
+)
+def test_a_plan_bounds_a_ragged_run(changes, lengths, least, tmp_path, monkeypatch):
+    """A budget that is no multiple of anything; where first-fit fills micro-batches, the plan is not far above."""
+    lengths(monkeypatch)
+    monkeypatch.setattr("runs.saver.available_on_host", lambda: 0)
+    prepared, settings = prepared_run(tmp_path, eval_prompts=0, **changes)
+    planned_peak = plan(dry_run(prepared), settings).phases["train"][0] / MIB
+    grpo.main(prepared)
+    measured = max(record["mem_max_alloc_mb_train"] for record in read_log(settings.out_dir))
+    print(f"{changes}: {measured:.2f} of {planned_peak:.2f} MiB")
+    assert least * planned_peak < measured < 1.02 * planned_peak
 
 
 @pytest.mark.parametrize("name", ["plain", "block", "offload", "optimizer on the host", "entropy and importance"])
