@@ -1,25 +1,18 @@
-"""A real model, SmolLM2-135M-Instruct: our sampler beside Hugging Face `generate`, our iteration beside TRL's.
+"""A real model, SmolLM2-135M-Instruct: our sampler beside Hugging Face `generate`.
 
     make models/smollm2-135m-instruct
-    python bench/real.py [--only=sampler|iteration] [--rounds=3]        # iteration: pip install trl==1.16.0
+    python bench/real.py [--rounds=3]
 
-sampler    the same prompts in the chat template, equally many completions, stop tokens on, float32. Calls take turns.
-iteration  one GRPO iteration of config/grpo_real.py and the same in TRL: the same folder, prompts in the same order,
-           reward (the length), 128 completions of at most 16 tokens, no reference, float32, AdamW. Each contender runs
-           in its own process; they take turns. The first iteration is not counted. TRL's micro-batches have 16
-           sequences.
+The same prompts in the chat template, equally many completions, stop tokens on, float32. Calls take turns.
 
-Prints the ratios and, last, one JSON object.
+Prints the ratios and, last, one JSON object. An iteration of this model beside TRL's: bench/iteration.py --only=smollm2.
 """
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -28,137 +21,17 @@ sys.path.insert(0, str(HOME))
 
 MODEL = str(HOME / "models/smollm2-135m-instruct")
 SAMPLER = {"8 prompts x 4, 64 tokens": (8, 4, 64), "16 prompts x 8, 16 tokens": (16, 8, 16)}
-ITERATIONS = 3  # of a process; the first is not counted
 
 
-def prepared_run(out_dir, iterations=ITERATIONS):
+def prompts(count):
+    """-> prompts of config/grpo_real.py, as messages."""
     from options import read_settings
     from runs.prepare import prepare
     from settings import GRPOSettings
 
-    words = [f"--init_from={MODEL}", f"--out_dir={out_dir}", f"--max_iters={iterations}", "--eval_prompts=0"]
-    words += [f"--data_file={HOME / 'data/sums.jsonl'}", "--device=cpu"]
-    words.append("--reward_funcs=bench.real:reward")
-    return prepare(*read_settings(GRPOSettings, [str(HOME / "config/grpo_real.py"), *words])[:2])
-
-
-def reward(completions, **_):
-    """Of the length: it differs in every group, so every step is taken. Right answers are too rare at first."""
-    return [len(c if isinstance(c, str) else c[0]["content"]) / 100 for c in completions]
-
-
-def iteration_of_snug():
-    """-> the log's lines."""
-    import grpo
-
-    with tempfile.TemporaryDirectory() as folder:
-        with open(os.devnull, "w") as sys.stdout:
-            grpo.main(prepared_run(f"{folder}/run"))
-        sys.stdout = sys.__stdout__
-        return [json.loads(line) for line in open(f"{folder}/run/log.jsonl")]
-
-
-def iteration_of_trl():
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
-
-    prepared = prepared_run(tempfile.mkdtemp())
-    s = prepared.settings
-    rows = prepared.task.prompts("train", range(ITERATIONS * s.batch_size))
-    clock, phases = {}, []
-
-    def timed(name, function):
-        def call(*args, **kwargs):
-            started = time.perf_counter()
-            result = function(*args, **kwargs)
-            clock[name] = clock.get(name, 0) + time.perf_counter() - started
-            return result
-
-        return call
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=16,
-            gradient_accumulation_steps=s.batch_size * s.group_size // 16,
-            num_generations=s.group_size,
-            max_completion_length=s.max_new_tokens,
-            max_steps=ITERATIONS,
-            learning_rate=s.learning_rate,
-            lr_scheduler_type="constant",
-            adam_beta2=s.adam_beta2,
-            beta=0.0,
-            loss_type="dapo",
-            temperature=1.0,
-            gradient_checkpointing=False,
-            shuffle_dataset=False,
-            save_strategy="no",
-            report_to="none",
-            logging_steps=1,
-            disable_tqdm=True,
-        )
-        trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
-            processing_class=AutoTokenizer.from_pretrained(MODEL),
-            reward_funcs=reward,
-            args=config,
-            train_dataset=Dataset.from_list([dict(prompt=r["prompt"]) for r in rows]),
-        )
-        trainer._generate = timed("rollout", trainer._generate)
-        trainer.training_step = timed("step", trainer.training_step)  # holds the rollout
-        original, began = trainer.log, [time.perf_counter()]
-
-        def log(logs, *args, **kwargs):
-            original(logs, *args, **kwargs)  # adds TRL's metrics
-            if "loss" in logs:  # one a step
-                now = time.perf_counter()
-                phases.append(dict(time_s=now - began[0], time_rollout_s=clock["rollout"]))
-                phases[-1] |= dict(time_train_s=clock["step"] - clock["rollout"])
-                phases[-1] |= dict(completion_length_mean=logs["completions/mean_length"])
-                clock.clear()
-                began[0] = now
-
-        trainer.log = log
-        with open(os.devnull, "w") as sys.stdout:
-            trainer.train()
-        sys.stdout = sys.__stdout__
-    return phases
-
-
-def resident_gib():
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def arm(name):
-    """In a process of its own: the medians of its iterations but the first, and the most resident memory."""
-    lines = (iteration_of_snug if name == "snug" else iteration_of_trl)()[1:]
-    names = ("time_s", "time_rollout_s", "time_train_s", "completion_length_mean")
-    figures = {key: round(statistics.median(line[key] for line in lines), 2) for key in names}
-    print(json.dumps(figures | dict(resident_gib=round(resident_gib(), 2))))
-
-
-def iteration(rounds):
-    arms = {"snug": [], "trl": []}
-    for number in range(rounds):
-        for name, found in arms.items():
-            command = [sys.executable, __file__, f"--arm={name}"]
-            output = subprocess.run(command, capture_output=True, text=True)
-            if output.returncode:
-                raise SystemExit(output.stderr[-2000:])
-            found.append(json.loads(output.stdout.splitlines()[-1]))
-            print(f"round {number + 1}, {name}: {found[-1]}", flush=True)
-    ratios = {}
-    for key in arms["snug"][0]:
-        pairs = [theirs[key] / ours[key] for ours, theirs in zip(arms["snug"], arms["trl"], strict=True)]
-        ratios[key] = [round(f(pairs), 2) for f in (statistics.median, min, max)]
-    print("TRL / snug:", ratios, flush=True)
-    return dict(rounds=arms, ratios=ratios)
+    words = [f"--init_from={MODEL}", f"--data_file={HOME / 'data/sums.jsonl'}"]
+    prepared = prepare(*read_settings(GRPOSettings, [str(HOME / "config/grpo_real.py"), *words])[:2])
+    return [row["prompt"] for row in prepared.task.prompts("train", range(count))]
 
 
 def sampler(rounds):
@@ -172,10 +45,10 @@ def sampler(rounds):
 
     pick_device("cpu")
     run, peer = load_run(MODEL, "cpu"), AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    rows, found = prepared_run(tempfile.mkdtemp()).task.prompts("train", range(16)), {}
+    asked, found = prompts(16), {}
     stop = run.tokenizer.stop_tokens
     for name, (P, k, longest) in SAMPLER.items():
-        ids = [run.tokenizer.encode_prompt(row["prompt"]) for row in rows[:P]]
+        ids = [run.tokenizer.encode_prompt(prompt) for prompt in asked[:P]]
         width = max(map(len, ids))
         padded = torch.tensor([[stop[0]] * (width - len(row)) + row for row in ids])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
@@ -210,14 +83,10 @@ def main(arguments):
     import torch
 
     about = dict(machine=platform.machine(), torch=torch.__version__, threads=torch.get_num_threads())
-    benches = {"sampler": sampler, "iteration": iteration}
-    print(json.dumps(about | {name: f(arguments.rounds) for name, f in benches.items() if arguments.only in name}))
+    print(json.dumps(about | dict(sampler=sampler(arguments.rounds))))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A real model: sampler beside generate, iteration beside TRL.")
-    parser.add_argument("--only", default="", help="sampler or iteration")
+    parser = argparse.ArgumentParser(description="A real model: the sampler beside generate.")
     parser.add_argument("--rounds", type=int, default=3, help="pairs")
-    parser.add_argument("--arm", choices=("snug", "trl"), help="used by the bench itself")
-    arguments = parser.parse_args()
-    arm(arguments.arm) if arguments.arm else main(arguments)
+    main(parser.parse_args())

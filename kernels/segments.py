@@ -58,7 +58,7 @@ class Segments:
         """(n, 5): TILE tokens at most, a prompt's or a group's completions', for a program of the kernels.
 
         A line is: the first token, the end, where the prompt that they see begins and ends (0, 0: a prompt's own
-        tokens see no other), and the end of the tokens that see them.
+        tokens see no other), and the end of the tokens that see them. Prompts come first: the most tokens see them.
         """
         ends, lines = self.begins + self.lengths, []
         for begin, middle, end in self.groups:
@@ -67,7 +67,7 @@ class Segments:
             for first in range(middle, end, TILE):
                 last = min(first + TILE, end)
                 lines.append((first, last, begin, middle, ends[np.searchsorted(ends, last)]))
-        return np.array(lines)
+        return np.array(sorted(lines, key=lambda line: line[2] < line[3]))
 
     def mask(self) -> torch.Tensor:
         """(T, T) boolean: True where the token of the line sees that of the column."""

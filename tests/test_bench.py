@@ -1,5 +1,9 @@
-"""bench/gpu.py without a GPU: its limits, what is left of a bench that was stopped, and a dry run of all benches."""
+"""bench/gpu.py without a GPU: its limits, what is left of a bench that was stopped, and a dry run of all benches.
 
+And what bench/iteration.py compares with TRL.
+"""
+
+import importlib
 import json
 import os
 import signal
@@ -9,6 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import make_model
 
 HOME = Path(__file__).parent.parent
 # Steps in place of the real ones: name, program, limit. `tell` does what bench/common.py's `result` does.
@@ -124,6 +132,54 @@ def test_without_a_gpu_it_says_so(tmp_path):
     command = [sys.executable, "bench/gpu.py", f"--folder={tmp_path}"]
     result = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True)
     assert result.returncode == 2 and "sees no CUDA device" in result.stderr and not [*tmp_path.iterdir()]
+
+
+@pytest.fixture
+def iteration(monkeypatch):
+    """bench/iteration.py as a module."""
+    monkeypatch.syspath_prepend(HOME / "bench")
+    return importlib.import_module("iteration")
+
+
+@pytest.mark.parametrize("case", ["ragged", "uniform"])
+def test_the_stop_token_has_the_same_probability_everywhere(iteration, case):
+    """In a GPT-2 and a Qwen2, with the embedding as head."""
+    torch.manual_seed(0)
+    model = make_model(iteration.CASES["tiny"][case][0], "cpu")
+    iteration.set_stop_probability(model, 63, 1 / 6)
+    with torch.no_grad():
+        probability = model.logits(model(torch.randint(63, (4, 50)))).softmax(-1)[..., 63]
+    assert 0.15 < probability.min() and probability.max() < 0.185, (probability.min(), probability.max())
+
+
+def counted(model, T, length):
+    """Operations of a forward pass by torch's count, with the attention that it leaves out on a CPU."""
+    c, tokens = model.config, torch.randint(63, (1, T + length))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.logits(model(tokens)[:, T:])
+    return counter.get_total_flops() + c.n_layer * 4 * c.n_head * c.head_size * (T + length) ** 2 / 2
+
+
+@pytest.mark.parametrize("case", ["ragged", "uniform"])
+def test_the_floor_counts_forward_passes(iteration, case):
+    """A prompt's once, however many completions it has; four of all tokens, and a fifth of the reference."""
+    model, T, length = make_model(iteration.CASES["tiny"][case][0], "cpu"), 9, 4
+    both, prompt = counted(model, T, length), counted(model, T, 0)
+    for P, k in ((1, 1), (1, 3), (2, 3)):
+        forward = P * (prompt + k * (both - prompt))
+        for passes in (4, 5):
+            assert iteration.floor_flops(model.config, P, T, k, length, passes == 5) == passes * forward
+
+
+def test_an_iteration_is_measured():
+    command = [sys.executable, "bench/iteration.py", "--shapes=tiny", "--rounds=1", "--only=uniform"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True, timeout=300)
+    assert output.returncode == 0, output.stderr
+    (line,) = json.loads(output.stdout.splitlines()[-1])["cases"]["uniform"]["rounds"]["snug"]
+    assert line["length"] == 8 and line["tokens"] == 32 and line["peak_mib"] > 0
+    phases = [line[f"time_{name}_s"] for name in ("rollout", "reference", "train", "optimizer")]
+    assert min(phases) > 0 and line["floor_s"] < line["time_s"]
 
 
 RUNS = "logprobs,sampling,iteration", pytest.param("tests,memory,learning,sanitizer", marks=pytest.mark.long)

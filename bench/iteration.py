@@ -1,0 +1,374 @@
+"""A whole GRPO iteration, phase by phase, beside TRL's GRPOTrainer: the same model folder, prompts, rewards and lengths.
+
+    python bench/iteration.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--snug="--NAME=VALUE ..."]
+                                                        # TRL's side: pip install trl==1.16.0
+
+ragged    8 prompts of 192 tokens x 8 completions of geometric lengths, mean 24, at most 96; 4 layers x 256; a reference
+uniform   8 prompts of 8 tokens x 16 completions of 48 tokens, the same model
+smollm2   config/grpo_real.py with another reward: a real model, made by `make models/smollm2-135m-instruct`
+
+On CUDA: GPT-2 124M and Qwen2.5 0.5B and 1.5B with random weights. Random weights are a folder that both read. Its stop
+token has the same probability at each token. Its text is numbers: "7 12" is the ids 7 and 12.
+
+Contenders are processes that take turns. A process's figure is the median of its iterations without the first two; a
+ratio is the median of the pairs'. train of TRL holds the rewards, optimizer what is not in a training_step. TRL's
+micro-batches have the size, of 8, 16, 32 and 64 sequences, with which it was fastest. Peaks are those of all
+iterations, weights, moments and the reference included: on CUDA the allocator's; on a CPU live tensor bytes by
+memory/meter.py. That slows TRL down, so its peak has a process of its own. There TRL's buffer for logits, always 32,768
+columns wide, is not wider than the vocabulary: the rest is never written.
+
+Without TRL only ours is measured. With liger_kernel there is also TRL with use_liger_kernel. Left out: unsloth, which
+replaces TRL's classes when it is imported and needs a GPU for that.
+
+Prints the figures and, last, one JSON object.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import math
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+
+import tokenizers
+import torch
+from common import DEVICE, HOME, begin, chosen, clocked, commit, parser, result, synchronize
+
+import grpo
+from memory import MemoryMeter, cpu
+from memory.ledger import MIB
+from model import GPTConfig, make_model
+from options import read_settings
+from pretrained.shapes import read_shape
+from pretrained.tensors import load_pretrained, save_pretrained
+from runs.prepare import prepare
+from settings import GRPOSettings
+from tokenizer import END_OF_TEXT, get_tokenizer
+
+PACKAGES = ("torch", "transformers", "trl", "liger_kernel")
+ITERATIONS, UNCOUNTED = 5, 2  # of a process
+PHASES = ("time_s", "time_rollout_s", "time_reference_s", "time_train_s", "time_optimizer_s")
+GPT2 = dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True)
+QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6, norm_eps=1e-6)
+HALF_B = dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_hidden=4864, block_size=1024)
+ONE_B = dict(vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960, block_size=1024)
+SMALL = dict(vocab_size=256, n_layer=4, n_head=4, n_embd=256, block_size=512, bias=True)
+TINY = dict(vocab_size=64, n_layer=2, n_head=2, n_embd=16, block_size=64)
+REAL = (HOME / "models/smollm2-135m-instruct", [str(HOME / "config/grpo_real.py"), "--data_file=data/sums.jsonl"])
+FLOAT32 = ["--beta=0.04", "--learning_rate=1e-6"]
+BFLOAT16 = [*FLOAT32, "--dtype=bfloat16", "--param_dtype=bfloat16", "--optimizer_dtype=bfloat16"]
+# name: (shape, prompts, tokens a prompt, completions a prompt, mean length or 0: never stops, longest, snug's words),
+# or (folder, snug's words)
+CASES = {
+    "cpu": {
+        "ragged": (SMALL, 8, 192, 8, 24, 96, FLOAT32),
+        "uniform": (SMALL, 8, 8, 16, 0, 48, FLOAT32),
+        "smollm2": REAL,
+    },
+    "cuda": {
+        "GPT-2 124M": (GPT2, 8, 256, 8, 200, 512, BFLOAT16),
+        "Qwen2.5-0.5B": (QWEN | HALF_B, 8, 256, 8, 200, 512, BFLOAT16),
+        "Qwen2.5-1.5B": (QWEN | ONE_B, 8, 256, 8, 200, 512, BFLOAT16),
+    },
+    "tiny": {
+        "ragged": (TINY | dict(bias=True), 2, 12, 4, 6, 20, FLOAT32),
+        "uniform": (TINY | QWEN, 2, 4, 2, 0, 8, FLOAT32),
+    },
+}
+SEQUENCES = dict(ragged=8, uniform=8, smollm2=16)  # of TRL's fastest micro-batches; others: 8
+AIMS = {("ragged", "time_s"): dict(at_least=8), ("uniform", "time_s"): dict(at_least=1.6)}
+AIMS |= {("ragged", "peak_mib"): dict(at_most=0.4)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model and the prompts
+
+
+def make_folder(case, folder):
+    """Write the case's model and prompts -> snug's words."""
+    if len(case) == 2:
+        return [*case[1], f"--init_from={case[0]}"]
+    shape, P, T, k, mean, longest, words = case
+    torch.manual_seed(0)
+    model = make_model(shape, DEVICE)
+    set_stop_probability(model, shape["vocab_size"] - 1, 1 / mean if mean else 1e-9)
+    dtype = "bfloat16" if words is BFLOAT16 else "float32"
+    save_pretrained(model, folder / "model", make_tokenizer(folder / "tokenizer", shape["vocab_size"]), dtype)
+    rows = [" ".join(str(random.randrange(shape["vocab_size"] - 1)) for _ in range(T)) for _ in range(100)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(dict(prompt=row)) + "\n" for row in rows))
+    sizes = [f"--batch_size={P}", f"--group_size={k}", f"--max_new_tokens={longest}"]
+    return [f"--init_from={folder}/model", "--task=jsonl", f"--data_file={folder}/prompts.jsonl", *sizes, *words]
+
+
+def make_tokenizer(folder, vocab_size):
+    """Ids are words; the last one ends a completion."""
+    words = {str(i): i for i in range(vocab_size - 1)} | {END_OF_TEXT: vocab_size - 1}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([END_OF_TEXT])
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, model_max_length=10**6)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return get_tokenizer(str(folder))
+
+
+@torch.no_grad()
+def set_stop_probability(model, stop, p):
+    """A bias of the first block's values makes coordinate 0 the largest by far, about constant. Only `stop` looks at it.
+
+    `stop` is never read by the model, so that its row of the embedding is free, although it is the head's too.
+    """
+    attention, weight = model.blocks[0].attention, model.embedding.weight
+    attention.qkv.weight[-1], attention.qkv.bias[-1] = 0, 1
+    attention.proj.weight[0], attention.proj.weight[:, -1] = 0, 0
+    attention.proj.weight[0, -1] = 10
+    weight[:, 0], weight[stop] = 0, 0
+    hidden = model(torch.randint(stop, (8, min(64, model.config.block_size)), device=DEVICE))
+    others = model.logits(hidden)[..., :stop].logsumexp(-1).mean()
+    weight[stop, 0] = (others + math.log(p / (1 - p))) / hidden[..., 0].mean()
+
+
+def reward(completion_ids, **_):
+    """Of the ids: it differs in every group, so every step is taken."""
+    return [sum(ids) % 97 / 97 for ids in completion_ids]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The contenders, each in a process of its own
+
+
+def prepared_run(words, seed, out_dir):
+    words = [*words, f"--out_dir={out_dir}", f"--max_iters={ITERATIONS}", f"--seed={seed}", f"--device={DEVICE}"]
+    words += ["--eval_prompts=0", "--save_interval=0", "--reward_funcs=bench.iteration:reward"]
+    return prepare(*read_settings(GRPOSettings, words)[:2])
+
+
+def iterations_of_snug(words, seed, folder):
+    """-> the log's lines, and what the floor is made of."""
+    prepared = prepared_run(words, seed, f"{folder}/run")
+    s = prepared.settings
+    grpo.main(prepared)
+    lines = [json.loads(line) for line in open(f"{folder}/run/log.jsonl")]
+    for line in lines:
+        line["peak_mib"] = line["mem_max_alloc_mb"]
+    rows = prepared.task.prompts("train", range(ITERATIONS * s.batch_size))
+    prompts = [len(prepared.tokenizer.encode_prompt(row["prompt"])) for row in rows]
+    length = statistics.mean(line["completion_length_mean"] for line in lines[UNCOUNTED:])
+    config = GPTConfig(**read_shape(s.init_from))
+    flops = floor_flops(config, s.batch_size, statistics.mean(prompts), s.group_size, length, s.beta > 0)
+    tokens = length * s.batch_size * s.group_size
+    return lines, dict(floor_s=flops / product_speed(s.dtype), tokens=tokens)
+
+
+def iterations_of_trl(words, seed, folder, sequences, liger, metered):
+    """-> the same of TRL, which has no floor. metered: the peak, and seconds that mean nothing on a CPU."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer import utils
+
+    prepared = prepared_run(words, seed, f"{folder}/run")
+    s = prepared.settings
+    rows = prepared.task.prompts("train", range(ITERATIONS * s.batch_size))
+    prompts = [dict(prompt=row["prompt"]) for row in rows]
+    sequences = min(sequences, s.sequences_per_rollout)
+    if metered:
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(utils._CHUNKED_LOGPROB_CHUNK_SIZE, prepared.shape["vocab_size"])
+    same = ("max_new_tokens", "learning_rate", "adam_beta2", "beta", "loss_type", "temperature", "seed")
+    options = {name: getattr(s, name) for name in same} | dict(num_generations=s.group_size)
+    options["max_completion_length"] = options.pop("max_new_tokens")
+    options |= dict(per_device_train_batch_size=sequences, max_steps=2 if metered else ITERATIONS)
+    options |= dict(gradient_accumulation_steps=s.sequences_per_rollout // sequences, lr_scheduler_type="constant")
+    options |= dict(use_cpu=DEVICE == "cpu", bf16=s.dtype == "bfloat16", use_liger_kernel=liger)
+    options |= dict(gradient_checkpointing=False, shuffle_dataset=False, save_strategy="no", output_dir=str(folder))
+    config = GRPOConfig(**options, report_to="none", logging_steps=1, disable_tqdm=True)
+    with MemoryMeter(DEVICE) if metered else contextlib.nullcontext() as meter:
+        model = AutoModelForCausalLM.from_pretrained(s.init_from, dtype=getattr(torch, s.param_dtype)).to(DEVICE)
+        if not metered:
+            check_same_model(model, s)
+        tokenizer, dataset = AutoTokenizer.from_pretrained(s.init_from), Dataset.from_list(prompts)
+        trainer = GRPOTrainer(model, reward, config, dataset, processing_class=tokenizer)
+        if (trainer.ref_model is not None) != bool(s.beta):
+            raise SystemExit("TRL's reference is not as beta says")
+        if metered and DEVICE == "cpu":  # the files' tensors are mapped into memory, by no op
+            for weights in (model, trainer.ref_model) if s.beta else (model,):
+                for parameter in weights.parameters():
+                    meter.live.follow(parameter)
+        lines = watched(trainer)
+        trainer.train()
+        peak = meter.peak_since_reset() / MIB if metered else math.nan
+    return [line | dict(peak_mib=peak) for line in lines], {}
+
+
+def check_same_model(peer, s):
+    """Do both compute the same log-probs from the folder? Otherwise nothing would be compared."""
+    model = load_pretrained(s.init_from, DEVICE, s.param_dtype)
+    tokens = torch.randint(model.config.vocab_size - 1, (2, 32), device=DEVICE)
+    with torch.no_grad():
+        pair = [logits.float().log_softmax(-1) for logits in (model.logits(model(tokens)), peer(tokens).logits)]
+    if not (pair[0] - pair[1]).abs().max() < (1e-3 if s.param_dtype == "float32" else 0.2):
+        raise SystemExit("snug and transformers read different models from the folder")
+
+
+def watched(trainer):
+    """-> a list that gets a line like snug's for each of the trainer's steps."""
+    clock, lines, began = defaultdict(float), [], [time.perf_counter()]
+
+    def timed(name, function):
+        def call(*args, **kwargs):
+            if name == "reference" and torch.is_grad_enabled():  # the training's log-probs
+                return function(*args, **kwargs)
+            returned, seconds = clocked(lambda: function(*args, **kwargs))
+            clock[name] += seconds
+            return returned
+
+        return call
+
+    def log(logs, *args, **kwargs):
+        synchronize()
+        seconds = time.perf_counter() - began[0]
+        original(logs, *args, **kwargs)  # adds TRL's metrics
+        if "loss" in logs:  # once a step
+            parts = dict(time_rollout_s=clock["rollout"], time_reference_s=clock["reference"])
+            parts |= dict(time_train_s=clock["step"] - sum(parts.values()), time_optimizer_s=seconds - clock["step"])
+            lines.append(dict(time_s=seconds, completion_length_mean=logs["completions/mean_length"], **parts))
+            clock.clear()
+            began[0] = time.perf_counter()
+
+    original, trainer.log = trainer.log, log
+    trainer._generate = timed("rollout", trainer._generate)
+    trainer._get_per_token_logps_and_entropies = timed("reference", trainer._get_per_token_logps_and_entropies)
+    trainer.training_step = timed("step", trainer.training_step)  # the first of an iteration holds those two
+    return lines
+
+
+def floor_flops(c, P, T, k, length, reference):
+    """Operations that an iteration of P prompts of T tokens and k completions of `length` tokens each cannot do without.
+
+    Each prompt is computed once, not once for each completion; head rows are those of completion tokens. A matrix of n
+    weights takes 2n a token; attention 4 * n_head * head_size for a token and one that it sees, in each layer. A rollout
+    and a reference are one forward pass each, training is three: backward has two products for each one of forward.
+    """
+    mlp = (3 if c.mlp == "swiglu" else 2) * c.n_embd * c.n_hidden
+    block = c.n_embd * c.head_size * (2 * c.n_head + 2 * c.n_kv_head) + mlp
+    pairs = P * (T * T / 2 + k * (length * T + length * length / 2))
+    forward = c.n_layer * (2 * block * P * (T + k * length) + 4 * c.n_head * c.head_size * pairs)
+    forward += 2 * c.n_embd * c.vocab_size * P * k * length
+    return forward * (5 if reference else 4)
+
+
+@torch.no_grad()
+def product_speed(dtype):
+    """Operations a second of a large product."""
+    n = 8192 if DEVICE == "cuda" else 2048
+    x, w = (torch.randn(n, n, device=DEVICE, dtype=getattr(torch, dtype)) for _ in range(2))
+    return 2 * n**3 / min(clocked(lambda: cpu.linear(x, w))[1] for _ in range(5))
+
+
+def arm(arguments):
+    """-> the medians of the iterations that count."""
+    words = json.loads(arguments.words)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        if arguments.arm == "snug":
+            lines, extra = iterations_of_snug(words + shlex.split(arguments.snug), arguments.seed, folder)
+        else:
+            metered, liger = "peak" in arguments.arm, "Liger" in arguments.arm
+            lines, extra = iterations_of_trl(words, arguments.seed, folder, arguments.sequences, liger, metered)
+    extra["peak_mib"] = max(line["peak_mib"] for line in lines)
+    lines = lines[UNCOUNTED:] or lines
+    extra["length"] = statistics.mean(line["completion_length_mean"] for line in lines)
+    return {name: statistics.median(line.get(name, 0.0) for line in lines) for name in PHASES} | extra
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rounds
+
+
+def measured(arm, words, seed, sequences, snug):
+    """-> the figures of a contender, from a process of its own."""
+    command = [sys.executable, __file__, f"--arm={arm}", f"--words={json.dumps(words)}", f"--seed={seed}"]
+    command += [f"--sequences={sequences}", f"--snug={snug}"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=HOME)
+    if run.returncode:
+        raise SystemExit(f"{arm}: {run.stderr[-2000:]}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def measure(name, case, arms, arguments):
+    """Rounds of a case, its figures and ratios told -> both, for the JSON object."""
+    sequences = arguments.sequences or SEQUENCES.get(name, 8)
+    rounds = {who: [] for who in arms}
+    with tempfile.TemporaryDirectory() as folder:
+        words = make_folder(case, Path(folder))
+        for number in range(arguments.rounds):
+            for who in arms:
+                rounds[who].append(measured(who, words, number + 1, sequences, arguments.snug))
+                print(f"{name}, round {number + 1}, {who}: {rounds[who][-1]['time_s']:.3f} s", flush=True)
+        for who in arms[1:]:
+            peak = measured(f"{who}, peak", words, 1, sequences, "")["peak_mib"]
+            rounds[who] = [figures | dict(peak_mib=peak) for figures in rounds[who]]
+    return dict(rounds=rounds, ratios=tell(name, rounds))
+
+
+def tell(name, rounds):
+    """Print the medians and, of each other contender, the ratios -> {contender: {figure: [median, least, most]}}.
+
+    Of seconds and lengths theirs / ours, of peaks ours / theirs.
+    """
+    ours, ratios = rounds["snug"], {who: {} for who in rounds if who != "snug"}
+    for key in (*PHASES, "peak_mib", "length"):
+        row = [f"{who} {statistics.median(line[key] for line in lines):10.4g}" for who, lines in rounds.items()]
+        print(f"{name}: {key:18}", "   ".join(row), flush=True)
+    spread(f"{name}: floor's share of snug's seconds", [100 * line["floor_s"] / line["time_s"] for line in ours], "%")
+    spread(f"{name}: snug, tokens of completions", [line["tokens"] / line["time_s"] for line in ours], "a second")
+    for who, found in ratios.items():
+        for key in [key for key in (*PHASES, "peak_mib", "length") if all(line[key] for line in ours)]:
+            pairs = [(a[key], b[key]) for a, b in zip(ours, rounds[who], strict=True)]
+            values = [a / b if key == "peak_mib" else b / a for a, b in pairs]
+            what = f"{name}: snug's {key} / {who}'s" if key == "peak_mib" else f"{name}: {who}'s {key} / snug's"
+            found[key] = spread(what, values, "x", **AIMS.get((name, key), {}))
+    return ratios
+
+
+def spread(what, values, unit, **aim):
+    middle, low, high = (round(f(values), 4) for f in (statistics.median, min, max))
+    result(what, middle, unit, low=low, high=high, **aim)
+    return [middle, low, high]
+
+
+def main(arguments):
+    begin(arguments)
+    installed = {name: version(name.replace("_", "-")) for name in PACKAGES if importlib.util.find_spec(name)}
+    arms, found = ["snug"], {}
+    if "trl" in installed:
+        arms += ["TRL"] + (["TRL with Liger"] if "liger_kernel" in installed else [])
+    else:
+        print("TRL is not installed: only snug is measured", flush=True)
+    for name, case in CASES[arguments.shapes].items():
+        if chosen(name, arguments.only):
+            found[name] = measure(name, case, arms, arguments)
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    about = dict(device=device, commit=commit(), versions=installed, snug=arguments.snug)
+    print(json.dumps(about | dict(cases=found)))
+
+
+if __name__ == "__main__":
+    options = parser("A GRPO iteration, phase by phase, beside TRL's.")
+    options.add_argument("--rounds", type=int, default=5, help="pairs of processes")
+    options.add_argument("--snug", default="", help="more options of snug, such as --max_tokens_per_micro_batch=2048")
+    options.add_argument("--sequences", type=int, default=0, help="TRL's micro-batch; 0: the fastest that was found")
+    options.add_argument("--arm", help="used by the bench itself, and so are the next two")
+    options.add_argument("--words")
+    options.add_argument("--seed", type=int)
+    arguments = options.parse_args()
+    print(json.dumps(arm(arguments))) if arguments.arm else main(arguments)

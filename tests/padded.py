@@ -1,0 +1,67 @@
+"""Micro-batches the long way, an oracle for the packed ones: a sequence a row, right-padded, causal attention.
+
+    with padded(poison=7):
+        grpo.accumulate_gradient(model, rollouts, a_few(cut, 4), 0, settings)
+
+Every token of every sequence is computed: a prompt once for each of its completions, and last tokens too.
+"""
+
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from unittest.mock import patch
+
+import torch
+
+import grpo
+import train_sft
+from batch import MicroBatch
+
+
+class PaddedBatch(MicroBatch):
+    """As MicroBatch, but tokens are (S, T), positions and mask None: 0, 1, 2, ... and causal."""
+
+    def completion_hidden(self, hidden):
+        return hidden.flatten(0, 1)[self.rows]
+
+
+def gather(sequences, indices, cut, poison=0):
+    """batch.gather's arguments -> PaddedBatch. poison: the id that stands in the padding."""
+    prompts, completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
+    T = max(prompts[i] + completions[i] for i in indices)
+    tokens = torch.full((len(indices), T), poison)
+    rows, targets, sequence, place = [], [], [], []
+    for s, i in enumerate(indices):
+        end = prompts[i] + completions[i]
+        tokens[s, :end] = sequences.tokens[i, :end]
+        for t in range(completions[i]):
+            target = prompts[i] + t
+            rows.append(s * T + target - 1)
+            targets.append(int(tokens[s, target]))
+            sequence.append(s)
+            place.append(t)
+    lengths = [completions[i] for i in indices]
+    numbers = (torch.tensor(x, device=sequences.tokens.device) for x in (rows, targets, sequence, place, lengths))
+    micro = PaddedBatch(tokens.to(sequences.tokens.device), None, None, *numbers, torch.tensor(indices))
+    if getattr(sequences, "advantages", None) is not None:
+        micro.advantages = sequences.advantages[indices]
+    for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs"):
+        if (value := getattr(sequences, name, None)) is not None:
+            setattr(micro, name, torch.cat([value[i, : completions[i]] for i in indices]))
+    return micro
+
+
+def a_few(cut, n):
+    """The same optimizer steps in micro-batches of n sequences in their order, whatever their groups."""
+    other = copy(cut)
+    steps = [list(cut.sequences(step)) for step in range(len(cut.steps))]
+    other.steps = [[step[first : first + n] for first in range(0, len(step), n)] for step in steps]
+    return other
+
+
+@contextmanager
+def padded(poison=0):
+    """Within this context the loops gather padded micro-batches."""
+    other = partial(gather, poison=poison)
+    with patch.object(grpo, "gather", other), patch.object(train_sft, "gather", other):
+        yield

@@ -1,0 +1,235 @@
+"""The kernels of packed groups' attention against the dense oracle: values in the interpreter, and what is compiled.
+
+As in test_kernels.py, the tests of values run again in Triton's interpreter, and on CUDA."""
+
+import sys
+
+import pytest
+import torch
+from conftest import DEVICE
+from interpreted import CAPABILITIES, compiles, cubin_resources, in_kernels, run_interpreted
+
+from kernels import flash, segments
+from kernels.segments import Segments, attend, attend_dense
+from memory.ledger import HostLedger, LiveBytes, PlanningMode
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+RAGGED = [(5, [3, 0, 9, 1]), (1, [2]), (20, []), (18, [21, 3, 3, 3])]  # lengths; tiles have 16 tokens
+
+
+@compiles
+def test_values_in_the_interpreter(request):
+    assert run_interpreted(__file__, request) >= 10
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(request, monkeypatch):
+    """16 tokens, the least that a product takes. Where kernels are tested plain torch must not stand in for them."""
+    if request.function.__name__.startswith("test_kernel"):
+        for module in (flash, segments):
+            monkeypatch.setattr(module, "TILE", 16)
+        for name in ("forward_parts", "backward_parts"):
+            monkeypatch.setattr(segments, name, lambda *_: pytest.fail("plain torch ran"))
+
+
+def make_row(groups, H, G, D, dtype=torch.float32, seed=0):
+    """-> segments, and the output of a projection (1, T, H + 2 G, D)."""
+    torch.manual_seed(seed)
+    its = Segments(groups, DEVICE)
+    return its, torch.randn(1, int(its.lengths.sum()), H + 2 * G, D, device=DEVICE).to(dtype)
+
+
+def run(function, its, x, dy, H):
+    """-> the output (1, H, T, D), and the gradient of x (1, T, H + 2 G, D)."""
+    x = x.detach().requires_grad_()
+    G = (x.shape[2] - H) // 2
+    y = function(*x.transpose(1, 2).split([H, G, G], 1), its)
+    y.backward(dy)
+    return y.detach(), x.grad
+
+
+def of_group(groups, i):
+    first, end = (sum(prompt + sum(lengths) for prompt, lengths in groups[:n]) for n in (i, i + 1))
+    return slice(first, end)
+
+
+@in_kernels
+@pytest.mark.parametrize(
+    "groups, H, G, D, dtype",
+    [
+        (RAGGED, 2, 2, 8, torch.float32),
+        (RAGGED, 3, 1, 24, torch.float32),
+        (RAGGED[1:], 6, 2, 16, torch.float16),
+        ([(1, [1])], 1, 1, 16, torch.float32),
+        ([(17, [1, 1, 1] * 6)], 2, 1, 40, torch.float16),  # tiles of many completions
+        ([(7, [33, 50])], 1, 1, 128, torch.float32),
+    ],
+)
+def test_kernels_agree_with_the_dense_oracle(groups, H, G, D, dtype):
+    its, x = make_row(groups, H, G, D, dtype)
+    dy = torch.randn(1, H, x.shape[1], D, device=DEVICE).to(dtype)
+    expected = run(attend_dense, its, x.double(), dy.double(), H)
+    tolerance = 3e-6 if dtype == torch.float32 else 4e-3
+    for ours, exact in zip(run(attend, its, x, dy, H), expected, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@in_kernels
+@pytest.mark.parametrize("parts", [{}, dict(PARTS=4, M=16)])
+def test_kernels_of_larger_tiles_and_their_parts(parts, monkeypatch):
+    """float32 takes half a tile of 64; parts of a tile behind its last token have nothing to do."""
+    shape = flash.kernel_shape
+    monkeypatch.setattr(flash, "kernel_shape", lambda *args: shape(*args) | parts)
+    for module in (flash, segments):
+        monkeypatch.setattr(module, "TILE", 64)
+    its, x = make_row([(70, [40, 33]), (3, [5, 20])], 2, 1, 16)
+    dy = torch.randn(1, 2, x.shape[1], 16, device=DEVICE)
+    for ours, exact in zip(run(attend, its, x, dy, 2), run(attend_dense, its, x.double(), dy.double(), 2), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=3e-6, atol=3e-6)
+
+
+@in_kernels
+def test_kernels_take_any_strides_of_heads_and_tokens():
+    its, x = make_row(RAGGED[3:], 2, 1, 16)
+    q, k, v = x.transpose(1, 2).split([2, 1, 1], 1)
+    dy = torch.randn(1, 2, x.shape[1], 16, device=DEVICE)
+    leaves = [[part.detach().requires_grad_() for part in parts] for parts in ((q, k, v), map(torch.clone, (q, k, v)))]
+    results = []
+    for parts, upstream in zip(leaves, (dy, dy.transpose(2, 3).contiguous().transpose(2, 3)), strict=True):
+        y = attend(*parts, its)
+        y.backward(upstream)
+        results.append([y.detach(), *(part.grad for part in parts)])
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+    assert leaves[0][0].stride() != leaves[1][0].stride()
+    sums = torch.ones(1, 2, x.shape[1], 1, device=DEVICE).expand(-1, -1, -1, 16)  # as y.sum() returns it
+    gradient = torch.autograd.grad(attend(*leaves[0], its), leaves[0], sums)
+    assert gradient[2].equal(torch.autograd.grad(attend(*leaves[0], its), leaves[0], sums.contiguous())[2])
+
+
+@in_kernels
+def test_kernels_of_a_group_read_no_other_group():
+    """Bit for bit what the group alone has, beside groups of NaN, which are before and behind it in the row."""
+    for i in (0, 3):
+        its, x = make_row(RAGGED, 2, 1, 16)
+        dy, tokens = torch.randn(1, 2, x.shape[1], 16, device=DEVICE), of_group(RAGGED, i)
+        others = torch.full_like(x, torch.nan), torch.full_like(dy, torch.nan)
+        others[0][:, tokens], others[1][:, :, tokens] = x[:, tokens], dy[:, :, tokens]
+        y, dx = run(attend, its, *others, 2)
+        y_alone, dx_alone = run(attend, Segments([RAGGED[i]], DEVICE), x[:, tokens], dy[:, :, tokens], 2)
+        assert y[:, :, tokens].equal(y_alone) and dx[:, tokens].equal(dx_alone)
+
+
+@in_kernels
+def test_kernels_of_a_completion_are_bit_for_bit_the_same_beside_others():
+    prompt, lengths = 18, [9, 21, 4]
+    its, x = make_row([(prompt, lengths)], 2, 1, 16)
+    y = attend(*x.transpose(1, 2).split([2, 1, 1], 1), its)
+    for i in range(len(lengths)):
+        other, own = torch.randn_like(x) * 9, slice(prompt + sum(lengths[:i]), prompt + sum(lengths[: i + 1]))
+        for tokens in (slice(0, prompt), own):
+            other[:, tokens] = x[:, tokens]
+        assert attend(*other.transpose(1, 2).split([2, 1, 1], 1), its)[:, :, own].equal(y[:, :, own])
+
+
+@in_kernels
+def test_kernels_read_nothing_beside_the_row():
+    """The row lies in a longer one of NaN, and so do the outputs: what is outside stays as it was."""
+    its, x = make_row(RAGGED, 2, 1, 16)
+    T = x.shape[1]
+    long = torch.full((1, T + 200, 4, 16), torch.nan, device=DEVICE)
+    inside = slice(100, 100 + T)
+    long[:, inside] = x
+    dy = torch.randn(1, 2, T, 16, device=DEVICE)
+    q, k, v = long[:, inside].transpose(1, 2).split([2, 1, 1], 1)
+    out, dx = torch.full_like(long, 7.0), torch.full_like(long, 7.0)
+    y, lse = out[:, inside, :2].transpose(1, 2), torch.empty(1, 2, T, device=DEVICE)
+    flash.forward(q, k, v, y, lse, its)
+    flash.backward(dy, q, k, v, y, lse, *dx[:, inside].transpose(1, 2).split([2, 1, 1], 1), its)
+    y_expected, dx_expected = run(attend, its, x, dy, 2)
+    assert y.equal(y_expected) and dx[:, inside].equal(dx_expected)
+    for whole in (out, dx):
+        assert (whole[:, :100] == 7).all() and (whole[:, 100 + T :] == 7).all()
+
+
+@in_kernels
+def test_kernels_with_large_scores():
+    """One key takes all: exp of the scores themselves would be infinite."""
+    its, x = make_row([(4, [20, 3])], 1, 1, 16)
+    x[:, :, :2] *= 40
+    dy = torch.randn(1, 1, x.shape[1], 16, device=DEVICE)
+    for ours, exact in zip(run(attend, its, x, dy, 1), run(attend_dense, its, x.double(), dy.double(), 1), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=2e-4, atol=2e-4)
+
+
+@in_kernels
+def test_kernels_give_the_logarithm_of_the_sum():
+    its, x = make_row(RAGGED, 2, 1, 16)
+    q, k, v = x.transpose(1, 2).split([2, 1, 1], 1)
+    y, lse = torch.empty_like(q), torch.empty(1, 2, x.shape[1], device=DEVICE)
+    flash.forward(q, k, v, y, lse, its)
+    scores = (q @ k.transpose(2, 3) / 4).masked_fill(~its.mask(), -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+@compiles
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_planned_row_keeps_the_output_and_a_sum_a_head(dtype):
+    """Without data: nothing is launched; backward's scratch is one number a token and head."""
+    with PlanningMode("cuda", HostLedger()), LiveBytes() as live:
+        its, x = Segments([(100, [30, 0, 50]), (3, [])]), torch.empty(1, 183, 4 + 2 * 2, 16, dtype=dtype)
+        q, k, v = (part.detach().requires_grad_() for part in x.transpose(1, 2).split([4, 2, 2], 1))
+        before = live.current
+        y = attend(q, k, v, its)
+        assert live.current - before == y.nbytes + 183 * 4 * 4 and y.shape == q.shape
+        y.backward(torch.empty_like(y))
+        assert [part.grad.shape for part in (q, k, v)] == [part.shape for part in (q, k, v)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ahead of time, for devices that are not here.
+
+SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may ask for
+KERNELS = ["forward_kernel", "queries_kernel", "keys_kernel", "sum_kernel"]
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@compiles
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
+@pytest.mark.parametrize(
+    "R, G, D, dtype",
+    [
+        (7, 2, 64, "bf16"),  # Qwen2.5's 0.5B
+        (6, 2, 128, "bf16"),  # and 1.5B
+        long(7, 2, 64, "fp32"),
+        long(6, 2, 128, "fp32"),
+        long(1, 8, 40, "bf16"),  # no multiple of 16: loaded number by number
+        long(8, 1, 96, "bf16"),
+        long(4, 2, 256, "bf16"),
+    ],
+)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiled_attention_stays_in_registers(capability, R, G, D, dtype, tmp_path):
+    """sm_75 multiplies outside of tensor cores and spills hundreds of bytes: it is right and slow there."""
+    for name in KERNELS:
+        kernel, itemsize = getattr(flash, name), 4 if dtype == "fp32" else 2
+        shape = flash.kernel_shape(D, itemsize, name in ("keys_kernel", "sum_kernel"), capability >= 80)
+        shape = {constant: value for constant, value in shape.items() if constant != "N" or name != "sum_kernel"}
+        options = {option: shape.pop(option) for option in ("num_warps", "num_stages")}
+        types = dict.fromkeys(("dy", "q", "k", "v", "y", "dq", "dk", "dv"), "*" + dtype)
+        types |= dict.fromkeys(("lse", "delta", "dk_shares", "dv_shares"), "*fp32") | dict(start="*i64", tiles="*i64")
+        ones = {"G": 1} if G == 1 and "G" in kernel.arg_names else {}  # the launcher makes it a constant
+        strides = [arg for arg in kernel.arg_names if arg.endswith(("_head", "_time"))]
+        used, ptx = cubin_resources(
+            kernel, capability, {arg: types[arg] for arg in types if arg in kernel.arg_names}, shape | ones | {"R": R},
+            strides if D % 16 == 0 else [], options.pop("num_warps"), tmp_path, **options,
+        )  # fmt: skip
+        print(f"sm_{capability} {name} {R * G}/{G} x {D} {dtype}", used)
+        assert used["LOCAL"] == 0 and used["SHARED"] <= SHARED[capability] * 1024
+        products = capability >= 80 and dtype != "fp32" and name != "sum_kernel"
+        assert any(word in ptx for word in ("mma", "tcgen05")) == products
+        assert used["STACK"] <= (1024 if capability == 75 else 16 if dtype == "fp32" or D % 16 else 0)

@@ -1,0 +1,334 @@
+"""Packed rows = padded rows: loss, metrics and every gradient; and no token sees what it must not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import DEVICE, make_flat_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from padded import a_few, padded
+from test_batch import as_on_cuda
+
+import grpo
+import train_sft
+from batch import Cut
+from loss import group_advantages
+from memory.ledger import LiveBytes
+from pretrained import lora
+from sample import Rollouts
+from settings import GRPOSettings, SFTSettings
+
+# (tokens of the prompt, tokens of each completion): the shortest of each, and each longer than the other.
+GROUPS = [(5, [3, 9, 1]), (1, [1, 1, 1]), (9, [2, 1, 12]), (1, [7, 1, 3]), (2, [11, 4, 4]), (14, [1, 1, 1])]
+K, N = 3, 18
+CUT_OFF = {1, 4, 6, 7, 8, 10, 15}  # not stopped: some of a group, the whole of group 2, the longest and a short one
+BUDGETS = {"one micro-batch": 0, "several groups": 45, "groups cut": 14, "one sequence": 1}
+
+
+def make_rollouts(groups=GROUPS, dtype=torch.float64, seed=0, vocab_size=16):
+    """Rollouts of random tokens. Log-probs are about those of a flat model, so that some ratios are clipped."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = [(prompt, length) for prompt, completions in groups for length in completions]
+    shape = len(lengths), max(length for _, length in lengths)
+    tokens = torch.randint(vocab_size, (len(lengths), max(map(sum, lengths))), generator=draw)
+    k = len(groups[0][1])
+    for i, (prompt, _) in enumerate(lengths):
+        tokens[i, :prompt] = tokens[i - i % k, :prompt]
+    prompts, completions = torch.tensor(lengths).T
+    mask = (torch.arange(shape[1]) < completions[:, None]).long()
+    rewards = torch.rand(len(groups), k, generator=draw, dtype=torch.float64)
+    old, reference, sampled = (
+        (0.3 * torch.randn(shape, generator=draw, dtype=torch.float64) - 2.77).to(DEVICE, dtype) * mask.to(DEVICE)
+        for _ in range(3)
+    )
+    stopped = torch.tensor([i not in CUT_OFF for i in range(len(lengths))])
+    columns = (x.to(DEVICE) for x in (tokens, prompts, completions, sampled, mask, stopped))
+    advantages = group_advantages(rewards).flatten().to(DEVICE, dtype)
+    return Rollouts(*columns, advantages=advantages, old_logprobs=old, ref_logprobs=reference)
+
+
+def gradient(model, rollouts, cut, options, step=0):
+    """-> metrics and {name: gradient} of an optimizer step; without options, of SFT."""
+    model.zero_grad(set_to_none=True)
+    if options is None:
+        metrics = train_sft.accumulate_gradient(model, rollouts, cut, SFTSettings())
+    else:
+        metrics = grpo.accumulate_gradient(model, rollouts, cut, step, options)
+    return metrics, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours, oracle, tolerance=1e-10):
+    (metrics, gradients), (expected, right) = ours, oracle
+    assert metrics.keys() == expected.keys() and gradients.keys() == right.keys()
+    for name, value in expected.items():
+        rounding = 1e-6 if name == "clip_fraction" else tolerance  # a count over a count, in float32
+        assert metrics[name] == pytest.approx(value, rel=rounding, abs=rounding), name
+    for name, value in right.items():
+        torch.testing.assert_close(gradients[name], value, rtol=tolerance, atol=tolerance, msg=f"{name}'s gradient")
+
+
+VARIANTS = {
+    "dapo": dict(beta=0.1),
+    "grpo": dict(loss_type="grpo", delta=1.5, kl_estimator="k1"),
+    "bnpo": dict(loss_type="bnpo", entropy_coef=0.1),
+    "dr_grpo": dict(loss_type="dr_grpo", beta=0.1, kl_estimator="k2", use_bias_correction_kl=False),
+    "cispo": dict(loss_type="cispo", epsilon_high=1.1, importance_sampling_cap=1.1),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.05, beta=0.1),
+    "gspo of dr_grpo": dict(loss_type="dr_grpo", importance_sampling_level="sequence", entropy_coef=0.1),
+    "gspo of cispo": dict(loss_type="cispo", importance_sampling_level="sequence", epsilon_high=1.1),
+    "gspo of bnpo": dict(loss_type="bnpo", importance_sampling_level="sequence", mask_truncated_completions=True),
+    "truncated importance": dict(importance_sampling_cap=1.1, temperature=0.7, beta=0.1),
+    "completions filtered": dict(mask_truncated_completions=True, loss_type="grpo", entropy_coef=0.1, beta=0.1),
+    "completions filtered, dapo": dict(mask_truncated_completions=True, beta=0.1),
+    "SFT": None,
+}
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_is_padded(shape, variant):
+    """Every loss by every budget; bnpo's mean depends on the cut, so there both have the same."""
+    model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts()
+    options = None if variant == "SFT" else GRPOSettings(max_new_tokens=12, **VARIANTS[variant])
+    with padded(poison=7):
+        oracle = gradient(model, rollouts, a_few(Cut(rollouts), 4), options)
+    assert len(oracle[1]) == len(list(model.parameters()))
+    assert all(value.abs().max() > 1e-6 for value in oracle[1].values())
+    for group_size in (K, 1) if variant in ("dapo", "SFT") else (K,):
+        for budget in BUDGETS.values():
+            cut = Cut(rollouts, 0, budget, group_size)
+            if "bnpo" in variant:
+                with padded():
+                    oracle = gradient(model, rollouts, cut, options)
+            assert_same(gradient(model, rollouts, cut, options), oracle)
+
+
+def test_the_cases_are_there():
+    """What the tests of this file are about: cut groups, filtered groups, clipped ratios."""
+    rollouts = make_rollouts()
+    pieces = {name: Cut(rollouts, 0, budget, K).steps[0] for name, budget in BUDGETS.items()}
+    groups = {name: [{i // K for i in piece} for piece in step] for name, step in pieces.items()}
+    assert len(pieces["one micro-batch"]) == 1 and len(groups["several groups"]) >= 2
+    assert max(map(len, groups["several groups"])) >= 2 and sum(map(len, groups["several groups"])) == len(GROUPS)
+    assert sum(map(len, groups["groups cut"])) > len(GROUPS)  # some of them are in several
+    assert [piece for piece in pieces["one sequence"] if len(piece) > 1] == [[3, 4, 5]]  # a row of one token
+    kept = grpo.trainable(rollouts, range(N), SimpleNamespace(mask_truncated_completions=True))
+    assert len({i // K for i in kept}) == 5 and len(kept) == N - len(CUT_OFF)
+    metrics, _ = gradient(
+        make_flat_model(dtype=torch.float64), rollouts, Cut(rollouts, group_size=K), GRPOSettings(max_new_tokens=12)
+    )
+    assert 0.1 < metrics["clip_fraction"] < 0.9
+
+
+WAYS = {
+    "none": dict(),
+    "block": dict(checkpoint_blocks="block"),
+    "selective": dict(checkpoint_blocks="selective"),
+    "block, offload": dict(checkpoint_blocks="block", activation_offload=True),
+    "selective, offload": dict(checkpoint_blocks="selective", activation_offload=True),
+}
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_is_padded_however_blocks_are_kept(shape, way, adapters):
+    model, rollouts = make_flat_model(shape, dtype=torch.float64, n_layer=3), make_rollouts()
+    if adapters:
+        lora.add(model, 4, 8.0, list(lora.TARGETS)).double()
+        for module in lora.adapted(model):
+            torch.nn.init.normal_(module.lora_B, std=0.1)
+    options = GRPOSettings(max_new_tokens=12, beta=0.1)
+    with padded():
+        oracle = gradient(model, rollouts, a_few(Cut(rollouts), 6), options)
+    assert not adapters or len(oracle[1]) == 3 * 4 * 2
+    for name, value in WAYS[way].items():
+        setattr(model, name, value)
+    for budget in (0, 14):
+        assert_same(gradient(model, rollouts, Cut(rollouts, 0, budget, K), options), oracle)
+
+
+@pytest.mark.parametrize("step_size", [2, 6, 9])
+@pytest.mark.parametrize("budget", [0, 14])
+def test_packed_is_padded_step_by_step(step_size, budget):
+    """Also where a step ends inside a group."""
+    model, rollouts = make_flat_model("llama", dtype=torch.float64), make_rollouts()
+    options = GRPOSettings(max_new_tokens=12, mask_truncated_completions=step_size > 2)
+    cut = Cut(rollouts, step_size, budget, K)
+    assert len(cut.steps) == N // step_size
+    for step in range(len(cut.steps)):
+        with padded(poison=3):
+            oracle = gradient(model, rollouts, a_few(cut, 5), options, step)
+        assert_same(gradient(model, rollouts, cut, options, step), oracle)
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_logprobs_are_the_padded_ones(shape, budget):
+    """The trainer's and the reference's, with the adapters off; 0 after the end."""
+    model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts()
+    cut, options = Cut(rollouts, 6, BUDGETS[budget], K), GRPOSettings(temperature=0.7)
+    with padded():
+        expected = grpo.trainer_logprobs(model, rollouts, a_few(cut, 1), options)
+    values = grpo.trainer_logprobs(model, rollouts, cut, options)
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-12)
+    assert (values[rollouts.mask == 1] < 0).all() and (values[rollouts.mask == 0] == 0).all()
+    lora.add(model, 4, 8.0, ["qkv", "up"]).double()
+    for module in lora.adapted(model):
+        torch.nn.init.normal_(module.lora_B)
+    pieces = SimpleNamespace(joined=lambda cut: cut)
+    training = SimpleNamespace(settings=options, reference=None, model=model, pieces=pieces)
+    assert not torch.allclose(grpo.trainer_logprobs(model, rollouts, cut, options), values, atol=1e-3)
+    assert torch.equal(grpo.reference_logprobs(training, rollouts, cut), values)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 4).flatmap(
+        lambda k: st.lists(
+            st.tuples(st.integers(1, 15), st.lists(st.integers(1, 16), min_size=k, max_size=k)), min_size=1, max_size=5
+        )
+    ),
+    st.integers(0, 60),
+    st.sampled_from(["gpt2", "llama"]),
+)
+def test_logprobs_are_those_of_each_sequence_alone(groups, max_tokens, shape):
+    model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts(groups)
+    cut = Cut(rollouts, 0, max_tokens, len(groups[0][1]))
+    values = grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
+    with torch.no_grad():
+        for i, (p, c) in enumerate(zip(cut.prompts, cut.completions, strict=True)):
+            tokens = rollouts.tokens[i : i + 1, : p + c]
+            logp = model.logits(model(tokens)).log_softmax(-1)[0, p - 1 : -1]  # (c, V)
+            torch.testing.assert_close(values[i, :c], logp.gather(1, tokens[0, p:, None])[:, 0], rtol=0, atol=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who must not be seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("budget", [0, 45])
+def test_completions_do_not_see_one_another(shape, dtype, budget):
+    """Other tokens in one completion, or in one prompt: what does not see them stays the same to the last bit."""
+    model, rollouts = make_flat_model(shape, dtype=dtype), make_rollouts(dtype=dtype)
+    cut = Cut(rollouts, 0, budget, K)
+    before = grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
+    own = rollouts.tokens.clone()
+    for i in (0, 7, 12):  # not the last of their groups
+        rollouts.tokens = own.clone()
+        p = cut.prompts[i]
+        rollouts.tokens[i, p:] = (own[i, p:] + 1) % 16
+        after = grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
+        others = [j for j in range(N) if j != i]
+        assert torch.equal(after[others], before[others])
+        assert not torch.equal(after[i], before[i])
+        group = range(i // K * K, i // K * K + K)
+        rollouts.tokens = own.clone()
+        rollouts.tokens[group, 0] = (own[group, 0] + 1) % 16
+        after = grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
+        others = [j for j in range(N) if j not in group]
+        assert torch.equal(after[others], before[others])
+        assert (after[group] != before[group]).any(1).all()
+
+
+def test_a_completion_gives_no_gradient_to_the_others():
+    """One advantage alone: exactly 0 for ids that stand in other completions and prompts only."""
+    model, rollouts = make_flat_model("llama", vocab_size=128, dtype=torch.float64), make_rollouts(vocab_size=128)
+    cut, i = Cut(rollouts, group_size=K), 1
+    rollouts.advantages = torch.zeros_like(rollouts.advantages)
+    rollouts.advantages[i] = 1.0
+    _, gradients = gradient(model, rollouts, cut, GRPOSettings(max_new_tokens=12))
+    ids = rollouts.tokens[i, : cut.prompts[i] + cut.completions[i] - 1].unique()
+    pushed = gradients["embedding.weight"].abs().sum(1).nonzero()[:, 0]
+    assert pushed.tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_nothing_is_read_beyond_the_end(shape):
+    """Ids and NaN behind each sequence's end change no bit."""
+    model, rollouts, poisoned = (
+        make_flat_model(shape),
+        make_rollouts(dtype=torch.float32),
+        make_rollouts(dtype=torch.float32),
+    )
+    behind = torch.arange(rollouts.tokens.shape[1], device=DEVICE)
+    behind = behind >= (rollouts.prompt_lengths + rollouts.completion_lengths)[:, None]
+    poisoned.tokens[behind] = 10**6  # no id
+    for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs"):
+        getattr(poisoned, name)[rollouts.mask == 0] = torch.nan
+    options = GRPOSettings(max_new_tokens=12, beta=0.1, importance_sampling_cap=1.1)
+    for budget in BUDGETS.values():
+        cut = Cut(rollouts, 0, budget, K)
+        assert torch.equal(*(grpo.trainer_logprobs(model, x, cut, options) for x in (rollouts, poisoned)))
+        for loop in (options, None):
+            (metrics, right), (others, gradients) = (gradient(model, x, cut, loop) for x in (rollouts, poisoned))
+            assert metrics == others and all(torch.equal(gradients[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("way", ["none", "selective"])
+def test_a_padded_row_has_the_same_loss_and_gradient(shape, way):
+    """On CUDA rows are a multiple of 64 tokens long."""
+    model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts()
+    model.checkpoint_blocks = way
+    for budget in BUDGETS.values():
+        cut, seen = Cut(rollouts, 0, budget, K), []
+        hook = model.register_forward_pre_hook(lambda _, arguments, seen=seen: seen.append(arguments[0].shape[1]))
+        for options in (GRPOSettings(max_new_tokens=12, beta=0.1), None):
+            plain = gradient(model, rollouts, cut, options)
+            seen.clear()
+            with as_on_cuda(64):
+                rounded = gradient(model, rollouts, cut, options)
+            assert seen and all(T % 64 == 0 for T in seen)
+            assert_same(rounded, plain)
+        hook.remove()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What it is for
+
+
+def peak_bytes(model, rollouts, cut, options):
+    """Of live tensors made in an optimizer step."""
+    gradient(model, rollouts, cut, options)  # tables and what else is made once
+    model.zero_grad(set_to_none=True)
+    with LiveBytes() as live:
+        grpo.accumulate_gradient(model, rollouts, cut, 0, options)
+    return live.peak
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("way", ["none", "block"])
+def test_a_shared_prompt_is_kept_once(shape, way):
+    """8 completions of 64 behind a prompt of 192: 192 + 8 * 63 = 696 tokens instead of 8 * 256 = 2048, or 0.34."""
+    if DEVICE == "cuda":
+        pytest.skip("counts tensors on the host")
+    model = make_flat_model(shape, block_size=256, n_embd=64)
+    model.checkpoint_blocks = way
+    options = GRPOSettings(max_new_tokens=64, logits_chunk_mb=0.25)
+    rollouts = make_rollouts([(192, [64] * 8)], torch.float32)
+    packed = peak_bytes(model, rollouts, Cut(rollouts, group_size=8), options)
+    with padded():
+        bytes_padded = peak_bytes(model, rollouts, Cut(rollouts, group_size=8), options)
+    assert packed <= 0.40 * bytes_padded
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_without_a_shared_prompt_a_packed_row_needs_no_more(shape):
+    """Sequences of one length, each with a prompt of its own: the packed row saves their last tokens only.
+
+    Its rotary tables have a line a token; those of padded rows have a line a position, which all rows share.
+    """
+    if DEVICE == "cuda":
+        pytest.skip("counts tensors on the host")
+    model = make_flat_model(shape, block_size=256, n_embd=64)
+    options = GRPOSettings(max_new_tokens=64, logits_chunk_mb=0.25)
+    rollouts = make_rollouts([(64, [64])] * 8, torch.float32)
+    packed = peak_bytes(model, rollouts, Cut(rollouts), options)
+    with padded():
+        bytes_padded = peak_bytes(model, rollouts, Cut(rollouts), options)
+    tables = 2 * 8 * 127 * model.config.head_size * 4 if shape == "llama" else 0
+    assert packed <= bytes_padded + tables

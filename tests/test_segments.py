@@ -1,0 +1,257 @@
+"""Attention of packed groups on a CPU: against the dense mask, the mask against the words, and what is kept."""
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_flat_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import segments as module
+from kernels.segments import Batch, Segments, attend, attend_dense
+
+EXAMPLE = [(2, [2, 1]), (1, [1])]  # the docstring's: (a b | x y | z) and (c | u)
+GROUPS = {
+    "the example": EXAMPLE,
+    "one token": [(1, [])],
+    "a prompt alone": [(9, [])],
+    "no tokens of their own": [(4, [0, 0, 0])],
+    "some without tokens": [(1, [0, 3, 0]), (5, [0]), (2, [1, 0])],
+    "long prompts": [(40, [1, 2, 3]), (33, [5])],
+    "long completions": [(1, [40, 33, 7]), (2, [31])],
+    "similar lengths": [(20, [19, 16, 20, 15, 18]), (17, [20, 19]), (16, [])],
+    "groups without completions": [(3, []), (7, [5, 6]), (4, []), (64, [])],
+    "one of each": [(1, [1]), (1, [0]), (6, [6]), (3, [65])],
+}
+some_groups = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=4)
+
+
+def segments_of(groups):
+    """Row -> (group, segment) of each token, the long way; segment 0 is the prompt."""
+    found = []
+    for g, (prompt, completions) in enumerate(groups):
+        for s, length in enumerate([prompt, *completions]):
+            found += [(g, s)] * length
+    return found
+
+
+def words(groups):
+    """The mask, token by token: I see my group's prompt, and my segment up to myself."""
+    row = segments_of(groups)
+    return [[a[0] == b[0] and b[1] in (0, a[1]) and j <= i for j, b in enumerate(row)] for i, a in enumerate(row)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who sees what
+
+
+def test_the_docstrings_example():
+    segments = Segments(EXAMPLE)
+    assert segments.start().tolist() == [0, 0, 2, 2, 4, 5, 6]
+    assert segments.groups == [(0, 2, 5), (5, 6, 7)]
+    assert segments.begins.tolist() == [0, 2, 4, 5, 6] and segments.lengths.tolist() == [2, 2, 1, 1, 1]
+    assert segments.longest == 4
+    with patch.object(module, "TILE", 2):
+        tiles = segments.tiles().tolist()
+    assert tiles == [[0, 2, 0, 0, 5], [2, 4, 0, 2, 4], [4, 5, 0, 2, 5], [5, 6, 0, 0, 7], [6, 7, 5, 6, 7]]
+    assert segments.tiles().tolist() == [[0, 2, 0, 0, 5], [2, 5, 0, 2, 5], [5, 6, 0, 0, 7], [6, 7, 5, 6, 7]]
+    start, tiles = segments.tables
+    assert start.tolist() == segments.start().tolist() and tiles.tolist() == segments.tiles().tolist()
+
+
+@given(some_groups)
+def test_the_mask_is_what_the_words_say(groups):
+    assert Segments(groups).mask().tolist() == words(groups)
+
+
+@given(some_groups, st.sampled_from([1, 2, 3, 8]))
+def test_start_and_tiles_say_the_same(groups, tile):
+    """Of each tile: its tokens, the prompt they see beside their own segments, and the last token that sees them."""
+    segments, sees = Segments(groups), np.array(words(groups))
+    row, start = segments_of(groups), segments.start()
+    assert [row.index(token) for token in row] == start.tolist()
+    assert segments.longest == max(prompt + max(completions, default=0) for prompt, completions in groups)
+    with patch.object(module, "TILE", tile):
+        tiles = segments.tiles().tolist()
+    assert [t for first, end, *_ in tiles for t in range(first, end)] == list(range(len(row)))
+    for first, end, begin, middle, seen_until in tiles:
+        assert 1 <= end - first <= tile
+        for i in range(first, end):
+            assert set(np.flatnonzero(sees[i])) == {*range(begin, middle), *range(start[i], i + 1)}
+        assert seen_until == 1 + max(np.flatnonzero(sees[:, first:end].any(1)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batches of segments
+
+
+@pytest.mark.parametrize(
+    "begins, lengths", [([0, 5, 9], [5, 4, 5]), ([3, 0, 8], [3, 3, 3]), ([4], [6]), ([2, 0], [1, 1])]
+)
+def test_a_batch_takes_segments_and_puts_them_back(begins, lengths):
+    """Padding repeats a segment's last token; nothing of it is put back, nor anything beside the segments."""
+    batch, T, longest = Batch(np.array(begins), np.array(lengths)), 16, max(lengths)
+    for x in (torch.randn(1, 2, T, 3), torch.randn(1, T, 2, 3).transpose(1, 2), torch.randn(1, 2, T)):
+        taken = batch.take(x)
+        assert taken.shape == (len(begins), 2, longest, *x.shape[3:])
+        for n, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            assert torch.equal(taken[n, :, :length], x[0, :, begin : begin + length])
+            last = x[0, :, begin + length - 1 : begin + length]
+            assert torch.equal(taken[n, :, length:], last.expand_as(taken[n, :, length:]))
+        padding = torch.arange(longest) >= torch.tensor(lengths)[:, None]  # (n, L)
+        taken = taken.clone()
+        taken.transpose(1, 2)[padding] = torch.nan
+        into = torch.full_like(x, -1)
+        batch.put(taken, into)
+        inside = torch.zeros(T, dtype=torch.bool)
+        for begin, length in zip(begins, lengths, strict=True):
+            inside[begin : begin + length] = True
+        assert torch.equal(into[:, :, inside], x[:, :, inside]) and (into[:, :, ~inside] == -1).all()
+        flat = [] if batch.padding is None else batch.padding.tolist()
+        assert flat == padding.flatten().nonzero()[:, 0].tolist()
+
+
+@given(some_groups, st.sampled_from([0, 3, 256]), st.sampled_from([0.5, 0.75, 1.0]))
+def test_batches_have_each_segment_once_and_few_others(groups, alone, similar):
+    with patch.multiple(module, ALONE=alone, SIMILAR=similar):
+        segments = Segments(groups)
+        batches = segments.batches
+    tokens = [t for batch in batches for t in batch.tokens.tolist()]
+    assert sorted(tokens) == list(range(segments.lengths.sum()))
+    for batch in batches:
+        n, longest = batch.shape
+        assert n == 1 or longest <= alone
+        padding = 0 if batch.padding is None else len(batch.padding)
+        assert padding <= (1 - similar) * n * longest
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+def inputs(groups, dtype, heads=(4, 2), size=8, seed=0):
+    """-> q (1, H, T, D), k, v (1, G, T, D), views of one tensor as in the model, and dy."""
+    draw, (H, G) = torch.Generator().manual_seed(seed), heads
+    T = len(segments_of(groups))
+    qkv = torch.randn(1, T, H + 2 * G, size, generator=draw, dtype=torch.float64).to(dtype).transpose(1, 2)
+    dy = torch.randn(1, T, H, size, generator=draw, dtype=torch.float64).to(dtype).transpose(1, 2)
+    return *qkv.split([H, G, G], 1), dy
+
+
+def with_gradients(function, given, dy, segments):
+    """-> y, dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in given]
+    y = function(*leaves, segments)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+def assert_attention(groups, dtype, rtol, atol, **options):
+    *given, dy = inputs(groups, dtype, **options)
+    expected = with_gradients(attend_dense, [x.double() for x in given], dy.double(), Segments(groups))
+    for value, exact, like in zip(
+        with_gradients(attend, given, dy, Segments(groups)), expected, [dy, *given], strict=True
+    ):
+        assert value.dtype == dtype and value.shape == like.shape
+        torch.testing.assert_close(value.double(), exact, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_attention_is_the_dense_one(groups, heads):
+    assert_attention(GROUPS[groups], torch.float64, 1e-12, 1e-12, heads=heads)
+    assert_attention(GROUPS[groups], torch.float32, 1e-5, 1e-5, heads=heads)
+
+
+@pytest.mark.parametrize("alone, similar", [(0, 0.75), (15, 0.75), (256, 0.0), (256, 1.0), (18, 0.5)])
+@pytest.mark.parametrize("groups", ["some without tokens", "similar lengths", "long completions", "one of each"])
+def test_attention_does_not_depend_on_batches(groups, alone, similar):
+    with patch.multiple(module, ALONE=alone, SIMILAR=similar):
+        assert_attention(GROUPS[groups], torch.float64, 1e-12, 1e-12)
+
+
+@settings(deadline=None)
+@given(some_groups, st.integers(0, 99))
+def test_attention_of_any_groups(groups, seed):
+    assert_attention(groups, torch.float64, 1e-12, 1e-12, seed=seed)
+
+
+def test_attention_is_exact_where_one_part_has_nearly_all():
+    """Scores of about 60 and -60 decide between the prompt and a completion's own tokens: no overflow, no 0 / 0."""
+    groups = [(3, [4, 4]), (5, [2])]
+    for seed in range(3):
+        q, k, v, dy = inputs(groups, torch.float64, seed=seed)
+        given = 12 * q, 5 * k, v
+        expected = with_gradients(attend_dense, given, dy, Segments(groups))
+        for value, exact in zip(with_gradients(attend, given, dy, Segments(groups)), expected, strict=True):
+            torch.testing.assert_close(value, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_attention_in_bfloat16(groups):
+    """A value is rounded up to three times: each part, and the parts joined. Each is half of 2**-8 of a value no larger
+    than the tensor's largest. A key's gradient is a sum of two such parts, and of probabilities and of their gradients
+    rounded to bfloat16; errors of a sum are as random as its terms."""
+    *given, dy = inputs(GROUPS[groups], torch.bfloat16)
+    segments = Segments(GROUPS[groups])
+    expected = with_gradients(attend_dense, [x.double() for x in given], dy.double(), segments)
+    for value, exact in zip(with_gradients(attend, given, dy, segments), expected, strict=True):
+        assert value.dtype == torch.bfloat16
+        error = (value.double() - exact).abs().max() / exact.abs().max().clamp(min=1)
+        assert error <= 3 * 2**-8, error
+
+
+def test_nothing_passes_between_groups_or_completions():
+    """The gradient of one completion's outputs is 0 for every key and query that it does not see."""
+    groups = [(3, [4, 2]), (5, [3])]
+    *given, dy = inputs(groups, torch.float64)
+    sees, row = torch.tensor(words(groups)), segments_of(groups)
+    for segment in sorted(set(row)):
+        inside = torch.tensor([token == segment for token in row])
+        _, dq, dk, dv = with_gradients(attend, given, dy * inside[:, None], Segments(groups))
+        seen = sees[inside].any(0)
+        assert (dq[:, :, ~inside] == 0).all() and (dk[:, :, ~seen] == 0).all() and (dv[:, :, ~seen] == 0).all()
+        assert (dv[:, :, seen] != 0).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpointed blocks
+
+
+@pytest.mark.parametrize("way, times", [("none", 1), ("block", 2), ("selective", 1)])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_a_checkpointed_block_attends_once(shape, way, times, offload):
+    """Selective checkpointing keeps attention's outputs; gradients are the same to the last bit."""
+    groups = [(5, [3, 8, 0]), (1, [4])]
+    segments, row = Segments(groups), segments_of(groups)
+    model = make_flat_model(shape, n_layer=3, dtype=torch.float64)
+    tokens = torch.arange(len(row))[None] % 16
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12, 0, 1, 2, 3, 4]])
+    weights = torch.randn(1, len(row), 32, dtype=torch.float64)
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        with patch.object(module, "forward_parts", wraps=module.forward_parts) as forward:
+            (model(tokens, positions, mask=segments) * weights).sum().backward()
+        return forward.call_count, [p.grad for p in model.blocks.parameters()]
+
+    calls, expected = gradients()
+    assert calls == 3
+    model.checkpoint_blocks, model.activation_offload = way, offload
+    for _ in range(2):  # nothing is left over from a step
+        calls, found = gradients()
+        assert calls == 3 * times
+        assert all(map(torch.equal, found, expected))
+    assert segments.kept is None
+
+
+def test_what_is_kept_is_given_away():
+    groups = GROUPS["similar lengths"]
+    q, k, v, _ = inputs(groups, torch.float32)
+    segments = Segments(groups).keeping()
+    first = attend(q, k, v, segments)
+    assert len(segments.kept) == 1
+    again = attend(q, k, v, segments)
+    assert torch.equal(first, again) and again.data_ptr() == first.data_ptr() and not segments.kept
