@@ -19,10 +19,16 @@ HOME = Path(__file__).parent.parent
 # what is planted: (name, file, text, what it becomes, the tests that should notice)
 MUTANTS = [
     ("wrong-sign advantage", "loss.py", "return -torch.min(bounded, clipped)", "return torch.min(bounded, clipped)", "test_loss.py"),
-    ("off-by-one shift", "batch.py", "rows=target - 1,", "rows=target,", "test_grpo.py"),
+    ("off-by-one shift", "batch.py", "[sequence] + place - 1)", "[sequence] + place)", "test_grpo.py"),
     ("stop token out of the mask", "sample.py", "is_stop.int().argmax(1) + 1", "is_stop.int().argmax(1)", "test_sample.py test_grpo.py"),
     ("prompt in the mask", "batch.py", "prompt[sequence] + place", "prompt[sequence] - 1 + place", "test_batch.py test_grpo.py"),
-    ("prompt among the targets' states", "batch.py", "rows=target - 1,", "rows=target - 2,", "test_batch.py test_grpo.py"),
+    ("first tokens predicted from the token before", "batch.py", "last = (begin + length - 1)[", "last = (begin + length - 2)[", "test_batch.py test_grpo.py"),
+    ("all first tokens predicted from the first prompt", "batch.py", "np.where(own, 0, np.arange(len(own)))", "np.where(own, 0, 0)", "test_batch.py test_grpo.py"),
+    ("completions' positions from 0", "batch.py", "np.arange(T) - (begin - first).repeat(length)", "np.arange(T) - begin.repeat(length)", "test_batch.py test_grpo.py"),
+    ("a part of a group without its prompt's tokens", "batch.py", "part, size = [], self.prompts[i]", "part, size = [], 0", "test_batch.py"),
+    ("completions see those before them", "kernels/segments.py", "self.begins.repeat(self.lengths)", "np.repeat([b for b, _, _ in self.groups], [e - b for b, _, e in self.groups])", "test_batch.py"),
+    ("selective checkpointing attends again", "kernels/segments.py", "        if segments.kept:\n", "        if False:\n", "test_model.py"),
+    ("selective checkpointing keeps nothing", "kernels/segments.py", "segments.kept.append((y, lse))", "pass", "test_model.py"),
     ("temperature missing in training", "grpo.py", "token_loss, settings.temperature", "token_loss, 1.0", "test_grpo.py"),
     ("temperature missing in the head", "logprobs/head.py", "temperature, n_vocab, entropy, dtype, chunk_size", "1.0, n_vocab, entropy, dtype, chunk_size", "test_logprobs.py"),
     ("old and new log-probs swapped", "loss.py", "log_ratio = logprobs - old_logprobs", "log_ratio = old_logprobs - logprobs", "test_loss.py"),

@@ -332,7 +332,7 @@ def test_replay_names_the_module(tmp_path):
     for line in (
         "weights: finite",
         "batch: finite",
-        "forward: blocks.0.norm_1 (LayerNorm) is the first that is not finite, rows [0, 1",
+        "forward: blocks.0.norm_1 (LayerNorm) is the first that is not finite, tokens [0, 1",
         "gradient: ",
     ):
         assert line in child.stdout

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, make_model
 
+from kernels import segments
+from kernels.segments import Segments
 from memory.lean import Embed, RMSNorm
 from memory.ledger import HOST, LiveBytes
 from model import GPTConfig
@@ -114,16 +116,23 @@ def test_block_inputs_wait_on_the_host(shape, kind):
     assert kept[0][1] == 0 and kept[1][1] == 6 * size and kept[0][0] - kept[1][0] >= 5 * size
 
 
-def test_checkpointing_keeps_less():
-    kept = {}
+def test_checkpointing_keeps_less(monkeypatch):
+    """Of a packed row. "selective" keeps what attention returns, so that backward does not attend again."""
+    where, name = (segments.flash, "forward") if DEVICE == "cuda" else (segments, "forward_parts")
+    calls, forward = [], getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *arguments: calls.append(kind) or forward(*arguments))
+    tokens, kept = torch.zeros(1, 1024, dtype=torch.long, device=DEVICE), {}
+    positions = torch.arange(1024, device=DEVICE)[None] % 256
     for kind in ("none", "selective", "block"):
         model = make_model(n_layer=6, block_size=256)
         model.checkpoint_blocks = kind
         with LiveBytes() as live:
-            hidden = model(torch.zeros(4, 256, dtype=torch.long, device=DEVICE))
+            hidden = model(tokens, positions, mask=Segments([(256, [256, 256, 256])], DEVICE))
             kept[kind] = live.current
+            hidden.sum().backward()
             del hidden
     assert kept["block"] < kept["selective"] < 0.5 * kept["none"]
+    assert [calls.count(kind) for kind in kept] == [6, 6, 12]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 0.03)])

@@ -65,7 +65,9 @@ def weights_after(tmp_path, point, **changes):
     return load_file(newest(settings.out_dir) / "model.safetensors"), -modes[0].left, settings
 
 
-SMALL = dict(n_layer=1, n_embd=32, learning_rate=1e-3, max_tokens_per_micro_batch=400)
+# A group takes 10 + 8 * 23 = 194 tokens of the row. Half of that cuts it between completions: 3, 3 and 2 of them.
+GROUPS = dict(batch_size=3, group_size=8, max_tokens_per_micro_batch=200)
+SMALL = dict(n_layer=1, n_embd=32, learning_rate=1e-3, **GROUPS)
 ON_HOST = dict(
     optimizer_device="host", grad_offload=True, checkpoint_blocks="block", activation_offload=True, n_layer=2
 )
@@ -83,8 +85,8 @@ def test_an_out_of_memory_anywhere_changes_nothing_but_the_pieces(changes, point
         weights, _, settings = weights_after(tmp_path / str(i), point, **SMALL | changes)
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-9)
-        remembered |= set(read_state(newest(settings.out_dir))["after_oom"])
-    assert remembered == {"max_rollout_batch", "max_tokens_per_micro_batch"}
+        remembered |= {(name, *values) for name, values in read_state(newest(settings.out_dir))["after_oom"].items()}
+    assert remembered == {("max_rollout_batch", 0, 12), ("max_tokens_per_micro_batch", 200, 97)}
     assert "CUDA out of memory. Tried to allocate 1 EiB.; going on with max_" in capsys.readouterr().out
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import os
+import random
 
 import pytest
 import torch
@@ -43,21 +44,23 @@ COMMON = dict(
 GRPO = dict(batch_size=6, group_size=4, max_new_tokens=24)
 BF16 = dict(param_dtype="bfloat16", dtype="bfloat16", optimizer_dtype="bfloat16")
 PROFILED = ("sequence level",)  # compared with PyTorch's profiler too, which is slow
+# 4-digit additions have prompts of 10 tokens, so a group takes 10 + 4 * 23 = 102 of the row. Micro-batches hold whole
+# groups, or 10 + 2 * 23 = 56 tokens of one: then a run whose completions do not stop fills them as the planner does.
 CONFIGS = {
     "plain": dict(),
-    "token budget": dict(max_tokens_per_micro_batch=200),
-    "block": dict(checkpoint_blocks="block", max_tokens_per_micro_batch=200),
-    "selective": dict(checkpoint_blocks="selective", max_tokens_per_micro_batch=400, **LLAMA),
-    "offload": dict(checkpoint_blocks="block", activation_offload=True, max_tokens_per_micro_batch=400),
-    "bfloat16": dict(max_tokens_per_micro_batch=400, n_embd=192, **BF16),
+    "token budget": dict(max_tokens_per_micro_batch=204),
+    "block": dict(checkpoint_blocks="block", max_tokens_per_micro_batch=204),
+    "selective": dict(checkpoint_blocks="selective", max_tokens_per_micro_batch=306, **LLAMA),
+    "offload": dict(checkpoint_blocks="block", activation_offload=True, max_tokens_per_micro_batch=306),
+    "bfloat16": dict(max_tokens_per_micro_batch=306, n_embd=192, **BF16),
     "autocast": dict(dtype="bfloat16", n_embd=192, **LLAMA),
-    "optimizer on the host": dict(optimizer_device="host", grad_offload=True, vocab_size=4000, **LLAMA),
-    "reference on the host": dict(beta=0.04, reference="host", vocab_size=4000, max_tokens_per_micro_batch=100),
-    "reference": dict(beta=0.04, vocab_size=20000, max_tokens_per_micro_batch=100),
-    "long rollouts": dict(batch_size=15, group_size=8, max_tokens_per_micro_batch=64, max_rollout_batch=60),
-    "sequence level": dict(importance_sampling_level="sequence", max_tokens_per_micro_batch=256),
-    "entropy and importance": dict(entropy_coef=0.01, importance_sampling_cap=2.0, max_tokens_per_micro_batch=256),
-    "refilled": dict(max_num_gen_batches=3, max_tokens_per_micro_batch=256),
+    "optimizer on the host": dict(optimizer_device="host", grad_offload=True, vocab_size=4080, **LLAMA),
+    "reference on the host": dict(beta=0.04, reference="host", vocab_size=4080, max_tokens_per_micro_batch=102),
+    "reference": dict(beta=0.04, vocab_size=20000, max_tokens_per_micro_batch=102),
+    "long rollouts": dict(batch_size=15, group_size=8, max_tokens_per_micro_batch=56, max_rollout_batch=60),
+    "sequence level": dict(importance_sampling_level="sequence", max_tokens_per_micro_batch=306),
+    "entropy and importance": dict(entropy_coef=0.01, importance_sampling_cap=2.0, max_tokens_per_micro_batch=306),
+    "refilled": dict(max_num_gen_batches=3, max_tokens_per_micro_batch=306),
 }
 
 
@@ -81,6 +84,19 @@ def prepared_run(tmp_path, **changes):
     prepared = prepare(settings)
     prepared.reward_funcs = [one_group_differs if settings.max_num_gen_batches > 1 else differ]
     return prepared, settings
+
+
+def ragged(monkeypatch):
+    """No completion stops, and each is cut somewhere."""
+    no_stop(monkeypatch)
+    original, draw = grpo.sample_groups, random.Random(0)
+
+    def cut_somewhere(*args, **options):
+        rollouts = original(*args, **options)
+        rollouts.completion_lengths = torch.tensor([draw.randint(1, int(n)) for n in rollouts.completion_lengths])
+        return rollouts
+
+    monkeypatch.setattr(grpo, "sample_groups", cut_somewhere)
 
 
 def differ(prompts, completions, **columns):
@@ -131,6 +147,26 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
         assert 0.98 * its_plan.peak <= profiled <= 1.02 * (its_plan.peak + its_plan.host)
 
 
+@pytest.mark.parametrize(
+    "changes, lengths, least",
+    [
+        (dict(batch_size=32, max_tokens_per_micro_batch=250), ragged, 0.93),
+        (dict(batch_size=32, max_tokens_per_micro_batch=90), ragged, 0.93),  # less than a long group
+        (dict(max_tokens_per_micro_batch=400, n_embd=192, **BF16), no_stop, 0.8),  # 3 groups, and 3 that find gradients
+    ],
+)
+def test_a_plan_bounds_a_ragged_run(changes, lengths, least, tmp_path, monkeypatch):
+    """A budget that is no multiple of anything; where first-fit fills micro-batches, the plan is not far above."""
+    lengths(monkeypatch)
+    monkeypatch.setattr("runs.saver.available_on_host", lambda: 0)
+    prepared, settings = prepared_run(tmp_path, eval_prompts=0, **changes)
+    planned_peak = plan(dry_run(prepared), settings).phases["train"][0] / MIB
+    grpo.main(prepared)
+    measured = max(record["mem_max_alloc_mb_train"] for record in read_log(settings.out_dir))
+    print(f"{changes}: {measured:.2f} of {planned_peak:.2f} MiB")
+    assert least * planned_peak < measured < 1.02 * planned_peak
+
+
 @pytest.mark.parametrize("name", ["plain", "block", "offload", "optimizer on the host", "entropy and importance"])
 def test_a_deep_models_plan_is_that_of_all_its_blocks(name, tmp_path, monkeypatch):
     """To the byte, in every phase and component."""
@@ -146,10 +182,8 @@ def test_a_deep_models_plan_is_that_of_all_its_blocks(name, tmp_path, monkeypatc
     assert shallow.biggest[0][0] == whole.biggest[0][0]
 
 
-def test_a_plan_for_cuda_rounds_lengths_as_a_run_does(tmp_path, monkeypatch):
-    """34 tokens to block_size, which comes before 48; so fewer sequences fit the token budget."""
-    prepared, settings = prepared_run(tmp_path, max_tokens_per_micro_batch=200, block_size=45)
-    assert sum(prepared.longest(settings)) == 34
+def test_a_plan_for_cuda_rounds_rows_as_a_run_does(tmp_path, monkeypatch):
+    prepared, settings = prepared_run(tmp_path, max_tokens_per_micro_batch=200)
     shapes, gather = [], grpo.gather
 
     def look(*args):
@@ -158,7 +192,7 @@ def test_a_plan_for_cuda_rounds_lengths_as_a_run_does(tmp_path, monkeypatch):
         return micro
 
     monkeypatch.setattr(grpo, "gather", look)
-    for settings.device, shape in (("cpu", (5, 34)), ("cuda", (4, 45))):
+    for settings.device, shape in (("cpu", (1, 200)), ("cuda", (1, 256))):
         shapes.clear()
         plan(dry_run(prepared), settings)
         assert shapes[:2] == [shape] * 2
@@ -210,12 +244,15 @@ SHAPES = {
 
 
 class LongTask:
-    """256 + 768 tokens."""
+    """Prompts of so many tokens, and answers of 768."""
 
     chat = False
 
+    def __init__(self, prompt):
+        self.prompt = prompt
+
     def longest_prompt(self):
-        return "x" * 256
+        return "x" * self.prompt
 
     def longest_answer(self):
         return "x" * 767
@@ -223,8 +260,8 @@ class LongTask:
     longest = Task.longest
 
 
-def planned(shape, settings):
-    prepared = Prepared(settings, LongTask(), get_tokenizer("bytes"), shape | dict(tie_embeddings=True), [])
+def planned(shape, settings, prompt=256):
+    prepared = Prepared(settings, LongTask(prompt), get_tokenizer("bytes"), shape | dict(tie_embeddings=True), [])
     return plan(dry_run(prepared), settings)
 
 
@@ -232,10 +269,13 @@ def planned(shape, settings):
     "name", [pytest.param(name, marks=[pytest.mark.long] * name.startswith("Qwen")) for name in SHAPES]
 )
 def test_grpo_is_planned_to_need_what_sft_needs(name):
-    """And a resident reference its own bytes on top."""
-    common = dict(device="cuda", max_tokens_per_micro_batch=4096, eval_prompts=0, checkpoint_blocks="block", **BF16)
+    """At as many tokens in a row and as many that are learned, 5 * (51 + 767) and 256 + 5 * 767, of which 5 * 768.
+
+    And a resident reference its own bytes on top.
+    """
+    common = dict(device="cuda", max_tokens_per_micro_batch=4091, eval_prompts=0, checkpoint_blocks="block", **BF16)
     options = common | dict(batch_size=8, group_size=8, max_new_tokens=768, max_rollout_batch=4)
-    sft = planned(SHAPES[name], SFTSettings(**common, batch_size=16))
+    sft = planned(SHAPES[name], SFTSettings(**common, batch_size=20), prompt=51)
     none, on_host, resident = (
         planned(SHAPES[name], GRPOSettings(**options, **more))
         for more in (dict(), dict(beta=0.04, reference="host"), dict(beta=0.04))
@@ -269,7 +309,7 @@ def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(tmp_path):
     prepared, settings = prepared_run(tmp_path, batch_size=16)
     make = dry_run(prepared)
     whole = plan(make, settings).peak
-    longest = sum(prepared.longest(settings))
+    longest = prepared.longest(settings)
     assert fit(make, settings, longest, whole)[2] == {}
     for share in (0.9, 0.3):
         fitted, its_plan, changed, _ = fit(make, settings, longest, share * whole)
@@ -289,7 +329,7 @@ def test_fit_begins_with_what_binds(changes, tmp_path):
     )
     make = dry_run(prepared)
     budget = 0.7 * plan(make, settings).peak
-    fitted, its_plan, changed, _ = fit(make, settings, sum(prepared.longest(settings)), budget)
+    fitted, its_plan, changed, _ = fit(make, settings, prepared.longest(settings), budget)
     assert its_plan.peak <= budget and set(changed) <= {"max_rollout_batch", "max_tokens_per_micro_batch"}
 
 
@@ -315,12 +355,12 @@ def test_a_host_that_is_too_small_is_refused(tmp_path, monkeypatch):
     prepared, settings = prepared_run(tmp_path, memory_budget_gb="4", optimizer_device="host")
     monkeypatch.setattr("memory.fit.available_on_host", lambda: 1000)
     with pytest.raises(SnugError, match="GiB of the host, which has 0 GiB left"):
-        apply(dry_run(prepared), settings, 34, torch.device("cpu"), print)
+        apply(dry_run(prepared), settings, (10, 24), torch.device("cpu"), print)
 
 
 def test_show_ends_with_the_line(tmp_path):
     prepared, settings = prepared_run(tmp_path, memory_budget_gb="0.015")
-    lines = show(dry_run(prepared), settings, 34).splitlines()
+    lines = show(dry_run(prepared), settings, (10, 24)).splitlines()
     assert lines[-1].startswith("peak_gib=0.0") and " host_gib=0.000 phase=" in lines[-1]
     assert lines[-2].startswith("fits into 0.015 GiB with --max_tokens_per_micro_batch=")
     assert any(line.split()[:1] == ["together"] for line in lines)
@@ -334,7 +374,7 @@ def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):
     assert "GiB may be used: changed --" in capsys.readouterr().out
     assert read_log(settings.out_dir)[-1]["mem_max_alloc_mb"] <= 0.95 * peak / MIB
     monkeypatch.undo()
-    assert "changed" not in show(dry_run(prepared), settings, 34)  # here there is enough
+    assert "changed" not in show(dry_run(prepared), settings, (10, 24))  # here there is enough
 
 
 def test_the_allocator_is_set_before_torch_is_imported(monkeypatch):

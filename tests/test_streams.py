@@ -283,10 +283,10 @@ def test_streamed_weights_take_larger_micro_batches():
         settings.reference = "device"
         assert Pieces(settings, print).at_once == 1
     training, rollouts, _ = reference_on_host(n_layer=1)
-    seen = []
-    training.reference.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))
-    grpo.reference_logprobs(training, rollouts, Cut(rollouts, 0, 20))
-    assert all(20 < B * T <= 80 for B, T in seen[:-1]) and sum(B for B, _ in seen) == len(rollouts.tokens)
+    cut, seen = Cut(rollouts, 0, 20), []
+    training.reference.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    grpo.reference_logprobs(training, rollouts, cut)
+    assert all(60 < T <= 80 for T in seen[:-1]) and sum(seen) == sum(cut.prompts) + sum(cut.completions) - 12
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -79,11 +79,13 @@ def worst_case_batch(settings, iteration, training):
 def fullest_micro_batches(settings, prompt: int, completion: int) -> list[tuple[int, int]]:
     """(prompt, completion) lengths of sequences that fill two micro-batches, or those that the reference takes at once.
 
-    Two are enough for training: the second adds to gradients that are there, as all later ones do. As many groups of
-    the longest as there is room for, and one group of what remains.
+    Two are enough for training: the second adds to gradients that are there, as all later ones do. Both are full, even
+    where a step has less than two: which one is not full depends on the groups. As many groups of the longest as there
+    is room for, and one group of what remains.
     """
     k, left = settings.group_size, settings.tokens_per_step(prompt, completion)
     budget = max(prompt + completion - 1, min(left, settings.max_tokens_per_micro_batch or left))
+    left = max(left, 2 * budget) if left > budget else left
     found = []
     for _ in range(max(2, at_once(settings))):
         room = min(budget, left)
