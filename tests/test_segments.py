@@ -55,8 +55,8 @@ def test_the_docstrings_example():
     assert segments.longest == 4
     with patch.object(module, "TILE", 2):
         tiles = segments.tiles().tolist()
-    assert tiles == [[0, 2, 0, 0, 5], [2, 4, 0, 2, 4], [4, 5, 0, 2, 5], [5, 6, 0, 0, 7], [6, 7, 5, 6, 7]]
-    assert segments.tiles().tolist() == [[0, 2, 0, 0, 5], [2, 5, 0, 2, 5], [5, 6, 0, 0, 7], [6, 7, 5, 6, 7]]
+    assert tiles == [[0, 2, 0, 0, 5], [5, 6, 0, 0, 7], [2, 4, 0, 2, 4], [4, 5, 0, 2, 5], [6, 7, 5, 6, 7]]
+    assert segments.tiles().tolist() == [[0, 2, 0, 0, 5], [5, 6, 0, 0, 7], [2, 5, 0, 2, 5], [6, 7, 5, 6, 7]]
     start, tiles = segments.tables
     assert start.tolist() == segments.start().tolist() and tiles.tolist() == segments.tiles().tolist()
 
@@ -75,7 +75,7 @@ def test_start_and_tiles_say_the_same(groups, tile):
     assert segments.longest == max(prompt + max(completions, default=0) for prompt, completions in groups)
     with patch.object(module, "TILE", tile):
         tiles = segments.tiles().tolist()
-    assert [t for first, end, *_ in tiles for t in range(first, end)] == list(range(len(row)))
+    assert sorted(t for first, end, *_ in tiles for t in range(first, end)) == list(range(len(row)))
     for first, end, begin, middle, seen_until in tiles:
         assert 1 <= end - first <= tile
         for i in range(first, end):
