@@ -120,10 +120,8 @@ def gather(sequences, indices: list, cut: Cut) -> MicroBatch:
     which = [i for group in groups for i in (group[0], *group)]  # of each segment of the row: from which sequence,
     first = [p for prompt, own in sizes for p in (0, *[prompt] * len(own))]  # and from which position on
     T = sum(prompt + sum(own) for prompt, own in sizes)
-    for _ in range(padded(T, sequences.tokens) - T):  # prompts of one token, without completions
-        sizes.append((1, []))
-        which.append(indices[0])
-        first.append(0)
+    pad = padded(T, sequences.tokens) - T  # prompts of one token, without completions
+    sizes, which, first = sizes + [(1, [])] * pad, which + indices[:1] * pad, first + [0] * pad
     which, first, mask = np.array(which), np.array(first), Segments(sizes, sequences.tokens.device)
     positions = np.arange(mask.lengths.sum()) - (mask.begins - first).repeat(mask.lengths)
     source = which.repeat(mask.lengths) * width + positions  # of the flattened tokens
@@ -140,25 +138,15 @@ def gather(sequences, indices: list, cut: Cut) -> MicroBatch:
     source, positions, start, tiles, rows, sequence, place, lengths, index, target = flat
     mask.tables = start, tiles.view(-1, 5)
     tokens = sequences.tokens.flatten()
-    per_token = {
+    columns = {
         name: value[index[sequence], place]
         for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs")
         if (value := getattr(sequences, name, None)) is not None
     }
-    advantages = getattr(sequences, "advantages", None)
-    return MicroBatch(
-        tokens=tokens[source][None],
-        positions=positions[None],
-        mask=mask,
-        rows=rows,
-        targets=tokens[target],
-        sequence=sequence,
-        place=place,
-        lengths=lengths,
-        index=index,
-        advantages=None if advantages is None else advantages[index],
-        **per_token,
-    )
+    if (advantages := getattr(sequences, "advantages", None)) is not None:
+        columns["advantages"] = advantages[index]
+    row = tokens[source][None], positions[None], mask, rows
+    return MicroBatch(*row, tokens[target], sequence, place, lengths, index, **columns)
 
 
 @dataclass

@@ -26,7 +26,7 @@ import train_sft
 from batch import Cut, gather
 from data.rewards import repeat_columns, total_rewards
 from evaluate import truncate_prompt
-from logprobs import head_logprobs, head_loss
+from logprobs import head_logprobs, head_loss, head_loss_in_two_visits
 from loss import group_advantages, kl_divergence, overlong_punishment, policy_loss, truncated_importance
 from memory import attempts, borrowed, stream_from_host
 from model import autocast, make_model
@@ -349,16 +349,6 @@ def loss_options(settings) -> dict:
         use_bias_correction_kl=settings.use_bias_correction_kl,
         max_new_tokens=settings.max_new_tokens,
     )
-
-
-def head_loss_in_two_visits(hidden, weight, targets, token_loss, temperature, entropy_weight, **options):
-    """head_loss for a loss that wants all log-probs at once (a sequence's ratio), or a gradient of the entropy.
-
-    -> loss - entropy_weight * the sum of entropies, log-probs (M,), entropies (M,). Backward makes the logits again.
-    """
-    logprobs, entropy = head_logprobs(hidden, weight, targets, temperature, entropy=True, **options)
-    loss = token_loss(logprobs, slice(None))
-    return loss - entropy_weight * entropy.sum() if entropy_weight else loss, logprobs, entropy
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from kernels.rotary import Rotary
+from kernels.rotary import Rotary, rotary_table
 from kernels.segments import Segments, attend
 from kernels.swiglu import SwiGLU
 from memory import cpu
@@ -90,26 +90,6 @@ def make_norm(config: GPTConfig, size: int) -> nn.Module:
     if config.norm == "rmsnorm":
         return RMSNorm(size, eps=config.norm_eps)
     return nn.LayerNorm(size, eps=config.norm_eps, bias=config.bias)
-
-
-def rotary_frequencies(config: GPTConfig, device) -> torch.Tensor:
-    """-> radians a position (head_size / 2,), float32, in Hugging Face's order of operations, so rounding agrees."""
-    exponent = torch.arange(0, config.head_size, 2, device=device, dtype=torch.float32) / config.head_size
-    frequency = 1.0 / config.rope_theta**exponent
-    if not config.rope_original_block_size:
-        return frequency / config.rope_factor
-    wavelength = 2 * math.pi / frequency
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    kept = (config.rope_original_block_size / wavelength - low) / (high - low)
-    kept = kept.clamp(0, 1)  # 0: a long wavelength, divided by rope_factor; 1: a short one, unchanged
-    return (1 - kept) * (frequency / config.rope_factor) + kept * frequency
-
-
-def rotary_table(config: GPTConfig, length: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> cos, sin (length, head_size), float32: RoFormer's rotation in Llama's half-split layout."""
-    angle = torch.arange(length, device=device)[:, None] * rotary_frequencies(config, device)  # (T, D/2)
-    angle = torch.cat([angle, angle], -1)  # (T, D)
-    return angle.cos(), angle.sin()
 
 
 class Attention(nn.Module):
@@ -255,7 +235,7 @@ class GPT(nn.Module):
                 self.rotary = rotary_table(self.config, length, device)
 
     def run_block(self, block, x, rotary, cache, mask, last, inputs):
-        """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" what `attend` returns too."""
+        """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" also attention."""
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
             return block(x, rotary, cache, mask, last)
         options = dict(use_reentrant=False, preserve_rng_state=False)  # no dropout, so no generator to restore

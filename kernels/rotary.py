@@ -5,6 +5,8 @@ kept for backward. Left out: decoding's rotation, which goes into the KV cache (
 Test: pytest tests/test_layer_kernels.py
 """
 
+import math
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -42,6 +44,27 @@ if triton is not None:
         y = out + b * out_batch + t * out_time + head * out_head + d
         tl.store(y, (left * c - right * s).to(out.dtype.element_ty), mask=there)
         tl.store(y + half, (right * c + left * s).to(out.dtype.element_ty), mask=there)
+
+
+def rotary_frequencies(config, device) -> torch.Tensor:
+    """A GPTConfig -> radians a position (head_size / 2,), float32, in Hugging Face's order of operations, so rounding
+    agrees."""
+    exponent = torch.arange(0, config.head_size, 2, device=device, dtype=torch.float32) / config.head_size
+    frequency = 1.0 / config.rope_theta**exponent
+    if not config.rope_original_block_size:
+        return frequency / config.rope_factor
+    wavelength = 2 * math.pi / frequency
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    kept = (config.rope_original_block_size / wavelength - low) / (high - low)
+    kept = kept.clamp(0, 1)  # 0: a long wavelength, divided by rope_factor; 1: a short one, unchanged
+    return (1 - kept) * (frequency / config.rope_factor) + kept * frequency
+
+
+def rotary_table(config, length: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> cos, sin (length, head_size), float32: RoFormer's rotation in Llama's half-split layout."""
+    angle = torch.arange(length, device=device)[:, None] * rotary_frequencies(config, device)  # (T, D/2)
+    angle = torch.cat([angle, angle], -1)  # (T, D)
+    return angle.cos(), angle.sin()
 
 
 def rotate(x, cos, sin):

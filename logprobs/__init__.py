@@ -8,5 +8,5 @@ kernels  the Triton kernels, and when they run      rows  rows of logits, by a k
 head     chunks of hidden states through the head
 """
 
-from logprobs.head import head_logprobs, head_loss, rows_per_chunk
+from logprobs.head import head_logprobs, head_loss, head_loss_in_two_visits, rows_per_chunk
 from logprobs.rows import token_logprobs

@@ -205,6 +205,16 @@ def head_loss(
     return results if entropy else results[:2]
 
 
+def head_loss_in_two_visits(hidden, weight, targets, token_loss, temperature, entropy_weight, **options):
+    """head_loss for a loss that wants all log-probs at once (a sequence's ratio), or a gradient of the entropy.
+
+    -> loss - entropy_weight * the sum of entropies, log-probs (M,), entropies (M,). Backward makes the logits again.
+    """
+    logprobs, entropy = head_logprobs(hidden, weight, targets, temperature, entropy=True, **options)
+    loss = token_loss(logprobs, slice(None))
+    return loss - entropy_weight * entropy.sum() if entropy_weight else loss, logprobs, entropy
+
+
 class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, token_loss, options, with_gradient):
