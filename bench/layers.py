@@ -7,8 +7,8 @@ mode sees every ATen op; views launch nothing. Bytes: each op reads its argument
 
 floor    the bytes of matrix products and attention alone: as if all else happened within them
 
-Some ops differ on CUDA, which this file corrects: the fused RMS norm and its backward (2 kernels), attention's backward
-(3, and 2 sums over the queries that share a key head), a product that adds to a copy (2), and Triton's kernels.
+The training step is one packed row of a prompt. Some ops differ on CUDA, which this file corrects: the fused RMS norm
+and its backward (2 kernels), a product that adds to a copy (2), and Triton's kernels (3 in attention's backward).
 """
 
 import argparse
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from decoding import kvcache  # noqa: E402
+from kernels.segments import Segments  # noqa: E402
 from memory import lean  # noqa: E402
 from memory.ledger import HostLedger, PlanningMode  # noqa: E402
 from model import make_model  # noqa: E402
@@ -29,7 +30,7 @@ from model import make_model  # noqa: E402
 SHAPE = dict(vocab_size=8, n_head=12, n_kv_head=2, n_embd=1536, head_size=128, n_hidden=8960, block_size=32768)
 SHAPE |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True)
 PROMPTS, PROMPT_WIDTH, WIDTH = 4, 256, 256  # of the KV cache, which is full
-TRITON = "kernels.rotary", "kernels.swiglu", "decoding.kvcache"  # each launches a kernel if not `nothing_to_do`
+TRITON = "kernels.rotary", "kernels.swiglu", "kernels.flash", "decoding.kvcache"  # kernels if not `nothing_to_do`
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "device")
 
 
@@ -52,9 +53,8 @@ class Count(TorchDispatchMode):
         }
         if view or name in NO_LAUNCH:
             return result
-        attention, adds = "scaled_dot_product" in name, name == "addmm" and args[0].dim() == 2
-        launches = 5 if attention and "backward" in name else 2 if adds else 1
-        self.add(launches, given + made + (made + made if adds else []), attention or name in ("mm", "addmm", "addmm_"))
+        adds = name == "addmm" and args[0].dim() == 2
+        self.add(1 + adds, given + made + (made + made if adds else []), name in ("mm", "addmm", "addmm_"))
         return result
 
 
@@ -87,12 +87,13 @@ class FusedNorm(torch.autograd.Function):
 
 
 def counted(count):
-    """In place of a module's `nothing_to_do`: count one kernel, and the tensors among its caller's variables."""
+    """In place of a module's `nothing_to_do`: count a kernel, and the tensors among its caller's variables."""
     frame = sys._getframe(2)
     tensors, cache = tensors_in(list(frame.f_locals.values())), frame.f_locals.get("self")
     if cache is not None:
         tensors += [cache.own[0], cache.prompt[0]]
-    count.add(1, tensors, floor=cache is not None)
+    flash = frame.f_globals["__name__"] == "kernels.flash"
+    count.add(3 if flash and frame.f_code.co_name == "backward" else 1, tensors, floor=flash or cache is not None)
     return True
 
 
@@ -115,7 +116,8 @@ def run(what, n_layer, rows, tokens) -> Count:
                 model(torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1, dtype=torch.long), cache)
         else:
             with count:
-                hidden = model(torch.zeros(1, tokens, dtype=torch.long))
+                row = torch.zeros(1, tokens, dtype=torch.long)
+                hidden = model(row, row, mask=Segments([(tokens, [])]))
                 hidden.backward(torch.empty_like(hidden))
     return count
 

@@ -3,7 +3,8 @@
     python bench/memory.py [--shapes=cuda|cpu|tiny] [--only=1.5B]
 
 A case is a run from random weights in which every prompt and every completion is as long as it may be (random ids, no
-stop token), so that the plan's longest lengths are the run's. On CUDA measured is torch.cuda.max_memory_allocated, on a
+stop token), so that the plan's longest lengths are the run's. Micro-batches hold whole groups: prompt + k * (completion
+- 1) tokens each, because a plan fills them to the budget. On CUDA measured is torch.cuda.max_memory_allocated, on a
 CPU the meter's live bytes. The figures are the last iteration's. On a CPU the plans of the large configs follow.
 """
 
@@ -29,17 +30,17 @@ from training.optimizer import make_optimizer
 from training.state import Prompts, Training
 
 TINY = dict(n_layer=3, n_head=4, n_embd=32, block_size=32, vocab_size=300, batch_size=2, group_size=2)
-TINY |= dict(max_prompt_length=12, max_new_tokens=8, max_tokens_per_micro_batch=40)
+TINY |= dict(max_prompt_length=12, max_new_tokens=8, max_tokens_per_micro_batch=26)
 SMALL = dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=8192, batch_size=4, group_size=8)
-SMALL |= dict(max_prompt_length=10, max_new_tokens=80, max_tokens_per_micro_batch=512)
+SMALL |= dict(max_prompt_length=10, max_new_tokens=80, max_tokens_per_micro_batch=642)
 WIDE = dict(n_layer=8, n_head=8, n_embd=256, block_size=256, vocab_size=50257, bias=True, beta=0.04)
-WIDE |= dict(batch_size=2, group_size=4, max_prompt_length=10, max_new_tokens=246, max_tokens_per_micro_batch=2048)
+WIDE |= dict(batch_size=2, group_size=4, max_prompt_length=10, max_new_tokens=246, max_tokens_per_micro_batch=1980)
 GPT2 = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304, bias=True, dtype="bfloat16")
-GPT2 |= dict(batch_size=8, group_size=8, max_prompt_length=256, max_new_tokens=256, max_tokens_per_micro_batch=4096)
+GPT2 |= dict(batch_size=8, group_size=8, max_prompt_length=256, max_new_tokens=256, max_tokens_per_micro_batch=4592)
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16")
 QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6) | BFLOAT16
 HALF_B = dict(n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_hidden=4864, block_size=1024, vocab_size=151936)
-HALF_B |= dict(batch_size=4, group_size=8, max_prompt_length=256, max_new_tokens=256, max_tokens_per_micro_batch=2048)
+HALF_B |= dict(batch_size=4, group_size=8, max_prompt_length=256, max_new_tokens=256, max_tokens_per_micro_batch=2296)
 ITERATION = dict(n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960, block_size=2048, vocab_size=151936)
 ITERATION |= dict(batch_size=4, group_size=4, max_prompt_length=256, max_new_tokens=1024)
 ITERATION |= dict(checkpoint_blocks="block", max_tokens_per_micro_batch=1280)
