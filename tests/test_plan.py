@@ -192,7 +192,7 @@ def test_a_plan_for_cuda_rounds_rows_as_a_run_does(tmp_path, monkeypatch):
         return micro
 
     monkeypatch.setattr(grpo, "gather", look)
-    for settings.device, shape in (("cpu", (1, 200)), ("cuda", (1, 256))):
+    for settings.device, shape in (("cpu", (1, 200)), ("cuda", (1, 208))):
         shapes.clear()
         plan(dry_run(prepared), settings)
         assert shapes[:2] == [shape] * 2
