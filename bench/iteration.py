@@ -11,11 +11,11 @@ On CUDA: GPT-2 124M and Qwen2.5 0.5B and 1.5B with random weights. Random weight
 token has the same probability at each token. Its text is numbers: "7 12" is the ids 7 and 12.
 
 Contenders are processes that take turns. A process's figure is the median of its iterations without the first two; a
-ratio is the median of the pairs'. train of TRL holds the rewards, optimizer what is not in a training_step. TRL's
-micro-batches have the size, of 8, 16, 32 and 64 sequences, with which it was fastest. Peaks are those of all
-iterations, weights, moments and the reference included: on CUDA the allocator's; on a CPU live tensor bytes by
-memory/meter.py. That slows TRL down, so its peak has a process of its own. There TRL's buffer for logits, always 32,768
-columns wide, is not wider than the vocabulary: the rest is never written.
+ratio is the median of the pairs'. For TRL, train includes the rewards; optimizer is all that happens outside
+training_step. TRL's micro-batches have the size, of 8, 16, 32 and 64 sequences, with which it was fastest. Peaks are
+those of all iterations, weights, moments and the reference included: on CUDA the allocator's; on a CPU live tensor bytes
+by memory/meter.py. That slows TRL down, so its peak has a process of its own. There TRL's buffer for logits, always
+32,768 columns wide, is not wider than the vocabulary: the rest is never written.
 
 Without TRL only ours is measured. With liger_kernel there is also TRL with use_liger_kernel. Left out: unsloth, which
 replaces TRL's classes when it is imported and needs a GPU for that.

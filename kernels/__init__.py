@@ -4,6 +4,8 @@ A kernel writes into tensors that its caller allocated, so the meter and the pla
 without data it is not launched. Each kernel has a version in plain torch: tests compare the two, and it runs where no
 kernel can. Kernels use exp2 and log2, because the hardware has instructions for them.
 
+swiglu, rotary, adamw: one operation each. segments, flash: attention of packed groups.
+
 Left out: the kernels of log-probs (logprobs/kernels.py), decode attention and drawing (decoding/).
 Test: pytest tests/test_kernels.py
 """

@@ -1,7 +1,7 @@
 """Attention of packed groups: a prompt and its k completions in one row, without padding and with the prompt once.
 
     Segments   which tokens of the row see which
-    attend     attention by them, differentiable: on CUDA one kernel (flash.py), on a CPU a few calls of PyTorch's own,
+    attend     attention by them, differentiable: on CUDA Triton kernels (flash.py), on a CPU a few calls of PyTorch's own,
                elsewhere F.scaled_dot_product_attention with a dense mask, which is the oracle of both
 
 On a CPU a completion's attention has two parts, to its prompt and to itself. Each part is a softmax of its own; the
@@ -137,6 +137,7 @@ def attend(q, k, v, segments: Segments) -> torch.Tensor:
 
 
 def attend_dense(q, k, v, segments):
+    """`attend` with a mask of (T, T) booleans."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=segments.mask(), enable_gqa=q.shape[1] != k.shape[1])
 
 

@@ -269,9 +269,9 @@ def planned(shape, settings, prompt=256):
     "name", [pytest.param(name, marks=[pytest.mark.long] * name.startswith("Qwen")) for name in SHAPES]
 )
 def test_grpo_is_planned_to_need_what_sft_needs(name):
-    """At as many tokens in a row and as many that are learned, 5 * (51 + 767) and 256 + 5 * 767, of which 5 * 768.
+    """Both have rows of nearly the same length, 5 * (51 + 767) and 256 + 5 * 767 tokens, and learn 5 * 768 of them.
 
-    And a resident reference its own bytes on top.
+    A resident reference needs its own bytes on top.
     """
     common = dict(device="cuda", max_tokens_per_micro_batch=4091, eval_prompts=0, checkpoint_blocks="block", **BF16)
     options = common | dict(batch_size=8, group_size=8, max_new_tokens=768, max_rollout_batch=4)
