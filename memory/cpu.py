@@ -60,7 +60,10 @@ def linear(x, weight, bias=None):
     """F.linear, by fast products if large: x (..., in), weight (out, in), bias (out,) -> (..., out)."""
     large = x.numel() * len(weight) >= LARGE
     if large and x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
-        return Linear.apply(x, weight, bias)
+        if torch.is_grad_enabled():
+            return Linear.apply(x, weight, bias)
+        with fast_products(x):
+            return F.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
