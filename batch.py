@@ -122,27 +122,26 @@ def gather(sequences, indices: list, cut: Cut) -> MicroBatch:
     T = sum(prompt + sum(own) for prompt, own in sizes)
     pad = padded(T, sequences.tokens) - T  # prompts of one token, without completions
     sizes, which, first = sizes + [(1, [])] * pad, which + indices[:1] * pad, first + [0] * pad
-    which, first, mask = np.array(which), np.array(first), Segments(sizes, sequences.tokens.device)
-    positions = np.arange(mask.lengths.sum()) - (mask.begins - first).repeat(mask.lengths)
-    source = which.repeat(mask.lengths) * width + positions  # of the flattened tokens
+    mask = Segments(sizes, sequences.tokens.device)
+    which, first, spans = map(np.array, (which, first, [n for prompt, own in sizes for n in (prompt, *own)]))
+    begins = spans.cumsum() - spans
+    positions = np.arange(spans.sum()) - (begins - first).repeat(spans)
+    source = which.repeat(spans) * width + positions  # of the flattened tokens
 
     own = first > 0
-    index, prompt, lengths = which[own], first[own], mask.lengths[own] + 1  # (S,) each
+    index, prompt, lengths = which[own], first[own], spans[own] + 1  # (S,) each
     sequence = np.arange(len(index)).repeat(lengths)  # (M,)
     place = np.arange(len(sequence)) - (lengths.cumsum() - lengths)[sequence]
-    prompt_end = np.repeat([middle for _, middle, _ in mask.groups[: len(groups)]], [len(group) for group in groups])
-    rows = np.where(place == 0, prompt_end[sequence], mask.begins[own][sequence] + place) - 1
+    prompt_end = np.repeat((begins + spans)[~own][: len(groups)], [len(group) for group in groups])
+    rows = np.where(place == 0, prompt_end[sequence], begins[own][sequence] + place) - 1
     tables = [source, positions, mask.start(), mask.tiles().ravel(), rows, sequence, place, lengths, index]
     tables.append(index[sequence] * width + prompt[sequence] + place)
     flat = upload(np.concatenate(tables), sequences.tokens.device).split([len(table) for table in tables])
     source, positions, start, tiles, rows, sequence, place, lengths, index, target = flat
     mask.tables = start, tiles.view(-1, 5)
     tokens = sequences.tokens.flatten()
-    columns = {
-        name: value[index[sequence], place]
-        for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs")
-        if (value := getattr(sequences, name, None)) is not None
-    }
+    columns = {n: getattr(sequences, n, None) for n in ("sampling_logprobs", "old_logprobs", "ref_logprobs")}
+    columns = {name: value[index[sequence], place] for name, value in columns.items() if value is not None}
     if (advantages := getattr(sequences, "advantages", None)) is not None:
         columns["advantages"] = advantages[index]
     row = tokens[source][None], positions[None], mask, rows

@@ -1,8 +1,8 @@
 """Attention of packed groups: a prompt and its k completions in one row, without padding and with the prompt once.
 
     Segments   which tokens of the row see which
-    attend     attention by them, differentiable: on CUDA Triton kernels (flash.py), on a CPU a few calls of PyTorch's own,
-               elsewhere F.scaled_dot_product_attention with a dense mask, which is the oracle of both
+    attend     attention by them, differentiable: on CUDA Triton kernels (flash.py), on a CPU a few calls of PyTorch's
+               own, elsewhere F.scaled_dot_product_attention with a dense mask, which is the oracle of both
 
 On a CPU a completion's attention has two parts, to its prompt and to itself. Each part is a softmax of its own; the
 logarithms of their sums tell how to join them. Backward is exact part by part if each part is given the joint output
@@ -32,22 +32,25 @@ SIMILAR = 0.75  # segments of a batch have at least this share of the longest on
 class Segments:
     """Who sees what in a row of T tokens: groups, each a prompt and then its completions, one behind the other.
 
-    A token sees its group's prompt, and its own segment up to itself. Two groups, (a b | x y | z) and (c | u):
+    A token sees its group's prompt, and its own segment up to itself. A prompt with one completion is one segment. Two
+    groups, (a b | x y | z) and (c | u):
 
-        token    a b x y z c u      segments begin at 0 2 4 5 6
-        start    0 0 2 2 4 5 6      where the token's segment begins
-        groups   (0, 2, 5), (5, 6, 7)     where its prompt begins, its completions begin, and it ends
+        token    a b x y z c u      segments begin at 0 2 4 5
+        start    0 0 2 2 4 5 5      where the token's segment begins
+        groups   (0, 2, 5), (5, 7, 7)     where its prompt begins, its completions begin, and it ends
     """
 
     def __init__(self, groups: list[tuple[int, list[int]]], device="cpu"):
         """groups: (tokens of the prompt, [tokens of each completion, perhaps 0]). A prompt has at least one."""
         self.groups, lengths, end = [], [], 0
         for prompt, completions in groups:
+            if len(completions) == 1:
+                prompt, completions = prompt + completions[0], []
             self.groups.append((end, end + prompt, end := end + prompt + sum(completions)))
             lengths += [prompt, *completions]
         self.lengths = np.array(lengths)
         self.begins = self.lengths.cumsum() - self.lengths  # of the segments
-        self.longest = max(prompt + max(completions, default=0) for prompt, completions in groups)
+        self.longest = max(prompt + max(completions, default=0) for prompt, completions in groups)  # tokens seen
         self.device, self.kept = torch.device(device), None
 
     def start(self) -> np.ndarray:

@@ -28,7 +28,7 @@ def test_the_docstrings_example():
     ours = slice(7)  # on CUDA padding follows
     assert micro.tokens[0, ours].tolist() == [a, b, x, y, z, c, u]
     assert micro.positions[0, ours].tolist() == [0, 1, 2, 3, 2, 0, 1]
-    assert micro.mask.groups[:2] == [(0, 2, 5), (5, 6, 7)]
+    assert micro.mask.groups[:2] == [(0, 2, 5), (5, 7, 7)]
     assert micro.rows.tolist() == [1, 2, 3, 1, 4, 5, 6]
     assert micro.targets.tolist() == [x, y, stop, z, stop, u, stop]
     assert micro.sequence.tolist() == [0, 0, 0, 1, 1, 2, 2] and micro.place.tolist() == [0, 1, 2, 0, 1, 0, 1]
