@@ -27,6 +27,7 @@ backward_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 ALONE = 256  # tokens; longer segments are not copied into a batch
 SIMILAR = 0.75  # segments of a batch have at least this share of the longest one's tokens
+MANY = 4  # neighbours of the same length; they are a batch without a copy
 
 
 class Segments:
@@ -92,8 +93,10 @@ class Segments:
         while len(order):
             longest = self.lengths[order[0]]
             n = 1 if longest > ALONE else int((self.lengths[order] >= SIMILAR * longest).sum())
-            found.append(Batch(self.begins[order[:n]], self.lengths[order[:n]]))
-            order = order[n:]
+            some, order = order[:n], order[n:]
+            cuts = np.flatnonzero(np.diff(self.begins[some]) != longest) + 1
+            neighbours = self.lengths[some[-1]] == longest and MANY * (len(cuts) + 1) <= n
+            found += [Batch(self.begins[s], self.lengths[s]) for s in (np.split(some, cuts) if neighbours else [some])]
         return found
 
     def keeping(self) -> "Segments":
@@ -104,12 +107,16 @@ class Segments:
 
 
 class Batch:
-    """Segments of about the same length, side by side, padded behind. No token that is there sees the padding."""
+    """Segments of about the same length, side by side, padded behind. No token that is there sees the padding.
+
+    Neighbours of the same length are a view of the row.
+    """
 
     def __init__(self, begins, lengths):
-        n, longest = len(begins), lengths.max()
-        column = np.arange(longest)
-        self.shape, self.slice = (n, int(longest)), slice(int(begins[0]), int(begins[0] + longest)) if n == 1 else None
+        n, longest = len(begins), int(lengths.max())
+        column, begin = np.arange(longest), int(begins[0])
+        view = (begins == begin + longest * np.arange(n)).all() and (lengths == longest).all()
+        self.shape, self.slice = (n, longest), slice(begin, begin + n * longest) if view else None
         there = (column < lengths[:, None]).ravel()
         self.index = torch.from_numpy((begins[:, None] + np.minimum(column, lengths[:, None] - 1)).ravel())  # (n * L,)
         self.there, self.padding = (
@@ -120,13 +127,13 @@ class Batch:
     def take(self, x):
         """x (1, H, T, D) or (1, H, T) -> (n, H, L, D) or (n, H, L). Padding repeats a segment's last token."""
         if self.slice:
-            return x[:, :, self.slice]
+            return x[0, :, self.slice].unflatten(1, self.shape).transpose(0, 1)
         return x[0].transpose(0, 1)[self.index].unflatten(0, self.shape).transpose(1, 2)
 
     def put(self, x, into):
         """The other way, without the padding."""
         if self.slice:
-            into[:, :, self.slice] = x
+            into[0, :, self.slice].unflatten(1, self.shape).copy_(x.transpose(0, 1))
             return
         x = x.transpose(1, 2).flatten(0, 1)
         into[0].transpose(0, 1)[self.tokens] = x if self.there is None else x[self.there]

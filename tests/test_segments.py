@@ -67,6 +67,13 @@ def test_demonstrations_take_few_calls():
     assert len(segments.batches) == 1 and all(middle == end for _, middle, end in segments.groups)
 
 
+def test_neighbours_of_the_same_length_are_a_batch_without_a_copy():
+    batches = Segments([(3, [5] * 8), (3, [5] * 8), (2, [5, 5])]).batches
+    assert [batch.shape[0] for batch in batches] == [8, 8, 2, 2, 1] and batches[0].slice == slice(3, 43)
+    x = torch.randn(1, 2, 99, 4)
+    assert [batch.take(x)._base is None for batch in batches[:3]] == [False, False, False]
+
+
 @given(some_groups)
 def test_the_mask_is_what_the_words_say(groups):
     assert Segments(groups).mask().tolist() == words(groups)
@@ -95,7 +102,8 @@ def test_start_and_tiles_say_the_same(groups, tile):
 
 
 @pytest.mark.parametrize(
-    "begins, lengths", [([0, 5, 9], [5, 4, 5]), ([3, 0, 8], [3, 3, 3]), ([4], [6]), ([2, 0], [1, 1])]
+    "begins, lengths",
+    [([0, 5, 9], [5, 4, 5]), ([3, 0, 8], [3, 3, 3]), ([4], [6]), ([2, 0], [1, 1]), ([2, 6, 10], [4, 4, 4])],
 )
 def test_a_batch_takes_segments_and_puts_them_back(begins, lengths):
     """Padding repeats a segment's last token; nothing of it is put back, nor anything beside the segments."""
