@@ -14,6 +14,7 @@ import torch
 
 from kernels.segments import Segments
 from memory.cuda import padded, upload
+from memory.processes import OneProcess
 
 
 @dataclass
@@ -54,38 +55,44 @@ class Cut:
 
     Made once, for every pass over the sequences, on the host's numbers. After an out-of-memory `into` cuts them again.
     Sequences i with the same i // group_size have the same prompt. steps[i][j]: the numbers of the sequences in
-    micro-batch j of optimizer step i, groups together.
+    micro-batch j of optimizer step i, groups together. rank_of[i]: which process takes them.
 
         a prompt of 4, completions of 3 and 5; a prompt of 2, completions of 9 and 1; one step
         tokens in the row: 4 + 2 + 4 = 10, and 2 + 8 + 0 = 10
         max_tokens 0 or 20: [[[0, 1, 2, 3]]]    10: [[[0, 1], [2, 3]]]    8: [[[2], [1], [0, 3]]], prompts repeated
     """
 
-    def __init__(self, sequences, step_size: int = 0, max_tokens: int = 0, group_size: int = 1):
+    def __init__(self, sequences, step_size: int = 0, max_tokens: int = 0, group_size: int = 1, processes=None):
         """sequences: Rollouts or Sequences, N of them. step_size: sequences of an optimizer step; 0: N."""
         self.prompts, self.completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
         self.group_size, self.step_size = group_size, step_size or len(self.prompts)
+        self.processes = processes or OneProcess()
         self.longest = max(map(sum, zip(self.prompts, self.completions, strict=True))) - 1  # tokens of one, in the row
         self.into(max_tokens)
 
     def into(self, max_tokens: int):
         """Cut into micro-batches of max_tokens at most, or of one sequence. 0: a step is one micro-batch.
 
-        The largest groups first, each to the first micro-batch with room (first-fit decreasing).
+        The largest groups first, each to the process with the fewest tokens, there to the first micro-batch with room.
         """
-        self.steps, self.largest = [], 0
+        self.steps, self.largest, self.rank_of = [], 0, {}
         for first in range(0, len(self.prompts), self.step_size):
-            step, sizes = [], []
-            parts = self.parts(range(first, first + self.step_size), max_tokens)
+            sequences, loads, step = range(first, first + self.step_size), [0] * self.processes.size, []
+            share = -(-sum(size for size, _ in self.parts(sequences, 0)) // len(loads))  # tokens of a process
+            parts = self.parts(sequences, min(max_tokens or share, share))
             for size, part in sorted(parts, key=lambda part: -part[0]):
-                j = next((j for j in range(len(step)) if not max_tokens or sizes[j] + size <= max_tokens), len(step))
-                if j == len(step):
-                    step.append([])
-                    sizes.append(0)
-                step[j] += part
-                sizes[j] += size
-            self.steps.append(step)
-            self.largest = max(self.largest, *sizes)  # tokens of the largest micro-batch
+                rank = loads.index(min(loads))
+                room = (m for m in step if m[0] == rank and (not max_tokens or m[1] + size <= max_tokens))
+                if (found := next(room, None)) is None:
+                    step.append(found := [rank, 0, []])
+                found[1], found[2], loads[rank] = found[1] + size, found[2] + part, loads[rank] + size
+                self.rank_of |= dict.fromkeys(part, rank)
+            self.steps.append([numbers for _, _, numbers in step])
+            self.largest = max(self.largest, *(size for _, size, _ in step))  # tokens of the largest micro-batch
+
+    def own(self, batches, model):
+        """Those of some micro-batches that this process runs the model on."""
+        return self.processes.own(batches, self.rank_of, model)
 
     def parts(self, sequences, max_tokens):
         """-> (tokens, numbers of the sequences) of each group, or of its parts where it is too large."""

@@ -55,22 +55,29 @@ def sampling_options(settings: SFTSettings | GRPOSettings, tokenizer, pieces: Pi
     return options | dict(progress=True) | decoding_of(settings, pieces)
 
 
-def evaluate_as_run(settings, model, tokenizer, scoring: Scoring, num_prompts: int, pieces: Pieces) -> dict[str, float]:
-    """Held-out scores with a run's precision and lengths, of greedy completions and of some sampled at temperature 1.
-
-    -> log entries: pass_at_1, task_pass_at_1 if the task's own reward is beside reward_funcs, eval_reward_mean, the
-    same with _sampled; eval_reward/<function> of greedy ones if there are several functions.
-    """
-    rows = scoring.task.prompts(settings.eval_split, range(num_prompts))
+def answers_as_run(settings, model, tokenizer, scoring: Scoring, num_prompts: int, pieces: Pieces) -> list[list[dict]]:
+    """Answers to this process's held-out prompts with a run's precision and lengths -> [greedy ones, sampled ones]."""
+    own = pieces.processes.part(num_prompts)
+    rows = scoring.task.prompts(settings.eval_split, range(num_prompts)[own])
     ids = [truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length) for row in rows]
     longest_prompt, longest_answer = scoring.task.longest(tokenizer.encode_prompt)
     room = model.config.block_size - (settings.max_prompt_length or longest_prompt)
     room = min(room, settings.max_new_tokens or longest_answer + 1)
+    options = sampling_options(settings, tokenizer, pieces) | dict(seed=0, first_row=own.start)
+    with autocast(settings.dtype, model):
+        asked = model, tokenizer, scoring, rows, ids, 1, room
+        return [complete(*asked, temperature, **options) if rows else [] for temperature in (0.0, 1.0)]
+
+
+def scores_as_run(shares: list[list[list[dict]]]) -> dict[str, float]:
+    """What answers_as_run gave in each process -> log entries.
+
+    pass_at_1, task_pass_at_1 if the task's own reward is beside reward_funcs, eval_reward_mean, the same with _sampled
+    (temperature 1); eval_reward/<function> of greedy ones if there are several functions.
+    """
     scores = {}
-    for suffix, temperature in (("", 0.0), ("_sampled", 1.0)):
-        options = sampling_options(settings, tokenizer, pieces)
-        with autocast(settings.dtype, model):
-            samples = complete(model, tokenizer, scoring, rows, ids, 1, room, temperature, seed=0, **options)
+    for suffix, parts in zip(("", "_sampled"), zip(*shares, strict=True), strict=True):
+        samples = [sample for part in parts for sample in part]
         means = reward_means(samples)
         scores |= shares_of(samples, suffix) | {f"eval_reward_mean{suffix}": means.pop("reward")}
         scores |= {f"eval_{name}": mean for name, mean in means.items() if not suffix and len(means) > 1}
@@ -83,11 +90,11 @@ def evaluate_if_due(done, model, scoring, tokenizer, settings, meter, pieces):
     if not due or not settings.eval_prompts or not scoring.functions:
         return {}
     generators = generator_state(model.device)  # a reward function may draw; what follows must not depend on it
-    for attempt in attempts(pieces.halve_rollout(settings.batch_size, model)):
-        with attempt, meter.phase("eval"):
-            scores = evaluate_as_run(settings, model, tokenizer, scoring, settings.eval_prompts, pieces)
+    for attempt in pieces.attempts(pieces.halve_rollout(settings.batch_size, model)):
+        with attempt, meter.phase("eval"), pieces.processes.whole(model) as sampler:
+            answers = answers_as_run(settings, sampler, tokenizer, scoring, settings.eval_prompts, pieces)
     restore_generators(generators, model.device)
-    return scores
+    return scores_as_run(pieces.processes.gather(lambda: answers))
 
 
 def room_for(ids: list[list[int]], wanted: int, block_size: int) -> int:

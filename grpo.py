@@ -28,14 +28,14 @@ from data.rewards import repeat_columns, total_rewards
 from evaluate import truncate_prompt
 from logprobs import head_logprobs, head_loss, head_loss_in_two_visits
 from loss import group_advantages, kl_divergence, overlong_punishment, policy_loss, truncated_importance
-from memory import attempts, borrowed, stream_from_host
+from memory import borrowed, stream_from_host
 from model import autocast, make_model
 from pretrained.lora import adapters_off
 from runs.checkpoint import open_checkpoint
 from runs.loading import load_weights
 from runs.log import IS_IT_BROKEN
 from sample import Rollouts, sample_groups
-from training import as_floats, finite_columns, learning_rate_at, mean_of_steps, rollout_metrics, run
+from training import as_floats, finite_columns, learning_rate_at, mean_of_steps, rollout_metrics, run, score_together
 
 
 def main(prepared) -> bool:
@@ -84,8 +84,8 @@ def iterate(iteration, training, collect=None):
     rollouts, rewards, samples, metrics = (collect or collect_groups)(iteration, training)  # N completions; (P, k)
 
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
-    pieces = training.pieces
-    cut = Cut(rollouts, settings.train_batch_size, pieces.max_tokens_per_micro_batch, settings.group_size)
+    pieces, processes = training.pieces, training.pieces.processes
+    cut = Cut(rollouts, settings.train_batch_size, pieces.max_tokens_per_micro_batch, settings.group_size, processes)
     smaller = pieces.halve_micro_batches(cut, model)
 
     # 4. Log-probs before the first step. The sampler is the model, so its own are the old ones, without a forward pass;
@@ -93,13 +93,15 @@ def iterate(iteration, training, collect=None):
     log.show("reference")
     rollouts.old_logprobs = rollouts.sampling_logprobs  # (N, T_c)
     if settings.importance_sampling_cap is not None:
-        for attempt in attempts(smaller):
+        for attempt in pieces.attempts(smaller):
             with attempt, meter.phase("reference"):
                 rollouts.old_logprobs = trainer_logprobs(model, rollouts, cut, settings)
+        processes.add(rollouts.old_logprobs)
     if settings.beta:
-        for attempt in attempts(pieces.halve_joined(smaller)):
+        for attempt in pieces.attempts(pieces.halve_joined(smaller)):
             with attempt, meter.phase("reference"):
                 rollouts.ref_logprobs = reference_logprobs(training, rollouts, cut)
+        processes.add(rollouts.ref_logprobs)
 
     # 5. Advantages: how much better than its group was each completion?
     if settings.use_kl_in_reward:
@@ -117,11 +119,11 @@ def iterate(iteration, training, collect=None):
             skipped += 1
             continue
         # 7. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
-        for attempt in attempts(smaller):
+        for attempt in pieces.attempts(smaller):
             with attempt, meter.phase("train"):
                 training.optimizer.zero_grad(set_to_none=True)
                 result = accumulate_gradient(model, rollouts, cut, step, settings)
-        # 8. Clip and update. A step whose loss or gradient is not finite is dropped: None.
+        # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
         taken.append(training.update(result, learning_rate, iteration, rollouts, select))
 
     # 9. Evaluate where it is due, log, save.
@@ -147,24 +149,24 @@ def collect_groups(iteration, training):
     that, to have P groups whose rewards are not all equal. Then the first P such groups are kept, in their order; if
     there are fewer, groups with equal rewards fill up.
     """
-    prepared, settings, meter = training.prepared, training.settings, training.meter
-    P, k = settings.batch_size, settings.group_size
-    smaller = training.pieces.halve_rollout(P * k, training.model)
+    prepared, settings, meter, pieces = training.prepared, training.settings, training.meter, training.pieces
+    P, k, processes = settings.batch_size, settings.group_size, pieces.processes
+    own = processes.part(P)  # of several processes each samples some of the groups
+    smaller = pieces.halve_rollout((own.stop - own.start) * k, training.model)
     rounds = []
     for turn in range(settings.max_num_gen_batches):
         training.log.show("rollout" if turn == 0 else f"rollout {turn + 1}")
-        rows = prepared.task.prompts("train", training.prompts.numbers(iteration, turn))
-        for attempt in attempts(smaller):
-            with attempt, meter.phase("rollout"):
-                limit = training.pieces.max_rollout_batch
-                rollouts = sample_rows(training.model, prepared, rows, iteration, turn, limit)
+        rows = prepared.task.prompts("train", training.prompts.numbers(iteration, turn)[own])
+        for attempt in pieces.attempts(smaller):
+            with attempt, meter.phase("rollout"), processes.whole(training.model) as model:
+                rollouts = sample_rows(model, prepared, rows, iteration, turn * P + own.start, pieces.max_rollout_batch)
         with meter.phase("reward"):
-            rounds.append((rollouts, *score(rollouts, rows, prepared)))
+            rounds.append(score_together(processes, score, rollouts, rows, prepared))
         rewards = torch.cat([scored[1] for scored in rounds])  # (rounds * P, k)
         varied = has_variance(rewards)  # (rounds * P,), before lengths are punished
         if varied.sum() >= P:
             break
-    rollouts = Rollouts.joined([scored[0] for scored in rounds]) if len(rounds) > 1 else rollouts
+    rollouts = Rollouts.joined([scored[0] for scored in rounds]) if len(rounds) > 1 else rounds[0][0]
     if settings.soft_punish_cache:
         lengths = rollouts.completion_lengths.cpu().view(-1, k)
         rewards = rewards + overlong_punishment(lengths, settings.max_new_tokens, settings.soft_punish_cache)
@@ -177,26 +179,16 @@ def collect_groups(iteration, training):
     return rollouts, rewards, rounds[0][3], metrics
 
 
-def sample_rows(model, prepared, rows, iteration, turn=0, max_batch=0) -> Rollouts:
-    """k completions of each task row's prompt. They differ from those of other iterations and of other turns."""
+def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0) -> Rollouts:
+    """k completions of each task row's prompt. before: prompts of the iteration that came before these."""
     settings, tokenizer = prepared.settings, prepared.tokenizer
     prompts = [truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length) for row in rows]
+    options = dict(seed=settings.seed * 2**32 + iteration, first_row=before * settings.group_size)
+    options |= dict(temperature=settings.temperature, stop_token=tokenizer.stop_tokens)
+    options |= dict(is_over=tokenizer.stopper(settings.stop_string), enforce_eager=settings.enforce_eager)
+    options |= dict(progress=True, max_batch=max_batch, chunk_mb=settings.logits_chunk_mb)
     with autocast(settings.dtype, model):
-        return sample_groups(
-            model,
-            prompts,
-            settings.group_size,
-            settings.max_new_tokens,
-            temperature=settings.temperature,
-            stop_token=tokenizer.stop_tokens,
-            seed=settings.seed * 2**32 + iteration,
-            first_row=turn * len(rows) * settings.group_size,
-            is_over=tokenizer.stopper(settings.stop_string),
-            enforce_eager=settings.enforce_eager,
-            progress=True,
-            max_batch=max_batch,
-            chunk_mb=settings.logits_chunk_mb,
-        )
+        return sample_groups(model, prompts, settings.group_size, settings.max_new_tokens, **options)
 
 
 def score(rollouts, rows, prepared):
@@ -229,7 +221,7 @@ def trainer_logprobs(model, rollouts, cut, settings):
     """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32, 0 after the end."""
     logprobs = torch.zeros_like(rollouts.sampling_logprobs)
     options = dict(n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb)
-    for indices in [indices for step in cut.steps for indices in step]:
+    for indices in cut.own([indices for step in cut.steps for indices in step], model):
         micro = gather(rollouts, indices, cut)
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
@@ -284,7 +276,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings):
     counts = dict(num_tokens=num_tokens, num_sequences=cut.step_size, num_micro_batches=len(pieces))
     entropy_coef, level = settings.entropy_coef, settings.importance_sampling_level
     totals = dict.fromkeys(("loss", "entropy", "logprob_diff_mean", "logprob_diff_max", "mismatch_kl"), 0.0)
-    for indices in pieces:
+    for indices in cut.own(pieces, model):
         micro = gather(rollouts, indices, cut)
         token_loss = make_token_loss(micro, counts, settings, totals)
         # Forward. Only the hidden states that predict completion tokens go on: (M, C)

@@ -58,6 +58,11 @@ class RunOptions:
     seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
     device: str = option("auto", "auto: cuda if available, else cpu; or a torch device such as cuda:1")
     dtype: str = option("float32", "dtype of the forward pass; bfloat16: autocast over float32 weights", choices=DTYPES)
+    parallel: str = option(
+        "none",
+        "several processes, started by torchrun: ddp: each has the whole model",
+        choices=("none", "ddp"),
+    )
     tf32: bool = option(
         False,
         "float32 products on tensor cores: about 8 times the peak rate on an A100 or H100, relative errors of 1e-3 "

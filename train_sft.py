@@ -20,7 +20,6 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 from batch import Cut, Sequences, gather
 from logprobs import head_loss
-from memory import attempts
 from model import autocast
 from training import as_floats, learning_rate_at, run
 
@@ -39,16 +38,16 @@ def iterate(iteration, training, make_batch=None):
 
     # 1. Demonstrations, cut into micro-batches.
     batch = (make_batch or demonstrations)(iteration, training)
-    cut = Cut(batch, 0, training.pieces.max_tokens_per_micro_batch)
+    cut = Cut(batch, 0, training.pieces.max_tokens_per_micro_batch, processes=training.pieces.processes)
 
     # 2. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
     training.log.show("train")
-    for attempt in attempts(training.pieces.halve_micro_batches(cut, model)):
+    for attempt in training.pieces.attempts(training.pieces.halve_micro_batches(cut, model)):
         with attempt, meter.phase("train"):
             training.optimizer.zero_grad(set_to_none=True)
             metrics = accumulate_gradient(model, batch, cut, settings)
 
-    # 3. Clip and update. A step whose loss or gradient is not finite is dropped: None.
+    # 3. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
     learning_rate = learning_rate_at(iteration, settings)
     metrics = training.update(metrics, learning_rate, iteration, batch, cut.sequences(0))
 
@@ -76,19 +75,13 @@ def demonstrations(iteration, training) -> Sequences:
 def accumulate_gradient(model, batch, cut, settings):
     """The gradient of the mean negative log-prob of completion tokens -> {"loss", "entropy": its token mean}."""
     loss, entropy, num_tokens = 0.0, 0.0, sum(cut.completions)
-    for indices in cut.steps[0]:
+    for indices in cut.own(cut.steps[0], model):
         micro = gather(batch, indices, cut)
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
-            share, _, entropies = head_loss(
-                hidden,
-                model.lm_head_weight,
-                micro.targets,
-                lambda logprobs, rows: -logprobs.sum() / num_tokens,
-                entropy=True,
-                n_vocab=model.config.n_vocab,
-                chunk_mb=settings.logits_chunk_mb,
-            )
+            head = hidden, model.lm_head_weight, micro.targets, lambda logprobs, rows: -logprobs.sum() / num_tokens
+            options = dict(n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb)
+            share, _, entropies = head_loss(*head, entropy=True, **options)
         share.backward()
         loss, entropy = loss + share.detach(), entropy + entropies.sum() / num_tokens
     return as_floats(dict(loss=loss, entropy=entropy))

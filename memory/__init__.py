@@ -5,7 +5,7 @@
     plan    peak bytes of an iteration, beforehand   fit     the cheapest options that fit a budget
     oom     smaller pieces after out-of-memory       cpu    fast products; cores shared with other processes
     streams copies to and from the host that overlap with compute
-    cuda    shapes that repeat on a GPU; uploads without waits
+    cuda    shapes that repeat on a GPU; uploads     processes  a process's share of the work
 
 Left out: what an iteration is. The planner is given a function that runs one.
 """
@@ -14,3 +14,4 @@ from memory.host import available_on_host, borrowed, new_on_host, spare_copy, st
 from memory.ledger import HOST, MIB, HostLedger, LiveBytes, is_planned, kind_of
 from memory.meter import MemoryMeter, resident_bytes, tensor_bytes
 from memory.oom import Pieces, attempts
+from memory.processes import OneProcess

@@ -14,6 +14,7 @@ from copy import copy
 import torch
 
 from memory.fit import CHANGES_ROUNDING, cheaper, written
+from memory.processes import OneProcess
 from memory.streams import settle
 from options import SnugError, first_line
 
@@ -40,8 +41,8 @@ class Attempt:
         return True
 
 
-def attempts(make_smaller):
-    """Yield Attempts until the `with` block of one ends without running out of memory.
+def attempts(make_smaller, agreed=lambda error: error):
+    """Yield Attempts until the `with` block of one ends without running out of memory. agreed: OneProcess.agreed.
 
     In between make_smaller(error) makes the next attempt need less, or raises. By then the exception is gone, and with
     it the frames that held the failed attempt's tensors: so the block should call a function for what is large.
@@ -49,13 +50,13 @@ def attempts(make_smaller):
     while True:
         attempt = Attempt()
         yield attempt
-        if attempt.error is None:
+        if (error := agreed(attempt.error)) is None:
             return
         settle()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        make_smaller(attempt.error)
+        make_smaller(error)
 
 
 def at_once(settings) -> int:
@@ -77,9 +78,9 @@ class Pieces:
     {option: [what the settings say, what it is now]}.
     """
 
-    def __init__(self, settings, say, halved=None):
+    def __init__(self, settings, say, halved=None, processes=None):
         """say: reports a change. halved: the resumed checkpoint's; it holds if the settings ask for the same again."""
-        self.settings, self.say, self.halved = settings, say, {}
+        self.settings, self.say, self.halved, self.processes = settings, say, {}, processes or OneProcess()
         self.max_rollout_batch = settings.max_rollout_batch
         self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch
         self.at_once = at_once(settings)  # micro-batches in one forward of the reference
@@ -91,6 +92,10 @@ class Pieces:
         self.halved[name] = [getattr(self.settings, name), value]
         setattr(self, name, value)
         self.say(f"{error}; going on with {name}={value}")
+
+    def attempts(self, make_smaller):
+        """`attempts`; after an out-of-memory in one process all make their pieces smaller."""
+        return attempts(make_smaller, self.processes.agreed)
 
     def halve_rollout(self, rows: int, model):
         """-> make_smaller for `attempts`: decode half of `rows` completions at a time. Raises SnugError at one."""

@@ -143,6 +143,23 @@ class RunLog:
         self.say(console_line(record | self.not_shown, self.max_iters))
 
 
+class NoLog(RunLog):
+    """The same for a process that writes nothing: of several only rank 0 does. Also for a planner."""
+
+    def __init__(self, settings: SFTSettings | GRPOSettings, title: str = "", start: int = 0):
+        self.title, self.start, self.max_iters = title, start, settings.max_iters
+        self.bar, self.services, self.files = tqdm(disable=True), [], {}
+
+    def show_line(self, text: str) -> None:
+        pass
+
+    def memory(self, lines: Iterable[str]) -> None:
+        pass
+
+    def iteration(self, record: dict, samples: Iterable[dict] = ()) -> None:
+        pass
+
+
 class Lines:
     """A file that grows by whole lines. Lines that cannot be written wait for the next `write` or `close`."""
 

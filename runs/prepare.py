@@ -120,7 +120,7 @@ def find_origin(settings, resume: Checkpoint | None) -> tuple[Checkpoint | Path 
 
 def prepare_warm_start(settings: GRPOSettings) -> Prepared:
     """The SFT run of init_config, with this run's seed and device; resumed if it was stopped. Raises SnugError."""
-    names = ["seed", "device", "eval_split"] + (["memory_budget_gb"] if settings.memory_budget_gb else [])
+    names = ["seed", "device", "parallel", "eval_split"] + (["memory_budget_gb"] if settings.memory_budget_gb else [])
     own = {name: getattr(settings, name) for name in names} | {"out_dir": settings.init_from, "resume": "auto"}
     words = [f"--{name}={value}" for name, value in own.items()]
     warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, *words])[:2])

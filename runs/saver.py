@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from memory.host import available_on_host, spare_copy
 from memory.ledger import MIB
 from memory.meter import tensor_bytes
+from memory.processes import OneProcess
 from model import GPT
 from options import SnugError
 from runs import free_name
@@ -44,9 +45,15 @@ class UnsafeState(SnugError):
 
 
 class Saver:
-    def __init__(self, settings, tokenizer, device: torch.device, say: Callable[[str], None], start=None, **constants):
-        """start: iterations done before this run. constants: `data` and, for LoRA, `base` of state.json."""
+    def __init__(
+        self, settings, tokenizer, device, say: Callable[[str], None], start=None, processes=None, **constants
+    ):
+        """start: iterations done before this run. constants: `data` and, for LoRA, `base` of state.json.
+
+        Of several processes rank 0 decides and writes; the others take the same calls.
+        """
         self.settings, self.tokenizer, self.device, self.say = settings, tokenizer, device, say
+        self.processes = processes or OneProcess()
         self.folder, self.constants = Path(settings.out_dir), {"data": ""} | constants
         self.best = max((score_at(path) for path in checkpoints(self.folder)), default=())  # of those written
         self.saved = start  # iterations done by the newest checkpoint
@@ -55,7 +62,9 @@ class Saver:
         self.thread = self.copy = None  # the writing thread, and the tensors it writes
         self.failure = None  # (iterations done, message) of a write that failed and is not reported yet
         self.failures, self.retry_at = 0, 0  # failures in a row; iterations done before the next try
-        for left in self.folder.glob(f".tmp-{PREFIX}*"):  # from a process that was killed
+        for left in (
+            () if self.processes.rank else self.folder.glob(f".tmp-{PREFIX}*")
+        ):  # from a process that was killed
             shutil.rmtree(left, ignore_errors=True)
 
     def after(self, done: int, model: GPT, optimizer: Optimizer, progress: dict) -> None:
@@ -66,7 +75,7 @@ class Saver:
         new_best = score_of(progress | {"settings": vars(s)}) > self.best
         self.due = self.due or new_best or bool(s.save_interval and done % s.save_interval == 0)
         dropped = progress["health"]["dropped_in_a_row"] > 0  # then the state is not known to be good
-        now = last or self.due and not dropped and done >= self.retry_at
+        now = self.processes.first(last or self.due and not dropped and done >= self.retry_at)
         if now:
             self.wait()
         if not dropped and self.thread is None and self.saved != self.pruned:
@@ -80,9 +89,13 @@ class Saver:
     def save(self, done: int, model: GPT, optimizer: Optimizer, progress: dict, last: bool = False) -> None:
         """Save the state after `done` iterations. last: wait until it is written, and raise SnugError if that fails."""
         self.wait()
-        if self.saved == done:
-            return
+        if not self.processes.first(self.saved == done):
+            self.write(done, model, optimizer, progress, last)
+
+    def write(self, done, model, optimizer, progress, last):
         tensors = tensors_of(model, optimizer)
+        if self.processes.rank:
+            return
         state = dict(iteration=done, optimizer_steps=optimizer_steps(optimizer), model_config=asdict(model.config))
         state |= dict(tokenizer=self.tokenizer.name, settings=asdict(self.settings))
         state |= {"generators": generator_state(self.device)} | self.constants | progress
@@ -139,6 +152,8 @@ class Saver:
     def prune(self) -> None:
         """Delete old checkpoints. If that fails, warn and retry after the next save."""
         self.pruned = self.saved
+        if self.processes.rank:
+            return
         try:
             prune(self.folder, self.saved, self.settings.save_total_limit)
         except OSError as error:
@@ -153,9 +168,11 @@ class Saver:
         except UnsafeState:
             raise
         except Exception:
-            if iteration and optimizer_steps(optimizer) == steps:
+            if iteration and optimizer_steps(optimizer) == steps and not self.processes.rank:
                 try:
-                    self.save(iteration, model, optimizer, progress, last=True)
+                    self.wait()
+                    if self.saved != iteration:  # without asking others, which may be gone
+                        self.write(iteration, model, optimizer, progress, last=True)
                     self.say(f"saved after iteration {iteration - 1}, before the error below; --resume=auto goes on")
                 except Exception as another:  # the first error is the one to raise
                     self.say(f"warning: {another}")

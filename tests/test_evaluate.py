@@ -24,7 +24,7 @@ from data import make_task
 from data.rewards import Scoring
 from data.scores import Z, count_votes, majority_at, pass_at, powers, scores_of_prompts, summarize, table, wilson
 from data.task import Task
-from evaluate import evaluate_as_run, run_evaluation
+from evaluate import answers_as_run, run_evaluation, scores_as_run
 from memory import Pieces
 from options import SnugError, read_settings
 from pretrained.tensors import save_pretrained
@@ -398,7 +398,7 @@ def test_without_options_it_is_the_loops_own_evaluation(run_folder):
     questions, settings = questions_of(run_folder, "--num_prompts=40", "--samples_file=none")
     scores = run_evaluation(run, questions, settings)[0]["scores"]
     pieces = Pieces(run.settings, print)
-    its = evaluate_as_run(run.settings, run.model, run.tokenizer, questions.scoring, 40, pieces)
+    its = scores_as_run([answers_as_run(run.settings, run.model, run.tokenizer, questions.scoring, 40, pieces)])
     assert its == scores | {name.replace("pass_at_1", "eval_reward_mean"): mean for name, mean in scores.items()}
     assert questions.file is None
     assert 0 < scores["pass_at_1_sampled"] < 1

@@ -7,7 +7,8 @@ from conftest import DEVICE
 import grpo
 import train_sft
 from batch import Cut
-from evaluate import decoding_of, evaluate_as_run
+from evaluate import answers_as_run, decoding_of, scores_as_run
+from memory import Pieces
 from memory.meter import MemoryMeter, tensor_bytes
 from options import SnugError
 from runs.log import read_log
@@ -168,7 +169,8 @@ def test_evaluations_cut_long_prompts_too(tmp_path):
     settings = GRPOSettings(**GRPO | options)
     prepared = prepare(settings)
     model = begin(prepared, torch.device(DEVICE))[0]
-    scores = evaluate_as_run(settings, model, prepared.tokenizer, prepared.scoring, 5, settings)
+    pieces = Pieces(settings, print)
+    scores = scores_as_run([answers_as_run(settings, model, prepared.tokenizer, prepared.scoring, 5, pieces)])
     assert set(scores) == {"pass_at_1", "pass_at_1_sampled", "eval_reward_mean", "eval_reward_mean_sampled"}
 
 

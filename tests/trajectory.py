@@ -96,8 +96,8 @@ def make():
     FILE.with_suffix(".json").write_text(json.dumps(take(settings())) + "\n")
 
 
-def take(settings, device="cpu"):
-    """The fifty steps -> [[loss, gradient norm], ...]."""
+def take(settings, device="cpu", processes=None):
+    """The fifty steps -> [[loss, gradient norm], ...]. processes: those that share the work."""
     kept = load_file(FILE)
     weights = {name[6:]: value for name, value in kept.items() if name.startswith("model.")}
     prepared = prepare(GRPOSettings(**SHAPE | TRAIN | dict(beta=0.0)))
@@ -111,10 +111,11 @@ def take(settings, device="cpu"):
         columns |= {name: value.long() for name, value in columns.items() if not value.is_floating_point()}
         columns["stopped"] = columns["stopped"].bool()
         rollouts = Rollouts(**columns, old_logprobs=columns["sampling_logprobs"])
-        cut = Cut(rollouts, 16, settings.max_tokens_per_micro_batch)
+        cut = Cut(rollouts, 16, settings.max_tokens_per_micro_batch, processes=processes)
         for step in (0, 1):
             optimizer.zero_grad(set_to_none=True)
-            loss = grpo.accumulate_gradient(model, rollouts, cut, step, settings)["loss"]
+            metrics = grpo.accumulate_gradient(model, rollouts, cut, step, settings)
+            loss = cut.processes.add_up(model, optimizer, metrics)["loss"]
             steps.append([loss, optimizer_step(model, optimizer, settings.learning_rate, settings.grad_clip)])
     return steps
 

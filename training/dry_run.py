@@ -16,6 +16,7 @@ from evaluate import decoding_of
 from memory.oom import Pieces, at_once
 from model import autocast, make_model
 from runs.loading import configure
+from runs.log import NoLog
 from sample import Rollouts
 from settings import GRPOSettings
 from training.guard import Guard
@@ -43,7 +44,7 @@ class DryRun:
         model = configure(make_model(shape, device, settings.param_dtype), settings)
         optimizer = make_optimizer(model, settings)
         meter.label("weights", model.named_parameters())
-        log = Silent()
+        log = NoLog(settings)
         guard = Guard(settings, prepared.tokenizer, log.say)
         pieces, prompts = Pieces(settings, log.say), Prompts(settings.batch_size)
         training = DryTraining(prepared, model, reference, optimizer, meter, log, guard, None, pieces, prompts)
@@ -117,16 +118,6 @@ class DryTraining(Training):
         return super().update(*args)
 
     def end_iteration(self, *args):
-        pass
-
-
-class Silent:
-    """In place of a RunLog."""
-
-    def show(self, phase):
-        pass
-
-    def say(self, text):
         pass
 
 

@@ -33,8 +33,8 @@ MOST_KEPT = 10  # dropped steps of a run that are written to disk
 class Guard:
     """health goes into checkpoints: steps dropped, steps dropped in a row, the iteration of the last good step."""
 
-    def __init__(self, settings, tokenizer, say: Callable[[str], None], health: dict | None = None):
-        self.settings, self.tokenizer, self.say = settings, tokenizer, say
+    def __init__(self, settings, tokenizer, say: Callable[[str], None], health: dict | None = None, writes=True):
+        self.settings, self.tokenizer, self.say, self.writes = settings, tokenizer, say, writes
         self.weights_file = None  # the weights of the last dropped step, if there was no good step since
         self.health = {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": -1} | (health or {})
 
@@ -55,13 +55,15 @@ class Guard:
         if in_a_row < self.settings.max_dropped_steps:
             self.say(f"warning: a step of iteration {iteration} is dropped, {in_a_row} in a row: {found}; {where}")
             return
-        newest = set_aside(Path(self.settings.out_dir), self.health["last_step"])
+        newest = set_aside(Path(self.settings.out_dir), self.health["last_step"]) if self.writes else "a checkpoint"
         advice = f"lower learning_rate (now {self.settings.learning_rate:g}), then --resume=auto goes on from {newest}"
         last = f"{in_a_row} optimizer steps in a row were not finite, the last in iteration {iteration}"
         raise UnsafeState(f"{last}: {found}; {where}; {advice}")
 
     def keep(self, iteration, model, sequences, select, found, loss, norm) -> str:
         """Write what a replay needs -> how to replay it, or why that is not possible."""
+        if not self.writes:
+            return "written by rank 0"
         if self.health["dropped_steps"] > MOST_KEPT:
             return f"not written: {MOST_KEPT} are kept"
         folder = free_name(Path(self.settings.out_dir) / f"dropped-{iteration:06d}")

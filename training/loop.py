@@ -17,8 +17,9 @@ from model import make_model
 from runs.checkpoint import base_record
 from runs.device import notes, pick_device, warn_without_kernels
 from runs.loading import configure, load_into, load_optimizer, load_weights, restore_generators, trained
-from runs.log import RunLog, prepare_folder
+from runs.log import NoLog, RunLog, prepare_folder
 from runs.saver import Saver
+from training import parallel
 from training.dry_run import DryRun
 from training.guard import Guard
 from training.optimizer import make_optimizer
@@ -38,22 +39,30 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
             warn_without_kernels()  # the plan is without them too
         print(show(rehearse, settings, longest))
         return True
-    device = pick_device(settings.device, settings.tf32)
-    settings = prepared.settings = apply(rehearse, settings, longest, device, print)
+    processes = parallel.start(settings)
+    device = pick_device(processes.device(settings.device), settings.tf32)
+    with processes:
+        prepared.settings = processes.first(apply(rehearse, settings, longest, device, print))
+        return train(prepared, title, iterate, make_reference, device, processes)
+
+
+def train(prepared, title, iterate, make_reference, device, processes) -> bool:
+    """-> False if a signal stopped it."""
+    settings = prepared.settings
     snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
     torch.manual_seed(settings.seed)
     with MemoryMeter(device) as meter:
         reference = make_reference(prepared, device)
         model, optimizer, start = begin(prepared, device)  # last: it restores the random generators
-        moved = prepare_folder(settings)
-        with snapshot, RunLog(settings, title, start) as log:
+        moved = None if processes.rank else prepare_folder(settings)
+        with snapshot, (NoLog if processes.rank else RunLog)(settings, title, start) as log:
             state = prepared.resume.state if prepared.resume else {}
             introduce(title, model, device, settings, start, state, moved, log.say)
-            guard = Guard(settings, prepared.tokenizer, log.say, state.get("health"))
+            guard = Guard(settings, prepared.tokenizer, log.say, state.get("health"), writes=not processes.rank)
             base = {"base": base_record(prepared.origin, settings.out_dir)} if settings.lora_rank else {}
             constants = {"data": prepared.task.fingerprint()} | base
-            saver = Saver(settings, prepared.tokenizer, device, log.say, start or None, **constants)
-            pieces = Pieces(settings, log.say, state.get("after_oom"))
+            saver = Saver(settings, prepared.tokenizer, device, log.say, start or None, processes, **constants)
+            pieces = Pieces(settings, log.say, state.get("after_oom"), processes)
             prompts = Prompts(settings.batch_size, state.get("extra_prompts", 0))
             log.memory([meter.line("after init")])
             training = Training(prepared, model, reference, optimizer, meter, log, guard, saver, pieces, prompts)
@@ -108,10 +117,11 @@ def iterations(iterate, training) -> bool:
             for iteration in log.iterations():
                 with saver.keeping(iteration, training.model, training.optimizer, training.progress(iteration)):
                     iterate(iteration, training)
-                if stop.by and iteration + 1 < max_iters:
+                stopped_by = training.pieces.processes.agreed(stop.by)
+                if stopped_by and iteration + 1 < max_iters:
                     done = iteration + 1
                     saver.save(done, training.model, training.optimizer, training.progress(done), last=True)
-                    log.say(f"stopped by {stop.by} after iteration {iteration}, and saved; --resume=auto goes on")
+                    log.say(f"stopped by {stopped_by} after iteration {iteration}, and saved; --resume=auto goes on")
                     return False
     finally:
         saver.wait()

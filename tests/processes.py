@@ -1,0 +1,145 @@
+"""Checks that run in several processes: this file forks them, connects them with gloo, and prints what each has found.
+
+    python tests/processes.py FOLDER 1:plain,sft 2:plain,sft      one process does the named checks, then two do
+
+What they find and the runs go to FOLDER/1 and FOLDER/2, and FOLDER/resume. torch is imported once, before the processes
+part. What they train is small and in float64, so that what is computed in another order differs by 1e-12 or so.
+test_parallel.py starts this and compares.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import trajectory
+
+import grpo
+import train_sft
+from runs.prepare import prepare
+from settings import GRPOSettings, SFTSettings
+from training import parallel
+
+SHAPE = dict(digits=2, n_layer=2, n_embd=32, block_size=24, device="cpu", eval_prompts=6, eval_interval=2)
+GRPO = SHAPE | dict(batch_size=5, group_size=4, max_new_tokens=8, learning_rate=1e-2, max_iters=4, save_interval=0)
+SFT = SHAPE | dict(batch_size=8, learning_rate=1e-2, max_iters=4, save_interval=0)
+CHECKS = {
+    "plain": dict(),
+    # Most groups are all equal and are refilled; the trainer's log-probs count; a step of two groups, cut by tokens.
+    "dapo": dict(
+        max_num_gen_batches=3, importance_sampling_cap=1.5, batch_size=6, train_batch_size=8, epsilon_high=0.28,
+        max_tokens_per_micro_batch=60, num_iterations=2, soft_punish_cache=2,
+    ),
+    # One group is a step: some processes have less to do, or nothing.
+    "uneven": dict(train_batch_size=4, mask_truncated_completions=True, loss_type="grpo"),
+    "no variance": dict(max_iters=2),
+    "host": dict(optimizer_device="host", grad_offload=True, checkpoint_blocks="block", activation_offload=True),
+    "out of memory": dict(max_tokens_per_micro_batch=80, max_iters=2),
+}  # fmt: skip
+
+
+def letters(prompts, completions, **columns):
+    """Rewards that differ."""
+    return [sum(map(ord, c)) % 7 / 7 for c in completions]
+
+
+def rarely(prompts, completions, **columns):
+    return [float(c[:1] in "abcdefghijklmnopqrstuvwxyz") for c in completions]
+
+
+def same(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
+
+def parallel_of(size):
+    return "ddp" if size > 1 else "none"
+
+
+def train(folder, name, size, options, reward=letters, resume="never"):
+    settings = GRPOSettings(
+        **GRPO | options | dict(out_dir=f"{folder}/{name}", resume=resume, parallel=parallel_of(size))
+    )
+    settings.param_dtype = settings.optimizer_dtype = "float64"
+    prepared = prepare(settings)
+    prepared.reward_funcs = [reward]
+    return grpo.main(prepared)
+
+
+def run_check(name, folder, size):
+    """-> what this process has found, as JSON has it; the runs leave their folders."""
+    rank = int(os.environ["RANK"])
+    if name.startswith("trajectory"):
+        settings = trajectory.settings(parallel=parallel_of(size), max_tokens_per_micro_batch=int(name[10:] or 0))
+        with parallel.start(settings) as processes:
+            return trajectory.take(settings, processes=processes)
+    if name == "sft":
+        settings = SFTSettings(**SFT | dict(out_dir=f"{folder}/sft", parallel=parallel_of(size)))
+        settings.param_dtype = settings.optimizer_dtype = "float64"
+        return train_sft.main(prepare(settings))
+    if name.startswith("resume"):
+        return train(f"{folder}/..", "resume", size, dict(max_iters=int(name[6:])), resume="auto")
+    if name == "out of memory" and size > 1 and rank == 1:
+        out_of_memory_once()
+    reward = dict(dapo=rarely).get(name, same if name == "no variance" else letters)
+    return train(folder, name, size, CHECKS[name], reward)
+
+
+def out_of_memory_once():
+    """In this process the first sampling, the first gradient and the first log-probs without gradient fail."""
+    for module, function in ((grpo, "sample_groups"), (grpo, "head_loss")):
+        original, failed = getattr(module, function), []
+
+        def fails(*arguments, original=original, failed=failed, **options):
+            if not failed:
+                failed.append(True)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
+            return original(*arguments, **options)
+
+        setattr(module, function, fails)
+
+
+def together(folder, size, names):
+    """Fork `size` processes for these checks -> 0 if all went well. Output goes to FOLDER/out.txt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), WORLD_SIZE=str(size))
+    children = []
+    for rank in range(size):
+        children.append(os.fork())
+        if not children[-1]:
+            os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+            os.dup2(os.open(folder / "out.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+            try:
+                for name in names:
+                    found = run_check(name, folder, size)
+                    Path(folder, f"{name}.{rank}.json").write_text(json.dumps(found))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            sys.stdout.flush()
+            os._exit(0)
+    codes = []
+    for _ in children:
+        _, status = os.wait()
+        codes.append(os.waitstatus_to_exitcode(status))
+        if codes[-1]:
+            for child in children:
+                try:
+                    os.kill(child, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+    return max(map(abs, codes))
+
+
+if __name__ == "__main__":
+    for job in sys.argv[2:]:
+        size, _, names = job.partition(":")
+        if together(Path(sys.argv[1], size), int(size), names.split(",")):
+            sys.exit(1)
