@@ -17,6 +17,10 @@ class OneProcess:
     def __exit__(self, *error):
         pass
 
+    def connected(self):
+        """A context around the iterations."""
+        return nullcontext()
+
     def device(self, name: str) -> str:
         """The option `device` -> this process's device."""
         return name
@@ -45,7 +49,7 @@ class OneProcess:
         """Replace a tensor by its sum over the processes."""
 
     def add_up(self, model, optimizer, totals: dict) -> dict:
-        """Replace the gradients by their sums over the processes -> the sums of `totals`; of what is named _max the max."""
+        """Replace the gradients by their sums over the processes -> the sums of `totals`; of names in _max the max."""
         return totals
 
     def whole(self, model):

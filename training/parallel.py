@@ -19,7 +19,7 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import timedelta
 
@@ -79,10 +79,18 @@ class Processes(OneProcess):
         """At the end all wait for rank 0's last save."""
         if error is None:
             self.agreed(None)
-        elif isinstance(error, RuntimeError) and ("gloo" in str(error) or isinstance(error, dist.DistError)):
-            advice = "torchrun says how it ended; --resume=auto goes on from the newest checkpoint"
-            gone = f"lost {self.who_is_gone()} ({first_line(error)[-100:]}); {advice}"
-            raise SnugError(f"rank {self.rank} of {self.size}: {gone}") from None
+
+    @contextmanager
+    def connected(self):
+        """What torch.distributed raises if a process ends becomes a SnugError that names it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+                raise
+            lost = f"rank {self.rank} lost {self.who_is_gone()}, which torchrun reports below"
+            advice = "--resume=auto goes on from the newest checkpoint"
+            raise SnugError(f"{lost}; {advice} ({first_line(error)})") from None
 
     def who_is_gone(self) -> str:
         """Which processes of this host have ended, or that one has."""
@@ -105,8 +113,10 @@ class Processes(OneProcess):
         found = [None] * self.size
         dist.all_gather_object(found, (result, error))
         for rank, (_, message) in enumerate(found):
+            if message and self.rank in (0, rank):
+                raise SnugError(f"rank {rank}: {message}")
             if message:
-                raise SnugError(message if rank == self.rank else f"rank {rank}: {message}")
+                sys.exit(2)
         return [value for value, _ in found]
 
     def first(self, value):

@@ -1,0 +1,82 @@
+"""torchrun as users start it: a process that dies, is late, fails or is stopped. No hang, one clear line, and a restart goes on."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import DEVICE
+from test_parallel import assert_same_weights
+
+from runs.checkpoint import newest
+from runs.log import read_log
+
+HOME = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="gloo on a CPU")
+long = pytest.mark.long
+DEATHS = [("train", 0), ("train", 1), ("save", 0), ("save", 1)]
+
+
+def start(*words):
+    """-> the process of torchrun on dying.py."""
+    words = [*TORCHRUN, HOME / "tests/dying.py", *words, "--parallel=ddp"]
+    environment = os.environ | dict(OMP_NUM_THREADS="1")
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def run(*words):
+    """-> exit code, stdout, stderr."""
+    child = start(*words)
+    out, err = child.communicate(timeout=90)
+    return child.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    code, out, err = run("none", "reward", "0", f"--out_dir={folder}")
+    assert code == 0 and "iter 4/5" in out, err
+    return folder
+
+
+@pytest.mark.parametrize("where, who", [("rollout", 1), *(pytest.param(*case, marks=long) for case in DEATHS)])
+def test_a_dead_process_ends_all_and_a_restart_goes_on(where, who, tmp_path, request):
+    began = time.monotonic()
+    code, out, err = run("kill", where, str(who), f"--out_dir={tmp_path}/run")
+    assert code != 0 and time.monotonic() - began < 60
+    assert f"error: rank {1 - who} lost rank {who}, which torchrun reports below" in err
+    assert re.search(rf"Root Cause.*rank +: {who} ", err, re.DOTALL)
+    if request.config.getoption("--long"):
+        code, out, err = run("none", "reward", "0", f"--out_dir={tmp_path}/run", "--resume=auto")
+        assert code == 0 and "resumed after" in out, err
+        assert_same_weights(tmp_path / "run", request.getfixturevalue("undisturbed"), 1e-6)
+
+
+@long
+@pytest.mark.parametrize("what", ["raise", "wait"])
+def test_a_reward_function_that_fails_or_is_late_in_one_process(what, tmp_path, undisturbed):
+    code, out, err = run(what, "reward", "1", f"--out_dir={tmp_path}/run", "--save_interval=0")
+    if what == "raise":
+        assert code != 0 and "error: rank 1: reward function letters raised ValueError: 'no'" in err
+        assert (
+            "saved after iteration 1, before the error" in out and newest(tmp_path / "run").name == "checkpoint-000002"
+        )
+    else:
+        assert code == 0 and read_log(tmp_path / "run")[2]["time_s"] > 4
+        assert_same_weights(tmp_path / "run", undisturbed, 0)
+
+
+@long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_once_and_ends_all(number, tmp_path):
+    child = start("wait", "reward", "1", f"--out_dir={tmp_path}/run", "--save_interval=0")
+    assert any(line == "waits\n" for line in child.stderr)
+    child.send_signal(number)
+    out, _ = child.communicate(timeout=60)
+    assert out.count(f"stopped by {number.name} after iteration 2, and saved; --resume=auto goes on") == 1
+    assert newest(tmp_path / "run").name == "checkpoint-000003" and child.returncode != 0
