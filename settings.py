@@ -60,8 +60,9 @@ class RunOptions:
     dtype: str = option("float32", "dtype of the forward pass; bfloat16: autocast over float32 weights", choices=DTYPES)
     parallel: str = option(
         "none",
-        "several processes, started by torchrun: ddp: each has the whole model",
-        choices=("none", "ddp"),
+        "several processes, started by torchrun. ddp: each has the whole model; fsdp: weights, gradients, moments are "
+        "sharded over all processes; hsdp: over those of a node",
+        choices=("none", "ddp", "fsdp", "hsdp"),
     )
     tf32: bool = option(
         False,
@@ -178,6 +179,14 @@ class LoopSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
             options.check(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise SnugError("param_dtype='bfloat16' computes in bfloat16; add --dtype=bfloat16")
+        if self.parallel in ("fsdp", "hsdp"):
+            taken = dict(
+                grad_offload=False, reference="device", memory_budget_gb=""
+            )  # what sharding takes the place of
+            for name, value in taken.items():
+                if getattr(self, name, value) != value:
+                    seen = f"{name}={getattr(self, name)!r} with parallel={self.parallel!r}"
+                    raise SnugError(f"{seen}, which moves the weights itself; leave it out, or use --parallel=ddp")
         if self.lora_rank and not self.init_from:
             raise SnugError(f"lora_rank={self.lora_rank} trains beside the weights of init_from; name a run or model")
 

@@ -94,8 +94,15 @@ class Pieces:
         self.say(f"{error}; going on with {name}={value}")
 
     def attempts(self, make_smaller):
-        """`attempts`; after an out-of-memory in one process all make their pieces smaller."""
-        return attempts(make_smaller, self.processes.agreed)
+        """`attempts`; after an out-of-memory in one process all use smaller pieces. Raises SnugError if sharded."""
+
+        def agreed(error):
+            if error and self.processes.sharded:  # the others wait for its part of the weights
+                seen = f"rank {self.processes.rank} is out of memory, which sharded processes cannot repeat: {error}"
+                raise SnugError(f"{seen}; lower max_tokens_per_micro_batch or max_rollout_batch, with --resume=auto")
+            return self.processes.agreed(error)
+
+        return attempts(make_smaller, agreed)
 
     def halve_rollout(self, rows: int, model):
         """-> make_smaller for `attempts`: decode half of `rows` completions at a time. Raises SnugError at one."""
@@ -144,7 +151,7 @@ class Pieces:
         tried = []
 
         def make_smaller(error):
-            if tried:
+            if tried or self.processes.sharded:
                 raise SnugError(self.at_the_floor(f"in the optimizer step: {error}", model))
             tried.append(error)
 

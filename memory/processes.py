@@ -52,6 +52,22 @@ class OneProcess:
         """Replace the gradients by their sums over the processes -> the sums of `totals`; of names in _max the max."""
         return totals
 
+    def loads_on(self, device):
+        """Where a model is made and loaded before `shard`."""
+        return device
+
+    def shard(self, model, device):
+        """Keep only this process's part of the weights on the device -> the model."""
+        return model
+
     def whole(self, model):
         """A context with a model that has all weights, to sample from."""
         return nullcontext(model)
+
+    def gathered(self, model, tensors: dict) -> dict:
+        """{file: {name: tensor}} of runs.loading.tensors_of -> the same with whole tensors; on rank 0 only."""
+        return tensors
+
+    def norm(self, own):
+        """The norm of all gradients. own: of this process's part of them, a scalar tensor."""
+        return own

@@ -53,7 +53,12 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
 
 
 def trained(model: GPT) -> dict[str, torch.nn.Parameter]:
-    """The parameters that train, and so the weights in a checkpoint: with LoRA the adapters, else all."""
+    """The parameters that train, and so the weights in a checkpoint: with LoRA the adapters, else all.
+
+    Of a sharded model this process's rows of them.
+    """
+    if hasattr(model, "shards"):
+        return model.shards
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -85,8 +90,8 @@ def configure(model: GPT, settings: SFTSettings | GRPOSettings) -> GPT:
     return model
 
 
-def load_into(path: Path, tensors: dict[str, torch.Tensor], optional: str = "") -> None:
-    """Copy a safetensors file into {name: tensor} in place, one tensor at a time.
+def load_into(path: Path, tensors: dict[str, torch.Tensor], optional: str = "", rows: dict | None = None) -> None:
+    """Copy a safetensors file into {name: tensor} in place, one tensor at a time. rows: {parameter: slice} of a shard.
 
     Raises SnugError if names differ; names that begin with `optional` may be missing on either side.
     """
@@ -96,7 +101,8 @@ def load_into(path: Path, tensors: dict[str, torch.Tensor], optional: str = "") 
         if differ:
             raise SnugError(f"{path}: only the file or only the model has {', '.join(differ[:3])}")
         for name in theirs & tensors.keys():
-            tensors[name].copy_(file.get_tensor(name))
+            own = (rows or {}).get(name.partition(".")[2])
+            tensors[name].copy_(file.get_slice(name)[own] if own else file.get_tensor(name))
 
 
 def tensors_of(model: GPT, optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
@@ -107,7 +113,7 @@ def tensors_of(model: GPT, optimizer: Optimizer) -> dict[str, dict[str, torch.Te
 
 def moments(model: GPT, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """{"exp_avg.<parameter>": tensor, ...}: all that the optimizer keeps for each parameter, but not the step count."""
-    named = [(name, optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state]
+    named = [(name, optimizer.state[p]) for name, p in trained(model).items() if p in optimizer.state]
     return {f"{key}.{name}": state[key] for name, state in named for key in state if key != "step"}
 
 
@@ -121,7 +127,8 @@ def optimizer_steps(optimizer: Optimizer) -> int:
 def load_optimizer(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer) -> None:
     """Moments and step count into a new optimizer."""
     # Masters may be missing: they were made from the weights just loaded.
-    load_into(checkpoint.path / "optimizer.safetensors", moments(model, optimizer), optional="master.")
+    rows, file = getattr(model, "rows", {}), checkpoint.path / "optimizer.safetensors"
+    load_into(file, moments(model, optimizer), optional="master.", rows=rows)
     steps = checkpoint.state["optimizer_steps"]
     if hasattr(optimizer, "steps"):
         optimizer.steps = steps

@@ -93,7 +93,7 @@ class Saver:
             self.write(done, model, optimizer, progress, last)
 
     def write(self, done, model, optimizer, progress, last):
-        tensors = tensors_of(model, optimizer)
+        tensors = self.processes.gathered(model, tensors_of(model, optimizer))
         if self.processes.rank:
             return
         state = dict(iteration=done, optimizer_steps=optimizer_steps(optimizer), model_config=asdict(model.config))
@@ -168,10 +168,11 @@ class Saver:
         except UnsafeState:
             raise
         except Exception:
-            if iteration and optimizer_steps(optimizer) == steps and not self.processes.rank:
+            alone = not self.processes.rank and not self.processes.sharded  # others may be gone
+            if iteration and optimizer_steps(optimizer) == steps and alone:
                 try:
                     self.wait()
-                    if self.saved != iteration:  # without asking others, which may be gone
+                    if self.saved != iteration:
                         self.write(iteration, model, optimizer, progress, last=True)
                     self.say(f"saved after iteration {iteration - 1}, before the error below; --resume=auto goes on")
                 except Exception as another:  # the first error is the one to raise

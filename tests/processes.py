@@ -1,8 +1,8 @@
 """Checks that run in several processes: this file forks them, connects them with gloo, and prints what each has found.
 
-    python tests/processes.py FOLDER 1:plain,sft 2:plain,sft      one process does the named checks, then two do
+    python tests/processes.py FOLDER none1:plain,sft ddp2:plain,sft      one process does the named checks, then two do
 
-What they find and the runs go to FOLDER/1 and FOLDER/2, and FOLDER/resume. torch is imported once, before the processes
+What they find and the runs go to FOLDER/none1 and FOLDER/ddp2, and FOLDER/resume. torch is imported once, before the processes
 part. What they train is small and in float64, so that what is computed in another order differs by 1e-12 or so.
 test_parallel.py starts this and compares.
 """
@@ -36,10 +36,13 @@ CHECKS = {
         max_num_gen_batches=3, importance_sampling_cap=1.5, batch_size=6, train_batch_size=8, epsilon_high=0.28,
         max_tokens_per_micro_batch=60, num_iterations=2, soft_punish_cache=2,
     ),
-    # One group is a step: some processes have less to do, or nothing.
-    "uneven": dict(train_batch_size=4, mask_truncated_completions=True, loss_type="grpo"),
+    # One group of two is a step: of four processes two have nothing to do.
+    "uneven": dict(train_batch_size=2, group_size=2, batch_size=6, loss_type="grpo", max_iters=2),
     "no variance": dict(max_iters=2),
+    "reference": dict(beta=0.1, init_from="none1/sft", checkpoint_blocks="block", max_iters=2),
+    "lora": dict(beta=0.1, init_from="none1/sft", lora_rank=4, optimizer_device="host", max_iters=2),
     "host": dict(optimizer_device="host", grad_offload=True, checkpoint_blocks="block", activation_offload=True),
+    "dropped": dict(max_iters=3),
     "out of memory": dict(max_tokens_per_micro_batch=80, max_iters=2),
 }  # fmt: skip
 
@@ -57,13 +60,11 @@ def same(prompts, completions, **columns):
     return [1.0] * len(completions)
 
 
-def parallel_of(size):
-    return "ddp" if size > 1 else "none"
-
-
 def train(folder, name, size, options, reward=letters, resume="never"):
+    if "init_from" in options:
+        options = options | dict(init_from=f"{folder}/../{options['init_from']}")
     settings = GRPOSettings(
-        **GRPO | options | dict(out_dir=f"{folder}/{name}", resume=resume, parallel=parallel_of(size))
+        **GRPO | options | dict(out_dir=f"{folder}/{name}", resume=resume, parallel=os.environ["PARALLEL"])
     )
     settings.param_dtype = settings.optimizer_dtype = "float64"
     prepared = prepare(settings)
@@ -75,17 +76,19 @@ def run_check(name, folder, size):
     """-> what this process has found, as JSON has it; the runs leave their folders."""
     rank = int(os.environ["RANK"])
     if name.startswith("trajectory"):
-        settings = trajectory.settings(parallel=parallel_of(size), max_tokens_per_micro_batch=int(name[10:] or 0))
+        settings = trajectory.settings(parallel=os.environ["PARALLEL"], max_tokens_per_micro_batch=int(name[10:] or 0))
         with parallel.start(settings) as processes:
             return trajectory.take(settings, processes=processes)
     if name == "sft":
-        settings = SFTSettings(**SFT | dict(out_dir=f"{folder}/sft", parallel=parallel_of(size)))
+        settings = SFTSettings(**SFT | dict(out_dir=f"{folder}/sft", parallel=os.environ["PARALLEL"]))
         settings.param_dtype = settings.optimizer_dtype = "float64"
         return train_sft.main(prepare(settings))
     if name.startswith("resume"):
         return train(f"{folder}/..", "resume", size, dict(max_iters=int(name[6:])), resume="auto")
     if name == "out of memory" and size > 1 and rank == 1:
         out_of_memory_once()
+    if name == "dropped" and rank == size - 1:
+        not_a_number_once()
     reward = dict(dapo=rarely).get(name, same if name == "no variance" else letters)
     return train(folder, name, size, CHECKS[name], reward)
 
@@ -104,6 +107,18 @@ def out_of_memory_once():
         setattr(module, function, fails)
 
 
+def not_a_number_once():
+    """In this process the first loss is not a number."""
+    original = grpo.policy_loss
+
+    def policy_loss(*arguments, **options):
+        loss, metrics = original(*arguments, **options)
+        grpo.policy_loss = original
+        return loss * float("nan"), metrics
+
+    grpo.policy_loss = policy_loss
+
+
 def together(folder, size, names):
     """Fork `size` processes for these checks -> 0 if all went well. Output goes to FOLDER/out.txt."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +129,11 @@ def together(folder, size, names):
     for rank in range(size):
         children.append(os.fork())
         if not children[-1]:
-            os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+            os.environ |= dict(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                LOCAL_WORLD_SIZE="2" if os.environ["PARALLEL"] == "hsdp" else str(size),
+            )
             os.dup2(os.open(folder / "out.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
             try:
                 for name in names:
@@ -140,6 +159,7 @@ def together(folder, size, names):
 
 if __name__ == "__main__":
     for job in sys.argv[2:]:
-        size, _, names = job.partition(":")
-        if together(Path(sys.argv[1], size), int(size), names.split(",")):
+        kind, names = job.split(":")
+        os.environ["PARALLEL"] = kind.rstrip("0123456789")
+        if together(Path(sys.argv[1], kind), int(kind.lstrip("abcdefghijklmnopqrstuvwxyz")), names.split(",")):
             sys.exit(1)

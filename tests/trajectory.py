@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import grpo
 from batch import Cut
+from memory import OneProcess
 from model import make_model
 from runs.checkpoint import newest
 from runs.loading import configure
@@ -104,7 +105,8 @@ def take(settings, device="cpu", processes=None):
     model = make_model(prepared.shape, torch.device(device))
     assert weights.keys() == dict(model.named_parameters()).keys()
     model.load_state_dict(weights, strict=False)  # a tied head has no weights of its own
-    model = configure(model, settings)
+    processes = processes or OneProcess()
+    model = processes.shard(configure(model, settings), torch.device(device))
     optimizer, steps = make_optimizer(model, settings), []
     for iteration in range(ROLLOUTS):
         columns = {name: kept[f"{iteration}.{name}"].to(device) for name in COLUMNS}
@@ -116,7 +118,9 @@ def take(settings, device="cpu", processes=None):
             optimizer.zero_grad(set_to_none=True)
             metrics = grpo.accumulate_gradient(model, rollouts, cut, step, settings)
             loss = cut.processes.add_up(model, optimizer, metrics)["loss"]
-            steps.append([loss, optimizer_step(model, optimizer, settings.learning_rate, settings.grad_clip)])
+            steps.append(
+                [loss, optimizer_step(model, optimizer, settings.learning_rate, settings.grad_clip, processes.norm)]
+            )
     return steps
 
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import torch
 
-from memory import MemoryMeter, Pieces
+from memory import MemoryMeter, OneProcess, Pieces
 from memory.fit import apply, show
 from memory.meter import allocator_snapshot
 from memory.plan import kind_planned
@@ -52,8 +52,8 @@ def train(prepared, title, iterate, make_reference, device, processes) -> bool:
     snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
     torch.manual_seed(settings.seed)
     with MemoryMeter(device) as meter:
-        reference = make_reference(prepared, device)
-        model, optimizer, start = begin(prepared, device)  # last: it restores the random generators
+        reference = processes.shard(make_reference(prepared, processes.loads_on(device)), device)
+        model, optimizer, start = begin(prepared, device, processes)  # last: it restores the random generators
         moved = None if processes.rank else prepare_folder(settings)
         with snapshot, (NoLog if processes.rank else RunLog)(settings, title, start) as log:
             state = prepared.resume.state if prepared.resume else {}
@@ -69,16 +69,17 @@ def train(prepared, title, iterate, make_reference, device, processes) -> bool:
             return iterations(iterate, training)
 
 
-def begin(prepared, device):
+def begin(prepared, device, processes=None):
     """-> (model, optimizer, first iteration): from the checkpoint to resume, from init_from, or from random weights."""
-    settings, resume = prepared.settings, prepared.resume
+    settings, resume, processes = prepared.settings, prepared.resume, processes or OneProcess()
     weights = resume if resume and not settings.lora_rank else prepared.origin
-    model = make_model(prepared.shape, device, settings.param_dtype, initialise=weights is None)
+    model = make_model(prepared.shape, processes.loads_on(device), settings.param_dtype, initialise=weights is None)
     if weights is not None:
         load_weights(weights, model)
     configure(model, settings)
     if resume and settings.lora_rank:
         load_into(resume.path / "model.safetensors", trained(model))
+    processes.shard(model, device)
     optimizer = make_optimizer(model, settings)  # after the weights: it may keep masters of them
     if resume is None:
         return model, optimizer, 0
@@ -89,7 +90,7 @@ def begin(prepared, device):
 
 def introduce(title, model, device, settings, start, state, moved, say):
     """The first lines of a run's log."""
-    size, trains = (sum(p.numel() for p in ps) for ps in (model.parameters(), trained(model).values()))
+    size, trains = (sum(p.numel() for p in model.parameters() if p.requires_grad or not t) for t in (False, True))
     part = f", of which {trains:,} train," if trains < size else ""
     say(f"{title} on {settings.task}: {size:,} parameters{part} on {device}, {settings.out_dir}")
     for note in notes(device, settings):

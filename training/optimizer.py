@@ -23,6 +23,7 @@ import torch
 from kernels.adamw import adamw, key_of, new_scratch, numbers_of
 from memory import is_planned, new_on_host
 from memory.streams import Done, aside, settle
+from runs.loading import trained
 
 SLAB = 2**21  # weights that come from the host at a time
 RING = 3  # slabs on the device at once: one is updated and copied back, the next ones arrive
@@ -31,7 +32,7 @@ PIECE = 2**24  # weights at a time if nothing comes from the host
 
 def make_optimizer(model, settings):
     """AdamW over the parameters that train. As in nanoGPT matrices and embeddings decay, norms and biases do not."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = trained(model)
     groups = [
         {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
@@ -67,8 +68,10 @@ def learning_rate_at(iteration: int, settings) -> float:
     return settings.learning_rate * factor
 
 
-def optimizer_step(model, optimizer, learning_rate: float, grad_clip: float) -> float:
+def optimizer_step(model, optimizer, learning_rate: float, grad_clip: float, whole=lambda norm: norm) -> float:
     """Clip, step, and free the gradients -> the gradient's norm before clipping. grad_clip 0: not clipped.
+
+    whole: the norm of a shard of the gradients -> that of all (OneProcess.norm).
 
     If the norm is not finite nothing is done, and the gradients stay, so that the cause can be found.
     """
@@ -76,11 +79,11 @@ def optimizer_step(model, optimizer, learning_rate: float, grad_clip: float) -> 
     total = (
         optimizer.gradient_norm() if slabs else torch.nn.utils.get_total_norm(gradients_of(model, optimizer).values())
     )
-    norm = float(total)
+    norm = float(total := whole(total))
     if not math.isfinite(norm):
         return norm
     if grad_clip and not slabs:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, total)
+        torch.nn.utils.clip_grads_with_norm_(trained(model).values(), grad_clip, total)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if slabs:
@@ -95,8 +98,8 @@ def gradients_of(model, optimizer):
     """-> {parameter's name: its gradient}, on the device or the host."""
     if isinstance(optimizer, SlabAdamW):
         found = optimizer.gradients()
-        return {name: found[p] for name, p in model.named_parameters() if p in found}
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {name: found[p] for name, p in trained(model).items() if p in found}
+    return {name: p.grad for name, p in trained(model).items() if p.grad is not None}
 
 
 class Slab(NamedTuple):

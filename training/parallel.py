@@ -19,6 +19,8 @@ import os
 import socket
 import sys
 import time
+import warnings
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import timedelta
@@ -28,8 +30,9 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from memory import MIB, OneProcess
+from model import GPT
 from options import SnugError, first_line
-from runs.loading import trained
+from runs.loading import configure, trained
 from sample import Rollouts
 from training.optimizer import gradients_of
 
@@ -50,7 +53,7 @@ def start(settings) -> OneProcess:
         raise SnugError(f"parallel={settings.parallel!r} needs processes; start them with {command}")
     if settings.batch_size < size:
         raise SnugError(f"batch_size={settings.batch_size} is less than {size} processes; each takes a prompt at least")
-    return Processes(settings)
+    return (Processes if settings.parallel == "ddp" else ShardedProcesses)(settings)
 
 
 class Processes(OneProcess):
@@ -140,6 +143,101 @@ class Processes(OneProcess):
             for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
                 gradient.copy_(total)
         return merged(self.gather(lambda: totals))
+
+
+class ShardedProcesses(Processes):
+    """FSDP2: each process keeps some rows of every weight, of its gradient and of its moments.
+
+    A block's weights are gathered while it runs. Embedding, last norm and head are one more unit: they stay gathered
+    from forward to backward, because the head runs outside the model. The in-place gradients land on the gathered
+    weights, like any other, and FSDP adds up and distributes them after each micro-batch: the whole gradient is never
+    on a device. The optimizer works on `model.shards`, plain tensors: this process's rows.
+    """
+
+    sharded = True
+
+    def loads_on(self, device):
+        return torch.device("cpu")  # a whole model need not fit on the device
+
+    def shard(self, model, device):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        if model is None:
+            return None
+        # No block's output is changed in place while gradients are on.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+        near = int(os.environ["LOCAL_WORLD_SIZE"]) if self.settings.parallel == "hsdp" else self.size
+        shape, names = ((self.size // near, near), ("nodes", "near")) if near < self.size else ((near,), ("near",))
+        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        options = dict(mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        if self.settings.param_dtype == "float64":
+            options["mp_policy"] = MixedPrecisionPolicy()
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=True, **options)
+        fully_shard(model, reshard_after_forward=False, **options)
+        for module in units(model):
+            module.set_gradient_divide_factor(1.0)  # a sum: our gradients are shares of the whole step's
+            module.set_force_sum_reduction_for_comms(True)
+        model.set_reduce_scatter_unused_params(True)  # the filler, below, does not reach the head
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        model.shards = {name: torch.nn.Parameter(p.to_local().detach()) for name, p in parameters.items()}
+        model.rows = {name: rows_of(p, self.mesh["near"].get_local_rank(), near) for name, p in parameters.items()}
+        return model
+
+    def own(self, batches, rank_of, model):
+        """A forward gathers weights from all, so all run equally many: a token without a loss where one has fewer."""
+        own, counts = super().own(batches, rank_of, model), Counter(rank_of[batch[0]] for batch in batches)
+        yield from own
+        for _ in range(max(counts.values(), default=0) - len(own)):
+            hidden = model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+            if torch.is_grad_enabled():
+                (hidden.sum() * 0).backward()
+
+    def add_up(self, model, optimizer, totals):
+        """FSDP has added up the gradients; they move to the shards."""
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                model.shards[name].grad, p.grad = p.grad.to_local(), None
+        return merged(self.gather(lambda: totals))
+
+    def norm(self, own):
+        squares = own.double() ** 2
+        dist.all_reduce(squares, group=self.mesh["near"].get_group())
+        return squares.sqrt().to(own.dtype)
+
+    @contextmanager
+    def whole(self, model):
+        """A plain model of gathered weights, freed at the end: the sampler's CUDA graphs see no hooks."""
+        for module in units(model):
+            module.reshard()
+        with torch.device("meta"):
+            plain = configure(GPT(model.config), self.settings)
+        for name, p in model.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            whole = torch.nn.Parameter(p.detach().full_tensor(), requires_grad=False)
+            setattr(plain.get_submodule(module), leaf, whole)
+        yield plain
+
+    def gathered(self, model, tensors):
+        found = {file: {} for file in tensors}
+        for file, named in tensors.items():
+            for name, own in named.items():
+                shards = [None] * self.size
+                dist.all_gather_object(shards, own.cpu())
+                if not self.rank:
+                    found[file][name] = torch.cat(shards[: self.mesh["near"].size()])
+        return found
+
+
+def units(model) -> list:
+    return [*model.blocks, model]
+
+
+def rows_of(p, rank: int, size: int) -> slice:
+    """The rows of a parameter that this process has: as torch.chunk deals them."""
+    each = -(-len(p) // size)
+    return slice(min(rank * each, len(p)), min((rank + 1) * each, len(p)))
 
 
 def merged(shares: list[dict]) -> dict:

@@ -91,13 +91,14 @@ class Training:
         finite = math.isfinite(metrics["loss"]) and finite_columns(sequences, select)
         for attempt in attempts(self.pieces.once_more(model)) if finite else ():
             with attempt, self.meter.phase("optimizer"):
-                norm = optimizer_step(model, optimizer, learning_rate, settings.grad_clip)
+                norm = optimizer_step(model, optimizer, learning_rate, settings.grad_clip, self.pieces.processes.norm)
         if finite and math.isfinite(norm):
             self.guard.taken(iteration)
             return metrics | {"grad_norm": norm}
         self.saver.wait()  # the drop may have to set the newest checkpoint aside
         gradients = gradients_of(model, optimizer)
-        self.guard.drop(iteration, model, gradients, sequences, select, metrics["loss"], norm)
+        with self.pieces.processes.whole(model) as whole:
+            self.guard.drop(iteration, whole, gradients, sequences, select, metrics["loss"], norm)
         optimizer.zero_grad(set_to_none=True)
         return None
 
