@@ -1,6 +1,6 @@
 """grpo.py in which one process dies, or is late, in its third iteration: torchrun tests/dying.py kill train 1 --out_dir=...
 
-kill or wait; where: rollout, reward, train, save; the rank.
+kill, wait, raise or memory; where: rollout, reward, train, save; the rank.
 """
 
 import functools
@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
 
 import grpo
 from options import friendly_errors, read_settings
@@ -39,6 +41,8 @@ def breaks(original, what, calls):
             time.sleep(4)
         if len(calls) == 3 and what == "raise":
             raise ValueError("no")
+        if len(calls) == 3 and what == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
         return original(*arguments, **options)
 
     return function

@@ -62,7 +62,7 @@ def test_processes_take_the_steps_of_one(found, kind, name):
     assert len(ours) == len(theirs) > 1
     for our, their in zip(ours, theirs, strict=True):
         assert our == {key: pytest.approx(value, abs=1e-6) for key, value in their.items()}
-    assert_same_weights(found / kind / name, found / "none1" / name, 1e-6 if name == "lora" else 1e-9)
+    assert_same_weights(found / kind / name, found / "none1" / name, 1e-5 if name == "lora" else 1e-9)
 
 
 def test_the_checks_are_what_they_say(found):

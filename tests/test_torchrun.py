@@ -19,12 +19,13 @@ HOME = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="gloo on a CPU")
 long = pytest.mark.long
-DEATHS = [("train", 0), ("train", 1), ("save", 0), ("save", 1)]
+DEATHS = [("train", 0, "ddp"), ("train", 1, "ddp"), ("save", 0, "ddp"), ("save", 1, "ddp"), ("rollout", 1, "fsdp")]
+DEATHS += [("train", 0, "fsdp"), ("train", 1, "fsdp"), ("save", 0, "fsdp"), ("save", 1, "fsdp")]
 
 
 def start(*words):
     """-> the process of torchrun on dying.py."""
-    words = [*TORCHRUN, HOME / "tests/dying.py", *words, "--parallel=ddp"]
+    words = [*TORCHRUN, HOME / "tests/dying.py", *words]
     environment = os.environ | dict(OMP_NUM_THREADS="1")
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -39,20 +40,22 @@ def run(*words):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    code, out, err = run("none", "reward", "0", f"--out_dir={folder}")
+    code, out, err = run("none", "reward", "0", f"--out_dir={folder}", "--parallel=ddp")
     assert code == 0 and "iter 4/5" in out, err
     return folder
 
 
-@pytest.mark.parametrize("where, who", [("rollout", 1), *(pytest.param(*case, marks=long) for case in DEATHS)])
-def test_a_dead_process_ends_all_and_a_restart_goes_on(where, who, tmp_path, request):
+@pytest.mark.parametrize(
+    "where, who, kind", [("rollout", 1, "ddp"), *(pytest.param(*case, marks=long) for case in DEATHS)]
+)
+def test_a_dead_process_ends_all_and_a_restart_goes_on(where, who, kind, tmp_path, request):
     began = time.monotonic()
-    code, out, err = run("kill", where, str(who), f"--out_dir={tmp_path}/run")
+    code, out, err = run("kill", where, str(who), f"--out_dir={tmp_path}/run", f"--parallel={kind}")
     assert code != 0 and time.monotonic() - began < 60
     assert f"error: rank {1 - who} lost rank {who}, which torchrun reports below" in err
     assert re.search(rf"Root Cause.*rank +: {who} ", err, re.DOTALL)
     if request.config.getoption("--long"):
-        code, out, err = run("none", "reward", "0", f"--out_dir={tmp_path}/run", "--resume=auto")
+        code, out, err = run("none", "reward", "0", f"--out_dir={tmp_path}/run", "--resume=auto", f"--parallel={kind}")
         assert code == 0 and "resumed after" in out, err
         assert_same_weights(tmp_path / "run", request.getfixturevalue("undisturbed"), 1e-6)
 
@@ -60,7 +63,7 @@ def test_a_dead_process_ends_all_and_a_restart_goes_on(where, who, tmp_path, req
 @long
 @pytest.mark.parametrize("what", ["raise", "wait"])
 def test_a_reward_function_that_fails_or_is_late_in_one_process(what, tmp_path, undisturbed):
-    code, out, err = run(what, "reward", "1", f"--out_dir={tmp_path}/run", "--save_interval=0")
+    code, out, err = run(what, "reward", "1", f"--out_dir={tmp_path}/run", "--save_interval=0", "--parallel=ddp")
     if what == "raise":
         assert code != 0 and "error: rank 1: reward function letters raised ValueError: 'no'" in err
         assert (
@@ -72,11 +75,26 @@ def test_a_reward_function_that_fails_or_is_late_in_one_process(what, tmp_path, 
 
 
 @long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_once_and_ends_all(number, tmp_path):
-    child = start("wait", "reward", "1", f"--out_dir={tmp_path}/run", "--save_interval=0")
+@pytest.mark.parametrize("number, kind", [(signal.SIGTERM, "ddp"), (signal.SIGINT, "ddp"), (signal.SIGTERM, "fsdp")])
+def test_a_signal_saves_once_and_ends_all(number, kind, tmp_path):
+    child = start("wait", "reward", "1", f"--out_dir={tmp_path}/run", "--save_interval=0", f"--parallel={kind}")
     assert any(line == "waits\n" for line in child.stderr)
     child.send_signal(number)
     out, _ = child.communicate(timeout=60)
     assert out.count(f"stopped by {number.name} after iteration 2, and saved; --resume=auto goes on") == 1
     assert newest(tmp_path / "run").name == "checkpoint-000003" and child.returncode != 0
+
+
+@long
+def test_out_of_memory_in_one_of_sharded_processes_ends_all(tmp_path):
+    code, _, err = run("memory", "train", "1", f"--out_dir={tmp_path}/run", "--parallel=fsdp")
+    assert code != 0 and "error: rank 1 is out of memory, which sharded processes cannot repeat: CUDA out of" in err
+
+
+@long
+def test_processes_and_the_option_have_to_fit(tmp_path):
+    code, _, err = run("none", "reward", "0", f"--out_dir={tmp_path}/run")
+    assert code != 0 and "error: parallel='none', but 2 processes were started; add --parallel=ddp" in err
+    command = [sys.executable, HOME / "grpo.py", "--parallel=ddp", "--device=cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "start them with torchrun" in done.stderr and done.stderr.count("\n") == 1
