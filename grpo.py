@@ -1,4 +1,4 @@
-"""GRPO: sample groups from the model's own weights, score them, look at a reference, update the weights. One process a device.
+"""GRPO: sample groups from the model's own weights, score them, look at a reference, update the weights.
 
     python grpo.py config/grpo_small.py
     python grpo.py config/grpo_small.py --learning_rate=1e-4 --out_dir=out/slower --seed=3

@@ -135,6 +135,7 @@ class MemoryOptions:
     grad_offload: bool = option(False, "move each gradient to the host when backward has made it, and accumulate there")
     memory_budget_gb: str = option("", "GiB for the run, or auto: all that is free; the cheapest options that fit")
     plan: bool = option(False, "print the memory that an iteration needs, and stop; any device, no GPU needed")
+    num_processes: int = option(1, "with plan and parallel: processes of the run that is planned", minimum=1)
     memory_snapshot: bool = option(False, "CUDA: write memory_snapshot.pickle, for pytorch.org/memory_viz, at the end")
 
     def check(self):
@@ -179,6 +180,9 @@ class LoopSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
             options.check(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise SnugError("param_dtype='bfloat16' computes in bfloat16; add --dtype=bfloat16")
+        if self.num_processes > 1 and (not self.plan or self.parallel == "none"):
+            seen = f"num_processes={self.num_processes} is for --plan with --parallel"
+            raise SnugError(f"{seen}; of a run torchrun says how many processes it has")
         if self.parallel in ("fsdp", "hsdp"):
             taken = dict(
                 grad_offload=False, reference="device", memory_budget_gb=""

@@ -29,6 +29,7 @@ GIB = 2**30
 DEPTHS = 2, 3
 CUDA_EXTRA = 3 * 32 * MIB  # cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
 HOME = str(Path(__file__).parent.parent) + os.sep
+SHARDED = ("weights", "gradients", "moments", "reference")  # components of which FSDP leaves each process a part
 SITES = (  # where a tensor is made (module, beginning of the function's name) -> what it counts as
     ("decoding.kvcache", "KVCache", "KV cache"),
     ("decoding.draw", "", "logits"),
@@ -264,7 +265,7 @@ def plan(dry_run, settings) -> Plan:
     biggest = sorted(phases[binding].storages, key=lambda s: -s.size)[:6]
     workspace = {"cuBLAS workspace": extra} if extra else {}
     host = host.get("all", Peak(0, {}, []))
-    return Plan(
+    whole = Plan(
         kind,
         phases[binding].size + extra,
         host.size,
@@ -273,6 +274,29 @@ def plan(dry_run, settings) -> Plan:
         [(s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}") for s in biggest],
         host.components,
     )
+    return sharded(whole, settings, *dry_run.units(settings)) if settings.parallel in ("fsdp", "hsdp") else whole
+
+
+def sharded(whole: Plan, settings, outside: int, block: int) -> Plan:
+    """A Plan of whole weights -> that of one of num_processes among which FSDP shards them, by docs/scaling.md.
+
+    outside, block: bytes of the weights outside the blocks, and of a block. Not run, but added up: two blocks and the
+    weights outside are gathered while the model runs; their gradients, and a float32 copy of those outside that is
+    reduced; for a rollout all weights.
+    """
+    n, phases, weights = settings.num_processes, {}, max(parts["weights"] for _, parts in whole.phases.values())
+    wide = outside * 4 // getattr(torch, settings.param_dtype).itemsize
+    for phase, (_, parts) in whole.phases.items():
+        parts = {name: size // n if name in SHARDED else size for name, size in parts.items()}
+        here = dict(rollout=weights, eval=weights, reference=outside + 2 * block, train=outside + 2 * block)
+        parts["gathered weights"] = here.get(phase, 0)
+        if phase == "train" and not settings.lora_rank:
+            parts["gathered gradients"] = block + outside + wide
+        phases[phase] = sum(parts.values()), parts
+    binding = max(phases, key=lambda phase: phases[phase][0])
+    biggest = sorted(((size, name) for name, size in phases[binding][1].items()), reverse=True)[:6]
+    host = {name: size // n if name in SHARDED else size for name, size in whole.host_components.items()}
+    return Plan(whole.kind, phases[binding][0], sum(host.values()), binding, phases, biggest, host)
 
 
 def record(dry_run, settings, kind, n_layer):

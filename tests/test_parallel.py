@@ -3,17 +3,24 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trajectory
 from conftest import DEVICE
-from processes import CHECKS
+from processes import CHECKS, GRPO
 from safetensors.torch import load_file
 
+import grpo
 from memory import OneProcess
+from memory.plan import plan
+from options import SnugError
 from runs.checkpoint import newest, read_state
 from runs.log import read_lines, read_log
+from runs.prepare import prepare
+from settings import GRPOSettings
+from training.dry_run import DryRun
 
 HOME = Path(__file__).parent.parent
 ALL = ["sft", *CHECKS]
@@ -97,6 +104,26 @@ def test_only_rank_0_writes(found):
     folders = [path.name for path in (found / "ddp4").iterdir() if path.is_dir()]
     assert out.count("GRPO on addition") == len([name for name in folders if name != "sft"])
     assert (found / "fsdp2/dropped/dropped-000000/model.safetensors").exists()
+
+
+def test_plans_of_a_process_of_several():
+    """ddp: that of its share of the batch. fsdp: a share of what is sharded, and what is gathered."""
+    settings = GRPOSettings(**GRPO | dict(batch_size=8, train_batch_size=16, n_layer=2, plan=True))
+    rehearse = DryRun(prepare(settings), grpo.iterate, grpo.make_reference)
+    ddp = plan(rehearse, replace(settings, parallel="ddp", num_processes=2))
+    half = plan(rehearse, replace(settings, batch_size=4, train_batch_size=8, eval_prompts=3))
+    assert ddp == half and ddp.peak < plan(rehearse, settings).peak
+    fsdp = plan(rehearse, replace(settings, parallel="fsdp", num_processes=2))
+    outside, block = rehearse.units(settings)
+    weights = outside + 2 * block
+    for phase, (size, parts) in fsdp.phases.items():
+        before = half.phases[phase][1]
+        assert before["weights"] == weights and parts["weights"] == weights // 2
+        assert parts["moments"] == before["moments"] // 2 and size == sum(parts.values())
+        assert parts["gathered weights"] == (0 if phase == "optimizer" else weights)
+    assert fsdp.phases["train"][1]["gathered gradients"] == block + 2 * outside
+    with pytest.raises(SnugError, match="num_processes=2 is for --plan with --parallel"):
+        GRPOSettings(num_processes=2).check()
 
 
 def test_one_process_shares_with_nobody():

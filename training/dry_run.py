@@ -36,7 +36,7 @@ class DryRun:
 
     def __call__(self, settings, n_layer: int, meter):
         device, shape = torch.device("cpu"), self.prepared.shape | {"n_layer": n_layer}
-        grpo = isinstance(settings, GRPOSettings)
+        settings, grpo = share_of(settings), isinstance(settings, GRPOSettings)
         once = replace(settings, train_batch_size=0, num_iterations=1) if grpo else settings  # one step stands for all
         prepared = replace(self.prepared, settings=once, shape=shape)
         reference = self.make_reference(prepared, device, weights=False)
@@ -50,6 +50,23 @@ class DryRun:
         training = DryTraining(prepared, model, reference, optimizer, meter, log, guard, None, pieces, prompts)
         worst_case = partial(worst_case_groups if grpo else worst_case_batch, settings)
         self.iterate(0, training, worst_case)
+
+    def units(self, settings) -> tuple[int, int]:
+        """-> bytes of the weights outside the blocks, and of a block: what a sharded run gathers at a time."""
+        model = make_model(self.prepared.shape | {"n_layer": 1}, "meta", settings.param_dtype)
+        block, whole = (sum(p.nbytes for p in part.parameters()) for part in (model.blocks, model))
+        return whole - block, block
+
+
+def share_of(settings):
+    """The settings of a run as large as one process's share of this run."""
+    n = settings.num_processes
+    if n == 1:
+        return settings
+    share = {name: -(-getattr(settings, name) // n) for name in ("batch_size", "eval_prompts")}
+    if isinstance(settings, GRPOSettings):  # whole groups, as they are dealt
+        share["train_batch_size"] = -(-settings.sequences_per_step // (n * settings.group_size)) * settings.group_size
+    return replace(settings, **share)
 
 
 def worst_case_groups(settings, iteration, training):
