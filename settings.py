@@ -184,9 +184,7 @@ class LoopSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
             seen = f"num_processes={self.num_processes} is for --plan with --parallel"
             raise SnugError(f"{seen}; of a run torchrun says how many processes it has")
         if self.parallel in ("fsdp", "hsdp"):
-            taken = dict(
-                grad_offload=False, reference="device", memory_budget_gb=""
-            )  # what sharding takes the place of
+            taken = dict(grad_offload=False, reference="device", memory_budget_gb="")  # sharding takes their place
             for name, value in taken.items():
                 if getattr(self, name, value) != value:
                     seen = f"{name}={getattr(self, name)!r} with parallel={self.parallel!r}"

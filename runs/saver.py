@@ -62,10 +62,9 @@ class Saver:
         self.thread = self.copy = None  # the writing thread, and the tensors it writes
         self.failure = None  # (iterations done, message) of a write that failed and is not reported yet
         self.failures, self.retry_at = 0, 0  # failures in a row; iterations done before the next try
-        for left in (
-            () if self.processes.rank else self.folder.glob(f".tmp-{PREFIX}*")
-        ):  # from a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        left = [] if self.processes.rank else self.folder.glob(f".tmp-{PREFIX}*")
+        for folder in left:  # from a process that was killed
+            shutil.rmtree(folder, ignore_errors=True)
 
     def after(self, done: int, model: GPT, optimizer: Optimizer, progress: dict) -> None:
         """Save after `done` iterations if it is time. Raises SnugError if the last save fails."""

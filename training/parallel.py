@@ -161,10 +161,13 @@ class ShardedProcesses(Processes):
 
     def shard(self, model, device):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         if model is None:
             return None
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            seen = f"parallel={self.settings.parallel!r} needs torch 2.13, and torch {torch.__version__} is installed"
+            raise SnugError(f"{seen}; pip install torch==2.13.0, or use --parallel=ddp")
         # No block's output is changed in place while gradients are on.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         near = int(os.environ["LOCAL_WORLD_SIZE"]) if self.settings.parallel == "hsdp" else self.size
