@@ -22,9 +22,10 @@ from memory.plan import GIB, plan
 from model import make_model
 from options import read_settings
 from runs.loading import configure
+from runs.log import NoLog
 from runs.prepare import prepare
 from settings import GRPOSettings
-from training.dry_run import DryRun, Silent
+from training.dry_run import DryRun
 from training.guard import Guard
 from training.optimizer import make_optimizer
 from training.state import Prompts, Training
@@ -106,7 +107,7 @@ def run(prepared, iterations=2):
         model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
         optimizer = make_optimizer(model, settings)
         guard, pieces = Guard(settings, prepared.tokenizer, print), Pieces(settings, print)
-        parts = model, reference, optimizer, meter, Silent(), guard, None, pieces, Prompts(settings.batch_size)
+        parts = model, reference, optimizer, meter, NoLog(settings), guard, None, pieces, Prompts(settings.batch_size)
         training = Measured(prepared, *parts)
         grpo.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)
         try:

@@ -32,10 +32,11 @@ from memory.ledger import PlanningMode
 from memory.plan import PlanMeter, PlannedHost
 from model import make_model
 from runs.loading import configure
+from runs.log import NoLog
 from runs.prepare import prepare
 from sample import Rollouts
 from settings import GRPOSettings, SFTSettings
-from training.dry_run import DryTraining, Silent
+from training.dry_run import DryTraining
 from training.guard import Guard
 from training.optimizer import make_optimizer
 from training.state import Prompts
@@ -168,7 +169,7 @@ def known(count, value):
 def make_training(prepared, reference=None):
     settings, device = prepared.settings, torch.device("gpu")
     model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
-    log = Silent()
+    log = NoLog(settings)
     parts = PlanMeter(PlannedHost()), log, Guard(settings, prepared.tokenizer, log.say), None, Pieces(settings, log.say)
     optimizer = make_optimizer(model, settings)
     return DryTraining(prepared, model, reference, optimizer, *parts, Prompts(settings.batch_size))

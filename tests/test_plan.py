@@ -320,7 +320,10 @@ def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(tmp_path):
             assert plan(make, dataclasses.replace(fitted, **{name: getattr(settings, name)})).peak > share * whole
 
 
-@pytest.mark.parametrize("changes", [dict(max_rollout_batch=9000), dict(max_tokens_per_micro_batch=100_000)])
+@pytest.mark.parametrize(
+    "changes",
+    [dict(max_rollout_batch=9000), pytest.param(dict(max_tokens_per_micro_batch=100_000), marks=pytest.mark.long)],
+)
 def test_fit_begins_with_what_binds(changes, tmp_path):
     """A bound far above what there is does not keep the ladder from its first rungs."""
     prepared, settings = prepared_run(
