@@ -203,7 +203,6 @@ def test_out_of_memory_during_a_recording_empties_the_cache_and_tries_again(devi
 @pytest.mark.parametrize("failures", [[FULL, FULL], [(RuntimeError, "not allowed")]], ids=["memory", "other"])
 def test_without_a_recording_sampling_goes_on(failures, device, monkeypatch, capsys):
     device.failures, model, users, unusable = list(failures), model_of("gpt2"), [], len(failures) == 1
-    monkeypatch.setattr(decode_batch, "BROKEN", [])
     refill = decode_batch.DecodeBatch.refill
     look = lambda batch: (users.append(list(device.pools.values())), refill(batch))[1]  # noqa: E731
     monkeypatch.setattr(decode_batch.DecodeBatch, "refill", look)
