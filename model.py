@@ -188,7 +188,7 @@ class GPT(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device
+        return getattr(self, "runs_on", self.embedding.weight.device)  # runs_on: of weights that wait on the host
 
     @property
     def compute_dtype(self) -> torch.dtype:

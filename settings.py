@@ -132,10 +132,15 @@ class MemoryOptions:
         choices=DTYPES,
     )
     optimizer_device: str = option("device", "host: stream moments and masters from there in each step", choices=PLACES)
+    param_offload: bool = option(
+        False,
+        "fsdp: keep weights, gradients, moments and masters on the host; a block's weights come while it runs, all for "
+        "a rollout; with one process too: torchrun --nproc_per_node=1",
+    )
     grad_offload: bool = option(False, "move each gradient to the host when backward has made it, and accumulate there")
     memory_budget_gb: str = option("", "GiB for the run, or auto: all that is free; the cheapest options that fit")
     plan: bool = option(False, "print the memory that an iteration needs, and stop; any device, no GPU needed")
-    num_processes: int = option(1, "with plan and parallel: processes of the run that is planned", minimum=1)
+    num_processes: int = option(1, "with plan and parallel: processes of the run; else torchrun says it", minimum=1)
     memory_snapshot: bool = option(False, "CUDA: write memory_snapshot.pickle, for pytorch.org/memory_viz, at the end")
 
     def check(self):
@@ -180,15 +185,16 @@ class LoopSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
             options.check(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise SnugError("param_dtype='bfloat16' computes in bfloat16; add --dtype=bfloat16")
-        if self.num_processes > 1 and (not self.plan or self.parallel == "none"):
-            seen = f"num_processes={self.num_processes} is for --plan with --parallel"
-            raise SnugError(f"{seen}; of a run torchrun says how many processes it has")
+        if self.num_processes > 1 and self.parallel == "none":
+            raise SnugError(f"num_processes={self.num_processes} with parallel='none'; add --parallel=ddp or fsdp")
         if self.parallel in ("fsdp", "hsdp"):
             taken = dict(grad_offload=False, reference="device", memory_budget_gb="")  # sharding takes their place
             for name, value in taken.items():
                 if getattr(self, name, value) != value:
                     seen = f"{name}={getattr(self, name)!r} with parallel={self.parallel!r}"
                     raise SnugError(f"{seen}, which moves the weights itself; leave it out, or use --parallel=ddp")
+        elif self.param_offload:
+            raise SnugError("param_offload=True is FSDP's; start with torchrun --nproc_per_node=1 and --parallel=fsdp")
         if self.lora_rank and not self.init_from:
             raise SnugError(f"lora_rank={self.lora_rank} trains beside the weights of init_from; name a run or model")
 

@@ -35,12 +35,12 @@ def available_on_host() -> int:
 
 
 def new_on_host(like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool = False) -> torch.Tensor:
-    """An empty tensor in host memory of the shape of `like`; pinned where `like` is on CUDA, so that copies are fast.
+    """An empty tensor in host memory of the shape of `like`; pinned, for fast copies, if `like` is on CUDA or pinned.
 
     keep: it is large and lives long. Then it has pages of its own, pinned in place. PyTorch's own pinned allocator
     rounds every block up to a power of two, at worst twice the bytes. Raises SnugError if they cannot be pinned.
     """
-    ledger, dtype, pin = host_ledger(like), dtype or like.dtype, like.device.type == "cuda"
+    ledger, dtype, pin = host_ledger(like), dtype or like.dtype, like.device.type == "cuda" or like.is_pinned()
     ledger.making = True
     try:
         if pin and keep and math.prod(like.shape) * dtype.itemsize >= MIB:

@@ -12,7 +12,7 @@ import weakref
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 MIB = 2**20
 
@@ -71,8 +71,8 @@ class LiveBytes(Ledger, TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for item in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(item, torch.Tensor):
-                self.follow(item)
+            if isinstance(item, torch.Tensor) and not (item.is_meta or is_traceable_wrapper_subclass(item)):
+                self.follow(item)  # a DTensor holds nothing, the tensor in it does
         return result
 
     def follow(self, tensor):

@@ -24,6 +24,7 @@ import torch
 
 from memory.ledger import MIB, HostLedger, LiveBytes, PlanningMode, is_planned
 from memory.meter import MemoryMeter
+from memory.processes import BUCKET
 
 GIB = 2**30
 DEPTHS = 2, 3
@@ -257,20 +258,21 @@ def plan(dry_run, settings) -> Plan:
         }
         for i, run in enumerate(runs[0])
     )
-    extra, phases = CUDA_EXTRA if kind == "cuda" else 0, {}
+    always = {"cuBLAS workspace": CUDA_EXTRA} if kind == "cuda" else {}
+    always |= {"all-reduce bucket": BUCKET} if settings.parallel == "ddp" else {}
+    extra, phases = sum(always.values()), {}
     for (phase, _), peak in device.items():
         if phase not in phases or peak.size > phases[phase].size:
             phases[phase] = peak
     binding = max(phases, key=lambda phase: phases[phase].size)
     biggest = sorted(phases[binding].storages, key=lambda s: -s.size)[:6]
-    workspace = {"cuBLAS workspace": extra} if extra else {}
     host = host.get("all", Peak(0, {}, []))
     whole = Plan(
         kind,
         phases[binding].size + extra,
         host.size,
         binding,
-        {phase: (peak.size + extra, workspace | peak.components) for phase, peak in phases.items()},
+        {phase: (peak.size + extra, always | peak.components) for phase, peak in phases.items()},
         [(s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}") for s in biggest],
         host.components,
     )
@@ -281,13 +283,17 @@ def sharded(whole: Plan, settings, outside: int, block: int) -> Plan:
     """A Plan of whole weights -> that of one of num_processes among which FSDP shards them, by docs/scaling.md.
 
     outside, block: bytes of the weights outside the blocks, and of a block. Not run, but added up: two blocks and the
-    weights outside are gathered while the model runs; their gradients, and a float32 copy of those outside that is
-    reduced; for a rollout all weights.
+    weights outside are gathered while the model runs; the gradients of one block and of those outside; the float32 copy
+    that is reduced; for a rollout all weights. tests/test_parallel.py compares it with what runs need.
     """
     n, phases, weights = settings.num_processes, {}, max(parts["weights"] for _, parts in whole.phases.values())
-    wide = outside * 4 // getattr(torch, settings.param_dtype).itemsize
+    offloaded = ("weights", "gradients", "reference") if settings.param_offload else ()
+    host = {name: size // n if name in SHARDED else size for name, size in whole.host_components.items()}
+    width = getattr(torch, settings.param_dtype).itemsize
+    wide = max(outside, block) * max(4, width) // width
     for phase, (_, parts) in whole.phases.items():
         parts = {name: size // n if name in SHARDED else size for name, size in parts.items()}
+        host |= {name: max(parts.pop(name), host.get(name, 0)) for name in offloaded if name in parts}
         here = dict(rollout=weights, eval=weights, reference=outside + 2 * block, train=outside + 2 * block)
         parts["gathered weights"] = here.get(phase, 0)
         if phase == "train" and not settings.lora_rank:
@@ -295,7 +301,6 @@ def sharded(whole: Plan, settings, outside: int, block: int) -> Plan:
         phases[phase] = sum(parts.values()), parts
     binding = max(phases, key=lambda phase: phases[phase][0])
     biggest = sorted(((size, name) for name, size in phases[binding][1].items()), reverse=True)[:6]
-    host = {name: size // n if name in SHARDED else size for name, size in whole.host_components.items()}
     return Plan(whole.kind, phases[binding][0], sum(host.values()), binding, phases, biggest, host)
 
 

@@ -5,6 +5,10 @@ training/parallel.py has the same for several. Left out: torch.distributed.
 
 from contextlib import nullcontext
 
+from memory.ledger import MIB
+
+BUCKET = 25 * MIB  # bytes of small gradients that are copied together and added up in one message
+
 
 class OneProcess:
     """All of the work is this process's, and nothing has to be exchanged."""

@@ -13,18 +13,23 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import trajectory
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 import grpo
+import memory.meter
 import train_sft
+from memory.ledger import LiveBytes
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from training import parallel
+from training.state import Training
 
 SHAPE = dict(digits=2, n_layer=2, n_embd=32, block_size=24, device="cpu", eval_prompts=6, eval_interval=2)
 GRPO = SHAPE | dict(batch_size=5, group_size=4, max_new_tokens=8, learning_rate=1e-2, max_iters=4, save_interval=0)
@@ -41,6 +46,9 @@ CHECKS = {
     "no variance": dict(max_iters=2),
     "reference": dict(beta=0.1, init_from="none1/sft", checkpoint_blocks="block", max_iters=2),
     "lora": dict(beta=0.1, init_from="none1/sft", lora_rank=4, optimizer_device="host", max_iters=2),
+    "offload": dict(param_offload=True, beta=0.1, init_from="none1/sft", max_tokens_per_micro_batch=60),
+    # Large enough that weights are most of the memory.
+    "memory": dict(n_layer=4, n_embd=128, vocab_size=1001, batch_size=4, max_iters=2, eval_prompts=0),
     "host": dict(optimizer_device="host", grad_offload=True, checkpoint_blocks="block", activation_offload=True),
     "dropped": dict(max_iters=3),
     "out of memory": dict(max_tokens_per_micro_batch=80, max_iters=2),
@@ -63,6 +71,8 @@ def same(prompts, completions, **columns):
 def train(folder, name, size, options, reward=letters, resume="never"):
     if "init_from" in options:
         options = options | dict(init_from=f"{folder}/../{options['init_from']}")
+    if os.environ["PARALLEL"] not in ("fsdp", "hsdp"):
+        options = options | dict(param_offload=False)
     settings = GRPOSettings(
         **GRPO | options | dict(out_dir=f"{folder}/{name}", resume=resume, parallel=os.environ["PARALLEL"])
     )
@@ -85,12 +95,40 @@ def run_check(name, folder, size):
         return train_sft.main(prepare(settings))
     if name.startswith("resume"):
         return train(f"{folder}/..", "resume", size, dict(max_iters=int(name[6:])), resume="auto")
+    if name == "memory":
+        with measured() as figures:
+            train(folder, name, size, CHECKS[name])
+        return figures
     if name == "out of memory" and size > 1 and rank == 1:
         out_of_memory_once()
     if name == "dropped" and rank == size - 1:
         not_a_number_once()
     reward = dict(dapo=rarely).get(name, same if name == "no variance" else letters)
     return train(folder, name, size, CHECKS[name], reward)
+
+
+@contextmanager
+def measured():
+    """-> a list that gets, for each iteration, {phase: its peak and the bytes after it} of this process.
+
+    FSDP frees gathered weights by resizing their storages. No op does that, so the meter is told here.
+    """
+    live, figures, resizes = LiveBytes(), [], ("alloc_storage", "free_storage")
+    originals = memory.meter.LiveBytes, Training.end_iteration
+
+    def followed(resize):
+        return lambda tensor: (resize(tensor), live.follow(tensor))
+
+    def end_iteration(self, *arguments):
+        figures.append({name: dict(entry) for name, entry in self.meter.phases.items()})
+        originals[1](self, *arguments)
+
+    memory.meter.LiveBytes, Training.end_iteration = lambda: live, end_iteration
+    for module, name in ((module, name) for module in (_fsdp_param, _fsdp_param_group) for name in resizes):
+        if hasattr(module, name):
+            setattr(module, name, followed(getattr(module, name)))
+    yield figures
+    memory.meter.LiveBytes, Training.end_iteration = originals
 
 
 def out_of_memory_once():

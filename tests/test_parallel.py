@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import grpo
 from memory import OneProcess
 from memory.plan import plan
+from memory.processes import BUCKET
 from options import SnugError
 from runs.checkpoint import newest, read_state
 from runs.log import read_lines, read_log
@@ -24,11 +25,11 @@ from training.dry_run import DryRun
 
 HOME = Path(__file__).parent.parent
 ALL = ["sft", *CHECKS]
-ALIVE = [
-    name for name in ALL if name not in ("host", "out of memory")
-]  # of sharded processes an out-of-memory ends all
-SHORT = dict(ddp2=["dapo", "host", "out of memory"], ddp4=["uneven"], fsdp2=["plain", "reference", "dropped"])
-LONG = dict(ddp2=ALL, ddp4=ALL, fsdp2=ALIVE, fsdp4=ALIVE, hsdp4=ALIVE)
+ALIVE = [name for name in ALL if name not in ("host", "out of memory")]  # an out-of-memory ends sharded processes
+SHORT = dict(ddp2=["dapo", "host", "out of memory", "memory"], ddp4=["uneven"], fsdp1=["offload"])
+SHORT |= dict(fsdp2=["plain", "reference", "dropped", "memory"])
+WHOLE = [name for name in ALL if name != "offload"]
+LONG = dict(ddp2=WHOLE, ddp4=WHOLE, fsdp1=["offload", "lora"], fsdp2=ALIVE, fsdp4=ALIVE, hsdp4=ALIVE)
 CASES = [
     pytest.param(kind, name, marks=() if name in SHORT.get(kind, ()) else pytest.mark.long)
     for kind, names in LONG.items()
@@ -106,13 +107,31 @@ def test_only_rank_0_writes(found):
     assert (found / "fsdp2/dropped/dropped-000000/model.safetensors").exists()
 
 
+@pytest.mark.parametrize("kind", ["ddp2", "fsdp2"])
+def test_what_a_process_needs_is_planned_and_given_back(found, kind):
+    settings = GRPOSettings(**GRPO | CHECKS["memory"] | dict(plan=True, parallel=kind[:-1], num_processes=2))
+    settings.param_dtype = settings.optimizer_dtype = "float64"
+    planned = plan(DryRun(prepare(settings), grpo.iterate, grpo.make_reference), settings)
+    for rank in range(2):
+        _, figures = json.loads((found / kind / f"memory.{rank}.json").read_text())
+        kept = figures["optimizer"]["current"]
+        assert abs(figures["rollout"]["current"] - kept) < 5e4  # tokens and log-probs, no weights
+        for phase, (size, parts) in planned.phases.items():
+            size -= parts.get("all-reduce bucket", 0)  # an upper bound
+            if phase == "train":
+                bucket = parts["gradients"] if kind == "ddp2" else 0
+                assert 0.8 * size < figures[phase]["peak"] < 1.001 * size + bucket
+            elif phase != "eval":
+                assert figures[phase]["peak"] == pytest.approx(size, rel=0.005)
+
+
 def test_plans_of_a_process_of_several():
     """ddp: that of its share of the batch. fsdp: a share of what is sharded, and what is gathered."""
     settings = GRPOSettings(**GRPO | dict(batch_size=8, train_batch_size=16, n_layer=2, plan=True))
     rehearse = DryRun(prepare(settings), grpo.iterate, grpo.make_reference)
     ddp = plan(rehearse, replace(settings, parallel="ddp", num_processes=2))
     half = plan(rehearse, replace(settings, batch_size=4, train_batch_size=8, eval_prompts=3))
-    assert ddp == half and ddp.peak < plan(rehearse, settings).peak
+    assert ddp.peak == half.peak + BUCKET and half.peak < plan(rehearse, settings).peak
     fsdp = plan(rehearse, replace(settings, parallel="fsdp", num_processes=2))
     outside, block = rehearse.units(settings)
     weights = outside + 2 * block
@@ -121,8 +140,14 @@ def test_plans_of_a_process_of_several():
         assert before["weights"] == weights and parts["weights"] == weights // 2
         assert parts["moments"] == before["moments"] // 2 and size == sum(parts.values())
         assert parts["gathered weights"] == (0 if phase == "optimizer" else weights)
-    assert fsdp.phases["train"][1]["gathered gradients"] == block + 2 * outside
-    with pytest.raises(SnugError, match="num_processes=2 is for --plan with --parallel"):
+    assert fsdp.phases["train"][1]["gathered gradients"] == block + outside + max(block, outside)
+    offloaded = plan(rehearse, replace(settings, parallel="fsdp", num_processes=2, param_offload=True))
+    assert (
+        offloaded.phases["rollout"][0]
+        <= fsdp.phases["rollout"][0] - weights // 2 - fsdp.phases["rollout"][1]["moments"]
+    )
+    assert offloaded.host_components["weights"] == offloaded.host_components["gradients"] == weights // 2
+    with pytest.raises(SnugError, match="num_processes=2 with parallel='none'"):
         GRPOSettings(num_processes=2).check()
 
 

@@ -8,7 +8,7 @@ state may be in bfloat16. What is on the host comes to the device a slab at a ti
     param_dtype float32                  4         4          8              optimizer_dtype float32
     param_dtype bfloat16                 2         2          8        4     optimizer_dtype float32
     param_dtype bfloat16                 2         2          4              optimizer_dtype bfloat16
-    optimizer_device host: moments and masters move to the host; grad_offload: so do the gradients
+    optimizer_device host: moments and masters move to the host; grad_offload: so do the gradients; param_offload: all
 
 All state is allocated at the start, so a step allocates almost nothing.
 Left out: 8-bit state, a step on the host's cores.
@@ -28,6 +28,7 @@ from runs.loading import trained
 SLAB = 2**21  # weights that come from the host at a time
 RING = 3  # slabs on the device at once: one is updated and copied back, the next ones arrive
 PIECE = 2**24  # weights at a time if nothing comes from the host
+STATE = "exp_avg", "exp_avg_sq", "master"
 
 
 def make_optimizer(model, settings):
@@ -39,20 +40,20 @@ def make_optimizer(model, settings):
     ]
     groups = [group for group in groups if group["params"]]
     options = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2))
-    on_host = settings.optimizer_device == "host"
-    plain = settings.param_dtype == settings.optimizer_dtype != "bfloat16" and not on_host and not settings.grad_offload
-    if plain:
+    on_host = set(STATE) if settings.optimizer_device == "host" else set()
+    on_host |= {"gradient"} if settings.grad_offload else set()
+    on_host |= {*STATE, "gradient", "weight"} if settings.param_offload else set()
+    if settings.param_dtype == settings.optimizer_dtype != "bfloat16" and not on_host:
         optimizer = torch.optim.AdamW(groups, **options, fused=True)
         for p in named.values():
             zeros = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[p] = {"step": torch.zeros((), device=p.device)} | zeros
         return optimizer
-    optimizer = SlabAdamW(
-        groups, **options, dtype=getattr(torch, settings.optimizer_dtype), on_host=on_host, seed=settings.seed
-    )
+    options |= dict(dtype=getattr(torch, settings.optimizer_dtype), seed=settings.seed)
+    device = getattr(model, "runs_on", next(iter(named.values())).device)
+    optimizer = SlabAdamW(groups, **options, on_host=on_host, device=device)
     if settings.grad_offload:
         optimizer.host_gradients = HostGradients(list(named.values()))
-        optimizer.on_host.add("gradient")
     return optimizer
 
 
@@ -116,20 +117,22 @@ class SlabAdamW(torch.optim.Optimizer):
 
     dtype float32: moments in float32 and, beside bfloat16 weights, a float32 master of each weight. bfloat16: bfloat16
     moments, no masters. Then moments and weights are rounded stochastically; random bits follow from the seed and step.
-    on_host: state and masters in pinned host memory. The next slab arrives while one is updated and copied back.
+    on_host: which of weight, gradient and STATE are in pinned host memory. The next slab arrives on the device while
+    one is updated and copied back.
     A step allocates its buffers first: after an out-of-memory nothing has changed.
     """
 
-    def __init__(self, groups, lr, betas, dtype, on_host, seed, eps=1e-8):
+    def __init__(self, groups, lr, betas, dtype, on_host, device, seed, eps=1e-8):
         super().__init__(groups, dict(lr=lr, betas=betas, weight_decay=0.0, eps=eps))
         self.seed, self.steps, self.host_gradients = seed, 0, None
-        self.on_host = {"exp_avg", "exp_avg_sq", "master"} if on_host else set()
+        self.on_host, self.device = on_host, device
         for p in self.parameters():
             kinds = dict.fromkeys(("exp_avg", "exp_avg_sq"), dtype)
             if p.dtype == torch.bfloat16 != dtype:
                 kinds["master"] = torch.float32
             for kind, its_dtype in kinds.items():
-                make = new_on_host(p, its_dtype, keep=True) if on_host else torch.empty_like(p, dtype=its_dtype)
+                here = kind not in on_host
+                make = torch.empty_like(p, dtype=its_dtype) if here else new_on_host(p, its_dtype, keep=True)
                 self.state[p][kind] = make.copy_(p.detach()) if kind == "master" else make.zero_()
 
     def parameters(self):
@@ -158,16 +161,15 @@ class SlabAdamW(torch.optim.Optimizer):
     def ring(self, *names):
         """Buffers on the device for tensors on the host -> RING times {name: (n,)} for those of these names."""
         p = self.largest()
-        dtypes = {name: x.dtype for name, x in ({"gradient": p} | self.state[p]).items()}
+        dtypes = {name: x.dtype for name, x in ({"weight": p, "gradient": p} | self.state[p]).items()}
         here = {name: dtype for name, dtype in dtypes.items() if name in self.on_host.intersection(names)}
         return [
-            {name: torch.empty(slab_size(p), dtype=dtype, device=p.device) for name, dtype in here.items()}
+            {name: torch.empty(slab_size(p), dtype=dtype, device=self.device) for name, dtype in here.items()}
             for _ in range(RING)
         ]
 
     def run(self, slabs, ring, work):
         """work(slab, {name: tensor on the device}) for each slab; what is on the host is copied to the ring first."""
-        device = self.parameters()[0].device
 
         def fetch(slab, buffers):
             for name, buffer in buffers.items():
@@ -177,7 +179,7 @@ class SlabAdamW(torch.optim.Optimizer):
             work(slab, slab.tensors | {name: x[: len(slab.tensors[name])] for name, x in buffers.items()})
 
         if any(ring):
-            in_turn(device, slabs, ring, fetch, work_here).wait()
+            in_turn(self.device, slabs, ring, fetch, work_here).wait()
         else:
             for slab in slabs:
                 work(slab, slab.tensors)
@@ -186,7 +188,7 @@ class SlabAdamW(torch.optim.Optimizer):
     def gradient_norm(self):
         """The norm of all gradients together, a scalar tensor on the device."""
         p, ring, slabs = self.parameters()[0], self.ring("gradient"), list(self.slabs("gradient"))
-        norms = torch.zeros(len(slabs), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        norms = torch.zeros(len(slabs), dtype=torch.promote_types(p.dtype, torch.float32), device=self.device)
         each = iter(norms)
 
         def work(slab, here):
@@ -199,7 +201,8 @@ class SlabAdamW(torch.optim.Optimizer):
     def step(self, scale=1.0):
         """One update. scale: what gradients are multiplied by, to clip them."""
         names = "weight", "gradient", "exp_avg", "exp_avg_sq", "master"
-        ring, scratch = self.ring(*names), new_scratch(self.largest())
+        ring = self.ring(*names)
+        scratch = new_scratch(ring[0].get("weight", self.largest()))
         self.steps += 1
 
         def work(slab, here):

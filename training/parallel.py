@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from memory import MIB, OneProcess
+from memory import OneProcess
+from memory.processes import BUCKET
 from model import GPT
 from options import SnugError, first_line
 from runs.loading import configure, trained
 from sample import Rollouts
 from training.optimizer import gradients_of
 
-BUCKET = 64 * MIB  # bytes of small gradients that are copied together and added up in one message
 # torchrun ends all processes if one dies. Until then they wait: for a slow reward function, a save, an evaluation.
 PATIENCE = timedelta(days=7)
 
@@ -161,7 +161,7 @@ class ShardedProcesses(Processes):
 
     def shard(self, model, device):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
         if model is None:
             return None
@@ -176,6 +176,8 @@ class ShardedProcesses(Processes):
         options = dict(mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         if self.settings.param_dtype == "float64":
             options["mp_policy"] = MixedPrecisionPolicy()
+        if self.settings.param_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         for block in model.blocks:
             fully_shard(block, reshard_after_forward=True, **options)
         fully_shard(model, reshard_after_forward=False, **options)
@@ -185,6 +187,7 @@ class ShardedProcesses(Processes):
         model.set_reduce_scatter_unused_params(True)  # the filler, below, does not reach the head
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         model.shards = {name: torch.nn.Parameter(p.to_local().detach()) for name, p in parameters.items()}
+        model.runs_on = device
         model.rows = {name: rows_of(p, self.mesh["near"].get_local_rank(), near) for name, p in parameters.items()}
         return model
 
@@ -218,9 +221,12 @@ class ShardedProcesses(Processes):
             plain = configure(GPT(model.config), self.settings)
         for name, p in model.named_parameters():
             module, _, leaf = name.rpartition(".")
-            whole = torch.nn.Parameter(p.detach().full_tensor(), requires_grad=False)
+            whole = torch.nn.Parameter(p.detach().to(model.device).full_tensor(), requires_grad=False)
             setattr(plain.get_submodule(module), leaf, whole)
-        yield plain
+        try:
+            yield plain
+        finally:
+            plain.to("meta")  # freed, whoever still holds the model
 
     def gathered(self, model, tensors):
         found = {file: {} for file in tensors}

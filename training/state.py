@@ -84,9 +84,8 @@ class Training:
         None if the loss, the gradient or the batch is not finite: then nothing has changed, and the guard reported it.
         """
         model, optimizer, settings, norm = self.model, self.optimizer, self.settings, math.nan
-        if self.pieces.processes.size > 1:
-            with self.meter.phase("train"):
-                metrics = self.pieces.processes.add_up(model, optimizer, metrics)
+        with self.meter.phase("train"):
+            metrics = self.pieces.processes.add_up(model, optimizer, metrics)
         # An infinity in the batch need not show in the loss.
         finite = math.isfinite(metrics["loss"]) and finite_columns(sequences, select)
         for attempt in attempts(self.pieces.once_more(model)) if finite else ():
