@@ -1,0 +1,57 @@
+"""What one device needs, planned: models x devices x where weights and optimizer are. Prints docs/scaling.md's table.
+
+    python bench/sizing.py              five minutes on a CPU; needs no GPU
+
+The batch grows with the devices: four prompts of up to 256 tokens for each, four completions of up to 1,024 tokens,
+blocks checkpointed, one sequence a micro-batch, weights and gradients in bfloat16.
+"""
+
+import common  # noqa: F401  the project's folder is on the path
+
+import grpo
+from memory.plan import GIB, plan
+from runs.prepare import prepare
+from settings import GRPOSettings
+from training.dry_run import DryRun
+
+QWEN = dict(vocab_size=151936, norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, block_size=2048)
+BATCH = dict(task="countdown", group_size=4, max_prompt_length=256, max_new_tokens=1024, eval_prompts=0)
+MEMORY = dict(dtype="bfloat16", param_dtype="bfloat16", checkpoint_blocks="block", max_tokens_per_micro_batch=1280)
+MODELS = {  # the shapes of Qwen2.5; tied embeddings up to 1.5B, as published
+    "0.5B": dict(n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_hidden=4864),
+    "1.5B": dict(n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960),
+    "7B": dict(n_layer=28, n_head=28, n_kv_head=4, n_embd=3584, n_hidden=18944, tie_embeddings=False),
+    "32B": dict(n_layer=64, n_head=40, n_kv_head=8, n_embd=5120, n_hidden=27648, tie_embeddings=False),
+}
+DEVICES = {
+    "1": dict(),
+    "8 ddp": dict(parallel="ddp", num_processes=8),
+    "8 fsdp": dict(parallel="fsdp", num_processes=8),
+    "64 fsdp": dict(parallel="fsdp", num_processes=64),
+}
+RUNGS = {
+    "float32 masters and moments": dict(),
+    "bfloat16 moments, no masters": dict(optimizer_dtype="bfloat16"),
+    "masters and moments on the host": dict(optimizer_device="host"),
+    "and gradients (1, ddp), all (fsdp)": dict(optimizer_device="host"),
+}
+
+
+def cell(shape, devices, rung):
+    last = rung == list(RUNGS)[-1]
+    offload = {"param_offload" if devices.get("parallel") == "fsdp" else "grad_offload": True} if last else {}
+    batch = dict(batch_size=4 * devices.get("num_processes", 1))
+    options = QWEN | shape | BATCH | MEMORY | batch | devices | RUNGS[rung] | offload
+    settings = GRPOSettings(**options, plan=True, device="cuda")
+    planned = plan(DryRun(prepare(settings), grpo.iterate, grpo.make_reference), settings)
+    return f"{planned.peak / GIB:.1f} {planned.phase}" + (f" + {planned.host / GIB:.0f} host" if planned.host else "")
+
+
+if __name__ == "__main__":
+    print("| model | devices | " + " | ".join(RUNGS) + " |\n" + "|---" * (2 + len(RUNGS)) + "|")
+    for model, shape in MODELS.items():
+        for devices, options in DEVICES.items():
+            print(
+                f"| {model} | {devices} | " + " | ".join(cell(shape, options, rung) for rung in RUNGS) + " |",
+                flush=True,
+            )
