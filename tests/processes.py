@@ -13,12 +13,14 @@ import signal
 import socket
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+import torch._dynamo  # what torch imports when it makes a model, and FSDP's: 2 seconds, once and not in each process
+import torch.distributed.fsdp
 import trajectory
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
@@ -157,47 +159,55 @@ def not_a_number_once():
     grpo.policy_loss = policy_loss
 
 
-def together(folder, size, names):
-    """Fork `size` processes for these checks -> 0 if all went well. Output goes to FOLDER/out.txt."""
-    folder.mkdir(parents=True, exist_ok=True)
+def fork(size, kind, work, output):
+    """Fork `size` processes as torchrun would start them; each calls work(rank). All output goes to the file -> pids."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), WORLD_SIZE=str(size))
+    os.environ |= dict(PARALLEL=kind, LOCAL_WORLD_SIZE="2" if kind == "hsdp" else str(size))
     children = []
     for rank in range(size):
         children.append(os.fork())
         if not children[-1]:
-            os.environ |= dict(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                LOCAL_WORLD_SIZE="2" if os.environ["PARALLEL"] == "hsdp" else str(size),
-            )
-            os.dup2(os.open(folder / "out.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+            os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank))
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(file, 1), os.dup2(file, 2)
+            code = 1
             try:
-                for name in names:
-                    found = run_check(name, folder, size)
-                    Path(folder, f"{name}.{rank}.json").write_text(json.dumps(found))
+                work(rank)
+                code = 0
+            except SystemExit as end:
+                code = end.code
             except BaseException:
                 traceback.print_exc()
-                os._exit(1)
             sys.stdout.flush()
-            os._exit(0)
-    codes = []
+            os._exit(code)
+    return children
+
+
+def together(folder, size, kind, names):
+    """`size` processes do these checks -> 0 if all went well. Output goes to FOLDER/out.txt."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def work(rank):
+        for name in names:
+            found = run_check(name, folder, size)
+            Path(folder, f"{name}.{rank}.json").write_text(json.dumps(found))
+
+    children, codes = fork(size, kind, work, folder / "out.txt"), []
     for _ in children:
         _, status = os.wait()
         codes.append(os.waitstatus_to_exitcode(status))
         if codes[-1]:
             for child in children:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
     return max(map(abs, codes))
 
 
 if __name__ == "__main__":
     for job in sys.argv[2:]:
         kind, names = job.split(":")
-        os.environ["PARALLEL"] = kind.rstrip("0123456789")
-        if together(Path(sys.argv[1], kind), int(kind.lstrip("abcdefghijklmnopqrstuvwxyz")), names.split(",")):
-            sys.exit(1)
+        folder, size = Path(sys.argv[1], kind), int(kind.lstrip("abcdefghijklmnopqrstuvwxyz"))
+        if together(folder, size, kind.rstrip("0123456789"), names.split(",")):
+            sys.exit((folder / "out.txt").read_text()[-4000:])

@@ -24,6 +24,7 @@ from settings import GRPOSettings
 from training.dry_run import DryRun
 
 HOME = Path(__file__).parent.parent
+long = pytest.mark.long
 ALL = ["sft", *CHECKS]
 ALIVE = [name for name in ALL if name not in ("host", "out of memory")]  # an out-of-memory ends sharded processes
 SHORT = dict(ddp2=["dapo", "host", "out of memory", "memory"], ddp4=["uneven"], fsdp1=["offload"])
@@ -31,7 +32,7 @@ SHORT |= dict(fsdp2=["plain", "reference", "dropped", "memory"])
 WHOLE = [name for name in ALL if name != "offload"]
 LONG = dict(ddp2=WHOLE, ddp4=WHOLE, fsdp1=["offload", "lora"], fsdp2=ALIVE, fsdp4=ALIVE, hsdp4=ALIVE)
 CASES = [
-    pytest.param(kind, name, marks=() if name in SHORT.get(kind, ()) else pytest.mark.long)
+    pytest.param(kind, name, marks=() if name in SHORT.get(kind, ()) else long)
     for kind, names in LONG.items()
     for name in names
 ]
@@ -42,8 +43,10 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="gloo on a CPU")
 def found(tmp_path_factory, request):
     """A folder with all that one process and several have found."""
     folder, kinds = tmp_path_factory.mktemp("processes"), LONG if request.config.getoption("--long") else SHORT
-    jobs = [f"none1:{','.join(ALL)},resume2", "ddp2:trajectory,resume3", "fsdp2:trajectory70,resume4"]
+    jobs = [f"none1:{','.join(ALL)},resume1", "ddp2:trajectory,resume2", "fsdp2:trajectory70,resume3", "none1:resume4"]
     jobs += [f"{kind}:{','.join(names)}" for kind, names in kinds.items()]
+    if kinds is LONG:
+        jobs += ["ddp4:trajectory", "fsdp4:trajectory70"]
     done = subprocess.run([sys.executable, HOME / "tests/processes.py", folder, *jobs], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -84,18 +87,21 @@ def test_the_checks_are_what_they_say(found):
     assert set(halved) == {"max_rollout_batch", "max_tokens_per_micro_batch"}
 
 
-@pytest.mark.parametrize("kind, budget", [("ddp2", ""), ("fsdp2", "70")])
+@pytest.mark.parametrize(
+    "kind, budget",
+    [("ddp2", ""), ("fsdp2", "70"), *(pytest.param(*c, marks=long) for c in [("ddp4", ""), ("fsdp4", "70")])],
+)
 def test_the_trajectory_of_one_process(found, kind, budget):
     expected = json.loads(trajectory.FILE.with_suffix(".json").read_text())
-    for rank in range(2):
+    for rank in range(int(kind[-1])):
         steps = json.loads((found / kind / f"trajectory{budget}.{rank}.json").read_text())
         assert len(steps) == 50
         for ours, theirs in zip(steps, expected, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
 
 
-def test_a_run_goes_on_with_more_processes_and_sharded(found):
-    """Two iterations of one process, one of two with whole models, one of two with shards."""
+def test_a_run_goes_on_with_more_processes_and_with_fewer(found):
+    """An iteration of one process, one of two with whole models, one of two with shards, one of one process again."""
     assert_same_weights(found / "resume", found / "none1/plain", 1e-9)
     assert told(found / "resume")[1] == told(found / "none1/plain")[1]
 

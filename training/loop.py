@@ -115,7 +115,7 @@ def iterations(iterate, training) -> bool:
     """-> False if a signal stopped them."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
     try:
-        with StopAfterIteration() as stop, training.pieces.processes.connected():
+        with training.pieces.processes.connected(), StopAfterIteration() as stop:
             for iteration in log.iterations():
                 with saver.keeping(iteration, training.model, training.optimizer, training.progress(iteration)):
                     iterate(iteration, training)

@@ -16,6 +16,7 @@ does both. Tests: tests/test_parallel.py. docs/scaling.md: how to use it.
 
 import atexit
 import os
+import signal
 import socket
 import sys
 import time
@@ -91,6 +92,9 @@ class Processes(OneProcess):
         except RuntimeError as error:
             if "gloo" not in str(error) and not isinstance(error, dist.DistError):
                 raise
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # from torchrun, now: the save in progress and the line go first
             lost = f"rank {self.rank} lost {self.who_is_gone()}, which torchrun reports below"
             advice = "--resume=auto goes on from the newest checkpoint"
             raise SnugError(f"{lost}; {advice} ({first_line(error)})") from None
