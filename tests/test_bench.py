@@ -6,12 +6,15 @@ And what bench/iteration.py compares with TRL.
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -105,21 +108,17 @@ def test_ctrl_c_leaves_no_process_and_keeps_results(tmp_path, number):
     assert is_gone(int((tmp_path / "pid").read_text())) and "interrupted" in output
 
 
-def test_a_test_that_fails_is_told_at_once(tmp_path):
-    """By tests/conftest.py, here copied beside a test that fails."""
-    (tmp_path / "conftest.py").write_text((HOME / "tests/conftest.py").read_text())
-    (tmp_path / "test_it.py").write_text("def test_bad():\n    assert 1 == 2\n\ndef test_good():\n    pass\n")
-    environment = os.environ | {"BENCH_RESULTS": str(tmp_path / "results.jsonl"), "PYTHONPATH": str(HOME)}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
-    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode == 1
+def test_a_test_that_fails_is_told_at_once(tmp_path, monkeypatch):
+    """By tests/conftest.py; pytest calls this hook after each test."""
+    monkeypatch.setenv("BENCH_RESULTS", str(tmp_path / "results.jsonl"))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    for failed in (True, False):
+        conftest.pytest_runtest_logreport(SimpleNamespace(failed=failed, nodeid="a::b", longreprtext="assert 1 == 2"))
     (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    assert (row["step"], row["name"], row["value"]) == ("tests", "test_it.py::test_bad", "FAILED")
-    assert "assert 1 == 2" in row["error"]
+    assert row == dict(step="tests", name="a::b", value="FAILED", unit="", error="assert 1 == 2")
 
 
-def test_half_a_line_of_a_killed_bench_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(HOME / "bench")
+def test_half_a_line_of_a_killed_bench_is_not_read(tmp_path, bench):
     from gpu import results_of
 
     path = tmp_path / "results.jsonl"
@@ -135,9 +134,15 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
 
 @pytest.fixture
-def iteration(monkeypatch):
-    """bench/iteration.py as a module."""
+def bench(monkeypatch):
+    """bench/ on the path, behind the packages: logprobs and memory are names of both."""
     monkeypatch.syspath_prepend(HOME / "bench")
+    monkeypatch.syspath_prepend(HOME)
+
+
+@pytest.fixture
+def iteration(bench):
+    """bench/iteration.py as a module."""
     return importlib.import_module("iteration")
 
 
@@ -171,30 +176,39 @@ def test_the_floor_counts_forward_passes(iteration, case):
             assert iteration.floor_flops(model.config, P, T, k, length, passes == 5) == passes * forward
 
 
-def test_an_iteration_is_measured():
-    command = [sys.executable, "bench/iteration.py", "--shapes=tiny", "--rounds=1", "--only=uniform"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    output = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True, timeout=300)
-    assert output.returncode == 0, output.stderr
-    (line,) = json.loads(output.stdout.splitlines()[-1])["cases"]["uniform"]["rounds"]["snug"]
+def test_an_iteration_is_measured(iteration, capsys):
+    """In a process of its own, which this one starts."""
+    iteration.main(SimpleNamespace(shapes="tiny", rounds=1, only="uniform", snug="", sequences=0))
+    (line,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]["uniform"]["rounds"]["snug"]
     assert line["length"] == 8 and line["tokens"] == 32 and line["peak_mib"] > 0
     phases = [line[f"time_{name}_s"] for name in ("rollout", "reference", "train", "optimizer")]
     assert min(phases) > 0 and line["floor_s"] < line["time_s"]
 
 
-RUNS = "logprobs,sampling,iteration", pytest.param("tests,memory,learning,sanitizer", marks=pytest.mark.long)
+AIMS = dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4)
 
 
-@pytest.mark.parametrize("names", RUNS)
-def test_every_bench_runs(tmp_path, names):
-    """The commands that a GPU gets, with tiny shapes: imports, options, and every aim."""
-    command = [sys.executable, "bench/gpu.py", "--dry-run", f"--only={names}", f"--folder={tmp_path}"]
+@pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration"])
+def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
+    """A command that a GPU gets, with tiny shapes: imports, options, and every aim."""
+    from gpu import make_steps, results_of
+
+    (words,) = [words for step, words, *_ in make_steps(True, tmp_path) if step == name]
+    path = tmp_path / "results.jsonl"
+    monkeypatch.setenv("BENCH_RESULTS", str(path))
+    monkeypatch.setenv("BENCH_STEP", name)
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(HOME / words[0]), run_name="__main__")
+    assert sum("aim" in row for row in results_of(name, path)) == AIMS[name]
+
+
+@pytest.mark.long
+def test_every_bench_runs(tmp_path):
+    command = [sys.executable, "bench/gpu.py", "--dry-run", f"--folder={tmp_path}"]
     output = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=900).stdout
-    steps = summary(tmp_path)
-    assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(names.split(","), "ok"), output
+    steps, names = summary(tmp_path), ["tests", "learning", *AIMS]
+    assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(names, "ok"), output
     aims = {(name, row["name"]) for name, step in steps.items() for row in step["results"] if "aim" in row}
-    assert len(aims) == sum(dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4).get(n, 0) for n in steps)
-    assert "collected" in output or "tests" not in steps
-    shares = {row["name"] for row in steps.get("learning", {}).get("results", [])}
-    assert shares == {f"{run}_1: held-out pass@1" for run in ("sft_countdown", "grpo_countdown_dapo",
-                      "more_sft_countdown")} or "learning" not in steps  # fmt: skip
+    assert len(aims) == sum(AIMS.values()) and "collected" in output
+    runs = "sft_countdown", "grpo_countdown_dapo", "more_sft_countdown"
+    assert {row["name"] for row in steps["learning"]["results"]} == {f"{run}_1: held-out pass@1" for run in runs}

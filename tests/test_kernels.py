@@ -317,11 +317,11 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
     monkeypatch.setattr(sample.DecodeBatch, "forward_step", forward_step)
     monkeypatch.setitem(sample.SHRINK_ABOVE, DEVICE, 1)
     model, prompts = make_flat_model(shape, n_layer=1), [[1, 2, 3], [4]]
-    rollouts = sample_groups(model, prompts, 4, 10, stop_token=3, seed=3, max_batch=5)
+    rollouts = sample_groups(model, prompts, 3, 7, stop_token=3, seed=3, max_batch=4)
     for i, (row, p, c) in enumerate(
         zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.completion_lengths, strict=True)
     ):
-        ids, values = generate_naive(model, prompts[i // 4], 10, stop_token=3, seed=3, row=i)
+        ids, values = generate_naive(model, prompts[i // 3], 7, stop_token=3, seed=3, row=i)
         assert row[p : p + c].tolist() == ids
         assert rollouts.sampling_logprobs[i, :c].tolist() == pytest.approx(values, abs=1e-5)
     assert len(addresses) > 1 and all(len(found) == 1 for found in addresses.values())

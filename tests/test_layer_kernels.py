@@ -227,7 +227,7 @@ def test_the_models_gradient_is_that_of_plain_autograd(qk_norm, adapters, checkp
 @pytest.mark.parametrize("checkpoint_blocks", ["none", "block", "selective"])
 def test_products_that_add_are_the_model_that_adds(shape, checkpoint_blocks, monkeypatch):
     """gpt2 has biases, for which they do not add; half of llama's do."""
-    model, tokens = make_model(shape, proj_bias=False), torch.randint(67, (2, 6), device=DEVICE)
+    model, tokens = make_model(shape, n_layer=1, proj_bias=False), torch.randint(67, (2, 6), device=DEVICE)
     model.checkpoint_blocks = checkpoint_blocks
     results = []
     for kind in ("cpu", "cuda"):
@@ -275,11 +275,11 @@ def test_adapters_add_to_products_that_add(autocast, monkeypatch):
     """Off, or with B = 0, they leave the model as it was bit for bit; without autocast in bfloat16."""
     monkeypatch.setattr(lean, "kind_of", lambda _: "cuda")
     tokens, dtype = torch.randint(67, (2, 6), device=DEVICE), torch.float32 if autocast else torch.bfloat16
-    adapted = lora.add(make_model("llama", dtype=dtype, proj_bias=False), 3, 6.0, list(lora.TARGETS))
+    adapted = lora.add(make_model("llama", n_layer=1, dtype=dtype, proj_bias=False), 3, 6.0, list(lora.TARGETS))
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
-                before, drawn = make_model("llama", dtype=dtype, proj_bias=False)(tokens), adapted(tokens)
+                before, drawn = make_model("llama", n_layer=1, dtype=dtype, proj_bias=False)(tokens), adapted(tokens)
                 assert before.dtype == drawn.dtype == dtype and drawn.equal(before)
                 with lora.adapters_off(adapted):
                     assert adapted(tokens).equal(before)

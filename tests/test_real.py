@@ -124,17 +124,17 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(folder, ours, tmp_pa
     their_model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     model = load_pretrained(folder)
     save_pretrained(model, tmp_path / "out", ours)
-    tokens = torch.tensor(ours.encode((HOME / "README.md").read_text())[:2000]).view(8, 250)
-    difference = 0.0
+    tokens = torch.tensor(ours.encode((HOME / "README.md").read_text())[:400]).view(2, 200)
     with torch.no_grad():
         by_onednn = logits_of(model, tokens[:1])
         monkeypatch.setattr(cpu, "stays_float32", lambda: False)
-        for row in tokens.split(4):
-            expected = their_model(row).logits
-            difference = max(difference, float((logits_of(model, row) - expected).abs().max()))
-        assert expected.max() > 10 and (expected.argmax(-1)[:, :-1] == row[:, 1:]).float().mean() > 0.25  # it can read
+        expected = their_model(tokens).logits
+        difference = float((logits_of(model, tokens) - expected).abs().max())
+        assert (
+            expected.max() > 10 and (expected.argmax(-1)[:, :-1] == tokens[:, 1:]).float().mean() > 0.25
+        )  # it can read
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-        assert again(row[:1, :50]).logits.equal(their_model(row[:1, :50]).logits)
+        assert again(tokens[:1, :50]).logits.equal(their_model(tokens[:1, :50]).logits)
         assert all(p.equal(q) for p, q in zip(again.parameters(), their_model.parameters(), strict=True))
         monkeypatch.undo()
         exact = again.double()(tokens[:1]).logits
@@ -142,10 +142,10 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(folder, ours, tmp_pa
     print(f"largest difference of logits: {difference:.1e}; relative errors {errors[0]:.1e}, theirs {errors[1]:.1e}")
     assert difference <= 1e-4 and errors[0] < 2 * errors[1] < 1e-5
 
-    questions = "What is 17+25?", "Write a haiku about rivers.", "Name three French cities."
+    questions = "What is 17+25?", "Name three French cities."
     prompts = [ours.encode_prompt([user(question)]) for question in questions]
-    completions = sample_groups(model, prompts, 1, 64, temperature=0.0).completions()
-    options = dict(max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+    completions = sample_groups(model, prompts, 1, 32, temperature=0.0).completions()
+    options = dict(max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
     for prompt, completion in zip(prompts, completions, strict=True):
         expected = their_model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-        assert completion == expected and len(completion) == 64
+        assert completion == expected and len(completion) == 32
