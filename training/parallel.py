@@ -92,9 +92,8 @@ class Processes(OneProcess):
         except RuntimeError as error:
             if "gloo" not in str(error) and not isinstance(error, dist.DistError):
                 raise
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # from torchrun, now: the save in progress and the line go first
+            # torchrun sends it now, but the save in progress and the error's line go first.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             lost = f"rank {self.rank} lost {self.who_is_gone()}, which torchrun reports below"
             advice = "--resume=auto goes on from the newest checkpoint"
             raise SnugError(f"{lost}; {advice} ({first_line(error)})") from None
