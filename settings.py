@@ -75,6 +75,9 @@ class RunOptions:
     eval_interval: int = option(20, "evaluate first, every N iterations and last; 0: only last", "iterations")
     eval_prompts: int = option(500, "held-out prompts of an evaluation; 0: do not evaluate", "prompts")
     enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but saves their memory")
+    log_interval: int = option(
+        0, "show every N-th iteration on the console; 0: some 25 in a run. log.jsonl has every one", "iterations"
+    )
     samples_per_iteration: int = option(4, "completions written to samples.jsonl in each iteration")
     report_to: list[str] = option([], "also log to tensorboard, wandb (comma-separated); failures do not stop the run")
 
@@ -243,6 +246,9 @@ class GRPOSettings(LoopSettings, RewardOptions):
     out_dir: str = option("out/grpo", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
     init_config: str = option("", "SFT config that trains init_from if that run is missing or unfinished")
     max_iters: int = option(100, "rollouts", "iterations", minimum=1)
+    log_interval: int = option(
+        1, "show every N-th iteration on the console; 0: some 25 in a run. log.jsonl has every one", "iterations"
+    )
     batch_size: int = option(64, "prompts of an iteration", "prompts", minimum=1)
     group_size: int = option(16, "completions of each prompt (TRL: num_generations)", "completions", minimum=1)
     train_batch_size: int = option(0, "completions of an optimizer step; 0: the whole rollout", "completions")

@@ -6,9 +6,10 @@
     log.txt         the console's lines and the [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
 
-The console shows one line an iteration and, in a terminal, a progress bar; if nobody reads it, the training waits
-(Ctrl-S), and if it is gone, it goes on. Threads write to TensorBoard and W&B: if one raises or hangs, the training goes
-on. If the disk is full, the files' lines wait in memory. Left out: plots.
+The console shows a line every log_interval iterations and, in a terminal, a progress bar; without a bar the lines say
+how much time is left. If nobody reads the console, the training waits (Ctrl-S), and if it is gone, it goes on. Threads
+write to TensorBoard and W&B: if one raises or hangs, the training goes on. If the disk is full, the files' lines wait
+in memory. What a run prints at its end is in ending.py. Left out: plots.
 """
 
 import errno
@@ -18,6 +19,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -40,12 +42,14 @@ CONSOLE |= dict(entropy="  entropy {:.3f}", grad_norm="  grad {:.2f}", completio
 CONSOLE |= dict(tokens_per_second="  {:,.0f} tok/s", mem_alloc_mb="  mem {:.0f}", mem_max_alloc_mb="  peak {:.0f} MiB")
 CONSOLE |= dict(time_s="  {:.2f} s", dropped_steps="  dropped {}", skipped_steps="  nothing to learn in {} steps")
 CONSOLE |= dict(pass_at_1="  pass@1 {:.3f}", pass_at_1_sampled=" (sampled {:.3f})")
-CONSOLE |= dict(eval_reward_mean="  eval reward {:.3f}")
+CONSOLE |= dict(eval_reward_mean="  eval reward {:.3f}", left_s="  left {}")
 
 
 def console_line(record: dict, total: int) -> str:
     """`iter  12/60  reward 0.43 ±0.49  loss -0.0010 ...`"""
     hidden = {name for name, value in record.items() if value is None or name.endswith("_steps") and not value}
+    if "left_s" in record:
+        record = record | {"left_s": tqdm.format_interval(record["left_s"])}
     parts = [text.format(record[name]) for name, text in CONSOLE.items() if name in record.keys() - hidden]
     return f"iter {record['iter']:>{len(str(total))}}/{total}{''.join(parts)}"
 
@@ -72,6 +76,8 @@ class RunLog:
         Raises SnugError if the folder cannot be written to.
         """
         folder, self.title, self.start, self.max_iters = Path(settings.out_dir), title, start, settings.max_iters
+        self.log_interval = settings.log_interval or max(1, settings.max_iters // 25)
+        self.began, self.dropped_steps = 0.0, 0  # began: when the second iteration did, as time.monotonic() has it
         self.not_shown = {} if settings.reward_funcs else {"eval_reward_mean": None}  # the task's: pass@1 says it
         try:
             for name in ("log.jsonl", "samples.jsonl"):
@@ -82,7 +88,7 @@ class RunLog:
             (folder / "settings.json").write_text(to_json(settings))
         except OSError as error:
             raise SnugError(f"out_dir={settings.out_dir} cannot be written to: {error.strerror}") from None
-        options = dict(unit="it", disable=None, leave=False, dynamic_ncols=True, desc=title)
+        options = dict(unit="it", disable=None, leave=False, dynamic_ncols=True, desc=title, smoothing=0)
         self.bar = tqdm(total=self.max_iters, initial=start, **options)
         services = {name: partial(SERVICES[name], settings, title, start) for name in settings.report_to}
         self.services = [BackgroundWriter(name, make, self.say) for name, make in services.items()]
@@ -140,7 +146,24 @@ class RunLog:
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         for service in self.services:
             service("log", numbers)
-        self.say(console_line(record | self.not_shown, self.max_iters))
+        if self.is_shown(record):
+            self.say(console_line(record | self.not_shown | self.left(record["iter"] + 1), self.max_iters))
+
+    def is_shown(self, record: dict) -> bool:
+        """Every log_interval iterations, the first and the last, and those with an evaluation or a dropped step."""
+        done, dropped = record["iter"] + 1, record.get("dropped_steps", 0)
+        before, self.dropped_steps = self.dropped_steps, dropped  # it counts those of the whole run
+        ends = done in (self.start + 1, self.max_iters)
+        return ends or done % self.log_interval == 0 or "eval_reward_mean" in record or dropped > before
+
+    def left(self, done: int) -> dict:
+        """-> {"left_s": seconds}, if the bar does not tell it. The first iteration, which is slower, does not count."""
+        count, now = done - self.start - 1, time.monotonic()
+        if not count:
+            self.began = now
+        if not count or done == self.max_iters or not self.bar.disable:
+            return {}
+        return {"left_s": (now - self.began) / count * (self.max_iters - done)}
 
 
 class NoLog(RunLog):

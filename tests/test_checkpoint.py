@@ -234,7 +234,7 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
         [sys.executable, "train_sft.py", *words], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     for line in child.stdout:
-        if line.startswith("iter   3"):
+        if line.startswith("iter   5"):
             child.send_signal(number)
             break
     out, err = child.communicate(timeout=60)

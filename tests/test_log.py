@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 from test_grpo import tiny
+from tqdm import tqdm
 
+import grpo
 import train_sft
 from options import SnugError, read_settings
 from runs import log
+from runs.ending import ending
 from runs.log import BackgroundWriter, Lines, RunLog, read_log
 from runs.prepare import prepare
-from settings import SFTSettings
+from settings import GRPOSettings, SFTSettings
 
 HOME = Path(__file__).parent.parent
 
@@ -162,6 +165,65 @@ def test_what_is_not_finite_is_null(tmp_path):
         "iter": 0,
         "reward": None,
     }
+
+
+def test_the_console_shows_every_nth_iteration_and_those_that_matter(tmp_path, monkeypatch, capsys):
+    """The file has all of them. An iteration takes 2 s, the first one 50 s, which do not count."""
+    settings = GRPOSettings(out_dir=str(tmp_path), max_iters=14, log_interval=5)
+    with RunLog(settings, "GRPO", start=1) as run_log:
+        for i in run_log.iterations():
+            monkeypatch.setattr(log.time, "monotonic", lambda i=i: 50.0 + 2 * i)
+            scores = {"eval_reward_mean": 0.5} if i == 6 else {}
+            run_log.iteration({"iter": i, "dropped_steps": 2 + (i >= 7), "time_s": 1.0} | scores)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    left = {line[1]: line[-1] if "left" in line else None for line in lines}
+    assert left == {"1/14": None, "4/14": "00:18", "6/14": "00:14", "7/14": "00:12", "9/14": "00:08", "13/14": None}
+    assert [record["iter"] for record in read_log(tmp_path)] == list(range(1, 14))
+
+
+@pytest.mark.parametrize("max_iters, lines", [(1000, 26), (510, 27), (24, 24)])
+def test_an_sft_shows_some_25_lines(max_iters, lines, tmp_path, capsys):
+    with RunLog(SFTSettings(out_dir=str(tmp_path), max_iters=max_iters), "SFT") as run_log:
+        for i in run_log.iterations():
+            run_log.iteration({"iter": i})
+    assert len(capsys.readouterr().out.splitlines()) == lines
+
+
+def test_the_end_of_a_run_says_what_was_reached_and_what_comes_next(tmp_path, monkeypatch):
+    sft, settings = tiny(tmp_path)
+    settings.eval_prompts = 4
+    train_sft.main(prepare(sft))
+    grpo.main(prepare(dataclasses.replace(settings, max_iters=3)))
+    records, folder = read_log(settings.out_dir), settings.out_dir
+    first, last = records[0], records[-1]
+    peak, seconds = max(record["mem_max_alloc_mb"] for record in records), sum(record["time_s"] for record in records)
+    wanted = [
+        f"GRPO is done: 3 iterations in {tqdm.format_interval(seconds)}, peak {peak:.0f} MiB in train",
+        f"  pass@1      {first['pass_at_1']:.3f} -> {last['pass_at_1']:.3f} "
+        f"(sampled {first['pass_at_1_sampled']:.3f} -> {last['pass_at_1_sampled']:.3f})",
+        f"  reward      {first['reward_mean']:.3f} -> {last['reward_mean']:.3f}",
+        f"  log         {folder}/log.jsonl, samples.jsonl, log.txt",
+        f"  checkpoint  {folder}/checkpoint-000003",
+        f"  next        python sample.py {folder} --num_samples=4",
+        f"              python evaluate.py {folder} --num_samples=8",
+        f"              python report.py {sft.out_dir} {folder}",
+    ]
+    assert [line for line in (Path(folder) / "log.txt").read_text().splitlines() if line in wanted] == wanted
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "my config.py", "--resume=auto"])
+    lines = ending("GRPO", dataclasses.replace(settings, max_iters=9), True, stopped=True)
+    assert lines[0].startswith("GRPO is stopped: 3 of 9 iterations in ")
+    assert lines[-1] == "  next        python grpo.py 'my config.py' --resume=auto"
+
+
+def test_the_end_names_the_best_checkpoint_and_no_evaluation_without_scores(tmp_path):
+    for name in ("checkpoint-000002", "checkpoint-000004"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "best").symlink_to("checkpoint-000002")
+    (tmp_path / "log.jsonl").touch()
+    lines = ending("SFT", SFTSettings(out_dir=str(tmp_path)), scored=False, stopped=False)
+    assert lines[0] == "SFT is done: 0 iterations in 00:00"
+    assert f"  checkpoint  {tmp_path}/checkpoint-000004 (best: checkpoint-000002)" in lines
+    assert not any("evaluate.py" in line for line in lines)
 
 
 def test_half_a_line_is_cut_off_on_resume(tmp_path):

@@ -16,6 +16,7 @@ from memory.plan import kind_planned
 from model import make_model
 from runs.checkpoint import base_record
 from runs.device import notes, pick_device, warn_without_kernels
+from runs.ending import ending
 from runs.loading import configure, load_into, load_optimizer, load_weights, restore_generators, trained
 from runs.log import NoLog, RunLog, prepare_folder
 from runs.saver import Saver
@@ -67,7 +68,10 @@ def train(prepared, title, iterate, make_reference, device, processes) -> bool:
             prompts = Prompts(settings.batch_size, state.get("extra_prompts", 0))
             log.memory([meter.line("after init")])
             training = Training(prepared, model, reference, optimizer, meter, log, guard, saver, pieces, prompts)
-            return iterations(iterate, training)
+            finished = iterations(iterate, training)
+            for line in [] if processes.rank else ending(title, settings, bool(prepared.reward_funcs), not finished):
+                log.say(line)
+            return finished
 
 
 def begin(prepared, device, processes=None):
