@@ -1,5 +1,8 @@
 """Every option of snug, once: type, default, unit, meaning. A task's own options are in data/.
 
+A class whose name ends in Options is a topic: --help=all shows its options together, under its docstring. `usual` names
+the options that --help shows; a command without it shows all of its options.
+
 A config (config/*.py) is a list of plain assignments that differ from these defaults; the command line overrides it:
 
     python grpo.py config/grpo_small.py --learning_rate=1e-4 --seed=3
@@ -51,7 +54,7 @@ class ModelOptions:
 
 @dataclass
 class RunOptions:
-    """Where a run starts, where it is stored, and what it runs on."""
+    """Where a run starts, where its folder is, and what it runs on."""
 
     out_dir: str = option("out/run", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
     init_from: str = option("", "starting weights, GRPO's reference: a run or a Hugging Face folder; empty: random")
@@ -69,12 +72,18 @@ class RunOptions:
         "float32 products on tensor cores: about 8 times the peak rate on an A100 or H100, relative errors of 1e-3 "
         "instead of 1e-7; no effect on bfloat16, on a CPU, on GPUs older than the A100",
     )
+    enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but saves their memory")
     resume: str = option("never", "auto: continue from the newest checkpoint in out_dir", choices=("never", "auto"))
+
+
+@dataclass
+class LogOptions:
+    """Evaluations, checkpoints, and what is shown and logged."""
+
     save_interval: int = option(50, "save every N iterations and at the end; 0: only at the end", "iterations")
     save_total_limit: int = option(2, "newest checkpoints to keep; the best one is always kept", minimum=1)
     eval_interval: int = option(20, "evaluate first, every N iterations and last; 0: only last", "iterations")
     eval_prompts: int = option(500, "held-out prompts of an evaluation; 0: do not evaluate", "prompts")
-    enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but saves their memory")
     log_interval: int = option(
         0, "show every N-th iteration on the console; 0: some 25 in a run. log.jsonl has every one", "iterations"
     )
@@ -180,11 +189,70 @@ class RewardOptions:
 
 
 @dataclass
-class LoopSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOptions):
+class RolloutOptions:
+    """How completions are sampled."""
+
+    max_new_tokens: int = option(32, "longest completion (TRL: max_completion_length)", "tokens", minimum=1)
+    stop_string: str = option("", "text that also ends a completion, such as </answer>; empty: only the stop token")
+    max_prompt_length: int = option(0, "cut the beginning of longer prompts; 0: keep whole prompts", "tokens")
+    temperature: float = option(1.0, "divides the logits, in the sampler and in the trainer", minimum=1e-3)
+    max_num_gen_batches: int = option(
+        1, "dynamic sampling (DAPO): in up to N rollouts, replace groups of equal rewards by other prompts", minimum=1
+    )
+
+
+@dataclass
+class AdvantageOptions:
+    """How rewards become advantages."""
+
+    scale_rewards: str = option("group", "divide advantages by this standard deviation", choices=SCALES)
+    baseline: str = option("mean", "subtract the mean of the group or of the others", choices=("mean", "leave_one_out"))
+    advantage_eps: float = option(1e-4, "added to the standard deviation of the rewards")
+    soft_punish_cache: int = option(0, "the last N tokens of max_new_tokens subtract 1/N each from the reward")
+
+
+@dataclass
+class LossOptions:
+    """What is minimized. docs/algorithm.md has the formulas."""
+
+    loss_type: str = option(
+        "dapo",
+        "average over all tokens (dapo; cispo: weights by the ratio instead of clipping), over each sequence's tokens "
+        "(grpo), over a constant length (dr_grpo), over each micro-batch's tokens (bnpo: depends on how these are cut)",
+        choices=("dapo", "grpo", "bnpo", "dr_grpo", "cispo"),
+    )
+    importance_sampling_level: str = option(
+        "token",
+        "one ratio per token, or per sequence (GSPO): the geometric mean of its tokens'; then set epsilon near 4e-4",
+        choices=("token", "sequence"),
+    )
+    epsilon: float = option(0.2, "clip the ratio to 1 - epsilon and 1 + epsilon_high")
+    epsilon_high: float | None = option(None, "upper clipping range; none: epsilon. cispo: largest ratio, such as 5")
+    delta: float | None = option(None, "largest ratio if the advantage is negative; none: no bound", minimum=1)
+    entropy_coef: float = option(0.0, "weight of a bonus for the tokens' entropy in nats; if not 0, a second head pass")
+    importance_sampling_cap: float | None = option(
+        None, "weight a token by p_trainer / p_sampler, at most this; for bfloat16; costs one forward pass", minimum=1
+    )
+    mask_truncated_completions: bool = option(False, "do not train on completions that did not stop")
+
+
+@dataclass
+class KLOptions:
+    """The reference, and the KL divergence to it."""
+
+    beta: float = option(0.0, "weight of the KL divergence to the reference, init_from; 0: no reference is loaded")
+    reference: str = option("device", "where the reference is; host: stream it block by block", choices=PLACES)
+    kl_estimator: str = option("k3", "estimator of the KL divergence", choices=("k1", "k2", "k3"))
+    use_bias_correction_kl: bool = option(True, "multiply the KL by the ratio (k1, k3); false: k2, DeepSeekMath's k3")
+    use_kl_in_reward: bool = option(False, "subtract beta times the KL from the reward; false: add it to the loss")
+
+
+@dataclass
+class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptions, MemoryOptions):
     """What SFT and GRPO share."""
 
     def check(self):
-        for options in (RunOptions, ModelOptions, TrainOptions, MemoryOptions):
+        for options in (LogOptions, ModelOptions, TrainOptions, MemoryOptions):
             options.check(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise SnugError("param_dtype='bfloat16' computes in bfloat16; add --dtype=bfloat16")
@@ -225,6 +293,12 @@ class LoopSettings(RunOptions, TaskOptions, ModelOptions, TrainOptions, MemoryOp
 class SFTSettings(LoopSettings):
     """Supervised fine-tuning on a task's demonstrations: options of train_sft.py."""
 
+    usual: ClassVar[
+        str
+    ] = """max_iters batch_size out_dir init_from seed device dtype resume save_interval eval_interval
+    log_interval learning_rate lr_schedule lora_rank task data_file tokenizer n_layer n_embd block_size
+    max_tokens_per_micro_batch memory_budget_gb plan"""
+
     out_dir: str = option("out/sft", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
     max_iters: int = option(500, "optimizer steps", "iterations", minimum=1)
     batch_size: int = option(128, "demonstrations of an optimizer step", "sequences", minimum=1)
@@ -240,11 +314,16 @@ class SFTSettings(LoopSettings):
 
 
 @dataclass
-class GRPOSettings(LoopSettings, RewardOptions):
+class GRPOSettings(RolloutOptions, RewardOptions, AdvantageOptions, LossOptions, KLOptions, LoopSettings):
     """Group relative policy optimization: options of grpo.py."""
 
+    usual: ClassVar[
+        str
+    ] = """max_iters batch_size group_size max_new_tokens temperature reward_funcs loss_type beta out_dir
+    init_from init_config seed device dtype resume save_interval eval_interval log_interval learning_rate lora_rank task
+    data_file max_tokens_per_micro_batch memory_budget_gb plan"""
+
     out_dir: str = option("out/grpo", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints")
-    init_config: str = option("", "SFT config that trains init_from if that run is missing or unfinished")
     max_iters: int = option(100, "rollouts", "iterations", minimum=1)
     log_interval: int = option(
         1, "show every N-th iteration on the console; 0: some 25 in a run. log.jsonl has every one", "iterations"
@@ -253,41 +332,7 @@ class GRPOSettings(LoopSettings, RewardOptions):
     group_size: int = option(16, "completions of each prompt (TRL: num_generations)", "completions", minimum=1)
     train_batch_size: int = option(0, "completions of an optimizer step; 0: the whole rollout", "completions")
     num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
-    max_new_tokens: int = option(32, "longest completion (TRL: max_completion_length)", "tokens", minimum=1)
-    stop_string: str = option("", "text that also ends a completion, such as </answer>; empty: only the stop token")
-    max_prompt_length: int = option(0, "cut the beginning of longer prompts; 0: keep whole prompts", "tokens")
-    temperature: float = option(1.0, "divides the logits, in the sampler and in the trainer", minimum=1e-3)
-    beta: float = option(0.0, "weight of the KL divergence to the reference, init_from; 0: no reference is loaded")
-    reference: str = option("device", "where the reference is; host: stream it block by block", choices=PLACES)
-    loss_type: str = option(
-        "dapo",
-        "average over all tokens (dapo; cispo: weights by the ratio instead of clipping), over each sequence's tokens "
-        "(grpo), over a constant length (dr_grpo), over each micro-batch's tokens (bnpo: depends on how these are cut)",
-        choices=("dapo", "grpo", "bnpo", "dr_grpo", "cispo"),
-    )
-    importance_sampling_level: str = option(
-        "token",
-        "one ratio per token, or per sequence (GSPO): the geometric mean of its tokens'; then set epsilon near 4e-4",
-        choices=("token", "sequence"),
-    )
-    epsilon: float = option(0.2, "clip the ratio to 1 - epsilon and 1 + epsilon_high")
-    epsilon_high: float | None = option(None, "upper clipping range; none: epsilon. cispo: largest ratio, such as 5")
-    delta: float | None = option(None, "largest ratio if the advantage is negative; none: no bound", minimum=1)
-    kl_estimator: str = option("k3", "estimator of the KL divergence", choices=("k1", "k2", "k3"))
-    use_bias_correction_kl: bool = option(True, "multiply the KL by the ratio (k1, k3); false: k2, DeepSeekMath's k3")
-    use_kl_in_reward: bool = option(False, "subtract beta times the KL from the reward; false: add it to the loss")
-    entropy_coef: float = option(0.0, "weight of a bonus for the tokens' entropy in nats; if not 0, a second head pass")
-    importance_sampling_cap: float | None = option(
-        None, "weight a token by p_trainer / p_sampler, at most this; for bfloat16; costs one forward pass", minimum=1
-    )
-    mask_truncated_completions: bool = option(False, "do not train on completions that did not stop")
-    soft_punish_cache: int = option(0, "the last N tokens of max_new_tokens subtract 1/N each from the reward")
-    max_num_gen_batches: int = option(
-        1, "dynamic sampling (DAPO): in up to N rollouts, replace groups of equal rewards by other prompts", minimum=1
-    )
-    scale_rewards: str = option("group", "divide advantages by this standard deviation", choices=SCALES)
-    baseline: str = option("mean", "subtract the mean of the group or of the others", choices=("mean", "leave_one_out"))
-    advantage_eps: float = option(1e-4, "added to the standard deviation of the rewards")
+    init_config: str = option("", "SFT config that trains init_from if that run is missing or unfinished")
 
     def check(self):
         super().check()
@@ -348,6 +393,9 @@ class SampleSettings:
 @dataclass
 class EvaluateSettings(TaskOptions, RewardOptions):
     """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py."""
+
+    usual: ClassVar[str] = """task eval_split data_file num_prompts num_samples temperature max_new_tokens reward_funcs
+    samples_file show seed device"""
 
     task: str = option("run", "run: the run's; another one: with the defaults below", choices=("run", *TASKS))
     eval_split: str = option("run", "split; run: the run's, or test for another task", choices=("run", "test", "tune"))

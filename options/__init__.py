@@ -21,6 +21,7 @@ import difflib
 import json
 import math
 import os
+import shutil
 import sys
 import types
 import typing
@@ -66,8 +67,12 @@ def read_settings(cls, argv: list[str], positional: str = "config") -> tuple[typ
     """`argv` (without the program's name) -> (cls instance, names of the options given, positional argument or "").
 
     positional="config": the argument without dashes is a config file, and the command line overrides it. Otherwise
-    ("folder", "file") it is returned unread. --help prints every option and exits 0. Raises SnugError.
+    ("folder", "file") it is returned unread. --help prints the usual options, --help=all prints every one, and both
+    exit 0. Raises SnugError.
     """
+    if asked := [word for word in argv if word == "-h" or word.partition("=")[0] == "--help"]:
+        print(make_parser(cls, positional, everything="--help=all" in asked).format_help(), end="", flush=True)
+        sys.exit(0)  # flush: see BrokenPipeError below
     flags = {f"--{name}" for name in fields(cls) if type_of(cls, name)[0] is bool}
     argv = [f"{word}=true" if word in flags else word for word in argv]  # --plan
     namespace, rest = make_parser(cls, positional).parse_known_args(argv)
@@ -122,7 +127,7 @@ def check_name(cls, name: str, shown: str) -> None:
     if name not in fields(cls):
         if name in REMOVED:
             raise SnugError(f"option {shown} was removed; {REMOVED[name]}")
-        raise SnugError(f"unknown option {shown}" + (did_you_mean(name, fields(cls)) or "; --help lists them all"))
+        raise SnugError(f"unknown option {shown}" + (did_you_mean(name, fields(cls)) or "; --help=all lists them all"))
 
 
 def parse_value(cls, name: str, text: str):
@@ -180,41 +185,55 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise SnugError(f"{message.removeprefix('argument ')}; options are written --name=value")
 
-    def print_help(self, file=None):
-        print(self.format_help(), end="", flush=True)  # flush: see BrokenPipeError below
-
 
 METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT", list[str]: "A,B", list[float]: "X,Y"}
 
 
-def make_parser(cls, positional: str) -> Parser:
-    """A parser for the options of `cls`. In --help each class that `cls` inherits from is a group of options."""
-    layout = partial(argparse.HelpFormatter, max_help_position=34, width=120)
-    suffix = ".py" if positional == "config" else ""
-    usage = f"python {Path(sys.argv[0]).name} [{positional}{suffix}] [--name=value ...]"
-    parser = Parser(usage=usage, description=cls.__doc__, allow_abbrev=False, formatter_class=layout)
+def make_parser(cls, positional: str, everything: bool = True) -> Parser:
+    """A parser for the options of `cls`. In its help each class that `cls` inherits from is a topic.
+
+    everything=False: the help shows only the options that `cls.usual` names, if there is such a list.
+    """
+    usual = fields(cls) if everything else getattr(cls, "usual", " ".join(fields(cls))).split()
+    layout = partial(argparse.HelpFormatter, max_help_position=30, width=min(120, shutil.get_terminal_size().columns))
+    usage = (
+        f"python {Path(sys.argv[0]).name} [{positional}{'.py' if positional == 'config' else ''}] [--name=value ...]"
+    )
+    more = len(fields(cls)) - len(usual)
+    epilog = f"{more} more options: --help=all" if more else None
+    names = dict(usage=usage, description=cls.__doc__, epilog=epilog, formatter_class=layout)
+    parser = Parser(allow_abbrev=False, add_help=False, **names)
     about = {"config": "a file of `name = value` lines", "folder": "a run's folder", "file": "a GGUF file"}[positional]
     parser.add_argument(positional, nargs="?", default="", help=about)
-    left = fields(cls)
-    for base in cls.__mro__:
-        names = [name for name in vars(base).get("__annotations__", {}) if name in left]
-        if not names:
-            continue
-        title = base.__name__.removesuffix("Options").removesuffix("Settings")
-        group = parser.add_argument_group(title, None if base is cls else base.__doc__)
-        for name in names:
-            field = left.pop(name)
-            choices, unit, meaning = (field.metadata[key] for key in ("choices", "unit", "meaning"))
-            default = field.default if field.default is not dataclasses.MISSING else ",".join(field.default_factory())
-            shown = f"{default:g}" if type(default) is float else str(default).lower() or "empty"
+    for topic, options in topics(cls).items():
+        title = topic.__name__.removesuffix("Options").removesuffix("Settings")
+        group = parser.add_argument_group(title, topic.__doc__ if everything and topic is not cls else None)
+        for name in options:
             group.add_argument(
                 f"--{name}",
                 type=partial(parse_value, cls, name),
                 default=argparse.SUPPRESS,
-                metavar="|".join(choices) or METAVARS[type_of(cls, name)[0]],
-                help=f"{meaning} ({unit + '; ' if unit else ''}default: {shown})".replace("%", "%%"),
+                metavar="|".join(fields(cls)[name].metadata["choices"]) or METAVARS[type_of(cls, name)[0]],
+                help=help_of(fields(cls)[name]) if name in usual else argparse.SUPPRESS,
             )
     return parser
+
+
+def topics(cls) -> dict[type, list[str]]:
+    """{class: names of its options}: `cls`, then the classes that it inherits from. A changed default moves no option."""
+    first = {
+        name: base for base in cls.__mro__ for name in vars(base).get("__annotations__", {}) if name in fields(cls)
+    }
+    return {base: [name for name in first if first[name] is base] for base in cls.__mro__ if base in first.values()}
+
+
+def help_of(field: dataclasses.Field) -> str:
+    """What the help says of an option: `longest completion (tokens; default: 32)`."""
+    unit, default = field.metadata["unit"], field.default
+    if default is dataclasses.MISSING:
+        default = ",".join(field.default_factory())
+    shown = f"{default:g}" if type(default) is float else str(default).lower() or "empty"
+    return f"{field.metadata['meaning']} ({unit + '; ' if unit else ''}default: {shown})".replace("%", "%%")
 
 
 @contextmanager

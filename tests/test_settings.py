@@ -156,7 +156,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
         assert f"unknown option --{typo}; did you mean " in refused(read_settings, cls, [f"--{typo}=1"])
     assert refused(read_settings, cls, ["--sede", "1"]) == "unknown option --sede; did you mean seed?"
     assert refused(read_settings, cls, ["--see=1"]) == "unknown option --see; did you mean seed?"  # no abbreviations
-    assert refused(read_settings, cls, ["--qqq=1"]) == "unknown option --qqq; --help lists them all"
+    assert refused(read_settings, cls, ["--qqq=1"]) == "unknown option --qqq; --help=all lists them all"
     path = config(tmp_path, "'''why'''\n\nsede = 3\n")
     assert refused(read_config, cls, path) == f"unknown option {path}:3: sede; did you mean seed?"
 
@@ -226,7 +226,7 @@ def test_the_command_line_overrides_the_config(tmp_path):
 @pytest.mark.parametrize("cls", CLASSES)
 def test_help_shows_every_option_once_with_its_default(cls, capsys):
     with pytest.raises(SystemExit) as caught:
-        read_settings(cls, ["--seed=2", "--help"] if cls is not ReplaySettings else ["--help"])
+        read_settings(cls, ["--seed=2", "--help=all"] if cls is not ReplaySettings else ["--help=all"])
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.replace("-\n", "-").split())
     assert shown.startswith("usage: ") and " ".join(cls.__doc__.split()) in shown
@@ -239,6 +239,31 @@ def test_help_shows_every_option_once_with_its_default(cls, capsys):
         value = ",".join(value) or "empty" if isinstance(value, list) else value
         assert text.startswith(f"{value:g})" if type(value) is float else f"{str(value).lower() or 'empty'})")
     assert (" Run: Where a run starts" in shown) == (" --out_dir " in shown)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_help_shows_the_usual_options_by_topic_in_80_columns(cls, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        read_settings(cls, ["-h"])
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    usual = cls.usual.split() if hasattr(cls, "usual") else [*options.fields(cls)]
+    assert set(usual) <= set(options.fields(cls)) and len(usual) <= 25
+    shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")]
+    assert sorted(shown) == sorted(usual) and max(map(len, lines)) <= 80
+    left = len(options.fields(cls)) - len(usual)
+    assert (lines[-1] == f"{left} more options: --help=all") if left else "--help=all" not in lines[-1]
+    headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert ("Memory:" in headings) == ("plan" in usual) and "Gym:" not in headings  # no topic without an option
+
+
+def test_an_option_is_shown_under_the_topic_that_has_it_first():
+    """out_dir has another default in each loop, and is one of Run's options all the same."""
+    topics = {base.__name__: names for base, names in options.topics(GRPOSettings).items()}
+    assert "out_dir" in topics["RunOptions"] and "log_interval" in topics["LogOptions"]
+    assert "out_dir" not in topics["GRPOSettings"] and "LoopSettings" not in topics
+    assert sorted(sum(topics.values(), [])) == sorted(options.fields(GRPOSettings))
 
 
 def test_settings_are_written_as_json():
