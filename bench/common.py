@@ -1,7 +1,7 @@
 """What benches share: the device, the clock, and one line for each result as soon as it is known.
 
 A result is printed. If BENCH_RESULTS names a file, it is also appended there as one JSON object, so that a bench that
-is stopped half way has lost nothing (bench/gpu.py). A later result of the same name replaces the earlier one.
+is stopped half way has lost nothing (bench/all.py). A later result of the same name replaces the earlier one.
 """
 
 import argparse

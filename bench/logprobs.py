@@ -31,10 +31,10 @@ from memory.ledger import MIB, LiveBytes
 
 SHAPES = {  # logits (M, V), head (M, C, V), dtype, chunk_mb's, rounds
     "cuda": ((8192, 151936), (8192, 4096, 128256), torch.bfloat16, (16, 256, 512, 1024), 15),
-    "cpu": ((1024, 50257), (1024, 256, 50257), torch.float32, (16, 64), 7),
+    "cpu": ((1024, 50257), (512, 256, 50257), torch.float32, (16, 64), 7),
     "tiny": ((64, 500), (64, 16, 500), torch.float32, (0.01, 16), 1),
 }
-SECONDS = 10  # that a stage may take, once everything is warm
+SECONDS = 20  # that a stage may take, once everything is warm
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def longest(sample_groups, length, model, prompts, *arguments, stop_token, is_ov
     return sample_groups(model, prompts, *arguments, stop_token=None, **options)
 
 
-def run(prepared, iterations=2):
+def run(prepared, iterations=2, iterate=grpo.iterate):
     """Iterations from random weights, as training/loop.py runs them -> the log's last record."""
     settings, device, sample_groups = prepared.settings, torch.device(DEVICE), grpo.sample_groups
     torch.manual_seed(0)
@@ -112,7 +112,7 @@ def run(prepared, iterations=2):
         grpo.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)
         try:
             for iteration in range(iterations):
-                grpo.iterate(iteration, training)
+                iterate(iteration, training)
         finally:
             grpo.sample_groups = sample_groups
     return training.record

@@ -66,7 +66,7 @@ def pytest_configure(config):
 
 
 def pytest_runtest_logreport(report):
-    """For bench/gpu.py, which may have to stop the tests: what failed, as soon as it has."""
+    """For bench/all.py, which may have to stop the tests: what failed, as soon as it has."""
     path = os.environ.get("BENCH_RESULTS")
     if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         row = dict(step="tests", name=report.nodeid, value="FAILED", unit="", error=report.longreprtext[-4000:])

@@ -1,4 +1,4 @@
-"""bench/gpu.py without a GPU: its limits, what is left of a bench that was stopped, and a dry run of all benches.
+"""bench/all.py without a GPU: its limits, what is left of a bench that was stopped, and a dry run of all benches.
 
 And what bench/iteration.py compares with TRL.
 """
@@ -40,13 +40,13 @@ time.sleep(600)
 """
 
 
-DRIVER = "import sys; sys.path.insert(0, 'bench'); import gpu; sys.exit(gpu.main({words!r}, lambda *_: {steps!r}))"
+DRIVER = "import sys; sys.path.insert(0, 'bench'); import all; sys.exit(all.main({words!r}, lambda *_: {steps!r}))"
 
 
 def start(tmp_path, steps, *options):
-    """bench/gpu.py with these steps, in a process of its own."""
+    """bench/all.py with these steps, in a process of its own."""
     steps = [(name, ["-c", PRELUDE + program], limit, {}) for name, program, limit in steps]
-    driver = DRIVER.format(words=["--dry-run", f"--folder={tmp_path}", *options], steps=steps)
+    driver = DRIVER.format(words=["--dry-run", f"--folder={tmp_path}/here", *options], steps=steps)
     environment = os.environ | {"GRANDCHILD": str(tmp_path / "pid")}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HOME)
     return subprocess.Popen([sys.executable, "-c", driver], env=environment, **pipes)
@@ -61,7 +61,7 @@ def is_gone(pid):
 
 
 def summary(tmp_path):
-    return json.loads((tmp_path / "summary.json").read_text())["steps"]
+    return json.loads((tmp_path / "here.json").read_text())["steps"]
 
 
 def test_a_step_is_stopped_at_its_limit_and_keeps_its_results(tmp_path):
@@ -76,7 +76,7 @@ def test_a_step_is_stopped_at_its_limit_and_keeps_its_results(tmp_path):
     assert [row["name"] for row in steps["slow"]["results"]] == ["before"]
     assert [row["value"] for row in steps["good"]["results"]] == [1.5]  # the later one
     assert steps["good"]["last"] == "the last line" and steps["bad"]["last"] == "why it failed"
-    log = (tmp_path / "log.txt").read_text()
+    log = (tmp_path / "here/log.txt").read_text()
     assert "about to sleep" in log and "the last line" in log
     table = output.partition("A dry run:")[2].splitlines()[1:]
     assert [line.split()[0] for line in table] == ["slow", "before", "good", "speed", "bad"]
@@ -96,7 +96,7 @@ def test_all_steps_together_have_a_limit(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_leaves_no_process_and_keeps_results(tmp_path, number):
     process = start(tmp_path, [("good", GOOD, 60), ("slow", SLOW, 600), ("never", GOOD, 60)])
-    log = tmp_path / "log.txt"
+    log = tmp_path / "here/log.txt"
     while process.poll() is None and not (log.exists() and "\nabout to sleep\n" in log.read_text()):
         time.sleep(0.1)
     process.send_signal(number)
@@ -119,7 +119,7 @@ def test_a_test_that_fails_is_told_at_once(tmp_path, monkeypatch):
 
 
 def test_half_a_line_of_a_killed_bench_is_not_read(tmp_path, bench):
-    from gpu import results_of
+    from all import results_of
 
     path = tmp_path / "results.jsonl"
     path.write_text('{"step": "a", "name": "x", "value": 1}\n{"step": "b", "name": "x", "value": 2}\n{"step": "a", "na')
@@ -128,7 +128,7 @@ def test_half_a_line_of_a_killed_bench_is_not_read(tmp_path, bench):
 
 def test_without_a_gpu_it_says_so(tmp_path):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "bench/gpu.py", f"--folder={tmp_path}"]
+    command = [sys.executable, "bench/all.py", "--device=cuda", f"--folder={tmp_path}/here"]
     result = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True)
     assert result.returncode == 2 and "sees no CUDA device" in result.stderr and not [*tmp_path.iterdir()]
 
@@ -188,25 +188,25 @@ def test_an_iteration_is_measured(iteration, capsys):
 AIMS = dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4)
 
 
-@pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration"])
+@pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration", "sft"])
 def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
     """A command that a GPU gets, with tiny shapes: imports, options, and every aim."""
-    from gpu import make_steps, results_of
+    from all import make_steps, results_of
 
-    (words,) = [words for step, words, *_ in make_steps(True, tmp_path) if step == name]
+    (words,) = [words for step, words, *_ in make_steps("cuda", True, tmp_path) if step == name]
     path = tmp_path / "results.jsonl"
     monkeypatch.setenv("BENCH_RESULTS", str(path))
     monkeypatch.setenv("BENCH_STEP", name)
     monkeypatch.setattr(sys, "argv", words)
     runpy.run_path(str(HOME / words[0]), run_name="__main__")
-    assert sum("aim" in row for row in results_of(name, path)) == AIMS[name]
+    assert results_of(name, path) and sum("aim" in row for row in results_of(name, path)) == AIMS.get(name, 0)
 
 
 @pytest.mark.long
 def test_every_bench_runs(tmp_path):
-    command = [sys.executable, "bench/gpu.py", "--dry-run", f"--folder={tmp_path}"]
+    command = [sys.executable, "bench/all.py", "--dry-run", f"--folder={tmp_path}/here"]
     output = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=900).stdout
-    steps, names = summary(tmp_path), ["tests", "learning", *AIMS]
+    steps, names = summary(tmp_path), ["tests", "learning", "sft", *AIMS]
     assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(names, "ok"), output
     aims = {(name, row["name"]) for name, step in steps.items() for row in step["results"] if "aim" in row}
     assert len(aims) == sum(AIMS.values()) and "collected" in output

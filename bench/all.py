@@ -1,12 +1,16 @@
-"""What is measured on a GPU, in one command of at most ten minutes: the tests that need one, then the benches.
+"""What is measured on a device, in one command of at most ten minutes, each contender beside its peers in turns.
 
-    make bench-gpu        or, in the virtual environment, python bench/gpu.py [--only=tests,sampling]
-    python bench/gpu.py --dry-run        the same benches with tiny shapes, on a CPU too; tests are only collected
+    make bench            or, in the virtual environment, python bench/all.py --device=cpu [--only=head,memory]
+    make bench-gpu        the same on a GPU, after the tests that need one: python bench/all.py --device=cuda
+    python bench/all.py --table          a markdown table of what is in bench/results/
+    python bench/all.py --dry-run        the benches of a GPU with tiny shapes, on a CPU too; tests are only collected
 
 The steps run one after the other, the most valuable first, each in a process group of its own, which is killed at the
-step's limit or on Ctrl-C. bench/results/<device>-<commit>/ gets log.txt (what the steps print), results.jsonl (a line
-for each result, as soon as it is known) and, after each step, summary.json. A table of the aims comes last.
-Exit code 1 if a step failed or was stopped, 2 where there is no GPU, 130 after Ctrl-C.
+step's limit or on Ctrl-C. bench/results/<device>.json gets device, versions, commit and, after each step, its results;
+with --only, steps that ran before at the same commit with the same versions stay. bench/results/<device>/ gets log.txt
+(what the steps print) and results.jsonl (a line for each result, as soon as it is known). A table of the aims comes
+last. Peers that are not installed (TRL, Liger, cut-cross-entropy) are left out, and the results say so: their version
+is null. Exit code 1 if a step failed or was stopped, 2 without the device, 130 after Ctrl-C.
 """
 
 import argparse
@@ -35,8 +39,24 @@ RESUME = "tests/test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one"
 HOST_OPTIONS = "host reference,activation offload,host optimizer,grad offload"
 
 
-def make_steps(dry_run, scratch):
+def make_steps(device, dry_run, scratch):
     """-> (name, command's words, seconds it may take, environment) of each step; a dry run's has no limit"""
+    return cpu_steps() if device == "cpu" and not dry_run else cuda_steps(dry_run, scratch)
+
+
+def cpu_steps():
+    steps = [
+        ("head", ["bench/logprobs.py", "--only=head"], 110),
+        ("sampling", ["bench/sampling.py", "--rounds=9", "--only=2 x 64"], 110),
+        ("iteration", ["bench/iteration.py", "--rounds=3", "--only=short"], 200),
+        ("memory", ["bench/memory.py", "--only=small"], 90),
+        ("sft", ["bench/sft.py", "--rounds=7"], 80),
+    ]
+    without_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    return [(name, [*words, "--shapes=cpu"], limit, without_gpu) for name, words, limit in steps]
+
+
+def cuda_steps(dry_run, scratch):
     tests = [f"tests/test_{name}.py" for name in TESTS]
     pytest = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", *tests]
     pytest += [RESUME, "-k", "not compiled and not interpreter"]  # those need no GPU
@@ -51,6 +71,7 @@ def make_steps(dry_run, scratch):
         ("iteration", ["bench/memory.py", "--only=1.5B", *shapes], 50, {}),
         ("memory", ["bench/memory.py", "--only=tiny,GPT-2,0.5B", *shapes], 90, {}),
         ("learning", [*learning, "--seconds=65", *shapes], 80, {}),
+        ("sft", ["bench/sft.py", "--rounds=3", *shapes], 40, {}),
         ("sanitizer", ["bench/memory.py", "--shapes=tiny", f"--only={HOST_OPTIONS}"], 45, sanitizer),
     ]
     return [(name, words, math.inf if dry_run else limit, extra) for name, words, limit, extra in steps]
@@ -77,10 +98,10 @@ def run_step(words, seconds, environment, log):
 
 
 def run_steps(steps, summary, folder, seconds):
-    """Run the steps within so many seconds in all, and write summary.json after each."""
+    """Run the steps within so many seconds in all, and write the summary after each."""
     end, log, results = time.monotonic() + seconds, folder / "log.txt", folder / "results.jsonl"
     environment = {"BENCH_RESULTS": str(results), "PYTHONUNBUFFERED": "1"}
-    environment |= {"OMP_NUM_THREADS": "1"} if common.DEVICE == "cpu" else {}
+    environment |= {"OMP_NUM_THREADS": "1"} if summary["shapes"] == "tiny" and common.DEVICE == "cpu" else {}
     for name, words, limit, extra in steps:
         started, limit = time.monotonic(), min(limit, end - time.monotonic())
         step = summary["steps"][name] = dict(state="no time left", seconds=0.0, last="", results=[])
@@ -107,7 +128,38 @@ def results_of(step, path):
 
 
 def write(summary, folder):
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    file_of(folder).write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def file_of(folder):
+    """bench/results/<device>.json of bench/results/<device>/."""
+    return folder.with_name(folder.name + ".json")
+
+
+def steps_before(summary, folder):
+    """-> the steps of an earlier run on this device, if commit and versions were the same."""
+    if not file_of(folder).exists():
+        return {}
+    before = json.loads(file_of(folder).read_text())
+    return before["steps"] if before | {"steps": {}} == summary | {"steps": {}} else {}
+
+
+def markdown(summaries):
+    """-> lines: for each device a table of the ratios, and of the figures that have an aim."""
+    lines = []
+    for summary in summaries:
+        there = ", ".join(f"{name} {number}" for name, number in summary["versions"].items() if number)
+        absent = ", ".join(name for name, number in summary["versions"].items() if not number)
+        lines += [f"{summary['device']}, commit {summary['commit']}: {there}; not installed: {absent or 'none'}", ""]
+        lines += ["| step | result | value | least to most | aim |", "|---|---|---|---|---|"]
+        for step, done in summary["steps"].items():
+            lines += [f"| {step} | {done['state']} | | | |"] if done["state"] != "ok" else []
+            for row in [row for row in done["results"] if "aim" in row or row["unit"] in ("x", "products")]:
+                spread = f"{row['low']:.3g} to {row['high']:.3g}" if "low" in row else ""
+                value = f"{row['value']:.3g}" if isinstance(row["value"], float) else row["value"]
+                lines.append(f"| {step} | {row['name']} | {value} {row['unit']} | {spread} | {row.get('aim', '')} |")
+        lines.append("")
+    return lines
 
 
 def print_table(summary):
@@ -119,6 +171,13 @@ def print_table(summary):
             print(f"    {common.in_words(row)} {'' if row.get('reached', True) else '  MISSED'}")
 
 
+def cpu_name():
+    """`AMD EPYC, 2 cores`, as far as the system tells."""
+    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = re.search(r"model name\s*:\s*(.+)", told)
+    return f"{name[1].strip() if name else platform.machine()}, {torch.get_num_threads()} threads"
+
+
 def installed(name):
     try:
         return version(name)
@@ -128,36 +187,50 @@ def installed(name):
 
 def main(words, make_steps=make_steps):
     """-> the exit code"""
-    options = argparse.ArgumentParser(description="The tests that need a GPU and every bench of one.")
+    options = argparse.ArgumentParser(description="The benches of a device, and on a GPU the tests that need one.")
+    options.add_argument(
+        "--device", choices=("cuda", "cpu"), default=common.DEVICE, help="default: cuda if there is one"
+    )
     options.add_argument("--only", default="", help="steps, comma-separated; empty: all")
     options.add_argument("--dry-run", action="store_true", help="tiny shapes; no GPU needed")
     options.add_argument("--seconds", type=float, default=590, help="that all steps may take together")
-    options.add_argument("--folder", default="", help="where results go; empty: bench/results/<device>-<commit>")
+    options.add_argument("--folder", default="", help="of log.txt; empty: bench/results/<device>")
+    options.add_argument("--table", action="store_true", help="print what is in bench/results/*.json, and stop")
     arguments = options.parse_args(words)
-    if common.DEVICE == "cpu" and not arguments.dry_run:
+    if arguments.table:
+        print(
+            "\n".join(
+                markdown(json.loads(path.read_text()) for path in sorted((HOME / "bench/results").glob("*.json")))
+            )
+        )
+        return 0
+    if arguments.device == "cuda" and common.DEVICE == "cpu" and not arguments.dry_run:
         print("error: this torch sees no CUDA device; --dry-run runs tiny shapes on a CPU", file=sys.stderr)
         return 2
-    device = torch.cuda.get_device_name() if common.DEVICE == "cuda" else f"CPU {platform.machine()}"
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" == common.DEVICE else cpu_name()
     commit = common.commit()
-    name = re.sub(r"[^a-z0-9]+", "-", f"{'dry run ' if arguments.dry_run else ''}{device} {commit}".lower())
+    name = re.sub(r"[^a-z0-9]+", "-", f"{'dry run ' if arguments.dry_run else ''}{device}".lower()).strip("-")
     folder = Path(arguments.folder or HOME / "bench/results" / name)
     folder.mkdir(parents=True, exist_ok=True)
     for old in ("log.txt", "results.jsonl"):
         (folder / old).unlink(missing_ok=True)
     summary = dict(device=device, commit=commit, python=platform.python_version(), cuda=torch.version.cuda)
+    summary |= dict(shapes="tiny" if arguments.dry_run else arguments.device)
     summary |= dict(versions={package: installed(package) for package in PACKAGES}, steps={})
+    if arguments.only:
+        summary["steps"] = steps_before(summary, folder)
     print(f"not installed: {', '.join(name for name in PACKAGES if not installed(name)) or 'nothing'}", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # both end in the table of what there is
         signal.signal(number, signal.default_int_handler)
     interrupted = False
     with tempfile.TemporaryDirectory() as scratch:
-        steps = make_steps(arguments.dry_run, scratch)
+        steps = make_steps(arguments.device, arguments.dry_run, scratch)
         try:
             steps = [step for step in steps if not arguments.only or step[0] in arguments.only.split(",")]
             run_steps(steps, summary, folder, arguments.seconds)
         except KeyboardInterrupt:
             interrupted = True
-    print(f"\n{device}, torch {torch.__version__}, commit {commit}; all of it is in {folder}")
+    print(f"\n{device}, torch {torch.__version__}, commit {commit}; all of it is in {file_of(folder)}")
     if arguments.dry_run:
         print("A dry run: the shapes are tiny, and the figures say nothing.")
     print_table(summary)

@@ -1,0 +1,65 @@
+"""What GRPO costs beside SFT: the same model, sequences of the same lengths, micro-batches of as many tokens.
+
+    python bench/sft.py [--shapes=cuda|cpu|tiny] [--rounds=5]
+
+An SFT step learns from as many sequences as a GRPO iteration samples and learns from: random ids, fixed lengths. SFT
+reads the prompt of each sequence, GRPO that of each group. The two take turns, each time from random weights. The
+figures of a turn are those of its last iteration; a ratio is the median of the rounds'. Peaks are the meter's: the
+allocator's on CUDA, live tensor bytes on a CPU.
+"""
+
+import statistics
+from functools import partial
+
+import torch
+from common import DEVICE, begin, parser, result
+
+import grpo
+import train_sft
+from batch import Sequences
+from bench.memory import GPT2, SMALL, TINY, prepared_run, run
+from runs.prepare import prepare
+from settings import GRPOSettings, SFTSettings
+
+SHAPES = {"tiny": TINY, "cpu": SMALL, "cuda": GPT2}
+
+
+def make_contenders(shape):
+    """-> {"GRPO", "SFT": (Prepared, iterate)}."""
+    options = dict(device=DEVICE, eval_prompts=0, task="addition", digits=1)
+    of_grpo = GRPOSettings(**options | shape)
+    shared = {name: value for name, value in shape.items() if name in vars(SFTSettings())}
+    of_sft = SFTSettings(**options | shared | dict(batch_size=of_grpo.sequences_per_rollout))
+    sft = prepare(of_sft)
+    sft.shape["n_vocab"] = sft.shape["vocab_size"]
+
+    def make_batch(iteration, training):
+        lengths = of_grpo.max_prompt_length, of_grpo.max_new_tokens
+        ids = [torch.randint(sft.shape["vocab_size"], (of_sft.batch_size, length)).tolist() for length in lengths]
+        return Sequences.from_lists(*ids, training.model.device)
+
+    return {
+        "GRPO": (prepared_run(of_grpo), grpo.iterate),
+        "SFT": (sft, partial(train_sft.iterate, make_batch=make_batch)),
+    }
+
+
+def main(arguments):
+    begin(arguments)
+    contenders = make_contenders(SHAPES[arguments.shapes])
+    records = {who: [] for who in contenders}
+    for _ in range(arguments.rounds):
+        for who, (prepared, iterate) in contenders.items():
+            records[who].append(run(prepared, 3, iterate))
+    for name, unit in dict(mem_max_alloc_mb="MiB", time_s="s", time_train_s="s").items():
+        for who, lines in records.items():
+            result(f"{who}: {name}", statistics.median(line[name] for line in lines), unit)
+        ratios = [a[name] / b[name] for a, b in zip(records["GRPO"], records["SFT"], strict=True)]
+        aim = dict(at_most=1.1) if name == "mem_max_alloc_mb" and arguments.shapes != "tiny" else {}
+        result(f"GRPO's {name} / SFT's", statistics.median(ratios), "x", low=min(ratios), high=max(ratios), **aim)
+
+
+if __name__ == "__main__":
+    options = parser("GRPO beside SFT: peak and seconds of an iteration.")
+    options.add_argument("--rounds", type=int, default=5, help="pairs of runs")
+    main(options.parse_args())
