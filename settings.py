@@ -293,9 +293,7 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
 class SFTSettings(LoopSettings):
     """Supervised fine-tuning on a task's demonstrations: options of train_sft.py."""
 
-    usual: ClassVar[
-        str
-    ] = """max_iters batch_size out_dir init_from seed device dtype resume save_interval eval_interval
+    usual = """max_iters batch_size out_dir init_from seed device dtype resume save_interval eval_interval
     log_interval learning_rate lr_schedule lora_rank task data_file tokenizer n_layer n_embd block_size
     max_tokens_per_micro_batch memory_budget_gb plan"""
 
@@ -317,9 +315,7 @@ class SFTSettings(LoopSettings):
 class GRPOSettings(RolloutOptions, RewardOptions, AdvantageOptions, LossOptions, KLOptions, LoopSettings):
     """Group relative policy optimization: options of grpo.py."""
 
-    usual: ClassVar[
-        str
-    ] = """max_iters batch_size group_size max_new_tokens temperature reward_funcs loss_type beta out_dir
+    usual = """max_iters batch_size group_size max_new_tokens temperature reward_funcs loss_type beta out_dir
     init_from init_config seed device dtype resume save_interval eval_interval log_interval learning_rate lora_rank task
     data_file max_tokens_per_micro_batch memory_budget_gb plan"""
 
@@ -394,7 +390,7 @@ class SampleSettings:
 class EvaluateSettings(TaskOptions, RewardOptions):
     """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py."""
 
-    usual: ClassVar[str] = """task eval_split data_file num_prompts num_samples temperature max_new_tokens reward_funcs
+    usual = """task eval_split data_file num_prompts num_samples temperature max_new_tokens reward_funcs
     samples_file show seed device"""
 
     task: str = option("run", "run: the run's; another one: with the defaults below", choices=("run", *TASKS))
