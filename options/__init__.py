@@ -196,9 +196,8 @@ def make_parser(cls, positional: str, everything: bool = True) -> Parser:
     """
     usual = fields(cls) if everything else getattr(cls, "usual", " ".join(fields(cls))).split()
     layout = partial(argparse.HelpFormatter, max_help_position=30, width=min(120, shutil.get_terminal_size().columns))
-    usage = (
-        f"python {Path(sys.argv[0]).name} [{positional}{'.py' if positional == 'config' else ''}] [--name=value ...]"
-    )
+    suffix = ".py" if positional == "config" else ""
+    usage = f"python {Path(sys.argv[0]).name} [{positional}{suffix}] [--name=value ...]"
     more = len(fields(cls)) - len(usual)
     epilog = f"{more} more options: --help=all" if more else None
     names = dict(usage=usage, description=cls.__doc__, epilog=epilog, formatter_class=layout)
@@ -220,10 +219,12 @@ def make_parser(cls, positional: str, everything: bool = True) -> Parser:
 
 
 def topics(cls) -> dict[type, list[str]]:
-    """{class: names of its options}: `cls`, then the classes that it inherits from. A changed default moves no option."""
-    first = {
-        name: base for base in cls.__mro__ for name in vars(base).get("__annotations__", {}) if name in fields(cls)
-    }
+    """{class: names of its options}: `cls`, then the classes that it inherits from.
+
+    An option that several of them define is under the topmost: a changed default moves no option.
+    """
+    named = ((name, base) for base in cls.__mro__ for name in vars(base).get("__annotations__", {}))
+    first = {name: base for name, base in named if name in fields(cls)}
     return {base: [name for name in first if first[name] is base] for base in cls.__mro__ if base in first.values()}
 
 
