@@ -81,7 +81,7 @@ def iterate(iteration, training, collect=None):
     scores = training.evaluate_if_due(0) if iteration == 0 else {}
 
     # 1. Sample k completions of each of P prompts from the model's own weights. 2. Score them.
-    rollouts, rewards, samples, metrics = (collect or collect_groups)(iteration, training)  # N completions; (P, k)
+    rollouts, rewards, metrics = (collect or collect_groups)(iteration, training)  # N completions; (P, k)
 
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
     pieces, processes = training.pieces, training.pieces.processes
@@ -113,6 +113,7 @@ def iterate(iteration, training, collect=None):
     #    decay do not move the weights either.
     log.show("train")
     learning_rate, taken, skipped = learning_rate_at(iteration, settings), [], 0
+    entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
     for step in [step for _ in range(settings.num_iterations) for step in range(len(cut.steps))]:
         select = cut.sequences(step)
         if not teaches(rollouts, select, settings):
@@ -122,13 +123,15 @@ def iterate(iteration, training, collect=None):
         for attempt in pieces.attempts(smaller):
             with attempt, meter.phase("train"):
                 training.optimizer.zero_grad(set_to_none=True)
-                result = accumulate_gradient(model, rollouts, cut, step, settings)
+                result = accumulate_gradient(model, rollouts, cut, step, settings, entropies)
         # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
         taken.append(training.update(result, learning_rate, iteration, rollouts, select))
 
     # 9. Evaluate where it is due, log, save.
     training.prompts.used(metrics["gen_batches"])
-    del rollouts  # before the evaluation samples its own
+    processes.add(entropies)
+    samples = training.samples(rollouts, rewards, entropies)
+    del rollouts, entropies  # before the evaluation samples its own
     scores |= training.evaluate_if_due(iteration + 1)
     tokens_per_second = metrics.pop("tokens") / meter.stats()["time_rollout_s"]
     metrics = mean_of_steps(taken) | metrics | dict(skipped_steps=skipped, learning_rate=learning_rate)
@@ -143,7 +146,7 @@ def iterate(iteration, training, collect=None):
 
 
 def collect_groups(iteration, training):
-    """Sample groups and score them -> (Rollouts, rewards (P, k), samples for the log, metrics of all that was sampled).
+    """Sample groups and score them -> (Rollouts, rewards (P, k), metrics of all that was sampled).
 
     One rollout of P = batch_size prompts. With max_num_gen_batches (DAPO's dynamic sampling) as many as it takes, up to
     that, to have P groups whose rewards are not all equal. Then the first P such groups are kept, in their order; if
@@ -176,7 +179,7 @@ def collect_groups(iteration, training):
         kept = torch.cat([varied.nonzero(), (~varied).nonzero()])[:P, 0].sort().values  # (P,) groups
         rollouts = rollouts.select((kept[:, None] * k + torch.arange(k)).flatten().to(rollouts.tokens.device))
         rewards = rewards[kept]
-    return rollouts, rewards, rounds[0][3], metrics
+    return rollouts, rewards, metrics
 
 
 def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0) -> Rollouts:
@@ -192,7 +195,7 @@ def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0) -> Roll
 
 
 def score(rollouts, rows, prepared):
-    """Decode, ask the reward functions, add up -> (rewards (P, k) float32, {function: answers}, samples to log)."""
+    """Decode, ask the reward functions, add up -> (rewards (P, k) float32, {function: answers})."""
     settings, k = prepared.settings, prepared.settings.group_size
     completions = rollouts.completions()
     texts = [prepared.tokenizer.decode(completion) for completion in completions]
@@ -200,11 +203,7 @@ def score(rollouts, rows, prepared):
     columns = repeat_columns(rows, k) | {"stopped": rollouts.stopped.tolist(), "completion_ids": completions}
     limits = settings.reward_timeout, prepared.reward_weights
     totals, parts = total_rewards(prepared.reward_funcs, prompts, texts, columns, *limits)
-    shown = range(min(settings.samples_per_iteration, len(texts)))
-    samples = [
-        dict(prompt=prompts[i], completion=texts[i], reward=totals[i], stopped=columns["stopped"][i]) for i in shown
-    ]
-    return torch.tensor(totals).view(-1, k), parts, samples
+    return torch.tensor(totals).view(-1, k), parts
 
 
 def has_variance(rewards):
@@ -265,11 +264,11 @@ def teaches(rollouts, select, settings) -> bool:
     return bool(rows and (always or rollouts.advantages[rows].any())) or not finite_columns(rollouts, select)
 
 
-def accumulate_gradient(model, rollouts, cut, step, settings):
+def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
     """Forward, head and loss, backward of optimizer step number `step` -> its metrics, token means over the step.
 
     Gradients are added to the parameters' .grad. Counts are those of the whole step, so the gradient does not depend on
-    how it was cut into micro-batches.
+    how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token.
     """
     pieces = [kept for indices in cut.steps[step] if (kept := trainable(rollouts, indices, settings))]
     num_tokens = sum(cut.completions[i] for indices in pieces for i in indices)
@@ -298,6 +297,8 @@ def accumulate_gradient(model, rollouts, cut, step, settings):
         for name, values in dict(entropy=entropy, logprob_diff_mean=difference, mismatch_kl=mismatch).items():
             totals[name] = totals[name] + values.sum() / num_tokens
         totals["loss"] = totals["loss"] + loss.detach()
+        if entropies is not None:
+            entropies[micro.index[micro.sequence], micro.place] = entropy.to(entropies.dtype)
         totals["logprob_diff_max"] = difference.max().clamp(min=totals["logprob_diff_max"])
     return as_floats(totals)
 

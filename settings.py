@@ -87,7 +87,7 @@ class LogOptions:
     log_interval: int = option(
         0, "show every N-th iteration on the console; 0: some 25 in a run. log.jsonl has every one", "iterations"
     )
-    samples_per_iteration: int = option(4, "completions written to samples.jsonl in each iteration")
+    samples_per_iteration: int = option(4, "completions in samples.jsonl, each iteration: rounded up to whole groups")
     report_to: list[str] = option([], "also log to tensorboard, wandb (comma-separated); failures do not stop the run")
 
     def check(self):

@@ -54,6 +54,7 @@ SITES = (  # where a tensor is made (module, beginning of the function's name) -
     ("training.optimizer", "", "optimizer's buffers"),
     ("kernels.adamw", "", "optimizer's buffers"),
     ("grpo", "trainer_logprobs", "rollouts"),
+    ("grpo", "iterate", "rollouts"),
     ("grpo", "", "backward"),  # what autograd makes while backward runs
     ("train_sft", "", "backward"),
     ("runs.saver", "not_finite", "loss"),

@@ -170,6 +170,20 @@ def test_the_stop_token_is_learned_and_what_follows_it_is_not():
     assert grads["embedding.weight"][[1, 2, 9, 8]].abs().sum(1).min() > 0
 
 
+def test_entropies_stand_at_their_tokens():
+    model = make_model(dtype=torch.float64)
+    rollouts = some_rollouts(model)
+    entropies, wanted = (torch.zeros_like(rollouts.sampling_logprobs) for _ in range(2))
+    cut = Cut(rollouts, max_tokens=20, group_size=4)
+    assert len(cut.steps[0]) > 1
+    grpo.accumulate_gradient(model, rollouts, cut, 0, GRPOSettings(temperature=0.7), entropies)
+    for i, (p, c) in enumerate(zip(rollouts.prompt_lengths, rollouts.completion_lengths, strict=True)):
+        hidden = model(rollouts.tokens[i : i + 1, : p + c - 1])[0, p - 1 :]
+        logprobs = (hidden @ model.lm_head_weight.T / 0.7).log_softmax(1)
+        wanted[i, :c] = -(logprobs.exp() * logprobs).sum(1).detach()
+    assert torch.allclose(entropies, wanted, atol=1e-9) and entropies.abs().max() > 0.1
+
+
 def tiny(tmp_path, **changes):
     """Settings of a run of two-digit additions that takes a second or two."""
     common = dict(digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, eval_prompts=20, save_interval=2)
@@ -195,6 +209,16 @@ def run(settings):
     grpo.main(prepared)
 
 
+def check_sample(sample, settings):
+    names = "iter group prompt completion reward advantage stopped tokens logprobs ref_logprobs entropies".split()
+    assert sorted(sample) == sorted(names) and sample["group"] == 0
+    figures = [sample[name] for name in ("logprobs", "ref_logprobs", "entropies")]
+    assert {len(values) for values in figures} == {len(sample["tokens"])} <= set(range(1, settings.max_new_tokens + 1))
+    assert "".join(sample["tokens"][: len(sample["tokens"]) - sample["stopped"]]) == sample["completion"]
+    if sample["iter"] == 0:  # the policy is the reference
+        assert sample["logprobs"] == pytest.approx(sample["ref_logprobs"], abs=2e-4)
+
+
 LOGGED = """iter reward_mean reward_std frac_reward_zero_std loss kl entropy clip_fraction grad_norm learning_rate completion_length_mean
 truncated_fraction logprob_diff_mean logprob_diff_max tokens_per_second time_rollout_s time_reward_s time_reference_s time_train_s
 time_optimizer_s mem_alloc_mb mem_reserved_mb mem_max_alloc_mb mem_max_alloc_mb_rollout mem_max_alloc_mb_train""".split()
@@ -213,7 +237,9 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
         assert record["loss"] == record["loss"] and record["grad_norm"] > 0
     assert {"pass_at_1", "pass_at_1_sampled"} <= set(records[0]) & set(records[3]) and "pass_at_1" not in records[1]
     samples = [json.loads(line) for line in (tmp_path / "grpo/samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 16 and set(samples[0]) == {"iter", "prompt", "completion", "reward", "stopped"}
+    assert [sample["iter"] for sample in samples] == [i for i in range(4) for _ in range(settings.group_size)]
+    for sample in samples:
+        check_sample(sample, settings)
     memory = [line for line in (tmp_path / "grpo/log.txt").read_text().splitlines() if line.startswith("[MEM]")]
     assert memory[0].startswith("[MEM] after init: current=")
     for phase in ("rollout", "reward", "reference", "train", "optimizer", "eval"):
@@ -307,12 +333,11 @@ def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
     model = make_model("gpt2", vocab_size=257)
     rows = prepared.task.prompts("train", range(2))
     rollouts = grpo.sample_rows(model, prepared, rows, 0)
-    rewards, parts, samples = grpo.score(rollouts, rows, prepared)
+    rewards, parts = grpo.score(rollouts, rows, prepared)
     assert rewards.tolist() == [[1.25, 0.5], [pytest.approx(math.nan, nan_ok=True), 0.0]]
     assert list(parts.values()) == [[1, 0.5, None, -1], [0.25, None, None, 1.0]]
     assert seen["prompts"][0] == seen["prompts"][1] != seen["prompts"][2] and seen["answer"][2] == rows[1]["answer"]
     assert seen["completions"] == [prepared.tokenizer.decode(ids) for ids in seen["ids"]]
-    assert samples[0]["reward"] == 1.25 and len(samples) == 4
 
 
 def test_every_iteration_and_seed_samples_anew(tmp_path):

@@ -83,7 +83,7 @@ def worst_case_groups(settings, iteration, training):
     rows = slice(n) if n <= len(rollouts.tokens) else torch.arange(n) % len(rollouts.tokens)
     tokens, logprobs, mask = (x[rows] for x in (rollouts.tokens, rollouts.sampling_logprobs, rollouts.mask))
     learned = Rollouts(tokens, *columns(*zip(*lengths, strict=True)), logprobs, mask, *columns([True] * n))
-    return learned, torch.zeros(n // settings.group_size, settings.group_size), [], dict(tokens=0, gen_batches=1)
+    return learned, torch.zeros(n // settings.group_size, settings.group_size), dict(tokens=0, gen_batches=1)
 
 
 def worst_case_batch(settings, iteration, training):
@@ -133,6 +133,9 @@ class DryTraining(Training):
         named = self.model.named_parameters()
         self.meter.label("gradients", ((name, p.grad) for name, p in named if p.grad is not None))
         return super().update(*args)
+
+    def samples(self, *args):
+        return []
 
     def end_iteration(self, *args):
         pass

@@ -1,5 +1,7 @@
 """What the log says about an iteration's rollouts and optimizer steps."""
 
+import math
+
 import torch
 
 
@@ -36,3 +38,37 @@ def mean_of_steps(steps):
     means = {name: sum(metrics[name] for metrics in taken) / len(taken) for name in (taken[0] if taken else ())}
     first = steps[0] if steps and steps[0] else {}
     return means | {name: first[name] for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl") if first}
+
+
+def sample_records(rollouts, rewards, entropies, tokenizer, settings):
+    """The first groups for samples.jsonl, a dict a completion. entropies (N, T_c): those of the last optimizer steps.
+
+    The reward is the one that the advantage was computed from. tokens, logprobs, ref_logprobs, entropies: one entry a
+    token, the stop token included; without entropies if no step was taken on the completion.
+    """
+    k, rewards = settings.group_size, rewards.flatten().tolist()
+    shown = range(min(-(-settings.samples_per_iteration // k) * k, len(rewards)))
+    columns = dict(logprobs=rollouts.sampling_logprobs, ref_logprobs=rollouts.ref_logprobs, entropies=entropies)
+    columns = {name: value[: len(shown)].tolist() for name, value in columns.items() if value is not None}
+    advantages, tokens = (values[: len(shown)].tolist() for values in (rollouts.advantages, rollouts.tokens))
+    completions, records = rollouts.select(shown).completions(), []
+    lengths = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
+    for i, (p, c) in zip(shown, lengths, strict=False):
+        record = dict(group=i // k, prompt=tokenizer.decode(tokens[i][:p]), completion=tokenizer.decode(completions[i]))
+        record |= dict(reward=rewards[i], advantage=advantages[i], stopped=bool(rollouts.stopped[i]))
+        record["tokens"] = texts_of(tokens[i][p : p + c], tokenizer.decode)
+        figures = {name: [round(x, 4) if math.isfinite(x) else None for x in v[i][:c]] for name, v in columns.items()}
+        records.append(record | {name: its for name, its in figures.items() if name != "entropies" or any(its)})
+    return records
+
+
+def texts_of(tokens, decode):
+    """Ids -> the text of each. If tokens share a character, the last of them has it and the others are empty."""
+    texts, waiting = [], []
+    for token in tokens:
+        waiting.append(token)
+        text = decode(waiting)
+        whole = len(waiting) == 4 or not text.endswith("\ufffd")  # a character has at most four bytes in UTF-8
+        texts.append(text if whole else "")
+        waiting = [] if whole else waiting
+    return texts[:-1] + [decode(waiting)] if waiting else texts

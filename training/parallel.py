@@ -267,15 +267,14 @@ def runs(pid: int) -> bool:
 
 
 def score_together(processes, score, rollouts, rows, prepared):
-    """Each process scores its own completions -> (Rollouts, rewards (P, k), {function: answers}, samples) of all."""
+    """Each process scores its own completions -> (Rollouts, rewards (P, k), {function: answers}) of all."""
     if processes.size == 1:
         return rollouts, *score(rollouts, rows, prepared)
     device = rollouts.tokens.device
     shares = processes.gather(lambda: (moved(rollouts, "cpu"), *score(rollouts, rows, prepared)))
-    parts, rewards, answers, samples = zip(*shares, strict=True)
+    parts, rewards, answers = zip(*shares, strict=True)
     answers = {name: [answer for its in answers for answer in its[name]] for name in answers[0]}
-    samples = [sample for its in samples for sample in its][: prepared.settings.samples_per_iteration]
-    return moved(Rollouts.joined(list(parts)), device), torch.cat(rewards), answers, samples
+    return moved(Rollouts.joined(list(parts)), device), torch.cat(rewards), answers
 
 
 def moved(rollouts: Rollouts, device) -> Rollouts:

@@ -15,6 +15,7 @@ from runs.hints import hints
 from runs.log import RunLog
 from runs.prepare import Prepared
 from runs.saver import Saver, not_finite
+from training.figures import sample_records
 from training.guard import Guard, columns_of
 from training.optimizer import gradients_of, optimizer_step
 
@@ -100,6 +101,10 @@ class Training:
             self.guard.drop(iteration, whole, gradients, sequences, select, metrics["loss"], norm)
         optimizer.zero_grad(set_to_none=True)
         return None
+
+    def samples(self, rollouts, rewards, entropies) -> list[dict]:
+        """What samples.jsonl shows of an iteration."""
+        return sample_records(rollouts, rewards, entropies, self.prepared.tokenizer, self.settings)
 
     def end_iteration(self, record: dict, scores: dict, samples=()):
         """Log it, and save if it is time."""
