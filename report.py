@@ -1,18 +1,71 @@
-"""Compare runs: memory and time of each phase, and the scores. Reads only the runs' folders.
+"""See runs: a table of memory, time and scores on the console, and a page with charts and completions.
 
-    python report.py out/sft_small out/grpo_small
+    python report.py out/grpo_small out/sft_small
+    python report.py out/grpo_small --live
 
-Left out: curves, and the completions themselves.
+The first run's folder gets report.html, which works without network, and charts/ with a PNG of each chart. Memory is
+shown beside what the planner says about the run's settings.json; config files and models that they name must still be
+where they were. Only the runs' folders are written to.
 """
 
-import sys
-from pathlib import Path
+import time
+from dataclasses import replace
 from statistics import median
 
-from options import SnugError, friendly_errors
-from runs.log import read_log
+if __name__ == "__main__":  # before torch is imported: a typo is answered at once
+    from options import Parser, friendly_errors
+
+    parser = Parser(usage="python report.py FOLDER [FOLDER ...] [--live]", description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", help="a run's folder, such as out/grpo_small")
+    parser.add_argument("--live", action="store_true", help="write the page again every 10 s until the runs end")
+    with friendly_errors():
+        arguments = parser.parse_args()
+
+from options import SnugError
+from page import charts_of, read_runs, write_page, write_pictures
 
 PEAK = "mem_max_alloc_mb_"
+EVERY = 10  # seconds from one page to the next
+
+
+def main(folders: list[str], live: bool) -> None:
+    """Raises SnugError."""
+    runs = read_runs(folders)
+    print("\n".join(table(runs)), flush=True)
+    plans, page = [planned(run) for run in runs], runs[0].folder / "report.html"
+    while True:
+        for run, its in zip(runs, plans, strict=True):
+            run.plan = its
+        goes_on = live and not all(run.ended for run in runs)
+        charts = charts_of(runs)
+        write_page(page, runs, charts, cells_of(runs), EVERY if goes_on else 0)
+        print(f"page: {page}", flush=True)
+        if not goes_on:
+            break
+        time.sleep(EVERY)
+        runs = read_runs(folders)
+    write_pictures(charts, runs[0].folder / "charts")
+    print(f"a PNG of each chart: {runs[0].folder / 'charts'}")
+
+
+def planned(run):
+    """-> the Plan of a run's settings, or None and a line that says why there is none."""
+    import grpo
+    import train_sft
+    from memory.plan import plan
+    from runs.checkpoint import settings_of
+    from runs.prepare import prepare
+    from training.dry_run import DryRun
+
+    try:
+        settings = settings_of({"settings": run.settings})
+        if not run.settings or settings.parallel != "none":
+            raise SnugError("settings.json is missing" if not run.settings else "of several processes")
+        prepared = prepare(replace(settings, resume="never", device=run.device))
+        loop, reference = (grpo, grpo.make_reference) if run.kind == "GRPO" else (train_sft, lambda *_, **__: None)
+        return plan(DryRun(prepared, loop.iterate, reference), prepared.settings)
+    except (SnugError, OSError) as error:
+        print(f"{run.name}: the page has no planned memory ({error})")
 
 
 def rows_of(records):
@@ -35,29 +88,23 @@ def rows_of(records):
     return rows
 
 
-def table(folders):
-    """Folders of runs -> lines of a table with one column per run. Raises SnugError."""
-    columns = []
-    for folder in folders:
-        try:
-            records = read_log(folder)
-        except OSError as error:
-            raise SnugError(f"{folder}: log.jsonl cannot be read ({error.strerror}); is it a run's folder?") from None
-        if not records:
-            raise SnugError(f"{folder}: log.jsonl has no iteration yet")
-        columns.append(rows_of(records))
+def cells_of(runs) -> list[list[str]]:
+    """Rows of cells: the first has the runs' names, the first of each row the figure's."""
+    columns = [rows_of(run.records) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     last = ("time_s", "tokens_per", "reward", "eval", "pass", "task")
     names.sort(key=lambda name: (name.startswith(last), name.startswith("  time_")))
-    cells = [["memory in MiB", *(Path(folder).name for folder in folders)]]
-    cells += [[name, *(column.get(name, "-") for column in columns)] for name in names]
+    cells = [["memory in MiB", *(run.name for run in runs)]]
+    return cells + [[name, *(column.get(name, "-") for column in columns)] for name in names]
+
+
+def table(runs) -> list[str]:
+    """The lines of a table with one column per run."""
+    cells = cells_of(runs)
     first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in cells]
 
 
 if __name__ == "__main__":
     with friendly_errors():
-        if not sys.argv[1:] or any(word in ("-h", "--help") for word in sys.argv[1:]):
-            print("usage: python report.py FOLDER [FOLDER ...]\n\n" + __doc__)
-            sys.exit(0 if sys.argv[1:] else 2)
-        print("\n".join(table(sys.argv[1:])), flush=True)
+        main(arguments.folders, arguments.live)

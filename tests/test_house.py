@@ -8,7 +8,7 @@ from pathlib import Path
 
 HOME = Path(__file__).parent.parent
 FLOORS = """options memory kernels logprobs model batch loss pretrained tokenizer data settings runs decoding sample evaluate training
-train_sft grpo report tools""".split()
+train_sft grpo page report tools""".split()
 STUDENT = "data/addition.py model.py sample.py batch.py loss.py grpo.py train_sft.py".split()
 
 

@@ -22,6 +22,7 @@ from data.rewards import Scoring
 from data.scores import reward_means, shares_of
 from data.task import Task
 from options import SnugError
+from page import read_runs
 from runs import checkpoint
 from runs.log import read_log
 from runs.prepare import prepare
@@ -163,7 +164,7 @@ def test_console_and_report_show_the_held_out_reward(run_folder):
         assert line.endswith(
             f"(sampled {record['pass_at_1_sampled']:.3f})  eval reward {record['eval_reward_mean']:.3f}"
         )
-    table = "\n".join(report.table([folder]))
+    table = "\n".join(report.table(read_runs([folder])))
     for name in ("eval_reward_mean", "pass_at_1", "task_pass_at_1"):
         shown = (
             f"{name} (first -> last)" in table and f"{log[0].get(name, 0):.3f} -> {log[-1].get(name, 0):.3f}" in table

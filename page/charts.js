@@ -1,0 +1,91 @@
+"use strict";
+// Draws the charts that Python has described (page/charts.py) with plotly, in the page's colours.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+
+const make = (tag, className, text) => {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text;
+  return element;
+};
+
+// A custom property as a colour that plotly understands.
+const colour = (name) => {
+  const probe = make("i");
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+};
+
+const trace = (series) => {
+  const tint = data.palette[series.color % data.palette.length];
+  const hover = series.labels.length ? "%{text}: %{y:,.4~g}<extra></extra>" : "%{x}: %{y:,.4~g}<extra>%{fullData.name}</extra>";
+  const common = { name: escaped(series.name), x: series.x, y: series.y, text: series.labels, hovertemplate: hover, textposition: "none" };
+  const few = series.x.length < 30;
+  const line = { type: "scatter", mode: few ? "lines+markers" : "lines", line: { color: tint, width: 2 }, marker: { size: 5, color: tint } };
+  switch (series.style) {
+    case "dashed": return { ...common, ...line, line: { color: tint, width: 2, dash: "dash" } };
+    case "hidden": return { ...common, ...line, visible: "legendonly" };
+    case "block": return { ...common, type: "bar", width: series.width, offset: 0, marker: { color: tint, line: { width: 0 } } };
+    case "area": return { ...common, type: "scatter", mode: "none", stackgroup: "all", fillcolor: tint, line: { width: 0, color: tint } };
+    case "stack": case "bar": return { ...common, type: "bar", marker: { color: tint } };
+    case "mark": return { ...common, type: "scatter", mode: "markers", marker: { symbol: "line-ew", size: 26, line: { width: 3, color: tint } } };
+    default: return { ...common, ...line };
+  }
+};
+
+// plotly reads a few tags in the names that it shows; a run's name is text.
+const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
+
+const layout = (chart) => {
+  const [text, quiet, line] = ["--text", "--quiet", "--line"].map(colour);
+  const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, tickfont: { color: quiet, size: 12 }, automargin: true };
+  const title = (words) => ({ text: words, font: { color: quiet, size: 12 }, standoff: 8 });
+  const styles = new Set(chart.series.map((series) => series.style));
+  return {
+    font: { family: "system-ui, sans-serif", color: text, size: 12 },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { l: 52, r: 14, t: 10, b: 40 }, dragmode: "pan", hovermode: "closest", bargap: 0.35,
+    barmode: styles.has("stack") ? "stack" : styles.has("block") ? "overlay" : "group",
+    showlegend: chart.series.length > 1, legend: { orientation: "h", y: -0.22, yanchor: "top", font: { color: quiet, size: 12 } },
+    xaxis: { ...axis, title: title(chart.x), showgrid: false, ...(chart.window ? { range: chart.window } : {}) },
+    yaxis: { ...axis, title: title(chart.y), rangemode: "tozero", fixedrange: true, ...(chart.top ? { range: [0, chart.top] } : {}) },
+  };
+};
+
+const draw = (chart) => {
+  const traces = chart.series.map(trace);
+  Plotly.react(chart.plot, traces, layout(chart), { displayModeBar: false, responsive: true });
+};
+
+for (const chart of data.charts) {
+  const card = make("figure", chart.wide ? "chart wide" : "chart");
+  card.style.margin = 0;
+  chart.plot = make("div", "plot");
+  card.append(make("h3", "", chart.title), chart.plot);
+  document.querySelector(`.charts[data-section="${chart.section}"]`).append(card);
+}
+
+// Light or dark: the system's choice, until the button is pressed.
+const button = document.getElementById("theme");
+const systemDark = matchMedia("(prefers-color-scheme: dark)");
+const isDark = () => (document.documentElement.dataset.theme || (systemDark.matches ? "dark" : "light")) === "dark";
+const paint = () => {
+  button.textContent = isDark() ? "Light" : "Dark";
+  data.charts.forEach(draw);
+};
+const remember = (name, value) => { try { localStorage.setItem(name, value); } catch { /* a browser may refuse that to files */ } };
+try {
+  const chosen = localStorage.getItem("snug-theme");
+  if (chosen) document.documentElement.dataset.theme = chosen;
+} catch { /* as above */ }
+button.addEventListener("click", () => {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  remember("snug-theme", document.documentElement.dataset.theme);
+  paint();
+});
+systemDark.addEventListener("change", paint);
+paint();

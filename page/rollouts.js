@@ -1,0 +1,213 @@
+"use strict";
+// The browser of completions: groups of an iteration, sorted by reward. Only the rows in view are in the document.
+// Whatever a model wrote goes through textContent.
+
+(() => {
+  const $ = (id) => document.getElementById(id);
+  const [HEIGHT, SPARE, MOST] = [38, 8, 160]; // pixels of a row; rows beyond the view; tokens of a row
+  const list = $("list"), space = $("space"), detail = $("detail");
+  let items = []; // what the list shows: {group} or {sample}
+  let chosen = null; // a sample
+
+  if (!data.rollouts.length) {
+    $("browser").hidden = true;
+    $("nothing").hidden = false;
+    return;
+  }
+
+  // --------------------------------------------------------------------------------------------------------------------
+  // The state: what the controls say. It is in the address, so that it outlives a reload.
+
+  const names = ["run", "step", "filter", "colour", "search"];
+  const load = () => {
+    const state = new URLSearchParams(location.hash.slice(1));
+    for (const name of names) if (state.has(name)) $(name).value = state.get(name);
+    $("all").checked = state.has("all");
+  };
+  const save = () => {
+    const state = new URLSearchParams(names.map((name) => [name, $(name).value]));
+    if ($("all").checked) state.set("all", "1");
+    try { history.replaceState(null, "", `#${state}`); } catch { /* a browser may refuse that to files */ }
+  };
+
+  const current = () => data.rollouts[$("run").value];
+  const prepare = (run) => {
+    run.iterations = [...new Set(run.samples.map((sample) => sample.iter))].sort((a, b) => a - b);
+    run.groups = new Map(); // "iteration group" -> its samples, the best first
+    for (const sample of run.samples) {
+      sample.prompt = typeof sample.prompt === "string" ? sample.prompt : JSON.stringify(sample.prompt);
+      sample.text = `${sample.prompt}\n${sample.completion}`.toLowerCase();
+      const key = `${sample.iter} ${sample.group ?? sample.prompt}`;
+      if (!run.groups.has(key)) run.groups.set(key, { iter: sample.iter, prompt: sample.prompt, samples: [] });
+      run.groups.get(key).samples.push(sample);
+    }
+    const order = (sample) => sample.reward ?? -Infinity; // not scored: last
+    for (const group of run.groups.values()) {
+      group.samples.sort((a, b) => order(b) - order(a) || 0);
+      const scored = group.samples.map((sample) => sample.reward).filter((reward) => reward !== null);
+      group.mean = scored.reduce((sum, reward) => sum + reward, 0) / scored.length;
+      group.varied = new Set(scored).size > 1;
+      for (const sample of group.samples) Object.assign(sample, { mean: group.mean, varied: group.varied });
+    }
+  };
+
+  const FILTERS = {
+    all: () => true,
+    above: (sample) => sample.reward > sample.mean,
+    below: (sample) => sample.reward < sample.mean,
+    cut: (sample) => !sample.stopped,
+    varied: (sample) => sample.varied,
+  };
+
+  const update = () => {
+    const run = current(), everywhere = $("all").checked, wanted = $("search").value.toLowerCase();
+    $("step").max = run.iterations.length - 1;
+    const iteration = run.iterations[$("step").value], passes = FILTERS[$("filter").value];
+    $("iteration").textContent = everywhere ? "all" : iteration;
+    $("step").disabled = everywhere;
+    items = [];
+    let found = 0;
+    for (const group of run.groups.values()) {
+      if (!everywhere && group.iter !== iteration) continue;
+      const samples = group.samples.filter((sample) => passes(sample) && sample.text.includes(wanted));
+      if (samples.length) items.push({ group }, ...samples.map((sample) => ({ sample })));
+      found += samples.length;
+    }
+    const left = run.left_out ? `; ${run.left_out} iterations are left out, see samples.jsonl` : "";
+    $("count").textContent = `${found.toLocaleString("en")} of ${run.samples.length.toLocaleString("en")} completions${left}`;
+    space.style.height = `${items.length * HEIGHT}px`;
+    list.scrollTop = 0;
+    choose(items.find((item) => item.sample)?.sample ?? null);
+    legend();
+    save();
+  };
+
+  // --------------------------------------------------------------------------------------------------------------------
+  // Colours: strength in [-1, 1] of a token; negative ones are the accent's opposite.
+
+  const SCALES = {
+    logprobs: { low: "certain", high: "log-prob −4 or less", of: (sample, i) => -sample.logprobs?.[i] / 4 },
+    entropies: { low: "entropy 0", high: "2 nats or more", of: (sample, i) => sample.entropies?.[i] / 2 },
+    advantage: { low: "advantage −2", high: "+2", both: true, of: (sample) => sample.advantage / 2 },
+    change: { low: "−2 nats from the reference", high: "+2", both: true, of: (sample, i) => (sample.logprobs?.[i] - sample.ref_logprobs?.[i]) / 2 },
+  };
+  const tint = (strength, both) => {
+    const share = Math.round(65 * Math.min(1, Math.abs(strength)));
+    return share ? `color-mix(in srgb, var(${both ? (strength < 0 ? "--bad" : "--good") : "--accent"}) ${share}%, transparent)` : "";
+  };
+  const legend = () => {
+    const scale = SCALES[$("colour").value], steps = scale.both ? [-1, -0.5, 0, 0.5, 1] : [0, 0.5, 1];
+    [$("low").textContent, $("high").textContent] = [scale.low, scale.high];
+    $("scale").style.background = `linear-gradient(90deg, ${steps.map((s) => tint(s, scale.both) || "transparent").join(", ")})`;
+  };
+
+  const number = (value, digits = 2) => (value === null || value === undefined ? "–" : value.toFixed(digits).replace("-", "−"));
+  const tokens = (sample, most, oneLine) => {
+    const box = make("div", "tokens"), scale = SCALES[$("colour").value];
+    const texts = sample.tokens ?? [sample.completion];
+    texts.slice(0, most).forEach((text, i) => {
+      const isEnd = sample.stopped && i === texts.length - 1 && !text;
+      const shown = text.replaceAll("\n", oneLine ? "↵" : "↵\n") || (isEnd ? "■" : "◦");
+      const span = make("span", isEnd ? "end" : "", shown);
+      if (sample.tokens) span.style.background = tint(scale.of(sample, i) || 0, scale.both);
+      span.dataset.token = i;
+      box.append(span);
+    });
+    return box;
+  };
+
+  // --------------------------------------------------------------------------------------------------------------------
+  // The list and the chosen completion
+
+  const row = (item, index) => {
+    const element = make("div", item.group ? "row group" : "row");
+    element.style.top = `${index * HEIGHT}px`;
+    if (item.group) {
+      element.append(make("b", "", item.group.prompt.replaceAll("\n", "↵")));
+      element.append(make("span", "right", `iteration ${item.group.iter} · mean ${number(item.group.mean)}`));
+      return element;
+    }
+    const sample = item.sample, advantage = make("span", "advantage", number(sample.advantage));
+    if (sample.advantage) advantage.classList.add(sample.advantage > 0 ? "above" : "below");
+    element.id = `row-${index}`;
+    element.setAttribute("role", "option");
+    element.setAttribute("aria-selected", sample === chosen);
+    if (sample === chosen) element.classList.add("chosen");
+    element.append(make("span", "reward", number(sample.reward)), advantage, tokens(sample, MOST, true));
+    element.addEventListener("click", () => choose(sample));
+    return element;
+  };
+
+  const render = () => {
+    const first = Math.max(0, Math.floor(list.scrollTop / HEIGHT) - SPARE);
+    const last = Math.min(items.length, Math.ceil((list.scrollTop + list.clientHeight) / HEIGHT) + SPARE);
+    space.replaceChildren(...items.slice(first, last).map((item, i) => row(item, first + i)));
+    const active = items.findIndex((item) => item.sample && item.sample === chosen);
+    list.setAttribute("aria-activedescendant", active < 0 ? "" : `row-${active}`);
+  };
+
+  const choose = (sample) => {
+    chosen = sample;
+    render();
+    detail.replaceChildren();
+    if (!sample) {
+      detail.append(make("p", "quiet", "No completion fits."));
+      return;
+    }
+    const figures = make("dl");
+    const length = sample.tokens ? `${sample.tokens.length} tokens` : `${sample.completion.length} characters`;
+    const shown = { reward: number(sample.reward, 3), advantage: number(sample.advantage, 3), length, end: sample.stopped ? "stopped" : "cut off" };
+    for (const [name, value] of Object.entries(shown)) {
+      const box = make("div");
+      box.append(make("dt", "", name), make("dd", "", value));
+      figures.append(box);
+    }
+    const whole = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures. ■ is the stop token." : "");
+    line.id = "token";
+    whole.addEventListener("pointerover", (event) => {
+      const i = event.target.dataset.token;
+      if (i === undefined || !sample.logprobs) return;
+      const logprob = sample.logprobs[i], parts = [`token ${+i + 1}: log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 3)}`];
+      if (sample.entropies) parts.push(`entropy ${number(sample.entropies[i], 3)}`);
+      if (sample.ref_logprobs) parts.push(`reference's log-prob ${number(sample.ref_logprobs[i], 3)}`);
+      line.textContent = parts.join(", ");
+    });
+    detail.append(make("h3", "", `Prompt, iteration ${sample.iter}`), make("p", "text", sample.prompt), make("h3", "", "Completion"));
+    detail.append(whole, line, make("h3", "", "Figures"), figures);
+    detail.scrollTop = 0;
+  };
+
+  const STEPS = { ArrowDown: 1, ArrowUp: -1, PageDown: 12, PageUp: -12, Home: -Infinity, End: Infinity };
+  list.addEventListener("keydown", (event) => {
+    if (!(event.key in STEPS)) return;
+    event.preventDefault();
+    const places = items.flatMap((item, i) => (item.sample ? [i] : []));
+    if (!places.length) return;
+    const now = places.findIndex((i) => items[i].sample === chosen);
+    const place = places[Math.max(0, Math.min(places.length - 1, now + STEPS[event.key]))];
+    const top = place * HEIGHT;
+    if (top < list.scrollTop + HEIGHT) list.scrollTop = top - HEIGHT;
+    if (top + HEIGHT > list.scrollTop + list.clientHeight) list.scrollTop = top + HEIGHT - list.clientHeight;
+    choose(items[place].sample);
+  });
+  list.addEventListener("scroll", () => requestAnimationFrame(render));
+  addEventListener("resize", render);
+  addEventListener("keydown", (event) => {
+    if (event.key !== "/" || /INPUT|SELECT/.test(document.activeElement.tagName)) return;
+    event.preventDefault();
+    $("search").focus();
+  });
+
+  data.rollouts.forEach((run, i) => {
+    prepare(run);
+    const option = make("option", "", run.run);
+    option.value = i;
+    $("run").append(option);
+  });
+  $("which-run").hidden = data.rollouts.length < 2;
+  $("step").max = Math.max(...data.rollouts.map((run) => run.iterations.length - 1));
+  $("step").value = $("step").max;
+  load();
+  for (const name of [...names, "all"]) $(name).addEventListener("input", update);
+  update();
+})();
