@@ -24,8 +24,8 @@ const trace = (series) => {
   const tint = data.palette[series.color % data.palette.length];
   const hover = series.labels.length ? "%{text}: %{y:,.4~g}<extra></extra>" : "%{x}: %{y:,.4~g}<extra>%{fullData.name}</extra>";
   const common = { name: escaped(series.name), x: series.x, y: series.y, text: series.labels, hovertemplate: hover, textposition: "none" };
-  const few = series.x.length < 30;
-  const line = { type: "scatter", mode: few ? "lines+markers" : "lines", line: { color: tint, width: 2 }, marker: { size: 5, color: tint } };
+  const few = series.x.length > 2 && series.x.length < 30;
+  const line = { type: "scatter", mode: few ? "lines+markers" : "lines", cliponaxis: false, line: { color: tint, width: 2 }, marker: { size: 5, color: tint } };
   switch (series.style) {
     case "dashed": return { ...common, ...line, line: { color: tint, width: 2, dash: "dash" } };
     case "hidden": return { ...common, ...line, visible: "legendonly" };
@@ -40,18 +40,23 @@ const trace = (series) => {
 // plotly reads a few tags in the names that it shows; a run's name is text.
 const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
 
+const mouse = matchMedia("(pointer: fine)"); // a finger that drags over a chart scrolls the page
+
 const layout = (chart) => {
   const [text, quiet, line] = ["--text", "--quiet", "--line"].map(colour);
   const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, tickfont: { color: quiet, size: 12 }, automargin: true };
   const title = (words) => ({ text: words, font: { color: quiet, size: 12 }, standoff: 8 });
   const styles = new Set(chart.series.map((series) => series.style));
+  const places = chart.series.flatMap((series) => series.x);
+  let range = chart.window;
+  if (!range && typeof places[0] === "number") range = [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))];
   return {
     font: { family: "system-ui, sans-serif", color: text, size: 12 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    margin: { l: 52, r: 14, t: 10, b: 40 }, dragmode: "pan", hovermode: "closest", bargap: 0.35,
+    margin: { l: 52, r: 14, t: 10, b: 40 }, dragmode: !mouse.matches ? false : chart.window ? "pan" : "zoom", hovermode: "closest", bargap: 0.35,
     barmode: styles.has("stack") ? "stack" : styles.has("block") ? "overlay" : "group",
-    showlegend: chart.series.length > 1, legend: { orientation: "h", y: -0.22, yanchor: "top", font: { color: quiet, size: 12 } },
-    xaxis: { ...axis, title: title(chart.x), showgrid: false, ...(chart.window ? { range: chart.window } : {}) },
+    showlegend: chart.series.length > 1, legend: { orientation: "h", traceorder: "normal", y: -0.22, yanchor: "top", font: { color: quiet, size: 12 } },
+    xaxis: { ...axis, title: title(chart.x), showgrid: false, ...(range && range[0] < range[1] ? { range } : {}) },
     yaxis: { ...axis, title: title(chart.y), rangemode: "tozero", fixedrange: true, ...(chart.top ? { range: [0, chart.top] } : {}) },
   };
 };

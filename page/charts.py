@@ -5,7 +5,7 @@ that no run has logged.
 """
 
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean
 
 from memory.meter import PHASES
 from memory.plan import MIB
@@ -105,7 +105,7 @@ def timeline(run) -> Chart:
     x, labels = [i + (n + 1) * width for i, n, _ in places], [f"iteration {i}, after {phase}" for i, _, phase in places]
     allocated, reserved = ([run.memory[i][phase][part] for i, _, phase in places] for part in (0, 1))
     series.append(Series("allocated", x, allocated, "line", 7, labels))
-    name = "reserved" if run.device == "cuda" else "reserved: resident size of the process"
+    name = "reserved" if run.device == "cuda" else "resident"  # of the process
     above = max(reserved) > 2 * max(run.memory[i][phase][2] for i, _, phase in places)  # it would flatten the others
     series.append(Series(name, x, reserved, "hidden" if above else "line", 5, labels))
     if run.plan:
@@ -157,11 +157,11 @@ def seconds(runs) -> Chart:
     """A column for each run."""
     found, names = [seconds_of(run) for run in runs], [run.name for run in runs]
     series = [
-        Series(phase, names, [median(its.get(phase, [0.0])) for its in found], "stack", number)
+        Series(phase, names, [mean(its.get(phase, [0.0])) for its in found], "stack", number)
         for number, phase in enumerate([*PHASES, "other"])
         if any(phase in its for its in found)
     ]
-    return Chart("Time", "Median seconds of an iteration", "", "seconds", series)
+    return Chart("Time", "Mean seconds of an iteration", "", "seconds", series)
 
 
 def seconds_over_time(run) -> Chart:

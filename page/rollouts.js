@@ -79,7 +79,6 @@
     list.scrollTop = 0;
     choose(items.find((item) => item.sample)?.sample ?? null);
     legend();
-    save();
   };
 
   // --------------------------------------------------------------------------------------------------------------------
@@ -208,6 +207,6 @@
   $("step").max = Math.max(...data.rollouts.map((run) => run.iterations.length - 1));
   $("step").value = $("step").max;
   load();
-  for (const name of [...names, "all"]) $(name).addEventListener("input", update);
+  for (const name of [...names, "all"]) $(name).addEventListener("input", () => { update(); save(); });
   update();
 })();

@@ -1,0 +1,280 @@
+"""The page about runs: it has the log's figures, and what a model wrote stays text. The browser's part needs Chromium."""
+
+import json
+import math
+import re
+import shutil
+
+import pytest
+
+import report
+from memory.meter import PHASES
+from memory.plan import MIB, Plan
+from options import SnugError
+from page import charts_of, read_runs, write_page, write_pictures
+from page.write import island, thinned
+
+HOSTILE = [
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "<!--<script>",
+    "\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton",
+    "<b>bold</b>\n\ttwo lines",
+]
+
+
+def make_run(folder, iterations=4, samples=(), kind="GRPO", **settings):
+    """A run's folder with figures that are easy to foresee."""
+    folder.mkdir(parents=True)
+    records, lines = [], [f"{kind} on addition: 100 parameters on cpu, {folder}"]
+    phases = PHASES[:5] if kind == "GRPO" else ("train", "optimizer")
+    for i in range(iterations):
+        record = dict(iter=i, loss=1 / (i + 1), entropy=0.5, grad_norm=2.0 + i, tokens_per_second=1000.0, time_s=10.0)
+        record |= dict(reward_mean=i / 10, kl=None if i == 1 else i / 100) if kind == "GRPO" else {}
+        record |= dict(pass_at_1=i / 5, pass_at_1_sampled=i / 6) if i % 2 == 0 else {}
+        record |= dict(mem_alloc_mb=1.0, mem_reserved_mb=900.0, mem_max_alloc_mb=50.0)
+        for n, phase in enumerate(phases):
+            record |= {f"mem_max_alloc_mb_{phase}": 10.0 * n + i, f"time_{phase}_s": 1.0 + n}
+            where = f"[MEM] [{kind} step {i:03d}/{iterations - 1:03d}] after {phase}"
+            lines.append(f"{where}: current={n}.5MiB reserved=900.0MiB peak_since_reset={10 * n + i}.0MiB")
+        records.append(record)
+    (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    (folder / "log.txt").write_text("\n".join(lines))
+    (folder / "settings.json").write_text(json.dumps(dict(max_iters=iterations, task="addition") | settings))
+    return str(folder)
+
+
+def make_samples(iterations, k=8, texts=("one", " two")):
+    """A group of k an iteration, in an order that is not that of the rewards: 0, .25, .5, .75, again."""
+    samples = []
+    for i in range(iterations):
+        for j in range(k):
+            tokens = [*texts, str(i), ""]
+            sample = dict(iter=i, group=0, prompt=f"prompt {i} {texts[0]}", completion="".join(tokens))
+            sample |= dict(reward=j % 4 / 4, advantage=j % 4 / 4 - 0.375, stopped=j > 0, tokens=tokens)
+            figures = {name: [value] * len(tokens) for name, value in (("logprobs", -1.0), ("ref_logprobs", -1.5))}
+            samples.append(sample | figures | dict(entropies=[0.25] * len(tokens)))
+    return samples
+
+
+def chart(charts, title):
+    (found,) = [chart for chart in charts if chart.title == title]
+    return {series.name: series for series in found.series}
+
+
+def page_of(folders, plan=None, refresh=0):
+    runs = read_runs(folders)
+    runs[0].plan = plan
+    path = runs[0].folder / "report.html"
+    write_page(path, runs, charts_of(runs), report.cells_of(runs), refresh)
+    return path
+
+
+def island_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+PLAN = Plan(
+    "cpu",
+    60 * MIB,
+    0,
+    "train",
+    {"train": (60 * MIB, {"activations": 60 * MIB})},
+    [(7 * MIB, "activations: x (3,)")],
+    {},
+)
+
+
+def test_charts_have_the_logs_figures(tmp_path):
+    runs = read_runs([make_run(tmp_path / "a"), make_run(tmp_path / "warm", kind="SFT", iterations=3)])
+    runs[0].plan = PLAN
+    charts = charts_of(runs)
+    reward = chart(charts, "Reward, GRPO")["training"]
+    assert (reward.x, reward.y) == ([0, 1, 2, 3], [0, 0.1, 0.2, 0.3])
+    kl = chart(charts, "KL to the reference, GRPO")["a"]
+    assert (kl.x, kl.y) == ([0, 2, 3], [0, 0.02, 0.03])  # null is no point
+    assert (chart(charts, "pass@1, GRPO")["sampled"].x, chart(charts, "Loss, SFT")["warm"].y) == (
+        [0, 2],
+        [1, 1 / 2, 1 / 3],
+    )
+    timeline = chart(charts, "Memory timeline, a")
+    assert (timeline["train"].y, timeline["rollout"].x) == ([30, 31, 32, 33], [0, 1, 2, 3])
+    assert timeline["train"].x == pytest.approx([0.6, 1.6, 2.6, 3.6]) and timeline["train"].width == 0.2
+    assert timeline["allocated"].y[:5] == [0.5, 1.5, 2.5, 3.5, 4.5] and timeline["planned peak"].y == [60, 60]
+    assert timeline["resident"].style == "hidden" and set(timeline["resident"].y) == {900}
+    peaks = chart(charts, "Peak of each phase")
+    assert dict(zip(peaks["a"].x, peaks["a"].y, strict=True)) == dict(zip(PHASES[:5], [3, 13, 23, 33, 43], strict=True))
+    assert (peaks["warm"].x, peaks["warm"].y, peaks["a, planned"].y) == (["train", "optimizer"], [2, 12], [60])
+    seconds = chart(charts, "Seconds of each iteration, warm")
+    assert (seconds["train"].y, seconds["optimizer"].y, seconds["other"].y) == ([1] * 3, [2] * 3, [7] * 3)
+    assert not any("Reward, SFT" == its.title for its in charts)
+
+
+def test_runs_of_a_kind_share_charts(tmp_path):
+    charts = charts_of(read_runs([make_run(tmp_path / "a"), make_run(tmp_path / "b", iterations=2)]))
+    assert {name: s.y for name, s in chart(charts, "Entropy").items()} == {"a": [0.5] * 4, "b": [0.5] * 2}
+    assert set(chart(charts, "pass@1")) == {"a, greedy", "a, sampled", "b, greedy", "b, sampled"}
+    same = read_runs([make_run(tmp_path / "c/run"), make_run(tmp_path / "d/run")])
+    assert [run.name for run in same] == [f"{tmp_path}/c/run", f"{tmp_path}/d/run"]
+
+
+def test_a_resumed_runs_memory_is_the_later_one(tmp_path):
+    folder = make_run(tmp_path / "a", iterations=1)
+    with open(f"{folder}/log.txt", "a") as file:
+        file.write("\n[MEM] [GRPO step 000/000] after train: current=1.0MiB reserved=2.0MiB peak_since_reset=77.0MiB")
+    assert chart(charts_of(read_runs([folder])), "Memory timeline, a")["train"].y == [77]
+
+
+def test_what_a_model_wrote_ends_no_script(tmp_path):
+    samples = make_samples(2, texts=HOSTILE)
+    text = page_of([make_run(tmp_path / "</script><script>alert(1)</script>", samples=samples)]).read_text()
+    assert island_of(text)["rollouts"][0]["samples"] == samples
+    assert (
+        "window.hacked" in text and "<script>window" not in text and "<img" not in text and "<script>alert" not in text
+    )
+    assert json.loads(island({"x": "<\u2028"})) == {"x": "<\u2028"} and "<" not in island("<!--<script>")
+
+
+def test_a_page_needs_no_network(tmp_path):
+    head = page_of([make_run(tmp_path / "a")]).read_text().partition("<style>")[0]
+    assert "default-src 'none'" in head and 'http-equiv="refresh"' not in head
+    assert not re.search(r"(src|href)=.?(https?:|//)", head)
+    page = page_of([str(tmp_path / "a")], refresh=10).read_text()
+    assert '<meta http-equiv="refresh" content="10">' in page and "<script src" not in page
+
+
+def test_runs_that_are_not_finished_or_empty(tmp_path):
+    folder = make_run(tmp_path / "a", max_iters=9)
+    (run,) = read_runs([folder])
+    assert not run.ended and "4 of 9" in page_of([folder]).read_text()
+    with open(f"{folder}/log.jsonl", "a") as file:
+        file.write('{"iter": 4, "lo')
+    assert len(read_runs([folder])[0].records) == 4
+    for name in ("samples.jsonl", "log.txt", "settings.json"):
+        (tmp_path / "a" / name).unlink()
+    charts = charts_of(read_runs([folder]))
+    assert not any("timeline" in chart.title for chart in charts) and island_of(page_of([folder]).read_text())["charts"]
+    (tmp_path / "a/log.jsonl").write_text("")
+    with pytest.raises(SnugError, match="log.jsonl has no iteration yet"):
+        read_runs([folder])
+
+
+def test_a_run_without_its_config_has_no_plan(tmp_path, capsys):
+    (run,) = read_runs([make_run(tmp_path / "a", init_from="gone", init_config="gone.py", group_size=4)])
+    assert report.planned(run) is None
+    assert "a: the page has no planned memory (config gone.py: No such file" in capsys.readouterr().out
+
+
+def test_many_tokens_are_thinned(monkeypatch):
+    monkeypatch.setattr("page.write.MOST_TOKENS", 100)
+    kept = thinned(make_samples(20))  # 20 iterations of 8 completions of 4 tokens
+    assert sorted({sample["iter"] for sample in kept}) == [0, 7, 14, 19] and len(kept) == 4 * 8
+
+
+def test_a_picture_of_each_chart(tmp_path):
+    runs = read_runs([make_run(tmp_path / "a")])
+    runs[0].plan = PLAN
+    styles = [{series.style for series in its.series} for its in charts_of(runs)]
+    charts = [its for n, its in enumerate(charts_of(runs)) if styles[n] not in styles[:n]]  # one of each kind
+    write_pictures(charts, tmp_path / "charts")
+    pictures = list((tmp_path / "charts").glob("*.png"))
+    assert len(pictures) == len(charts) and all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
+    assert (tmp_path / "charts/memory-timeline-a.png").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In a browser
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium; apt-get install chromium")
+    with sync.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def opened(chromium, path):
+    """-> the page, and what it said and asked for that it should not."""
+    tab, wrong = chromium.new_page(viewport=dict(width=1400, height=900)), []
+    tab.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("dialog", lambda dialog: wrong.append(dialog.message) or dialog.dismiss())
+    tab.on("request", lambda request: None if request.url.startswith(("file:", "data:")) else wrong.append(request.url))
+    tab.goto(f"file://{path}")
+    tab.wait_for_selector("#list .row")
+    return tab, wrong
+
+
+def rewards(tab):
+    return [float(text) for text in tab.locator("#list .row:not(.group) .reward").all_inner_texts()]
+
+
+def test_the_browser_draws_filters_and_finds(chromium, tmp_path):
+    samples = make_samples(3) + [sample | dict(group=1) for sample in make_samples(3, texts=HOSTILE)]
+    folders = [make_run(tmp_path / "<b>a", samples=samples), make_run(tmp_path / "warm", kind="SFT")]
+    tab, wrong = opened(chromium, page_of(folders, PLAN))
+    # Curves, as they are in the log
+    reward = (
+        "[...document.querySelectorAll('.chart')].find(c => c.textContent.startsWith('Reward')).querySelector('.plot')"
+    )
+    assert tab.evaluate(f"{reward}.data[0].y") == [0, 0.1, 0.2, 0.3]
+    assert tab.evaluate(f"{reward}.querySelector('.js-line').getAttribute('d').split('L').length") > 1
+    charts = tab.locator(".chart").count()
+    assert charts > 15 and tab.locator(".plot .main-svg").count() >= charts
+    blocks = tab.locator(".chart", has_text="Memory timeline, <b>a").locator(".barlayer .point path")
+    assert blocks.count() == 4 * 5 and tab.locator("h1 b").count() == 0
+    assert tab.locator(".legendtext", has_text="<b>a, planned").count() == 1
+    assert tab.locator("details").first.inner_text().count("activations: x (3,)") == 1
+    # Two groups of the last iteration, the best completions first
+    assert tab.inner_text("#iteration") == "2" and tab.locator(".row.group").count() == 2
+    assert rewards(tab)[:8] == [0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 0, 0]
+    tab.evaluate("step.value = 0; step.dispatchEvent(new Event('input'))")
+    assert tab.inner_text("#iteration") == "0" and "prompt 0 one" in tab.inner_text("#list")
+    tab.select_option("#filter", "above")
+    assert rewards(tab) == [0.75, 0.75, 0.5, 0.5] * 2
+    tab.select_option("#filter", "cut")
+    assert rewards(tab) == [0, 0] and "2 of 48" in tab.inner_text("#count")
+    tab.select_option("#filter", "all")
+    # What a model wrote is text, also in the search
+    tab.check("#all")
+    assert "48 of 48" in tab.inner_text("#count") and tab.locator("#list .row").count() < 40  # of 54
+    tab.fill("#search", HOSTILE[1].upper())
+    assert "24 of 48" in tab.inner_text("#count") and tab.evaluate("window.hacked") is None
+    whole = tab.locator("#detail .tokens").text_content()
+    assert all(text.replace("\n", "↵\n") in whole for text in HOSTILE) and whole.endswith("0■")
+    assert tab.locator("#rollouts img, #rollouts .tokens b, #rollouts script").count() == 0
+    # Colours, keys, light and dark
+    shade = "document.querySelector('#detail .tokens span').style.background"
+    assert "var(--accent) 16%" in tab.evaluate(shade)  # log-prob -1 of -4
+    tab.select_option("#colour", "advantage")
+    assert "var(--good) 12%" in tab.evaluate(shade)  # 0.375 of 2
+    tab.focus("#list")
+    tab.keyboard.press("ArrowDown")
+    assert tab.locator(".row").nth(2).get_attribute("aria-selected") == "true"
+    tab.keyboard.press("/")
+    assert tab.evaluate("document.activeElement.id") == "search"
+    before = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    tab.click("#theme")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    tab.reload()
+    assert tab.input_value("#search") == HOSTILE[1].upper() and tab.is_checked("#all")
+    assert wrong == []
+
+
+@pytest.mark.long
+def test_thousands_of_completions_are_not_all_drawn(chromium, tmp_path):
+    tab, wrong = opened(chromium, page_of([make_run(tmp_path / "a", samples=make_samples(320, k=16))]))
+    tab.check("#all")
+    assert "5,120 of 5,120" in tab.inner_text("#count") and tab.locator("#list .row").count() < 60
+    tab.evaluate("list.scrollTop = list.scrollHeight")
+    tab.wait_for_selector("text=prompt 319 one")
+    assert tab.locator("#list .row").count() < 60 and wrong == []
+    assert math.isclose(tab.evaluate("space.clientHeight"), 320 * 17 * 38)
