@@ -80,7 +80,7 @@ const systemDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.dataset.theme || (systemDark.matches ? "dark" : "light")) === "dark";
 const paint = () => {
   button.textContent = isDark() ? "Light" : "Dark";
-  data.charts.forEach(draw);
+  for (const chart of data.charts) setTimeout(draw, 0, chart); // the page answers between two charts
 };
 const remember = (name, value) => { try { localStorage.setItem(name, value); } catch { /* a browser may refuse that to files */ } };
 try {
@@ -94,3 +94,7 @@ button.addEventListener("click", () => {
 });
 systemDark.addEventListener("change", paint);
 paint();
+
+// A run that goes on: report.py --live writes the page again. A reload keeps the place and the address.
+const seconds = Number(document.body.dataset.refresh);
+if (seconds) setTimeout(() => location.reload(), 1000 * seconds);

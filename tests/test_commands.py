@@ -170,8 +170,9 @@ def test_from_warm_start_to_sample(tmp_path):
     )
     code, _, err = command(HOME / "sample.py", "a/grpo", "--prompt=" + "1" * 16, cwd=tmp_path)
     assert code == 2 and "this model takes 1 to 15" in err
-    code, out, _ = command(HOME / "report.py", "a/sft", "a/grpo", cwd=tmp_path)
+    code, out, _ = command(HOME / "report.py", "a/grpo", "a/sft", cwd=tmp_path)
     assert code == 0 and "mem_max_alloc_mb_train" in out and "mem_max_alloc_mb_rollout" in out
+    assert "no planned memory" not in out and "planned peak" in (tmp_path / "a/grpo/report.html").read_text()
 
 
 def test_without_triton_plain_torch_does_everything(tmp_path):

@@ -128,7 +128,7 @@ def test_a_resumed_runs_memory_is_the_later_one(tmp_path):
 
 def test_what_a_model_wrote_ends_no_script(tmp_path):
     samples = make_samples(2, texts=HOSTILE)
-    text = page_of([make_run(tmp_path / "</script><script>alert(1)</script>", samples=samples)]).read_text()
+    text = page_of([make_run(tmp_path / "<script>alert(1)<script>", samples=samples)]).read_text()
     assert island_of(text)["rollouts"][0]["samples"] == samples
     assert (
         "window.hacked" in text and "<script>window" not in text and "<img" not in text and "<script>alert" not in text
@@ -137,11 +137,10 @@ def test_what_a_model_wrote_ends_no_script(tmp_path):
 
 
 def test_a_page_needs_no_network(tmp_path):
-    head = page_of([make_run(tmp_path / "a")]).read_text().partition("<style>")[0]
-    assert "default-src 'none'" in head and 'http-equiv="refresh"' not in head
-    assert not re.search(r"(src|href)=.?(https?:|//)", head)
-    page = page_of([str(tmp_path / "a")], refresh=10).read_text()
-    assert '<meta http-equiv="refresh" content="10">' in page and "<script src" not in page
+    page = page_of([make_run(tmp_path / "a")]).read_text()
+    head = page.partition("<style>")[0]
+    assert "default-src 'none'" in head
+    assert not re.search(r"(src|href)=.?(https?:|//)", head) and "<script src" not in page
 
 
 def test_runs_that_are_not_finished_or_empty(tmp_path):
@@ -217,18 +216,27 @@ def rewards(tab):
     return [float(text) for text in tab.locator("#list .row:not(.group) .reward").all_inner_texts()]
 
 
+@pytest.mark.long
+def test_a_page_of_a_run_that_goes_on_comes_again(chromium, tmp_path):
+    tab, wrong = opened(chromium, page_of([make_run(tmp_path / "a", samples=make_samples(3))], refresh=1))
+    tab.fill("#search", "prompt 2")
+    tab.evaluate("document.body.id = 'old'")
+    tab.wait_for_selector("body:not(#old) #list .row")
+    assert tab.input_value("#search") == "prompt 2" and wrong == []
+
+
 def test_the_browser_draws_filters_and_finds(chromium, tmp_path):
     samples = make_samples(3) + [sample | dict(group=1) for sample in make_samples(3, texts=HOSTILE)]
     folders = [make_run(tmp_path / "<b>a", samples=samples), make_run(tmp_path / "warm", kind="SFT")]
     tab, wrong = opened(chromium, page_of(folders, PLAN))
     # Curves, as they are in the log
+    tab.locator(".chart").last.locator(".main-svg").first.wait_for()
     reward = (
         "[...document.querySelectorAll('.chart')].find(c => c.textContent.startsWith('Reward')).querySelector('.plot')"
     )
     assert tab.evaluate(f"{reward}.data[0].y") == [0, 0.1, 0.2, 0.3]
     assert tab.evaluate(f"{reward}.querySelector('.js-line').getAttribute('d').split('L').length") > 1
-    charts = tab.locator(".chart").count()
-    assert charts > 15 and tab.locator(".plot .main-svg").count() >= charts
+    assert tab.locator(".plot .main-svg .xy").count() > 15
     blocks = tab.locator(".chart", has_text="Memory timeline, <b>a").locator(".barlayer .point path")
     assert blocks.count() == 4 * 5 and tab.locator("h1 b").count() == 0
     assert tab.locator(".legendtext", has_text="<b>a, planned").count() == 1
