@@ -14,23 +14,27 @@ from statistics import median
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from options import Parser, friendly_errors
+    from page.runs import read_runs
 
     parser = Parser(usage="python report.py FOLDER [FOLDER ...] [--live]", description=__doc__.partition("\n")[0])
     parser.add_argument("folders", metavar="FOLDER", nargs="+", help="a run's folder, such as out/grpo_small")
     parser.add_argument("--live", action="store_true", help="write the page again every 10 s until the runs end")
     with friendly_errors():
         arguments = parser.parse_args()
+        runs = read_runs(arguments.folders)
 
 from options import SnugError
-from page import charts_of, read_runs, write_page, write_pictures
+from page.charts import charts_of
+from page.pictures import write_pictures
+from page.runs import read_runs
+from page.write import write_page
 
 PEAK = "mem_max_alloc_mb_"
 EVERY = 10  # seconds from one page to the next
 
 
-def main(folders: list[str], live: bool) -> None:
-    """Raises SnugError."""
-    runs = read_runs(folders)
+def main(runs, live: bool) -> None:
+    """The table, the page, and at last the pictures. Raises SnugError."""
     print("\n".join(table(runs)), flush=True)
     plans, page = [planned(run) for run in runs], runs[0].folder / "report.html"
     while True:
@@ -39,13 +43,16 @@ def main(folders: list[str], live: bool) -> None:
         goes_on = live and not all(run.ended for run in runs)
         charts = charts_of(runs)
         write_page(page, runs, charts, cells_of(runs), EVERY if goes_on else 0)
-        print(f"page: {page}", flush=True)
         if not goes_on:
             break
-        time.sleep(EVERY)
-        runs = read_runs(folders)
+        print(f"page: {page}, written again every {EVERY} s until the runs end or Ctrl-C", flush=True)
+        try:
+            time.sleep(EVERY)
+        except KeyboardInterrupt:
+            live = False  # a last page, which does not load itself again
+        runs = read_runs([run.folder for run in runs])
     write_pictures(charts, runs[0].folder / "charts")
-    print(f"a PNG of each chart: {runs[0].folder / 'charts'}")
+    print(f"page: {page}\na PNG of each chart: {runs[0].folder / 'charts'}")
 
 
 def planned(run):
@@ -107,4 +114,7 @@ def table(runs) -> list[str]:
 
 if __name__ == "__main__":
     with friendly_errors():
-        main(arguments.folders, arguments.live)
+        try:
+            main(runs, arguments.live)
+        except OSError as error:
+            raise SnugError(f"{error.filename} cannot be written ({error.strerror})") from None

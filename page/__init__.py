@@ -5,8 +5,3 @@ charts.py     the figures, each described once    page.css     light and dark
 pictures.py   a PNG of each, by matplotlib        charts.js    draws each with plotly
 write.py      the page: one file, no network      rollouts.js  the browser of completions
 """
-
-from page.charts import PALETTE, Chart, Series, charts_of
-from page.pictures import write_pictures
-from page.runs import Run, read_runs
-from page.write import write_page

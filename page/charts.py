@@ -76,7 +76,7 @@ def charts_of(runs) -> list[Chart]:
 
 
 def figure(runs, names) -> list[Series]:
-    """A line for each run and figure. No chart without the first of the figures: SFT has no reward but the held-out one."""
+    """A line for each run and figure. None if no run has the first figure: SFT has no reward but the held-out one."""
     series = []
     if not any(record.get(next(iter(names))) is not None for run in runs for record in run.records):
         return series

@@ -26,7 +26,8 @@ def picture(chart: Chart, path: Path) -> None:
         axes.grid(axis="y", alpha=0.25)
         axes.set_axisbelow(True)
         if len(chart.series) > 1:
-            figure.legend(loc="outside lower center", ncols=4, frameon=False)
+            columns = 4 if max(len(series.name) for series in chart.series) < 16 else 2
+            figure.legend(loc="outside lower center", ncols=columns, frameon=False)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
@@ -39,7 +40,7 @@ def draw(chart: Chart, axes) -> None:
     for series in chart.series:
         look = dict(color=PALETTE[series.color % len(PALETTE)], label=series.name)
         if series.style in ("line", "dashed"):
-            marker = "o" if len(series.x) < 30 else None
+            marker = "o" if 2 < len(series.x) < 30 else None
             axes.plot(series.x, series.y, "--" if series.style == "dashed" else "-", marker=marker, ms=3, **look)
         elif series.style == "block":
             axes.bar(series.x, series.y, series.width, align="edge", **look)
@@ -60,4 +61,5 @@ def draw(chart: Chart, axes) -> None:
     if places and isinstance(places[0], str):
         axes.set_xticks(range(len(places)), places)
     axes.set_xlim(chart.window)
-    axes.set_ylim(top=chart.top)
+    lowest = min((y for series in chart.series for y in series.y), default=0)
+    axes.set_ylim(0 if lowest >= 0 else None, chart.top)

@@ -1,6 +1,6 @@
 """What a run's folder says: log.jsonl, samples.jsonl, the [MEM] lines of log.txt, settings.json.
 
-Left out: checkpoints.
+Nothing here imports torch: a wrong folder is answered at once. Left out: checkpoints.
 """
 
 import json
@@ -8,7 +8,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from memory.plan import Plan
 from options import SnugError
 from runs.log import read_lines, read_log
 
@@ -27,7 +26,7 @@ class Run:
     samples: list[dict]  # samples.jsonl
     memory: dict  # iteration -> {phase: (MiB allocated after it, reserved, at its peak)}
     settings: dict  # settings.json; {} if it is missing
-    plan: Plan | None = None
+    plan: object = None  # memory.plan.Plan, once report.py has made it
 
     @property
     def ended(self) -> bool:

@@ -1,6 +1,6 @@
 """The page: one file that works from a disk, without network.
 
-The figures and the completions are one JSON island. A completion may hold anything, so `<` is escaped in it, the scripts
+The figures and the completions are one JSON island. A completion may hold anything: `<` is escaped in it, the scripts
 show it as text only, and the page's policy runs no script but its own.
 """
 

@@ -11,8 +11,10 @@ import report
 from memory.meter import PHASES
 from memory.plan import MIB, Plan
 from options import SnugError
-from page import charts_of, read_runs, write_page, write_pictures
-from page.write import island, thinned
+from page.charts import charts_of
+from page.pictures import write_pictures
+from page.runs import read_runs
+from page.write import island, thinned, write_page
 
 HOSTILE = [
     "</script><script>window.hacked = 1</script>",
@@ -163,6 +165,25 @@ def test_a_run_without_its_config_has_no_plan(tmp_path, capsys):
     (run,) = read_runs([make_run(tmp_path / "a", init_from="gone", init_config="gone.py", group_size=4)])
     assert report.planned(run) is None
     assert "a: the page has no planned memory (config gone.py: No such file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ends", ["the run", "Ctrl-C"])
+def test_live_until_the_end(tmp_path, monkeypatch, ends):
+    folder, pages = make_run(tmp_path / "a", iterations=3, max_iters=4, init_from="gone", group_size=4), []
+    page = tmp_path / "a/report.html"
+
+    def sleep(seconds):
+        pages.append(page.read_text())
+        if ends == "Ctrl-C":
+            raise KeyboardInterrupt
+        with open(f"{folder}/log.jsonl", "a") as file:
+            file.write(json.dumps(read_runs([folder])[0].records[-1] | dict(iter=3)) + "\n")
+
+    monkeypatch.setattr(report.time, "sleep", sleep)
+    monkeypatch.setattr(report, "write_pictures", lambda *_: None)
+    report.main(read_runs([folder]), live=True)
+    assert len(pages) == 1 and 'data-refresh="10"' in pages[0] and "3 of 4" in pages[0]
+    assert 'data-refresh="0"' in page.read_text() and ("3 of 4" in page.read_text()) == (ends == "Ctrl-C")
 
 
 def test_many_tokens_are_thinned(monkeypatch):

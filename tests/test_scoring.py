@@ -22,7 +22,7 @@ from data.rewards import Scoring
 from data.scores import reward_means, shares_of
 from data.task import Task
 from options import SnugError
-from page import read_runs
+from page.runs import read_runs
 from runs import checkpoint
 from runs.log import read_log
 from runs.prepare import prepare
