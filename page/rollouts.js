@@ -45,7 +45,7 @@
     for (const group of run.groups.values()) {
       group.samples.sort((a, b) => order(b) - order(a) || 0);
       const scored = group.samples.map((sample) => sample.reward).filter((reward) => reward !== null);
-      group.mean = scored.reduce((sum, reward) => sum + reward, 0) / scored.length;
+      group.mean = scored.length ? scored.reduce((sum, reward) => sum + reward, 0) / scored.length : null;
       group.varied = new Set(scored).size > 1;
       for (const sample of group.samples) Object.assign(sample, { mean: group.mean, varied: group.varied });
     }

@@ -2,14 +2,14 @@
 
     settings.json   every option as it was resolved
     log.jsonl       one JSON object an iteration; NaN and infinity are null
-    samples.jsonl   a few completions of each iteration with their rewards
+    samples.jsonl   a group of completions of each iteration: rewards, advantages, and figures of each token
     log.txt         the console's lines and the [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
 
 The console shows a line every log_interval iterations and, in a terminal, a progress bar; without a bar the lines say
 how much time is left. If nobody reads the console, the training waits (Ctrl-S), and if it is gone, it goes on. Threads
 write to TensorBoard and W&B: if one raises or hangs, the training goes on. If the disk is full, the files' lines wait
-in memory. What a run prints at its end is in ending.py. Left out: plots.
+in memory. What a run prints at its end is in ending.py. Left out: plots, which report.py makes.
 """
 
 import errno

@@ -225,7 +225,7 @@ time_optimizer_s mem_alloc_mb mem_reserved_mb mem_max_alloc_mb mem_max_alloc_mb_
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):
-    sft, settings = tiny(tmp_path)
+    sft, settings = tiny(tmp_path, samples_per_iteration=3)  # rounded up to a group
     train_sft.main(prepare(sft))
     run(settings)
     console = capsys.readouterr().out
