@@ -174,7 +174,7 @@ MUTANTS = [
     ("gpu: a key head has its first query head's gradient alone", "kernels/flash.py", "tl.where(of_prompt, h + 1, h + R)", "h + 1", "test_flash.py"),
     ("log: entropies of other sequences", "grpo.py", "entropies[micro.index[micro.sequence], micro.place]", "entropies[micro.sequence, micro.place]", "test_grpo.py"),
     ("log: half a group of samples", "training/figures.py", "-(-settings.samples_per_iteration // k) * k", "settings.samples_per_iteration", "test_grpo.py"),
-    ("report: a completion ends the script", "page/write.py", '.replace("<", "\\u003c")', "", "test_report.py"),
+    ("report: a completion ends the script", "page/write.py", '.replace("<", "\\\\u003c")', "", "test_report.py"),
     ("report: reserved memory as the peak", "page/charts.py", "run.memory[i][phase][2] for i in its]", "run.memory[i][phase][1] for i in its]", "test_report.py"),
     ("gpu: attention's gradient without delta", "kernels/flash.py", "(p * (dp - delta[:, None]))", "(p * dp)", "test_flash.py"),
     ("gpu: a graph bakes a buffer that is replaced", "decoding/kvcache.py", "self.tiles.copy_(table)", "self.tiles = table", "test_replay.py"),
