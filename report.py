@@ -65,9 +65,9 @@ def planned(run):
     from training.dry_run import DryRun
 
     try:
+        if not run.settings:
+            raise SnugError("settings.json is missing")
         settings = settings_of({"settings": run.settings})
-        if not run.settings or settings.parallel != "none":
-            raise SnugError("settings.json is missing" if not run.settings else "of several processes")
         prepared = prepare(replace(settings, resume="never", device=run.device))
         loop, reference = (grpo, grpo.make_reference) if run.kind == "GRPO" else (train_sft, lambda *_, **__: None)
         return plan(DryRun(prepared, loop.iterate, reference), prepared.settings)
