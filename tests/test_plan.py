@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 LLAMA = dict(norm="rmsnorm", position="rotary", mlp="swiglu", n_kv_head=2, tie_embeddings=False)
 COMMON = dict(
     digits=4,
-    n_layer=4,
+    n_layer=3,  # deeper models: test_a_deep_models_plan_is_that_of_all_its_blocks
     n_embd=96,
     block_size=64,
     device="cpu",
@@ -51,7 +51,7 @@ CONFIGS = {
     "block": dict(checkpoint_blocks="block", max_tokens_per_micro_batch=204),
     "selective": dict(checkpoint_blocks="selective", max_tokens_per_micro_batch=306, **LLAMA),
     "offload": dict(checkpoint_blocks="block", activation_offload=True, max_tokens_per_micro_batch=306),
-    "bfloat16": dict(max_tokens_per_micro_batch=306, n_embd=192, **BF16),
+    "bfloat16": dict(max_tokens_per_micro_batch=306, n_layer=4, n_embd=192, **BF16),
     "autocast": dict(dtype="bfloat16", n_embd=192, **LLAMA),
     "optimizer on the host": dict(optimizer_device="host", grad_offload=True, vocab_size=4080, **LLAMA),
     "reference on the host": dict(beta=0.04, reference="host", vocab_size=4080, max_tokens_per_micro_batch=102),
@@ -330,7 +330,8 @@ def test_fit_begins_with_what_binds(changes, tmp_path):
     """A bound far above what there is does not keep the ladder from its first rungs."""
     prepared, settings = prepared_run(
         tmp_path,
-        **changes | dict(batch_size=64, max_tokens_per_micro_batch=changes.get("max_tokens_per_micro_batch", 100)),
+        **changes
+        | dict(n_layer=1, batch_size=64, max_tokens_per_micro_batch=changes.get("max_tokens_per_micro_batch", 100)),
     )
     make = dry_run(prepared)
     budget = 0.7 * plan(make, settings).peak
@@ -339,7 +340,7 @@ def test_fit_begins_with_what_binds(changes, tmp_path):
 
 
 def test_a_budget_changes_the_run_and_says_so(tmp_path, capsys):
-    prepared, settings = prepared_run(tmp_path, eval_prompts=0)
+    prepared, settings = prepared_run(tmp_path, n_layer=1, eval_prompts=0)
     peak = plan(dry_run(prepared), settings).peak
     settings.memory_budget_gb = str(0.6 * peak / GIB)
     grpo.main(prepared)
@@ -350,7 +351,7 @@ def test_a_budget_changes_the_run_and_says_so(tmp_path, capsys):
 
 
 def test_what_cannot_fit_is_refused_before_the_first_step(tmp_path, capsys):
-    prepared, settings = prepared_run(tmp_path, memory_budget_gb="0.0001")
+    prepared, settings = prepared_run(tmp_path, memory_budget_gb="0.0001", n_layer=2, batch_size=3)
     with pytest.raises(SnugError, match=r"the plan takes 0\.\d+ GiB in \w+ even with --.*: use a smaller model"):
         grpo.main(prepared)
     assert "together" in capsys.readouterr().out and not (tmp_path / "run").exists()
@@ -364,15 +365,15 @@ def test_a_host_that_is_too_small_is_refused(tmp_path, monkeypatch):
 
 
 def test_show_ends_with_the_line(tmp_path):
-    prepared, settings = prepared_run(tmp_path, memory_budget_gb="0.015")
+    prepared, settings = prepared_run(tmp_path, memory_budget_gb="0.01", n_layer=2)
     lines = show(dry_run(prepared), settings, (10, 24)).splitlines()
     assert lines[-1].startswith("peak_gib=0.0") and " host_gib=0.000 phase=" in lines[-1]
-    assert lines[-2].startswith("fits into 0.015 GiB with --max_tokens_per_micro_batch=")
+    assert lines[-2].startswith("fits into 0.01 GiB with --max_tokens_per_micro_batch=")
     assert any(line.split()[:1] == ["together"] for line in lines)
 
 
 def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):
-    prepared, settings = prepared_run(tmp_path, eval_prompts=0, memory_budget_gb="auto", max_iters=1)
+    prepared, settings = prepared_run(tmp_path, eval_prompts=0, memory_budget_gb="auto", max_iters=1, n_layer=1)
     peak = plan(dry_run(prepared), settings).peak
     monkeypatch.setattr("memory.fit.available_on_host", lambda: peak)  # of which a twentieth is left alone
     grpo.main(prepared)
