@@ -328,6 +328,7 @@ def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, 
         shutil.rmtree(broken.out_dir)
 
 
+@pytest.mark.long
 def test_kill_9_loses_nothing(capsys):
     """The short form; python tests/kill.py --kills=200 is the long one."""
     assert kill.main(kills=1, seed=7) == []

@@ -479,13 +479,13 @@ def test_the_peak_does_not_depend_on_the_group_size(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
-def test_no_drift_over_200_iterations(tmp_path, monkeypatch):
+def test_no_drift_over_100_iterations(tmp_path, monkeypatch):
     never_stop(monkeypatch)
     _, settings = tiny(
         tmp_path,
         init_from="",
         beta=0.0,
-        max_iters=200,
+        max_iters=100,
         max_new_tokens=4,
         eval_prompts=0,
         save_interval=0,
@@ -493,7 +493,7 @@ def test_no_drift_over_200_iterations(tmp_path, monkeypatch):
     )
     run(settings)
     records = read_log(settings.out_dir)
-    assert len(records) == 200 and min(record["grad_norm"] for record in records) > 0
+    assert len(records) == 100 and min(record["grad_norm"] for record in records) > 0
     for name in ("mem_max_alloc_mb", "mem_alloc_mb"):
         values = [record[name] for record in records[2:]]
         assert max(values) <= 1.01 * min(values)
@@ -503,7 +503,7 @@ def test_no_drift_over_200_iterations(tmp_path, monkeypatch):
 def test_sft_is_half_of_a_plain_loop_at_a_large_vocabulary():
     """V = 50,257: logits, their log-softmax and their gradient are what a plain nanoGPT loop holds at once."""
     model_of = dict(vocab_size=50257, n_layer=4, n_embd=128, block_size=256)
-    lists = [[1] * 8] * 8, [[2] * 248] * 8
+    lists = [[1] * 8] * 4, [[2] * 248] * 4
     settings = SFTSettings()
 
     def plain(model, optimizer):
