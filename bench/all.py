@@ -47,8 +47,8 @@ def make_steps(device, dry_run, scratch):
 def cpu_steps():
     steps = [
         ("head", ["bench/logprobs.py", "--only=head"], 110),
-        ("sampling", ["bench/sampling.py", "--rounds=9", "--only=2 x 64"], 110),
-        ("iteration", ["bench/iteration.py", "--rounds=3", "--only=short"], 200),
+        ("sampling", ["bench/sampling.py", "--rounds=15", "--only=2 x 64"], 110),
+        ("iteration", ["bench/iteration.py", "--rounds=5", "--only=short"], 200),
         ("memory", ["bench/memory.py", "--only=small"], 90),
         ("sft", ["bench/sft.py", "--rounds=7"], 80),
     ]

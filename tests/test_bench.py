@@ -188,7 +188,7 @@ def test_an_iteration_is_measured(iteration, capsys):
 AIMS = dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4)
 
 
-@pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration", "sft"])
+@pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration"])
 def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
     """A command that a GPU gets, with tiny shapes: imports, options, and every aim."""
     from all import make_steps, results_of
@@ -212,3 +212,27 @@ def test_every_bench_runs(tmp_path):
     assert len(aims) == sum(AIMS.values()) and "collected" in output
     runs = "sft_countdown", "grpo_countdown_dapo", "more_sft_countdown"
     assert {row["name"] for row in steps["learning"]["results"]} == {f"{run}_1: held-out pass@1" for run in runs}
+
+
+def test_single_steps_add_up_in_one_file_and_a_table_is_made_of_it(tmp_path, bench):
+    """Of the same commit and the same versions; the steps of another commit are left out."""
+    driver = importlib.import_module("all")
+    about = dict(device="A CPU", commit="1234567", versions={"torch": "2.13", "trl": None}, steps={})
+    good = dict(name="speed", value=1.234, unit="ms", aim="at most 2", low=1.0, high=1.5)
+    ratio, other = dict(name="ratio", value=2.0, unit="x"), dict(name="no ratio, no aim", value=3, unit="s")
+    steps = dict(good=dict(state="ok", results=[good, ratio, other]), bad=dict(state="exit code 3", results=[]))
+    assert driver.steps_before(about, tmp_path / "here") == {}
+    driver.write(about | dict(steps=steps), tmp_path / "here")
+    assert driver.steps_before(about, tmp_path / "here") == steps
+    for name, value in dict(commit="7654321", versions={"torch": "2.14", "trl": None}).items():
+        assert driver.steps_before(about | {name: value}, tmp_path / "here") == {}
+    assert driver.markdown([about | dict(steps=steps)]) == [
+        "A CPU, commit 1234567: torch 2.13; not installed: trl",
+        "",
+        "| step | result | value | least to most | aim |",
+        "|---|---|---|---|---|",
+        "| good | speed | 1.23 ms | 1 to 1.5 | at most 2 |",
+        "| good | ratio | 2 x |  |  |",
+        "| bad | exit code 3 | | | |",
+        "",
+    ]
