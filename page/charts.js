@@ -93,7 +93,7 @@ button.addEventListener("click", () => {
   paint();
 });
 systemDark.addEventListener("change", paint);
-paint();
+addEventListener("DOMContentLoaded", paint); // plotly is large and comes last
 
 // A run that goes on: report.py --live writes the page again. A reload keeps the place and the address.
 const seconds = Number(document.body.dataset.refresh);
