@@ -48,7 +48,7 @@ def cpu_steps():
     steps = [
         ("head", ["bench/logprobs.py", "--only=head"], 110),
         ("sampling", ["bench/sampling.py", "--rounds=15", "--only=2 x 64"], 110),
-        ("iteration", ["bench/iteration.py", "--rounds=5", "--only=short"], 200),
+        ("iteration", ["bench/iteration.py", "--rounds=7", "--only=short"], 240),
         ("memory", ["bench/memory.py", "--only=small"], 90),
         ("sft", ["bench/sft.py", "--rounds=7"], 80),
     ]

@@ -5,7 +5,7 @@
 
 ragged    8 prompts of 192 tokens x 8 completions of geometric lengths, mean 24, at most 96; 4 layers x 256; a reference
 uniform   8 prompts of 8 tokens x 16 completions of 48 tokens, the same model
-short     8 prompts of 64 tokens x 8 completions of geometric lengths, mean 24, at most 64; 2 layers x 128; a reference
+short     8 prompts of 64 tokens x 8 completions of 48 tokens; 2 layers x 128; a reference
 smollm2   config/grpo_real.py with another reward: a real model, made by `make models/smollm2-135m-instruct`
 
 On CUDA: GPT-2 124M and Qwen2.5 0.5B and 1.5B with random weights. Random weights are a folder that both read. Its stop
@@ -73,7 +73,7 @@ CASES = {
     "cpu": {
         "ragged": (SMALL, 8, 192, 8, 24, 96, FLOAT32),
         "uniform": (SMALL, 8, 8, 16, 0, 48, FLOAT32),
-        "short": (SMALL | dict(n_layer=2, n_embd=128), 8, 64, 8, 24, 64, FLOAT32),
+        "short": (SMALL | dict(n_layer=2, n_embd=128), 8, 64, 8, 0, 48, FLOAT32),
         "smollm2": REAL,
     },
     "cuda": {
