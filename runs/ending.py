@@ -73,4 +73,5 @@ def next_commands(settings: SFTSettings | GRPOSettings, scored: bool, stopped: b
     commands = [f"python sample.py {folder} --num_samples=4"]
     commands += [f"python evaluate.py {folder} --num_samples=8"] if scored else []
     compared = (Path(settings.init_from) / "log.jsonl").exists() if settings.init_from else False
-    return [*commands, f"python report.py {f'{shlex.quote(settings.init_from)} ' if compared else ''}{folder}"]
+    beside = f" {shlex.quote(settings.init_from)}" if compared else ""
+    return [*commands, f"python report.py {folder}{beside}"]

@@ -206,7 +206,7 @@ def test_the_end_of_a_run_says_what_was_reached_and_what_comes_next(tmp_path, mo
         f"  checkpoint  {folder}/checkpoint-000003",
         f"  next        python sample.py {folder} --num_samples=4",
         f"              python evaluate.py {folder} --num_samples=8",
-        f"              python report.py {sft.out_dir} {folder}",
+        f"              python report.py {folder} {sft.out_dir}",
     ]
     assert [line for line in (Path(folder) / "log.txt").read_text().splitlines() if line in wanted] == wanted
     monkeypatch.setattr(sys, "argv", ["grpo.py", "my config.py", "--resume=auto"])
