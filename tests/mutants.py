@@ -180,6 +180,11 @@ MUTANTS = [
     ("gpu: a graph bakes a buffer that is replaced", "decoding/kvcache.py", "self.tiles.copy_(table)", "self.tiles = table", "test_replay.py"),
     ("gpu: a step waits for the device", "decoding/decode_batch.py", "hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "self.t.max().item()\n        hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "test_replay.py"),
     ("gpu: lengths are not rounded", "memory/cuda.py", 'if kind_of(tokens) == "cuda" else length', 'if kind_of(tokens) == "none" else length', "test_plan.py test_batch.py"),
+    ("processes: gathered weights kept", "training/parallel.py", 'plain.to("meta")  # freed', "pass  # freed", "test_parallel.py"),
+    ("processes: a mean of gradients", "training/parallel.py", "dist.all_reduce(flat)", "dist.all_reduce(flat.div_(2))", "test_parallel.py"),
+    ("processes: FSDP's mean of gradients", "training/parallel.py", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)", "test_parallel.py"),
+    ("processes: all sample the first rows", "grpo.py", "turn * P + own.start, pieces", "turn * P, pieces", "test_parallel.py"),
+    ("processes: offloaded weights stay as they were", "training/optimizer.py", 'slab.tensors.keys() - {"gradient"}', 'slab.tensors.keys() - {"gradient", "weight"}', "test_parallel.py"),
 ]  # fmt: skip
 
 
