@@ -29,6 +29,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import random
 import shlex
 import statistics
@@ -56,7 +57,7 @@ from settings import GRPOSettings
 from tokenizer import END_OF_TEXT, get_tokenizer
 
 PACKAGES = ("torch", "transformers", "trl", "liger_kernel")
-ITERATIONS, UNCOUNTED = 5, 2  # of a process
+ITERATIONS, UNCOUNTED = int(os.environ.get("BENCH_ITERATIONS", 5)), 2  # of a process
 PHASES = ("time_s", "time_rollout_s", "time_reference_s", "time_train_s", "time_optimizer_s")
 GPT2 = dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True)
 QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6, norm_eps=1e-6)
