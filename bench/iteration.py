@@ -326,7 +326,7 @@ def measure(name, case, arms, arguments):
 def tell(name, rounds):
     """Print the medians and, of each other contender, the ratios -> {contender: {figure: [median, least, most]}}.
 
-    Of seconds and lengths theirs / ours, of peaks ours / theirs.
+    Of seconds and lengths theirs / ours, of peaks ours / theirs. Without phases that do not matter.
     """
     ours, ratios = rounds["snug"], {who: {} for who in rounds if who != "snug"}
     for key in (*PHASES, "peak_mib", "length"):
@@ -335,12 +335,17 @@ def tell(name, rounds):
     spread(f"{name}: floor's share of snug's seconds", [100 * line["floor_s"] / line["time_s"] for line in ours], "%")
     spread(f"{name}: snug, tokens of completions", [line["tokens"] / line["time_s"] for line in ours], "a second")
     for who, found in ratios.items():
-        for key in [key for key in (*PHASES, "peak_mib", "length") if all(line[key] for line in ours)]:
+        for key in [key for key in (*PHASES, "peak_mib", "length") if all(matters(key, line) for line in ours)]:
             pairs = [(a[key], b[key]) for a, b in zip(ours, rounds[who], strict=True)]
             values = [a / b if key == "peak_mib" else b / a for a, b in pairs]
             what = f"{name}: snug's {key} / {who}'s" if key == "peak_mib" else f"{name}: {who}'s {key} / snug's"
             found[key] = spread(what, values, "x", **AIMS.get((name, key), {}))
     return ratios
+
+
+def matters(key, line):
+    """A phase of less than a hundredth of the iteration is a few milliseconds, and its ratio is noise."""
+    return line[key] >= line["time_s"] / 100 if key in PHASES else line[key]
 
 
 def spread(what, values, unit, **aim):
