@@ -80,6 +80,7 @@ const systemDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.dataset.theme || (systemDark.matches ? "dark" : "light")) === "dark";
 const paint = () => {
   button.textContent = isDark() ? "Light" : "Dark";
+  if (!window.Plotly) return; // not yet
   for (const chart of data.charts) setTimeout(draw, 0, chart); // the page answers between two charts
 };
 const remember = (name, value) => { try { localStorage.setItem(name, value); } catch { /* a browser may refuse that to files */ } };
@@ -93,7 +94,15 @@ button.addEventListener("click", () => {
   paint();
 });
 systemDark.addEventListener("change", paint);
-addEventListener("DOMContentLoaded", paint); // plotly is large and comes last
+
+// plotly's 5 MB stand in the page as text. They become a script once the rest has been painted.
+const { nonce } = document.currentScript;
+const start = () => {
+  const script = Object.assign(make("script"), { nonce, text: document.getElementById("plotly").textContent });
+  document.head.append(script);
+  paint();
+};
+addEventListener("DOMContentLoaded", () => requestAnimationFrame(() => setTimeout(start)));
 
 // A run that goes on: report.py --live writes the page again. A reload keeps the place and the address.
 const seconds = Number(document.body.dataset.refresh);

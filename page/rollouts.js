@@ -161,25 +161,37 @@
       box.append(make("dt", "", name), make("dd", "", value));
       figures.append(box);
     }
-    const whole = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures. ■ is the stop token." : "");
+    const whole = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures, or press ← and → in the list. ■ is the stop token." : "");
     line.id = "token";
-    whole.addEventListener("pointerover", (event) => {
-      const i = event.target.dataset.token;
-      if (i === undefined || !sample.logprobs) return;
-      const logprob = sample.logprobs[i], parts = [`token ${+i + 1}: log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 3)}`];
-      if (sample.entropies) parts.push(`entropy ${number(sample.entropies[i], 3)}`);
-      if (sample.ref_logprobs) parts.push(`reference's log-prob ${number(sample.ref_logprobs[i], 3)}`);
-      line.textContent = parts.join(", ");
-    });
+    whole.addEventListener("pointerover", (event) => point(event.target));
     detail.append(make("h3", "", `Prompt, iteration ${sample.iter}`), make("p", "text", sample.prompt), make("h3", "", "Completion"));
     detail.append(whole, line, make("h3", "", "Figures"), figures);
     detail.scrollTop = 0;
   };
 
+  // The figures of a token, an element of the detail.
+  const point = (element) => {
+    const i = element?.dataset.token;
+    if (i === undefined || !chosen.logprobs) return;
+    detail.querySelector(".at")?.classList.remove("at");
+    element.classList.add("at");
+    const logprob = chosen.logprobs[i], parts = [`token ${+i + 1}: log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 3)}`];
+    if (chosen.entropies) parts.push(`entropy ${number(chosen.entropies[i], 3)}`);
+    if (chosen.ref_logprobs) parts.push(`reference's log-prob ${number(chosen.ref_logprobs[i], 3)}`);
+    $("token").textContent = parts.join(", ");
+  };
+
   const STEPS = { ArrowDown: 1, ArrowUp: -1, PageDown: 12, PageUp: -12, Home: -Infinity, End: Infinity };
   list.addEventListener("keydown", (event) => {
-    if (!(event.key in STEPS)) return;
+    const beside = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+    if (!beside && !(event.key in STEPS)) return;
     event.preventDefault();
+    if (beside) {
+      const at = detail.querySelector(".at"), token = at ? at[beside] : detail.querySelector("[data-token]");
+      point(token);
+      token?.scrollIntoView({ block: "nearest" });
+      return;
+    }
     const places = items.flatMap((item, i) => (item.sample ? [i] : []));
     if (!places.length) return;
     const now = places.findIndex((i) => items[i].sample === chosen);

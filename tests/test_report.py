@@ -288,6 +288,10 @@ def test_the_browser_draws_filters_and_finds(chromium, tmp_path):
     tab.focus("#list")
     tab.keyboard.press("ArrowDown")
     assert tab.locator(".row").nth(2).get_attribute("aria-selected") == "true"
+    tab.keyboard.press("ArrowRight")
+    assert tab.inner_text("#token").startswith("token 1: log-prob −1.000, probability 0.368, entropy 0.250")
+    tab.keyboard.press("ArrowRight")
+    assert tab.inner_text("#token").startswith("token 2:") and tab.locator("#detail .at").count() == 1
     tab.keyboard.press("/")
     assert tab.evaluate("document.activeElement.id") == "search"
     before = tab.evaluate("getComputedStyle(document.body).backgroundColor")
