@@ -153,6 +153,7 @@ class MemoryOptions:
     memory_budget_gb: str = option("", "GiB for the run, or auto: all that is free; the cheapest options that fit")
     plan: bool = option(False, "print the memory that an iteration needs, and stop; any device, no GPU needed")
     num_processes: int = option(1, "with plan and parallel: processes of the run; else torchrun says it", minimum=1)
+    num_nodes: int = option(1, "with plan and hsdp: on how many machines they run; else torchrun says it", minimum=1)
     memory_snapshot: bool = option(False, "CUDA: write memory_snapshot.pickle, for pytorch.org/memory_viz, at the end")
 
     def check(self):
@@ -258,6 +259,9 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
             raise SnugError("param_dtype='bfloat16' computes in bfloat16; add --dtype=bfloat16")
         if self.num_processes > 1 and self.parallel == "none":
             raise SnugError(f"num_processes={self.num_processes} with parallel='none'; add --parallel=ddp or fsdp")
+        if self.num_processes % self.num_nodes:
+            seen = f"num_processes={self.num_processes} on num_nodes={self.num_nodes} machines"
+            raise SnugError(f"{seen}; num_processes counts those of all machines, as many on each")
         if self.parallel in ("fsdp", "hsdp"):
             taken = dict(grad_offload=False, reference="device", memory_budget_gb="")  # sharding takes their place
             for name, value in taken.items():

@@ -281,13 +281,14 @@ def plan(dry_run, settings) -> Plan:
 
 
 def sharded(whole: Plan, settings, outside: int, block: int) -> Plan:
-    """A Plan of whole weights -> that of one of num_processes among which FSDP shards them, by docs/scaling.md.
+    """A Plan of whole weights -> that of one process. fsdp shards them over all, hsdp over a machine's.
 
     outside, block: bytes of the weights outside the blocks, and of a block. Not run, but added up: two blocks and the
     weights outside are gathered while the model runs; the gradients of one block and of those outside; the float32 copy
     that is reduced; for a rollout all weights. tests/test_parallel.py compares it with what runs need.
     """
-    n, phases, weights = settings.num_processes, {}, max(parts["weights"] for _, parts in whole.phases.values())
+    n = settings.num_processes // (settings.num_nodes if settings.parallel == "hsdp" else 1)
+    phases, weights = {}, max(parts["weights"] for _, parts in whole.phases.values())
     offloaded = ("weights", "gradients", "reference") if settings.param_offload else ()
     host = {name: size // n if name in SHARDED else size for name, size in whole.host_components.items()}
     width = getattr(torch, settings.param_dtype).itemsize

@@ -68,7 +68,9 @@ def newest_and_best(folder: Path) -> str:
 def next_commands(settings: SFTSettings | GRPOSettings, scored: bool, stopped: bool) -> list[str]:
     if stopped:
         again = shlex.join(word for word in sys.argv if word != "--resume=auto")
-        return [f"{'python' if settings.parallel == 'none' else 'torchrun ...'} {again} --resume=auto"]
+        start = "python" if settings.parallel == "none" else f"torchrun --nproc_per_node={settings.num_processes}"
+        start = "torchrun ..." if settings.num_nodes > 1 else start  # the addresses of machines are not known here
+        return [f"{start} {again} --resume=auto"]
     folder = shlex.quote(settings.out_dir)
     commands = [f"python sample.py {folder} --num_samples=4"]
     commands += [f"python evaluate.py {folder} --num_samples=8"] if scored else []

@@ -213,6 +213,11 @@ def test_the_end_of_a_run_says_what_was_reached_and_what_comes_next(tmp_path, mo
     lines = ending("GRPO", dataclasses.replace(settings, max_iters=9), True, stopped=True)
     assert lines[0].startswith("GRPO is stopped: 3 of 9 iterations in ")
     assert lines[-1] == "  next        python grpo.py 'my config.py' --resume=auto"
+    several = dataclasses.replace(settings, parallel="hsdp", num_processes=4)
+    starts = {1: "torchrun --nproc_per_node=4", 2: "torchrun ..."}
+    for nodes, start in starts.items():
+        lines = ending("GRPO", dataclasses.replace(several, num_nodes=nodes), True, stopped=True)
+        assert lines[-1] == f"  next        {start} grpo.py 'my config.py' --resume=auto"
 
 
 def test_the_end_names_the_best_checkpoint_and_no_evaluation_without_scores(tmp_path):

@@ -153,8 +153,12 @@ def test_plans_of_a_process_of_several():
         <= fsdp.phases["rollout"][0] - weights // 2 - fsdp.phases["rollout"][1]["moments"]
     )
     assert offloaded.host_components["weights"] == offloaded.host_components["gradients"] == weights // 2
+    hsdp = plan(rehearse, replace(settings, batch_size=16, parallel="hsdp", num_processes=4, num_nodes=2))
+    assert hsdp.phases["train"][1]["weights"] == weights // 2 and hsdp.phases["rollout"] == fsdp.phases["rollout"]
     with pytest.raises(SnugError, match="num_processes=2 with parallel='none'"):
         GRPOSettings(num_processes=2).check()
+    with pytest.raises(SnugError, match="num_processes=6 on num_nodes=4 machines"):
+        GRPOSettings(parallel="hsdp", num_processes=6, num_nodes=4).check()
 
 
 def test_one_process_shares_with_nobody():

@@ -62,6 +62,7 @@ class Processes(OneProcess):
 
     def __init__(self, settings):
         self.rank, self.size, self.local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        self.nodes = self.size // int(os.environ["LOCAL_WORLD_SIZE"])
         self.settings = settings
 
     def device(self, name):
@@ -173,7 +174,7 @@ class ShardedProcesses(Processes):
             raise SnugError(f"{seen}; pip install torch==2.13.0, or use --parallel=ddp")
         # No block's output is changed in place while gradients are on.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-        near = int(os.environ["LOCAL_WORLD_SIZE"]) if self.settings.parallel == "hsdp" else self.size
+        near = self.size // (self.nodes if self.settings.parallel == "hsdp" else 1)
         shape, names = ((self.size // near, near), ("nodes", "near")) if near < self.size else ((near,), ("near",))
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         options = dict(mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
