@@ -259,6 +259,9 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
             raise SnugError("param_dtype='bfloat16' computes in bfloat16; add --dtype=bfloat16")
         if self.num_processes > 1 and self.parallel == "none":
             raise SnugError(f"num_processes={self.num_processes} with parallel='none'; add --parallel=ddp or fsdp")
+        if self.num_processes > self.batch_size:
+            seen = f"batch_size={self.batch_size} is less than {self.num_processes} processes"
+            raise SnugError(f"{seen}; each takes a prompt at least")
         if self.num_processes % self.num_nodes:
             seen = f"num_processes={self.num_processes} on num_nodes={self.num_nodes} machines"
             raise SnugError(f"{seen}; num_processes counts those of all machines, as many on each")

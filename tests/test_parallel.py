@@ -157,6 +157,8 @@ def test_plans_of_a_process_of_several():
     assert hsdp.phases["train"][1]["weights"] == weights // 2 and hsdp.phases["rollout"] == fsdp.phases["rollout"]
     with pytest.raises(SnugError, match="num_processes=2 with parallel='none'"):
         GRPOSettings(num_processes=2).check()
+    with pytest.raises(SnugError, match="batch_size=4 is less than 8 processes"):
+        GRPOSettings(parallel="ddp", num_processes=8, batch_size=4).check()
     with pytest.raises(SnugError, match="num_processes=6 on num_nodes=4 machines"):
         GRPOSettings(parallel="hsdp", num_processes=6, num_nodes=4).check()
 

@@ -41,7 +41,6 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
         print(show(rehearse, settings, longest))
         return True
     processes = parallel.start(settings)
-    settings.num_processes, settings.num_nodes = processes.size, processes.nodes  # for plans
     device = pick_device(processes.device(settings.device), settings.tf32)
     with processes:
         prepared.settings = processes.first(apply(rehearse, settings, longest, device, print))

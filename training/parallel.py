@@ -52,8 +52,8 @@ def start(settings) -> OneProcess:
     if not launched:
         command = f"torchrun --nproc_per_node=8 {sys.argv[0]}"
         raise SnugError(f"parallel={settings.parallel!r} needs processes; start them with {command}")
-    if settings.batch_size < size:
-        raise SnugError(f"batch_size={settings.batch_size} is less than {size} processes; each takes a prompt at least")
+    settings.num_processes, settings.num_nodes = size, size // int(os.environ["LOCAL_WORLD_SIZE"])
+    settings.check()
     return (Processes if settings.parallel == "ddp" else ShardedProcesses)(settings)
 
 
@@ -62,7 +62,6 @@ class Processes(OneProcess):
 
     def __init__(self, settings):
         self.rank, self.size, self.local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        self.nodes = self.size // int(os.environ["LOCAL_WORLD_SIZE"])
         self.settings = settings
 
     def device(self, name):
@@ -174,7 +173,7 @@ class ShardedProcesses(Processes):
             raise SnugError(f"{seen}; pip install torch==2.13.0, or use --parallel=ddp")
         # No block's output is changed in place while gradients are on.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-        near = self.size // (self.nodes if self.settings.parallel == "hsdp" else 1)
+        near = self.size // (self.settings.num_nodes if self.settings.parallel == "hsdp" else 1)
         shape, names = ((self.size // near, near), ("nodes", "near")) if near < self.size else ((near,), ("near",))
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         options = dict(mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
