@@ -132,7 +132,7 @@ def iterate(iteration, training, collect=None):
     processes.add(entropies)
     samples = training.samples(rollouts, rewards, entropies)
     del rollouts, entropies  # before the evaluation samples its own
-    scores |= training.evaluate_if_due(iteration + 1)
+    scores = scores or training.evaluate_if_due(iteration + 1)  # the first iteration logs the scores before it
     tokens_per_second = metrics.pop("tokens") / meter.stats()["time_rollout_s"]
     metrics = mean_of_steps(taken) | metrics | dict(skipped_steps=skipped, learning_rate=learning_rate)
     metrics |= dict(tokens_per_second=tokens_per_second, time_s=time.perf_counter() - started)
@@ -345,5 +345,5 @@ def loss_options(settings) -> dict:
 
 
 if __name__ == "__main__":
-    with friendly_errors():
+    with friendly_errors("; --resume=auto continues from the newest checkpoint"):
         main(prepared)

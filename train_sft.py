@@ -52,7 +52,7 @@ def iterate(iteration, training, make_batch=None):
     metrics = training.update(metrics, learning_rate, iteration, batch, cut.sequences(0))
 
     # 4. Evaluate where it is due, log, save.
-    scores |= training.evaluate_if_due(iteration + 1)
+    scores = scores or training.evaluate_if_due(iteration + 1)  # the first iteration logs the scores before it
     stats, num_tokens = meter.stats(), sum(cut.completions)
     record = {"iter": iteration} | (metrics or {}) | {"learning_rate": learning_rate}
     record["completion_length_mean"] = num_tokens / settings.batch_size
@@ -88,5 +88,5 @@ def accumulate_gradient(model, batch, cut, settings):
 
 
 if __name__ == "__main__":
-    with friendly_errors():
+    with friendly_errors("; --resume=auto continues from the newest checkpoint"):
         main(prepared)
