@@ -80,6 +80,7 @@ def read_settings(cls, argv: list[str], positional: str = "config") -> tuple[typ
     place = given.pop(positional)
     for flag in (word.partition("=")[0] for word in rest if word.startswith("-")):
         check_name(cls, flag.lstrip("-"), flag)
+        raise SnugError(f"unknown option {flag}; did you mean -{flag}?")  # -seed=3
     if rest:
         raise SnugError(f"only one {positional} can be given, not {len(rest) + 1}: {' '.join([place, *rest])}")
     if place and positional == "config":
@@ -254,8 +255,12 @@ def to_json(settings) -> str:
 
 
 @contextmanager
-def friendly_errors():
-    """SnugError: one line on stderr, exit code 2. Ctrl-C: one line, 130. A closed pipe (| head): silent."""
+def friendly_errors(advice: str = ""):
+    """SnugError: one line on stderr, exit code 2. Ctrl-C: one line, 130. A closed pipe (| head): silent.
+
+    advice: what Ctrl-C's line says besides. A console that cannot show a character shows "?" in its place.
+    """
+    sys.stdout.reconfigure(errors="replace")
     try:
         yield
     except SnugError as error:
@@ -265,5 +270,5 @@ def friendly_errors():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
         sys.exit(0)
     except KeyboardInterrupt:
-        print("stopped; --resume=auto continues from the newest checkpoint", file=sys.stderr)
+        print(f"stopped{advice}", file=sys.stderr)
         sys.exit(130)

@@ -38,6 +38,7 @@ BAD = [
     ("grpo.py config/grpo_small.py --group_size=1", "group_size=1: a group needs at least 2"),
     ("grpo.py config/grpo_smal.py", "did you mean config/grpo_small.py?"),
     ("grpo.py --task=adition", "; did you mean addition?"),
+    ("grpo.py -seed=3", "unknown option -seed; did you mean --seed?"),
     ("grpo.py --n_embd=65", "n_head=4 does not divide n_embd=65"),
     ("grpo.py --vocab_size=256", "vocab_size=256, but the tokenizer bytes has 257 ids"),
     ("grpo.py --max_new_tokens=60", "max_new_tokens=60"),
