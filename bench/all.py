@@ -225,8 +225,11 @@ def main(words, make_steps=make_steps):
     interrupted = False
     with tempfile.TemporaryDirectory() as scratch:
         steps = make_steps(arguments.device, arguments.dry_run, scratch)
+        only = arguments.only.split(",") if arguments.only else [step[0] for step in steps]
+        if unknown := set(only) - {step[0] for step in steps}:
+            sys.exit(f"error: no step is called {', '.join(unknown)}; there are {', '.join(step[0] for step in steps)}")
         try:
-            steps = [step for step in steps if not arguments.only or step[0] in arguments.only.split(",")]
+            steps = [step for step in steps if step[0] in only]
             run_steps(steps, summary, folder, arguments.seconds)
         except KeyboardInterrupt:
             interrupted = True
