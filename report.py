@@ -9,6 +9,7 @@ where they were. Only the runs' folders are written to.
 """
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
@@ -23,7 +24,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         arguments = parser.parse_args()
         runs = read_runs(arguments.folders)
 
-from options import SnugError
+from options import SnugError, in_one_line
 from page.charts import charts_of
 from page.pictures import write_pictures
 from page.runs import read_runs
@@ -37,6 +38,8 @@ def main(runs, live: bool) -> None:
     """The table, the page, and at last the pictures. Raises SnugError."""
     print("\n".join(table(runs)), flush=True)
     plans, page = [planned(run) for run in runs], runs[0].folder / "report.html"
+    if live:
+        print(f"page: {page}, written again every {EVERY} s until the runs end or Ctrl-C", flush=True)
     while True:
         for run, its in zip(runs, plans, strict=True):
             run.plan = its
@@ -45,12 +48,12 @@ def main(runs, live: bool) -> None:
         write_page(page, runs, charts, cells_of(runs), EVERY if goes_on else 0)
         if not goes_on:
             break
-        print(f"page: {page}, written again every {EVERY} s until the runs end or Ctrl-C", flush=True)
         try:
             time.sleep(EVERY)
         except KeyboardInterrupt:
             live = False  # a last page, which does not load itself again
-        runs = read_runs([run.folder for run in runs])
+        with suppress(SnugError):  # a run that was started again has no iteration yet
+            runs = read_runs([run.folder for run in runs])
     write_pictures(charts, runs[0].folder / "charts")
     print(f"page: {page}\na PNG of each chart: {runs[0].folder / 'charts'}")
 
@@ -67,8 +70,9 @@ def planned(run):
     try:
         if not run.settings:
             raise SnugError("settings.json is missing")
-        settings = settings_of({"settings": run.settings})
-        prepared = prepare(replace(settings, resume="never", device=run.device))
+        with in_one_line("settings.json"):  # older, or edited
+            settings = settings_of({"settings": run.settings})
+            prepared = prepare(replace(settings, resume="never", device=run.device))
         loop, reference = (grpo, grpo.make_reference) if run.kind == "GRPO" else (train_sft, lambda *_, **__: None)
         return plan(DryRun(prepared, loop.iterate, reference), prepared.settings)
     except (SnugError, OSError) as error:
@@ -84,8 +88,10 @@ def rows_of(records):
     phases = dict.fromkeys(key.removeprefix(PEAK) for record in records for key in record if key.startswith(PEAK))
     for phase in phases:
         rows[f"  {PEAK}{phase}"] = f"{max(record.get(PEAK + phase, 0) for record in records):.1f}"
-        seconds = [record[f"time_{phase}_s"] for record in settled if f"time_{phase}_s" in record]
-        rows[f"  time_{phase}_s (median)"] = f"{median(seconds or [0]):.3f}"
+        seconds, key = [], f"time_{phase}_s"
+        for chosen in (settled, records):  # all of them if no settled one has this phase, such as an evaluation
+            seconds = seconds or [record[key] for record in chosen if key in record]
+        rows[f"  {key} (median)"] = f"{median(seconds):.3f}" if seconds else "-"
     rows["time_s (median)"] = f"{median(record['time_s'] for record in settled):.3f}"
     rows["tokens_per_second (median)"] = f"{median(record['tokens_per_second'] for record in settled):,.0f}"
     for name in ("reward_mean", "eval_reward_mean", "pass_at_1", "pass_at_1_sampled", "task_pass_at_1"):
@@ -117,4 +123,4 @@ if __name__ == "__main__":
         try:
             main(runs, arguments.live)
         except OSError as error:
-            raise SnugError(f"{error.filename} cannot be written ({error.strerror})") from None
+            raise SnugError(f"{error.filename or runs[0].folder} cannot be written ({error.strerror})") from None

@@ -23,7 +23,8 @@ const colour = (name) => {
 const trace = (series) => {
   const tint = data.palette[series.color % data.palette.length];
   const hover = series.labels.length ? "%{text}: %{y:,.4~g}<extra></extra>" : "%{x}: %{y:,.4~g}<extra>%{fullData.name}</extra>";
-  const common = { name: escaped(series.name), x: series.x, y: series.y, text: series.labels, hovertemplate: hover, textposition: "none" };
+  const x = series.x.map((place) => (typeof place === "string" ? escaped(place) : place));
+  const common = { name: escaped(series.name), x, y: series.y, text: series.labels, hovertemplate: hover, textposition: "none" };
   const few = series.x.length > 2 && series.x.length < 30;
   const line = { type: "scatter", mode: few ? "lines+markers" : "lines", cliponaxis: false, line: { color: tint, width: 2 }, marker: { size: 5, color: tint } };
   switch (series.style) {
@@ -49,14 +50,15 @@ const layout = (chart) => {
   const styles = new Set(chart.series.map((series) => series.style));
   const places = chart.series.flatMap((series) => series.x);
   let range = chart.window;
-  if (!range && typeof places[0] === "number") range = [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))];
+  const named = typeof places[0] === "string";
+  if (!range && places.length && !named) range = [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))];
   return {
     font: { family: "system-ui, sans-serif", color: text, size: 12 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 52, r: 14, t: 10, b: 40 }, dragmode: !mouse.matches ? false : chart.window ? "pan" : "zoom", hovermode: "closest", bargap: 0.35,
     barmode: styles.has("stack") ? "stack" : styles.has("block") ? "overlay" : "group",
     showlegend: chart.series.length > 1, legend: { orientation: "h", traceorder: "normal", y: -0.22, yanchor: "top", font: { color: quiet, size: 12 } },
-    xaxis: { ...axis, title: title(chart.x), showgrid: false, ...(range && range[0] < range[1] ? { range } : {}) },
+    xaxis: { ...axis, ...(named ? { type: "category" } : {}), title: title(chart.x), showgrid: false, ...(range && range[0] < range[1] ? { range } : {}) },
     yaxis: { ...axis, title: title(chart.y), rangemode: "tozero", fixedrange: true, ...(chart.top ? { range: [0, chart.top] } : {}) },
   };
 };
@@ -70,6 +72,8 @@ for (const chart of data.charts) {
   const card = make("figure", chart.wide ? "chart wide" : "chart");
   card.style.margin = 0;
   chart.plot = make("div", "plot");
+  chart.plot.setAttribute("role", "img");
+  chart.plot.setAttribute("aria-label", `${chart.title}; the table at the end has the figures`);
   card.append(make("h3", "", chart.title), chart.plot);
   document.querySelector(`.charts[data-section="${chart.section}"]`).append(card);
 }
@@ -103,6 +107,14 @@ const start = () => {
   paint();
 };
 addEventListener("DOMContentLoaded", () => requestAnimationFrame(() => setTimeout(start)));
+
+// The address keeps what the browser of completions shows, so a link to a section only scrolls.
+document.querySelector("nav").addEventListener("click", (event) => {
+  const section = event.target.hash && document.querySelector(event.target.hash);
+  if (!section) return;
+  event.preventDefault();
+  section.scrollIntoView();
+});
 
 // A run that goes on: report.py --live writes the page again. A reload keeps the place and the address.
 const seconds = Number(document.body.dataset.refresh);

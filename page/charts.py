@@ -10,9 +10,11 @@ from statistics import mean
 from memory.meter import PHASES
 from memory.plan import MIB
 
-PALETTE = ["#4f7df0", "#e39a2d", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c76aa8", "#58b1c9"]
+# At least 3 : 1 on the page's light and on its dark cards.
+PALETTE = ["#4f7df0", "#c9821a", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c76aa8", "#3a9ab5"]
 SHOWN = 10  # iterations of a memory timeline that are seen at first
 MOST = 200  # iterations of a memory timeline
+POINTS = 2000  # of a line
 PARTS = 7  # components of a plan that have a colour of their own
 
 # section, title, unit, {figure of the log: name}
@@ -76,19 +78,25 @@ def charts_of(runs) -> list[Chart]:
 
 
 def figure(runs, names) -> list[Series]:
-    """A line for each run and figure. None if no run has the first figure: SFT has no reward but the held-out one."""
+    """A line for each run and figure. [] if no run has the first figure: SFT has no reward but the held-out one."""
     series = []
     if not any(record.get(next(iter(names))) is not None for run in runs for record in run.records):
         return series
     for number, run in enumerate(runs):
         for place, (key, name) in enumerate(names.items()):
-            points = [(r["iter"], r[key]) for r in run.records if r.get(key) is not None]
+            points = spread([(r["iter"], r[key]) for r in run.records if r.get(key) is not None])
             if points:
                 x, y = map(list, zip(*points, strict=True))
                 label = ", ".join(part for part in (run.name if len(runs) > 1 else "", name) if part) or run.name
                 color = number if len(runs) > 1 else place
                 series.append(Series(label, x, y, "dashed" if place else "line", color))
     return series
+
+
+def spread(points: list) -> list:
+    """Every n-th point and the last one, so that POINTS are left."""
+    every = -(-len(points) // POINTS) or 1
+    return points[:-1:every] + points[-1:]
 
 
 def timeline(run) -> Chart:
@@ -165,7 +173,7 @@ def seconds(runs) -> Chart:
 
 
 def seconds_over_time(run) -> Chart:
-    x = [record["iter"] for record in run.records]
+    x = spread([record["iter"] for record in run.records])
     found, order = seconds_of(run), [*PHASES, "other"]
-    series = [Series(phase, x, its, "area", order.index(phase)) for phase, its in found.items()]
+    series = [Series(phase, x, spread(its), "area", order.index(phase)) for phase, its in found.items()]
     return Chart("Time", f"Seconds of each iteration, {run.name}", "iteration", "seconds", series)

@@ -11,9 +11,10 @@ def write_pictures(charts: list[Chart], folder: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # no display
+    matplotlib.rcParams["text.parse_math"] = False  # a $ in a run's name is one
     folder.mkdir(exist_ok=True)
     for chart in charts:
-        picture(chart, folder / f"{re.sub(r'[^a-z0-9]+', '-', chart.title.lower()).strip('-')}.png")
+        picture(chart, folder / f"{re.sub(r'[^a-z0-9_.]+', '-', chart.title.lower()).strip('-')}.png")
 
 
 def picture(chart: Chart, path: Path) -> None:

@@ -16,17 +16,24 @@
   }
 
   // --------------------------------------------------------------------------------------------------------------------
-  // The state: what the controls say. It is in the address, so that it outlives a reload.
+  // The state: what the controls say, and the chosen completion. It is in the address, so that it outlives a reload.
 
-  const names = ["run", "step", "filter", "colour", "search"];
+  const names = ["run", "filter", "colour", "search"];
   const load = () => {
     const state = new URLSearchParams(location.hash.slice(1));
     for (const name of names) if (state.has(name)) $(name).value = state.get(name);
+    for (const name of ["run", "filter", "colour"]) if ($(name).selectedIndex < 0) $(name).selectedIndex = 0; // as of another page
     $("all").checked = state.has("all");
+    const place = current().iterations.indexOf(Number(state.get("iteration") ?? NaN));
+    $("step").max = current().iterations.length - 1;
+    $("step").value = place < 0 ? $("step").max : place;
+    chosen = current().samples[state.get("chosen") ?? -1] ?? null;
   };
   const save = () => {
     const state = new URLSearchParams(names.map((name) => [name, $(name).value]));
     if ($("all").checked) state.set("all", "1");
+    if ($("step").value !== $("step").max) state.set("iteration", current().iterations[$("step").value]); // else the newest
+    if (chosen) state.set("chosen", current().samples.indexOf(chosen));
     try { history.replaceState(null, "", `#${state}`); } catch { /* a browser may refuse that to files */ }
   };
 
@@ -54,7 +61,7 @@
   const FILTERS = {
     all: () => true,
     above: (sample) => sample.reward > sample.mean,
-    below: (sample) => sample.reward < sample.mean,
+    below: (sample) => sample.reward !== null && sample.reward < sample.mean,
     cut: (sample) => !sample.stopped,
     varied: (sample) => sample.varied,
   };
@@ -76,8 +83,9 @@
     const left = run.left_out ? `; ${run.left_out} iterations are left out, see samples.jsonl` : "";
     $("count").textContent = `${found.toLocaleString("en")} of ${run.samples.length.toLocaleString("en")} completions${left}`;
     space.style.height = `${items.length * HEIGHT}px`;
-    list.scrollTop = 0;
-    choose(items.find((item) => item.sample)?.sample ?? null);
+    const first = items.findIndex((item) => item.sample), place = items.findIndex((item) => item.sample && item.sample === chosen);
+    if (place < 0) list.scrollTop = 0;
+    choose(place < 0 ? first : place);
     legend();
   };
 
@@ -91,7 +99,7 @@
     change: { low: "−2 nats from the reference", high: "+2", both: true, of: (sample, i) => (sample.logprobs?.[i] - sample.ref_logprobs?.[i]) / 2 },
   };
   const tint = (strength, both) => {
-    const share = Math.round(65 * Math.min(1, Math.abs(strength)));
+    const share = Math.round(50 * Math.min(1, Math.abs(strength)));
     return share ? `color-mix(in srgb, var(${both ? (strength < 0 ? "--bad" : "--good") : "--accent"}) ${share}%, transparent)` : "";
   };
   const legend = () => {
@@ -106,8 +114,7 @@
     const texts = sample.tokens ?? [sample.completion];
     texts.slice(0, most).forEach((text, i) => {
       const isEnd = sample.stopped && i === texts.length - 1 && !text;
-      const shown = text.replaceAll("\n", oneLine ? "↵" : "↵\n") || (isEnd ? "■" : "◦");
-      const span = make("span", isEnd ? "end" : "", shown);
+      const span = make("span", "", text.replaceAll("\n", oneLine ? "↵" : "↵\n") || (isEnd ? "■" : "◦"));
       if (sample.tokens) span.style.background = tint(scale.of(sample, i) || 0, scale.both);
       span.dataset.token = i;
       box.append(span);
@@ -133,7 +140,7 @@
     element.setAttribute("aria-selected", sample === chosen);
     if (sample === chosen) element.classList.add("chosen");
     element.append(make("span", "reward", number(sample.reward)), advantage, tokens(sample, MOST, true));
-    element.addEventListener("click", () => choose(sample));
+    element.addEventListener("click", () => { choose(index); save(); });
     return element;
   };
 
@@ -141,12 +148,14 @@
     const first = Math.max(0, Math.floor(list.scrollTop / HEIGHT) - SPARE);
     const last = Math.min(items.length, Math.ceil((list.scrollTop + list.clientHeight) / HEIGHT) + SPARE);
     space.replaceChildren(...items.slice(first, last).map((item, i) => row(item, first + i)));
-    const active = items.findIndex((item) => item.sample && item.sample === chosen);
-    list.setAttribute("aria-activedescendant", active < 0 ? "" : `row-${active}`);
+    list.setAttribute("aria-activedescendant", space.querySelector(".chosen")?.id ?? "");
   };
 
-  const choose = (sample) => {
-    chosen = sample;
+  // The completion of a place in the list, which is brought into view.
+  const choose = (place) => {
+    const sample = chosen = items[place]?.sample ?? null, top = place * HEIGHT;
+    if (top < list.scrollTop + HEIGHT) list.scrollTop = top - HEIGHT;
+    if (top + HEIGHT > list.scrollTop + list.clientHeight) list.scrollTop = top + HEIGHT - list.clientHeight;
     render();
     detail.replaceChildren();
     if (!sample) {
@@ -163,6 +172,7 @@
     }
     const whole = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures, or press ← and → in the list. ■ is the stop token." : "");
     line.id = "token";
+    line.setAttribute("aria-live", "polite");
     whole.addEventListener("pointerover", (event) => point(event.target));
     detail.append(make("h3", "", `Prompt, iteration ${sample.iter}`), make("p", "text", sample.prompt), make("h3", "", "Completion"));
     detail.append(whole, line, make("h3", "", "Figures"), figures);
@@ -172,7 +182,7 @@
   // The figures of a token, an element of the detail.
   const point = (element) => {
     const i = element?.dataset.token;
-    if (i === undefined || !chosen.logprobs) return;
+    if (i === undefined || typeof chosen.logprobs?.[i] !== "number") return;
     detail.querySelector(".at")?.classList.remove("at");
     element.classList.add("at");
     const logprob = chosen.logprobs[i], parts = [`token ${+i + 1}: log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 3)}`];
@@ -184,7 +194,7 @@
   const STEPS = { ArrowDown: 1, ArrowUp: -1, PageDown: 12, PageUp: -12, Home: -Infinity, End: Infinity };
   list.addEventListener("keydown", (event) => {
     const beside = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
-    if (!beside && !(event.key in STEPS)) return;
+    if (event.altKey || event.ctrlKey || event.metaKey || (!beside && !(event.key in STEPS))) return;
     event.preventDefault();
     if (beside) {
       const at = detail.querySelector(".at"), token = at ? at[beside] : detail.querySelector("[data-token]");
@@ -195,11 +205,8 @@
     const places = items.flatMap((item, i) => (item.sample ? [i] : []));
     if (!places.length) return;
     const now = places.findIndex((i) => items[i].sample === chosen);
-    const place = places[Math.max(0, Math.min(places.length - 1, now + STEPS[event.key]))];
-    const top = place * HEIGHT;
-    if (top < list.scrollTop + HEIGHT) list.scrollTop = top - HEIGHT;
-    if (top + HEIGHT > list.scrollTop + list.clientHeight) list.scrollTop = top + HEIGHT - list.clientHeight;
-    choose(items[place].sample);
+    choose(places[Math.max(0, Math.min(places.length - 1, now + STEPS[event.key]))]);
+    save();
   });
   list.addEventListener("scroll", () => requestAnimationFrame(render));
   addEventListener("resize", render);
@@ -216,9 +223,7 @@
     $("run").append(option);
   });
   $("which-run").hidden = data.rollouts.length < 2;
-  $("step").max = Math.max(...data.rollouts.map((run) => run.iterations.length - 1));
-  $("step").value = $("step").max;
   load();
-  for (const name of [...names, "all"]) $(name).addEventListener("input", () => { update(); save(); });
+  for (const name of [...names, "step", "all"]) $(name).addEventListener("input", () => { update(); save(); });
   update();
 })();

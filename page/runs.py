@@ -5,12 +5,15 @@ Nothing here imports torch: a wrong folder is answered at once. Left out: checkp
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from options import SnugError
 from runs.log import read_lines, read_log
 
+MOST_TOKENS = 1_000_000  # of the completions in a page: about 40 MB
 MEMORY_LINE = re.compile(
     r"\[MEM\] \[\w+ step (\d+)/\d+\] after (\w+): current=([\d.]+)MiB reserved=([\d.]+)MiB peak_since_reset=([\d.]+)MiB"
 )
@@ -23,7 +26,8 @@ class Run:
     kind: str  # "GRPO" or "SFT"
     device: str  # "cuda" or "cpu"
     records: list[dict]  # log.jsonl; never empty
-    samples: list[dict]  # samples.jsonl
+    samples: list[dict]  # samples.jsonl, or every n-th iteration of it
+    left_out: int  # iterations of samples.jsonl that are not in `samples`
     memory: dict  # iteration -> {phase: (MiB allocated after it, reserved, at its peak)}
     settings: dict  # settings.json; {} if it is missing
     plan: object = None  # memory.plan.Plan, once report.py has made it
@@ -37,10 +41,11 @@ def read_runs(folders: list[str]) -> list[Run]:
     """Raises SnugError if a folder has no log or its log no iteration."""
     names = [Path(folder).resolve().name for folder in folders]
     unique = len(set(names)) == len(names)
-    return [read_run(Path(f), name if unique else str(f)) for f, name in zip(folders, names, strict=True)]
+    most = MOST_TOKENS // len(names)
+    return [read_run(Path(f), name if unique else str(f), most) for f, name in zip(folders, names, strict=True)]
 
 
-def read_run(folder: Path, name: str) -> Run:
+def read_run(folder: Path, name: str, most_tokens: int) -> Run:
     try:
         records = read_log(folder)
     except OSError as error:
@@ -50,12 +55,38 @@ def read_run(folder: Path, name: str) -> Run:
     text = text_of(folder / "log.txt")
     kind = "GRPO" if any("reward_mean" in record for record in records) else "SFT"
     device = "cuda" if re.search(r"^\w+ on .* parameters.* on cuda", text, re.MULTILINE) else "cpu"
-    samples = read_lines(folder / "samples.jsonl") if (folder / "samples.jsonl").exists() else []
+    logged = folder / "samples.jsonl"
+    samples = thinned(read_lines(logged), most_tokens) if logged.exists() else ([], 0)
     memory = {}
     for step, phase, *sizes in MEMORY_LINE.findall(text):  # a resumed run repeats iterations: the last counts
-        memory.setdefault(int(step), {})[phase] = tuple(map(float, sizes))
+        if int(step) <= records[-1]["iter"]:
+            memory.setdefault(int(step), {})[phase] = tuple(map(float, sizes))
     settings = json.loads(text_of(folder / "settings.json") or "{}")
-    return Run(folder, name, kind, device, records, samples, memory, settings)
+    return Run(folder, name, kind, device, records, *samples, memory, settings)
+
+
+def thinned(samples: Iterable[dict], most_tokens: int) -> tuple[list[dict], int]:
+    """The completions of every n-th iteration and of the last one, as they are read -> those, iterations left out.
+
+    n is a power of two, the least that leaves most_tokens.
+    """
+    kept, tokens, every, number, last = {}, 0, 1, -1, []  # kept: number of an iteration -> its completions
+    for number, (_, its) in enumerate(groupby(samples, key=lambda sample: sample["iter"])):
+        last = list(its)
+        if number % every == 0:
+            kept[number] = last
+            tokens += tokens_of(last)
+        while tokens > most_tokens and len(kept) > 1:
+            every *= 2
+            kept = {n: its for n, its in kept.items() if n % every == 0}
+            tokens = sum(map(tokens_of, kept.values()))
+    if last:
+        kept[number] = last
+    return [sample for its in kept.values() for sample in its], number + 1 - len(kept)
+
+
+def tokens_of(samples: list[dict]) -> int:
+    return sum(len(sample.get("tokens", ())) for sample in samples)
 
 
 def text_of(path: Path) -> str:

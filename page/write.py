@@ -5,16 +5,15 @@ show it as text only, and the page's policy runs no script but its own.
 """
 
 import json
-import os
 import secrets
 from dataclasses import asdict
 from pathlib import Path
 
 from page.charts import PALETTE, Chart
 from page.runs import Run
+from runs.log import write_whole
 
 HERE = Path(__file__).parent
-MOST_TOKENS = 1_000_000  # of the completions in a page: about 40 MB
 
 
 def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[list[str]], refresh: int = 0) -> None:
@@ -37,35 +36,18 @@ def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[lis
         cells=cells,
         refresh=refresh,
     )
-    whole = path.with_suffix(".tmp")
-    whole.write_text(page, encoding="utf-8")
-    os.replace(whole, path)  # a browser never sees half a page
+    write_whole(path, page)
 
 
 def content(runs: list[Run], charts: list[Chart]) -> dict:
     """What the scripts read."""
-    rollouts = []
-    for run in runs:
-        if run.samples:
-            samples = thinned(run.samples)
-            left_out = {s["iter"] for s in run.samples} - {s["iter"] for s in samples}
-            rollouts.append(dict(run=run.name, samples=samples, left_out=len(left_out)))
+    rollouts = [dict(run=run.name, samples=run.samples, left_out=run.left_out) for run in runs if run.samples]
     return dict(palette=PALETTE, charts=[asdict(chart) for chart in charts], rollouts=rollouts)
 
 
 def island(data) -> str:
     """JSON that stands inside <script>: no text in it can end the element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def thinned(samples: list[dict]) -> list[dict]:
-    """Every n-th iteration's, so that MOST_TOKENS are left."""
-    every = -(-sum(len(sample.get("tokens", ())) for sample in samples) // MOST_TOKENS)
-    if every <= 1:
-        return samples
-    iterations = sorted({sample["iter"] for sample in samples})
-    kept = {*iterations[::every], iterations[-1]}
-    return [sample for sample in samples if sample["iter"] in kept]
 
 
 def tiles(run: Run) -> list[tuple[str, str]]:

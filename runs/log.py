@@ -85,7 +85,7 @@ class RunLog:
             # If the disk with log.txt is full, only the console can say so.
             names = ("log.jsonl", "samples.jsonl", "log.txt")
             self.files = {name: Lines(folder / name, self.show_line) for name in names}
-            (folder / "settings.json").write_text(to_json(settings))
+            write_whole(folder / "settings.json", to_json(settings))
         except OSError as error:
             raise SnugError(f"out_dir={settings.out_dir} cannot be written to: {error.strerror}") from None
         options = dict(unit="it", disable=None, leave=False, dynamic_ncols=True, desc=title, smoothing=0)
@@ -229,25 +229,29 @@ def keep_before(path: Path, start: int) -> None:
     """Cut a JSON-lines file back to the iterations before `start`, because a resumed run repeats the others."""
     if path.exists():
         kept = [json.dumps(record) + "\n" for record in read_lines(path) if record["iter"] < start]
-        whole = path.with_suffix(".tmp")
-        whole.write_text("".join(kept))
-        os.replace(whole, path)
+        write_whole(path, "".join(kept))
 
 
-def read_lines(path: Path) -> list[dict]:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that nobody sees half written."""
+    whole = path.with_suffix(".tmp")
+    whole.write_text(text, encoding="utf-8")
+    os.replace(whole, path)
+
+
+def read_lines(path: Path) -> Iterator[dict]:
     """The objects of a JSON-lines file, up to a line that was cut off by a crash."""
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
 
 
 def read_log(folder: str | Path) -> list[dict]:
     """log.jsonl of a run's folder."""
-    return read_lines(Path(folder) / "log.jsonl")
+    return list(read_lines(Path(folder) / "log.jsonl"))
 
 
 class BackgroundWriter:

@@ -58,7 +58,7 @@ def told(folder):
         {k: v for k, v in record.items() if not k.startswith(("time", "mem")) and k != "tokens_per_second"}
         for record in read_log(folder)
     ]
-    return records, read_lines(folder / "samples.jsonl")
+    return records, list(read_lines(folder / "samples.jsonl"))
 
 
 def assert_same_weights(ours, theirs, atol):

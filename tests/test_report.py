@@ -13,8 +13,8 @@ from memory.plan import MIB, Plan
 from options import SnugError
 from page.charts import charts_of
 from page.pictures import write_pictures
-from page.runs import read_runs
-from page.write import island, thinned, write_page
+from page.runs import read_runs, thinned
+from page.write import island, tiles, write_page
 
 HOSTILE = [
     "</script><script>window.hacked = 1</script>",
@@ -113,6 +113,33 @@ def test_charts_have_the_logs_figures(tmp_path):
     assert not any("Reward, SFT" == its.title for its in charts)
 
 
+def test_the_tables_and_the_tiles_figures(tmp_path):
+    folder = make_run(tmp_path / "a", iterations=5)
+    runs = read_runs([folder, make_run(tmp_path / "warm", kind="SFT", iterations=3)])
+    rows = {name.strip(): cells for name, *cells in report.cells_of(runs)}
+    assert rows["memory in MiB"] == ["a", "warm"] and rows["iterations"] == ["5", "3"]
+    assert rows["mem_max_alloc_mb_train"] == ["34.0", "2.0"] and rows["time_train_s (median)"] == ["4.000", "1.000"]
+    assert rows["reward_mean (first -> last)"] == ["0.000 -> 0.400", "-"]
+    assert rows["pass_at_1 (first -> last)"] == ["0.000 -> 0.800", "0.000 -> 0.400"]
+    runs[0].plan = PLAN
+    first, last = runs[0].records[0], runs[0].records[-1]
+    first |= dict(
+        time_s=99.0, time_eval_s=3.0, mem_max_alloc_mb_eval=5.0
+    )  # of the evaluation before the first iteration
+    last |= dict(mem_max_alloc_mb=1.0)
+    rows = {name.strip(): cells[0] for name, *cells in report.cells_of(runs[:1])}
+    assert rows["time_s (median)"] == "10.000" and rows["time_eval_s (median)"] == "3.000"
+    assert dict(tiles(runs[0])) == {
+        "iterations": "5",
+        "reward": "0.000 → 0.400",
+        "pass@1": "0.000 → 0.800",
+        "peak memory": "50 MiB, planned 60",
+        "time": "139 s",
+    }
+    seconds = chart(charts_of(runs), "Mean seconds of an iteration")
+    assert seconds["train"].y == [4, 1] and seconds["eval"].y == [3 / 5, 0]
+
+
 def test_runs_of_a_kind_share_charts(tmp_path):
     charts = charts_of(read_runs([make_run(tmp_path / "a"), make_run(tmp_path / "b", iterations=2)]))
     assert {name: s.y for name, s in chart(charts, "Entropy").items()} == {"a": [0.5] * 4, "b": [0.5] * 2}
@@ -164,7 +191,7 @@ def test_runs_that_are_not_finished_or_empty(tmp_path):
 def test_a_run_without_its_config_has_no_plan(tmp_path, capsys):
     (run,) = read_runs([make_run(tmp_path / "a", init_from="gone", init_config="gone.py", group_size=4)])
     assert report.planned(run) is None
-    assert "a: the page has no planned memory (config gone.py: No such file" in capsys.readouterr().out
+    assert "a: the page has no planned memory (settings.json (config gone.py: No such file" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ends", ["the run", "Ctrl-C"])
@@ -186,10 +213,12 @@ def test_live_until_the_end(tmp_path, monkeypatch, ends):
     assert 'data-refresh="0"' in page.read_text() and ("3 of 4" in page.read_text()) == (ends == "Ctrl-C")
 
 
-def test_many_tokens_are_thinned(monkeypatch):
-    monkeypatch.setattr("page.write.MOST_TOKENS", 100)
-    kept = thinned(make_samples(20))  # 20 iterations of 8 completions of 4 tokens
-    assert sorted({sample["iter"] for sample in kept}) == [0, 7, 14, 19] and len(kept) == 4 * 8
+def test_many_tokens_are_thinned():
+    samples = make_samples(20)  # 20 iterations of 8 completions of 4 tokens
+    assert thinned(iter(samples), 20 * 32) == (samples, 0) and thinned([], 100) == ([], 0)
+    kept, left_out = thinned(iter(samples), 100)
+    assert [sample["iter"] for sample in kept[::8]] == [0, 8, 16, 19] and len(kept) == 4 * 8 and left_out == 16
+    assert [sample["iter"] for sample in thinned(samples, 1)[0][::8]] == [0, 19]
 
 
 def test_a_picture_of_each_chart(tmp_path):
@@ -239,15 +268,22 @@ def rewards(tab):
 
 @pytest.mark.long
 def test_a_page_of_a_run_that_goes_on_comes_again(chromium, tmp_path):
-    tab, wrong = opened(chromium, page_of([make_run(tmp_path / "a", samples=make_samples(3))], refresh=1))
-    tab.fill("#search", "prompt 2")
+    tab, wrong = opened(chromium, page_of([make_run(tmp_path / "a", samples=make_samples(3))], refresh=4))
+    tab.fill("#search", "prompt 1")
+    tab.check("#all")
+    tab.click("#list .row >> nth=3")
+    tab.click("nav a >> nth=1")
     tab.evaluate("document.body.id = 'old'")
     tab.wait_for_selector("body:not(#old) #list .row")
-    assert tab.input_value("#search") == "prompt 2" and wrong == []
+    assert tab.input_value("#search") == "prompt 1" and tab.is_checked("#all") and wrong == []
+    assert tab.locator("#list .row").nth(3).get_attribute("aria-selected") == "true"
 
 
 def test_the_browser_draws_filters_and_finds(chromium, tmp_path):
     samples = make_samples(3) + [sample | dict(group=1) for sample in make_samples(3, texts=HOSTILE)]
+    for sample in samples:
+        sample["reward"] = 0.5 if sample["iter"] == 1 else sample["reward"]
+    samples[8]["reward"] = None
     folders = [make_run(tmp_path / "<b>a", samples=samples), make_run(tmp_path / "warm", kind="SFT")]
     tab, wrong = opened(chromium, page_of(folders, PLAN))
     # Curves, as they are in the log
@@ -271,6 +307,16 @@ def test_the_browser_draws_filters_and_finds(chromium, tmp_path):
     assert rewards(tab) == [0.75, 0.75, 0.5, 0.5] * 2
     tab.select_option("#filter", "cut")
     assert rewards(tab) == [0, 0] and "2 of 48" in tab.inner_text("#count")
+    tab.select_option("#filter", "below")
+    assert rewards(tab) == [0.25, 0.25, 0, 0] * 2
+    tab.select_option("#filter", "varied")
+    assert len(rewards(tab)) == 16
+    tab.evaluate("step.value = 1; step.dispatchEvent(new Event('input'))")
+    assert rewards(tab) == [] and tab.inner_text("#detail") == "No completion fits."  # all of iteration 1 are alike
+    tab.select_option("#filter", "all")
+    assert "–" in tab.inner_text("#list")  # one has no reward
+    tab.select_option("#filter", "below")
+    assert rewards(tab) == []
     tab.select_option("#filter", "all")
     # What a model wrote is text, also in the search
     tab.check("#all")
@@ -282,9 +328,13 @@ def test_the_browser_draws_filters_and_finds(chromium, tmp_path):
     assert tab.locator("#rollouts img, #rollouts .tokens b, #rollouts script").count() == 0
     # Colours, keys, light and dark
     shade = "document.querySelector('#detail .tokens span').style.background"
-    assert "var(--accent) 16%" in tab.evaluate(shade)  # log-prob -1 of -4
+    assert "var(--accent) 13%" in tab.evaluate(shade)  # log-prob -1 of -4, of 50 %
+    tab.select_option("#colour", "entropies")
+    assert "var(--accent) 6%" in tab.evaluate(shade)  # 0.25 of 2
+    tab.select_option("#colour", "change")
+    assert "var(--good) 13%" in tab.evaluate(shade)  # -1 to -1.5
     tab.select_option("#colour", "advantage")
-    assert "var(--good) 12%" in tab.evaluate(shade)  # 0.375 of 2
+    assert "var(--good) 9%" in tab.evaluate(shade)  # 0.375 of 2
     tab.focus("#list")
     tab.keyboard.press("ArrowDown")
     assert tab.locator(".row").nth(2).get_attribute("aria-selected") == "true"
