@@ -3,7 +3,8 @@
     python bench/sampling.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--static]
 
 A model's stop token has a constant probability at each token, so lengths are geometric; or none, and all are equally
-long. Whole calls take turns, pair by pair; a figure is the median of its pairs so far, with the smallest and the
+long. "smollm2" cases are a real model with the prompts of config/grpo_real.py, if it is there
+(`make models/smollm2-135m-instruct`). Whole calls take turns, pair by pair; a figure is the median of its pairs so far, with the smallest and the
 largest. tokens/s counts sampled tokens, stop tokens included.
 
 floor        the share of what the memory bus allows: seconds that one step's reading takes (the weights once, the live
@@ -15,14 +16,22 @@ decode step  the same without prompts and the recording of a graph: a call less 
 import math
 import statistics
 from dataclasses import asdict
+from importlib.util import find_spec
 
 import torch
-from common import DEVICE, begin, chosen, clocked, copy_bandwidth, parser, result
+from common import DEVICE, HOME, begin, chosen, clocked, copy_bandwidth, parser, result
 
 from model import GPT, GPTConfig, autocast
+from options import read_settings
 from pretrained.shapes import config_of, family_of
 from pretrained.tensors import entries, rows_of
+from runs.device import pick_device
+from runs.loading import load_run
+from runs.prepare import prepare
 from sample import sample_groups
+from settings import GRPOSettings
+
+REAL = HOME / "models/smollm2-135m-instruct"
 
 GPT2 = dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=1024)
 QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6, norm_eps=1e-6)
@@ -35,6 +44,8 @@ CASES = {
         "2 x 64, geometric": (SMALL | dict(n_layer=2, n_embd=64), 16, 96, 16, 16, 128, "float32"),
         "4 x 256, geometric": (SMALL | dict(n_layer=4, n_embd=256), 16, 96, 16, 16, 128, "float32"),
         "2 x 64, uniform": (SMALL | dict(n_layer=2, n_embd=64), 64, 96, 1, 0, 64, "float32"),
+        "smollm2, 8 x 4, 64 tokens": (None, 8, 0, 4, 1, 64, "float32"),
+        "smollm2, 16 x 8, 16 tokens": (None, 16, 0, 8, 1, 16, "float32"),
     },
     "cuda": {  # the most wanted first
         "qwen 1.5B, batch 64": (QWEN | QWEN_1B, 4, 256, 16, 0, 256, "bfloat16"),
@@ -49,6 +60,19 @@ CASES = {
 }
 # of "times as fast as generate"; others: 10
 AIMS = {"2 x 64, geometric": 8, "4 x 256, geometric": 20, "2 x 64, uniform": 2}
+AIMS |= {"smollm2, 8 x 4, 64 tokens": 3, "smollm2, 16 x 8, 16 tokens": 4}
+
+
+def real_models():
+    """-> (our model, the peer or None, stop tokens, 16 prompts as ids) of SmolLM2-135M-Instruct."""
+    words = [str(HOME / "config/grpo_real.py"), f"--init_from={REAL}", f"--data_file={HOME / 'data/sums.jsonl'}"]
+    task, run, peer = prepare(*read_settings(GRPOSettings, words)[:2]).task, load_run(REAL, DEVICE), None
+    if find_spec("transformers"):
+        from transformers import AutoModelForCausalLM
+
+        peer = AutoModelForCausalLM.from_pretrained(REAL, dtype=torch.float32).eval().to(DEVICE)
+    ids = [run.tokenizer.encode_prompt(row["prompt"]) for row in task.prompts("train", range(16))]
+    return run.model, peer, run.tokenizer.stop_tokens, ids
 
 
 def hugging_face(config):
@@ -83,7 +107,7 @@ def make_models(name, shape, mean, dtype):
     models = [m if m is None else m.to(DEVICE, getattr(torch, dtype)) for m in (model, peer)]
     if peer is not None and not agree(*models, config.vocab_size, name):
         models[1] = None
-    return *models, stop
+    return *models, (stop,) if mean else None
 
 
 @torch.no_grad()
@@ -110,30 +134,31 @@ def agree(model, peer, vocab_size, name):
 
 def ours(model, prompts, k, longest, stop, seed, **options):
     """-> sampled tokens, and each row's length."""
-    lengths = sample_groups(
-        model, prompts.tolist(), k, longest, stop_token=stop, seed=seed, **options
-    ).completion_lengths
+    lengths = sample_groups(model, prompts, k, longest, stop_token=stop, seed=seed, **options).completion_lengths
     return int(lengths.sum()), lengths
 
 
 def theirs(peer, prompts, k, longest, stop, seed, **options):
     torch.manual_seed(seed)
+    width = max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(row)) + row for row in prompts], device=DEVICE)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=DEVICE)
     tokens = peer.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
+        padded,
+        attention_mask=mask,
         do_sample=True,
         top_k=0,
         top_p=1.0,
         num_return_sequences=k,
         max_new_tokens=longest,
-        eos_token_id=stop,
-        pad_token_id=stop if stop is not None else 0,
+        eos_token_id=stop if stop is None else list(stop),
+        pad_token_id=0,
         **options,
-    )[:, prompts.shape[1] :]
+    )[:, width:]
     if stop is None:
         return tokens.numel(), None
-    ends = tokens == stop
-    lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, longest)
+    ends = torch.isin(tokens, torch.tensor(stop, device=DEVICE))
+    lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens.shape[1])
     return int(lengths.sum()), lengths
 
 
@@ -146,14 +171,19 @@ def floor_seconds(model, prompts, k, lengths, longest, per_second):
     total = 0
     for t in range(int(lengths.max())):
         running = lengths.view(len(prompts), k) > t
-        total += weights + token * (t * int(running.sum()) + prompts.shape[1] * int(running.any(1).sum()))
+        prompt = sum(len(row) for row, lives in zip(prompts, running.any(1).tolist(), strict=True) if lives)
+        total += weights + token * (t * int(running.sum()) + prompt)
     return total / per_second
 
 
 def measure(name, case, rounds, per_second, static):
     shape, P, T, k, mean, longest, dtype = case
-    model, peer, stop = make_models(name, shape, mean, dtype)
-    prompts = torch.randint(shape["vocab_size"] - 1, (P, T), device=DEVICE)
+    if shape:
+        model, peer, stop = make_models(name, shape, mean, dtype)
+        prompts = torch.randint(shape["vocab_size"] - 1, (P, T)).tolist()
+    else:
+        model, peer, stop, prompts = real_models()
+        prompts = prompts[:P]
     contenders = {"snug": lambda seed: ours(model, prompts, k, longest, stop, seed)}
     if not mean:
         contenders["half"] = lambda seed: ours(model, prompts, k, longest // 2, stop, seed)
@@ -197,10 +227,11 @@ def measure(name, case, rounds, per_second, static):
 
 def main(arguments):
     begin(arguments)
+    pick_device(DEVICE)  # sets up products and threads, as a run does
     per_second = copy_bandwidth({"cuda": 1 << 30, "cpu": 1 << 27, "tiny": 1 << 20}[arguments.shapes])
     result("a copy's bandwidth", per_second / 1e9, "GB/s")
     for name, case in CASES[arguments.shapes].items():
-        if chosen(name, arguments.only):
+        if chosen(name, arguments.only) and (case[0] or REAL.exists()):
             measure(name, case, arguments.rounds, per_second, arguments.static)
 
 
