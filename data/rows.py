@@ -72,6 +72,9 @@ class FileTask(Task):
             place = self.order[place]
         return self.rows[split][place]
 
+    def size(self, split):
+        return len(self.rows[split])
+
     def longest(self, encode):
         if self.bounds is None:  # a run has one tokenizer
             rows = [row for split in self.rows.values() for row in split]

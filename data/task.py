@@ -73,6 +73,10 @@ class Task:
         """An ASCII text with at least as many bytes as any demonstration."""
         raise NotImplementedError
 
+    def size(self, split: str) -> int | None:
+        """How many prompts a split has before they repeat; None: not known, or no end."""
+        return None
+
     def fingerprint(self) -> str:
         """A hash of the files or packages that the rows come from: a resumed run must not continue with other data."""
         return ""

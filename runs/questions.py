@@ -44,6 +44,7 @@ def prepare_questions(settings: EvaluateSettings, given: set[str], folder: str |
         raise SnugError(f"{missing}; add it, or --reward_funcs=my_rewards:is_short")
     place = path if is_pretrained(path) else path.parent
     file = samples_file(settings.samples_file, place / f"evaluation-{asked.task}-{asked.eval_split}.jsonl")
+    settings.num_prompts = min(settings.num_prompts, task.size(asked.eval_split) or settings.num_prompts)
     rows = task.prompts(asked.eval_split, range(settings.num_prompts))
     scoring = Scoring(task, functions, weights, rewards, asked.sequences_per_rollout)
     return Questions(asked, scoring, rows, file, checkpoint)

@@ -398,7 +398,8 @@ def test_without_options_it_is_the_loops_own_evaluation(run_folder):
     questions, settings = questions_of(run_folder, "--num_prompts=40", "--samples_file=none")
     scores = run_evaluation(run, questions, settings)[0]["scores"]
     pieces = Pieces(run.settings, print)
-    its = scores_as_run([answers_as_run(run.settings, run.model, run.tokenizer, questions.scoring, 40, pieces)])
+    asked = run.settings, run.model, run.tokenizer, questions.scoring, len(questions.rows)
+    its = scores_as_run([answers_as_run(*asked, pieces)])
     assert its == scores | {name.replace("pass_at_1", "eval_reward_mean"): mean for name, mean in scores.items()}
     assert questions.file is None
     assert 0 < scores["pass_at_1_sampled"] < 1

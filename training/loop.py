@@ -58,7 +58,7 @@ def train(prepared, title, iterate, make_reference, device, processes) -> bool:
         moved = None if processes.rank else prepare_folder(settings)
         with snapshot, (NoLog if processes.rank else RunLog)(settings, title, start) as log:
             state = prepared.resume.state if prepared.resume else {}
-            introduce(title, model, device, settings, start, state, moved, log.say)
+            introduce(title, model, device, prepared, start, state, moved, log.say)
             guard = Guard(settings, prepared.tokenizer, log.say, state.get("health"), writes=not processes.rank)
             base = {"base": base_record(prepared.origin, settings.out_dir)} if settings.lora_rank else {}
             constants = {"data": prepared.task.fingerprint()} | base
@@ -92,11 +92,14 @@ def begin(prepared, device, processes=None):
     return model, optimizer, resume.state["iteration"]
 
 
-def introduce(title, model, device, settings, start, state, moved, say):
+def introduce(title, model, device, prepared, start, state, moved, say):
     """The first lines of a run's log."""
+    settings, task = prepared.settings, prepared.task
     size, trains = (sum(p.numel() for p in model.parameters() if p.requires_grad or not t) for t in (False, True))
     part = f", of which {trains:,} train," if trains < size else ""
     say(f"{title} on {settings.task}: {size:,} parameters{part} on {device}, {settings.out_dir}")
+    if held_out := task.size(settings.eval_split):
+        say(f"data_file={settings.data_file}: {task.size('train'):,} prompts for training, {held_out:,} held out")
     for note in notes(device, settings):
         say(note)
     if moved:
