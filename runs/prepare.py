@@ -6,7 +6,7 @@ its warm start first, that is prepared, too.
 """
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from data import load_reward_function, make_task
@@ -54,6 +54,9 @@ def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset())
     """given: the names of the options that the user gave. Raises SnugError."""
     grpo = isinstance(settings, GRPOSettings)
     task = make_task(settings, demonstrations=not grpo)
+    held_out = task.size(settings.eval_split)
+    if held_out and held_out < settings.eval_prompts:  # none twice
+        settings = replace(settings, eval_prompts=held_out)
     if settings.beta and not settings.init_from:
         raise SnugError(f"beta={settings.beta} needs a reference: set init_from, or --beta=0")
     if settings.init_from:
@@ -79,7 +82,7 @@ def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset())
         missing = f"data_file={settings.data_file} has no column answer to score completions by"
         raise SnugError(f"{missing}; add it, or reward_funcs")
     prepared = Prepared(settings, task, tokenizer, shape, functions, warm_start, weights, resume, origin)
-    check_lengths(prepared)
+    check_lengths(prepared, settings.block_size if "block_size" in given else shape["block_size"])
     return prepared
 
 
@@ -154,6 +157,8 @@ def refuse_contradictions(settings, given: Set[str], shape: dict, tokenizer_name
         ours = getattr(settings, name)
         if ours == theirs[name] or name in ("vocab_size", "n_kv_head", "n_hidden") and not ours:  # 0: derived
             continue
+        if name == "block_size" and ours < theirs[name]:  # check_lengths holds to it
+            continue
         if name == "tokenizer" and get_tokenizer(ours).name == theirs[name]:  # a folder, and the name of what is in it
             continue
         raise SnugError(f"{name}={ours!r}, but {source} has {theirs[name]!r}; leave {name} out")
@@ -169,9 +174,9 @@ def rewards_of(settings: RewardOptions | SFTSettings, task: Task) -> tuple[list[
     return functions, [] if set(weights) == {1.0} else weights
 
 
-def check_lengths(prepared: Prepared) -> None:
+def check_lengths(prepared: Prepared, block_size: int) -> None:
     """Prompt and completion must fit into block_size. Raises SnugError."""
-    settings, block_size = prepared.settings, prepared.shape["block_size"]
+    settings = prepared.settings
     prompt, completion = prepared.longest(settings)
     if prompt + completion > block_size:
         grpo = isinstance(settings, GRPOSettings)
