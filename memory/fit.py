@@ -121,10 +121,11 @@ def show(dry_run, settings, longest) -> str:
     if budget is None:
         its_plan = plan(dry_run, settings)
         return f"{its_plan.text()}\n{its_plan.line()}"
-    _, its_plan, change, _ = fit(dry_run, settings, longest, budget)
-    verdict = "fits into" if its_plan.peak <= budget else "the nearest to"
-    fitted = f"{verdict} {budget / GIB:.3g} GiB with {written(change) or 'no change'}"
-    return f"{its_plan.text()}\n{fitted}\n{its_plan.line()}"
+    fitted, its_plan, change, _ = fit(dry_run, settings, longest, budget)
+    verdict = f"fits into {budget / GIB:.3g} GiB with {written(change) or 'no change'}"
+    if its_plan.peak > budget:
+        verdict = f"does not fit: {refusal(dry_run, fitted, its_plan, change, budget, math.inf)}"
+    return f"{its_plan.text()}\n{verdict}\n{its_plan.line()}"
 
 
 def apply(dry_run, settings, longest, device, say):
