@@ -137,7 +137,7 @@ def iterate(iteration, training, collect=None):
     metrics = mean_of_steps(taken) | metrics | dict(skipped_steps=skipped, learning_rate=learning_rate)
     metrics |= dict(tokens_per_second=tokens_per_second, time_s=time.perf_counter() - started)
     training.end_iteration({"iter": iteration} | metrics, scores, samples)
-    if iteration == 0:
+    if iteration == 0 and abs(metrics.get("loss", 1)) < 1e-3:
         log.say(IS_IT_BROKEN)
 
 

@@ -9,6 +9,7 @@ Tests: tests/test_data.py.
 """
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -94,4 +95,11 @@ def load_reward_function(spec: str) -> Callable:
         raise SnugError(f"reward_funcs={spec!r}: {name} has no {function_name}{hint}")
     if not callable(function):
         raise SnugError(f"reward_funcs={spec!r}: {function_name} is not a function but {function!r:.40}")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # not known of some that are written in C
+        return function
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        said = f"{function_name} takes no **columns, and the file's columns are passed to it by name"
+        raise SnugError(f"reward_funcs={spec!r}: {said}; write def {function_name}(prompts, completions, **columns)")
     return function

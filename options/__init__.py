@@ -198,7 +198,9 @@ def make_parser(cls, positional: str, everything: bool = True) -> Parser:
     usual = fields(cls) if everything else getattr(cls, "usual", " ".join(fields(cls))).split()
     layout = partial(argparse.HelpFormatter, max_help_position=30, width=min(120, shutil.get_terminal_size().columns))
     suffix = ".py" if positional == "config" else ""
-    usage = f"python {Path(sys.argv[0]).name} [{positional}{suffix}] [--name=value ...]"
+    module = sys.modules["__main__"].__spec__  # python -m tools.export
+    program = f"-m {module.name}" if module else Path(sys.argv[0]).name
+    usage = f"python {program} [{positional}{suffix}] [--name=value ...]"
     more = len(fields(cls)) - len(usual)
     epilog = f"{more} more options: --help=all" if more else None
     names = dict(usage=usage, description=cls.__doc__, epilog=epilog, formatter_class=layout)

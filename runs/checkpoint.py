@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from options import SnugError, fields
+from options import SnugError, did_you_mean, fields
 from pretrained.shapes import is_pretrained, read_shape
 from pretrained.tensors import fingerprint
 from settings import GRPOSettings, SFTSettings
@@ -61,7 +61,9 @@ def newest(folder: str | Path) -> Path:
             raise SnugError(wrong)
         return path
     if not folder.is_dir():
-        raise SnugError(f"{folder}: there is no such run; train_sft.py and grpo.py make them, under out/")
+        hint = did_you_mean(str(folder), [str(place) for place in folder.parent.glob("*/")])
+        advice = "train_sft.py and grpo.py make runs; a model is a folder in Hugging Face's layout"
+        raise SnugError(f"{folder}: there is no such run or model{hint or f'; {advice}'}")
     damaged = []
     for path in reversed(checkpoints(folder)):
         if wrong := damage(path):

@@ -21,7 +21,7 @@ from runs.checkpoint import checkpoints
 from runs.log import read_log
 from settings import GRPOSettings, SFTSettings
 
-SCORES = dict(pass_at_1="pass@1", eval_reward_mean="eval reward", reward_mean="reward", loss="loss")
+SCORES = dict(eval_reward_mean="eval reward", pass_at_1="pass@1", reward_mean="reward", loss="loss")
 PEAK = "mem_max_alloc_mb"
 
 
@@ -38,7 +38,7 @@ def ending(title: str, settings: SFTSettings | GRPOSettings, scored: bool, stopp
     rows = [(text, first_and_last(records, name)) for name, text in SCORES.items() if is_told(name, settings)]
     rows += [("log", f"{folder}/log.jsonl, samples.jsonl, log.txt"), ("checkpoint", newest_and_best(folder))]
     rows += zip(("next", "", ""), next_commands(settings, scored, stopped), strict=False)
-    return lines + [f"  {name:10}  {text}" for name, text in rows if text]
+    return lines + [f"  {name:11} {text}" for name, text in rows if text]
 
 
 def is_told(name: str, settings: SFTSettings | GRPOSettings) -> bool:
@@ -49,12 +49,16 @@ def is_told(name: str, settings: SFTSettings | GRPOSettings) -> bool:
 
 
 def first_and_last(records: list[dict], name: str) -> str:
-    """-> "0.048 -> 1.000", and the same of `name`_sampled in brackets if there is one; "" without such a figure."""
+    """-> "0.048 -> 1.000", and the same of `name`_sampled in brackets if there is one; "" without such a figure.
+
+    "0.048" if there is one alone: the evaluation before the first iteration.
+    """
     values = [record[name] for record in records if record.get(name) is not None]
     if not values:
         return ""
     sampled = first_and_last(records, f"{name}_sampled")
-    return f"{values[0]:.3f} -> {values[-1]:.3f}" + (f" (sampled {sampled})" if sampled else "")
+    both = [values[0], values[-1]] if len(values) > 1 else values
+    return " -> ".join(f"{value:.3f}" for value in both) + (f" (sampled {sampled})" if sampled else "")
 
 
 def newest_and_best(folder: Path) -> str:

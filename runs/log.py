@@ -40,7 +40,7 @@ note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the poli
 CONSOLE = dict(reward_mean="  reward {:.3f}", reward_std=" ±{:.2f}", loss="  loss {:.4f}", kl="  kl {:.4f}")
 CONSOLE |= dict(entropy="  entropy {:.3f}", grad_norm="  grad {:.2f}", completion_length_mean="  length {:.1f}")
 CONSOLE |= dict(tokens_per_second="  {:,.0f} tok/s", mem_alloc_mb="  mem {:.0f}", mem_max_alloc_mb="  peak {:.0f} MiB")
-CONSOLE |= dict(time_s="  {:.2f} s", dropped_steps="  dropped {}", skipped_steps="  nothing to learn in {} steps")
+CONSOLE |= dict(time_s="  {:.2f} s", dropped_steps="  dropped {}", skipped_steps="  steps with nothing to learn: {}")
 CONSOLE |= dict(pass_at_1="  pass@1 {:.3f}", pass_at_1_sampled=" (sampled {:.3f})")
 CONSOLE |= dict(eval_reward_mean="  eval reward {:.3f}", left_s="  left {}")
 

@@ -803,9 +803,10 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     assert load_reward_function("snug_test_rewards:is_short")(["1"], ["2"]) == [1.0]
-    assert load_reward_function("math:sqrt") is math.sqrt
+    assert load_reward_function("math:hypot") is math.hypot  # written in C: its signature is not known
     for spec, message in {
         "snug_test_rewards:is_shrt": "has no is_shrt; did you mean is_short?",
+        "math:sqrt": "sqrt takes no **columns",
         "snug_test_rewards:length": "length is not a function but 3",
         "snug_test_absent:f": "no module snug_test_absent in",
         "snug_test_rewards.inner:f": "no module snug_test_rewards.inner in",

@@ -237,7 +237,7 @@ def test_what_cannot_score_is_refused(run_folder):
 def test_no_file_but_the_functions_evaluates_it(tmp_path):
     """The votes of a task without answers are whole texts; pass_reward of the run holds in the command too."""
     rows = written(tmp_path, [{"prompt": str(i)} for i in range(40)])
-    options = RUN | dict(reward_funcs=["held_out_rewards:vowels"], reward_weights=[], pass_reward=0.0, max_iters=1)
+    options = RUN | dict(reward_funcs=["held_out_rewards:vowels"], reward_weights=[], pass_reward=0.0, max_iters=2)
     grpo.main(prepare(GRPOSettings(task="jsonl", data_file=rows, out_dir=str(tmp_path / "run"), **options)))
     head, samples, greedy, _ = asked(tmp_path / "run")
     record = read_log(tmp_path / "run")[-1]

@@ -15,6 +15,7 @@ FILES = {  # name: SHA-256
     "test.jsonl": "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
 }
 FOLDER = "data/gsm8k"
+USAGE = "usage: python -m data.gsm8k prepare [folder]"
 TIMEOUT = 30.0  # seconds without an answer from the server
 MAX_BYTES = 2**26  # of a download; the larger file has 4 MB
 
@@ -30,7 +31,7 @@ def prepare(folder: str = FOLDER) -> None:
                 check(path.read_bytes(), expected, path, "move it away, or name another folder")
                 print(f"{path}: was there")
                 continue
-            data = download(SOURCE + name)
+            data = download(SOURCE + name, path)
             check(data, expected, SOURCE + name, "nothing was written; try again")
             part.write_bytes(data)
             part.replace(path)
@@ -46,19 +47,23 @@ def check(data: bytes, expected: str, source, remedy: str) -> None:
         raise SnugError(f"{source}: its {len(data):,} bytes have SHA-256 {found}, but should have {expected}; {remedy}")
 
 
-def download(url: str) -> bytes:
+def download(url: str, path: Path) -> bytes:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
             return response.read(MAX_BYTES)
     except (OSError, http.client.HTTPException) as error:  # no network, HTTP status, timeout; an incomplete answer
         why = f"{type(error).__name__}: {error}"
-        raise SnugError(f"{url}: cannot be downloaded ({why}); try again, or copy the file there") from None
+        raise SnugError(f"{url}: cannot be downloaded ({why}); try again, or copy it to {path}") from None
 
 
 def main(words: list[str]) -> None:
+    if words in (["-h"], ["--help"]):
+        print(
+            f"{USAGE}\n\nDownloads GSM8K's train.jsonl and test.jsonl, and checks them. The default folder is {FOLDER}."
+        )
+        return
     if not 1 <= len(words) <= 2 or words[0] != "prepare" or words[-1].startswith("-"):
-        usage = "usage: python -m data.gsm8k prepare [folder]"
-        raise SnugError(f"{usage}, not {' '.join(words)!r:.60}; the default folder is {FOLDER}")
+        raise SnugError(f"{USAGE}, not {' '.join(words)!r:.60}; the default folder is {FOLDER}")
     prepare(*words[1:])
 
 
