@@ -15,23 +15,22 @@ from statistics import median
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from options import Parser, friendly_errors
-    from page.runs import read_runs
+    from page.runs import EVERY, first_runs, read_runs
 
     parser = Parser(usage="python report.py FOLDER [FOLDER ...] [--live]", description=__doc__.partition("\n")[0])
     parser.add_argument("folders", metavar="FOLDER", nargs="+", help="a run's folder, such as out/grpo_small")
-    parser.add_argument("--live", action="store_true", help="write the page again every 10 s until the runs end")
+    parser.add_argument("--live", action="store_true", help=f"write the page again every {EVERY} s until the runs end")
     with friendly_errors():
         arguments = parser.parse_args()
-        runs = read_runs(arguments.folders)
+        runs = first_runs(arguments.folders) if arguments.live else read_runs(arguments.folders)
 
 from options import SnugError, in_one_line
 from page.charts import charts_of
 from page.pictures import write_pictures
-from page.runs import read_runs
+from page.runs import EVERY, read_runs
 from page.write import write_page
 
 PEAK = "mem_max_alloc_mb_"
-EVERY = 10  # seconds from one page to the next
 
 
 def main(runs, live: bool) -> None:

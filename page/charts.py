@@ -19,7 +19,7 @@ PARTS = 7  # components of a plan that have a colour of their own
 
 # section, title, unit, {figure of the log: name}
 FIGURES = [
-    ("Learning", "Reward", "reward", dict(reward_mean="training", eval_reward_mean="held out")),
+    ("Learning", "Reward", "reward", dict(reward_mean="training, sampled", eval_reward_mean="held out, greedy")),
     ("Learning", "pass@1", "share of held-out prompts", dict(pass_at_1="greedy", pass_at_1_sampled="sampled")),
     ("Learning", "KL to the reference", "nats per token", dict(kl="")),
     ("Learning", "Entropy", "nats per token", dict(entropy="")),
@@ -71,7 +71,7 @@ def charts_of(runs) -> list[Chart]:
     top = max((max(s.y) for chart in timelines for s in chart.series if s.style != "hidden"), default=0)
     for chart in timelines:
         chart.top = 1.05 * top  # the same, to compare
-    planned = [planned_parts(run) for run in runs if run.plan]
+    planned = [planned_parts(run, largest_parts(runs)) for run in runs if run.plan]
     charts += [*timelines, peaks(runs), *planned, seconds(runs), *[seconds_over_time(run) for run in runs]]
     order = ["Learning", "Memory", "Time"]
     return sorted(charts, key=lambda chart: (order.index(chart.section), not chart.wide))
@@ -138,13 +138,17 @@ def peaks(runs) -> Chart:
     return Chart("Memory", "Peak of each phase", "", "MiB", series)
 
 
-def planned_parts(run) -> Chart:
-    """What the planner finds at each phase's peak."""
+def largest_parts(runs) -> list[str]:
+    """The components that have a colour of their own, the same in all runs."""
     sizes = {}
-    for _, parts in run.plan.phases.values():
+    for parts in (parts for run in runs if run.plan for _, parts in run.plan.phases.values()):
         for name, size in parts.items():
             sizes[name] = max(size, sizes.get(name, 0))
-    largest = sorted(sizes, key=sizes.get, reverse=True)[:PARTS]
+    return sorted(sizes, key=sizes.get, reverse=True)[:PARTS]
+
+
+def planned_parts(run, largest: list[str]) -> Chart:
+    """What the planner finds at each phase's peak. largest: the components to name."""
     phases = [phase for phase in PHASES if phase in run.plan.phases]
     parts = [run.plan.phases[phase][1] for phase in phases]
     rows = {name: [part.get(name, 0) / MIB for part in parts] for name in largest}

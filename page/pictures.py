@@ -57,8 +57,10 @@ def draw(chart: Chart, axes) -> None:
             width = 0.8 / len(bars)
             left = bars.index(series) * width - 0.4
             axes.bar([places.index(x) + left for x in series.x], series.y, width, align="edge", **look)
-        elif series.style == "mark":
-            axes.plot([places.index(x) for x in series.x], series.y, "_", ms=18, mew=2, **look)
+        elif series.style == "mark":  # on the bars of its colour
+            width = 0.8 / len(bars)
+            middle = ([bar.color for bar in bars].index(series.color) + 0.5) * width - 0.4
+            axes.plot([places.index(x) + middle for x in series.x], series.y, "_", ms=18, mew=2, **look)
     if places and isinstance(places[0], str):
         axes.set_xticks(range(len(places)), places)
     axes.set_xlim(chart.window)

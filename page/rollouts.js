@@ -148,6 +148,7 @@
     const first = Math.max(0, Math.floor(list.scrollTop / HEIGHT) - SPARE);
     const last = Math.min(items.length, Math.ceil((list.scrollTop + list.clientHeight) / HEIGHT) + SPARE);
     space.replaceChildren(...items.slice(first, last).map((item, i) => row(item, first + i)));
+    if (!items.length) space.append(make("p", "quiet", "No completion fits."));
     list.setAttribute("aria-activedescendant", space.querySelector(".chosen")?.id ?? "");
   };
 
@@ -158,10 +159,7 @@
     if (top + HEIGHT > list.scrollTop + list.clientHeight) list.scrollTop = top + HEIGHT - list.clientHeight;
     render();
     detail.replaceChildren();
-    if (!sample) {
-      detail.append(make("p", "quiet", "No completion fits."));
-      return;
-    }
+    if (!sample) return;
     const figures = make("dl");
     const length = sample.tokens ? `${sample.tokens.length} tokens` : `${sample.completion.length} characters`;
     const shown = { reward: number(sample.reward, 3), advantage: number(sample.advantage, 3), length, end: sample.stopped ? "stopped" : "cut off" };

@@ -5,6 +5,7 @@ Nothing here imports torch: a wrong folder is answered at once. Left out: checkp
 
 import json
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,6 +14,7 @@ from pathlib import Path
 from options import SnugError
 from runs.log import read_lines, read_log
 
+EVERY = 10  # seconds from one page of report.py --live to the next
 MOST_TOKENS = 1_000_000  # of the completions in a page: about 40 MB
 MEMORY_LINE = re.compile(
     r"\[MEM\] \[\w+ step (\d+)/\d+\] after (\w+): current=([\d.]+)MiB reserved=([\d.]+)MiB peak_since_reset=([\d.]+)MiB"
@@ -43,6 +45,17 @@ def read_runs(folders: list[str]) -> list[Run]:
     unique = len(set(names)) == len(names)
     most = MOST_TOKENS // len(names)
     return [read_run(Path(f), name if unique else str(f), most) for f, name in zip(folders, names, strict=True)]
+
+
+def first_runs(folders: list[str]) -> list[Run]:
+    """`read_runs` once all have an iteration. Raises SnugError if a folder is missing."""
+    for folder in folders:
+        while not (log := Path(folder) / "log.jsonl").exists() or not log.stat().st_size:
+            if not log.parent.is_dir():
+                raise SnugError(f"{folder}: there is no such folder")
+            print(f"{folder}: waiting for its first iteration", flush=True)
+            time.sleep(EVERY)
+    return read_runs(folders)
 
 
 def read_run(folder: Path, name: str, most_tokens: int) -> Run:

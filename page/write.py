@@ -9,6 +9,8 @@ import secrets
 from dataclasses import asdict
 from pathlib import Path
 
+from tqdm import tqdm
+
 from page.charts import PALETTE, Chart
 from page.runs import Run
 from runs.log import write_whole
@@ -60,4 +62,4 @@ def tiles(run: Run) -> list[tuple[str, str]]:
     peak = max(record["mem_max_alloc_mb"] for record in run.records)
     planned = f", planned {run.plan.peak / 2**20:,.0f}" if run.plan else ""
     found.append(("peak memory", f"{peak:,.0f} MiB{planned}"))
-    return [*found, ("time", f"{sum(record['time_s'] for record in run.records):,.0f} s")]
+    return [*found, ("time", tqdm.format_interval(sum(record["time_s"] for record in run.records)))]

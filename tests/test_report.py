@@ -92,7 +92,7 @@ def test_charts_have_the_logs_figures(tmp_path):
     runs = read_runs([make_run(tmp_path / "a"), make_run(tmp_path / "warm", kind="SFT", iterations=3)])
     runs[0].plan = PLAN
     charts = charts_of(runs)
-    reward = chart(charts, "Reward, GRPO")["training"]
+    reward = chart(charts, "Reward, GRPO")["training, sampled"]
     assert (reward.x, reward.y) == ([0, 1, 2, 3], [0, 0.1, 0.2, 0.3])
     kl = chart(charts, "KL to the reference, GRPO")["a"]
     assert (kl.x, kl.y) == ([0, 2, 3], [0, 0.02, 0.03])  # null is no point
@@ -134,7 +134,7 @@ def test_the_tables_and_the_tiles_figures(tmp_path):
         "reward": "0.000 → 0.400",
         "pass@1": "0.000 → 0.800",
         "peak memory": "50 MiB, planned 60",
-        "time": "139 s",
+        "time": "02:19",
     }
     seconds = chart(charts_of(runs), "Mean seconds of an iteration")
     assert seconds["train"].y == [4, 1] and seconds["eval"].y == [3 / 5, 0]
@@ -312,7 +312,7 @@ def test_the_browser_draws_filters_and_finds(chromium, tmp_path):
     tab.select_option("#filter", "varied")
     assert len(rewards(tab)) == 16
     tab.evaluate("step.value = 1; step.dispatchEvent(new Event('input'))")
-    assert rewards(tab) == [] and tab.inner_text("#detail") == "No completion fits."  # all of iteration 1 are alike
+    assert rewards(tab) == [] and tab.inner_text("#list") == "No completion fits."  # all of iteration 1 are alike
     tab.select_option("#filter", "all")
     assert "–" in tab.inner_text("#list")  # one has no reward
     tab.select_option("#filter", "below")
@@ -337,7 +337,7 @@ def test_the_browser_draws_filters_and_finds(chromium, tmp_path):
     assert "var(--good) 9%" in tab.evaluate(shade)  # 0.375 of 2
     tab.focus("#list")
     tab.keyboard.press("ArrowDown")
-    assert tab.locator(".row").nth(2).get_attribute("aria-selected") == "true"
+    assert tab.locator("#list .row").nth(2).get_attribute("aria-selected") == "true"
     tab.keyboard.press("ArrowRight")
     assert tab.inner_text("#token").startswith("token 1: log-prob −1.000, probability 0.368, entropy 0.250")
     tab.keyboard.press("ArrowRight")
