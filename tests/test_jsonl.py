@@ -145,6 +145,15 @@ def test_what_cannot_be_scored_is_not_evaluated(tmp_path):
         task_of(written(tmp_path, [{"prompt": str(i)} for i in range(50)]))
 
 
+def test_an_evaluation_asks_no_prompt_twice(tmp_path):
+    path = written(tmp_path, GOOD)
+    held_out = len(task_of(path).rows["test"])
+    run = SFTSettings(task="jsonl", data_file=path, block_size=400, out_dir=str(tmp_path / "run"))
+    asked = [prepare(dataclasses.replace(run, eval_prompts=n)).settings.eval_prompts for n in (500, 1, 0)]
+    assert asked == [held_out, 1, 0] and 1 < held_out < 500
+    assert prepare(SFTSettings(out_dir=str(tmp_path / "run"))).settings.eval_prompts == 500  # computed: no end
+
+
 def test_a_resumed_run_keeps_its_data(tmp_path):
     path = written(tmp_path, GOOD)
     sft, _ = tiny(tmp_path)

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import random
+import re
 
 import pytest
 import torch
@@ -370,6 +371,10 @@ def test_show_ends_with_the_line(tmp_path):
     assert lines[-1].startswith("peak_gib=0.0") and " host_gib=0.000 phase=" in lines[-1]
     assert lines[-2].startswith("fits into 0.01 GiB with --max_tokens_per_micro_batch=")
     assert any(line.split()[:1] == ["together"] for line in lines)
+    settings.memory_budget_gb = "0.0001"
+    lines = show(dry_run(prepared), settings, (10, 24)).splitlines()
+    assert re.match(r"does not fit: the plan takes 0\.\d+ GiB in \w+ even with --.*: use a smaller model", lines[-2])
+    assert lines[-1].startswith("peak_gib=0.0")
 
 
 def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_model
 from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig
-from options import SnugError
+from options import SnugError, read_settings
 from pretrained import tensors
 from pretrained.shapes import read_shape
 from pretrained.tensors import load_pretrained, save_pretrained
+from runs.prepare import prepare
 from sample import sample_groups
+from settings import GRPOSettings
+from tokenizer import get_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
 
@@ -123,6 +127,22 @@ def test_tokens_far_apart_are_told_apart_as_there(tmp_path):
     ):
         other = load_pretrained(tmp_path / "a", **{name: value})
         assert (logits_of(other, tokens) - expected).abs().max() > 1e-3, name
+
+
+def test_a_smaller_block_size_than_the_folders_limits_the_run(tmp_path):
+    save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "model")
+    get_tokenizer("bytes").save(tmp_path / "model")
+    words = [f"--init_from={tmp_path}/model", f"--out_dir={tmp_path}/run", "--max_new_tokens=8", "--digits=2"]
+
+    def shape(block_size):
+        return prepare(*read_settings(GRPOSettings, [*words, f"--block_size={block_size}"])[:2]).shape
+
+    theirs = read_shape(tmp_path / "model")["block_size"]
+    assert shape(20)["block_size"] == shape(theirs)["block_size"] == theirs > 20
+    with pytest.raises(SnugError, match="that is 14, more than block_size=13"):
+        shape(13)
+    with pytest.raises(SnugError, match=f"block_size={theirs + 1}, but .* has {theirs}; leave block_size out"):
+        shape(theirs + 1)
 
 
 def test_a_window_limits_the_block_size(tmp_path):
