@@ -34,7 +34,7 @@ class ModelOptions:
     n_kv_head: int = option(0, "key/value heads, shared by the query heads (grouped-query attention); 0: n_head")
     n_embd: int = option(64, "width of the residual stream", minimum=1)
     n_hidden: int = option(0, "width of the MLP; 0: 4 * n_embd for gelu, 8/3 * n_embd for swiglu")
-    block_size: int = option(64, "longest sequence, prompt and completion together", "tokens", minimum=2)
+    block_size: int = option(64, "longest sequence, prompt and completion; at most init_from's", "tokens", minimum=2)
     norm: str = option("layernorm", "normalization before attention and MLP", choices=("layernorm", "rmsnorm"))
     position: str = option("learned", "GPT-2's position table or Llama's rotation", choices=("learned", "rotary"))
     mlp: str = option("gelu", "GPT-2's MLP or Llama's gated MLP", choices=("gelu", "swiglu"))
@@ -83,7 +83,7 @@ class LogOptions:
     save_interval: int = option(50, "save every N iterations and at the end; 0: only at the end", "iterations")
     save_total_limit: int = option(2, "newest checkpoints to keep; the best one is always kept", minimum=1)
     eval_interval: int = option(20, "evaluate first, every N iterations and last; 0: only last", "iterations")
-    eval_prompts: int = option(500, "held-out prompts of an evaluation; 0: do not evaluate", "prompts")
+    eval_prompts: int = option(500, "held-out prompts of an evaluation, at most all; 0: do not evaluate", "prompts")
     log_interval: int = option(
         0, "show every N-th iteration on the console; 0: some 25 in a run. log.jsonl has every one", "iterations"
     )
@@ -402,7 +402,7 @@ class EvaluateSettings(TaskOptions, RewardOptions):
 
     task: str = option("run", "run: the run's; another one: with the defaults below", choices=("run", *TASKS))
     eval_split: str = option("run", "split; run: the run's, or test for another task", choices=("run", "test", "tune"))
-    num_prompts: int = option(500, "held-out prompts", "prompts", minimum=1)
+    num_prompts: int = option(500, "held-out prompts, at most all", "prompts", minimum=1)
     num_samples: int = option(1, "sampled completions of each prompt, besides the greedy one", "completions", minimum=1)
     temperature: float = option(1.0, "temperature of the sampled completions; 0: only the greedy completion")
     max_new_tokens: int = option(0, "longest completion; 0: the run's own, or the task's longest answer", "tokens")
