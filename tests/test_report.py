@@ -151,8 +151,11 @@ def test_runs_of_a_kind_share_charts(tmp_path):
 def test_a_resumed_runs_memory_is_the_later_one(tmp_path):
     folder = make_run(tmp_path / "a", iterations=1)
     with open(f"{folder}/log.txt", "a") as file:
-        file.write("\n[MEM] [GRPO step 000/000] after train: current=1.0MiB reserved=2.0MiB peak_since_reset=77.0MiB")
-    assert chart(charts_of(read_runs([folder])), "Memory timeline, a")["train"].y == [77]
+        for step in (0, 1):  # 1 was done before, and is not done again yet
+            where = f"[MEM] [GRPO step 00{step}/001] after train"
+            file.write(f"\n{where}: current=1.0MiB reserved=2.0MiB peak_since_reset=77.0MiB")
+    train = chart(charts_of(read_runs([folder])), "Memory timeline, a")["train"]
+    assert train.y == [77] and train.x == pytest.approx([0.6])
 
 
 def test_what_a_model_wrote_ends_no_script(tmp_path):
