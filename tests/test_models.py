@@ -178,7 +178,7 @@ def test_what_does_not_go_together_is_refused(folder, tmp_path):
     begin = ["--task=addition", "--digits=1", f"--init_from={folder}", "--max_new_tokens=6", f"--out_dir={tmp_path}/a"]
     for words, said in (
         (["--n_layer=3"], "n_layer=3, but .*qwen has 1"),
-        (["--block_size=64"], "block_size=64, but .*qwen has 32768"),
+        (["--block_size=65536"], "block_size=65536, but .*qwen has 32768"),
         (["--tokenizer=bytes"], "tokenizer='bytes', but .*qwen has 'tokenizer.json@"),
     ):
         settings, given, _ = read_settings(GRPOSettings, [*begin, *words])
