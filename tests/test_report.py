@@ -127,14 +127,16 @@ def test_the_tables_and_the_tiles_figures(tmp_path):
         time_s=99.0, time_eval_s=3.0, mem_max_alloc_mb_eval=5.0
     )  # of the evaluation before the first iteration
     last |= dict(mem_max_alloc_mb=1.0)
+    for record in runs[0].records[1:3]:
+        record["time_s"] = 50.0
     rows = {name.strip(): cells[0] for name, *cells in report.cells_of(runs[:1])}
-    assert rows["time_s (median)"] == "10.000" and rows["time_eval_s (median)"] == "3.000"
+    assert rows["time_s (median)"] == "30.000" and rows["time_eval_s (median)"] == "3.000"
     assert dict(tiles(runs[0])) == {
         "iterations": "5",
         "reward": "0.000 → 0.400",
         "pass@1": "0.000 → 0.800",
         "peak memory": "50 MiB, planned 60",
-        "time": "02:19",
+        "time": "03:39",
     }
     seconds = chart(charts_of(runs), "Mean seconds of an iteration")
     assert seconds["train"].y == [4, 1] and seconds["eval"].y == [3 / 5, 0]
