@@ -3,9 +3,9 @@
     python bench/sampling.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--static]
 
 A model's stop token has a constant probability at each token, so lengths are geometric; or none, and all are equally
-long. "smollm2" cases are a real model with the prompts of config/grpo_real.py, if it is there
-(`make models/smollm2-135m-instruct`). Whole calls take turns, pair by pair; a figure is the median of its pairs so far, with the smallest and the
-largest. tokens/s counts sampled tokens, stop tokens included.
+long. "smollm2" cases are a real model with the prompts of config/grpo_real.py, if it is there (`make
+models/smollm2-135m-instruct`). Whole calls take turns, pair by pair; a figure is the median of its pairs so far, with
+the smallest and the largest. tokens/s counts sampled tokens, stop tokens included.
 
 floor        the share of what the memory bus allows: seconds that one step's reading takes (the weights once, the live
              keys and values once), summed over the steps, over the seconds that the call took. Bandwidth is that of a

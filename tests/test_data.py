@@ -1,16 +1,12 @@
 """Tasks: prompts that never cross from train to test, and rewards that cannot be talked into anything."""
 
-import ast
 import dataclasses
 import importlib
 import math
-import operator
 import os
 import random
 import re
 import sys
-import time
-from fractions import Fraction
 
 import exploits
 import pytest
@@ -21,7 +17,6 @@ from hypothesis import strategies as st
 from test_grpo import tiny
 
 from data import load_reward_function, make_task
-from data.countdown import ARITHMETIC, Refused, evaluate
 from data.rewards import total_rewards
 from data.task import Task, split_of
 from options import SnugError
@@ -288,6 +283,11 @@ def test_rewards_ignore_unknown_columns_and_refuse_ragged_ones():
         task.rewards(["1+2="], [">3"], answer=[3], stopped=[])
 
 
+def test_the_answer_of_other_tasks_is_the_completion():
+    task = OneProblem(GRPOSettings())
+    assert task.answer_of(" Paris\n") == "Paris" and task.answer_of(" \n") is None
+
+
 # -----------------------------------------------------------------------------
 # Messages
 
@@ -490,305 +490,6 @@ def test_addition_forgets_each_carry_with_the_given_probability():
 def carries(a, b):
     """How many places of a + b pass one on: 6025 + 3528 has 1."""
     return sum(a % 10**i + b % 10**i >= 10**i for i in range(1, 20))
-
-
-# -----------------------------------------------------------------------------
-# Countdown
-
-
-def test_countdown_rows():
-    task = task_of(task="countdown", countdown_min_numbers=3, countdown_max_numbers=5, countdown_max_number=12)
-    rows = task.prompts("train", range(2000))
-    assert {len(row["numbers"]) for row in rows} == {3, 4, 5}
-    assert {number for row in rows for number in row["numbers"]} == set(range(1, 13))
-    assert set("+-*/()") <= set("".join(row["solution"] for row in rows))
-    for row in rows:
-        assert row["prompt"] == " ".join(map(str, row["numbers"])) + f"={row['target']}:"
-        assert type(row["target"]) is int and 1 <= row["target"] <= 9999
-        assert python_value(row["solution"]) == row["target"]
-
-
-def python_value(text):
-    """Python's own arithmetic, on Fractions: fit for texts that this file or a task made, and for no others."""
-    return eval(re.sub(r"\d+", r"Fraction(\g<0>)", text), {"Fraction": Fraction})
-
-
-@pytest.mark.parametrize(
-    "completion, reward",
-    [
-        ("3*5+7", 1.0),
-        ("7+5*3", 1.0),
-        (" ( 3*5 ) + 7 ", 1.0),
-        ("((((3*5))))+7", 1.0),
-        ("(3*5+7)", 1.0),
-        ("3*(5+7)", 0.0),
-        ("3*5+7=22", 0.0),
-        ("22", 0.0),
-        ("3*5+7+0", 0.0),
-        ("3*5+7+7-7", 0.0),
-        ("3+5+7+7", 0.0),
-        ("5*5-3", 0.0),
-        ("3*7+1", 0.0),
-        ("15+7", 0.0),
-        ("+3*5+7", 0.0),
-        ("7--3*5", 0.0),
-        ("7-(-3*5)", 0.0),
-        ("03*5+7", 0.0),
-        ("3.0*5+7", 0.0),
-        ("3*5+7.", 0.0),
-        ("3*5+٧", 0.0),
-        ("３*5+7", 0.0),
-        ("3*5+7\n", 0.0),
-        ("3*5\t+7", 0.0),
-        ("3*5+7\x00", 0.0),
-        ("3×5+7", 0.0),
-        ("3*5+7)", 0.0),
-        ("(3*5+7", 0.0),
-        ("3*5 7", 0.0),
-        ("(3)(5)+7", 0.0),
-        ("3*5+7#", 0.0),
-        ("3*5+7;", 0.0),
-        ("7//3*5", 0.0),
-        ("7**3*5", 0.0),
-        ("(" * 20 + "3*5+7" + ")" * 20, 1.0),
-        ("(" * 21 + "3*5+7" + ")" * 21, 0.0),
-        (" " * 195 + "3*5+7", 1.0),
-        (" " * 196 + "3*5+7", 0.0),
-    ],
-)
-def test_countdown_reward(completion, reward):
-    assert task_of(task="countdown").rewards(["3 5 7=22:"], [completion], numbers=[[3, 5, 7]], target=[22]) == [reward]
-
-
-@pytest.mark.parametrize(
-    "completion, reward",
-    [
-        ("<answer>3*5+7</answer>", 1.0),
-        ("<think>3*7 is 21.</think> <answer>3*5+7</answer>", 1.0),
-        ("<think>Perhaps <answer>3+5+7</answer>? No.</think>\n<answer>\n 3 * 5 + 7\n</answer>", 1.0),
-        ("<answer>3+5+7</answer><answer>3*5+7</answer>", 1.0),
-        ("<answer>3*5+7</answer> and that is it", 1.0),
-        ("<answer>3*5+7</answer> or else <answer>3+", 1.0),
-        ("<answer>3*5+7</answer><answer>3+5+7</answer>", 0.0),
-        ("<answer>3*5+7</answer><answer></answer>", 0.0),
-        ("<answer>3*5+7</answer></answer>", 0.0),
-        ("<answer><answer>3*5+7</answer>", 1.0),
-        ("<answer>3*5+7=22</answer>", 0.0),
-        ("<answer>3*5+7 = 22</answer>", 0.0),
-        ("<answer>22 = 3*5+7</answer>", 0.0),
-        ("<answer>22</answer>", 0.0),
-        ("<answer>3*5+7", 0.0),
-        ("3*5+7</answer>", 0.0),
-        ("3*5+7", 0.0),
-        ("</answer>3*5+7<answer>", 0.0),
-        ("<Answer>3*5+7</Answer>", 0.0),
-        ("<answer >3*5+7</answer >", 0.0),
-        ("<answer>3*5+7, which is 22</answer>", 0.0),
-        ("<answer>3*5+7 or 3+5+7</answer>", 0.0),
-        ("<answer>3*5\n+7</answer>", 0.0),
-        ("<answer>3×5+7</answer>", 0.0),
-        ("<answer>15+7</answer>", 0.0),
-        ("<answer>3*5+7+7-7</answer>", 0.0),
-        ("<answer>" + " " * 300 + "3*5+7</answer>", 1.0),
-        ("<answer>" + "(" * 20 + "3*5+7" + ")" * 20 + "</answer>", 1.0),
-        ("<answer>3" + " " * 196 + "*5+7</answer>", 0.0),
-        ("x" * 199_978 + "<answer>3*5+7</answer>", 1.0),
-        ("x" * 199_979 + "<answer>3*5+7</answer>", 0.0),
-    ],
-)
-def test_countdown_reward_in_tags(completion, reward):
-    task = task_of(**FIELD)
-    assert task.rewards(["Make 22 ..."], [completion], numbers=[[3, 5, 7]], target=[22]) == [reward]
-    assert reward == 0.0 or task.answer_of(completion).strip("()") == "3*5+7"
-
-
-def test_countdown_in_words():
-    task = task_of(**FIELD, countdown_operators="+-")
-    for row in task.prompts("train", range(500)):
-        assert 2 < len(row["numbers"]) < 5 and set(row["numbers"]) <= set(range(1, 100)) and 1 <= row["target"] <= 99
-        assert row["prompt"].startswith(
-            f"Make {row['target']} from the numbers {', '.join(map(str, row['numbers']))}. "
-        )
-        assert " + - and parentheses" in row["prompt"] and "<answer>(1 + 2) - 3</answer>" in row["prompt"]
-        assert task.demonstration(row, random.Random(0)) == f"<answer>{row['solution']}</answer>"
-    terse = task_of(
-        **FIELD | dict(countdown_form="terse"), countdown_operators="+-"
-    )  # the same problems, and the same split
-    for one, other in zip(terse.prompts("test", range(50)), task.prompts("test", range(50)), strict=True):
-        assert {**one, "prompt": 0} == {**other, "prompt": 0}
-
-
-@pytest.mark.parametrize(
-    "options, completion, answer",
-    [
-        ({}, "13,05,05,09>09553", "9553"),
-        ({}, ">1>2", "2"),
-        ({}, ">00000", "0"),
-        ({}, "9553", None),
-        ({}, ">9553 ", None),
-        ({}, ">123456", None),
-        ({}, ">٣", None),
-        (dict(task="countdown"), " ( 3*5 ) + 7 ", "(3*5)+7"),
-        (dict(task="countdown"), "3+5+7", "3+5+7"),
-        (dict(task="countdown"), "1 2+3", None),
-        (dict(task="countdown"), " " * 196 + "3*5+7", None),
-        (dict(task="countdown"), "()", None),
-        (dict(task="countdown"), "3+5=8", None),
-        (dict(task="countdown"), "", None),
-        (FIELD, "3+5+7", None),
-        (FIELD, "<answer>3 + 5</answer><answer> 3*5 </answer>", "3*5"),
-        (FIELD, "<answer>none</answer>", None),
-    ],
-)
-def test_the_answer_of_a_completion(options, completion, answer):
-    assert task_of(**options).answer_of(completion) == answer
-
-
-def test_the_answer_of_other_tasks_is_the_completion():
-    task = OneProblem(GRPOSettings())
-    assert task.answer_of(" Paris\n") == "Paris" and task.answer_of(" \n") is None
-
-
-def test_countdown_uses_each_number_once_even_twins():
-    task = task_of(task="countdown")
-    assert task.rewards([""] * 3, ["4*4+1", "4+1", "4*4*1"], numbers=[[4, 1, 4]] * 3, target=[17, 5, 17]) == [
-        1.0,
-        0.0,
-        0.0,
-    ]
-    assert task.rewards([""], ["1 2+3"], numbers=[[12, 3]], target=[15]) == [0.0]
-
-
-def test_countdown_is_exact():
-    task = task_of(task="countdown")
-    assert task.rewards([""], ["8/(3-8/3)"], numbers=[[3, 3, 8, 8]], target=[24]) == [
-        1.0
-    ]  # 23.999999999999989 in floats
-    assert task.rewards([""], ["1/3*3"], numbers=[[1, 3, 3]], target=[1]) == [1.0]
-    for text in ("1/(3-3)", "3/(1/(3-3))", "(3-3)/(3-3)"):
-        numbers = [int(digit) for digit in text if digit.isdigit()]
-        assert task.rewards([""], [text], numbers=[numbers], target=[0]) == [0.0]
-
-
-def test_countdown_allows_only_its_operators():
-    task = task_of(task="countdown", countdown_operators="+-")
-    rows = task.prompts("train", range(500))
-    assert not set("*/") & set("".join(row["solution"] for row in rows))
-    assert task.rewards([""] * 2, ["3+5+7", "3*5+7"], numbers=[[3, 5, 7]] * 2, target=[15, 22]) == [1.0, 0.0]
-
-
-def test_countdown_demonstrations_err_with_the_given_probability():
-    p = 0.4
-    task = task_of(task="countdown", demonstration_noise=p)
-    rows, rng = task.prompts("train", range(3000)), random.Random(0)
-    demonstrations = [task.demonstration(row, rng) for row in rows]
-    unlike = sum(text != row["solution"] for text, row in zip(demonstrations, rows, strict=True))
-    deviation = math.sqrt(3000 * p * (1 - p))
-    assert 3000 * p * 0.8 - 5 * deviation < unlike < 3000 * p + 5 * deviation  # now and then that is the solution
-    right = rewards(task, rows, demonstrations)
-    assert 3000 * (1 - p) - 5 * deviation < sum(right) < 3000 * (1 - p * 0.6)
-    for text, row in zip(demonstrations, rows, strict=True):  # the wrong ones are expressions over the same numbers
-        assert sorted(map(int, re.findall(r"\d+", text))) == sorted(row["numbers"])
-        ast.parse(text, mode="eval")
-    lazy = task_of(task="countdown", demonstration_noise=1.0, countdown_operators="-+")
-    assert lazy.demonstration({"numbers": [3, 5, 7], "solution": "7-5+3"}, rng) == "3-5-7"
-
-
-# A tree is a number or (operator, tree, tree). Its value and its text are worked out apart from snug's own code.
-trees = st.recursive(st.integers(1, 20), lambda inner: st.tuples(st.sampled_from("+-*/"), inner, inner), max_leaves=6)
-BY_HAND = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-
-
-def value_of(tree):
-    if isinstance(tree, int):
-        return Fraction(tree)
-    symbol, left, right = tree
-    return BY_HAND[symbol](value_of(left), value_of(right))
-
-
-def text_of(tree, space=""):
-    if isinstance(tree, int):
-        return str(tree)
-    symbol, left, right = tree
-    return f"({text_of(left, space)}{space}{symbol}{space}{text_of(right, space)})"
-
-
-def outcome(function, *args):
-    try:
-        return function(*args)
-    except ZeroDivisionError:
-        return "division by zero"
-
-
-@given(trees, st.sampled_from(["", " "]), st.randoms(use_true_random=False))
-def test_parser_agrees_with_the_tree(tree, space, rng):
-    text = text_of(tree, space)
-    numbers = [int(digits) for digits in re.findall(r"\d+", text)]
-    rng.shuffle(numbers)
-    assert outcome(evaluate, text, numbers, "+-*/") == outcome(value_of, tree)
-
-
-@given(st.lists(st.tuples(st.integers(1, 99), st.sampled_from("+-*/")), min_size=1, max_size=12))
-def test_parser_knows_precedence(pairs):
-    text = "".join(f"{number}{symbol}" for number, symbol in pairs)[:-1]
-    assert outcome(evaluate, text, [number for number, _ in pairs], "+-*/") == outcome(python_value, text)
-
-
-def worth(text, numbers):
-    """What snug makes of a text: its value, or None where it refuses it or would divide by zero."""
-    try:
-        return evaluate(text, numbers, "+-*/")
-    except (Refused, ZeroDivisionError):
-        return None
-
-
-def worth_to_python(text):
-    """The same by Python's grammar, cut down to the four operators and numbers without a leading zero."""
-    try:
-        tree = ast.parse(text.strip(" "), mode="eval").body
-    except SyntaxError:
-        return None
-
-    def plain(node):
-        if isinstance(node, ast.BinOp):
-            return (
-                isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div) and plain(node.left) and plain(node.right)
-            )
-        return isinstance(node, ast.Constant)
-
-    if not plain(tree) or re.search(r"\b0[0-9]", text):
-        return None
-    try:
-        return python_value(text.strip(" "))
-    except ZeroDivisionError:
-        return None
-
-
-@settings(max_examples=300)
-@given(
-    trees.map(text_of),
-    st.lists(st.tuples(st.integers(0, 60), st.booleans(), st.text("0123+-*/() ", max_size=2)), max_size=3),
-)
-def test_parser_reads_what_pythons_grammar_does(text, edits):
-    """Right expressions with a few characters lost and others put in: the two must agree on each."""
-    for place, lose, extra in edits:
-        place %= len(text) + 1
-        text = text[:place] + extra + text[place + lose :]
-    numbers = [int(digits) for digits in re.findall("[0-9]+", text)]
-    assert worth(text, numbers) == worth_to_python(text)
-
-
-def test_parser_time_is_bounded():
-    hard = ["(" * 20 + "9*9" * 40, "1/" * 99 + "1", "9" * 200, "*" * 200, "(((1+" * 6 + "1", "1-" * 99 + "1"]
-    start = time.perf_counter()
-    for text in hard * 100:
-        numbers = [int(digits) for digits in re.findall("[0-9]+", text)]
-        try:
-            evaluate(text, numbers, "+-*/")
-        except Refused:
-            pass
-    assert time.perf_counter() - start < 2
-    assert set(ARITHMETIC) == set("+-*/")
 
 
 # -----------------------------------------------------------------------------
