@@ -6,6 +6,7 @@
 Left out: how many threads there are (OMP_NUM_THREADS). Tests: tests/test_cpu.py.
 """
 
+import atexit
 import resource
 import threading
 from contextlib import contextmanager
@@ -88,35 +89,53 @@ class Linear(torch.autograd.Function):
 
 @cache
 def share_cores():
-    """Start the thread that watches whether other processes want our cores. Later calls do nothing."""
-    threading.Thread(target=watch, daemon=True).start()
+    """Start the thread that watches whether other processes want our cores. Later calls do nothing.
+
+    It and its idle team end before the interpreter does: a thread in a torch operation would abort the process then.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=watch, args=(over,), daemon=True)
+    thread.start()
+    atexit.register(lambda: (over.set(), thread.join()))
 
 
-def watch():
-    """Keep an idle team of OpenMP threads while we are preempted often.
+def watch(over: threading.Event):
+    """Until `over`, keep an idle team of OpenMP threads while we are preempted often.
 
     A thread that has done its part of an operation waits for the others. libgomp, which torch uses on Linux, lets it
     spin for milliseconds: the fastest way if every thread has a core. If another process has one of the cores, the
     waiting thread burns the time that the others need, and an iteration takes 4 to 10 times as long. libgomp spins 300
     times shorter while the process has more OpenMP threads than cores. Those of the idle team count.
     """
-    idle, before, clock = None, preemptions(), threading.Event()
-    while True:
-        clock.wait(1.0)
+    team, before = None, preemptions()
+    while not over.wait(1.0):
         now = preemptions()
         crowded, before = now - before > PREEMPTED, now
-        if crowded and idle is None:
-            idle = threading.Event()
-            threading.Thread(target=idle_team, args=(idle,), daemon=True).start()
-        elif not crowded and idle is not None:
-            idle.set()  # ends the thread, and its team with it
-            idle = None
+        if crowded and team is None:
+            team = IdleTeam()
+        elif not crowded and team is not None:
+            team.end()
+            team = None
+    if team is not None:
+        team.end()
 
 
 def preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def idle_team(over: threading.Event):
-    torch.zeros(2**20).add_(1)  # large enough for a team
-    over.wait()
+class IdleTeam:
+    """OpenMP threads that wait. They belong to the thread that ran an operation, and end with it."""
+
+    def __init__(self):
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.idle, name="idle team", daemon=True)
+        self.thread.start()
+
+    def idle(self):
+        torch.zeros(2**20).add_(1)  # large enough for a team
+        self.over.wait()
+
+    def end(self):
+        self.over.set()
+        self.thread.join()
