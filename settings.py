@@ -436,13 +436,3 @@ class FromGGUFSettings(ExportSettings):
     """A GGUF file as a Hugging Face folder: options of tools/from_gguf.py."""
 
     dtype: str = option("float32", "dtype of the weights", choices=DTYPES)
-
-
-@dataclass
-class ReplaySettings:
-    """Repeat a dropped step and find where it stops being finite: options of tools/replay.py."""
-
-    device: str = option("auto", "auto: cuda if available, else cpu; or a torch device")
-
-    def check(self):
-        pass

@@ -49,7 +49,7 @@ def main(device, folder):
         settings = SFTSettings(out_dir=home, save_total_limit=1, max_iters=99)
         with torch.device(device):
             model = GPT(GPTConfig(vocab_size=50257, bias=True))
-        optimizer, guard = make_optimizer(model, settings), Guard(settings, None, print)
+        optimizer, guard = make_optimizer(model, settings), Guard(settings, print)
         size = sum(tensor.nbytes for named in tensors_of(model, optimizer).values() for tensor in named.values())
         print(
             f"{sum(p.numel() for p in model.parameters()):,} parameters, {size / MIB:.0f} MiB of state, torch {torch.__version__}, {device}"
@@ -62,7 +62,7 @@ def main(device, folder):
             for kind in ("beside", "waited for"):
                 saving.available_on_host = available_on_host if kind == "beside" else lambda: 0
                 started = time.perf_counter()
-                progress = dict(health=dict(guard.health), scores={}, after_oom={}, extra_prompts=0)
+                progress = dict(health=dict(guard.health), after_oom={}, extra_prompts=0)
                 saver.save(2 * done + (kind == "beside"), model, optimizer, progress)
                 stall = time.perf_counter() - started
                 if kind == "beside":

@@ -87,7 +87,7 @@ def resume(settings):
     """What train_sft.py does before its first iteration."""
     prepared = prepare(settings)
     begin(prepared, torch.device("cpu"))
-    Guard(settings, prepared.tokenizer, print, prepared.resume.state["health"])
+    Guard(settings, print, prepared.resume.state["health"])
 
 
 def too_long(*_):
@@ -127,8 +127,8 @@ def main(mutations, seed):
         model = make_model(prepared.shape, torch.device("cpu"))
         optimizer = make_optimizer(model, settings)
         saver = Saver(settings, prepared.tokenizer, torch.device("cpu"), print, data=prepared.task.fingerprint())
-        health = Guard(settings, prepared.tokenizer, print).health
-        progress = dict(health=health, after_oom={}, scores={}, extra_prompts=0)
+        health = Guard(settings, print).health
+        progress = dict(health=health, after_oom={}, extra_prompts=0)
         saver.save(2, model, optimizer, progress, last=True)
         path = checkpoint.newest(settings.out_dir)
         whole = {name: (path / name).read_bytes() for name in NAMES}

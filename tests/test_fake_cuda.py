@@ -170,7 +170,7 @@ def make_training(prepared, reference=None):
     settings, device = prepared.settings, torch.device("gpu")
     model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
     log = NoLog(settings)
-    parts = PlanMeter(PlannedHost()), log, Guard(settings, prepared.tokenizer, log.say), None, Pieces(settings, log.say)
+    parts = PlanMeter(PlannedHost()), log, Guard(settings, log.say), None, Pieces(settings, log.say)
     optimizer = make_optimizer(model, settings)
     return DryTraining(prepared, model, reference, optimizer, *parts, Prompts(settings.batch_size))
 

@@ -18,9 +18,9 @@ import options
 import settings
 from options import SnugError, friendly_errors, parse_value, read_config, read_settings, to_json
 from runs.prepare import prepare
-from settings import EvaluateSettings, GRPOSettings, ModelOptions, ReplaySettings, SampleSettings, SFTSettings
+from settings import EvaluateSettings, GRPOSettings, ModelOptions, SampleSettings, SFTSettings
 
-CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings, ReplaySettings)
+CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings)
 EVERY_OPTION = [(cls, name) for cls in CLASSES for name in options.fields(cls)]
 ROOT = Path(settings.__file__).parent
 
@@ -226,7 +226,7 @@ def test_the_command_line_overrides_the_config(tmp_path):
 @pytest.mark.parametrize("cls", CLASSES)
 def test_help_shows_every_option_once_with_its_default(cls, capsys):
     with pytest.raises(SystemExit) as caught:
-        read_settings(cls, ["--seed=2", "--help=all"] if cls is not ReplaySettings else ["--help=all"])
+        read_settings(cls, ["--seed=2", "--help=all"])
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.replace("-\n", "-").split())
     assert shown.startswith("usage: ") and " ".join(cls.__doc__.split()) in shown

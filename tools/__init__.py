@@ -1,1 +1,1 @@
-"""Commands beside training: python -m tools.replay, python -m tools.export, python -m tools.from_gguf."""
+"""Commands beside training: python -m tools.export, python -m tools.from_gguf."""

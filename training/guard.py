@@ -1,47 +1,32 @@
-"""Optimizer steps with a loss or gradient that is not finite: they are dropped, explained, kept for replay, counted.
+"""Optimizer steps with a loss or gradient that is not finite: they are dropped, explained in log.txt, and counted.
 
-    out/<run>/dropped-000012/
-        batch.safetensors     the sequences of the step, by the names of Rollouts (or Sequences)
-        model.safetensors     the weights before the step
-        dropped.json          what was not finite; the settings; which of the sequences
-
-`python -m tools.replay out/<run>/dropped-000012` repeats the step and says where it went wrong. After max_dropped_steps
-in a row the run stops. The last weights may be the cause although they are finite, so a checkpoint made after the last
-good step is set aside, and --resume=auto goes on from the one before.
+The line in the log has the iteration, the seed, the sequences and the loss. With the checkpoint before that iteration
+it is enough to repeat the step: what a run computes follows from them. After max_dropped_steps in a row the run stops.
+The last weights may be the cause although they are finite, so a checkpoint made after the last good step is set aside,
+and --resume=auto goes on from the one before.
 """
 
-import json
-import os
-import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from batch import Sequences
 from model import GPT
-from runs import free_name
 from runs.saver import UnsafeState, not_finite, set_aside
 from sample import Rollouts
-
-MOST_KEPT = 10  # dropped steps of a run that are written to disk
 
 
 class Guard:
     """health goes into checkpoints: steps dropped, steps dropped in a row, the iteration of the last good step."""
 
-    def __init__(self, settings, tokenizer, say: Callable[[str], None], health: dict | None = None, writes=True):
-        self.settings, self.tokenizer, self.say, self.writes = settings, tokenizer, say, writes
-        self.weights_file = None  # the weights of the last dropped step, if there was no good step since
+    def __init__(self, settings, say: Callable[[str], None], health: dict | None = None, writes=True):
+        self.settings, self.say, self.writes = settings, say, writes
         self.health = {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": -1} | (health or {})
 
     def taken(self, iteration: int) -> None:
         """A step of this iteration was good."""
         self.health |= {"dropped_in_a_row": 0, "last_step": iteration}
-        self.weights_file = None
 
     def drop(self, iteration: int, model: GPT, gradients, sequences, select: range, loss: float, norm: float) -> None:
         """Count and report a step on the sequences `select`. Raises UnsafeState after max_dropped_steps in a row.
@@ -50,39 +35,16 @@ class Guard:
         """
         self.health |= {name: self.health[name] + 1 for name in ("dropped_steps", "dropped_in_a_row")}
         found = culprit(model, gradients, sequences, select, loss, norm)
-        where = self.keep(iteration, model, sequences, select, found, loss, norm)
+        what = (
+            f"a step of iteration {iteration}, seed {self.settings.seed}, sequences {select.start} to {select.stop - 1}"
+        )
         in_a_row = self.health["dropped_in_a_row"]
         if in_a_row < self.settings.max_dropped_steps:
-            self.say(f"warning: a step of iteration {iteration} is dropped, {in_a_row} in a row: {found}; {where}")
+            self.say(f"warning: {what} is dropped, {in_a_row} in a row: {found}")
             return
         newest = set_aside(Path(self.settings.out_dir), self.health["last_step"]) if self.writes else "a checkpoint"
         advice = f"lower learning_rate (now {self.settings.learning_rate:g}), then --resume=auto goes on from {newest}"
-        last = f"{in_a_row} optimizer steps in a row were not finite, the last in iteration {iteration}"
-        raise UnsafeState(f"{last}: {found}; {where}; {advice}")
-
-    def keep(self, iteration, model, sequences, select, found, loss, norm) -> str:
-        """Write what a replay needs -> how to replay it, or why that is not possible."""
-        if not self.writes:
-            return "written by rank 0"
-        if self.health["dropped_steps"] > MOST_KEPT:
-            return f"not written: {MOST_KEPT} are kept"
-        folder = free_name(Path(self.settings.out_dir) / f"dropped-{iteration:06d}")
-        record = dict(iteration=iteration, found=found, loss=repr(loss), grad_norm=repr(norm), select=list(select))
-        record |= dict(model_config=asdict(model.config), tokenizer=self.tokenizer.name, settings=asdict(self.settings))
-        try:
-            folder.mkdir(parents=True)
-            # Copies, because old_logprobs may be the same tensor as sampling_logprobs, which safetensors refuses.
-            save_file({n: t.clone() for n, t in columns_of(sequences).items()}, folder / "batch.safetensors")
-            if self.weights_file is not None and self.weights_file.exists():
-                os.link(self.weights_file, folder / "model.safetensors")  # steps dropped in a row have the same weights
-            else:
-                save_file({n: p.detach() for n, p in model.named_parameters()}, folder / "model.safetensors")
-            self.weights_file = folder / "model.safetensors"
-            (folder / "dropped.json").write_text(json.dumps(record, indent=1) + "\n")
-        except (OSError, SafetensorError) as error:  # such as a full disk
-            shutil.rmtree(folder, ignore_errors=True)
-            return f"it cannot be written ({error})"
-        return f"python -m tools.replay {folder}"
+        raise UnsafeState(f"{in_a_row} optimizer steps in a row were not finite, the last {what}: {found}; {advice}")
 
 
 def columns_of(sequences: Rollouts | Sequences, select: range | slice = slice(None)) -> dict[str, torch.Tensor]:
