@@ -74,22 +74,25 @@ def at_once(settings) -> int:
 class Pieces:
     """How many completions are decoded at a time, and how many tokens a micro-batch has; 0: all at once.
 
-    Both begin as the settings say. After an out-of-memory they are halved. `halved` is what a checkpoint keeps:
-    {option: [what the settings say, what it is now]}.
+    max_rollout_batch and max_tokens_per_micro_batch begin as the settings say, max_eval_batch, the limit of
+    evaluations, with the smaller of batch_size and max_rollout_batch. An out-of-memory halves the one that it concerns.
+    `halved` is what a checkpoint keeps: {name: [how it began, what it is now]}.
     """
 
     def __init__(self, settings, say, halved=None, processes=None):
         """say: reports a change. halved: the resumed checkpoint's; it holds if the settings ask for the same again."""
         self.settings, self.say, self.halved, self.processes = settings, say, {}, processes or OneProcess()
         self.max_rollout_batch = settings.max_rollout_batch
+        self.max_eval_batch = min(settings.batch_size, settings.max_rollout_batch or settings.batch_size)
         self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch
         self.at_once = at_once(settings)  # micro-batches in one forward of the reference
-        for name, (asked, value) in (halved or {}).items():
-            if getattr(settings, name) == asked:
+        for name, (began, value) in (halved or {}).items():
+            if getattr(self, name) == began:
                 self.set(name, value, "an earlier out-of-memory")
 
     def set(self, name, value, error):
-        self.halved[name] = [getattr(self.settings, name), value]
+        began = self.halved.get(name, [getattr(self, name)])[0]
+        self.halved[name] = [began, value]
         setattr(self, name, value)
         self.say(f"{error}; going on with {name}={value}")
 
@@ -104,16 +107,20 @@ class Pieces:
 
         return attempts(make_smaller, agreed)
 
-    def halve_rollout(self, rows: int, model):
+    def halve_rollout(self, rows: int, model, name="max_rollout_batch"):
         """-> make_smaller for `attempts`: decode half of `rows` completions at a time. Raises SnugError at one."""
 
         def make_smaller(error):
-            now = min(self.max_rollout_batch or rows, rows)
+            now = min(getattr(self, name) or rows, rows)
             if now == 1:
                 raise SnugError(self.at_the_floor(f"decoding one completion at a time: {error}", model))
-            self.set("max_rollout_batch", -(-now // 2), error)
+            self.set(name, -(-now // 2), error)
 
         return make_smaller
+
+    def halve_evaluation(self, model):
+        """The same for an evaluation, which decodes one completion of each prompt and has a limit of its own."""
+        return self.halve_rollout(self.max_eval_batch, model, "max_eval_batch")
 
     def halve_micro_batches(self, cut, model):
         """-> make_smaller for `attempts`: half as many tokens in a micro-batch of `cut`, a batch.Cut.

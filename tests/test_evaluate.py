@@ -274,7 +274,7 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
     for ours, theirs in zip(cut[1], whole[1], strict=True):
         assert ours == theirs | {"logprob": pytest.approx(theirs["logprob"], abs=1e-4)}
     assert cut[0] == whole[0]
-    assert "Tried to allocate 1 GiB; going on with max_rollout_batch=2" in capsys.readouterr().err
+    assert "Tried to allocate 1 GiB; going on with max_eval_batch=2" in capsys.readouterr().err
     most = 0
     message = "decoding one completion at a time: CUDA out of memory.*; try a smaller max_new_tokens than 12"
     with pytest.raises(SnugError, match=message):

@@ -9,6 +9,7 @@ from test_plan import prepared_run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import evaluate
 import grpo
 from memory import attempts
 from memory.oom import is_out_of_memory
@@ -105,6 +106,27 @@ def test_a_resumed_run_remembers(tmp_path, capsys):
     )  # what the user changes is the user's
     grpo.main(prepare(own))
     assert read_state(newest(resumed.out_dir))["after_oom"] == {}
+
+
+def test_an_evaluation_has_a_limit_of_its_own(tmp_path, monkeypatch, capsys):
+    """It is smaller after an out-of-memory, also after a resume. The rollouts' limit stays."""
+    prepared, settings = prepared_run(tmp_path, eval_prompts=8, max_iters=1, save_interval=1, **SMALL)
+    real, decoded = evaluate.sample_groups, []
+
+    def sampled(*arguments, max_batch, **options):
+        decoded.append(max_batch)
+        if max_batch > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(*arguments, max_batch=max_batch, **options)
+
+    monkeypatch.setattr(evaluate, "sample_groups", sampled)
+    grpo.main(prepared)
+    assert decoded[:3] == [3, 2, 1] and set(decoded[3:]) == {1}  # batch_size 3, then half, rounded up
+    assert read_state(newest(settings.out_dir))["after_oom"] == {"max_eval_batch": [3, 1]}
+    rollouts, real_rows = [], grpo.sample_rows
+    monkeypatch.setattr(grpo, "sample_rows", lambda *a: rollouts.append(a[-1]) or real_rows(*a))
+    grpo.main(prepare(dataclasses.replace(settings, resume="auto", max_iters=2)))
+    assert set(decoded[3:]) == {1} and rollouts == [0]
 
 
 def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
