@@ -41,7 +41,12 @@ class Checkpoint(NamedTuple):
 def checkpoints(folder: str | Path) -> list[Path]:
     """The checkpoints in a run's folder, oldest first."""
     found = [p for p in Path(folder).glob(PREFIX + "*") if p.name[len(PREFIX) :].isdigit() and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name[len(PREFIX) :]))
+    return sorted(found, key=iteration_of)
+
+
+def iteration_of(path: Path) -> int:
+    """checkpoint-000040 -> 40, the iterations done."""
+    return int(path.name[len(PREFIX) :])
 
 
 def is_checkpoint(folder: str | Path) -> bool:
@@ -49,15 +54,15 @@ def is_checkpoint(folder: str | Path) -> bool:
     return Path(folder).resolve().name.startswith(PREFIX) and Path(folder).is_dir()
 
 
-def newest(folder: str | Path) -> Path:
-    """A run's folder -> its newest whole checkpoint; a checkpoint's folder -> the same. Raises SnugError.
+def newest(folder: str | Path, whole: bool = True) -> Path:
+    """A run's folder -> its newest undamaged checkpoint; a checkpoint's folder -> the same. Raises SnugError.
 
-    Every file is read and its SHA-256 compared. Damaged checkpoints are named on stderr and passed over.
+    whole: as for `damage`. Damaged checkpoints are passed over; with `whole` they are named on stderr.
     """
     folder = Path(folder)
     if is_checkpoint(folder):
         path = folder.resolve() if folder.is_symlink() else folder
-        if wrong := damage(path):
+        if wrong := damage(path, whole):
             raise SnugError(wrong)
         return path
     if not folder.is_dir():
@@ -66,10 +71,10 @@ def newest(folder: str | Path) -> Path:
         raise SnugError(f"{folder}: there is no such run or model{hint or f'; {advice}'}")
     damaged = []
     for path in reversed(checkpoints(folder)):
-        if wrong := damage(path):
+        if wrong := damage(path, whole):
             damaged.append(wrong)
             continue
-        for note in damaged:
+        for note in damaged if whole else ():
             print(f"note: {note}; {path.name} is used", file=sys.stderr, flush=True)
         return path
     if damaged:
@@ -77,13 +82,17 @@ def newest(folder: str | Path) -> Path:
     raise SnugError(f"{folder}: has no checkpoint; was the run stopped before its first save?")
 
 
-def damage(path: Path) -> str | None:
-    """Compare every file of a checkpoint with the manifest -> what is wrong, or None."""
+def damage(path: Path, whole: bool = True) -> str | None:
+    """Compare every file of a checkpoint with the manifest -> what is wrong, or None.
+
+    By length and SHA-256; whole=False: tensors, which may take a minute to read, by length alone.
+    """
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         for name, wanted in manifest.items():
             file = path / name
-            if file.stat().st_size != wanted["bytes"] or sha256(file) != wanted["sha256"]:
+            read = whole or file.suffix != ".safetensors"
+            if file.stat().st_size != wanted["bytes"] or read and sha256(file) != wanted["sha256"]:
                 return f"checkpoint {path}: {name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"checkpoint {path}: cannot be read ({type(error).__name__}: {error})"
@@ -103,15 +112,15 @@ def read_state(path: Path) -> dict:
     return json.loads((path / "state.json").read_text())
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Verify and read a run's newest whole checkpoint, or the checkpoint that `folder` is. Raises SnugError."""
-    path = newest(folder)
+def open_checkpoint(folder: str | Path, whole: bool = True) -> Checkpoint:
+    """Verify and read a run's `newest` checkpoint, or the checkpoint that `folder` is. Raises SnugError."""
+    path = newest(folder, whole)
     return Checkpoint(path, read_state(path))
 
 
-def open_weights(folder: str | Path) -> Checkpoint | Path:
+def open_weights(folder: str | Path, whole: bool = True) -> Checkpoint | Path:
     """A run or checkpoint -> opened; a Hugging Face folder -> its path, for read_weights to check. Raises SnugError."""
-    return Path(folder) if is_pretrained(folder) else open_checkpoint(folder)
+    return Path(folder) if is_pretrained(folder) else open_checkpoint(folder, whole)
 
 
 def find_run(folder: str | Path) -> Checkpoint:
@@ -144,7 +153,7 @@ def base_record(base: Checkpoint | Path, out_dir: str) -> dict:
     return dict(path=str(path), from_run=os.path.relpath(path, out_dir), fingerprint=identity(base))
 
 
-def base_of(checkpoint: Checkpoint, init_from: str = "") -> Checkpoint | Path:
+def base_of(checkpoint: Checkpoint, init_from: str = "", whole: bool = True) -> Checkpoint | Path:
     """Open the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
 
     Looks where they were, as seen from here and from the run's folder, and where init_from says now.
@@ -152,7 +161,7 @@ def base_of(checkpoint: Checkpoint, init_from: str = "") -> Checkpoint | Path:
     base, gone = checkpoint.state["base"], "are not there"
     for place in (Path(base["path"]), checkpoint.path.parent / base["from_run"], Path(init_from or base["path"])):
         if place.exists():
-            weights, gone = open_weights(place), "are others now"
+            weights, gone = open_weights(place, whole), "are others now"
             if identity(weights) == base["fingerprint"]:
                 return weights
     seen = f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {gone}"

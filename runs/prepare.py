@@ -1,8 +1,8 @@
 """Everything a run needs that can be checked before torch is imported: bad input is answered within a second.
 
 `prepare` looks up the task, the tokenizer, the model's shape and the reward functions, opens the checkpoint to resume
-and init_from, and refuses what does not fit together. It loads no tensors and writes nothing. If grpo.py has to make
-its warm start first, that is prepared, too.
+and init_from, and refuses what does not fit together. Only then it reads every byte of these checkpoints. It loads no
+tensors and writes nothing. If grpo.py has to make its warm start first, that is prepared, too.
 """
 
 from collections.abc import Callable, Set
@@ -35,6 +35,12 @@ class Prepared:
     reward_weights: list[float] = field(default_factory=list)  # of reward_funcs; empty: 1 each
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
     origin: Checkpoint | Path | None = None  # the initial or reference weights: a checkpoint, or a Hugging Face folder
+    found: list[Path] = field(default_factory=list)  # the checkpoints that were in out_dir
+
+    def refuse_if_changed(self) -> None:
+        """Call it when the folder is locked. Raises SnugError if another run has written there in the meantime."""
+        if self.settings.resume == "auto" and checkpoints(self.settings.out_dir) != self.found:
+            raise SnugError(f"{self.settings.out_dir}: another run has just written there; start this command again")
 
     @property
     def scoring(self) -> Scoring:
@@ -66,10 +72,8 @@ def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset())
         if out_dir in source.parents:
             advice = "which a new run moves away; choose another out_dir"
             raise SnugError(f"init_from={settings.init_from} is in out_dir={settings.out_dir}, {advice}")
-    resume = open_checkpoint(settings.out_dir) if settings.resume == "auto" and checkpoints(settings.out_dir) else None
-    if resume:
-        refuse_changes(settings, task, resume)
-    origin, warm_start = find_origin(settings, resume)
+    found = checkpoints(settings.out_dir) if settings.resume == "auto" else []
+    resume, origin, warm_start = find_weights(settings, task, found, whole=False)
     shape, tokenizer = shape_and_tokenizer(settings, given, resume or origin, warm_start)
     shape = shape | {"vocab_size": shape.get("vocab_size") or tokenizer.n_vocab, "n_vocab": tokenizer.n_vocab}
     if shape["vocab_size"] < tokenizer.n_vocab:
@@ -81,9 +85,22 @@ def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset())
     if grpo and not functions:
         missing = f"data_file={settings.data_file} has no column answer to score completions by"
         raise SnugError(f"{missing}; add it, or reward_funcs")
-    prepared = Prepared(settings, task, tokenizer, shape, functions, warm_start, weights, resume, origin)
+    prepared = Prepared(settings, task, tokenizer, shape, functions, warm_start, weights, found=found)
     check_lengths(prepared, settings.block_size if "block_size" in given else shape["block_size"])
+    prepared.resume, prepared.origin, prepared.warm_start = find_weights(settings, task, found, whole=not settings.plan)
     return prepared
+
+
+def find_weights(settings, task: Task, found: list[Path], whole: bool):
+    """-> (the checkpoint to resume, the weights in init_from, the warm start that makes them), or None. Raises
+    SnugError.
+
+    whole: read and compare every byte; otherwise only sizes and small files.
+    """
+    resume = open_checkpoint(settings.out_dir, whole) if found else None
+    if resume:
+        refuse_changes(settings, task, resume)
+    return resume, *find_origin(settings, resume, whole)
 
 
 def refuse_changes(settings: SFTSettings | GRPOSettings, task: Task, resume: Checkpoint) -> None:
@@ -99,11 +116,11 @@ def refuse_changes(settings: SFTSettings | GRPOSettings, task: Task, resume: Che
         raise SnugError(f"{resume.path} {what}; put it back, or start anew in another out_dir")
 
 
-def find_origin(settings, resume: Checkpoint | None) -> tuple[Checkpoint | Path | None, Prepared | None]:
+def find_origin(settings, resume: Checkpoint | None, whole: bool) -> tuple[Checkpoint | Path | None, Prepared | None]:
     """-> (the weights in init_from, opened; the warm start that makes them), either may be None. Raises SnugError."""
     init_from = settings.init_from
     if resume and settings.lora_rank:
-        return checkpoint.base_of(resume, init_from), None
+        return checkpoint.base_of(resume, init_from, whole), None
     if not init_from or resume and not settings.beta:
         return None, None
     if is_pretrained(init_from):
@@ -111,7 +128,7 @@ def find_origin(settings, resume: Checkpoint | None) -> tuple[Checkpoint | Path 
     makes_it = isinstance(settings, GRPOSettings) and settings.init_config and not is_checkpoint(init_from)
     if makes_it and not checkpoints(init_from):
         return None, prepare_warm_start(settings)
-    origin = open_checkpoint(init_from)
+    origin = open_checkpoint(init_from, whole)
     its = settings_of(origin.state)
     if makes_it and origin.state["iteration"] < its.max_iters:
         return None, prepare_warm_start(settings)

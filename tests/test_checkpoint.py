@@ -34,11 +34,11 @@ from training.optimizer import make_optimizer, optimizer_step
 HOME = Path(__file__).parent.parent
 
 
-def progress(guard, scores=None):
-    return dict(health=dict(guard.health), after_oom={}, scores=scores or {}, extra_prompts=0)
+def progress(guard):
+    return dict(health=dict(guard.health), after_oom={}, extra_prompts=0)
 
 
-def saved(tmp_path, shape="gpt2", iteration=7, limit=2, scores=None):
+def saved(tmp_path, shape="gpt2", iteration=7, limit=2):
     """A model with moments, saved -> (model, optimizer, path)."""
     model = make_model(shape)
     optimizer = make_optimizer(model, SFTSettings())
@@ -47,7 +47,7 @@ def saved(tmp_path, shape="gpt2", iteration=7, limit=2, scores=None):
         optimizer_step(model, optimizer, 1e-3, 1.0)
     settings = SFTSettings(seed=4, out_dir=str(tmp_path), save_total_limit=limit)
     saver = Saver(settings, get_tokenizer("bytes"), model.device, print)
-    saver.save(iteration, model, optimizer, progress(Guard(settings, None, print), scores), last=True)
+    saver.save(iteration, model, optimizer, progress(Guard(settings, print)), last=True)
     return model, optimizer, checkpoint.newest(tmp_path)
 
 
@@ -320,7 +320,7 @@ def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, 
             ours, theirs = (safetensors.torch.load_file(folder / name) for folder in (resumed, whole))
             assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
         ours, theirs = (checkpoint.read_state(folder) for folder in (resumed, whole))
-        for name in ("generators", "after_oom", "optimizer_steps", "health", "scores", "extra_prompts"):
+        for name in ("generators", "after_oom", "optimizer_steps", "health", "extra_prompts"):
             assert ours[name] == theirs[name], name
         assert (Path(broken.out_dir) / "samples.jsonl").read_bytes() == (
             Path(settings.out_dir) / "samples.jsonl"
@@ -345,3 +345,33 @@ def test_a_run_from_before_an_option_came(tmp_path):
     (path / "state.json").write_text(json.dumps(state))
     checkpoint.seal(path)
     assert loading.load_run(settings.out_dir).settings.eval_split == "test"
+
+
+def test_bad_input_is_answered_before_tensors_are_read(tmp_path, monkeypatch):
+    """The newest checkpoint of a large model takes a minute to read."""
+    sft, settings = tiny(tmp_path)
+    train_sft.main(prepare(sft))
+    grpo.main(prepare(dataclasses.replace(settings, max_iters=1)))
+    real, read = checkpoint.sha256, []
+    monkeypatch.setattr(checkpoint, "sha256", lambda file: read.append(file.name) or real(file))
+    resumed = dataclasses.replace(settings, resume="auto")
+    for wrong, message in (
+        (dict(digits=3), "digits was"),
+        (dict(lora_rank=4), "lora_rank was 0"),
+        (dict(max_new_tokens=999), "block_size"),
+    ):
+        with pytest.raises(SnugError, match=message):
+            prepare(dataclasses.replace(resumed, **wrong))
+    prepare(dataclasses.replace(resumed, plan=True))  # a plan needs no tensors
+    assert read and not [name for name in read if name.endswith(".safetensors")]
+    prepare(resumed)
+    assert read.count("model.safetensors") == 2  # to resume, and the reference
+
+
+def test_a_run_that_another_one_overtook_is_started_again(tmp_path):
+    sft = dataclasses.replace(tiny(tmp_path)[0], resume="auto")
+    overtaken = prepare(sft)
+    train_sft.main(prepare(sft))
+    with pytest.raises(SnugError, match="another run has just written there; start this command again"):
+        train_sft.main(overtaken)
+    assert len(read_log(sft.out_dir)) == sft.max_iters

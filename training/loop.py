@@ -18,7 +18,8 @@ from runs.checkpoint import base_record
 from runs.device import notes, pick_device, warn_without_kernels
 from runs.ending import ending
 from runs.loading import configure, load_into, load_optimizer, load_weights, restore_generators, trained
-from runs.log import NoLog, RunLog, prepare_folder
+from runs.lock import FolderLock
+from runs.log import NoLog, RunLog
 from runs.saver import Saver
 from training import parallel
 from training.dry_run import DryRun
@@ -44,22 +45,25 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
     device = pick_device(processes.device(settings.device), settings.tf32)
     with processes:
         prepared.settings = processes.first(apply(rehearse, settings, longest, device, print))
-        return train(prepared, title, iterate, make_reference, device, processes)
+        with nullcontext() if processes.rank else FolderLock(settings.out_dir) as lock:
+            prepared.refuse_if_changed()
+            return train(prepared, title, iterate, make_reference, device, processes, lock)
 
 
-def train(prepared, title, iterate, make_reference, device, processes) -> bool:
-    """-> False if a signal stopped it."""
+def train(prepared, title, iterate, make_reference, device, processes, lock) -> bool:
+    """lock: of rank 0. -> False if a signal stopped it."""
     settings = prepared.settings
     snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
     torch.manual_seed(settings.seed)
     with MemoryMeter(device) as meter:
         reference = processes.shard(make_reference(prepared, processes.loads_on(device)), device)
         model, optimizer, start = begin(prepared, device, processes)  # last: it restores the random generators
-        moved = None if processes.rank else prepare_folder(settings)
+        ran_before = lock and prepared.resume is None and (lock.folder / "log.jsonl").exists()
+        moved = lock.move_aside() if ran_before else None
         with snapshot, (NoLog if processes.rank else RunLog)(settings, title, start) as log:
             state = prepared.resume.state if prepared.resume else {}
             introduce(title, model, device, prepared, start, state, moved, log.say)
-            guard = Guard(settings, prepared.tokenizer, log.say, state.get("health"), writes=not processes.rank)
+            guard = Guard(settings, log.say, state.get("health"), writes=not processes.rank)
             base = {"base": base_record(prepared.origin, settings.out_dir)} if settings.lora_rank else {}
             constants = {"data": prepared.task.fingerprint()} | base
             saver = Saver(settings, prepared.tokenizer, device, log.say, start or None, processes, **constants)
@@ -107,7 +111,7 @@ def introduce(title, model, device, prepared, start, state, moved, say):
     if start:
         say(f"resumed after {start} iterations{changes_since(state['settings'], settings)}")
     if start >= settings.max_iters:
-        say(f"nothing is left to do: max_iters={settings.max_iters}; a larger one goes on")
+        say(f"no iteration is left to do: max_iters={settings.max_iters}; a larger one goes on")
 
 
 def changes_since(before: dict, settings) -> str:
@@ -122,13 +126,13 @@ def iterations(iterate, training) -> bool:
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
     try:
         with training.pieces.processes.connected(), StopAfterIteration() as stop:
+            training.make_up_evaluation(log.start)
             for iteration in log.iterations():
-                with saver.keeping(iteration, training.model, training.optimizer, training.progress(iteration)):
+                with saver.keeping(iteration, training.model, training.optimizer, training.progress()):
                     iterate(iteration, training)
                 stopped_by = training.pieces.processes.agreed(stop.by)
                 if stopped_by and iteration + 1 < max_iters:
-                    done = iteration + 1
-                    saver.save(done, training.model, training.optimizer, training.progress(done), last=True)
+                    saver.save(iteration + 1, training.model, training.optimizer, training.progress(), last=True)
                     log.say(f"stopped by {stopped_by} after iteration {iteration}, and saved; --resume=auto goes on")
                     return False
     finally:
