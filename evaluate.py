@@ -5,7 +5,7 @@
 
 The second samples 16 completions of each prompt beside the greedy one, on another task than the run's, and writes them
 to out/X/evaluation-countdown-test.jsonl. runs/questions.py settles what is asked, data/scores.py computes the scores.
-The loops call `evaluate_if_due`: the greedy completion and one sampled one. Scored is as in training (data/rewards.py).
+The loops call `evaluate_run`: the greedy completion and one sampled one. Scored is as in training (data/rewards.py).
 
 Left out: top-k, top-p and min-p (the scores are the policy's own); comparing two runs. Tests: tests/test_evaluate.py.
 """
@@ -38,9 +38,8 @@ TOKENS_AT_ONCE = 2**22  # the command samples its completions in pieces of at mo
 
 
 def decoding_of(settings, pieces):
-    """A run's bounds on decode batches, for one completion of each prompt. pieces: a run's Pieces, or its settings."""
-    batch = min(settings.batch_size, pieces.max_rollout_batch or settings.batch_size)
-    return dict(max_batch=batch, chunk_mb=settings.logits_chunk_mb)
+    """A run's bounds on decode batches, for one completion of each prompt."""
+    return dict(max_batch=pieces.max_eval_batch, chunk_mb=settings.logits_chunk_mb)
 
 
 def truncate_prompt(ids: list[int], max_prompt_length: int) -> list[int]:
@@ -84,13 +83,16 @@ def scores_as_run(shares: list[list[list[dict]]]) -> dict[str, float]:
     return scores
 
 
-def evaluate_if_due(done, model, scoring, tokenizer, settings, meter, pieces):
-    """Scores after `done` iterations, at the start, every eval_interval and at the end -> its log entries, or {}."""
-    due = done == settings.max_iters or (settings.eval_interval and done % settings.eval_interval == 0)
-    if not due or not settings.eval_prompts or not scoring.functions:
-        return {}
+def is_due(done: int, scoring: Scoring, settings: SFTSettings | GRPOSettings) -> bool:
+    """Is there an evaluation after `done` iterations? Before the first, every eval_interval and after the last."""
+    due = done == settings.max_iters or settings.eval_interval and done % settings.eval_interval == 0
+    return bool(due and settings.eval_prompts and scoring.functions)
+
+
+def evaluate_run(model, scoring, tokenizer, settings, meter, pieces) -> dict[str, float]:
+    """Scores of the model that a run trains, as log entries."""
     generators = generator_state(model.device)  # a reward function may draw; what follows must not depend on it
-    for attempt in pieces.attempts(pieces.halve_rollout(settings.batch_size, model)):
+    for attempt in pieces.attempts(pieces.halve_evaluation(model)):
         with attempt, meter.phase("eval"), pieces.processes.whole(model) as sampler:
             answers = answers_as_run(settings, sampler, tokenizer, scoring, settings.eval_prompts, pieces)
     restore_generators(generators, model.device)
@@ -131,10 +133,10 @@ def complete(model, tokenizer, scoring, rows, ids, group_size, max_new_tokens, t
 def sample_answers(run: Run, questions: Questions, ids, room, group_size, temperature, seed, pieces) -> list[dict]:
     """`complete` for all rows, TOKENS_AT_ONCE at a time, fewer after an out-of-memory; the samples stay the same."""
     settings, model, samples = questions.settings, run.model, []
-    halve = pieces.halve_rollout(settings.batch_size, model)
+    halve = pieces.halve_evaluation(model)
 
     def make_smaller(error):
-        if decoding_of(settings, pieces)["max_batch"] == 1:
+        if pieces.max_eval_batch == 1:
             seen = f"out of memory, decoding one completion at a time: {error}"
             raise SnugError(f"{seen}; try a smaller max_new_tokens than {room}")
         halve(error)

@@ -10,7 +10,6 @@ Left out: an inference server, a reward model, a critic.
 """
 
 import sys
-import time
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from options import friendly_errors, read_settings
@@ -76,9 +75,7 @@ def make_reference(prepared, device, weights=True):
 def iterate(iteration, training, collect=None):
     """One iteration: a rollout, learned from, and its log line. collect: a planner's stand-in for `collect_groups`."""
     settings, model, meter, log = training.settings, training.model, training.meter, training.log
-    meter.reset()
-    started = time.perf_counter()
-    scores = training.evaluate_if_due(0) if iteration == 0 else {}
+    training.begin_iteration(iteration)
 
     # 1. Sample k completions of each of P prompts from the model's own weights. 2. Score them.
     rollouts, rewards, metrics = (collect or collect_groups)(iteration, training)  # N completions; (P, k)
@@ -132,11 +129,9 @@ def iterate(iteration, training, collect=None):
     processes.add(entropies)
     samples = training.samples(rollouts, rewards, entropies)
     del rollouts, entropies  # before the evaluation samples its own
-    scores = scores or training.evaluate_if_due(iteration + 1)  # the first iteration logs the scores before it
     tokens_per_second = metrics.pop("tokens") / meter.stats()["time_rollout_s"]
     metrics = mean_of_steps(taken) | metrics | dict(skipped_steps=skipped, learning_rate=learning_rate)
-    metrics |= dict(tokens_per_second=tokens_per_second, time_s=time.perf_counter() - started)
-    training.end_iteration({"iter": iteration} | metrics, scores, samples)
+    training.end_iteration({"iter": iteration} | metrics | dict(tokens_per_second=tokens_per_second), samples)
     if iteration == 0 and abs(metrics.get("loss", 1)) < 1e-3:
         log.say(IS_IT_BROKEN)
 

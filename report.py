@@ -29,6 +29,7 @@ from page.charts import charts_of
 from page.pictures import write_pictures
 from page.runs import EVERY, read_runs
 from page.write import write_page
+from runs.log import values_of
 
 PEAK = "mem_max_alloc_mb_"
 
@@ -94,7 +95,7 @@ def rows_of(records):
     rows["time_s (median)"] = f"{median(record['time_s'] for record in settled):.3f}"
     rows["tokens_per_second (median)"] = f"{median(record['tokens_per_second'] for record in settled):,.0f}"
     for name in ("reward_mean", "eval_reward_mean", "pass_at_1", "pass_at_1_sampled", "task_pass_at_1"):
-        values = [record[name] for record in records if record.get(name) is not None]
+        values = [value for _, value in values_of(records, name)]
         if values:
             rows[name + " (first -> last)"] = f"{values[0]:.3f} -> {values[-1]:.3f}"
     return rows

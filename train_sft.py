@@ -8,7 +8,6 @@ Left out: data sets on disk.
 
 import random
 import sys
-import time
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from options import friendly_errors, read_settings
@@ -32,9 +31,7 @@ def main(prepared) -> bool:
 def iterate(iteration, training, make_batch=None):
     """One optimizer step and its log line. make_batch: a planner's stand-in for `demonstrations`."""
     settings, model, meter = training.settings, training.model, training.meter
-    meter.reset()
-    started = time.perf_counter()
-    scores = training.evaluate_if_due(0) if iteration == 0 else {}
+    training.begin_iteration(iteration)
 
     # 1. Demonstrations, cut into micro-batches.
     batch = (make_batch or demonstrations)(iteration, training)
@@ -52,13 +49,11 @@ def iterate(iteration, training, make_batch=None):
     metrics = training.update(metrics, learning_rate, iteration, batch, cut.sequences(0))
 
     # 4. Evaluate where it is due, log, save.
-    scores = scores or training.evaluate_if_due(iteration + 1)  # the first iteration logs the scores before it
     stats, num_tokens = meter.stats(), sum(cut.completions)
     record = {"iter": iteration} | (metrics or {}) | {"learning_rate": learning_rate}
     record["completion_length_mean"] = num_tokens / settings.batch_size
     record["tokens_per_second"] = num_tokens / (stats["time_train_s"] + stats.get("time_optimizer_s", 0.0))
-    record["time_s"] = time.perf_counter() - started
-    training.end_iteration(record, scores)
+    training.end_iteration(record)
 
 
 def demonstrations(iteration, training) -> Sequences:

@@ -9,6 +9,7 @@ CPU the meter's live bytes. The figures are the last iteration's. On a CPU the p
 """
 
 import gc
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -78,8 +79,8 @@ class Measured(Training):
     def evaluate_if_due(self, done):
         return {}
 
-    def end_iteration(self, record, scores, samples=()):
-        self.record = record | self.meter.stats()
+    def end_iteration(self, record, samples=()):
+        self.record = record | {"time_s": time.perf_counter() - self.started} | self.meter.stats()
 
 
 def prepared_run(settings):
@@ -106,7 +107,7 @@ def run(prepared, iterations=2, iterate=grpo.iterate):
         reference = grpo.make_reference(prepared, device, weights=False)
         model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
         optimizer = make_optimizer(model, settings)
-        guard, pieces = Guard(settings, prepared.tokenizer, print), Pieces(settings, print)
+        guard, pieces = Guard(settings, print), Pieces(settings, print)
         parts = model, reference, optimizer, meter, NoLog(settings), guard, None, pieces, Prompts(settings.batch_size)
         training = Measured(prepared, *parts)
         grpo.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)

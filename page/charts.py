@@ -9,6 +9,7 @@ from statistics import mean
 
 from memory.meter import PHASES
 from memory.plan import MIB
+from runs.log import values_of
 
 # At least 3 : 1 on the page's light and on its dark cards.
 PALETTE = ["#4f7df0", "#c9821a", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c76aa8", "#3a9ab5"]
@@ -84,7 +85,7 @@ def figure(runs, names) -> list[Series]:
         return series
     for number, run in enumerate(runs):
         for place, (key, name) in enumerate(names.items()):
-            points = spread([(r["iter"], r[key]) for r in run.records if r.get(key) is not None])
+            points = spread(values_of(run.records, key))
             if points:
                 x, y = map(list, zip(*points, strict=True))
                 label = ", ".join(part for part in (run.name if len(runs) > 1 else "", name) if part) or run.name

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from page.charts import PALETTE, Chart
 from page.runs import Run
-from runs.log import write_whole
+from runs.log import values_of, write_whole
 
 HERE = Path(__file__).parent
 
@@ -56,7 +56,7 @@ def tiles(run: Run) -> list[tuple[str, str]]:
     """(name, value) of the figures at the head of the page."""
     found = [("iterations", f"{len(run.records):,}" + ("" if run.ended else f" of {run.settings['max_iters']:,}"))]
     for name, key in (("reward", "reward_mean"), ("pass@1", "pass_at_1"), ("loss", "loss")):
-        values = [record[key] for record in run.records if record.get(key) is not None]
+        values = [value for _, value in values_of(run.records, key)]
         if values and (name != "loss" or run.kind == "SFT"):
             found.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
     peak = max(record["mem_max_alloc_mb"] for record in run.records)

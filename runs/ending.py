@@ -18,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from runs.checkpoint import checkpoints
-from runs.log import read_log
+from runs.log import read_log, values_of
 from settings import GRPOSettings, SFTSettings
 
 SCORES = dict(eval_reward_mean="eval reward", pass_at_1="pass@1", reward_mean="reward", loss="loss")
@@ -53,7 +53,7 @@ def first_and_last(records: list[dict], name: str) -> str:
 
     "0.048" if there is one alone: the evaluation before the first iteration.
     """
-    values = [record[name] for record in records if record.get(name) is not None]
+    values = [value for _, value in values_of(records, name)]
     if not values:
         return ""
     sampled = first_and_last(records, f"{name}_sampled")

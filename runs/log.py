@@ -28,7 +28,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from options import SnugError, to_json
-from runs import free_name
 from settings import GRPOSettings, SFTSettings
 
 IS_IT_BROKEN = """\
@@ -51,20 +50,8 @@ def console_line(record: dict, total: int) -> str:
     if "left_s" in record:
         record = record | {"left_s": tqdm.format_interval(record["left_s"])}
     parts = [text.format(record[name]) for name, text in CONSOLE.items() if name in record.keys() - hidden]
-    return f"iter {record['iter']:>{len(str(total))}}/{total}{''.join(parts)}"
-
-
-def prepare_folder(settings: SFTSettings | GRPOSettings) -> Path | None:
-    """Make the run's folder. An earlier run there is moved aside -> its new folder, or None. Raises SnugError."""
-    folder, moved = Path(settings.out_dir), None
-    resumes = settings.resume == "auto" and any(folder.glob("checkpoint-*"))
-    if (folder / "log.jsonl").exists() and not resumes:
-        moved = folder.rename(free_name(folder))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SnugError(f"out_dir={settings.out_dir} cannot be made: {error.strerror}") from None
-    return moved
+    place = f"iter {record['iter']:>{len(str(total))}}/{total}" if "iter" in record else "before training"
+    return place + "".join(parts)
 
 
 class RunLog:
@@ -86,6 +73,8 @@ class RunLog:
             names = ("log.jsonl", "samples.jsonl", "log.txt")
             self.files = {name: Lines(folder / name, self.show_line) for name in names}
             write_whole(folder / "settings.json", to_json(settings))
+            last = read_log(folder)[-1:]
+            self.has_scores = bool(last and "eval_reward_mean" in last[0])  # of the evaluation before `start`
         except OSError as error:
             raise SnugError(f"out_dir={settings.out_dir} cannot be written to: {error.strerror}") from None
         options = dict(unit="it", disable=None, leave=False, dynamic_ncols=True, desc=title, smoothing=0)
@@ -147,7 +136,11 @@ class RunLog:
         for service in self.services:
             service("log", numbers)
         if self.is_shown(record):
-            self.say(console_line(record | self.not_shown | self.left(record["iter"] + 1), self.max_iters))
+            self.scores(record | self.left(record["iter"] + 1))
+
+    def scores(self, record: dict) -> None:
+        """A console line for these figures of the log. Without "iter" they are of the model before training."""
+        self.say(console_line(record | self.not_shown, self.max_iters))
 
     def is_shown(self, record: dict) -> bool:
         """Every log_interval iterations, the first and the last, and those with an evaluation or a dropped step."""
@@ -159,9 +152,9 @@ class RunLog:
     def left(self, done: int) -> dict:
         """-> {"left_s": seconds}, if the bar does not tell it. The first iteration, which is slower, does not count."""
         count, now = done - self.start - 1, time.monotonic()
-        if not count:
+        if count < 1:
             self.began = now
-        if not count or done == self.max_iters or not self.bar.disable:
+        if count < 1 or done == self.max_iters or not self.bar.disable:
             return {}
         return {"left_s": (now - self.began) / count * (self.max_iters - done)}
 
@@ -170,8 +163,11 @@ class NoLog(RunLog):
     """The same for a process that writes nothing: of several only rank 0 does. Also for a planner."""
 
     def __init__(self, settings: SFTSettings | GRPOSettings, title: str = "", start: int = 0):
-        self.title, self.start, self.max_iters = title, start, settings.max_iters
+        self.title, self.start, self.max_iters, self.has_scores = title, start, settings.max_iters, False
         self.bar, self.services, self.files = tqdm(disable=True), [], {}
+
+    def scores(self, record: dict) -> None:
+        pass
 
     def show_line(self, text: str) -> None:
         pass
@@ -250,8 +246,21 @@ def read_lines(path: Path) -> Iterator[dict]:
 
 
 def read_log(folder: str | Path) -> list[dict]:
-    """log.jsonl of a run's folder."""
-    return list(read_lines(Path(folder) / "log.jsonl"))
+    """log.jsonl of a run's folder, a record an iteration.
+
+    A second line of an iteration adds what the first one lacks: the scores of an evaluation that failed, and that the
+    resumed run made up for.
+    """
+    records = {}
+    for record in read_lines(Path(folder) / "log.jsonl"):
+        records[record["iter"]] = record | records.get(record["iter"], {})
+    return list(records.values())
+
+
+def values_of(records: list[dict], name: str) -> list[tuple[int, float]]:
+    """-> [(iteration, value)] of a figure, where there is one. A score before training has the iteration -1."""
+    first = [(-1, records[0].get(f"before/{name}"))] if records else []
+    return [(i, value) for i, value in first + [(r["iter"], r.get(name)) for r in records] if value is not None]
 
 
 class BackgroundWriter:

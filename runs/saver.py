@@ -3,10 +3,11 @@
     saver = Saver(settings, tokenizer, device, say)
     with saver.keeping(iteration, model, optimizer, progress):    # if the iteration fails, save the state before it
         ...
-    saver.after(iteration + 1, model, optimizer, progress)        # every save_interval, at a new best score, last
+    saver.after(iteration + 1, model, optimizer, progress, scores)  # every save_interval, at a new best score, last
 
 progress goes into state.json beside model and optimizer, a JSON-able dict made by the loop:
-{"health": guard.health, "after_oom": {...}, "scores": {"pass_at_1": ...} or {}, "extra_prompts": int}, never changed.
+{"health": guard.health, "after_oom": {...}, "extra_prompts": int}, never changed. A checkpoint's score is the one that
+the log has for its iteration.
 
 A save checks that the state is finite and copies it to the host; a thread writes the copy while the training goes on.
 Without room for a copy (or with memory_budget_gb on a CPU), the training waits. A save that fails is reported and
@@ -17,7 +18,6 @@ out/<run>/best is a link.
 Finite weights can still be ruined, so older checkpoints are deleted only after a later finite iteration, or at the end.
 """
 
-import json
 import os
 import shutil
 import threading
@@ -36,8 +36,9 @@ from memory.processes import OneProcess
 from model import GPT
 from options import SnugError
 from runs import free_name
-from runs.checkpoint import PREFIX, checkpoints, write
+from runs.checkpoint import PREFIX, checkpoints, damage, iteration_of, write
 from runs.loading import generator_state, optimizer_steps, tensors_of
+from runs.log import read_log
 
 
 class UnsafeState(SnugError):
@@ -55,8 +56,8 @@ class Saver:
         self.settings, self.tokenizer, self.device, self.say = settings, tokenizer, device, say
         self.processes = processes or OneProcess()
         self.folder, self.constants = Path(settings.out_dir), {"data": ""} | constants
-        self.best = max((score_at(path) for path in checkpoints(self.folder)), default=())  # of those written
         self.saved = start  # iterations done by the newest checkpoint
+        self.scores = {} if self.processes.rank else self.scores_in_log()  # iterations done -> score
         self.pruned = start  # iterations done by the checkpoint after which older ones were last deleted
         self.due = False  # a save waits for the next iteration whose step is not dropped
         self.thread = self.copy = None  # the writing thread, and the tensors it writes
@@ -66,12 +67,30 @@ class Saver:
         for folder in left:  # from a process that was killed
             shutil.rmtree(folder, ignore_errors=True)
 
-    def after(self, done: int, model: GPT, optimizer: Optimizer, progress: dict) -> None:
-        """Save after `done` iterations if it is time. Raises SnugError if the last save fails."""
-        s, last = self.settings, done == self.settings.max_iters
+    def scores_in_log(self) -> dict[int, float]:
+        """{iterations done: score} of the checkpoints. The best of them is verified: a damaged one has no score."""
+        log = read_log(self.folder) if (self.folder / "log.jsonl").exists() else []
+        scores = {record["iter"] + 1: self.score_of(record) for record in log}
+        scores = {done: score for done, score in scores.items() if score is not None}
+        while (best := best_of(self.folder, scores)) and iteration_of(best) != self.saved and (wrong := damage(best)):
+            self.say(f"warning: {wrong}; it is not the best any more")
+            del scores[iteration_of(best)]
+        return scores
+
+    def score_of(self, record: dict) -> float | None:
+        """What is largest in the best checkpoint: the mean held-out reward if the run has reward_funcs, else pass@1."""
+        return record.get("eval_reward_mean" if self.settings.reward_funcs else "pass_at_1")
+
+    def after(self, done: int, model: GPT, optimizer: Optimizer, progress: dict, scores: dict) -> None:
+        """Save after `done` iterations if it is time. scores: the log's, of an evaluation now. Raises SnugError if the
+        last save fails."""
+        s, last, score = self.settings, done == self.settings.max_iters, self.score_of(scores)
         if self.thread and not self.thread.is_alive():
             self.wait()
-        new_best = score_of(progress | {"settings": vars(s)}) > self.best
+        best = best_of(self.folder, self.scores)
+        new_best = score is not None and (best is None or score > self.scores[iteration_of(best)])
+        if score is not None:
+            self.scores[done] = score
         self.due = self.due or new_best or bool(s.save_interval and done % s.save_interval == 0)
         dropped = progress["health"]["dropped_in_a_row"] > 0  # then the state is not known to be good
         now = self.processes.first(last or self.due and not dropped and done >= self.retry_at)
@@ -126,7 +145,6 @@ class Saver:
         try:
             write(self.folder, state, tensors, self.tokenizer.files)
             self.saved, self.failures = done, 0
-            self.best = max(self.best, score_of(state))
         except Exception as error:
             cause = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2] or type(error).__name__
             self.failure = done, f"{PREFIX}{done:06d} cannot be written into {self.folder} ({cause})"
@@ -154,7 +172,7 @@ class Saver:
         if self.processes.rank:
             return
         try:
-            prune(self.folder, self.saved, self.settings.save_total_limit)
+            prune(self.folder, self.saved, self.settings.save_total_limit, self.scores)
         except OSError as error:
             self.say(f"warning: older checkpoints in {self.folder} cannot be deleted ({error.strerror})")
 
@@ -194,32 +212,19 @@ def not_finite(named: dict[str, torch.Tensor]) -> str | None:
     return None
 
 
-def score_of(state: dict) -> tuple:
-    """What is largest in the best checkpoint: the mean held-out reward if the run has reward_funcs, else pass@1.
-
-    Older versions had only pass@1; any mean reward is better. (): there was no evaluation when it was written.
-    """
-    names = ("pass_at_1", "eval_reward_mean") if state["settings"].get("reward_funcs") else ("pass_at_1",)
-    found = [(i, float(state["scores"][name])) for i, name in enumerate(names) if state["scores"].get(name) is not None]
-    return max(found, default=())
+def best_of(folder: Path, scores: dict[int, float]) -> Path | None:
+    """The checkpoint with the best score, the newest of equals. scores: {iterations done: score}."""
+    scored = [path for path in checkpoints(folder) if iteration_of(path) in scores]
+    return max(scored, key=lambda path: (scores[iteration_of(path)], path.name), default=None)
 
 
-def score_at(path: Path) -> tuple:
-    try:
-        return score_of(json.loads((path / "state.json").read_text()))
-    except (OSError, ValueError, KeyError, TypeError):  # a damaged file
-        return ()
-
-
-def prune(folder: Path, done: int, limit: int) -> None:
+def prune(folder: Path, done: int, limit: int, scores: dict[int, float]) -> None:
     """Of the checkpoints up to `done`, keep the newest `limit` and the best, and link `best` to that. Raises OSError.
 
     Checkpoints later than `done` are damaged ones that the run did not resume from; they are left alone.
     """
-    paths = [p for p in checkpoints(folder) if int(p.name[len(PREFIX) :]) <= done]
-    scored = [p for p in paths if score_at(p)]
-    best = max(scored, key=lambda path: (score_at(path), path.name), default=None)
-    if best:
+    paths = [path for path in checkpoints(folder) if iteration_of(path) <= done]
+    if best := best_of(folder, {i: score for i, score in scores.items() if i <= done}):
         new = folder / ".tmp-best"
         with suppress(OSError):  # a file system without links
             new.unlink(missing_ok=True)
@@ -237,7 +242,7 @@ def set_aside(folder: Path, last_step: int) -> str:
     """
     renamed = []
     for path in checkpoints(folder):
-        if int(path.name[len(PREFIX) :]) > last_step:
+        if iteration_of(path) > last_step:
             new = path.rename(free_name(path.with_name(path.name.replace(PREFIX, "suspect-"))))
             renamed.append(f"{path.name} is now {new.name}")
     after = f"; made after the last step that was taken, and set aside: {', '.join(renamed)}" if renamed else ""

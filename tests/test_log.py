@@ -1,6 +1,7 @@
 """A run's log: whole lines whatever happens, a console that may go away, and services that may fail or hang."""
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -17,11 +18,14 @@ from tqdm import tqdm
 import grpo
 import train_sft
 from options import SnugError, read_settings
+from page.runs import read_run
 from runs import log
 from runs.ending import ending
+from runs.loading import load_run
 from runs.log import BackgroundWriter, Lines, RunLog, read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
+from training import state
 
 HOME = Path(__file__).parent.parent
 
@@ -199,8 +203,8 @@ def test_the_end_of_a_run_says_what_was_reached_and_what_comes_next(tmp_path, mo
     peak, seconds = max(record["mem_max_alloc_mb"] for record in records), sum(record["time_s"] for record in records)
     wanted = [
         f"GRPO is done: 3 iterations in {tqdm.format_interval(seconds)}, peak {peak:.0f} MiB in train",
-        f"  pass@1      {first['pass_at_1']:.3f} -> {last['pass_at_1']:.3f} "
-        f"(sampled {first['pass_at_1_sampled']:.3f} -> {last['pass_at_1_sampled']:.3f})",
+        f"  pass@1      {first['before/pass_at_1']:.3f} -> {last['pass_at_1']:.3f} "
+        f"(sampled {first['before/pass_at_1_sampled']:.3f} -> {last['pass_at_1_sampled']:.3f})",
         f"  reward      {first['reward_mean']:.3f} -> {last['reward_mean']:.3f}",
         f"  log         {folder}/log.jsonl, samples.jsonl, log.txt",
         f"  checkpoint  {folder}/checkpoint-000003",
@@ -220,14 +224,66 @@ def test_the_end_of_a_run_says_what_was_reached_and_what_comes_next(tmp_path, mo
         assert lines[-1] == f"  next        {start} grpo.py 'my config.py' --resume=auto"
 
 
-def test_the_first_line_has_the_scores_before_training(tmp_path, monkeypatch):
-    """Also if an evaluation is due after the first iteration."""
-    monkeypatch.setattr("training.state.evaluate_if_due", lambda done, *_: {"eval_reward_mean": float(done)})
-    sft, settings = tiny(tmp_path)
-    train_sft.main(prepare(dataclasses.replace(sft, max_iters=2)))
-    grpo.main(prepare(dataclasses.replace(settings, max_iters=3)))
-    assert [record["eval_reward_mean"] for record in read_log(sft.out_dir)] == [0, 2]
-    assert [record["eval_reward_mean"] for record in read_log(settings.out_dir)] == [0, 2, 3]
+@pytest.mark.parametrize("max_iters, interval, scored", [(1, 20, [1]), (2, 1, [1, 2]), (3, 2, [2, 3]), (3, 0, [3])])
+def test_an_evaluation_comes_first_every_n_iterations_and_last(tmp_path, monkeypatch, max_iters, interval, scored):
+    """The score is a weight of the model, and so shows which model was evaluated."""
+    score = lambda model, *_: dict(pass_at_1=model.norm.weight[0].item(), eval_reward_mean=0.0)  # noqa: E731
+    monkeypatch.setattr("training.state.evaluate_run", score)
+    changes = dict(max_iters=max_iters, eval_interval=interval, save_interval=1, save_total_limit=9)
+    for settings, main in zip(tiny(tmp_path), (train_sft.main, grpo.main), strict=True):
+        settings = dataclasses.replace(settings, **changes)
+        main(prepare(settings))
+        records, folder = read_log(settings.out_dir), Path(settings.out_dir)
+        of_checkpoints = {
+            done: score(load_run(folder / f"checkpoint-{done:06d}").model)["pass_at_1"] for done in scored
+        }
+        assert {r["iter"] + 1: r["pass_at_1"] for r in records if "pass_at_1" in r} == of_checkpoints
+        shown = [of_checkpoints[scored[-1]]]
+        if interval:
+            start = load_run(settings.init_from).model if settings.init_from else None
+            assert start is None or score(start)["pass_at_1"] == records[0]["before/pass_at_1"]
+            shown.insert(0, records[0]["before/pass_at_1"])
+        assert f"  pass@1      {' -> '.join(f'{x:.3f}' for x in shown)}\n" in (folder / "log.txt").read_text()
+        assert (
+            folder / "best"
+        ).resolve().name == f"checkpoint-{max(scored, key=lambda done: (of_checkpoints[done], done)):06d}"
+
+
+def test_an_evaluation_that_fails_loses_no_iteration_and_is_made_up_for(tmp_path, monkeypatch):
+    """Also the last one, after which no iteration is left: its scores are in log, ending and best."""
+    real = state.evaluate_run
+    for failing in (2, 4):
+        sft = dataclasses.replace(tiny(tmp_path / str(failing))[0], max_iters=4, eval_interval=2, save_interval=0)
+        calls = itertools.count()
+
+        def fails(*arguments, failing=failing, calls=calls):
+            if 2 * next(calls) == failing:
+                raise SnugError("reward function f raised")
+            return real(*arguments)
+
+        monkeypatch.setattr("training.state.evaluate_run", fails)
+        with pytest.raises(SnugError, match="reward function f raised"):
+            train_sft.main(prepare(sft))
+        records = read_log(sft.out_dir)
+        assert len(records) == failing and "pass_at_1" not in records[-1] and "loss" in records[-1]
+        assert read_run(Path(sft.out_dir), "", 1).ended == (failing == 4)
+        train_sft.main(prepare(dataclasses.replace(sft, resume="auto")))
+        monkeypatch.setattr("training.state.evaluate_run", real)
+        whole = dataclasses.replace(sft, out_dir=f"{sft.out_dir}-whole")
+        train_sft.main(prepare(whole))
+        figures = [
+            [
+                {k: v for k, v in r.items() if "time" not in k and "mem" not in k and "per_second" not in k}
+                for r in read_log(run.out_dir)
+            ]
+            for run in (sft, whole)
+        ]
+        assert figures[0] == figures[1]
+        assert (Path(sft.out_dir) / "best").resolve().name == (Path(whole.out_dir) / "best").resolve().name
+        ends = [
+            (Path(run.out_dir) / "log.txt").read_text().rpartition("pass@1")[2].splitlines()[0] for run in (sft, whole)
+        ]
+        assert ends[0] == ends[1]
 
 
 def test_the_end_names_the_best_checkpoint_and_no_evaluation_without_scores(tmp_path):

@@ -26,7 +26,7 @@ from page.runs import read_runs
 from runs import checkpoint
 from runs.log import read_log
 from runs.prepare import prepare
-from runs.saver import Saver, score_at
+from runs.saver import Saver
 from settings import GRPOSettings, RewardOptions, SFTSettings
 from tokenizer import get_tokenizer
 from training.guard import Guard
@@ -159,18 +159,18 @@ def test_the_runs_figures_and_the_commands_are_those_of_a_count_by_hand(run_fold
 def test_console_and_report_show_the_held_out_reward(run_folder):
     folder, scored = run_folder
     log = read_log(folder)
-    lines = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("iter")]
-    for line, record in zip(lines, log, strict=True):
-        assert line.endswith(
-            f"(sampled {record['pass_at_1_sampled']:.3f})  eval reward {record['eval_reward_mean']:.3f}"
-        )
+    lines = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith(("before", "iter"))]
+    scores = [{name.removeprefix("before/"): value for name, value in log[0].items() if "before/" in name}, *log]
+    for line, record in zip(lines, scores, strict=True):
+        if "pass_at_1" in record:
+            sampled, reward = record["pass_at_1_sampled"], record["eval_reward_mean"]
+            assert line.endswith(f"(sampled {sampled:.3f})  eval reward {reward:.3f}")
     table = "\n".join(report.table(read_runs([folder])))
     for name in ("eval_reward_mean", "pass_at_1", "task_pass_at_1"):
-        shown = (
-            f"{name} (first -> last)" in table and f"{log[0].get(name, 0):.3f} -> {log[-1].get(name, 0):.3f}" in table
-        )
-        assert shown == (name in log[0])
-    assert ("task_pass_at_1" in log[0]) == scored
+        first_and_last = f"{scores[0].get(name, 0):.3f} -> {log[-1].get(name, 0):.3f}"
+        shown = f"{name} (first -> last)" in table and first_and_last in table
+        assert shown == (name in log[-1])
+    assert ("task_pass_at_1" in log[-1]) == scored
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def saver_of(tmp_path, **options):
     saver = Saver(settings, get_tokenizer("bytes"), torch.device("cpu"), print)
 
     def save(done, **scores):
-        saver.after(done, model, optimizer, progress(Guard(settings, None, print), scores))
+        saver.after(done, model, optimizer, progress(Guard(settings, print)), scores)
         saver.wait()
 
     return save, saver
@@ -287,25 +287,7 @@ def test_the_best_is_chosen_by_the_reward_of_own_functions(tmp_path):
             save(done, eval_reward_mean=reward, pass_at_1=share)
         save(5), save(6)
         assert checkpoint.newest(tmp_path / name / "best").name == f"checkpoint-{best:06d}"
-        assert saver.best == ((1, -0.2) if name == "own" else (0, 0.9))
-
-
-def test_scores_of_older_versions_still_count(tmp_path):
-    """They had pass@1 alone, with own functions as well; the first mean reward is better than any."""
-    save, _ = saver_of(tmp_path, reward_funcs=["a:b"])
-    for done, share in ((1, 0.3), (2, 0.7), (3, 0.5)):
-        save(done, pass_at_1=share)
-    save(4)
-    assert score_at(checkpoint.newest(tmp_path / "best")) == (0, 0.7)
-    save, saver = saver_of(tmp_path, reward_funcs=["a:b"])
-    assert saver.best == (0, 0.7)
-    save(5, eval_reward_mean=-3.0, pass_at_1=0.0)
-    save(6), save(7)
-    assert checkpoint.newest(tmp_path / "best").name == "checkpoint-000005"
-
-
-# -----------------------------------------------------------------------------
-# Functions that an evaluation calls
+        assert saver.scores[best] == (-0.2 if name == "own" else 0.9)
 
 
 def test_a_function_gets_as_many_completions_as_in_training(tmp_path):
@@ -385,5 +367,6 @@ def test_a_function_that_fails_in_an_evaluation_loses_no_step(tmp_path):
             assert checkpoint.newest(settings.out_dir).name == "checkpoint-000003"
         else:
             grpo.main(prepared)
-    assert [record["iter"] for record in read_log(settings.out_dir)] == [0, 1, 3, 4, 5]
+    assert [record["iter"] for record in read_log(settings.out_dir)] == [0, 1, 2, 3, 4, 5]
+    assert all("eval_reward_mean" in read_log(settings.out_dir)[i] for i in (2, 5))
     assert math.isfinite(read_log(settings.out_dir)[-1]["eval_reward_mean"])

@@ -45,7 +45,7 @@ class DryRun:
         optimizer = make_optimizer(model, settings)
         meter.label("weights", model.named_parameters())
         log = NoLog(settings)
-        guard = Guard(settings, prepared.tokenizer, log.say)
+        guard = Guard(settings, log.say)
         pieces, prompts = Pieces(settings, log.say), Prompts(settings.batch_size)
         training = DryTraining(prepared, model, reference, optimizer, meter, log, guard, None, pieces, prompts)
         worst_case = partial(worst_case_groups if grpo else worst_case_batch, settings)

@@ -4,11 +4,12 @@ Left out: the run around the iterations (loop.py).
 """
 
 import math
+import time
 from dataclasses import dataclass, field
 
 import torch
 
-from evaluate import evaluate_if_due
+from evaluate import evaluate_run, is_due
 from memory import MemoryMeter, Pieces, attempts
 from model import GPT
 from runs.hints import hints
@@ -54,30 +55,47 @@ class Training:
     saver: Saver
     pieces: Pieces
     prompts: Prompts
-    evaluated: tuple = (0, {})  # iterations done, and the scores then
+    started: float = 0.0  # when the iteration began, as time.perf_counter() has it
+    before: dict = field(default_factory=dict)  # scores before the first iteration, which logs them
     shown_hints: set = field(default_factory=set)
 
     @property
     def settings(self):
         return self.prepared.settings
 
-    def progress(self, done: int) -> dict:
-        """What a checkpoint keeps after `done` iterations beside the model, the optimizer and the settings."""
-        scores = self.evaluated[1] if self.evaluated[0] == done else {}
+    def progress(self) -> dict:
+        """What a checkpoint keeps beside the model, the optimizer and the settings."""
         return dict(
-            scores=dict(scores),
             health=dict(self.guard.health),
             after_oom=dict(self.pieces.halved),
             extra_prompts=self.prompts.extra,
         )
 
-    def evaluate_if_due(self, done: int) -> dict:
+    def begin_iteration(self, iteration: int) -> None:
+        """Start the meter and the clock; before the first iteration evaluate."""
+        self.meter.reset()
+        self.started = time.perf_counter()
+        scores = self.evaluate_if_due(0) if iteration == 0 else {}
+        self.before = {f"before/{name}": score for name, score in scores.items()}
+        if scores:
+            self.log.scores(scores)
+
+    def evaluate_if_due(self, done: int) -> dict[str, float]:
         """After `done` iterations -> the evaluation's entries for the log, or {}."""
         p = self.prepared
-        with self.saver.keeping(done, self.model, self.optimizer, self.progress(done)):
-            scores = evaluate_if_due(done, self.model, p.scoring, p.tokenizer, p.settings, self.meter, self.pieces)
-        self.evaluated = done, scores
-        return dict(scores)
+        if not is_due(done, p.scoring, p.settings):
+            return {}
+        with self.saver.keeping(done, self.model, self.optimizer, self.progress()):
+            return evaluate_run(self.model, p.scoring, p.tokenizer, p.settings, self.meter, self.pieces)
+
+    def make_up_evaluation(self, done: int) -> None:
+        """Evaluate where the run stopped in the evaluation after `done` iterations, and complete its line in the log."""
+        made = self.pieces.processes.first(self.log.has_scores)  # rank 0 has the log
+        if done and not made and is_due(done, self.prepared.scoring, self.settings):
+            self.meter.reset()
+            scores = self.evaluate_if_due(done)
+            self.log.iteration({"iter": done - 1} | scores | self.meter.stats())
+            self.saver.after(done, self.model, self.optimizer, self.progress(), scores)
 
     def update(self, metrics, learning_rate, iteration, sequences, select):
         """The end of an optimizer step on the sequences `select`: clip and update -> metrics with grad_norm.
@@ -106,18 +124,24 @@ class Training:
         """What samples.jsonl shows of an iteration."""
         return sample_records(rollouts, rewards, entropies, self.prepared.tokenizer, self.settings)
 
-    def end_iteration(self, record: dict, scores: dict, samples=()):
-        """Log it, and save if it is time."""
-        record |= scores | self.meter.stats() | self.saver.stats()
-        record["dropped_steps"] = self.guard.health["dropped_steps"]
+    def end_iteration(self, record: dict, samples=()) -> None:
+        """Evaluate if it is time, log, and save if it is time."""
+        done, scores = record["iter"] + 1, {}
+        try:
+            scores = self.evaluate_if_due(done)
+        finally:  # an evaluation that fails loses no line of the log
+            self.log_iteration(record | self.before | scores, samples)
+        self.saver.after(done, self.model, self.optimizer, self.progress(), scores)
+
+    def log_iteration(self, record: dict, samples) -> None:
+        record |= dict(time_s=time.perf_counter() - self.started, dropped_steps=self.guard.health["dropped_steps"])
+        record |= self.meter.stats() | self.saver.stats()
         found = hints(record)
         self.log.iteration(record | ({"hints": sorted(found)} if found else {}), samples)
         for name in sorted(found.keys() - self.shown_hints):
             self.log.say(f"hint: {found[name]}")
         self.shown_hints |= found.keys()
         self.log.memory(self.meter.lines(self.log.place(record["iter"])))
-        done = record["iter"] + 1
-        self.saver.after(done, self.model, self.optimizer, self.progress(done))
 
 
 def finite_columns(sequences, select) -> bool:
