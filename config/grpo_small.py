@@ -1,5 +1,6 @@
-"""GRPO on a laptop's CPU in a minute: from a teacher who forgets carries (pass@1 below 0.3) to nearly every sum right.
+"""GRPO on a laptop's CPU in about two minutes: nearly every sum becomes right (pass@1 from 0.05 to 1).
 
+The model starts as an imitator of a teacher who forgets carries.
 beta = 0.04 keeps a reference in the loop, so the log shows its cost.
 """
 

@@ -1,4 +1,4 @@
-"""A warm start on a laptop's CPU, a minute: a small model imitates a teacher who forgets carries.
+"""A warm start on a laptop's CPU, about two minutes: a small model imitates a teacher who forgets carries.
 
 The teacher drops each carry with probability 0.6, so a perfect imitator is right about one time in six.
 """
