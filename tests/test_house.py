@@ -1,10 +1,13 @@
 """The map of the house: every import goes down, none goes in a circle, and each part keeps to its size.
 
-The order below is README's. An import inside a function counts as any other.
+The order below is CONTRIBUTING's. An import inside a function counts as any other.
 """
 
 import ast
+import tomllib
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 HOME = Path(__file__).parent.parent
 FLOORS = """options memory kernels logprobs model batch loss pretrained tokenizer data settings runs decoding sample evaluate training
@@ -82,3 +85,12 @@ def test_the_house_keeps_to_its_size():
     numbered = [(path, *line) for path in everything for line in enumerate(path.read_text().splitlines(), start=1)]
     wide = [f"{path.name}:{number}" for path, number, line in numbered if len(line) > 120]
     assert not wide, ", ".join(wide)
+
+
+def test_the_pins_are_within_the_ranges():
+    """requirements.txt pins each dependency of pyproject.toml, and Triton, which comes with torch's CUDA build."""
+    project = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]
+    ranges = {need.name: need.specifier for need in map(Requirement, project["dependencies"])}
+    pins = [line.partition(";")[0].strip().split("==") for line in (HOME / "requirements.txt").read_text().splitlines()]
+    assert {name for name, _ in pins} == ranges.keys() | {"triton"}
+    assert all(version in ranges[name] for name, version in pins if name in ranges)
