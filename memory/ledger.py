@@ -45,7 +45,8 @@ class Ledger:
         """Called for each new storage; the planner overrides it."""
 
     def forget(self, key):
-        self.current -= self.sizes.pop(key)[1]
+        size = self.sizes.pop(key)[1]
+        self.current -= size  # after the call, in which another thread may forget another
 
     def reset_peak(self):
         self.peak = self.current

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch._dynamo  # what torch imports when it makes a model, and FSDP's: 2 seconds, once and not in each process
+import torch.distributed as dist
 import torch.distributed.fsdp
 import trajectory
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
@@ -27,7 +28,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 import grpo
 import memory.meter
 import train_sft
-from memory.ledger import LiveBytes
+from memory.ledger import LiveBytes, unwatched
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from training import parallel
@@ -114,12 +115,25 @@ def measured():
     """-> a list that gets, for each iteration, {phase: its peak and the bytes after it} of this process.
 
     FSDP frees gathered weights by resizing their storages. No op does that, so the meter is told here.
+    gloo's threads drop the tensors of a message at any time after the wait for it has ended: they get uncounted copies.
     """
     live, figures, resizes = LiveBytes(), [], ("alloc_storage", "free_storage")
     originals = memory.meter.LiveBytes, Training.end_iteration
+    messages = {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single", "all_reduce")}
 
     def followed(resize):
         return lambda tensor: (resize(tensor), live.follow(tensor))
+
+    def copied(send):
+        def message(*tensors, input=None, output=None, async_op=False, **options):
+            tensors = tensors or (output, input)
+            with unwatched():
+                copies = [tensor.clone() for tensor in tensors]
+                send(*copies, **options)
+                for tensor, copy in zip(tensors, copies, strict=True):
+                    tensor.copy_(copy)
+
+        return message
 
     def end_iteration(self, *arguments):
         figures.append({name: dict(entry) for name, entry in self.meter.phases.items()})
@@ -129,8 +143,12 @@ def measured():
     for module, name in ((module, name) for module in (_fsdp_param, _fsdp_param_group) for name in resizes):
         if hasattr(module, name):
             setattr(module, name, followed(getattr(module, name)))
+    for name, send in messages.items():
+        setattr(dist, name, copied(send))
     yield figures
     memory.meter.LiveBytes, Training.end_iteration = originals
+    for name, send in messages.items():
+        setattr(dist, name, send)
 
 
 def out_of_memory_once():

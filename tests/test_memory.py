@@ -41,6 +41,23 @@ def test_live_bytes_notice_a_storage_that_was_resized():
         assert live.current == 4000
 
 
+def test_threads_may_free_storages_at_the_same_time():
+    live = LiveBytes()
+
+    class Interrupted(dict):
+        def pop(self, key):
+            if key == first:
+                live.forget(second)  # what another thread does meanwhile
+            return super().pop(key)
+
+    with live:
+        tensors = torch.zeros(10), torch.zeros(100)
+    first, second = live.sizes
+    live.sizes = Interrupted(live.sizes)
+    live.forget(first)
+    assert live.current == 0 and len(tensors) == 2
+
+
 def test_live_bytes_see_what_backward_makes():
     with LiveBytes() as live:
         w = torch.zeros(100, 100, requires_grad=True)
