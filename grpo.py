@@ -270,6 +270,8 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
     counts = dict(num_tokens=num_tokens, num_sequences=cut.step_size, num_micro_batches=len(pieces))
     entropy_coef, level = settings.entropy_coef, settings.importance_sampling_level
     totals = dict.fromkeys(("loss", "entropy", "logprob_diff_mean", "logprob_diff_max", "mismatch_kl"), 0.0)
+    if entropies is not None:
+        entropies[cut.sequences(step)] = 0  # an attempt before may have dealt the sequences to other processes
     for indices in cut.own(pieces, model):
         micro = gather(rollouts, indices, cut)
         token_loss = make_token_loss(micro, counts, settings, totals)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import train_sft
 from batch import Cut, Sequences, gather
+from memory import OneProcess
 from memory.cuda import MULTIPLE, padded, upload
 from settings import GRPOSettings, SFTSettings
 from training import as_floats
@@ -61,6 +62,14 @@ def test_cut_by_example():
     assert two.steps == [[[1], [0]], [[3], [2]]] and two.sequences(1) == range(2, 4)
     two.into(12)
     assert two.steps == [[[1, 0]], [[3, 2]]] and two.largest == 12
+
+
+def test_a_group_of_half_the_tokens_stays_whole():
+    """Of 19 tokens each of two processes takes 10 at most."""
+    processes = OneProcess()
+    processes.size = 2
+    cut = Cut(lengths_of((4, 3), (4, 5), (4, 3), (4, 4)), group_size=2, processes=processes)
+    assert cut.steps == [[[0, 1], [2, 3]]] and cut.rank_of == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
 @pytest.mark.parametrize("max_tokens", [2048, 8192])

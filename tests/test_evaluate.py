@@ -198,7 +198,7 @@ class Parts(Digits):
 
 def hex_questions(cls=First, P=13, num_samples=6, **options):
     """-> Run, Questions, EvaluateSettings, for `run_evaluation`."""
-    run_settings = SFTSettings(batch_size=8)
+    run_settings = SFTSettings(batch_size=8, logits_chunk_mb=0.5)
     task = cls(run_settings)
     run = Run(make_flat_model("llama", n_layer=1), Hex(), run_settings, 7, Path("out/x/checkpoint-000007"))
     settings = EvaluateSettings(num_prompts=P, num_samples=num_samples, **options)
@@ -263,6 +263,7 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
 
     def small_device(model, prompts, group_size, *rest, max_batch, **options):
         calls.append((len(prompts), group_size, max_batch))
+        assert options["chunk_mb"] == 0.5
         if max_batch > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         return sample_groups(model, prompts, group_size, *rest, max_batch=max_batch, **options)
@@ -396,10 +397,13 @@ def test_the_command(run_folder):
 def test_without_options_it_is_the_loops_own_evaluation(run_folder):
     run = load_run(run_folder)
     questions, settings = questions_of(run_folder, "--num_prompts=40", "--samples_file=none")
-    scores = run_evaluation(run, questions, settings)[0]["scores"]
-    pieces = Pieces(run.settings, print)
+    head, samples = run_evaluation(run, questions, settings)
+    scores, pieces = head["scores"], Pieces(run.settings, print)
     asked = run.settings, run.model, run.tokenizer, questions.scoring, len(questions.rows)
-    its = scores_as_run([answers_as_run(*asked, pieces)])
+    answers = answers_as_run(*asked, pieces)
+    assert [answer for both in zip(*answers, strict=True) for answer in both] == samples
+    assert max(answer["length"] for answer in answers[1]) == 3  # the longest answer and the stop token
+    its = scores_as_run([answers])
     assert its == scores | {name.replace("pass_at_1", "eval_reward_mean"): mean for name, mean in scores.items()}
     assert questions.file is None
     assert 0 < scores["pass_at_1_sampled"] < 1

@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import trajectory
-from conftest import DEVICE
+from conftest import DEVICE, make_model
 from processes import CHECKS, GRPO
 from safetensors.torch import load_file
+from test_grpo import some_rollouts
 
 import grpo
+from batch import Cut
 from memory import OneProcess
 from memory.plan import plan
 from memory.processes import BUCKET
@@ -22,12 +25,13 @@ from runs.log import read_lines, read_log
 from runs.prepare import prepare
 from settings import GRPOSettings
 from training.dry_run import DryRun
+from training.parallel import Processes, merged
 
 HOME = Path(__file__).parent.parent
 long = pytest.mark.long
 ALL = ["sft", *CHECKS]
 ALIVE = [name for name in ALL if name not in ("host", "out of memory")]  # an out-of-memory ends sharded processes
-SHORT = dict(ddp2=["dapo", "host", "out of memory", "memory"], ddp4=["uneven"], fsdp1=["offload"])
+SHORT = dict(ddp2=["dapo", "host", "out of memory", "memory"], ddp4=["uneven"], fsdp1=["offload"], hsdp4=["uneven"])
 SHORT |= dict(fsdp2=["plain", "reference", "dropped", "memory"])
 WHOLE = [name for name in ALL if name != "offload"]
 LONG = dict(ddp2=WHOLE, ddp4=WHOLE, fsdp1=["offload", "lora"], fsdp2=ALIVE, fsdp4=ALIVE, hsdp4=ALIVE)
@@ -161,6 +165,29 @@ def test_plans_of_a_process_of_several():
         GRPOSettings(parallel="ddp", num_processes=8, batch_size=4).check()
     with pytest.raises(SnugError, match="num_processes=6 on num_nodes=4 machines"):
         GRPOSettings(parallel="hsdp", num_processes=6, num_nodes=4).check()
+
+
+def test_metrics_are_added_up_and_maxima_are_not():
+    shares = [dict(loss=0.5, difference_max=3.0), dict(loss=0.25, difference_max=4.0, clipped=1.0)]
+    assert merged(shares) == dict(loss=0.75, difference_max=4.0, clipped=1.0)
+
+
+def test_a_sequence_that_moves_to_another_process_keeps_one_entropy():
+    """An out-of-memory ends the first attempt of a step; its groups are dealt again, in smaller parts."""
+    model = make_model(dtype=torch.float64)
+    rollouts, settings = some_rollouts(model), GRPOSettings()
+    found = []
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        processes = Processes.__new__(Processes)
+        processes.rank, processes.size = rank, size
+        cut, entropies = Cut(rollouts, group_size=4, processes=processes), torch.zeros_like(rollouts.sampling_logprobs)
+        before = cut.rank_of
+        for _ in range(2):
+            grpo.accumulate_gradient(model, rollouts, cut, 0, settings, entropies)
+            cut.into(cut.longest)
+        found.append(entropies)
+    assert before != cut.rank_of
+    torch.testing.assert_close(found[1] + found[2], found[0], rtol=0, atol=1e-12)
 
 
 def test_one_process_shares_with_nobody():

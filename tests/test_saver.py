@@ -86,13 +86,17 @@ def test_what_is_saved_is_the_state_at_the_save(tmp_path, monkeypatch):
     )
 
 
-def test_where_there_is_no_room_for_a_copy_the_training_waits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("spare", [0, 1])
+def test_where_there_is_no_room_for_a_copy_the_training_waits(tmp_path, monkeypatch, spare):
+    """There is room for a copy if as much again stays free."""
     model, optimizer, step, saver, guard, _ = trained(tmp_path)
-    monkeypatch.setattr(saving, "available_on_host", lambda: 1000)
-    monkeypatch.setattr(saving, "spare_copy", lambda tensor: pytest.fail("copied"))
     step(1)
+    size = sum(tensor.nbytes for named in loading.tensors_of(model, optimizer).values() for tensor in named.values())
+    monkeypatch.setattr(saving, "available_on_host", lambda: 2 * size + spare)
     saver.after(1, model, optimizer, progress(guard), {})
-    assert saver.thread is None and checkpoint.newest(tmp_path).name == "checkpoint-000001"
+    assert (saver.thread is not None) == bool(spare)
+    saver.wait()
+    assert checkpoint.newest(tmp_path).name == "checkpoint-000001"
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
