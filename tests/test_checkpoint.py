@@ -237,7 +237,7 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
         if line.startswith("iter   5"):
             child.send_signal(number)
             break
-    out, err = child.communicate(timeout=60)
+    out, err = child.communicate(timeout=600)
     assert (
         child.returncode == 0 and f"stopped by {number.name} after iteration " in out and "--resume=auto goes on" in out
     ), err

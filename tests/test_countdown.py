@@ -295,12 +295,12 @@ def test_parser_reads_what_pythons_grammar_does(text, edits):
 
 def test_parser_time_is_bounded():
     hard = ["(" * 20 + "9*9" * 40, "1/" * 99 + "1", "9" * 200, "*" * 200, "(((1+" * 6 + "1", "1-" * 99 + "1"]
-    start = time.perf_counter()
+    start = time.process_time()
     for text in hard * 100:
         numbers = [int(digits) for digits in re.findall("[0-9]+", text)]
         try:
             evaluate(text, numbers, "+-*/")
         except Refused:
             pass
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert set(ARITHMETIC) == set("+-*/")

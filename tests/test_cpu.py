@@ -86,17 +86,24 @@ def test_the_switch_is_off_again_also_after_an_error():
 
 
 def test_an_idle_team_lives_while_we_are_preempted_often(monkeypatch):
-    counts, alive = iter([0, 5, 1000, 2000, 2005, 2010]), []
+    counts, teams, alive = iter([0, 5, 1000, 2000, 2005, 2010]), [], []
+    here = threading.get_ident()  # another test may have started the real thread
 
     class Clock:
         """`over` of watch: six looks, a second apart."""
 
         def wait(self, seconds):
             assert seconds == 1.0
-            alive.append([thread.name for thread in threading.enumerate()].count("idle team"))
+            alive.append(sum(team.thread.is_alive() for team in teams))
             return len(alive) == 6
 
-    monkeypatch.setattr(cpu, "preemptions", lambda: next(counts))
+    class Team(cpu.IdleTeam):
+        def __init__(self):
+            super().__init__()
+            teams.append(self)
+
+    monkeypatch.setattr(cpu, "IdleTeam", Team)
+    monkeypatch.setattr(cpu, "preemptions", lambda: next(counts) if threading.get_ident() == here else 0)
     cpu.watch(Clock())
     assert alive == [0, 0, 1, 1, 0, 0]
 

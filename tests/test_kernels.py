@@ -41,7 +41,7 @@ def test_values_in_the_interpreter(request):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["draw", "kvcache", "logprobs", "sample"])
 def test_the_tests_of_plain_torch_in_the_interpreter(name, request):
-    assert run_interpreted(f"tests/test_{name}.py", request, timeout=3600) >= 9
+    assert run_interpreted(f"tests/test_{name}.py", request) >= 9
 
 
 @pytest.fixture(autouse=True)

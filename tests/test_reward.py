@@ -164,14 +164,17 @@ def test_a_limit_that_is_nearly_reached_leaves_nothing():
 
 
 def test_looking_for_the_sample_takes_no_longer_than_the_limit():
+    calls = []
+
     def slow(prompts, completions, answer):
+        calls.append(completions)
         time.sleep(0.05 * len(completions))
         return [0.0] * len(completions)
 
-    many, started = [str(i) for i in range(40)], time.monotonic()
+    many = [str(i) for i in range(40)]
     with pytest.raises(SnugError, match="slow took longer than reward_timeout=0.3 seconds for 40 completions together"):
         ask(slow, many, many, {"answer": many}, 0.3)
-    assert time.monotonic() - started < 5
+    assert len(calls) <= 1 + 7  # all, then some one by one, each 0.05 seconds of 0.3
 
 
 def test_code_that_hears_no_signal_ends_the_process():
@@ -185,7 +188,7 @@ def mine(prompts, completions):
 rewards.ask(mine, ["a"], ["b"], {}, 0.2)
 """
     home = Path(__file__).parent.parent
-    child = subprocess.run([sys.executable, "-c", code], cwd=home, capture_output=True, text=True, timeout=60)
+    child = subprocess.run([sys.executable, "-c", code], cwd=home, capture_output=True, text=True, timeout=600)
     assert child.returncode == 1 and "Timeout" in child.stderr and "in mine" in child.stderr
 
 

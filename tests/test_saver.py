@@ -65,10 +65,10 @@ def test_what_is_saved_is_the_state_at_the_save(tmp_path, monkeypatch):
     go, original = threading.Event(), checkpoint.seal
     monkeypatch.setattr(checkpoint, "seal", lambda folder: go.wait(60) and original(folder))
     before = {name: t.clone() for named in loading.tensors_of(model, optimizer).values() for name, t in named.items()}
+    on_host = HOST.current
     saver.after(1, model, optimizer, progress(guard), {})
-    assert (
-        not checkpoint.checkpoints(tmp_path) and saver.stats()["mem_save_mb"] > 0 and HOST.current == 0
-    )  # a copy beside the ledgers
+    assert not checkpoint.checkpoints(tmp_path) and saver.stats()["mem_save_mb"] > 0
+    assert HOST.current <= on_host  # the copy is in no ledger
     step(2)
     guard.health["dropped_steps"] = 7
     go.set()

@@ -458,5 +458,5 @@ kept = [new_on_host(Pinnable([2**20], torch.float32), keep=True) for _ in range(
 
 
 def test_at_exit_too():
-    run = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=600)
     assert run.stdout.split() == ["register"] * 3 + ["unregister"] * 3 + ["0"], run.stderr
