@@ -1,6 +1,9 @@
 """Log-probs, head and their gradients against plain log_softmax in float64; what they save and hold against their promise."""
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from logprobs.rows import SCRATCH, token_logprobs
 from loss import policy_loss
 from memory.ledger import MIB, LiveBytes
 
+HOME = Path(__file__).parent.parent
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts CPU storages")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -341,13 +345,25 @@ def test_the_gradient_goes_straight_into_grad():
 
 
 def test_backward_with_another_gradient_is_refused_where_it_would_be_wrong():
+    """In a process of its own: on CUDA the device refuses, and then nothing in the process can use it any more."""
+    code = f"""
+import torch
+from logprobs.head import head_loss
+hidden, weight = (torch.ones(5, 4, device="{DEVICE}", requires_grad=True) for _ in range(2))
+targets = torch.zeros(5, dtype=torch.long, device="{DEVICE}")
+(head_loss(hidden, weight, targets, lambda logprobs, rows: logprobs.sum())[0] / 2).backward()
+print(weight.grad.sum().item())  # waits for the device
+"""
+    end = subprocess.run([sys.executable, "-c", code], cwd=HOME, capture_output=True, text=True)
+    assert end.returncode and not end.stdout and "scale inside token_loss" in end.stderr
+
+
+def test_a_frozen_weight_takes_any_gradient_and_a_second_backward_is_refused():
     hidden, weight, targets, _ = make_head(5, 4, 7)
 
     def loss(w):
         return head_loss(hidden, w, targets, lambda logprobs, rows: logprobs.sum())[0]
 
-    with pytest.raises(RuntimeError, match="scale inside token_loss"):
-        (loss(weight) / 2).backward()
     (once,) = torch.autograd.grad(loss(weight.detach()), hidden)
     (half,) = torch.autograd.grad(loss(weight.detach()) / 2, hidden)  # a frozen weight has no .grad to be wrong
     assert_near(half, once / 2, 1e-12)
