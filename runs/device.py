@@ -57,7 +57,11 @@ def warn_without_kernels():
 
 def configure_cuda(tf32: bool):
     """torch's switches for products and attention."""
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = tf32  # torch's older name: after fp32_precision="tf32" libraries could not read this one
+    # A product of few rows is a sum of parts. If they are rounded to bfloat16, the sampler, which has few rows, differs
+    # more from the trainer.
+    products.allow_bf16_reduced_precision_reduction = False
     # On Hopper and Blackwell torch prefers cuDNN's attention in bfloat16. That builds a plan for every new shape, which
     # takes 0.05 to 1 s, and keeps all plans in host memory. Flash attention, the next in line, needs none.
     torch.backends.cuda.enable_cudnn_sdp(False)

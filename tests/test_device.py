@@ -78,7 +78,9 @@ def h100(monkeypatch):
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
     monkeypatch.setattr(runs.device, "why_no_kernels", lambda: "")
     yield monkeypatch
+    torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.fp32_precision = products
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     torch.backends.cuda.enable_cudnn_sdp(attention)
     why_no_kernels.cache_clear()
 
@@ -168,6 +170,9 @@ def test_cudnn_attention_is_off_and_tf32_as_asked(h100):
         assert switches() == (products, False)
         stays_float32.__wrapped__()  # which changes how a CPU multiplies, and back
         assert switches() == (products, False) and torch.backends.mkldnn.matmul.fp32_precision == "none"
+        assert torch.backends.cuda.matmul.allow_tf32 == tf32  # torch's older names, which libraries read, still work
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+        assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
 def test_a_cpu_leaves_the_switches_alone():
