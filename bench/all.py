@@ -32,9 +32,8 @@ import torch
 
 HOME = Path(__file__).parent.parent
 PACKAGES = "torch triton transformers pytest pytest-xdist trl liger-kernel cut-cross-entropy".split()
-TESTS = (
-    "kernels layer_kernels adamw_kernel kvcache draw sample logprobs model optimizer streams loss trajectory".split()
-)
+TESTS = "flash kernels layer_kernels adamw_kernel kvcache draw sample logprobs".split()
+TESTS += "model packed optimizer streams loss trajectory".split()
 RESUME = "tests/test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one"
 HOST_OPTIONS = "host reference,activation offload,host optimizer,grad offload"
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DEVICE, make_model
+from interpreted import INTERPRETED
 
 from decoding.attention import split_columns, tiles_of
 from decoding.kvcache import KVCache
@@ -132,6 +133,37 @@ def test_slots_and_places_that_are_kept_keep_their_tokens():
         values = [*before[1, 1, old, :, :columns].unbind(1), v[slot, :, 0]]
         expected = expected_row(prompts[:, :, [0, 2]], place, [9, 1][place], keys, values, q[slot, :, 0])
         torch.testing.assert_close(y[slot, :, 0], expected, atol=1e-12, rtol=0)
+
+
+A_FEW = dict(heads=4, D=8, slots=7, T_c=6, lengths=(9, 4, 1))
+QWEN = dict(heads=12, D=128, T_p=300, slots=40, T_c=150, group_size=16, lengths=(300, 77, 1))
+on_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="a real model's shape: on CUDA only")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [A_FEW, pytest.param(QWEN, marks=on_cuda)])
+def test_errors_are_those_of_rounding(shape, dtype):
+    """Bit for bit the same again, and beside a slot of NaN. The kernel rounds probabilities too, hence the 2."""
+    dtype = torch.float16 if INTERPRETED and dtype == torch.bfloat16 else dtype  # it has no products of bfloat16
+    cache, config, prompts = make_cache(dtype, **shape)
+    assert shape is A_FEW or cache.kernel_shape()["M"] == (16 if dtype == torch.float32 else 32)
+    own, n = cache.own.normal_().clone(), shape["slots"]
+    cache.written = shape["T_c"]
+    place, t = [s % 3 for s in range(n)], [5 * s % shape["T_c"] for s in range(n)]
+    q, k, v = (torch.randn(n, heads, 1, shape["D"], dtype=dtype, device=DEVICE) for heads in (shape["heads"], 2, 2))
+    y = step(cache, place, t, q, k, v)
+    rows = []
+    for s in range(n):
+        past = own[1, :, s, :, : t[s]].transpose(1, 2)  # (2, t, G, D)
+        keys, values = ([*old, new[s, :, 0]] for old, new in zip(past, (k, v), strict=True))
+        length = shape["lengths"][place[s]]
+        rows.append(expected_row(prompts, place[s], length, keys, values, q[s, :, 0]))
+    exact = torch.stack(rows)[:, :, None]
+    rounding = 1e-6 if dtype == torch.float32 else 2 * float((exact.to(dtype) - exact).norm() / exact.norm())
+    assert float((y - exact).norm() / exact.norm()) <= rounding
+    assert step(cache, place, t, q, k, v).equal(y)
+    q[0], k[0], v[0] = (torch.nan,) * 3
+    assert step(cache, place, t, q, k, v)[1:].equal(y[1:])
 
 
 def test_keys_of_another_type_than_the_caches():
