@@ -28,6 +28,7 @@ from evaluate import truncate_prompt
 from logprobs import head_logprobs, head_loss, head_loss_in_two_visits
 from loss import group_advantages, kl_divergence, overlong_punishment, policy_loss, truncated_importance
 from memory import borrowed, stream_from_host
+from memory.cuda import empty_cache
 from model import autocast, make_model
 from pretrained.lora import adapters_off
 from runs.checkpoint import open_checkpoint
@@ -46,8 +47,7 @@ def main(prepared) -> bool:
         if not train_sft.main(prepared.warm_start):
             return False
         prepared.origin = open_checkpoint(settings.init_from)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the warm start's cached blocks would count as reserved here
+        empty_cache()  # the warm start's cached blocks would count as reserved here
     return run(prepared, "GRPO", iterate, make_reference)
 
 

@@ -18,6 +18,7 @@ from common import DEVICE, begin, chosen, parser, result
 
 import grpo
 from memory import MemoryMeter, Pieces
+from memory.cuda import empty_cache
 from memory.ledger import MIB
 from memory.plan import GIB, plan
 from model import make_model
@@ -122,8 +123,7 @@ def run(prepared, iterations=2, iterate=grpo.iterate):
 def measure(name, settings, iterations, **aim):
     prepared = prepared_run(settings)
     gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
+    empty_cache()
     record = run(prepared, iterations)
     seconds = {key.removeprefix("time_"): value for key, value in record.items() if key.startswith("time_")}
     result(f"{name}: an iteration", seconds.pop("s"), "s", **aim, **seconds)

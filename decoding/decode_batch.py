@@ -25,6 +25,7 @@ from tqdm import tqdm
 from decoding.draw import Truncation, sample_tokens
 from decoding.kvcache import KVCache
 from kernels import uses_triton
+from memory import cuda
 from memory.cuda import upload
 from memory.ledger import kind_of
 from model import GPT
@@ -34,8 +35,6 @@ PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # of prompts at a time; on a CPU 
 LOOK_EVERY = {"cpu": 1, "cuda": 4}  # steps between two looks at the slots; on CUDA a look waits for the device
 SHRINK_AT = {"cpu": 1 / 4, "cuda": 1 / 2}  # remove idle slots if more than this share is idle; CUDA takes a new graph
 SHRINK_ABOVE = {"cpu": 1, "cuda": 16}  # slots; on CUDA few slots take as long as fewer: a step mostly reads weights
-
-BROKEN = []  # pools of recordings that failed: up to torch 2.12 deleting one can abort the process. Then no more graphs
 
 
 class DecodeBatch:
@@ -64,7 +63,7 @@ class DecodeBatch:
         self.cache = KVCache(model.config, prompt_slots, width, slots, max_new_tokens, dtype, self.device, k)
         self.prompt_hidden = torch.zeros(prompt_slots, model.config.n_embd, dtype=dtype, device=self.device)
         # A graph replays the lengths and addresses of its recording. Those of plain torch change with every step.
-        self.graph, self.cuda_graphs = None, cuda_graphs and uses_triton(self.cache.own) and not BROKEN
+        self.graph, self.cuda_graphs = None, cuda_graphs and uses_triton(self.cache.own) and not cuda.BROKEN
         # The memory pool of the graphs, made with the first one. It frees its memory when it is deleted after the last
         # graph. Attributes are deleted in the order of their assignment, so it comes after `graph`.
         self.pool = None
@@ -210,7 +209,7 @@ class DecodeBatch:
                 break
             torch.cuda.empty_cache()  # during a recording the allocator cannot free the blocks that it caches
         if not full:
-            BROKEN.append(self.pool)
+            cuda.keep_broken(self.pool)
         self.cuda_graphs, self.pool = False, None
         tqdm.write(f"sampling goes on without CUDA graphs: {reason}", file=sys.stderr)
 

@@ -5,7 +5,7 @@
     plan    peak bytes of an iteration, beforehand   fit     the cheapest options that fit a budget
     oom     smaller pieces after out-of-memory       cpu    fast products; cores shared with other processes
     streams copies to and from the host that overlap with compute
-    cuda    shapes that repeat on a GPU; uploads     processes  a process's share of the work
+    cuda    shapes of a GPU; uploads; its cache      processes  a process's share of the work
 
 Left out: what an iteration is. The planner is given a function that runs one.
 """

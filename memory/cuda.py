@@ -1,13 +1,16 @@
-"""Inputs for a GPU: lengths that repeat, and uploads for which the host does not wait.
+"""Inputs for a GPU: lengths that repeat, and uploads for which the host does not wait. The allocator's cache.
 
 Left out: which GPU there is, and what it cannot do (runs/device.py).
 """
+
+import ctypes
 
 import torch
 
 from memory.ledger import kind_of
 
 MULTIPLE = 16  # tokens
+BROKEN = []  # memory pools of CUDA graphs whose recording failed: no more graphs
 
 
 def padded(length: int, tokens: torch.Tensor) -> int:
@@ -22,3 +25,18 @@ def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
     """Numbers to the device; to a GPU from pinned memory, so that the host does not wait. On a CPU it may be a view."""
     numbers = torch.as_tensor(numbers, dtype=dtype)
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+def keep_broken(pool):
+    """Up to torch 2.12 deleting such a pool can abort the process, even at its end. So one reference is never given up."""
+    BROKEN.append(pool)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+
+
+def empty_cache():
+    """Give the blocks that the allocator caches back to the GPU, if there is one.
+
+    Not after a broken recording: up to torch 2.12 the allocator believes that it still goes on, and raises.
+    """
+    if torch.cuda.is_available() and not BROKEN:
+        torch.cuda.empty_cache()

@@ -13,6 +13,7 @@ from copy import copy
 
 import torch
 
+from memory.cuda import empty_cache
 from memory.fit import CHANGES_ROUNDING, cheaper, written
 from memory.processes import OneProcess
 from memory.streams import settle
@@ -54,8 +55,7 @@ def attempts(make_smaller, agreed=lambda error: error):
             return
         settle()
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        empty_cache()
         make_smaller(error)
 
 

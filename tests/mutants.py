@@ -184,6 +184,8 @@ MUTANTS = [
     ("processes: hsdp planned over all machines", "memory/plan.py", '(settings.num_nodes if settings.parallel == "hsdp" else 1)', "1", "test_parallel.py"),
     ("report: reserved memory as the peak", "page/charts.py", "run.memory[i][phase][2] for i in its]", "run.memory[i][phase][1] for i in its]", "test_report.py"),
     ("gpu: sums of products in bfloat16", "runs/device.py", "products.allow_bf16_reduced_precision_reduction = False", "pass", "test_device.py"),
+    ("gpu: a broken recording's pool is deleted", "memory/cuda.py", "ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))", "pass", "test_replay.py"),
+    ("gpu: the cache emptied after a broken recording", "memory/cuda.py", "is_available() and not BROKEN", "is_available()", "test_replay.py"),
     ("gpu: attention's gradient without delta", "kernels/flash.py", "(p * (dp - delta[:, None]))", "(p * dp)", "test_flash.py"),
     ("gpu: a graph bakes a buffer that is replaced", "decoding/kvcache.py", "self.tiles.copy_(table)", "self.tiles = table", "test_replay.py"),
     ("gpu: a step waits for the device", "decoding/decode_batch.py", "hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "self.t.max().item()\n        hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "test_replay.py"),

@@ -16,6 +16,7 @@ from replay import NotCapturable
 from decoding import decode_batch
 from decoding.draw import Truncation
 from decoding.kvcache import KVCache
+from memory import cuda
 from pretrained import lora
 from sample import generate_naive, sample_groups
 
@@ -216,6 +217,12 @@ def test_without_a_recording_sampling_goes_on(failures, device, monkeypatch, cap
     assert f"sampling goes on without CUDA graphs: {failures[0][1]}" in capsys.readouterr().err
     sampled(model)
     assert (device.log.count("begin") > len(failures)) == (not unusable)  # the next rollout tries again, if it may
+    emptied = device.log.count("empty_cache")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cuda.empty_cache()
+    assert device.log.count("empty_cache") - emptied == (not unusable)  # the allocator would raise
+    cuda.BROKEN.clear()  # as at the end of the process
+    assert next(iter(device.pools.values())) == unusable
 
 
 @interpreted
