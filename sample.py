@@ -5,6 +5,7 @@
 A prompt goes through the model once, and its k completions share its keys and values. All groups are decoded in one
 batch; a completion that ends leaves it at once, and one that waits takes its slot (decoding/). Token t of row i is
 drawn with a uniform number that depends on (seed, i, t) alone, so a row does not depend on its neighbours.
+On a GPU its logits in bfloat16 may: products of another number of rows may round otherwise, and a token may change.
 `generate_naive` is the oracle.
 
 Left out: beams, penalties, speculative decoding. Test: pytest tests/test_sample.py

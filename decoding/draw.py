@@ -1,7 +1,7 @@
 """One token from each row of a model's logits, and its log-prob.
 
-A token comes from a uniform number by inverse CDF, and the number is a hash of (seed, row, step). So a row does not
-depend on its neighbours, on the order in which rows are decoded, or on the number of processes.
+A token comes from a uniform number by inverse CDF, and the number is a hash of (seed, row, step). So a row with the
+same logits does not depend on its neighbours, on the order in which rows are decoded, or on the number of processes.
 
 On CUDA one kernel reads a row of logits once, for its maximum and for the sums of its stretches, and then one stretch
 again. Plain torch does it elsewhere, at temperature 0, and with a `Truncation`.
