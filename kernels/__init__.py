@@ -79,6 +79,11 @@ def what_is_missing(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
+def has_tensor_cores(device: torch.device) -> bool:
+    """For bfloat16: Ampere's and later."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def nothing_to_do(tensor: torch.Tensor) -> bool:
     """Has the tensor no data: empty, or a planner's?"""
     return is_planned(tensor) or tensor.is_meta or not tensor.numel()

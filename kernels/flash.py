@@ -9,7 +9,7 @@ Left out: decoding's attention (decoding/attention.py). The oracle is segments.p
 
 import torch
 
-from kernels import nothing_to_do, triton
+from kernels import has_tensor_cores, nothing_to_do, triton
 
 TILE = 64  # tokens of a tile (Segments.tiles): the queries of a program, or its keys
 
@@ -201,7 +201,7 @@ def kernel_shape(D: int, itemsize: int, keys: bool = False, tensor_cores: bool =
 
 def constants(q, k, keys=False) -> dict:
     """`kernel_shape` on q's device, and R."""
-    tensor_cores = not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
+    tensor_cores = not q.is_cuda or has_tensor_cores(q.device)
     return kernel_shape(q.shape[-1], q.itemsize, keys, tensor_cores) | dict(R=q.shape[1] // k.shape[1])
 
 

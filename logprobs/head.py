@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels import nothing_to_do, uses_triton
+from kernels import has_tensor_cores, nothing_to_do, uses_triton
 from logprobs.rows import (
     SCRATCH,
     Options,
@@ -116,7 +116,7 @@ class Chunks:
             dweight.addmm_(gradient.t(), hidden)
         elif kind_of(dweight) == "cuda" and nothing_to_do(dweight):
             pass  # a planner's fake CUDA tensor: a CPU cannot run the next line, which allocates nothing
-        elif dweight.is_cuda and dweight.dtype == torch.float32:
+        elif dweight.dtype == torch.float32 and dweight.is_cuda and has_tensor_cores(dweight.device):
             torch.addmm(dweight, gradient.t(), hidden, out_dtype=torch.float32, out=dweight)
         else:  # a product in another dtype is a temporary: slabs of the vocabulary keep it small
             for ids in slabs(*dweight.shape):

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-from logprobs.head import head_logprobs, head_loss, rows_per_chunk
+from logprobs.head import Chunks, head_logprobs, head_loss, rows_per_chunk
 from logprobs.rows import SCRATCH, token_logprobs
 from loss import policy_loss
 from memory.ledger import MIB, LiveBytes
@@ -406,6 +406,19 @@ def test_no_rows():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Precision of the products.
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_products_of_bfloat16_into_float32_are_fused_from_ampere_on(capability, monkeypatch):
+    """Elsewhere slabs of the vocabulary are multiplied, then added. A tensor of the CPU says that it is on a GPU."""
+    fused, dweight = [], torch.ones(50, 8).as_subclass(type("OnCUDA", (torch.Tensor,), dict(is_cuda=True)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "addmm", lambda *_, **options: fused.append(options["out_dtype"]))
+    Chunks.add_product(dweight, *(torch.ones(9, n, dtype=torch.bfloat16) for n in (50, 8)))
+    if capability < (8, 0):
+        assert (dweight == 1 + 9).all() and not fused
+    else:
+        assert fused == [torch.float32]
 
 
 @pytest.mark.parametrize("autocast", [True, False])
