@@ -11,12 +11,16 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 HOME = Path(__file__).parent.parent
 sys.path.insert(0, str(HOME))
 
 import torch  # noqa: E402
+
+from runs.device import pick_device  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,6 +46,8 @@ def commit():
 
 
 def begin(arguments):
+    """Products, attention and threads as a run has them."""
+    pick_device(DEVICE)
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, torch {torch.__version__}, shapes: {arguments.shapes}", flush=True)
 
@@ -64,6 +70,23 @@ def in_words(row, keys=("aim",)):
     value = f"{row['value']:.4g}" if isinstance(row["value"], float) else row["value"]
     shown = {key: f"{row[key]:.4g}" if isinstance(row[key], float) else row[key] for key in row if key in keys}
     return f"{row['name']:58} {value:>9} {row['unit']:8} " + "  ".join(f"{key} {text}" for key, text in shown.items())
+
+
+@contextmanager
+def going_on(case, failed):
+    """After an error inside, such as out-of-memory, the next case goes on. `failed` gets this one's name."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        result(f"{case}: failed", type(error).__name__, error=str(error).splitlines()[:1])
+        failed.append(case)
+
+
+def end(failed):
+    """Raises SystemExit if a case failed."""
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def synchronize():

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from common import DEVICE, begin, chosen, parser, result
+from common import DEVICE, begin, chosen, end, going_on, parser, result
 
 import grpo
 from memory import MemoryMeter, Pieces
@@ -23,6 +23,7 @@ from memory.ledger import MIB
 from memory.plan import GIB, plan
 from model import make_model
 from options import read_settings
+from runs.device import pick_device
 from runs.loading import configure
 from runs.log import NoLog
 from runs.prepare import prepare
@@ -102,7 +103,7 @@ def longest(sample_groups, length, model, prompts, *arguments, stop_token, is_ov
 
 def run(prepared, iterations=2, iterate=grpo.iterate):
     """Iterations from random weights, as training/loop.py runs them -> the log's last record."""
-    settings, device, sample_groups = prepared.settings, torch.device(DEVICE), grpo.sample_groups
+    settings, device, sample_groups = prepared.settings, pick_device(DEVICE), grpo.sample_groups
     torch.manual_seed(0)
     with MemoryMeter(device) as meter:
         reference = grpo.make_reference(prepared, device, weights=False)
@@ -160,15 +161,11 @@ def main():
                 continue
             settings = GRPOSettings(**dict(device=DEVICE, eval_prompts=0, task="countdown") | shape | changes)
             iteration = "1.5B" in case  # the first one warms up; the second may still record graphs
-            try:
+            with going_on(case, failed):
                 measure(case, settings, 3 if iteration else 2, **(dict(at_most=3) if iteration else {}))
-            except Exception as error:  # of one case, out of memory for instance; the others go on
-                result(f"{case}: failed", f"{type(error).__name__}", error=str(error).splitlines()[:1])
-                failed.append(case)
     if arguments.shapes == "cpu" and not arguments.only:
         large_plans()
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    end(failed)
 
 
 if __name__ == "__main__":

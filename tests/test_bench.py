@@ -97,6 +97,15 @@ def test_all_steps_together_have_a_limit(tmp_path):
     assert [row["name"] for row in steps["slow"]["results"]] == ["before"] and steps["good"]["results"] == []
 
 
+@pytest.mark.parametrize("name", ["memory", "sft", "logprobs", "sampling", "iteration"])
+def test_a_bench_sets_up_the_device_as_a_run_does(name, bench, monkeypatch):
+    """Before it measures: without cuDNN's attention, for example."""
+    common, asked = importlib.import_module("common"), []
+    monkeypatch.setattr(common, "pick_device", lambda name: asked.append(name))
+    common.begin(SimpleNamespace(shapes="tiny"))
+    assert asked == [common.DEVICE] and "    begin(arguments)\n" in (HOME / f"bench/{name}.py").read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_leaves_no_process_and_keeps_results(tmp_path, number):
     process = start(tmp_path, [("good", GOOD, 60), ("slow", SLOW, 600), ("never", GOOD, 60)])
