@@ -6,11 +6,13 @@
     python bench/all.py --dry-run        the benches of a GPU with tiny shapes, on a CPU too; tests are only collected
 
 The steps run one after the other, the most valuable first, each in a process group of its own, which is killed at the
-step's limit or on Ctrl-C. bench/results/<device>.json gets device, versions, commit and, after each step, its results;
-with --only, steps that ran before at the same commit with the same versions stay. bench/results/<device>/ gets log.txt
-(what the steps print) and results.jsonl (a line for each result, as soon as it is known). A table of the aims comes
-last. Peers that are not installed (TRL, Liger, cut-cross-entropy) are left out, and the results say so: their version
-is null. Exit code 1 if a step failed or was stopped, 2 without the device, 130 after Ctrl-C.
+step's limit or on Ctrl-C. On a GPU "learning" takes ten minutes alone: it runs with --only=learning.
+bench/results/<device>.json gets device, versions, commit and, after each step, its results and the GPU's clocks,
+temperature and power. With --only, steps that ran before at the same commit with the same versions stay.
+bench/results/<device>/ gets log.txt (what the steps print) and results.jsonl (a line for each result, as soon as it is
+known). A table of the aims comes last. Peers that are not installed (TRL, Liger, cut-cross-entropy) are left out, and
+the results say so: their version is null. Exit code 1 if a step failed or was stopped, 2 without the device, 130 after
+Ctrl-C.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +38,7 @@ PACKAGES = "torch triton transformers pytest pytest-xdist trl liger-kernel cut-c
 TESTS = "flash kernels layer_kernels adamw_kernel kvcache draw sample logprobs".split()
 TESTS += "model packed optimizer streams loss trajectory".split()
 RESUME = "tests/test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one"
+LEARNING = "learning"  # it takes all of the time: only if it is asked for, and in dry runs
 HOST_OPTIONS = "host reference,activation offload,host optimizer,grad offload"
 
 
@@ -59,19 +63,24 @@ def cuda_steps(dry_run, scratch):
     tests = [f"tests/test_{name}.py" for name in TESTS]
     pytest = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", *tests]
     pytest += [RESUME, "-k", "not compiled and not interpreter"]  # those need no GPU
-    pytest += ["--collect-only"] if dry_run else ["-n", "4"] if installed("pytest-xdist") else []
+    pytest += (
+        ["--collect-only"] if dry_run else ["-n", str(min(8, os.cpu_count()))] if installed("pytest-xdist") else []
+    )
     learning = ["bench/learning.py", "--only=countdown", "--seeds=1", "--jobs=1", f"--out_dir={scratch}"]
+    learning += ["--seconds=500"]
     shapes = [f"--shapes={'tiny' if dry_run else 'cuda'}"]
     sanitizer = {} if dry_run and common.DEVICE == "cpu" else {"TORCH_CUDA_SANITIZER": "1"}
     steps = [
-        ("tests", pytest, 140, {}),
-        ("logprobs", ["bench/logprobs.py", *shapes], 90, {}),
-        ("sampling", ["bench/sampling.py", "--rounds=2", *shapes], 100, {}),
-        ("iteration", ["bench/memory.py", "--only=1.5B", *shapes], 50, {}),
+        ("tests", pytest, 120, {}),
+        ("gpu", ["bench/gpu.py", *shapes], 120, {}),
+        ("sampling", ["bench/sampling.py", "--rounds=2", *shapes], 130, {}),
+        ("iteration", ["bench/memory.py", "--only=1.5B", *shapes], 80, {}),
+        ("logprobs", ["bench/logprobs.py", *shapes], 120, {}),
         ("memory", ["bench/memory.py", "--only=tiny,GPT-2,0.5B", *shapes], 90, {}),
-        ("learning", [*learning, "--seconds=65", *shapes], 80, {}),
         ("sft", ["bench/sft.py", "--rounds=3", *shapes], 40, {}),
         ("sanitizer", ["bench/memory.py", "--shapes=tiny", f"--only={HOST_OPTIONS}"], 45, sanitizer),
+        ("phases", ["bench/iteration.py", "--rounds=1", "--only=GPT-2,uniform", *shapes], 80, {}),
+        (LEARNING, [*learning, *shapes], 590, {}),
     ]
     return [(name, words, math.inf if dry_run else limit, extra) for name, words, limit, extra in steps]
 
@@ -115,8 +124,19 @@ def run_steps(steps, summary, folder, seconds):
                 step["seconds"] = round(time.monotonic() - started, 1)
                 step["last"] = (log.read_bytes()[before:].decode(errors="replace").strip().splitlines() or [""])[-1]
                 step["results"] = results_of(name, results)
+                step |= gpu_state()
                 write(summary, folder)
         write(summary, folder)
+
+
+def gpu_state():
+    """-> {"gpu": driver, clocks, temperature and power as nvidia-smi says them}, or {} where it is not installed."""
+    if not shutil.which("nvidia-smi"):
+        return {}
+    asked = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    values = subprocess.run(command, capture_output=True, text=True).stdout.split(", ")
+    return dict(gpu=dict(zip(asked.split(","), map(str.strip, values), strict=False)))
 
 
 def results_of(step, path):
@@ -224,7 +244,8 @@ def main(words, make_steps=make_steps):
     interrupted = False
     with tempfile.TemporaryDirectory() as scratch:
         steps = make_steps(arguments.device, arguments.dry_run, scratch)
-        only = arguments.only.split(",") if arguments.only else [step[0] for step in steps]
+        all_steps = [step[0] for step in steps if step[0] != LEARNING or arguments.dry_run]
+        only = arguments.only.split(",") if arguments.only else all_steps
         if unknown := set(only) - {step[0] for step in steps}:
             sys.exit(f"error: no step is called {', '.join(unknown)}; there are {', '.join(step[0] for step in steps)}")
         try:

@@ -97,7 +97,27 @@ def test_all_steps_together_have_a_limit(tmp_path):
     assert [row["name"] for row in steps["slow"]["results"]] == ["before"] and steps["good"]["results"] == []
 
 
-@pytest.mark.parametrize("name", ["memory", "sft", "logprobs", "sampling", "iteration"])
+def test_a_step_keeps_the_gpus_state(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '580.65.06, 1980 MHz, 3201 MHz, 1980 MHz, 41, 121.50 W, 700.00 W'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    start(tmp_path, [("good", GOOD, 60)]).communicate(timeout=120)
+    state = summary(tmp_path)["good"]["gpu"]
+    assert state["driver_version"] == "580.65.06" and state["power.limit"] == "700.00 W" and len(state) == 7
+
+
+def test_on_a_gpu_learning_runs_only_if_it_is_asked_for(tmp_path, bench, monkeypatch):
+    driver, ran = importlib.import_module("all"), []
+    monkeypatch.setattr(driver.common, "DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(driver, "run_steps", lambda steps, *_: ran.append([name for name, *_ in steps]))
+    for words in ([], ["--only=learning"]):
+        driver.main(["--device=cuda", f"--folder={tmp_path}/here", *words])
+    assert "learning" not in ran[0] and len(ran[0]) > 7 and ran[1] == ["learning"]
+
+
+@pytest.mark.parametrize("name", ["memory", "sft", "logprobs", "sampling", "iteration", "gpu"])
 def test_a_bench_sets_up_the_device_as_a_run_does(name, bench, monkeypatch):
     """Before it measures: without cuDNN's attention, for example."""
     common, asked = importlib.import_module("common"), []
@@ -198,10 +218,10 @@ def test_an_iteration_is_measured(iteration, capsys):
     assert min(phases) > 0 and line["floor_s"] < line["time_s"]
 
 
-AIMS = dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4)
+AIMS = dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4, gpu=8)
 
 
-@pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration"])
+@pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration", "gpu"])
 def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
     """A command that a GPU gets, with tiny shapes: imports, options, and every aim."""
     from all import make_steps, results_of
@@ -219,7 +239,7 @@ def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
 def test_every_bench_runs(tmp_path):
     command = [sys.executable, "bench/all.py", "--dry-run", f"--folder={tmp_path}/here"]
     output = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=900).stdout
-    steps, names = summary(tmp_path), ["tests", "learning", "sft", *AIMS]
+    steps, names = summary(tmp_path), ["tests", "learning", "sft", "phases", *AIMS]
     assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(names, "ok"), output
     aims = {(name, row["name"]) for name, step in steps.items() for row in step["results"] if "aim" in row}
     assert len(aims) == sum(AIMS.values()) and "collected" in output

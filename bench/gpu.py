@@ -1,0 +1,297 @@
+"""Where a GPU's time goes, phase by phase, and whether its kernels are right in bfloat16.
+
+    python bench/gpu.py [--shapes=cuda|tiny] [--only=attention,tune]        tiny: also on a CPU; its figures say nothing
+
+attention   relative errors of packed attention's output and gradients against float64, beside PyTorch's own attention
+ceilings    a large copy, a large product, and the products of a decode step, each over more weights than caches hold
+decode      a step by batch and length, the first step and the recording, and the kernels of a step
+train       a micro-batch by size: the device's time and the host's, without and with checkpoints, and its kernels
+optimizer   a step of AdamW
+mismatch    the sampler's log-probs against the trainer's, with partial sums in bfloat16 and without
+tune        other block shapes of packed attention, beside a causal row of as many pairs; only if asked for
+
+A random model of Qwen2.5-1.5B's shape, in bfloat16. Times are medians, by events of the device. FLOP of a model are
+those of its products with weights; backward has two for each of forward. The kernels are printed, longest first.
+
+Left out: other libraries (sampling.py, iteration.py, logprobs.py), plans and peaks (memory.py), a whole iteration.
+"""
+
+import itertools
+import statistics
+import time
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from common import DEVICE, begin, clocked, copy_bandwidth, end, going_on, parser, result, synchronize
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from batch import Cut, Sequences, gather
+from decoding import DecodeBatch
+from grpo import trainer_logprobs
+from kernels import flash, segments
+from kernels.segments import Segments, attend, attend_dense
+from logprobs import head_loss
+from memory.cuda import empty_cache
+from memory.ledger import MIB
+from model import make_model
+from sample import sample_groups
+from settings import GRPOSettings, SFTSettings
+from training.optimizer import make_optimizer, optimizer_step
+
+CUDA = DEVICE == "cuda"
+BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
+QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6)
+SIZES = {
+    "cuda": dict(
+        model=QWEN | dict(vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960, block_size=4096),
+        groups=[(256, [200] * 8), (77, [31, 1, 64, 129]), (1, [3]), (300, [100, 65, 63])],
+        heads=[(12, 2, 128), (14, 2, 64), (8, 8, 40)],
+        copy=2**30, product=8192, rows=(16, 64, 256), cache=2**28,  # bytes of weights that no cache holds
+        prompts=(4, 256), decode=[(64, 256), (64, 1024), (16, 1024), (256, 512)],  # rows, longest completion
+        train=[(1, 1, 1024), (2, 8, 200), (8, 8, 200)],  # prompts, completions of each, their length
+        sampled=(8, 200),  # completions a prompt, their length
+        tuned=[[(256, [200] * 8)] * 4, [(256, [1024] * 8)]],
+        blocks=[(64, 32, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2), (128, 32, 8, 2), (64, 32, 4, 3)],
+    ),
+    "tiny": dict(
+        model=QWEN | dict(vocab_size=160, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=64, block_size=64),
+        groups=[(7, [5, 3]), (1, [3])],
+        heads=[(4, 2, 16)],
+        copy=2**16, product=64, rows=(2,), cache=2**12,
+        prompts=(2, 6), decode=[(8, 32)],
+        train=[(1, 2, 6)],
+        sampled=(2, 6),
+        tuned=[[(7, [5, 3])]],
+        blocks=[(64, 32, 4, 2)],
+    ),
+}  # fmt: skip
+
+
+def microseconds(call, rounds=20):
+    """The median of calls, after three that do not count. The cache is as the call before left it."""
+    for _ in range(3):
+        call()
+    if not CUDA:
+        return 1e6 * statistics.median(clocked(call)[1] for _ in range(rounds))
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    for before, after in pairs:
+        before.record()
+        call()
+        after.record()
+    synchronize()
+    return 1e3 * statistics.median(before.elapsed_time(after) for before, after in pairs)
+
+
+def without_launches(call, times):
+    """Microseconds of a call within a graph of so many: the host launches nothing in between."""
+    if not CUDA:
+        return microseconds(call)
+    call()  # what a library makes once
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    return microseconds(graph.replay) / times
+
+
+def tell_kernels(name, call, calls=3):
+    """Print the kernels of a call, and tell how many it launches."""
+    kind, device = ("device", DeviceType.CUDA) if CUDA else ("cpu", DeviceType.CPU)
+    with profile(activities=[ProfilerActivity.CUDA if CUDA else ProfilerActivity.CPU]) as profiled:
+        for _ in range(calls):
+            call()
+        synchronize()
+    events = [event for event in profiled.key_averages() if event.device_type == device]
+    spent = {event.key: getattr(event, f"self_{kind}_time_total") / calls for event in events}
+    counts = {event.key: event.count / calls for event in events}
+    for key in sorted(spent, key=spent.get, reverse=True)[:18]:
+        print(f"    {spent[key]:10.1f} us {counts[key]:7.1f} x  {key[:80]}")
+    result(f"{name}: kernels and copies", round(sum(counts.values())), "", us=sum(spent.values()))
+
+
+def random_model(sizes):
+    torch.manual_seed(0)
+    return make_model(sizes["model"], DEVICE, "bfloat16")
+
+
+def random_prompts(sizes):
+    return torch.randint(sizes["model"]["vocab_size"], sizes["prompts"]).tolist()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sections
+
+
+def attention(sizes):
+    for (H, G, D), dtype in itertools.product(sizes["heads"], (torch.bfloat16, torch.float32)):
+        its = Segments(sizes["groups"], DEVICE)
+        T = int(its.lengths.sum())
+        given = [torch.randn(1, n, T, D, device=DEVICE).to(dtype) for n in (H, G, G)]
+        dy = torch.randn(1, H, T, D, device=DEVICE).to(dtype)
+        exact = with_gradients(attend_dense, [x.double() for x in given], dy.double(), its)
+        parts = zip(
+            with_gradients(attend, given, dy, its), with_gradients(attend_dense, given, dy, its), exact, strict=True
+        )
+        for name, (ours, theirs, right) in zip(("y", "dq", "dk", "dv"), parts, strict=True):
+            error, peer = (float((x - right).norm() / right.norm()) for x in (ours, theirs))
+            name = f"attention {H}/{G} x {D}, {str(dtype)[6:]}: error of {name} / PyTorch's"
+            result(name, error / peer, "x", at_most=2, error=error)
+
+
+def with_gradients(function, given, dy, its):
+    leaves = [x.detach().requires_grad_() for x in given]
+    y = function(*leaves, its)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+def ceilings(sizes):
+    result("a copy", copy_bandwidth(sizes["copy"]) / 1e12, "TB/s")
+    n = sizes["product"]
+    a = torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16)
+    result("a product", 2 * n**3 / microseconds(lambda: a @ a) / 1e6, "TFLOP/s")
+    model = random_model(sizes)
+    block = model.blocks[0]
+    matrices = dict(qkv=block.attention.qkv, proj=block.attention.proj, up=block.mlp.up, down=block.mlp.down)
+    shapes = {name: module.weight.shape for name, module in matrices.items()} | dict(head=model.lm_head_weight.shape)
+    del model, block, matrices
+    for rows, (name, (out, width)) in itertools.product(sizes["rows"], shapes.items()):
+        count = 1 + sizes["cache"] // (2 * out * width)
+        weights = [torch.randn(out, width, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
+        x, turn = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16), itertools.cycle(weights)
+        us = without_launches(lambda x=x, turn=turn: F.linear(x, next(turn)), count)
+        result(f"{rows} rows, {name} {out} x {width}", us, "us", tb_per_s=2 * out * width / us / 1e6)
+
+
+@torch.inference_mode()
+def decode(sizes):
+    model, (P, T) = random_model(sizes), sizes["prompts"]
+    c, weights = model.config, sum(p.nbytes for p in model.parameters())
+    copy = copy_bandwidth(sizes["copy"])
+    for rows, longest in sizes["decode"]:
+        batch = DecodeBatch(model, random_prompts(sizes), rows // P, longest, rows, cuda_graphs=CUDA)
+        batch.u.uniform_()
+        batch.refill()
+        _, first = clocked(batch.step)
+        for _ in range(longest // 2 - 10):
+            batch.step()
+        us = microseconds(batch.step, 10)
+        cached = 4 * c.n_layer * c.n_kv_head * c.head_size * (P * T + rows * longest // 2)
+        details = dict(tokens_per_s=rows / us * 1e6, floor=f"{100 * (weights + cached) / copy / us * 1e6:.0f} %")
+        result(f"decode {rows} x {longest}: a step", us / 1e3, "ms", **details, graph=batch.graph is not None)
+        result(f"decode {rows} x {longest}: the first step, with a recording", 1e3 * first, "ms")
+    tell_kernels(f"decode {rows} x {longest}", batch.step)
+
+
+def train(sizes):
+    model, T = random_model(sizes), sizes["prompts"][1]
+    c, blocks = model.config, sum(p.numel() for p in model.blocks.parameters())
+    for (P, k, length), way in itertools.product(sizes["train"], ("none", "block")):
+        model.checkpoint_blocks = way
+        prompts = [ids for ids in torch.randint(c.vocab_size, (P, T)).tolist() for _ in range(k)]
+        both = Sequences.from_lists(prompts, torch.randint(c.vocab_size, (P * k, length)).tolist(), DEVICE)
+        micro = gather(both, list(range(P * k)), Cut(both, group_size=k))
+        M, tokens = len(micro.targets), micro.tokens.shape[1]
+
+        def forward(micro=micro):
+            return micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
+
+        def step(micro=micro, M=M):
+            mean = lambda logprobs, rows: -logprobs.sum() / M  # noqa: E731
+            head_loss(forward(micro), model.lm_head_weight, micro.targets, mean)[0].backward()
+
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        us = microseconds(step, 5)
+        synchronize()
+        started = time.perf_counter()
+        step()
+        host = time.perf_counter() - started
+        details = dict(tflop_per_s=6 * (blocks * tokens + c.n_embd * c.vocab_size * M) / us / 1e6, host_ms=1e3 * host)
+        details |= dict(peak_mib=torch.cuda.max_memory_allocated() / MIB) if CUDA else {}
+        with torch.no_grad():
+            details |= dict(forward_ms=microseconds(forward, 5) / 1e3)
+        name = f"train {P} x {k} x {length}, checkpoints: {way}"
+        result(name, us / 1e3, "ms", tokens=tokens, **details)
+        if way == "none":
+            tell_kernels(name, step)
+        model.zero_grad()
+
+
+def optimizer(sizes):
+    model = random_model(sizes)
+    adamw = make_optimizer(model, SFTSettings(**BFLOAT16, optimizer_dtype="bfloat16"))
+
+    def seconds():
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1e-3)
+        return clocked(lambda: optimizer_step(model, adamw, 1e-6, 1.0))[1]
+
+    ms, numbers = 1e3 * statistics.median(seconds() for _ in range(5)), sum(p.numel() for p in model.parameters())
+    result("optimizer: a step", ms, "ms", tb_per_s=16 * numbers / ms / 1e9)  # gradient twice; two moments and a weight
+
+
+def mismatch(sizes):
+    model, (k, length), products = random_model(sizes), sizes["sampled"], torch.backends.cuda.matmul
+    for rounded in (True, False):
+        products.allow_bf16_reduced_precision_reduction = rounded
+        rollouts = sample_groups(model, random_prompts(sizes), k, length, seed=1)
+        with torch.no_grad():
+            logprobs = trainer_logprobs(model, rollouts, Cut(rollouts, 0, 4096, k), GRPOSettings(**BFLOAT16))
+        d = (logprobs - rollouts.sampling_logprobs).double()[rollouts.mask == 1]
+        name = f"sampler / trainer, partial sums in {'bfloat16' if rounded else 'float32'}"
+        result(f"{name}: KL", float((d.exp() - 1 - d).mean()), "", largest=float(d.abs().max()))
+
+
+def tune(sizes):
+    (H, G, D), original = sizes["heads"][0], flash.kernel_shape
+    for groups in sizes["tuned"]:
+        T, pairs = sum(p + sum(lengths) for p, lengths in groups), pairs_of(groups)
+        q, k, v = (torch.randn(1, n, T, D, device=DEVICE, dtype=torch.bfloat16) for n in (H, G, G))
+        row = [x[:, :, :1].expand(-1, -1, int((2 * pairs) ** 0.5), -1).clone().normal_() for x in (q, k, v)]
+        causal = lambda q, k, v, its: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
+        tell_speed(f"{T} tokens, PyTorch's causal row", causal, row, None, 4 * H * D * pairs)
+        for M, N, warps, stages in sizes["blocks"]:
+            tile = max(64, M)
+            changes = dict(M=M, N=N, PARTS=tile // M, num_warps=warps, num_stages=stages)
+            shape = lambda *args, changes=changes: original(*args) | changes  # noqa: E731
+            with patch.multiple(flash, TILE=tile, kernel_shape=shape), patch.object(segments, "TILE", tile):
+                name = f"{T} tokens, M {M} N {N} warps {warps} stages {stages}"
+                with going_on(name, []):  # a shape may not fit
+                    tell_speed(name, attend, (q, k, v), Segments(groups, DEVICE), 4 * H * D * pairs)
+
+
+def pairs_of(groups):
+    """Of a token and one that it sees."""
+    return sum(p * p / 2 + sum(p * c + c * c / 2 for c in lengths) for p, lengths in groups)
+
+
+def tell_speed(name, function, given, its, flop):
+    leaves = [x.detach().requires_grad_() for x in given]
+    with torch.no_grad():
+        forward = microseconds(lambda: function(*leaves, its))
+    y = function(*leaves, its)
+    dy = torch.randn_like(y)
+    backward = microseconds(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
+    result(f"{name}: forward", flop / forward / 1e6, "TFLOP/s", backward=2.5 * flop / backward / 1e6)
+
+
+SECTIONS = (attention, ceilings, decode, train, optimizer, mismatch, tune)
+
+
+def main(arguments):
+    begin(arguments)
+    only, failed = [word for word in arguments.only.split(",") if word], []
+    for section in SECTIONS:
+        name = section.__name__
+        if name in only or not only and section is not tune:
+            with going_on(name, failed):
+                section(SIZES["cuda" if arguments.shapes == "cuda" else "tiny"])
+            empty_cache()
+    end(failed)
+
+
+if __name__ == "__main__":
+    main(parser("Phases of a GPU: errors, ceilings, times, kernels.").parse_args())
