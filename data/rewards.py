@@ -28,6 +28,7 @@ from options import SnugError
 
 GRACE = 60.0  # seconds after the limit; then the process ends: the function blocks the interpreter, so no alarm arrives
 LARGEST = 1e38  # rewards become float32
+ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
 
 
 def repeat_columns(rows: list[dict], k: int = 1) -> dict[str, list]:
@@ -92,7 +93,8 @@ class Scoring:
             totals += [None if math.isnan(total) else total for total in more]
             parts = {f"reward/{name}": parts.get(f"reward/{name}", []) + said[name] for name in said}
         if own:
-            right = [total is not None and total >= self.threshold for total in totals]
+            least = self.threshold - ROUNDING * abs(self.threshold)
+            right = [total is not None and total >= least for total in totals]
         else:
             right = [reward == 1 for reward in next(iter(parts.values()))]
         task = {"task_reward": self.task.rewards(prompts, completions, **columns)} if own and self.task.scored else {}

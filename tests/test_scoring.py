@@ -5,7 +5,9 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -320,6 +322,24 @@ def test_a_function_gets_as_many_completions_as_in_training(tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    "rewards, weights, least, right",
+    [
+        ([np.float32(0.9)], [], 0.9, True),
+        ([1, 1, 1], [0.7, 0.1, 0.1], 0.9, True),
+        ([np.float32(-0.9)], [], -0.9, True),
+        ([0.8999], [], 0.9, False),
+        ([0.0], [], 1e-9, False),
+    ],
+)
+def test_a_total_that_is_too_small_by_rounding_is_right(rewards, weights, least, right):
+    """float32 has no 0.9, and the sum of 0.7, 0.1 and 0.1 is 0.8999999999999999."""
+    functions = [lambda reward=reward, **_: [reward] for reward in rewards]
+    options = RewardOptions(reward_funcs=["a:b"], pass_reward=least)
+    found = Scoring(SimpleNamespace(scored=False), functions, weights, options, batch=1).columns([""], [""], {})
+    assert found["right"] == [right]
+
+
 def test_a_completion_that_nobody_scores_is_wrong_and_in_no_mean():
     samples = [dict(right=False, reward=None), dict(right=True, reward=1.0), dict(right=False, reward=0.5)]
     assert shares_of(samples) == {"pass_at_1": 1 / 3} and reward_means(samples) == {"reward": 0.75}
@@ -337,8 +357,6 @@ def test_evaluations_do_not_change_what_is_learned(tmp_path):
         torch.manual_seed(0)
         seeds = prepared.settings.seed
         import random
-
-        import numpy as np
 
         random.seed(seeds), np.random.seed(seeds)
         grpo.main(prepared)
