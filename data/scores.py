@@ -1,18 +1,14 @@
 """The scores of an evaluation: pass@k, majority votes, confidence intervals. Pure functions of counts and lists.
 
-Four samples of a prompt answer 7, 7, 8 and nothing, and 7 is right. Of the six pairs
-
-    five have a right sample                                          pass@2 = 5/6    pass_at(2, 4, 2)
-    77, 7-, 7- elect 7; 78, 78 are ties (count half); 8- elects 8     maj@2 = 4/6    majority_at(2, 4, ((1, 0), (2, 2)))
-
-Both are means over all k-subsets of the n samples, so maj@k is never above pass@k. See docs/evaluation.md.
+Four samples of a prompt answer 7, 7, 8 and nothing, and 7 is right. Of the six pairs five have a right sample: pass@2
+is 5/6, pass_at(2, 4, 2). 7 has the most votes: maj@4 is 1, majority([7, 7, 8, None], [1, 1, 0, 0]). pass@k is a mean
+over all k-subsets of the n samples, maj@n is the vote of all of them. See docs/evaluation.md.
 Left out: paired differences of two models, intervals of anything but means over prompts. Tests: tests/test_evaluate.py.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from fractions import Fraction
-from functools import cache
 from math import comb
 
 Z = 1.959963984540054  # standard deviations that hold 95 % of a normal distribution
@@ -28,44 +24,18 @@ def pass_at(k: int, n: int, right: int) -> float:
     return (comb(n, k) - comb(n - right, k)) / comb(n, k)  # exact integers, rounded once
 
 
-def count_votes(answers: Sequence, right: Sequence[bool]) -> tuple[tuple[int, int], ...]:
-    """n answers, and whether each is right -> (votes, right ones) of each different answer; None has no vote."""
-    found = {}
+def majority(answers: Sequence, right: Sequence[bool]) -> float:
+    """How right the answer with the most votes is: the share of its samples that are right. None has no vote.
+
+    The mean over tied answers; 0 without a vote.
+    """
+    votes = defaultdict(list)
     for answer, is_right in zip(answers, right, strict=True):
         if answer is not None:
-            count, good = found.get(answer, (0, 0))
-            found[answer] = count + 1, good + bool(is_right)
-    return tuple(sorted(found.values()))
-
-
-@cache
-def majority_at(k: int, n: int, votes: tuple[tuple[int, int], ...]) -> float:
-    """The mean, over the k-subsets of n samples, of how right the answer with the most votes is.
-
-    votes: of count_votes. An answer is right by the share of its samples that are right; tied answers count equally;
-    a subset without votes counts 0.
-
-    Subsets are counted, not listed: for each t, those in which some answer has t votes and none has more. All samples
-    of an answer are alike, so the expected share of right ones among t of them is right / votes.
-    """
-    silent, total = n - sum(count for count, _ in votes), Fraction(0)
-    scale = math.lcm(*(count for count, _ in votes))  # shares of right ones are whole numbers of 1/scale
-    for t in range(1, min(k, max((count for count, _ in votes), default=0)) + 1):
-        table = {(0, 0): (1, 0)}  # (answers with t votes, samples drawn): (subsets, sum of their winners' shares)
-        for count, right in votes:
-            share, further = scale * right // count, {}
-            for (tied, drawn), (subsets, shares) in table.items():
-                for more in range(min(count, t, k - drawn) + 1):
-                    wins, ways = more == t, comb(count, more)
-                    place = tied + wins, drawn + more
-                    subsets_so_far, shares_so_far = further.get(place, (0, 0))
-                    gained = shares + subsets * share * wins
-                    further[place] = subsets_so_far + ways * subsets, shares_so_far + ways * gained
-            table = further
-        for (tied, drawn), (_, shares) in table.items():
-            if tied:
-                total += Fraction(shares * comb(silent, k - drawn), tied * scale)
-    return float(total / comb(n, k))
+            votes[answer].append(is_right)
+    most = max(map(len, votes.values()), default=0)
+    winners = [found for found in votes.values() if len(found) == most]
+    return sum(map(sum, winners)) / (most * len(winners)) if winners else 0.0
 
 
 def wilson(mean: float, n: int) -> tuple[float, float]:
@@ -82,17 +52,16 @@ def scores_of_prompts(greedy: list[bool], groups: list[list[tuple]]) -> dict[str
     """-> {score's name: P numbers between 0 and 1, one a prompt}.
 
     greedy: P times, is the greedy completion right? groups: P times n pairs (answer, right); empty: only pass_at_1.
-    Names: pass_at_1 (greedy), pass_at_1_sampled, and pass_at_k and maj_at_k for the other k of `powers`.
+    Names: pass_at_1 (greedy), pass_at_1_sampled, pass_at_k for the other k of `powers`, and maj_at_n.
     """
     scores = {"pass_at_1": [float(right) for right in greedy]}
     if not groups:
         return scores
     n = len(groups[0])
     counts = [sum(right for _, right in group) for group in groups]
-    votes = [count_votes(*zip(*group, strict=True)) for group in groups]
     scores["pass_at_1_sampled"] = [pass_at(1, n, count) for count in counts]
     scores |= {f"pass_at_{k}": [pass_at(k, n, count) for count in counts] for k in powers(n)[1:]}
-    return scores | {f"maj_at_{k}": [majority_at(k, n, vote) for vote in votes] for k in powers(n)[1:]}
+    return scores | ({f"maj_at_{n}": [majority(*zip(*group, strict=True)) for group in groups]} if n > 1 else {})
 
 
 def summarize(greedy: list[dict], sampled: list[dict], n: int, different: int) -> dict:
