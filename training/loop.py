@@ -3,10 +3,12 @@
 Left out: what an iteration is. grpo.py and train_sft.py say that, in `iterate`.
 """
 
+import random
 import signal
 import threading
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 
 from memory import MemoryMeter, OneProcess, Pieces
@@ -55,6 +57,8 @@ def train(prepared, title, iterate, make_reference, device, processes, lock) -> 
     settings = prepared.settings
     snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
     torch.manual_seed(settings.seed)
+    random.seed(settings.seed)  # a reward function may draw
+    np.random.seed(settings.seed)  # the same in every process: a checkpoint keeps the generators of rank 0
     with MemoryMeter(device) as meter:
         reference = processes.shard(make_reference(prepared, processes.loads_on(device)), device)
         model, optimizer, start = begin(prepared, device, processes)  # last: it restores the random generators
