@@ -204,6 +204,7 @@ MUTANTS = [
     ("evaluations leave no room for the stop token", "evaluate.py", "settings.max_new_tokens or longest_answer + 1)", "settings.max_new_tokens or longest_answer)", "test_evaluate.py"),
     ("evaluations ignore logits_chunk_mb", "evaluate.py", "chunk_mb=settings.logits_chunk_mb)", "chunk_mb=0)", "test_evaluate.py"),
     ("two threads free memory and one is not counted", "memory/ledger.py", "        size = self.sizes.pop(key)[1]\n        self.current -= size", "        self.current -= self.sizes.pop(key)[1]", "test_memory.py"),
+    ("processes: a function's rewards on rank 0 alone", "training/parallel.py", "for its in answers for answer in its[name]]", "for answer in answers[0][name]]", "test_parallel.py"),
     ("processes: all sample the first rows", "grpo.py", "turn * P + own.start, pieces", "turn * P, pieces", "test_parallel.py"),
     ("processes: offloaded weights stay as they were", "training/optimizer.py", 'slab.tensors.keys() - {"gradient"}', 'slab.tensors.keys() - {"gradient", "weight"}', "test_parallel.py"),
 ]  # fmt: skip

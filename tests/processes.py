@@ -71,7 +71,7 @@ def same(prompts, completions, **columns):
     return [1.0] * len(completions)
 
 
-def train(folder, name, size, options, reward=letters, resume="never"):
+def train(folder, name, size, options, rewards=(letters,), resume="never"):
     if "init_from" in options:
         options = options | dict(init_from=f"{folder}/../{options['init_from']}")
     if os.environ["PARALLEL"] not in ("fsdp", "hsdp"):
@@ -81,7 +81,7 @@ def train(folder, name, size, options, reward=letters, resume="never"):
     )
     settings.param_dtype = settings.optimizer_dtype = "float64"
     prepared = prepare(settings)
-    prepared.reward_funcs = [reward]
+    prepared.reward_funcs = list(rewards)
     return grpo.main(prepared)
 
 
@@ -106,8 +106,8 @@ def run_check(name, folder, size):
         out_of_memory_once()
     if name == "dropped" and rank == size - 1:
         not_a_number_once()
-    reward = dict(dapo=rarely).get(name, same if name == "no variance" else letters)
-    return train(folder, name, size, CHECKS[name], reward)
+    rewards = {"dapo": [rarely], "no variance": [same], "uneven": [letters, rarely]}.get(name, [letters])
+    return train(folder, name, size, CHECKS[name], rewards)
 
 
 @contextmanager

@@ -83,6 +83,7 @@ def test_processes_take_the_steps_of_one(found, kind, name):
 def test_the_checks_are_what_they_say(found):
     """What is compared above would not mean much if nothing was refilled, skipped, dropped or repeated."""
     records = {name: told(found / "none1" / name)[0] for name in ALL}
+    assert 0 < records["uneven"][0]["reward/letters"] < 1 and "reward/rarely" in records["uneven"][0]
     assert max(record["gen_batches"] for record in records["dapo"]) > 1 and records["dapo"][0]["grad_norm"] > 0
     assert records["no variance"][0]["skipped_steps"] == 1 and "loss" not in records["no variance"][0]
     assert [record["dropped_steps"] for record in records["dropped"]] == [1, 1, 1] and records["lora"][1]["kl"] > 0
