@@ -3,8 +3,8 @@
     function(prompts=[...], completions=[...], **columns) -> a list of numbers, or None for "not scored by me"
 
 columns: the task's columns, each a list as long as completions, and `stopped` and `completion_ids`. A function that
-raises, returns something else or takes longer than reward_timeout ends the run with one line that names it and the
-completion. If a batch fails, the function is called again, one completion at a time, to find the completion.
+raises, returns something else or takes longer than reward_timeout ends the run with one line that names it. It is not
+called again: a call may cost money. Its traceback is a note of the error: options and runs/log.py show it.
 
 The time limit is an alarm (SIGALRM) in the main thread. A function that sets alarms itself, as math_verify does,
 replaces it. Left out: a separate process. A function can do whatever Python can, so name only code that you trust.
@@ -16,7 +16,6 @@ import math
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,11 +104,17 @@ def ask(
     function: Callable, prompts: list, completions: list[str], columns: dict[str, list], timeout: float = 0.0
 ) -> list[float | None]:
     """A reward function's rewards, a finite number or None a completion. Raises SnugError that names the function."""
+    name, count = f"reward function {name_of(function)}", len(completions)
     try:
         rewards = call(function, prompts, completions, columns, timeout)
-    except (Failed, OutOfTime) as failure:
-        raise SnugError(blame(function, prompts, completions, columns, timeout, failure)) from None
-    name, count = f"reward function {name_of(function)}", len(completions)
+    except (Exception, SystemExit, OutOfTime) as error:
+        what = f"took longer than reward_timeout={timeout:g} seconds"
+        if not isinstance(error, OutOfTime):
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"raised {type(error).__name__}: {str(error)[:200]!r} at {Path(place.filename).name}:{place.lineno}"
+        failure = SnugError(f"{name} {what}")
+        failure.add_note("".join(traceback.format_exception(error)).rstrip())
+        raise failure from None
     if hasattr(rewards, "tolist"):  # a tensor or an array
         rewards = rewards.tolist()
     if not isinstance(rewards, list | tuple) or len(rewards) != count:
@@ -122,16 +127,12 @@ def ask(
     return [reward if reward is None else float(reward) for reward in rewards]
 
 
-class Failed(Exception):
-    """A reward function raised; the message says what and where."""
-
-
 class OutOfTime(BaseException):
     """A reward function is late. No Exception, so that it interrupts a function that catches every Exception."""
 
 
 def call(function: Callable, prompts: list, completions: list[str], columns: dict[str, list], timeout: float):
-    """What the function returns. Raises Failed, or OutOfTime after `timeout` seconds (0: never)."""
+    """What the function returns. Raises OutOfTime after `timeout` seconds (0: never)."""
     over, limited = False, timeout > 0 and threading.current_thread() is threading.main_thread()
 
     def late(number, frame):
@@ -149,35 +150,12 @@ def call(function: Callable, prompts: list, completions: list[str], columns: dic
             return function(prompts=list(prompts), completions=list(completions), **columns)
         finally:
             over = True
-    except (Exception, SystemExit) as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {str(error)[:200]!r}"
-        raise Failed(f"raised {what} at {Path(place.filename).name}:{place.lineno}") from None
     finally:
         if limited:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
             signal.setitimer(signal.ITIMER_REAL, *timer)
             faulthandler.cancel_dump_traceback_later()
-
-
-def blame(function, prompts, completions, columns, timeout, failure) -> str:
-    """One line: the function, what it did, the first completion that fails alone. Takes at most `timeout` seconds."""
-    name, deadline = f"reward function {name_of(function)}", time.monotonic() + timeout
-    late = f"took longer than reward_timeout={timeout:g} seconds"
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        one = {column: values[i : i + 1] for column, values in columns.items()}
-        left = max(deadline - time.monotonic(), 1e-3) if timeout else 0.0
-        try:
-            call(function, [prompt], [completion], one, left)
-        except OutOfTime:
-            if left < timeout / 2:
-                break  # the completions before this one used up the time
-            return f"{name} {late} for the completion {completion!r:.60} of the prompt {prompt!r:.60}"
-        except Failed as alone:
-            return f"{name} {alone} for the completion {completion!r:.60} of the prompt {prompt!r:.60}"
-    what = late if isinstance(failure, OutOfTime) else failure
-    return f"{name} {what} for {len(completions)} completions together, for none of them alone"
 
 
 def name_of(function: Callable) -> str:

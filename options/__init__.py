@@ -38,7 +38,15 @@ REMOVED = {  # options of earlier versions: what to do instead
 
 
 class SnugError(Exception):
-    """An error that the user can correct. One line: what is wrong, the value seen, what to do. Exit code 2."""
+    """An error that the user can correct. One line: what is wrong, the value seen, what to do. Exit code 2.
+
+    A note (`add_note`) is the traceback of the user's own code that failed.
+    """
+
+
+def told(error: SnugError) -> str:
+    """What people read: the notes, then the line."""
+    return "\n".join([*getattr(error, "__notes__", []), f"error: {error}"])
 
 
 def first_line(error: Exception) -> str:
@@ -258,7 +266,7 @@ def to_json(settings) -> str:
 
 @contextmanager
 def friendly_errors(advice: str = ""):
-    """SnugError: one line on stderr, exit code 2. Ctrl-C: one line, 130. A closed pipe (| head): silent.
+    """SnugError: its notes and one line on stderr, exit code 2. Ctrl-C: one line, 130. A closed pipe: silent.
 
     advice: what Ctrl-C's line says besides. A console that cannot show a character shows "?" in its place.
     """
@@ -266,7 +274,7 @@ def friendly_errors(advice: str = ""):
     try:
         yield
     except SnugError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(told(error), file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit

@@ -3,7 +3,7 @@
     settings.json   every option as it was resolved
     log.jsonl       one JSON object an iteration; NaN and infinity are null
     samples.jsonl   a group of completions of each iteration: rewards, advantages, and figures of each token
-    log.txt         the console's lines and the [MEM] lines: grep '^\\[MEM\\]' log.txt
+    log.txt         the console's lines, the error that ended the run, [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
 
 The console shows a line every log_interval iterations and, in a terminal, a progress bar; without a bar the lines say
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from options import SnugError, to_json
+from options import SnugError, to_json, told
 from settings import GRPOSettings, SFTSettings
 
 IS_IT_BROKEN = """\
@@ -85,7 +85,9 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, SnugError):
+            self.memory([told(error)])
         for service in self.services:
             service.close()
         self.bar.close()

@@ -137,6 +137,7 @@ MUTANTS = [
     ("evaluations: unscored completions are right", "data/rewards.py", "total is not None and total >= least", "total is None or total >= least", "test_scoring.py"),
     ("evaluations: float32's 0.9 is below 0.9", "data/rewards.py", " - ROUNDING * abs(self.threshold)", "", "test_scoring.py"),
     ("evaluations: 0 is as good as a small threshold", "data/rewards.py", "ROUNDING * abs(self.threshold)", "ROUNDING", "test_scoring.py"),
+    ("rewards: the end of the grace stays", "data/rewards.py", "            faulthandler.cancel_dump_traceback_later()\n", "", "test_reward.py"),
     ("rewards: Python's generator is not seeded", "training/loop.py", "    random.seed(settings.seed)  # a reward function may draw\n", "", "test_scoring.py"),
     ("rewards: NumPy's generator is not seeded", "training/loop.py", "    np.random.seed(settings.seed)", "    np.random", "test_scoring.py"),
     ("evaluations: weights left out", "data/rewards.py", "self.settings.reward_timeout, self.weights)", "self.settings.reward_timeout)", "test_scoring.py"),

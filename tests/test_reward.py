@@ -1,4 +1,4 @@
-"""Reward functions that lie, raise, draw blanks or never come back: named, with their completion, and never obeyed."""
+"""Reward functions that lie, raise, draw blanks or never come back: named, with their place, and never obeyed."""
 
 import os
 import re
@@ -6,16 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_commands import HOME, command
 
 from data.rewards import OutOfTime, ask, call, repeat_columns, total_rewards
-from options import SnugError
+from options import SnugError, told
 
 PROMPTS, COMPLETIONS, COLUMNS = ["a", "b", "c"], ["x", "yy", "zzz"], {"answer": [1, 2, 3]}
 
@@ -38,6 +38,9 @@ def test_a_wrong_answer_names_the_function_and_the_completion():
         (iter([1, 2, 3]), "not <list_iterator"),
         ([0, 10**400, 0], "returned 1000.* for the completion 'yy'; return None or a number below 1e\\+38"),
         (["1", 0, 0], "returned '1' for the completion 'x'"),
+        ([0, b"1.0", 0], "returned b'1.0' for the completion 'yy'"),
+        ([0, [1.0], 0], r"returned \[1.0\] for the completion 'yy'"),
+        ([torch.ones(2), 0, 0], r"returned tensor\(\[1., 1.\]\) for the completion 'x'"),
         ([0, 0, -float("inf")], "returned -inf for the completion 'zzz'"),
         ([0, 1j, 0], "returned 1j for the completion 'yy'"),
         (torch.tensor([0.0, float("nan"), 0.0]), "returned nan for the completion 'yy'"),
@@ -71,25 +74,22 @@ def test_rewards_that_add_up_to_more_than_a_float32():
 
 
 @pytest.mark.parametrize("kind", [ValueError, RecursionError, SystemExit])
-def test_an_exception_names_the_sample(kind):
+def test_an_exception_is_named_with_its_place_and_its_traceback_is_kept(kind):
+    calls = []
+
+    def inner():
+        raise kind("bad luck")
+
     def mine(prompts, completions, answer):
-        if "yy" in completions:
-            raise kind("bad luck")
-        return [0.0] * len(completions)
+        calls.append(completions)
+        inner()
 
-    message = refused(mine)
-    assert f"mine raised {kind.__name__}: 'bad luck' at test_reward.py:" in message
-    assert "for the completion 'yy' of the prompt 'b'" in message
-
-
-def test_an_exception_of_all_together():
-    def mine(prompts, completions, answer):
-        if len(completions) > 1:
-            raise ValueError("too many")
-        return [0.0]
-
-    message = refused(mine)
-    assert "raised ValueError: 'too many'" in message and "3 completions together, for none of them alone" in message
+    with pytest.raises(SnugError) as error:
+        ask(mine, PROMPTS, COMPLETIONS, COLUMNS)
+    line = inner.__code__.co_firstlineno + 1
+    assert str(error.value) == f"reward function mine raised {kind.__name__}: 'bad luck' at test_reward.py:{line}"
+    assert calls == [COMPLETIONS]  # a second call may cost money
+    assert "in mine\n    inner()\n" in told(error.value) and told(error.value).endswith(f"\nerror: {error.value}")
 
 
 def endless():
@@ -111,15 +111,20 @@ def reading():
 
 
 @pytest.mark.parametrize("how", [endless, deaf, reading])
-def test_a_function_past_its_time_limit_is_named_with_the_sample(how):
-    def mine(prompts, completions, answer):
-        if "yy" in completions:
-            how()
-        return [0.0] * len(completions)
+def test_a_function_past_its_time_limit_is_named_and_its_place_is_kept(how):
+    calls = []
 
-    before = signal.getsignal(signal.SIGALRM)
-    assert "mine took longer than reward_timeout=0.2 seconds for the completion 'yy'" in refused(mine, timeout=0.2)
-    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    def mine(prompts, completions, answer):
+        calls.append(completions)
+        how()
+
+    before = signal.getsignal(signal.SIGALRM), sys.gettrace()
+    with pytest.raises(SnugError) as error:
+        ask(mine, PROMPTS, COMPLETIONS, COLUMNS, timeout=0.2)
+    assert str(error.value) == "reward function mine took longer than reward_timeout=0.2 seconds"
+    assert f"in {how.__name__}\n" in told(error.value) and calls == [COMPLETIONS]
+    assert (signal.getsignal(signal.SIGALRM), sys.gettrace()) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_alarms_of_the_function_and_of_its_caller():
@@ -163,33 +168,65 @@ def test_a_limit_that_is_nearly_reached_leaves_nothing():
     assert set(ends) <= {"result", "limit"}
 
 
-def test_looking_for_the_sample_takes_no_longer_than_the_limit():
-    calls = []
-
-    def slow(prompts, completions, answer):
-        calls.append(completions)
-        time.sleep(0.05 * len(completions))
-        return [0.0] * len(completions)
-
-    many = [str(i) for i in range(40)]
-    with pytest.raises(SnugError, match="slow took longer than reward_timeout=0.3 seconds for 40 completions together"):
-        ask(slow, many, many, {"answer": many}, 0.3)
-    assert len(calls) <= 1 + 7  # all, then some one by one, each 0.05 seconds of 0.3
-
-
-def test_code_that_hears_no_signal_ends_the_process():
+@pytest.mark.parametrize("body, code", [("sum(itertools.repeat(1))", 1), ("return [0.0]", 0)])
+def test_code_that_hears_no_signal_ends_the_process(body, code):
     """A loop in C never returns to the interpreter: after the grace the process is gone, and says where it was."""
-    code = """
-import itertools
+    script = f"""
+import itertools, time
 from data import rewards
 rewards.GRACE = 0.3
 def mine(prompts, completions):
-    sum(itertools.repeat(1))
-rewards.ask(mine, ["a"], ["b"], {}, 0.2)
+    {body}
+rewards.ask(mine, ["a"], ["b"], {{}}, 0.2)
+time.sleep(1)  # nothing is left of the limit
 """
-    home = Path(__file__).parent.parent
-    child = subprocess.run([sys.executable, "-c", code], cwd=home, capture_output=True, text=True, timeout=600)
-    assert child.returncode == 1 and "Timeout" in child.stderr and "in mine" in child.stderr
+    child = subprocess.run([sys.executable, "-c", script], cwd=HOME, capture_output=True, text=True, timeout=600)
+    assert child.returncode == code, child.stderr
+    assert ("Timeout" in child.stderr and "in mine" in child.stderr) == bool(code)
+
+
+FUNCTIONS = """
+import sys, time
+
+def closing(prompts, completions, **columns):
+    sys.stdout.close()
+    return [float(len(text)) for text in completions]
+
+def failing(prompts, completions, **columns):
+    return [1 / 0]
+
+calls = []
+
+def stubborn(prompts, completions, **columns):
+    calls.append(1)
+    while len(calls) > 1:
+        try:
+            time.sleep(1000)
+        except BaseException:
+            pass
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def asked_with(tmp_path_factory):
+    """-> a function: two iterations of grpo.py with one of FUNCTIONS -> its exit code, stdout, stderr, the run."""
+    home = tmp_path_factory.mktemp("commands")
+    (home / "mine.py").write_text(FUNCTIONS)
+    words = "--digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --group_size=2 --max_new_tokens=4 --max_iters=2"
+
+    def asked_with(name, *more):
+        funcs, folder = f"--reward_funcs=mine:{name}", home / "out" / name
+        return *command(HOME / "grpo.py", *words.split(), funcs, f"--out_dir={folder}", *more, cwd=home), folder
+
+    return asked_with
+
+
+def test_the_traceback_of_a_function_is_in_log_txt_and_on_the_console(asked_with):
+    code, _, err, folder = asked_with("failing", "--eval_prompts=0")
+    said = "reward function failing raised ZeroDivisionError: 'division by zero' at mine.py:9"
+    assert code == 2 and err.endswith(f"ZeroDivisionError: division by zero\nerror: {said}\n")
+    assert "in failing\n    return [1 / 0]" in err and (folder / "log.txt").read_text().endswith(err)
 
 
 ANYTHING = st.one_of(st.none(), st.floats(), st.integers(), st.text(), st.booleans(), st.complex_numbers())
@@ -203,9 +240,9 @@ def test_any_answer_is_taken_or_refused_by_name(answer):
 
     given_answer = answer
     try:
-        rewards, parts = total_rewards([mine], PROMPTS, COMPLETIONS, COLUMNS)
+        totals, parts = total_rewards([mine], PROMPTS, COMPLETIONS, COLUMNS)
     except SnugError as error:
         assert "mine" in str(error) or "add up to" in str(error)
     else:
-        assert len(rewards) == 3 and all(type(reward) is float for reward in rewards)
-        assert all(abs(reward) < 1e38 or said is None for reward, said in zip(rewards, *parts.values(), strict=True))
+        assert len(totals) == 3 and all(type(total) is float for total in totals)
+        assert all(abs(total) < 1e38 or said is None for total, said in zip(totals, *parts.values(), strict=True))
