@@ -70,7 +70,8 @@ def test_deaths_at_random_moments():
 def test_a_reward_function_that_fails_or_is_late_in_one_process(what, tmp_path, undisturbed):
     code, out, err = run(what, "reward", "1", f"--out_dir={tmp_path}/run", "--save_interval=0", "--parallel=ddp")
     if what == "raise":
-        assert code != 0 and "error: rank 1: reward function letters raised ValueError: 'no'" in err
+        said = "ValueError: no\nerror: rank 1: reward function letters raised ValueError: 'no'"
+        assert code != 0 and said in err and said in (tmp_path / "run/log.txt").read_text()
         assert (
             "saved after iteration 1, before the error" in out and newest(tmp_path / "run").name == "checkpoint-000002"
         )

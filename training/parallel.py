@@ -115,13 +115,14 @@ class Processes(OneProcess):
         try:
             result = work()
         except SnugError as raised:
-            error = str(raised)
+            error = raised
         found = [None] * self.size
         dist.all_gather_object(found, (result, error))
-        for rank, (_, message) in enumerate(found):
-            if message and self.rank in (0, rank):
-                raise SnugError(f"rank {rank}: {message}")
-            if message:
+        for rank, (_, error) in enumerate(found):
+            if error and self.rank in (0, rank):
+                error.args = (f"rank {rank}: {error}",)
+                raise error  # with its notes
+            if error:
                 sys.exit(2)
         return [value for value, _ in found]
 
