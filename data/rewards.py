@@ -26,6 +26,7 @@ from data.task import Task
 from options import SnugError
 
 GRACE = 60.0  # seconds after the limit; then the process ends: the function blocks the interpreter, so no alarm arrives
+AGAIN = 1.0  # seconds between alarms after the first
 LARGEST = 1e38  # rewards become float32
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
 
@@ -132,26 +133,48 @@ class OutOfTime(BaseException):
 
 
 def call(function: Callable, prompts: list, completions: list[str], columns: dict[str, list], timeout: float):
-    """What the function returns. Raises OutOfTime after `timeout` seconds (0: never)."""
+    """What the function returns. Raises OutOfTime after `timeout` seconds (0: never).
+
+    A function may catch OutOfTime and go on. So alarms go on, and each raises it twice: at once, and again after 1, 2,
+    3, ... lines of Python, until that line is outside the function's `try`.
+    """
     over, limited = False, timeout > 0 and threading.current_thread() is threading.main_thread()
+    alarms, lines = 0, 0
 
     def late(number, frame):
-        if not over:  # the alarm and the result may come at the same time
-            raise OutOfTime
+        nonlocal alarms, lines
+        if over:  # the alarm and the result may come at the same time
+            return
+        alarms, lines = alarms + 1, alarms
+        sys.settrace(later)
+        while frame and frame.f_code is not call.__code__:
+            frame.f_trace = later
+            frame = frame.f_back
+        raise OutOfTime
+
+    def later(frame, event, argument):
+        nonlocal lines
+        if event == "line":
+            lines -= 1
+            if lines == 0:
+                raise OutOfTime  # this ends the tracing
+        return later
 
     if limited:
         timer, handler = signal.getitimer(signal.ITIMER_REAL), signal.signal(signal.SIGALRM, late)
+        tracer = sys.gettrace()
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(timeout + GRACE, exit=True, file=sys.__stderr__)
     try:
         try:
-            if limited:  # again every second, if the function catches it
-                signal.setitimer(signal.ITIMER_REAL, timeout, 1.0)
+            if limited:
+                signal.setitimer(signal.ITIMER_REAL, timeout, AGAIN)
             return function(prompts=list(prompts), completions=list(completions), **columns)
         finally:
             over = True
     finally:
         if limited:
+            sys.settrace(tracer)
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
             signal.setitimer(signal.ITIMER_REAL, *timer)

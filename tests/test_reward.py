@@ -1,5 +1,6 @@
 """Reward functions that lie, raise, draw blanks or never come back: named, with their place, and never obeyed."""
 
+import contextlib
 import os
 import re
 import signal
@@ -14,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_commands import HOME, command
 
+from data import rewards
 from data.rewards import OutOfTime, ask, call, repeat_columns, total_rewards
 from options import SnugError, told
+from runs.checkpoint import newest
 
 PROMPTS, COMPLETIONS, COLUMNS = ["a", "b", "c"], ["x", "yy", "zzz"], {"answer": [1, 2, 3]}
 
@@ -110,8 +113,35 @@ def reading():
     os.read(os.pipe()[0], 1)
 
 
-@pytest.mark.parametrize("how", [endless, deaf, reading])
-def test_a_function_past_its_time_limit_is_named_and_its_place_is_kept(how):
+def stubborn():
+    """Catches everything, in a line that sleeps."""
+    while True:
+        try:
+            time.sleep(1000)
+        except:  # noqa: E722
+            pass
+
+
+def stubborn_twice():
+    while True:
+        try:
+            try:
+                time.sleep(1000)
+            except BaseException:
+                sum(range(10))
+        except BaseException:
+            sum(range(10))
+
+
+def suppressing():
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(1000)
+
+
+@pytest.mark.parametrize("how", [endless, deaf, reading, stubborn, stubborn_twice, suppressing])
+def test_a_function_past_its_time_limit_is_named_and_its_place_is_kept(how, monkeypatch):
+    monkeypatch.setattr(rewards, "AGAIN", 0.05)
     calls = []
 
     def mine(prompts, completions, answer):
@@ -227,6 +257,12 @@ def test_the_traceback_of_a_function_is_in_log_txt_and_on_the_console(asked_with
     said = "reward function failing raised ZeroDivisionError: 'division by zero' at mine.py:9"
     assert code == 2 and err.endswith(f"ZeroDivisionError: division by zero\nerror: {said}\n")
     assert "in failing\n    return [1 / 0]" in err and (folder / "log.txt").read_text().endswith(err)
+
+
+def test_a_function_that_catches_everything_ends_a_run_that_is_saved(asked_with):
+    code, _, err, folder = asked_with("stubborn", "--eval_prompts=0", "--reward_timeout=0.5", "--save_interval=0")
+    assert code == 2 and err.endswith("\nerror: reward function stubborn took longer than reward_timeout=0.5 seconds\n")
+    assert "saved after iteration 0" in (folder / "log.txt").read_text() and newest(folder).name == "checkpoint-000001"
 
 
 ANYTHING = st.one_of(st.none(), st.floats(), st.integers(), st.text(), st.booleans(), st.complex_numbers())
