@@ -19,7 +19,6 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 
 from data.task import Task
@@ -121,11 +120,20 @@ def ask(
     if not isinstance(rewards, list | tuple) or len(rewards) != count:
         seen = f"{len(rewards)} of them" if isinstance(rewards, list | tuple) else repr(rewards)[:60]
         raise SnugError(f"{name} must return a list of {count} numbers, one a completion, not {seen}")
-    for text, reward in zip(completions, rewards, strict=True):
-        if reward is not None and not (isinstance(reward, Real) and abs(reward) < LARGEST):
+    numbers = [reward if reward is None else as_float(reward) for reward in rewards]
+    for text, reward, number in zip(completions, rewards, numbers, strict=True):
+        if number is not None and not abs(number) < LARGEST:
             said = f"{name} returned {reward!r:.60} for the completion {text!r:.60}"
             raise SnugError(f"{said}; return None or a number below {LARGEST:g}")
-    return [reward if reward is None else float(reward) for reward in rewards]
+    return numbers
+
+
+def as_float(reward) -> float:
+    """Any number, also of NumPy or torch -> float; NaN if it is none. Text is none."""
+    try:
+        return math.nan if isinstance(reward, str | bytes) else float(reward)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
 
 
 class OutOfTime(BaseException):

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -44,6 +46,8 @@ def test_a_wrong_answer_names_the_function_and_the_completion():
         ([0, b"1.0", 0], "returned b'1.0' for the completion 'yy'"),
         ([0, [1.0], 0], r"returned \[1.0\] for the completion 'yy'"),
         ([torch.ones(2), 0, 0], r"returned tensor\(\[1., 1.\]\) for the completion 'x'"),
+        ([Decimal("nan"), 0, 0], r"returned Decimal\('NaN'\) for the completion 'x'"),
+        ([np.array(np.inf), 0, 0], r"returned array\(inf\) for the completion 'x'"),
         ([0, 0, -float("inf")], "returned -inf for the completion 'zzz'"),
         ([0, 1j, 0], "returned 1j for the completion 'yy'"),
         (torch.tensor([0.0, float("nan"), 0.0]), "returned nan for the completion 'yy'"),
@@ -54,7 +58,16 @@ def test_a_wrong_answer_names_the_function_and_the_completion():
 
 @pytest.mark.parametrize(
     "answer",
-    [[1, None, 0.5], (1, None, 0.5), np.array([1, 0, 0.5]), torch.tensor([1, 0, 0.5]), [True, None, np.float32(0.5)]],
+    [
+        [1, None, 0.5],
+        (1, None, 0.5),
+        np.array([1, 0, 0.5]),
+        torch.tensor([1, 0, 0.5]),
+        [True, None, np.float32(0.5)],
+        [np.bool_(True), np.int64(0), Fraction(1, 2)],
+        [Decimal(1), None, Decimal("0.5")],
+        [torch.tensor(1), np.array(0), torch.tensor(0.5)],
+    ],
 )
 def test_right_answers(answer):
     functions = [lambda **_: answer, lambda **_: [1, 1, 1]]
