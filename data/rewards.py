@@ -187,6 +187,8 @@ def call(function: Callable, prompts: list, completions: list[str], columns: dic
             signal.signal(signal.SIGALRM, handler)
             signal.setitimer(signal.ITIMER_REAL, *timer)
             faulthandler.cancel_dump_traceback_later()
+        if getattr(sys.stdout, "closed", False):  # by the function
+            sys.stdout = open(1, "w", errors="replace", closefd=False)
 
 
 def name_of(function: Callable) -> str:

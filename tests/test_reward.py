@@ -265,6 +265,13 @@ def asked_with(tmp_path_factory):
     return asked_with
 
 
+def test_a_function_that_closes_stdout_closes_no_console(asked_with):
+    code, out, err, folder = asked_with("closing")
+    assert (code, err) == (0, "") and "iter 1/2" in out and "GRPO is done" in out
+    code, out, err = command(HOME / "evaluate.py", folder, "--num_prompts=4", cwd=folder.parent.parent)
+    assert (code, err) == (0, "") and out.count("  pass@1 ") == 2
+
+
 def test_the_traceback_of_a_function_is_in_log_txt_and_on_the_console(asked_with):
     code, _, err, folder = asked_with("failing", "--eval_prompts=0")
     said = "reward function failing raised ZeroDivisionError: 'division by zero' at mine.py:9"
