@@ -7,9 +7,9 @@ of rope's numbers, which GPTConfig checks. Tests: tests/test_pretrained.py, agai
 
 import json
 from pathlib import Path
-from typing import Any
 
 from options import SnugError, in_one_line
+from options.typed import Fields
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 ARCHITECTURES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -42,7 +42,6 @@ LLAMA3_ROPE = {
 }
 OF_BIASES = dict.fromkeys([(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 1, 0)], "llama")  # bias, qkv_bias, proj_bias, qk_norm
 OF_BIASES |= {(0, 1, 0, 0): "qwen2", (0, 0, 0, 1): "qwen3"}
-KINDS = {int: "a count", float: "a positive number", bool: "true or false", list: "a list", dict: "an object"}
 
 
 def is_pretrained(folder: str | Path) -> bool:
@@ -55,7 +54,7 @@ def read_config(folder: str | Path) -> dict:
     path = Path(folder) / "config.json"
     with in_one_line(f"{path}: cannot be read"):
         config = json.loads(path.read_text())
-        family = config.get("model_type")
+    family = Fields(config, path).get("model_type", str, "")
     if family not in ARCHITECTURES:
         seen = f"model_type={family!r:.40}, architectures={config.get('architectures')!r:.60}"
         raise SnugError(f"{path}: {seen} is not supported; supported are {', '.join(ARCHITECTURES)}")
@@ -68,30 +67,6 @@ def stored_dtype(folder: str | Path) -> str | None:
     """The type of the weights, such as "bfloat16", as config.json gives it."""
     config = read_config(folder)
     return config.get("dtype", config.get("torch_dtype"))
-
-
-class Fields:
-    """Reads a config's values. Raises SnugError, with the name, for a wrong type or an unsupported value."""
-
-    def __init__(self, config: dict, path: Path):
-        self.config, self.path = config, path
-
-    def get(self, name: str, kind: type, default: Any = None):
-        value = self.config.get(name)
-        if value is None and default is not None:
-            return default
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind or kind in (int, float) and value <= 0:
-            raise SnugError(f"{self.path}: {name}={value!r:.40} is not {KINDS[kind]}")
-        return value
-
-    def want(self, name: str, *supported):
-        """Refuse other values of an option; a missing one has a supported default."""
-        value = self.config.get(name)
-        if value is not None and value not in supported:
-            only = " or ".join(map(repr, supported))
-            raise SnugError(f"{self.path}: {name}={value!r:.60} is not supported; only {only}")
 
 
 def read_shape(folder: str | Path) -> dict:
@@ -124,7 +99,7 @@ def llama_shape(c: Fields, family: str) -> dict:
     shape = {ours: c.get(*theirs) for ours, theirs in LLAMA.items()}
     shape["n_kv_head"] = shape["n_kv_head"] or shape["n_head"]
     shape["head_size"] = shape["head_size"] or (128 if family == "qwen3" else shape["n_embd"] // shape["n_head"])
-    if slides and c.config.get("sliding_window", 4096) is not None:
+    if slides and c.values.get("sliding_window", 4096) is not None:
         shape["block_size"] = min(shape["block_size"], c.get("sliding_window", int, 4096))
     shape |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", bias=bias, qk_norm=family == "qwen3")
     proj_bias = attention_bias and not bias
@@ -134,7 +109,9 @@ def llama_shape(c: Fields, family: str) -> dict:
 def rope_shape(c: Fields) -> dict:
     """Newer files have all in rope_parameters; older ones have rope_theta and rope_scaling at the top."""
     rope = Fields(c.get("rope_parameters", dict, {}) or c.get("rope_scaling", dict, {}), c.path)
-    kind = rope.config.get("rope_type", rope.config.get("type", "default"))
+    if nested := [name for name, value in rope.values.items() if type(value) is dict]:
+        raise SnugError(f"{c.path}: rope_parameters has {nested[0]!r:.40} by itself, which is not supported")
+    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     shape = dict(rope_theta=rope.get("rope_theta", float, c.get("rope_theta", float, 10000.0)))
     if kind not in ("default", "linear", "llama3"):
         raise SnugError(f"{c.path}: rope_type={kind!r:.40} is not supported; only default, linear and llama3")

@@ -4,8 +4,8 @@
     save_pretrained(model, "export/mine", tokenizer)
     python -m tools.export out/grpo_gsm8k --to=export/mine      # a run's newest checkpoint, adapters merged
 
-`entries` says which tensor holds which rows of which parameter, for both directions. `look_at_weights` checks names and
-shapes by the files' headers. Then tensors are copied one by one and cast on the way.
+`entries` says which tensor holds which rows of which parameter, for both directions. `look_at_weights` checks names,
+shapes and types by the files' headers. Then tensors are copied one by one and cast on the way.
 
 Left out: pickles, quantised weights, YaRN, mixtures of experts. Tests: tests/test_pretrained.py.
 """
@@ -26,6 +26,7 @@ from pretrained.shapes import ARCHITECTURES, config_of, family_of, read_config, 
 
 MAX_SHARD_BYTES = 2 * 2**30  # of a file written, and so of what is copied at a time
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}  # of names but the head's; optional
+TYPES = "F32", "F16", "BF16", "F64"  # of weights; integers and 8-bit floats are quantized and need their scales
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # older versions saved them with the weights
 
 
@@ -115,23 +116,30 @@ def opened(file: Path, framework: str = "numpy") -> safe_open:
 def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
     """Every tensor that the config's shape needs -> its name and file, checked by the files' headers. Raises SnugError.
 
-    Missing and surplus tensors and other shapes are refused. BUFFERS and the head of a tied model may be there.
+    Missing and surplus tensors, other shapes and other types are refused. BUFFERS and the head of a tied model may be
+    there.
     """
-    family, shape, found, surplus = read_config(folder)["model_type"], read_shape(folder), {}, []
-    prefix = PREFIXES[family]
-    wanted = {entry.name.removeprefix(prefix): entry for entry in entries(shape, family, shape["vocab_size"])}
+    family, shape, held, found, surplus = read_config(folder)["model_type"], read_shape(folder), {}, {}, []
     for file in weight_files(folder):
         with opened(file) as tensors:
             for name in tensors.keys():
-                bare = name.removeprefix(prefix)
-                entry = wanted.get(bare)
-                if entry:
-                    found[entry] = name, file
-                    shape = tuple(tensors.get_slice(name).get_shape())
-                    if shape != entry.shape:
-                        raise SnugError(f"{file}: {name} has shape {shape}, config.json says {entry.shape}")
-                elif not bare.endswith(BUFFERS) and bare != "lm_head.weight":
-                    surplus.append(name)
+                tensor = tensors.get_slice(name)
+                held[name] = file, tuple(tensor.get_shape()), tensor.get_dtype()
+    if shape["n_layer"] > len(held):  # do not list them all
+        raise SnugError(f"{folder}: config.json says {shape['n_layer']} layers, the files have {len(held)} tensors")
+    prefix = PREFIXES[family]
+    wanted = {entry.name.removeprefix(prefix): entry for entry in entries(shape, family, shape["vocab_size"])}
+    for name, (file, its_shape, its_type) in held.items():
+        bare = name.removeprefix(prefix)
+        if entry := wanted.get(bare):
+            found[entry] = name, file
+            if its_shape != entry.shape:
+                raise SnugError(f"{file}: {name} has shape {its_shape}, config.json says {entry.shape}")
+            if its_type not in TYPES:
+                advice = "use the folder with the bfloat16 weights"
+                raise SnugError(f"{file}: {name} has the type {its_type}, not one of {', '.join(TYPES)}; {advice}")
+        elif not bare.endswith(BUFFERS) and bare != "lm_head.weight":
+            surplus.append(name)
     missing = [entry.name for entry in wanted.values() if entry not in found]
     if missing or surplus:
         named = [("missing", missing), ("surplus", surplus)]
@@ -157,6 +165,7 @@ def load_pretrained(folder: str | Path, device="cpu", dtype: str = "float32", **
     """A folder -> GPT on `device`, weights in `dtype`. overrides: GPTConfig's keywords (n_vocab). Raises SnugError."""
     from model import make_model
 
+    look_at_weights(folder)  # before there is memory for a model of another size
     model = make_model(read_shape(folder) | overrides, device, dtype, initialise=False)
     read_weights(folder, model)
     return model

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from options import SnugError, did_you_mean, fields
 from pretrained.shapes import is_pretrained, read_shape
-from pretrained.tensors import fingerprint
+from pretrained.tensors import fingerprint, look_at_weights
 from settings import GRPOSettings, SFTSettings
 from tokenizer import Tokenizer, get_tokenizer
 
@@ -119,8 +119,11 @@ def open_checkpoint(folder: str | Path, whole: bool = True) -> Checkpoint:
 
 
 def open_weights(folder: str | Path, whole: bool = True) -> Checkpoint | Path:
-    """A run or checkpoint -> opened; a Hugging Face folder -> its path, for read_weights to check. Raises SnugError."""
-    return Path(folder) if is_pretrained(folder) else open_checkpoint(folder, whole)
+    """A run or checkpoint -> opened; a Hugging Face folder -> its path, its tensors checked. Raises SnugError."""
+    if not is_pretrained(folder):
+        return open_checkpoint(folder, whole)
+    look_at_weights(folder)
+    return Path(folder)
 
 
 def find_run(folder: str | Path) -> Checkpoint:

@@ -123,8 +123,8 @@ def find_origin(settings, resume: Checkpoint | None, whole: bool) -> tuple[Check
         return checkpoint.base_of(resume, init_from, whole), None
     if not init_from or resume and not settings.beta:
         return None, None
-    if is_pretrained(init_from):
-        return Path(init_from), None
+    if is_pretrained(init_from):  # a plan needs no weights
+        return Path(init_from) if settings.plan else checkpoint.open_weights(init_from), None
     makes_it = isinstance(settings, GRPOSettings) and settings.init_config and not is_checkpoint(init_from)
     if makes_it and not checkpoints(init_from):
         return None, prepare_warm_start(settings)

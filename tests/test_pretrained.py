@@ -1,6 +1,7 @@
 """Hugging Face folders, in and out, beside transformers itself on random weights that it saved."""
 
 import json
+import math
 import shutil
 import weakref
 from pathlib import Path
@@ -270,6 +271,7 @@ def change_config(folder, **changes):
 CONFIGS = {
     "model_type='gemma3_text'": dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"]),
     "supported are gpt2, llama, mistral, qwen2, qwen3": dict(model_type="mamba"),
+    "model_type=['qwen2'] is not text": dict(model_type=["qwen2"]),
     "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
     "use_sliding_window='yes'": dict(use_sliding_window="yes"),
     "sliding_window=-1": dict(use_sliding_window=True, sliding_window=-1),
@@ -279,11 +281,18 @@ CONFIGS = {
     "mlp_bias=True": dict(model_type="llama", mlp_bias=True),
     "rope_type='yarn'": dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4)),
     "factor=None": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4)),
+    "rope_type=['yarn'] is not text": dict(rope_parameters=dict(rope_type=["yarn"], rope_theta=1e4)),
+    "rope_parameters has 'full_attention' by itself": dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))),
     "hidden_act='gelu'": dict(hidden_act="gelu"),
     "hidden_size=None": dict(hidden_size="gone"),
     "num_hidden_layers=-1": dict(num_hidden_layers=-1),
     "hidden_size=True": dict(hidden_size=True),
     "rms_norm_eps='small'": dict(rms_norm_eps="small"),
+    "rms_norm_eps=nan is not a positive number": dict(rms_norm_eps=math.nan),
+    "rope_theta=1000": dict(rope_parameters=dict(rope_theta=10**400)),
+    "hidden_size=1000": dict(hidden_size=10**400),
+    "config.json says 1000000000000 layers, the files have": dict(num_hidden_layers=10**12),
+    "has shape (97, 32), config.json says (1000000000000, 32)": dict(vocab_size=10**12),
     "missing 12": dict(num_hidden_layers=3, layer_types="gone"),  # a layer has 9 weights and 3 biases
     "surplus 12": dict(num_hidden_layers=1, layer_types="gone"),
     "has shape (32, 48), config.json says (32, 40)": dict(intermediate_size=40),
@@ -312,6 +321,8 @@ def test_broken_weights_are_one_line(folder):
         ({name: None}, f"missing 1 ({name})"),
         ({"model.extra": torch.zeros(1)}, "surplus 1 (model.extra)"),
         ({name: torch.zeros(48, 33)}, f"{name} has shape (48, 33), config.json says (48, 32)"),
+        ({name: whole[name].to(torch.int8)}, f"{name} has the type I8, not one of F32, F16, BF16, F64"),
+        ({name: whole[name].to(torch.float8_e4m3fn)}, f"{name} has the type F8_E4M3"),
     ):
         save_file(
             {key: value for key, value in (whole | change).items() if value is not None}, folder / "model.safetensors"
