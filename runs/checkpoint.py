@@ -22,13 +22,16 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from options import SnugError, did_you_mean, fields
+from options import SnugError, check_value, did_you_mean, fields, in_one_line
+from options.typed import Fields
 from pretrained.shapes import is_pretrained, read_shape
 from pretrained.tensors import fingerprint, look_at_weights
-from settings import GRPOSettings, SFTSettings
+from settings import GRPOSettings, ModelOptions, SFTSettings
 from tokenizer import Tokenizer, get_tokenizer
 
 PREFIX = "checkpoint-"
+STATE = dict(iteration=int, optimizer_steps=int, extra_prompts=int, tokenizer=str, data=str)  # types in state.json
+STATE |= dict.fromkeys(["model_config", "settings", "generators", "scores", "health", "after_oom"], dict)
 
 
 class Checkpoint(NamedTuple):
@@ -108,8 +111,23 @@ def sha256(file: Path) -> str:
 
 
 def read_state(path: Path) -> dict:
-    """state.json of a verified checkpoint -> dict."""
-    return json.loads((path / "state.json").read_text())
+    """state.json of a verified checkpoint -> dict. Raises SnugError for values that no run has written."""
+    file = path / "state.json"
+    with in_one_line(f"{file}: cannot be read"):
+        state = json.loads(file.read_text())
+    read = Fields(state, file)
+    for name, kind in STATE.items():
+        read.get(name, kind, zero=True)
+    cls, settings, shape = class_of(state), state["settings"], state["model_config"]
+    for name in settings.keys() & fields(cls):
+        check_value(cls, name, settings[name], f"{file}: settings: {name}")
+    for name in fields(ModelOptions):
+        check_value(ModelOptions, name, shape.get(name), f"{file}: model_config: {name}")
+    if settings.get("lora_rank"):
+        base = Fields(read.get("base", dict), f"{file}: base")
+        for name in ("path", "from_run", "fingerprint"):
+            base.get(name, str)
+    return state
 
 
 def open_checkpoint(folder: str | Path, whole: bool = True) -> Checkpoint:
@@ -138,9 +156,13 @@ def find_run(folder: str | Path) -> Checkpoint:
     return Checkpoint(found, state)
 
 
+def class_of(state: dict) -> type:
+    return GRPOSettings if "group_size" in state["settings"] else SFTSettings
+
+
 def settings_of(state: dict) -> SFTSettings | GRPOSettings:
     """The run's settings. Options that are gone are ignored; newer ones have their defaults."""
-    cls = GRPOSettings if "group_size" in state["settings"] else SFTSettings
+    cls = class_of(state)
     return cls(**{name: value for name, value in state["settings"].items() if name in fields(cls)})
 
 

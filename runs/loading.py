@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from model import GPT, make_model
-from options import SnugError
+from options import SnugError, in_one_line
 from pretrained import lora
 from pretrained.shapes import is_pretrained, stored_dtype
 from pretrained.tensors import opened, read_weights
@@ -150,11 +150,12 @@ def generator_state(device: torch.device) -> dict:
 
 
 def restore_generators(state: dict, device: torch.device) -> None:
-    """The inverse of `generator_state`. A CUDA state is ignored on a CPU."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, words, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cpu"]), dtype=torch.uint8))
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8), device)
+    """The inverse of `generator_state`. A CUDA state is ignored on a CPU. Raises SnugError for other states."""
+    with in_one_line("state.json: generators cannot be restored"):
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        kind, words, *rest = state["numpy"]
+        np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cpu"]), dtype=torch.uint8))
+        if "cuda" in state and device.type == "cuda":
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8), device)

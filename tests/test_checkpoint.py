@@ -114,6 +114,45 @@ def test_what_does_not_fit_is_named(tmp_path):
         loading.load_weights(opened, make_model("gpt2", n_layer=3))
 
 
+GENERATORS = dict(cpu="00", python=[3, [1] * 5, None], numpy=["MT19937", [1] * 624, 1, 0, 0.0])
+STATES = {  # what is said: the values in state.json
+    "iteration='x' is not a count": dict(iteration="x"),
+    "iteration=-1 is not a count": dict(iteration=-1),
+    "optimizer_steps='3' is not a count": dict(optimizer_steps="3"),
+    "tokenizer=5 is not text": dict(tokenizer=5),
+    "scores=[0.5] is not an object": dict(scores=[0.5]),
+    "settings=None is not an object": dict(settings=None),
+    "settings: seed takes a whole number, not 'one'": dict(settings=dict(seed="one")),
+    "model_config: vocab_size takes a whole number, not None": dict(model_config={}),
+    "base=None is not an object": dict(settings=dict(lora_rank=4)),
+    "generators=None is not an object": dict(generators=None),
+    "generators cannot be restored (KeyError: 'python')": dict(generators={}),
+    "generators cannot be restored (ValueError": dict(generators=GENERATORS),
+}
+
+
+def change_state(path, **values):
+    """With checksums that fit, so that only the values are wrong."""
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | values))
+    checkpoint.seal(path)
+
+
+@pytest.mark.parametrize("said", STATES)
+def test_values_that_no_run_has_written_are_named(tmp_path, said):
+    model, optimizer, path = saved(tmp_path)
+    change_state(path, **STATES[said])
+    with pytest.raises(SnugError) as error:
+        opened = checkpoint.open_checkpoint(tmp_path)
+        loading.restore_generators(opened.state["generators"], model.device)
+    assert f"state.json: {said}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_older_checkpoints_scores_are_not_needed(tmp_path):
+    change_state(saved(tmp_path, iteration=2)[2], scores=[0.5])
+    assert saved(tmp_path, iteration=4)[2].name == "checkpoint-000004"
+
+
 def test_no_run_and_no_checkpoint_are_told_apart(tmp_path):
     with pytest.raises(SnugError, match="there is no such run"):
         checkpoint.newest(tmp_path / "nowhere")
