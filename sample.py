@@ -36,6 +36,9 @@ from memory.ledger import kind_of, unwatched
 from memory.meter import tensor_bytes
 from model import GPT, autocast
 
+# What a model writes may hold codes that change a terminal's title or clipboard: they are shown as text, such as \x1b.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
 
 @dataclass
 class Rollouts:
@@ -231,7 +234,8 @@ def main(settings, run):
         text = run.tokenizer.decode(completion)
         if settings.stop_string:
             text = text.split(settings.stop_string)[0]
-        print(f"{shown}{text}{'' if ended else ' …'}   [probability {math.exp(logprob):.3g}]")
+        line = f"{shown}{text}{'' if ended else ' …'}   [probability {math.exp(logprob):.3g}]"
+        print(line.translate(CONTROLS))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Cached, grouped, ragged generation against `generate_naive`, and what a row may depend on."""
 
+import unicodedata
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,10 @@ from decoding import decode_batch as batch
 from decoding.kvcache import KVCache
 from memory.meter import MemoryMeter
 from model import autocast
+from runs import loading
 from sample import generate_naive, sample_groups
+from settings import SampleSettings, SFTSettings
+from tokenizer import get_tokenizer
 from training.dry_run import worst_case_rollouts
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
@@ -352,3 +358,13 @@ def test_the_sampler_is_the_trainers_model(shape, dtype, sharpness, most, most_k
     difference = (logp[row, before, rollouts.tokens[row, before + 1]] - rollouts.sampling_logprobs).double()
     assert difference.abs().max() <= most
     assert (difference.exp() - 1 - difference).mean() <= most_kl  # k3
+
+
+def test_control_characters_are_shown_as_text(monkeypatch, capsys):
+    """A model of random weights writes them too."""
+    run = loading.Run(make_model(vocab_size=257), get_tokenizer("bytes"), SFTSettings(device=DEVICE), 0, Path("run"))
+    monkeypatch.setattr(loading, "load_run", lambda *_: run)
+    sample.main(SampleSettings(prompt="\x1b]0;a\x9b\n\té", num_samples=20), None)
+    shown = capsys.readouterr().out
+    assert shown.count("\\x1b]0;a\\x9b\n\té") == 20
+    assert {char for char in shown if unicodedata.category(char) == "Cc"} == {"\n", "\t"}
