@@ -225,6 +225,8 @@ def appearing(folder: str | Path):
     try:
         temporary.mkdir(parents=True)
         yield temporary
+        for file in temporary.iterdir():  # safetensors writes files that only their owner can read
+            shutil.copymode(temporary / "config.json", file)
         os.rename(temporary, folder)  # or over an empty one
     except (OSError, SafetensorError) as error:
         raise SnugError(f"{folder}: cannot be written ({error})") from None

@@ -231,6 +231,8 @@ def seal(folder: Path) -> None:
     files = sorted(file for file in folder.iterdir() if file.name != "manifest.json")
     manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    for file in files:  # safetensors writes files that only their owner can read
+        shutil.copymode(folder / "manifest.json", file)
     for file in [*folder.iterdir(), folder]:
         flush(file)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pickle
 import random
 import shutil
@@ -87,6 +88,15 @@ def test_a_save_that_dies_leaves_the_one_before(tmp_path, monkeypatch):
     assert checkpoint.newest(tmp_path) == path
     monkeypatch.undo()
     assert saved(tmp_path, iteration=4)[2].name == "checkpoint-000004"
+
+
+def test_files_have_the_modes_that_the_umask_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = saved(tmp_path)[2]
+    finally:
+        os.umask(before)
+    assert {oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {"0o640"}
 
 
 def test_a_damaged_file_is_named(tmp_path):
