@@ -177,6 +177,8 @@ def check_value(cls, name: str, value, where: str):
     items = [float(item) if element is float and type(item) is int else item for item in items]
     if is_list != isinstance(value, list | tuple) or not all(type(item) is element for item in items):
         raise SnugError(f"{where} takes {KINDS[kind]}, not {value!r}")
+    if element is str and any("\0" in item for item in items):
+        raise SnugError(f"{where}={value!r:.60} has a NUL character; remove it")
     if element is float and not all(map(math.isfinite, items)):
         raise SnugError(f"{where} must be finite, not {value}")
     value = items if is_list else items[0]

@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from options import SnugError
-from runs.log import read_lines, read_log
+from options import SnugError, in_one_line
+from options.typed import Fields
+from runs.log import read_lines
 
 EVERY = 10  # seconds from one page of report.py --live to the next
 MOST_TOKENS = 1_000_000  # of the completions in a page: about 40 MB
+FIGURES = (
+    "iter",
+    "time_s",
+    "tokens_per_second",
+    "mem_alloc_mb",
+    "mem_reserved_mb",
+    "mem_max_alloc_mb",
+)  # in every record
 MEMORY_LINE = re.compile(
     r"\[MEM\] \[\w+ step (\d+)/\d+\] after (\w+): current=([\d.]+)MiB reserved=([\d.]+)MiB peak_since_reset=([\d.]+)MiB"
 )
@@ -40,7 +49,7 @@ class Run:
 
 
 def read_runs(folders: list[str]) -> list[Run]:
-    """Raises SnugError if a folder has no log or its log no iteration."""
+    """Raises SnugError if a folder has no log, its log no iteration, or a file is damaged."""
     names = [Path(folder).resolve().name for folder in folders]
     unique = len(set(names)) == len(names)
     most = MOST_TOKENS // len(names)
@@ -60,7 +69,7 @@ def first_runs(folders: list[str]) -> list[Run]:
 
 def read_run(folder: Path, name: str, most_tokens: int) -> Run:
     try:
-        records = read_log(folder)
+        records = list(checked(folder / "log.jsonl", FIGURES))
     except OSError as error:
         raise SnugError(f"{folder}: log.jsonl cannot be read ({error.strerror}); is it a run's folder?") from None
     if not records:
@@ -69,13 +78,24 @@ def read_run(folder: Path, name: str, most_tokens: int) -> Run:
     kind = "GRPO" if any("reward_mean" in record for record in records) else "SFT"
     device = "cuda" if re.search(r"^\w+ on .* parameters.* on cuda", text, re.MULTILINE) else "cpu"
     logged = folder / "samples.jsonl"
-    samples = thinned(read_lines(logged), most_tokens) if logged.exists() else ([], 0)
+    samples = thinned(checked(logged, ["iter"]), most_tokens) if logged.exists() else ([], 0)
     memory = {}
     for step, phase, *sizes in MEMORY_LINE.findall(text):  # a resumed run repeats iterations: the last counts
         if int(step) <= records[-1]["iter"]:
             memory.setdefault(int(step), {})[phase] = tuple(map(float, sizes))
-    settings = json.loads(text_of(folder / "settings.json") or "{}")
+    with in_one_line(f"{folder}/settings.json: cannot be read"):
+        settings = json.loads(text_of(folder / "settings.json") or "{}")
+    Fields(settings, f"{folder}/settings.json").get("max_iters", int, 1)
     return Run(folder, name, kind, device, records, *samples, memory, settings)
+
+
+def checked(path: Path, names: Iterable[str]) -> Iterable[dict]:
+    """The objects of a JSON-lines file. Raises SnugError if one has no number of one of these names."""
+    for number, record in enumerate(read_lines(path), start=1):
+        fields = Fields(record, f"{path}:{number}")
+        for name in names:
+            fields.get(name, float, zero=True)
+        yield record
 
 
 def thinned(samples: Iterable[dict], most_tokens: int) -> tuple[list[dict], int]:

@@ -195,6 +195,26 @@ def test_runs_that_are_not_finished_or_empty(tmp_path):
         read_runs([folder])
 
 
+DAMAGED = {  # what is said: the file, and what is in it
+    "settings.json: cannot be read (JSONDecodeError": ("settings.json", '{"max_iters": 4, "ta'),
+    "settings.json: [] is not an object": ("settings.json", "[]"),
+    "settings.json: max_iters='4' is not a count": ("settings.json", '{"max_iters": "4"}'),
+    "log.jsonl:1: time_s=None is not a positive number": ("log.jsonl", '{"iter": 0}\n'),
+    "log.jsonl:1: iter=None is not a positive number": ("log.jsonl", "{}\n"),
+    "log.jsonl:1: 5 is not an object": ("log.jsonl", "5\n"),
+    "samples.jsonl:2: iter=None is not a positive number": ("samples.jsonl", '{"iter": 0}\n{"group": 0}\n'),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGED)
+def test_a_damaged_file_is_one_line(tmp_path, said):
+    folder, (name, text) = make_run(tmp_path / "a"), DAMAGED[said]
+    (tmp_path / "a" / name).write_text(text)
+    with pytest.raises(SnugError) as error:
+        page_of([folder])
+    assert f"{folder}/{said}" in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_run_without_its_config_has_no_plan(tmp_path, capsys):
     (run,) = read_runs([make_run(tmp_path / "a", init_from="gone", init_config="gone.py", group_size=4)])
     assert report.planned(run) is None

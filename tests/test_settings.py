@@ -336,6 +336,12 @@ def test_a_config_is_never_executed(tmp_path, monkeypatch, line):
     assert not Path("touched").exists()
 
 
+def test_text_with_a_nul_names_no_file(tmp_path):
+    path = config(tmp_path, 'out_dir = "a\\0b"')
+    assert refused(read_config, SFTSettings, path) == f"{path}:1: out_dir='a\\x00b' has a NUL character; remove it"
+    assert "has a NUL character" in refused(read_config, SFTSettings, config(tmp_path, "report_to = ['\\0']"))
+
+
 def test_configs_of_the_repository_are_right():
     for path in ROOT.glob("config/*.py"):
         cls = SFTSettings if path.name.startswith("sft") else GRPOSettings
