@@ -165,10 +165,9 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 KINDS |= {list[str]: "a list of names", list[float]: "a list of numbers"}
 
 
-def check_value(cls, name: str, value, where: str):
+def check_type(cls, name: str, value, where: str):
     """-> `value`; an int may become a float, a tuple a list. where: start of the error message. Raises SnugError."""
     kind, optional = type_of(cls, name)
-    limits = fields(cls)[name].metadata
     if value is None and optional:
         return None
     is_list = typing.get_origin(kind) is list
@@ -177,11 +176,19 @@ def check_value(cls, name: str, value, where: str):
     items = [float(item) if element is float and type(item) is int else item for item in items]
     if is_list != isinstance(value, list | tuple) or not all(type(item) is element for item in items):
         raise SnugError(f"{where} takes {KINDS[kind]}, not {value!r}")
-    if element is str and any("\0" in item for item in items):
-        raise SnugError(f"{where}={value!r:.60} has a NUL character; remove it")
-    if element is float and not all(map(math.isfinite, items)):
-        raise SnugError(f"{where} must be finite, not {value}")
-    value = items if is_list else items[0]
+    return items if is_list else items[0]
+
+
+def check_value(cls, name: str, value, where: str):
+    """`check_type`, and the option's limits. Raises SnugError."""
+    value, (kind, _), limits = check_type(cls, name, value, where), type_of(cls, name), fields(cls)[name].metadata
+    if value is None:
+        return None
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, str) and "\0" in item:
+            raise SnugError(f"{where}={value!r:.60} has a NUL character; remove it")
+        if isinstance(item, float) and not math.isfinite(item):
+            raise SnugError(f"{where} must be finite, not {value}")
     if limits["choices"] and value not in limits["choices"]:
         hint = did_you_mean(value, limits["choices"])
         raise SnugError(f"{where}={value!r} is not one of {', '.join(limits['choices'])}{hint}")

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from options import SnugError, check_value, did_you_mean, fields, in_one_line
+from options import SnugError, check_type, check_value, did_you_mean, fields, in_one_line
 from options.typed import Fields
 from pretrained.shapes import is_pretrained, read_shape
 from pretrained.tensors import fingerprint, look_at_weights
@@ -120,7 +120,7 @@ def read_state(path: Path) -> dict:
         read.get(name, kind, zero=True)
     cls, settings, shape = class_of(state), state["settings"], state["model_config"]
     for name in settings.keys() & fields(cls):
-        check_value(cls, name, settings[name], f"{file}: settings: {name}")
+        check_type(cls, name, settings[name], f"{file}: settings: {name}")
     for name in fields(ModelOptions):
         check_value(ModelOptions, name, shape.get(name), f"{file}: model_config: {name}")
     if settings.get("lora_rank"):
