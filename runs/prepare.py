@@ -85,8 +85,11 @@ def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset())
     if grpo and not functions:
         missing = f"data_file={settings.data_file} has no column answer to score completions by"
         raise SnugError(f"{missing}; add it, or reward_funcs")
+    block_size = settings.block_size if "block_size" in given else shape["block_size"]
+    its = {name: shape[name] for name in SHAPE if name in shape} | dict(block_size=block_size)
+    settings = replace(settings, **its)  # for settings.json; a smaller block_size is the user's
     prepared = Prepared(settings, task, tokenizer, shape, functions, warm_start, weights, found=found)
-    check_lengths(prepared, settings.block_size if "block_size" in given else shape["block_size"])
+    check_lengths(prepared, block_size)
     prepared.resume, prepared.origin, prepared.warm_start = find_weights(settings, task, found, whole=not settings.plan)
     return prepared
 

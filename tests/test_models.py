@@ -114,6 +114,17 @@ def test_a_stopped_run_goes_on_without_the_folder(folder, tmp_path, rewards):
     assert all(torch.equal(p, q) for p, q in zip(halves.parameters(), whole.parameters(), strict=True))
 
 
+def test_settings_have_the_models_shape(folder, tmp_path, rewards, capsys):
+    """Not the defaults of the options. The run goes on from a checkpoint, which has them too."""
+    expected = {name: QWEN[name] for name in QWEN if name != "norm_eps"}
+    for words, block_size in (["--max_iters=1"], 32768), (["--resume=auto", "--block_size=4096"], 4096):
+        gsm8k(folder, tmp_path / "run", *words)
+        shown = json.loads((tmp_path / "run" / "settings.json").read_text())
+        assert shown == json.loads((newest(tmp_path / "run") / "state.json").read_text())["settings"]
+        assert {name: shown[name] for name in expected} == expected | dict(block_size=block_size)
+    assert "resumed after 1 iterations, max_iters was 1, is 2\n" in capsys.readouterr().out
+
+
 def test_out_again_to_transformers(folder, tmp_path, rewards):
     """Of a run with adapters, which are merged."""
     transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")

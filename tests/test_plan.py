@@ -84,7 +84,7 @@ def prepared_run(tmp_path, **changes):
         settings.init_from = sft.out_dir
     prepared = prepare(settings)
     prepared.reward_funcs = [one_group_differs if settings.max_num_gen_batches > 1 else differ]
-    return prepared, settings
+    return prepared, prepared.settings
 
 
 def ragged(monkeypatch):

@@ -22,6 +22,7 @@ from runs.ending import ending
 from runs.loading import configure, load_into, load_optimizer, load_weights, restore_generators, trained
 from runs.lock import FolderLock
 from runs.log import NoLog, RunLog
+from runs.prepare import SHAPE
 from runs.saver import Saver
 from training import parallel
 from training.dry_run import DryRun
@@ -119,8 +120,8 @@ def introduce(title, model, device, prepared, start, state, moved, say):
 
 
 def changes_since(before: dict, settings) -> str:
-    """-> ", learning_rate was 0.001, is 0.0001", or "": options that a resumed run has changed."""
-    now = {name: value for name, value in vars(settings).items() if name not in ("resume", "out_dir", "plan")}
+    """-> ", learning_rate was 0.001, is 0.0001", or "": options that a resumed run has changed. Its shape is the same."""
+    now = {name: value for name, value in vars(settings).items() if name not in ("resume", "out_dir", "plan", *SHAPE)}
     changed = sorted(name for name in now if name in before and before[name] != now[name])
     return "".join(f", {name} was {before[name]!r}, is {now[name]!r}" for name in changed)
 
