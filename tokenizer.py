@@ -13,6 +13,7 @@ Tests: tests/test_tokenizer.py.
 
 import hashlib
 import json
+from datetime import datetime
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from pretrained.chat import Chat, alternatives, well_formed
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-FILES += ("chat_template.jinja",)
+DATE = "chat_date.txt"  # the day on which a run began, if its chat template asks for the date
+FILES += ("chat_template.jinja", DATE)
 
 
 class Tokenizer:
@@ -227,8 +229,13 @@ class FolderTokenizer(Tokenizer):
         elif isinstance(template, list):
             with in_one_line(f"{folder / FILES[1]}: chat_template must be a text or a list of named ones"):
                 template = {item["name"]: item["template"] for item in template}.get("default")
+        now = None
+        if "strftime_now" in str(template):
+            files = {DATE: datetime.now().date().isoformat().encode()} | files  # a checkpoint's date stays
+            with in_one_line(f"{folder / DATE}: not a date"):
+                now = datetime.fromisoformat(files[DATE].decode())
         name = f"tokenizer.json@{hashlib.sha256(files['tokenizer.json']).hexdigest()[:12]}"
-        chat = Chat(template, variables, list(special)) if template else None
+        chat = Chat(template, variables, list(special), now) if template else None
         text_ids = set(vocab.values()) - set(special.values())
         super().__init__(name, 1 + max(vocab.values()), text_ids, special, stop_tokens, bos, chat, files)
 

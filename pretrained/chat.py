@@ -23,10 +23,14 @@ from options import SnugError, in_one_line
 
 
 class Chat:
-    """source: the template. variables: {"bos_token": "<s>", ...} for it. special: spellings of special tokens."""
+    """source: the template. variables: {"bos_token": "<s>", ...} for it. special: spellings of special tokens.
 
-    def __init__(self, source: str, variables: dict, special: list[str]):
+    now: what strftime_now tells, if the template asks; the run's first day, so that its prompts stay the same.
+    """
+
+    def __init__(self, source: str, variables: dict, special: list[str], now: datetime | None = None):
         self.source, self.variables, self.special, self.template = source, variables, special, None
+        self.functions = dict(raise_exception=raise_exception) | (dict(strftime_now=now.strftime) if now else {})
         self.spellings = alternatives(special)
         self.heads = {name[:n] for name in special for n in range(1, len(name))}
         self.tails = {name[n:] for name in special for n in range(1, len(name))}
@@ -43,12 +47,11 @@ class Chat:
             if not re.fullmatch(r"[A-Za-z0-9_-]+", role) or self.spellings.search(role):
                 raise SnugError(f"a message's role must be a word, such as user, not {role!r:.60}")
         messages = [message | {"content": well_formed(message["content"])} for message in messages]
-        now = datetime.now()
-        text = well_formed(self.run(messages, now))
+        text = well_formed(self.run(messages))
         marked = [message | {"content": self.marked(message["content"])} for message in messages]
         if marked == messages:
             return text, None
-        parts = self.spellings.split(self.run(marked, now))
+        parts = self.spellings.split(self.run(marked))
         if parts[1::2] == self.spellings.findall(text):
             return text, None
         unmarked = {mark: char for char, mark in self.marks.items()}
@@ -68,12 +71,11 @@ class Chat:
             return content.translate(self.marks)
         return self.spellings.sub(lambda found: found.group().translate(self.marks), content)
 
-    def run(self, messages, now):
-        functions = dict(strftime_now=now.strftime, raise_exception=raise_exception)
+    def run(self, messages):
         values = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True)
         with in_one_line("the chat template fails"):
             self.template = self.template or make_environment().from_string(self.source)
-            return self.template.render(**self.variables | functions | values)
+            return self.template.render(**self.variables | self.functions | values)
 
 
 def alternatives(spellings):

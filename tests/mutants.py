@@ -121,6 +121,7 @@ MUTANTS = [
     ("lora: A begins at zero too", "pretrained/lora.py", "nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))", "nn.init.zeros_(self.lora_A)", "test_lora.py"),
     ("state.json's types are not looked at", "runs/checkpoint.py", "read.get(name, kind, zero=True)", "pass", "test_checkpoint.py"),
     ("a completion commands the terminal", "sample.py", "line.translate(CONTROLS)", "line", "test_sample.py"),
+    ("a prompt's date is today's", "tokenizer.py", "files = {DATE: datetime.now().date().isoformat().encode()} | files", "files |= {DATE: datetime.now().date().isoformat().encode()}", "test_models.py"),
     ("settings.json has the options' shape", "runs/prepare.py", "settings = replace(settings, **its)", "settings = replace(settings)", "test_models.py"),
     ("lora: another base goes unnoticed", "runs/checkpoint.py", 'identity(weights) == base["fingerprint"]', "True", "test_lora.py"),
     ("lora: resumed without its adapters", "training/loop.py", "    if resume and settings.lora_rank:\n        load_into", "    if False:\n        load_into", "test_lora.py"),

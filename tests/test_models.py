@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import grpo
+import tokenizer
 import train_sft
 from model import GPT, GPTConfig
 from options import SnugError, read_settings
@@ -123,6 +125,32 @@ def test_settings_have_the_models_shape(folder, tmp_path, rewards, capsys):
         assert shown == json.loads((newest(tmp_path / "run") / "state.json").read_text())["settings"]
         assert {name: shown[name] for name in expected} == expected | dict(block_size=block_size)
     assert "resumed after 1 iterations, max_iters was 1, is 2\n" in capsys.readouterr().out
+
+
+def test_the_date_in_prompts_is_the_day_on_which_the_run_began(folder, tmp_path, rewards, monkeypatch):
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= dict(chat_template="{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
+
+    def set_clock(day):
+        clock = type("Clock", (datetime,), dict(now=classmethod(lambda cls: cls(2031, 2, day, 23, 59))))
+        monkeypatch.setattr(tokenizer, "datetime", clock)
+
+    def text_of(ours):
+        return ours.decode(ours.encode_prompt([{"role": "user", "content": "Hi"}]))
+
+    set_clock(1)
+    gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
+    set_clock(2)
+    gsm8k(tmp_path / "model", tmp_path / "run", "--resume=auto")
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {sample["iter"]: sample["prompt"][:11] for sample in samples} == {0: "01 Feb 2031", 1: "01 Feb 2031"}
+    assert text_of(load_run(tmp_path / "run").tokenizer).startswith("01 Feb 2031")
+    assert text_of(get_tokenizer(str(tmp_path / "model"))).startswith("02 Feb 2031")
+    (tmp_path / "model" / "chat_date.txt").write_text("soon")
+    with pytest.raises(SnugError, match="chat_date.txt: not a date .ValueError"):
+        get_tokenizer(str(tmp_path / "model"))
 
 
 def test_out_again_to_transformers(folder, tmp_path, rewards):

@@ -414,7 +414,9 @@ CONFIG = dict(bos_token="<b>", eos_token=END_OF_TEXT, chat_template="{{ bos_toke
 
 def test_files_go_out_as_they_came_in(tmp_path):
     files = dict(tokenizer_config=CONFIG, special_tokens_map={}, generation_config={}, chat_template="{{ 1 }}\r\n")
-    tokenizer = get_tokenizer(folder_of(tmp_path / "in", small(), **files, config={"a": 1}))
+    folder = folder_of(tmp_path / "in", small(), **files, config={"a": 1})
+    (tmp_path / "in" / "chat_date.txt").write_text("2031-02-01")
+    tokenizer = get_tokenizer(folder)
     assert set(tokenizer.files) == set(FILES)
     tokenizer.save(tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
