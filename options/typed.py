@@ -1,4 +1,4 @@
-"""Typed reads of a JSON object that anyone may have written or changed. Tests: test_pretrained.py, test_checkpoint.py."""
+"""Typed reads of a JSON object that anyone may have written. Tests: test_pretrained.py, test_checkpoint.py."""
 
 from pathlib import Path
 from typing import Any

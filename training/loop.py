@@ -120,7 +120,7 @@ def introduce(title, model, device, prepared, start, state, moved, say):
 
 
 def changes_since(before: dict, settings) -> str:
-    """-> ", learning_rate was 0.001, is 0.0001", or "": options that a resumed run has changed. Its shape is the same."""
+    """-> ", learning_rate was 0.001, is 0.0001", or "": options that a resumed run has changed. Its shape stays."""
     now = {name: value for name, value in vars(settings).items() if name not in ("resume", "out_dir", "plan", *SHAPE)}
     changed = sorted(name for name in now if name in before and before[name] != now[name])
     return "".join(f", {name} was {before[name]!r}, is {now[name]!r}" for name in changed)
