@@ -36,13 +36,13 @@ def arm(without, iterations):
         words = [f"--out_dir={folder}/run", f"--max_iters={iterations}", "--eval_prompts=0", "--device=cpu"]
         prepared = prepare(*read_settings(GRPOSettings, [str(HOME / "config/grpo_small.py"), *words])[:2])
         import grpo
-        import runs.loading
+        import runs.device
         from memory import cpu
 
         if "mkl" in without:
             cpu.stays_float32 = lambda: False
         if "spin" in without:
-            runs.loading.share_cores = lambda: None
+            runs.device.share_cores = lambda: None
         with open(os.devnull, "w") as sys.stdout:
             grpo.main(prepared)
         sys.stdout = sys.__stdout__

@@ -31,7 +31,7 @@ from tokenizer import Tokenizer, get_tokenizer
 
 PREFIX = "checkpoint-"
 STATE = dict(iteration=int, optimizer_steps=int, extra_prompts=int, tokenizer=str, data=str)  # types in state.json
-STATE |= dict.fromkeys(["model_config", "settings", "generators", "scores", "health", "after_oom"], dict)
+STATE |= dict.fromkeys(["model_config", "settings", "generators", "health", "after_oom"], dict)
 
 
 class Checkpoint(NamedTuple):

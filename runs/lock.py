@@ -30,6 +30,9 @@ class FolderLock:
 
     def __exit__(self, *error) -> None:
         self.file.truncate(0)  # its holder's name
+        if os.listdir(self.folder) == ["lock"]:  # the run was refused before it wrote anything
+            (self.folder / "lock").unlink()
+            self.folder.rmdir()
         self.file.close()
 
     def move_aside(self) -> Path:

@@ -130,7 +130,7 @@ STATES = {  # what is said: the values in state.json
     "iteration=-1 is not a count": dict(iteration=-1),
     "optimizer_steps='3' is not a count": dict(optimizer_steps="3"),
     "tokenizer=5 is not text": dict(tokenizer=5),
-    "scores=[0.5] is not an object": dict(scores=[0.5]),
+    "health=[0.5] is not an object": dict(health=[0.5]),
     "settings=None is not an object": dict(settings=None),
     "settings: seed takes a whole number, not 'one'": dict(settings=dict(seed="one")),
     "model_config: vocab_size takes a whole number, not None": dict(model_config={}),
@@ -156,11 +156,6 @@ def test_values_that_no_run_has_written_are_named(tmp_path, said):
         opened = checkpoint.open_checkpoint(tmp_path)
         loading.restore_generators(opened.state["generators"], model.device)
     assert f"state.json: {said}" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_an_older_checkpoints_scores_are_not_needed(tmp_path):
-    change_state(saved(tmp_path, iteration=2)[2], scores=[0.5])
-    assert saved(tmp_path, iteration=4)[2].name == "checkpoint-000004"
 
 
 def test_no_run_and_no_checkpoint_are_told_apart(tmp_path):

@@ -161,7 +161,7 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
 def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
     for batch, expected in ((0, 16), (128, 16), (4, 4)):
         settings = GRPOSettings(batch_size=16, max_rollout_batch=batch)
-        assert decoding_of(settings, settings) == dict(max_batch=expected, chunk_mb=0.0)
+        assert decoding_of(settings, Pieces(settings, print)) == dict(max_batch=expected, chunk_mb=0.0)
 
 
 def test_evaluations_cut_long_prompts_too(tmp_path):
