@@ -28,7 +28,7 @@ def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
 
 
 def keep_broken(pool):
-    """Up to torch 2.12 deleting such a pool can abort the process, even at its end. So one reference is never given up."""
+    """Keep one reference for ever: up to torch 2.12 deleting such a pool can abort the process, also at its end."""
     BROKEN.append(pool)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 

@@ -89,7 +89,7 @@ class Training:
             return evaluate_run(self.model, p.scoring, p.tokenizer, p.settings, self.meter, self.pieces)
 
     def make_up_evaluation(self, done: int) -> None:
-        """Evaluate where the run stopped in the evaluation after `done` iterations, and complete its line in the log."""
+        """Repeat the evaluation after `done` iterations if it failed, and complete its line in the log."""
         made = self.pieces.processes.first(self.log.has_scores)  # rank 0 has the log
         if done and not made and is_due(done, self.prepared.scoring, self.settings):
             self.meter.reset()
