@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from common import HOME, chosen, commit, parser, result
 
-from runs.log import read_log
+from runs.log import read_log, values_of
 
 # name: (SFT config, GRPO config, options of the GRPO run, seeds)
 EXPERIMENTS = {
@@ -115,7 +115,7 @@ def row(name, seed, out):
 
 def curve(log):
     """-> [[seconds since the first iteration, pass@1], ...]"""
-    seconds, points = 0.0, []
+    seconds, points = 0.0, [[0.0, score] for iteration, score in values_of(log, SCORES[0]) if iteration < 0]
     for record in log:
         seconds += record["time_s"]
         if SCORES[0] in record:

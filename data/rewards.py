@@ -143,8 +143,8 @@ class OutOfTime(BaseException):
 def call(function: Callable, prompts: list, completions: list[str], columns: dict[str, list], timeout: float):
     """What the function returns. Raises OutOfTime after `timeout` seconds (0: never).
 
-    A function may catch OutOfTime and go on. So alarms go on, and each raises it twice: at once, and again after 1, 2,
-    3, ... lines of Python, until that line is outside the function's `try`.
+    A function may catch OutOfTime and go on. So alarms go on. Each raises it at once, and each after the first also 1,
+    2, 3, ... lines of Python later, until that line is outside the function's `try`.
     """
     over, limited = False, timeout > 0 and threading.current_thread() is threading.main_thread()
     alarms, lines = 0, 0

@@ -13,18 +13,11 @@ from pathlib import Path
 
 from options import SnugError, in_one_line
 from options.typed import Fields
-from runs.log import read_lines
+from runs.log import merged, read_lines
 
 EVERY = 10  # seconds from one page of report.py --live to the next
 MOST_TOKENS = 1_000_000  # of the completions in a page: about 40 MB
-FIGURES = (
-    "iter",
-    "time_s",
-    "tokens_per_second",
-    "mem_alloc_mb",
-    "mem_reserved_mb",
-    "mem_max_alloc_mb",
-)  # in every record
+FIGURES = ["iter", "time_s", "tokens_per_second", "mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]  # of a record
 MEMORY_LINE = re.compile(
     r"\[MEM\] \[\w+ step (\d+)/\d+\] after (\w+): current=([\d.]+)MiB reserved=([\d.]+)MiB peak_since_reset=([\d.]+)MiB"
 )
@@ -69,7 +62,7 @@ def first_runs(folders: list[str]) -> list[Run]:
 
 def read_run(folder: Path, name: str, most_tokens: int) -> Run:
     try:
-        records = list(checked(folder / "log.jsonl", FIGURES))
+        records = merged(checked(folder / "log.jsonl", FIGURES))
     except OSError as error:
         raise SnugError(f"{folder}: log.jsonl cannot be read ({error.strerror}); is it a run's folder?") from None
     if not records:
@@ -90,11 +83,13 @@ def read_run(folder: Path, name: str, most_tokens: int) -> Run:
 
 
 def checked(path: Path, names: Iterable[str]) -> Iterable[dict]:
-    """The objects of a JSON-lines file. Raises SnugError if one has no number of one of these names."""
+    """The objects of a JSON-lines file. Raises SnugError if an iteration's first one lacks a number of these names."""
+    last = None
     for number, record in enumerate(read_lines(path), start=1):
         fields = Fields(record, f"{path}:{number}")
-        for name in names:
+        for name in names if record.get("iter") != last else ():
             fields.get(name, float, zero=True)
+        last = record["iter"]
         yield record
 
 

@@ -51,7 +51,7 @@ def is_told(name: str, settings: SFTSettings | GRPOSettings) -> bool:
 def first_and_last(records: list[dict], name: str) -> str:
     """-> "0.048 -> 1.000", and the same of `name`_sampled in brackets if there is one; "" without such a figure.
 
-    "0.048" if there is one alone: the evaluation before the first iteration.
+    "0.048" if there is only one.
     """
     values = [value for _, value in values_of(records, name)]
     if not values:

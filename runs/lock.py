@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from options import SnugError
@@ -29,10 +30,11 @@ class FolderLock:
         return self
 
     def __exit__(self, *error) -> None:
-        self.file.truncate(0)  # its holder's name
-        if os.listdir(self.folder) == ["lock"]:  # the run was refused before it wrote anything
-            (self.folder / "lock").unlink()
-            self.folder.rmdir()
+        with suppress(OSError, ValueError):  # the folder, or the lock in move_aside, is gone
+            self.file.truncate(0)  # its holder's name
+            if os.listdir(self.folder) == ["lock"]:  # the run was refused before it wrote anything
+                (self.folder / "lock").unlink()
+                self.folder.rmdir()
         self.file.close()
 
     def move_aside(self) -> Path:

@@ -1,7 +1,7 @@
 """A run's folder: what happened, for people and for programs.
 
     settings.json   every option as it was resolved
-    log.jsonl       one JSON object an iteration; NaN and infinity are null
+    log.jsonl       one JSON object an iteration, a second one if an evaluation was repeated; NaN and infinity are null
     samples.jsonl   a group of completions of each iteration: rewards, advantages, and figures of each token
     log.txt         the console's lines, the error that ended the run, [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
@@ -73,8 +73,8 @@ class RunLog:
             names = ("log.jsonl", "samples.jsonl", "log.txt")
             self.files = {name: Lines(folder / name, self.show_line) for name in names}
             write_whole(folder / "settings.json", to_json(settings))
-            last = read_log(folder)[-1:]
-            self.has_scores = bool(last and "eval_reward_mean" in last[0])  # of the evaluation before `start`
+            before = [record for record in read_log(folder) if record["iter"] == start - 1]
+            self.has_scores = bool(before and "eval_reward_mean" in before[0])  # of the evaluation before `start`
         except OSError as error:
             raise SnugError(f"out_dir={settings.out_dir} cannot be written to: {error.strerror}") from None
         options = dict(unit="it", disable=None, leave=False, dynamic_ncols=True, desc=title, smoothing=0)
@@ -253,9 +253,13 @@ def read_log(folder: str | Path) -> list[dict]:
     A second line of an iteration adds what the first one lacks: the scores of an evaluation that failed, and that the
     resumed run made up for.
     """
+    return merged(read_lines(Path(folder) / "log.jsonl"))
+
+
+def merged(lines: Iterable[dict]) -> list[dict]:
     records = {}
-    for record in read_lines(Path(folder) / "log.jsonl"):
-        records[record["iter"]] = record | records.get(record["iter"], {})
+    for line in lines:
+        records[line["iter"]] = line | records.get(line["iter"], {})
     return list(records.values())
 
 

@@ -56,8 +56,8 @@ class Prepared:
         return prompt, answer + 1
 
 
-def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset()) -> Prepared:
-    """given: the names of the options that the user gave. Raises SnugError."""
+def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset(), whole: bool = True) -> Prepared:
+    """given: names of the options that the user gave. whole: read every byte of the checkpoints. Raises SnugError."""
     grpo = isinstance(settings, GRPOSettings)
     task = make_task(settings, demonstrations=not grpo)
     held_out = task.size(settings.eval_split)
@@ -90,7 +90,9 @@ def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset())
     settings = replace(settings, **its)  # for settings.json; a smaller block_size is the user's
     prepared = Prepared(settings, task, tokenizer, shape, functions, warm_start, weights, found=found)
     check_lengths(prepared, block_size)
-    prepared.resume, prepared.origin, prepared.warm_start = find_weights(settings, task, found, whole=not settings.plan)
+    prepared.resume, prepared.origin, prepared.warm_start = find_weights(
+        settings, task, found, whole and not settings.plan
+    )
     return prepared
 
 
@@ -130,23 +132,23 @@ def find_origin(settings, resume: Checkpoint | None, whole: bool) -> tuple[Check
         return Path(init_from) if settings.plan else checkpoint.open_weights(init_from), None
     makes_it = isinstance(settings, GRPOSettings) and settings.init_config and not is_checkpoint(init_from)
     if makes_it and not checkpoints(init_from):
-        return None, prepare_warm_start(settings)
+        return None, prepare_warm_start(settings, whole)
     origin = open_checkpoint(init_from, whole)
     its = settings_of(origin.state)
     if makes_it and origin.state["iteration"] < its.max_iters:
-        return None, prepare_warm_start(settings)
+        return None, prepare_warm_start(settings, whole)
     if not resume and settings.eval_split == "tune" != its.eval_split and its.task == settings.task:
         advice = "was trained on its prompts; make it with --eval_split=tune too"
         raise SnugError(f"eval_split=tune, but init_from={init_from} {advice}")
     return origin, None
 
 
-def prepare_warm_start(settings: GRPOSettings) -> Prepared:
+def prepare_warm_start(settings: GRPOSettings, whole: bool) -> Prepared:
     """The SFT run of init_config, with this run's seed and device; resumed if it was stopped. Raises SnugError."""
     names = ["seed", "device", "parallel", "eval_split"] + (["memory_budget_gb"] if settings.memory_budget_gb else [])
     own = {name: getattr(settings, name) for name in names} | {"out_dir": settings.init_from, "resume": "auto"}
     words = [f"--{name}={value}" for name, value in own.items()]
-    warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, *words])[:2])
+    warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, *words])[:2], whole)
     for name in PROBLEM:
         ours, theirs = getattr(settings, name), getattr(warm_start.settings, name)
         if ours != theirs and name not in ("demonstration_noise", "format_reward"):

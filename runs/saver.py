@@ -13,8 +13,7 @@ A save checks that the state is finite and copies it to the host; a thread write
 Without room for a copy (or with memory_budget_gb on a CPU), the training waits. A save that fails is reported and
 repeated after 1, 2, 4, ... 64 iterations; only the last save ends the run with an error.
 
-The newest save_total_limit checkpoints are kept, and the one with the best score (`score_of`), to which
-out/<run>/best is a link.
+The newest save_total_limit checkpoints are kept, and the one with the best score. out/<run>/best is a link to that.
 Finite weights can still be ruined, so older checkpoints are deleted only after a later finite iteration, or at the end.
 """
 

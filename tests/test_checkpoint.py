@@ -419,3 +419,11 @@ def test_a_run_that_another_one_overtook_is_started_again(tmp_path):
     with pytest.raises(SnugError, match="another run has just written there; start this command again"):
         train_sft.main(overtaken)
     assert len(read_log(sft.out_dir)) == sft.max_iters
+
+
+def test_checkpoints_without_a_log_are_moved_aside_too(tmp_path):
+    sft = tiny(tmp_path)[0]
+    train_sft.main(prepare(sft))
+    (tmp_path / "sft/log.jsonl").unlink()
+    train_sft.main(prepare(dataclasses.replace(sft, max_iters=1)))
+    assert len(checkpoint.checkpoints(tmp_path / "sft.1")) and len(checkpoint.checkpoints(tmp_path / "sft")) == 1

@@ -208,7 +208,7 @@ def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_last_good_ch
     with pytest.raises(SnugError) as error:
         train_sft.main(prepare(sft))
     assert (
-        "3 optimizer steps in a row were not finite, the last a step of iteration 6, seed 1, sequences 0 to 15: the gradient: embedding.weight"
+        "3 optimizer steps in a row were not finite; the last was a step of iteration 6, seed 1, sequences 0 to 15: the gradient: embedding.weight"
         in str(error.value)
     )
     assert (
@@ -244,7 +244,7 @@ def test_the_count_in_a_row_outlives_the_process(tmp_path, monkeypatch):
     train_sft.main(prepare(sft))  # its last save is made all the same
     health = checkpoint.read_state(checkpoint.newest(sft.out_dir))["health"]
     assert health == {"dropped_steps": 2, "dropped_in_a_row": 2, "last_step": 0}
-    with pytest.raises(SnugError, match="3 optimizer steps in a row .* the last a step of iteration 3"):
+    with pytest.raises(SnugError, match="3 optimizer steps in a row .* the last was a step of iteration 3"):
         train_sft.main(prepare(dataclasses.replace(sft, max_iters=9, resume="auto")))
 
 

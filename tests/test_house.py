@@ -81,7 +81,7 @@ def test_the_house_keeps_to_its_size():
     top, everything = list(HOME.glob("*.py")), [*source_files().values(), *HOME.glob("config/*.py")]
     assert len(top) <= 10 and lines(top) <= 2400
     assert lines(HOME / name for name in STUDENT) <= 1400
-    assert lines(everything) <= 13_280
+    assert lines(everything) <= 13_300
     numbered = [(path, *line) for path in everything for line in enumerate(path.read_text().splitlines(), start=1)]
     wide = [f"{path.name}:{number}" for path, number, line in numbered if len(line) > 120]
     assert not wide, ", ".join(wide)

@@ -266,6 +266,7 @@ def test_an_evaluation_that_fails_loses_no_iteration_and_is_made_up_for(tmp_path
         assert len(records) == failing and "pass_at_1" not in records[-1] and "loss" in records[-1]
         assert read_run(Path(sft.out_dir), "", 1).ended == (failing == 4)
         train_sft.main(prepare(dataclasses.replace(sft, resume="auto")))
+        assert read_run(Path(sft.out_dir), "", 1).records == read_log(sft.out_dir)
         monkeypatch.setattr("training.state.evaluate_run", real)
         whole = dataclasses.replace(sft, out_dir=f"{sft.out_dir}-whole")
         train_sft.main(prepare(whole))

@@ -1,9 +1,8 @@
 """Optimizer steps with a loss or gradient that is not finite: they are dropped, explained in log.txt, and counted.
 
-The line in the log has the iteration, the seed, the sequences and the loss. With the checkpoint before that iteration
-it is enough to repeat the step: what a run computes follows from them. After max_dropped_steps in a row the run stops.
-The last weights may be the cause although they are finite, so a checkpoint made after the last good step is set aside,
-and --resume=auto goes on from the one before.
+The line in the log has the iteration, the seed, the sequences and the loss. An earlier checkpoint and these are enough
+to reach the step again. After max_dropped_steps in a row the run stops. The last weights may be the cause although they
+are finite, so a checkpoint made after the last good step is set aside, and --resume=auto goes on from the one before.
 """
 
 from collections.abc import Callable
@@ -35,16 +34,17 @@ class Guard:
         """
         self.health |= {name: self.health[name] + 1 for name in ("dropped_steps", "dropped_in_a_row")}
         found = culprit(model, gradients, sequences, select, loss, norm)
-        what = (
-            f"a step of iteration {iteration}, seed {self.settings.seed}, sequences {select.start} to {select.stop - 1}"
-        )
+        what = f"a step of iteration {iteration}, seed {self.settings.seed}, "
+        what += f"sequences {select.start} to {select.stop - 1}"
         in_a_row = self.health["dropped_in_a_row"]
         if in_a_row < self.settings.max_dropped_steps:
             self.say(f"warning: {what} is dropped, {in_a_row} in a row: {found}")
             return
         newest = set_aside(Path(self.settings.out_dir), self.health["last_step"]) if self.writes else "a checkpoint"
         advice = f"lower learning_rate (now {self.settings.learning_rate:g}), then --resume=auto goes on from {newest}"
-        raise UnsafeState(f"{in_a_row} optimizer steps in a row were not finite, the last {what}: {found}; {advice}")
+        raise UnsafeState(
+            f"{in_a_row} optimizer steps in a row were not finite; the last was {what}: {found}; {advice}"
+        )
 
 
 def columns_of(sequences: Rollouts | Sequences, select: range | slice = slice(None)) -> dict[str, torch.Tensor]:

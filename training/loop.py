@@ -6,7 +6,7 @@ Left out: what an iteration is. grpo.py and train_sft.py say that, in `iterate`.
 import random
 import signal
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from memory.fit import apply, show
 from memory.meter import allocator_snapshot
 from memory.plan import kind_planned
 from model import make_model
-from runs.checkpoint import base_record
+from runs.checkpoint import base_record, checkpoints
 from runs.device import notes, pick_device, warn_without_kernels
 from runs.ending import ending
 from runs.loading import configure, load_into, load_optimizer, load_weights, restore_generators, trained
@@ -48,9 +48,16 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
     device = pick_device(processes.device(settings.device), settings.tf32)
     with processes:
         prepared.settings = processes.first(apply(rehearse, settings, longest, device, print))
-        with nullcontext() if processes.rank else FolderLock(settings.out_dir) as lock:
-            prepared.refuse_if_changed()
+        with ExitStack() as stack:
+            lock = None if processes.rank else FolderLock(settings.out_dir)
+            processes.gather(lambda: claim(lock, stack, prepared))  # if rank 0 is refused, all end
             return train(prepared, title, iterate, make_reference, device, processes, lock)
+
+
+def claim(lock, stack, prepared):
+    if lock:
+        stack.enter_context(lock)
+        prepared.refuse_if_changed()
 
 
 def train(prepared, title, iterate, make_reference, device, processes, lock) -> bool:
@@ -63,8 +70,7 @@ def train(prepared, title, iterate, make_reference, device, processes, lock) -> 
     with MemoryMeter(device) as meter:
         reference = processes.shard(make_reference(prepared, processes.loads_on(device)), device)
         model, optimizer, start = begin(prepared, device, processes)  # last: it restores the random generators
-        ran_before = lock and prepared.resume is None and (lock.folder / "log.jsonl").exists()
-        moved = lock.move_aside() if ran_before else None
+        moved = lock.move_aside() if lock and prepared.resume is None and holds_a_run(lock.folder) else None
         with snapshot, (NoLog if processes.rank else RunLog)(settings, title, start) as log:
             state = prepared.resume.state if prepared.resume else {}
             introduce(title, model, device, prepared, start, state, moved, log.say)
@@ -80,6 +86,10 @@ def train(prepared, title, iterate, make_reference, device, processes, lock) -> 
             for line in [] if processes.rank else ending(title, settings, bool(prepared.reward_funcs), not finished):
                 log.say(line)
             return finished
+
+
+def holds_a_run(folder) -> bool:
+    return (folder / "log.jsonl").exists() or bool(checkpoints(folder))
 
 
 def begin(prepared, device, processes=None):

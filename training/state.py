@@ -94,7 +94,8 @@ class Training:
         if done and not made and is_due(done, self.prepared.scoring, self.settings):
             self.meter.reset()
             scores = self.evaluate_if_due(done)
-            self.log.iteration({"iter": done - 1} | scores | self.meter.stats())
+            seconds = {"time_s": self.meter.stats()["time_eval_s"]}
+            self.log.iteration({"iter": done - 1} | scores | seconds | self.meter.stats())
             self.saver.after(done, self.model, self.optimizer, self.progress(), scores)
 
     def update(self, metrics, learning_rate, iteration, sequences, select):
