@@ -87,7 +87,7 @@ def checked(path: Path, names: Iterable[str]) -> Iterable[dict]:
     last = None
     for number, record in enumerate(read_lines(path), start=1):
         fields = Fields(record, f"{path}:{number}")
-        for name in names if record.get("iter") != last else ():
+        for name in names if last is None or record.get("iter") != last else ():
             fields.get(name, float, zero=True)
         last = record["iter"]
         yield record
