@@ -192,7 +192,7 @@ def test_a_planned_row_keeps_the_output_and_a_sum_a_head(dtype):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# As it trains: tiles of 64 tokens, and bfloat16, of which the interpreter has no products.
+# As it trains: tiles of 64 tokens, in bfloat16. The interpreter cannot multiply bfloat16.
 
 TRAINED = [(256, [200] * 8), (77, [31, 1, 64, 129]), (1, [3])]
 
