@@ -12,9 +12,9 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from device.cuda import padded, upload
+from device.processes import OneProcess
 from kernels.segments import Segments
-from memory.cuda import padded, upload
-from memory.processes import OneProcess
 
 
 @dataclass
@@ -62,12 +62,19 @@ class Cut:
         max_tokens 0 or 20: [[[0, 1, 2, 3]]]    10: [[[0, 1], [2, 3]]]    8: [[[2], [1], [0, 3]]], prompts repeated
     """
 
-    def __init__(self, sequences, step_size: int = 0, max_tokens: int = 0, group_size: int = 1, processes=None):
+    def __init__(
+        self, sequences, step_size: int = 0, max_tokens: int = 0, group_size: int = 1, processes=None
+    ):
         """sequences: Rollouts or Sequences, N of them. step_size: sequences of an optimizer step; 0: N."""
-        self.prompts, self.completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
+        self.prompts, self.completions = (
+            sequences.prompt_lengths.tolist(),
+            sequences.completion_lengths.tolist(),
+        )
         self.group_size, self.step_size = group_size, step_size or len(self.prompts)
         self.processes = processes or OneProcess()
-        self.longest = max(map(sum, zip(self.prompts, self.completions, strict=True))) - 1  # tokens of one, in the row
+        self.longest = (
+            max(map(sum, zip(self.prompts, self.completions, strict=True))) - 1
+        )  # tokens of one, in the row
         self.into(max_tokens)
 
     def into(self, max_tokens: int):
@@ -78,17 +85,23 @@ class Cut:
         self.steps, self.largest, self.rank_of = [], 0, {}
         for first in range(0, len(self.prompts), self.step_size):
             sequences, loads, step = range(first, first + self.step_size), [0] * self.processes.size, []
-            share = -(-sum(size for size, _ in self.parts(sequences, 0)) // len(loads))  # tokens of a process
+            share = -(
+                -sum(size for size, _ in self.parts(sequences, 0)) // len(loads)
+            )  # tokens of a process
             parts = self.parts(sequences, min(max_tokens or share, share))
             for size, part in sorted(parts, key=lambda part: -part[0]):
                 rank = loads.index(min(loads))
-                room = (m for m in step if m[0] == rank and (not max_tokens or m[1] + size <= max_tokens))
+                room = (
+                    m for m in step if m[0] == rank and (not max_tokens or m[1] + size <= max_tokens)
+                )
                 if (found := next(room, None)) is None:
                     step.append(found := [rank, 0, []])
                 found[1], found[2], loads[rank] = found[1] + size, found[2] + part, loads[rank] + size
                 self.rank_of |= dict.fromkeys(part, rank)
             self.steps.append([numbers for _, _, numbers in step])
-            self.largest = max(self.largest, *(size for _, size, _ in step))  # tokens of the largest micro-batch
+            self.largest = max(
+                self.largest, *(size for _, size, _ in step)
+            )  # tokens of the largest micro-batch
 
     def own(self, batches, model):
         """Those of some micro-batches that this process runs the model on."""
@@ -124,13 +137,19 @@ def gather(sequences, indices: list, cut: Cut) -> MicroBatch:
     """
     width, groups = sequences.tokens.shape[1], cut.groups(indices)
     sizes = [(cut.prompts[group[0]], [cut.completions[i] - 1 for i in group]) for group in groups]
-    which = [i for group in groups for i in (group[0], *group)]  # of each segment of the row: from which sequence,
-    first = [p for prompt, own in sizes for p in (0, *[prompt] * len(own))]  # and from which position on
+    which = [
+        i for group in groups for i in (group[0], *group)
+    ]  # of each segment of the row: from which sequence,
+    first = [
+        p for prompt, own in sizes for p in (0, *[prompt] * len(own))
+    ]  # and from which position on
     T = sum(prompt + sum(own) for prompt, own in sizes)
     pad = padded(T, sequences.tokens) - T  # prompts of one token, without completions
     sizes, which, first = sizes + [(1, [])] * pad, which + indices[:1] * pad, first + [0] * pad
     mask = Segments(sizes, sequences.tokens.device)
-    which, first, spans = map(np.array, (which, first, [n for prompt, own in sizes for n in (prompt, *own)]))
+    which, first, spans = map(
+        np.array, (which, first, [n for prompt, own in sizes for n in (prompt, *own)])
+    )
     begins = spans.cumsum() - spans
     positions = np.arange(spans.sum()) - (begins - first).repeat(spans)
     source = which.repeat(spans) * width + positions  # of the flattened tokens
@@ -141,14 +160,30 @@ def gather(sequences, indices: list, cut: Cut) -> MicroBatch:
     place = np.arange(len(sequence)) - (lengths.cumsum() - lengths)[sequence]
     prompt_end = np.repeat((begins + spans)[~own][: len(groups)], [len(group) for group in groups])
     rows = np.where(place == 0, prompt_end[sequence], begins[own][sequence] + place) - 1
-    tables = [source, positions, mask.start(), mask.tiles().ravel(), rows, sequence, place, lengths, index]
+    tables = [
+        source,
+        positions,
+        mask.start(),
+        mask.tiles().ravel(),
+        rows,
+        sequence,
+        place,
+        lengths,
+        index,
+    ]
     tables.append(index[sequence] * width + prompt[sequence] + place)
-    flat = upload(np.concatenate(tables), sequences.tokens.device).split([len(table) for table in tables])
+    flat = upload(np.concatenate(tables), sequences.tokens.device).split(
+        [len(table) for table in tables]
+    )
     source, positions, start, tiles, rows, sequence, place, lengths, index, target = flat
     mask.tables = start, tiles.view(-1, 5)
     tokens = sequences.tokens.flatten()
-    columns = {n: getattr(sequences, n, None) for n in ("sampling_logprobs", "old_logprobs", "ref_logprobs")}
-    columns = {name: value[index[sequence], place] for name, value in columns.items() if value is not None}
+    columns = {
+        n: getattr(sequences, n, None) for n in ("sampling_logprobs", "old_logprobs", "ref_logprobs")
+    }
+    columns = {
+        name: value[index[sequence], place] for name, value in columns.items() if value is not None
+    }
     if (advantages := getattr(sequences, "advantages", None)) is not None:
         columns["advantages"] = advantages[index]
     row = tokens[source][None], positions[None], mask, rows
@@ -168,5 +203,7 @@ class Sequences:
         """Lists of lists of ids -> Sequences. Completions carry their stop token."""
         rows = [torch.tensor(p + c) for p, c in zip(prompts, completions, strict=True)]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        lengths = [torch.tensor([len(x) for x in part], device=device) for part in (prompts, completions)]
+        lengths = [
+            torch.tensor([len(x) for x in part], device=device) for part in (prompts, completions)
+        ]
         return cls(tokens.to(device), *lengths)

@@ -26,7 +26,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 from data.rewards import Scoring, repeat_columns
 from data.scores import reward_means, shares_of, summarize, table
-from memory import Pieces, attempts
+from memory import Limits, attempts
 from model import autocast
 from options import SnugError, fields
 from runs.loading import Run, generator_state, load_run, restore_generators
@@ -37,9 +37,9 @@ from settings import EvaluateSettings, GRPOSettings, SFTSettings, TaskOptions
 TOKENS_AT_ONCE = 2**22  # the command samples its completions in pieces of at most this many tokens
 
 
-def decoding_of(settings, pieces):
+def decoding_of(settings, limits):
     """A run's bounds on decode batches, for one completion of each prompt."""
-    return dict(max_batch=pieces.max_eval_batch, chunk_mb=settings.logits_chunk_mb)
+    return dict(max_batch=limits.max_eval_batch, chunk_mb=settings.logits_chunk_mb)
 
 
 def truncate_prompt(ids: list[int], max_prompt_length: int) -> list[int]:
@@ -47,22 +47,29 @@ def truncate_prompt(ids: list[int], max_prompt_length: int) -> list[int]:
     return ids[-max_prompt_length:] if max_prompt_length else ids
 
 
-def sampling_options(settings: SFTSettings | GRPOSettings, tokenizer, pieces: Pieces) -> dict:
+def sampling_options(settings: SFTSettings | GRPOSettings, tokenizer, limits: Limits) -> dict:
     """Keywords of sample_groups as a run has them."""
     is_over = tokenizer.stopper(settings.stop_string)
-    options = dict(stop_token=tokenizer.stop_tokens, is_over=is_over, enforce_eager=settings.enforce_eager)
-    return options | dict(progress=True) | decoding_of(settings, pieces)
+    options = dict(
+        stop_token=tokenizer.stop_tokens, is_over=is_over, enforce_eager=settings.enforce_eager
+    )
+    return options | dict(progress=True) | decoding_of(settings, limits)
 
 
-def answers_as_run(settings, model, tokenizer, scoring: Scoring, num_prompts: int, pieces: Pieces) -> list[list[dict]]:
+def answers_as_run(
+    settings, model, tokenizer, scoring: Scoring, num_prompts: int, limits: Limits
+) -> list[list[dict]]:
     """Answers to this process's held-out prompts with a run's precision and lengths -> [greedy ones, sampled ones]."""
-    own = pieces.processes.part(num_prompts)
+    own = limits.processes.part(num_prompts)
     rows = scoring.task.prompts(settings.eval_split, range(num_prompts)[own])
-    ids = [truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length) for row in rows]
+    ids = [
+        truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length)
+        for row in rows
+    ]
     longest_prompt, longest_answer = scoring.task.longest(tokenizer.encode_prompt)
     room = model.config.block_size - (settings.max_prompt_length or longest_prompt)
     room = min(room, settings.max_new_tokens or longest_answer + 1)
-    options = sampling_options(settings, tokenizer, pieces) | dict(seed=0, first_row=own.start)
+    options = sampling_options(settings, tokenizer, limits) | dict(seed=0, first_row=own.start)
     with autocast(settings.dtype, model):
         asked = model, tokenizer, scoring, rows, ids, 1, room
         return [complete(*asked, temperature, **options) if rows else [] for temperature in (0.0, 1.0)]
@@ -79,7 +86,9 @@ def scores_as_run(shares: list[list[list[dict]]]) -> dict[str, float]:
         samples = [sample for part in parts for sample in part]
         means = reward_means(samples)
         scores |= shares_of(samples, suffix) | {f"eval_reward_mean{suffix}": means.pop("reward")}
-        scores |= {f"eval_{name}": mean for name, mean in means.items() if not suffix and len(means) > 1}
+        scores |= {
+            f"eval_{name}": mean for name, mean in means.items() if not suffix and len(means) > 1
+        }
     return scores
 
 
@@ -89,14 +98,18 @@ def is_due(done: int, scoring: Scoring, settings: SFTSettings | GRPOSettings) ->
     return bool(due and settings.eval_prompts and scoring.functions)
 
 
-def evaluate_run(model, scoring, tokenizer, settings, meter, pieces) -> dict[str, float]:
+def evaluate_run(model, scoring, tokenizer, settings, meter, limits) -> dict[str, float]:
     """Scores of the model that a run trains, as log entries."""
-    generators = generator_state(model.device)  # a reward function may draw; what follows must not depend on it
-    for attempt in pieces.attempts(pieces.halve_evaluation(model)):
-        with attempt, meter.phase("eval"), pieces.processes.whole(model) as sampler:
-            answers = answers_as_run(settings, sampler, tokenizer, scoring, settings.eval_prompts, pieces)
+    generators = generator_state(
+        model.device
+    )  # a reward function may draw; what follows must not depend on it
+    for attempt in limits.attempts(limits.halve_evaluation(model)):
+        with attempt, meter.phase("eval"), limits.processes.whole(model) as sampler:
+            answers = answers_as_run(
+                settings, sampler, tokenizer, scoring, settings.eval_prompts, limits
+            )
     restore_generators(generators, model.device)
-    return scores_as_run(pieces.processes.gather(lambda: answers))
+    return scores_as_run(limits.processes.gather(lambda: answers))
 
 
 def room_for(ids: list[list[int]], wanted: int, block_size: int) -> int:
@@ -104,14 +117,20 @@ def room_for(ids: list[list[int]], wanted: int, block_size: int) -> int:
     longest = max(map(len, ids))
     left = block_size - longest
     if left < 1:
-        raise SnugError(f"prompts have up to {longest} tokens, and this model takes {block_size}, with the completion")
+        raise SnugError(
+            f"prompts have up to {longest} tokens, and this model takes {block_size}, with the completion"
+        )
     if left < wanted:
-        note = f"note: completions are cut to {left} tokens: prompts have up to {longest} of {block_size}"
+        note = (
+            f"note: completions are cut to {left} tokens: prompts have up to {longest} of {block_size}"
+        )
         print(note, file=sys.stderr)
     return min(left, wanted)
 
 
-def complete(model, tokenizer, scoring, rows, ids, group_size, max_new_tokens, temperature, **options) -> list[dict]:
+def complete(
+    model, tokenizer, scoring, rows, ids, group_size, max_new_tokens, temperature, **options
+) -> list[dict]:
     """`group_size` completions of each row, whose prompts have these ids -> a dict each, groups adjacent, in row order.
 
     prompt, completion; answer: what a majority vote counts, None without one or if cut off; right, reward and others
@@ -120,23 +139,35 @@ def complete(model, tokenizer, scoring, rows, ids, group_size, max_new_tokens, t
     """
     rollouts = sample_groups(model, ids, group_size, max_new_tokens, temperature=temperature, **options)
     completions, stopped = rollouts.completions(), rollouts.stopped.tolist()
-    lengths, logprobs = rollouts.completion_lengths.tolist(), rollouts.sampling_logprobs.double().sum(1).tolist()
+    lengths, logprobs = (
+        rollouts.completion_lengths.tolist(),
+        rollouts.sampling_logprobs.double().sum(1).tolist(),
+    )
     prompts = [row["prompt"] for row in rows for _ in range(group_size)]
     texts = [tokenizer.decode(completion) for completion in completions]
     columns = repeat_columns(rows, group_size) | dict(stopped=stopped, completion_ids=completions)
-    answers = [scoring.task.answer_of(text) if over else None for text, over in zip(texts, stopped, strict=True)]
-    samples = dict(prompt=prompts, completion=texts, answer=answers) | scoring.columns(prompts, texts, columns)
-    samples |= dict(stopped=stopped, length=lengths, greedy=[temperature == 0] * len(texts), logprob=logprobs)
+    answers = [
+        scoring.task.answer_of(text) if over else None
+        for text, over in zip(texts, stopped, strict=True)
+    ]
+    samples = dict(prompt=prompts, completion=texts, answer=answers) | scoring.columns(
+        prompts, texts, columns
+    )
+    samples |= dict(
+        stopped=stopped, length=lengths, greedy=[temperature == 0] * len(texts), logprob=logprobs
+    )
     return [dict(zip(samples, values, strict=True)) for values in zip(*samples.values(), strict=True)]
 
 
-def sample_answers(run: Run, questions: Questions, ids, room, group_size, temperature, seed, pieces) -> list[dict]:
+def sample_answers(
+    run: Run, questions: Questions, ids, room, group_size, temperature, seed, limits
+) -> list[dict]:
     """`complete` for all rows, TOKENS_AT_ONCE at a time, fewer after an out-of-memory; the samples stay the same."""
     settings, model, samples = questions.settings, run.model, []
-    halve = pieces.halve_evaluation(model)
+    halve = limits.halve_evaluation(model)
 
     def make_smaller(error):
-        if pieces.max_eval_batch == 1:
+        if limits.max_eval_batch == 1:
             seen = f"out of memory, decoding one completion at a time: {error}"
             raise SnugError(f"{seen}; try a smaller max_new_tokens than {room}")
         halve(error)
@@ -146,7 +177,7 @@ def sample_answers(run: Run, questions: Questions, ids, room, group_size, temper
         part = slice(first, first + size)
         for attempt in attempts(make_smaller):
             with attempt, autocast(settings.dtype, model):
-                options = sampling_options(settings, run.tokenizer, pieces)
+                options = sampling_options(settings, run.tokenizer, limits)
                 options |= dict(seed=seed, first_row=first * group_size)
                 asked = run.tokenizer, questions.scoring, questions.rows[part], ids[part]
                 some = complete(model, *asked, group_size, room, temperature, **options)
@@ -154,23 +185,31 @@ def sample_answers(run: Run, questions: Questions, ids, room, group_size, temper
     return samples
 
 
-def run_evaluation(run: Run, questions: Questions, settings: EvaluateSettings) -> tuple[dict, list[dict]]:
+def run_evaluation(
+    run: Run, questions: Questions, settings: EvaluateSettings
+) -> tuple[dict, list[dict]]:
     """-> (the first line of the file of samples, the samples: of each prompt the greedy one, then num_samples)."""
     encode, rows, task = run.tokenizer.encode_prompt, questions.rows, questions.scoring.task
     n = settings.num_samples if settings.temperature else 0
     ids = [truncate_prompt(encode(row["prompt"]), questions.settings.max_prompt_length) for row in rows]
     wanted = settings.max_new_tokens or questions.settings.max_new_tokens or task.longest(encode)[1] + 1
     room = room_for(ids, wanted, run.model.config.block_size)
-    pieces = Pieces(questions.settings, partial(print, file=sys.stderr))
-    greedy = sample_answers(run, questions, ids, room, 1, 0.0, settings.seed, pieces)
-    sampled = sample_answers(run, questions, ids, room, n, settings.temperature, settings.seed, pieces) if n else []
+    limits = Limits(questions.settings, partial(print, file=sys.stderr))
+    greedy = sample_answers(run, questions, ids, room, 1, 0.0, settings.seed, limits)
+    sampled = (
+        sample_answers(run, questions, ids, room, n, settings.temperature, settings.seed, limits)
+        if n
+        else []
+    )
     different = len({json.dumps(row["prompt"]) for row in rows})
     asked = asdict(settings) | {name: getattr(questions.settings, name) for name in fields(TaskOptions)}
     asked |= asdict(questions.scoring.settings) | dict(pass_reward=questions.scoring.threshold)
     asked |= dict(max_new_tokens=room, samples_file=str(questions.file))
     head = dict(checkpoint=str(run.path), settings=asked, different_prompts=different)
     head |= summarize(greedy, sampled, n, different)
-    return head, [sample for i in range(len(rows)) for sample in (greedy[i], *sampled[i * n : (i + 1) * n])]
+    return head, [
+        sample for i in range(len(rows)) for sample in (greedy[i], *sampled[i * n : (i + 1) * n])
+    ]
 
 
 def main(settings: EvaluateSettings, questions: Questions):
@@ -181,8 +220,13 @@ def main(settings: EvaluateSettings, questions: Questions):
     finally:  # a full disk does not lose the scores
         print("\n".join(table(head)), flush=True)
     for sample in [sample for sample in samples if sample["greedy"]][: settings.show]:
-        prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
-        print(f"  {'right' if sample['right'] else 'wrong'}  {prompt!r} -> {sample['completion']!r}", flush=True)
+        prompt = (
+            sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
+        )
+        print(
+            f"  {'right' if sample['right'] else 'wrong'}  {prompt!r} -> {sample['completion']!r}",
+            flush=True,
+        )
     if questions.file:
         print(f"samples in {questions.file}", flush=True)
 

@@ -24,18 +24,26 @@ import torch
 import train_sft
 from batch import Cut, gather
 from data.rewards import repeat_columns, total_rewards
+from device.cuda import empty_cache
+from device.host import borrowed, stream_from_host
 from evaluate import truncate_prompt
 from logprobs import head_logprobs, head_loss, head_loss_in_two_visits
+from lora import adapters_off
 from loss import group_advantages, kl_divergence, overlong_punishment, policy_loss, truncated_importance
-from memory import borrowed, stream_from_host
-from memory.cuda import empty_cache
 from model import autocast, make_model
-from pretrained.lora import adapters_off
 from runs.checkpoint import open_checkpoint
 from runs.loading import load_weights
 from runs.log import IS_IT_BROKEN
 from sample import Rollouts, sample_groups
-from training import as_floats, finite_columns, learning_rate_at, mean_of_steps, rollout_metrics, run, score_together
+from training import (
+    as_floats,
+    finite_columns,
+    learning_rate_at,
+    mean_of_steps,
+    rollout_metrics,
+    run,
+    score_together,
+)
 
 
 def main(prepared) -> bool:
@@ -78,24 +86,32 @@ def iterate(iteration, training, collect=None):
     training.begin_iteration(iteration)
 
     # 1. Sample k completions of each of P prompts from the model's own weights. 2. Score them.
-    rollouts, rewards, metrics = (collect or collect_groups)(iteration, training)  # N completions; (P, k)
+    rollouts, rewards, metrics = (collect or collect_groups)(
+        iteration, training
+    )  # N completions; (P, k)
 
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
-    pieces, processes = training.pieces, training.pieces.processes
-    cut = Cut(rollouts, settings.train_batch_size, pieces.max_tokens_per_micro_batch, settings.group_size, processes)
-    smaller = pieces.halve_micro_batches(cut, model)
+    limits, processes = training.limits, training.limits.processes
+    cut = Cut(
+        rollouts,
+        settings.train_batch_size,
+        limits.max_tokens_per_micro_batch,
+        settings.group_size,
+        processes,
+    )
+    smaller = limits.halve_micro_batches(cut, model)
 
     # 4. Log-probs before the first step. The sampler is the model, so its own are the old ones, without a forward pass;
     #    importance_sampling_cap corrects for the difference between sampler and trainer and wants the trainer's.
     log.show("reference")
     rollouts.old_logprobs = rollouts.sampling_logprobs  # (N, T_c)
     if settings.importance_sampling_cap is not None:
-        for attempt in pieces.attempts(smaller):
+        for attempt in limits.attempts(smaller):
             with attempt, meter.phase("reference"):
                 rollouts.old_logprobs = trainer_logprobs(model, rollouts, cut, settings)
         processes.add(rollouts.old_logprobs)
     if settings.beta:
-        for attempt in pieces.attempts(pieces.halve_joined(smaller)):
+        for attempt in limits.attempts(limits.halve_joined(smaller)):
             with attempt, meter.phase("reference"):
                 rollouts.ref_logprobs = reference_logprobs(training, rollouts, cut)
         processes.add(rollouts.ref_logprobs)
@@ -103,7 +119,9 @@ def iterate(iteration, training, collect=None):
     # 5. Advantages: how much better than its group was each completion?
     if settings.use_kl_in_reward:
         rewards = rewards - settings.beta * sequence_kl(rollouts, settings).view(rewards.shape)
-    advantages = group_advantages(rewards, settings.scale_rewards, settings.advantage_eps, settings.baseline)  # (P, k)
+    advantages = group_advantages(
+        rewards, settings.scale_rewards, settings.advantage_eps, settings.baseline
+    )  # (P, k)
     rollouts.advantages = advantages.flatten().to(model.device)  # (N,)
 
     # 6. Learn, num_iterations times over. A step without anything to learn is not taken, so that moments and weight
@@ -117,7 +135,7 @@ def iterate(iteration, training, collect=None):
             skipped += 1
             continue
         # 7. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
-        for attempt in pieces.attempts(smaller):
+        for attempt in limits.attempts(smaller):
             with attempt, meter.phase("train"):
                 training.optimizer.zero_grad(set_to_none=True)
                 result = accumulate_gradient(model, rollouts, cut, step, settings, entropies)
@@ -131,7 +149,9 @@ def iterate(iteration, training, collect=None):
     del rollouts, entropies  # before the evaluation samples its own
     tokens_per_second = metrics.pop("tokens") / meter.stats()["time_rollout_s"]
     metrics = mean_of_steps(taken) | metrics | dict(skipped_steps=skipped, learning_rate=learning_rate)
-    training.end_iteration({"iter": iteration} | metrics | dict(tokens_per_second=tokens_per_second), samples)
+    training.end_iteration(
+        {"iter": iteration} | metrics | dict(tokens_per_second=tokens_per_second), samples
+    )
     if iteration == 0 and abs(metrics.get("loss", 1)) < 1e-3:
         log.say(IS_IT_BROKEN)
 
@@ -147,17 +167,24 @@ def collect_groups(iteration, training):
     that, to have P groups whose rewards are not all equal. Then the first P such groups are kept, in their order; if
     there are fewer, groups with equal rewards fill up.
     """
-    prepared, settings, meter, pieces = training.prepared, training.settings, training.meter, training.pieces
-    P, k, processes = settings.batch_size, settings.group_size, pieces.processes
+    prepared, settings, meter, limits = (
+        training.prepared,
+        training.settings,
+        training.meter,
+        training.limits,
+    )
+    P, k, processes = settings.batch_size, settings.group_size, limits.processes
     own = processes.part(P)  # of several processes each samples some of the groups
-    smaller = pieces.halve_rollout((own.stop - own.start) * k, training.model)
+    smaller = limits.halve_rollout((own.stop - own.start) * k, training.model)
     rounds = []
     for turn in range(settings.max_num_gen_batches):
         training.log.show("rollout" if turn == 0 else f"rollout {turn + 1}")
         rows = prepared.task.prompts("train", training.prompts.numbers(iteration, turn)[own])
-        for attempt in pieces.attempts(smaller):
+        for attempt in limits.attempts(smaller):
             with attempt, meter.phase("rollout"), processes.whole(training.model) as model:
-                rollouts = sample_rows(model, prepared, rows, iteration, turn * P + own.start, pieces.max_rollout_batch)
+                rollouts = sample_rows(
+                    model, prepared, rows, iteration, turn * P + own.start, limits.max_rollout_batch
+                )
         with meter.phase("reward"):
             rounds.append(score_together(processes, score, rollouts, rows, prepared))
         rewards = torch.cat([scored[1] for scored in rounds])  # (rounds * P, k)
@@ -167,12 +194,16 @@ def collect_groups(iteration, training):
     rollouts = Rollouts.joined([scored[0] for scored in rounds]) if len(rounds) > 1 else rounds[0][0]
     if settings.soft_punish_cache:
         lengths = rollouts.completion_lengths.cpu().view(-1, k)
-        rewards = rewards + overlong_punishment(lengths, settings.max_new_tokens, settings.soft_punish_cache)
+        rewards = rewards + overlong_punishment(
+            lengths, settings.max_new_tokens, settings.soft_punish_cache
+        )
     metrics = rollout_metrics(rollouts, rewards, [scored[2] for scored in rounds])
     metrics["frac_reward_zero_std"] = float((~varied).float().mean())
     if len(rounds) > 1:
         kept = torch.cat([varied.nonzero(), (~varied).nonzero()])[:P, 0].sort().values  # (P,) groups
-        rollouts = rollouts.select((kept[:, None] * k + torch.arange(k)).flatten().to(rollouts.tokens.device))
+        rollouts = rollouts.select(
+            (kept[:, None] * k + torch.arange(k)).flatten().to(rollouts.tokens.device)
+        )
         rewards = rewards[kept]
     return rollouts, rewards, metrics
 
@@ -180,10 +211,15 @@ def collect_groups(iteration, training):
 def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0) -> Rollouts:
     """k completions of each task row's prompt. before: prompts of the iteration that came before these."""
     settings, tokenizer = prepared.settings, prepared.tokenizer
-    prompts = [truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length) for row in rows]
+    prompts = [
+        truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length)
+        for row in rows
+    ]
     options = dict(seed=settings.seed * 2**32 + iteration, first_row=before * settings.group_size)
     options |= dict(temperature=settings.temperature, stop_token=tokenizer.stop_tokens)
-    options |= dict(is_over=tokenizer.stopper(settings.stop_string), enforce_eager=settings.enforce_eager)
+    options |= dict(
+        is_over=tokenizer.stopper(settings.stop_string), enforce_eager=settings.enforce_eager
+    )
     options |= dict(progress=True, max_batch=max_batch, chunk_mb=settings.logits_chunk_mb)
     with autocast(settings.dtype, model):
         return sample_groups(model, prompts, settings.group_size, settings.max_new_tokens, **options)
@@ -195,7 +231,10 @@ def score(rollouts, rows, prepared):
     completions = rollouts.completions()
     texts = [prepared.tokenizer.decode(completion) for completion in completions]
     prompts = [row["prompt"] for row in rows for _ in range(k)]
-    columns = repeat_columns(rows, k) | {"stopped": rollouts.stopped.tolist(), "completion_ids": completions}
+    columns = repeat_columns(rows, k) | {
+        "stopped": rollouts.stopped.tolist(),
+        "completion_ids": completions,
+    }
     limits = settings.reward_timeout, prepared.reward_weights
     totals, parts = total_rewards(prepared.reward_funcs, prompts, texts, columns, *limits)
     return torch.tensor(totals).view(-1, k), parts
@@ -218,8 +257,12 @@ def trainer_logprobs(model, rollouts, cut, settings):
     for indices in cut.own([indices for step in cut.steps for indices in step], model):
         micro = gather(rollouts, indices, cut)
         with autocast(settings.dtype, model):
-            hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
-            values = head_logprobs(hidden, model.lm_head_weight, micro.targets, settings.temperature, **options)  # (M,)
+            hidden = micro.completion_hidden(
+                model(micro.tokens, micro.positions, mask=micro.mask)
+            )  # (M, C)
+            values = head_logprobs(
+                hidden, model.lm_head_weight, micro.targets, settings.temperature, **options
+            )  # (M,)
         logprobs[micro.index[micro.sequence], micro.place] = values.to(logprobs.dtype)
         del hidden  # before the next forward
     return logprobs
@@ -229,14 +272,16 @@ def reference_logprobs(training, rollouts, cut):
     """The same of the reference: the model without its adapters, or a model whose weights may wait on the host."""
     settings, reference = training.settings, training.reference or training.model
     if settings.reference == "host":
-        cut = training.pieces.joined(cut)
+        cut = training.limits.joined(cut)
     with adapters_off(reference), borrowed(reference):
         return trainer_logprobs(reference, rollouts, cut, settings)
 
 
 def sequence_kl(rollouts, settings):
     """The KL to the reference, summed over each completion -> (N,) on the host."""
-    kl = kl_divergence(rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator)  # (N, T_c)
+    kl = kl_divergence(
+        rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator
+    )  # (N, T_c)
     return (kl * rollouts.mask).sum(1).cpu()
 
 
@@ -256,7 +301,9 @@ def teaches(rollouts, select, settings) -> bool:
     """Can the gradient be anything but 0? A batch that is not finite is not skipped: the guard reports it."""
     rows = trainable(rollouts, select, settings)
     always = settings.entropy_coef or (settings.beta and not settings.use_kl_in_reward)
-    return bool(rows and (always or rollouts.advantages[rows].any())) or not finite_columns(rollouts, select)
+    return bool(rows and (always or rollouts.advantages[rows].any())) or not finite_columns(
+        rollouts, select
+    )
 
 
 def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
@@ -265,14 +312,22 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
     Gradients are added to the parameters' .grad. Counts are those of the whole step, so the gradient does not depend on
     how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token.
     """
-    pieces = [kept for indices in cut.steps[step] if (kept := trainable(rollouts, indices, settings))]
-    num_tokens = sum(cut.completions[i] for indices in pieces for i in indices)
-    counts = dict(num_tokens=num_tokens, num_sequences=cut.step_size, num_micro_batches=len(pieces))
+    micro_batches = [
+        kept for indices in cut.steps[step] if (kept := trainable(rollouts, indices, settings))
+    ]
+    num_tokens = sum(cut.completions[i] for indices in micro_batches for i in indices)
+    counts = dict(
+        num_tokens=num_tokens, num_sequences=cut.step_size, num_micro_batches=len(micro_batches)
+    )
     entropy_coef, level = settings.entropy_coef, settings.importance_sampling_level
-    totals = dict.fromkeys(("loss", "entropy", "logprob_diff_mean", "logprob_diff_max", "mismatch_kl"), 0.0)
+    totals = dict.fromkeys(
+        ("loss", "entropy", "logprob_diff_mean", "logprob_diff_max", "mismatch_kl"), 0.0
+    )
     if entropies is not None:
-        entropies[cut.sequences(step)] = 0  # an attempt before may have dealt the sequences to other processes
-    for indices in cut.own(pieces, model):
+        entropies[cut.sequences(step)] = (
+            0  # an attempt before may have dealt the sequences to other processes
+        )
+    for indices in cut.own(micro_batches, model):
         micro = gather(rollouts, indices, cut)
         token_loss = make_token_loss(micro, counts, settings, totals)
         # Forward. Only the hidden states that predict completion tokens go on: (M, C)
@@ -282,8 +337,14 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
             options = dict(n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb)
             # Head and loss. A chunk of logits becomes its own gradient and is gone.
             if entropy_coef or level == "sequence":
-                per_token = len(micro.targets) * len(pieces) if settings.loss_type == "bnpo" else num_tokens
-                loss, logprobs, entropy = head_loss_in_two_visits(*head, entropy_coef / per_token, **options)
+                per_token = (
+                    len(micro.targets) * len(micro_batches)
+                    if settings.loss_type == "bnpo"
+                    else num_tokens
+                )
+                loss, logprobs, entropy = head_loss_in_two_visits(
+                    *head, entropy_coef / per_token, **options
+                )
             else:
                 loss, logprobs, entropy = head_loss(*head, entropy=True, **options)
         # Backward, through the blocks.
@@ -291,7 +352,9 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
         logprobs, entropy = logprobs.detach(), entropy.detach()  # (M,)
         difference = (logprobs - micro.sampling_logprobs).abs()
         mismatch = kl_divergence(micro.sampling_logprobs.double(), logprobs.double())
-        for name, values in dict(entropy=entropy, logprob_diff_mean=difference, mismatch_kl=mismatch).items():
+        for name, values in dict(
+            entropy=entropy, logprob_diff_mean=difference, mismatch_kl=mismatch
+        ).items():
             totals[name] = totals[name] + values.sum() / num_tokens
         totals["loss"] = totals["loss"] + loss.detach()
         if entropies is not None:
@@ -307,7 +370,11 @@ def make_token_loss(micro, counts, settings, totals):
     """
 
     def token_loss(logprobs, rows):
-        old, sampling, cap = micro.old_logprobs[rows], micro.sampling_logprobs[rows], settings.importance_sampling_cap
+        old, sampling, cap = (
+            micro.old_logprobs[rows],
+            micro.sampling_logprobs[rows],
+            settings.importance_sampling_cap,
+        )
         loss, metrics = policy_loss(
             logprobs,
             old,

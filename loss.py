@@ -62,7 +62,7 @@ def overlong_punishment(lengths, max_new_tokens, soft_punish_cache):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Pieces of the loss.
+# Limits of the loss.
 
 
 def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
@@ -111,7 +111,9 @@ def truncated_importance(old_logprobs, sampling_logprobs, cap):
     return torch.exp(old_logprobs - sampling_logprobs).clamp(max=cap)
 
 
-def surrogate(ratio, logprobs, advantages, loss_type="dapo", epsilon=0.2, epsilon_high=None, delta=None):
+def surrogate(
+    ratio, logprobs, advantages, loss_type="dapo", epsilon=0.2, epsilon_high=None, delta=None
+):
     """-> the loss of each token (M,), and whether clipping stopped its gradient (M,). All arguments (M,).
 
         -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)      (PPO, eq. 7; epsilon_high: DAPO, eq. 10)
@@ -122,16 +124,22 @@ def surrogate(ratio, logprobs, advantages, loss_type="dapo", epsilon=0.2, epsilo
     ratio itself, as in TRL, not its distance from 1: 0.28 there would shrink every gradient to a quarter.
     """
     if loss_type == "cispo":
-        return -ratio.clamp(max=epsilon_high).detach() * advantages * logprobs, (ratio > epsilon_high) & (
-            advantages != 0
-        )
-    clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)) * advantages
+        return -ratio.clamp(max=epsilon_high).detach() * advantages * logprobs, (
+            ratio > epsilon_high
+        ) & (advantages != 0)
+    clipped = (
+        ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)) * advantages
+    )
     bounded = (ratio if delta is None else ratio.clamp(max=delta)) * advantages
     cut = clipped < bounded
-    return -torch.min(bounded, clipped), cut if delta is None else cut | ((ratio > delta) & (advantages < 0))
+    return -torch.min(bounded, clipped), cut if delta is None else cut | (
+        (ratio > delta) & (advantages < 0)
+    )
 
 
-def token_weights(sequence, lengths, *, num_tokens, num_sequences, loss_type, max_new_tokens=None, num_micro_batches=1):
+def token_weights(
+    sequence, lengths, *, num_tokens, num_sequences, loss_type, max_new_tokens=None, num_micro_batches=1
+):
     """The factor of each token's loss in the sum: (M,), or a number if all are alike.
 
     dapo, cispo  1 / num_tokens                        every token of the step counts alike (DAPO, eq. 8)
@@ -202,6 +210,10 @@ def policy_loss(
         if beta:
             kl = kl_divergence(logprobs, ref_logprobs, kl_estimator)
             per_token = per_token + beta * (kl * ratio if use_bias_correction_kl else kl)
-    counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, num_micro_batches=num_micro_batches)
-    weights = token_weights(sequence, lengths, **counts, loss_type=loss_type, max_new_tokens=max_new_tokens)
+    counts = dict(
+        num_tokens=num_tokens, num_sequences=num_sequences, num_micro_batches=num_micro_batches
+    )
+    weights = token_weights(
+        sequence, lengths, **counts, loss_type=loss_type, max_new_tokens=max_new_tokens
+    )
     return (per_token * weights).sum(), metrics

@@ -18,12 +18,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from device import cpu
+from device.kinds import kind_of
+from kernels.layers import BlockInputs, Embed, Linear, RMSNorm
 from kernels.rotary import Rotary, rotary_table
 from kernels.segments import Segments, attend
 from kernels.swiglu import SwiGLU
-from memory import cpu
-from memory.lean import BlockInputs, Embed, Linear, RMSNorm
-from memory.ledger import kind_of
 from options import in_one_line
 
 
@@ -32,20 +32,26 @@ class GPTConfig:
     """A model's shape. Raises ValueError for numbers that do not fit together; their readers check types and ranges."""
 
     vocab_size: int  # rows of the embedding and of the head
-    n_vocab: int = 0  # ids of the tokenizer; ids from n_vocab on are padding and have probability 0. 0: vocab_size
+    n_vocab: int = (
+        0  # ids of the tokenizer; ids from n_vocab on are padding and have probability 0. 0: vocab_size
+    )
     block_size: int = 1024  # longest sequence, tokens
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768  # C
     n_kv_head: int = 0  # key/value heads, each shared by n_head / n_kv_head query heads. 0: n_head
     head_size: int = 0  # 0: n_embd / n_head
-    n_hidden: int = 0  # 0: 4 C for gelu; for swiglu 8/3 C, which has as many weights, rounded up to a multiple of 8
+    n_hidden: int = (
+        0  # 0: 4 C for gelu; for swiglu 8/3 C, which has as many weights, rounded up to a multiple of 8
+    )
     norm: str = "layernorm"  # | "rmsnorm"
     norm_eps: float = 1e-5
     position: str = "learned"  # | "rotary"
     rope_theta: float = 10000.0
     rope_factor: float = 1.0  # positions are divided by it: all of them, or by Llama 3.1's rule, below
-    rope_original_block_size: int = 0  # > 0: Llama 3.1's rule. Wavelengths longer than original / low are stretched,
+    rope_original_block_size: int = (
+        0  # > 0: Llama 3.1's rule. Wavelengths longer than original / low are stretched,
+    )
     rope_low_freq_factor: float = 1.0  # those shorter than original / high are not,
     rope_high_freq_factor: float = 4.0  # those in between are interpolated
     mlp: str = "gelu"  # | "swiglu"
@@ -56,7 +62,9 @@ class GPTConfig:
     tie_embeddings: bool = True
 
     def __post_init__(self):
-        choices = dict(norm=("layernorm", "rmsnorm"), position=("learned", "rotary"), mlp=("gelu", "swiglu"))
+        choices = dict(
+            norm=("layernorm", "rmsnorm"), position=("learned", "rotary"), mlp=("gelu", "swiglu")
+        )
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r:.40} is not one of {', '.join(known)}")
@@ -113,7 +121,9 @@ class Attention(nn.Module):
             y = cache.attend(self.layer, q, k, v, rotary)
         else:
             if rotary is not None and self.q_norm is None:
-                q, k, v = Rotary.apply(qkv, *rotary, self.heads)  # in place, so attention keeps no copies
+                q, k, v = Rotary.apply(
+                    qkv, *rotary, self.heads
+                )  # in place, so attention keeps no copies
             elif rotary is not None:
                 (q,), (k,) = (Rotary.apply(x, *rotary, [x.shape[1]]) for x in (q, k))
             if cache is not None:
@@ -126,7 +136,9 @@ class Attention(nn.Module):
                 if grouped and q.dtype == torch.float32 and kind_of(q) == "cuda":
                     # In float32 CUDA's fused attention does not share heads.
                     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-                y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+                y = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+                )
         return self.proj(y.transpose(1, 2).reshape(B, T, -1), residual)
 
 
@@ -160,13 +172,21 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.checkpoint_blocks = "none"  # | "block" | "selective": what is recomputed in backward (`run_block`)
-        self.activation_offload = False  # keep the blocks' inputs in host memory until backward, when checkpointing
+        self.checkpoint_blocks = (
+            "none"  # | "block" | "selective": what is recomputed in backward (`run_block`)
+        )
+        self.activation_offload = (
+            False  # keep the blocks' inputs in host memory until backward, when checkpointing
+        )
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        self.position = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
+        self.position = (
+            nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
+        )
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config, config.n_embd)
-        self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = (
+            None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        )
         self.rotary = None  # cos, sin of the positions used so far (`extend_rotary`); not saved
         self.init_weights()
 
@@ -179,7 +199,9 @@ class GPT(nn.Module):
             elif weight.dim() == 2:
                 # What is added to the residual stream is scaled down, so that the sum does not grow with depth.
                 residual = name.endswith(("proj.weight", "down.weight"))
-                nn.init.normal_(weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std)
+                nn.init.normal_(
+                    weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std
+                )
 
     @property
     def lm_head_weight(self) -> nn.Parameter:
@@ -188,13 +210,19 @@ class GPT(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return getattr(self, "runs_on", self.embedding.weight.device)  # runs_on: of weights that wait on the host
+        return getattr(
+            self, "runs_on", self.embedding.weight.device
+        )  # runs_on: of weights that wait on the host
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The type of matmuls: autocast's inside autocast, else the weights'."""
         kind = self.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.embedding.weight.dtype
+        return (
+            torch.get_autocast_dtype(kind)
+            if torch.is_autocast_enabled(kind)
+            else self.embedding.weight.dtype
+        )
 
     def forward(self, tokens, positions=None, cache=None, mask=None, last=None) -> torch.Tensor:
         """tokens (B, T) -> hidden (B, T, C), after the last norm.
@@ -208,7 +236,9 @@ class GPT(nn.Module):
         B, T = tokens.shape
         if positions is None:
             if T > self.config.block_size:
-                raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
+                raise ValueError(
+                    f"a sequence of {T} tokens is longer than block_size={self.config.block_size}"
+                )
             positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
         weight = self.embedding.weight
         trains = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
@@ -217,12 +247,16 @@ class GPT(nn.Module):
         if self.position is not None:
             x = x + self.position(positions)
         else:
-            longest = mask.longest if isinstance(mask, Segments) else T if cache is None else cache.max_length
+            longest = (
+                mask.longest if isinstance(mask, Segments) else T if cache is None else cache.max_length
+            )
             self.extend_rotary(longest, tokens.device)
             rotary = [table[positions][:, None] for table in self.rotary]  # (B, 1, T, D) each
         inputs = BlockInputs()
         for block in self.blocks:
-            x = self.run_block(block, x, rotary, cache, mask, last if block is self.blocks[-1] else None, inputs)
+            x = self.run_block(
+                block, x, rotary, cache, mask, last if block is self.blocks[-1] else None, inputs
+            )
         return self.norm(x)
 
     def extend_rotary(self, length: int, device):
@@ -238,7 +272,9 @@ class GPT(nn.Module):
         """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" also attention."""
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
             return block(x, rotary, cache, mask, last)
-        options = dict(use_reentrant=False, preserve_rng_state=False)  # no dropout, so no generator to restore
+        options = dict(
+            use_reentrant=False, preserve_rng_state=False
+        )  # no dropout, so no generator to restore
         if self.checkpoint_blocks == "selective" and isinstance(mask, Segments):
             mask = mask.keeping()
         with saved_tensors_hooks(*inputs.hooks(x)) if self.activation_offload else nullcontext():

@@ -17,9 +17,15 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     from options import Parser, friendly_errors
     from page.runs import EVERY, first_runs, read_runs
 
-    parser = Parser(usage="python report.py FOLDER [FOLDER ...] [--live]", description=__doc__.partition("\n")[0])
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", help="a run's folder, such as out/grpo_small")
-    parser.add_argument("--live", action="store_true", help=f"write the page again every {EVERY} s until the runs end")
+    parser = Parser(
+        usage="python report.py FOLDER [FOLDER ...] [--live]", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "folders", metavar="FOLDER", nargs="+", help="a run's folder, such as out/grpo_small"
+    )
+    parser.add_argument(
+        "--live", action="store_true", help=f"write the page again every {EVERY} s until the runs end"
+    )
     with friendly_errors():
         arguments = parser.parse_args()
         runs = first_runs(arguments.folders) if arguments.live else read_runs(arguments.folders)
@@ -73,7 +79,9 @@ def planned(run):
         with in_one_line("settings.json"):  # older, or edited
             settings = settings_of({"settings": run.settings})
             prepared = prepare(replace(settings, resume="never", device=run.device))
-        loop, reference = (grpo, grpo.make_reference) if run.kind == "GRPO" else (train_sft, lambda *_, **__: None)
+        loop, reference = (
+            (grpo, grpo.make_reference) if run.kind == "GRPO" else (train_sft, lambda *_, **__: None)
+        )
         return plan(DryRun(prepared, loop.iterate, reference), prepared.settings)
     except (SnugError, OSError) as error:
         print(f"{run.name}: the page has no planned memory ({error})")
@@ -81,19 +89,28 @@ def planned(run):
 
 def rows_of(records):
     """The log of one run -> {row name: cell}."""
-    settled = records[1:] or records  # without the first iteration, which allocates the optimizer's moments
+    settled = (
+        records[1:] or records
+    )  # without the first iteration, which allocates the optimizer's moments
     rows = {"iterations": f"{len(records)}"}
     for name in ("mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"):
         rows[name] = f"{max(record[name] for record in records):.1f}"
-    phases = dict.fromkeys(key.removeprefix(PEAK) for record in records for key in record if key.startswith(PEAK))
+    phases = dict.fromkeys(
+        key.removeprefix(PEAK) for record in records for key in record if key.startswith(PEAK)
+    )
     for phase in phases:
         rows[f"  {PEAK}{phase}"] = f"{max(record.get(PEAK + phase, 0) for record in records):.1f}"
         seconds, key = [], f"time_{phase}_s"
-        for chosen in (settled, records):  # all of them if no settled one has this phase, such as an evaluation
+        for chosen in (
+            settled,
+            records,
+        ):  # all of them if no settled one has this phase, such as an evaluation
             seconds = seconds or [record[key] for record in chosen if key in record]
         rows[f"  {key} (median)"] = f"{median(seconds):.3f}" if seconds else "-"
     rows["time_s (median)"] = f"{median(record['time_s'] for record in settled):.3f}"
-    rows["tokens_per_second (median)"] = f"{median(record['tokens_per_second'] for record in settled):,.0f}"
+    rows["tokens_per_second (median)"] = (
+        f"{median(record['tokens_per_second'] for record in settled):,.0f}"
+    )
     for name in ("reward_mean", "eval_reward_mean", "pass_at_1", "pass_at_1_sampled", "task_pass_at_1"):
         values = [value for _, value in values_of(records, name)]
         if values:
@@ -123,4 +140,6 @@ if __name__ == "__main__":
         try:
             main(runs, arguments.live)
         except OSError as error:
-            raise SnugError(f"{error.filename or runs[0].folder} cannot be written ({error.strerror})") from None
+            raise SnugError(
+                f"{error.filename or runs[0].folder} cannot be written ({error.strerror})"
+            ) from None

@@ -32,12 +32,15 @@ import torch
 from tqdm import tqdm
 
 from decoding import LOOK_EVERY, DecodeBatch, Truncation, as_tuple, cached_casts, uniforms
-from memory.ledger import kind_of, unwatched
+from device.kinds import kind_of
+from memory.ledger import unwatched
 from memory.meter import tensor_bytes
 from model import GPT, autocast
 
 # What a model writes may hold codes that change a terminal's title or clipboard: they are shown as text, such as \x1b.
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
 
 
 @dataclass
@@ -55,7 +58,9 @@ class Rollouts:
     sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 after the end
     mask: torch.Tensor  # (N, T_c), 1 on every sampled token, the stop token included
     stopped: torch.Tensor  # (N,) boolean: ended with the stop token or a stop string, not cut off
-    stopped_by_text: torch.Tensor | None = None  # (N,) boolean: ended with a stop string, which its tokens contain
+    stopped_by_text: torch.Tensor | None = (
+        None  # (N,) boolean: ended with a stop string, which its tokens contain
+    )
     advantages: torch.Tensor | None = None  # (N,)
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
     ref_logprobs: torch.Tensor | None = None  # (N, T_c)
@@ -66,14 +71,25 @@ class Rollouts:
 
     def completions(self) -> list[list[int]]:
         """-> N lists of ids, without the stop token."""
-        by_token = self.stopped if self.stopped_by_text is None else self.stopped & ~self.stopped_by_text
-        lengths = zip(self.prompt_lengths.tolist(), self.completion_lengths.tolist(), by_token.tolist(), strict=True)
-        return [row[p : p + c - one] for row, (p, c, one) in zip(self.tokens.tolist(), lengths, strict=True)]
+        by_token = (
+            self.stopped if self.stopped_by_text is None else self.stopped & ~self.stopped_by_text
+        )
+        lengths = zip(
+            self.prompt_lengths.tolist(),
+            self.completion_lengths.tolist(),
+            by_token.tolist(),
+            strict=True,
+        )
+        return [
+            row[p : p + c - one] for row, (p, c, one) in zip(self.tokens.tolist(), lengths, strict=True)
+        ]
 
     def select(self, rows) -> "Rollouts":
         """-> these rows, a tensor or list of numbers, in that order."""
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Rollouts(**{name: None if value is None else value[rows] for name, value in parts.items()})
+        return Rollouts(
+            **{name: None if value is None else value[rows] for name, value in parts.items()}
+        )
 
     @classmethod
     def joined(cls, parts: list["Rollouts"]) -> "Rollouts":
@@ -84,7 +100,9 @@ class Rollouts:
                 return None
             width = max(value.shape[-1] for value in values)
             if values[0].dim() > 1:
-                values = [torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values]
+                values = [
+                    torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values
+                ]
             return torch.cat(values)
 
         return cls(**{f.name: join([getattr(part, f.name) for part in parts]) for f in fields(cls)})
@@ -133,14 +151,22 @@ def sample_groups(
     casts = torch.is_autocast_enabled(model.device.type)
     look = "sampling: {n_fmt}/{total_fmt} completions |{bar}| {elapsed}{postfix}"
     bar = tqdm(
-        total=N, bar_format=look, delay=3, mininterval=0.2, miniters=0, leave=False, disable=not progress or None
+        total=N,
+        bar_format=look,
+        delay=3,
+        mininterval=0.2,
+        miniters=0,
+        leave=False,
+        disable=not progress or None,
     )
     with bar, torch.no_grad() if casts else torch.inference_mode(), cached_casts(model):
         batch = DecodeBatch(
             model, prompts, group_size, max_new_tokens, slots, stop_token, temperature=temperature, chunk_mb=chunk_mb,
             truncation=truncation, is_over=is_over, cuda_graphs=model.device.type == "cuda" and not enforce_eager,
         )  # fmt: skip
-        batch.u[:N] = torch.from_numpy(uniforms(seed, np.arange(first_row, first_row + N), np.arange(max_new_tokens)))
+        batch.u[:N] = torch.from_numpy(
+            uniforms(seed, np.arange(first_row, first_row + N), np.arange(max_new_tokens))
+        )
         steps, tokens, began = LOOK_EVERY[kind_of(batch.rows)], 0, time.monotonic()
         while batch.refill():
             for _ in range(steps):
@@ -171,13 +197,17 @@ def assemble(prompts, k, tokens, logprobs, stop_token, text_end=None) -> Rollout
         stopped = stopped | by_text
     T_c = int(lengths.max())
     prompt_lengths = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(k)
-    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(device)
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(
+        device
+    )
     whole = torch.zeros(N, int((prompt_lengths + lengths).max()), dtype=torch.long, device=device)
     whole[:, : padded.shape[1]] = padded.repeat_interleave(k, 0)[:, : whole.shape[1]]
     mask = torch.arange(T_c, device=device) < lengths[:, None]  # (N, T_c)
     row, t = mask.nonzero(as_tuple=True)
     whole[row, prompt_lengths[row] + t] = tokens[row, t]
-    return Rollouts(whole, prompt_lengths, lengths, logprobs[:, :T_c] * mask, mask.long(), stopped, by_text)
+    return Rollouts(
+        whole, prompt_lengths, lengths, logprobs[:, :T_c] * mask, mask.long(), stopped, by_text
+    )
 
 
 @torch.no_grad()
@@ -213,18 +243,28 @@ def main(settings, run):
 
     run = load_run(run, settings.device)
     if not settings.prompt and not run.settings.task:
-        raise SnugError(f"{run.path} was not trained here, so it has no task to take a prompt from; give --prompt=...")
+        raise SnugError(
+            f"{run.path} was not trained here, so it has no task to take a prompt from; give --prompt=..."
+        )
     prompt = settings.prompt or make_task(run.settings).prompts("test", [settings.seed])[0]["prompt"]
     if settings.prompt and (settings.chat or run.settings.chat):
         prompt = as_messages(prompt, settings.system_prompt or run.settings.system_prompt)
     elif settings.system_prompt:
-        raise SnugError(f"system_prompt={settings.system_prompt!r:.60} is a message of a chat; add --chat")
+        raise SnugError(
+            f"system_prompt={settings.system_prompt!r:.60} is a message of a chat; add --chat"
+        )
     ids, block_size = run.tokenizer.encode_prompt(prompt), run.model.config.block_size
     if not 1 <= len(ids) < block_size:
         raise SnugError(f"the prompt has {len(ids)} tokens; this model takes 1 to {block_size - 1}")
-    options = dict(temperature=settings.temperature, seed=settings.seed, stop_token=run.tokenizer.stop_tokens)
-    options |= dict(truncation=Truncation(settings.top_k, settings.top_p, settings.min_p), progress=True)
-    options |= dict(is_over=run.tokenizer.stopper(settings.stop_string), enforce_eager=settings.enforce_eager)
+    options = dict(
+        temperature=settings.temperature, seed=settings.seed, stop_token=run.tokenizer.stop_tokens
+    )
+    options |= dict(
+        truncation=Truncation(settings.top_k, settings.top_p, settings.min_p), progress=True
+    )
+    options |= dict(
+        is_over=run.tokenizer.stopper(settings.stop_string), enforce_eager=settings.enforce_eager
+    )
     max_new_tokens = min(settings.max_new_tokens, block_size - len(ids))
     with autocast(run.settings.dtype, run.model):
         rollouts = sample_groups(run.model, [ids], settings.num_samples, max_new_tokens, **options)

@@ -35,11 +35,11 @@ def iterate(iteration, training, make_batch=None):
 
     # 1. Demonstrations, cut into micro-batches.
     batch = (make_batch or demonstrations)(iteration, training)
-    cut = Cut(batch, 0, training.pieces.max_tokens_per_micro_batch, processes=training.pieces.processes)
+    cut = Cut(batch, 0, training.limits.max_tokens_per_micro_batch, processes=training.limits.processes)
 
     # 2. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
     training.log.show("train")
-    for attempt in training.pieces.attempts(training.pieces.halve_micro_batches(cut, model)):
+    for attempt in training.limits.attempts(training.limits.halve_micro_batches(cut, model)):
         with attempt, meter.phase("train"):
             training.optimizer.zero_grad(set_to_none=True)
             metrics = accumulate_gradient(model, batch, cut, settings)
@@ -52,7 +52,9 @@ def iterate(iteration, training, make_batch=None):
     stats, num_tokens = meter.stats(), sum(cut.completions)
     record = {"iter": iteration} | (metrics or {}) | {"learning_rate": learning_rate}
     record["completion_length_mean"] = num_tokens / settings.batch_size
-    record["tokens_per_second"] = num_tokens / (stats["time_train_s"] + stats.get("time_optimizer_s", 0.0))
+    record["tokens_per_second"] = num_tokens / (
+        stats["time_train_s"] + stats.get("time_optimizer_s", 0.0)
+    )
     training.end_iteration(record)
 
 
@@ -73,8 +75,15 @@ def accumulate_gradient(model, batch, cut, settings):
     for indices in cut.own(cut.steps[0], model):
         micro = gather(batch, indices, cut)
         with autocast(settings.dtype, model):
-            hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))  # (M, C)
-            head = hidden, model.lm_head_weight, micro.targets, lambda logprobs, rows: -logprobs.sum() / num_tokens
+            hidden = micro.completion_hidden(
+                model(micro.tokens, micro.positions, mask=micro.mask)
+            )  # (M, C)
+            head = (
+                hidden,
+                model.lm_head_weight,
+                micro.targets,
+                lambda logprobs, rows: -logprobs.sum() / num_tokens,
+            )
             options = dict(n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb)
             share, _, entropies = head_loss(*head, entropy=True, **options)
         share.backward()

@@ -29,12 +29,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from batch import Cut, Sequences, gather
 from decoding import DecodeBatch
+from device.cuda import empty_cache
+from device.kinds import MIB
 from grpo import trainer_logprobs
 from kernels import flash, segments
 from kernels.segments import Segments, attend, attend_dense
 from logprobs import head_loss
-from memory.cuda import empty_cache
-from memory.ledger import MIB
 from model import make_model
 from sample import sample_groups
 from settings import GRPOSettings, SFTSettings

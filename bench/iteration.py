@@ -46,8 +46,9 @@ import torch
 from common import DEVICE, HOME, begin, chosen, clocked, commit, parser, result, synchronize
 
 import grpo
-from memory import MemoryMeter, cpu
-from memory.ledger import MIB
+from device import cpu
+from device.kinds import MIB
+from memory import MemoryMeter
 from model import GPTConfig, make_model
 from options import read_settings
 from pretrained.shapes import read_shape

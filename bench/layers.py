@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from decoding import kvcache  # noqa: E402
+from device.host import HostLedger
+from device.kinds import PlanningMode  # noqa: E402
+from kernels import layers as lean  # noqa: E402
 from kernels.segments import Segments  # noqa: E402
-from memory import lean  # noqa: E402
-from memory.ledger import HostLedger, PlanningMode  # noqa: E402
 from model import make_model  # noqa: E402
 
 SHAPE = dict(vocab_size=8, n_head=12, n_kv_head=2, n_embd=1536, head_size=128, n_hidden=8960, block_size=32768)

@@ -17,13 +17,13 @@ import torch
 from common import DEVICE, begin, chosen, end, going_on, parser, result
 
 import grpo
-from memory import MemoryMeter, Pieces
-from memory.cuda import empty_cache
-from memory.ledger import MIB
+from device.cuda import empty_cache
+from device.kinds import MIB
+from device.pick import pick_device
+from memory import Limits, MemoryMeter
 from memory.plan import GIB, plan
 from model import make_model
 from options import read_settings
-from runs.device import pick_device
 from runs.loading import configure
 from runs.log import NoLog
 from runs.prepare import prepare
@@ -109,8 +109,8 @@ def run(prepared, iterations=2, iterate=grpo.iterate):
         reference = grpo.make_reference(prepared, device, weights=False)
         model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
         optimizer = make_optimizer(model, settings)
-        guard, pieces = Guard(settings, print), Pieces(settings, print)
-        parts = model, reference, optimizer, meter, NoLog(settings), guard, None, pieces, Prompts(settings.batch_size)
+        guard, limits = Guard(settings, print), Limits(settings, print)
+        parts = model, reference, optimizer, meter, NoLog(settings), guard, None, limits, Prompts(settings.batch_size)
         training = Measured(prepared, *parts)
         grpo.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)
         try:

@@ -3,7 +3,7 @@
     python train_sft.py config/sft_small.py     # once: its warm start
     python bench/neighbour.py [--rounds=3] [--iterations=8]
 
-With memory/cpu.py as it is, and without its two parts: float32 products by MKL alone, and OpenMP's threads spinning as
+With device/cpu.py as it is, and without its two parts: float32 products by MKL alone, and OpenMP's threads spinning as
 they do by default. The six take turns, each in its own process. A figure is the median of a process's iterations
 without the first two.
 
@@ -35,14 +35,14 @@ def arm(without, iterations):
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--out_dir={folder}/run", f"--max_iters={iterations}", "--eval_prompts=0", "--device=cpu"]
         prepared = prepare(*read_settings(GRPOSettings, [str(HOME / "config/grpo_small.py"), *words])[:2])
+        import device.pick
         import grpo
-        import runs.device
-        from memory import cpu
+        from device import cpu
 
         if "mkl" in without:
             cpu.stays_float32 = lambda: False
         if "spin" in without:
-            runs.device.share_cores = lambda: None
+            device.pick.share_cores = lambda: None
         with open(os.devnull, "w") as sys.stdout:
             grpo.main(prepared)
         sys.stdout = sys.__stdout__

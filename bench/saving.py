@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from memory.host import available_on_host
-from memory.ledger import MIB
+from device.host import available_on_host
+from device.kinds import MIB
 from model import GPT, GPTConfig
 from runs import saver as saving
 from runs.loading import tensors_of

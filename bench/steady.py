@@ -25,7 +25,7 @@ import torch
 
 import grpo
 import train_sft
-from memory.ledger import MIB
+from device.kinds import MIB
 from memory.meter import resident_bytes
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings

@@ -24,7 +24,13 @@ from data.rows import FileOptions, FileTask
 from data.task import Task
 from options import SnugError, did_you_mean, option
 
-TASKS = {"addition": Addition, "countdown": Countdown, "gsm8k": GSM8K, "reasoning_gym": ReasoningGym, "jsonl": Jsonl}
+TASKS = {
+    "addition": Addition,
+    "countdown": Countdown,
+    "gsm8k": GSM8K,
+    "reasoning_gym": ReasoningGym,
+    "jsonl": Jsonl,
+}
 
 
 @dataclass
@@ -33,15 +39,22 @@ class TaskOptions(AdditionOptions, CountdownOptions, FileOptions, GymOptions):
 
     task: str = option("addition", "the task: prompts, demonstrations and reward", choices=tuple(TASKS))
     demonstration_noise: float = option(
-        0.0, "probability of an error in each carry (addition) or in each demonstration (countdown)", maximum=1
+        0.0,
+        "probability of an error in each carry (addition) or in each demonstration (countdown)",
+        maximum=1,
     )
     format_reward: float = option(
-        0.0, "gsm8k, reasoning_gym, countdown_form=tags: reward for an answer in the right form, even a wrong one"
+        0.0,
+        "gsm8k, reasoning_gym, countdown_form=tags: reward for an answer in the right form, even a wrong one",
     )
     chat: bool = option(False, "ask prompts as messages, in the tokenizer's chat template")
-    system_prompt: str = option("", "chat: system message before each prompt; empty: none, or the template's own")
+    system_prompt: str = option(
+        "", "chat: system message before each prompt; empty: none, or the template's own"
+    )
     eval_split: str = option(
-        "test", "prompts to evaluate; tune: a tenth of the training prompts, not trained on", choices=("test", "tune")
+        "test",
+        "prompts to evaluate; tune: a tenth of the training prompts, not trained on",
+        choices=("test", "tune"),
     )
     tokenizer: str = option(
         "bytes",
@@ -59,7 +72,9 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
         raise SnugError(f"task={name!r} is not one of {', '.join(TASKS)}")
     for option_name, path in (("data_file", settings.data_file), ("test_file", settings.test_file)):
         if path and not issubclass(TASKS[name], FileTask):
-            raise SnugError(f"{option_name}={path!r} is read by the tasks jsonl and gsm8k, and task is {name!r}")
+            raise SnugError(
+                f"{option_name}={path!r} is read by the tasks jsonl and gsm8k, and task is {name!r}"
+            )
     if settings.system_prompt and not settings.chat:
         raise SnugError(f"system_prompt={settings.system_prompt!r:.60} is a message; add --chat")
     task = TASKS[name](settings, demonstrations)
@@ -94,12 +109,16 @@ def load_reward_function(spec: str) -> Callable:
         hint = did_you_mean(function_name, dir(module))
         raise SnugError(f"reward_funcs={spec!r}: {name} has no {function_name}{hint}")
     if not callable(function):
-        raise SnugError(f"reward_funcs={spec!r}: {function_name} is not a function but {function!r:.40}")
+        raise SnugError(
+            f"reward_funcs={spec!r}: {function_name} is not a function but {function!r:.40}"
+        )
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # not known of some that are written in C
         return function
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         said = f"{function_name} takes no **columns, and the file's columns are passed to it by name"
-        raise SnugError(f"reward_funcs={spec!r}: {said}; write def {function_name}(prompts, completions, **columns)")
+        raise SnugError(
+            f"reward_funcs={spec!r}: {said}; write def {function_name}(prompts, completions, **columns)"
+        )
     return function

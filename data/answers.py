@@ -20,8 +20,12 @@ NUMBER = re.compile(
 NUMERAL = re.compile(r"[0-9]+(?:[.,][0-9]+)*")  # the same read backwards
 # A number begins with a sign that is no operator, a decimal point that ends no word, a currency or a digit,
 BEGIN = re.compile(r"(?<![0-9A-Za-z_)\]}%+\u2212-])(?=[-+\u2212])|(?<![A-Za-z.])(?=\.)|(?=[\\$€£¥0-9])")
-WHOLE = re.compile(r"(?<![/^])(?<![0-9][A-Za-z])(?<![0-9][eE][-+\u2212])")  # and not as the end of 1/2, 10^3, 4e1.
-BESIDE_WORDS = set(".,;:!?%'\"()/*\\{}$€£¥°-")  # may follow a number, like letters and spaces: \%, \text{ apples}
+WHOLE = re.compile(
+    r"(?<![/^])(?<![0-9][A-Za-z])(?<![0-9][eE][-+\u2212])"
+)  # and not as the end of 1/2, 10^3, 4e1.
+BESIDE_WORDS = set(
+    ".,;:!?%'\"()/*\\{}$€£¥°-"
+)  # may follow a number, like letters and spaces: \%, \text{ apples}
 
 
 def number_after_marker(completion: str) -> str | None:
@@ -54,7 +58,11 @@ def last_number(completion: str) -> str | None:
     start, end = len(completion) - numeral.end(), len(completion) - numeral.start()
     for first in range(max(start - 6, 0), start + 1):  # a sign, \$, a space, a sign and a dot are six
         if BEGIN.match(completion, first) and (number := read_number(completion[first:end])):
-            return None if not WHOLE.match(completion, first) or completion[end : end + 1].isnumeric() else number
+            return (
+                None
+                if not WHOLE.match(completion, first) or completion[end : end + 1].isnumeric()
+                else number
+            )
     return None
 
 

@@ -35,7 +35,9 @@ MAX_PARENTHESES = 20  # pairs; bounds the recursion
 
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 NODES = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-EXPRESSION = re.compile(r"[-+*/() ]*[0-9][-+*/()0-9 ]*")  # has the characters of an expression; may still be malformed
+EXPRESSION = re.compile(
+    r"[-+*/() ]*[0-9][-+*/()0-9 ]*"
+)  # has the characters of an expression; may still be malformed
 BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}  # operator precedence; a number has 3
 
 
@@ -44,12 +46,16 @@ class CountdownOptions:
     """task=countdown."""
 
     countdown_form: str = option(
-        "terse", "terse: 3 5 7=22: -> 5*3+7; tags: words -> <answer>5*3+7</answer>", choices=("terse", "tags")
+        "terse",
+        "terse: 3 5 7=22: -> 5*3+7; tags: words -> <answer>5*3+7</answer>",
+        choices=("terse", "tags"),
     )
     countdown_min_numbers: int = option(3, "fewest numbers to combine", minimum=2)
     countdown_max_numbers: int = option(4, "most numbers to combine", minimum=2, maximum=10)
     countdown_max_number: int = option(20, "largest number to combine", minimum=2, maximum=MAX_VALUE)
-    countdown_max_target: int = option(MAX_VALUE, "largest number to reach", minimum=1, maximum=MAX_VALUE)
+    countdown_max_target: int = option(
+        MAX_VALUE, "largest number to reach", minimum=1, maximum=MAX_VALUE
+    )
     countdown_operators: str = option("+-*/", "allowed operators, as one word")
 
 
@@ -58,7 +64,10 @@ class Countdown(Task):
 
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
-        self.min_numbers, self.max_numbers = settings.countdown_min_numbers, settings.countdown_max_numbers
+        self.min_numbers, self.max_numbers = (
+            settings.countdown_min_numbers,
+            settings.countdown_max_numbers,
+        )
         self.max_number, self.max_target = settings.countdown_max_number, settings.countdown_max_target
         self.operators, self.has_form = settings.countdown_operators, settings.countdown_form == "tags"
         if self.min_numbers > self.max_numbers:
@@ -76,7 +85,9 @@ class Countdown(Task):
         if value is None or value > self.max_target:
             return None
         target = int(value)
-        return dict(prompt=self.prompt_of(numbers, target), numbers=numbers, target=target, solution=solution)
+        return dict(
+            prompt=self.prompt_of(numbers, target), numbers=numbers, target=target, solution=solution
+        )
 
     def prompt_of(self, numbers, target):
         if not self.has_form:
@@ -87,7 +98,9 @@ class Countdown(Task):
             f"{' '.join(dict.fromkeys(self.operators))} and parentheses. Think in <think> </think> first, then give "
             f"the expression alone in <answer> </answer>, such as <answer>(1 {first} 2) {last} 3</answer>."
         )
-        return text if self.chat else text + "\n"  # without messages, a newline separates the answer from the prompt
+        return (
+            text if self.chat else text + "\n"
+        )  # without messages, a newline separates the answer from the prompt
 
     def identity(self, row):
         return f"{sorted(row['numbers'])}={row['target']}"
@@ -98,7 +111,9 @@ class Countdown(Task):
         A model that imitates this can find most solutions, but its most likely answer is often the lazy, wrong one.
         """
         lazy = rng.random() < self.demonstration_noise
-        return self.in_form(self.operators[0].join(map(str, row["numbers"])) if lazy else row["solution"])
+        return self.in_form(
+            self.operators[0].join(map(str, row["numbers"])) if lazy else row["solution"]
+        )
 
     def in_form(self, expression):
         return f"<answer>{expression}</answer>" if self.has_form else expression
@@ -126,7 +141,9 @@ class Countdown(Task):
     def longest_answer(self):
         """20-(20-(20-20)): every operation but the outermost may need parentheses."""
         pairs = self.max_numbers - 2
-        return self.in_form(f"{self.max_number}-(" * pairs + f"{self.max_number}-{self.max_number}" + ")" * pairs)
+        return self.in_form(
+            f"{self.max_number}-(" * pairs + f"{self.max_number}-{self.max_number}" + ")" * pairs
+        )
 
 
 class Expression(NamedTuple):
@@ -154,7 +171,9 @@ def join(a: Expression, symbol: str, b: Expression) -> Expression:
     binding = BINDING[symbol]
     left = f"({a.text})" if a.binding < binding else a.text
     # a-(b+c) and a/(b*c) need the parentheses; a+(b-c) and a*(b/c) do not
-    right = f"({b.text})" if b.binding < binding or (b.binding == binding and symbol in "-/") else b.text
+    right = (
+        f"({b.text})" if b.binding < binding or (b.binding == binding and symbol in "-/") else b.text
+    )
     return Expression(value, left + symbol + right, binding)
 
 

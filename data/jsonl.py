@@ -33,7 +33,9 @@ class Jsonl(FileTask):
         columns = self.rows["train"][0].keys()
         self.scored = "answer" in columns
         self.columns = ("answer",) if self.scored else ()
-        self.only_numbers = all(type(row.get("answer")) in NUMBERS for rows in self.rows.values() for row in rows)
+        self.only_numbers = all(
+            type(row.get("answer")) in NUMBERS for rows in self.rows.values() for row in rows
+        )
         if demonstrations and not columns & {"answer", "demonstration"}:
             missing = "no column demonstration, nor answer, to learn from"
             raise SnugError(f"data_file={settings.data_file} has {missing}; add one")
@@ -43,7 +45,11 @@ class Jsonl(FileTask):
 
     def identity(self, row):
         prompt = row["prompt"]
-        return prompt if isinstance(prompt, str) else json.dumps([[m["role"], m["content"]] for m in prompt])
+        return (
+            prompt
+            if isinstance(prompt, str)
+            else json.dumps([[m["role"], m["content"]] for m in prompt])
+        )
 
     def demonstration(self, row, rng):
         return row["demonstration"] if "demonstration" in row else text_of(row.get("answer", ""))
@@ -74,7 +80,9 @@ def check_row(row, like):
     if not isinstance(row.get("answer", ""), str | int | float):
         raise ValueError(f"answer must be text, a number or a boolean, not {row['answer']!r:.40}")
     if type(row.get("answer")) in NUMBERS and last_number(text_of(row["answer"])) is None:
-        raise ValueError(f"answer {row['answer']!r:.40} is no number of {MAX_ANSWER} digits or fewer; write it as text")
+        raise ValueError(
+            f"answer {row['answer']!r:.40} is no number of {MAX_ANSWER} digits or fewer; write it as text"
+        )
     if not isinstance(row.get("demonstration", ""), str):
         raise ValueError(f"demonstration must be text, not {row['demonstration']!r:.40}")
     if row.keys() != like.keys():
@@ -83,9 +91,13 @@ def check_row(row, like):
         raise ValueError(f"other columns than the rows before: {', '.join(differences)}")
     if isinstance(row["prompt"], str) != isinstance(like["prompt"], str):
         kinds = ("text", "messages") if isinstance(row["prompt"], str) else ("messages", "text")
-        raise ValueError("a prompt of {} where the rows before have {}; use one of the two".format(*kinds))
+        raise ValueError(
+            "a prompt of {} where the rows before have {}; use one of the two".format(*kinds)
+        )
     for name in RESERVED & row.keys():
-        raise ValueError(f"the column {name} has the name of an argument of reward functions; rename it")
+        raise ValueError(
+            f"the column {name} has the name of an argument of reward functions; rename it"
+        )
 
 
 def check_prompt(prompt):
@@ -96,6 +108,10 @@ def check_prompt(prompt):
         raise ValueError(f"prompt must be text or messages, not {prompt!r:.40}")
     for message in prompt:
         if not has_texts(message, {"role", "content"}):
-            raise ValueError(f'a message must be {{"role": text, "content": text}}, not {message!r:.40}')
+            raise ValueError(
+                f'a message must be {{"role": text, "content": text}}, not {message!r:.40}'
+            )
     if prompt[-1]["role"] == "assistant":
-        raise ValueError("the last message is the assistant's, which the model has to write; move it to demonstration")
+        raise ValueError(
+            "the last message is the assistant's, which the model has to write; move it to demonstration"
+        )

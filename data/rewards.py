@@ -52,7 +52,11 @@ def total_rewards(
     weights = weights or [1.0] * len(functions)
     totals = []
     for completion, rewards in zip(completions, zip(*answers, strict=True), strict=True):
-        parts = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if reward is not None]
+        parts = [
+            weight * reward
+            for weight, reward in zip(weights, rewards, strict=True)
+            if reward is not None
+        ]
         total = sum(parts) if parts else math.nan
         if abs(total) >= LARGEST:
             sums = f"add up to {total}; keep them below {LARGEST:g}"
@@ -68,7 +72,9 @@ class Scoring:
     """How evaluations score completions: with the reward functions of the training, as many completions at a time."""
 
     task: Task
-    functions: list[Callable]  # the user's reward_funcs, or the task's; the task's first one gives 1 if right
+    functions: list[
+        Callable
+    ]  # the user's reward_funcs, or the task's; the task's first one gives 1 if right
     weights: Sequence[float]  # of functions; empty: 1 each
     settings: object  # reward_funcs, pass_reward, reward_timeout
     batch: int
@@ -79,7 +85,9 @@ class Scoring:
         given, total = self.settings.pass_reward, sum(self.weights or [1.0] * len(self.functions))
         return (total if given is None else given) if self.settings.reward_funcs else None
 
-    def columns(self, prompts: list, completions: list[str], columns: dict[str, list]) -> dict[str, list]:
+    def columns(
+        self, prompts: list, completions: list[str], columns: dict[str, list]
+    ) -> dict[str, list]:
         """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's own}.
 
         None: not scored. task_reward is only beside reward_funcs, reward/<function> there or if there are several.
@@ -87,8 +95,14 @@ class Scoring:
         own, totals, parts = self.settings.reward_funcs, [], {}
         for first in range(0, len(completions), self.batch):  # reward_timeout is meant for a batch
             part = slice(first, first + self.batch)
-            some = prompts[part], completions[part], {name: values[part] for name, values in columns.items()}
-            more, said = total_rewards(self.functions, *some, self.settings.reward_timeout, self.weights)
+            some = (
+                prompts[part],
+                completions[part],
+                {name: values[part] for name, values in columns.items()},
+            )
+            more, said = total_rewards(
+                self.functions, *some, self.settings.reward_timeout, self.weights
+            )
             totals += [None if math.isnan(total) else total for total in more]
             parts = {f"reward/{name}": parts.get(f"reward/{name}", []) + said[name] for name in said}
         if own:
@@ -96,12 +110,20 @@ class Scoring:
             right = [total is not None and total >= least for total in totals]
         else:
             right = [reward == 1 for reward in next(iter(parts.values()))]
-        task = {"task_reward": self.task.rewards(prompts, completions, **columns)} if own and self.task.scored else {}
+        task = (
+            {"task_reward": self.task.rewards(prompts, completions, **columns)}
+            if own and self.task.scored
+            else {}
+        )
         return dict(right=right, reward=totals) | (parts if own or len(parts) > 1 else {}) | task
 
 
 def ask(
-    function: Callable, prompts: list, completions: list[str], columns: dict[str, list], timeout: float = 0.0
+    function: Callable,
+    prompts: list,
+    completions: list[str],
+    columns: dict[str, list],
+    timeout: float = 0.0,
 ) -> list[float | None]:
     """A reward function's rewards, a finite number or None a completion. Raises SnugError that names the function."""
     name, count = f"reward function {name_of(function)}", len(completions)
@@ -140,7 +162,9 @@ class OutOfTime(BaseException):
     """A reward function is late. No Exception, so that it interrupts a function that catches every Exception."""
 
 
-def call(function: Callable, prompts: list, completions: list[str], columns: dict[str, list], timeout: float):
+def call(
+    function: Callable, prompts: list, completions: list[str], columns: dict[str, list], timeout: float
+):
     """What the function returns. Raises OutOfTime after `timeout` seconds (0: never).
 
     A function may catch OutOfTime and go on. So alarms go on. Each raises it at once, and each after the first also 1,

@@ -23,7 +23,9 @@ SHOWN = 5  # bad rows that an error names; it counts the rest
 class FileOptions:
     """task=gsm8k, task=jsonl."""
 
-    data_file: str = option("", 'jsonl: a file of JSON lines, {"prompt": ..., "answer": ...}; gsm8k: its train.jsonl')
+    data_file: str = option(
+        "", 'jsonl: a file of JSON lines, {"prompt": ..., "answer": ...}; gsm8k: its train.jsonl'
+    )
     test_file: str = option("", "held-out prompts; empty: one in ten rows of data_file")
 
 
@@ -58,8 +60,13 @@ class FileTask(Task):
         for split in self.splits:
             if not self.rows[split]:
                 remedy = "leave out eval_split=tune" if split == "tune" else "name a test_file"
-                raise SnugError(f"data_file={path}: none of its {len(rows)} rows is in the {split} split; {remedy}")
-        self.epoch, self.order = None, []  # number of the last epoch asked for, and the order of its rows
+                raise SnugError(
+                    f"data_file={path}: none of its {len(rows)} rows is in the {split} split; {remedy}"
+                )
+        self.epoch, self.order = (
+            None,
+            [],
+        )  # number of the last epoch asked for, and the order of its rows
         self.bounds = None  # result of `longest`
 
     def row(self, split, number):
@@ -133,7 +140,11 @@ def parse_line(line: bytes):
 
 def has_texts(value, names: set[str]) -> bool:
     """Is it an object with exactly these names, each a text?"""
-    return isinstance(value, dict) and set(value) == names and all(isinstance(text, str) for text in value.values())
+    return (
+        isinstance(value, dict)
+        and set(value) == names
+        and all(isinstance(text, str) for text in value.values())
+    )
 
 
 def refuse_constant(name):

@@ -61,7 +61,9 @@ def scores_of_prompts(greedy: list[bool], groups: list[list[tuple]]) -> dict[str
     counts = [sum(right for _, right in group) for group in groups]
     scores["pass_at_1_sampled"] = [pass_at(1, n, count) for count in counts]
     scores |= {f"pass_at_{k}": [pass_at(k, n, count) for count in counts] for k in powers(n)[1:]}
-    return scores | ({f"maj_at_{n}": [majority(*zip(*group, strict=True)) for group in groups]} if n > 1 else {})
+    return scores | (
+        {f"maj_at_{n}": [majority(*zip(*group, strict=True)) for group in groups]} if n > 1 else {}
+    )
 
 
 def summarize(greedy: list[dict], sampled: list[dict], n: int, different: int) -> dict:
@@ -80,7 +82,10 @@ def summarize(greedy: list[dict], sampled: list[dict], n: int, different: int) -
         scores |= shares_of(samples, suffix) if samples else {}
     intervals = {name: wilson(mean, different) for name, mean in scores.items()}
     shown = sampled or greedy
-    means, rewards = {name: mean_of([s[name] for s in shown]) for name in ("length", "stopped")}, reward_means(shown)
+    means, rewards = (
+        {name: mean_of([s[name] for s in shown]) for name in ("length", "stopped")},
+        reward_means(shown),
+    )
     if len(rewards) > 1:  # otherwise it is pass@1
         means |= {"reward_greedy": reward_means(greedy)["reward"]} | rewards
     return dict(scores=scores, intervals=intervals, means=means)
@@ -88,7 +93,11 @@ def summarize(greedy: list[dict], sampled: list[dict], n: int, different: int) -
 
 def shares_of(samples: list[dict], suffix: str = "") -> dict[str, float]:
     """Samples -> {"pass_at_1": share of right ones, "task_pass_at_1": by the task's own reward, where it is beside}."""
-    own = {"task_pass_at_1": [s["task_reward"] == 1 for s in samples]} if "task_reward" in samples[0] else {}
+    own = (
+        {"task_pass_at_1": [s["task_reward"] == 1 for s in samples]}
+        if "task_reward" in samples[0]
+        else {}
+    )
     found = {"pass_at_1": [s["right"] for s in samples]} | own
     return {name + suffix: mean_of(values) for name, values in found.items()}
 
@@ -109,8 +118,15 @@ def table(head: dict) -> list[str]:
     n, P = asked["num_samples"] if asked["temperature"] else 0, asked["num_prompts"]
     title = f"{head['checkpoint']}: {asked['task']}, {P} prompts of the {asked['eval_split']} split"
     title += f" ({head['different_prompts']} different)" if head["different_prompts"] < P else ""
-    title += f", {n} {'sample' if n == 1 else 'samples'} each at temperature {asked['temperature']:g}" if n else ""
-    remarks = {"pass_at_1": "greedy", "pass_at_1_sampled": f"mean of {n} samples" if n > 1 else "sampled"}
+    title += (
+        f", {n} {'sample' if n == 1 else 'samples'} each at temperature {asked['temperature']:g}"
+        if n
+        else ""
+    )
+    remarks = {
+        "pass_at_1": "greedy",
+        "pass_at_1_sampled": f"mean of {n} samples" if n > 1 else "sampled",
+    }
     remarks |= {f"task_{name}": remark for name, remark in remarks.items()}
     remarks |= {"length": "tokens, mean", "stopped": "share", "reward_greedy": "greedy"}
     lines = [title + "; 95 % intervals"]
@@ -118,7 +134,9 @@ def table(head: dict) -> list[str]:
     width = max(map(len, [*shown_as.values(), *head["means"]]))
     for name, shown in shown_as.items():
         mean, (low, high) = head["scores"][name], head["intervals"][name]
-        lines.append(f"  {shown:<{width}}  {mean:>6.3f}   {low:.3f} to {high:.3f}   {remarks.get(name, '')}".rstrip())
+        lines.append(
+            f"  {shown:<{width}}  {mean:>6.3f}   {low:.3f} to {high:.3f}   {remarks.get(name, '')}".rstrip()
+        )
     for name, mean in head["means"].items():
         value = "-" if mean is None else f"{mean:.1f}" if name == "length" else f"{mean:.3f}"
         lines.append(f"  {name:<{width}}  {value:>6}   {'':<14}   {remarks.get(name, 'mean')}")

@@ -31,13 +31,18 @@ class Task:
 
     columns: tuple[str, ...] = ()  # columns of a row that `is_right` takes, in its order
     scored = True  # can the task say whether a completion is right?
-    has_form = False  # must an answer have a form, such as <answer> tags, that can be rewarded separately?
+    has_form = (
+        False  # must an answer have a form, such as <answer> tags, that can be rewarded separately?
+    )
 
     def __init__(self, settings, demonstrations: bool = False):
         """settings: TaskOptions with a `seed`. demonstrations=True: every row must have a demonstration."""
         self.seed = settings.seed
         self.splits = ("train", "test", "tune") if settings.eval_split == "tune" else ("train", "test")
-        self.demonstration_noise, self.format_reward = settings.demonstration_noise, settings.format_reward
+        self.demonstration_noise, self.format_reward = (
+            settings.demonstration_noise,
+            settings.format_reward,
+        )
         self.chat, self.system_prompt = settings.chat, settings.system_prompt
 
     # A subclass defines these
@@ -106,7 +111,11 @@ class Task:
 
     def asked(self, prompt):
         """A row's prompt as the model gets it: text, unless settings.chat is on or it is messages already."""
-        return as_messages(prompt, self.system_prompt) if self.chat or not isinstance(prompt, str) else prompt
+        return (
+            as_messages(prompt, self.system_prompt)
+            if self.chat or not isinstance(prompt, str)
+            else prompt
+        )
 
     def row(self, split: str, number: int) -> dict:
         stream = {"train": f"train {self.seed}", "tune": "tune", "test": "test"}[split]
@@ -116,7 +125,9 @@ class Task:
             if row and self.belongs(row, split):
                 return row
         name = type(self).__name__.lower()
-        raise SnugError(f"task {name}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options")
+        raise SnugError(
+            f"task {name}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options"
+        )
 
     def belongs(self, row: dict, split: str) -> bool:
         found = split_of(self.identity(row))
@@ -125,7 +136,10 @@ class Task:
     def reward_functions(self) -> list[tuple[Callable, float]]:
         """The reward without reward_funcs: [(function, weight)], called as `rewards`; the first gives 1 if right."""
         if self.has_form:
-            return [(self.correct, 1.0), (self.formatted, self.format_reward)]  # logged as reward/correct, ...
+            return [
+                (self.correct, 1.0),
+                (self.formatted, self.format_reward),
+            ]  # logged as reward/correct, ...
         return [(self.rewards, 1.0)]
 
     def rewards(self, prompts: list, completions: list[str], **columns: list) -> list[float]:

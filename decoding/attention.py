@@ -23,7 +23,9 @@ if triton is not None:
         value = tl.load(x + d, mask=mask, other=0.0)
         if ROTARY:
             half = D // 2
-            other = tl.load(x + tl.where(d < half, d + half, d - half), mask=mask, other=0.0).to(tl.float32)
+            other = tl.load(x + tl.where(d < half, d + half, d - half), mask=mask, other=0.0).to(
+                tl.float32
+            )
             c = tl.load(cos + d, mask=mask, other=0.0)
             s = tl.load(sin + d, mask=mask, other=0.0)
             value = value.to(tl.float32) * c + tl.where(d < half, -other, other) * s
@@ -33,7 +35,11 @@ if triton is not None:
     def load_queries(queries, slot, head, mask, d, D, ROTARY: tl.constexpr):
         """-> (M, DP): heads `head` (M,) of slots `slot` (M,), rotated."""
         q, q_row, q_head, cos, sin = queries
-        at, turn, there = (slot * q_row + head * q_head)[:, None], (slot * D)[:, None], mask[:, None] & (d[None, :] < D)
+        at, turn, there = (
+            (slot * q_row + head * q_head)[:, None],
+            (slot * D)[:, None],
+            mask[:, None] & (d[None, :] < D),
+        )
         return rotated(q + at, cos + turn, sin + turn, d[None, :], D, there, ROTARY)
 
     @triton.jit
@@ -64,7 +70,11 @@ if triton is not None:
         adds last acquires the stores of the others, and the second barrier makes them visible to all its threads. No
         program waits for another. The last one resets the counter for the next launch."""
         parts, tops, totals, counters, y = out
-        at, there, first = row[:, None] * D + d[None, :], mask[:, None] & (d[None, :] < D), split.to(tl.int64) * rows
+        at, there, first = (
+            row[:, None] * D + d[None, :],
+            mask[:, None] & (d[None, :] < D),
+            split.to(tl.int64) * rows,
+        )
         tl.store(tops + first + row, top, mask=mask)
         tl.store(totals + first + row, total, mask=mask)
         tl.store(parts + first * D + at, acc, mask=there)
@@ -73,13 +83,19 @@ if triton is not None:
         tl.debug_barrier()
         if tl.max(last.to(tl.int32), 0) > 0:
             there &= last[:, None]
-            top, total, acc = tl.full(top.shape, LOW, tl.float32), tl.zeros_like(total), tl.zeros_like(acc)
+            top, total, acc = (
+                tl.full(top.shape, LOW, tl.float32),
+                tl.zeros_like(total),
+                tl.zeros_like(acc),
+            )
             for _ in range(splits):
                 its_top = tl.load(tops + row, mask=last, other=LOW)
                 higher = tl.maximum(top, its_top)
                 shrunk, share = tl.exp2(top - higher), tl.exp2(its_top - higher)
                 total = total * shrunk + tl.load(totals + row, mask=last, other=1.0) * share
-                acc = acc * shrunk[:, None] + tl.load(parts + at, mask=there, other=0.0) * share[:, None]
+                acc = (
+                    acc * shrunk[:, None] + tl.load(parts + at, mask=there, other=0.0) * share[:, None]
+                )
                 top = higher
                 tops, totals, parts = tops + rows, totals + rows, parts + rows * D
             tl.store(y + at, (acc / total[:, None]).to(y.dtype.element_ty), mask=there)
@@ -99,13 +115,19 @@ if triton is not None:
             slot, r = tl.load(tiles + 1 + m // (M // TILE)), m % (M // TILE)
             mask, slot, head = (slot >= 0) & (r < R), tl.maximum(slot, 0), g * R + r
             x = load_queries(queries, slot, head, mask, d, D, ROTARY).to(prompt_k.dtype.element_ty)
-            top, total, acc = tl.full((M,), LOW, tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, DP), tl.float32)
+            top, total, acc = (
+                tl.full((M,), LOW, tl.float32),
+                tl.zeros((M,), tl.float32),
+                tl.zeros((M, DP), tl.float32),
+            )
             prompt_k += (p * G + g) * T_p * D
             prompt_v += (p * G + g) * T_p * D
             end = tl.minimum((split + 1) * chunk, tl.load(lengths + p).to(tl.int32))
             for start in range(split * chunk, end, N):
                 columns = start + tl.arange(0, N)
-                top, total, acc = attend_block(x, prompt_k, prompt_v, columns, end, mask, scale, top, total, acc, d, D)
+                top, total, acc = attend_block(
+                    x, prompt_k, prompt_v, columns, end, mask, scale, top, total, acc, d, D
+                )
             join(out, split, all_splits, slot * H + head, n * H, mask, top, total, acc, d, D)
 
     @triton.jit
@@ -126,8 +148,12 @@ if triton is not None:
         base, is_new = (slot * G + g) * T_c * D, now // chunk == split
         there = (d < D) & is_new
         cos, sin = queries[3] + slot * D, queries[4] + slot * D
-        new_k = rotated(k + slot * k_row + g * k_head, cos, sin, d, D, there, ROTARY).to(own_k.dtype.element_ty)
-        new_v = tl.load(v + slot * v_row + g * v_head + d, mask=there, other=0.0).to(own_v.dtype.element_ty)
+        new_k = rotated(k + slot * k_row + g * k_head, cos, sin, d, D, there, ROTARY).to(
+            own_k.dtype.element_ty
+        )
+        new_v = tl.load(v + slot * v_row + g * v_head + d, mask=there, other=0.0).to(
+            own_v.dtype.element_ty
+        )
         tl.store(own_k + base + now * D + d, new_k, mask=there)
         tl.store(own_v + base + now * D + d, new_v, mask=there)
         z = tl.sum(x.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale

@@ -24,17 +24,29 @@ from tqdm import tqdm
 
 from decoding.draw import Truncation, sample_tokens
 from decoding.kvcache import KVCache
+from device import cuda
+from device.cuda import upload
+from device.kinds import kind_of
 from kernels import uses_triton
-from memory import cuda
-from memory.cuda import upload
-from memory.ledger import kind_of
 from model import GPT
 from options import first_line
 
-PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # of prompts at a time; on a CPU their activations stay in its caches
-LOOK_EVERY = {"cpu": 1, "cuda": 4}  # steps between two looks at the slots; on CUDA a look waits for the device
-SHRINK_AT = {"cpu": 1 / 4, "cuda": 1 / 2}  # remove idle slots if more than this share is idle; CUDA takes a new graph
-SHRINK_ABOVE = {"cpu": 1, "cuda": 16}  # slots; on CUDA few slots take as long as fewer: a step mostly reads weights
+PREFILL_TOKENS = {
+    "cpu": 1024,
+    "cuda": 16384,
+}  # of prompts at a time; on a CPU their activations stay in its caches
+LOOK_EVERY = {
+    "cpu": 1,
+    "cuda": 4,
+}  # steps between two looks at the slots; on CUDA a look waits for the device
+SHRINK_AT = {
+    "cpu": 1 / 4,
+    "cuda": 1 / 2,
+}  # remove idle slots if more than this share is idle; CUDA takes a new graph
+SHRINK_ABOVE = {
+    "cpu": 1,
+    "cuda": 16,
+}  # slots; on CUDA few slots take as long as fewer: a step mostly reads weights
 
 
 class DecodeBatch:
@@ -57,13 +69,22 @@ class DecodeBatch:
         table = self.N + 1, max_new_tokens
         self.tokens = torch.zeros(table, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(table, dtype=torch.float32, device=self.device)
-        self.u = torch.zeros(table, device=self.device)  # the uniform number that token t of row i is drawn with
+        self.u = torch.zeros(
+            table, device=self.device
+        )  # the uniform number that token t of row i is drawn with
         prompt_slots, width = prompt_slots_for(slots, k, len(prompts)), max(len(p) for p in prompts)
         dtype = model.compute_dtype
-        self.cache = KVCache(model.config, prompt_slots, width, slots, max_new_tokens, dtype, self.device, k)
-        self.prompt_hidden = torch.zeros(prompt_slots, model.config.n_embd, dtype=dtype, device=self.device)
+        self.cache = KVCache(
+            model.config, prompt_slots, width, slots, max_new_tokens, dtype, self.device, k
+        )
+        self.prompt_hidden = torch.zeros(
+            prompt_slots, model.config.n_embd, dtype=dtype, device=self.device
+        )
         # A graph replays the lengths and addresses of its recording. Those of plain torch change with every step.
-        self.graph, self.cuda_graphs = None, cuda_graphs and uses_triton(self.cache.own) and not cuda.BROKEN
+        self.graph, self.cuda_graphs = (
+            None,
+            cuda_graphs and uses_triton(self.cache.own) and not cuda.BROKEN,
+        )
         # The memory pool of the graphs, made with the first one. It frees its memory when it is deleted after the last
         # graph. Attributes are deleted in the order of their assignment, so it comes after `graph`.
         self.pool = None
@@ -82,12 +103,17 @@ class DecodeBatch:
         self.text_end = {}  # row -> its length, if a stop string ended it
         self.next_row = self.steps = 0  # the first row that waits; steps taken
         self.active = 0  # slots with a row, at the last look
-        self.first_start, self.same_t = 0, True  # the earliest start of an active row; do all slots have the same t?
+        self.first_start, self.same_t = (
+            0,
+            True,
+        )  # the earliest start of an active row; do all slots have the same t?
 
     def refill(self) -> bool:
         """Start waiting rows in idle slots. If none waits, remove idle slots once they are many -> is a slot active?"""
         changed = False
-        while len(idle := np.flatnonzero((rows := self.look()) == self.N)):  # a row may end with its first token
+        while len(
+            idle := np.flatnonzero((rows := self.look()) == self.N)
+        ):  # a row may end with its first token
             new = self.admit(len(idle), rows)
             if not new:
                 break
@@ -98,7 +124,11 @@ class DecodeBatch:
         if not self.active:
             return False
         kind = kind_of(self.rows)
-        if self.next_row == self.N and len(rows) > SHRINK_ABOVE[kind] and len(idle) > len(rows) * SHRINK_AT[kind]:
+        if (
+            self.next_row == self.N
+            and len(rows) > SHRINK_ABOVE[kind]
+            and len(idle) > len(rows) * SHRINK_AT[kind]
+        ):
             self.shrink(active)
             active, changed = np.arange(len(active)), True
         if changed:
@@ -137,14 +167,20 @@ class DecodeBatch:
         new = range(self.next_row, min(self.next_row + room, self.N))
         if any(row // self.k not in self.slot_of_prompt for row in new):
             busy, waiting = set((rows[rows < self.N] // self.k).tolist()), self.next_row // self.k
-            self.slot_of_prompt = {p: slot for p, slot in self.slot_of_prompt.items() if p in busy or p >= waiting}
+            self.slot_of_prompt = {
+                p: slot for p, slot in self.slot_of_prompt.items() if p in busy or p >= waiting
+            }
             # The lowest free prompt slots first, so that those in use lie together.
             free = sorted(set(range(len(self.prompt_hidden))) - set(self.slot_of_prompt.values()))
             # Prefill a few prompts ahead: one at a time is slow, and as many as there is room for is too early.
             ahead = (new.stop - 1) // self.k + 1 + math.ceil(len(rows) / self.k / 4)
-            missing = [p for p in range(waiting, min(ahead, len(self.prompts))) if p not in self.slot_of_prompt]
+            missing = [
+                p for p in range(waiting, min(ahead, len(self.prompts))) if p not in self.slot_of_prompt
+            ]
             self.prefill(missing[: len(free)], free[: len(missing)])
-        return range(new.start, next((row for row in new if row // self.k not in self.slot_of_prompt), new.stop))
+        return range(
+            new.start, next((row for row in new if row // self.k not in self.slot_of_prompt), new.stop)
+        )
 
     def prefill(self, prompts: list[int], prompt_slots: list[int]):
         """Read the prompts with these numbers into these prompt slots, PREFILL_TOKENS at a time."""
@@ -156,9 +192,13 @@ class DecodeBatch:
     def prefill_some(self, prompts, prompt_slots):
         tokens = [torch.tensor(self.prompts[p]) for p in prompts]
         lengths = [len(ids) for ids in tokens]
-        tokens = upload(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), self.device)  # (P, T)
+        tokens = upload(
+            torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), self.device
+        )  # (P, T)
         self.cache.begin_prefill(prompt_slots, lengths)
-        hidden = self.model(tokens, cache=self.cache, last=upload(lengths, self.device) - 1)[:, 0]  # (P, C)
+        hidden = self.model(tokens, cache=self.cache, last=upload(lengths, self.device) - 1)[
+            :, 0
+        ]  # (P, C)
         self.prompt_hidden[upload(prompt_slots, self.device)] = hidden.to(self.prompt_hidden.dtype)
 
     def start(self, slots: np.ndarray, new: range, prompt_slots):
@@ -226,7 +266,9 @@ class DecodeBatch:
     def shrink(self, active: np.ndarray):
         """Keep these slots alone, rising numbers, and the prompt slots that they read."""
         used, self.prompt_slot = np.unique(self.prompt_slot[active], return_inverse=True)
-        self.started, self.text_row, self.checked = (x[active] for x in (self.started, self.text_row, self.checked))
+        self.started, self.text_row, self.checked = (
+            x[active] for x in (self.started, self.text_row, self.checked)
+        )
         self.graph = None
         self.cache.compact(active, used, min(self.steps - self.started.min() + 1, self.max_new_tokens))
         active = upload(active, self.device)
@@ -238,7 +280,9 @@ class DecodeBatch:
         step with a full cache and rows of different lengths, and shrink by a quarter. In the step the first prompt slot
         has as many readers as can be, and the last one has some."""
         n, prompt_slots = len(self.rows), len(self.prompt_hidden)
-        some = min(prompt_slots, max(1, PREFILL_TOKENS[kind_of(self.rows)] // self.cache.prompt.shape[4]))
+        some = min(
+            prompt_slots, max(1, PREFILL_TOKENS[kind_of(self.rows)] // self.cache.prompt.shape[4])
+        )
         self.prefill(range(some), range(some))  # the first of several stands for all
         self.start(np.arange(n), range(n), np.arange(n) % prompt_slots)
         crowd = max(min(self.k, n - (prompt_slots > 1)), 1)
@@ -254,7 +298,7 @@ def record(step, pool, stream) -> "torch.cuda.CUDAGraph":
     allocator's cache first."""
     graph, current, collects = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
     stream.wait_stream(current)
-    gc.disable()  # a finaliser that waits for the device (memory.host.unpin) breaks a recording
+    gc.disable()  # a finaliser that waits for the device (device.host.unpin) breaks a recording
     try:
         with torch.cuda.stream(stream):  # which restores the current stream after an error
             # thread_local: another thread may be writing a checkpoint
@@ -299,7 +343,13 @@ def cached_casts(model: GPT):
 
 def as_tuple(stop_token) -> tuple[int, ...]:
     """None, an id or several -> a tuple."""
-    return () if stop_token is None else tuple(stop_token) if isinstance(stop_token, tuple | list) else (stop_token,)
+    return (
+        ()
+        if stop_token is None
+        else tuple(stop_token)
+        if isinstance(stop_token, tuple | list)
+        else (stop_token,)
+    )
 
 
 def prompt_slots_for(slots: int, k: int, P: int) -> int:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from device.kinds import MIB, is_planned, kind_of, logits_budget
 from kernels import LOG2_OF_E, nothing_to_do, triton, uses_triton
 from logprobs.kernels import tile
-from memory.ledger import MIB, is_planned, kind_of, logits_budget
 
 if triton is not None:
     import triton.language as tl
@@ -59,7 +59,9 @@ if triton is not None:
         for start in range(0, length, PART):
             x = ahead  # the next block loads while this one is computed
             after = columns + start + PART
-            ahead = tl.load(logits + after, mask=(start + PART < length) & (after < width), other=-float("inf"))
+            ahead = tl.load(
+                logits + after, mask=(start + PART < length) & (after < width), other=-float("inf")
+            )
             z = tl.where(columns + start < n_vocab, x.to(tl.float32) * scale, -float("inf"))
             smaller = tl.exp2(-tl.abs(z - top))
             total = tl.where(z > top, total * smaller + 1, total + smaller)
@@ -71,7 +73,9 @@ if triton is not None:
         column = stretch * length + here
         x = tl.load(logits + column, mask=(here < length) & (column < n_vocab), other=-float("inf"))
         token, _ = pick(tl.exp2(x.to(tl.float32) * scale - best), u_within, BLOCK)
-        token = tl.minimum(stretch * length + token, n_vocab - 1)  # in a row with a NaN any token may be
+        token = tl.minimum(
+            stretch * length + token, n_vocab - 1
+        )  # in a row with a NaN any token may be
         z = tl.load(logits + token).to(tl.float32) * scale
         tl.store(tokens + row, token.to(tl.int64))
         tl.store(logprobs + row, (z - best - tl.log2(tl.sum(sums, 0))) * LN2)
@@ -112,7 +116,12 @@ class Truncation:
 
 @torch.no_grad()
 def sample_tokens(
-    model, hidden: torch.Tensor, u: torch.Tensor, temperature: float, chunk_mb: float = 0, truncation=None
+    model,
+    hidden: torch.Tensor,
+    u: torch.Tensor,
+    temperature: float,
+    chunk_mb: float = 0,
+    truncation=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden (N, C), u (N,) in [0, 1) -> tokens (N,), log-probs (N,) float32.
 
@@ -134,7 +143,9 @@ def sample_tokens(
         if kernel:
             draw_triton(model, hidden[part], u[part], temperature, tokens[part], logprobs[part])
         else:
-            draw_torch(model, hidden[part], u[part], temperature, truncation, tokens[part], logprobs[part])
+            draw_torch(
+                model, hidden[part], u[part], temperature, truncation, tokens[part], logprobs[part]
+            )
     return tokens, logprobs
 
 
@@ -152,7 +163,9 @@ def draw_torch(model, hidden, u, temperature, truncation, tokens, logprobs):
         cdf = probs.cumsum_(-1)
         # right=True: the first entry above u * total, which is never a token of probability 0
         chosen = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
-        chosen.clamp_(max=model.config.n_vocab - 1)  # a parallel cumsum may end a little below its total
+        chosen.clamp_(
+            max=model.config.n_vocab - 1
+        )  # a parallel cumsum may end a little below its total
     else:
         chosen = logp.argmax(-1, keepdim=True)
     torch.gather(logp, -1, chosen, out=logprobs[:, None])
@@ -168,7 +181,16 @@ def draw_triton(model, hidden, u, temperature, tokens, logprobs):
     length, shape = stretches(width, n_vocab)
     with torch.cuda.device_of(logits):
         draw_kernel[(n,)](
-            logits, u, tokens, logprobs, LOG2_OF_E / temperature, width, n_vocab, logits.stride(0), length, **shape
+            logits,
+            u,
+            tokens,
+            logprobs,
+            LOG2_OF_E / temperature,
+            width,
+            n_vocab,
+            logits.stride(0),
+            length,
+            **shape,
         )
 
 

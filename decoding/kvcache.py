@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from decoding import attention
+from device.cuda import upload
 from kernels import LOG2_OF_E, nothing_to_do, uses_triton
 from kernels.rotary import rotate
-from memory.cuda import upload
 from model import GPTConfig
 
 
@@ -50,20 +50,33 @@ class KVCache:
             shape = config.n_layer, 2, rows, config.n_kv_head, columns, config.head_size
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self.config, self.dtype, self.device, self.group_size = config, dtype, torch.device(device), group_size
+        self.config, self.dtype, self.device, self.group_size = (
+            config,
+            dtype,
+            torch.device(device),
+            group_size,
+        )
         # If every slot has its own prompt, own tokens lie right behind it in `storage`: plain torch reads both as one.
         like = torch.empty(0, dtype=dtype, device=device)
         behind = group_size == 1 and prompt_slots == slots and not uses_triton(like)
-        self.own_column = prompt_width if behind else 0  # the column of `storage` where own tokens begin
+        self.own_column = (
+            prompt_width if behind else 0
+        )  # the column of `storage` where own tokens begin
         self.storage = new(slots, self.own_column + width)
         self.own = self.storage[..., self.own_column :, :]
-        self.prompt = (self.storage[..., :prompt_width, :] if behind else new(prompt_slots, prompt_width)).zero_()
+        self.prompt = (
+            self.storage[..., :prompt_width, :] if behind else new(prompt_slots, prompt_width)
+        ).zero_()
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
-        self.prompt_bias = torch.zeros(prompt_slots, 1, 1, prompt_width, dtype=dtype, device=device)  # -inf: padding
+        self.prompt_bias = torch.zeros(
+            prompt_slots, 1, 1, prompt_width, dtype=dtype, device=device
+        )  # -inf: padding
         self.max_length = prompt_width + width
         self.written = 0  # columns [0, written) are initialised in every active slot
         self.ragged = False  # is a prompt shorter than T_p?
-        self.prefill_slots = None  # (P,) the prompt slots that the next forward fills; None: it is a step
+        self.prefill_slots = (
+            None  # (P,) the prompt slots that the next forward fills; None: it is a step
+        )
         # For the kernel: attention.tiles_of, and how many parts of each query's softmax are there (attention.join).
         self.tiles = None
         self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
@@ -81,7 +94,9 @@ class KVCache:
     def write_prompts(self, layer: int, k, v):
         """k, v (P, G, T, D) of the prompts, T at most T_p."""
         for part, values in enumerate((k, v)):
-            self.prompt[layer, part].narrow(2, 0, values.shape[2])[self.prefill_slots] = values.to(self.dtype)
+            self.prompt[layer, part].narrow(2, 0, values.shape[2])[self.prefill_slots] = values.to(
+                self.dtype
+            )
 
     def compact(self, slots: np.ndarray, prompt_slots: np.ndarray, columns: int):
         """Keep only these slots and prompt slots, rising numbers, as 0, 1, 2 ... columns: own columns in use."""
@@ -92,7 +107,10 @@ class KVCache:
                 if len(prompt_slots) < len(prompt):
                     prompt[: len(prompt_slots)] = prompt[prompt_slots]
         self.prompt = self.prompt[:, :, : len(prompt_slots)]
-        self.prompt_lengths, self.prompt_bias = self.prompt_lengths[prompt_slots], self.prompt_bias[prompt_slots]
+        self.prompt_lengths, self.prompt_bias = (
+            self.prompt_lengths[prompt_slots],
+            self.prompt_bias[prompt_slots],
+        )
 
     def assign(self, prompt_slot: np.ndarray):
         """prompt_slot (n,): the prompt slot that each slot reads; -1: the slot is idle.
@@ -152,7 +170,9 @@ class KVCache:
         if not same_t:
             later = torch.arange(columns, device=t.device) > t[:, None]  # (n, columns)
             bias = torch.zeros_like(later, dtype=self.dtype).masked_fill_(later, -math.inf)
-            self.own_bias = bias.repeat_interleave(self.config.n_kv_head, 0)[:, None]  # (n * G, 1, columns)
+            self.own_bias = bias.repeat_interleave(self.config.n_kv_head, 0)[
+                :, None
+            ]  # (n * G, 1, columns)
 
     def attend(self, layer: int, q, k, v, rotary=None) -> torch.Tensor:
         """q (n, H, 1, D), k and v (n, G, 1, D), rotary's cos and sin (n, 1, 1, D) -> (n, H, 1, D).
@@ -163,7 +183,9 @@ class KVCache:
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         n, H, _, D = q.shape
-        self.storage[layer].view(-1, D).index_copy_(0, self.write_at, torch.stack([k, v]).view(-1, D).to(self.dtype))
+        self.storage[layer].view(-1, D).index_copy_(
+            0, self.write_at, torch.stack([k, v]).view(-1, D).to(self.dtype)
+        )
         # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. In bfloat16 it was 2.5e-4.
         wide = torch.promote_types(self.dtype, torch.float32)
         with nullcontext() if wide == self.dtype else torch.autocast(q.device.type, enabled=False):
@@ -184,8 +206,12 @@ class KVCache:
         to_prompt = q[self.pair_of_entry].view(P * G, -1, D) @ prompt_k.mT  # (P * G, most * R, T_p)
         if self.ragged:
             to_prompt.view(P, -1, T_p).add_(self.prompt_bias[self.prompts_in_use, 0])
-        weights = torch.softmax(torch.cat([to_prompt.view(-1, R, T_p)[self.entry_of_pair], to_own], -1), -1)
-        from_prompt = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p) @ prompt_v  # (P * G, most * R, D)
+        weights = torch.softmax(
+            torch.cat([to_prompt.view(-1, R, T_p)[self.entry_of_pair], to_own], -1), -1
+        )
+        from_prompt = (
+            weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p) @ prompt_v
+        )  # (P * G, most * R, D)
         return torch.baddbmm(from_prompt.view(-1, R, D)[self.entry_of_pair], weights[..., T_p:], own_v)
 
     def attend_together(self, layer: int, q):
@@ -202,17 +228,23 @@ class KVCache:
 
     def kernel_shape(self) -> dict:
         c = self.config
-        return attention.kernel_shape(c.n_head, c.n_kv_head, c.head_size, self.dtype.itemsize, self.group_size)
+        return attention.kernel_shape(
+            c.n_head, c.n_kv_head, c.head_size, self.dtype.itemsize, self.group_size
+        )
 
     def attend_triton(self, layer: int, q, k, v, rotary):
         """`attend` by one kernel. All that it writes to is allocated here, but for `counters`, which are 0 between
         launches and stay where they are."""
         (n, H, _, D), G, shape = q.shape, self.config.n_kv_head, self.kernel_shape()
         T_p, T_c, tiles = self.prompt.shape[4], self.own.shape[4], len(self.tiles)
-        prompt_splits, prompt_chunk = attention.split_columns(T_p, -(-n // shape["TILE"]) * G, shape["N"])
+        prompt_splits, prompt_chunk = attention.split_columns(
+            T_p, -(-n // shape["TILE"]) * G, shape["N"]
+        )
         own_splits, own_chunk = attention.split_columns(T_c, n * G, shape["N"])
         parts = torch.empty(prompt_splits + own_splits, n, H, D, dtype=torch.float32, device=q.device)
-        tops, totals = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+        tops, totals = (
+            torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2)
+        )
         y = torch.empty(n, H, 1, D, dtype=self.dtype, device=q.device)
         if nothing_to_do(q):
             return y

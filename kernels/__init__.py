@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from memory.ledger import is_planned, kind_of
+from device.kinds import is_planned, kind_of
 from options import first_line
 
 try:
@@ -29,7 +29,9 @@ try:
 except ImportError:  # plain torch does everything
     triton = None
 
-LOWEST = -1e30  # below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0
+LOWEST = (
+    -1e30
+)  # below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0
 LOG2_OF_E = 1.4426950408889634
 
 if triton is not None:
@@ -64,6 +66,14 @@ def why_no_kernels() -> str:
         return ""
     except Exception as error:  # of any kind: plain torch runs instead
         return what_is_missing(error)
+
+
+def warn_without_kernels():
+    if why := why_no_kernels():
+        print(
+            f"warning: kernels are off, sampling has no CUDA graphs, all is slower: {why}",
+            file=sys.stderr,
+        )
 
 
 def what_is_missing(error: Exception) -> str:

@@ -9,8 +9,8 @@ Test: pytest tests/test_adamw_kernel.py
 
 import torch
 
+from device.kinds import is_planned
 from kernels import nothing_to_do, triton, uses_triton
-from memory.ledger import is_planned
 
 CHUNK = 2**16  # weights at a time in plain torch: its scratch stays in a CPU core's cache
 BLOCK, WARPS = 1024, 4  # of the kernel: 8 weights a lane
@@ -18,7 +18,9 @@ MASK = 2**32 - 1
 ROUNDS = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)
 
 
-def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int, scratch) -> None:
+def adamw(
+    weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int, scratch
+) -> None:
     """One step of n weights, at most 2**30. All tensors are (n,), contiguous, and changed in place, but for gradient.
 
     gradient: in weight's dtype. exp_avg, exp_avg_sq: float32, or bfloat16 (rounded stochastically). master: None, or
@@ -27,9 +29,13 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, firs
     """
     n = len(weight)
     if not uses_triton(weight):
-        for start in range(0, min(CHUNK, n) if is_planned(weight) else n, CHUNK):  # a planner needs only one
+        for start in range(
+            0, min(CHUNK, n) if is_planned(weight) else n, CHUNK
+        ):  # a planner needs only one
             part = slice(start, start + CHUNK)
-            tensors = (x if x is None else x[part] for x in (weight, gradient, exp_avg, exp_avg_sq, master))
+            tensors = (
+                x if x is None else x[part] for x in (weight, gradient, exp_avg, exp_avg_sq, master)
+            )
             adamw_torch(*tensors, *numbers, key, first + start, scratch)
     elif not nothing_to_do(weight):
         with torch.cuda.device_of(weight):
@@ -45,7 +51,8 @@ def new_scratch(weight):
         return None
     wide, n = torch.promote_types(weight.dtype, torch.float32), min(CHUNK, weight.numel())
     return [
-        torch.empty(n, dtype=dtype, device=weight.device) for dtype in [wide] * 4 + [torch.int64] * 2 + [torch.int32]
+        torch.empty(n, dtype=dtype, device=weight.device)
+        for dtype in [wide] * 4 + [torch.int64] * 2 + [torch.int32]
     ]
 
 
@@ -55,7 +62,11 @@ def numbers_of(group: dict, steps: int, scale: float) -> tuple:
     scale: what gradients are multiplied by, to clip them.
     """
     (beta1, beta2), rate = group["betas"], group["lr"]
-    decay, rate, correction = 1 - rate * group["weight_decay"], rate / (1 - beta1**steps), 1 / (1 - beta2**steps)
+    decay, rate, correction = (
+        1 - rate * group["weight_decay"],
+        rate / (1 - beta1**steps),
+        1 / (1 - beta2**steps),
+    )
     return scale, 1 - beta1, 1 - beta2, decay, rate, correction, group["eps"]
 
 

@@ -34,7 +34,11 @@ if triton is not None:
     @triton.jit
     def store_rows(x, value, first, end, time, n, d, D: tl.constexpr):
         there = (n < (end - first).to(tl.int32))[:, None] & (d < D)[None, :]
-        tl.store(x + first * time + (n[:, None] * time + d[None, :]), value.to(x.dtype.element_ty), mask=there)
+        tl.store(
+            x + first * time + (n[:, None] * time + d[None, :]),
+            value.to(x.dtype.element_ty),
+            mask=there,
+        )
 
     @triton.jit
     def scores(a, b, token, low, high):
@@ -43,12 +47,16 @@ if triton is not None:
         return tl.where((token >= low) & (token <= high), z, LOW)
 
     @triton.jit
-    def attend_block(x, k, v, keys, column, end, low, high, scale, top, total, acc, n, d, D: tl.constexpr):
+    def attend_block(
+        x, k, v, keys, column, end, low, high, scale, top, total, acc, n, d, D: tl.constexpr
+    ):
         """One block of the online softmax (Milakov and Gimelshein 2018): keys `column` + n, below `end`.
 
         Query x[i] sees the keys from low[i] to high[i]. keys: strides of k and v. top, total (M,); acc (M, DP)."""
         k_time, v_time = keys
-        z = scores(x, load_rows(k, column, end, k_time, n, d, D), (column + n).to(tl.int32)[None, :], low, high)
+        z = scores(
+            x, load_rows(k, column, end, k_time, n, d, D), (column + n).to(tl.int32)[None, :], low, high
+        )
         higher = tl.maximum(top, tl.max(z, 1) * scale)
         p = tl.exp2(z * scale - higher[:, None])
         shrunk = tl.exp2(top - higher)
@@ -57,11 +65,15 @@ if triton is not None:
         return higher, total * shrunk + tl.sum(p, 1), acc
 
     @triton.jit
-    def query_block(x, dx, k, v, keys, column, end, low, high, scale, lse, delta, acc, n, d, D: tl.constexpr):
+    def query_block(
+        x, dx, k, v, keys, column, end, low, high, scale, lse, delta, acc, n, d, D: tl.constexpr
+    ):
         """What one block of keys adds to the gradient of the queries x; dx: that of their outputs."""
         k_time, v_time = keys
         block = load_rows(k, column, end, k_time, n, d, D)
-        p = tl.exp2(scores(x, block, (column + n).to(tl.int32)[None, :], low, high) * scale - lse[:, None])
+        p = tl.exp2(
+            scores(x, block, (column + n).to(tl.int32)[None, :], low, high) * scale - lse[:, None]
+        )
         dp = tl.dot(dx, tl.trans(load_rows(v, column, end, v_time, n, d, D)), input_precision="ieee")
         dz = (p * (dp - delta[:, None])).to(block.dtype)
         return tl.dot(dz, block, acc, input_precision="ieee")
@@ -84,13 +96,33 @@ if triton is not None:
         there, row = first + m < last, (first + m).to(tl.int32)[:, None]
         low = tl.load(start + first + m, mask=there, other=0).to(tl.int32)[:, None]
         scale = scale * LOG2E
-        top, total, acc = tl.full((M,), LOW, tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, DP), tl.float32)
+        top, total, acc = (
+            tl.full((M,), LOW, tl.float32),
+            tl.zeros((M,), tl.float32),
+            tl.zeros((M, DP), tl.float32),
+        )
         for column in range(prompt, prompt_end, N):
             top, total, acc = attend_block(
-                x, k, v, keys, column, prompt_end, prompt, prompt_end - 1, scale, top, total, acc, n, d, D
+                x,
+                k,
+                v,
+                keys,
+                column,
+                prompt_end,
+                prompt,
+                prompt_end - 1,
+                scale,
+                top,
+                total,
+                acc,
+                n,
+                d,
+                D,
             )
         for column in range(tl.load(start + first), last, N):
-            top, total, acc = attend_block(x, k, v, keys, column, last, low, row, scale, top, total, acc, n, d, D)
+            top, total, acc = attend_block(
+                x, k, v, keys, column, last, low, row, scale, top, total, acc, n, d, D
+            )
         store_rows(y + h * y_head, acc / total[:, None], first, last, y_time, m, d, D)
         tl.store(lse + h * T + first + m, (top + tl.log2(total)) * LN2, mask=there)
 
@@ -123,7 +155,9 @@ if triton is not None:
                 n, d, D,
             )  # fmt: skip
         for column in range(tl.load(start + first), last, N):
-            acc = query_block(x, dx, k, v, keys, column, last, low, row, exponent, its_lse, its_delta, acc, n, d, D)
+            acc = query_block(
+                x, dx, k, v, keys, column, last, low, row, exponent, its_lse, its_delta, acc, n, d, D
+            )
         store_rows(dq + h * dq_head, acc * scale, first, last, dq_time, m, d, D)
 
     @triton.jit(do_not_specialize=["T"])
@@ -144,11 +178,17 @@ if triton is not None:
         key = (first + m).to(tl.int32)[:, None]
         keys = load_rows(k + h // R * k_head, first, last, k_time, m, d, D)
         values = load_rows(v + h // R * v_head, first, last, v_time, m, d, D)
-        dkeys, dvalues, exponent = tl.zeros((M, DP), tl.float32), tl.zeros((M, DP), tl.float32), scale * LOG2E
+        dkeys, dvalues, exponent = (
+            tl.zeros((M, DP), tl.float32),
+            tl.zeros((M, DP), tl.float32),
+            scale * LOG2E,
+        )
         for head in range(h, tl.where(of_prompt, h + 1, h + R)):
             for row in range(first, end, N):  # a token from `end` on adds 0: its dy and q are 0
                 there = row + n < end
-                low = tl.load(start + row + n, mask=there & (not of_prompt), other=0).to(tl.int32)[None, :]
+                low = tl.load(start + row + n, mask=there & (not of_prompt), other=0).to(tl.int32)[
+                    None, :
+                ]
                 its_lse = tl.load(lse + head * T + row + n, mask=there, other=0.0) * LOG2E
                 its_delta = tl.load(delta + head * T + row + n, mask=there, other=0.0)
                 x = load_rows(q + head * q_head, row, end, q_time, n, d, D)
@@ -175,7 +215,11 @@ if triton is not None:
         """The sums of a prompt's shares, one program per tile and key head."""
         _, g, first, last = part_of(tiles, tl.program_id(0), G, PARTS, M)
         row, m, d = (tl.program_id(0) // G * M).to(tl.int64), tl.arange(0, M), tl.arange(0, DP)
-        end, dkeys, dvalues = row + last - first, tl.zeros((M, DP), tl.float32), tl.zeros((M, DP), tl.float32)
+        end, dkeys, dvalues = (
+            row + last - first,
+            tl.zeros((M, DP), tl.float32),
+            tl.zeros((M, DP), tl.float32),
+        )
         for h in range(g * R, g * R + R):
             dkeys += load_rows(dk_shares + h * D, row, end, G * R * D, m, d, D)
             dvalues += load_rows(dv_shares + h * D, row, end, G * R * D, m, d, D)
@@ -194,7 +238,9 @@ def kernel_shape(D: int, itemsize: int, keys: bool = False, tensor_cores: bool =
     With larger blocks bfloat16 spills on sm_80 or sm_90. float32 is multiplied outside of tensor cores, and so is every
     type on sm_75: still smaller blocks, which fit into 64 KiB of shared memory too."""
     DP = triton.next_power_of_2(max(16, D))
-    M, N, warps = (64, 32, 8 if keys and DP > 64 else 4) if itemsize == 2 and tensor_cores else (32, 16, 8)
+    M, N, warps = (
+        (64, 32, 8 if keys and DP > 64 else 4) if itemsize == 2 and tensor_cores else (32, 16, 8)
+    )
     M = min(TILE, M if DP <= 128 else M // 2)
     return dict(D=D, DP=DP, PARTS=TILE // M, M=M, N=N, num_warps=warps, num_stages=2)
 
@@ -227,7 +273,21 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
     (start, tiles), shape = segments.tables, constants(q, k)
     with torch.cuda.device_of(q):
         queries_kernel[(len(tiles) * shape["PARTS"] * H,)](
-            dy, q, k, v, y, dq, lse, delta, start, tiles, D**-0.5, T, H, *strides(dy, q, k, v, y, dq), **shape
+            dy,
+            q,
+            k,
+            v,
+            y,
+            dq,
+            lse,
+            delta,
+            start,
+            tiles,
+            D**-0.5,
+            T,
+            H,
+            *strides(dy, q, k, v, y, dq),
+            **shape,
         )
         shape = constants(q, k, keys=True)
         keys_kernel[(len(tiles) * shape["PARTS"] * H,)](
@@ -235,4 +295,6 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
             **shape,
         )  # fmt: skip
         del shape["N"]
-        sum_kernel[(prompts * shape["PARTS"] * G,)](dk, dv, *shares, tiles, G, *strides(dk, dv), **shape)
+        sum_kernel[(prompts * shape["PARTS"] * G,)](
+            dk, dv, *shares, tiles, G, *strides(dk, dv), **shape
+        )

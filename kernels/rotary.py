@@ -30,7 +30,10 @@ if triton is not None:
         there = (head < heads) & (d < half)
         turned = (head < HG) & (d < half)
         angle = b * table_batch + t * table_time + d  # the same for both halves of the table
-        c, s = tl.load(cos + angle, mask=turned, other=1.0), tl.load(sin + angle, mask=turned, other=0.0)
+        c, s = (
+            tl.load(cos + angle, mask=turned, other=1.0),
+            tl.load(sin + angle, mask=turned, other=0.0),
+        )
         if BACK:
             s = -s
         keys_or_values = tl.where(
@@ -49,7 +52,9 @@ if triton is not None:
 def rotary_frequencies(config, device) -> torch.Tensor:
     """A GPTConfig -> radians a position (head_size / 2,), float32, in Hugging Face's order of operations, so rounding
     agrees."""
-    exponent = torch.arange(0, config.head_size, 2, device=device, dtype=torch.float32) / config.head_size
+    exponent = (
+        torch.arange(0, config.head_size, 2, device=device, dtype=torch.float32) / config.head_size
+    )
     frequency = 1.0 / config.rope_theta**exponent
     if not config.rope_original_block_size:
         return frequency / config.rope_factor
@@ -62,7 +67,9 @@ def rotary_frequencies(config, device) -> torch.Tensor:
 
 def rotary_table(config, length: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     """-> cos, sin (length, head_size), float32: RoFormer's rotation in Llama's half-split layout."""
-    angle = torch.arange(length, device=device)[:, None] * rotary_frequencies(config, device)  # (T, D/2)
+    angle = torch.arange(length, device=device)[:, None] * rotary_frequencies(
+        config, device
+    )  # (T, D/2)
     angle = torch.cat([angle, angle], -1)  # (T, D)
     return angle.cos(), angle.sin()
 

@@ -51,7 +51,9 @@ class Segments:
             lengths += [prompt, *completions]
         self.lengths = np.array(lengths)
         self.begins = self.lengths.cumsum() - self.lengths  # of the segments
-        self.longest = max(prompt + max(completions, default=0) for prompt, completions in groups)  # tokens seen
+        self.longest = max(
+            prompt + max(completions, default=0) for prompt, completions in groups
+        )  # tokens seen
         self.device, self.kept = torch.device(device), None
 
     def start(self) -> np.ndarray:
@@ -96,7 +98,10 @@ class Segments:
             some, order = order[:n], order[n:]
             cuts = np.flatnonzero(np.diff(self.begins[some]) != longest) + 1
             neighbours = self.lengths[some[-1]] == longest and MANY * (len(cuts) + 1) <= n
-            found += [Batch(self.begins[s], self.lengths[s]) for s in (np.split(some, cuts) if neighbours else [some])]
+            found += [
+                Batch(self.begins[s], self.lengths[s])
+                for s in (np.split(some, cuts) if neighbours else [some])
+            ]
         return found
 
     def keeping(self) -> "Segments":
@@ -118,7 +123,9 @@ class Batch:
         view = (begins == begin + longest * np.arange(n)).all() and (lengths == longest).all()
         self.shape, self.slice = (n, longest), slice(begin, begin + n * longest) if view else None
         there = (column < lengths[:, None]).ravel()
-        self.index = torch.from_numpy((begins[:, None] + np.minimum(column, lengths[:, None] - 1)).ravel())  # (n * L,)
+        self.index = torch.from_numpy(
+            (begins[:, None] + np.minimum(column, lengths[:, None] - 1)).ravel()
+        )  # (n * L,)
         self.there, self.padding = (
             (None, None) if there.all() else map(torch.from_numpy, map(np.flatnonzero, (there, ~there)))
         )
@@ -148,7 +155,9 @@ def attend(q, k, v, segments: Segments) -> torch.Tensor:
 
 def attend_dense(q, k, v, segments):
     """`attend` with a mask of (T, T) booleans."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=segments.mask(), enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=segments.mask(), enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 class Attend(torch.autograd.Function):
@@ -161,7 +170,9 @@ class Attend(torch.autograd.Function):
         else:
             _, H, T, D = q.shape
             y = q.new_empty(1, T, H, D).transpose(1, 2)
-            lse = torch.empty(1, H, T, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+            lse = torch.empty(
+                1, H, T, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
+            )
             (flash.forward if uses_triton(q) else forward_parts)(q, k, v, y, lse, segments)
             if segments.kept is not None:
                 segments.kept.append((y, lse))
@@ -174,7 +185,9 @@ class Attend(torch.autograd.Function):
     def backward(ctx, dy):
         q, k, v, y, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
-        (flash.backward if uses_triton(q) else backward_parts)(dy, q, k, v, y, lse, dq, dk, dv, ctx.segments)
+        (flash.backward if uses_triton(q) else backward_parts)(
+            dy, q, k, v, y, lse, dq, dk, dv, ctx.segments
+        )
         return dq, dk, dv, None
 
 
@@ -206,7 +219,14 @@ def backward_parts(dy, q, k, v, y, lse, dq, dk, dv, segments):
         if middle == end:
             continue
         prompt, own = slice(begin, middle), slice(middle, end)
-        given = dy[:, :, own], q[:, :, own], k[:, :, prompt], v[:, :, prompt], y[:, :, own], lse[:, :, own]
+        given = (
+            dy[:, :, own],
+            q[:, :, own],
+            k[:, :, prompt],
+            v[:, :, prompt],
+            y[:, :, own],
+            lse[:, :, own],
+        )
         parts = backward_part(*given, 0.0, False)
         for gradient, tokens, part in zip((dq, dk, dv), (own, prompt, prompt), parts, strict=True):
             gradient[:, :, tokens] += part

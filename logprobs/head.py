@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from device.cpu import fast_products
+from device.kinds import MIB, is_planned, kind_of, logits_budget
 from kernels import has_tensor_cores, nothing_to_do, uses_triton
 from logprobs.rows import (
     SCRATCH,
@@ -27,8 +29,6 @@ from logprobs.rows import (
     new_scratch,
     slabs,
 )
-from memory.cpu import fast_products
-from memory.ledger import MIB, is_planned, kind_of, logits_budget
 
 ALREADY_ADDED = (  # CUDA takes 254 characters
     "head_loss has already added its gradient to weight.grad, so it cannot multiply it by another number than 1: "
@@ -49,13 +49,17 @@ def rows_per_chunk(n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type
     return max(1, int(budget - min(4 * SCRATCH, budget / 4)) // (n_vocab * itemsize))
 
 
-def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb) -> Options:
+def head_options(
+    hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb
+) -> Options:
     """Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself."""
     dtype, device = hidden.dtype, hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(device)
     elif hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them"
+        )
     n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
     chunk_size = chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb, kind_of(hidden))
     return Options(temperature, n_vocab, entropy, dtype, chunk_size)
@@ -68,15 +72,23 @@ class Chunks:
         """hidden (M, C), weight (V, C): cast once if the products run in another dtype. keep_logits: see in_place."""
         (M, _), V = hidden.shape, len(weight)
         self.options, self.hidden, self.weight = options, hidden, weight.to(options.dtype)
-        size = -(-M // max(1, -(-M // options.chunk_size)))  # as many chunks as needed, of about equal length
+        size = -(
+            -M // max(1, -(-M // options.chunk_size))
+        )  # as many chunks as needed, of about equal length
         self.slices = [slice(i, min(i + size, M)) for i in range(0, M, max(1, size))]
-        self.slices = self.slices[:2] if is_planned(hidden) else self.slices  # a planner's are all alike
+        self.slices = (
+            self.slices[:2] if is_planned(hidden) else self.slices
+        )  # a planner's are all alike
         # The kernels' loads and tensor cores want rows that begin at 16-byte addresses: the buffer is a padded
         # vocabulary.
         width = -(-V // 16) * 16 if kind_of(hidden) == "cuda" else V
         self.buffer = torch.empty(size, width, dtype=options.dtype, device=hidden.device)
         # Plain torch works in the logits themselves if it can.
-        self.in_place = not keep_logits and options.dtype == accumulator(options.dtype) and not uses_triton(self.buffer)
+        self.in_place = (
+            not keep_logits
+            and options.dtype == accumulator(options.dtype)
+            and not uses_triton(self.buffer)
+        )
         self.scratch = new_scratch(self.buffer, not self.in_place, options.entropy)
 
     def __iter__(self):
@@ -90,7 +102,9 @@ class Chunks:
     def forward(self, rows, logits, targets, logprobs, lse, entropy, gradient=False):
         """forward_rows of a chunk; targets and the three results are (M,)."""
         results = logprobs[rows], lse[rows], None if entropy is None else entropy[rows]
-        forward_rows(logits, targets[rows], self.options, *results, self.scratch, self.in_place, gradient)
+        forward_rows(
+            logits, targets[rows], self.options, *results, self.scratch, self.in_place, gradient
+        )
 
     def accumulate(self, gradient, hidden, rows, coefficients, dhidden, dweight):
         """dhidden[rows] = c * gradient @ weight; dweight (V, C) += gradient.T @ (c * hidden); either may be None.
@@ -165,7 +179,9 @@ class HeadLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
             chunks = Chunks(hidden, weight, options, keep_logits=options.entropy)
             for rows, hidden_rows, logits in chunks:
-                chunks.forward(rows, logits, targets, logprobs, lse, entropy, gradient=not options.entropy)
+                chunks.forward(
+                    rows, logits, targets, logprobs, lse, entropy, gradient=not options.entropy
+                )
                 c = coefficients[rows]
                 if options.entropy:
                     given = targets[rows], options, lse[rows], c
@@ -205,7 +221,9 @@ def head_loss(
     return results if entropy else results[:2]
 
 
-def head_loss_in_two_visits(hidden, weight, targets, token_loss, temperature, entropy_weight, **options):
+def head_loss_in_two_visits(
+    hidden, weight, targets, token_loss, temperature, entropy_weight, **options
+):
     """head_loss for a loss that wants all log-probs at once (a sequence's ratio), or a gradient of the entropy.
 
     -> loss - entropy_weight * the sum of entropies, log-probs (M,), entropies (M,). Backward makes the logits again.
@@ -230,7 +248,9 @@ class HeadLoss(torch.autograd.Function):
             chunks = Chunks(hidden, weight, options)
             for rows, hidden_rows, logits in chunks:
                 chunks.forward(rows, logits, targets, logprobs, lse, entropy, with_gradient)
-                chunk_loss, coefficients = differentiate(token_loss, logprobs[rows], rows, with_gradient)
+                chunk_loss, coefficients = differentiate(
+                    token_loss, logprobs[rows], rows, with_gradient
+                )
                 loss += chunk_loss
                 if with_gradient:
                     chunks.accumulate(logits, hidden_rows, rows, coefficients, dhidden, dweight)
@@ -243,10 +263,20 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, dloss, *_):
         dhidden, dweight = ctx.saved_tensors
         if not ctx.into_grad:
-            return *(None if d is None else d * dloss for d in (dhidden, dweight)), None, None, None, None
-        torch._assert_async(dloss == 1, ALREADY_ADDED)  # on CUDA the device checks it, without making the host wait
+            return (
+                *(None if d is None else d * dloss for d in (dhidden, dweight)),
+                None,
+                None,
+                None,
+                None,
+            )
+        torch._assert_async(
+            dloss == 1, ALREADY_ADDED
+        )  # on CUDA the device checks it, without making the host wait
         if dhidden is not None:
-            torch.autograd.graph.increment_version(dhidden)  # a second backward would lack dweight: autograd raises
+            torch.autograd.graph.increment_version(
+                dhidden
+            )  # a second backward would lack dweight: autograd raises
         return dhidden, None, None, None, None, None
 
 

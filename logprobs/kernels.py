@@ -31,7 +31,11 @@ else:
         ahead = tl.load(logits + columns, mask=columns < width, other=-float("inf"))
         for start in range(0, width, BLOCK):
             x = ahead  # the next block loads while this one is computed
-            ahead = tl.load(logits + start + BLOCK + columns, mask=start + BLOCK + columns < width, other=-float("inf"))
+            ahead = tl.load(
+                logits + start + BLOCK + columns,
+                mask=start + BLOCK + columns < width,
+                other=-float("inf"),
+            )
             z = x.to(tl.float32) * scale
             if PADDED:
                 z = tl.where(start + columns < n_vocab, z, -float("inf"))
@@ -58,7 +62,9 @@ else:
             tl.debug_barrier()  # `chosen` is read before any lane overwrites it
             for start in range(0, width, BLOCK):
                 here = start + columns
-                x = tl.load(logits + here, mask=here < width, other=-float("inf"), eviction_policy="evict_first")
+                x = tl.load(
+                    logits + here, mask=here < width, other=-float("inf"), eviction_policy="evict_first"
+                )
                 p = tl.exp2(x.to(tl.float32) * scale - best - log_sum)
                 d = tl.where(here == target, slope - slope * p, -slope * p)
                 if PADDED:
@@ -74,7 +80,10 @@ else:
         row = (tl.program_id(0) // blocks).to(tl.int64)
         columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         c = tl.load(coefficients + row)  # already divided by the temperature, as dentropy is
-        z = tl.load(logits + row * row_stride + columns, mask=columns < width, other=0.0).to(tl.float32) * scale
+        z = (
+            tl.load(logits + row * row_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
+            * scale
+        )
         z -= tl.load(lse + row) * LOG2E
         p = tl.exp2(z)
         share = c
@@ -83,7 +92,11 @@ else:
         d = tl.where(columns == tl.load(targets + row), c - share * p, -share * p)
         if PADDED:
             d = tl.where(columns < n_vocab, d, 0.0)
-        tl.store(dlogits + row * out_row_stride + columns, d.to(dlogits.dtype.element_ty), mask=columns < width)
+        tl.store(
+            dlogits + row * out_row_stride + columns,
+            d.to(dlogits.dtype.element_ty),
+            mask=columns < width,
+        )
 
 
 def tile(width: int, itemsize: int = 2, gradient: bool = False) -> tuple[int, int]:

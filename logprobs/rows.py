@@ -18,7 +18,9 @@ from torch.autograd.function import once_differentiable
 from kernels import LOG2_OF_E, LOWEST, nothing_to_do, uses_triton
 from logprobs.kernels import backward_kernel, forward_kernel, tile
 
-SCRATCH = 2**19  # elements that plain torch works on at a time: 2 MiB of float32 stay in the cache from op to op
+SCRATCH = (
+    2**19
+)  # elements that plain torch works on at a time: 2 MiB of float32 stay in the cache from op to op
 
 
 class Options(NamedTuple):
@@ -58,7 +60,9 @@ def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_
             entropy[rows] = total.log()[:, 0] - deviation.mul_(z).sum(-1) / total[:, 0]
         if gradient:
             z.mul_(-1 / (options.temperature * total))
-            z.scatter_(1, targets[rows, None], z.gather(1, targets[rows, None]) + 1 / options.temperature)
+            z.scatter_(
+                1, targets[rows, None], z.gather(1, targets[rows, None]) + 1 / options.temperature
+            )
             if not in_place:
                 x.copy_(z)
     if gradient:
@@ -68,7 +72,11 @@ def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_
 def backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch):
     """coefficients and dentropy are already divided by the temperature."""
     for rows in slabs(*logits.shape, len(scratch)):
-        x, d, c = logits[rows, : options.n_vocab], dlogits[rows, : options.n_vocab], coefficients[rows, None]
+        x, d, c = (
+            logits[rows, : options.n_vocab],
+            dlogits[rows, : options.n_vocab],
+            coefficients[rows, None],
+        )
         p = d if d.dtype == lse.dtype else scratch[0][: x.numel()].view(x.shape)  # (m, n_vocab)
         if p.data_ptr() != x.data_ptr():
             p.copy_(x)
@@ -85,7 +93,9 @@ def backward_torch(logits, targets, options, lse, entropy, coefficients, dentrop
     dlogits[:, options.n_vocab :] = 0
 
 
-def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_place=False, gradient=False):
+def forward_rows(
+    logits, targets, options, logprobs, lse, entropy, scratch, in_place=False, gradient=False
+):
     """Fill logprobs, lse and entropy or None, each (m,), from logits (m, V) and targets (m,).
 
     in_place: plain torch may overwrite the logits. gradient: the logits become d logprob / d logits, which is
@@ -94,18 +104,35 @@ def forward_rows(logits, targets, options, logprobs, lse, entropy, scratch, in_p
     if nothing_to_do(logits):
         return
     if not uses_triton(logits):
-        return forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient)
+        return forward_torch(
+            logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient
+        )
     (M, width), (block, warps) = logits.shape, tile(logits.shape[1], logits.element_size(), gradient)
     scales = LOG2_OF_E / options.temperature, 1 / options.temperature
-    pointers = logits, targets, logprobs, lse, logprobs if entropy is None else entropy  # None: not written to
+    pointers = (
+        logits,
+        targets,
+        logprobs,
+        lse,
+        logprobs if entropy is None else entropy,
+    )  # None: not written to
     flags = dict(PADDED=options.n_vocab < width, ENTROPY=entropy is not None, GRADIENT=gradient)
     with torch.cuda.device_of(logits):
         forward_kernel[(M,)](
-            *pointers, *scales, width, options.n_vocab, logits.stride(0), BLOCK=block, num_warps=warps, **flags
+            *pointers,
+            *scales,
+            width,
+            options.n_vocab,
+            logits.stride(0),
+            BLOCK=block,
+            num_warps=warps,
+            **flags,
         )
 
 
-def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch, entropy=None, dentropy=None):
+def backward_rows(
+    logits, targets, options, lse, coefficients, dlogits, scratch, entropy=None, dentropy=None
+):
     """dlogits = (coefficients * (onehot(targets) - p) - dentropy * p * (log p + entropy)) / temperature.
 
     p = softmax(logits / temperature). coefficients, dentropy (m,): the upstream gradients of the log-probs and, if not
@@ -116,11 +143,22 @@ def backward_rows(logits, targets, options, lse, coefficients, dlogits, scratch,
     coefficients = coefficients / options.temperature
     dentropy = None if dentropy is None else dentropy / options.temperature
     if not uses_triton(logits):
-        return backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch)
+        return backward_torch(
+            logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch
+        )
     (M, width), (block, warps) = logits.shape, tile(logits.shape[1])
     blocks = -(-width // block)
-    arguments = LOG2_OF_E / options.temperature, width, options.n_vocab, logits.stride(0), dlogits.stride(0), blocks
-    flags = dict(BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=dentropy is not None, num_warps=warps)
+    arguments = (
+        LOG2_OF_E / options.temperature,
+        width,
+        options.n_vocab,
+        logits.stride(0),
+        dlogits.stride(0),
+        blocks,
+    )
+    flags = dict(
+        BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=dentropy is not None, num_warps=warps
+    )
     if dentropy is None:
         entropy = dentropy = lse  # pointers that are not read
     pointers = logits, targets, lse, entropy, coefficients, dentropy, dlogits
@@ -185,9 +223,13 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, options, inplace):
         logprobs, lse, entropy = new_rows(len(logits), options, logits.device)
-        forward_rows(logits, targets, options, logprobs, lse, entropy, new_scratch(logits, True, options.entropy))
+        forward_rows(
+            logits, targets, options, logprobs, lse, entropy, new_scratch(logits, True, options.entropy)
+        )
         ctx.options, ctx.inplace = options, inplace
-        ctx.set_materialize_grads(False)  # without a gradient of the entropy, backward gets None and skips it
+        ctx.set_materialize_grads(
+            False
+        )  # without a gradient of the entropy, backward gets None and skips it
         ctx.save_for_backward(logits, targets, lse, entropy)
         return logprobs, entropy
 
@@ -196,9 +238,15 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx, coefficients, dentropy):
         logits, targets, lse, entropy = ctx.saved_tensors
         coefficients = torch.zeros_like(lse) if coefficients is None else coefficients
-        dlogits = logits if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        dlogits = (
+            logits if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        )
         if ctx.inplace:
-            torch.autograd.graph.increment_version(logits)  # another op that saved them raises in its backward
+            torch.autograd.graph.increment_version(
+                logits
+            )  # another op that saved them raises in its backward
         scratch = new_scratch(logits, logits.dtype != accumulator(logits.dtype), dentropy is not None)
-        backward_rows(logits, targets, ctx.options, lse, coefficients, dlogits, scratch, entropy, dentropy)
+        backward_rows(
+            logits, targets, ctx.options, lse, coefficients, dlogits, scratch, entropy, dentropy
+        )
         return dlogits, None, None, None

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from memory.host import available_on_host
-from memory.ledger import MIB, logits_budget
+from device.host import available_on_host
+from device.kinds import MIB, logits_budget
 from memory.plan import GIB, Plan, kind_planned, plan
 from options import SnugError
 
@@ -28,7 +28,9 @@ LOWERS = {  # option -> the phases whose peak it can lower; others lower all
 def cheaper(settings, kind, prompt=1, completion=1):
     """The ladder: {option: value} changes that each need less, cheapest first. prompt, completion: longest, tokens."""
     tokens = settings.tokens_per_step(prompt, completion)
-    for less in halvings(min(settings.max_tokens_per_micro_batch or tokens, tokens), prompt + completion - 1):
+    for less in halvings(
+        min(settings.max_tokens_per_micro_batch or tokens, tokens), prompt + completion - 1
+    ):
         yield {"max_tokens_per_micro_batch": less}
     for less in halvings(logits_budget(settings.logits_chunk_mb, kind), 16):
         yield {"logits_chunk_mb": float(less)}
@@ -50,7 +52,9 @@ def cheaper(settings, kind, prompt=1, completion=1):
 
 def halvings(now, floor):
     """A half, a quarter and an eighth, because a half may be too little to show, and the floor."""
-    return sorted({max(floor, math.ceil(now / n)) for n in (2, 4, 8, now / floor) if now > floor}, reverse=True)
+    return sorted(
+        {max(floor, math.ceil(now / n)) for n in (2, 4, 8, now / floor) if now > floor}, reverse=True
+    )
 
 
 def fit(dry_run, settings, longest, budget):
@@ -134,7 +138,9 @@ def apply(dry_run, settings, longest, device, say):
     if budget is None:
         return settings
     fitted, its_plan, change, before = fit(dry_run, settings, longest, budget)
-    on_host = max(0, available_on_host() - (its_plan.peak if its_plan.kind == "cpu" else 0))  # a CPU is its own host
+    on_host = max(
+        0, available_on_host() - (its_plan.peak if its_plan.kind == "cpu" else 0)
+    )  # a CPU is its own host
     if its_plan.peak > budget or its_plan.host > on_host:
         say(its_plan.text())
         raise SnugError(refusal(dry_run, fitted, its_plan, change, budget, on_host))
@@ -152,9 +158,8 @@ def refusal(dry_run, fitted, its_plan: Plan, change, budget, on_host) -> str:
             f"the plan takes {its_plan.host / GIB:.3g} GiB of the host, which has {on_host / GIB:.3g} GiB left; "
             "use the device for more (optimizer_device, grad_offload, reference), or a host with more memory"
         )
-    said = (
-        f"the plan takes {its_plan.peak / GIB:.3g} GiB in {its_plan.phase} even with {written(change) or 'no change'}"
-    )
+    needed = f"the plan takes {its_plan.peak / GIB:.3g} GiB in {its_plan.phase}"
+    said = f"{needed} even with {written(change) or 'no change'}"
     said += f"; {budget / GIB:.3g} GiB may be used"
     if fitted.param_dtype == "float32":
         rounded = plan(dry_run, replace(fitted, **CHANGES_ROUNDING))

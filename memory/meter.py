@@ -17,7 +17,9 @@ from contextlib import contextmanager
 
 import torch
 
-from memory.ledger import HOST, MIB, LiveBytes
+from device.host import HOST
+from device.kinds import MIB
+from memory.ledger import LiveBytes
 from options import SnugError
 
 PHASES = ("rollout", "reward", "reference", "train", "optimizer", "eval")
@@ -90,12 +92,20 @@ class MemoryMeter:
 
     def stats(self):
         """Figures since the last `reset`, for the log: MiB and seconds."""
-        peak = max([self.peak, self.peak_since_reset()] + [entry["peak"] for entry in self.phases.values()])
-        stats = {"mem_alloc_mb": self.allocated(), "mem_reserved_mb": self.reserved(), "mem_max_alloc_mb": peak}
+        peak = max(
+            [self.peak, self.peak_since_reset()] + [entry["peak"] for entry in self.phases.values()]
+        )
+        stats = {
+            "mem_alloc_mb": self.allocated(),
+            "mem_reserved_mb": self.reserved(),
+            "mem_max_alloc_mb": peak,
+        }
         stats |= {f"mem_max_alloc_mb_{name}": entry["peak"] for name, entry in self.phases.items()}
         stats |= {"mem_max_host_mb": HOST.peak} if HOST.peak else {}
         stats = {name: round(size / MIB, 3) for name, size in stats.items()}
-        return stats | {f"time_{name}_s": round(entry["seconds"], 4) for name, entry in self.phases.items()}
+        return stats | {
+            f"time_{name}_s": round(entry["seconds"], 4) for name, entry in self.phases.items()
+        }
 
     def lines(self, place):
         """`[MEM] <place> after rollout: current=1.2MiB reserved=... peak_since_reset=...`, one a phase, for grep."""
@@ -133,7 +143,9 @@ def tensor_bytes(tensors):
 def allocator_snapshot(folder, device):
     """-> a context that records CUDA's allocator and writes folder/memory_snapshot.pickle, also after an error."""
     if device.type != "cuda":
-        raise SnugError(f"memory_snapshot records CUDA's allocator, and device is {device}; leave it out")
+        raise SnugError(
+            f"memory_snapshot records CUDA's allocator, and device is {device}; leave it out"
+        )
     return record_allocator(folder)
 
 

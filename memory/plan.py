@@ -22,15 +22,19 @@ from pathlib import Path
 
 import torch
 
-from memory.ledger import MIB, HostLedger, LiveBytes, PlanningMode, is_planned
+from device.host import HostLedger
+from device.kinds import MIB, PlanningMode, is_planned
+from device.processes import BUCKET
+from memory.ledger import LiveBytes
 from memory.meter import MemoryMeter
-from memory.processes import BUCKET
 
 GIB = 2**30
 DEPTHS = 2, 3
-CUDA_EXTRA = 3 * 32 * MIB  # cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
+# cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
+CUDA_EXTRA = 3 * 32 * MIB
 HOME = str(Path(__file__).parent.parent) + os.sep
-SHARDED = ("weights", "gradients", "moments", "reference")  # components of which FSDP leaves each process a part
+# components of which FSDP leaves each process a part
+SHARDED = ("weights", "gradients", "moments", "reference")
 SITES = (  # where a tensor is made (module, beginning of the function's name) -> what it counts as
     ("decoding.kvcache", "KVCache", "KV cache"),
     ("decoding.draw", "", "logits"),
@@ -43,16 +47,15 @@ SITES = (  # where a tensor is made (module, beginning of the function's name) -
     ("batch", "", "micro-batch"),
     ("model", "make_model", "weights"),
     ("model", "", "activations"),
+    ("kernels.layers", "Embed.backward", "gradients"),
+    ("kernels.layers", "BlockInput", "block inputs"),
+    ("kernels.adamw", "", "optimizer's buffers"),
     ("kernels", "", "activations"),
-    ("memory.lean", "Embed.backward", "gradients"),
-    ("memory.lean", "BlockInput", "block inputs"),
-    ("memory.lean", "", "activations"),
-    ("pretrained.lora", "", "activations"),
+    ("lora", "", "activations"),
     ("training.optimizer", "make_optimizer", "moments"),
     ("training.optimizer", "SlabAdamW.__init__", "moments"),
     ("training.optimizer", "HostGradients", "gradients"),
     ("training.optimizer", "", "optimizer's buffers"),
-    ("kernels.adamw", "", "optimizer's buffers"),
     ("grpo", "trainer_logprobs", "rollouts"),
     ("grpo", "iterate", "rollouts"),
     ("grpo", "", "backward"),  # what autograd makes while backward runs
@@ -128,7 +131,9 @@ class PlannedBytes(Recorder, LiveBytes):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and is_planned(args[0]):
             # The value of a tensor without data. Losses and norms are finite, and there is something to learn.
-            return True if args[0].dtype == torch.bool else 0 if not args[0].is_floating_point() else 0.0
+            return (
+                True if args[0].dtype == torch.bool else 0 if not args[0].is_floating_point() else 0.0
+            )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -142,7 +147,9 @@ def made_at():
             if module.removeprefix("memory.") not in ("cpu", "cuda", "ledger", "meter", "host", "plan"):
                 function = frame.f_code.co_qualname
                 here = (
-                    c for its, start, c in SITES if f"{module}.".startswith(f"{its}.") and function.startswith(start)
+                    c
+                    for its, start, c in SITES
+                    if f"{module}.".startswith(f"{its}.") and function.startswith(start)
                 )
                 return next(here, "other"), function
         frame = frame.f_back
@@ -205,7 +212,9 @@ def deepen(peak, deeper, depth) -> Peak:
             same.setdefault((s.component, s.name, s.dtype), ([], []))[depth_].append(s)
     storages = []
     for shallow, deep in same.values():
-        for a, b in zip(shallow, deep, strict=True) if len(shallow) == len(deep) else ((s, s) for s in deep):
+        for a, b in (
+            zip(shallow, deep, strict=True) if len(shallow) == len(deep) else ((s, s) for s in deep)
+        ):
             # One that holds all blocks' at once, such as the KV cache, grows with the depth.
             shape = tuple(map(line, a.shape, b.shape)) if len(a.shape) == len(b.shape) else b.shape
             storages.append(Storage(line(a.size, b.size), shape, b.dtype, b.component, b.name, b.born))
@@ -231,16 +240,25 @@ class Plan:
         for _, parts in self.phases.values():
             for name, bytes_ in parts.items():
                 largest[name] = max(bytes_, largest.get(name, 0))
-        shown = sorted((name for name in largest if largest[name] >= self.peak / 1000), key=lambda name: -largest[name])
+        shown = sorted(
+            (name for name in largest if largest[name] >= self.peak / 1000),
+            key=lambda name: -largest[name],
+        )
         lines = [f"planned for {self.kind}: {unit} at each phase's peak"]
         lines.append(f"{'':22}" + "".join(f"{name:>11}" for name in self.phases))
         for name in shown:
             parts = (parts.get(name, 0) / size for _, parts in self.phases.values())
             lines.append(f"{name:22}" + "".join(f"{part:11.2f}" for part in parts))
-        lines.append(f"{'together':22}" + "".join(f"{peak / size:11.2f}" for peak, _ in self.phases.values()))
-        lines += [f"the biggest in {self.phase}:"] + [f"{bytes_ / size:11.2f}  {name}" for bytes_, name in self.biggest]
+        lines.append(
+            f"{'together':22}" + "".join(f"{peak / size:11.2f}" for peak, _ in self.phases.values())
+        )
+        lines += [f"the biggest in {self.phase}:"] + [
+            f"{bytes_ / size:11.2f}  {name}" for bytes_, name in self.biggest
+        ]
         if self.host:
-            parts = ", ".join(f"{name} {bytes_ / size:.2f}" for name, bytes_ in self.host_components.items())
+            parts = ", ".join(
+                f"{name} {bytes_ / size:.2f}" for name, bytes_ in self.host_components.items()
+            )
             lines.append(f"on the host: {self.host / size:.2f} ({parts})")
         return "\n".join(lines)
 
@@ -251,7 +269,10 @@ class Plan:
 def plan(dry_run, settings) -> Plan:
     """The Plan of settings.device. dry_run(settings, n_layer, meter) runs init and an iteration of a model so deep."""
     kind, depth = kind_planned(settings.device), dry_run.n_layer
-    runs = [record(dry_run, settings, kind, n_layer) for n_layer in (DEPTHS if depth > DEPTHS[1] else [depth])]
+    runs = [
+        record(dry_run, settings, kind, n_layer)
+        for n_layer in (DEPTHS if depth > DEPTHS[1] else [depth])
+    ]
     device, host = (
         {
             stretch: deepen(run[stretch], runs[1][i][stretch], depth) if len(runs) > 1 else run[stretch]
@@ -277,7 +298,11 @@ def plan(dry_run, settings) -> Plan:
         [(s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}") for s in biggest],
         host.components,
     )
-    return sharded(whole, settings, *dry_run.units(settings)) if settings.parallel in ("fsdp", "hsdp") else whole
+    return (
+        sharded(whole, settings, *dry_run.units(settings))
+        if settings.parallel in ("fsdp", "hsdp")
+        else whole
+    )
 
 
 def sharded(whole: Plan, settings, outside: int, block: int) -> Plan:
@@ -290,13 +315,17 @@ def sharded(whole: Plan, settings, outside: int, block: int) -> Plan:
     n = settings.num_processes // (settings.num_nodes if settings.parallel == "hsdp" else 1)
     phases, weights = {}, max(parts["weights"] for _, parts in whole.phases.values())
     offloaded = ("weights", "gradients", "reference") if settings.param_offload else ()
-    host = {name: size // n if name in SHARDED else size for name, size in whole.host_components.items()}
+    host = {
+        name: size // n if name in SHARDED else size for name, size in whole.host_components.items()
+    }
     width = getattr(torch, settings.param_dtype).itemsize
     wide = max(outside, block) * max(4, width) // width
     for phase, (_, parts) in whole.phases.items():
         parts = {name: size // n if name in SHARDED else size for name, size in parts.items()}
         host |= {name: max(parts.pop(name), host.get(name, 0)) for name in offloaded if name in parts}
-        here = dict(rollout=weights, eval=weights, reference=outside + 2 * block, train=outside + 2 * block)
+        here = dict(
+            rollout=weights, eval=weights, reference=outside + 2 * block, train=outside + 2 * block
+        )
         parts["gathered weights"] = here.get(phase, 0)
         if phase == "train" and not settings.lora_rank:
             parts["gathered gradients"] = block + outside + wide

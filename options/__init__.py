@@ -53,7 +53,9 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def option(default, meaning: str, unit: str = "", choices: tuple[str, ...] = (), minimum=0, maximum=None):
+def option(
+    default, meaning: str, unit: str = "", choices: tuple[str, ...] = (), minimum=0, maximum=None
+):
     """A dataclass field. --help shows `meaning` and `unit`; `choices`, `minimum` and `maximum` limit the value."""
     metadata = dict(meaning=meaning, unit=unit, choices=choices, minimum=minimum, maximum=maximum)
     if isinstance(default, list):
@@ -79,7 +81,11 @@ def read_settings(cls, argv: list[str], positional: str = "config") -> tuple[typ
     exit 0. Raises SnugError.
     """
     if asked := [word for word in argv if word == "-h" or word.partition("=")[0] == "--help"]:
-        print(make_parser(cls, positional, everything="--help=all" in asked).format_help(), end="", flush=True)
+        print(
+            make_parser(cls, positional, everything="--help=all" in asked).format_help(),
+            end="",
+            flush=True,
+        )
         sys.exit(0)  # flush: see BrokenPipeError below
     flags = {f"--{name}" for name in fields(cls) if type_of(cls, name)[0] is bool}
     argv = [f"{word}=true" if word in flags else word for word in argv]  # --plan
@@ -90,7 +96,9 @@ def read_settings(cls, argv: list[str], positional: str = "config") -> tuple[typ
         check_name(cls, flag.lstrip("-"), flag)
         raise SnugError(f"unknown option {flag}; did you mean -{flag}?")  # -seed=3
     if rest:
-        raise SnugError(f"only one {positional} can be given, not {len(rest) + 1}: {' '.join([place, *rest])}")
+        raise SnugError(
+            f"only one {positional} can be given, not {len(rest) + 1}: {' '.join([place, *rest])}"
+        )
     if place and positional == "config":
         given = read_config(cls, place) | given
     settings = cls(**given)
@@ -112,15 +120,23 @@ def read_config(cls, path: str) -> dict[str, typing.Any]:
         where = f"{path}:{node.lineno}"
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
-        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
-            raise SnugError(f"{where}: {ast.unparse(node)[:60]!r} is not a plain assignment, name = value")
+        if not (
+            isinstance(node, ast.Assign)
+            and len(node.targets) == 1
+            and isinstance(node.targets[0], ast.Name)
+        ):
+            raise SnugError(
+                f"{where}: {ast.unparse(node)[:60]!r} is not a plain assignment, name = value"
+            )
         name = node.targets[0].id
         check_name(cls, name, f"{where}: {name}")
         try:
             value = ast.literal_eval(node.value)
         except (ValueError, TypeError):  # TypeError: {[]}
             text = ast.unparse(node.value)[:60]
-            raise SnugError(f"{where}: {name} = {text} is not a literal; write the value itself") from None
+            raise SnugError(
+                f"{where}: {name} = {text} is not a literal; write the value itself"
+            ) from None
         values[name] = check_value(cls, name, value, f"{where}: {name}")
     return values
 
@@ -136,7 +152,10 @@ def check_name(cls, name: str, shown: str) -> None:
     if name not in fields(cls):
         if name in REMOVED:
             raise SnugError(f"option {shown} was removed; {REMOVED[name]}")
-        raise SnugError(f"unknown option {shown}" + (did_you_mean(name, fields(cls)) or "; --help=all lists them all"))
+        raise SnugError(
+            f"unknown option {shown}"
+            + (did_you_mean(name, fields(cls)) or "; --help=all lists them all")
+        )
 
 
 def parse_value(cls, name: str, text: str):
@@ -145,7 +164,9 @@ def parse_value(cls, name: str, text: str):
     if optional and text.lower() == "none":
         value = None
     elif typing.get_origin(kind) is list:
-        value = [convert(part.strip(), typing.get_args(kind)[0]) for part in text.split(",") if part.strip()]
+        value = [
+            convert(part.strip(), typing.get_args(kind)[0]) for part in text.split(",") if part.strip()
+        ]
     else:
         value = convert(text, kind)
     return check_value(cls, name, value, "--" + name)
@@ -181,7 +202,11 @@ def check_type(cls, name: str, value, where: str):
 
 def check_value(cls, name: str, value, where: str):
     """`check_type`, and the option's limits. Raises SnugError."""
-    value, (kind, _), limits = check_type(cls, name, value, where), type_of(cls, name), fields(cls)[name].metadata
+    value, (kind, _), limits = (
+        check_type(cls, name, value, where),
+        type_of(cls, name),
+        fields(cls)[name].metadata,
+    )
     if value is None:
         return None
     for item in value if isinstance(value, list) else [value]:
@@ -213,7 +238,9 @@ def make_parser(cls, positional: str, everything: bool = True) -> Parser:
     everything=False: the help shows only the options that `cls.usual` names, if there is such a list.
     """
     usual = fields(cls) if everything else getattr(cls, "usual", " ".join(fields(cls))).split()
-    layout = partial(argparse.HelpFormatter, max_help_position=30, width=min(120, shutil.get_terminal_size().columns))
+    layout = partial(
+        argparse.HelpFormatter, max_help_position=30, width=min(120, shutil.get_terminal_size().columns)
+    )
     suffix = ".py" if positional == "config" else ""
     module = sys.modules["__main__"].__spec__  # python -m tools.export
     program = f"-m {module.name}" if module else Path(sys.argv[0]).name
@@ -222,17 +249,24 @@ def make_parser(cls, positional: str, everything: bool = True) -> Parser:
     epilog = f"{more} more options: --help=all" if more else None
     names = dict(usage=usage, description=cls.__doc__, epilog=epilog, formatter_class=layout)
     parser = Parser(allow_abbrev=False, add_help=False, **names)
-    about = {"config": "a file of `name = value` lines", "folder": "a run's folder", "file": "a GGUF file"}[positional]
+    about = {
+        "config": "a file of `name = value` lines",
+        "folder": "a run's folder",
+        "file": "a GGUF file",
+    }[positional]
     parser.add_argument(positional, nargs="?", default="", help=about)
     for topic, options in topics(cls).items():
         title = topic.__name__.removesuffix("Options").removesuffix("Settings")
-        group = parser.add_argument_group(title, topic.__doc__ if everything and topic is not cls else None)
+        group = parser.add_argument_group(
+            title, topic.__doc__ if everything and topic is not cls else None
+        )
         for name in options:
             group.add_argument(
                 f"--{name}",
                 type=partial(parse_value, cls, name),
                 default=argparse.SUPPRESS,
-                metavar="|".join(fields(cls)[name].metadata["choices"]) or METAVARS[type_of(cls, name)[0]],
+                metavar="|".join(fields(cls)[name].metadata["choices"])
+                or METAVARS[type_of(cls, name)[0]],
                 help=help_of(fields(cls)[name]) if name in usual else argparse.SUPPRESS,
             )
     return parser
@@ -245,7 +279,11 @@ def topics(cls) -> dict[type, list[str]]:
     """
     named = ((name, base) for base in cls.__mro__ for name in vars(base).get("__annotations__", {}))
     first = {name: base for name, base in named if name in fields(cls)}
-    return {base: [name for name in first if first[name] is base] for base in cls.__mro__ if base in first.values()}
+    return {
+        base: [name for name in first if first[name] is base]
+        for base in cls.__mro__
+        if base in first.values()
+    }
 
 
 def help_of(field: dataclasses.Field) -> str:
@@ -254,7 +292,9 @@ def help_of(field: dataclasses.Field) -> str:
     if default is dataclasses.MISSING:
         default = ",".join(field.default_factory())
     shown = f"{default:g}" if type(default) is float else str(default).lower() or "empty"
-    return f"{field.metadata['meaning']} ({unit + '; ' if unit else ''}default: {shown})".replace("%", "%%")
+    return f"{field.metadata['meaning']} ({unit + '; ' if unit else ''}default: {shown})".replace(
+        "%", "%%"
+    )
 
 
 @contextmanager
@@ -263,7 +303,9 @@ def in_one_line(said: str):
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of a library in Rust
+        if (
+            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        ):  # of a library in Rust
             raise
         kind = "" if isinstance(error, SnugError) else f"{type(error).__name__}: "
         raise SnugError(f"{said} ({kind}{' '.join(str(error).split())[:300]})") from None
@@ -286,7 +328,9 @@ def friendly_errors(advice: str = ""):
         print(told(error), file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python flushes stdout again at exit
         sys.exit(0)
     except KeyboardInterrupt:
         print(f"stopped{advice}", file=sys.stderr)

@@ -6,7 +6,12 @@ from typing import Any
 from options import SnugError
 
 LIMIT = 2**63  # what torch can count
-KINDS = {int: "a count below 2**63", float: "a positive number below 2**63", bool: "true or false", str: "text"}
+KINDS = {
+    int: "a count below 2**63",
+    float: "a positive number below 2**63",
+    bool: "true or false",
+    str: "text",
+}
 KINDS |= {list: "a list", dict: "an object"}
 
 

@@ -20,15 +20,30 @@ PARTS = 7  # components of a plan that have a colour of their own
 
 # section, title, unit, {figure of the log: name}
 FIGURES = [
-    ("Learning", "Reward", "reward", dict(reward_mean="training, sampled", eval_reward_mean="held out, greedy")),
-    ("Learning", "pass@1", "share of held-out prompts", dict(pass_at_1="greedy", pass_at_1_sampled="sampled")),
+    (
+        "Learning",
+        "Reward",
+        "reward",
+        dict(reward_mean="training, sampled", eval_reward_mean="held out, greedy"),
+    ),
+    (
+        "Learning",
+        "pass@1",
+        "share of held-out prompts",
+        dict(pass_at_1="greedy", pass_at_1_sampled="sampled"),
+    ),
     ("Learning", "KL to the reference", "nats per token", dict(kl="")),
     ("Learning", "Entropy", "nats per token", dict(entropy="")),
     ("Learning", "Length of completions", "tokens", dict(completion_length_mean="")),
     ("Learning", "Loss", "loss", dict(loss="")),
     ("Learning", "Gradient norm", "norm before clipping", dict(grad_norm="")),
     ("Learning", "Groups without variance", "share of groups", dict(frac_reward_zero_std="")),
-    ("Memory", "Memory of each iteration", "MiB", dict(mem_max_alloc_mb="peak", mem_alloc_mb="allocated after it")),
+    (
+        "Memory",
+        "Memory of each iteration",
+        "MiB",
+        dict(mem_max_alloc_mb="peak", mem_alloc_mb="allocated after it"),
+    ),
     ("Time", "Speed", "tokens per second", dict(tokens_per_second="")),
 ]
 
@@ -73,7 +88,13 @@ def charts_of(runs) -> list[Chart]:
     for chart in timelines:
         chart.top = 1.05 * top  # the same, to compare
     planned = [planned_parts(run, largest_parts(runs)) for run in runs if run.plan]
-    charts += [*timelines, peaks(runs), *planned, seconds(runs), *[seconds_over_time(run) for run in runs]]
+    charts += [
+        *timelines,
+        peaks(runs),
+        *planned,
+        seconds(runs),
+        *[seconds_over_time(run) for run in runs],
+    ]
     order = ["Learning", "Memory", "Time"]
     return sorted(charts, key=lambda chart: (order.index(chart.section), not chart.wide))
 
@@ -88,7 +109,10 @@ def figure(runs, names) -> list[Series]:
             points = spread(values_of(run.records, key))
             if points:
                 x, y = map(list, zip(*points, strict=True))
-                label = ", ".join(part for part in (run.name if len(runs) > 1 else "", name) if part) or run.name
+                label = (
+                    ", ".join(part for part in (run.name if len(runs) > 1 else "", name) if part)
+                    or run.name
+                )
                 color = number if len(runs) > 1 else place
                 series.append(Series(label, x, y, "dashed" if place else "line", color))
     return series
@@ -110,12 +134,19 @@ def timeline(run) -> Chart:
         x, y = [i + number * width for i in its], [run.memory[i][phase][2] for i in its]
         labels = [f"iteration {i}, peak of {phase}" for i in its]
         series.append(Series(phase, x, y, "block", PHASES.index(phase), labels, width))
-    places = [(i, n, phase) for i in iterations for n, phase in enumerate(phases) if phase in run.memory[i]]
-    x, labels = [i + (n + 1) * width for i, n, _ in places], [f"iteration {i}, after {phase}" for i, _, phase in places]
+    places = [
+        (i, n, phase) for i in iterations for n, phase in enumerate(phases) if phase in run.memory[i]
+    ]
+    x, labels = (
+        [i + (n + 1) * width for i, n, _ in places],
+        [f"iteration {i}, after {phase}" for i, _, phase in places],
+    )
     allocated, reserved = ([run.memory[i][phase][part] for i, _, phase in places] for part in (0, 1))
     series.append(Series("allocated", x, allocated, "line", 7, labels))
     name = "reserved" if run.device == "cuda" else "resident"  # of the process
-    above = max(reserved) > 2 * max(run.memory[i][phase][2] for i, _, phase in places)  # it would flatten the others
+    above = max(reserved) > 2 * max(
+        run.memory[i][phase][2] for i, _, phase in places
+    )  # it would flatten the others
     series.append(Series(name, x, reserved, "hidden" if above else "line", 5, labels))
     if run.plan:
         ends = [iterations[0], iterations[-1] + 1]
@@ -129,7 +160,9 @@ def peaks(runs) -> Chart:
     """A bar for each run and phase, and what the planner says."""
     series = []
     for number, run in enumerate(runs):
-        found = {p: [r[key] for r in run.records if (key := f"mem_max_alloc_mb_{p}") in r] for p in PHASES}
+        found = {
+            p: [r[key] for r in run.records if (key := f"mem_max_alloc_mb_{p}") in r] for p in PHASES
+        }
         found = {phase: max(sizes) for phase, sizes in found.items() if sizes}
         series.append(Series(run.name, list(found), list(found.values()), "bar", number))
     for number, run in enumerate(runs):
@@ -153,8 +186,14 @@ def planned_parts(run, largest: list[str]) -> Chart:
     phases = [phase for phase in PHASES if phase in run.plan.phases]
     parts = [run.plan.phases[phase][1] for phase in phases]
     rows = {name: [part.get(name, 0) / MIB for part in parts] for name in largest}
-    rows["other"] = [sum(size for name, size in part.items() if name not in largest) / MIB for part in parts]
-    series = [Series(name, phases, sizes, "stack", n) for n, (name, sizes) in enumerate(rows.items()) if any(sizes)]
+    rows["other"] = [
+        sum(size for name, size in part.items() if name not in largest) / MIB for part in parts
+    ]
+    series = [
+        Series(name, phases, sizes, "stack", n)
+        for n, (name, sizes) in enumerate(rows.items())
+        if any(sizes)
+    ]
     return Chart("Memory", f"Planned parts of each peak, {run.name}", "", "MiB", series)
 
 

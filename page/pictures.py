@@ -36,13 +36,22 @@ def picture(chart: Chart, path: Path) -> None:
 def draw(chart: Chart, axes) -> None:
     """`hidden` series are left out."""
     bars = [series for series in chart.series if series.style == "bar"]
-    places = list(dict.fromkeys(x for series in chart.series for x in series.x))  # of the bars, if x are names
+    places = list(
+        dict.fromkeys(x for series in chart.series for x in series.x)
+    )  # of the bars, if x are names
     below = dict.fromkeys(places, 0.0)  # what is stacked so far
     for series in chart.series:
         look = dict(color=PALETTE[series.color % len(PALETTE)], label=series.name)
         if series.style in ("line", "dashed"):
             marker = "o" if 2 < len(series.x) < 30 else None
-            axes.plot(series.x, series.y, "--" if series.style == "dashed" else "-", marker=marker, ms=3, **look)
+            axes.plot(
+                series.x,
+                series.y,
+                "--" if series.style == "dashed" else "-",
+                marker=marker,
+                ms=3,
+                **look,
+            )
         elif series.style == "block":
             axes.bar(series.x, series.y, series.width, align="edge", **look)
         elif series.style == "area":

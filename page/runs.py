@@ -17,7 +17,14 @@ from runs.log import merged, read_lines
 
 EVERY = 10  # seconds from one page of report.py --live to the next
 MOST_TOKENS = 1_000_000  # of the completions in a page: about 40 MB
-FIGURES = ["iter", "time_s", "tokens_per_second", "mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]  # of a record
+FIGURES = [
+    "iter",
+    "time_s",
+    "tokens_per_second",
+    "mem_alloc_mb",
+    "mem_reserved_mb",
+    "mem_max_alloc_mb",
+]  # of a record
 MEMORY_LINE = re.compile(
     r"\[MEM\] \[\w+ step (\d+)/\d+\] after (\w+): current=([\d.]+)MiB reserved=([\d.]+)MiB peak_since_reset=([\d.]+)MiB"
 )
@@ -46,7 +53,10 @@ def read_runs(folders: list[str]) -> list[Run]:
     names = [Path(folder).resolve().name for folder in folders]
     unique = len(set(names)) == len(names)
     most = MOST_TOKENS // len(names)
-    return [read_run(Path(f), name if unique else str(f), most) for f, name in zip(folders, names, strict=True)]
+    return [
+        read_run(Path(f), name if unique else str(f), most)
+        for f, name in zip(folders, names, strict=True)
+    ]
 
 
 def first_runs(folders: list[str]) -> list[Run]:
@@ -64,7 +74,9 @@ def read_run(folder: Path, name: str, most_tokens: int) -> Run:
     try:
         records = merged(checked(folder / "log.jsonl", FIGURES))
     except OSError as error:
-        raise SnugError(f"{folder}: log.jsonl cannot be read ({error.strerror}); is it a run's folder?") from None
+        raise SnugError(
+            f"{folder}: log.jsonl cannot be read ({error.strerror}); is it a run's folder?"
+        ) from None
     if not records:
         raise SnugError(f"{folder}: log.jsonl has no iteration yet")
     text = text_of(folder / "log.txt")
@@ -73,7 +85,9 @@ def read_run(folder: Path, name: str, most_tokens: int) -> Run:
     logged = folder / "samples.jsonl"
     samples = thinned(checked(logged, ["iter"]), most_tokens) if logged.exists() else ([], 0)
     memory = {}
-    for step, phase, *sizes in MEMORY_LINE.findall(text):  # a resumed run repeats iterations: the last counts
+    for step, phase, *sizes in MEMORY_LINE.findall(
+        text
+    ):  # a resumed run repeats iterations: the last counts
         if int(step) <= records[-1]["iter"]:
             memory.setdefault(int(step), {})[phase] = tuple(map(float, sizes))
     with in_one_line(f"{folder}/settings.json: cannot be read"):
@@ -98,7 +112,13 @@ def thinned(samples: Iterable[dict], most_tokens: int) -> tuple[list[dict], int]
 
     n is a power of two, the least that leaves most_tokens.
     """
-    kept, tokens, every, number, last = {}, 0, 1, -1, []  # kept: number of an iteration -> its completions
+    kept, tokens, every, number, last = (
+        {},
+        0,
+        1,
+        -1,
+        [],
+    )  # kept: number of an iteration -> its completions
     for number, (_, its) in enumerate(groupby(samples, key=lambda sample: sample["iter"])):
         last = list(its)
         if number % every == 0:

@@ -18,7 +18,9 @@ from runs.log import values_of, write_whole
 HERE = Path(__file__).parent
 
 
-def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[list[str]], refresh: int = 0) -> None:
+def write_page(
+    path: Path, runs: list[Run], charts: list[Chart], cells: list[list[str]], refresh: int = 0
+) -> None:
     """cells: the table of the console. refresh: seconds until the browser loads the page again; 0: never."""
     import jinja2
     from markupsafe import Markup
@@ -43,7 +45,9 @@ def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[lis
 
 def content(runs: list[Run], charts: list[Chart]) -> dict:
     """What the scripts read."""
-    rollouts = [dict(run=run.name, samples=run.samples, left_out=run.left_out) for run in runs if run.samples]
+    rollouts = [
+        dict(run=run.name, samples=run.samples, left_out=run.left_out) for run in runs if run.samples
+    ]
     return dict(palette=PALETTE, charts=[asdict(chart) for chart in charts], rollouts=rollouts)
 
 
@@ -54,7 +58,12 @@ def island(data) -> str:
 
 def tiles(run: Run) -> list[tuple[str, str]]:
     """(name, value) of the figures at the head of the page."""
-    found = [("iterations", f"{len(run.records):,}" + ("" if run.ended else f" of {run.settings['max_iters']:,}"))]
+    found = [
+        (
+            "iterations",
+            f"{len(run.records):,}" + ("" if run.ended else f" of {run.settings['max_iters']:,}"),
+        )
+    ]
     for name, key in (("reward", "reward_mean"), ("pass@1", "pass_at_1"), ("loss", "loss")):
         values = [value for _, value in values_of(run.records, key)]
         if values and (name != "loss" or run.kind == "SFT"):

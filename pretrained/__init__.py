@@ -7,4 +7,10 @@ Importing this does not import torch.
 """
 
 from pretrained.shapes import is_pretrained, read_shape, stored_dtype
-from pretrained.tensors import fingerprint, load_pretrained, look_at_weights, read_weights, save_pretrained
+from pretrained.tensors import (
+    fingerprint,
+    load_pretrained,
+    look_at_weights,
+    read_weights,
+    save_pretrained,
+)

@@ -11,7 +11,11 @@ from pathlib import Path
 from options import SnugError, in_one_line
 from options.typed import Fields
 
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
 ARCHITECTURES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 GPT2 = {  # GPTConfig's name: (config.json's, type, default; None: must be given)
     "vocab_size": ("vocab_size", int, None),
@@ -40,7 +44,9 @@ LLAMA3_ROPE = {
     "rope_low_freq_factor": ("low_freq_factor", float),
     "rope_high_freq_factor": ("high_freq_factor", float),
 }
-OF_BIASES = dict.fromkeys([(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 1, 0)], "llama")  # bias, qkv_bias, proj_bias, qk_norm
+OF_BIASES = dict.fromkeys(
+    [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 1, 0)], "llama"
+)  # bias, qkv_bias, proj_bias, qk_norm
 OF_BIASES |= {(0, 1, 0, 0): "qwen2", (0, 0, 0, 1): "qwen3"}
 
 
@@ -59,7 +65,9 @@ def read_config(folder: str | Path) -> dict:
         seen = f"model_type={family!r:.40}, architectures={config.get('architectures')!r:.60}"
         raise SnugError(f"{path}: {seen} is not supported; supported are {', '.join(ARCHITECTURES)}")
     if config.get("quantization_config") is not None:
-        raise SnugError(f"{path}: quantization_config is not supported; use the folder with the bfloat16 weights")
+        raise SnugError(
+            f"{path}: quantization_config is not supported; use the folder with the bfloat16 weights"
+        )
     return config
 
 
@@ -73,7 +81,11 @@ def read_shape(folder: str | Path) -> dict:
     """A folder's config.json -> GPTConfig's keywords. Raises SnugError."""
     config = read_config(folder)
     fields = Fields(config, Path(folder) / "config.json")
-    return gpt2_shape(fields) if config["model_type"] == "gpt2" else llama_shape(fields, config["model_type"])
+    return (
+        gpt2_shape(fields)
+        if config["model_type"] == "gpt2"
+        else llama_shape(fields, config["model_type"])
+    )
 
 
 def gpt2_shape(c: Fields) -> dict:
@@ -98,7 +110,9 @@ def llama_shape(c: Fields, family: str) -> dict:
         c.want("attention_bias", False)
     shape = {ours: c.get(*theirs) for ours, theirs in LLAMA.items()}
     shape["n_kv_head"] = shape["n_kv_head"] or shape["n_head"]
-    shape["head_size"] = shape["head_size"] or (128 if family == "qwen3" else shape["n_embd"] // shape["n_head"])
+    shape["head_size"] = shape["head_size"] or (
+        128 if family == "qwen3" else shape["n_embd"] // shape["n_head"]
+    )
     if slides and c.values.get("sliding_window", 4096) is not None:
         shape["block_size"] = min(shape["block_size"], c.get("sliding_window", int, 4096))
     shape |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", bias=bias, qk_norm=family == "qwen3")
@@ -110,11 +124,15 @@ def rope_shape(c: Fields) -> dict:
     """Newer files have all in rope_parameters; older ones have rope_theta and rope_scaling at the top."""
     rope = Fields(c.get("rope_parameters", dict, {}) or c.get("rope_scaling", dict, {}), c.path)
     if nested := [name for name, value in rope.values.items() if type(value) is dict]:
-        raise SnugError(f"{c.path}: rope_parameters has {nested[0]!r:.40} by itself, which is not supported")
+        raise SnugError(
+            f"{c.path}: rope_parameters has {nested[0]!r:.40} by itself, which is not supported"
+        )
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     shape = dict(rope_theta=rope.get("rope_theta", float, c.get("rope_theta", float, 10000.0)))
     if kind not in ("default", "linear", "llama3"):
-        raise SnugError(f"{c.path}: rope_type={kind!r:.40} is not supported; only default, linear and llama3")
+        raise SnugError(
+            f"{c.path}: rope_type={kind!r:.40} is not supported; only default, linear and llama3"
+        )
     if kind != "default":
         shape["rope_factor"] = rope.get("factor", float)
     if kind == "llama3":
@@ -141,9 +159,13 @@ def config_of(c, dtype: str) -> dict:
     family = family_of(c)
     table = GPT2 if family == "gpt2" else LLAMA
     config = dict(architectures=[ARCHITECTURES[family]], model_type=family, torch_dtype=dtype)
-    config |= {theirs: getattr(c, ours) for ours, (theirs, *_) in table.items()} | dict(vocab_size=c.n_vocab)
+    config |= {theirs: getattr(c, ours) for ours, (theirs, *_) in table.items()} | dict(
+        vocab_size=c.n_vocab
+    )
     if family == "gpt2":
-        return config | dict(activation_function="gelu_new", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+        return config | dict(
+            activation_function="gelu_new", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+        )
     config |= dict(hidden_act="silu", rope_theta=c.rope_theta)
     if family == "llama":
         config |= dict(attention_bias=c.bias or c.proj_bias, mlp_bias=c.bias)

@@ -25,9 +25,20 @@ from options import SnugError, in_one_line
 from pretrained.shapes import ARCHITECTURES, config_of, family_of, read_config, read_shape
 
 MAX_SHARD_BYTES = 2 * 2**30  # of a file written, and so of what is copied at a time
-PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}  # of names but the head's; optional
-TYPES = "F32", "F16", "BF16", "F64"  # of weights; integers and 8-bit floats are quantized and need their scales
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # older versions saved them with the weights
+PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {
+    "gpt2": "transformer."
+}  # of names but the head's; optional
+TYPES = (
+    "F32",
+    "F16",
+    "BF16",
+    "F64",
+)  # of weights; integers and 8-bit floats are quantized and need their scales
+BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".rotary_emb.inv_freq",
+)  # older versions saved them with the weights
 
 
 class Entry(NamedTuple):
@@ -45,7 +56,13 @@ def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
 
     q_proj, k_proj and v_proj are rows of attention.qkv: with 4 query and 2 key heads of size 8, rows 0, 32 and 48 on.
     """
-    C, F, V, prefix, gpt2 = shape["n_embd"], shape["n_hidden"], vocab_size, PREFIXES[family], family == "gpt2"
+    C, F, V, prefix, gpt2 = (
+        shape["n_embd"],
+        shape["n_hidden"],
+        vocab_size,
+        PREFIXES[family],
+        family == "gpt2",
+    )
     if gpt2:  # theirs, ours, out, in (0: a vector), bias, first row
         rows = [("wte", "embedding", V, C, False), ("wpe", "position", shape["block_size"], C, False)]
         rows += [("ln_f", "norm", C, 0, True)]
@@ -73,7 +90,9 @@ def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
             ("mlp.down_proj", "mlp.down", C, F, bias),
         ]
         if shape["qk_norm"]:
-            block += [(f"self_attn.{name}", f"attention.{name}", D, 0, False) for name in ("q_norm", "k_norm")]
+            block += [
+                (f"self_attn.{name}", f"attention.{name}", D, 0, False) for name in ("q_norm", "k_norm")
+            ]
     for i in range(shape["n_layer"]):
         place = f"h.{i}" if gpt2 else f"layers.{i}"
         rows += [(f"{place}.{theirs}", f"blocks.{i}.{ours}", *rest) for theirs, ours, *rest in block]
@@ -97,7 +116,11 @@ def weight_files(folder: str | Path) -> list[Path]:
         return [file]
     if not index.is_file():
         pickles = sorted(p.name for p in folder.glob("*.bin"))
-        why = f"; {pickles[0]} is a pickle, which is never loaded: convert it to safetensors" if pickles else ""
+        why = (
+            f"; {pickles[0]} is a pickle, which is never loaded: convert it to safetensors"
+            if pickles
+            else ""
+        )
         raise SnugError(f"{folder}: has no model.safetensors and no model.safetensors.index.json{why}")
     with in_one_line(f"{index}: cannot be read"):
         names = set(json.loads(index.read_text())["weight_map"].values())
@@ -119,16 +142,26 @@ def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
     Missing and surplus tensors, other shapes and other types are refused. BUFFERS and the head of a tied model may be
     there.
     """
-    family, shape, held, found, surplus = read_config(folder)["model_type"], read_shape(folder), {}, {}, []
+    family, shape, held, found, surplus = (
+        read_config(folder)["model_type"],
+        read_shape(folder),
+        {},
+        {},
+        [],
+    )
     for file in weight_files(folder):
         with opened(file) as tensors:
             for name in tensors.keys():
                 tensor = tensors.get_slice(name)
                 held[name] = file, tuple(tensor.get_shape()), tensor.get_dtype()
     if shape["n_layer"] > len(held):  # do not list them all
-        raise SnugError(f"{folder}: config.json says {shape['n_layer']} layers, the files have {len(held)} tensors")
+        raise SnugError(
+            f"{folder}: config.json says {shape['n_layer']} layers, the files have {len(held)} tensors"
+        )
     prefix = PREFIXES[family]
-    wanted = {entry.name.removeprefix(prefix): entry for entry in entries(shape, family, shape["vocab_size"])}
+    wanted = {
+        entry.name.removeprefix(prefix): entry for entry in entries(shape, family, shape["vocab_size"])
+    }
     for name, (file, its_shape, its_type) in held.items():
         bare = name.removeprefix(prefix)
         if entry := wanted.get(bare):
@@ -137,14 +170,20 @@ def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
                 raise SnugError(f"{file}: {name} has shape {its_shape}, config.json says {entry.shape}")
             if its_type not in TYPES:
                 advice = "use the folder with the bfloat16 weights"
-                raise SnugError(f"{file}: {name} has the type {its_type}, not one of {', '.join(TYPES)}; {advice}")
+                raise SnugError(
+                    f"{file}: {name} has the type {its_type}, not one of {', '.join(TYPES)}; {advice}"
+                )
         elif not bare.endswith(BUFFERS) and bare != "lm_head.weight":
             surplus.append(name)
     missing = [entry.name for entry in wanted.values() if entry not in found]
     if missing or surplus:
         named = [("missing", missing), ("surplus", surplus)]
-        seen = ", ".join(f"{what} {len(names)} ({', '.join(names[:3])})" for what, names in named if names)
-        raise SnugError(f"{folder}: its tensors are not those of the {family} of its config.json: {seen}")
+        seen = ", ".join(
+            f"{what} {len(names)} ({', '.join(names[:3])})" for what, names in named if names
+        )
+        raise SnugError(
+            f"{folder}: its tensors are not those of the {family} of its config.json: {seen}"
+        )
     return found
 
 
@@ -182,7 +221,9 @@ def read_weights(folder: str | Path, model):
             for entry, (name, its_file) in found.items():
                 if its_file == file:
                     tensor = tensors.get_tensor(name)
-                    rows_of(parameters[entry.ours], entry).copy_(tensor.t() if entry.transposed else tensor)
+                    rows_of(parameters[entry.ours], entry).copy_(
+                        tensor.t() if entry.transposed else tensor
+                    )
 
 
 def rows_of(parameter, entry: Entry):
@@ -199,10 +240,12 @@ def save_pretrained(model, folder: str | Path, tokenizer=None, dtype: str | None
     """
     import torch
 
-    from pretrained.lora import adapted
+    from lora import adapted
 
     if adapted(model):
-        raise SnugError("the model has adapters, which such a folder cannot hold: call lora.merge(model) first")
+        raise SnugError(
+            "the model has adapters, which such a folder cannot hold: call lora.merge(model) first"
+        )
     dtype = getattr(torch, dtype) if dtype else model.embedding.weight.dtype
     config = config_of(model.config, str(dtype).removeprefix("torch."))
     with appearing(folder) as temporary:
@@ -210,7 +253,9 @@ def save_pretrained(model, folder: str | Path, tokenizer=None, dtype: str | None
         if tokenizer is not None:
             config["eos_token_id"] = tokenizer.stop_token
             tokenizer.save(temporary)
-            generation = temporary / "generation_config.json"  # the tokenizer's own folder may have had one
+            generation = (
+                temporary / "generation_config.json"
+            )  # the tokenizer's own folder may have had one
             if not generation.exists():
                 generation.write_text(json.dumps(dict(eos_token_id=list(tokenizer.stop_tokens))) + "\n")
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -255,7 +300,11 @@ def write_weights(model, folder: Path, dtype):
         shards[-1].append(entry)
         room, total = room - size, total + size
     for i, shard in enumerate(shards, start=1):
-        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        name = (
+            f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+            if len(shards) > 1
+            else "model.safetensors"
+        )
         tensors = {entry.name: tensor_of(entry, parameters, model.config, dtype) for entry in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         del tensors  # before the next shard is copied

@@ -30,7 +30,9 @@ from settings import GRPOSettings, ModelOptions, SFTSettings
 from tokenizer import Tokenizer, get_tokenizer
 
 PREFIX = "checkpoint-"
-STATE = dict(iteration=int, optimizer_steps=int, extra_prompts=int, tokenizer=str, data=str)  # types in state.json
+STATE = dict(
+    iteration=int, optimizer_steps=int, extra_prompts=int, tokenizer=str, data=str
+)  # types in state.json
 STATE |= dict.fromkeys(["model_config", "settings", "generators", "health", "after_oom"], dict)
 
 
@@ -43,7 +45,9 @@ class Checkpoint(NamedTuple):
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """The checkpoints in a run's folder, oldest first."""
-    found = [p for p in Path(folder).glob(PREFIX + "*") if p.name[len(PREFIX) :].isdigit() and p.is_dir()]
+    found = [
+        p for p in Path(folder).glob(PREFIX + "*") if p.name[len(PREFIX) :].isdigit() and p.is_dir()
+    ]
     return sorted(found, key=iteration_of)
 
 
@@ -103,7 +107,10 @@ def damage(path: Path, whole: bool = True) -> str | None:
 
 
 def sha256(file: Path) -> str:
-    digest, block = hashlib.sha256(), bytearray(2**24)  # large blocks: this may run in a thread beside the training
+    digest, block = (
+        hashlib.sha256(),
+        bytearray(2**24),
+    )  # large blocks: this may run in a thread beside the training
     with open(file, "rb", buffering=0) as stream:
         while count := stream.readinto(block):
             digest.update(memoryview(block)[:count])
@@ -152,7 +159,9 @@ def find_run(folder: str | Path) -> Checkpoint:
     if isinstance(found, Checkpoint):
         return found
     settings = vars(GRPOSettings(task=""))
-    state = dict(iteration=0, model_config=read_shape(folder), tokenizer="tokenizer.json", settings=settings)
+    state = dict(
+        iteration=0, model_config=read_shape(folder), tokenizer="tokenizer.json", settings=settings
+    )
     return Checkpoint(found, state)
 
 
@@ -184,7 +193,11 @@ def base_of(checkpoint: Checkpoint, init_from: str = "", whole: bool = True) -> 
     Looks where they were, as seen from here and from the run's folder, and where init_from says now.
     """
     base, gone = checkpoint.state["base"], "are not there"
-    for place in (Path(base["path"]), checkpoint.path.parent / base["from_run"], Path(init_from or base["path"])):
+    for place in (
+        Path(base["path"]),
+        checkpoint.path.parent / base["from_run"],
+        Path(init_from or base["path"]),
+    ):
         if place.exists():
             weights, gone = open_weights(place, whole), "are others now"
             if identity(weights) == base["fingerprint"]:

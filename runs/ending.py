@@ -30,13 +30,22 @@ def ending(title: str, settings: SFTSettings | GRPOSettings, scored: bool, stopp
     records, folder = read_log(settings.out_dir), Path(settings.out_dir)
     seconds = sum(record["time_s"] for record in records)
     done = f"{len(records)} of {settings.max_iters}" if stopped else len(records)
-    lines = [f"{title} is {'stopped' if stopped else 'done'}: {done} iterations in {tqdm.format_interval(seconds)}"]
+    lines = [
+        f"{title} is {'stopped' if stopped else 'done'}: {done} iterations in {tqdm.format_interval(seconds)}"
+    ]
     if records:
         last = max(records, key=lambda record: record[PEAK])
         phase = max((name for name in last if name.startswith(f"{PEAK}_")), key=last.get)
         lines[0] += f", peak {last[PEAK]:,.0f} MiB in {phase.removeprefix(f'{PEAK}_')}"
-    rows = [(text, first_and_last(records, name)) for name, text in SCORES.items() if is_told(name, settings)]
-    rows += [("log", f"{folder}/log.jsonl, samples.jsonl, log.txt"), ("checkpoint", newest_and_best(folder))]
+    rows = [
+        (text, first_and_last(records, name))
+        for name, text in SCORES.items()
+        if is_told(name, settings)
+    ]
+    rows += [
+        ("log", f"{folder}/log.jsonl, samples.jsonl, log.txt"),
+        ("checkpoint", newest_and_best(folder)),
+    ]
     rows += zip(("next", "", ""), next_commands(settings, scored, stopped), strict=False)
     return lines + [f"  {name:11} {text}" for name, text in rows if text]
 
@@ -72,8 +81,14 @@ def newest_and_best(folder: Path) -> str:
 def next_commands(settings: SFTSettings | GRPOSettings, scored: bool, stopped: bool) -> list[str]:
     if stopped:
         again = shlex.join(word for word in sys.argv if word != "--resume=auto")
-        start = "python" if settings.parallel == "none" else f"torchrun --nproc_per_node={settings.num_processes}"
-        start = "torchrun ..." if settings.num_nodes > 1 else start  # the addresses of machines are not known here
+        start = (
+            "python"
+            if settings.parallel == "none"
+            else f"torchrun --nproc_per_node={settings.num_processes}"
+        )
+        start = (
+            "torchrun ..." if settings.num_nodes > 1 else start
+        )  # the addresses of machines are not known here
         return [f"{start} {again} --resume=auto"]
     folder = shlex.quote(settings.out_dir)
     commands = [f"python sample.py {folder} --num_samples=4"]

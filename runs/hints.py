@@ -6,7 +6,9 @@ gets that hint. A hint is printed once a run; the log's `hints` names those that
 Left out: what guard.py stops, and anything that is not in the log already.
 """
 
-TOO_HIGH = dict(frac_reward_zero_std=0.8, kl=1.0, truncated_fraction=0.5, mismatch_kl=0.01, clip_fraction=0.3)
+TOO_HIGH = dict(
+    frac_reward_zero_std=0.8, kl=1.0, truncated_fraction=0.5, mismatch_kl=0.01, clip_fraction=0.3
+)
 TOO_LOW = dict(entropy=0.01)
 HINTS = dict(
     frac_reward_zero_std="of the groups have equal rewards and teach nothing: the prompts are too easy or too hard; "

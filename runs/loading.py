@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+import lora
+from device.pick import pick_device
+from kernels import warn_without_kernels
 from model import GPT, make_model
 from options import SnugError, in_one_line
-from pretrained import lora
 from pretrained.shapes import is_pretrained, stored_dtype
 from pretrained.tensors import opened, read_weights
 from runs.checkpoint import Checkpoint, base_of, find_run, settings_of, tokenizer_of
-from runs.device import pick_device
 from settings import GRPOSettings, SFTSettings
 from tokenizer import Tokenizer
 
@@ -39,11 +40,14 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     path, state = checkpoint
     settings, tokenizer = settings_of(state), tokenizer_of(path, state)
     device = pick_device(device, settings.tf32)
+    warn_without_kernels()
     if is_pretrained(path) and device.type == "cuda" and stored_dtype(path) == "bfloat16":
         settings.dtype = settings.param_dtype = "bfloat16"
     shape = state["model_config"] | {"n_vocab": tokenizer.n_vocab}
     if tokenizer.n_vocab > shape["vocab_size"]:
-        raise SnugError(f"{path}: its tokenizer has {tokenizer.n_vocab} ids, its model {shape['vocab_size']}")
+        raise SnugError(
+            f"{path}: its tokenizer has {tokenizer.n_vocab} ids, its model {shape['vocab_size']}"
+        )
     model = make_model(shape, device, settings.param_dtype, initialise=False)
     if is_pretrained(path):
         read_weights(path, model)
@@ -62,7 +66,9 @@ def trained(model: GPT) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def load_with_adapters(checkpoint: Checkpoint, settings: SFTSettings | GRPOSettings, model: GPT) -> None:
+def load_with_adapters(
+    checkpoint: Checkpoint, settings: SFTSettings | GRPOSettings, model: GPT
+) -> None:
     """A checkpoint into a model without adapters; its own, if any, stay beside the frozen weights, as in training."""
     if settings.lora_rank:
         load_weights(base_of(checkpoint), model)
@@ -86,18 +92,25 @@ def configure(model: GPT, settings: SFTSettings | GRPOSettings) -> GPT:
     """Add adapters, if any, and set the model's memory options -> the model."""
     if settings.lora_rank:
         give_adapters(model, settings)
-    model.checkpoint_blocks, model.activation_offload = settings.checkpoint_blocks, settings.activation_offload
+    model.checkpoint_blocks, model.activation_offload = (
+        settings.checkpoint_blocks,
+        settings.activation_offload,
+    )
     return model
 
 
-def load_into(path: Path, tensors: dict[str, torch.Tensor], optional: str = "", rows: dict | None = None) -> None:
+def load_into(
+    path: Path, tensors: dict[str, torch.Tensor], optional: str = "", rows: dict | None = None
+) -> None:
     """Copy a safetensors file into {name: tensor} in place, one tensor at a time. rows: {parameter: slice} of a shard.
 
     Raises SnugError if names differ; names that begin with `optional` may be missing on either side.
     """
     with opened(path, "pt") as file, torch.no_grad():
         theirs = set(file.keys())
-        differ = sorted(name for name in theirs ^ tensors.keys() if not (optional and name.startswith(optional)))
+        differ = sorted(
+            name for name in theirs ^ tensors.keys() if not (optional and name.startswith(optional))
+        )
         if differ:
             raise SnugError(f"{path}: only the file or only the model has {', '.join(differ[:3])}")
         for name in theirs & tensors.keys():
@@ -158,4 +171,6 @@ def restore_generators(state: dict, device: torch.device) -> None:
         np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cpu"]), dtype=torch.uint8))
         if "cuda" in state and device.type == "cuda":
-            torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8), device)
+            torch.cuda.set_rng_state(
+                torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8), device
+            )

@@ -55,10 +55,17 @@ class FolderLock:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
-                raise SnugError(f"{self.folder} is in use by {file.read()}; choose another out_dir") from None
+                raise SnugError(
+                    f"{self.folder} is in use by {file.read()}; choose another out_dir"
+                ) from None
             except OSError as error:
-                print(f"warning: {path} cannot be locked ({error.strerror}); start no second run here", file=sys.stderr)
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):  # nobody moved the folder
+                print(
+                    f"warning: {path} cannot be locked ({error.strerror}); start no second run here",
+                    file=sys.stderr,
+                )
+            if path.exists() and os.path.samestat(
+                path.stat(), os.fstat(file.fileno())
+            ):  # nobody moved the folder
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}")
                 file.flush()

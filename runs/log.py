@@ -36,21 +36,37 @@ note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the poli
       says little). The gradient is not 0: watch grad_norm and reward_mean."""
 
 # What the console shows of a record.
-CONSOLE = dict(reward_mean="  reward {:.3f}", reward_std=" ±{:.2f}", loss="  loss {:.4f}", kl="  kl {:.4f}")
-CONSOLE |= dict(entropy="  entropy {:.3f}", grad_norm="  grad {:.2f}", completion_length_mean="  length {:.1f}")
-CONSOLE |= dict(tokens_per_second="  {:,.0f} tok/s", mem_alloc_mb="  mem {:.0f}", mem_max_alloc_mb="  peak {:.0f} MiB")
-CONSOLE |= dict(time_s="  {:.2f} s", dropped_steps="  dropped {}", skipped_steps="  steps with nothing to learn: {}")
+CONSOLE = dict(
+    reward_mean="  reward {:.3f}", reward_std=" ±{:.2f}", loss="  loss {:.4f}", kl="  kl {:.4f}"
+)
+CONSOLE |= dict(
+    entropy="  entropy {:.3f}", grad_norm="  grad {:.2f}", completion_length_mean="  length {:.1f}"
+)
+CONSOLE |= dict(
+    tokens_per_second="  {:,.0f} tok/s",
+    mem_alloc_mb="  mem {:.0f}",
+    mem_max_alloc_mb="  peak {:.0f} MiB",
+)
+CONSOLE |= dict(
+    time_s="  {:.2f} s", dropped_steps="  dropped {}", skipped_steps="  steps with nothing to learn: {}"
+)
 CONSOLE |= dict(pass_at_1="  pass@1 {:.3f}", pass_at_1_sampled=" (sampled {:.3f})")
 CONSOLE |= dict(eval_reward_mean="  eval reward {:.3f}", left_s="  left {}")
 
 
 def console_line(record: dict, total: int) -> str:
     """`iter  12/60  reward 0.43 ±0.49  loss -0.0010 ...`"""
-    hidden = {name for name, value in record.items() if value is None or name.endswith("_steps") and not value}
+    hidden = {
+        name for name, value in record.items() if value is None or name.endswith("_steps") and not value
+    }
     if "left_s" in record:
         record = record | {"left_s": tqdm.format_interval(record["left_s"])}
-    parts = [text.format(record[name]) for name, text in CONSOLE.items() if name in record.keys() - hidden]
-    place = f"iter {record['iter']:>{len(str(total))}}/{total}" if "iter" in record else "before training"
+    parts = [
+        text.format(record[name]) for name, text in CONSOLE.items() if name in record.keys() - hidden
+    ]
+    place = (
+        f"iter {record['iter']:>{len(str(total))}}/{total}" if "iter" in record else "before training"
+    )
     return place + "".join(parts)
 
 
@@ -62,10 +78,20 @@ class RunLog:
 
         Raises SnugError if the folder cannot be written to.
         """
-        folder, self.title, self.start, self.max_iters = Path(settings.out_dir), title, start, settings.max_iters
+        folder, self.title, self.start, self.max_iters = (
+            Path(settings.out_dir),
+            title,
+            start,
+            settings.max_iters,
+        )
         self.log_interval = settings.log_interval or max(1, settings.max_iters // 25)
-        self.began, self.dropped_steps = 0.0, 0  # began: when the second iteration did, as time.monotonic() has it
-        self.not_shown = {} if settings.reward_funcs else {"eval_reward_mean": None}  # the task's: pass@1 says it
+        self.began, self.dropped_steps = (
+            0.0,
+            0,
+        )  # began: when the second iteration did, as time.monotonic() has it
+        self.not_shown = (
+            {} if settings.reward_funcs else {"eval_reward_mean": None}
+        )  # the task's: pass@1 says it
         try:
             for name in ("log.jsonl", "samples.jsonl"):
                 keep_before(folder / name, start)
@@ -74,12 +100,20 @@ class RunLog:
             self.files = {name: Lines(folder / name, self.show_line) for name in names}
             write_whole(folder / "settings.json", to_json(settings))
             before = [record for record in read_log(folder) if record["iter"] == start - 1]
-            self.has_scores = bool(before and "eval_reward_mean" in before[0])  # of the evaluation before `start`
+            self.has_scores = bool(
+                before and "eval_reward_mean" in before[0]
+            )  # of the evaluation before `start`
         except OSError as error:
-            raise SnugError(f"out_dir={settings.out_dir} cannot be written to: {error.strerror}") from None
-        options = dict(unit="it", disable=None, leave=False, dynamic_ncols=True, desc=title, smoothing=0)
+            raise SnugError(
+                f"out_dir={settings.out_dir} cannot be written to: {error.strerror}"
+            ) from None
+        options = dict(
+            unit="it", disable=None, leave=False, dynamic_ncols=True, desc=title, smoothing=0
+        )
         self.bar = tqdm(total=self.max_iters, initial=start, **options)
-        services = {name: partial(SERVICES[name], settings, title, start) for name in settings.report_to}
+        services = {
+            name: partial(SERVICES[name], settings, title, start) for name in settings.report_to
+        }
         self.services = [BackgroundWriter(name, make, self.say) for name, make in services.items()]
 
     def __enter__(self) -> "RunLog":
@@ -133,7 +167,9 @@ class RunLog:
         record = finite(record)
         self.files["log.jsonl"].write(json.dumps(record, allow_nan=False))
         for sample in samples:
-            self.files["samples.jsonl"].write(json.dumps(finite({"iter": record["iter"]} | sample), allow_nan=False))
+            self.files["samples.jsonl"].write(
+                json.dumps(finite({"iter": record["iter"]} | sample), allow_nan=False)
+            )
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         for service in self.services:
             service("log", numbers)
@@ -165,7 +201,12 @@ class NoLog(RunLog):
     """The same for a process that writes nothing: of several only rank 0 does. Also for a planner."""
 
     def __init__(self, settings: SFTSettings | GRPOSettings, title: str = "", start: int = 0):
-        self.title, self.start, self.max_iters, self.has_scores = title, start, settings.max_iters, False
+        self.title, self.start, self.max_iters, self.has_scores = (
+            title,
+            start,
+            settings.max_iters,
+            False,
+        )
         self.bar, self.services, self.files = tqdm(disable=True), [], {}
 
     def scores(self, record: dict) -> None:
@@ -187,7 +228,11 @@ class Lines:
     def __init__(self, path: Path, warn: Callable[[str], None]):
         self.path, self.warn = path, warn
         self.handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self.waiting, self.error, self.lock = [], None, threading.RLock()  # services' threads write warnings
+        self.waiting, self.error, self.lock = (
+            [],
+            None,
+            threading.RLock(),
+        )  # services' threads write warnings
 
     def write(self, line: str) -> None:
         with self.lock:
@@ -206,7 +251,9 @@ class Lines:
             self.error = None
         except OSError as error:
             if not self.error:
-                self.warn(f"warning: {self.path} cannot be written ({error.strerror}); its lines wait in memory")
+                self.warn(
+                    f"warning: {self.path} cannot be written ({error.strerror}); its lines wait in memory"
+                )
             self.error = error.strerror
 
     def close(self) -> int:
@@ -220,7 +267,9 @@ class Lines:
 
 def finite(record: dict) -> dict:
     """Replace NaN and infinity by None: they are not JSON."""
-    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in record.items()}
+    return {
+        name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in record.items()
+    }
 
 
 def keep_before(path: Path, start: int) -> None:
@@ -266,7 +315,11 @@ def merged(lines: Iterable[dict]) -> list[dict]:
 def values_of(records: list[dict], name: str) -> list[tuple[int, float]]:
     """-> [(iteration, value)] of a figure, where there is one. A score before training has the iteration -1."""
     first = [(-1, records[0].get(f"before/{name}"))] if records else []
-    return [(i, value) for i, value in first + [(r["iter"], r.get(name)) for r in records] if value is not None]
+    return [
+        (i, value)
+        for i, value in first + [(r["iter"], r.get(name)) for r in records]
+        if value is not None
+    ]
 
 
 class BackgroundWriter:
@@ -278,7 +331,9 @@ class BackgroundWriter:
         """make: makes the object, in the thread, because importing and starting a service may take long."""
         self.name, self.make, self.warn, self.failed, self.lost = name, make, warn, False, 0
         self.queue = queue.Queue(self.MOST)
-        self.thread = threading.Thread(target=self.work, daemon=True)  # a daemon must not delay the process's exit
+        self.thread = threading.Thread(
+            target=self.work, daemon=True
+        )  # a daemon must not delay the process's exit
         self.thread.start()
 
     def __call__(self, method: str, *arguments) -> None:
@@ -297,14 +352,18 @@ class BackgroundWriter:
                 getattr(target, method)(*arguments)
         except BaseException as error:  # SystemExit too
             self.failed = True
-            self.warn(f"warning: {self.name} failed ({type(error).__name__}: {error}); going on without it")
+            self.warn(
+                f"warning: {self.name} failed ({type(error).__name__}: {error}); going on without it"
+            )
 
     def close(self) -> None:
         """Close the object after the waiting calls; give up after PATIENCE seconds."""
         self("close")
         self.thread.join(self.PATIENCE)
         if self.thread.is_alive():
-            self.warn(f"warning: {self.name} hangs; {self.queue.qsize() + self.lost} calls to it are lost")
+            self.warn(
+                f"warning: {self.name} hangs; {self.queue.qsize() + self.lost} calls to it are lost"
+            )
 
 
 class TensorBoard:
@@ -332,7 +391,9 @@ class WandB:
         id_file = folder / "wandb.txt"
         if not start or not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12])
-        names = dict(project=os.environ.get("WANDB_PROJECT", "snug"), id=id_file.read_text(), name=folder.name)
+        names = dict(
+            project=os.environ.get("WANDB_PROJECT", "snug"), id=id_file.read_text(), name=folder.name
+        )
         names |= dict(job_type=title, dir=str(folder), config=vars(settings), resume="allow")
         self.run = wandb.init(**names, settings=wandb.Settings(console="off"))
         self.close = self.run.finish

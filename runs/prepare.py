@@ -20,7 +20,9 @@ from settings import GRPOSettings, ModelOptions, RewardOptions, SFTSettings, Tas
 from tokenizer import Tokenizer, get_tokenizer
 
 SHAPE = [f.name for f in fields(ModelOptions)]
-PROBLEM = [f.name for f in fields(TaskOptions) if f.name not in ("tokenizer", "gym_timeout", "gym_memory_mb")]
+PROBLEM = [
+    f.name for f in fields(TaskOptions) if f.name not in ("tokenizer", "gym_timeout", "gym_memory_mb")
+]
 ADAPTERS = ["lora_rank", "lora_alpha", "lora_target_modules"]
 
 
@@ -30,23 +32,37 @@ class Prepared:
     task: Task
     tokenizer: Tokenizer
     shape: dict  # GPTConfig's keywords
-    reward_funcs: list[Callable]  # of the training, and of evaluations; empty: SFT of a task that scores nothing
-    warm_start: "Prepared | None" = None  # the SFT run that makes init_from, if that is missing or not finished
+    reward_funcs: list[
+        Callable
+    ]  # of the training, and of evaluations; empty: SFT of a task that scores nothing
+    warm_start: "Prepared | None" = (
+        None  # the SFT run that makes init_from, if that is missing or not finished
+    )
     reward_weights: list[float] = field(default_factory=list)  # of reward_funcs; empty: 1 each
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
-    origin: Checkpoint | Path | None = None  # the initial or reference weights: a checkpoint, or a Hugging Face folder
+    origin: Checkpoint | Path | None = (
+        None  # the initial or reference weights: a checkpoint, or a Hugging Face folder
+    )
     found: list[Path] = field(default_factory=list)  # the checkpoints that were in out_dir
 
     def refuse_if_changed(self) -> None:
         """Call it when the folder is locked. Raises SnugError if another run has written there in the meantime."""
         if self.settings.resume == "auto" and checkpoints(self.settings.out_dir) != self.found:
-            raise SnugError(f"{self.settings.out_dir}: another run has just written there; start this command again")
+            raise SnugError(
+                f"{self.settings.out_dir}: another run has just written there; start this command again"
+            )
 
     @property
     def scoring(self) -> Scoring:
         """How evaluations score completions."""
         rewards = self.settings if isinstance(self.settings, RewardOptions) else RewardOptions()
-        return Scoring(self.task, self.reward_funcs, self.reward_weights, rewards, self.settings.sequences_per_rollout)
+        return Scoring(
+            self.task,
+            self.reward_funcs,
+            self.reward_weights,
+            rewards,
+            self.settings.sequences_per_rollout,
+        )
 
     def longest(self, settings: SFTSettings | GRPOSettings) -> tuple[int, int]:
         """-> tokens of the longest prompt and of the longest completion."""
@@ -56,7 +72,9 @@ class Prepared:
         return prompt, answer + 1
 
 
-def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset(), whole: bool = True) -> Prepared:
+def prepare(
+    settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset(), whole: bool = True
+) -> Prepared:
     """given: names of the options that the user gave. whole: read every byte of the checkpoints. Raises SnugError."""
     grpo = isinstance(settings, GRPOSettings)
     task = make_task(settings, demonstrations=not grpo)
@@ -68,19 +86,28 @@ def prepare(settings: SFTSettings | GRPOSettings, given: Set[str] = frozenset(),
     if settings.init_from:
         source, out_dir = Path(settings.init_from).resolve(), Path(settings.out_dir).resolve()
         if out_dir == source:
-            raise SnugError(f"init_from and out_dir are both {settings.out_dir}; choose another out_dir")
+            raise SnugError(
+                f"init_from and out_dir are both {settings.out_dir}; choose another out_dir"
+            )
         if out_dir in source.parents:
             advice = "which a new run moves away; choose another out_dir"
-            raise SnugError(f"init_from={settings.init_from} is in out_dir={settings.out_dir}, {advice}")
+            raise SnugError(
+                f"init_from={settings.init_from} is in out_dir={settings.out_dir}, {advice}"
+            )
     found = checkpoints(settings.out_dir) if settings.resume == "auto" else []
     resume, origin, warm_start = find_weights(settings, task, found, whole=False)
     shape, tokenizer = shape_and_tokenizer(settings, given, resume or origin, warm_start)
-    shape = shape | {"vocab_size": shape.get("vocab_size") or tokenizer.n_vocab, "n_vocab": tokenizer.n_vocab}
+    shape = shape | {
+        "vocab_size": shape.get("vocab_size") or tokenizer.n_vocab,
+        "n_vocab": tokenizer.n_vocab,
+    }
     if shape["vocab_size"] < tokenizer.n_vocab:
         seen = f"vocab_size={shape['vocab_size']}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids"
         raise SnugError(f"{seen}; leave vocab_size out")
     if settings.lora_rank > shape["n_embd"]:
-        raise SnugError(f"lora_rank={settings.lora_rank} is above n_embd={shape['n_embd']}; try --lora_rank=16")
+        raise SnugError(
+            f"lora_rank={settings.lora_rank} is above n_embd={shape['n_embd']}; try --lora_rank=16"
+        )
     functions, weights = rewards_of(settings, task)
     if grpo and not functions:
         missing = f"data_file={settings.data_file} has no column answer to score completions by"
@@ -121,7 +148,9 @@ def refuse_changes(settings: SFTSettings | GRPOSettings, task: Task, resume: Che
         raise SnugError(f"{resume.path} {what}; put it back, or start anew in another out_dir")
 
 
-def find_origin(settings, resume: Checkpoint | None, whole: bool) -> tuple[Checkpoint | Path | None, Prepared | None]:
+def find_origin(
+    settings, resume: Checkpoint | None, whole: bool
+) -> tuple[Checkpoint | Path | None, Prepared | None]:
     """-> (the weights in init_from, opened; the warm start that makes them), either may be None. Raises SnugError."""
     init_from = settings.init_from
     if resume and settings.lora_rank:
@@ -130,7 +159,9 @@ def find_origin(settings, resume: Checkpoint | None, whole: bool) -> tuple[Check
         return None, None
     if is_pretrained(init_from):  # a plan needs no weights
         return Path(init_from) if settings.plan else checkpoint.open_weights(init_from), None
-    makes_it = isinstance(settings, GRPOSettings) and settings.init_config and not is_checkpoint(init_from)
+    makes_it = (
+        isinstance(settings, GRPOSettings) and settings.init_config and not is_checkpoint(init_from)
+    )
     if makes_it and not checkpoints(init_from):
         return None, prepare_warm_start(settings, whole)
     origin = open_checkpoint(init_from, whole)
@@ -145,8 +176,13 @@ def find_origin(settings, resume: Checkpoint | None, whole: bool) -> tuple[Check
 
 def prepare_warm_start(settings: GRPOSettings, whole: bool) -> Prepared:
     """The SFT run of init_config, with this run's seed and device; resumed if it was stopped. Raises SnugError."""
-    names = ["seed", "device", "parallel", "eval_split"] + (["memory_budget_gb"] if settings.memory_budget_gb else [])
-    own = {name: getattr(settings, name) for name in names} | {"out_dir": settings.init_from, "resume": "auto"}
+    names = ["seed", "device", "parallel", "eval_split"] + (
+        ["memory_budget_gb"] if settings.memory_budget_gb else []
+    )
+    own = {name: getattr(settings, name) for name in names} | {
+        "out_dir": settings.init_from,
+        "resume": "auto",
+    }
     words = [f"--{name}={value}" for name, value in own.items()]
     warm_start = prepare(*read_settings(SFTSettings, [settings.init_config, *words])[:2], whole)
     for name in PROBLEM:
@@ -157,13 +193,23 @@ def prepare_warm_start(settings: GRPOSettings, whole: bool) -> Prepared:
     return warm_start
 
 
-def shape_and_tokenizer(settings, given: Set[str], source: Checkpoint | Path | None, warm_start: Prepared | None):
+def shape_and_tokenizer(
+    settings, given: Set[str], source: Checkpoint | Path | None, warm_start: Prepared | None
+):
     """-> (GPTConfig's keywords, the Tokenizer): the source's, the warm start's, or as the options say."""
     if isinstance(source, Checkpoint):
-        shape, tokenizer, named = source.state["model_config"], checkpoint.tokenizer_of(*source), source.path
+        shape, tokenizer, named = (
+            source.state["model_config"],
+            checkpoint.tokenizer_of(*source),
+            source.path,
+        )
     elif source:  # its own tokenizer, unless it has none and the user names one
         own = (source / "tokenizer.json").is_file() or "tokenizer" not in given
-        shape, tokenizer, named = read_shape(source), get_tokenizer(str(source) if own else settings.tokenizer), source
+        shape, tokenizer, named = (
+            read_shape(source),
+            get_tokenizer(str(source) if own else settings.tokenizer),
+            source,
+        )
     elif warm_start:
         shape, tokenizer, named = warm_start.shape, warm_start.tokenizer, settings.init_config
     else:
@@ -172,16 +218,22 @@ def shape_and_tokenizer(settings, given: Set[str], source: Checkpoint | Path | N
     return shape, tokenizer
 
 
-def refuse_contradictions(settings, given: Set[str], shape: dict, tokenizer_name: str, source: str | Path) -> None:
+def refuse_contradictions(
+    settings, given: Set[str], shape: dict, tokenizer_name: str, source: str | Path
+) -> None:
     """Shape and tokenizer come from `source`; the options that the user gave must agree. Raises SnugError."""
     theirs = {f.name: f.default for f in fields(ModelOptions)} | shape | {"tokenizer": tokenizer_name}
     for name in sorted(given & {*SHAPE, "tokenizer"}):
         ours = getattr(settings, name)
-        if ours == theirs[name] or name in ("vocab_size", "n_kv_head", "n_hidden") and not ours:  # 0: derived
+        if (
+            ours == theirs[name] or name in ("vocab_size", "n_kv_head", "n_hidden") and not ours
+        ):  # 0: derived
             continue
         if name == "block_size" and ours < theirs[name]:  # check_lengths holds to it
             continue
-        if name == "tokenizer" and get_tokenizer(ours).name == theirs[name]:  # a folder, and the name of what is in it
+        if (
+            name == "tokenizer" and get_tokenizer(ours).name == theirs[name]
+        ):  # a folder, and the name of what is in it
             continue
         raise SnugError(f"{name}={ours!r}, but {source} has {theirs[name]!r}; leave {name} out")
 
@@ -202,6 +254,10 @@ def check_lengths(prepared: Prepared, block_size: int) -> None:
     prompt, completion = prepared.longest(settings)
     if prompt + completion > block_size:
         grpo = isinstance(settings, GRPOSettings)
-        what = f"max_new_tokens={settings.max_new_tokens}" if grpo else f"demonstrations of up to {completion} tokens"
+        what = (
+            f"max_new_tokens={settings.max_new_tokens}"
+            if grpo
+            else f"demonstrations of up to {completion} tokens"
+        )
         seen = f"prompts of {settings.task} have up to {prompt} tokens; with {what} that is {prompt + completion}"
         raise SnugError(f"{seen}, more than block_size={block_size}")

@@ -43,14 +43,20 @@ def prepare_questions(settings: EvaluateSettings, given: set[str], folder: str |
         missing = f"task={asked.task!r} of {folder}: its data_file has no column answer to score completions by"
         raise SnugError(f"{missing}; add it, or --reward_funcs=my_rewards:is_short")
     place = path if is_pretrained(path) else path.parent
-    file = samples_file(settings.samples_file, place / f"evaluation-{asked.task}-{asked.eval_split}.jsonl")
-    settings.num_prompts = min(settings.num_prompts, task.size(asked.eval_split) or settings.num_prompts)
+    file = samples_file(
+        settings.samples_file, place / f"evaluation-{asked.task}-{asked.eval_split}.jsonl"
+    )
+    settings.num_prompts = min(
+        settings.num_prompts, task.size(asked.eval_split) or settings.num_prompts
+    )
     rows = task.prompts(asked.eval_split, range(settings.num_prompts))
     scoring = Scoring(task, functions, weights, rewards, asked.sequences_per_rollout)
     return Questions(asked, scoring, rows, file, checkpoint)
 
 
-def settings_asked(settings: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings, folder: str | Path):
+def settings_asked(
+    settings: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings, folder: str | Path
+):
     """The run's settings with the task that the command asks for. Another task has no limits on lengths."""
     own = settings.task in ("run", run.task)
     if own and not run.task:
@@ -68,11 +74,18 @@ def settings_asked(settings: EvaluateSettings, given: set[str], run: SFTSettings
     return asked
 
 
-def rewards_asked(settings: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings) -> RewardOptions:
+def rewards_asked(
+    settings: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings
+) -> RewardOptions:
     """The options of the reward that are given; others as the run has them, for its own task and its own functions."""
     own = settings.task in ("run", run.task) and "reward_funcs" not in given
-    its, names = run if own and isinstance(run, RewardOptions) else RewardOptions(), fields(RewardOptions)
-    rewards = RewardOptions(**{name: getattr(settings if name in given else its, name) for name in names})
+    its, names = (
+        run if own and isinstance(run, RewardOptions) else RewardOptions(),
+        fields(RewardOptions),
+    )
+    rewards = RewardOptions(
+        **{name: getattr(settings if name in given else its, name) for name in names}
+    )
     rewards.check_rewards()
     return rewards
 
@@ -80,13 +93,17 @@ def rewards_asked(settings: EvaluateSettings, given: set[str], run: SFTSettings 
 def refuse_training_data(asked, given: set[str], run, folder: str | Path):
     """Raises SnugError if the run was trained on the prompts to evaluate."""
     if asked.eval_split == "tune" and run.eval_split != "tune":
-        raise SnugError(f"{folder} was trained on the tune split; only runs with eval_split=tune leave it out")
+        raise SnugError(
+            f"{folder} was trained on the tune split; only runs with eval_split=tune leave it out"
+        )
     asked_file = asked.test_file or asked.data_file
     if run.test_file and asked_file and Path(asked_file).resolve() == Path(run.data_file).resolve():
         seen = f"{folder} was trained on all of data_file={run.data_file}"
         raise SnugError(f"{seen}; give a --test_file with other prompts")
     if run.test_file and "data_file" in given and "test_file" not in given:
-        seen = f"data_file={asked.data_file} is given, but the run's test_file={asked.test_file} is asked"
+        seen = (
+            f"data_file={asked.data_file} is given, but the run's test_file={asked.test_file} is asked"
+        )
         raise SnugError(f"{seen}; give --test_file too")
 
 

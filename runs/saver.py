@@ -28,10 +28,10 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from memory.host import available_on_host, spare_copy
-from memory.ledger import MIB
+from device.host import available_on_host, spare_copy
+from device.kinds import MIB
+from device.processes import OneProcess
 from memory.meter import tensor_bytes
-from memory.processes import OneProcess
 from model import GPT
 from options import SnugError
 from runs import free_name
@@ -46,7 +46,14 @@ class UnsafeState(SnugError):
 
 class Saver:
     def __init__(
-        self, settings, tokenizer, device, say: Callable[[str], None], start=None, processes=None, **constants
+        self,
+        settings,
+        tokenizer,
+        device,
+        say: Callable[[str], None],
+        start=None,
+        processes=None,
+        **constants,
     ):
         """start: iterations done before this run. constants: `data` and, for LoRA, `base` of state.json.
 
@@ -57,7 +64,9 @@ class Saver:
         self.folder, self.constants = Path(settings.out_dir), {"data": ""} | constants
         self.saved = start  # iterations done by the newest checkpoint
         self.scores = {} if self.processes.rank else self.scores_in_log()  # iterations done -> score
-        self.pruned = start  # iterations done by the checkpoint after which older ones were last deleted
+        self.pruned = (
+            start  # iterations done by the checkpoint after which older ones were last deleted
+        )
         self.due = False  # a save waits for the next iteration whose step is not dropped
         self.thread = self.copy = None  # the writing thread, and the tensors it writes
         self.failure = None  # (iterations done, message) of a write that failed and is not reported yet
@@ -71,7 +80,11 @@ class Saver:
         log = read_log(self.folder) if (self.folder / "log.jsonl").exists() else []
         scores = {record["iter"] + 1: self.score_of(record) for record in log}
         scores = {done: score for done, score in scores.items() if score is not None}
-        while (best := best_of(self.folder, scores)) and iteration_of(best) != self.saved and (wrong := damage(best)):
+        while (
+            (best := best_of(self.folder, scores))
+            and iteration_of(best) != self.saved
+            and (wrong := damage(best))
+        ):
             self.say(f"warning: {wrong}; it is not the best any more")
             del scores[iteration_of(best)]
         return scores
@@ -103,7 +116,9 @@ class Saver:
             if last and not dropped:
                 self.prune()
 
-    def save(self, done: int, model: GPT, optimizer: Optimizer, progress: dict, last: bool = False) -> None:
+    def save(
+        self, done: int, model: GPT, optimizer: Optimizer, progress: dict, last: bool = False
+    ) -> None:
         """Save the state after `done` iterations. last: wait until it is written, and raise SnugError if that fails."""
         self.wait()
         if not self.processes.first(self.saved == done):
@@ -113,10 +128,16 @@ class Saver:
         tensors = self.processes.gathered(model, tensors_of(model, optimizer))
         if self.processes.rank:
             return
-        state = dict(iteration=done, optimizer_steps=optimizer_steps(optimizer), model_config=asdict(model.config))
+        state = dict(
+            iteration=done,
+            optimizer_steps=optimizer_steps(optimizer),
+            model_config=asdict(model.config),
+        )
         state |= dict(tokenizer=self.tokenizer.name, settings=asdict(self.settings))
         state |= {"generators": generator_state(self.device)} | self.constants | progress
-        if bad := not_finite({name: tensor for named in tensors.values() for name, tensor in named.items()}):
+        if bad := not_finite(
+            {name: tensor for named in tensors.values() for name, tensor in named.items()}
+        ):
             self.failure = done, f"{PREFIX}{done:06d} is not written: {bad}"
         elif not last and (copy := self.copied(tensors)):
             self.copy = copy
@@ -127,16 +148,23 @@ class Saver:
             self.publish(state, tensors)
         if last and self.failure:
             (_, message), newest, self.failure = self.failure, newest_name(self.folder), None
-            raise SnugError(f"{message}; the newest checkpoint is {newest}; make room, then --resume=auto")
+            raise SnugError(
+                f"{message}; the newest checkpoint is {newest}; make room, then --resume=auto"
+            )
         self.wait()
 
     def copied(self, tensors: dict) -> dict | None:
         """Copies of all tensors in host memory, or None if there is no room to spare."""
         size = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
-        planned = self.settings.memory_budget_gb and self.device.type == "cpu"  # the budget has no room for a copy
+        planned = (
+            self.settings.memory_budget_gb and self.device.type == "cpu"
+        )  # the budget has no room for a copy
         if planned or available_on_host() <= 2 * size:
             return None
-        return {file: {name: spare_copy(tensor) for name, tensor in named.items()} for file, named in tensors.items()}
+        return {
+            file: {name: spare_copy(tensor) for name, tensor in named.items()}
+            for file, named in tensors.items()
+        }
 
     def publish(self, state: dict, tensors: dict) -> None:
         """Write a checkpoint; runs in the thread. Any error goes to `failure`."""
@@ -145,7 +173,11 @@ class Saver:
             write(self.folder, state, tensors, self.tokenizer.files)
             self.saved, self.failures = done, 0
         except Exception as error:
-            cause = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2] or type(error).__name__
+            cause = (
+                getattr(error, "strerror", None)
+                or str(error).rpartition("I/O error: ")[2]
+                or type(error).__name__
+            )
             self.failure = done, f"{PREFIX}{done:06d} cannot be written into {self.folder} ({cause})"
 
     def wait(self) -> None:
@@ -157,13 +189,19 @@ class Saver:
             done, message = self.failure
             self.retry_at = done + 2 ** min(self.failures, 6)
             self.failure, self.failures, self.due = None, self.failures + 1, True
-            self.say(f"warning: {message}; the training goes on, the next try is after iteration {self.retry_at - 1}")
+            self.say(
+                f"warning: {message}; the training goes on, the next try is after iteration {self.retry_at - 1}"
+            )
 
     def stats(self) -> dict:
         """For the log: host memory of the copy that is being written."""
         if not self.copy:
             return {}
-        return {"mem_save_mb": round(tensor_bytes(t for named in self.copy.values() for t in named.values()) / MIB, 3)}
+        return {
+            "mem_save_mb": round(
+                tensor_bytes(t for named in self.copy.values() for t in named.values()) / MIB, 3
+            )
+        }
 
     def prune(self) -> None:
         """Delete old checkpoints. If that fails, warn and retry after the next save."""
@@ -173,12 +211,19 @@ class Saver:
         try:
             prune(self.folder, self.saved, self.settings.save_total_limit, self.scores)
         except OSError as error:
-            self.say(f"warning: older checkpoints in {self.folder} cannot be deleted ({error.strerror})")
+            self.say(
+                f"warning: older checkpoints in {self.folder} cannot be deleted ({error.strerror})"
+            )
 
     @contextmanager
-    def keeping(self, iteration: int, model: GPT, optimizer: Optimizer, progress: dict) -> Iterator[None]:
+    def keeping(
+        self, iteration: int, model: GPT, optimizer: Optimizer, progress: dict
+    ) -> Iterator[None]:
         """If the block fails before its optimizer step, save the state from before it, with this `progress`."""
-        progress, steps = progress | {"generators": generator_state(self.device)}, optimizer_steps(optimizer)
+        progress, steps = (
+            progress | {"generators": generator_state(self.device)},
+            optimizer_steps(optimizer),
+        )
         try:
             yield
         except UnsafeState:
@@ -190,7 +235,9 @@ class Saver:
                     self.wait()
                     if self.saved != iteration:
                         self.write(iteration, model, optimizer, progress, last=True)
-                    self.say(f"saved after iteration {iteration - 1}, before the error below; --resume=auto goes on")
+                    self.say(
+                        f"saved after iteration {iteration - 1}, before the error below; --resume=auto goes on"
+                    )
                 except Exception as another:  # the first error is the one to raise
                     self.say(f"warning: {another}")
             raise
@@ -202,12 +249,16 @@ def not_finite(named: dict[str, torch.Tensor]) -> str | None:
     for name, tensor in named.items():
         if tensor.numel() and tensor.is_floating_point():
             low, high = tensor.aminmax()  # NaN if any element is
-            by_device.setdefault(low.device, []).append((name, (low - low) + (high - high)))  # 0 if both are finite
+            by_device.setdefault(low.device, []).append(
+                (name, (low - low) + (high - high))
+            )  # 0 if both are finite
     for pairs in by_device.values():
         sums = torch.stack([value.float() for _, value in pairs]).tolist()
         bad = [name for (name, _), value in zip(pairs, sums, strict=True) if value != 0]
         if bad:
-            return f"{bad[0]} has NaN or infinity" + (f", and {len(bad) - 1} more tensors" if bad[1:] else "")
+            return f"{bad[0]} has NaN or infinity" + (
+                f", and {len(bad) - 1} more tensors" if bad[1:] else ""
+            )
     return None
 
 
@@ -244,7 +295,11 @@ def set_aside(folder: Path, last_step: int) -> str:
         if iteration_of(path) > last_step:
             new = path.rename(free_name(path.with_name(path.name.replace(PREFIX, "suspect-"))))
             renamed.append(f"{path.name} is now {new.name}")
-    after = f"; made after the last step that was taken, and set aside: {', '.join(renamed)}" if renamed else ""
+    after = (
+        f"; made after the last step that was taken, and set aside: {', '.join(renamed)}"
+        if renamed
+        else ""
+    )
     return f"{newest_name(folder)}{after}"
 
 

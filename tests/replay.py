@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from decoding import decode_batch
-from memory import cuda
+from device import cuda
 
 aten = torch.ops.aten
 RECORDERS = []  # those that see Triton's launches now, the last one first

@@ -1,6 +1,6 @@
 """CUDA's streams and pinned memory on a CPU, for tests of copies that run beside compute.
 
-    with fake_streams() as races:      # memory/streams.py uses streams that only keep books
+    with fake_streams() as races:      # device/streams.py uses streams that only keep books
         run()                          # raises Race where a GPU might read or write too early
     races.log                          # [Op], in the order of issue
 
@@ -25,7 +25,7 @@ from torch.cuda._sanitizer import StreamSynchronizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memory.ledger import HOST
+from device.host import HOST
 
 COMPUTE = 0
 
@@ -177,12 +177,12 @@ class Stream:
 
 @contextmanager
 def fake_streams():
-    """-> Races. memory/streams.py inside takes the CPU for a device with streams. Skips the test on CUDA, where kernels
+    """-> Races. device/streams.py inside takes the CPU for a device with streams. Skips the test on CUDA, where kernels
     run that the books do not see."""
     if torch.cuda.is_available():
         pytest.skip("the books know PyTorch's ops alone; on CUDA kernels run, too")
     races = Races()
-    with patch.multiple("memory.streams", cuda=races.cuda, has_streams=lambda device: True, SIDES={}), races:
+    with patch.multiple("device.streams", cuda=races.cuda, has_streams=lambda device: True, SIDES={}), races:
         yield races
 
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import train_sft
 from batch import Cut, Sequences, gather
-from memory import OneProcess
-from memory.cuda import MULTIPLE, padded, upload
+from device.cuda import MULTIPLE, padded, upload
+from device.processes import OneProcess
 from settings import GRPOSettings, SFTSettings
 from training import as_floats
 
@@ -85,7 +85,7 @@ def test_ragged_groups_fill_micro_batches(max_tokens):
 
 def as_on_cuda(multiple=MULTIPLE):
     """Rows are rounded as on CUDA."""
-    return patch.multiple("memory.cuda", kind_of=lambda tensor: "cuda", MULTIPLE=multiple)
+    return patch.multiple("device.cuda", kind_of=lambda tensor: "cuda", MULTIPLE=multiple)
 
 
 @given(
@@ -200,7 +200,7 @@ def test_a_micro_batch_waits_for_no_value_and_uploads_once(variant):
 
 def test_an_upload_to_cuda_is_pinned():
     assert upload([3, 1, 2], torch.device("cpu")).tolist() == [3, 1, 2]
-    with patch("memory.cuda.torch.as_tensor") as tensor:
+    with patch("device.cuda.torch.as_tensor") as tensor:
         upload([3, 1, 2], torch.device("cuda"))
     tensor.assert_called_once_with([3, 1, 2], dtype=torch.long)
     tensor.return_value.pin_memory.return_value.to.assert_called_once_with(torch.device("cuda"), non_blocking=True)

@@ -25,7 +25,7 @@ from data.rewards import Scoring
 from data.scores import Z, majority, pass_at, powers, scores_of_prompts, summarize, table, wilson
 from data.task import Task
 from evaluate import answers_as_run, run_evaluation, scores_as_run
-from memory import Pieces
+from memory import Limits
 from options import SnugError, read_settings
 from pretrained.tensors import save_pretrained
 from runs.checkpoint import newest
@@ -402,9 +402,9 @@ def test_without_options_it_is_the_loops_own_evaluation(run_folder):
     run = load_run(run_folder)
     questions, settings = questions_of(run_folder, "--num_prompts=40", "--samples_file=none")
     head, samples = run_evaluation(run, questions, settings)
-    scores, pieces = head["scores"], Pieces(run.settings, print)
+    scores, limits = head["scores"], Limits(run.settings, print)
     asked = run.settings, run.model, run.tokenizer, questions.scoring, len(questions.rows)
-    answers = answers_as_run(*asked, pieces)
+    answers = answers_as_run(*asked, limits)
     assert [answer for both in zip(*answers, strict=True) for answer in both] == samples
     assert max(answer["length"] for answer in answers[1]) == 3  # the longest answer and the stop token
     its = scores_as_run([answers])

@@ -27,8 +27,8 @@ import grpo
 import train_sft
 from batch import Sequences
 from decoding import DecodeBatch, Truncation, decode_batch
-from memory import Pieces
-from memory.ledger import PlanningMode
+from device.kinds import PlanningMode
+from memory import Limits
 from memory.plan import PlanMeter, PlannedHost
 from model import make_model
 from runs.loading import configure
@@ -170,7 +170,7 @@ def make_training(prepared, reference=None):
     settings, device = prepared.settings, torch.device("gpu")
     model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
     log = NoLog(settings)
-    parts = PlanMeter(PlannedHost()), log, Guard(settings, log.say), None, Pieces(settings, log.say)
+    parts = PlanMeter(PlannedHost()), log, Guard(settings, log.say), None, Limits(settings, log.say)
     optimizer = make_optimizer(model, settings)
     return DryTraining(prepared, model, reference, optimizer, *parts, Prompts(settings.batch_size))
 

@@ -9,9 +9,11 @@ import torch
 from conftest import DEVICE
 from interpreted import CAPABILITIES, INTERPRETED, compiles, cubin_resources, in_kernels, run_interpreted
 
+from device.host import HostLedger
+from device.kinds import PlanningMode
 from kernels import flash, segments
 from kernels.segments import Segments, attend, attend_dense
-from memory.ledger import HostLedger, LiveBytes, PlanningMode
+from memory.ledger import LiveBytes
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -15,8 +15,9 @@ from conftest import DEVICE, make_flat_model, make_model
 import grpo
 import train_sft
 from batch import Cut, Sequences
+from device.kinds import MIB
 from loss import group_advantages, policy_loss
-from memory.ledger import MIB, LiveBytes
+from memory.ledger import LiveBytes
 from memory.meter import tensor_bytes
 from options import SnugError
 from runs.checkpoint import newest

@@ -8,7 +8,7 @@ import grpo
 import train_sft
 from batch import Cut
 from evaluate import answers_as_run, decoding_of, scores_as_run
-from memory import Pieces
+from memory import Limits
 from memory.meter import MemoryMeter, tensor_bytes
 from options import SnugError
 from runs.log import read_log
@@ -40,7 +40,7 @@ EXACT = {  # in float64: what is left is a rounding of 1e-16, which Adam may enl
 }
 EXACT_GRPO = {
     "reference on the host": dict(reference="host"),
-    "decoded in pieces": dict(max_rollout_batch=3),
+    "decoded in limits": dict(max_rollout_batch=3),
     "all together": EXACT["all together"] | dict(reference="host", max_rollout_batch=3),
 }
 
@@ -161,7 +161,7 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
 def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
     for batch, expected in ((0, 16), (128, 16), (4, 4)):
         settings = GRPOSettings(batch_size=16, max_rollout_batch=batch)
-        assert decoding_of(settings, Pieces(settings, print)) == dict(max_batch=expected, chunk_mb=0.0)
+        assert decoding_of(settings, Limits(settings, print)) == dict(max_batch=expected, chunk_mb=0.0)
 
 
 def test_evaluations_cut_long_prompts_too(tmp_path):
@@ -169,8 +169,8 @@ def test_evaluations_cut_long_prompts_too(tmp_path):
     settings = GRPOSettings(**GRPO | options)
     prepared = prepare(settings)
     model = begin(prepared, torch.device(DEVICE))[0]
-    pieces = Pieces(settings, print)
-    scores = scores_as_run([answers_as_run(settings, model, prepared.tokenizer, prepared.scoring, 5, pieces)])
+    limits = Limits(settings, print)
+    scores = scores_as_run([answers_as_run(settings, model, prepared.tokenizer, prepared.scoring, 5, limits)])
     assert set(scores) == {"pass_at_1", "pass_at_1_sampled", "eval_reward_mean", "eval_reward_mean_sampled"}
 
 

@@ -16,15 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.rotary as rotary
 import kernels.swiglu as swiglu
+import lora
 import model as gpt
+from device.host import HostLedger
+from device.kinds import PlanningMode
+from kernels import layers as lean
 from kernels import triton
 from kernels.rotary import Rotary, rotate
 from kernels.swiglu import SwiGLU
-from memory import lean
-from memory.ledger import HostLedger, LiveBytes, PlanningMode
+from memory.ledger import LiveBytes
 from model import GPTConfig, rotary_table
 from model import make_model as new_model
-from pretrained import lora
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -15,10 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
+from device.kinds import MIB
 from logprobs.head import Chunks, head_logprobs, head_loss, rows_per_chunk
 from logprobs.rows import SCRATCH, token_logprobs
 from loss import policy_loss
-from memory.ledger import MIB, LiveBytes
+from memory.ledger import LiveBytes
 
 HOME = Path(__file__).parent.parent
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts CPU storages")

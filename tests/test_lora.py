@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
+import lora
 import train_sft
 from model import make_model as make_gpt
 from options import SnugError, read_settings
-from pretrained import lora
 from pretrained.tensors import load_pretrained, save_pretrained
 from runs.checkpoint import newest, open_checkpoint
 from runs.loading import load_run, load_weights

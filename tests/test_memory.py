@@ -7,7 +7,8 @@ import torch
 from conftest import make_model
 from torch.profiler import ProfilerActivity, profile
 
-from memory.ledger import MIB, LiveBytes
+from device.kinds import MIB
+from memory.ledger import LiveBytes
 from memory.meter import MemoryMeter, tensor_bytes
 
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the allocator's own counters are used")

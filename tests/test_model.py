@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, make_model
 
+from device.host import HOST
 from kernels import segments
+from kernels.layers import Embed, RMSNorm
 from kernels.segments import Segments
-from memory.lean import Embed, RMSNorm
-from memory.ledger import HOST, LiveBytes
+from memory.ledger import LiveBytes
 from model import GPTConfig
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import evaluate
 import grpo
 from memory import attempts
-from memory.oom import is_out_of_memory
+from memory.limits import is_out_of_memory
 from options import SnugError
 from runs.checkpoint import newest, read_state
 from runs.log import read_log

@@ -9,11 +9,13 @@ from conftest import DEVICE, make_model
 from streams import COMPUTE, Race, fake_streams
 from torch.utils._python_dispatch import _disable_current_modes
 
+from device.host import HOST
+from device.kinds import PlanningMode
+from device.streams import Done
 from memory import attempts
-from memory.ledger import HOST, LiveBytes, PlanningMode
+from memory.ledger import LiveBytes
 from memory.meter import tensor_bytes
 from memory.plan import PlannedBytes, PlannedHost
-from memory.streams import Done
 from settings import SFTSettings
 from training import optimizer as optimizer_module
 from training.optimizer import RING, learning_rate_at, make_optimizer, optimizer_step

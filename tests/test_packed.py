@@ -11,11 +11,11 @@ from padded import a_few, padded
 from test_batch import as_on_cuda
 
 import grpo
+import lora
 import train_sft
 from batch import Cut
 from loss import group_advantages
 from memory.ledger import LiveBytes
-from pretrained import lora
 from sample import Rollouts
 from settings import GRPOSettings, SFTSettings
 
@@ -178,7 +178,7 @@ def test_logprobs_are_the_padded_ones(shape, budget):
     for module in lora.adapted(model):
         torch.nn.init.normal_(module.lora_B)
     pieces = SimpleNamespace(joined=lambda cut: cut)
-    training = SimpleNamespace(settings=options, reference=None, model=model, pieces=pieces)
+    training = SimpleNamespace(settings=options, reference=None, model=model, limits=pieces)
     assert not torch.allclose(grpo.trainer_logprobs(model, rollouts, cut, options), values, atol=1e-3)
     assert torch.equal(grpo.reference_logprobs(training, rollouts, cut), values)
 

@@ -16,9 +16,8 @@ from test_grpo import some_rollouts
 
 import grpo
 from batch import Cut
-from memory import OneProcess
+from device.processes import BUCKET, OneProcess
 from memory.plan import plan
-from memory.processes import BUCKET
 from options import SnugError
 from runs.checkpoint import newest, read_state
 from runs.log import read_lines, read_log

@@ -16,9 +16,10 @@ import grpo
 import runs
 import train_sft
 from data.task import Task
+from device.host import HOST
+from device.kinds import MIB
 from memory import plan as planning
 from memory.fit import LOWERS, apply, fit, show
-from memory.ledger import HOST, MIB
 from memory.plan import GIB, HOME, made_at, plan
 from options import SnugError
 from runs.log import read_log

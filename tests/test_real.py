@@ -12,7 +12,7 @@ import torch
 from test_pretrained import logits_of
 from test_tokenizer import AWKWARD, SPELLED, ids_of, texts, user
 
-from memory import cpu
+from device import cpu
 from options import read_settings
 from pretrained.tensors import load_pretrained, save_pretrained
 from sample import sample_groups

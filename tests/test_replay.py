@@ -13,11 +13,11 @@ from conftest import DEVICE, make_flat_model
 from interpreted import INTERPRETED, compiles, run_interpreted
 from replay import NotCapturable
 
+import lora
 from decoding import decode_batch
 from decoding.draw import Truncation
 from decoding.kvcache import KVCache
-from memory import cuda
-from pretrained import lora
+from device import cuda
 from sample import generate_naive, sample_groups
 
 pytest.importorskip("triton", reason="Triton is not installed")

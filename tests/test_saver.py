@@ -20,7 +20,7 @@ from test_grpo import tiny
 
 import grpo
 import train_sft
-from memory.ledger import HOST
+from device.host import HOST
 from options import SnugError
 from runs import checkpoint, loading
 from runs import saver as saving

@@ -18,10 +18,10 @@ from test_grpo import some_rollouts
 
 import grpo
 from batch import Cut
-from memory import Pieces, attempts, borrowed, new_on_host, stream_from_host
-from memory.host import UNUSED
-from memory.ledger import HOST, MIB
-from memory.streams import Done, aside, settle
+from device.host import HOST, UNUSED, borrowed, new_on_host, stream_from_host
+from device.kinds import MIB
+from device.streams import Done, aside, settle
+from memory import Limits, attempts
 from options import SnugError
 from settings import GRPOSettings
 
@@ -164,8 +164,8 @@ def reference_on_host(n_layer=4, max_tokens=20):
     wanted = grpo.trainer_logprobs(reference, rollouts, Cut(rollouts), settings)
     model = make_flat_model("llama", dtype=torch.float64, n_layer=1)
     stream_from_host(reference, reference.blocks, reference.device)
-    pieces = Pieces(settings, said.append)
-    return SimpleNamespace(settings=settings, model=model, reference=reference, pieces=pieces), rollouts, wanted
+    limits = Limits(settings, said.append)
+    return SimpleNamespace(settings=settings, model=model, reference=reference, limits=limits), rollouts, wanted
 
 
 def all_at_home(reference):
@@ -255,8 +255,8 @@ def test_after_an_out_of_memory_no_weight_is_left_on_the_device(kind_of_streams)
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     training.reference.blocks[2].register_forward_pre_hook(run_out)
-    cut, pieces = Cut(rollouts, 0, 40), training.pieces
-    halve = pieces.halve_joined(pieces.halve_micro_batches(cut, training.model))
+    cut, limits = Cut(rollouts, 0, 40), training.limits
+    halve = limits.halve_joined(limits.halve_micro_batches(cut, training.model))
 
     def smaller(error):
         assert all_at_home(training.reference)
@@ -279,9 +279,9 @@ def test_streamed_weights_take_larger_micro_batches():
     """Up to four at once, to 8,192 tokens. A resident reference takes what training takes."""
     for most, expected in ((0, 1), (100, 4), (1280, 4), (4096, 2), (10_000, 1)):
         settings = GRPOSettings(max_tokens_per_micro_batch=most, beta=0.04, init_from="x", reference="host")
-        assert Pieces(settings, print).at_once == expected
+        assert Limits(settings, print).at_once == expected
         settings.reference = "device"
-        assert Pieces(settings, print).at_once == 1
+        assert Limits(settings, print).at_once == 1
     training, rollouts, _ = reference_on_host(n_layer=1)
     cut, seen = Cut(rollouts, 0, 20), []
     training.reference.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
@@ -449,7 +449,7 @@ calls = []
 atexit.register(lambda: print(*[name for name, _ in calls], len(cudart.pinned)))  # runs last
 from streams import Pinnable, fake_pinning
 import torch
-from memory import new_on_host
+from device.host import new_on_host
 context = fake_pinning()
 cudart = context.__enter__()
 calls = cudart.calls

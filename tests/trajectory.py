@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import grpo
 from batch import Cut
-from memory import OneProcess
+from device.processes import OneProcess
 from model import make_model
 from runs.checkpoint import newest
 from runs.loading import configure

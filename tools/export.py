@@ -17,7 +17,7 @@ def main(settings: ExportSettings, folder: str) -> None:
     """Raises SnugError if `folder` has no run or settings.to exists."""
     new_folder(settings.to)  # refuse a name that cannot be used before torch is imported
     checkpoint = find_run(folder)
-    from pretrained.lora import merge
+    from lora import merge
     from runs.loading import load_run
 
     run = load_run(checkpoint, "cpu")

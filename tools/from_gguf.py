@@ -22,8 +22,16 @@ from settings import FromGGUFSettings
 from tokenizer import get_tokenizer
 
 NAME, INSTEAD = "model.gguf", "use the model's own Hugging Face folder"
-DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
-WHOLE_WORDS = "llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"  # a word that is a token is not merged up to it
+DIGITS = pre_tokenizers.Sequence(
+    [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+)
+WHOLE_WORDS = (
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "tekken",
+)  # a word that is a token is not merged up to it
 
 
 def main(settings: FromGGUFSettings, file: str) -> None:
@@ -34,7 +42,9 @@ def main(settings: FromGGUFSettings, file: str) -> None:
     if not Path(file).is_file():
         raise SnugError(f"{file or 'no file'}: is not there; name a GGUF file")
     with appearing(settings.to) as folder, in_one_line(f"{file}: cannot become a folder"):
-        (folder / NAME).symlink_to(Path(file).resolve())  # alone: transformers would look at what lies beside it
+        (folder / NAME).symlink_to(
+            Path(file).resolve()
+        )  # alone: transformers would look at what lies beside it
         model, tokenizer = read(folder, settings.dtype)
         (folder / NAME).unlink()
         model.save_pretrained(folder)
@@ -42,7 +52,9 @@ def main(settings: FromGGUFSettings, file: str) -> None:
         words = "--chat --prompt=Hi" if get_tokenizer(str(folder)).chat else "--prompt=Hi"
         count = sum(math.prod(entry.shape) for entry in look_at_weights(folder))
         size = sum(path.stat().st_size for path in folder.iterdir()) / 2**30
-    print(f"{settings.to}: {count:,} parameters, {size:.2f} GiB; next: python sample.py {settings.to} {words}")
+    print(
+        f"{settings.to}: {count:,} parameters, {size:.2f} GiB; next: python sample.py {settings.to} {words}"
+    )
 
 
 def read(folder: Path, dtype: str):
@@ -64,10 +76,17 @@ def read(folder: Path, dtype: str):
         raise SnugError(f"no tensor is {min(info['missing_keys'])}")
     model.hf_quantizer, model.is_quantized = None, False
     del model.config.quantization_config
-    ends = [metadata[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in metadata]
+    ends = [
+        metadata[key]
+        for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        if key in metadata
+    ]
     model.generation_config.eos_token_id = list(dict.fromkeys(ends)) or None
 
-    tokenizer, cut = transformers.AutoTokenizer.from_pretrained(folder, **where), metadata.get("tokenizer.ggml.pre")
+    tokenizer, cut = (
+        transformers.AutoTokenizer.from_pretrained(folder, **where),
+        metadata.get("tokenizer.ggml.pre"),
+    )
     if cut == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = DIGITS
     elif cut == "qwen2":
@@ -82,17 +101,33 @@ def check(folder: Path, metadata: dict, tensors: tuple) -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     family, shape = read_config(folder)["model_type"], read_shape(folder)
-    unread = {key: value for key, value in metadata.items() if ".rope.scal" in key or key.endswith(".sliding_window")}
+    unread = {
+        key: value
+        for key, value in metadata.items()
+        if ".rope.scal" in key or key.endswith(".sliding_window")
+    }
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         cut = metadata.get("tokenizer.ggml.pre")
-        unread |= {} if cut in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", "smollm") else {"tokenizer.ggml.pre": cut}
+        unread |= (
+            {}
+            if cut in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", "smollm")
+            else {"tokenizer.ggml.pre": cut}
+        )
     for key, value in unread.items():
         if value != "none":
             raise SnugError(f"{key}={value!r:.40} is not supported; {INSTEAD}")
     wanted = entries(shape, family, shape["vocab_size"]) if shape["n_layer"] <= len(tensors) else []
-    if Counter(tuple(sorted(each.shape)) for each in wanted) != Counter(tuple(sorted(each.shape)) for each in tensors):
-        odd = [f", perhaps {each.name:.40}" for each in tensors if each.name.endswith((".bias", "freqs.weight"))]
-        raise SnugError(f"its {len(tensors)} tensors are not those of a {family}{''.join(odd[:1])}; {INSTEAD}")
+    if Counter(tuple(sorted(each.shape)) for each in wanted) != Counter(
+        tuple(sorted(each.shape)) for each in tensors
+    ):
+        odd = [
+            f", perhaps {each.name:.40}"
+            for each in tensors
+            if each.name.endswith((".bias", "freqs.weight"))
+        ]
+        raise SnugError(
+            f"its {len(tensors)} tensors are not those of a {family}{''.join(odd[:1])}; {INSTEAD}"
+        )
 
 
 if __name__ == "__main__":

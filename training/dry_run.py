@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from batch import Sequences
 from decoding import DecodeBatch, cached_casts
 from evaluate import decoding_of
-from memory.oom import Pieces, at_once
+from memory.limits import Limits, at_once
 from model import autocast, make_model
 from runs.loading import configure
 from runs.log import NoLog
@@ -37,7 +37,9 @@ class DryRun:
     def __call__(self, settings, n_layer: int, meter):
         device, shape = torch.device("cpu"), self.prepared.shape | {"n_layer": n_layer}
         settings, grpo = share_of(settings), isinstance(settings, GRPOSettings)
-        once = replace(settings, train_batch_size=0, num_iterations=1) if grpo else settings  # one step stands for all
+        once = (
+            replace(settings, train_batch_size=0, num_iterations=1) if grpo else settings
+        )  # one step stands for all
         prepared = replace(self.prepared, settings=once, shape=shape)
         reference = self.make_reference(prepared, device, weights=False)
         meter.label("reference", reference.named_parameters() if reference else ())
@@ -46,8 +48,10 @@ class DryRun:
         meter.label("weights", model.named_parameters())
         log = NoLog(settings)
         guard = Guard(settings, log.say)
-        pieces, prompts = Pieces(settings, log.say), Prompts(settings.batch_size)
-        training = DryTraining(prepared, model, reference, optimizer, meter, log, guard, None, pieces, prompts)
+        limits, prompts = Limits(settings, log.say), Prompts(settings.batch_size)
+        training = DryTraining(
+            prepared, model, reference, optimizer, meter, log, guard, None, limits, prompts
+        )
         worst_case = partial(worst_case_groups if grpo else worst_case_batch, settings)
         self.iterate(0, training, worst_case)
 
@@ -65,7 +69,9 @@ def share_of(settings):
         return settings
     share = {name: -(-getattr(settings, name) // n) for name in ("batch_size", "eval_prompts")}
     if isinstance(settings, GRPOSettings):  # whole groups, as they are dealt
-        share["train_batch_size"] = -(-settings.sequences_per_step // (n * settings.group_size)) * settings.group_size
+        share["train_batch_size"] = (
+            -(-settings.sequences_per_step // (n * settings.group_size)) * settings.group_size
+        )
     return replace(settings, **share)
 
 
@@ -75,15 +81,26 @@ def worst_case_groups(settings, iteration, training):
     sizes = prompt, settings.batch_size, settings.group_size, completion
     limits = settings.max_rollout_batch, settings.logits_chunk_mb
     with training.meter.phase("rollout"), autocast(settings.dtype, training.model):
-        rounds = [worst_case_rollouts(training.model, *sizes, *limits) for _ in range(settings.max_num_gen_batches)]
+        rounds = [
+            worst_case_rollouts(training.model, *sizes, *limits)
+            for _ in range(settings.max_num_gen_batches)
+        ]
         if len(rounds) > 1:  # dynamic sampling holds them all, joins them and selects from them
             Rollouts.joined(rounds).select(range(settings.sequences_per_rollout))
     rollouts, lengths = rounds.pop(), fullest_micro_batches(settings, prompt, completion)
     n = len(lengths)
     rows = slice(n) if n <= len(rollouts.tokens) else torch.arange(n) % len(rollouts.tokens)
-    tokens, logprobs, mask = (x[rows] for x in (rollouts.tokens, rollouts.sampling_logprobs, rollouts.mask))
-    learned = Rollouts(tokens, *columns(*zip(*lengths, strict=True)), logprobs, mask, *columns([True] * n))
-    return learned, torch.zeros(n // settings.group_size, settings.group_size), dict(tokens=0, gen_batches=1)
+    tokens, logprobs, mask = (
+        x[rows] for x in (rollouts.tokens, rollouts.sampling_logprobs, rollouts.mask)
+    )
+    learned = Rollouts(
+        tokens, *columns(*zip(*lengths, strict=True)), logprobs, mask, *columns([True] * n)
+    )
+    return (
+        learned,
+        torch.zeros(n // settings.group_size, settings.group_size),
+        dict(tokens=0, gen_batches=1),
+    )
 
 
 def worst_case_batch(settings, iteration, training):
@@ -91,7 +108,9 @@ def worst_case_batch(settings, iteration, training):
     prompt, completion = training.prepared.longest(settings)
     lengths = fullest_micro_batches(settings, prompt, completion)
     tokens = torch.zeros(settings.batch_size, prompt + completion, dtype=torch.long)
-    return Sequences(tokens[torch.arange(len(lengths)) % len(tokens)], *columns(*zip(*lengths, strict=True)))
+    return Sequences(
+        tokens[torch.arange(len(lengths)) % len(tokens)], *columns(*zip(*lengths, strict=True))
+    )
 
 
 def fullest_micro_batches(settings, prompt: int, completion: int) -> list[tuple[int, int]]:
@@ -124,9 +143,11 @@ class DryTraining(Training):
     def evaluate_if_due(self, done):
         settings, (prompt, completion) = self.settings, self.prepared.longest(self.settings)
         if done == 0 and settings.eval_prompts:
-            decoding = decoding_of(settings, self.pieces)
+            decoding = decoding_of(settings, self.limits)
             with self.meter.phase("eval"), autocast(settings.dtype, self.model):
-                worst_case_rollouts(self.model, prompt, settings.eval_prompts, 1, completion, *decoding.values())
+                worst_case_rollouts(
+                    self.model, prompt, settings.eval_prompts, 1, completion, *decoding.values()
+                )
         return {}
 
     def update(self, *args):
@@ -145,7 +166,9 @@ class DryTraining(Training):
 def worst_case_rollouts(model, prompt_length, P, k, max_new_tokens, max_batch, chunk_mb) -> Rollouts:
     """What sample_groups allocates at most -> Rollouts in which every length is the longest."""
     N = P * k
-    batch = DecodeBatch(model, [[0] * prompt_length] * P, k, max_new_tokens, min(max_batch or N, N), chunk_mb=chunk_mb)
+    batch = DecodeBatch(
+        model, [[0] * prompt_length] * P, k, max_new_tokens, min(max_batch or N, N), chunk_mb=chunk_mb
+    )
     with cached_casts(model):
         batch.rehearse()
     tokens, logprobs = batch.tokens[:-1], batch.logprobs[:-1]

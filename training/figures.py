@@ -35,9 +35,14 @@ def mean_of_steps(steps):
     The difference between sampler and trainer is the first step's: later ones have other weights.
     """
     taken = [metrics for metrics in steps if metrics is not None]
-    means = {name: sum(metrics[name] for metrics in taken) / len(taken) for name in (taken[0] if taken else ())}
+    means = {
+        name: sum(metrics[name] for metrics in taken) / len(taken)
+        for name in (taken[0] if taken else ())
+    }
     first = steps[0] if steps and steps[0] else {}
-    return means | {name: first[name] for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl") if first}
+    return means | {
+        name: first[name] for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl") if first
+    }
 
 
 def sample_records(rollouts, rewards, entropies, tokenizer, settings):
@@ -48,17 +53,32 @@ def sample_records(rollouts, rewards, entropies, tokenizer, settings):
     """
     k, rewards = settings.group_size, rewards.flatten().tolist()
     shown = range(min(-(-settings.samples_per_iteration // k) * k, len(rewards)))
-    columns = dict(logprobs=rollouts.sampling_logprobs, ref_logprobs=rollouts.ref_logprobs, entropies=entropies)
-    columns = {name: value[: len(shown)].tolist() for name, value in columns.items() if value is not None}
-    advantages, tokens = (values[: len(shown)].tolist() for values in (rollouts.advantages, rollouts.tokens))
+    columns = dict(
+        logprobs=rollouts.sampling_logprobs, ref_logprobs=rollouts.ref_logprobs, entropies=entropies
+    )
+    columns = {
+        name: value[: len(shown)].tolist() for name, value in columns.items() if value is not None
+    }
+    advantages, tokens = (
+        values[: len(shown)].tolist() for values in (rollouts.advantages, rollouts.tokens)
+    )
     completions, records = rollouts.select(shown).completions(), []
     lengths = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
     for i, (p, c) in zip(shown, lengths, strict=False):
-        record = dict(group=i // k, prompt=tokenizer.decode(tokens[i][:p]), completion=tokenizer.decode(completions[i]))
+        record = dict(
+            group=i // k,
+            prompt=tokenizer.decode(tokens[i][:p]),
+            completion=tokenizer.decode(completions[i]),
+        )
         record |= dict(reward=rewards[i], advantage=advantages[i], stopped=bool(rollouts.stopped[i]))
         record["tokens"] = texts_of(tokens[i][p : p + c], tokenizer.decode)
-        figures = {name: [round(x, 4) if math.isfinite(x) else None for x in v[i][:c]] for name, v in columns.items()}
-        records.append(record | {name: its for name, its in figures.items() if name != "entropies" or any(its)})
+        figures = {
+            name: [round(x, 4) if math.isfinite(x) else None for x in v[i][:c]]
+            for name, v in columns.items()
+        }
+        records.append(
+            record | {name: its for name, its in figures.items() if name != "entropies" or any(its)}
+        )
     return records
 
 
@@ -68,7 +88,9 @@ def texts_of(tokens, decode):
     for token in tokens:
         waiting.append(token)
         text = decode(waiting)
-        whole = len(waiting) == 4 or not text.endswith("\ufffd")  # a character has at most four bytes in UTF-8
+        whole = len(waiting) == 4 or not text.endswith(
+            "\ufffd"
+        )  # a character has at most four bytes in UTF-8
         texts.append(text if whole else "")
         waiting = [] if whole else waiting
     return texts[:-1] + [decode(waiting)] if waiting else texts

@@ -27,7 +27,9 @@ class Guard:
         """A step of this iteration was good."""
         self.health |= {"dropped_in_a_row": 0, "last_step": iteration}
 
-    def drop(self, iteration: int, model: GPT, gradients, sequences, select: range, loss: float, norm: float) -> None:
+    def drop(
+        self, iteration: int, model: GPT, gradients, sequences, select: range, loss: float, norm: float
+    ) -> None:
         """Count and report a step on the sequences `select`. Raises UnsafeState after max_dropped_steps in a row.
 
         gradients: {name: tensor}; sequences: Rollouts or Sequences; norm: of the gradient.
@@ -40,17 +42,27 @@ class Guard:
         if in_a_row < self.settings.max_dropped_steps:
             self.say(f"warning: {what} is dropped, {in_a_row} in a row: {found}")
             return
-        newest = set_aside(Path(self.settings.out_dir), self.health["last_step"]) if self.writes else "a checkpoint"
+        newest = (
+            set_aside(Path(self.settings.out_dir), self.health["last_step"])
+            if self.writes
+            else "a checkpoint"
+        )
         advice = f"lower learning_rate (now {self.settings.learning_rate:g}), then --resume=auto goes on from {newest}"
         raise UnsafeState(
             f"{in_a_row} optimizer steps in a row were not finite; the last was {what}: {found}; {advice}"
         )
 
 
-def columns_of(sequences: Rollouts | Sequences, select: range | slice = slice(None)) -> dict[str, torch.Tensor]:
+def columns_of(
+    sequences: Rollouts | Sequences, select: range | slice = slice(None)
+) -> dict[str, torch.Tensor]:
     """{name: tensor} of the sequences `select`."""
     part = slice(select.start, select.stop)
-    return {name: tensor[part] for name, tensor in vars(sequences).items() if isinstance(tensor, torch.Tensor)}
+    return {
+        name: tensor[part]
+        for name, tensor in vars(sequences).items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 def culprit(model, gradients, sequences, select, loss, norm) -> str:

@@ -11,13 +11,15 @@ from contextlib import ExitStack, nullcontext
 import numpy as np
 import torch
 
-from memory import MemoryMeter, OneProcess, Pieces
+from device.pick import notes, pick_device
+from device.processes import OneProcess
+from kernels import warn_without_kernels
+from memory import Limits, MemoryMeter
 from memory.fit import apply, show
 from memory.meter import allocator_snapshot
 from memory.plan import kind_planned
 from model import make_model
 from runs.checkpoint import base_record, checkpoints
-from runs.device import notes, pick_device, warn_without_kernels
 from runs.ending import ending
 from runs.loading import configure, load_into, load_optimizer, load_weights, restore_generators, trained
 from runs.lock import FolderLock
@@ -46,6 +48,7 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
         return True
     processes = parallel.start(settings)
     device = pick_device(processes.device(settings.device), settings.tf32)
+    warn_without_kernels()
     with processes:
         prepared.settings = processes.first(apply(rehearse, settings, longest, device, print))
         with ExitStack() as stack:
@@ -63,27 +66,45 @@ def claim(lock, stack, prepared):
 def train(prepared, title, iterate, make_reference, device, processes, lock) -> bool:
     """lock: of rank 0. -> False if a signal stopped it."""
     settings = prepared.settings
-    snapshot = allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
+    snapshot = (
+        allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
+    )
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)  # a reward function may draw
-    np.random.seed(settings.seed)  # the same in every process: a checkpoint keeps the generators of rank 0
+    np.random.seed(
+        settings.seed
+    )  # the same in every process: a checkpoint keeps the generators of rank 0
     with MemoryMeter(device) as meter:
         reference = processes.shard(make_reference(prepared, processes.loads_on(device)), device)
-        model, optimizer, start = begin(prepared, device, processes)  # last: it restores the random generators
-        moved = lock.move_aside() if lock and prepared.resume is None and holds_a_run(lock.folder) else None
+        model, optimizer, start = begin(
+            prepared, device, processes
+        )  # last: it restores the random generators
+        moved = (
+            lock.move_aside() if lock and prepared.resume is None and holds_a_run(lock.folder) else None
+        )
         with snapshot, (NoLog if processes.rank else RunLog)(settings, title, start) as log:
             state = prepared.resume.state if prepared.resume else {}
             introduce(title, model, device, prepared, start, state, moved, log.say)
             guard = Guard(settings, log.say, state.get("health"), writes=not processes.rank)
-            base = {"base": base_record(prepared.origin, settings.out_dir)} if settings.lora_rank else {}
+            base = (
+                {"base": base_record(prepared.origin, settings.out_dir)} if settings.lora_rank else {}
+            )
             constants = {"data": prepared.task.fingerprint()} | base
-            saver = Saver(settings, prepared.tokenizer, device, log.say, start or None, processes, **constants)
-            pieces = Pieces(settings, log.say, state.get("after_oom"), processes)
+            saver = Saver(
+                settings, prepared.tokenizer, device, log.say, start or None, processes, **constants
+            )
+            limits = Limits(settings, log.say, state.get("after_oom"), processes)
             prompts = Prompts(settings.batch_size, state.get("extra_prompts", 0))
             log.memory([meter.line("after init")])
-            training = Training(prepared, model, reference, optimizer, meter, log, guard, saver, pieces, prompts)
+            training = Training(
+                prepared, model, reference, optimizer, meter, log, guard, saver, limits, prompts
+            )
             finished = iterations(iterate, training)
-            for line in [] if processes.rank else ending(title, settings, bool(prepared.reward_funcs), not finished):
+            for line in (
+                []
+                if processes.rank
+                else ending(title, settings, bool(prepared.reward_funcs), not finished)
+            ):
                 log.say(line)
             return finished
 
@@ -96,7 +117,9 @@ def begin(prepared, device, processes=None):
     """-> (model, optimizer, first iteration): from the checkpoint to resume, from init_from, or from random weights."""
     settings, resume, processes = prepared.settings, prepared.resume, processes or OneProcess()
     weights = resume if resume and not settings.lora_rank else prepared.origin
-    model = make_model(prepared.shape, processes.loads_on(device), settings.param_dtype, initialise=weights is None)
+    model = make_model(
+        prepared.shape, processes.loads_on(device), settings.param_dtype, initialise=weights is None
+    )
     if weights is not None:
         load_weights(weights, model)
     configure(model, settings)
@@ -114,11 +137,15 @@ def begin(prepared, device, processes=None):
 def introduce(title, model, device, prepared, start, state, moved, say):
     """The first lines of a run's log."""
     settings, task = prepared.settings, prepared.task
-    size, trains = (sum(p.numel() for p in model.parameters() if p.requires_grad or not t) for t in (False, True))
+    size, trains = (
+        sum(p.numel() for p in model.parameters() if p.requires_grad or not t) for t in (False, True)
+    )
     part = f", of which {trains:,} train," if trains < size else ""
     say(f"{title} on {settings.task}: {size:,} parameters{part} on {device}, {settings.out_dir}")
     if held_out := task.size(settings.eval_split):
-        say(f"data_file={settings.data_file}: {task.size('train'):,} prompts for training, {held_out:,} held out")
+        say(
+            f"data_file={settings.data_file}: {task.size('train'):,} prompts for training, {held_out:,} held out"
+        )
     for note in notes(device, settings):
         say(note)
     if moved:
@@ -131,7 +158,11 @@ def introduce(title, model, device, prepared, start, state, moved, say):
 
 def changes_since(before: dict, settings) -> str:
     """-> ", learning_rate was 0.001, is 0.0001", or "": options that a resumed run has changed. Its shape stays."""
-    now = {name: value for name, value in vars(settings).items() if name not in ("resume", "out_dir", "plan", *SHAPE)}
+    now = {
+        name: value
+        for name, value in vars(settings).items()
+        if name not in ("resume", "out_dir", "plan", *SHAPE)
+    }
     changed = sorted(name for name in now if name in before and before[name] != now[name])
     return "".join(f", {name} was {before[name]!r}, is {now[name]!r}" for name in changed)
 
@@ -140,15 +171,23 @@ def iterations(iterate, training) -> bool:
     """-> False if a signal stopped them."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
     try:
-        with training.pieces.processes.connected(), StopAfterIteration() as stop:
+        with training.limits.processes.connected(), StopAfterIteration() as stop:
             training.make_up_evaluation(log.start)
             for iteration in log.iterations():
                 with saver.keeping(iteration, training.model, training.optimizer, training.progress()):
                     iterate(iteration, training)
-                stopped_by = training.pieces.processes.agreed(stop.by)
+                stopped_by = training.limits.processes.agreed(stop.by)
                 if stopped_by and iteration + 1 < max_iters:
-                    saver.save(iteration + 1, training.model, training.optimizer, training.progress(), last=True)
-                    log.say(f"stopped by {stopped_by} after iteration {iteration}, and saved; --resume=auto goes on")
+                    saver.save(
+                        iteration + 1,
+                        training.model,
+                        training.optimizer,
+                        training.progress(),
+                        last=True,
+                    )
+                    log.say(
+                        f"stopped by {stopped_by} after iteration {iteration}, and saved; --resume=auto goes on"
+                    )
                     return False
     finally:
         saver.wait()
@@ -163,7 +202,9 @@ class StopAfterIteration:
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():  # Python takes handlers from no other
-            self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+            self.before = {
+                number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)
+            }
         return self
 
     def __exit__(self, *error):

@@ -20,9 +20,10 @@ from typing import NamedTuple
 
 import torch
 
+from device.host import new_on_host
+from device.kinds import is_planned
+from device.streams import Done, aside, settle
 from kernels.adamw import adamw, key_of, new_scratch, numbers_of
-from memory import is_planned, new_on_host
-from memory.streams import Done, aside, settle
 from runs.loading import trained
 
 SLAB = 2**21  # weights that come from the host at a time
@@ -46,7 +47,10 @@ def make_optimizer(model, settings):
     if settings.param_dtype == settings.optimizer_dtype != "bfloat16" and not on_host:
         optimizer = torch.optim.AdamW(groups, **options, fused=True)
         for p in named.values():
-            zeros = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
+            zeros = {
+                key: torch.zeros_like(p, memory_format=torch.preserve_format)
+                for key in ("exp_avg", "exp_avg_sq")
+            }
             optimizer.state[p] = {"step": torch.zeros((), device=p.device)} | zeros
         return optimizer
     options |= dict(dtype=getattr(torch, settings.optimizer_dtype), seed=settings.seed)
@@ -65,11 +69,15 @@ def learning_rate_at(iteration: int, settings) -> float:
     if iteration < settings.warmup_iters:
         return settings.learning_rate * (iteration + 1) / settings.warmup_iters
     done = (iteration - settings.warmup_iters) / max(1, settings.max_iters - settings.warmup_iters)
-    factor = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[settings.lr_schedule]
+    factor = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
+        settings.lr_schedule
+    ]
     return settings.learning_rate * factor
 
 
-def optimizer_step(model, optimizer, learning_rate: float, grad_clip: float, whole=lambda norm: norm) -> float:
+def optimizer_step(
+    model, optimizer, learning_rate: float, grad_clip: float, whole=lambda norm: norm
+) -> float:
     """Clip, step, and free the gradients -> the gradient's norm before clipping. grad_clip 0: not clipped.
 
     whole: the norm of a shard of the gradients -> that of all (OneProcess.norm).
@@ -78,7 +86,9 @@ def optimizer_step(model, optimizer, learning_rate: float, grad_clip: float, who
     """
     slabs = isinstance(optimizer, SlabAdamW)
     total = (
-        optimizer.gradient_norm() if slabs else torch.nn.utils.get_total_norm(gradients_of(model, optimizer).values())
+        optimizer.gradient_norm()
+        if slabs
+        else torch.nn.utils.get_total_norm(gradients_of(model, optimizer).values())
     )
     norm = float(total := whole(total))
     if not math.isfinite(norm):
@@ -132,7 +142,11 @@ class SlabAdamW(torch.optim.Optimizer):
                 kinds["master"] = torch.float32
             for kind, its_dtype in kinds.items():
                 here = kind not in on_host
-                make = torch.empty_like(p, dtype=its_dtype) if here else new_on_host(p, its_dtype, keep=True)
+                make = (
+                    torch.empty_like(p, dtype=its_dtype)
+                    if here
+                    else new_on_host(p, its_dtype, keep=True)
+                )
                 self.state[p][kind] = make.copy_(p.detach()) if kind == "master" else make.zero_()
 
     def parameters(self):
@@ -155,16 +169,28 @@ class SlabAdamW(torch.optim.Optimizer):
                 if p in gradients:
                     tensors = {"weight": p.detach(), "gradient": gradients[p]} | self.state[p]
                     tensors = {name: tensors[name].view(-1) for name in names if name in tensors}
-                    for part in slices(p, slab_size(self.largest()) if self.on_host.intersection(names) else PIECE):
-                        yield Slab(group, numbers[p], part.start, {name: x[part] for name, x in tensors.items()})
+                    for part in slices(
+                        p, slab_size(self.largest()) if self.on_host.intersection(names) else PIECE
+                    ):
+                        yield Slab(
+                            group,
+                            numbers[p],
+                            part.start,
+                            {name: x[part] for name, x in tensors.items()},
+                        )
 
     def ring(self, *names):
         """Buffers on the device for tensors on the host -> RING times {name: (n,)} for those of these names."""
         p = self.largest()
         dtypes = {name: x.dtype for name, x in ({"weight": p, "gradient": p} | self.state[p]).items()}
-        here = {name: dtype for name, dtype in dtypes.items() if name in self.on_host.intersection(names)}
+        here = {
+            name: dtype for name, dtype in dtypes.items() if name in self.on_host.intersection(names)
+        }
         return [
-            {name: torch.empty(slab_size(p), dtype=dtype, device=self.device) for name, dtype in here.items()}
+            {
+                name: torch.empty(slab_size(p), dtype=dtype, device=self.device)
+                for name, dtype in here.items()
+            }
             for _ in range(RING)
         ]
 
@@ -176,7 +202,9 @@ class SlabAdamW(torch.optim.Optimizer):
                 buffer[: len(slab.tensors[name])].copy_(slab.tensors[name], non_blocking=True)
 
         def work_here(slab, buffers):
-            work(slab, slab.tensors | {name: x[: len(slab.tensors[name])] for name, x in buffers.items()})
+            work(
+                slab, slab.tensors | {name: x[: len(slab.tensors[name])] for name, x in buffers.items()}
+            )
 
         if any(ring):
             in_turn(self.device, slabs, ring, fetch, work_here).wait()
@@ -188,7 +216,9 @@ class SlabAdamW(torch.optim.Optimizer):
     def gradient_norm(self):
         """The norm of all gradients together, a scalar tensor on the device."""
         p, ring, slabs = self.parameters()[0], self.ring("gradient"), list(self.slabs("gradient"))
-        norms = torch.zeros(len(slabs), dtype=torch.promote_types(p.dtype, torch.float32), device=self.device)
+        norms = torch.zeros(
+            len(slabs), dtype=torch.promote_types(p.dtype, torch.float32), device=self.device
+        )
         each = iter(norms)
 
         def work(slab, here):
@@ -206,7 +236,10 @@ class SlabAdamW(torch.optim.Optimizer):
         self.steps += 1
 
         def work(slab, here):
-            numbers, key = numbers_of(slab.group, self.steps, scale), key_of(self.seed, self.steps, slab.parameter)
+            numbers, key = (
+                numbers_of(slab.group, self.steps, scale),
+                key_of(self.seed, self.steps, slab.parameter),
+            )
             adamw(*(here.get(name) for name in names), numbers, key, slab.first, scratch)
             for name in self.on_host & slab.tensors.keys() - {"gradient"}:
                 slab.tensors[name].copy_(here[name], non_blocking=True)
@@ -264,7 +297,9 @@ class HostGradients:
         self.host = {p: new_on_host(p, keep=True) for p in parameters}
         self.has = set()
         self.moving = {}  # parameter -> (Done, tensors that are kept until then), the oldest first
-        take = weakref.WeakMethod(self.take)  # else parameters and this object would keep each other alive
+        take = weakref.WeakMethod(
+            self.take
+        )  # else parameters and this object would keep each other alive
         for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: take()(p))
 
@@ -272,7 +307,9 @@ class HostGradients:
     def take(self, p):
         self.land(1 if p not in self.moving else 0)  # wait for all if one is its own earlier gradient
         stored, fresh, n = self.host[p].view(-1), p.grad.view(-1), slab_size(p)
-        ring = [torch.empty(n, dtype=p.dtype, device=p.device) for _ in range(RING if p in self.has else 0)]
+        ring = [
+            torch.empty(n, dtype=p.dtype, device=p.device) for _ in range(RING if p in self.has else 0)
+        ]
 
         def fetch(part, buffer):
             buffer[: part.stop - part.start].copy_(stored[part], non_blocking=True)
@@ -289,7 +326,9 @@ class HostGradients:
         self.moving[p] = done, fresh, ring
         self.has.add(p)
         p.grad = None
-        if p is self.parameters[0]:  # the embedding's, the last of a backward: no compute is left to overlap with
+        if (
+            p is self.parameters[0]
+        ):  # the embedding's, the last of a backward: no compute is left to overlap with
             self.land()
 
     def land(self, but=0):

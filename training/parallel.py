@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from memory import OneProcess
-from memory.processes import BUCKET
+from device.processes import BUCKET, OneProcess
 from model import GPT
 from options import SnugError, first_line
 from runs.loading import configure, trained
@@ -61,7 +60,9 @@ class Processes(OneProcess):
     """This process among the others: what torchrun has put into the environment, and torch.distributed."""
 
     def __init__(self, settings):
-        self.rank, self.size, self.local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        self.rank, self.size, self.local = (
+            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        )
         self.settings = settings
 
     def device(self, name):
@@ -101,7 +102,11 @@ class Processes(OneProcess):
     def who_is_gone(self) -> str:
         """Which processes of this host have ended, or that one has."""
         for _ in range(20):  # torchrun looks every 0.1 s
-            here = [(rank, pid) for rank, (host, pid) in enumerate(self.homes) if host == self.homes[self.rank][0]]
+            here = [
+                (rank, pid)
+                for rank, (host, pid) in enumerate(self.homes)
+                if host == self.homes[self.rank][0]
+            ]
             if gone := [f"rank {rank}" for rank, pid in here if not runs(pid)]:
                 return ", ".join(gone)
             time.sleep(0.1)
@@ -139,7 +144,9 @@ class Processes(OneProcess):
         dist.all_reduce(tensor)
 
     def add_up(self, model, optimizer, totals):
-        for name in trained(model).keys() - gradients_of(model, optimizer).keys():  # no micro-batch was this process's
+        for name in (
+            trained(model).keys() - gradients_of(model, optimizer).keys()
+        ):  # no micro-batch was this process's
             trained(model)[name].grad = torch.zeros_like(trained(model)[name])
         for bucket in _take_tensors(gradients_of(model, optimizer).values(), BUCKET):
             flat = _flatten_dense_tensors(bucket)  # of one tensor: the tensor itself
@@ -165,7 +172,12 @@ class ShardedProcesses(Processes):
 
     def shard(self, model, device):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            fully_shard,
+        )
 
         if model is None:
             return None
@@ -175,7 +187,9 @@ class ShardedProcesses(Processes):
         # No block's output is changed in place while gradients are on.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         near = self.size // (self.settings.num_nodes if self.settings.parallel == "hsdp" else 1)
-        shape, names = ((self.size // near, near), ("nodes", "near")) if near < self.size else ((near,), ("near",))
+        shape, names = (
+            ((self.size // near, near), ("nodes", "near")) if near < self.size else ((near,), ("near",))
+        )
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         options = dict(mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         if self.settings.param_dtype == "float64":
@@ -186,18 +200,27 @@ class ShardedProcesses(Processes):
             fully_shard(block, reshard_after_forward=True, **options)
         fully_shard(model, reshard_after_forward=False, **options)
         for module in units(model):
-            module.set_gradient_divide_factor(1.0)  # a sum: our gradients are shares of the whole step's
+            module.set_gradient_divide_factor(
+                1.0
+            )  # a sum: our gradients are shares of the whole step's
             module.set_force_sum_reduction_for_comms(True)
         model.set_reduce_scatter_unused_params(True)  # the filler, below, does not reach the head
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        model.shards = {name: torch.nn.Parameter(p.to_local().detach()) for name, p in parameters.items()}
+        model.shards = {
+            name: torch.nn.Parameter(p.to_local().detach()) for name, p in parameters.items()
+        }
         model.runs_on = device
-        model.rows = {name: rows_of(p, self.mesh["near"].get_local_rank(), near) for name, p in parameters.items()}
+        model.rows = {
+            name: rows_of(p, self.mesh["near"].get_local_rank(), near) for name, p in parameters.items()
+        }
         return model
 
     def own(self, batches, rank_of, model):
         """A forward gathers weights from all, so all run equally many: a token without a loss where one has fewer."""
-        own, counts = super().own(batches, rank_of, model), Counter(rank_of[batch[0]] for batch in batches)
+        own, counts = (
+            super().own(batches, rank_of, model),
+            Counter(rank_of[batch[0]] for batch in batches),
+        )
         yield from own
         for _ in range(max(counts.values(), default=0) - len(own)):
             hidden = model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
@@ -280,4 +303,6 @@ def score_together(processes, score, rollouts, rows, prepared):
 
 def moved(rollouts: Rollouts, device) -> Rollouts:
     values = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
-    return Rollouts(**{name: None if value is None else value.to(device) for name, value in values.items()})
+    return Rollouts(
+        **{name: None if value is None else value.to(device) for name, value in values.items()}
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from evaluate import evaluate_run, is_due
-from memory import MemoryMeter, Pieces, attempts
+from memory import Limits, MemoryMeter, attempts
 from model import GPT
 from runs.hints import hints
 from runs.log import RunLog
@@ -53,7 +53,7 @@ class Training:
     log: RunLog
     guard: Guard
     saver: Saver
-    pieces: Pieces
+    limits: Limits
     prompts: Prompts
     started: float = 0.0  # when the iteration began, as time.perf_counter() has it
     before: dict = field(default_factory=dict)  # scores before the first iteration, which logs them
@@ -67,7 +67,7 @@ class Training:
         """What a checkpoint keeps beside the model, the optimizer and the settings."""
         return dict(
             health=dict(self.guard.health),
-            after_oom=dict(self.pieces.halved),
+            after_oom=dict(self.limits.halved),
             extra_prompts=self.prompts.extra,
         )
 
@@ -86,11 +86,11 @@ class Training:
         if not is_due(done, p.scoring, p.settings):
             return {}
         with self.saver.keeping(done, self.model, self.optimizer, self.progress()):
-            return evaluate_run(self.model, p.scoring, p.tokenizer, p.settings, self.meter, self.pieces)
+            return evaluate_run(self.model, p.scoring, p.tokenizer, p.settings, self.meter, self.limits)
 
     def make_up_evaluation(self, done: int) -> None:
         """Repeat the evaluation after `done` iterations if it failed, and complete its line in the log."""
-        made = self.pieces.processes.first(self.log.has_scores)  # rank 0 has the log
+        made = self.limits.processes.first(self.log.has_scores)  # rank 0 has the log
         if done and not made and is_due(done, self.prepared.scoring, self.settings):
             self.meter.reset()
             scores = self.evaluate_if_due(done)
@@ -105,18 +105,20 @@ class Training:
         """
         model, optimizer, settings, norm = self.model, self.optimizer, self.settings, math.nan
         with self.meter.phase("train"):
-            metrics = self.pieces.processes.add_up(model, optimizer, metrics)
+            metrics = self.limits.processes.add_up(model, optimizer, metrics)
         # An infinity in the batch need not show in the loss.
         finite = math.isfinite(metrics["loss"]) and finite_columns(sequences, select)
-        for attempt in attempts(self.pieces.once_more(model)) if finite else ():
+        for attempt in attempts(self.limits.once_more(model)) if finite else ():
             with attempt, self.meter.phase("optimizer"):
-                norm = optimizer_step(model, optimizer, learning_rate, settings.grad_clip, self.pieces.processes.norm)
+                norm = optimizer_step(
+                    model, optimizer, learning_rate, settings.grad_clip, self.limits.processes.norm
+                )
         if finite and math.isfinite(norm):
             self.guard.taken(iteration)
             return metrics | {"grad_norm": norm}
         self.saver.wait()  # the drop may have to set the newest checkpoint aside
         gradients = gradients_of(model, optimizer)
-        with self.pieces.processes.whole(model) as whole:
+        with self.limits.processes.whole(model) as whole:
             self.guard.drop(iteration, whole, gradients, sequences, select, metrics["loss"], norm)
         optimizer.zero_grad(set_to_none=True)
         return None
@@ -135,7 +137,9 @@ class Training:
         self.saver.after(done, self.model, self.optimizer, self.progress(), scores)
 
     def log_iteration(self, record: dict, samples) -> None:
-        record |= dict(time_s=time.perf_counter() - self.started, dropped_steps=self.guard.health["dropped_steps"])
+        record |= dict(
+            time_s=time.perf_counter() - self.started, dropped_steps=self.guard.health["dropped_steps"]
+        )
         record |= self.meter.stats() | self.saver.stats()
         found = hints(record)
         self.log.iteration(record | ({"hints": sorted(found)} if found else {}), samples)

@@ -17,7 +17,9 @@ import re
 from data.answers import number_after_marker
 from data.rows import FileTask, has_texts, read_lines
 
-INSTRUCTION = "Reason step by step, and give the final answer on a line of its own, as #### and then one number."
+INSTRUCTION = (
+    "Reason step by step, and give the final answer on a line of its own, as #### and then one number."
+)
 DOWNLOAD = "python -m data.gsm8k prepare downloads it"
 
 
@@ -27,7 +29,9 @@ class GSM8K(FileTask):
 
     def read(self, path, like=None):
         """-> [{"prompt", "question", "answer": the number as text, "demonstration": the worked answer}]"""
-        ending = "" if self.chat else "\n"  # without messages, a newline separates the answer from the prompt
+        ending = (
+            "" if self.chat else "\n"
+        )  # without messages, a newline separates the answer from the prompt
         return [
             {
                 "prompt": f"{row['question']}\n{INSTRUCTION}{ending}",

@@ -44,16 +44,23 @@ def prepare(folder: str = FOLDER) -> None:
 def check(data: bytes, expected: str, source, remedy: str) -> None:
     found = hashlib.sha256(data).hexdigest()
     if found != expected:
-        raise SnugError(f"{source}: its {len(data):,} bytes have SHA-256 {found}, but should have {expected}; {remedy}")
+        raise SnugError(
+            f"{source}: its {len(data):,} bytes have SHA-256 {found}, but should have {expected}; {remedy}"
+        )
 
 
 def download(url: str, path: Path) -> bytes:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
             return response.read(MAX_BYTES)
-    except (OSError, http.client.HTTPException) as error:  # no network, HTTP status, timeout; an incomplete answer
+    except (
+        OSError,
+        http.client.HTTPException,
+    ) as error:  # no network, HTTP status, timeout; an incomplete answer
         why = f"{type(error).__name__}: {error}"
-        raise SnugError(f"{url}: cannot be downloaded ({why}); try again, or copy it to {path}") from None
+        raise SnugError(
+            f"{url}: cannot be downloaded ({why}); try again, or copy it to {path}"
+        ) from None
 
 
 def main(words: list[str]) -> None:

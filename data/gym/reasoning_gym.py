@@ -61,9 +61,12 @@ REQUEST = "\nEnd with your final answer inside <answer> </answer>.\n"
 class GymOptions:
     """task=reasoning_gym."""
 
-    gym_dataset: str = option("", "a generator of the package, or several, comma-separated; their prompts take turns")
+    gym_dataset: str = option(
+        "", "a generator of the package, or several, comma-separated; their prompts take turns"
+    )
     gym_config: str = option(
-        "", 'options of the generator: {"max_terms": 3}; of several: {"chain_sum": {"max_terms": 3}, "gcd": ...}'
+        "",
+        'options of the generator: {"max_terms": 3}; of several: {"chain_sum": {"max_terms": 3}, "gcd": ...}',
     )
     gym_max_chars: int = option(1000, "skip longer questions and answers", "UTF-8 bytes", minimum=1)
     gym_partial_credit: bool = option(
@@ -92,7 +95,9 @@ class ReasoningGym(Task):
         self.names = [name.strip() for name in settings.gym_dataset.split(",") if name.strip()]
         prefix = "task='reasoning_gym'"
         if not self.names:
-            raise SnugError(f"{prefix} needs gym_dataset: one generator or several, such as --gym_dataset=leg_counting")
+            raise SnugError(
+                f"{prefix} needs gym_dataset: one generator or several, such as --gym_dataset=leg_counting"
+            )
         if len(set(self.names)) < len(self.names):
             raise SnugError(f"gym_dataset={settings.gym_dataset!r} names one twice")
         if importlib.util.find_spec("reasoning_gym") is None:
@@ -104,7 +109,9 @@ class ReasoningGym(Task):
         self.sandbox = open_sandbox(json.dumps(options), settings.gym_timeout, settings.gym_memory_mb)
         self.learns_answers = demonstrations
         self.partial_credit = settings.gym_partial_credit
-        self.longest_question = self.longest_text = settings.gym_max_chars  # bytes, until the survey finds less
+        self.longest_question = self.longest_text = (
+            settings.gym_max_chars
+        )  # bytes, until the survey finds less
         self.held_out = {}  # (split, generator): HeldOut
 
     def row(self, split: str, number: int) -> dict:
@@ -137,7 +144,11 @@ class ReasoningGym(Task):
     def rows_at(self, split: str, name: str, seeds: Iterable[int]) -> list[dict]:
         """The rows of these seeds that can be used and belong to the split."""
         items = [[name, seed] for seed in seeds]
-        return [row for row in self.usable(items, self.ask(self.sandbox.make, items)) if self.belongs(row, split)]
+        return [
+            row
+            for row in self.usable(items, self.ask(self.sandbox.make, items))
+            if self.belongs(row, split)
+        ]
 
     def usable(self, items: list, made: list[dict]) -> list[dict]:
         """The rows of the items that were made without error, are not too long and, for SFT, have an answer."""
@@ -147,7 +158,9 @@ class ReasoningGym(Task):
                 continue
             question, answer = entry["question"], entry["answer"]
             if size(question) <= self.longest_question and size(answer or "") <= self.longest_text:
-                rows.append({"prompt": question + REQUEST, "item": [*item, crc(question)], "answer": answer})
+                rows.append(
+                    {"prompt": question + REQUEST, "item": [*item, crc(question)], "answer": answer}
+                )
         return rows
 
     def identity(self, row):
@@ -170,12 +183,18 @@ class ReasoningGym(Task):
     def rewards(self, prompts, completions, **columns):
         """As Task.rewards; all answers in one request, each different answer to an item once."""
         stopped = columns.get("stopped", [True] * len(completions))
-        answers = [self.answer_of(text) if ended else None for text, ended in zip(completions, stopped, strict=True)]
+        answers = [
+            self.answer_of(text) if ended else None
+            for text, ended in zip(completions, stopped, strict=True)
+        ]
         asked = list(zip(map(tuple, columns["item"]), answers, strict=True))
         wanted = [pair for pair in dict.fromkeys(asked) if pair[1] is not None]
         known = dict(zip(wanted, self.ask(self.sandbox.score, wanted), strict=True))
         scores = [known.get(pair, 0.0) for pair in asked]
-        return [min(max(score, 0.0), 1.0) if self.partial_credit else float(score >= RIGHT) for score in scores]
+        return [
+            min(max(score, 0.0), 1.0) if self.partial_credit else float(score >= RIGHT)
+            for score in scores
+        ]
 
     def is_right(self, completion, item):
         return self.rewards([""], [completion], item=[item])[0] == 1
@@ -197,7 +216,9 @@ class ReasoningGym(Task):
             self.try_scorer(name, found[:CHECKED])
             rows += found
         if self.sandbox.missing:
-            warn_once(f"scorers run without a seccomp filter ({self.sandbox.missing}), behind Python's audit hook only")
+            warn_once(
+                f"scorers run without a seccomp filter ({self.sandbox.missing}), behind Python's audit hook only"
+            )
         self.longest_question = max(size(row["prompt"]) for row in rows) - size(REQUEST)
         self.longest_text = max(size(row["answer"] or "") for row in rows)
         self.surveyed = digest.hexdigest()
@@ -205,9 +226,13 @@ class ReasoningGym(Task):
     def refuse_unusable(self, name: str, made: list[dict]):
         items = [item for item in made if "error" not in item]
         if not items:
-            raise SnugError(f"task reasoning_gym: {name} makes no items with this gym_config: {made[0]['error']}")
+            raise SnugError(
+                f"task reasoning_gym: {name} makes no items with this gym_config: {made[0]['error']}"
+            )
         if self.learns_answers and all(item["answer"] is None for item in items):
-            raise SnugError(f"gym_dataset={name!r}: its items have a scorer but no answer to learn from; use grpo.py")
+            raise SnugError(
+                f"gym_dataset={name!r}: its items have a scorer but no answer to learn from; use grpo.py"
+            )
         sizes = sorted(max(size(item["question"]), size(item["answer"] or "")) for item in items)
         short = sum(most <= self.longest_question for most in sizes)
         if short < SURVEY // 10:
@@ -271,5 +296,7 @@ def read_options(text: str, names: list[str]) -> dict[str, dict]:
     parts = [options, *options.values()] if isinstance(options, dict) else [options]
     if not all(isinstance(part, dict) for part in parts) or options.keys() - set(names):
         example = f'{{"{names[0]}": {{"max_terms": 3}}}}' if len(names) > 1 else '{"max_terms": 3}'
-        raise SnugError(f"gym_config={text!r:.80} is not of {', '.join(names)}; write options such as {example}")
+        raise SnugError(
+            f"gym_config={text!r:.80} is not of {', '.join(names)}; write options such as {example}"
+        )
     return {name: options.get(name, {}) for name in names}

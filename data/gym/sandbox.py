@@ -52,7 +52,10 @@ LAYERS = ("user", "limits", "audit", "seccomp")
 START_LIMIT = 120.0  # seconds that imports may take
 SLACK = 60.0  # seconds for making an item, and for a score beyond the scorer's own timeout
 BATCH = 64  # answers a request, so at most as many a worker
-PATIENCE, HURRIED = 10, 0.25  # after 10 late answers of a call, the others have at most 0.25 seconds each
+PATIENCE, HURRIED = (
+    10,
+    0.25,
+)  # after 10 late answers of a call, the others have at most 0.25 seconds each
 MAX_REPLY = 2**22  # bytes
 NOBODY = 65534
 
@@ -72,8 +75,12 @@ class Sandbox:
     missing: why there is no seccomp, known once it has started; "" if there is.
     """
 
-    def __init__(self, target: str, arguments: dict, timeout=5.0, memory_mb=2048, layers: Sequence[str] = LAYERS):
-        self.config = dict(target=target, arguments=arguments, timeout=timeout, memory_mb=memory_mb, layers=layers)
+    def __init__(
+        self, target: str, arguments: dict, timeout=5.0, memory_mb=2048, layers: Sequence[str] = LAYERS
+    ):
+        self.config = dict(
+            target=target, arguments=arguments, timeout=timeout, memory_mb=memory_mb, layers=layers
+        )
         self.process, self.missing = None, ""
 
     def make(self, items: list) -> list:
@@ -117,9 +124,19 @@ class Sandbox:
         """The child gets nothing of this process but sys.path, and of the environment only HOME."""
         self.socket, theirs = socket.socketpair()
         self.replies = self.socket.makefile("rb")
-        command = [sys.executable, "-P", os.path.abspath(__file__), str(theirs.fileno()), str(os.getpid())]
-        environment = dict(HOME=os.environ.get("HOME", "/"), PYTHONHASHSEED="0", PYTHONUTF8="1", MPLBACKEND="agg")
-        environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}  # a fork has one thread
+        command = [
+            sys.executable,
+            "-P",
+            os.path.abspath(__file__),
+            str(theirs.fileno()),
+            str(os.getpid()),
+        ]
+        environment = dict(
+            HOME=os.environ.get("HOME", "/"), PYTHONHASHSEED="0", PYTHONUTF8="1", MPLBACKEND="agg"
+        )
+        environment |= {
+            f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")
+        }  # a fork has one thread
         options = dict(pass_fds=[theirs.fileno()], cwd="/", env=environment, start_new_session=True)
         options |= dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         try:
@@ -191,7 +208,11 @@ def keep(fd: int, parent: int):
         request = json.loads(line)
         try:
             items, make = request["items"], request["verb"] == "make"
-            for value in map(target.make, items) if make else scores_of(target, items, request["late"], confinement):
+            for value in (
+                map(target.make, items)
+                if make
+                else scores_of(target, items, request["late"], confinement)
+            ):
                 reply("value", value)
         except OSError:
             raise  # no fork, for now: this child ends and another is started
@@ -205,7 +226,9 @@ def in_words(error: Exception) -> str:
     return text[:1000].replace("\n", " ")
 
 
-def scores_of(target, pairs: list[tuple], late: int, confinement: "Confinement") -> Iterator[float | None]:
+def scores_of(
+    target, pairs: list[tuple], late: int, confinement: "Confinement"
+) -> Iterator[float | None]:
     """A score for each (item, answer), None for a late one. late: how many there have been before."""
     tasks = [(target.prepare(item), answer) for item, answer in pairs]
     while tasks:
@@ -224,8 +247,13 @@ class Worker:
     """A confined fork that scores [(prepared, answer), ...] in order. Raises OSError if it cannot be confined."""
 
     def __init__(self, score: Callable, tasks: list[tuple], confinement: "Confinement"):
-        self.reusable = "audit" in confinement.layers  # without the hook nothing announces executed code
-        self.buffer, self.nonce = b"", secrets.token_hex(8)  # lines without the nonce are not the worker's
+        self.reusable = (
+            "audit" in confinement.layers
+        )  # without the hook nothing announces executed code
+        self.buffer, self.nonce = (
+            b"",
+            secrets.token_hex(8),
+        )  # lines without the nonce are not the worker's
         self.pipe, end = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -302,12 +330,18 @@ class Confinement:
         self.missing = why_no_seccomp() if "seccomp" in self.layers else ""
         self.filter = seccomp_filter() if "seccomp" in self.layers and not self.missing else None
         seconds = int((self.timeout + 1) * BATCH) + 1
-        self.limits = dict(RLIMIT_CPU=seconds, RLIMIT_FSIZE=0, RLIMIT_NOFILE=32, RLIMIT_CORE=0, RLIMIT_NPROC=0)
+        self.limits = dict(
+            RLIMIT_CPU=seconds, RLIMIT_FSIZE=0, RLIMIT_NOFILE=32, RLIMIT_CORE=0, RLIMIT_NPROC=0
+        )
         self.memory = config["memory_mb"] * 2**20  # bytes, beyond what is taken already
 
     def apply(self, pipe: int):
         os.setpgid(0, 0)
-        limits = self.limits | {"RLIMIT_AS": address_space() + self.memory} if "limits" in self.layers else {}
+        limits = (
+            self.limits | {"RLIMIT_AS": address_space() + self.memory}
+            if "limits" in self.layers
+            else {}
+        )
         if self.user:
             become_nobody()
         die_with(self.keeper)  # after the change of user, which resets it
@@ -332,7 +366,9 @@ def become_nobody():
 
 def nobody_can_read() -> bool:
     """Is this root, and can the user nobody read the files that were imported?"""
-    files = [module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
+    files = [
+        module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)
+    ]
 
     def attempt():
         become_nobody()
@@ -381,7 +417,9 @@ def make_hook(pipe: int) -> Callable:
     """-> a hook that refuses all that is not harmless, and marks the pipe before the first code is executed."""
     executed = False
 
-    def hook(event, arguments, harmless=HARMLESS, write=os.write):  # executed code may replace the globals
+    def hook(
+        event, arguments, harmless=HARMLESS, write=os.write
+    ):  # executed code may replace the globals
         nonlocal executed
         if event == "exec":
             if not executed:
@@ -411,7 +449,10 @@ ALLOWED = """
     getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getrandom 318 278, getrusage 98 165,
     getrlimit 97 163, uname 63 160, sysinfo 99 179, times 100 153, restart_syscall 219 128, membarrier 324 283,
     exit 60 93, exit_group 231 94, rseq 334 293"""  # name, number on x86_64, on aarch64
-OPENING = [("open", 2, None, 1), ("openat", 257, 56, 2)]  # name, its numbers, which argument has the flags
+OPENING = [
+    ("open", 2, None, 1),
+    ("openat", 257, 56, 2),
+]  # name, its numbers, which argument has the flags
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # instructions of classic BPF
 PASS, REFUSE = 0x7FFF0000, 0x00050001  # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO | EPERM
 
@@ -425,21 +466,32 @@ def seccomp_filter() -> list[tuple[int, int, int, int]] | None:
     if sys.platform != "linux" or machine not in MACHINES:
         return None
     column = list(MACHINES).index(machine)
-    program = [(LOAD, 4, 0, 0), (EQUAL, MACHINES[machine], 1, 0), (RETURN, REFUSE, 0, 0), (LOAD, 0, 0, 0)]
+    program = [
+        (LOAD, 4, 0, 0),
+        (EQUAL, MACHINES[machine], 1, 0),
+        (RETURN, REFUSE, 0, 0),
+        (LOAD, 0, 0, 0),
+    ]
     for line in ALLOWED.split(","):
         number = line.split()[1 + column]
         if number != "-":
             program += [(EQUAL, int(number), 0, 1), (RETURN, PASS, 0, 0)]
     for _, *numbers, argument in OPENING:
         if numbers[column] is not None:
-            program += [(EQUAL, numbers[column], 0, 4), (LOAD, 16 + 8 * argument, 0, 0), (ANY_BIT, WRITING, 1, 0)]
+            program += [
+                (EQUAL, numbers[column], 0, 4),
+                (LOAD, 16 + 8 * argument, 0, 0),
+                (ANY_BIT, WRITING, 1, 0),
+            ]
             program += [(RETURN, PASS, 0, 0), (RETURN, REFUSE, 0, 0)]
     return program + [(RETURN, REFUSE, 0, 0)]
 
 
 def install(program: list[tuple[int, int, int, int]]):
     """The filter is in force from here on. Raises OSError if the kernel has none."""
-    code = b"".join(struct.pack("=HBBI", kind, true, false, operand) for kind, operand, true, false in program)
+    code = b"".join(
+        struct.pack("=HBBI", kind, true, false, operand) for kind, operand, true, false in program
+    )
     buffer = ctypes.create_string_buffer(code)
     header = struct.pack("@HP", len(program), ctypes.addressof(buffer))
     no_new_privileges = libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS

@@ -40,7 +40,9 @@ class Gym:
         try:
             return create_dataset(name, seed=seed, size=size, **options)
         except Exception as error:
-            raise ValueError(f"gym_config: {name} refuses {options} ({type(error).__name__}: {error})") from None
+            raise ValueError(
+                f"gym_config: {name} refuses {options} ({type(error).__name__}: {error})"
+            ) from None
 
     def generate(self, name: str, seed: int) -> dict:
         """Most generators make item i from the dataset's seed + i, whatever its size. Listed items raise IndexError."""
@@ -58,7 +60,10 @@ class Gym:
         try:
             entry = self.entry(*item)
             answer = entry["answer"]
-            return {"question": str(entry["question"]), "answer": answer if answer is None else str(answer)}
+            return {
+                "question": str(entry["question"]),
+                "answer": answer if answer is None else str(answer),
+            }
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"[:200]}
 
@@ -67,8 +72,12 @@ class Gym:
         name, seed, check = item
         entry = self.entry(name, seed)
         if zlib.crc32(str(entry["question"]).encode()) != check:
-            raise ValueError(f"{name} has made another item of the seed {seed} than before; it cannot be scored")
-        if name not in self.warm:  # score the generator's own answer once, so that late imports are done before forks
+            raise ValueError(
+                f"{name} has made another item of the seed {seed} than before; it cannot be scored"
+            )
+        if (
+            name not in self.warm
+        ):  # score the generator's own answer once, so that late imports are done before forks
             with suppress(Exception):
                 self.datasets[name].score_answer(entry["answer"], copy.deepcopy(entry))
             self.warm.add(name)
@@ -87,7 +96,11 @@ def refuse_unknown(name: str, options: dict):
         hint = did_you_mean(name, known) or f", such as {', '.join(sorted(known)[:5])}"
         package = f"the {len(known)} of reasoning_gym {version('reasoning_gym')}"
         raise ValueError(f"gym_dataset={name!r} is not one of {package}{hint}")
-    defaults = {option: value for option, value in vars(DATASETS[name][1]()).items() if option not in ("seed", "size")}
+    defaults = {
+        option: value
+        for option, value in vars(DATASETS[name][1]()).items()
+        if option not in ("seed", "size")
+    }
     takes = ", ".join(f"{option}={value!r:.40}" for option, value in defaults.items()) or "no options"
     for option in options:
         if option not in defaults:

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from memory.cpu import linear
-from memory.lean import Linear
+from device.cpu import linear
+from kernels.layers import Linear
 from model import GPT
 
 # a block's matrices, and the half they are in
@@ -33,13 +33,20 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.enabled, self.scale = True, alpha / rank
-        (rows, columns), options = linear.weight.shape, dict(dtype=torch.float32, device=linear.weight.device)
+        (rows, columns), options = (
+            linear.weight.shape,
+            dict(dtype=torch.float32, device=linear.weight.device),
+        )
         self.lora_A = nn.Parameter(torch.empty(rank, columns, **options))
         self.lora_B = nn.Parameter(torch.zeros(rows, rank, **options))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # uniform within 1 / sqrt(in), as an nn.Linear's own
+        nn.init.kaiming_uniform_(
+            self.lora_A, a=math.sqrt(5)
+        )  # uniform within 1 / sqrt(in), as an nn.Linear's own
 
     def forward(self, x, residual=None):
-        if self.enabled and residual is not None and residual.dtype != x.dtype:  # autocast would round the sum
+        if (
+            self.enabled and residual is not None and residual.dtype != x.dtype
+        ):  # autocast would round the sum
             return residual + self.forward(x)
         y = Linear.forward(self, x, residual)
         if not self.enabled:
@@ -61,7 +68,11 @@ def add(model: GPT, rank: int, alpha: float, targets: list[str]) -> GPT:
 
 def adapted(model: GPT) -> list[LoRALinear]:
     """-> the modules with adapters."""
-    return [module for module in model.modules() if isinstance(module, LoRALinear) and module.lora_A is not None]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, LoRALinear) and module.lora_A is not None
+    ]
 
 
 @contextmanager

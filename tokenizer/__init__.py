@@ -5,7 +5,7 @@ runs on the library `tokenizers` and has its ids: byte-level BPE (GPT-2, SmolLM2
 (Llama 2, Mistral), Unigram, WordPiece.
 
 Special tokens, such as <|endoftext|>, are ids and never text: text that spells one gets ordinary tokens. They decode to
-nothing. Only a chat template writes them (pretrained/chat.py).
+nothing. Only a chat template writes them (tokenizer/chat.py).
 
 Left out: training a tokenizer; special tokens after a text, such as BERT's [SEP], because a prompt is continued.
 Tests: tests/test_tokenizer.py.
@@ -22,7 +22,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from options import SnugError, in_one_line
-from pretrained.chat import Chat, alternatives, well_formed
+from tokenizer.chat import Chat, alternatives, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
@@ -73,7 +73,9 @@ class Tokenizer:
             return [*self.bos, *self.encode(prompt)]
         if self.chat is None:
             advice = "write the prompts as text, or name a folder whose tokenizer has one"
-            raise SnugError(f"tokenizer={self.name} has no chat template for a prompt of messages: {advice}")
+            raise SnugError(
+                f"tokenizer={self.name} has no chat template for a prompt of messages: {advice}"
+            )
         text, parts = self.chat.render(prompt)
         return self.encode_parts(parts) if parts else self.encode_special(text)
 
@@ -131,11 +133,16 @@ def get_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         # The pattern cuts text into characters, newlines too (?s); without ranks beyond single bytes, nothing merges.
         ranks = {bytes([byte]): byte for byte in range(256)}
-        return TiktokenTokenizer(tiktoken.Encoding("bytes", pat_str="(?s).", mergeable_ranks=ranks, special_tokens={}))
+        return TiktokenTokenizer(
+            tiktoken.Encoding("bytes", pat_str="(?s).", mergeable_ranks=ranks, special_tokens={})
+        )
     if name == "gpt2":
         try:
             return TiktokenTokenizer(tiktoken.get_encoding("gpt2"))
-        except (OSError, ValueError) as error:  # no network (requests raises an OSError), a damaged file
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # no network (requests raises an OSError), a damaged file
             advice = "set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=bytes"
             seen = f"the two files of tokenizer=gpt2 cannot be had ({type(error).__name__})"
             raise SnugError(f"{seen}: {advice}") from None
@@ -160,18 +167,28 @@ class TiktokenTokenizer(Tokenizer):
         return self.encoding.decode(ids)
 
     def generated_files(self):
-        symbols = sorted(pre_tokenizers.ByteLevel.alphabet())  # a printable byte's symbol is itself; these come first
-        symbol_of = dict(zip(sorted(range(256), key=lambda byte: chr(byte) not in symbols), symbols, strict=True))
+        symbols = sorted(
+            pre_tokenizers.ByteLevel.alphabet()
+        )  # a printable byte's symbol is itself; these come first
+        symbol_of = dict(
+            zip(sorted(range(256), key=lambda byte: chr(byte) not in symbols), symbols, strict=True)
+        )
         ranks = {self.encoding.decode_single_token_bytes(i): i for i in self.text_ids}
         names = {token: "".join(symbol_of[byte] for byte in token) for token in ranks}
         vocab = {names[token]: i for token, i in ranks.items()}
         merges = [(names[left], names[right]) for left, right in merges_of(ranks)]
         same = tokenizers.Tokenizer(models.BPE(vocab, merges))
-        same.pre_tokenizer, same.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        same.pre_tokenizer, same.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
         same.add_special_tokens([END_OF_TEXT])
         config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT)
         config = json.dumps(config | dict(clean_up_tokenization_spaces=False), indent=1)
-        return {"tokenizer.json": same.to_str(pretty=True).encode(), "tokenizer_config.json": config.encode()}
+        return {
+            "tokenizer.json": same.to_str(pretty=True).encode(),
+            "tokenizer_config.json": config.encode(),
+        }
 
 
 def merges_of(ranks):
@@ -213,7 +230,9 @@ class FolderTokenizer(Tokenizer):
         tokens = []
         for token in (added[i] for i in special.values()):
             spaces = dict(single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip)
-            tokens.append(tokenizers.AddedToken(token.content, normalized=False, special=True, **spaces))
+            tokens.append(
+                tokenizers.AddedToken(token.content, normalized=False, special=True, **spaces)
+            )
         self.backend.add_special_tokens(tokens)
         # Text may become the model's unknown token, which is often special, but no other special token.
         model = spec["model"]
@@ -227,17 +246,23 @@ class FolderTokenizer(Tokenizer):
         if "chat_template.jinja" in files:
             template = files["chat_template.jinja"].decode(errors="replace")
         elif isinstance(template, list):
-            with in_one_line(f"{folder / FILES[1]}: chat_template must be a text or a list of named ones"):
+            with in_one_line(
+                f"{folder / FILES[1]}: chat_template must be a text or a list of named ones"
+            ):
                 template = {item["name"]: item["template"] for item in template}.get("default")
         now = None
         if "strftime_now" in str(template):
-            files = {DATE: datetime.now().date().isoformat().encode()} | files  # a checkpoint's date stays
+            files = {
+                DATE: datetime.now().date().isoformat().encode()
+            } | files  # a checkpoint's date stays
             with in_one_line(f"{folder / DATE}: not a date"):
                 now = datetime.fromisoformat(files[DATE].decode())
         name = f"tokenizer.json@{hashlib.sha256(files['tokenizer.json']).hexdigest()[:12]}"
         chat = Chat(template, variables, list(special), now) if template else None
         text_ids = set(vocab.values()) - set(special.values())
-        super().__init__(name, 1 + max(vocab.values()), text_ids, special, stop_tokens, bos, chat, files)
+        super().__init__(
+            name, 1 + max(vocab.values()), text_ids, special, stop_tokens, bos, chat, files
+        )
 
     def run(self, text, special):
         self.backend.encode_special_tokens = not special
@@ -247,7 +272,9 @@ class FolderTokenizer(Tokenizer):
     def encode_ordinary(self, text):
         """If the model makes a special token of text that spells it (such as Unigram), cut the text in two there."""
         found = self.run(text, special=False)
-        starts = [start for i, (start, _) in zip(found.ids, found.offsets, strict=True) if i in self.reserved]
+        starts = [
+            start for i, (start, _) in zip(found.ids, found.offsets, strict=True) if i in self.reserved
+        ]
         if not starts:
             return found.ids
         if len(text) == 1:
@@ -257,7 +284,10 @@ class FolderTokenizer(Tokenizer):
 
     def encode_special(self, text):
         """The whole text at once, unless the model makes a special token of text that spells it when normalized."""
-        ids, spelled = self.run(text, special=True).ids, [self.special[name] for name in self.spellings.findall(text)]
+        ids, spelled = (
+            self.run(text, special=True).ids,
+            [self.special[name] for name in self.spellings.findall(text)],
+        )
         if [i for i in ids if i in self.reserved] == [i for i in spelled if i in self.reserved]:
             return ids
         return super().encode_special(text)
@@ -283,15 +313,21 @@ def read_json(folder, files, name):
 
 def token_names(config):
     """A tokenizer_config.json or special_tokens_map.json -> {"eos_token": "<|endoftext|>", ...}."""
-    values = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
-    return {key: value for key, value in values.items() if key.endswith("_token") and isinstance(value, str)}
+    values = {
+        key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()
+    }
+    return {
+        key: value for key, value in values.items() if key.endswith("_token") and isinstance(value, str)
+    }
 
 
 def stop_ids(configs, folder, vocab, added):
     """-> the configs' eos_token_ids that are tokens, or one of ENDS. Raises SnugError if the first is not added."""
     values, known = [config.get("eos_token_id") for config in configs], set(vocab.values())
     ids = [i for value in values for i in (value if isinstance(value, list) else [value])]
-    ids = [i for i in ids if type(i) is int and i in known] or [vocab[end] for end in ENDS if end in vocab][:1]
+    ids = [i for i in ids if type(i) is int and i in known] or [
+        vocab[end] for end in ENDS if end in vocab
+    ][:1]
     if not ids or ids[0] not in added:
         seen = f"must be one of tokenizer.json's added_tokens, not {ids[:1]}"
         advice = "name one as eos_token in tokenizer_config.json"

@@ -1,13 +1,13 @@
 """Inputs for a GPU: lengths that repeat, and uploads for which the host does not wait. The allocator's cache.
 
-Left out: which GPU there is, and what it cannot do (runs/device.py).
+Left out: which GPU there is, and what it cannot do (device/pick.py).
 """
 
 import ctypes
 
 import torch
 
-from memory.ledger import kind_of
+from device.kinds import kind_of
 
 MULTIPLE = 16  # tokens
 BROKEN = []  # memory pools of CUDA graphs whose recording failed: no more graphs
@@ -24,7 +24,11 @@ def padded(length: int, tokens: torch.Tensor) -> int:
 def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
     """Numbers to the device; to a GPU from pinned memory, so that the host does not wait. On a CPU it may be a view."""
     numbers = torch.as_tensor(numbers, dtype=dtype)
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+    return (
+        numbers.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else numbers.to(device)
+    )
 
 
 def keep_broken(pool):

@@ -5,7 +5,7 @@ training/parallel.py has the same for several. Left out: torch.distributed.
 
 from contextlib import nullcontext
 
-from memory.ledger import MIB
+from device.kinds import MIB
 
 BUCKET = 25 * MIB  # bytes of small gradients that are copied together and added up in one message
 

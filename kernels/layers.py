@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memory import cpu
-from memory.host import new_on_host
-from memory.ledger import kind_of
-from memory.streams import aside
+from device import cpu
+from device.host import new_on_host
+from device.kinds import kind_of
+from device.streams import aside
 
 
 class Linear(nn.Linear):
@@ -78,7 +78,9 @@ class Embed(torch.autograd.Function):
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         ids, order = tokens.flatten().sort()  # tokens 7 3 7: ids 3 7 7
-        bins = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])  # 0 1 1, the bin of each token
+        bins = torch.cat(
+            [ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)]
+        )  # 0 1 1, the bin of each token
         wide = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))
         # As many bins as tokens, whatever repeats. This op adds in a fixed order.
         sums = torch.ops.aten.embedding_dense_backward(wide, bins, len(ids), -1, False)

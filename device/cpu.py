@@ -15,9 +15,11 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from memory.ledger import is_planned
+from device.kinds import is_planned
 
-LARGE = 2**23  # multiplications, 0.2 ms of a core with MKL; oneDNN compiles code for each new shape, 0.3 ms
+LARGE = (
+    2**23
+)  # multiplications, 0.2 ms of a core with MKL; oneDNN compiles code for each new shape, 0.3 ms
 EXACT = 1e-5  # largest relative error of a float32 product; if it is rounded to bfloat16, 2e-3
 PREEMPTED = 100  # times a second that another process took a core from us; alone about 20, beside a busy one 200
 
@@ -60,7 +62,12 @@ def stays_float32() -> bool:
 def linear(x, weight, bias=None):
     """F.linear, by fast products if large: x (..., in), weight (out, in), bias (out,) -> (..., out)."""
     large = x.numel() * len(weight) >= LARGE
-    if large and x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+    if (
+        large
+        and x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
+    ):
         if torch.is_grad_enabled():
             return Linear.apply(x, weight, bias)
         with fast_products(x):

@@ -1,6 +1,9 @@
 """Tensors in host memory, and copies from the device to the host and back.
 
-On a CPU they are copies all the same, counted apart (ledger.HOST). Left out: when to move what (model, optimizer).
+`HOST` counts them, on a CPU too, where "device" and "host" are the same chips. So what an option saves on a GPU can be
+counted without one. A planner's fake tensors bring a ledger of their own.
+
+Left out: when to move what (model, optimizer).
 """
 
 import math
@@ -13,11 +16,61 @@ from pathlib import Path
 
 import torch
 
-from memory.ledger import HOST, MIB, host_ledger
-from memory.streams import aside
+from device.kinds import MIB, planning_mode
+from device.streams import aside
 from options import SnugError
 
 UNUSED = []  # (address, pages) of freed tensors whose pages are still pinned
+
+
+class Ledger:
+    """Live storages: their bytes, and the most there have been since `reset_peak`."""
+
+    def __init__(self):
+        super().__init__()
+        self.current = self.peak = 0
+        self.sizes = {}  # id of a storage -> (weak reference, bytes)
+
+    def follow(self, tensor: torch.Tensor):
+        """Count the storage of a tensor, once, for as long as it lives."""
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        known = self.sizes.get(key)
+        if known is not None and known[1] == size:
+            return
+        if known is not None:  # resized in place
+            self.sizes[key] = (known[0], size)
+            self.current += size - known[1]
+        else:
+            self.sizes[key] = (weakref.ref(storage, lambda _: self.forget(key)), size)
+            self.current += size
+            self.created(key, tensor, size)
+        self.peak = max(self.peak, self.current)
+
+    def created(self, key, tensor, size):
+        """Called for each new storage; the planner overrides it."""
+
+    def forget(self, key):
+        size = self.sizes.pop(key)[1]
+        self.current -= size  # after the call, in which another thread may forget another
+
+    def reset_peak(self):
+        self.peak = self.current
+
+
+class HostLedger(Ledger):
+    making = (
+        False  # True while a host tensor is made, so that LiveBytes does not count it as the device's
+    )
+
+
+HOST = HostLedger()
+
+
+def host_ledger(tensor: torch.Tensor) -> HostLedger:
+    """The ledger that counts host copies of a tensor."""
+    mode = planning_mode(tensor)
+    return mode.host if mode else HOST
 
 
 def available_on_host() -> int:
@@ -28,19 +81,27 @@ def available_on_host() -> int:
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        limit, used = (
+            Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current")
+        )
         return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
     except (OSError, ValueError):
         return free
 
 
-def new_on_host(like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool = False) -> torch.Tensor:
+def new_on_host(
+    like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool = False
+) -> torch.Tensor:
     """An empty tensor in host memory of the shape of `like`; pinned, for fast copies, if `like` is on CUDA or pinned.
 
     keep: it is large and lives long. Then it has pages of its own, pinned in place. PyTorch's own pinned allocator
     rounds every block up to a power of two, at worst twice the bytes. Raises SnugError if they cannot be pinned.
     """
-    ledger, dtype, pin = host_ledger(like), dtype or like.dtype, like.device.type == "cuda" or like.is_pinned()
+    ledger, dtype, pin = (
+        host_ledger(like),
+        dtype or like.dtype,
+        like.device.type == "cuda" or like.is_pinned(),
+    )
     ledger.making = True
     try:
         if pin and keep and math.prod(like.shape) * dtype.itemsize >= MIB:
@@ -60,8 +121,12 @@ def pinned_in_place(shape, dtype) -> torch.Tensor:
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     except RuntimeError as error:
-        less = "keep less on the host (reference, optimizer_device, grad_offload), or give it more memory"
-        raise SnugError(f"the host cannot pin {size / MIB:.0f} MiB for copies to the device: {error}; {less}") from None
+        less = (
+            "keep less on the host (reference, optimizer_device, grad_offload), or give it more memory"
+        )
+        raise SnugError(
+            f"the host cannot pin {size / MIB:.0f} MiB for copies to the device: {error}; {less}"
+        ) from None
     weakref.finalize(tensor.untyped_storage(), unpin, tensor.data_ptr(), pages)  # at exit too
     return tensor
 
@@ -156,5 +221,7 @@ def borrowed(model):
             module.arrival.wait()
         yield
     finally:
-        for module in model.modules():  # blocks too: the one fetched last, or those of a forward that ran out of memory
+        for module in (
+            model.modules()
+        ):  # blocks too: the one fetched last, or those of a forward that ran out of memory
             unload(module)

@@ -30,7 +30,9 @@ class Chat:
 
     def __init__(self, source: str, variables: dict, special: list[str], now: datetime | None = None):
         self.source, self.variables, self.special, self.template = source, variables, special, None
-        self.functions = dict(raise_exception=raise_exception) | (dict(strftime_now=now.strftime) if now else {})
+        self.functions = dict(raise_exception=raise_exception) | (
+            dict(strftime_now=now.strftime) if now else {}
+        )
         self.spellings = alternatives(special)
         self.heads = {name[:n] for name in special for n in range(1, len(name))}
         self.tails = {name[n:] for name in special for n in range(1, len(name))}
@@ -91,7 +93,9 @@ def well_formed(text):
 def make_environment():
     options = dict(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment = ImmutableSandboxedEnvironment(**options)
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja's own escapes for HTML
+    environment.filters["tojson"] = partial(
+        json.dumps, ensure_ascii=False
+    )  # jinja's own escapes for HTML
     return environment
 
 
@@ -102,7 +106,9 @@ class Generation(Extension):
 
     def parse(self, parser):
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True)).set_lineno(line)
+        return nodes.Scope(
+            parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        ).set_lineno(line)
 
 
 def raise_exception(message):

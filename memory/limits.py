@@ -4,7 +4,7 @@
         with attempt:
             rollouts = sample_groups(...)
 
-`Pieces` knows how large the pieces are, halves them, and says which options would help when they cannot be smaller.
+`Limits` knows how large the pieces are, halves them, and says which options would help when they cannot be smaller.
 A checkpoint remembers them.
 """
 
@@ -13,10 +13,10 @@ from copy import copy
 
 import torch
 
-from memory.cuda import empty_cache
+from device.cuda import empty_cache
+from device.processes import OneProcess
+from device.streams import settle
 from memory.fit import CHANGES_ROUNDING, cheaper, written
-from memory.processes import OneProcess
-from memory.streams import settle
 from options import SnugError, first_line
 
 
@@ -71,7 +71,7 @@ def at_once(settings) -> int:
     return max(1, min(4, 8192 // most))
 
 
-class Pieces:
+class Limits:
     """How many completions are decoded at a time, and how many tokens a micro-batch has; 0: all at once.
 
     max_rollout_batch and max_tokens_per_micro_batch begin as the settings say, max_eval_batch, the limit of
@@ -81,9 +81,16 @@ class Pieces:
 
     def __init__(self, settings, say, halved=None, processes=None):
         """say: reports a change. halved: the resumed checkpoint's; it holds if the settings ask for the same again."""
-        self.settings, self.say, self.halved, self.processes = settings, say, {}, processes or OneProcess()
+        self.settings, self.say, self.halved, self.processes = (
+            settings,
+            say,
+            {},
+            processes or OneProcess(),
+        )
         self.max_rollout_batch = settings.max_rollout_batch
-        self.max_eval_batch = min(settings.batch_size, settings.max_rollout_batch or settings.batch_size)
+        self.max_eval_batch = min(
+            settings.batch_size, settings.max_rollout_batch or settings.batch_size
+        )
         self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch
         self.at_once = at_once(settings)  # micro-batches in one forward of the reference
         for name, (began, value) in (halved or {}).items():
@@ -102,7 +109,9 @@ class Pieces:
         def agreed(error):
             if error and self.processes.sharded:  # the others wait for its part of the weights
                 seen = f"rank {self.processes.rank} is out of memory, which sharded processes cannot repeat: {error}"
-                raise SnugError(f"{seen}; lower max_tokens_per_micro_batch or max_rollout_batch, with --resume=auto")
+                raise SnugError(
+                    f"{seen}; lower max_tokens_per_micro_batch or max_rollout_batch, with --resume=auto"
+                )
             return self.processes.agreed(error)
 
         return attempts(make_smaller, agreed)
@@ -130,7 +139,9 @@ class Pieces:
 
         def make_smaller(error):
             if cut.largest <= cut.longest:
-                raise SnugError(self.at_the_floor(f"one sequence of {cut.longest} tokens at a time: {error}", model))
+                raise SnugError(
+                    self.at_the_floor(f"one sequence of {cut.longest} tokens at a time: {error}", model)
+                )
             self.set("max_tokens_per_micro_batch", max(cut.longest, cut.largest // 2), error)
             cut.into(self.max_tokens_per_micro_batch)
 

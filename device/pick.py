@@ -1,0 +1,75 @@
+"""The device of a run: what it has to have, how torch is told to use it, and what a user should know about it.
+
+Left out: how its memory is counted and filled (memory/), what runs on it (kernels/).
+"""
+
+import torch
+
+from device.cpu import share_cores, stays_float32
+from options import SnugError, first_line
+
+
+def pick_device(name: str, tf32: bool = False) -> torch.device:
+    """ "auto" is CUDA if torch can use a GPU, else the CPU. tf32: the option. Raises SnugError if it cannot be used."""
+    try:
+        device = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        )
+    except RuntimeError as error:
+        raise SnugError(f"device={name!r}: {first_line(error)}") from None
+    if device.type == "cpu":
+        stays_float32()  # looks now, not in the middle of something that is measured
+        share_cores()
+        return device
+    if device.type != "cuda":
+        raise SnugError(f"device={name!r}: snug runs on cpu and cuda")
+    try:
+        torch.cuda.init()  # says why it cannot, and makes the allocator's counters
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise SnugError(
+                f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0"
+            )
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device).add_(1)
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # no GPU, an old driver, another process's GPU, no kernel for it
+        raise SnugError(
+            f"device={name!r}: {first_line(error)}; use another device, or --device=cpu"
+        ) from None
+    configure_cuda(tf32)
+    return device
+
+
+def configure_cuda(tf32: bool):
+    """torch's switches for products and attention."""
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = (
+        tf32  # torch's older name: after fp32_precision="tf32" libraries could not read this one
+    )
+    # A product of few rows is a sum of parts. If they are rounded to bfloat16, the sampler, which has few rows, differs
+    # more from the trainer.
+    products.allow_bf16_reduced_precision_reduction = False
+    # On Hopper and Blackwell torch prefers cuDNN's attention in bfloat16. That builds a plan for every new shape, which
+    # takes 0.05 to 1 s, and keeps all plans in host memory. Flash attention, the next in line, needs none.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def notes(device: torch.device, settings) -> list[str]:
+    """Lines for a run's log: what its GPU cannot do in settings.dtype, or could do faster."""
+    if device.type != "cuda":
+        return []
+    major, minor = torch.cuda.get_device_capability(device)
+    gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+    if settings.dtype == "bfloat16" and major < 8:
+        lacks = "neither bfloat16 units nor fused attention in bfloat16"
+        costs = "attention's memory grows with the square of the length, which --plan does not count"
+        return [f"warning: {gpu} has {lacks}: {costs}; use --dtype=float32 --param_dtype=float32"]
+    if settings.dtype == "float32" and major >= 8 and not settings.tf32:
+        gains = (
+            "multiplies float32 on tensor cores, faster, with relative errors near 1e-3 instead of 1e-7"
+        )
+        return [f"hint: on {gpu} --tf32=true {gains}"]
+    return []
