@@ -39,12 +39,8 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
     elif scale_rewards == "batch":
         mean = rewards.nansum() / scored.sum()
         std = ((rewards - mean).square().nansum() / (scored.sum() - 1).clamp(min=1)).sqrt()
-    elif scale_rewards != "none":
-        raise ValueError(f"scale_rewards={scale_rewards!r} is not one of group, batch, none")
     if baseline == "leave_one_out":
         centred = centred * count / (count - 1).clamp(min=1)
-    elif baseline != "mean":
-        raise ValueError(f"baseline={baseline!r} is not one of mean, leave_one_out")
     if scale_rewards != "none":
         centred = torch.where(centred == 0, 0, centred / (std + eps))
     return centred.to(dtype)
@@ -82,9 +78,7 @@ def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
         return -log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    if estimator == "k3":
-        return torch.expm1(log_ratio) - log_ratio
-    raise ValueError(f"kl_estimator={estimator!r} is not one of k1, k2, k3")
+    return torch.expm1(log_ratio) - log_ratio
 
 
 def sequence_mean(values, sequence, lengths):
@@ -101,8 +95,6 @@ def importance_ratio(logprobs, old_logprobs, sequence, lengths, level="token"):
     log_ratio = logprobs - old_logprobs
     if level == "sequence":
         return torch.exp(sequence_mean(log_ratio, sequence, lengths))[sequence]
-    if level != "token":
-        raise ValueError(f"importance_sampling_level={level!r} is not one of token, sequence")
     return torch.exp(log_ratio)
 
 
@@ -111,10 +103,8 @@ def truncated_importance(old_logprobs, sampling_logprobs, cap):
     return torch.exp(old_logprobs - sampling_logprobs).clamp(max=cap)
 
 
-def surrogate(
-    ratio, logprobs, advantages, loss_type="dapo", epsilon=0.2, epsilon_high=None, delta=None
-):
-    """-> the loss of each token (M,), and whether clipping stopped its gradient (M,). All arguments (M,).
+def surrogate(ratio, logprobs, advantages, options):
+    """-> the loss of each token (M,), and whether clipping stopped its gradient (M,). All tensors (M,).
 
         -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)      (PPO, eq. 7; epsilon_high: DAPO, eq. 10)
         delta bounds the unclipped ratio from above; it matters where A < 0   (INTELLECT-2: two-sided clipping)
@@ -123,23 +113,20 @@ def surrogate(
     Clipping stops a token's gradient; CISPO bounds its weight and never stops it. For cispo epsilon_high is the largest
     ratio itself, as in TRL, not its distance from 1: 0.28 there would shrink every gradient to a quarter.
     """
-    if loss_type == "cispo":
-        return -ratio.clamp(max=epsilon_high).detach() * advantages * logprobs, (
-            ratio > epsilon_high
-        ) & (advantages != 0)
-    clipped = (
-        ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)) * advantages
-    )
-    bounded = (ratio if delta is None else ratio.clamp(max=delta)) * advantages
-    cut = clipped < bounded
-    return -torch.min(bounded, clipped), cut if delta is None else cut | (
-        (ratio > delta) & (advantages < 0)
-    )
+    if options.loss_type == "cispo":
+        weight = ratio.clamp(max=options.epsilon_high).detach()
+        return -weight * advantages * logprobs, (ratio > options.epsilon_high) & (advantages != 0)
+    epsilon_high = options.epsilon if options.epsilon_high is None else options.epsilon_high
+    clipped = ratio.clamp(1 - options.epsilon, 1 + epsilon_high) * advantages
+    if options.delta is None:
+        bounded = ratio * advantages
+        return -torch.min(bounded, clipped), clipped < bounded
+    bounded = ratio.clamp(max=options.delta) * advantages
+    stopped = (clipped < bounded) | ((ratio > options.delta) & (advantages < 0))
+    return -torch.min(bounded, clipped), stopped
 
 
-def token_weights(
-    sequence, lengths, *, num_tokens, num_sequences, loss_type, max_new_tokens=None, num_micro_batches=1
-):
+def token_weights(sequence, lengths, options, num_tokens, num_sequences, num_micro_batches=1):
     """The factor of each token's loss in the sum: (M,), or a number if all are alike.
 
     dapo, cispo  1 / num_tokens                        every token of the step counts alike (DAPO, eq. 8)
@@ -149,15 +136,13 @@ def token_weights(
                                                        completions much shorter than that have small gradients
     bnpo         1 / (M * num_micro_batches)           a mean of micro-batches' means: depends on how the step is cut
     """
-    if loss_type in ("dapo", "cispo"):
-        return 1 / num_tokens
-    if loss_type == "grpo":
+    if options.loss_type == "grpo":
         return 1 / (num_sequences * lengths[sequence])
-    if loss_type == "dr_grpo":
-        return 1 / (num_sequences * max_new_tokens)
-    if loss_type == "bnpo":
+    if options.loss_type == "dr_grpo":
+        return 1 / (num_sequences * options.max_new_tokens)
+    if options.loss_type == "bnpo":
         return 1 / (lengths.sum() * num_micro_batches)
-    raise ValueError(f"loss_type={loss_type!r} is not one of dapo, grpo, bnpo, dr_grpo, cispo")
+    return 1 / num_tokens
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -172,48 +157,39 @@ def policy_loss(
     lengths,
     ref_logprobs=None,
     *,
+    options,
     num_tokens,
     num_sequences,
-    loss_type="dapo",
-    beta=0.0,
-    epsilon=0.2,
-    epsilon_high=None,
-    delta=None,
-    importance_sampling_level="token",
-    max_new_tokens=None,
-    kl_estimator="k3",
-    use_bias_correction_kl=True,
-    correction=None,
     num_micro_batches=1,
+    correction=None,
 ):
-    """The sum of token_weights * (correction * surrogate + beta * KL) -> (loss, metrics), shares of the optimizer
-    step's.
+    """The sum of token_weights * (correction * surrogate + beta * KL) -> (loss, metrics): a share of the step's.
 
     logprobs, old_logprobs, ref_logprobs, correction (M,); advantages, lengths (S,); sequence (M,) in [0, S).
-    num_tokens, num_sequences, num_micro_batches: of the whole step, known before any forward pass.
-    correction: `truncated_importance`, if the sampler differs from the trainer. Other options: the functions above.
+    options: settings.GRPOSettings, or anything with the fields of LossOptions and KLOptions, and max_new_tokens.
+    num_tokens, num_sequences, num_micro_batches: counts of the whole optimizer step, known before any forward pass.
+    correction: `truncated_importance`, if the sampler differs from the trainer.
 
-    At level "token" a part of the tokens may be given, with the lengths and counts of all; a sequence's ratio needs all
+    At level "token" these may be some of the tokens, with the lengths and counts of all; a sequence's ratio needs all
     its tokens. On the first step after a rollout every ratio is 1 up to rounding and a group's advantages add up to 0.
     So the surrogate is 0 for completions of equal length, and with loss_type="grpo" always; its gradient is not.
     metrics: `kl`, `clip_fraction`, token means over the step, without gradient; the shares of micro-batches add up.
     """
     lengths = lengths.to(logprobs.dtype)
-    A = advantages[sequence]  # (M,)
-    ratio = importance_ratio(logprobs, old_logprobs, sequence, lengths, importance_sampling_level)
-    per_token, cut = surrogate(ratio, logprobs, A, loss_type, epsilon, epsilon_high, delta)
+    token_advantages = advantages[sequence]  # (M,)
+    ratio = importance_ratio(
+        logprobs, old_logprobs, sequence, lengths, options.importance_sampling_level
+    )
+    per_token, clipped = surrogate(ratio, logprobs, token_advantages, options)
     if correction is not None:
         per_token = per_token * correction
-    metrics = {"clip_fraction": cut.sum() / num_tokens}
+    metrics = {"clip_fraction": clipped.sum() / num_tokens}
     if ref_logprobs is not None:
         metrics["kl"] = kl_divergence(logprobs.detach(), ref_logprobs).sum() / num_tokens
-        if beta:
-            kl = kl_divergence(logprobs, ref_logprobs, kl_estimator)
-            per_token = per_token + beta * (kl * ratio if use_bias_correction_kl else kl)
-    counts = dict(
-        num_tokens=num_tokens, num_sequences=num_sequences, num_micro_batches=num_micro_batches
-    )
-    weights = token_weights(
-        sequence, lengths, **counts, loss_type=loss_type, max_new_tokens=max_new_tokens
-    )
+        if options.beta and not options.use_kl_in_reward:
+            kl = kl_divergence(logprobs, ref_logprobs, options.kl_estimator)
+            per_token = per_token + options.beta * (
+                kl * ratio if options.use_bias_correction_kl else kl
+            )
+    weights = token_weights(sequence, lengths, options, num_tokens, num_sequences, num_micro_batches)
     return (per_token * weights).sum(), metrics

@@ -29,6 +29,7 @@ from memory.ledger import LiveBytes
 from memory.meter import MemoryMeter
 
 GIB = 2**30
+MEASURING = ("memory.ledger", "memory.meter", "memory.plan")
 DEPTHS = 2, 3
 # cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
 CUDA_EXTRA = 3 * 32 * MIB
@@ -144,7 +145,7 @@ def made_at():
         path = frame.f_code.co_filename
         if path.startswith(HOME) and "site-packages" not in path:
             module = path.removeprefix(HOME).removesuffix(".py").replace(os.sep, ".")
-            if module.removeprefix("memory.") not in ("cpu", "cuda", "ledger", "meter", "host", "plan"):
+            if module not in MEASURING and not module.startswith("device."):
                 function = frame.f_code.co_qualname
                 here = (
                     c

@@ -104,9 +104,8 @@ def plain_loss(model, rollouts, select, settings):
         num_sequences=len(select),
         num_micro_batches=1,
     )
-    options = grpo.loss_options(settings)
     if settings.loss_type == "bnpo":  # one micro-batch: its tokens are the step's
-        options |= dict(loss_type="dapo")
+        settings = dataclasses.replace(settings, loss_type="dapo")
     for i in rows:
         p, c = int(rollouts.prompt_lengths[i]), int(rollouts.completion_lengths[i])
         tokens = rollouts.tokens[i, : p + c]
@@ -121,7 +120,15 @@ def plain_loss(model, rollouts, select, settings):
         correction = None if cap is None else (old - sampled).exp().clamp(max=cap)
         lengths = torch.tensor([c], device=DEVICE)
         loss, _ = policy_loss(
-            chosen, old, rollouts.advantages[i : i + 1], zeros, lengths, ref, correction=correction, **options, **counts
+            chosen,
+            old,
+            rollouts.advantages[i : i + 1],
+            zeros,
+            lengths,
+            ref,
+            options=settings,
+            correction=correction,
+            **counts,
         )
         total = total + loss + settings.entropy_coef * (logp.exp() * logp).sum() / counts["num_tokens"]
     return total

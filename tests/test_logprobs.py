@@ -20,6 +20,7 @@ from logprobs.head import Chunks, head_logprobs, head_loss, rows_per_chunk
 from logprobs.rows import SCRATCH, token_logprobs
 from loss import policy_loss
 from memory.ledger import LiveBytes
+from settings import GRPOSettings
 
 HOME = Path(__file__).parent.parent
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts CPU storages")
@@ -288,9 +289,10 @@ def test_head_loss_trains_like_head_logprobs_and_policy_loss(loss_type, beta, de
         reference = old.flip(0)
 
     def token_loss(logprobs, rows):
-        options = dict(num_tokens=29, num_sequences=5, loss_type=loss_type, beta=beta, delta=delta, max_new_tokens=9)
+        options = GRPOSettings(loss_type=loss_type, beta=beta, delta=delta, max_new_tokens=9)
+        counts = dict(num_tokens=29, num_sequences=5)
         loss, metrics = policy_loss(
-            logprobs, old[rows], advantages, sequence[rows], lengths, reference[rows], **options
+            logprobs, old[rows], advantages, sequence[rows], lengths, reference[rows], options=options, **counts
         )
         clipped.append(metrics["clip_fraction"])
         return loss

@@ -13,6 +13,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from loss import group_advantages, policy_loss, truncated_importance  # noqa: E402
+from settings import GRPOSettings
 
 LENGTHS = [5, 1, 9, 3, 7, 2]
 
@@ -105,8 +106,7 @@ def ours(case, steps=1, **options):
         num_sequences=len(flat) * steps,
         num_micro_batches=steps,
         correction=correction,
-        max_new_tokens=12,
-        **options,
+        options=GRPOSettings(max_new_tokens=12, **options),
     )
     loss = loss - entropy_coef * entropies[flat].sum() / (flat.sum() * steps)
     loss.backward()
