@@ -6,7 +6,8 @@ sees the prompt and itself (kernels/segments.py). SFT's groups have one completi
 Left out: prompts that share a beginning. Test: pytest tests/test_batch.py
 """
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -25,8 +26,8 @@ class MicroBatch:
     the first token of each completion. Prompt (a b) with completions (x y .) and (z .), prompt (c) with (u .):
 
         row        0 1 2 3 4 5 6
-        tokens     a b x y z c u     T = 7                 rows       1 2 3   1 4   5 6   the state that predicts it
-        positions  0 1 2 3 2 0 1                           targets    x y .   z .   u .   M = 7
+        tokens     a b x y z c u     T = 7                 targets    x y .   z .   u .   M = 7
+        positions  0 1 2 3 2 0 1                           states     1 2 3   1 4   5 6   where it is predicted
                                                            sequence   0 0 0   1 1   2 2   lengths  3 2 2
                                                            place      0 1 2   0 1   0 1
     """
@@ -34,7 +35,7 @@ class MicroBatch:
     tokens: torch.Tensor  # (1, T)
     positions: torch.Tensor  # (1, T)
     mask: Segments  # which tokens each token sees
-    rows: torch.Tensor  # (M,) of the row
+    states: torch.Tensor  # (M,) the place in the row whose state predicts the target
     targets: torch.Tensor  # (M,)
     sequence: torch.Tensor  # (M,) in [0, S)
     place: torch.Tensor  # (M,) within its completion: 0 is its first token
@@ -47,7 +48,7 @@ class MicroBatch:
 
     def completion_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden (1, T, C) -> (M, C), the states that predict completion tokens."""
-        return hidden[0].index_select(0, self.rows)
+        return hidden[0].index_select(0, self.states)
 
 
 class Cut:
@@ -56,69 +57,69 @@ class Cut:
     Made once, for every pass over the sequences, on the host's numbers. After an out-of-memory `into` cuts them again.
     Sequences i with the same i // group_size have the same prompt. steps[i][j]: the numbers of the sequences in
     micro-batch j of optimizer step i, groups together. rank_of[i]: which process takes them.
+    longest, largest: tokens in the row of the longest sequence and of the largest micro-batch.
 
         a prompt of 4, completions of 3 and 5; a prompt of 2, completions of 9 and 1; one step
         tokens in the row: 4 + 2 + 4 = 10, and 2 + 8 + 0 = 10
         max_tokens 0 or 20: [[[0, 1, 2, 3]]]    10: [[[0, 1], [2, 3]]]    8: [[[2], [1], [0, 3]]], prompts repeated
     """
 
-    def __init__(
-        self, sequences, step_size: int = 0, max_tokens: int = 0, group_size: int = 1, processes=None
-    ):
+    def __init__(self, sequences, step_size=0, max_tokens=0, group_size=1, processes=None):
         """sequences: Rollouts or Sequences, N of them. step_size: sequences of an optimizer step; 0: N."""
-        self.prompts, self.completions = (
-            sequences.prompt_lengths.tolist(),
-            sequences.completion_lengths.tolist(),
-        )
-        self.group_size, self.step_size = group_size, step_size or len(self.prompts)
+        self.prompt_lengths = sequences.prompt_lengths.tolist()
+        self.completion_lengths = sequences.completion_lengths.tolist()
+        self.group_size, self.step_size = group_size, step_size or len(self.prompt_lengths)
         self.processes = processes or OneProcess()
-        self.longest = (
-            max(map(sum, zip(self.prompts, self.completions, strict=True))) - 1
-        )  # tokens of one, in the row
+        self.longest = max(map(sum, zip(self.prompt_lengths, self.completion_lengths, strict=True))) - 1
         self.into(max_tokens)
 
     def into(self, max_tokens: int):
-        """Cut into micro-batches of max_tokens at most, or of one sequence. 0: a step is one micro-batch.
-
-        The largest groups first, each to the process with the fewest tokens, there to the first micro-batch with room.
-        """
+        """Cut into micro-batches of max_tokens at most, or of one sequence. 0: a step is one micro-batch."""
         self.steps, self.largest, self.rank_of = [], 0, {}
-        for first in range(0, len(self.prompts), self.step_size):
-            sequences, loads, step = range(first, first + self.step_size), [0] * self.processes.size, []
-            share = -(
-                -sum(size for size, _ in self.parts(sequences, 0)) // len(loads)
-            )  # tokens of a process
-            parts = self.parts(sequences, min(max_tokens or share, share))
-            for size, part in sorted(parts, key=lambda part: -part[0]):
-                rank = loads.index(min(loads))
-                room = (
-                    m for m in step if m[0] == rank and (not max_tokens or m[1] + size <= max_tokens)
-                )
-                if (found := next(room, None)) is None:
-                    step.append(found := [rank, 0, []])
-                found[1], found[2], loads[rank] = found[1] + size, found[2] + part, loads[rank] + size
-                self.rank_of |= dict.fromkeys(part, rank)
-            self.steps.append([numbers for _, _, numbers in step])
-            self.largest = max(
-                self.largest, *(size for _, size, _ in step)
-            )  # tokens of the largest micro-batch
+        for first in range(0, len(self.prompt_lengths), self.step_size):
+            bins = self.packed(range(first, first + self.step_size), max_tokens)
+            self.steps.append([bin.sequences for bin in bins])
+            self.largest = max(self.largest, *(bin.tokens for bin in bins))
+            for bin in bins:
+                self.rank_of |= dict.fromkeys(bin.sequences, bin.rank)
 
-    def own(self, batches, model):
-        """Those of some micro-batches that this process runs the model on."""
-        return self.processes.own(batches, self.rank_of, model)
+    def again(self, max_tokens: int) -> "Cut":
+        """The same sequences and steps, in other micro-batches."""
+        other = copy(self)
+        other.into(max_tokens)
+        return other
 
-    def parts(self, sequences, max_tokens):
-        """-> (tokens, numbers of the sequences) of each group, or of its parts where it is too large."""
+    def packed(self, sequences: range, max_tokens: int) -> list["Bin"]:
+        """The largest groups first, each to the process with the fewest tokens, there to the first bin with room."""
+        loads, bins = [0] * self.processes.size, []
+        share = -(-sum(group.tokens for group in self.groups_within(sequences, 0)) // len(loads))
+        groups = self.groups_within(sequences, min(max_tokens or share, share))
+        for group in sorted(groups, key=lambda group: -group.tokens):
+            group.rank = loads.index(min(loads))
+            loads[group.rank] += group.tokens
+            for bin in bins:
+                if bin.rank == group.rank and not 0 < max_tokens < bin.tokens + group.tokens:
+                    bin.tokens += group.tokens
+                    bin.sequences += group.sequences
+                    break
+            else:
+                bins.append(group)
+        return bins
+
+    def groups_within(self, sequences, max_tokens):
+        """Yield each group as a Bin; in several, with the prompt repeated, where it has more than max_tokens."""
         for group in self.groups(sequences):
-            part, size = [], self.prompts[group[0]]
+            bin = Bin(self.prompt_lengths[group[0]])
             for i in group:
-                own = self.completions[i] - 1
-                if part and max_tokens and size + own > max_tokens:
-                    yield size, part
-                    part, size = [], self.prompts[i]
-                part.append(i)
-                size += own
-            yield size, part
+                length = (
+                    self.completion_lengths[i] - 1
+                )  # tokens in the row: the last one is only a target
+                if bin.sequences and 0 < max_tokens < bin.tokens + length:
+                    yield bin
+                    bin = Bin(self.prompt_lengths[i])
+                bin.sequences.append(i)
+                bin.tokens += length
+            yield bin
 
     def groups(self, sequences) -> list[list[int]]:
         """The numbers of neighbours that have the same prompt."""
@@ -128,66 +129,83 @@ class Cut:
         """The numbers of an optimizer step's sequences."""
         return range(step * self.step_size, (step + 1) * self.step_size)
 
+    def dealt(self, micro_batches: list[list[int]], model):
+        """The micro-batches that this process runs the model on."""
+        return self.processes.own(micro_batches, self.rank_of, model)
 
-def gather(sequences, indices: list, cut: Cut) -> MicroBatch:
-    """The MicroBatch of some sequences, groups together. Its copies live as long as it does: make one at a time.
+
+@dataclass
+class Bin:
+    """A micro-batch that is being filled, or a group that goes into one."""
+
+    tokens: int  # in its row
+    sequences: list[int] = field(default_factory=list)
+    rank: int = 0
+
+
+def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
+    """The MicroBatch of the sequences `indices`, groups together. It copies: make one at a time.
 
     sequences: tokens (N, width) and, where wanted, advantages (N,), sampling_logprobs, old_logprobs, ref_logprobs
     (N, T_c). The tables are made on the host, which knows the lengths, and uploaded together.
     """
     width, groups = sequences.tokens.shape[1], cut.groups(indices)
-    sizes = [(cut.prompts[group[0]], [cut.completions[i] - 1 for i in group]) for group in groups]
-    which = [
-        i for group in groups for i in (group[0], *group)
-    ]  # of each segment of the row: from which sequence,
-    first = [
-        p for prompt, own in sizes for p in (0, *[prompt] * len(own))
-    ]  # and from which position on
-    T = sum(prompt + sum(own) for prompt, own in sizes)
-    pad = padded(T, sequences.tokens) - T  # prompts of one token, without completions
-    sizes, which, first = sizes + [(1, [])] * pad, which + indices[:1] * pad, first + [0] * pad
-    mask = Segments(sizes, sequences.tokens.device)
-    which, first, spans = map(
-        np.array, (which, first, [n for prompt, own in sizes for n in (prompt, *own)])
-    )
+    sizes = [(cut.prompt_lengths[g[0]], [cut.completion_lengths[i] - 1 for i in g]) for g in groups]
+    # The row is made of segments: each prompt, then its completions. A segment copies tokens of a sequence, from `first` on.
+    copied_from = [i for group in groups for i in (group[0], *group)]
+    first = [position for prompt, lengths in sizes for position in (0, *[prompt] * len(lengths))]
+    T = sum(prompt + sum(lengths) for prompt, lengths in sizes)
+    padding = padded(T, sequences.tokens) - T  # prompts of one token, without completions
+    sizes += [(1, [])] * padding
+    copied_from = np.array(copied_from + indices[:1] * padding)
+    first = np.array(first + [0] * padding)
+    spans = np.array([span for prompt, lengths in sizes for span in (prompt, *lengths)])
     begins = spans.cumsum() - spans
     positions = np.arange(spans.sum()) - (begins - first).repeat(spans)
-    source = which.repeat(spans) * width + positions  # of the flattened tokens
+    source = copied_from.repeat(spans) * width + positions  # of the flattened tokens
+    mask = Segments(sizes, sequences.tokens.device)
 
-    own = first > 0
-    index, prompt, lengths = which[own], first[own], spans[own] + 1  # (S,) each
+    completion = first > 0  # segments that are completions: S
+    index, prompt, lengths = (
+        copied_from[completion],
+        first[completion],
+        spans[completion] + 1,
+    )  # (S,) each
     sequence = np.arange(len(index)).repeat(lengths)  # (M,)
     place = np.arange(len(sequence)) - (lengths.cumsum() - lengths)[sequence]
-    prompt_end = np.repeat((begins + spans)[~own][: len(groups)], [len(group) for group in groups])
-    rows = np.where(place == 0, prompt_end[sequence], begins[own][sequence] + place) - 1
-    tables = [
-        source,
-        positions,
-        mask.start(),
-        mask.tiles().ravel(),
-        rows,
-        sequence,
-        place,
-        lengths,
-        index,
-    ]
-    tables.append(index[sequence] * width + prompt[sequence] + place)
-    flat = upload(np.concatenate(tables), sequences.tokens.device).split(
-        [len(table) for table in tables]
+    prompt_end = (begins + spans)[~completion][: len(groups)].repeat([len(group) for group in groups])
+    states = np.where(place == 0, prompt_end[sequence], begins[completion][sequence] + place) - 1
+    tables = dict(
+        source=source,
+        positions=positions,
+        start=mask.start(),
+        tiles=mask.tiles().ravel(),
+        states=states,
+        target=index[sequence] * width + prompt[sequence] + place,
+        sequence=sequence,
+        place=place,
+        lengths=lengths,
+        index=index,
     )
-    source, positions, start, tiles, rows, sequence, place, lengths, index, target = flat
-    mask.tables = start, tiles.view(-1, 5)
+    table = upload(np.concatenate(list(tables.values())), sequences.tokens.device)
+    on_device = dict(
+        zip(tables, table.split([len(numbers) for numbers in tables.values()]), strict=True)
+    )
+    mask.tables = on_device.pop("start"), on_device.pop("tiles").view(-1, 5)
     tokens = sequences.tokens.flatten()
-    columns = {
-        n: getattr(sequences, n, None) for n in ("sampling_logprobs", "old_logprobs", "ref_logprobs")
-    }
-    columns = {
-        name: value[index[sequence], place] for name, value in columns.items() if value is not None
-    }
+    micro = MicroBatch(
+        tokens=tokens[on_device.pop("source")][None],
+        positions=on_device.pop("positions")[None],
+        mask=mask,
+        targets=tokens[on_device.pop("target")],
+        **on_device,
+    )
+    for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs"):
+        if (values := getattr(sequences, name, None)) is not None:
+            setattr(micro, name, values[micro.index[micro.sequence], micro.place])
     if (advantages := getattr(sequences, "advantages", None)) is not None:
-        columns["advantages"] = advantages[index]
-    row = tokens[source][None], positions[None], mask, rows
-    return MicroBatch(*row, tokens[target], sequence, place, lengths, index, **columns)
+        micro.advantages = advantages[micro.index]
+    return micro
 
 
 @dataclass
@@ -202,8 +220,9 @@ class Sequences:
     def from_lists(cls, prompts, completions, device="cpu"):
         """Lists of lists of ids -> Sequences. Completions carry their stop token."""
         rows = [torch.tensor(p + c) for p, c in zip(prompts, completions, strict=True)]
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        lengths = [
-            torch.tensor([len(x) for x in part], device=device) for part in (prompts, completions)
-        ]
-        return cls(tokens.to(device), *lengths)
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+        prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        completion_lengths = torch.tensor(
+            [len(completion) for completion in completions], device=device
+        )
+        return cls(tokens, prompt_lengths, completion_lengths)

@@ -26,7 +26,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 from data.rewards import Scoring, repeat_columns
 from data.scores import reward_means, shares_of, summarize, table
-from memory import Limits, attempts
+from memory import Limits
 from model import autocast
 from options import SnugError, fields
 from runs.loading import Run, generator_state, load_run, restore_generators
@@ -100,14 +100,15 @@ def is_due(done: int, scoring: Scoring, settings: SFTSettings | GRPOSettings) ->
 
 def evaluate_run(model, scoring, tokenizer, settings, meter, limits) -> dict[str, float]:
     """Scores of the model that a run trains, as log entries."""
+
+    def sample():
+        with meter.phase("eval"), limits.processes.whole(model) as sampler:
+            return answers_as_run(settings, sampler, tokenizer, scoring, settings.eval_prompts, limits)
+
     generators = generator_state(
         model.device
     )  # a reward function may draw; what follows must not depend on it
-    for attempt in limits.attempts(limits.halve_evaluation(model)):
-        with attempt, meter.phase("eval"), limits.processes.whole(model) as sampler:
-            answers = answers_as_run(
-                settings, sampler, tokenizer, scoring, settings.eval_prompts, limits
-            )
+    answers = limits.run("eval", sample)
     restore_generators(generators, model.device)
     return scores_as_run(limits.processes.gather(lambda: answers))
 
@@ -164,24 +165,20 @@ def sample_answers(
 ) -> list[dict]:
     """`complete` for all rows, TOKENS_AT_ONCE at a time, fewer after an out-of-memory; the samples stay the same."""
     settings, model, samples = questions.settings, run.model, []
-    halve = limits.halve_evaluation(model)
-
-    def make_smaller(error):
-        if limits.max_eval_batch == 1:
-            seen = f"out of memory, decoding one completion at a time: {error}"
-            raise SnugError(f"{seen}; try a smaller max_new_tokens than {room}")
-        halve(error)
-
     size = max(1, TOKENS_AT_ONCE // (group_size * room))  # prompts
+
+    def sample(first):
+        with autocast(settings.dtype, model):
+            options = sampling_options(settings, run.tokenizer, limits)
+            options |= dict(seed=seed, first_row=first * group_size)
+            rows, prompts = questions.rows[first : first + size], ids[first : first + size]
+            scoring = questions.scoring
+            return complete(
+                model, run.tokenizer, scoring, rows, prompts, group_size, room, temperature, **options
+            )
+
     for first in range(0, len(ids), size):
-        part = slice(first, first + size)
-        for attempt in attempts(make_smaller):
-            with attempt, autocast(settings.dtype, model):
-                options = sampling_options(settings, run.tokenizer, limits)
-                options |= dict(seed=seed, first_row=first * group_size)
-                asked = run.tokenizer, questions.scoring, questions.rows[part], ids[part]
-                some = complete(model, *asked, group_size, room, temperature, **options)
-        samples += some
+        samples += limits.run("eval", sample, first)
     return samples
 
 

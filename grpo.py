@@ -10,6 +10,7 @@ Left out: an inference server, a reward model, a critic.
 """
 
 import sys
+from functools import partial
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from options import friendly_errors, read_settings
@@ -22,7 +23,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 import torch
 
 import train_sft
-from batch import Cut, gather
+from batch import gather
 from data.rewards import repeat_columns, total_rewards
 from device.cuda import empty_cache
 from device.host import borrowed, stream_from_host
@@ -36,6 +37,7 @@ from runs.loading import load_weights
 from runs.log import IS_IT_BROKEN
 from sample import Rollouts, sample_groups
 from training import (
+    Scored,
     as_floats,
     finite_columns,
     learning_rate_at,
@@ -82,7 +84,7 @@ def make_reference(prepared, device, weights=True):
 
 def iterate(iteration, training, collect=None):
     """One iteration: a rollout, learned from, and its log line. collect: a planner's stand-in for `collect_groups`."""
-    settings, model, meter, log = training.settings, training.model, training.meter, training.log
+    settings, model = training.settings, training.model
     training.begin_iteration(iteration)
 
     # 1. Sample k completions of each of P prompts from the model's own weights. 2. Score them.
@@ -91,42 +93,28 @@ def iterate(iteration, training, collect=None):
     )  # N completions; (P, k)
 
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
-    limits, processes = training.limits, training.limits.processes
-    cut = Cut(
-        rollouts,
-        settings.train_batch_size,
-        limits.max_tokens_per_micro_batch,
-        settings.group_size,
-        processes,
-    )
-    smaller = limits.halve_micro_batches(cut, model)
+    cut = training.cut(rollouts, settings.train_batch_size, settings.group_size)
 
     # 4. Log-probs before the first step. The sampler is the model, so its own are the old ones, without a forward pass;
     #    importance_sampling_cap corrects for the difference between sampler and trainer and wants the trainer's.
-    log.show("reference")
+    training.log.show("reference")
     rollouts.old_logprobs = rollouts.sampling_logprobs  # (N, T_c)
     if settings.importance_sampling_cap is not None:
-        for attempt in limits.attempts(smaller):
-            with attempt, meter.phase("reference"):
-                rollouts.old_logprobs = trainer_logprobs(model, rollouts, cut, settings)
-        processes.add(rollouts.old_logprobs)
+        rollouts.old_logprobs = training.run(
+            "reference", trainer_logprobs, model, rollouts, cut, settings
+        )
     if settings.beta:
-        for attempt in limits.attempts(limits.halve_joined(smaller)):
-            with attempt, meter.phase("reference"):
-                rollouts.ref_logprobs = reference_logprobs(training, rollouts, cut)
-        processes.add(rollouts.ref_logprobs)
+        rollouts.ref_logprobs = training.run("reference", reference_logprobs, training, rollouts, cut)
 
     # 5. Advantages: how much better than its group was each completion?
     if settings.use_kl_in_reward:
         rewards = rewards - settings.beta * sequence_kl(rollouts, settings).view(rewards.shape)
-    advantages = group_advantages(
-        rewards, settings.scale_rewards, settings.advantage_eps, settings.baseline
-    )  # (P, k)
+    advantages = group_advantages(rewards, settings.scale_rewards, baseline=settings.baseline)  # (P, k)
     rollouts.advantages = advantages.flatten().to(model.device)  # (N,)
 
     # 6. Learn, num_iterations times over. A step without anything to learn is not taken, so that moments and weight
     #    decay do not move the weights either.
-    log.show("train")
+    training.log.show("train")
     learning_rate, taken, skipped = learning_rate_at(iteration, settings), [], 0
     entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
     for step in [step for _ in range(settings.num_iterations) for step in range(len(cut.steps))]:
@@ -135,25 +123,24 @@ def iterate(iteration, training, collect=None):
             skipped += 1
             continue
         # 7. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
-        for attempt in limits.attempts(smaller):
-            with attempt, meter.phase("train"):
-                training.optimizer.zero_grad(set_to_none=True)
-                result = accumulate_gradient(model, rollouts, cut, step, settings, entropies)
+        sums = training.run(
+            "train", accumulate_gradient, model, rollouts, cut, step, settings, entropies
+        )
         # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
-        taken.append(training.update(result, learning_rate, iteration, rollouts, select))
+        taken.append(training.update(sums, learning_rate, iteration, rollouts, select))
 
     # 9. Evaluate where it is due, log, save.
-    training.prompts.used(metrics["gen_batches"])
-    processes.add(entropies)
+    training.prompt_cursor.used(metrics["gen_batches"])
+    training.processes.add(entropies)
     samples = training.samples(rollouts, rewards, entropies)
     del rollouts, entropies  # before the evaluation samples its own
-    tokens_per_second = metrics.pop("tokens") / meter.stats()["time_rollout_s"]
+    tokens_per_second = metrics.pop("tokens") / training.meter.stats()["time_rollout_s"]
     metrics = mean_of_steps(taken) | metrics | dict(skipped_steps=skipped, learning_rate=learning_rate)
     training.end_iteration(
         {"iter": iteration} | metrics | dict(tokens_per_second=tokens_per_second), samples
     )
     if iteration == 0 and abs(metrics.get("loss", 1)) < 1e-3:
-        log.say(IS_IT_BROKEN)
+        training.log.say(IS_IT_BROKEN)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -163,49 +150,54 @@ def iterate(iteration, training, collect=None):
 def collect_groups(iteration, training):
     """Sample groups and score them -> (Rollouts, rewards (P, k), metrics of all that was sampled).
 
-    One rollout of P = batch_size prompts. With max_num_gen_batches (DAPO's dynamic sampling) as many as it takes, up to
-    that, to have P groups whose rewards are not all equal. Then the first P such groups are kept, in their order; if
-    there are fewer, groups with equal rewards fill up.
+    One rollout of P = batch_size prompts. With max_num_gen_batches (DAPO's dynamic sampling) up to that many rollouts,
+    until P groups have rewards that are not all equal. The first P such groups are kept, in their order; if there are
+    fewer, groups with equal rewards fill up.
     """
-    prepared, settings, meter, limits = (
-        training.prepared,
-        training.settings,
-        training.meter,
-        training.limits,
-    )
-    P, k, processes = settings.batch_size, settings.group_size, limits.processes
-    own = processes.part(P)  # of several processes each samples some of the groups
-    smaller = limits.halve_rollout((own.stop - own.start) * k, training.model)
+    settings, k = training.settings, training.settings.group_size
     rounds = []
     for turn in range(settings.max_num_gen_batches):
-        training.log.show("rollout" if turn == 0 else f"rollout {turn + 1}")
-        rows = prepared.task.prompts("train", training.prompts.numbers(iteration, turn)[own])
-        for attempt in limits.attempts(smaller):
-            with attempt, meter.phase("rollout"), processes.whole(training.model) as model:
-                rollouts = sample_rows(
-                    model, prepared, rows, iteration, turn * P + own.start, limits.max_rollout_batch
-                )
-        with meter.phase("reward"):
-            rounds.append(score_together(processes, score, rollouts, rows, prepared))
-        rewards = torch.cat([scored[1] for scored in rounds])  # (rounds * P, k)
+        rounds.append(sample_and_score(iteration, turn, training))
+        rewards = torch.cat([scored.rewards for scored in rounds])  # (rounds * P, k)
         varied = has_variance(rewards)  # (rounds * P,), before lengths are punished
-        if varied.sum() >= P:
+        if varied.sum() >= settings.batch_size:
             break
-    rollouts = Rollouts.joined([scored[0] for scored in rounds]) if len(rounds) > 1 else rounds[0][0]
+    rollouts = rounds[0].rollouts
+    if len(rounds) > 1:
+        rollouts = Rollouts.joined([scored.rollouts for scored in rounds])
     if settings.soft_punish_cache:
         lengths = rollouts.completion_lengths.cpu().view(-1, k)
         rewards = rewards + overlong_punishment(
             lengths, settings.max_new_tokens, settings.soft_punish_cache
         )
-    metrics = rollout_metrics(rollouts, rewards, [scored[2] for scored in rounds])
+    metrics = rollout_metrics(rollouts, rewards, rounds)
     metrics["frac_reward_zero_std"] = float((~varied).float().mean())
     if len(rounds) > 1:
-        kept = torch.cat([varied.nonzero(), (~varied).nonzero()])[:P, 0].sort().values  # (P,) groups
-        rollouts = rollouts.select(
-            (kept[:, None] * k + torch.arange(k)).flatten().to(rollouts.tokens.device)
+        groups = (
+            torch.cat([varied.nonzero(), (~varied).nonzero()])[: settings.batch_size, 0].sort().values
         )
-        rewards = rewards[kept]
+        sequences = (groups[:, None] * k + torch.arange(k)).flatten()  # (P * k,)
+        rollouts, rewards = rollouts.select(sequences.to(rollouts.tokens.device)), rewards[groups]
     return rollouts, rewards, metrics
+
+
+def sample_and_score(iteration, turn, training) -> Scored:
+    """Rollout `turn` of an iteration: the groups of batch_size prompts. Each process samples some of them."""
+    settings, prepared = training.settings, training.prepared
+    share = training.processes.part(settings.batch_size)
+    rows = prepared.task.prompts("train", training.prompt_cursor.numbers(iteration, turn)[share])
+    before = turn * settings.batch_size + share.start
+
+    def sample():
+        with training.processes.whole(training.model) as model:
+            return sample_rows(
+                model, prepared, rows, iteration, before, training.limits.max_rollout_batch
+            )
+
+    training.log.show("rollout" if turn == 0 else f"rollout {turn + 1}")
+    rollouts = training.run("rollout", sample)
+    with training.meter.phase("reward"):
+        return score_together(training.processes, score, rollouts, rows, prepared)
 
 
 def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0) -> Rollouts:
@@ -215,18 +207,26 @@ def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0) -> Roll
         truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length)
         for row in rows
     ]
-    options = dict(seed=settings.seed * 2**32 + iteration, first_row=before * settings.group_size)
-    options |= dict(temperature=settings.temperature, stop_token=tokenizer.stop_tokens)
-    options |= dict(
-        is_over=tokenizer.stopper(settings.stop_string), enforce_eager=settings.enforce_eager
-    )
-    options |= dict(progress=True, max_batch=max_batch, chunk_mb=settings.logits_chunk_mb)
     with autocast(settings.dtype, model):
-        return sample_groups(model, prompts, settings.group_size, settings.max_new_tokens, **options)
+        return sample_groups(
+            model,
+            prompts,
+            settings.group_size,
+            settings.max_new_tokens,
+            temperature=settings.temperature,
+            stop_token=tokenizer.stop_tokens,
+            is_over=tokenizer.stopper(settings.stop_string),
+            seed=settings.seed * 2**32 + iteration,
+            first_row=before * settings.group_size,
+            max_batch=max_batch,
+            chunk_mb=settings.logits_chunk_mb,
+            enforce_eager=settings.enforce_eager,
+            progress=True,
+        )
 
 
-def score(rollouts, rows, prepared):
-    """Decode, ask the reward functions, add up -> (rewards (P, k) float32, {function: answers})."""
+def score(rollouts, rows, prepared) -> Scored:
+    """Decode, ask the reward functions, add up."""
     settings, k = prepared.settings, prepared.settings.group_size
     completions = rollouts.completions()
     texts = [prepared.tokenizer.decode(completion) for completion in completions]
@@ -235,9 +235,10 @@ def score(rollouts, rows, prepared):
         "stopped": rollouts.stopped.tolist(),
         "completion_ids": completions,
     }
-    limits = settings.reward_timeout, prepared.reward_weights
-    totals, parts = total_rewards(prepared.reward_funcs, prompts, texts, columns, *limits)
-    return torch.tensor(totals).view(-1, k), parts
+    totals, by_function = total_rewards(
+        prepared.reward_funcs, prompts, texts, columns, settings.reward_timeout, prepared.reward_weights
+    )
+    return Scored(rollouts, torch.tensor(totals).view(-1, k), by_function)
 
 
 def has_variance(rewards):
@@ -251,17 +252,24 @@ def has_variance(rewards):
 
 @torch.no_grad()
 def trainer_logprobs(model, rollouts, cut, settings):
-    """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32, 0 after the end."""
+    """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32, 0 after the end.
+
+    Of several processes each fills in its own sequences.
+    """
     logprobs = torch.zeros_like(rollouts.sampling_logprobs)
-    options = dict(n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb)
-    for indices in cut.own([indices for step in cut.steps for indices in step], model):
+    for indices in cut.dealt([indices for step in cut.steps for indices in step], model):
         micro = gather(rollouts, indices, cut)
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(
                 model(micro.tokens, micro.positions, mask=micro.mask)
             )  # (M, C)
             values = head_logprobs(
-                hidden, model.lm_head_weight, micro.targets, settings.temperature, **options
+                hidden,
+                model.lm_head_weight,
+                micro.targets,
+                settings.temperature,
+                n_vocab=model.config.n_vocab,
+                chunk_mb=settings.logits_chunk_mb,
             )  # (M,)
         logprobs[micro.index[micro.sequence], micro.place] = values.to(logprobs.dtype)
         del hidden  # before the next forward
@@ -270,9 +278,13 @@ def trainer_logprobs(model, rollouts, cut, settings):
 
 def reference_logprobs(training, rollouts, cut):
     """The same of the reference: the model without its adapters, or a model whose weights may wait on the host."""
-    settings, reference = training.settings, training.reference or training.model
-    if settings.reference == "host":
-        cut = training.limits.joined(cut)
+    settings, limits, reference = (
+        training.settings,
+        training.limits,
+        training.reference or training.model,
+    )
+    if settings.reference == "host":  # larger micro-batches, which hide the copies of weights
+        cut = cut.again(limits.reference_batches * limits.max_tokens_per_micro_batch)
     with adapters_off(reference), borrowed(reference):
         return trainer_logprobs(reference, rollouts, cut, settings)
 
@@ -289,8 +301,8 @@ def sequence_kl(rollouts, settings):
 # 7: the gradient of one optimizer step
 
 
-def trainable(rollouts, indices, settings):
-    """-> those of the completions `indices` whose tokens are learned from."""
+def trainable(rollouts, indices, settings) -> list[int]:
+    """The completions among `indices` whose tokens are learned from."""
     if not settings.mask_truncated_completions:
         return list(indices)
     stopped = rollouts.stopped.tolist()
@@ -299,27 +311,25 @@ def trainable(rollouts, indices, settings):
 
 def teaches(rollouts, select, settings) -> bool:
     """Can the gradient be anything but 0? A batch that is not finite is not skipped: the guard reports it."""
-    rows = trainable(rollouts, select, settings)
+    sequences = trainable(rollouts, select, settings)
     always = settings.entropy_coef or (settings.beta and not settings.use_kl_in_reward)
-    return bool(rows and (always or rollouts.advantages[rows].any())) or not finite_columns(
-        rollouts, select
-    )
+    learns = sequences and (always or rollouts.advantages[sequences].any())
+    return bool(learns) or not finite_columns(rollouts, select)
 
 
-def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
+def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None) -> dict[str, float]:
     """Forward, head and loss, backward of optimizer step number `step` -> its metrics, token means over the step.
 
     Gradients are added to the parameters' .grad. Counts are those of the whole step, so the gradient does not depend on
     how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token.
     """
-    micro_batches = [
-        kept for indices in cut.steps[step] if (kept := trainable(rollouts, indices, settings))
-    ]
-    num_tokens = sum(cut.completions[i] for indices in micro_batches for i in indices)
+    kept = [trainable(rollouts, indices, settings) for indices in cut.steps[step]]
+    micro_batches = [indices for indices in kept if indices]
     counts = dict(
-        num_tokens=num_tokens, num_sequences=cut.step_size, num_micro_batches=len(micro_batches)
+        num_tokens=sum(cut.completion_lengths[i] for indices in micro_batches for i in indices),
+        num_sequences=cut.step_size,
+        num_micro_batches=len(micro_batches),
     )
-    entropy_coef, level = settings.entropy_coef, settings.importance_sampling_level
     totals = dict.fromkeys(
         ("loss", "entropy", "logprob_diff_mean", "logprob_diff_max", "mismatch_kl"), 0.0
     )
@@ -327,85 +337,78 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
         entropies[cut.sequences(step)] = (
             0  # an attempt before may have dealt the sequences to other processes
         )
-    for indices in cut.own(micro_batches, model):
+    for indices in cut.dealt(micro_batches, model):
         micro = gather(rollouts, indices, cut)
-        token_loss = make_token_loss(micro, counts, settings, totals)
         # Forward. Only the hidden states that predict completion tokens go on: (M, C)
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
-            head = hidden, model.lm_head_weight, micro.targets, token_loss, settings.temperature
-            options = dict(n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb)
             # Head and loss. A chunk of logits becomes its own gradient and is gone.
-            if entropy_coef or level == "sequence":
-                per_token = (
-                    len(micro.targets) * len(micro_batches)
-                    if settings.loss_type == "bnpo"
-                    else num_tokens
-                )
-                loss, logprobs, entropy = head_loss_in_two_visits(
-                    *head, entropy_coef / per_token, **options
-                )
-            else:
-                loss, logprobs, entropy = head_loss(*head, entropy=True, **options)
+            loss, logprobs, entropy = loss_of_head(model, hidden, micro, counts, settings, totals)
         # Backward, through the blocks.
         loss.backward()
-        logprobs, entropy = logprobs.detach(), entropy.detach()  # (M,)
-        difference = (logprobs - micro.sampling_logprobs).abs()
-        mismatch = kl_divergence(micro.sampling_logprobs.double(), logprobs.double())
-        for name, values in dict(
-            entropy=entropy, logprob_diff_mean=difference, mismatch_kl=mismatch
-        ).items():
-            totals[name] = totals[name] + values.sum() / num_tokens
-        totals["loss"] = totals["loss"] + loss.detach()
+        add_metrics(totals, loss, logprobs, entropy, micro, counts["num_tokens"])
         if entropies is not None:
-            entropies[micro.index[micro.sequence], micro.place] = entropy.to(entropies.dtype)
-        totals["logprob_diff_max"] = difference.max().clamp(min=totals["logprob_diff_max"])
+            entropies[micro.index[micro.sequence], micro.place] = entropy.detach().to(entropies.dtype)
     return as_floats(totals)
 
 
-def make_token_loss(micro, counts, settings, totals):
-    """-> token_loss(logprobs (m,), rows), which head_loss asks about each chunk of the M tokens while its logits exist.
-
-    It also adds the metrics of policy_loss to `totals`.
-    """
-
-    def token_loss(logprobs, rows):
-        old, sampling, cap = (
-            micro.old_logprobs[rows],
-            micro.sampling_logprobs[rows],
-            settings.importance_sampling_cap,
-        )
-        loss, metrics = policy_loss(
-            logprobs,
-            old,
-            micro.advantages,
-            micro.sequence[rows],
-            micro.lengths,
-            None if micro.ref_logprobs is None else micro.ref_logprobs[rows],
-            correction=None if cap is None else truncated_importance(old, sampling, cap),
-            **counts,
-            **loss_options(settings),
-        )
-        for name, value in metrics.items():
-            totals[name] = totals.get(name, 0) + value
-        return loss
-
-    return token_loss
-
-
-def loss_options(settings) -> dict:
-    """policy_loss's options."""
-    return dict(
-        loss_type=settings.loss_type,
-        importance_sampling_level=settings.importance_sampling_level,
-        epsilon=settings.epsilon,
-        epsilon_high=settings.epsilon_high,
-        delta=settings.delta,
-        beta=0.0 if settings.use_kl_in_reward else settings.beta,
-        kl_estimator=settings.kl_estimator,
-        use_bias_correction_kl=settings.use_bias_correction_kl,
-        max_new_tokens=settings.max_new_tokens,
+def loss_of_head(model, hidden, micro, counts, settings, totals):
+    """-> (loss, logprobs (M,), entropy (M,)); only the loss has a gradient. Adds policy_loss's metrics to `totals`."""
+    arguments = dict(
+        hidden=hidden,
+        weight=model.lm_head_weight,
+        targets=micro.targets,
+        token_loss=partial(token_loss, micro=micro, counts=counts, settings=settings, totals=totals),
+        temperature=settings.temperature,
+        n_vocab=model.config.n_vocab,
+        chunk_mb=settings.logits_chunk_mb,
     )
+    if not settings.entropy_coef and settings.importance_sampling_level == "token":
+        return head_loss(**arguments, entropy=True)
+    # A sequence's ratio needs all its tokens, and the bonus a second look at the logits.
+    per_token = counts["num_tokens"]
+    if settings.loss_type == "bnpo":
+        per_token = len(micro.targets) * counts["num_micro_batches"]
+    return head_loss_in_two_visits(**arguments, entropy_weight=settings.entropy_coef / per_token)
+
+
+def token_loss(logprobs, chunk, micro, counts, settings, totals):
+    """The loss of a chunk, a slice, of the M tokens. The head asks for it while the chunk's logits exist.
+
+    logprobs: of the chunk's tokens. Adds the metrics of policy_loss to `totals`.
+    """
+    old, sampling, cap = (
+        micro.old_logprobs[chunk],
+        micro.sampling_logprobs[chunk],
+        settings.importance_sampling_cap,
+    )
+    loss, metrics = policy_loss(
+        logprobs,
+        old,
+        micro.advantages,
+        micro.sequence[chunk],
+        micro.lengths,
+        None if micro.ref_logprobs is None else micro.ref_logprobs[chunk],
+        options=settings,
+        correction=None if cap is None else truncated_importance(old, sampling, cap),
+        **counts,
+    )
+    for name, value in metrics.items():
+        totals[name] = totals.get(name, 0) + value
+    return loss
+
+
+@torch.no_grad()
+def add_metrics(totals, loss, logprobs, entropy, micro, num_tokens):
+    """Add a micro-batch's loss and, as token means over the step, its entropy and its distance to the sampler."""
+    difference = (logprobs - micro.sampling_logprobs).abs()
+    mismatch = kl_divergence(micro.sampling_logprobs.double(), logprobs.double())
+    totals["loss"] = totals["loss"] + loss.detach()
+    for name, values in dict(
+        entropy=entropy, logprob_diff_mean=difference, mismatch_kl=mismatch
+    ).items():
+        totals[name] = totals[name] + values.sum() / num_tokens
+    totals["logprob_diff_max"] = difference.max().clamp(min=totals["logprob_diff_max"])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     with friendly_errors():
         prepared = prepare(*read_settings(SFTSettings, sys.argv[1:])[:2])
 
-from batch import Cut, Sequences, gather
+from batch import Sequences, gather
 from logprobs import head_loss
 from model import autocast
 from training import as_floats, learning_rate_at, run
@@ -30,26 +30,23 @@ def main(prepared) -> bool:
 
 def iterate(iteration, training, make_batch=None):
     """One optimizer step and its log line. make_batch: a planner's stand-in for `demonstrations`."""
-    settings, model, meter = training.settings, training.model, training.meter
+    settings, model = training.settings, training.model
     training.begin_iteration(iteration)
 
     # 1. Demonstrations, cut into micro-batches.
     batch = (make_batch or demonstrations)(iteration, training)
-    cut = Cut(batch, 0, training.limits.max_tokens_per_micro_batch, processes=training.limits.processes)
+    cut = training.cut(batch)
 
     # 2. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
     training.log.show("train")
-    for attempt in training.limits.attempts(training.limits.halve_micro_batches(cut, model)):
-        with attempt, meter.phase("train"):
-            training.optimizer.zero_grad(set_to_none=True)
-            metrics = accumulate_gradient(model, batch, cut, settings)
+    sums = training.run("train", accumulate_gradient, model, batch, cut, settings)
 
     # 3. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
     learning_rate = learning_rate_at(iteration, settings)
-    metrics = training.update(metrics, learning_rate, iteration, batch, cut.sequences(0))
+    metrics = training.update(sums, learning_rate, iteration, batch, cut.sequences(0))
 
     # 4. Evaluate where it is due, log, save.
-    stats, num_tokens = meter.stats(), sum(cut.completions)
+    stats, num_tokens = training.meter.stats(), sum(cut.completion_lengths)
     record = {"iter": iteration} | (metrics or {}) | {"learning_rate": learning_rate}
     record["completion_length_mean"] = num_tokens / settings.batch_size
     record["tokens_per_second"] = num_tokens / (
@@ -71,21 +68,22 @@ def demonstrations(iteration, training) -> Sequences:
 
 def accumulate_gradient(model, batch, cut, settings):
     """The gradient of the mean negative log-prob of completion tokens -> {"loss", "entropy": its token mean}."""
-    loss, entropy, num_tokens = 0.0, 0.0, sum(cut.completions)
-    for indices in cut.own(cut.steps[0], model):
+    loss, entropy, num_tokens = 0.0, 0.0, sum(cut.completion_lengths)
+    for indices in cut.dealt(cut.steps[0], model):
         micro = gather(batch, indices, cut)
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(
                 model(micro.tokens, micro.positions, mask=micro.mask)
             )  # (M, C)
-            head = (
+            share, _, entropies = head_loss(
                 hidden,
                 model.lm_head_weight,
                 micro.targets,
-                lambda logprobs, rows: -logprobs.sum() / num_tokens,
+                lambda logprobs, chunk: -logprobs.sum() / num_tokens,
+                n_vocab=model.config.n_vocab,
+                chunk_mb=settings.logits_chunk_mb,
+                entropy=True,
             )
-            options = dict(n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb)
-            share, _, entropies = head_loss(*head, entropy=True, **options)
         share.backward()
         loss, entropy = loss + share.detach(), entropy + entropies.sum() / num_tokens
     return as_floats(dict(loss=loss, entropy=entropy))

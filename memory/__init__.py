@@ -8,5 +8,5 @@ Left out: what an iteration is. The planner is given a function that runs one.
 """
 
 from memory.ledger import LiveBytes
-from memory.limits import Limits, attempts
+from memory.limits import Limits
 from memory.meter import MemoryMeter, resident_bytes, tensor_bytes

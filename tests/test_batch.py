@@ -30,7 +30,7 @@ def test_the_docstrings_example():
     assert micro.tokens[0, ours].tolist() == [a, b, x, y, z, c, u]
     assert micro.positions[0, ours].tolist() == [0, 1, 2, 3, 2, 0, 1]
     assert micro.mask.groups[:2] == [(0, 2, 5), (5, 7, 7)]
-    assert micro.rows.tolist() == [1, 2, 3, 1, 4, 5, 6]
+    assert micro.states.tolist() == [1, 2, 3, 1, 4, 5, 6]
     assert micro.targets.tolist() == [x, y, stop, z, stop, u, stop]
     assert micro.sequence.tolist() == [0, 0, 0, 1, 1, 2, 2] and micro.place.tolist() == [0, 1, 2, 0, 1, 0, 1]
     assert micro.lengths.tolist() == [3, 2, 2] and micro.index.tolist() == [0, 1, 2]
@@ -114,7 +114,7 @@ def test_every_token_once_and_within_budget(groups, max_tokens, two_steps, multi
             assert index == indices and (not max_tokens or len(index) == 1 or size <= max_tokens)
             assert size <= T and T % multiple == 0 and (T < size + multiple or len(index) > len({*its_prompts}))
             tokens, positions, sees = micro.tokens[0], micro.positions[0], micro.mask.mask()
-            where = zip(*(x.tolist() for x in (micro.targets, micro.rows, micro.sequence, micro.place)), strict=True)
+            where = zip(*(x.tolist() for x in (micro.targets, micro.states, micro.sequence, micro.place)), strict=True)
             for target, row, s, t in where:
                 before = tokens[sees[row]][positions[sees[row]].argsort()].tolist()
                 assert before == prompts[index[s]] + completions[index[s]][:t] and target == completions[index[s]][t]

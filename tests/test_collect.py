@@ -59,7 +59,9 @@ def learned_from(monkeypatch):
     seen = []
     original = grpo.group_advantages
     monkeypatch.setattr(
-        grpo, "group_advantages", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest)
+        grpo,
+        "group_advantages",
+        lambda rewards, *rest, **options: seen.append(rewards.clone()) or original(rewards, *rest, **options),
     )
     return seen
 
@@ -241,7 +243,7 @@ def test_rewards_are_weighted_and_their_parts_logged(tmp_path):
     model = make_flat_model("gpt2", vocab_size=257)
     rows = prepared.task.prompts("train", range(4))
     rollouts = grpo.sample_rows(model, prepared, rows, 0)
-    rewards, parts = grpo.score(rollouts, rows, prepared)
+    _, rewards, parts = grpo.score(rollouts, rows, prepared)
     assert rewards[0].tolist() == [1.5, -0.5, -0.5, 0.0] and rewards[1:].tolist() == [[1.5, -0.5, -0.5, -0.5]] * 3
     metrics = grpo.rollout_metrics(rollouts, rewards, [parts])
     assert metrics["reward/accuracy"] == 0.25 and metrics["reward/brevity"] == -1.0

@@ -342,7 +342,7 @@ def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
     model = make_model("gpt2", vocab_size=257)
     rows = prepared.task.prompts("train", range(2))
     rollouts = grpo.sample_rows(model, prepared, rows, 0)
-    rewards, parts = grpo.score(rollouts, rows, prepared)
+    _, rewards, parts = grpo.score(rollouts, rows, prepared)
     assert rewards.tolist() == [[1.25, 0.5], [pytest.approx(math.nan, nan_ok=True), 0.0]]
     assert list(parts.values()) == [[1, 0.5, None, -1], [0.25, None, None, 1.0]]
     assert seen["prompts"][0] == seen["prompts"][1] != seen["prompts"][2] and seen["answer"][2] == rows[1]["answer"]
@@ -379,7 +379,7 @@ def test_log_probs_of_trainer_and_reference_are_the_plain_ones(temperature):
     rollouts = some_rollouts(model, temperature=temperature)
     settings = GRPOSettings(temperature=temperature, max_tokens_per_micro_batch=40)
     found = grpo.trainer_logprobs(model, rollouts, Cut(rollouts, 6, 40), settings)
-    training = SimpleNamespace(settings=settings, model=model, reference=None)
+    training = SimpleNamespace(settings=settings, model=model, reference=None, limits=None)
     assert grpo.reference_logprobs(training, rollouts, Cut(rollouts, 6, 40)).equal(found)
     for i in range(12):
         p, c = int(rollouts.prompt_lengths[i]), int(rollouts.completion_lengths[i])

@@ -1,6 +1,7 @@
 """Out of memory, in earnest: at any allocation, the run goes on in smaller pieces with the same result."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 import evaluate
 import grpo
-from memory import attempts
+from memory import Limits
 from memory.limits import is_out_of_memory
 from options import SnugError
 from runs.checkpoint import newest, read_state
 from runs.log import read_log
 from runs.prepare import prepare
+from settings import GRPOSettings
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="allocations are counted by the CPU's meter")
 
@@ -147,35 +149,59 @@ def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
         assert "\n" not in text
 
 
+class Counted(Limits):
+    """Limits of which nothing is halved: `failures` has the first line of each out-of-memory."""
+
+    def __init__(self):
+        super().__init__(GRPOSettings(), print)
+        self.failures = []
+
+    def make_smaller(self, phase, failure, failures):
+        self.failures.append(failure)
+
+
 def test_other_errors_are_not_mistaken_for_it():
+    limits = Counted()
+
+    def fail():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
     with pytest.raises(RuntimeError, match="shapes"):
-        for attempt in attempts(lambda error: pytest.fail("was taken for an out-of-memory")):
-            with attempt:
-                raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        limits.run("train", fail)
+    assert not limits.failures
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
 
 
-def test_a_failed_attempt_is_gone_before_the_next():
+def test_a_failed_call_is_gone_before_the_next():
     """Its tensors too: `make_smaller` must find the memory free."""
-    import weakref
+    cpu_error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+    alive, calls = [], []
 
-    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
-    alive, tries, said = [], [], []
-
-    def work(n):
+    def work():
+        calls.append(None)
         tensor = torch.zeros(3)
         alive.append(weakref.ref(tensor))
-        if n < 2:
-            raise error if n else torch.OutOfMemoryError("first")
-        return n
+        if len(calls) < 3:
+            raise torch.OutOfMemoryError("first") if len(calls) == 1 else cpu_error
+        return len(calls)
 
-    def make_smaller(text):
-        error.__traceback__ = None  # this one is held by the test
-        assert all(reference() is None for reference in alive)
-        said.append(text)
+    class Checked(Counted):
+        def make_smaller(self, phase, failure, failures):
+            cpu_error.__traceback__ = None  # this one is held by the test
+            assert failures == len(calls) and all(reference() is None for reference in alive)
+            super().make_smaller(phase, failure, failures)
 
-    for attempt in attempts(make_smaller):
-        with attempt:
-            tries.append(None)
-            result = work(len(tries) - 1)
-    assert result == 2 and said == ["first", str(error)]
+    limits = Checked()
+    assert limits.run("train", work) == 3 and limits.failures == ["first", str(cpu_error)]
+
+
+def test_an_optimizer_step_is_tried_once_more():
+    calls = []
+
+    def step():
+        calls.append(None)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(SnugError, match="in the optimizer step: CUDA out of memory.; next: "):
+        Limits(GRPOSettings(), print).run("optimizer", step)
+    assert len(calls) == 2

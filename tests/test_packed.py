@@ -177,8 +177,7 @@ def test_logprobs_are_the_padded_ones(shape, budget):
     lora.add(model, 4, 8.0, ["qkv", "up"]).double()
     for module in lora.adapted(model):
         torch.nn.init.normal_(module.lora_B)
-    pieces = SimpleNamespace(joined=lambda cut: cut)
-    training = SimpleNamespace(settings=options, reference=None, model=model, limits=pieces)
+    training = SimpleNamespace(settings=options, reference=None, model=model, limits=None)
     assert not torch.allclose(grpo.trainer_logprobs(model, rollouts, cut, options), values, atol=1e-3)
     assert torch.equal(grpo.reference_logprobs(training, rollouts, cut), values)
 
@@ -198,7 +197,7 @@ def test_logprobs_are_those_of_each_sequence_alone(groups, max_tokens, shape):
     cut = Cut(rollouts, 0, max_tokens, len(groups[0][1]))
     values = grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
     with torch.no_grad():
-        for i, (p, c) in enumerate(zip(cut.prompts, cut.completions, strict=True)):
+        for i, (p, c) in enumerate(zip(cut.prompt_lengths, cut.completion_lengths, strict=True)):
             tokens = rollouts.tokens[i : i + 1, : p + c]
             logp = model.logits(model(tokens)).log_softmax(-1)[0, p - 1 : -1]  # (c, V)
             torch.testing.assert_close(values[i, :c], logp.gather(1, tokens[0, p:, None])[:, 0], rtol=0, atol=1e-12)
@@ -219,7 +218,7 @@ def test_completions_do_not_see_one_another(shape, dtype, budget):
     own = rollouts.tokens.clone()
     for i in (0, 7, 12):  # not the last of their groups
         rollouts.tokens = own.clone()
-        p = cut.prompts[i]
+        p = cut.prompt_lengths[i]
         rollouts.tokens[i, p:] = (own[i, p:] + 1) % 16
         after = grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
         others = [j for j in range(N) if j != i]
@@ -241,7 +240,7 @@ def test_a_completion_gives_no_gradient_to_the_others():
     rollouts.advantages = torch.zeros_like(rollouts.advantages)
     rollouts.advantages[i] = 1.0
     _, gradients = gradient(model, rollouts, cut, GRPOSettings(max_new_tokens=12))
-    ids = rollouts.tokens[i, : cut.prompts[i] + cut.completions[i] - 1].unique()
+    ids = rollouts.tokens[i, : cut.prompt_lengths[i] + cut.completion_lengths[i] - 1].unique()
     pushed = gradients["embedding.weight"].abs().sum(1).nonzero()[:, 0]
     assert pushed.tolist() == ids.tolist()
 

@@ -21,7 +21,7 @@ from batch import Cut
 from device.host import HOST, UNUSED, borrowed, new_on_host, stream_from_host
 from device.kinds import MIB
 from device.streams import Done, aside, settle
-from memory import Limits, attempts
+from memory import Limits
 from options import SnugError
 from settings import GRPOSettings
 
@@ -255,17 +255,16 @@ def test_after_an_out_of_memory_no_weight_is_left_on_the_device(kind_of_streams)
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     training.reference.blocks[2].register_forward_pre_hook(run_out)
-    cut, limits = Cut(rollouts, 0, 40), training.limits
-    halve = limits.halve_joined(limits.halve_micro_batches(cut, training.model))
+    limits, make_smaller = training.limits, training.limits.make_smaller
+    limits.cut = Cut(rollouts, 0, 40)
 
-    def smaller(error):
+    def smaller(*arguments):
         assert all_at_home(training.reference)
-        halve(error)
+        make_smaller(*arguments)
 
+    limits.make_smaller = smaller
     with kind_of_streams():
-        for attempt in attempts(smaller):
-            with attempt:
-                found = grpo.reference_logprobs(training, rollouts, cut)
+        found = limits.run("reference", grpo.reference_logprobs, training, rollouts, limits.cut)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert sizes[:3] == sorted(sizes[:3], reverse=True) and max(sizes[3:]) < sizes[2] < sizes[1] < sizes[0] <= 160
     assert [line.partition("going on with ")[2] for line in said[-3:]] == [
@@ -279,14 +278,16 @@ def test_streamed_weights_take_larger_micro_batches():
     """Up to four at once, to 8,192 tokens. A resident reference takes what training takes."""
     for most, expected in ((0, 1), (100, 4), (1280, 4), (4096, 2), (10_000, 1)):
         settings = GRPOSettings(max_tokens_per_micro_batch=most, beta=0.04, init_from="x", reference="host")
-        assert Limits(settings, print).at_once == expected
+        assert Limits(settings, print).reference_batches == expected
         settings.reference = "device"
-        assert Limits(settings, print).at_once == 1
+        assert Limits(settings, print).reference_batches == 1
     training, rollouts, _ = reference_on_host(n_layer=1)
     cut, seen = Cut(rollouts, 0, 20), []
     training.reference.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
     grpo.reference_logprobs(training, rollouts, cut)
-    assert all(60 < T <= 80 for T in seen[:-1]) and sum(seen) == sum(cut.prompts) + sum(cut.completions) - 12
+    assert (
+        all(60 < T <= 80 for T in seen[:-1]) and sum(seen) == sum(cut.prompt_lengths) + sum(cut.completion_lengths) - 12
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -358,14 +359,14 @@ def test_after_an_out_of_memory_half_way_the_next_attempt_is_right(where, kind_o
         model.zero_grad()
         model(tokens).square().sum().backward()
 
-    def smaller(error):
-        assert HOST.current == before  # nothing of the failed attempt
+    def nothing_is_left(phase, failure, failures):
+        assert HOST.current == before
 
+    limits = Limits(GRPOSettings(), print)
+    limits.make_smaller = nothing_is_left
     model.blocks[2].register_forward_pre_hook(run_out)
     with kind_of_streams():
-        for attempt in attempts(smaller):
-            with attempt:
-                step()
+        limits.run("train", step)
     assert len(runs) > 2
     for p, gradient in zip(model.parameters(), wanted, strict=True):
         assert p is model.lm_head_weight or p.grad.equal(gradient)

@@ -13,7 +13,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from loss import group_advantages, policy_loss, truncated_importance  # noqa: E402
-from settings import GRPOSettings
+from settings import GRPOSettings  # noqa: E402
 
 LENGTHS = [5, 1, 9, 3, 7, 2]
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from batch import Sequences
 from decoding import DecodeBatch, cached_casts
 from evaluate import decoding_of
-from memory.limits import Limits, at_once
+from memory.limits import Limits, reference_batches
 from model import autocast, make_model
 from runs.loading import configure
 from runs.log import NoLog
@@ -21,7 +21,7 @@ from sample import Rollouts
 from settings import GRPOSettings
 from training.guard import Guard
 from training.optimizer import make_optimizer
-from training.state import Prompts, Training
+from training.state import PromptCursor, Training
 
 
 class DryRun:
@@ -48,9 +48,9 @@ class DryRun:
         meter.label("weights", model.named_parameters())
         log = NoLog(settings)
         guard = Guard(settings, log.say)
-        limits, prompts = Limits(settings, log.say), Prompts(settings.batch_size)
+        limits, cursor = Limits(settings, log.say), PromptCursor(settings.batch_size)
         training = DryTraining(
-            prepared, model, reference, optimizer, meter, log, guard, None, limits, prompts
+            prepared, model, reference, optimizer, meter, log, guard, None, limits, cursor
         )
         worst_case = partial(worst_case_groups if grpo else worst_case_batch, settings)
         self.iterate(0, training, worst_case)
@@ -124,7 +124,7 @@ def fullest_micro_batches(settings, prompt: int, completion: int) -> list[tuple[
     budget = max(prompt + completion - 1, min(left, settings.max_tokens_per_micro_batch or left))
     left = max(left, 2 * budget) if left > budget else left
     found = []
-    for _ in range(max(2, at_once(settings))):
+    for _ in range(max(2, reference_batches(settings))):
         room = min(budget, left)
         left -= room
         while room:

@@ -1,8 +1,19 @@
 """What the log says about an iteration's rollouts and optimizer steps."""
 
 import math
+from typing import NamedTuple
 
 import torch
+
+from sample import Rollouts
+
+
+class Scored(NamedTuple):
+    """Completions of P prompts, k each, and what they earned."""
+
+    rollouts: Rollouts  # N = P * k
+    rewards: torch.Tensor  # (P, k) float32, NaN: not scored
+    by_function: dict[str, list]  # {reward function: its N rewards, None: not scored}
 
 
 def as_floats(totals: dict) -> dict[str, float]:
@@ -12,8 +23,8 @@ def as_floats(totals: dict) -> dict[str, float]:
     return dict(zip(totals, torch.stack(values).tolist(), strict=True))
 
 
-def rollout_metrics(rollouts, rewards, parts):
-    """The log's figures of an iteration's rollouts. rewards (groups, k); parts: {function: answers}, one a rollout."""
+def rollout_metrics(rollouts, rewards, rounds: list[Scored]) -> dict[str, float]:
+    """What the log says of an iteration's rollouts. rewards (groups, k) of all rounds, lengths punished."""
     scored = rewards[~rewards.isnan()]
     metrics = dict(
         reward_mean=float(scored.mean()),
@@ -21,11 +32,14 @@ def rollout_metrics(rollouts, rewards, parts):
         completion_length_mean=float(rollouts.completion_lengths.float().mean()),
         truncated_fraction=float((~rollouts.stopped).float().mean()),
         tokens=int(rollouts.completion_lengths.sum()),
-        gen_batches=len(parts),
+        gen_batches=len(rounds),
     )
-    for name in parts[0] if len(parts[0]) > 1 else ():
-        said = [answer for part in parts for answer in part[name] if answer is not None]
-        metrics[f"reward/{name}"] = sum(said) / len(said) if said else None
+    functions = rounds[0].by_function
+    for name in functions if len(functions) > 1 else ():
+        numbers = [
+            number for scored in rounds for number in scored.by_function[name] if number is not None
+        ]
+        metrics[f"reward/{name}"] = sum(numbers) / len(numbers) if numbers else None
     return metrics
 
 

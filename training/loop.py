@@ -30,7 +30,7 @@ from training import parallel
 from training.dry_run import DryRun
 from training.guard import Guard
 from training.optimizer import make_optimizer
-from training.state import Prompts, Training
+from training.state import PromptCursor, Training
 
 
 def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
@@ -94,10 +94,10 @@ def train(prepared, title, iterate, make_reference, device, processes, lock) -> 
                 settings, prepared.tokenizer, device, log.say, start or None, processes, **constants
             )
             limits = Limits(settings, log.say, state.get("after_oom"), processes)
-            prompts = Prompts(settings.batch_size, state.get("extra_prompts", 0))
+            cursor = PromptCursor(settings.batch_size, state.get("extra_prompts", 0))
             log.memory([meter.line("after init")])
             training = Training(
-                prepared, model, reference, optimizer, meter, log, guard, saver, limits, prompts
+                prepared, model, reference, optimizer, meter, log, guard, saver, limits, cursor
             )
             finished = iterations(iterate, training)
             for line in (
@@ -171,12 +171,12 @@ def iterations(iterate, training) -> bool:
     """-> False if a signal stopped them."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
     try:
-        with training.limits.processes.connected(), StopAfterIteration() as stop:
+        with training.processes.connected(), StopAfterIteration() as stop:
             training.make_up_evaluation(log.start)
             for iteration in log.iterations():
                 with saver.keeping(iteration, training.model, training.optimizer, training.progress()):
                     iterate(iteration, training)
-                stopped_by = training.limits.processes.agreed(stop.by)
+                stopped_by = training.processes.agreed(stop.by)
                 if stopped_by and iteration + 1 < max_iters:
                     saver.save(
                         iteration + 1,

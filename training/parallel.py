@@ -35,6 +35,7 @@ from model import GPT
 from options import SnugError, first_line
 from runs.loading import configure, trained
 from sample import Rollouts
+from training.figures import Scored
 from training.optimizer import gradients_of
 
 # torchrun ends all processes if one dies. Until then they wait: for a slow reward function, a save, an evaluation.
@@ -290,15 +291,18 @@ def runs(pid: int) -> bool:
     return False
 
 
-def score_together(processes, score, rollouts, rows, prepared):
-    """Each process scores its own completions -> (Rollouts, rewards (P, k), {function: answers}) of all."""
+def score_together(processes, score, rollouts, rows, prepared) -> Scored:
+    """score(rollouts, rows, prepared) of each process's completions -> all of them."""
     if processes.size == 1:
-        return rollouts, *score(rollouts, rows, prepared)
+        return score(rollouts, rows, prepared)
     device = rollouts.tokens.device
-    shares = processes.gather(lambda: (moved(rollouts, "cpu"), *score(rollouts, rows, prepared)))
-    parts, rewards, answers = zip(*shares, strict=True)
-    answers = {name: [answer for its in answers for answer in its[name]] for name in answers[0]}
-    return moved(Rollouts.joined(list(parts)), device), torch.cat(rewards), answers
+    shares = processes.gather(lambda: score(moved(rollouts, "cpu"), rows, prepared))
+    names = shares[0].by_function
+    by_function = {
+        name: [number for share in shares for number in share.by_function[name]] for name in names
+    }
+    together = Rollouts.joined([share.rollouts for share in shares])
+    return Scored(moved(together, device), torch.cat([share.rewards for share in shares]), by_function)
 
 
 def moved(rollouts: Rollouts, device) -> Rollouts:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from batch import Cut
 from evaluate import evaluate_run, is_due
-from memory import Limits, MemoryMeter, attempts
+from memory import Limits, MemoryMeter
 from model import GPT
 from runs.hints import hints
 from runs.log import RunLog
@@ -21,7 +22,7 @@ from training.guard import Guard, columns_of
 from training.optimizer import gradients_of, optimizer_step
 
 
-class Prompts:
+class PromptCursor:
     """The position in the training prompts: iteration i uses batch_size of them, from number i * batch_size on.
 
     Dynamic sampling uses more. `extra` counts what was used beyond batch_size: it shifts all that follow, and a
@@ -37,7 +38,7 @@ class Prompts:
         return range(first, first + self.batch_size)
 
     def used(self, rollouts: int):
-        """An iteration is over that took so many rollouts."""
+        """Call this after each iteration. rollouts: how many it sampled."""
         self.extra += (rollouts - 1) * self.batch_size
 
 
@@ -54,7 +55,7 @@ class Training:
     guard: Guard
     saver: Saver
     limits: Limits
-    prompts: Prompts
+    prompt_cursor: PromptCursor
     started: float = 0.0  # when the iteration began, as time.perf_counter() has it
     before: dict = field(default_factory=dict)  # scores before the first iteration, which logs them
     shown_hints: set = field(default_factory=set)
@@ -63,12 +64,39 @@ class Training:
     def settings(self):
         return self.prepared.settings
 
+    @property
+    def processes(self):
+        return self.limits.processes
+
+    def cut(self, sequences, step_size=0, group_size=1) -> Cut:
+        """Cut Rollouts or Sequences into optimizer steps and micro-batches, within the limits."""
+        max_tokens = self.limits.max_tokens_per_micro_batch
+        self.limits.cut = Cut(sequences, step_size, max_tokens, group_size, self.processes)
+        return self.limits.cut
+
+    def run(self, phase: str, function, *arguments):
+        """function(*arguments) as a phase of the meter; after an out-of-memory again, with a lower limit.
+
+        A tensor that it returns is added up over the processes: each fills in its own sequences.
+        """
+
+        def attempt():
+            with self.meter.phase(phase):
+                if phase == "train":
+                    self.optimizer.zero_grad(set_to_none=True)  # what a failed attempt has added
+                return function(*arguments)
+
+        result = self.limits.run(phase, attempt)
+        if isinstance(result, torch.Tensor):
+            self.processes.add(result)
+        return result
+
     def progress(self) -> dict:
         """What a checkpoint keeps beside the model, the optimizer and the settings."""
         return dict(
             health=dict(self.guard.health),
             after_oom=dict(self.limits.halved),
-            extra_prompts=self.prompts.extra,
+            extra_prompts=self.prompt_cursor.extra,
         )
 
     def begin_iteration(self, iteration: int) -> None:
@@ -90,7 +118,7 @@ class Training:
 
     def make_up_evaluation(self, done: int) -> None:
         """Repeat the evaluation after `done` iterations if it failed, and complete its line in the log."""
-        made = self.limits.processes.first(self.log.has_scores)  # rank 0 has the log
+        made = self.processes.first(self.log.has_scores)  # rank 0 has the log
         if done and not made and is_due(done, self.prepared.scoring, self.settings):
             self.meter.reset()
             scores = self.evaluate_if_due(done)
@@ -103,22 +131,22 @@ class Training:
 
         None if the loss, the gradient or the batch is not finite: then nothing has changed, and the guard reported it.
         """
-        model, optimizer, settings, norm = self.model, self.optimizer, self.settings, math.nan
+        model, optimizer, norm = self.model, self.optimizer, math.nan
         with self.meter.phase("train"):
-            metrics = self.limits.processes.add_up(model, optimizer, metrics)
+            metrics = self.processes.add_up(model, optimizer, metrics)
         # An infinity in the batch need not show in the loss.
         finite = math.isfinite(metrics["loss"]) and finite_columns(sequences, select)
-        for attempt in attempts(self.limits.once_more(model)) if finite else ():
-            with attempt, self.meter.phase("optimizer"):
-                norm = optimizer_step(
-                    model, optimizer, learning_rate, settings.grad_clip, self.limits.processes.norm
-                )
+        if finite:
+            clip, norm_of_all = self.settings.grad_clip, self.processes.norm
+            norm = self.run(
+                "optimizer", optimizer_step, model, optimizer, learning_rate, clip, norm_of_all
+            )
         if finite and math.isfinite(norm):
             self.guard.taken(iteration)
             return metrics | {"grad_norm": norm}
         self.saver.wait()  # the drop may have to set the newest checkpoint aside
         gradients = gradients_of(model, optimizer)
-        with self.limits.processes.whole(model) as whole:
+        with self.processes.whole(model) as whole:
             self.guard.drop(iteration, whole, gradients, sequences, select, metrics["loss"], norm)
         optimizer.zero_grad(set_to_none=True)
         return None
