@@ -243,9 +243,10 @@ def test_rewards_are_weighted_and_their_parts_logged(tmp_path):
     model = make_flat_model("gpt2", vocab_size=257)
     rows = prepared.task.prompts("train", range(4))
     rollouts = grpo.sample_rows(model, prepared, rows, 0)
-    _, rewards, parts = grpo.score(rollouts, rows, prepared)
+    scored = grpo.score(rollouts, rows, prepared)
+    rewards = scored.rewards
     assert rewards[0].tolist() == [1.5, -0.5, -0.5, 0.0] and rewards[1:].tolist() == [[1.5, -0.5, -0.5, -0.5]] * 3
-    metrics = grpo.rollout_metrics(rollouts, rewards, [parts])
+    metrics = grpo.rollout_metrics(rollouts, rewards, [scored])
     assert metrics["reward/accuracy"] == 0.25 and metrics["reward/brevity"] == -1.0
 
 
@@ -295,11 +296,16 @@ def test_the_kl_is_taken_from_the_reward(estimator, tmp_path, monkeypatch):
         max_iters=2,
     )
     prepared, _ = prepared_for(tmp_path, lambda n, i: float(i), kl_estimator=estimator, **options)
-    seen, kept, betas = learned_from(monkeypatch), keep_rollouts(monkeypatch), []
-    loss = grpo.policy_loss
-    monkeypatch.setattr(
-        grpo, "policy_loss", lambda *args, **options: betas.append(options["beta"]) or loss(*args, **options)
-    )
+    seen, kept, differences = learned_from(monkeypatch), keep_rollouts(monkeypatch), []
+    policy_loss = grpo.policy_loss
+
+    def also_without_beta(*arguments, options, **counts):
+        loss, metrics = policy_loss(*arguments, options=options, **counts)
+        plain = dataclasses.replace(options, beta=0.0, use_kl_in_reward=False)
+        differences.append(float(loss - policy_loss(*arguments, options=plain, **counts)[0]))
+        return loss, metrics
+
+    monkeypatch.setattr(grpo, "policy_loss", also_without_beta)
     grpo.main(prepared)
     rollouts = kept[1]  # in the first iteration the policy is the reference
     for row in range(16):
@@ -307,7 +313,7 @@ def test_the_kl_is_taken_from_the_reward(estimator, tmp_path, monkeypatch):
         pairs = zip(rollouts.sampling_logprobs[row, :c].tolist(), rollouts.ref_logprobs[row, :c].tolist(), strict=True)
         kl = sum(p - q if estimator == "k1" else math.exp(q - p) - (q - p) - 1 for p, q in pairs)
         assert float(seen[1].flatten()[row]) == pytest.approx(row % 4 - 0.5 * kl, abs=1e-4)
-    assert set(betas) == {0.0} and (seen[1] - torch.arange(4.0)).abs().max() > 1e-3
+    assert set(differences) == {0.0} and (seen[1] - torch.arange(4.0)).abs().max() > 1e-3
     assert read_log(prepared.settings.out_dir)[1]["kl"] > 0
 
 

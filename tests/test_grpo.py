@@ -342,9 +342,9 @@ def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
     model = make_model("gpt2", vocab_size=257)
     rows = prepared.task.prompts("train", range(2))
     rollouts = grpo.sample_rows(model, prepared, rows, 0)
-    _, rewards, parts = grpo.score(rollouts, rows, prepared)
-    assert rewards.tolist() == [[1.25, 0.5], [pytest.approx(math.nan, nan_ok=True), 0.0]]
-    assert list(parts.values()) == [[1, 0.5, None, -1], [0.25, None, None, 1.0]]
+    scored = grpo.score(rollouts, rows, prepared)
+    assert scored.rewards.tolist() == [[1.25, 0.5], [pytest.approx(math.nan, nan_ok=True), 0.0]]
+    assert list(scored.by_function.values()) == [[1, 0.5, None, -1], [0.25, None, None, 1.0]]
     assert seen["prompts"][0] == seen["prompts"][1] != seen["prompts"][2] and seen["answer"][2] == rows[1]["answer"]
     assert seen["completions"] == [prepared.tokenizer.decode(ids) for ids in seen["ids"]]
 

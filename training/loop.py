@@ -6,7 +6,7 @@ Left out: what an iteration is. grpo.py and train_sft.py say that, in `iterate`.
 import random
 import signal
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from device.processes import OneProcess
 from kernels import warn_without_kernels
 from memory import Limits, MemoryMeter
 from memory.fit import apply, show
-from memory.meter import allocator_snapshot
 from memory.plan import kind_planned
 from model import make_model
 from runs.checkpoint import base_record, checkpoints
@@ -64,49 +63,55 @@ def claim(lock, stack, prepared):
 
 
 def train(prepared, title, iterate, make_reference, device, processes, lock) -> bool:
-    """lock: of rank 0. -> False if a signal stopped it."""
-    settings = prepared.settings
-    snapshot = (
-        allocator_snapshot(settings.out_dir, device) if settings.memory_snapshot else nullcontext()
-    )
-    torch.manual_seed(settings.seed)
-    random.seed(settings.seed)  # a reward function may draw
-    np.random.seed(
-        settings.seed
-    )  # the same in every process: a checkpoint keeps the generators of rank 0
+    """lock: the folder's, on rank 0. -> False if a signal stopped it."""
+    settings, resume = prepared.settings, prepared.resume
+    seed_generators(settings.seed)
     with MemoryMeter(device) as meter:
         reference = processes.shard(make_reference(prepared, processes.loads_on(device)), device)
-        model, optimizer, start = begin(
-            prepared, device, processes
-        )  # last: it restores the random generators
-        moved = (
-            lock.move_aside() if lock and prepared.resume is None and holds_a_run(lock.folder) else None
-        )
-        with snapshot, (NoLog if processes.rank else RunLog)(settings, title, start) as log:
-            state = prepared.resume.state if prepared.resume else {}
-            introduce(title, model, device, prepared, start, state, moved, log.say)
-            guard = Guard(settings, log.say, state.get("health"), writes=not processes.rank)
-            base = (
-                {"base": base_record(prepared.origin, settings.out_dir)} if settings.lora_rank else {}
+        model, optimizer, start = begin(prepared, device, processes)  # last: it restores the generators
+        moved = None
+        if lock and resume is None and holds_a_run(lock.folder):
+            moved = lock.move_aside()
+        with NoLog(settings) if processes.rank else RunLog(settings, title, start) as log:
+            training = make_training(
+                prepared, model, reference, optimizer, meter, log, processes, start
             )
-            constants = {"data": prepared.task.fingerprint()} | base
-            saver = Saver(
-                settings, prepared.tokenizer, device, log.say, start or None, processes, **constants
-            )
-            limits = Limits(settings, log.say, state.get("after_oom"), processes)
-            cursor = PromptCursor(settings.batch_size, state.get("extra_prompts", 0))
+            introduce(title, training, start, moved)
             log.memory([meter.line("after init")])
-            training = Training(
-                prepared, model, reference, optimizer, meter, log, guard, saver, limits, cursor
-            )
             finished = iterations(iterate, training)
-            for line in (
-                []
-                if processes.rank
-                else ending(title, settings, bool(prepared.reward_funcs), not finished)
-            ):
-                log.say(line)
+            if not processes.rank:
+                for line in ending(title, settings, bool(prepared.reward_funcs), not finished):
+                    log.say(line)
             return finished
+
+
+def seed_generators(seed: int) -> None:
+    """The same in every process: a checkpoint keeps the generators of rank 0. A reward function may draw from any."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def make_training(prepared, model, reference, optimizer, meter, log, processes, start) -> Training:
+    settings = prepared.settings
+    state = prepared.resume.state if prepared.resume else {}
+    constants = {"data": prepared.task.fingerprint()}
+    if settings.lora_rank:
+        constants["base"] = base_record(prepared.origin, settings.out_dir)
+    return Training(
+        prepared=prepared,
+        model=model,
+        reference=reference,
+        optimizer=optimizer,
+        meter=meter,
+        log=log,
+        guard=Guard(settings, log.say, state.get("health"), writes=not processes.rank),
+        saver=Saver(
+            settings, prepared.tokenizer, model.device, log.say, start or None, processes, **constants
+        ),
+        limits=Limits(settings, log.say, state.get("after_oom"), processes),
+        prompt_cursor=PromptCursor(settings.batch_size, state.get("extra_prompts", 0)),
+    )
 
 
 def holds_a_run(folder) -> bool:
@@ -134,24 +139,26 @@ def begin(prepared, device, processes=None):
     return model, optimizer, resume.state["iteration"]
 
 
-def introduce(title, model, device, prepared, start, state, moved, say):
-    """The first lines of a run's log."""
-    settings, task = prepared.settings, prepared.task
-    size, trains = (
-        sum(p.numel() for p in model.parameters() if p.requires_grad or not t) for t in (False, True)
+def introduce(title, training, start, moved):
+    """The first lines of a run's log. moved: where an earlier run in the folder is now, or None."""
+    prepared, settings, model = training.prepared, training.settings, training.model
+    task, say, before = prepared.task, training.log.say, prepared.resume
+    size = sum(p.numel() for p in model.parameters())
+    trained_size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trains = f", of which {trained_size:,} train," if trained_size < size else ""
+    say(
+        f"{title} on {settings.task}: {size:,} parameters{trains} on {model.device}, {settings.out_dir}"
     )
-    part = f", of which {trains:,} train," if trains < size else ""
-    say(f"{title} on {settings.task}: {size:,} parameters{part} on {device}, {settings.out_dir}")
     if held_out := task.size(settings.eval_split):
         say(
             f"data_file={settings.data_file}: {task.size('train'):,} prompts for training, {held_out:,} held out"
         )
-    for note in notes(device, settings):
+    for note in notes(model.device, settings):
         say(note)
     if moved:
         say(f"an earlier run in {settings.out_dir} was moved to {moved}")
     if start:
-        say(f"resumed after {start} iterations{changes_since(state['settings'], settings)}")
+        say(f"resumed after {start} iterations{changes_since(before.state['settings'], settings)}")
     if start >= settings.max_iters:
         say(f"no iteration is left to do: max_iters={settings.max_iters}; a larger one goes on")
 
