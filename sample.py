@@ -67,45 +67,41 @@ class Rollouts:
 
     @property
     def nbytes(self) -> int:
-        return tensor_bytes(value for f in fields(self) if (value := getattr(self, f.name)) is not None)
+        return tensor_bytes(self.columns().values())
 
     def completions(self) -> list[list[int]]:
         """-> N lists of ids, without the stop token."""
         by_token = (
             self.stopped if self.stopped_by_text is None else self.stopped & ~self.stopped_by_text
         )
-        lengths = zip(
-            self.prompt_lengths.tolist(),
-            self.completion_lengths.tolist(),
-            by_token.tolist(),
-            strict=True,
-        )
+        starts = self.prompt_lengths.tolist()
+        ends = (self.prompt_lengths + self.completion_lengths - by_token.long()).tolist()
         return [
-            row[p : p + c - one] for row, (p, c, one) in zip(self.tokens.tolist(), lengths, strict=True)
+            ids[start:end] for ids, start, end in zip(self.tokens.tolist(), starts, ends, strict=True)
         ]
 
-    def select(self, rows) -> "Rollouts":
-        """-> these rows, a tensor or list of numbers, in that order."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Rollouts(
-            **{name: None if value is None else value[rows] for name, value in parts.items()}
-        )
+    def columns(self) -> dict[str, torch.Tensor]:
+        """{name: tensor} of the columns that are there."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def select(self, sequences) -> "Rollouts":
+        """The completions with these numbers, a tensor or a list, in that order."""
+        return Rollouts(**{name: column[sequences] for name, column in self.columns().items()})
 
     @classmethod
-    def joined(cls, parts: list["Rollouts"]) -> "Rollouts":
+    def joined(cls, rollouts: list["Rollouts"]) -> "Rollouts":
         """Several Rollouts, one below the other, right-padded to the longest."""
-
-        def join(values):
-            if values[0] is None:
-                return None
-            width = max(value.shape[-1] for value in values)
-            if values[0].dim() > 1:
-                values = [
-                    torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values
+        columns = {}
+        for name in rollouts[0].columns():
+            tensors = [getattr(each, name) for each in rollouts]
+            if tensors[0].dim() > 1:
+                width = max(tensor.shape[1] for tensor in tensors)
+                tensors = [
+                    torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors
                 ]
-            return torch.cat(values)
-
-        return cls(**{f.name: join([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+            columns[name] = torch.cat(tensors)
+        return cls(**columns)
 
 
 @torch.no_grad()
@@ -138,21 +134,13 @@ def sample_groups(
 
     Raises ValueError if a prompt is empty, or is too long for max_new_tokens, at least 1, within block_size.
     """
-    longest, N = max(map(len, prompts), default=0), len(prompts) * group_size
-    if min(map(len, prompts), default=0) == 0:
-        raise ValueError("a prompt has no tokens; the model needs at least one to go on from")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: a completion has at least one token")
-    if longest + max_new_tokens > model.config.block_size:
-        total = f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens}"
-        raise ValueError(f"{total} is longer than block_size={model.config.block_size}")
-    slots = min(max_batch or N, N)
+    check_prompts(prompts, max_new_tokens, model.config.block_size)
+    N = len(prompts) * group_size
     # Inference mode saves a tenth of a step on a CPU. Autocast would cast the weights in every step in it.
     casts = torch.is_autocast_enabled(model.device.type)
-    look = "sampling: {n_fmt}/{total_fmt} completions |{bar}| {elapsed}{postfix}"
     bar = tqdm(
         total=N,
-        bar_format=look,
+        bar_format="sampling: {n_fmt}/{total_fmt} completions |{bar}| {elapsed}{postfix}",
         delay=3,
         mininterval=0.2,
         miniters=0,
@@ -161,52 +149,80 @@ def sample_groups(
     )
     with bar, torch.no_grad() if casts else torch.inference_mode(), cached_casts(model):
         batch = DecodeBatch(
-            model, prompts, group_size, max_new_tokens, slots, stop_token, temperature=temperature, chunk_mb=chunk_mb,
-            truncation=truncation, is_over=is_over, cuda_graphs=model.device.type == "cuda" and not enforce_eager,
-        )  # fmt: skip
-        batch.u[:N] = torch.from_numpy(
-            uniforms(seed, np.arange(first_row, first_row + N), np.arange(max_new_tokens))
+            model,
+            prompts,
+            group_size,
+            max_new_tokens,
+            min(max_batch or N, N),
+            stop_token,
+            temperature=temperature,
+            chunk_mb=chunk_mb,
+            truncation=truncation,
+            is_over=is_over,
+            cuda_graphs=model.device.type == "cuda" and not enforce_eager,
         )
-        steps, tokens, began = LOOK_EVERY[kind_of(batch.rows)], 0, time.monotonic()
-        while batch.refill():
-            for _ in range(steps):
-                # A CPU's meter watches every 16th step. What a step allocates grows by a column of the cache a step.
-                with unwatched() if batch.steps % 16 else nullcontext():
-                    batch.step()
-            tokens += batch.active * steps
-            bar.set_postfix_str(f"{tokens / (time.monotonic() - began):,.0f} tok/s", refresh=False)
-            bar.update(batch.next_row - batch.active - bar.n)
+        rows = np.arange(first_row, first_row + N)
+        batch.u[:N] = torch.from_numpy(uniforms(seed, rows, np.arange(max_new_tokens)))
+        decode(batch, bar)
         tokens, logprobs, text_end = batch.tokens[:N], batch.logprobs[:N], batch.text_end
         del batch  # the KV cache ends here
     return assemble(prompts, group_size, tokens, logprobs, stop_token, text_end if is_over else None)
 
 
+def check_prompts(prompts, max_new_tokens, block_size):
+    longest = max(map(len, prompts), default=0)
+    if not all(prompts):
+        raise ValueError("a prompt has no tokens; the model needs at least one to go on from")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: a completion has at least one token")
+    if longest + max_new_tokens > block_size:
+        total = f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens}"
+        raise ValueError(f"{total} is longer than block_size={block_size}")
+
+
+def decode(batch, bar):
+    """Step until all completions are over. bar: shows how many, and tokens per second."""
+    steps, tokens, began = LOOK_EVERY[kind_of(batch.rows)], 0, time.monotonic()
+    while batch.refill():
+        for _ in range(steps):
+            # A CPU's meter watches every 16th step. What a step allocates grows by a column of the cache a step.
+            with unwatched() if batch.steps % 16 else nullcontext():
+                batch.step()
+        tokens += batch.active * steps
+        bar.set_postfix_str(f"{tokens / (time.monotonic() - began):,.0f} tok/s", refresh=False)
+        bar.update(batch.next_row - batch.active - bar.n)
+
+
 def assemble(prompts, k, tokens, logprobs, stop_token, text_end=None) -> Rollouts:
     """tokens, logprobs (N, max_new_tokens) -> Rollouts. text_end {row: length}: rows that a stop string ended."""
-    N, steps = tokens.shape
-    device = tokens.device
+    N, device = len(tokens), tokens.device
     is_stop = torch.isin(tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device))
     # The first stop token ends a row. What follows is zeros, and 0 may be a stop token too.
     stopped = is_stop.any(1)
-    lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, steps)  # (N,)
-    by_text = None
+    lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, tokens.shape[1])  # (N,)
+    stopped_by_text = None
     if text_end is not None:
         rows = torch.tensor(list(text_end), dtype=torch.long, device=device)
         lengths[rows] = torch.tensor(list(text_end.values()), dtype=torch.long, device=device)
-        by_text = torch.zeros_like(stopped).index_fill_(0, rows, True)
-        stopped = stopped | by_text
+        stopped_by_text = torch.zeros_like(stopped).index_fill_(0, rows, True)
+        stopped = stopped | stopped_by_text
     T_c = int(lengths.max())
-    prompt_lengths = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(k)
-    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(
-        device
-    )
-    whole = torch.zeros(N, int((prompt_lengths + lengths).max()), dtype=torch.long, device=device)
-    whole[:, : padded.shape[1]] = padded.repeat_interleave(k, 0)[:, : whole.shape[1]]
     mask = torch.arange(T_c, device=device) < lengths[:, None]  # (N, T_c)
+    prompt_lengths = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(k)
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
+    width = int((prompt_lengths + lengths).max())
+    sequences = torch.zeros(N, width, dtype=torch.long, device=device)
+    sequences[:, : padded.shape[1]] = padded.to(device).repeat_interleave(k, 0)[:, :width]
     row, t = mask.nonzero(as_tuple=True)
-    whole[row, prompt_lengths[row] + t] = tokens[row, t]
+    sequences[row, prompt_lengths[row] + t] = tokens[row, t]
     return Rollouts(
-        whole, prompt_lengths, lengths, logprobs[:, :T_c] * mask, mask.long(), stopped, by_text
+        tokens=sequences,
+        prompt_lengths=prompt_lengths,
+        completion_lengths=lengths,
+        sampling_logprobs=logprobs[:, :T_c] * mask,
+        mask=mask.long(),
+        stopped=stopped,
+        stopped_by_text=stopped_by_text,
     )
 
 

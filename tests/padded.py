@@ -22,7 +22,7 @@ class PaddedBatch(MicroBatch):
     """As MicroBatch, but tokens are (S, T), positions and mask None: 0, 1, 2, ... and causal."""
 
     def completion_hidden(self, hidden):
-        return hidden.flatten(0, 1)[self.rows]
+        return hidden.flatten(0, 1)[self.states]
 
 
 def gather(sequences, indices, cut, poison=0):
@@ -30,18 +30,18 @@ def gather(sequences, indices, cut, poison=0):
     prompts, completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
     T = max(prompts[i] + completions[i] for i in indices)
     tokens = torch.full((len(indices), T), poison)
-    rows, targets, sequence, place = [], [], [], []
+    states, targets, sequence, place = [], [], [], []
     for s, i in enumerate(indices):
         end = prompts[i] + completions[i]
         tokens[s, :end] = sequences.tokens[i, :end]
         for t in range(completions[i]):
             target = prompts[i] + t
-            rows.append(s * T + target - 1)
+            states.append(s * T + target - 1)
             targets.append(int(tokens[s, target]))
             sequence.append(s)
             place.append(t)
     lengths = [completions[i] for i in indices]
-    numbers = (torch.tensor(x, device=sequences.tokens.device) for x in (rows, targets, sequence, place, lengths))
+    numbers = (torch.tensor(x, device=sequences.tokens.device) for x in (states, targets, sequence, place, lengths))
     micro = PaddedBatch(tokens.to(sequences.tokens.device), None, None, *numbers, torch.tensor(indices))
     if getattr(sequences, "advantages", None) is not None:
         micro.advantages = sequences.advantages[indices]

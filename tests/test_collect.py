@@ -302,7 +302,7 @@ def test_the_kl_is_taken_from_the_reward(estimator, tmp_path, monkeypatch):
     def also_without_beta(*arguments, options, **counts):
         loss, metrics = policy_loss(*arguments, options=options, **counts)
         plain = dataclasses.replace(options, beta=0.0, use_kl_in_reward=False)
-        differences.append(float(loss - policy_loss(*arguments, options=plain, **counts)[0]))
+        differences.append(float(loss.detach() - policy_loss(*arguments, options=plain, **counts)[0]))
         return loss, metrics
 
     monkeypatch.setattr(grpo, "policy_loss", also_without_beta)

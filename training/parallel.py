@@ -23,7 +23,6 @@ import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from datetime import timedelta
 
 import torch
@@ -306,7 +305,4 @@ def score_together(processes, score, rollouts, rows, prepared) -> Scored:
 
 
 def moved(rollouts: Rollouts, device) -> Rollouts:
-    values = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
-    return Rollouts(
-        **{name: None if value is None else value.to(device) for name, value in values.items()}
-    )
+    return Rollouts(**{name: column.to(device) for name, column in rollouts.columns().items()})
