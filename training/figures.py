@@ -7,6 +7,8 @@ import torch
 
 from sample import Rollouts
 
+FIRST_STEPS = ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")
+
 
 class Scored(NamedTuple):
     """Completions of P prompts, k each, and what they earned."""
@@ -49,62 +51,59 @@ def mean_of_steps(steps):
     The difference between sampler and trainer is the first step's: later ones have other weights.
     """
     taken = [metrics for metrics in steps if metrics is not None]
-    means = {
-        name: sum(metrics[name] for metrics in taken) / len(taken)
-        for name in (taken[0] if taken else ())
-    }
-    first = steps[0] if steps and steps[0] else {}
-    return means | {
-        name: first[name] for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl") if first
-    }
+    if not taken:
+        return {}
+    means = {name: sum(metrics[name] for metrics in taken) / len(taken) for name in taken[0]}
+    if steps[0] is not None:
+        means |= {name: steps[0][name] for name in FIRST_STEPS if name in steps[0]}
+    return means
 
 
-def sample_records(rollouts, rewards, entropies, tokenizer, settings):
-    """The first groups for samples.jsonl, a dict a completion. entropies (N, T_c): those of the last optimizer steps.
+def sample_records(rollouts, rewards, entropies, tokenizer, settings) -> list[dict]:
+    """Records for samples.jsonl: a dict for each completion of the first groups. entropies (N, T_c): of the last steps.
 
     The reward is the one that the advantage was computed from. tokens, logprobs, ref_logprobs, entropies: one entry a
     token, the stop token included; without entropies if no step was taken on the completion.
     """
-    k, rewards = settings.group_size, rewards.flatten().tolist()
-    shown = range(min(-(-settings.samples_per_iteration // k) * k, len(rewards)))
-    columns = dict(
-        logprobs=rollouts.sampling_logprobs, ref_logprobs=rollouts.ref_logprobs, entropies=entropies
+    k, records = settings.group_size, []
+    number = min(-(-settings.samples_per_iteration // k) * k, len(rollouts.tokens))
+    shown = Rollouts(**{name: column[:number].cpu() for name, column in rollouts.columns().items()})
+    per_token = dict(
+        logprobs=shown.sampling_logprobs, ref_logprobs=shown.ref_logprobs, entropies=entropies[:number]
     )
-    columns = {
-        name: value[: len(shown)].tolist() for name, value in columns.items() if value is not None
-    }
-    advantages, tokens = (
-        values[: len(shown)].tolist() for values in (rollouts.advantages, rollouts.tokens)
-    )
-    completions, records = rollouts.select(shown).completions(), []
-    lengths = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
-    for i, (p, c) in zip(shown, lengths, strict=False):
+    rewards, advantages = rewards.flatten().tolist(), shown.advantages.tolist()
+    for i, completion in enumerate(shown.completions()):
+        ids, start, length = (
+            shown.tokens[i].tolist(),
+            shown.prompt_lengths[i],
+            shown.completion_lengths[i],
+        )
         record = dict(
             group=i // k,
-            prompt=tokenizer.decode(tokens[i][:p]),
-            completion=tokenizer.decode(completions[i]),
+            prompt=tokenizer.decode(ids[:start]),
+            completion=tokenizer.decode(completion),
+            reward=rewards[i],
+            advantage=advantages[i],
+            stopped=bool(shown.stopped[i]),
+            tokens=texts_of(ids[start : start + length], tokenizer.decode),
         )
-        record |= dict(reward=rewards[i], advantage=advantages[i], stopped=bool(rollouts.stopped[i]))
-        record["tokens"] = texts_of(tokens[i][p : p + c], tokenizer.decode)
-        figures = {
-            name: [round(x, 4) if math.isfinite(x) else None for x in v[i][:c]]
-            for name, v in columns.items()
-        }
-        records.append(
-            record | {name: its for name, its in figures.items() if name != "entropies" or any(its)}
-        )
+        for name, values in per_token.items():
+            numbers = [] if values is None else values[i, :length].tolist()
+            if any(numbers) or (numbers and name != "entropies"):
+                record[name] = [round(x, 4) if math.isfinite(x) else None for x in numbers]
+        records.append(record)
     return records
 
 
-def texts_of(tokens, decode):
-    """Ids -> the text of each. If tokens share a character, the last of them has it and the others are empty."""
+def texts_of(ids, decode) -> list[str]:
+    """The text of each id. If ids share a character, the last of them has it and the others are empty."""
     texts, waiting = [], []
-    for token in tokens:
-        waiting.append(token)
+    for i in ids:
+        waiting.append(i)
         text = decode(waiting)
-        whole = len(waiting) == 4 or not text.endswith(
-            "\ufffd"
-        )  # a character has at most four bytes in UTF-8
-        texts.append(text if whole else "")
-        waiting = [] if whole else waiting
+        if text.endswith("\ufffd") and len(waiting) < 4:  # a character has at most four bytes in UTF-8
+            texts.append("")
+        else:
+            texts.append(text)
+            waiting = []
     return texts[:-1] + [decode(waiting)] if waiting else texts
