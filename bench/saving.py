@@ -54,7 +54,7 @@ def main(device, folder):
         print(
             f"{sum(p.numel() for p in model.parameters()):,} parameters, {size / MIB:.0f} MiB of state, torch {torch.__version__}, {device}"
         )
-        saver = Saver(settings, get_tokenizer("bytes"), torch.device(device), print)
+        saver = Saver(settings, get_tokenizer("bytes"), model, optimizer, torch.device(device), print)
         stop = time.perf_counter() + 3
         alone, slowdowns = forwards_a_second(model, lambda: time.perf_counter() < stop), []
         rows = {"beside": [], "waited for": [], "torch.save": []}
@@ -63,14 +63,12 @@ def main(device, folder):
                 saving.available_on_host = available_on_host if kind == "beside" else lambda: 0
                 started = time.perf_counter()
                 progress = dict(health=dict(guard.health), after_oom={}, extra_prompts=0)
-                saver.save(2 * done + (kind == "beside"), model, optimizer, progress)
+                saver.save(2 * done + (kind == "beside"), progress)
                 stall = time.perf_counter() - started
                 if kind == "beside":
                     slowdowns.append(alone / forwards_a_second(model, lambda: saver.thread.is_alive()))
                 saver.wait()
                 rows[kind].append((stall, time.perf_counter() - started))
-                guard.health["last_step"] = 99
-                saver.prune()
             started = time.perf_counter()
             with open(Path(home) / "plain.pt", "wb") as file:
                 torch.save(tensors_of(model, optimizer), file)

@@ -272,10 +272,10 @@ def saver_of(tmp_path, **options):
     model = torch.nn.Linear(2, 2)
     model.config = RewardOptions()  # any dataclass
     optimizer = torch.optim.AdamW(model.parameters())
-    saver = Saver(settings, get_tokenizer("bytes"), torch.device("cpu"), print)
+    saver = Saver(settings, get_tokenizer("bytes"), model, optimizer, torch.device("cpu"), print)
 
     def save(done, **scores):
-        saver.after(done, model, optimizer, progress(Guard(settings, print)), scores)
+        saver.after(done, progress(Guard(settings, print)), scores)
         saver.wait()
 
     return save, saver

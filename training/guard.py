@@ -1,8 +1,8 @@
 """Optimizer steps with a loss or gradient that is not finite: they are dropped, explained in log.txt, and counted.
 
 The line in the log has the iteration, the seed, the sequences and the loss. An earlier checkpoint and these are enough
-to reach the step again. After max_dropped_steps in a row the run stops. The last weights may be the cause although they
-are finite, so a checkpoint made after the last good step is set aside, and --resume=auto goes on from the one before.
+to reach the step again. After max_dropped_steps in a row the run stops, and its state is not saved: the weights may be
+ruined although they are finite.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ import torch
 
 from batch import Sequences
 from model import GPT
-from runs.saver import UnsafeState, not_finite, set_aside
+from runs.saver import UnsafeState, newest_name, not_finite
 from sample import Rollouts
 
 
 class Guard:
     """health goes into checkpoints: steps dropped, steps dropped in a row, the iteration of the last good step."""
 
-    def __init__(self, settings, say: Callable[[str], None], health: dict | None = None, writes=True):
-        self.settings, self.say, self.writes = settings, say, writes
+    def __init__(self, settings, say: Callable[[str], None], health: dict | None = None):
+        self.settings, self.say = settings, say
         self.health = {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": -1} | (health or {})
 
     def taken(self, iteration: int) -> None:
@@ -42,12 +42,9 @@ class Guard:
         if in_a_row < self.settings.max_dropped_steps:
             self.say(f"warning: {what} is dropped, {in_a_row} in a row: {found}")
             return
-        newest = (
-            set_aside(Path(self.settings.out_dir), self.health["last_step"])
-            if self.writes
-            else "a checkpoint"
-        )
+        newest = newest_name(Path(self.settings.out_dir))
         advice = f"lower learning_rate (now {self.settings.learning_rate:g}), then --resume=auto goes on from {newest}"
+        advice += "; if that fails too, delete this checkpoint to go on from the one before"
         raise UnsafeState(
             f"{in_a_row} optimizer steps in a row were not finite; the last was {what}: {found}; {advice}"
         )

@@ -52,14 +52,13 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
         prepared.settings = processes.first(apply(rehearse, settings, longest, device, print))
         with ExitStack() as stack:
             lock = None if processes.rank else FolderLock(settings.out_dir)
-            processes.gather(lambda: claim(lock, stack, prepared))  # if rank 0 is refused, all end
+            processes.gather(lambda: claim(lock, stack))  # if rank 0 is refused, all end
             return train(prepared, title, iterate, make_reference, device, processes, lock)
 
 
-def claim(lock, stack, prepared):
+def claim(lock, stack):
     if lock:
         stack.enter_context(lock)
-        prepared.refuse_if_changed()
 
 
 def train(prepared, title, iterate, make_reference, device, processes, lock) -> bool:
@@ -105,9 +104,17 @@ def make_training(prepared, model, reference, optimizer, meter, log, processes, 
         optimizer=optimizer,
         meter=meter,
         log=log,
-        guard=Guard(settings, log.say, state.get("health"), writes=not processes.rank),
+        guard=Guard(settings, log.say, state.get("health")),
         saver=Saver(
-            settings, prepared.tokenizer, model.device, log.say, start or None, processes, **constants
+            settings,
+            prepared.tokenizer,
+            model,
+            optimizer,
+            model.device,
+            log.say,
+            start or None,
+            processes,
+            **constants,
         ),
         limits=Limits(settings, log.say, state.get("after_oom"), processes),
         prompt_cursor=PromptCursor(settings.batch_size, state.get("extra_prompts", 0)),
@@ -181,17 +188,11 @@ def iterations(iterate, training) -> bool:
         with training.processes.connected(), StopAfterIteration() as stop:
             training.make_up_evaluation(log.start)
             for iteration in log.iterations():
-                with saver.keeping(iteration, training.model, training.optimizer, training.progress()):
+                with saver.keeping(iteration, training.progress()):
                     iterate(iteration, training)
                 stopped_by = training.processes.agreed(stop.by)
                 if stopped_by and iteration + 1 < max_iters:
-                    saver.save(
-                        iteration + 1,
-                        training.model,
-                        training.optimizer,
-                        training.progress(),
-                        last=True,
-                    )
+                    saver.save(iteration + 1, training.progress(), last=True)
                     log.say(
                         f"stopped by {stopped_by} after iteration {iteration}, and saved; --resume=auto goes on"
                     )

@@ -113,7 +113,7 @@ class Training:
         p = self.prepared
         if not is_due(done, p.scoring, p.settings):
             return {}
-        with self.saver.keeping(done, self.model, self.optimizer, self.progress()):
+        with self.saver.keeping(done, self.progress()):
             return evaluate_run(self.model, p.scoring, p.tokenizer, p.settings, self.meter, self.limits)
 
     def make_up_evaluation(self, done: int) -> None:
@@ -124,7 +124,7 @@ class Training:
             scores = self.evaluate_if_due(done)
             seconds = {"time_s": self.meter.stats()["time_eval_s"]}
             self.log.iteration({"iter": done - 1} | scores | seconds | self.meter.stats())
-            self.saver.after(done, self.model, self.optimizer, self.progress(), scores)
+            self.saver.after(done, self.progress(), scores)
 
     def update(self, metrics, learning_rate, iteration, sequences, select):
         """The end of an optimizer step on the sequences `select`: clip and update -> metrics with grad_norm.
@@ -144,7 +144,7 @@ class Training:
         if finite and math.isfinite(norm):
             self.guard.taken(iteration)
             return metrics | {"grad_norm": norm}
-        self.saver.wait()  # the drop may have to set the newest checkpoint aside
+        self.saver.wait()  # an error names the newest checkpoint
         gradients = gradients_of(model, optimizer)
         with self.processes.whole(model) as whole:
             self.guard.drop(iteration, whole, gradients, sequences, select, metrics["loss"], norm)
@@ -162,7 +162,7 @@ class Training:
             scores = self.evaluate_if_due(done)
         finally:  # an evaluation that fails loses no line of the log
             self.log_iteration(record | self.before | scores, samples)
-        self.saver.after(done, self.model, self.optimizer, self.progress(), scores)
+        self.saver.after(done, self.progress(), scores)
 
     def log_iteration(self, record: dict, samples) -> None:
         record |= dict(
