@@ -1,4 +1,4 @@
-"""Checkpoints on disk, without torch: find the newest whole one, verify it, read its state, write a new one.
+"""Checkpoints on disk, without torch: find the newest undamaged one, read its state, write a new one.
 
     out/grpo_small/checkpoint-000040/
         model.safetensors       weights by parameter name; with LoRA only the adapters
@@ -8,8 +8,8 @@
         manifest.json           length and SHA-256 of all the other files; written last
 
 A checkpoint is written into a temporary folder, flushed to disk and renamed: a folder with the final name is complete.
-If the disk damages it later, its checksums no longer fit; it is named on stderr, and the one before is used. No pickle.
-Data order and the sampler's draws follow from (seed, iteration), so the iteration is their state.
+If the disk damages it later, the checksums differ: a note on stderr names it, and the one before is used. If they fit,
+the values are trusted. No pickle. Data order and the sampler's draws follow from (seed, iteration), so no file has them.
 
 `open_checkpoint` verifies and reads a checkpoint once. Left out: tensors (loading.py); when to save (saver.py).
 """
@@ -22,157 +22,125 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from options import SnugError, check_type, check_value, did_you_mean, fields, in_one_line
-from options.typed import Fields
+from options import SnugError, did_you_mean, fields
 from pretrained.shapes import is_pretrained, read_shape
 from pretrained.tensors import fingerprint, look_at_weights
-from settings import GRPOSettings, ModelOptions, SFTSettings
+from settings import GRPOSettings, SFTSettings
 from tokenizer import Tokenizer, get_tokenizer
 
 PREFIX = "checkpoint-"
-STATE = dict(
-    iteration=int, optimizer_steps=int, extra_prompts=int, tokenizer=str, data=str
-)  # types in state.json
-STATE |= dict.fromkeys(["model_config", "settings", "generators", "health", "after_oom"], dict)
 
 
 class Checkpoint(NamedTuple):
-    """A verified checkpoint."""
+    """A verified checkpoint, or a Hugging Face folder."""
 
     path: Path
-    state: dict  # state.json
+    state: dict  # state.json; for a Hugging Face folder what is known of it
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a run's folder, oldest first."""
-    found = [
-        p for p in Path(folder).glob(PREFIX + "*") if p.name[len(PREFIX) :].isdigit() and p.is_dir()
-    ]
-    return sorted(found, key=iteration_of)
+    """The checkpoints in a run's folder, oldest first; none if there is no such folder."""
+    if not os.path.isdir(folder):  # False also for a name that is too long
+        return []
+    paths = [p for p in Path(folder).glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()]
+    return sorted(paths, key=iteration_of)
 
 
 def iteration_of(path: Path) -> int:
     """checkpoint-000040 -> 40, the iterations done."""
-    return int(path.name[len(PREFIX) :])
+    return int(path.name.removeprefix(PREFIX))
 
 
 def is_checkpoint(folder: str | Path) -> bool:
     """Is this a checkpoint's folder (or out/run/best, a link to one) and not a run's?"""
-    return Path(folder).resolve().name.startswith(PREFIX) and Path(folder).is_dir()
+    return Path(folder).resolve().name.startswith(PREFIX)
 
 
-def newest(folder: str | Path, whole: bool = True) -> Path:
-    """A run's folder -> its newest undamaged checkpoint; a checkpoint's folder -> the same. Raises SnugError.
+def newest(folder: str | Path, read_tensors: bool = True) -> Path:
+    """A run's folder -> its newest undamaged checkpoint; a checkpoint's folder -> itself. Raises SnugError.
 
-    whole: as for `damage`. Damaged checkpoints are passed over; with `whole` they are named on stderr.
+    read_tensors: as for `damage`. If it is True, stderr names the damaged checkpoints that are passed over.
     """
     folder = Path(folder)
-    if is_checkpoint(folder):
-        path = folder.resolve() if folder.is_symlink() else folder
-        if wrong := damage(path, whole):
-            raise SnugError(wrong)
-        return path
     if not folder.is_dir():
         hint = did_you_mean(str(folder), [str(place) for place in folder.parent.glob("*/")])
         advice = "train_sft.py and grpo.py make runs; a model is a folder in Hugging Face's layout"
         raise SnugError(f"{folder}: there is no such run or model{hint or f'; {advice}'}")
-    damaged = []
-    for path in reversed(checkpoints(folder)):
-        if wrong := damage(path, whole):
-            damaged.append(wrong)
-            continue
-        for note in damaged if whole else ():
-            print(f"note: {note}; {path.name} is used", file=sys.stderr, flush=True)
-        return path
-    if damaged:
-        raise SnugError(f"{damaged[0]}; no checkpoint in {folder} is whole")
-    raise SnugError(f"{folder}: has no checkpoint; was the run stopped before its first save?")
+    paths = checkpoints(folder)
+    if is_checkpoint(folder):
+        paths = [folder.resolve() if folder.is_symlink() else folder]
+    if not paths:
+        raise SnugError(f"{folder}: has no checkpoint; was the run stopped before its first save?")
+    for path in reversed(paths):
+        problem = damage(path, read_tensors)
+        if not problem:
+            return path
+        if read_tensors and path != paths[0]:
+            print(f"note: {problem}; the one before is used", file=sys.stderr)
+    raise SnugError(f"{problem}; {folder} has no undamaged checkpoint")
 
 
-def damage(path: Path, whole: bool = True) -> str | None:
-    """Compare every file of a checkpoint with the manifest -> what is wrong, or None.
+def damage(path: Path, read_tensors: bool = True) -> str | None:
+    """Compare the length and SHA-256 of every file with the manifest -> what is wrong, or None.
 
-    By length and SHA-256; whole=False: tensors, which may take a minute to read, by length alone.
+    read_tensors=False: compare only the length of tensor files, because reading them may take a minute.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        for name, wanted in manifest.items():
+        for name, expected in manifest.items():
             file = path / name
-            read = whole or file.suffix != ".safetensors"
-            if file.stat().st_size != wanted["bytes"] or read and sha256(file) != wanted["sha256"]:
+            intact = file.stat().st_size == expected["bytes"]
+            if read_tensors or file.suffix != ".safetensors":
+                intact = intact and sha256(file) == expected["sha256"]
+            if not intact:
                 return f"checkpoint {path}: {name} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:
         return f"checkpoint {path}: cannot be read ({type(error).__name__}: {error})"
     return None
 
 
 def sha256(file: Path) -> str:
-    digest, block = (
-        hashlib.sha256(),
-        bytearray(2**24),
-    )  # large blocks: this may run in a thread beside the training
+    digest = hashlib.sha256()
+    block = bytearray(2**24)  # large: this may run in a thread beside the training
     with open(file, "rb", buffering=0) as stream:
         while count := stream.readinto(block):
             digest.update(memoryview(block)[:count])
     return digest.hexdigest()
 
 
-def read_state(path: Path) -> dict:
-    """state.json of a verified checkpoint -> dict. Raises SnugError for values that no run has written."""
-    file = path / "state.json"
-    with in_one_line(f"{file}: cannot be read"):
-        state = json.loads(file.read_text())
-    read = Fields(state, file)
-    for name, kind in STATE.items():
-        read.get(name, kind, zero=True)
-    cls, settings, shape = class_of(state), state["settings"], state["model_config"]
-    for name in settings.keys() & fields(cls):
-        check_type(cls, name, settings[name], f"{file}: settings: {name}")
-    for name in fields(ModelOptions):
-        check_value(ModelOptions, name, shape.get(name), f"{file}: model_config: {name}")
-    if settings.get("lora_rank"):
-        base = Fields(read.get("base", dict), f"{file}: base")
-        for name in ("path", "from_run", "fingerprint"):
-            base.get(name, str)
-    return state
-
-
-def open_checkpoint(folder: str | Path, whole: bool = True) -> Checkpoint:
+def open_checkpoint(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
     """Verify and read a run's `newest` checkpoint, or the checkpoint that `folder` is. Raises SnugError."""
-    path = newest(folder, whole)
+    path = newest(folder, read_tensors)
     return Checkpoint(path, read_state(path))
 
 
-def open_weights(folder: str | Path, whole: bool = True) -> Checkpoint | Path:
-    """A run or checkpoint -> opened; a Hugging Face folder -> its path, its tensors checked. Raises SnugError."""
-    if not is_pretrained(folder):
-        return open_checkpoint(folder, whole)
-    look_at_weights(folder)
-    return Path(folder)
+def read_state(path: Path) -> dict:
+    """state.json of a verified checkpoint."""
+    return json.loads((path / "state.json").read_text())
 
 
-def find_run(folder: str | Path) -> Checkpoint:
-    """`open_weights`; for a Hugging Face folder the state has what is known. Raises SnugError."""
+def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
+    """`open_checkpoint`, or a Hugging Face folder whose tensors have the right names and shapes. Raises SnugError."""
     if not folder:
         raise SnugError("name a run's folder, such as out/grpo_small, or a Hugging Face model's")
-    found = open_weights(folder)
-    if isinstance(found, Checkpoint):
-        return found
-    settings = vars(GRPOSettings(task=""))
-    state = dict(
-        iteration=0, model_config=read_shape(folder), tokenizer="tokenizer.json", settings=settings
-    )
-    return Checkpoint(found, state)
-
-
-def class_of(state: dict) -> type:
-    return GRPOSettings if "group_size" in state["settings"] else SFTSettings
+    if not is_pretrained(folder):
+        return open_checkpoint(folder, read_tensors)
+    if read_tensors:
+        look_at_weights(folder)
+    state = {
+        "iteration": 0,
+        "model_config": read_shape(folder),
+        "tokenizer": "tokenizer.json",
+        "settings": vars(GRPOSettings(task="")),
+    }
+    return Checkpoint(Path(folder), state)
 
 
 def settings_of(state: dict) -> SFTSettings | GRPOSettings:
     """The run's settings. Options that are gone are ignored; newer ones have their defaults."""
-    cls = class_of(state)
-    return cls(**{name: value for name, value in state["settings"].items() if name in fields(cls)})
+    values = state["settings"]
+    cls = GRPOSettings if "group_size" in values else SFTSettings
+    return cls(**{name: value for name, value in values.items() if name in fields(cls)})
 
 
 def tokenizer_of(path: Path, state: dict) -> Tokenizer:
@@ -181,40 +149,40 @@ def tokenizer_of(path: Path, state: dict) -> Tokenizer:
     return get_tokenizer(str(path) if name.startswith("tokenizer.json") else name)
 
 
-def base_record(base: Checkpoint | Path, out_dir: str) -> dict:
+def base_record(base: Checkpoint, out_dir: str) -> dict:
     """What state.json says about the base weights of a LoRA run, so that `base_of` can find them again."""
-    path = base if isinstance(base, Path) else base.path
-    return dict(path=str(path), from_run=os.path.relpath(path, out_dir), fingerprint=identity(base))
+    path = base.path
+    return dict(path=str(path), from_run=os.path.relpath(path, out_dir), fingerprint=identity(path))
 
 
-def base_of(checkpoint: Checkpoint, init_from: str = "", whole: bool = True) -> Checkpoint | Path:
+def base_of(checkpoint: Checkpoint, init_from: str = "", read_tensors: bool = True) -> Checkpoint:
     """Open the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
 
-    Looks where they were, as seen from here and from the run's folder, and where init_from says now.
+    Looks where they were, as seen from the working folder and from the run's folder, and in init_from.
     """
-    base, gone = checkpoint.state["base"], "are not there"
-    for place in (
-        Path(base["path"]),
-        checkpoint.path.parent / base["from_run"],
-        Path(init_from or base["path"]),
-    ):
+    base, problem = checkpoint.state["base"], "are not there"
+    places = [Path(base["path"]), checkpoint.path.parent / base["from_run"]]
+    if init_from:
+        places.append(Path(init_from))
+    for place in places:
         if place.exists():
-            weights, gone = open_weights(place, whole), "are others now"
-            if identity(weights) == base["fingerprint"]:
+            weights, problem = find_run(place, read_tensors), "are others now"
+            if identity(weights.path) == base["fingerprint"]:
                 return weights
-    seen = f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {gone}"
-    raise SnugError(f"{seen}; put them back")
+    raise SnugError(
+        f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {problem}; put them back"
+    )
 
 
-def identity(weights: Checkpoint | Path) -> str:
+def identity(path: Path) -> str:
     """A fingerprint of the weights in a checkpoint or a Hugging Face folder."""
-    return fingerprint(weights) if isinstance(weights, Path) else sha256(weights.path / "manifest.json")
+    return fingerprint(path) if is_pretrained(path) else sha256(path / "manifest.json")
 
 
-def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes] | None = None) -> Path:
-    """Write checkpoint-<iteration> into a run's folder, completely or not at all -> its path.
+def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes]) -> None:
+    """Write checkpoint-<iteration> into a run's folder, completely or not at all.
 
-    tensors: {file name: {tensor name: tensor}}; files: such as the tokenizer's. Raises OSError, SafetensorError.
+    tensors: {file name: {tensor name: tensor}}; files: the tokenizer's. Raises OSError, SafetensorError.
     """
     from safetensors.torch import save_file
 
@@ -225,7 +193,7 @@ def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes] | No
         temporary.mkdir(parents=True)
         for name, named in tensors.items():
             save_file(named, temporary / name)
-        for name, content in (files or {}).items():
+        for name, content in files.items():
             (temporary / name).write_bytes(content)
         (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
         seal(temporary)
@@ -236,7 +204,6 @@ def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes] | No
         shutil.rmtree(temporary, ignore_errors=True)  # free the space on a full disk
         raise
     flush(folder)
-    return final
 
 
 def seal(folder: Path) -> None:

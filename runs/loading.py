@@ -44,10 +44,6 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     if is_pretrained(path) and device.type == "cuda" and stored_dtype(path) == "bfloat16":
         settings.dtype = settings.param_dtype = "bfloat16"
     shape = state["model_config"] | {"n_vocab": tokenizer.n_vocab}
-    if tokenizer.n_vocab > shape["vocab_size"]:
-        raise SnugError(
-            f"{path}: its tokenizer has {tokenizer.n_vocab} ids, its model {shape['vocab_size']}"
-        )
     model = make_model(shape, device, settings.param_dtype, initialise=False)
     if is_pretrained(path):
         read_weights(path, model)
@@ -57,34 +53,32 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
 
 
 def trained(model: GPT) -> dict[str, torch.nn.Parameter]:
-    """The parameters that train, and so the weights in a checkpoint: with LoRA the adapters, else all.
+    """{name: parameter} of a checkpoint, those that train: with LoRA the adapters, else all.
 
-    Of a sharded model this process's rows of them.
+    If the model is sharded, these are the rows that this process has.
     """
     if hasattr(model, "shards"):
         return model.shards
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def load_with_adapters(
-    checkpoint: Checkpoint, settings: SFTSettings | GRPOSettings, model: GPT
-) -> None:
-    """A checkpoint into a model without adapters; its own, if any, stay beside the frozen weights, as in training."""
+def load_with_adapters(checkpoint: Checkpoint, settings, model: GPT) -> None:
+    """Load a checkpoint into a plain model. If it has adapters, add them and do not merge them."""
     if settings.lora_rank:
         load_weights(base_of(checkpoint), model)
         give_adapters(model, settings)
     load_into(checkpoint.path / "model.safetensors", trained(model))
 
 
-def load_weights(weights: Checkpoint | Path, model: GPT) -> None:
-    """A checkpoint or a Hugging Face folder into a model without adapters; its own are merged. Raises SnugError."""
-    if isinstance(weights, Path):
-        return read_weights(weights, model)
+def load_weights(weights: Checkpoint, model: GPT) -> None:
+    """Load a checkpoint or a Hugging Face folder into a plain model, adapters merged. Raises SnugError."""
+    if is_pretrained(weights.path):
+        return read_weights(weights.path, model)
     load_with_adapters(weights, settings_of(weights.state), model)
     lora.merge(model)
 
 
-def give_adapters(model: GPT, settings: SFTSettings | GRPOSettings) -> None:
+def give_adapters(model: GPT, settings) -> None:
     lora.add(model, settings.lora_rank, settings.lora_alpha, settings.lora_target_modules)
 
 
@@ -92,30 +86,28 @@ def configure(model: GPT, settings: SFTSettings | GRPOSettings) -> GPT:
     """Add adapters, if any, and set the model's memory options -> the model."""
     if settings.lora_rank:
         give_adapters(model, settings)
-    model.checkpoint_blocks, model.activation_offload = (
-        settings.checkpoint_blocks,
-        settings.activation_offload,
-    )
+    model.checkpoint_blocks = settings.checkpoint_blocks
+    model.activation_offload = settings.activation_offload
     return model
 
 
-def load_into(
-    path: Path, tensors: dict[str, torch.Tensor], optional: str = "", rows: dict | None = None
-) -> None:
+def load_into(path: Path, tensors: dict[str, torch.Tensor], rows: dict | None = None) -> None:
     """Copy a safetensors file into {name: tensor} in place, one tensor at a time. rows: {parameter: slice} of a shard.
 
-    Raises SnugError if names differ; names that begin with `optional` may be missing on either side.
+    Raises SnugError if names or shapes differ. Masters may be missing on either side: they come from the weights.
     """
     with opened(path, "pt") as file, torch.no_grad():
-        theirs = set(file.keys())
-        differ = sorted(
-            name for name in theirs ^ tensors.keys() if not (optional and name.startswith(optional))
-        )
+        names = set(file.keys())
+        differ = sorted(name for name in names ^ tensors.keys() if not name.startswith("master."))
         if differ:
             raise SnugError(f"{path}: only the file or only the model has {', '.join(differ[:3])}")
-        for name in theirs & tensors.keys():
-            own = (rows or {}).get(name.partition(".")[2])
-            tensors[name].copy_(file.get_slice(name)[own] if own else file.get_tensor(name))
+        for name in names & tensors.keys():
+            shard = (rows or {}).get(name.partition(".")[2])
+            value = file.get_slice(name)[shard] if shard else file.get_tensor(name)
+            if value.shape != tensors[name].shape:
+                shapes = f"{list(value.shape)}, but the model needs {list(tensors[name].shape)}"
+                raise SnugError(f"{path}: {name} has the shape {shapes}")
+            tensors[name].copy_(value)
 
 
 def tensors_of(model: GPT, optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
@@ -138,10 +130,9 @@ def optimizer_steps(optimizer: Optimizer) -> int:
 
 
 def load_optimizer(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer) -> None:
-    """Moments and step count into a new optimizer."""
-    # Masters may be missing: they were made from the weights just loaded.
-    rows, file = getattr(model, "rows", {}), checkpoint.path / "optimizer.safetensors"
-    load_into(file, moments(model, optimizer), optional="master.", rows=rows)
+    """Load moments and step count into a new optimizer."""
+    file, rows = checkpoint.path / "optimizer.safetensors", getattr(model, "rows", {})
+    load_into(file, moments(model, optimizer), rows)
     steps = checkpoint.state["optimizer_steps"]
     if hasattr(optimizer, "steps"):
         optimizer.steps = steps
@@ -167,10 +158,8 @@ def restore_generators(state: dict, device: torch.device) -> None:
     with in_one_line("state.json: generators cannot be restored"):
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
-        kind, words, *rest = state["numpy"]
-        np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+        np.random.set_state(state["numpy"])
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cpu"]), dtype=torch.uint8))
         if "cuda" in state and device.type == "cuda":
-            torch.cuda.set_rng_state(
-                torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8), device
-            )
+            words = bytearray.fromhex(state["cuda"])
+            torch.cuda.set_rng_state(torch.frombuffer(words, dtype=torch.uint8), device)
