@@ -1,4 +1,4 @@
-"""One run at a time in a run's folder: a lock on `out_dir/lock`, which also names the process that holds it.
+"""One run at a time in a run's folder: a lock on `out_dir/lock`. The file also names the process that has it.
 
 The lock is flock's, so the system releases it when the process ends, also after kill -9. On a file system without locks
 the run goes on with a warning. Commands that only read a run take no lock. Tests: tests/test_lock.py.
@@ -8,7 +8,6 @@ import fcntl
 import os
 import socket
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from options import SnugError
@@ -24,18 +23,31 @@ class FolderLock:
     def __enter__(self) -> "FolderLock":
         """Raises SnugError if another process has the lock, or if the folder cannot be written to."""
         try:
-            self.file = self.take()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.folder / "lock", "a+")
+            self.lock()
+            self.file.truncate(0)
+            self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            self.file.flush()
         except OSError as error:
             raise SnugError(f"out_dir={self.folder} cannot be written to: {error.strerror}") from None
         return self
 
     def __exit__(self, *error) -> None:
-        with suppress(OSError, ValueError):  # the folder, or the lock in move_aside, is gone
-            self.file.truncate(0)  # its holder's name
-            if os.listdir(self.folder) == ["lock"]:  # the run was refused before it wrote anything
-                (self.folder / "lock").unlink()
-                self.folder.rmdir()
         self.file.close()
+
+    def lock(self) -> None:
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.seek(0)
+            holder = self.file.read()
+            raise SnugError(f"{self.folder} is in use by {holder}; choose another out_dir") from None
+        except OSError as error:
+            print(
+                f"warning: {self.file.name} cannot be locked ({error.strerror}); start no second run here",
+                file=sys.stderr,
+            )
 
     def move_aside(self) -> Path:
         """Rename the folder, with the earlier run in it, and lock a new one of its name -> the earlier run's folder."""
@@ -44,29 +56,3 @@ class FolderLock:
         (moved / "lock").unlink()
         self.__enter__()
         return moved
-
-    def take(self):
-        """-> the open file. Raises OSError, and SnugError if another process has it."""
-        path = self.folder / "lock"
-        while True:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = open(path, "a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise SnugError(
-                    f"{self.folder} is in use by {file.read()}; choose another out_dir"
-                ) from None
-            except OSError as error:
-                print(
-                    f"warning: {path} cannot be locked ({error.strerror}); start no second run here",
-                    file=sys.stderr,
-                )
-            if path.exists() and os.path.samestat(
-                path.stat(), os.fstat(file.fileno())
-            ):  # nobody moved the folder
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}")
-                file.flush()
-                return file

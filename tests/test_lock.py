@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import os
 import signal
 import socket
 import subprocess
@@ -16,21 +15,12 @@ from options import SnugError
 from runs.lock import FolderLock
 
 HOME = Path(__file__).parent.parent
-RUN = (
-    "grpo.py --task=addition --beta=0 --n_layer=1 --n_head=1 --n_embd=8 --batch_size=2 --group_size=2 --eval_prompts=0"
-)
+RUN = """grpo.py --task=addition --beta=0 --n_layer=1 --n_head=1 --n_embd=8 --batch_size=2 --group_size=2
+--eval_prompts=0 --save_interval=50 --save_total_limit=999 --max_new_tokens=4"""
 
 
 def command(folder, *words):
-    words = [
-        sys.executable,
-        *RUN.split(),
-        f"--out_dir={folder}",
-        "--save_interval=50",
-        "--save_total_limit=999",
-        "--max_new_tokens=4",
-        *words,
-    ]
+    words = [sys.executable, *RUN.split(), f"--out_dir={folder}", *words]
     return subprocess.Popen(words, cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -55,7 +45,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(tmp_path):
     first.communicate()
     third = command(folder, "--max_iters=2")  # a killed process holds nothing
     assert third.wait() == 0 and (tmp_path / "run.1/log.jsonl").exists() and not (tmp_path / "run.1/lock").exists()
-    assert len((folder / "log.jsonl").read_text().splitlines()) == 2 and (folder / "lock").read_text() == ""
+    assert len((folder / "log.jsonl").read_text().splitlines()) == 2
 
 
 def test_the_lock_goes_with_the_name_of_the_folder(tmp_path):
@@ -70,20 +60,6 @@ def test_the_lock_goes_with_the_name_of_the_folder(tmp_path):
         pass
 
 
-def test_a_folder_that_is_moved_away_while_it_is_locked_is_not_locked(tmp_path, monkeypatch):
-    """Another process renames the folder between our open and our lock."""
-    folder, real = tmp_path / "run", fcntl.flock
-
-    def late(*arguments):
-        monkeypatch.setattr(fcntl, "flock", real)
-        folder.rename(tmp_path / "run.1")
-        real(*arguments)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with FolderLock(folder) as lock:
-        assert os.path.samestat(os.fstat(lock.file.fileno()), (folder / "lock").stat())
-
-
 def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, capsys):
     def unsupported(*arguments):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -91,10 +67,3 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caps
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with FolderLock(tmp_path):
         assert "lock cannot be locked (No locks available); start no second run here" in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loaded(tmp_path):
-    (tmp_path / "file").write_text("")
-    run = command(tmp_path / "file/run", "--max_iters=1")
-    out, error = run.communicate()
-    assert run.returncode == 2 and "run cannot be written to: Not a directory" in error and not out
