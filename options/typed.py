@@ -1,4 +1,4 @@
-"""Typed reads of a JSON object that anyone may have written. Tests: test_pretrained.py, test_checkpoint.py."""
+"""Typed reads of a JSON object from a file that may be wrong. Tests: tests/test_pretrained.py."""
 
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ class Fields:
     """Reads an object's values. Raises SnugError, with file and name, for a wrong type or an unsupported value."""
 
     def __init__(self, values: dict, path: Path | str):
-        """path: the file, and the place in it if that is not the top."""
+        """path: the file, for error messages. Raises SnugError if `values` is not an object."""
         if type(values) is not dict:
             raise SnugError(f"{path}: {values!r:.40} is not an object")
         self.values, self.path = values, path
 
     def get(self, name: str, kind: type, default: Any = None, zero: bool = False):
-        """zero: may a number be 0? An integer may become a float."""
+        """-> the value of `name`, or `default` if it is missing. zero: 0 is allowed. An integer may become a float."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default
@@ -37,7 +37,7 @@ class Fields:
         return float(value) if kind is float else value
 
     def want(self, name: str, *supported):
-        """Refuse other values of an option; a missing one has a supported default."""
+        """Raises SnugError if the value is none of `supported`. A missing one is fine."""
         value = self.values.get(name)
         if value is not None and value not in supported:
             only = " or ".join(map(repr, supported))

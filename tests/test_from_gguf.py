@@ -116,12 +116,12 @@ def test_bfloat16_and_several_stop_tokens(tmp_path):
 
 
 REFUSED = {  # what is said: how the file differs
-    "its 22 tensors are not those of a llama, perhaps rope_freqs.weight; use": dict(more=[("rope_freqs.weight", 4)]),
-    "a llama, perhaps blk.0.attn_q.bias": dict(more=[("blk.0.attn_q.bias", 32)]),
-    "its 20 tensors are not those of a llama;": dict(leave_out=["blk.1.ffn_up.weight"]),
+    "its 22 tensors are not those of a llama of its shape; use": dict(more=[("rope_freqs.weight", 4)]),
+    "a llama of its shape; use": dict(more=[("blk.0.attn_q.bias", 32)]),
+    "its 20 tensors are ": dict(leave_out=["blk.1.ffn_up.weight"]),
     "(no tensor is model.layers.1.mlp.up_proj.weight)": dict(rename={"blk.1.ffn_up.weight": "blk.1.ffn_pu.weight"}),
-    "its 21 tensors are not": {"llama.block_count": 2**31 - 1},
-    "21 tensors are not those": {"llama.feed_forward_length": 2**31 - 1},
+    "its 21 tensors are": {"llama.block_count": 2**31 - 1},
+    "21 tensors are not": {"llama.feed_forward_length": 2**31 - 1},
     "tokenizer.ggml.pre='starcoder' is not supported": dict(cut="starcoder"),
     "llama.rope.scaling.type='yarn' is not supported": {"llama.rope.scaling.type": "yarn"},
     "llama.attention.sliding_window=64 is not supported": {"llama.attention.sliding_window": 64},

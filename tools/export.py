@@ -1,4 +1,4 @@
-"""A run's newest checkpoint as a Hugging Face folder, adapters merged: for transformers and others.
+"""Convert a run's newest checkpoint to a Hugging Face folder, adapters merged, for transformers and others.
 
     python -m tools.export out/grpo_gsm8k --to=export/mine [--dtype=bfloat16]
 
@@ -15,14 +15,14 @@ from settings import ExportSettings
 
 def main(settings: ExportSettings, folder: str) -> None:
     """Raises SnugError if `folder` has no run or settings.to exists."""
-    new_folder(settings.to)  # refuse a name that cannot be used before torch is imported
+    new_folder(settings.to)  # refuses a bad name before torch is imported
     checkpoint = find_run(folder)
     from lora import merge
     from runs.loading import load_run
 
     run = load_run(checkpoint, "cpu")
-    if settings.dtype == "float32":
-        run.model.float()  # before adapters are merged and rounded
+    if settings.dtype == "float32":  # before adapters are merged and rounded
+        run.model.float()
     save_pretrained(merge(run.model), settings.to, run.tokenizer, settings.dtype or None)
     print(f"{run.path} is now {settings.to}, a folder for transformers' AutoModelForCausalLM")
 
