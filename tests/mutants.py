@@ -6,6 +6,7 @@ Prints a line a mutant, the test that killed it, and one JSON object. A mutant w
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import shutil
@@ -101,13 +102,13 @@ MUTANTS = [
     ("model: NaN is a number", "options/typed.py", "fits = 0 < value < LIMIT or zero and value == 0", "fits = not value <= 0", "test_pretrained.py"),
     ("model: an index may name any file", "pretrained/tensors.py", "    if not plain:", "    if False:", "test_pretrained.py"),
     ("model: padded rows are exported", "pretrained/tensors.py", "value = value[: config.n_vocab]", "value = value[:]", "test_pretrained.py"),
-    ("model: ids without a token are sampled", "runs/prepare.py", '"n_vocab": tokenizer.n_vocab}', '"n_vocab": 0}', "test_models.py"),
+    ("model: ids without a token are sampled", "runs/prepare.py", 'shape["n_vocab"] = tokenizer.n_vocab', 'shape["n_vocab"] = 0', "test_models.py"),
     ("model: only the first stop token ends", "grpo.py", "stop_token=tokenizer.stop_tokens)", "stop_token=tokenizer.stop_token)", "test_models.py"),
     ("sampler: only the first of several stop tokens", "decoding/decode_batch.py", "for stop in self.stop_tokens:", "for stop in self.stop_tokens[:1]:", "test_sample.py"),
     ("sampler: lengths by the first stop token", "sample.py", "torch.tensor(as_tuple(stop_token), dtype", "torch.tensor(as_tuple(stop_token)[:1], dtype", "test_sample.py"),
     ("model: Llama's o_proj without its bias", "pretrained/tensors.py", 'C, Q, bias or shape["proj_bias"])', "C, Q, bias)", "test_pretrained.py"),
     ("model: a window does not limit the block size", "pretrained/shapes.py", 'min(shape["block_size"], c.get("sliding_window", int, 4096))', 'shape["block_size"]', "test_pretrained.py"),
-    ("gguf: tensors that nobody reads pass", "tools/from_gguf.py", "raise SnugError(f\"its {len(tensors)}", "str(f\"its {len(tensors)}", "test_from_gguf.py"),
+    ("gguf: tensors that nobody reads pass", "tools/from_gguf.py", "if numbers_in(tensors) != numbers_in(wanted):", "if False:", "test_from_gguf.py"),
     ("gguf: missing tensors stay random", "tools/from_gguf.py", 'if info["missing_keys"]:', "if False:", "test_from_gguf.py"),
     ("gguf: digits are cut as GPT-2 does", "tools/from_gguf.py", 'if cut == "smollm":', "if False:", "test_from_gguf.py"),
     ("gguf: Qwen's text is not normalized", "tools/from_gguf.py", 'elif cut == "qwen2":', "elif False:", "test_from_gguf.py"),
@@ -119,11 +120,10 @@ MUTANTS = [
     ("lora: merged twice over", "lora.py", "add_(change, alpha=module.scale)", "add_(change, alpha=2 * module.scale)", "test_lora.py"),
     ("lora: the base trains too", "lora.py", "    model.requires_grad_(False)\n", "    model.requires_grad_(True)\n", "test_lora.py"),
     ("lora: A begins at zero too", "lora.py", "nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))", "nn.init.zeros_(self.lora_A)", "test_lora.py"),
-    ("state.json's types are not looked at", "runs/checkpoint.py", "read.get(name, kind, zero=True)", "pass", "test_checkpoint.py"),
     ("a completion commands the terminal", "sample.py", "line.translate(CONTROLS)", "line", "test_sample.py"),
     ("a prompt's date is today's", "tokenizer/__init__.py", "files = {DATE: datetime.now().date().isoformat().encode()} | files", "files |= {DATE: datetime.now().date().isoformat().encode()}", "test_models.py"),
-    ("settings.json has the options' shape", "runs/prepare.py", "settings = replace(settings, **its)", "settings = replace(settings)", "test_models.py"),
-    ("lora: another base goes unnoticed", "runs/checkpoint.py", 'identity(weights) == base["fingerprint"]', "True", "test_lora.py"),
+    ("settings.json has the options' shape", "runs/prepare.py", "settings = replace(settings, **resolved)", "settings = replace(settings)", "test_models.py"),
+    ("lora: another base goes unnoticed", "runs/checkpoint.py", 'identity(weights.path) == base["fingerprint"]', "True", "test_lora.py"),
     ("lora: resumed without its adapters", "training/loop.py", "    if resume and settings.lora_rank:\n        load_into", "    if False:\n        load_into", "test_lora.py"),
     ("tokenizer not kept beside the checkpoint", "runs/saver.py", "write(self.folder, state, tensors, self.tokenizer.files)", "write(self.folder, state, tensors)", "test_models.py"),
     ("the same t where an idle slot has another", "decoding/decode_batch.py", "bool((self.started == self.first_start).all())", "bool((self.started[active] == self.first_start).all())", "test_sample.py"),
@@ -149,7 +149,7 @@ MUTANTS = [
     ("evaluations: weights left out", "data/rewards.py", "self.settings.reward_timeout, self.weights)", "self.settings.reward_timeout)", "test_scoring.py"),
     ("evaluations: all completions at a time", "data/rewards.py", "part = slice(first, first + self.batch)", "part = slice(first, None)", "test_scoring.py"),
     ("evaluations: columns of the first batch", "data/rewards.py", "{name: values[part] for name, values", "{name: values[: self.batch] for name, values", "test_scoring.py"),
-    ("evaluations: the task's functions, not the user's", "runs/prepare.py", "Scoring(self.task, self.reward_funcs, self.reward_weights", "Scoring(self.task, [self.task.rewards], []", "test_scoring.py"),
+    ("evaluations: the task's functions, not the user's", "runs/prepare.py", "Scoring(self.task, self.reward_funcs, weights", "Scoring(self.task, [self.task.rewards], []", "test_scoring.py"),
     ("evaluations: any task's reward is 1", "data/scores.py", 's["task_reward"] == 1', 's["task_reward"] is not None', "test_scoring.py"),
     ("evaluations: None is 0 in the mean", "data/scores.py", "mean_of([s[name] for s in samples if s[name] is not None])", "mean_of([s[name] or 0.0 for s in samples])", "test_scoring.py"),
     ("evaluations move the generators", "evaluate.py", "    restore_generators(generators, model.device)\n", "", "test_scoring.py"),
@@ -195,12 +195,11 @@ MUTANTS = [
     ("the first scores overwritten", "training/state.py", 'f"before/{name}": score', 'f"{name}": score', "test_log.py"),
     ("an evaluation that failed is not repeated", "training/loop.py", "training.make_up_evaluation(log.start)", "pass", "test_log.py"),
     ("evaluations make the rollouts smaller", "memory/limits.py", 'model, "max_eval_batch")', 'model, "max_rollout_batch")', "test_oom.py"),
-    ("a damaged best stays the best", "runs/saver.py", "(wrong := damage(best))", "(wrong := None)", "test_saver.py"),
+    ("a damaged best stays the best", "runs/saver.py", "damage(best) if iteration_of(best) != self.saved else None", "None", "test_saver.py"),
     ("two runs in one folder", "runs/lock.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "test_lock.py"),
-    ("the lock of a folder that was moved away", "runs/lock.py", "if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):", "if True:", "test_lock.py"),
-    ("tensors are read before options are checked", "runs/prepare.py", "found, whole=False)", "found, whole=True)", "test_checkpoint.py"),
+    ("tensors are read before options are checked", "runs/prepare.py", "task, read_tensors=False)", "task, read_tensors=True)", "test_checkpoint.py"),
     ("evaluations ask a prompt twice", "runs/prepare.py", "held_out < settings.eval_prompts:", "held_out == 0:", "test_jsonl.py"),
-    ("a smaller block_size limits nothing", "runs/prepare.py", 'settings.block_size if "block_size" in given else shape["block_size"]', 'shape["block_size"]', "test_pretrained.py"),
+    ("a smaller block_size limits nothing", "runs/prepare.py", 'settings.block_size if "block_size" in chosen else shape["block_size"]', 'shape["block_size"]', "test_pretrained.py"),
     ("processes: hsdp planned over all machines", "memory/plan.py", '(settings.num_nodes if settings.parallel == "hsdp" else 1)', "1", "test_parallel.py"),
     ("report: reserved memory as the peak", "page/charts.py", "run.memory[i][phase][2] for i in its]", "run.memory[i][phase][1] for i in its]", "test_report.py"),
     ("gpu: sums of products in bfloat16", "device/pick.py", "products.allow_bf16_reduced_precision_reduction = False", "pass", "test_device.py"),
@@ -247,6 +246,8 @@ def killed_by(copy, tests):
 
 
 def main(only):
+    if not importlib.util.find_spec("pytest"):
+        raise SystemExit(f"{sys.executable} has no pytest: pip install -r requirements-dev.txt")
     survivors = []
     with tempfile.TemporaryDirectory() as home:
         copy = Path(home) / "copy"

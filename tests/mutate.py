@@ -2,14 +2,15 @@
 
     python tests/mutate.py --mutations=10000 [--seed=0]
 
-A mutation is what a disk does to one file: bits flipped, bytes overwritten, files cut, emptied, gone, swapped, or replaced
-by a pickle. The checksums must catch it, unless the content is the same. A checkpoint whose manifest was rewritten to fit
-is trusted, so such mutations are not made. An audit hook watches what Python does meanwhile: if a pickle is loaded, code
-compiled or executed, a process started or a file written, the mutation has failed.
+A mutation is what a disk does to one file: it flips bits, overwrites bytes, cuts, empties, deletes or swaps it, or there
+is a pickle instead. The checksums must catch it, unless the content is the same. A checkpoint with a manifest that fits
+is trusted, so no mutation makes one. An audit hook watches Python meanwhile: if it loads a pickle, compiles or executes
+code, starts a process or writes a file, the mutation has failed.
 Prints one JSON object: mutations, how many were refused, by which file, and whether anything was wrong.
 """
 
 import argparse
+import io
 import json
 import pickle
 import random
@@ -18,6 +19,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
 
 HOME = Path(__file__).parent.parent
@@ -25,29 +27,16 @@ sys.path[:0] = [str(HOME), str(HOME / "tests")]
 
 import torch  # noqa: E402
 
-from model import make_model  # noqa: E402
+import train_sft  # noqa: E402
 from options import SnugError  # noqa: E402
 from runs import checkpoint  # noqa: E402
 from runs.prepare import prepare  # noqa: E402
-from runs.saver import Saver  # noqa: E402
 from settings import SFTSettings  # noqa: E402
-from training.guard import Guard  # noqa: E402
 from training.loop import begin  # noqa: E402
-from training.optimizer import make_optimizer  # noqa: E402
 
 NAMES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
-FORBIDDEN = (
-    "pickle.find_class",
-    "exec",
-    "compile",
-    "os.system",
-    "subprocess.Popen",
-    "os.exec",
-    "os.spawn",
-    "os.posix_spawn",
-    "ctypes.dlopen",
-)
-FORBIDDEN += ("socket.connect", "os.remove", "os.rename", "os.mkdir", "shutil.rmtree", "marshal.loads", "code.__new__")
+FORBIDDEN = """pickle.find_class exec compile os.system subprocess.Popen os.exec os.spawn os.posix_spawn ctypes.dlopen
+socket.connect os.remove os.rename os.mkdir shutil.rmtree marshal.loads code.__new__""".split()
 watching, caught = False, []
 
 
@@ -73,21 +62,13 @@ def by_a_disk(data, rng, others):
         return data[:at] + rng.randbytes(rng.randrange(1, 64)) + data[at + 64 :]
     if kind == "zeros":
         return data[:at] + bytes(len(data) - at)
-    return {
-        "cut": data[:at],
-        "empty": b"",
-        "gone": None,
-        "longer": data + b"\0",
-        "swap": rng.choice(others),
-        "pickle": pickle.dumps(Bomb()),
-    }[kind]
+    results = dict(cut=data[:at], empty=b"", gone=None, longer=data + b"\0", swap=rng.choice(others))
+    return (results | dict(pickle=pickle.dumps(Bomb())))[kind]
 
 
 def resume(settings):
     """What train_sft.py does before its first iteration."""
-    prepared = prepare(settings)
-    begin(prepared, torch.device("cpu"))
-    Guard(settings, print, prepared.resume.state["health"])
+    begin(prepare(settings), torch.device("cpu"))
 
 
 def too_long(*_):
@@ -121,15 +102,10 @@ def main(mutations, seed):
     rng, wrong, refused, resumed = random.Random(seed), [], dict.fromkeys(NAMES, 0), 0
     with tempfile.TemporaryDirectory() as home:
         settings = SFTSettings(
-            digits=2, n_layer=1, n_embd=16, block_size=24, out_dir=f"{home}/run", device="cpu", resume="auto"
+            n_layer=1, n_embd=16, out_dir=f"{home}/run", device="cpu", resume="auto", max_iters=2, eval_prompts=0
         )
-        prepared = prepare(settings)
-        model = make_model(prepared.shape, torch.device("cpu"))
-        optimizer = make_optimizer(model, settings)
-        saver = Saver(settings, prepared.tokenizer, torch.device("cpu"), print, data=prepared.task.fingerprint())
-        health = Guard(settings, print).health
-        progress = dict(health=health, after_oom={}, extra_prompts=0)
-        saver.save(2, model, optimizer, progress, last=True)
+        with redirect_stdout(io.StringIO()):
+            train_sft.main(prepare(settings))
         path = checkpoint.newest(settings.out_dir)
         whole = {name: (path / name).read_bytes() for name in NAMES}
         resume(settings)  # so that whatever is imported and compiled once is there
