@@ -9,7 +9,7 @@
 
 A checkpoint is written into a temporary folder, flushed to disk and renamed: a folder with the final name is complete.
 If the disk damages it later, the checksums differ: a note on stderr names it, and the one before is used. If they fit,
-the values are trusted. No pickle. Data order and the sampler's draws follow from (seed, iteration), so no file has them.
+the values are trusted. No pickle. Data order and the sampler's draws follow from seed and iteration.
 
 `open_checkpoint` verifies and reads a checkpoint once. Left out: tensors (loading.py); when to save (saver.py).
 """
@@ -179,7 +179,7 @@ def identity(path: Path) -> str:
     return fingerprint(path) if is_pretrained(path) else sha256(path / "manifest.json")
 
 
-def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes]) -> None:
+def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes]):
     """Write checkpoint-<iteration> into a run's folder, completely or not at all.
 
     tensors: {file name: {tensor name: tensor}}; files: the tokenizer's. Raises OSError, SafetensorError.
@@ -206,7 +206,7 @@ def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes]) -> 
     flush(folder)
 
 
-def seal(folder: Path) -> None:
+def seal(folder: Path):
     """Write the manifest and flush every file to disk."""
     files = sorted(file for file in folder.iterdir() if file.name != "manifest.json")
     manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
@@ -217,7 +217,7 @@ def seal(folder: Path) -> None:
         flush(file)
 
 
-def flush(path: Path) -> None:
+def flush(path: Path):
     """Move a file's content, or a folder's names, from the page cache to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -45,10 +45,7 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
         settings.dtype = settings.param_dtype = "bfloat16"
     shape = state["model_config"] | {"n_vocab": tokenizer.n_vocab}
     model = make_model(shape, device, settings.param_dtype, initialise=False)
-    if is_pretrained(path):
-        read_weights(path, model)
-    else:
-        load_with_adapters(checkpoint, settings, model)
+    load_with_adapters(checkpoint, model)
     return Run(model, tokenizer, settings, state["iteration"], path)
 
 
@@ -62,27 +59,28 @@ def trained(model: GPT) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def load_with_adapters(checkpoint: Checkpoint, settings, model: GPT) -> None:
-    """Load a checkpoint into a plain model. If it has adapters, add them and do not merge them."""
+def load_with_adapters(checkpoint: Checkpoint, model: GPT):
+    """Load a checkpoint or a Hugging Face folder into a plain model. If it has adapters, add them, not merged."""
+    if is_pretrained(checkpoint.path):
+        return read_weights(checkpoint.path, model)
+    settings = settings_of(checkpoint.state)
     if settings.lora_rank:
         load_weights(base_of(checkpoint), model)
         give_adapters(model, settings)
     load_into(checkpoint.path / "model.safetensors", trained(model))
 
 
-def load_weights(weights: Checkpoint, model: GPT) -> None:
-    """Load a checkpoint or a Hugging Face folder into a plain model, adapters merged. Raises SnugError."""
-    if is_pretrained(weights.path):
-        return read_weights(weights.path, model)
-    load_with_adapters(weights, settings_of(weights.state), model)
+def load_weights(weights: Checkpoint, model: GPT):
+    """`load_with_adapters`, and merge them. Raises SnugError."""
+    load_with_adapters(weights, model)
     lora.merge(model)
 
 
-def give_adapters(model: GPT, settings) -> None:
+def give_adapters(model: GPT, settings):
     lora.add(model, settings.lora_rank, settings.lora_alpha, settings.lora_target_modules)
 
 
-def configure(model: GPT, settings: SFTSettings | GRPOSettings) -> GPT:
+def configure(model: GPT, settings) -> GPT:
     """Add adapters, if any, and set the model's memory options -> the model."""
     if settings.lora_rank:
         give_adapters(model, settings)
@@ -91,7 +89,7 @@ def configure(model: GPT, settings: SFTSettings | GRPOSettings) -> GPT:
     return model
 
 
-def load_into(path: Path, tensors: dict[str, torch.Tensor], rows: dict | None = None) -> None:
+def load_into(path: Path, tensors: dict[str, torch.Tensor], rows: dict | None = None):
     """Copy a safetensors file into {name: tensor} in place, one tensor at a time. rows: {parameter: slice} of a shard.
 
     Raises SnugError if names or shapes differ. Masters may be missing on either side: they come from the weights.
@@ -129,7 +127,7 @@ def optimizer_steps(optimizer: Optimizer) -> int:
     return next((int(state["step"]) for state in optimizer.state.values()), 0)
 
 
-def load_optimizer(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer) -> None:
+def load_optimizer(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer):
     """Load moments and step count into a new optimizer."""
     file, rows = checkpoint.path / "optimizer.safetensors", getattr(model, "rows", {})
     load_into(file, moments(model, optimizer), rows)
@@ -153,7 +151,7 @@ def generator_state(device: torch.device) -> dict:
     return state | {"numpy": [kind, words.tolist(), *rest]}
 
 
-def restore_generators(state: dict, device: torch.device) -> None:
+def restore_generators(state: dict, device: torch.device):
     """The inverse of `generator_state`. A CUDA state is ignored on a CPU. Raises SnugError for other states."""
     with in_one_line("state.json: generators cannot be restored"):
         version, words, gauss = state["python"]

@@ -33,10 +33,10 @@ class FolderLock:
             raise SnugError(f"out_dir={self.folder} cannot be written to: {error.strerror}") from None
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error):
         self.file.close()
 
-    def lock(self) -> None:
+    def lock(self):
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -55,7 +55,7 @@ class Prepared:
         rewards = settings if isinstance(settings, RewardOptions) else RewardOptions()
         return Scoring(self.task, self.reward_funcs, weights, rewards, settings.sequences_per_rollout)
 
-    def longest(self, settings: SFTSettings | GRPOSettings) -> tuple[int, int]:
+    def longest(self, settings) -> tuple[int, int]:
         """-> tokens of the longest prompt and of the longest completion."""
         prompt, answer = self.task.longest(self.tokenizer.encode_prompt)
         if isinstance(settings, GRPOSettings):
@@ -100,7 +100,7 @@ def prepare(
     return prepared
 
 
-def refuse_places(settings: SFTSettings | GRPOSettings) -> None:
+def refuse_places(settings):
     """Raises SnugError if there is no reference, or if a new run would move init_from away."""
     if not settings.init_from:
         if settings.beta:
@@ -127,7 +127,7 @@ def find_weights(settings, task: Task, read_tensors: bool):
     return resume, *find_origin(settings, resume, read_tensors)
 
 
-def refuse_changes(settings: SFTSettings | GRPOSettings, task: Task, resume: Checkpoint) -> None:
+def refuse_changes(settings, task: Task, resume: Checkpoint):
     """A resumed run keeps its task, its data and its adapters. Raises SnugError."""
     before = settings_of(resume.state)
     adapters = ADAPTERS if settings.lora_rank or before.lora_rank else []
@@ -208,7 +208,7 @@ def shape_and_tokenizer(
 
 def refuse_contradictions(
     settings, chosen: Set[str], shape: dict, tokenizer_name: str, source: str | Path
-) -> None:
+):
     """Shape and tokenizer come from `source`; the options that the user chose must agree. Raises SnugError."""
     expected = {f.name: f.default for f in fields(ModelOptions)} | shape
     for name in sorted(chosen & {*SHAPE}):
@@ -234,7 +234,7 @@ def rewards_of(settings: RewardOptions | SFTSettings, task: Task) -> tuple[list[
     return functions, [] if set(weights) == {1.0} else weights
 
 
-def refuse_lengths(prepared: Prepared, block_size: int) -> None:
+def refuse_lengths(prepared: Prepared, block_size: int):
     """Raises SnugError if prompt and completion do not fit into block_size."""
     settings = prepared.settings
     prompt, completion = prepared.longest(settings)

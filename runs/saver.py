@@ -23,12 +23,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch.optim import Optimizer
 
 from device.host import available_on_host, spare_copy
 from device.kinds import MIB
 from device.processes import OneProcess
-from model import GPT
 from options import SnugError, in_one_line
 from runs.checkpoint import PREFIX, checkpoints, damage, iteration_of, write
 from runs.loading import generator_state, optimizer_steps, tensors_of
@@ -44,11 +42,11 @@ class Saver:
         self,
         settings,
         tokenizer,
-        model: GPT,
-        optimizer: Optimizer,
-        device: torch.device,
+        model,
+        optimizer,
+        device,
         say: Callable[[str], None],
-        start: int | None = None,
+        start=None,
         processes=None,
         **constants,
     ):
@@ -61,7 +59,7 @@ class Saver:
         self.processes = processes or OneProcess()
         self.folder, self.constants = Path(settings.out_dir), constants
         self.saved = start  # iterations done by the newest checkpoint
-        self.scores = {}  # iterations done -> score
+        self.scores = {}  # iterations done -> score, None without an evaluation
         self.thread = None  # writes a copy of the state
         self.copy_bytes = 0  # size of that copy
         self.problem = None  # what went wrong in the thread; `wait` reports it
@@ -70,12 +68,11 @@ class Saver:
             for folder in self.folder.glob(f".tmp-{PREFIX}*"):  # a killed process left it
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def scores_in_log(self) -> dict[int, float]:
-        """{iterations done: score}. The best checkpoint is verified: a damaged one has no score."""
+    def scores_in_log(self) -> dict[int, float | None]:
+        """{iterations done: score, or None without an evaluation}. A damaged best checkpoint has no score."""
         if not (self.folder / "log.jsonl").exists():
             return {}
         scores = {record["iter"] + 1: self.score_of(record) for record in read_log(self.folder)}
-        scores = {done: score for done, score in scores.items() if score is not None}
         while best := best_of(checkpoints(self.folder), scores):
             wrong = damage(best) if iteration_of(best) != self.saved else None
             if not wrong:
@@ -88,7 +85,7 @@ class Saver:
         """The best checkpoint has the largest: the mean held-out reward if the run has reward_funcs, else pass@1."""
         return record.get("eval_reward_mean" if self.settings.reward_funcs else "pass_at_1")
 
-    def after(self, done: int, progress: dict, scores: dict) -> None:
+    def after(self, done: int, progress: dict, scores: dict):
         """Save after `done` iterations if it is time. scores: the log's, of an evaluation now.
 
         After a dropped step nothing is saved, except at the end. Raises SnugError if the last save fails.
@@ -98,21 +95,20 @@ class Saver:
         score, interval = self.score_of(scores), self.settings.save_interval
         best = best_of(checkpoints(self.folder), self.scores)
         is_best = score is not None and (best is None or score > self.scores[iteration_of(best)])
-        if score is not None:
-            self.scores[done] = score
+        self.scores[done] = score
         is_due = is_best or interval > 0 and done % interval == 0
         is_safe = progress["health"]["dropped_in_a_row"] == 0
         last = done == self.settings.max_iters
         if self.processes.first(last or is_due and is_safe):
             self.save(done, progress, last)
 
-    def save(self, done: int, progress: dict, last: bool = False) -> None:
+    def save(self, done: int, progress: dict, last: bool = False):
         """Save the state after `done` iterations. last: wait until it is written, and raise SnugError if that fails."""
         self.wait()
         if not self.processes.first(self.saved == done):
             self.write(done, progress, last)
 
-    def write(self, done: int, progress: dict, last: bool) -> None:
+    def write(self, done: int, progress: dict, last: bool):
         tensors = self.processes.gathered(self.model, tensors_of(self.model, self.optimizer))
         if self.processes.rank:
             return
@@ -152,7 +148,7 @@ class Saver:
             for file, named in tensors.items()
         }
 
-    def publish(self, state: dict, tensors: dict) -> None:
+    def publish(self, state: dict, tensors: dict):
         """Write a checkpoint and delete old ones; runs in the thread. A failure goes to `problem`."""
         done = state["iteration"]
         try:
@@ -164,7 +160,7 @@ class Saver:
         self.saved = done
         self.prune(done)
 
-    def prune(self, done: int) -> None:
+    def prune(self, done: int):
         """Keep the newest save_total_limit checkpoints and the best one, and link `best` to that.
 
         Checkpoints after `done` are damaged ones that the run did not resume from. They stay.
@@ -183,7 +179,7 @@ class Saver:
         except OSError as error:
             self.problem = f"old checkpoints in {self.folder} cannot be deleted ({error.strerror})"
 
-    def wait(self) -> None:
+    def wait(self):
         """Wait until nothing is being written, and report what went wrong."""
         if self.thread:
             self.thread.join()
@@ -212,7 +208,7 @@ class Saver:
                 self.rescue(iteration, progress)
             raise
 
-    def rescue(self, done: int, progress: dict) -> None:
+    def rescue(self, done: int, progress: dict):
         """Save the state beside an error. If that fails too, warn: the first error is the one to raise."""
         try:
             self.wait()
@@ -233,9 +229,9 @@ def not_finite(named: dict[str, torch.Tensor]) -> str | None:
     return None
 
 
-def best_of(paths: list[Path], scores: dict[int, float]) -> Path | None:
-    """The checkpoint with the best score, the newest of equals. scores: {iterations done: score}."""
-    scored = [path for path in paths if iteration_of(path) in scores]
+def best_of(paths: list[Path], scores: dict) -> Path | None:
+    """The checkpoint with the best score, the newest of equals. scores: {iterations done: score or None}."""
+    scored = [path for path in paths if scores.get(iteration_of(path)) is not None]
     return max(scored, key=lambda path: (scores[iteration_of(path)], path.name), default=None)
 
 

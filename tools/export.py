@@ -13,7 +13,7 @@ from runs.checkpoint import find_run
 from settings import ExportSettings
 
 
-def main(settings: ExportSettings, folder: str) -> None:
+def main(settings: ExportSettings, folder: str):
     """Raises SnugError if `folder` has no run or settings.to exists."""
     new_folder(settings.to)  # refuses a bad name before torch is imported
     checkpoint = find_run(folder)

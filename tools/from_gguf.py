@@ -29,7 +29,7 @@ DIGITS = pre_tokenizers.Sequence(
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
 
 
-def main(settings: FromGGUFSettings, file: str) -> None:
+def main(settings: FromGGUFSettings, file: str):
     """Raises SnugError for a file that is no supported model, and if settings.to exists."""
     missing = [name for name in ("transformers", "gguf", "accelerate") if not find_spec(name)]
     if missing:
@@ -87,7 +87,7 @@ def read(folder: Path, dtype: str):
     return model, tokenizer
 
 
-def check(folder: Path, metadata: dict, tensors: tuple) -> None:
+def check(folder: Path, metadata: dict, tensors: tuple):
     """Raises SnugError for what transformers would leave out of the model or its tokenizer."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
