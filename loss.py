@@ -69,9 +69,9 @@ def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
     k2  (log r)^2 / 2    biased, but its mean gradient is the KL's
     k3  r - 1 - log r    unbiased, never negative; its mean gradient is that of KL(reference || policy)
 
-    Times the ratio (use_bias_correction_kl) k1 and k3 get the KL's gradient, also from stale tokens; k2 loses it. verl
-    calls them kl, mse and low_var_kl. Sources: Schulman 2020, "Approximating KL divergence"; gradients: Tang & Munos
-    2025; the ratio: DeepSeek-V3.2.
+    policy_loss multiplies k1 and k3 by the ratio: this gives them the KL's gradient, also from stale tokens (DeepSeek-V3.2).
+    k2 has it without the ratio. "k3_no_ratio" is k3 as DeepSeekMath has it. verl calls them kl, mse and low_var_kl.
+    Sources: Schulman 2020, "Approximating KL divergence"; gradients: Tang & Munos 2025.
     """
     log_ratio = ref_logprobs - logprobs
     if estimator == "k1":
@@ -188,8 +188,8 @@ def policy_loss(
         metrics["kl"] = kl_divergence(logprobs.detach(), ref_logprobs).sum() / num_tokens
         if options.beta and not options.use_kl_in_reward:
             kl = kl_divergence(logprobs, ref_logprobs, options.kl_estimator)
-            per_token = per_token + options.beta * (
-                kl * ratio if options.use_bias_correction_kl else kl
-            )
+            if options.kl_estimator in ("k1", "k3"):
+                kl = kl * ratio
+            per_token = per_token + options.beta * kl
     weights = token_weights(sequence, lengths, options, num_tokens, num_sequences, num_micro_batches)
     return (per_token * weights).sum(), metrics

@@ -310,7 +310,6 @@ class AdvantageOptions:
     baseline: str = option(
         "mean", "subtract the mean of the group or of the others", choices=("mean", "leave_one_out")
     )
-    advantage_eps: float = option(1e-4, "added to the standard deviation of the rewards")
     soft_punish_cache: int = option(
         0, "the last N tokens of max_new_tokens subtract 1/N each from the reward"
     )
@@ -359,9 +358,10 @@ class KLOptions:
     reference: str = option(
         "device", "where the reference is; host: stream it block by block", choices=PLACES
     )
-    kl_estimator: str = option("k3", "estimator of the KL divergence", choices=("k1", "k2", "k3"))
-    use_bias_correction_kl: bool = option(
-        True, "multiply the KL by the ratio (k1, k3); false: k2, DeepSeekMath's k3"
+    kl_estimator: str = option(
+        "k3",
+        "estimator of the KL divergence; the loss multiplies k1 and k3 by the ratio; k3_no_ratio: DeepSeekMath's",
+        choices=("k1", "k2", "k3", "k3_no_ratio"),
     )
     use_kl_in_reward: bool = option(
         False, "subtract beta times the KL from the reward; false: add it to the loss"
@@ -521,11 +521,6 @@ class GRPOSettings(
         if self.use_kl_in_reward and self.scale_rewards == "group":
             why = "if a group's rewards are equal, scaling cancels beta; use --scale_rewards=batch or none"
             raise SnugError(f"use_kl_in_reward=True with scale_rewards=group: {why}")
-        needed = {"k1": True, "k2": False, "k3": self.use_bias_correction_kl}[self.kl_estimator]
-        if self.beta and not self.use_kl_in_reward and self.use_bias_correction_kl != needed:
-            seen = f"kl_estimator={self.kl_estimator} with use_bias_correction_kl={self.use_bias_correction_kl}"
-            advice = f"set --use_bias_correction_kl={str(needed).lower()} or --kl_estimator=k3"
-            raise SnugError(f"{seen} does not have the KL's gradient; {advice}")
 
 
 @dataclass

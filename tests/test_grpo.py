@@ -58,10 +58,10 @@ def gradient(model, rollouts, settings, select=None):
 VARIANTS = {
     "dapo": dict(),
     "grpo": dict(loss_type="grpo", delta=1.5),
-    "dr_grpo": dict(loss_type="dr_grpo", kl_estimator="k2", use_bias_correction_kl=False),
+    "dr_grpo": dict(loss_type="dr_grpo", kl_estimator="k2"),
     "cispo": dict(loss_type="cispo", epsilon_high=1.1),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.05),
-    "entropy": dict(entropy_coef=0.1, use_bias_correction_kl=False),
+    "entropy": dict(entropy_coef=0.1, kl_estimator="k3_no_ratio"),
     "gspo with entropy": dict(importance_sampling_level="sequence", entropy_coef=0.1),
     "truncated importance": dict(importance_sampling_cap=1.1),
     "truncated completions masked": dict(mask_truncated_completions=True, loss_type="grpo"),

@@ -98,8 +98,8 @@ def slow_loss(case, logprobs, o):
             if o["cap"]:
                 token *= min(math.exp(q - v), o["cap"])
             d = r - m
-            weight = o["beta"] * (ratio if o["use_bias_correction_kl"] else 1)
-            token += weight * {"k1": -d, "k2": d * d / 2, "k3": cmath.exp(d) - d - 1}[o["kl_estimator"]]
+            weight = o["beta"] * (ratio if o["kl_estimator"] in ("k1", "k3") else 1)
+            token += weight * {"k1": -d, "k2": d * d / 2, "k3": cmath.exp(d) - d - 1}[o["kl_estimator"][:2]]
             k3s += (cmath.exp(d) - d - 1).real
             divisor = {
                 "dapo": case["num_tokens"],
@@ -139,7 +139,6 @@ OPTIONS = dict(
     delta=None,
     beta=0.0,
     kl_estimator="k3",
-    use_bias_correction_kl=False,
     cap=None,
     max_new_tokens=12,
     num_micro_batches=3,
@@ -147,9 +146,9 @@ OPTIONS = dict(
 VARIANTS = {
     "plain": {},
     "asymmetric": dict(epsilon_high=0.28),
-    "two-sided, k3": dict(epsilon_high=0.28, delta=1.5, beta=0.1),
+    "two-sided, k3": dict(epsilon_high=0.28, delta=1.5, beta=0.1, kl_estimator="k3_no_ratio"),
     "k1": dict(beta=0.04, kl_estimator="k1"),
-    "k3 times the ratio": dict(beta=0.1, use_bias_correction_kl=True, delta=1.3, epsilon_high=0.28),
+    "k3 times the ratio": dict(beta=0.1, delta=1.3, epsilon_high=0.28),
     "k2 and truncated importance": dict(beta=0.04, kl_estimator="k2", cap=1.1),
 }
 

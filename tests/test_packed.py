@@ -72,7 +72,7 @@ VARIANTS = {
     "dapo": dict(beta=0.1),
     "grpo": dict(loss_type="grpo", delta=1.5, kl_estimator="k1"),
     "bnpo": dict(loss_type="bnpo", entropy_coef=0.1),
-    "dr_grpo": dict(loss_type="dr_grpo", beta=0.1, kl_estimator="k2", use_bias_correction_kl=False),
+    "dr_grpo": dict(loss_type="dr_grpo", beta=0.1, kl_estimator="k2"),
     "cispo": dict(loss_type="cispo", epsilon_high=1.1, importance_sampling_cap=1.1),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.05, beta=0.1),
     "gspo of dr_grpo": dict(loss_type="dr_grpo", importance_sampling_level="sequence", entropy_coef=0.1),

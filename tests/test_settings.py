@@ -368,12 +368,6 @@ def test_configs_of_the_repository_are_right():
         (GRPOSettings, "--loss_type=cispo --epsilon_high=0.5", "epsilon_high is the largest ratio, at least 1"),
         (GRPOSettings, "--use_kl_in_reward", "use_kl_in_reward=True, but beta=0"),
         (GRPOSettings, "--use_kl_in_reward --beta=0.1", "use_kl_in_reward=True with scale_rewards=group"),
-        (GRPOSettings, "--kl_estimator=k2 --beta=0.1", "set --use_bias_correction_kl=false or"),
-        (
-            GRPOSettings,
-            "--kl_estimator=k1 --beta=0.1 --use_bias_correction_kl=0",
-            "set --use_bias_correction_kl=true or",
-        ),
         (GRPOSettings, "--soft_punish_cache=32", "soft_punish_cache=32 must be below max_new_tokens"),
         (GRPOSettings, "--reward_funcs=is_short", "reward_funcs='is_short': write module:function"),
         (GRPOSettings, "--reward_funcs=a:b,:c", "reward_funcs=':c': write module:function"),
@@ -395,7 +389,7 @@ def test_combinations_that_cannot_be(cls, words, message):
         (GRPOSettings, "--group_size=2 --train_batch_size=128"),
         (GRPOSettings, "--max_new_tokens=64 --init_from=out/sft"),  # block_size is the checkpoint's
         (GRPOSettings, "--delta=1.3 --epsilon=0.2 --epsilon_high=0.28"),
-        (GRPOSettings, "--kl_estimator=k2 --beta=0.1 --use_bias_correction_kl=false"),
+        (GRPOSettings, "--kl_estimator=k2 --beta=0.1"),
         (GRPOSettings, "--loss_type=cispo --epsilon_high=5"),
         (GRPOSettings, "--reward_funcs=m:f --pass_reward=-0.5"),
         (SFTSettings, "--n_kv_head=2 --position=rotary --demonstration_noise=1"),

@@ -49,6 +49,7 @@ class Alone:
 def theirs(case, steps=1, **options):
     """GRPOTrainer._compute_loss on these log-probs -> loss, its gradients by log-probs and entropies. steps: micro-batches a step."""
     cap = options.pop("cap", None)
+    options["use_bias_correction_kl"] = options.pop("kl_estimator", "k3") == "k3"
     args = GRPOConfig(
         output_dir="unused",
         report_to=[],
@@ -115,9 +116,9 @@ def ours(case, steps=1, **options):
 
 VARIANTS = [
     dict(),
-    dict(epsilon_high=0.28, beta=0.04, use_bias_correction_kl=True),
-    dict(delta=1.5, beta=0.1, use_bias_correction_kl=True),
-    dict(cap=1.2, beta=0.04, use_bias_correction_kl=False),
+    dict(epsilon_high=0.28, beta=0.04),
+    dict(delta=1.5, beta=0.1),
+    dict(cap=1.2, beta=0.04, kl_estimator="k3_no_ratio"),
     dict(entropy_coef=0.02),
 ]
 
