@@ -12,6 +12,7 @@ options/ reads them. Nothing here imports torch: a typo is answered at once. Tes
 
 import importlib.util
 import math
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -143,9 +144,6 @@ class TrainOptions:
     adam_beta1: float = option(0.9, "AdamW's decay of the first moment")
     adam_beta2: float = option(0.99, "AdamW's decay of the second moment")
     grad_clip: float = option(1.0, "largest norm of the gradient; 0: no clipping")
-    max_dropped_steps: int = option(
-        5, "stop after N steps in a row with a non-finite loss or gradient", minimum=1
-    )
     lora_rank: int = option(
         0, "train only adapters of this rank on the weights of init_from (LoRA); 0: train all"
     )
@@ -218,12 +216,6 @@ class MemoryOptions:
     )
     num_processes: int = option(
         1, "with plan and parallel: processes of the run; else torchrun says it", minimum=1
-    )
-    num_nodes: int = option(
-        1, "with plan and hsdp: on how many machines they run; else torchrun says it", minimum=1
-    )
-    memory_snapshot: bool = option(
-        False, "CUDA: write memory_snapshot.pickle, for pytorch.org/memory_viz, at the end"
     )
 
     def check(self):
@@ -384,9 +376,6 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
         if self.num_processes > self.batch_size:
             seen = f"batch_size={self.batch_size} is less than {self.num_processes} processes"
             raise SnugError(f"{seen}; each takes a prompt at least")
-        if self.num_processes % self.num_nodes:
-            seen = f"num_processes={self.num_processes} on num_nodes={self.num_nodes} machines"
-            raise SnugError(f"{seen}; num_processes counts those of all machines, as many on each")
         if self.parallel in ("fsdp", "hsdp"):
             taken = dict(
                 grad_offload=False, reference="device", memory_budget_gb=""
@@ -405,6 +394,11 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
             raise SnugError(
                 f"lora_rank={self.lora_rank} trains beside the weights of init_from; name a run or model"
             )
+
+    @property
+    def processes_per_machine(self) -> int:
+        """As torchrun says in LOCAL_WORLD_SIZE. Without torchrun, --plan plans one machine, unless it is set."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
 
     @property
     def sequences_per_rollout(self) -> int:

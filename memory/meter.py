@@ -20,7 +20,6 @@ import torch
 from device.host import HOST
 from device.kinds import MIB
 from memory.ledger import LiveBytes
-from options import SnugError
 
 PHASES = ("rollout", "reward", "reference", "train", "optimizer", "eval")
 
@@ -138,22 +137,3 @@ def resident_bytes():
 def tensor_bytes(tensors):
     """Bytes of the distinct storages of some tensors."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def allocator_snapshot(folder, device):
-    """-> a context that records CUDA's allocator and writes folder/memory_snapshot.pickle, also after an error."""
-    if device.type != "cuda":
-        raise SnugError(
-            f"memory_snapshot records CUDA's allocator, and device is {device}; leave it out"
-        )
-    return record_allocator(folder)
-
-
-@contextmanager
-def record_allocator(folder):
-    torch.cuda.memory._record_memory_history(max_entries=100_000)  # the latest are kept
-    try:
-        yield
-    finally:
-        torch.cuda.memory._dump_snapshot(os.path.join(folder, "memory_snapshot.pickle"))
-        torch.cuda.memory._record_memory_history(enabled=None)

@@ -313,7 +313,7 @@ def sharded(whole: Plan, settings, outside: int, block: int) -> Plan:
     weights outside are gathered while the model runs; the gradients of one block and of those outside; the float32 copy
     that is reduced; for a rollout all weights. tests/test_parallel.py compares it with what runs need.
     """
-    n = settings.num_processes // (settings.num_nodes if settings.parallel == "hsdp" else 1)
+    n = settings.processes_per_machine if settings.parallel == "hsdp" else settings.num_processes
     phases, weights = {}, max(parts["weights"] for _, parts in whole.phases.values())
     offloaded = ("weights", "gradients", "reference") if settings.param_offload else ()
     host = {

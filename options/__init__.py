@@ -30,12 +30,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-REMOVED = {  # options of earlier versions: what to do instead
-    "cuda_allocator": "set the environment variable PYTORCH_ALLOC_CONF instead",
-    "gradient_accumulation_steps": "write max_tokens_per_micro_batch: tokens of a micro-batch",
-    "kv_cache_mb": "write max_rollout_batch: completions decoded at a time; --plan shows the cache's size",
-}
-
 
 class SnugError(Exception):
     """An error that the user can correct. One line: what is wrong, the value seen, what to do. Exit code 2.
@@ -150,8 +144,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def check_name(cls, name: str, shown: str) -> None:
     """Raises SnugError if `cls` has no such option. shown: the name as the user wrote it."""
     if name not in fields(cls):
-        if name in REMOVED:
-            raise SnugError(f"option {shown} was removed; {REMOVED[name]}")
         raise SnugError(
             f"unknown option {shown}"
             + (did_you_mean(name, fields(cls)) or "; --help=all lists them all")

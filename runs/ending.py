@@ -87,7 +87,7 @@ def next_commands(settings: SFTSettings | GRPOSettings, scored: bool, stopped: b
             else f"torchrun --nproc_per_node={settings.num_processes}"
         )
         start = (
-            "torchrun ..." if settings.num_nodes > 1 else start
+            "torchrun ..." if settings.processes_per_machine < settings.num_processes else start
         )  # the addresses of machines are not known here
         return [f"{start} {again} --resume=auto"]
     folder = shlex.quote(settings.out_dir)

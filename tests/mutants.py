@@ -200,7 +200,7 @@ MUTANTS = [
     ("tensors are read before options are checked", "runs/prepare.py", "task, read_tensors=False)", "task, read_tensors=True)", "test_checkpoint.py"),
     ("evaluations ask a prompt twice", "runs/prepare.py", "held_out < settings.eval_prompts:", "held_out == 0:", "test_jsonl.py"),
     ("a smaller block_size limits nothing", "runs/prepare.py", 'settings.block_size if "block_size" in chosen else shape["block_size"]', 'shape["block_size"]', "test_pretrained.py"),
-    ("processes: hsdp planned over all machines", "memory/plan.py", '(settings.num_nodes if settings.parallel == "hsdp" else 1)', "1", "test_parallel.py"),
+    ("processes: hsdp planned over all machines", "memory/plan.py", 'settings.processes_per_machine if settings.parallel == "hsdp" else settings.num_processes', "settings.num_processes", "test_parallel.py"),
     ("report: reserved memory as the peak", "page/charts.py", "run.memory[i][phase][2] for i in its]", "run.memory[i][phase][1] for i in its]", "test_report.py"),
     ("gpu: sums of products in bfloat16", "device/pick.py", "products.allow_bf16_reduced_precision_reduction = False", "pass", "test_device.py"),
     ("gpu: a broken recording's pool is deleted", "device/cuda.py", "ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))", "pass", "test_replay.py"),

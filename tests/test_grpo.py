@@ -316,9 +316,10 @@ def test_resuming_with_nothing_to_resume_keeps_the_earlier_log(tmp_path):
     assert read_log(tmp_path / "sft.1") == [{"iter": 0}] and len(read_log(tmp_path / "sft")) == 1
 
 
-def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path):
+def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.guard.MAX_DROPPED_STEPS", 2)
     sft, _ = tiny(tmp_path)
-    hopeless = dict(learning_rate=1e30, grad_clip=0.0, eval_prompts=0, max_dropped_steps=2, save_interval=1)
+    hopeless = dict(learning_rate=1e30, grad_clip=0.0, eval_prompts=0, save_interval=1)
     with pytest.raises(
         SnugError,
         match=r"2 optimizer steps in a row .* iteration \d.*lower learning_rate .*checkpoint-00000",

@@ -192,9 +192,7 @@ def test_no_bad_update_is_applied(tmp_path, monkeypatch, start, number):
 def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_newest_checkpoint(tmp_path, monkeypatch):
     """From iteration 4 on every gradient is bad. Then it is mended: the end is that of a run that was never ill."""
     sft, _ = tiny(tmp_path)
-    sft = dataclasses.replace(
-        sft, max_iters=9, save_interval=1, save_total_limit=1, eval_prompts=0, max_dropped_steps=3
-    )
+    sft = dataclasses.replace(sft, max_iters=9, save_interval=1, save_total_limit=1, eval_prompts=0)
     healthy = dataclasses.replace(sft, out_dir=str(tmp_path / "healthy"))
     train_sft.main(prepare(healthy))
     original, steps = state.optimizer_step, itertools.count()
@@ -205,6 +203,7 @@ def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_newest_check
         return original(model, optimizer, *arguments)
 
     monkeypatch.setattr(state, "optimizer_step", ill)
+    monkeypatch.setattr("training.guard.MAX_DROPPED_STEPS", 3)
     with pytest.raises(SnugError) as error:
         train_sft.main(prepare(sft))
     assert (
@@ -224,8 +223,9 @@ def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_newest_check
 
 def test_the_count_in_a_row_outlives_the_process(tmp_path, monkeypatch):
     """Two dropped steps, SIGTERM's save, and one more after the resume are three."""
+    monkeypatch.setattr("training.guard.MAX_DROPPED_STEPS", 3)
     sft, _ = tiny(tmp_path)
-    sft = dataclasses.replace(sft, max_iters=3, save_interval=1, eval_prompts=0, max_dropped_steps=3)
+    sft = dataclasses.replace(sft, max_iters=3, save_interval=1, eval_prompts=0)
     original, steps = state.optimizer_step, itertools.count()
 
     def ill(model, optimizer, *arguments):

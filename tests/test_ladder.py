@@ -122,17 +122,6 @@ def test_combinations_that_make_no_sense_are_refused():
             SFTSettings(**changes).check()
 
 
-def test_a_snapshot_wants_cuda(tmp_path):
-    settings = SFTSettings(**SFT | dict(max_iters=1, out_dir=str(tmp_path / "run"), memory_snapshot=True))
-    if torch.cuda.is_available():
-        train_sft.main(prepare(settings))
-        assert (tmp_path / "run/memory_snapshot.pickle").stat().st_size > 1000
-    else:
-        with pytest.raises(SnugError, match="memory_snapshot records CUDA's allocator, and device is cpu"):
-            train_sft.main(prepare(settings))
-        assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
 @pytest.mark.parametrize("changes", [dict(), dict(max_rollout_batch=5), dict(dtype="bfloat16", param_dtype="bfloat16")])
 def test_a_rollout_gives_the_device_back(changes, tmp_path):

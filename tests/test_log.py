@@ -218,7 +218,8 @@ def test_the_end_of_a_run_says_what_was_reached_and_what_comes_next(tmp_path, mo
     several = dataclasses.replace(settings, parallel="hsdp", num_processes=4)
     starts = {1: "torchrun --nproc_per_node=4", 2: "torchrun ..."}
     for nodes, start in starts.items():
-        lines = ending("GRPO", dataclasses.replace(several, num_nodes=nodes), True, stopped=True)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(4 // nodes))
+        lines = ending("GRPO", several, True, stopped=True)
         assert lines[-1] == f"  next        {start} grpo.py 'my config.py' --resume=auto"
 
 

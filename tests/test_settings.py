@@ -161,15 +161,6 @@ def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
     assert refused(read_config, cls, path) == f"unknown option {path}:3: sede; did you mean seed?"
 
 
-def test_removed_options(tmp_path, monkeypatch):
-    monkeypatch.setitem(options.REMOVED, "gone", "write seed instead")
-    monkeypatch.setitem(options.REMOVED, "seed", "an option of the class is never looked up here")
-    assert refused(read_settings, SFTSettings, ["--gone=1"]) == "option --gone was removed; write seed instead"
-    path = config(tmp_path, "seed = 1\ngone = 2\n")
-    assert refused(read_config, SFTSettings, path) == f"option {path}:2: gone was removed; write seed instead"
-    assert "PYTORCH_ALLOC_CONF" in refused(read_settings, GRPOSettings, ["--cuda_allocator=x"])
-
-
 # -----------------------------------------------------------------------------
 # The command line
 

@@ -1,7 +1,7 @@
 """Optimizer steps with a loss or gradient that is not finite: they are dropped, explained in log.txt, and counted.
 
 The line in the log has the iteration, the seed, the sequences and the loss. An earlier checkpoint and these are enough
-to reach the step again. After max_dropped_steps in a row the run stops, and its state is not saved: the weights may be
+to reach the step again. After MAX_DROPPED_STEPS in a row the run stops, and its state is not saved: the weights may be
 ruined although they are finite.
 """
 
@@ -14,6 +14,8 @@ from batch import Sequences
 from model import GPT
 from runs.saver import UnsafeState, newest_name, not_finite
 from sample import Rollouts
+
+MAX_DROPPED_STEPS = 5
 
 
 class Guard:
@@ -30,7 +32,7 @@ class Guard:
     def drop(
         self, iteration: int, model: GPT, gradients, sequences, select: range, loss: float, norm: float
     ) -> None:
-        """Count and report a step on the sequences `select`. Raises UnsafeState after max_dropped_steps in a row.
+        """Count and report a step on the sequences `select`. Raises UnsafeState after MAX_DROPPED_STEPS in a row.
 
         gradients: {name: tensor}; sequences: Rollouts or Sequences; norm: of the gradient.
         """
@@ -39,7 +41,7 @@ class Guard:
         what = f"a step of iteration {iteration}, seed {self.settings.seed}, "
         what += f"sequences {select.start} to {select.stop - 1}"
         in_a_row = self.health["dropped_in_a_row"]
-        if in_a_row < self.settings.max_dropped_steps:
+        if in_a_row < MAX_DROPPED_STEPS:
             self.say(f"warning: {what} is dropped, {in_a_row} in a row: {found}")
             return
         newest = newest_name(Path(self.settings.out_dir))

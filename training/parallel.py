@@ -51,7 +51,7 @@ def start(settings) -> OneProcess:
     if not launched:
         command = f"torchrun --nproc_per_node=8 {sys.argv[0]}"
         raise SnugError(f"parallel={settings.parallel!r} needs processes; start them with {command}")
-    settings.num_processes, settings.num_nodes = size, size // int(os.environ["LOCAL_WORLD_SIZE"])
+    settings.num_processes = size
     settings.check()
     return (Processes if settings.parallel == "ddp" else ShardedProcesses)(settings)
 
@@ -186,7 +186,7 @@ class ShardedProcesses(Processes):
             raise SnugError(f"{seen}; pip install torch==2.13.0, or use --parallel=ddp")
         # No block's output is changed in place while gradients are on.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-        near = self.size // (self.settings.num_nodes if self.settings.parallel == "hsdp" else 1)
+        near = self.settings.processes_per_machine if self.settings.parallel == "hsdp" else self.size
         shape, names = (
             ((self.size // near, near), ("nodes", "near")) if near < self.size else ((near,), ("near",))
         )
