@@ -52,8 +52,7 @@ def main(prepared) -> bool:
     """Make the warm start if it is missing; then train as the settings say -> False if a signal stopped it."""
     settings = prepared.settings
     if prepared.warm_start and not settings.plan:
-        missing = f"{settings.init_from} is missing or not finished"
-        print(f"{missing}: making it first, with {settings.init_config}", flush=True)
+        print(f"{settings.init_from} is missing or not finished: making it first", flush=True)
         if not train_sft.main(prepared.warm_start):
             return False
         prepared.origin = open_checkpoint(settings.init_from)

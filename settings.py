@@ -73,7 +73,9 @@ class RunOptions:
         "out/run", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints"
     )
     init_from: str = option(
-        "", "starting weights, GRPO's reference: a run or a Hugging Face folder; empty: random"
+        "",
+        "initial weights, and GRPO's reference: a run, a Hugging Face folder, or the config of an SFT run, which grpo.py "
+        "first makes or finishes; empty: random",
     )
     seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
     device: str = option("auto", "auto: cuda if available, else cpu; or a torch device such as cuda:1")
@@ -451,7 +453,7 @@ class GRPOSettings(
     """Group relative policy optimization: options of grpo.py."""
 
     usual = """max_iters batch_size group_size max_new_tokens temperature reward_funcs loss_type beta out_dir
-    init_from init_config seed device dtype resume save_interval eval_interval log_interval learning_rate lora_rank task
+    init_from seed device dtype resume save_interval eval_interval log_interval learning_rate lora_rank task
     data_file max_tokens_per_micro_batch memory_budget_gb plan"""
 
     out_dir: str = option(
@@ -471,9 +473,6 @@ class GRPOSettings(
         0, "completions of an optimizer step; 0: the whole rollout", "completions"
     )
     num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
-    init_config: str = option(
-        "", "SFT config that trains init_from if that run is missing or unfinished"
-    )
 
     def check(self):
         super().check()

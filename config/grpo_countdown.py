@@ -1,8 +1,7 @@
 """GRPO on countdown with three numbers from 1 to 9, + and -. The warm start often just adds the numbers up."""
 
 out_dir = "out/grpo_countdown"
-init_from = "out/sft_countdown"
-init_config = "config/sft_countdown.py"
+init_from = "config/sft_countdown.py"
 task = "countdown"
 countdown_min_numbers = 3
 countdown_max_numbers = 3

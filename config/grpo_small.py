@@ -5,8 +5,7 @@ beta = 0.04 keeps a reference in the loop, so the log shows its cost.
 """
 
 out_dir = "out/grpo_small"
-init_from = "out/sft_small"
-init_config = "config/sft_small.py"
+init_from = "config/sft_small.py"
 task = "addition"
 digits = 4
 

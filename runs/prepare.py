@@ -69,11 +69,14 @@ def prepare(
     """chosen: names of the options that the user set. read_tensors: verify every byte at the end. Raises SnugError."""
     grpo = isinstance(settings, GRPOSettings)
     task = make_task(settings, demonstrations=not grpo)
+    config = settings.init_from if grpo and settings.init_from.endswith(".py") else ""
+    if config:
+        settings = replace(settings, init_from=read_settings(SFTSettings, [config])[0].out_dir)
     held_out = task.size(settings.eval_split)
     if held_out and held_out < settings.eval_prompts:  # none twice
         settings = replace(settings, eval_prompts=held_out)
     refuse_places(settings)
-    resume, origin, warm_start = find_weights(settings, task, read_tensors=False)
+    resume, origin, warm_start = find_weights(settings, task, config, read_tensors=False)
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
     shape = shape | {"vocab_size": shape.get("vocab_size") or tokenizer.n_vocab}
     shape["n_vocab"] = tokenizer.n_vocab
@@ -95,7 +98,7 @@ def prepare(
     )
     refuse_lengths(prepared, block_size)
     if read_tensors and not settings.plan:
-        verified = find_weights(settings, task, read_tensors=True)
+        verified = find_weights(settings, task, config, read_tensors=True)
         prepared.resume, prepared.origin, prepared.warm_start = verified
     return prepared
 
@@ -114,17 +117,18 @@ def refuse_places(settings):
         )
 
 
-def find_weights(settings, task: Task, read_tensors: bool):
+def find_weights(settings, task: Task, config: str, read_tensors: bool):
     """-> (the checkpoint to resume, the weights in init_from, the warm start that makes them), or None. Raises
     SnugError.
 
-    read_tensors: read and compare every byte; otherwise only sizes and small files.
+    config: of the warm start, if init_from named it. read_tensors: read and compare every byte; otherwise only sizes
+    and small files.
     """
     resume = None
     if settings.resume == "auto" and checkpoints(settings.out_dir):
         resume = open_checkpoint(settings.out_dir, read_tensors)
         refuse_changes(settings, task, resume)
-    return resume, *find_origin(settings, resume, read_tensors)
+    return resume, *find_origin(settings, resume, config, read_tensors)
 
 
 def refuse_changes(settings, task: Task, resume: Checkpoint):
@@ -145,22 +149,19 @@ def refuse_changes(settings, task: Task, resume: Checkpoint):
     raise SnugError(f"{resume.path} {problem}; put it back, or start anew in another out_dir")
 
 
-def find_origin(settings, resume: Checkpoint | None, read_tensors: bool):
+def find_origin(settings, resume: Checkpoint | None, config: str, read_tensors: bool):
     """-> (the weights in init_from; the warm start that makes them), either may be None. Raises SnugError."""
     init_from = settings.init_from
     if resume and settings.lora_rank:
         return base_of(resume, init_from, read_tensors), None
     if not init_from or resume and not settings.beta:
         return None, None
-    makes_it = isinstance(settings, GRPOSettings) and settings.init_config
-    if is_checkpoint(init_from) or is_pretrained(init_from):
-        makes_it = False
-    if makes_it and not checkpoints(init_from):
-        return None, prepare_warm_start(settings, read_tensors)
+    if config and not checkpoints(init_from):
+        return None, prepare_warm_start(settings, config, read_tensors)
     origin = find_run(init_from, read_tensors)
     before = settings_of(origin.state)
-    if makes_it and origin.state["iteration"] < before.max_iters:
-        return None, prepare_warm_start(settings, read_tensors)
+    if config and origin.state["iteration"] < before.max_iters:
+        return None, prepare_warm_start(settings, config, read_tensors)
     same_task = before.task == settings.task
     if not resume and same_task and settings.eval_split == "tune" != before.eval_split:
         raise SnugError(
@@ -169,20 +170,19 @@ def find_origin(settings, resume: Checkpoint | None, read_tensors: bool):
     return origin, None
 
 
-def prepare_warm_start(settings: GRPOSettings, read_tensors: bool) -> Prepared:
-    """The SFT run of init_config, with this run's seed and device; resumed if it was stopped. Raises SnugError."""
+def prepare_warm_start(settings: GRPOSettings, config: str, read_tensors: bool) -> Prepared:
+    """The SFT run of this config, with this run's seed and device; resumed if it was stopped. Raises SnugError."""
     names = ["seed", "device", "parallel", "eval_split"]
     if settings.memory_budget_gb:
         names.append("memory_budget_gb")
     words = [f"--{name}={getattr(settings, name)}" for name in names]
-    words += [f"--out_dir={settings.init_from}", "--resume=auto"]
-    sft, chosen, _ = read_settings(SFTSettings, [settings.init_config, *words])
+    sft, chosen, _ = read_settings(SFTSettings, [config, *words, "--resume=auto"])
     warm_start = prepare(sft, chosen, read_tensors)
     for name in PROBLEM:
         value, other = getattr(settings, name), getattr(warm_start.settings, name)
         if value != other and name not in ("demonstration_noise", "format_reward"):
             raise SnugError(
-                f"{name}={value!r}, but the warm start {settings.init_config} has {other!r}; make them the same"
+                f"{name}={value!r}, but the warm start {config} has {other!r}; make them the same"
             )
     return warm_start
 

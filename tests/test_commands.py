@@ -121,7 +121,15 @@ def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
 def test_from_warm_start_to_sample(tmp_path):
     """grpo.py makes its warm start, evaluate.py and sample.py use the run, report.py compares the two; all in a pipe."""
     sft = dict(
-        digits=1, vocab_size=272, n_layer=1, n_embd=32, block_size=16, max_iters=2, batch_size=8, eval_prompts=10
+        out_dir="a/sft",
+        digits=1,
+        vocab_size=272,
+        n_layer=1,
+        n_embd=32,
+        block_size=16,
+        max_iters=2,
+        batch_size=8,
+        eval_prompts=10,
     )
     (tmp_path / "sft.py").write_text("".join(f"{name} = {value!r}\n" for name, value in sft.items()))
     lines = [
@@ -132,8 +140,7 @@ def test_from_warm_start_to_sample(tmp_path):
         "def short(prompts, completions, **columns):\n    return [-len(c) / 10 for c in completions]\n"
     )
     folders = [
-        f"--init_config={tmp_path}/sft.py",
-        "--init_from=a/sft",
+        f"--init_from={tmp_path}/sft.py",
         "--out_dir=a/grpo",
         "--reward_funcs=rewards:short",
         "--eval_prompts=10",

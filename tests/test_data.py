@@ -408,9 +408,12 @@ def test_parts_of_the_reward_are_logged(tmp_path):
 
 def test_a_warm_start_needs_no_format_reward(tmp_path):
     (tmp_path / "sft.py").write_text(
-        "".join(f"{name} = {value!r}\n" for name, value in (FIELD | dict(block_size=400, digits=2)).items())
+        "".join(
+            f"{name} = {value!r}\n"
+            for name, value in (FIELD | dict(block_size=400, digits=2, out_dir=str(tmp_path / "none"))).items()
+        )
     )
-    start = dict(init_config=str(tmp_path / "sft.py"), init_from=str(tmp_path / "none"))
+    start = dict(init_from=str(tmp_path / "sft.py"))
     _, settings = tiny(tmp_path, beta=0.0, format_reward=0.25, block_size=400, **FIELD, **start)
     assert prepare(settings).warm_start.settings.format_reward == 0.0
     with pytest.raises(SnugError, match="chat=True, but the warm start .* has False; make them the same"):

@@ -280,23 +280,23 @@ def test_several_steps_a_rollout_and_bfloat16(tmp_path, monkeypatch):
 
 def test_a_missing_warm_start_is_made_first(tmp_path, capsys):
     sft, settings = tiny(tmp_path, max_iters=1)
-    config = tmp_path / "sft.py"
-    lines = [f"{name} = {value!r}" for name, value in dataclasses.asdict(sft).items() if name != "out_dir"]
-    config.write_text("\n".join(lines))
-    settings.init_config = str(config)
+    config, folder = tmp_path / "sft.py", sft.out_dir
+    config.write_text("\n".join(f"{name} = {value!r}" for name, value in dataclasses.asdict(sft).items()))
+    settings.init_from = str(config)
     grpo.main(prepare(settings))
-    assert f"{settings.init_from} is missing or not finished: making it first" in capsys.readouterr().out
-    assert len(read_log(settings.init_from)) == 4 and len(read_log(settings.out_dir)) == 1
-    assert prepare(settings).warm_start is None
-    sft_weights = (newest(settings.init_from) / "model.safetensors").read_bytes()
-    shutil.rmtree(newest(settings.init_from))  # as if it had been stopped half way: it is taken up, not used
-    assert newest(settings.init_from).name == "checkpoint-000002"
+    assert f"{folder} is missing or not finished: making it first" in capsys.readouterr().out
+    assert len(read_log(folder)) == 4 and len(read_log(settings.out_dir)) == 1
+    assert prepare(settings).warm_start is None and prepare(settings).settings.init_from == folder
+    sft_weights = (newest(folder) / "model.safetensors").read_bytes()
+    shutil.rmtree(newest(folder))  # as if it had been stopped half way: it is taken up, not used
+    assert newest(folder).name == "checkpoint-000002"
     prepared = prepare(settings)
     assert prepared.warm_start.settings.resume == "auto"
     train_sft.main(prepared.warm_start)
-    assert (newest(settings.init_from) / "model.safetensors").read_bytes() == sft_weights
-    with pytest.raises(SnugError, match="digits=3, but the warm start .* has 2"):
-        prepare(dataclasses.replace(settings, digits=3, init_from=str(tmp_path / "other")))
+    assert (newest(folder) / "model.safetensors").read_bytes() == sft_weights
+    shutil.rmtree(folder)
+    with pytest.raises(SnugError, match="digits=3, but the warm start .*sft.py has 2"):
+        prepare(dataclasses.replace(settings, digits=3))
 
 
 def test_an_earlier_run_is_moved_aside(tmp_path):

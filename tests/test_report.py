@@ -215,10 +215,10 @@ def test_a_damaged_file_is_one_line(tmp_path, said):
     assert f"{folder}/{said}" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_run_without_its_config_has_no_plan(tmp_path, capsys):
-    (run,) = read_runs([make_run(tmp_path / "a", init_from="gone", init_config="gone.py", group_size=4)])
+def test_a_run_without_its_warm_start_has_no_plan(tmp_path, capsys):
+    (run,) = read_runs([make_run(tmp_path / "a", init_from="gone", beta=0.1, group_size=4)])
     assert report.planned(run) is None
-    assert "a: the page has no planned memory (settings.json (config gone.py: No such file" in capsys.readouterr().out
+    assert "a: the page has no planned memory (settings.json (gone: there is no such run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ends", ["the run", "Ctrl-C"])
