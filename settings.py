@@ -1,13 +1,13 @@
 """Every option of snug, once: type, default, unit, meaning. A task's own options are in data/.
 
 A class whose name ends in Options is a topic: --help=all shows its options together, under its docstring. `usual` names
-the options that --help shows; a command without it shows all of its options.
+the options that --help shows. A command without `usual` shows all of its options.
 
-A config (config/*.py) is a list of plain assignments that differ from these defaults; the command line overrides it:
+A config (config/*.py) is a list of plain assignments that differ from these defaults. The command line overrides it:
 
     python grpo.py config/grpo_small.py --learning_rate=1e-4 --seed=3
 
-options/ reads them. Nothing here imports torch: a typo is answered at once. Tests: tests/test_settings.py.
+options/ reads both. Nothing here imports torch, so that a typo is reported at once. Tests: tests/test_settings.py.
 """
 
 import importlib.util
@@ -17,42 +17,48 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from data import TASKS, TaskOptions
-from options import SnugError, option
+from options import SnugError, option, option_of
 
 DTYPES = ("float32", "bfloat16")
 PLACES = ("device", "host")
-SCHEDULES = ("constant", "linear", "cosine")
-SCALES = ("group", "batch", "none")
 
 
 @dataclass
 class ModelOptions:
-    """The shape of a new model. With init_from the shape comes from the checkpoint."""
+    """The shape of a new model. With init_from, the shape comes from there."""
 
     vocab_size: int = option(
-        0, "rows of embedding and head, such as 50304 for a fast head; 0: the tokenizer's ids"
+        0,
+        "rows of the embedding and the head, for example 50304 for a fast head; 0: the number of the tokenizer's ids",
     )
     n_layer: int = option(2, "transformer blocks", minimum=1)
     n_head: int = option(4, "attention heads", minimum=1)
     n_kv_head: int = option(
-        0, "key/value heads, shared by the query heads (grouped-query attention); 0: n_head"
+        0, "key/value heads; query heads share them (grouped-query attention); 0: n_head"
     )
     n_embd: int = option(64, "width of the residual stream", minimum=1)
     n_hidden: int = option(0, "width of the MLP; 0: 4 * n_embd for gelu, 8/3 * n_embd for swiglu")
     block_size: int = option(
-        64, "longest sequence, prompt and completion; at most init_from's", "tokens", minimum=2
+        64,
+        "longest sequence, prompt and completion; at most block_size of init_from",
+        "tokens",
+        minimum=2,
     )
     norm: str = option(
         "layernorm", "normalization before attention and MLP", choices=("layernorm", "rmsnorm")
     )
     position: str = option(
-        "learned", "GPT-2's position table or Llama's rotation", choices=("learned", "rotary")
+        "learned",
+        "learned: GPT-2's position table; rotary: Llama's rotation",
+        choices=("learned", "rotary"),
     )
-    mlp: str = option("gelu", "GPT-2's MLP or Llama's gated MLP", choices=("gelu", "swiglu"))
+    mlp: str = option(
+        "gelu", "gelu: GPT-2's MLP; swiglu: Llama's gated MLP", choices=("gelu", "swiglu")
+    )
     bias: bool = option(False, "use biases in linear layers and layer norms")
-    qkv_bias: bool = option(False, "use biases in the query/key/value projection only (Qwen2)")
+    qkv_bias: bool = option(False, "use biases only in the query/key/value projection (Qwen2)")
     rope_theta: float = option(10000.0, "position=rotary: base of the rotation frequencies", minimum=1)
-    tie_embeddings: bool = option(True, "use one matrix for the token embedding and the output head")
+    tie_embeddings: bool = option(True, "use one matrix for the embedding and the head")
 
     def check(self):
         if self.n_embd % self.n_head:
@@ -67,33 +73,35 @@ class ModelOptions:
 
 @dataclass
 class RunOptions:
-    """Where a run starts, where its folder is, and what it runs on."""
+    """Where a run starts, where it writes, and what it runs on."""
 
     out_dir: str = option(
         "out/run", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints"
     )
     init_from: str = option(
         "",
-        "initial weights, and GRPO's reference: a run, a Hugging Face folder, or the config of an SFT run, which grpo.py "
-        "first makes or finishes; empty: random",
+        "initial weights, and GRPO's reference: a run's folder, a Hugging Face folder, or an SFT config: grpo.py trains "
+        "it first if that run is missing or unfinished; empty: random weights",
     )
     seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
-    device: str = option("auto", "auto: cuda if available, else cpu; or a torch device such as cuda:1")
+    device: str = option(
+        "auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu"
+    )
     dtype: str = option(
         "float32", "dtype of the forward pass; bfloat16: autocast over float32 weights", choices=DTYPES
     )
     parallel: str = option(
         "none",
-        "several processes, started by torchrun. ddp: each has the whole model; fsdp: weights, gradients, moments are "
-        "sharded over all processes; hsdp: over those of a node",
+        "use several processes, started by torchrun. ddp: each has the full model; fsdp: weights, gradients and moments "
+        "are sharded over all processes; hsdp: over the processes of a machine",
         choices=("none", "ddp", "fsdp", "hsdp"),
     )
     tf32: bool = option(
         False,
-        "float32 products on tensor cores: about 8 times the peak rate on an A100 or H100, relative errors of 1e-3 "
-        "instead of 1e-7; no effect on bfloat16, on a CPU, on GPUs older than the A100",
+        "compute float32 products on tensor cores (A100 and newer): about 8 times the peak rate, relative errors of "
+        "1e-3 instead of 1e-7",
     )
-    enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but saves their memory")
+    enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but needs less memory")
     resume: str = option(
         "never", "auto: continue from the newest checkpoint in out_dir", choices=("never", "auto")
     )
@@ -101,30 +109,30 @@ class RunOptions:
 
 @dataclass
 class LogOptions:
-    """Evaluations, checkpoints, and what is shown and logged."""
+    """Evaluations, checkpoints, and what is printed and logged."""
 
     save_interval: int = option(
         50, "save every N iterations and at the end; 0: only at the end", "iterations"
     )
     save_total_limit: int = option(
-        2, "newest checkpoints to keep; the best one is always kept", minimum=1
+        2, "number of newest checkpoints to keep; the best one is always kept", minimum=1
     )
     eval_interval: int = option(
-        20, "evaluate first, every N iterations and last; 0: only last", "iterations"
+        20,
+        "evaluate before the first iteration, every N iterations and at the end; 0: only at the end",
+        "iterations",
     )
-    eval_prompts: int = option(
-        500, "held-out prompts of an evaluation, at most all; 0: do not evaluate", "prompts"
-    )
+    eval_prompts: int = option(500, "number of held-out prompts per evaluation; 0: no evaluations")
     log_interval: int = option(
         0,
-        "show every N-th iteration on the console; 0: some 25 in a run. log.jsonl has every one",
+        "print every Nth iteration; 0: about 25 in a run. log.jsonl always has every iteration",
         "iterations",
     )
     samples_per_iteration: int = option(
-        4, "completions in samples.jsonl, each iteration: rounded up to whole groups"
+        4, "completions per iteration in samples.jsonl, rounded up to full groups"
     )
     report_to: list[str] = option(
-        [], "also log to tensorboard, wandb (comma-separated); failures do not stop the run"
+        [], "also log to tensorboard or wandb (comma-separated); if they fail, the run continues"
     )
 
     def check(self):
@@ -137,19 +145,23 @@ class LogOptions:
 
 @dataclass
 class TrainOptions:
-    """The optimizer step, the same in SFT and GRPO."""
+    """The optimizer step of SFT and GRPO."""
 
     learning_rate: float = option(1e-3, "peak learning rate")
-    lr_schedule: str = option("constant", "after warmup; linear and cosine end at 0", choices=SCHEDULES)
-    warmup_iters: int = option(0, "length of the linear learning rate warmup", "iterations")
-    weight_decay: float = option(0.0, "AdamW's weight decay of matrices and embeddings")
-    adam_beta1: float = option(0.9, "AdamW's decay of the first moment")
-    adam_beta2: float = option(0.99, "AdamW's decay of the second moment")
-    grad_clip: float = option(1.0, "largest norm of the gradient; 0: no clipping")
-    lora_rank: int = option(
-        0, "train only adapters of this rank on the weights of init_from (LoRA); 0: train all"
+    lr_schedule: str = option(
+        "constant",
+        "learning rate after the warmup; linear and cosine end at 0",
+        choices=("constant", "linear", "cosine"),
     )
-    lora_alpha: float = option(32.0, "LoRA: adapters are scaled by lora_alpha / lora_rank")
+    warmup_iters: int = option(0, "length of the linear warmup of the learning rate", "iterations")
+    weight_decay: float = option(0.0, "AdamW's weight decay of matrices and embeddings")
+    adam_beta1: float = option(0.9, "AdamW's decay rate of the first moment")
+    adam_beta2: float = option(0.99, "AdamW's decay rate of the second moment")
+    grad_clip: float = option(1.0, "largest gradient norm; 0: no clipping")
+    lora_rank: int = option(
+        0, "LoRA: freeze the weights of init_from and train adapters of this rank; 0: train all weights"
+    )
+    lora_alpha: float = option(32.0, "LoRA: scale adapters by lora_alpha / lora_rank")
     lora_target_modules: list[str] = option(
         ["qkv", "proj", "up", "down"], "LoRA: the matrices that get adapters"
     )
@@ -160,10 +172,8 @@ class TrainOptions:
                 f"adam_beta1={self.adam_beta1} and adam_beta2={self.adam_beta2} must be below 1"
             )
         names = self.lora_target_modules
-        allowed = (
-            names and set(names) <= {"qkv", "proj", "up", "down"} and len(set(names)) == len(names)
-        )
-        if self.lora_rank and not allowed:
+        known = set(names) <= {"qkv", "proj", "up", "down"}
+        if not (names and known and len(set(names)) == len(names)):
             raise SnugError(
                 f"lora_target_modules={','.join(names)!r}: choose from qkv, proj, up, down, each once"
             )
@@ -171,13 +181,13 @@ class TrainOptions:
 
 @dataclass
 class MemoryOptions:
-    """Options that save memory. docs/memory.md: what each saves and costs. --plan prints what an iteration needs."""
+    """Options that save memory. docs/memory.md says what each saves and costs. --plan prints what an iteration needs."""
 
     max_tokens_per_micro_batch: int = option(
-        0, "tokens of a micro-batch at most; 0: a whole optimizer step", "tokens"
+        0, "largest micro-batch; 0: an optimizer step is one micro-batch", "tokens"
     )
     max_rollout_batch: int = option(
-        0, "completions decoded at a time; bounds the KV cache; 0: all", "completions"
+        0, "completions to decode at a time, which limits the KV cache; 0: all at once"
     )
     logits_chunk_mb: float = option(
         0.0, "size of a chunk of logits; 0: 16 on a CPU, 256 on CUDA", "MiB"
@@ -191,33 +201,33 @@ class MemoryOptions:
         False, "keep block inputs on the host until backward; needs checkpoint_blocks"
     )
     param_dtype: str = option(
-        "float32", "of weights and gradients; bfloat16 needs dtype=bfloat16", choices=DTYPES
+        "float32", "dtype of weights and gradients; bfloat16 needs dtype=bfloat16", choices=DTYPES
     )
     optimizer_dtype: str = option(
         "float32",
-        "dtype of the moments; bfloat16: rounded stochastically. With bfloat16 weights, float32 adds float32 master "
-        "weights, and bfloat16 rounds the weights stochastically too",
+        "dtype of the moments; bfloat16 is rounded stochastically. With param_dtype=bfloat16: float32 adds float32 "
+        "master weights, bfloat16 rounds the weights stochastically too",
         choices=DTYPES,
     )
     optimizer_device: str = option(
-        "device", "host: stream moments and masters from there in each step", choices=PLACES
+        "device",
+        "host: keep moments and master weights on the host and stream them in each step",
+        choices=PLACES,
     )
     param_offload: bool = option(
         False,
-        "fsdp: keep weights, gradients, moments and masters on the host; a block's weights come while it runs, all for "
-        "a rollout; with one process too: torchrun --nproc_per_node=1",
+        "fsdp: keep weights, gradients, moments and master weights on the host. A block's weights are copied while it "
+        "runs, all weights for a rollout. Works with one process too: torchrun --nproc_per_node=1",
     )
     grad_offload: bool = option(
-        False, "move each gradient to the host when backward has made it, and accumulate there"
+        False, "move each gradient to the host as soon as backward has made it, and accumulate there"
     )
     memory_budget_gb: str = option(
-        "", "GiB for the run, or auto: all that is free; the cheapest options that fit"
+        "", "GiB for the run, or auto: all free memory. snug chooses the cheapest options that fit"
     )
-    plan: bool = option(
-        False, "print the memory that an iteration needs, and stop; any device, no GPU needed"
-    )
+    plan: bool = option(False, "print the memory that an iteration needs, then stop; needs no GPU")
     num_processes: int = option(
-        1, "with plan and parallel: processes of the run; else torchrun says it", minimum=1
+        1, "with --plan: number of processes of the run. Otherwise torchrun sets it", minimum=1
     )
 
     def check(self):
@@ -225,43 +235,32 @@ class MemoryOptions:
             raise SnugError(
                 "activation_offload=True moves what checkpoint_blocks keeps; add --checkpoint_blocks=block"
             )
-        try:
-            valid = self.memory_budget_gb in ("", "auto") or 0 < float(self.memory_budget_gb) < float(
-                "inf"
-            )
-        except ValueError:
-            valid = False
-        if not valid:
-            raise SnugError(
-                f"memory_budget_gb={self.memory_budget_gb!r} is not auto or a number of GiB above 0"
-            )
+        budget = self.memory_budget_gb
+        is_number = budget.replace(".", "", 1).isdecimal() and float(budget) > 0
+        if budget not in ("", "auto") and not is_number:
+            raise SnugError(f"memory_budget_gb={budget!r} is not auto or a number of GiB above 0")
 
 
 @dataclass
 class RewardOptions:
-    """Reward functions of your own, for training and evaluations. evaluate.py takes the run's, for its own task."""
+    """Your own reward functions, for training and evaluations. evaluate.py uses the run's if the task is the same."""
 
     reward_funcs: list[str] = option(
-        [], "reward functions to add up: module:function,...; empty: the task's own"
+        [], "reward functions to add up: module:function,...; empty: the task's functions"
     )
     reward_weights: list[float] = option(
-        [], "weight of each of reward_funcs, comma-separated; empty: 1 each"
+        [], "weights of reward_funcs, comma-separated; empty: each has weight 1"
     )
     reward_timeout: float = option(
-        300.0, "stop if a reward function takes longer for a batch; 0: no limit", "s"
+        300.0, "stop the run if a reward function takes longer for a batch; 0: no limit", "s"
     )
     pass_reward: float | None = option(
         None,
-        "least total reward that pass@1 counts as right; none: the total if each function gives 1",
+        "smallest total reward that pass@1 counts as right; none: the total if each function gives 1",
         minimum=-1e9,
     )
 
     def check_rewards(self):
-        for spec in self.reward_funcs:
-            if not all(spec.partition(":")):
-                raise SnugError(
-                    f"reward_funcs={spec!r}: write module:function, such as my_rewards:is_short"
-                )
         weights, functions = len(self.reward_weights), len(self.reward_funcs)
         if weights and weights != functions:
             raise SnugError(
@@ -281,17 +280,15 @@ class RolloutOptions:
         32, "longest completion (TRL: max_completion_length)", "tokens", minimum=1
     )
     stop_string: str = option(
-        "", "text that also ends a completion, such as </answer>; empty: only the stop token"
+        "", "text that also ends a completion, for example </answer>; empty: only the stop token"
     )
     max_prompt_length: int = option(
-        0, "cut the beginning of longer prompts; 0: keep whole prompts", "tokens"
+        0, "cut off the beginning of longer prompts; 0: never cut", "tokens"
     )
-    temperature: float = option(
-        1.0, "divides the logits, in the sampler and in the trainer", minimum=1e-3
-    )
+    temperature: float = option(1.0, "divides the logits, in the sampler and in training", minimum=1e-3)
     max_num_gen_batches: int = option(
         1,
-        "dynamic sampling (DAPO): in up to N rollouts, replace groups of equal rewards by other prompts",
+        "dynamic sampling (DAPO): sample up to N rollouts to replace groups whose rewards are all equal",
         minimum=1,
     )
 
@@ -300,12 +297,18 @@ class RolloutOptions:
 class AdvantageOptions:
     """How rewards become advantages."""
 
-    scale_rewards: str = option("group", "divide advantages by this standard deviation", choices=SCALES)
+    scale_rewards: str = option(
+        "group",
+        "divide advantages by the standard deviation of the group's or the batch's rewards",
+        choices=("group", "batch", "none"),
+    )
     baseline: str = option(
-        "mean", "subtract the mean of the group or of the others", choices=("mean", "leave_one_out")
+        "mean",
+        "subtract the mean reward of the group, or of the other completions in it",
+        choices=("mean", "leave_one_out"),
     )
     soft_punish_cache: int = option(
-        0, "the last N tokens of max_new_tokens subtract 1/N each from the reward"
+        0, "each of the last N tokens of max_new_tokens subtracts 1/N from the reward (DAPO)", "tokens"
     )
 
 
@@ -315,50 +318,66 @@ class LossOptions:
 
     loss_type: str = option(
         "dapo",
-        "average over all tokens (dapo; cispo: weights by the ratio instead of clipping), over each sequence's tokens "
-        "(grpo), over a constant length (dr_grpo), over each micro-batch's tokens (bnpo: depends on how these are cut)",
+        "how the losses of tokens are averaged. dapo: over all tokens; grpo: over each sequence's tokens; dr_grpo: over "
+        "a constant length; bnpo: over each micro-batch's tokens, so the result depends on the micro-batches; cispo: "
+        "like dapo, but the ratio is a weight and is not clipped",
         choices=("dapo", "grpo", "bnpo", "dr_grpo", "cispo"),
     )
     importance_sampling_level: str = option(
         "token",
-        "one ratio per token, or per sequence (GSPO): the geometric mean of its tokens'; then set epsilon near 4e-4",
+        "one ratio per token, or per sequence: the geometric mean of its tokens' (GSPO). Then set epsilon near 4e-4",
         choices=("token", "sequence"),
     )
-    epsilon: float = option(0.2, "clip the ratio to 1 - epsilon and 1 + epsilon_high")
+    epsilon: float = option(0.2, "clip the ratio to the range from 1 - epsilon to 1 + epsilon_high")
     epsilon_high: float | None = option(
-        None, "upper clipping range; none: epsilon. cispo: largest ratio, such as 5"
+        None, "upper clipping range; none: epsilon. cispo: the largest ratio, for example 5"
     )
     delta: float | None = option(
-        None, "largest ratio if the advantage is negative; none: no bound", minimum=1
+        None, "largest ratio where the advantage is negative; none: no limit", minimum=1
     )
     entropy_coef: float = option(
-        0.0, "weight of a bonus for the tokens' entropy in nats; if not 0, a second head pass"
+        0.0, "weight of a bonus for the tokens' entropy in nats; above 0 the head is computed twice"
     )
     importance_sampling_cap: float | None = option(
         None,
-        "weight a token by p_trainer / p_sampler, at most this; for bfloat16; costs one forward pass",
+        "weight each token by p_trainer / p_sampler, at most by this; for bfloat16; costs a forward pass; none: off",
         minimum=1,
     )
-    mask_truncated_completions: bool = option(False, "do not train on completions that did not stop")
+    mask_truncated_completions: bool = option(
+        False, "do not train on completions that reach max_new_tokens"
+    )
+
+    def check_loss(self):
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        if self.loss_type == "cispo" and (
+            self.epsilon_high is None or high < 1 or self.delta is not None
+        ):
+            values = f"loss_type=cispo with epsilon_high={self.epsilon_high}, delta={self.delta}"
+            advice = "epsilon_high is the largest ratio, at least 1, and delta must be none; try --epsilon_high=5"
+            raise SnugError(f"{values}: {advice}")
+        if self.delta is not None and self.delta <= 1 + high:
+            raise SnugError(
+                f"delta={self.delta} must be above 1 + epsilon_high, where the ratio is clipped already"
+            )
 
 
 @dataclass
 class KLOptions:
-    """The reference, and the KL divergence to it."""
+    """The reference model, and the KL divergence to it."""
 
     beta: float = option(
         0.0, "weight of the KL divergence to the reference, init_from; 0: no reference is loaded"
     )
     reference: str = option(
-        "device", "where the reference is; host: stream it block by block", choices=PLACES
+        "device", "where the reference's weights are; host: stream them block by block", choices=PLACES
     )
     kl_estimator: str = option(
         "k3",
-        "estimator of the KL divergence; the loss multiplies k1 and k3 by the ratio; k3_no_ratio: DeepSeekMath's",
+        "estimator of the KL divergence. The loss multiplies k1 and k3 by the ratio; k3_no_ratio is DeepSeekMath's k3",
         choices=("k1", "k2", "k3", "k3_no_ratio"),
     )
     use_kl_in_reward: bool = option(
-        False, "subtract beta times the KL from the reward; false: add it to the loss"
+        False, "subtract beta * KL from the reward; false: add it to the loss"
     )
 
 
@@ -376,30 +395,31 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
                 f"num_processes={self.num_processes} with parallel='none'; add --parallel=ddp or fsdp"
             )
         if self.num_processes > self.batch_size:
-            seen = f"batch_size={self.batch_size} is less than {self.num_processes} processes"
-            raise SnugError(f"{seen}; each takes a prompt at least")
+            raise SnugError(
+                f"batch_size={self.batch_size} is less than {self.num_processes} processes; "
+                "each needs at least one prompt"
+            )
         if self.parallel in ("fsdp", "hsdp"):
-            taken = dict(
+            for name, value in dict(
                 grad_offload=False, reference="device", memory_budget_gb=""
-            )  # sharding takes their place
-            for name, value in taken.items():
+            ).items():
                 if getattr(self, name, value) != value:
-                    seen = f"{name}={getattr(self, name)!r} with parallel={self.parallel!r}"
                     raise SnugError(
-                        f"{seen}, which moves the weights itself; leave it out, or use --parallel=ddp"
+                        f"{name}={getattr(self, name)!r} does not work with parallel={self.parallel!r}; "
+                        "leave it out, or use --parallel=ddp"
                     )
         elif self.param_offload:
             raise SnugError(
-                "param_offload=True is FSDP's; start with torchrun --nproc_per_node=1 and --parallel=fsdp"
+                "param_offload=True needs FSDP: start with torchrun --nproc_per_node=1 and --parallel=fsdp"
             )
         if self.lora_rank and not self.init_from:
             raise SnugError(
-                f"lora_rank={self.lora_rank} trains beside the weights of init_from; name a run or model"
+                f"lora_rank={self.lora_rank} trains adapters of init_from's weights; name a run or a model there"
             )
 
     @property
     def processes_per_machine(self) -> int:
-        """As torchrun says in LOCAL_WORLD_SIZE. Without torchrun, --plan plans one machine, unless it is set."""
+        """torchrun says it. A plan without torchrun is for one machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
 
     @property
@@ -412,36 +432,34 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
         return self.train_batch_size or self.sequences_per_rollout
 
     def tokens_per_step(self, prompt: int, completion: int) -> int:
-        """Tokens that the model reads in an optimizer step, if all prompts and completions are so long (batch.py)."""
+        """Tokens that the model reads in an optimizer step (batch.py), if all prompts and completions have these lengths."""
         groups = math.ceil(self.sequences_per_step / self.group_size)
         return groups * prompt + self.sequences_per_step * (completion - 1)
 
     @property
     def needs_reference(self) -> bool:
-        """A second model? With LoRA the reference is the model without its adapters."""
+        """Is there a second model? With LoRA the reference is the model without its adapters."""
         return bool(self.beta and not self.lora_rank)
 
 
 @dataclass
 class SFTSettings(LoopSettings):
-    """Supervised fine-tuning on a task's demonstrations: options of train_sft.py."""
+    """Supervised fine-tuning on a task's demonstrations: the options of train_sft.py."""
 
     usual = """max_iters batch_size out_dir init_from seed device dtype resume save_interval eval_interval
     log_interval learning_rate lr_schedule lora_rank task data_file tokenizer n_layer n_embd block_size
     max_tokens_per_micro_batch memory_budget_gb plan"""
 
-    out_dir: str = option(
-        "out/sft", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints"
-    )
-    max_iters: int = option(500, "optimizer steps", "iterations", minimum=1)
-    batch_size: int = option(128, "demonstrations of an optimizer step", "sequences", minimum=1)
+    out_dir: str = option_of(RunOptions, "out_dir", default="out/sft")
+    max_iters: int = option(500, "optimizer steps", minimum=1)
+    batch_size: int = option(128, "demonstrations per optimizer step", minimum=1)
 
-    # GRPO's options that code for both loops reads. SFT samples only in evaluations, one completion a prompt.
+    # GRPO's options that code for both loops reads. SFT samples only in evaluations, one completion per prompt.
     group_size: ClassVar[int] = 1
     train_batch_size: ClassVar[int] = 0
     beta: ClassVar[float] = 0.0
     max_prompt_length: ClassVar[int] = 0
-    max_new_tokens: ClassVar[int] = 0  # the task's longest answer
+    max_new_tokens: ClassVar[int] = 0  # the length of the task's longest answer
     stop_string: ClassVar[str] = ""
     reward_funcs: ClassVar[list[str]] = []
 
@@ -450,104 +468,92 @@ class SFTSettings(LoopSettings):
 class GRPOSettings(
     RolloutOptions, RewardOptions, AdvantageOptions, LossOptions, KLOptions, LoopSettings
 ):
-    """Group relative policy optimization: options of grpo.py."""
+    """Group relative policy optimization: the options of grpo.py."""
 
     usual = """max_iters batch_size group_size max_new_tokens temperature reward_funcs loss_type beta out_dir
     init_from seed device dtype resume save_interval eval_interval log_interval learning_rate lora_rank task
     data_file max_tokens_per_micro_batch memory_budget_gb plan"""
 
-    out_dir: str = option(
-        "out/grpo", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints"
-    )
-    max_iters: int = option(100, "rollouts", "iterations", minimum=1)
-    log_interval: int = option(
-        1,
-        "show every N-th iteration on the console; 0: some 25 in a run. log.jsonl has every one",
-        "iterations",
-    )
-    batch_size: int = option(64, "prompts of an iteration", "prompts", minimum=1)
-    group_size: int = option(
-        16, "completions of each prompt (TRL: num_generations)", "completions", minimum=1
-    )
-    train_batch_size: int = option(
-        0, "completions of an optimizer step; 0: the whole rollout", "completions"
-    )
+    out_dir: str = option_of(RunOptions, "out_dir", default="out/grpo")
+    log_interval: int = option_of(LogOptions, "log_interval", default=1)
+    max_iters: int = option(100, "number of rollouts", minimum=1)
+    batch_size: int = option(64, "prompts per iteration", minimum=1)
+    group_size: int = option(16, "completions per prompt (TRL: num_generations)", minimum=1)
+    train_batch_size: int = option(0, "completions per optimizer step; 0: the full rollout")
     num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
 
     def check(self):
         super().check()
         self.check_rewards()
+        self.check_loss()
         if self.format_reward and self.reward_funcs:
             raise SnugError(
-                f"format_reward={self.format_reward} is part of the reward that reward_funcs replace"
+                f"format_reward={self.format_reward} belongs to the task's reward, which reward_funcs replace; "
+                "leave one out"
             )
         if self.group_size < 2:
             raise SnugError(
                 f"group_size={self.group_size}: a group needs at least 2 completions; try --group_size=8"
             )
-        rollout = f"batch_size * group_size = {self.batch_size} * {self.group_size} = {self.sequences_per_rollout}"
         if self.train_batch_size and self.sequences_per_rollout % self.train_batch_size:
             raise SnugError(
-                f"train_batch_size={self.train_batch_size} does not divide {rollout} completions"
+                f"train_batch_size={self.train_batch_size} does not divide the {self.sequences_per_rollout} completions "
+                f"of a rollout, batch_size={self.batch_size} * group_size={self.group_size}"
             )
         if self.lora_rank and self.reference == "host":
             raise SnugError(
-                "reference='host' with lora_rank: the reference is the model without adapters; remove it"
+                "reference='host' with lora_rank: the reference is the model without adapters; leave it out"
             )
         if self.soft_punish_cache >= self.max_new_tokens:
             raise SnugError(f"soft_punish_cache={self.soft_punish_cache} must be below max_new_tokens")
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.loss_type == "cispo" and (
-            self.epsilon_high is None or high < 1 or self.delta is not None
-        ):
-            seen = f"loss_type=cispo with epsilon_high={self.epsilon_high}, delta={self.delta}"
-            advice = "epsilon_high is the largest ratio, at least 1, and delta must be none; try --epsilon_high=5"
-            raise SnugError(f"{seen}: {advice}")
-        if self.delta is not None and self.delta <= 1 + high:
-            raise SnugError(
-                f"delta={self.delta} must be above 1 + epsilon_high, where the ratio is clipped already"
-            )
         if self.use_kl_in_reward and not self.beta:
             raise SnugError(
-                "use_kl_in_reward=True, but beta=0: give the KL a weight, such as --beta=0.01"
+                "use_kl_in_reward=True, but beta=0: give the KL a weight, for example --beta=0.01"
             )
         if self.use_kl_in_reward and self.scale_rewards == "group":
-            why = "if a group's rewards are equal, scaling cancels beta; use --scale_rewards=batch or none"
-            raise SnugError(f"use_kl_in_reward=True with scale_rewards=group: {why}")
+            raise SnugError(
+                "use_kl_in_reward=True with scale_rewards=group: if a group's rewards are equal, scaling cancels beta; "
+                "use --scale_rewards=batch or none"
+            )
 
 
 @dataclass
 class SampleSettings:
-    """Completions from a run's newest checkpoint: options of sample.py."""
+    """Completions from a run's newest checkpoint: the options of sample.py."""
 
-    prompt: str = option("", "the text to complete; empty: a held-out prompt of the run's task")
+    prompt: str = option("", "text to complete; empty: a held-out prompt of the run's task")
     chat: bool = option(
         False, "write the prompt as a message in the chat template; always on for runs with chat"
     )
     system_prompt: str = option(
-        "", "chat: the system message before the prompt; empty: the run's, if it has one"
+        "", "chat: system message before the prompt; empty: the run's, if it has one"
     )
-    num_samples: int = option(1, "completions", minimum=1)
+    num_samples: int = option(1, "number of completions", minimum=1)
     max_new_tokens: int = option(32, "longest completion", "tokens", minimum=1)
-    temperature: float = option(1.0, "divides the logits; 0: always the most likely token")
-    top_k: int = option(0, "sample from the K most likely tokens; 0: all", "tokens")
+    temperature: float = option(1.0, "divides the logits; 0: always take the most likely token")
+    top_k: int = option(0, "sample from the K most likely tokens; 0: from all", "tokens")
     top_p: float = option(
-        1.0, "sample from the most likely tokens of this total probability", minimum=1e-6, maximum=1
+        1.0,
+        "sample from the most likely tokens whose probabilities add up to this",
+        minimum=1e-6,
+        maximum=1,
     )
     min_p: float = option(
         0.0, "sample from tokens with at least this share of the highest probability", maximum=1
     )
     stop_string: str = option(
-        "", "text that also ends a completion, and is not shown; empty: only the stop token does"
+        "", "text that also ends a completion and is not printed; empty: only the stop token ends it"
     )
     seed: int = option(1, "the same seed gives the same completions")
     enforce_eager: bool = option(False, "do not use CUDA graphs")
-    device: str = option("auto", "auto: cuda if available, else cpu; or a torch device")
+    device: str = option(
+        "auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu"
+    )
 
     def check(self):
         if (self.chat or self.system_prompt) and not self.prompt:
             raise SnugError(
-                "chat and system_prompt need --prompt; a run's own prompts are asked as in the run"
+                "chat and system_prompt need --prompt; a prompt of the run's task is asked as in the run"
             )
 
 
@@ -593,7 +599,7 @@ class EvaluateSettings(TaskOptions, RewardOptions):
 
 @dataclass
 class ExportSettings:
-    """A run's newest checkpoint as a Hugging Face folder: options of tools/export.py."""
+    """A run's newest checkpoint as a Hugging Face folder: the options of tools/export.py."""
 
     to: str = option("", "the new folder")
     dtype: str = option("", "dtype of the weights; empty: as in the run", choices=("", *DTYPES))
@@ -605,6 +611,6 @@ class ExportSettings:
 
 @dataclass
 class FromGGUFSettings(ExportSettings):
-    """A GGUF file as a Hugging Face folder: options of tools/from_gguf.py."""
+    """A GGUF file as a Hugging Face folder: the options of tools/from_gguf.py."""
 
     dtype: str = option("float32", "dtype of the weights", choices=DTYPES)

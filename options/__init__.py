@@ -7,21 +7,21 @@
         def check(self):  # raises SnugError if values do not fit together
             ...
 
-    settings, given, config = read_settings(Settings, ["config/small.py", "--seed=3"])
+    settings, names, config = read_settings(Settings, ["config/small.py", "--seed=3"])
 
 An option's type is bool, int, float, str, list[str] or list[float]; `| None` allows None. A config is a file of plain
-assignments, read by ast.literal_eval and never executed. Every user error raises SnugError. Nothing here imports torch:
-a typo is answered in 0.2 s. Left out: nested options, environment variables. Tests: tests/test_settings.py, refuse.py.
+assignments, read by ast.literal_eval and never executed. Every user error raises SnugError. Nothing here imports torch,
+so that a typo is reported in 0.2 s. Left out: nested options, environment variables. Tests: test_settings.py, refuse.py.
 """
 
 import argparse
 import ast
 import dataclasses
 import difflib
+import inspect
 import json
 import math
 import os
-import shutil
 import sys
 import types
 import typing
@@ -32,7 +32,7 @@ from pathlib import Path
 
 
 class SnugError(Exception):
-    """An error that the user can correct. One line: what is wrong, the value seen, what to do. Exit code 2.
+    """An error that the user can correct. One line: what is wrong, the value, what to do. Exit code 2.
 
     A note (`add_note`) is the traceback of the user's own code that failed.
     """
@@ -57,47 +57,49 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def option_of(base, name: str, default):
+    """The option `name` of the dataclass `base`, with another default."""
+    return dataclasses.field(default=default, metadata=fields(base)[name].metadata)
+
+
 def fields(cls) -> dict[str, dataclasses.Field]:
     return {field.name: field for field in dataclasses.fields(cls)}
 
 
 def type_of(cls, name: str) -> tuple[type, bool]:
-    """-> (type, may it be None): `float | None` -> (float, True), `list[str]` -> (list[str], False)."""
+    """-> (type, may it be None?): `float | None` -> (float, True), `list[str]` -> (list[str], False)."""
     hint = fields(cls)[name].type
     return (typing.get_args(hint)[0], True) if isinstance(hint, types.UnionType) else (hint, False)
 
 
 def read_settings(cls, argv: list[str], positional: str = "config") -> tuple[typing.Any, set[str], str]:
-    """`argv` (without the program's name) -> (cls instance, names of the options given, positional argument or "").
+    """`argv` (without the program's name) -> (cls instance, names of the options that were set, positional argument).
 
     positional="config": the argument without dashes is a config file, and the command line overrides it. Otherwise
-    ("folder", "file") it is returned unread. --help prints the usual options, --help=all prints every one, and both
-    exit 0. Raises SnugError.
+    ("folder", "file") it is returned unread, "" if it is missing. --help prints the usual options, --help=all prints
+    all, and both exit with 0. Raises SnugError.
     """
-    if asked := [word for word in argv if word == "-h" or word.partition("=")[0] == "--help"]:
-        print(
-            make_parser(cls, positional, everything="--help=all" in asked).format_help(),
-            end="",
-            flush=True,
-        )
-        sys.exit(0)  # flush: see BrokenPipeError below
+    if {"-h", "--help", "--help=all"}.intersection(argv):
+        parser = make_parser(cls, positional, everything="--help=all" in argv)
+        print(parser.format_help(), end="", flush=True)  # flush: see BrokenPipeError below
+        sys.exit(0)
     flags = {f"--{name}" for name in fields(cls) if type_of(cls, name)[0] is bool}
     argv = [f"{word}=true" if word in flags else word for word in argv]  # --plan
-    namespace, rest = make_parser(cls, positional).parse_known_args(argv)
-    given = vars(namespace)
-    place = given.pop(positional)
-    for flag in (word.partition("=")[0] for word in rest if word.startswith("-")):
-        check_name(cls, flag.lstrip("-"), flag)
-        raise SnugError(f"unknown option {flag}; did you mean -{flag}?")  # -seed=3
-    if rest:
-        raise SnugError(
-            f"only one {positional} can be given, not {len(rest) + 1}: {' '.join([place, *rest])}"
-        )
+    namespace, unknown = make_parser(cls, positional).parse_known_args(argv)
+    values = vars(namespace)
+    place = values.pop(positional)
+    for word in unknown:
+        if word.startswith("-"):
+            flag = word.partition("=")[0]
+            raise unknown_option(cls, flag.lstrip("-"), flag)
+    if unknown:
+        words = " ".join([place, *unknown])
+        raise SnugError(f"only one {positional} is possible, not {len(unknown) + 1}: {words}")
     if place and positional == "config":
-        given = read_config(cls, place) | given
-    settings = cls(**given)
+        values = read_config(cls, place) | values
+    settings = cls(**values)
     settings.check()
-    return settings, set(given), place
+    return settings, set(values), place
 
 
 def read_config(cls, path: str) -> dict[str, typing.Any]:
@@ -105,29 +107,27 @@ def read_config(cls, path: str) -> dict[str, typing.Any]:
     try:
         tree = ast.parse(Path(path).read_text())
     except OSError as error:
-        configs = [str(p) for p in sorted(Path("config").glob("*.py"))]
+        configs = [str(file) for file in sorted(Path("config").glob("*.py"))]
         raise SnugError(f"config {path}: {error.strerror}{did_you_mean(path, configs)}") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         raise SnugError(f"config {path}: {error}") from None
     values = {}
     for node in tree.body:
         where = f"{path}:{node.lineno}"
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue  # a docstring
-        if not (
-            isinstance(node, ast.Assign)
-            and len(node.targets) == 1
-            and isinstance(node.targets[0], ast.Name)
-        ):
-            raise SnugError(
-                f"{where}: {ast.unparse(node)[:60]!r} is not a plain assignment, name = value"
-            )
-        name = node.targets[0].id
-        check_name(cls, name, f"{where}: {name}")
+        match node:
+            case ast.Expr(ast.Constant()):  # a docstring
+                continue
+            case ast.Assign([ast.Name(name)], literal):
+                pass
+            case _:
+                text = ast.unparse(node)[:60]
+                raise SnugError(f"{where}: {text!r} is not a plain assignment, name = value")
+        if name not in fields(cls):
+            raise unknown_option(cls, name, f"{where}: {name}")
         try:
-            value = ast.literal_eval(node.value)
+            value = ast.literal_eval(literal)
         except (ValueError, TypeError):  # TypeError: {[]}
-            text = ast.unparse(node.value)[:60]
+            text = ast.unparse(literal)[:60]
             raise SnugError(
                 f"{where}: {name} = {text} is not a literal; write the value itself"
             ) from None
@@ -136,36 +136,32 @@ def read_config(cls, path: str) -> dict[str, typing.Any]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: "; did you mean X?" if X is much like `word`, or ""."""
+    """The end of an error message: "; did you mean X?" if X is similar to `word`, else ""."""
     near = difflib.get_close_matches(word, known, 1, 0.5)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def check_name(cls, name: str, shown: str) -> None:
-    """Raises SnugError if `cls` has no such option. shown: the name as the user wrote it."""
-    if name not in fields(cls):
-        raise SnugError(
-            f"unknown option {shown}"
-            + (did_you_mean(name, fields(cls)) or "; --help=all lists them all")
-        )
+def unknown_option(cls, name: str, shown: str) -> SnugError:
+    """shown: the name as the user wrote it."""
+    hint = did_you_mean(name, fields(cls)) or "; --help=all lists all options"
+    return SnugError(f"unknown option {shown}{hint}")
 
 
 def parse_value(cls, name: str, text: str):
     """The text after `--name=` -> a value of the option's type. Raises SnugError."""
     kind, optional = type_of(cls, name)
     if optional and text.lower() == "none":
-        value = None
-    elif typing.get_origin(kind) is list:
-        value = [
-            convert(part.strip(), typing.get_args(kind)[0]) for part in text.split(",") if part.strip()
-        ]
+        return None
+    if typing.get_origin(kind) is list:
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        value = [convert(word, typing.get_args(kind)[0]) for word in words]
     else:
         value = convert(text, kind)
-    return check_value(cls, name, value, "--" + name)
+    return check_value(cls, name, value, f"--{name}")
 
 
 def convert(text: str, kind: type):
-    """Text -> bool, int, float or str; text that does not fit stays text, for check_value to refuse."""
+    """Text -> bool, int, float or str. Text that does not fit stays text; check_value refuses it."""
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     try:
@@ -183,36 +179,32 @@ def check_type(cls, name: str, value, where: str):
     kind, optional = type_of(cls, name)
     if value is None and optional:
         return None
-    is_list = typing.get_origin(kind) is list
-    element = typing.get_args(kind)[0] if is_list else kind
-    items = value if is_list and isinstance(value, list | tuple) else [value]
-    items = [float(item) if element is float and type(item) is int else item for item in items]
-    if is_list != isinstance(value, list | tuple) or not all(type(item) is element for item in items):
+    is_list = isinstance(value, list | tuple)
+    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
+    items = list(value) if is_list else [value]
+    if element is float:
+        items = [float(item) if type(item) is int else item for item in items]
+    if is_list != (element is not kind) or any(type(item) is not element for item in items):
         raise SnugError(f"{where} takes {KINDS[kind]}, not {value!r}")
     return items if is_list else items[0]
 
 
 def check_value(cls, name: str, value, where: str):
     """`check_type`, and the option's limits. Raises SnugError."""
-    value, (kind, _), limits = (
-        check_type(cls, name, value, where),
-        type_of(cls, name),
-        fields(cls)[name].metadata,
-    )
-    if value is None:
-        return None
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, str) and "\0" in item:
-            raise SnugError(f"{where}={value!r:.60} has a NUL character; remove it")
-        if isinstance(item, float) and not math.isfinite(item):
+    value = check_type(cls, name, value, where)
+    limits = fields(cls)[name].metadata
+    choices, minimum, maximum = limits["choices"], limits["minimum"], limits["maximum"]
+    if choices and value not in choices:
+        hint = did_you_mean(value, choices)
+        raise SnugError(f"{where}={value!r} is not one of {', '.join(choices)}{hint}")
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, float) and not math.isfinite(number):
             raise SnugError(f"{where} must be finite, not {value}")
-    if limits["choices"] and value not in limits["choices"]:
-        hint = did_you_mean(value, limits["choices"])
-        raise SnugError(f"{where}={value!r} is not one of {', '.join(limits['choices'])}{hint}")
-    if kind in (int, float) and value < limits["minimum"]:
-        raise SnugError(f"{where}={value} is below {limits['minimum']}")
-    if limits["maximum"] is not None and value > limits["maximum"]:
-        raise SnugError(f"{where}={value} is above {limits['maximum']}")
+    if isinstance(value, int | float):
+        if value < minimum:
+            raise SnugError(f"{where}={value} is below {minimum}")
+        if maximum is not None and value > maximum:
+            raise SnugError(f"{where}={value} is above {maximum}")
     return value
 
 
@@ -222,85 +214,81 @@ class Parser(argparse.ArgumentParser):
 
 
 METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT", list[str]: "A,B", list[float]: "X,Y"}
+ABOUT = {
+    "config": "a file of `name = value` lines",
+    "folder": "a run's folder",
+    "file": "a GGUF file",
+}
 
 
 def make_parser(cls, positional: str, everything: bool = True) -> Parser:
-    """A parser for the options of `cls`. In its help each class that `cls` inherits from is a topic.
+    """A parser for the options of `cls`. In the help each class that `cls` inherits from is a topic.
 
     everything=False: the help shows only the options that `cls.usual` names, if there is such a list.
     """
     usual = fields(cls) if everything else getattr(cls, "usual", " ".join(fields(cls))).split()
-    layout = partial(
-        argparse.HelpFormatter, max_help_position=30, width=min(120, shutil.get_terminal_size().columns)
+    hidden = len(fields(cls)) - len(usual)
+    module = sys.modules["__main__"].__spec__
+    program = f"-m {module.name}" if module else Path(sys.argv[0]).name  # -m tools.export
+    parser = Parser(
+        usage=f"python {program} [{positional}] [--name=value ...]",
+        description=cls.__doc__,
+        epilog=f"{hidden} more options: --help=all" if hidden else None,
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=30),
+        allow_abbrev=False,
+        add_help=False,
     )
-    suffix = ".py" if positional == "config" else ""
-    module = sys.modules["__main__"].__spec__  # python -m tools.export
-    program = f"-m {module.name}" if module else Path(sys.argv[0]).name
-    usage = f"python {program} [{positional}{suffix}] [--name=value ...]"
-    more = len(fields(cls)) - len(usual)
-    epilog = f"{more} more options: --help=all" if more else None
-    names = dict(usage=usage, description=cls.__doc__, epilog=epilog, formatter_class=layout)
-    parser = Parser(allow_abbrev=False, add_help=False, **names)
-    about = {
-        "config": "a file of `name = value` lines",
-        "folder": "a run's folder",
-        "file": "a GGUF file",
-    }[positional]
-    parser.add_argument(positional, nargs="?", default="", help=about)
-    for topic, options in topics(cls).items():
+    parser.add_argument(positional, nargs="?", default="", help=ABOUT[positional])
+    for topic, names in topics(cls).items():
         title = topic.__name__.removesuffix("Options").removesuffix("Settings")
         group = parser.add_argument_group(
             title, topic.__doc__ if everything and topic is not cls else None
         )
-        for name in options:
+        for name in names:
+            field = fields(cls)[name]
             group.add_argument(
                 f"--{name}",
                 type=partial(parse_value, cls, name),
                 default=argparse.SUPPRESS,
-                metavar="|".join(fields(cls)[name].metadata["choices"])
-                or METAVARS[type_of(cls, name)[0]],
-                help=help_of(fields(cls)[name]) if name in usual else argparse.SUPPRESS,
+                metavar="|".join(field.metadata["choices"]) or METAVARS[type_of(cls, name)[0]],
+                help=help_of(field) if name in usual else argparse.SUPPRESS,
             )
     return parser
 
 
 def topics(cls) -> dict[type, list[str]]:
-    """{class: names of its options}: `cls`, then the classes that it inherits from.
+    """{class: names of its options} for `cls` and the classes that it inherits from.
 
-    An option that several of them define is under the topmost: a changed default moves no option.
+    If a subclass changes a default, --help still lists the option under its base class.
     """
-    named = ((name, base) for base in cls.__mro__ for name in vars(base).get("__annotations__", {}))
-    first = {name: base for name, base in named if name in fields(cls)}
-    return {
-        base: [name for name in first if first[name] is base]
-        for base in cls.__mro__
-        if base in first.values()
-    }
+    home = {name: base for base in cls.__mro__ for name in inspect.get_annotations(base)}
+    names = {base: [name for name in fields(cls) if home[name] is base] for base in cls.__mro__}
+    return {base: options for base, options in names.items() if options}
 
 
 def help_of(field: dataclasses.Field) -> str:
-    """What the help says of an option: `longest completion (tokens; default: 32)`."""
-    unit, default = field.metadata["unit"], field.default
+    """For example `longest completion (tokens; default: 32)`."""
+    default = field.default
     if default is dataclasses.MISSING:
         default = ",".join(field.default_factory())
     shown = f"{default:g}" if type(default) is float else str(default).lower() or "empty"
-    return f"{field.metadata['meaning']} ({unit + '; ' if unit else ''}default: {shown})".replace(
-        "%", "%%"
-    )
+    unit = field.metadata["unit"] and field.metadata["unit"] + "; "
+    text = f"{field.metadata['meaning']} ({unit}default: {shown})"
+    return text.replace("%", "%%")
 
 
 @contextmanager
-def in_one_line(said: str):
-    """What a library raises over a damaged file becomes a SnugError: said (its type: its text)."""
+def in_one_line(problem: str):
+    """If a library fails on a damaged file, raise a SnugError: problem (error's type: error's text)."""
     try:
         yield
     except BaseException as error:
-        if (
-            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
-        ):  # of a library in Rust
+        is_panic = type(error).__name__ == "PanicException"  # of a library in Rust
+        if not (isinstance(error, Exception) or is_panic):
             raise
         kind = "" if isinstance(error, SnugError) else f"{type(error).__name__}: "
-        raise SnugError(f"{said} ({kind}{' '.join(str(error).split())[:300]})") from None
+        text = " ".join(str(error).split())[:300]
+        raise SnugError(f"{problem} ({kind}{text})") from None
 
 
 def to_json(settings) -> str:
@@ -311,7 +299,7 @@ def to_json(settings) -> str:
 def friendly_errors(advice: str = ""):
     """SnugError: its notes and one line on stderr, exit code 2. Ctrl-C: one line, 130. A closed pipe: silent.
 
-    advice: what Ctrl-C's line says besides. A console that cannot show a character shows "?" in its place.
+    advice: end of Ctrl-C's line. A console that cannot show a character shows "?" in its place.
     """
     sys.stdout.reconfigure(errors="replace")
     try:
@@ -320,9 +308,8 @@ def friendly_errors(advice: str = ""):
         print(told(error), file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python flushes stdout again at exit
+        # Python flushes stdout again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
         print(f"stopped{advice}", file=sys.stderr)

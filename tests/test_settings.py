@@ -156,7 +156,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
         assert f"unknown option --{typo}; did you mean " in refused(read_settings, cls, [f"--{typo}=1"])
     assert refused(read_settings, cls, ["--sede", "1"]) == "unknown option --sede; did you mean seed?"
     assert refused(read_settings, cls, ["--see=1"]) == "unknown option --see; did you mean seed?"  # no abbreviations
-    assert refused(read_settings, cls, ["--qqq=1"]) == "unknown option --qqq; --help=all lists them all"
+    assert refused(read_settings, cls, ["--qqq=1"]) == "unknown option --qqq; --help=all lists all options"
     path = config(tmp_path, "'''why'''\n\nsede = 3\n")
     assert refused(read_config, cls, path) == f"unknown option {path}:3: sede; did you mean seed?"
 
@@ -193,7 +193,7 @@ def test_wrong_command_lines(tmp_path, monkeypatch):
     assert refused(read_settings, SFTSettings, ["--bias=yes"]) == "--bias takes true or false, not 'yes'"
     assert "'none'" in refused(read_settings, GRPOSettings, ["--epsilon=none"])
     words = ["a.py", "--seed=2", "b.py"]
-    assert "only one config can be given, not 2: a.py b.py" in refused(read_settings, SFTSettings, words)
+    assert "only one config is possible, not 2: a.py b.py" in refused(read_settings, SFTSettings, words)
     with pytest.raises(SnugError, match="only one folder"):
         read_settings(SampleSettings, ["a", "b"], positional="folder")
     monkeypatch.chdir(tmp_path)
@@ -249,8 +249,10 @@ def test_help_shows_the_usual_options_by_topic_in_80_columns(cls, capsys, monkey
     assert ("Memory:" in headings) == ("plan" in usual) and "Gym:" not in headings  # no topic without an option
 
 
-def test_an_option_is_shown_under_the_topic_that_has_it_first():
-    """out_dir has another default in each loop, and is one of Run's options all the same."""
+def test_an_option_is_shown_under_the_class_that_has_it_first():
+    """out_dir has another default in each loop, but stays one of Run's options, with the same meaning."""
+    meanings = [options.fields(cls)["out_dir"].metadata for cls in (settings.RunOptions, GRPOSettings)]
+    assert meanings[0] == meanings[1]
     topics = {base.__name__: names for base, names in options.topics(GRPOSettings).items()}
     assert "out_dir" in topics["RunOptions"] and "log_interval" in topics["LogOptions"]
     assert "out_dir" not in topics["GRPOSettings"] and "LoopSettings" not in topics
@@ -327,12 +329,6 @@ def test_a_config_is_never_executed(tmp_path, monkeypatch, line):
     assert not Path("touched").exists()
 
 
-def test_text_with_a_nul_names_no_file(tmp_path):
-    path = config(tmp_path, 'out_dir = "a\\0b"')
-    assert refused(read_config, SFTSettings, path) == f"{path}:1: out_dir='a\\x00b' has a NUL character; remove it"
-    assert "has a NUL character" in refused(read_config, SFTSettings, config(tmp_path, "report_to = ['\\0']"))
-
-
 def test_configs_of_the_repository_are_right():
     for path in ROOT.glob("config/*.py"):
         cls = SFTSettings if path.name.startswith("sft") else GRPOSettings
@@ -351,7 +347,7 @@ def test_configs_of_the_repository_are_right():
         (SFTSettings, "--n_head=3", "n_head=3 does not divide n_embd=64"),
         (SFTSettings, "--n_kv_head=3", "n_kv_head=3 does not divide n_head=4"),
         (SFTSettings, "--n_embd=12 --position=rotary", "n_embd=12 / n_head=4 is odd"),
-        (GRPOSettings, "--train_batch_size=100", "batch_size * group_size = 64 * 16 = 1024"),
+        (GRPOSettings, "--train_batch_size=100", "does not divide the 1024 completions of a rollout"),
         (GRPOSettings, "--train_batch_size=2048", "train_batch_size=2048 does not divide"),
         (GRPOSettings, "--delta=1.2", "delta=1.2 must be above 1 + epsilon_high"),
         (GRPOSettings, "--delta=1.25 --epsilon_high=0.28", "delta=1.25 must be above 1 + epsilon_high"),
@@ -360,11 +356,9 @@ def test_configs_of_the_repository_are_right():
         (GRPOSettings, "--use_kl_in_reward", "use_kl_in_reward=True, but beta=0"),
         (GRPOSettings, "--use_kl_in_reward --beta=0.1", "use_kl_in_reward=True with scale_rewards=group"),
         (GRPOSettings, "--soft_punish_cache=32", "soft_punish_cache=32 must be below max_new_tokens"),
-        (GRPOSettings, "--reward_funcs=is_short", "reward_funcs='is_short': write module:function"),
-        (GRPOSettings, "--reward_funcs=a:b,:c", "reward_funcs=':c': write module:function"),
         (GRPOSettings, "--reward_weights=1", "reward_weights has 1 weights for 0 reward_funcs"),
         (GRPOSettings, "--reward_weights=1 --reward_funcs=m:f,m:g", "reward_weights has 1 weights for 2 reward_funcs"),
-        (GRPOSettings, "--format_reward=0.1 --reward_funcs=m:f", "format_reward=0.1 is part of the reward"),
+        (GRPOSettings, "--format_reward=0.1 --reward_funcs=m:f", "format_reward=0.1 belongs to the task's reward"),
         (GRPOSettings, "--pass_reward=-0.5", "pass_reward=-0.5 is a total of reward_funcs; add them, or leave it out"),
         (SFTSettings, "--adam_beta1=1", "adam_beta1=1.0 and adam_beta2=0.99 must be below 1"),
         (SampleSettings, "--system_prompt=x", "system_prompt need --prompt"),
