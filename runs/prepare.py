@@ -19,7 +19,6 @@ from runs.checkpoint import (
     base_of,
     checkpoints,
     find_run,
-    is_checkpoint,
     open_checkpoint,
     settings_of,
     tokenizer_of,

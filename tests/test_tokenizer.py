@@ -23,7 +23,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from options import SnugError
 from tokenizer import END_OF_TEXT, FILES, get_tokenizer
 
-proper_text = st.text(st.characters(exclude_categories=["Cs"]))
 BYTES = get_tokenizer("bytes")
 
 
@@ -58,18 +57,18 @@ def test_bytes():
         assert BYTES.encode(text) == BYTES.encode_prompt(text) == list(text.encode())
 
 
-@given(proper_text, st.lists(st.integers(0, 255)))
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.lists(st.integers(0, 255)))
 def test_bytes_are_the_utf8_bytes(text, ids):
     assert BYTES.encode(text) == list(text.encode()) and BYTES.decode(BYTES.encode(text)) == text
     assert BYTES.decode(ids) == bytes(ids).decode(errors="replace")
 
 
-def test_gpt2(gpt2):
+def test_gpt2_is_tiktokens(gpt2):
     assert (gpt2.name, gpt2.n_vocab, gpt2.stop_tokens, gpt2.files) == ("gpt2", 50257, (50256,), {})
     check_special_tokens_are_never_text(gpt2)
     assert gpt2.encode("Hello world") == [15496, 995]
     assert gpt2.decode(gpt2.encode("🙂")[:1]) == "\ufffd"
-    for text in texts(300):
+    for text in texts(1000):
         ids = gpt2.encode(text)
         assert ids == tiktoken.get_encoding("gpt2").encode_ordinary(text) and gpt2.decode(ids) == text
         assert len(ids) <= len(text.encode())  # bytes bound tokens, which task.longest relies on
@@ -80,7 +79,6 @@ def test_gpt2_without_its_files(monkeypatch, tmp_path, error):
     def no_network(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})  # forget those already loaded
     monkeypatch.setattr("tiktoken.load.read_file", no_network)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     with pytest.raises(SnugError, match="set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=bytes"):
@@ -89,17 +87,7 @@ def test_gpt2_without_its_files(monkeypatch, tmp_path, error):
 
 def test_no_torch():
     """A typo must be answered before torch is imported."""
-    code = """
-import sys
-from data import make_task
-from settings import SFTSettings
-from tokenizer import get_tokenizer
-
-get_tokenizer("bytes")
-for task in ("addition", "countdown"):
-    make_task(SFTSettings(task=task)).prompts("test", range(3))
-sys.exit("torch" in sys.modules)
-"""
+    code = "import sys, tokenizer; tokenizer.get_tokenizer('bytes'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
 
 
@@ -111,7 +99,7 @@ AWKWARD = [" ", "\n", "\t", "\r\n", "\u00a0", "\u3000", "\u2028", "\x85", "  ", 
 AWKWARD += "▁ </ Ġ Ã© 's 'LL 'Re it's WE'VE '\u017f don't ’s I'M <a :// ----- \\n && 1234567 3.14 **2 [i]".split()
 AWKWARD += "👩\u200d👩\u200d👧 🏳️\u200d🌈 👍🏽 🙂 \x00 \x1b[0m \ufeff \u200d \x7f \ufffd \uffff".split()
 AWKWARD += "e\u0301 a\u0323\u0301 \u1e9b\u0323 =\u0338 \u0344 가\u11a8 \u212b \u0958 ﬁ ① é İ".split()
-SPELLED = "<|im_start|> <|im_end|> <|endoftext|> <s> </s> <unk> [INST] [/INST] [CLS] [SEP] <think> </think>".split()
+SPELLED = "<|im_start|> <|im_end|> <|endoftext|> <s> </s> <unk> [INST] [/INST] <think> </think>".split()
 SPELLED += ["<tool é>", "<tool e\u0301>", "<|im_", "|>", "＜/s＞", "<\u200ds>", "<0x41>"]
 
 
@@ -185,11 +173,9 @@ def qwen_like():
 def smollm2_like():
     """Special tokens are its first ids, and bytes that were not in its texts are no tokens."""
     digits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    special = END_OF_TEXT, "<|im_start|>", "<|im_end|>"
-    spec = byte_level(None, special, pre_tokenizer=pre_tokenizers.Sequence(digits))
+    spec = byte_level(None, (END_OF_TEXT, "<|im_start|>", "<|im_end|>"), pre_tokenizer=pre_tokenizers.Sequence(digits))
     merged = "".join(map("".join, spec["model"]["merges"]))
     holes = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if symbol not in merged][:21]
-    assert len(holes) == 21
     for symbol in holes:
         del spec["model"]["vocab"][symbol]
     return spec
@@ -226,17 +212,9 @@ def unigram():
     return trained(models.Unigram(), trainer, ["<unk>", "<s>", "</s>"], eos=["</s>"], **parts)
 
 
-@cache
-def wordpiece():
-    parts = dict(normalizer=normalizers.BertNormalizer(), pre_tokenizer=pre_tokenizers.BertPreTokenizer())
-    parts |= dict(decoder=decoders.WordPiece(), bos=["[CLS]"], eos=["[SEP]"])
-    model, trainer = models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer()
-    return trained(model, trainer, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], **parts)
-
-
 BYTE_LEVEL = [gpt2_like, llama3_like, qwen_like, smollm2_like]
-FAMILIES = [*BYTE_LEVEL, llama2_like, mistral_like, unigram, wordpiece]
-STOP = dict.fromkeys(FAMILIES, "</s>") | dict.fromkeys(BYTE_LEVEL, END_OF_TEXT) | {wordpiece: "[SEP]"}
+FAMILIES = [*BYTE_LEVEL, llama2_like, mistral_like, unigram]
+STOP = dict.fromkeys(FAMILIES, "</s>") | dict.fromkeys(BYTE_LEVEL, END_OF_TEXT)
 
 
 def folder_of(path, spec, **files):
@@ -274,8 +252,7 @@ def test_ids_and_texts_are_those_of_tokenizers(pair):
         else:
             assert ours.encode(text) == expected
         assert ours.decode(expected) == theirs.decode(expected)
-        if "＜" not in text:
-            assert ours.encode(text, special=True) == ids_of(theirs, text, True)
+        assert ours.encode(text, special=True) == ids_of(theirs, text, True)
         sampled = [rng.randrange(ours.n_vocab + 5) for _ in range(9)]
         assert ours.decode(sampled) == theirs.decode(sampled)
     assert (cut > 0) == (type(theirs.model) is models.Unigram)
@@ -292,15 +269,12 @@ def test_special_tokens_are_never_text_of_a_folder(pair):
     assert ours.encode("a\ud800") == ours.encode("a\ufffd")
 
 
-def test_a_stop_string_is_found_where_it_ends(pair):
+@pytest.mark.parametrize("text", ["</answer>", "\n\n", "🙂", "é", " b a", "🜁"])
+def test_a_stop_string_is_found_where_it_ends(pair, text):
     """At the first token after which the text of all tokens has it."""
-    for text in ("</answer>", "\n\n", "🙂", "é", " b a", "🜁"):
-        check_stopper(pair[0], text)
-    assert pair[0].stopper("") is None
-
-
-def check_stopper(ours, text):
-    is_over, rng = ours.stopper(text), random.Random(0)
+    ours, rng = pair[0], random.Random(0)
+    is_over = ours.stopper(text)
+    assert ours.stopper("") is None
     for before, after in zip(texts(60, seed=4), texts(60, seed=5), strict=True):
         ids = ours.encode(before + rng.choice(["", "𝄞"]) + text * rng.randrange(1, 3) + after)
         ids.insert(rng.randrange(len(ids)), ours.stop_token)
@@ -313,14 +287,9 @@ def check_stopper(ours, text):
 # The files of a folder
 
 
-SYMBOLS = sorted(pre_tokenizers.ByteLevel.alphabet())
-ORDER = [ord(symbol) for symbol in SYMBOLS if ord(symbol) < 256]
-ORDER += [byte for byte in range(256) if byte not in ORDER]
-
-
 def small(tokens=(), merges=(), **parts):
     """The bytes, then these tokens, then <|endoftext|>."""
-    vocab = dict(zip(SYMBOLS, ORDER, strict=True)) | {token: 256 + n for n, token in enumerate(tokens)}
+    vocab = BYTES.backend.get_vocab(with_added_tokens=False) | {token: 256 + n for n, token in enumerate(tokens)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, list(merges)))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     for name, part in parts.items():
@@ -340,13 +309,11 @@ def test_an_unknown_token_is_not_a_stop_token(tmp_path):
     spec["model"]["unk_token"] = END_OF_TEXT
     del spec["model"]["vocab"]["Ã"]
     spec["model"]["vocab"][END_OF_TEXT] = 256
-    tokenizer = get_tokenizer(folder_of(tmp_path, spec))
-    assert tokenizer.encode("aéb") == [*b"ab"]
+    assert get_tokenizer(folder_of(tmp_path, spec)).encode("aéb") == [*b"a\xa9b"]
 
 
-def test_options_that_would_change_ids(tmp_path):
+def test_a_file_that_cuts_or_pads(tmp_path):
     spec = small(["ab"], [("a", "b")])
-    spec["model"]["dropout"] = 0.9
     spec["truncation"] = dict(direction="Right", max_length=3, strategy="LongestFirst", stride=0)
     spec["padding"] = dict(strategy=dict(Fixed=64), direction="Left", pad_id=0, pad_type_id=0, pad_token="!")
     spec["padding"]["pad_to_multiple_of"] = None
@@ -362,12 +329,10 @@ STOPS = [  # files -> the ids that end a completion; <|endoftext|> is 256, <b> 2
     (dict(tokenizer_config=dict(eos_token="<b>"), config=dict(eos_token_id=258)), (257,)),
     (dict(config=dict(eos_token_id=[258, 257])), (258, 257)),
     (dict(tokenizer_config=dict(eos_token=None), config=dict(eos_token_id=258)), (258,)),
-    (dict(special_tokens_map=dict(eos_token="</s>")), (258,)),
     (dict(tokenizer_config=dict(eos_token="<b>"), special_tokens_map=dict(eos_token="</s>")), (257,)),
     (dict(generation_config=dict(eos_token_id=257)), (257,)),
     (dict(tokenizer_config=dict(eos_token="<none>")), (256,)),
-    (dict(generation_config=dict(eos_token_id=[True, "x", [], 10**30])), (256,)),
-    (dict(generation_config=dict(eos_token_id=97)), "must be one of tokenizer.json's added_tokens, not .97"),
+    (dict(generation_config=dict(eos_token_id=[True, "x", [], 10**30, 97])), (256,)),
     (dict(tokenizer_config=b"{"), "tokenizer_config.json: not JSON"),
     (dict(tokenizer_config=b"\xff"), "tokenizer_config.json: not JSON"),
     (dict(generation_config=[]), "generation_config.json: must be an object, not list"),
@@ -392,7 +357,7 @@ def test_stop_tokens(tmp_path, files, expected):
 def test_no_stop_token(tmp_path):
     spec = small()
     spec["added_tokens"] = []
-    with pytest.raises(SnugError, match="must be one of tokenizer.json's added_tokens, not ..; name one as eos_token"):
+    with pytest.raises(SnugError, match="no added token of tokenizer.json ends a completion; name one as eos_token"):
         get_tokenizer(folder_of(tmp_path, spec))
 
 
@@ -401,12 +366,11 @@ def test_what_a_text_begins_with(tmp_path):
     by_config = get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=config))
     plain = get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=config | dict(add_bos_token=False)))
     assert plain.encode_prompt("a<b>") == [*b"a<b>"] and by_config.encode_prompt("a<b>") == [257, *b"a<b>"]
-    for family, bos in ((llama3_like, ["<s>"]), (wordpiece, ["[CLS]"]), (unigram, []), (qwen_like, [])):
+    for family, bos in ((llama3_like, ["<s>"]), (unigram, []), (qwen_like, [])):
         ours = get_tokenizer(folder_of(tmp_path, family(), tokenizer_config=dict(eos_token=STOP[family])))
         theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a b")
-        assert ours.encode_prompt("a b") == theirs.ids[: len(theirs.ids) - (family in (wordpiece, unigram))]
+        assert ours.encode_prompt("a b") == theirs.ids[: len(theirs.ids) - (family is unigram)]
         assert list(ours.bos) == [ours.special[token] for token in bos]
-        assert ours.encode("a b") == ours.encode_prompt("a b")[len(bos) :]
 
 
 CONFIG = dict(bos_token="<b>", eos_token=END_OF_TEXT, chat_template="{{ bos_token }}{{ messages[0].content }}")
@@ -417,22 +381,23 @@ def test_files_go_out_as_they_came_in(tmp_path):
     folder = folder_of(tmp_path / "in", small(), **files, config={"a": 1})
     (tmp_path / "in" / "chat_date.txt").write_text("2031-02-01")
     tokenizer = get_tokenizer(folder)
-    assert set(tokenizer.files) == set(FILES)
     tokenizer.save(tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == set(tokenizer.files) == set(FILES)
     for name in FILES:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes() == tokenizer.files[name]
     digest = hashlib.sha256(tokenizer.files["tokenizer.json"]).hexdigest()
     assert get_tokenizer(tmp_path / "out").name == tokenizer.name == "tokenizer.json@" + digest[:12]
 
 
-def check_saved(tokenizer, folder):
-    """Written out, it is the same tokenizer to us, to `tokenizers` and to `transformers`."""
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_bytes_and_gpt2_are_saved(name, request, tmp_path):
+    """Written out, they are the same tokenizer to us, to `tokenizers` and to `transformers`."""
+    tokenizer = BYTES if name == "bytes" else request.getfixturevalue("gpt2")
+    folder = tmp_path / "new" / "folder"
     tokenizer.save(folder)
     again, theirs = get_tokenizer(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert (again.n_vocab, again.stop_tokens) == (tokenizer.n_vocab, tokenizer.stop_tokens)
-    assert theirs.get_vocab_size() == tokenizer.n_vocab
-    for text in texts(1000):
+    for text in texts(300):
         for special in (True, False):
             ids = tokenizer.encode(text, special)
             assert ids == ids_of(theirs, text, special) == again.encode(text, special)
@@ -441,20 +406,6 @@ def check_saved(tokenizer, folder):
     auto = transformers.AutoTokenizer.from_pretrained(folder)
     assert auto.eos_token_id == tokenizer.stop_token and len(auto) == tokenizer.n_vocab
     assert auto(texts(200)).input_ids == [tokenizer.encode(text, special=True) for text in texts(200)]
-
-
-def test_bytes_are_saved(tmp_path):
-    check_saved(BYTES, tmp_path / "new" / "folder")
-
-
-def test_gpt2_is_saved(gpt2, tmp_path):
-    check_saved(gpt2, tmp_path)
-    merges = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
-    assert (len(merges), merges[0], merges[-1]) == (
-        50_000,
-        ["Ġ", "t"],
-        ["Ġg", "azed"],
-    )  # as OpenAI's merges.txt has them
 
 
 @pytest.mark.parametrize("name", ["", "gpt3", "no/such/folder", "tokenizer.json@0123456789ab"])
@@ -492,7 +443,7 @@ def damaged(value, rng):
             return value
 
 
-@pytest.mark.parametrize("family", [qwen_like, llama2_like, unigram, wordpiece])
+@pytest.mark.parametrize("family", [qwen_like, llama2_like, unigram])
 def test_damaged_files_are_refused_in_one_line(tmp_path, family):
     """Whatever is in the file, the answer is a tokenizer that encodes, or a SnugError."""
     rng, refused, spec = random.Random(0), 0, copy.deepcopy(family())
@@ -513,11 +464,9 @@ def test_damaged_files_are_refused_in_one_line(tmp_path, family):
 
 def test_a_panic_of_the_library_is_one_line(tmp_path):
     """Of its Rust: a BaseException, and no Exception."""
-    spec = copy.deepcopy(wordpiece())
+    spec = copy.deepcopy(llama3_like())
     spec["post_processor"]["single"][0]["SpecialToken"]["id"] = "[NONE]"
-    with pytest.raises(
-        SnugError, match="tokenizer.json: `tokenizers` cannot read it .PanicException: no entry found for key"
-    ):
+    with pytest.raises(SnugError, match="`tokenizers` cannot read it .PanicException: no entry found for key"):
         get_tokenizer(folder_of(tmp_path, spec))
 
 
@@ -526,33 +475,18 @@ def test_a_panic_of_the_library_is_one_line(tmp_path):
 
 QWEN3 = """{%- set ns = namespace(last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
-    {%- if message.role == "user" and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
-        {%- set ns.last = messages|length - 1 - loop.index0 %}
-        {%- break %}
-    {%- endif %}
+    {%- if message.role == "user" and not message.content.startswith('<tool_response>') %}{%- set ns.last = loop.index0 %}{%- break %}{%- endif %}
 {%- endfor %}
 {%- for message in messages %}
     {%- set content = message.content %}
-    {%- if message.role == "assistant" and '</think>' in content %}
-        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-    {%- endif %}
+    {%- if message.role == "assistant" and '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}
     {{- '<|im_start|>' + message.role + '\\n' }}{% generation %}{{- content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-LLAMA3_CHAT = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
-    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+LLAMA3 = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    " + message['content'] | trim + '<|eot_id|>' }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
 )
 LLAMA2 = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'].strip() + ' [/INST]' }}"
@@ -561,12 +495,10 @@ LLAMA2 = (
 JOINED = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CHATS = {
     "qwen3": (qwen_like, QWEN3),
-    "llama3": (llama3_like, LLAMA3_CHAT),
-    "smollm2": (smollm2_like, SMOLLM2),
+    "llama3": (llama3_like, LLAMA3),
     "llama2": (llama2_like, LLAMA2),
     "mistral": (mistral_like, LLAMA2),
     "unigram": (unigram, LLAMA2),
-    "wordpiece": (wordpiece, LLAMA2),
     "joined": (qwen_like, JOINED),
 }
 
@@ -574,13 +506,13 @@ CHATS = {
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
     """-> {name: (folder, our tokenizer)}."""
-    found = {}
+    folders = {}
     for name, (family, template) in CHATS.items():
         config = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=template)
-        config |= dict(eos_token=STOP[family], bos_token="[CLS]" if family is wordpiece else "<s>")
+        config |= dict(eos_token=STOP[family], bos_token="<s>")
         folder = folder_of(tmp_path_factory.mktemp("chat"), family(), tokenizer_config=config)
-        found[name] = folder, get_tokenizer(folder)
-    return found
+        folders[name] = folder, get_tokenizer(folder)
+    return folders
 
 
 def user(content, role="user"):
@@ -607,19 +539,11 @@ contents = st.lists(st.sampled_from(PARTS)).map("".join)
 
 @given(st.lists(contents, min_size=1, max_size=4))
 def test_special_tokens_in_messages_stay_text(chats, spelled):
-    for name in ("qwen3", "smollm2"):
-        ours = chats[name][1]
-        start, end = ours.special["<|im_start|>"], ours.special["<|im_end|>"]
-        messages = [user("a", "system"), *map(user, spelled)]
-        turns = [[start, *ours.encode(f"{m['role']}\n{m['content']}"), end, *ours.encode("\n")] for m in messages]
-        assert ours.encode_prompt(messages) == [*sum(turns, []), start, *ours.encode("assistant\n")]
-    ours = chats["llama3"][1]
-    expected = ours.encode("<s>", special=True)
-    start, middle, end = (ours.special[f"<|{name}|>"] for name in ("start_header_id", "end_header_id", "eot_id"))
-    for message in [*map(user, spelled), user("", "assistant")]:
-        text = "\n\n" + message["content"].strip()
-        expected += [start, *ours.encode(message["role"]), middle, *ours.encode(text), end]
-    assert ours.encode_prompt([*map(user, spelled)]) == expected[:-1]
+    ours = chats["qwen3"][1]
+    start, end = ours.special["<|im_start|>"], ours.special["<|im_end|>"]
+    messages = [user("a", "system"), *map(user, spelled)]
+    turns = [[start, *ours.encode(f"{m['role']}\n{m['content']}"), end, *ours.encode("\n")] for m in messages]
+    assert ours.encode_prompt(messages) == [*sum(turns, []), start, *ours.encode("assistant\n")]
     for name, (_, ours) in chats.items():
         reserved = [i for i in ours.encode_prompt([*map(user, spelled)]) if i in ours.reserved]
         harmless = [i for i in ours.encode_prompt([user("a")] * len(spelled)) if i in ours.reserved]
@@ -633,8 +557,8 @@ def test_parts_of_special_tokens_in_messages(chats):
 
 
 def chat_of(path, source, **config):
-    """Its special tokens: <|endoftext|> 256, <b> 257, <|user|> 258, PAD 259."""
-    spec = added(small(), "<b>", "<|user|>", "PAD")
+    """Its special tokens: <|endoftext|> 256, <b> 257, <|user|> 258."""
+    spec = added(small(), "<b>", "<|user|>")
     return get_tokenizer(folder_of(path, spec, tokenizer_config=dict(bos_token="<b>", chat_template=source) | config))
 
 
@@ -647,10 +571,8 @@ def test_a_content_within_what_the_template_writes(tmp_path):
     """A role may be a part of a special token, a content not."""
     assert chat_of(tmp_path, "<|{{ messages[0].role }}|>").encode_prompt([user("")]) == [258]
     assert chat_of(tmp_path, "<|{{ messages[0].content }}|>").encode_prompt([user("user")]) == [*b"<|user|>"]
-    assert chat_of(tmp_path, "<|us{{ messages[0].content }}").encode_prompt([user("er|>\n")]) == [*b"<|user|>\n"]
     assert chat_of(tmp_path, "{{ messages[0].content|trim }}user|>").encode_prompt([user("a<| ")]) == [*b"a<|user|>"]
-    assert chat_of(tmp_path, "{{ messages[0].role }}").encode_prompt([user("", "pad")]) == [*b"pad"]
-    for role in ("PAD", "user\n", "", "üser", "<b>"):
+    for role in ("user\n", "", "üser", "<b>"):
         with pytest.raises(SnugError, match="a message's role must be a word, such as user, not"):
             chat_of(tmp_path, "x").encode_prompt([user("", role)])
 
@@ -662,13 +584,24 @@ def test_what_a_normalizer_makes_of_a_content_is_no_special_token(tmp_path):
     assert ours.encode_prompt([user("<\u212a>")]) == [257, *b"<K>"] and ours.encode("<\u212a>") == [*b"<K>"]
 
 
-def test_what_templates_can_use(tmp_path):
-    assert rendered(tmp_path, "{{ messages|tojson }}") == '[{"role": "user", "content": "a<b>c"}]'
-    assert rendered(tmp_path, "  {% if true %}\n{{ strftime_now('%Y')|length }}\n  {% endif %}") == "4\n"
-    assert rendered(tmp_path, "{{ x_token }}{{ y_token is defined }}", x_token=dict(content="X"), y_token=5) == "XFalse"
-    assert rendered(tmp_path, "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
-    assert rendered(tmp_path, "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ dict(a=1).a }}") == "21"
-    assert rendered(tmp_path, "{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}") == "TrueTrueTrue"
+USES = {  # template -> text, for the message a<b>c
+    "{{ messages|tojson }}": '[{"role": "user", "content": "a<b>c"}]',
+    "  {% if true %}\n{{ strftime_now('%Y')|length }}\n  {% endif %}": "4\n",
+    "{{ x_token }}{{ y_token is defined }}": "XFalse",
+    "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}": "01",
+    "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ dict(a=1).a }}": "21",
+    "{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}": "TrueTrueTrue",
+    "{{ messages[0].content|length }}{% if '<b>' in messages[0].content %}yes{% endif %}": "5yes",
+    "{{ ''.__class__ }}{{ range.__closure__ }}{{ (''['__class__']) is defined }}": "False",
+}
+
+
+@pytest.mark.parametrize("source", USES)
+def test_what_templates_can_use(tmp_path, source):
+    assert rendered(tmp_path, source, x_token=dict(content="X"), y_token=5) == USES[source]
+
+
+def test_lone_surrogates_and_bos_in_a_chat(tmp_path):
     assert rendered(tmp_path, "{{ messages[0].content }}", [("user", "\ud800<|user|>")]) == "\ufffd<|user|>"
     assert chat_of(tmp_path, "{{ bos_token }}a").encode_prompt([user("")]) == [257, *b"a"]
 
@@ -681,7 +614,7 @@ def test_where_templates_stand(tmp_path):
             tokenizer.encode_prompt([user("")])
     with pytest.raises(SnugError, match="the chat template fails"):
         rendered(tmp_path, 5)
-    for wrong in ([5], [{}], [dict(name="default")], [dict(name=[], template="x")], ["default"]):
+    for wrong in ([5], [{}], [dict(name="default")]):
         with pytest.raises(SnugError, match="tokenizer_config.json: chat_template must be a text or a list of named"):
             chat_of(tmp_path, wrong)
     folder = folder_of(tmp_path, small(), chat_template="the file", tokenizer_config=dict(chat_template="the config"))
@@ -692,16 +625,7 @@ def test_where_templates_stand(tmp_path):
 BROKEN = [
     *["{% if %}", "{{ raise_exception('only\nusers') }}", "{{ nothing.at_all }}", "{{ messages[0].content + 1 }}"],
     *["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% include 'x' %}", "{{ range(10 ** 30)|list }}"],
-    *["{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}", "{{ raise_exception.__globals__['json'] }}"],
-    "{{ ['{0.__class__}']|map('format', 1)|list }}{{ '{0.__class__}'|attr('format')(1) }}",
-    *["{{ messages.append(1) }}", "{{ messages[0].update(role='x') }}", "{{ (messages ~ '<').__add__('b') }}"],
-]
-PRIVATE = [
-    "''.__class__",
-    "''['__class__']",
-    "''|attr('__class__')",
-    "range.__closure__",
-    "self._TemplateReference__context",
+    *["{{ ''.__class__.__mro__ }}", "{{ raise_exception.__globals__['json'] }}", "{{ messages.append(1) }}"],
 ]
 
 
@@ -710,18 +634,3 @@ def test_templates_that_fail_or_reach_for_python(tmp_path, source):
     with pytest.raises(SnugError, match="the chat template fails .[A-Z]") as error:
         rendered(tmp_path, source)
     assert "\n" not in str(error.value)
-
-
-def test_private_attributes_are_undefined(tmp_path):
-    for private in PRIVATE:
-        assert rendered(tmp_path, f"{{{{ {private} }}}}{{{{ ({private}) is defined }}}}") == "False"
-
-
-def test_templates_that_look_at_spellings_of_special_tokens(tmp_path):
-    """They may, but not write special tokens that may be the content's."""
-    looking = "{{ messages[0].content|length }}{% if '<b>' in messages[0].content %}yes{% endif %}"
-    assert rendered(tmp_path, looking) == "5yes"
-    for source in ("{{ messages|tojson(ensure_ascii=true) }}", looking + "{{ messages[0].content }}"):
-        with pytest.raises(SnugError, match="looks at a special token, or a part of one, in the message 'a<b>c'"):
-            rendered(tmp_path, source)
-        assert rendered(tmp_path, source, [("user", "abc d")]) is not None
