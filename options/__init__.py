@@ -194,17 +194,16 @@ def check_value(cls, name: str, value, where: str):
     value = check_type(cls, name, value, where)
     limits = fields(cls)[name].metadata
     choices, minimum, maximum = limits["choices"], limits["minimum"], limits["maximum"]
-    if choices and value not in choices:
-        hint = did_you_mean(value, choices)
-        raise SnugError(f"{where}={value!r} is not one of {', '.join(choices)}{hint}")
-    for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, float) and not math.isfinite(number):
-            raise SnugError(f"{where} must be finite, not {value}")
-    if isinstance(value, int | float):
-        if value < minimum:
-            raise SnugError(f"{where}={value} is below {minimum}")
-        if maximum is not None and value > maximum:
-            raise SnugError(f"{where}={value} is above {maximum}")
+    for item in value if isinstance(value, list) else [value]:
+        if choices and item not in choices:
+            hint = did_you_mean(item, choices)
+            raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")
+        if isinstance(item, float) and not math.isfinite(item):
+            raise SnugError(f"{where} must be finite, not {item}")
+        if isinstance(item, int | float) and item < minimum:
+            raise SnugError(f"{where}={item} is below {minimum}")
+        if isinstance(item, int | float) and maximum is not None and item > maximum:
+            raise SnugError(f"{where}={item} is above {maximum}")
     return value
 
 

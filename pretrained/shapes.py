@@ -44,10 +44,13 @@ LLAMA3_ROPE = {
     "rope_low_freq_factor": ("low_freq_factor", float),
     "rope_high_freq_factor": ("high_freq_factor", float),
 }
-OF_BIASES = dict.fromkeys(
-    [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 1, 0)], "llama"
-)  # bias, qkv_bias, proj_bias, qk_norm
-OF_BIASES |= {(0, 1, 0, 0): "qwen2", (0, 0, 0, 1): "qwen3"}
+FAMILIES = {  # (bias, qkv_bias, proj_bias, qk_norm) -> who has them
+    (0, 0, 0, 0): "llama",
+    (1, 0, 0, 0): "llama",
+    (0, 1, 1, 0): "llama",
+    (0, 1, 0, 0): "qwen2",
+    (0, 0, 0, 1): "qwen3",
+}
 
 
 def is_pretrained(folder: str | Path) -> bool:
@@ -62,8 +65,9 @@ def read_config(folder: str | Path) -> dict:
         config = json.loads(path.read_text())
     family = Fields(config, path).get("model_type", str, "")
     if family not in ARCHITECTURES:
-        seen = f"model_type={family!r:.40}, architectures={config.get('architectures')!r:.60}"
-        raise SnugError(f"{path}: {seen} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        raise SnugError(
+            f"{path}: model_type={family!r:.40} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
     if config.get("quantization_config") is not None:
         raise SnugError(
             f"{path}: quantization_config is not supported; use the folder with the bfloat16 weights"
@@ -72,7 +76,7 @@ def read_config(folder: str | Path) -> dict:
 
 
 def stored_dtype(folder: str | Path) -> str | None:
-    """The type of the weights, such as "bfloat16", as config.json gives it."""
+    """The dtype of the weights, such as "bfloat16", as config.json says it."""
     config = read_config(folder)
     return config.get("dtype", config.get("torch_dtype"))
 
@@ -80,19 +84,13 @@ def stored_dtype(folder: str | Path) -> str | None:
 def read_shape(folder: str | Path) -> dict:
     """A folder's config.json -> GPTConfig's keywords. Raises SnugError."""
     config = read_config(folder)
-    fields = Fields(config, Path(folder) / "config.json")
-    return (
-        gpt2_shape(fields)
-        if config["model_type"] == "gpt2"
-        else llama_shape(fields, config["model_type"])
-    )
+    fields, family = Fields(config, Path(folder) / "config.json"), config["model_type"]
+    return gpt2_shape(fields) if family == "gpt2" else llama_shape(fields, family)
 
 
 def gpt2_shape(c: Fields) -> dict:
     c.want("activation_function", "gelu_new", "gelu_pytorch_tanh")
-    c.want("scale_attn_weights", True)
     c.want("scale_attn_by_inverse_layer_idx", False)
-    c.want("add_cross_attention", False)
     shape = {ours: c.get(*theirs) for ours, theirs in GPT2.items()}
     shape["n_hidden"] = shape["n_hidden"] or 4 * shape["n_embd"]
     return shape | dict(norm="layernorm", position="learned", mlp="gelu", bias=True)
@@ -100,39 +98,33 @@ def gpt2_shape(c: Fields) -> dict:
 
 def llama_shape(c: Fields, family: str) -> dict:
     c.want("hidden_act", "silu")
-    slides = family == "mistral" or c.get("use_sliding_window", bool, False)
-    layers = {"full_attention", "sliding_attention"} if slides else {"full_attention"}
-    if other := set(map(str, c.get("layer_types", list, []))) - layers:
-        raise SnugError(f"{c.path}: layer_types has {min(other)!r:.40}, which is not supported")
-    attention_bias, bias = c.get("attention_bias", bool, False), c.get("mlp_bias", bool, False)
+    attention_bias = c.get("attention_bias", bool, False)
     c.want("mlp_bias", *{attention_bias, False})
     if family != "llama":
         c.want("attention_bias", False)
     shape = {ours: c.get(*theirs) for ours, theirs in LLAMA.items()}
     shape["n_kv_head"] = shape["n_kv_head"] or shape["n_head"]
-    shape["head_size"] = shape["head_size"] or (
-        128 if family == "qwen3" else shape["n_embd"] // shape["n_head"]
-    )
+    plain_size = 128 if family == "qwen3" else shape["n_embd"] // shape["n_head"]
+    shape["head_size"] = shape["head_size"] or plain_size
+    slides = family == "mistral" or c.get("use_sliding_window", bool, False)
     if slides and c.values.get("sliding_window", 4096) is not None:
         shape["block_size"] = min(shape["block_size"], c.get("sliding_window", int, 4096))
-    shape |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", bias=bias, qk_norm=family == "qwen3")
-    proj_bias = attention_bias and not bias
-    return shape | dict(qkv_bias=family == "qwen2" or proj_bias, proj_bias=proj_bias) | rope_shape(c)
+    shape |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", qk_norm=family == "qwen3")
+    shape["bias"] = c.get("mlp_bias", bool, False)
+    shape["proj_bias"] = attention_bias and not shape["bias"]
+    shape["qkv_bias"] = family == "qwen2" or shape["proj_bias"]
+    return shape | rope_shape(c)
 
 
 def rope_shape(c: Fields) -> dict:
     """Newer files have all in rope_parameters; older ones have rope_theta and rope_scaling at the top."""
     rope = Fields(c.get("rope_parameters", dict, {}) or c.get("rope_scaling", dict, {}), c.path)
-    if nested := [name for name, value in rope.values.items() if type(value) is dict]:
-        raise SnugError(
-            f"{c.path}: rope_parameters has {nested[0]!r:.40} by itself, which is not supported"
-        )
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
-    shape = dict(rope_theta=rope.get("rope_theta", float, c.get("rope_theta", float, 10000.0)))
     if kind not in ("default", "linear", "llama3"):
         raise SnugError(
             f"{c.path}: rope_type={kind!r:.40} is not supported; only default, linear and llama3"
         )
+    shape = dict(rope_theta=rope.get("rope_theta", float, c.get("rope_theta", float, 10000.0)))
     if kind != "default":
         shape["rope_factor"] = rope.get("factor", float)
     if kind == "llama3":
@@ -141,31 +133,29 @@ def rope_shape(c: Fields) -> dict:
 
 
 def family_of(c) -> str:
-    """The architecture that has the parts of `c`, a GPTConfig. Raises SnugError if none has."""
-    parts = c.norm, c.position, c.mlp
+    """The architecture of `c`, a GPTConfig. Raises SnugError if there is none."""
+    kind = c.norm, c.position, c.mlp
     plain_heads = c.n_kv_head == c.n_head and c.head_size * c.n_head == c.n_embd and not c.qk_norm
-    if parts == ("layernorm", "learned", "gelu") and plain_heads:
+    if kind == ("layernorm", "learned", "gelu") and plain_heads:
         return "gpt2"
-    family = OF_BIASES.get((c.bias, c.qkv_bias, c.proj_bias, c.qk_norm))
-    if parts == ("rmsnorm", "rotary", "swiglu") and family:
+    family = FAMILIES.get((c.bias, c.qkv_bias, c.proj_bias, c.qk_norm))
+    if kind == ("rmsnorm", "rotary", "swiglu") and family:
         return family
     names = ("norm", "position", "mlp", "bias", "qkv_bias", "proj_bias", "qk_norm", "n_kv_head")
-    seen = ", ".join(f"{name}={getattr(c, name)}" for name in names)
-    raise SnugError(f"no architecture of {', '.join(ARCHITECTURES)} has {seen}")
+    values = ", ".join(f"{name}={getattr(c, name)}" for name in names)
+    raise SnugError(f"no architecture of {', '.join(ARCHITECTURES)} has {values}")
 
 
 def config_of(c, dtype: str) -> dict:
-    """GPTConfig -> what config.json holds, for transformers 4 and 5, without the padding ids (n_vocab and above)."""
+    """GPTConfig -> the content of config.json for transformers 4 and 5, without padding ids (n_vocab and above)."""
     family = family_of(c)
     table = GPT2 if family == "gpt2" else LLAMA
     config = dict(architectures=[ARCHITECTURES[family]], model_type=family, torch_dtype=dtype)
-    config |= {theirs: getattr(c, ours) for ours, (theirs, *_) in table.items()} | dict(
-        vocab_size=c.n_vocab
-    )
+    config |= {theirs: getattr(c, ours) for ours, (theirs, *_) in table.items()}
+    config["vocab_size"] = c.n_vocab
     if family == "gpt2":
-        return config | dict(
-            activation_function="gelu_new", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
-        )
+        no_dropout = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+        return config | dict(activation_function="gelu_new") | no_dropout
     config |= dict(hidden_act="silu", rope_theta=c.rope_theta)
     if family == "llama":
         config |= dict(attention_bias=c.bias or c.proj_bias, mlp_bias=c.bias)

@@ -197,7 +197,7 @@ def shape_and_tokenizer(
         else:
             tokenizer = tokenizer_of(*source)
     elif warm_start:
-        place, shape = settings.init_config, warm_start.shape
+        place, shape = settings.init_from, warm_start.shape
         tokenizer = warm_start.tokenizer
     else:
         return {name: getattr(settings, name) for name in SHAPE}, get_tokenizer(settings.tokenizer)

@@ -276,14 +276,11 @@ CONFIGS = {
     "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
     "use_sliding_window='yes'": dict(use_sliding_window="yes"),
     "sliding_window=-1": dict(use_sliding_window=True, sliding_window=-1),
-    "layer_types has 'sliding_attention'": dict(layer_types=["full_attention", "sliding_attention"]),
-    "layer_types has 'linear": dict(layer_types=["full_attention", "linear_attention"], use_sliding_window=True),
     "attention_bias=True": dict(attention_bias=True, mlp_bias=True),
     "mlp_bias=True": dict(model_type="llama", mlp_bias=True),
     "rope_type='yarn'": dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4)),
     "factor=None": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4)),
     "rope_type=['yarn'] is not text": dict(rope_parameters=dict(rope_type=["yarn"], rope_theta=1e4)),
-    "rope_parameters has 'full_attention' by itself": dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))),
     "hidden_act='gelu'": dict(hidden_act="gelu"),
     "hidden_size=None": dict(hidden_size="gone"),
     "num_hidden_layers=-1": dict(num_hidden_layers=-1),
@@ -292,10 +289,9 @@ CONFIGS = {
     "rms_norm_eps=nan is not a positive number": dict(rms_norm_eps=math.nan),
     "rope_theta=1000": dict(rope_parameters=dict(rope_theta=10**400)),
     "hidden_size=1000": dict(hidden_size=10**400),
-    "config.json says 1000000000000 layers, the files have": dict(num_hidden_layers=10**12),
     "has shape (97, 32), config.json says (1000000000000, 32)": dict(vocab_size=10**12),
-    "missing 12": dict(num_hidden_layers=3, layer_types="gone"),  # a layer has 9 weights and 3 biases
-    "surplus 12": dict(num_hidden_layers=1, layer_types="gone"),
+    "missing 12": dict(num_hidden_layers=3),  # a layer has 9 weights and 3 biases
+    "surplus 12": dict(num_hidden_layers=1),
     "has shape (32, 48), config.json says (32, 40)": dict(intermediate_size=40),
 }
 
@@ -319,8 +315,8 @@ def test_broken_weights_are_one_line(folder):
     whole = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     for change, said in (
-        ({name: None}, f"missing 1 ({name})"),
-        ({"model.extra": torch.zeros(1)}, "surplus 1 (model.extra)"),
+        ({name: None}, f"missing 1 [{name!r}]"),
+        ({"model.extra": torch.zeros(1)}, "surplus 1 ['model.extra']"),
         ({name: torch.zeros(48, 33)}, f"{name} has shape (48, 33), config.json says (48, 32)"),
         ({name: whole[name].to(torch.int8)}, f"{name} has the type I8, not one of F32, F16, BF16, F64"),
         ({name: whole[name].to(torch.float8_e4m3fn)}, f"{name} has the type F8_E4M3"),
@@ -343,17 +339,10 @@ def test_pickles_are_never_loaded(folder):
         load_pretrained(folder)
 
 
-def test_an_index_names_files_of_its_folder_only(folder, tmp_path):
+def test_a_broken_index_is_one_line(folder):
     names = load_file(folder / "model.safetensors").keys()
-    shutil.copy(folder / "model.safetensors", tmp_path / "outside.safetensors")
-    (folder / "model.safetensors").rename(folder / "part.safetensors")
-    for file, said in (
-        ("../outside.safetensors", "weight_map may only name"),
-        (str(tmp_path / "outside.safetensors"), "weight_map may only name"),
-        ("model.bin", "weight_map may only name"),
-        (7, "index.json: cannot be read"),
-        ("gone.safetensors", "gone.safetensors cannot be read"),
-    ):
+    (folder / "model.safetensors").unlink()
+    for file, said in ((7, "index.json: cannot be read"), ("gone.safetensors", "gone.safetensors cannot be read")):
         (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, file))))
         with pytest.raises(SnugError, match=said):
             load_pretrained(folder)
