@@ -155,8 +155,8 @@ class TrainOptions:
     )
     warmup_iters: int = option(0, "length of the linear warmup of the learning rate", "iterations")
     weight_decay: float = option(0.0, "AdamW's weight decay of matrices and embeddings")
-    adam_beta1: float = option(0.9, "AdamW's decay rate of the first moment")
-    adam_beta2: float = option(0.99, "AdamW's decay rate of the second moment")
+    adam_beta1: float = option(0.9, "AdamW's decay rate of the first moment", maximum=0.999999)
+    adam_beta2: float = option(0.99, "AdamW's decay rate of the second moment", maximum=0.999999)
     grad_clip: float = option(1.0, "largest gradient norm; 0: no clipping")
     lora_rank: int = option(
         0, "LoRA: freeze the weights of init_from and train adapters of this rank; 0: train all weights"
@@ -167,12 +167,6 @@ class TrainOptions:
         "LoRA: the matrices that get adapters, comma-separated",
         choices=("qkv", "proj", "up", "down"),
     )
-
-    def check(self):
-        if max(self.adam_beta1, self.adam_beta2) >= 1:
-            raise SnugError(
-                f"adam_beta1={self.adam_beta1} and adam_beta2={self.adam_beta2} must be below 1"
-            )
 
 
 @dataclass
@@ -382,7 +376,7 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
     """What SFT and GRPO share."""
 
     def check(self):
-        for options in (LogOptions, ModelOptions, TrainOptions, MemoryOptions):
+        for options in (LogOptions, ModelOptions, MemoryOptions):
             options.check(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise SnugError("param_dtype='bfloat16' computes in bfloat16; add --dtype=bfloat16")
@@ -474,7 +468,7 @@ class GRPOSettings(
     log_interval: int = option_of(LogOptions, "log_interval", default=1)
     max_iters: int = option(100, "number of rollouts", minimum=1)
     batch_size: int = option(64, "prompts per iteration", minimum=1)
-    group_size: int = option(16, "completions per prompt (TRL: num_generations)", minimum=1)
+    group_size: int = option(16, "completions per prompt (TRL: num_generations)", minimum=2)
     train_batch_size: int = option(0, "completions per optimizer step; 0: the full rollout")
     num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
 
@@ -486,10 +480,6 @@ class GRPOSettings(
             raise SnugError(
                 f"format_reward={self.format_reward} belongs to the task's reward, which reward_funcs replace; "
                 "leave one out"
-            )
-        if self.group_size < 2:
-            raise SnugError(
-                f"group_size={self.group_size}: a group needs at least 2 completions; try --group_size=8"
             )
         if self.train_batch_size and self.sequences_per_rollout % self.train_batch_size:
             raise SnugError(

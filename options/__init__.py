@@ -48,7 +48,7 @@ def first_line(error: Exception) -> str:
 
 
 def option(
-    default, meaning: str, unit: str = "", choices: tuple[str, ...] = (), minimum=0, maximum=None
+    default, meaning: str, unit: str = "", choices: tuple[str, ...] = (), minimum=0, maximum=math.inf
 ):
     """A dataclass field. --help shows `meaning` and `unit`; `choices`, `minimum` and `maximum` limit the value."""
     metadata = dict(meaning=meaning, unit=unit, choices=choices, minimum=minimum, maximum=maximum)
@@ -170,8 +170,14 @@ def convert(text: str, kind: type):
         return text
 
 
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-KINDS |= {list[str]: "a list of names", list[float]: "a list of numbers"}
+KINDS = {  # type -> as error messages name it, as --help does
+    bool: ("true or false", "true|false"),
+    int: ("a whole number", "N"),
+    float: ("a number", "X"),
+    str: ("text", "TEXT"),
+    list[str]: ("a list of names", "A,B"),
+    list[float]: ("a list of numbers", "X,Y"),
+}
 
 
 def check_type(cls, name: str, value, where: str):
@@ -185,7 +191,7 @@ def check_type(cls, name: str, value, where: str):
     if element is float:
         items = [float(item) if type(item) is int else item for item in items]
     if is_list != (element is not kind) or any(type(item) is not element for item in items):
-        raise SnugError(f"{where} takes {KINDS[kind]}, not {value!r}")
+        raise SnugError(f"{where} takes {KINDS[kind][0]}, not {value!r}")
     return items if is_list else items[0]
 
 
@@ -200,10 +206,9 @@ def check_value(cls, name: str, value, where: str):
             raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")
         if isinstance(item, float) and not math.isfinite(item):
             raise SnugError(f"{where} must be finite, not {item}")
-        if isinstance(item, int | float) and item < minimum:
-            raise SnugError(f"{where}={item} is below {minimum}")
-        if isinstance(item, int | float) and maximum is not None and item > maximum:
-            raise SnugError(f"{where}={item} is above {maximum}")
+        if isinstance(item, int | float) and not minimum <= item <= maximum:
+            limit = f"below {minimum}" if item < minimum else f"above {maximum}"
+            raise SnugError(f"{where}={item} is {limit}")
     return value
 
 
@@ -212,7 +217,6 @@ class Parser(argparse.ArgumentParser):
         raise SnugError(f"{message.removeprefix('argument ')}; options are written --name=value")
 
 
-METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT", list[str]: "A,B", list[float]: "X,Y"}
 ABOUT = {
     "config": "a file of `name = value` lines",
     "folder": "a run's folder",
@@ -249,7 +253,7 @@ def make_parser(cls, positional: str, everything: bool = True) -> Parser:
                 f"--{name}",
                 type=partial(parse_value, cls, name),
                 default=argparse.SUPPRESS,
-                metavar="|".join(field.metadata["choices"]) or METAVARS[type_of(cls, name)[0]],
+                metavar="|".join(field.metadata["choices"]) or KINDS[type_of(cls, name)[0]][1],
                 help=help_of(field) if name in usual else argparse.SUPPRESS,
             )
     return parser

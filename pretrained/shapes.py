@@ -141,9 +141,7 @@ def family_of(c) -> str:
     family = FAMILIES.get((c.bias, c.qkv_bias, c.proj_bias, c.qk_norm))
     if kind == ("rmsnorm", "rotary", "swiglu") and family:
         return family
-    names = ("norm", "position", "mlp", "bias", "qkv_bias", "proj_bias", "qk_norm", "n_kv_head")
-    values = ", ".join(f"{name}={getattr(c, name)}" for name in names)
-    raise SnugError(f"no architecture of {', '.join(ARCHITECTURES)} has {values}")
+    raise SnugError(f"no architecture of {', '.join(ARCHITECTURES)} has this shape: {c}")
 
 
 def config_of(c, dtype: str) -> dict:

@@ -4,8 +4,8 @@
     save_pretrained(model, "export/mine", tokenizer)
     python -m tools.export out/grpo_gsm8k --to=export/mine      # a run's newest checkpoint, adapters merged
 
-`entries` says which tensor holds which rows of which parameter, for both directions. `look_at_weights` checks names,
-shapes and types by the files' headers. Then tensors are copied one by one and cast.
+`entries` says which tensor holds which rows of which parameter, for both directions. `look_at_weights` checks names
+and shapes by the files' headers. Then tensors are copied one by one and cast.
 
 Left out: pickles, quantised weights, YaRN, mixtures of experts. Tests: tests/test_pretrained.py.
 """
@@ -26,7 +26,6 @@ from pretrained.shapes import ARCHITECTURES, config_of, family_of, read_config, 
 MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
-TYPES = ("F32", "F16", "BF16", "F64")  # integers and 8-bit floats are quantized and need their scales
 # Older versions saved these with the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -127,8 +126,7 @@ def opened(file: Path, framework: str = "numpy") -> safe_open:
 def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
     """Every tensor that the config's shape needs -> its name and file, checked by the files' headers. Raises SnugError.
 
-    Missing and surplus tensors, other shapes and other types are refused. BUFFERS and the head of a tied model may be
-    there.
+    Missing and surplus tensors and other shapes are refused. BUFFERS and the head of a tied model may be there.
     """
     family, shape = read_config(folder)["model_type"], read_shape(folder)
     prefix, needed = PREFIXES[family], entries(shape, family, shape["vocab_size"])
@@ -137,10 +135,13 @@ def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
     for file in weight_files(folder):
         with opened(file) as tensors:
             for name in tensors.keys():
-                bare = name.removeprefix(prefix)
-                if bare in by_name:
-                    check_header(f"{file}: {name}", tensors.get_slice(name), by_name[bare])
-                    places[by_name[bare]] = name, file
+                bare, size = name.removeprefix(prefix), tuple(tensors.get_slice(name).get_shape())
+                if entry := by_name.get(bare):
+                    places[entry] = name, file
+                    if size != entry.shape:
+                        raise SnugError(
+                            f"{file}: {name} has shape {size}, config.json says {entry.shape}"
+                        )
                 elif not bare.endswith(BUFFERS) and bare != "lm_head.weight":
                     surplus.append(name)
     missing = [entry.name for entry in needed if entry not in places]
@@ -150,16 +151,6 @@ def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
             f"{len(missing)} {missing[:3]}, surplus {len(surplus)} {surplus[:3]}"
         )
     return places
-
-
-def check_header(where: str, tensor, entry: Entry) -> None:
-    shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
-    if shape != entry.shape:
-        raise SnugError(f"{where} has shape {shape}, config.json says {entry.shape}")
-    if kind not in TYPES:
-        raise SnugError(
-            f"{where} has the type {kind}, not one of {', '.join(TYPES)}; use the folder with the bfloat16 weights"
-        )
 
 
 def fingerprint(folder: str | Path) -> str:
@@ -266,13 +257,14 @@ def write_weights(model, folder: Path, dtype):
     from safetensors.torch import save_file
 
     config, parameters = model.config, dict(model.named_parameters())
-    by_name = {entry.name: entry for entry in entries(vars(config), family_of(config), config.n_vocab)}
+    family = family_of(config)
+    by_name = {entry.name: entry for entry in entries(vars(config), family, config.n_vocab)}
     sizes = {
         name: torch.empty(entry.shape, dtype=dtype, device="meta") for name, entry in by_name.items()
     }
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=MAX_SHARD_BYTES)
     for file, names in split.filename_to_tensors.items():
-        tensors = {name: tensor_of(by_name[name], parameters, config, dtype) for name in names}
+        tensors = {name: tensor_of(by_name[name], parameters, dtype) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         del tensors  # before the next file's are copied
     if split.is_sharded:
@@ -280,13 +272,11 @@ def write_weights(model, folder: Path, dtype):
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def tensor_of(entry: Entry, parameters: dict, config, dtype):
-    """An entry's tensor, a copy on the host: zeros for a bias that the model does not have, no rows for padding ids."""
+def tensor_of(entry: Entry, parameters: dict, dtype):
+    """An entry's tensor, a copy on the host: zeros for a bias that the model does not have."""
     import torch
 
     if entry.ours not in parameters:
         return torch.zeros(entry.shape, dtype=dtype)
     value = rows_of(parameters[entry.ours].detach(), entry)
-    if entry.ours in ("embedding.weight", "head.weight"):
-        value = value[: config.n_vocab]
     return (value.t() if entry.transposed else value).to("cpu", dtype, copy=True).contiguous()

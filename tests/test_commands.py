@@ -35,7 +35,7 @@ def command(*words, cwd=HOME):
 BAD = [
     ("grpo.py --lerning_rate=1", "unknown option --lerning_rate; did you mean learning_rate?"),
     ("grpo.py config/grpo_small.py --batch_size=1.5", "--batch_size takes a whole number, not '1.5'"),
-    ("grpo.py config/grpo_small.py --group_size=1", "group_size=1: a group needs at least 2"),
+    ("grpo.py config/grpo_small.py --group_size=1", "--group_size=1 is below 2"),
     ("grpo.py config/grpo_smal.py", "did you mean config/grpo_small.py?"),
     ("grpo.py --task=adition", "; did you mean addition?"),
     ("grpo.py -seed=3", "unknown option -seed; did you mean --seed?"),

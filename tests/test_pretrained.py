@@ -318,8 +318,6 @@ def test_broken_weights_are_one_line(folder):
         ({name: None}, f"missing 1 [{name!r}]"),
         ({"model.extra": torch.zeros(1)}, "surplus 1 ['model.extra']"),
         ({name: torch.zeros(48, 33)}, f"{name} has shape (48, 33), config.json says (48, 32)"),
-        ({name: whole[name].to(torch.int8)}, f"{name} has the type I8, not one of F32, F16, BF16, F64"),
-        ({name: whole[name].to(torch.float8_e4m3fn)}, f"{name} has the type F8_E4M3"),
     ):
         save_file(
             {key: value for key, value in (whole | change).items() if value is not None}, folder / "model.safetensors"

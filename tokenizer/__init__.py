@@ -25,7 +25,7 @@ from tokenizer.chat import Chat, alternatives, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
 DATE = "chat_date.txt"  # the day on which a run began, if its chat template asks for the date
 FILES += ("chat_template.jinja", DATE)
 GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -203,14 +203,14 @@ def gpt2_files():
 
 def tokenizer_of(folder, files) -> Tokenizer:
     """A tokenizer.json and the files beside it."""
-    spec, config, token_map, generation = (read_json(folder, files, name) for name in FILES[:4])
+    spec, config, generation = (read_json(folder, files, name) for name in FILES[:3])
     with in_one_line(f"{folder / 'tokenizer.json'}: `tokenizers` cannot read it"):
         backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         backend.no_truncation()
         backend.no_padding()
         probe = backend.encode("a")
     vocab, model = backend.get_vocab(), spec["model"]
-    names = token_names(token_map) | token_names(config)
+    names = token_names(config)
     eos, bos = vocab.get(names.get("eos_token")), vocab.get(names.get("bos_token"))
     stops = [eos, generation.get("eos_token_id")]
     if eos is None:
@@ -284,7 +284,7 @@ def read_json(folder, files, name):
 
 
 def token_names(config):
-    """A tokenizer_config.json or special_tokens_map.json -> {"eos_token": "<|endoftext|>", ...}."""
+    """A tokenizer_config.json -> {"eos_token": "<|endoftext|>", ...}."""
     names = {}
     for key, value in config.items():
         value = value.get("content") if isinstance(value, dict) else value
