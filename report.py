@@ -1,71 +1,51 @@
-"""See runs: a table of memory, time and scores on the console, and a page with charts and completions.
+"""Compare runs: a table of memory, time and scores on the console, and a page with charts and completions.
 
     python report.py out/grpo_small out/sft_small
-    python report.py out/grpo_small --live
 
-The first run's folder gets report.html, which works without network, and charts/ with a PNG of each chart. Memory is
-shown beside what the planner says about the run's settings.json; config files and models that they name must still be
-where they were. Only the runs' folders are written to.
+The first run's folder gets report.html, which works without network. For the planned memory on the page, the planner
+reads a run's settings.json; the config files and models that it names must still exist.
 """
 
-import time
-from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from options import Parser, friendly_errors
-    from page.runs import EVERY, first_runs, read_runs
+    from page.runs import read_runs
 
-    parser = Parser(
-        usage="python report.py FOLDER [FOLDER ...] [--live]", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument(
-        "folders", metavar="FOLDER", nargs="+", help="a run's folder, such as out/grpo_small"
-    )
-    parser.add_argument(
-        "--live", action="store_true", help=f"write the page again every {EVERY} s until the runs end"
-    )
+    usage = "python report.py FOLDER [FOLDER ...]"
+    parser = Parser(usage=usage, description=__doc__.partition("\n")[0])
+    about = "a run's folder, such as out/grpo_small"
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", help=about)
     with friendly_errors():
-        arguments = parser.parse_args()
-        runs = first_runs(arguments.folders) if arguments.live else read_runs(arguments.folders)
+        runs = read_runs(parser.parse_args().folders)
 
+from memory.meter import PHASES
 from options import SnugError, in_one_line
 from page.charts import charts_of
-from page.pictures import write_pictures
-from page.runs import EVERY, read_runs
+from page.runs import Run, logged
 from page.write import write_page
 from runs.log import values_of
 
-PEAK = "mem_max_alloc_mb_"
+MEMORY = ["mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]
+SCORES = ["reward_mean", "eval_reward_mean", "pass_at_1", "pass_at_1_sampled", "task_pass_at_1"]
 
 
-def main(runs, live: bool) -> None:
-    """The table, the page, and at last the pictures. Raises SnugError."""
+def main(runs: list[Run]) -> None:
+    """Print the table, then write the page. Raises SnugError."""
     print("\n".join(table(runs)), flush=True)
-    plans, page = [planned(run) for run in runs], runs[0].folder / "report.html"
-    if live:
-        print(f"page: {page}, written again every {EVERY} s until the runs end or Ctrl-C", flush=True)
-    while True:
-        for run, its in zip(runs, plans, strict=True):
-            run.plan = its
-        goes_on = live and not all(run.ended for run in runs)
-        charts = charts_of(runs)
-        write_page(page, runs, charts, cells_of(runs), EVERY if goes_on else 0)
-        if not goes_on:
-            break
-        try:
-            time.sleep(EVERY)
-        except KeyboardInterrupt:
-            live = False  # a last page, which does not load itself again
-        with suppress(SnugError):  # a run that was started again has no iteration yet
-            runs = read_runs([run.folder for run in runs])
-    write_pictures(charts, runs[0].folder / "charts")
-    print(f"page: {page}\na PNG of each chart: {runs[0].folder / 'charts'}")
+    for run in runs:
+        run.plan = planned(run)
+    page = runs[0].folder / "report.html"
+    try:
+        write_page(page, runs, charts_of(runs), cells_of(runs))
+    except OSError as error:
+        raise SnugError(f"{page} cannot be written ({error.strerror})") from None
+    print(f"page: {page}")
 
 
-def planned(run):
-    """-> the Plan of a run's settings, or None and a line that says why there is none."""
+def planned(run: Run):
+    """-> the Plan of a run's settings. If there is none, print why and return None."""
     import grpo
     import train_sft
     from memory.plan import plan
@@ -76,70 +56,67 @@ def planned(run):
     try:
         if not run.settings:
             raise SnugError("settings.json is missing")
-        with in_one_line("settings.json"):  # older, or edited
+        with in_one_line("settings.json"):  # of an earlier version, or edited
             settings = settings_of({"settings": run.settings})
             prepared = prepare(replace(settings, resume="never", device=run.device))
-        loop, reference = (
-            (grpo, grpo.make_reference) if run.kind == "GRPO" else (train_sft, lambda *_, **__: None)
-        )
-        return plan(DryRun(prepared, loop.iterate, reference), prepared.settings)
+        iterate, make_reference = train_sft.iterate, lambda *_, **__: None
+        if run.kind == "GRPO":
+            iterate, make_reference = grpo.iterate, grpo.make_reference
+        return plan(DryRun(prepared, iterate, make_reference), prepared.settings)
     except (SnugError, OSError) as error:
         print(f"{run.name}: the page has no planned memory ({error})")
 
 
-def rows_of(records):
-    """The log of one run -> {row name: cell}."""
-    settled = (
-        records[1:] or records
-    )  # without the first iteration, which allocates the optimizer's moments
-    rows = {"iterations": f"{len(records)}"}
-    for name in ("mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"):
-        rows[name] = f"{max(record[name] for record in records):.1f}"
-    phases = dict.fromkeys(
-        key.removeprefix(PEAK) for record in records for key in record if key.startswith(PEAK)
-    )
-    for phase in phases:
-        rows[f"  {PEAK}{phase}"] = f"{max(record.get(PEAK + phase, 0) for record in records):.1f}"
-        seconds, key = [], f"time_{phase}_s"
-        for chosen in (
-            settled,
-            records,
-        ):  # all of them if no settled one has this phase, such as an evaluation
-            seconds = seconds or [record[key] for record in chosen if key in record]
-        rows[f"  {key} (median)"] = f"{median(seconds):.3f}" if seconds else "-"
-    rows["time_s (median)"] = f"{median(record['time_s'] for record in settled):.3f}"
-    rows["tokens_per_second (median)"] = (
-        f"{median(record['tokens_per_second'] for record in settled):,.0f}"
-    )
-    for name in ("reward_mean", "eval_reward_mean", "pass_at_1", "pass_at_1_sampled", "task_pass_at_1"):
-        values = [value for _, value in values_of(records, name)]
-        if values:
-            rows[name + " (first -> last)"] = f"{values[0]:.3f} -> {values[-1]:.3f}"
+def cells_of(runs: list[Run]) -> list[list[str]]:
+    """Rows of cells. The first row has the runs' names; other rows begin with a figure's name."""
+    columns = [column_of(run) for run in runs]
+    rows = [["memory in MiB", *[run.name for run in runs]]]
+    for name in columns[0]:
+        cells = [column[name] for column in columns]
+        if any(cell != "-" for cell in cells):
+            rows.append([name, *cells])
     return rows
 
 
-def cells_of(runs) -> list[list[str]]:
-    """Rows of cells: the first has the runs' names, the first of each row the figure's."""
-    columns = [rows_of(run.records) for run in runs]
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    last = ("time_s", "tokens_per", "reward", "eval", "pass", "task")
-    names.sort(key=lambda name: (name.startswith(last), name.startswith("  time_")))
-    cells = [["memory in MiB", *(run.name for run in runs)]]
-    return cells + [[name, *(column.get(name, "-") for column in columns)] for name in names]
+def column_of(run: Run) -> dict[str, str]:
+    """-> {name of the row: cell}; "-" for a figure that the run has not logged."""
+    column = {"iterations": f"{len(run.records)}"}
+    for name in MEMORY:
+        column[name] = largest(run, name)
+    for phase in PHASES:
+        column[f"  mem_max_alloc_mb_{phase}"] = largest(run, f"mem_max_alloc_mb_{phase}")
+    column["time_s (median)"] = middle(run, "time_s", ".3f")
+    for phase in PHASES:
+        column[f"  time_{phase}_s (median)"] = middle(run, f"time_{phase}_s", ".3f")
+    column["tokens_per_second (median)"] = middle(run, "tokens_per_second", ",.0f")
+    for name in SCORES:
+        column[f"{name} (first -> last)"] = first_and_last(run, name)
+    return column
 
 
-def table(runs) -> list[str]:
-    """The lines of a table with one column per run."""
+def largest(run: Run, name: str) -> str:
+    values = logged(run.records, name)
+    return f"{max(values):.1f}" if values else "-"
+
+
+def middle(run: Run, name: str, form: str) -> str:
+    """The median without the first iteration, which allocates the optimizer's moments."""
+    values = logged(run.records[1:], name) or logged(run.records, name)
+    return f"{median(values):{form}}" if values else "-"
+
+
+def first_and_last(run: Run, name: str) -> str:
+    values = [value for _, value in values_of(run.records, name)]
+    return f"{values[0]:.3f} -> {values[-1]:.3f}" if values else "-"
+
+
+def table(runs: list[Run]) -> list[str]:
+    """The lines of the console's table, with one column per run."""
     cells = cells_of(runs)
-    first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in cells]
+    width, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join([row[0].ljust(width), *map(str.rjust, row[1:], widths)]) for row in cells]
 
 
 if __name__ == "__main__":
     with friendly_errors():
-        try:
-            main(runs, arguments.live)
-        except OSError as error:
-            raise SnugError(
-                f"{error.filename or runs[0].folder} cannot be written ({error.strerror})"
-            ) from None
+        main(runs)

@@ -15,9 +15,9 @@ const colour = (name) => {
   const probe = make("i");
   probe.style.color = `var(${name})`;
   document.body.append(probe);
-  const found = getComputedStyle(probe).color;
+  const computed = getComputedStyle(probe).color;
   probe.remove();
-  return found;
+  return computed;
 };
 
 const trace = (series) => {
@@ -70,7 +70,7 @@ const draw = (chart) => {
 };
 
 for (const chart of data.charts) {
-  const card = make("figure", chart.wide ? "chart wide" : "chart");
+  const card = make("figure", chart.full_width ? "chart full-width" : "chart");
   card.style.margin = 0;
   chart.plot = make("div", "plot");
   chart.plot.setAttribute("role", "img");
@@ -116,7 +116,3 @@ document.querySelector("nav").addEventListener("click", (event) => {
   event.preventDefault();
   section.scrollIntoView();
 });
-
-// A run that goes on: report.py --live writes the page again. A reload keeps the place and the address.
-const seconds = Number(document.body.dataset.refresh);
-if (seconds) setTimeout(() => location.reload(), 1000 * seconds);

@@ -73,15 +73,15 @@
     $("iteration").textContent = everywhere ? "all" : iteration;
     $("step").disabled = everywhere;
     items = [];
-    let found = 0;
+    let count = 0;
     for (const group of run.groups.values()) {
       if (!everywhere && group.iter !== iteration) continue;
       const samples = group.samples.filter((sample) => passes(sample) && sample.text.includes(wanted));
       if (samples.length) items.push({ group }, ...samples.map((sample) => ({ sample })));
-      found += samples.length;
+      count += samples.length;
     }
-    const left = run.left_out ? `; ${run.left_out} iterations are left out, see samples.jsonl` : "";
-    $("count").textContent = `${found.toLocaleString("en")} of ${run.samples.length.toLocaleString("en")} completions${left}`;
+    const thinned = run.every > 1 ? `; 1 iteration of ${run.every}, samples.jsonl has all` : "";
+    $("count").textContent = `${count.toLocaleString("en")} of ${run.samples.length.toLocaleString("en")} completions${thinned}`;
     space.style.height = `${items.length * HEIGHT}px`;
     const first = items.findIndex((item) => item.sample), place = items.findIndex((item) => item.sample && item.sample === chosen);
     if (place < 0) list.scrollTop = 0;
@@ -168,12 +168,12 @@
       box.append(make("dt", "", name), make("dd", "", value));
       figures.append(box);
     }
-    const whole = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures, or press ← and → in the list. ■ is the stop token." : "");
+    const completion = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures, or press ← and → in the list. ■ is the stop token." : "");
     line.id = "token";
     line.setAttribute("aria-live", "polite");
-    whole.addEventListener("pointerover", (event) => point(event.target));
+    completion.addEventListener("pointerover", (event) => point(event.target));
     detail.append(make("h3", "", `Prompt, iteration ${sample.iter}`), make("p", "text", sample.prompt), make("h3", "", "Completion"));
-    detail.append(whole, line, make("h3", "", "Figures"), figures);
+    detail.append(completion, line, make("h3", "", "Figures"), figures);
     detail.scrollTop = 0;
   };
 
@@ -183,10 +183,10 @@
     if (i === undefined || typeof chosen.logprobs?.[i] !== "number") return;
     detail.querySelector(".at")?.classList.remove("at");
     element.classList.add("at");
-    const logprob = chosen.logprobs[i], parts = [`token ${+i + 1}: log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 3)}`];
-    if (chosen.entropies) parts.push(`entropy ${number(chosen.entropies[i], 3)}`);
-    if (chosen.ref_logprobs) parts.push(`reference's log-prob ${number(chosen.ref_logprobs[i], 3)}`);
-    $("token").textContent = parts.join(", ");
+    const logprob = chosen.logprobs[i], figures = [`token ${+i + 1}: log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 3)}`];
+    if (chosen.entropies) figures.push(`entropy ${number(chosen.entropies[i], 3)}`);
+    if (chosen.ref_logprobs) figures.push(`reference's log-prob ${number(chosen.ref_logprobs[i], 3)}`);
+    $("token").textContent = figures.join(", ");
   };
 
   const STEPS = { ArrowDown: 1, ArrowUp: -1, PageDown: 12, PageUp: -12, Home: -Infinity, End: Infinity };

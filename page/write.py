@@ -1,7 +1,7 @@
 """The page: one file that works from a disk, without network.
 
-The figures and the completions are one JSON island. A completion may hold anything: `<` is escaped in it, the scripts
-show it as text only, and the page's policy runs no script but its own.
+The charts and the completions are one JSON island. A completion is untrusted text: the island escapes `<`, the scripts
+show completions as text only, and the page's policy runs no other script.
 """
 
 import json
@@ -11,17 +11,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from page.charts import PALETTE, Chart
-from page.runs import Run
+from page.charts import MIB, PALETTE, Chart
+from page.runs import Run, logged
 from runs.log import values_of, write_whole
 
 HERE = Path(__file__).parent
 
 
-def write_page(
-    path: Path, runs: list[Run], charts: list[Chart], cells: list[list[str]], refresh: int = 0
-) -> None:
-    """cells: the table of the console. refresh: seconds until the browser loads the page again; 0: never."""
+def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[list[str]]) -> None:
+    """cells: the table of the console."""
     import jinja2
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -38,37 +36,36 @@ def write_page(
         sections=list(dict.fromkeys(chart.section for chart in charts)),
         tiles=tiles(runs[0]),
         cells=cells,
-        refresh=refresh,
     )
     write_whole(path, page)
 
 
 def content(runs: list[Run], charts: list[Chart]) -> dict:
-    """What the scripts read."""
-    rollouts = [
-        dict(run=run.name, samples=run.samples, left_out=run.left_out) for run in runs if run.samples
-    ]
+    """The scripts' data."""
+    rollouts = [dict(run=r.name, samples=r.samples, every=r.every) for r in runs if r.samples]
     return dict(palette=PALETTE, charts=[asdict(chart) for chart in charts], rollouts=rollouts)
 
 
 def island(data) -> str:
-    """JSON that stands inside <script>: no text in it can end the element."""
+    """JSON inside <script>. No text in it can end the element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def tiles(run: Run) -> list[tuple[str, str]]:
-    """(name, value) of the figures at the head of the page."""
-    found = [
-        (
-            "iterations",
-            f"{len(run.records):,}" + ("" if run.ended else f" of {run.settings['max_iters']:,}"),
-        )
-    ]
-    for name, key in (("reward", "reward_mean"), ("pass@1", "pass_at_1"), ("loss", "loss")):
-        values = [value for _, value in values_of(run.records, key)]
-        if values and (name != "loss" or run.kind == "SFT"):
-            found.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
-    peak = max(record["mem_max_alloc_mb"] for record in run.records)
-    planned = f", planned {run.plan.peak / 2**20:,.0f}" if run.plan else ""
-    found.append(("peak memory", f"{peak:,.0f} MiB{planned}"))
-    return [*found, ("time", tqdm.format_interval(sum(record["time_s"] for record in run.records)))]
+    """(name, value) of the figures at the top of the page."""
+    iterations = f"{len(run.records):,}"
+    if not run.ended:
+        iterations += f" of {run.settings['max_iters']:,}"
+    figures = {"reward": "reward_mean", "pass@1": "pass_at_1"}
+    if run.kind == "SFT":
+        figures = {"pass@1": "pass_at_1", "loss": "loss"}
+    tiles = [("iterations", iterations)]
+    for name, figure in figures.items():
+        values = [value for _, value in values_of(run.records, figure)]
+        if values:
+            tiles.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
+    peak = f"{max(logged(run.records, 'mem_max_alloc_mb')):,.0f} MiB"
+    if run.plan:
+        peak += f", planned {run.plan.peak / MIB:,.0f}"
+    seconds = sum(logged(run.records, "time_s"))
+    return [*tiles, ("peak memory", peak), ("time", tqdm.format_interval(seconds))]

@@ -1,7 +1,6 @@
-"""The page about runs: it has the log's figures, and what a model wrote stays text. The browser's part needs Chromium."""
+"""The page about runs shows the log's figures, and completions stay text. The browser's tests need Chromium."""
 
 import json
-import math
 import re
 import shutil
 
@@ -12,8 +11,7 @@ from memory.meter import PHASES
 from memory.plan import MIB, Plan
 from options import SnugError
 from page.charts import charts_of
-from page.pictures import write_pictures
-from page.runs import read_runs, thinned
+from page.runs import read_run, read_runs
 from page.write import island, tiles, write_page
 
 HOSTILE = [
@@ -23,6 +21,8 @@ HOSTILE = [
     "\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton",
     "<b>bold</b>\n\ttwo lines",
 ]
+PEAKS = {"train": (60 * MIB, {"activations": 50 * MIB, "other": 10 * MIB})}
+PLAN = Plan("cpu", 60 * MIB, 0, "train", PEAKS, [(7 * MIB, "activations: x (3,)")], {})
 
 
 def make_run(folder, iterations=4, samples=(), kind="GRPO", **settings):
@@ -37,8 +37,8 @@ def make_run(folder, iterations=4, samples=(), kind="GRPO", **settings):
         record |= dict(mem_alloc_mb=1.0, mem_reserved_mb=900.0, mem_max_alloc_mb=50.0)
         for n, phase in enumerate(phases):
             record |= {f"mem_max_alloc_mb_{phase}": 10.0 * n + i, f"time_{phase}_s": 1.0 + n}
-            where = f"[MEM] [{kind} step {i:03d}/{iterations - 1:03d}] after {phase}"
-            lines.append(f"{where}: current={n}.5MiB reserved=900.0MiB peak_since_reset={10 * n + i}.0MiB")
+            start = f"[MEM] [{kind} step {i:03d}/{iterations - 1:03d}] after {phase}"
+            lines.append(f"{start}: current={n}.5MiB reserved=900.0MiB peak_since_reset={10 * n + i}.0MiB")
         records.append(record)
     (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
@@ -47,13 +47,13 @@ def make_run(folder, iterations=4, samples=(), kind="GRPO", **settings):
     return str(folder)
 
 
-def make_samples(iterations, k=8, texts=("one", " two")):
-    """A group of k an iteration, in an order that is not that of the rewards: 0, .25, .5, .75, again."""
+def make_samples(iterations, k=8, texts=("one", " two"), group=0):
+    """A group of k completions for each iteration. Rewards in their order: 0, .25, .5, .75, and again."""
     samples = []
     for i in range(iterations):
         for j in range(k):
             tokens = [*texts, str(i), ""]
-            sample = dict(iter=i, group=0, prompt=f"prompt {i} {texts[0]}", completion="".join(tokens))
+            sample = dict(iter=i, group=group, prompt=f"prompt {i} {texts[0]}", completion="".join(tokens))
             sample |= dict(reward=j % 4 / 4, advantage=j % 4 / 4 - 0.375, stopped=j > 0, tokens=tokens)
             figures = {name: [value] * len(tokens) for name, value in (("logprobs", -1.0), ("ref_logprobs", -1.5))}
             samples.append(sample | figures | dict(entropies=[0.25] * len(tokens)))
@@ -61,31 +61,21 @@ def make_samples(iterations, k=8, texts=("one", " two")):
 
 
 def chart(charts, title):
-    (found,) = [chart for chart in charts if chart.title == title]
-    return {series.name: series for series in found.series}
+    """-> {name: Series} of the chart with this title."""
+    (match,) = [chart for chart in charts if chart.title == title]
+    return {series.name: series for series in match.series}
 
 
-def page_of(folders, plan=None, refresh=0):
+def page_of(folders, plan=None):
     runs = read_runs(folders)
     runs[0].plan = plan
     path = runs[0].folder / "report.html"
-    write_page(path, runs, charts_of(runs), report.cells_of(runs), refresh)
+    write_page(path, runs, charts_of(runs), report.cells_of(runs))
     return path
 
 
 def island_of(text):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
-
-
-PLAN = Plan(
-    "cpu",
-    60 * MIB,
-    0,
-    "train",
-    {"train": (60 * MIB, {"activations": 60 * MIB})},
-    [(7 * MIB, "activations: x (3,)")],
-    {},
-)
 
 
 def test_charts_have_the_logs_figures(tmp_path):
@@ -97,10 +87,8 @@ def test_charts_have_the_logs_figures(tmp_path):
     assert (reward.x, reward.y) == ([0, 1, 2, 3], [0, 0.1, 0.2, 0.3])
     kl = chart(charts, "KL to the reference, GRPO")["a"]
     assert (kl.x, kl.y) == ([0, 2, 3], [0, 0.02, 0.03])  # null is no point
-    assert (chart(charts, "pass@1, GRPO")["sampled"].x, chart(charts, "Loss, SFT")["warm"].y) == (
-        [0, 2],
-        [1, 1 / 2, 1 / 3],
-    )
+    assert chart(charts, "pass@1, GRPO")["sampled"].x == [0, 2]
+    assert chart(charts, "Loss, SFT")["warm"].y == [1, 1 / 2, 1 / 3]
     timeline = chart(charts, "Memory timeline, a")
     assert (timeline["train"].y, timeline["rollout"].x) == ([30, 31, 32, 33], [0, 1, 2, 3])
     assert timeline["train"].x == pytest.approx([0.6, 1.6, 2.6, 3.6]) and timeline["train"].width == 0.2
@@ -109,37 +97,32 @@ def test_charts_have_the_logs_figures(tmp_path):
     peaks = chart(charts, "Peak of each phase")
     assert dict(zip(peaks["a"].x, peaks["a"].y, strict=True)) == dict(zip(PHASES[:5], [3, 13, 23, 32, 43], strict=True))
     assert (peaks["warm"].x, peaks["warm"].y, peaks["a, planned"].y) == (["train", "optimizer"], [2, 12], [60])
+    planned = chart(charts, "Planned parts of each peak, a")
+    assert {name: series.y for name, series in planned.items()} == {"activations": [50], "other": [10]}
     seconds = chart(charts, "Seconds of each iteration, warm")
     assert (seconds["train"].y, seconds["optimizer"].y, seconds["other"].y) == ([1] * 3, [2] * 3, [7] * 3)
-    assert not any("Reward, SFT" == its.title for its in charts)
+    assert "Reward, SFT" not in [chart.title for chart in charts]
 
 
-def test_the_tables_and_the_tiles_figures(tmp_path):
-    folder = make_run(tmp_path / "a", iterations=5)
-    runs = read_runs([folder, make_run(tmp_path / "warm", kind="SFT", iterations=3)])
-    runs[0].records[-1]["mem_max_alloc_mb_train"] = 1.0  # the largest is not the last
+def test_the_table_and_the_tiles(tmp_path):
+    folders = [make_run(tmp_path / "a", iterations=5), make_run(tmp_path / "warm", kind="SFT", iterations=3)]
+    runs = read_runs(folders)
+    runs[0].plan = PLAN
+    records = runs[0].records
+    records[-1] |= dict(mem_max_alloc_mb=1.0, mem_max_alloc_mb_train=1.0)  # the largest is not the last
+    records[0] |= dict(time_s=99.0, time_eval_s=3.0, mem_max_alloc_mb_eval=5.0)  # slow; and the first evaluation
+    for record in records[1:3]:
+        record["time_s"] = 50.0
     rows = {name.strip(): cells for name, *cells in report.cells_of(runs)}
     assert rows["memory in MiB"] == ["a", "warm"] and rows["iterations"] == ["5", "3"]
     assert rows["mem_max_alloc_mb_train"] == ["33.0", "2.0"] and rows["time_train_s (median)"] == ["4.000", "1.000"]
-    assert rows["reward_mean (first -> last)"] == ["0.000 -> 0.400", "-"]
+    assert rows["reward_mean (first -> last)"] == ["0.000 -> 0.400", "-"] and "mem_max_alloc_mb_eval" in rows
     assert rows["pass_at_1 (first -> last)"] == ["0.000 -> 0.800", "0.000 -> 0.400"]
-    runs[0].plan = PLAN
-    first, last = runs[0].records[0], runs[0].records[-1]
-    first |= dict(
-        time_s=99.0, time_eval_s=3.0, mem_max_alloc_mb_eval=5.0
-    )  # of the evaluation before the first iteration
-    last |= dict(mem_max_alloc_mb=1.0)
-    for record in runs[0].records[1:3]:
-        record["time_s"] = 50.0
-    rows = {name.strip(): cells[0] for name, *cells in report.cells_of(runs[:1])}
-    assert rows["time_s (median)"] == "30.000" and rows["time_eval_s (median)"] == "3.000"
-    assert dict(tiles(runs[0])) == {
-        "iterations": "5",
-        "reward": "0.000 → 0.400",
-        "pass@1": "0.000 → 0.800",
-        "peak memory": "50 MiB, planned 60",
-        "time": "03:39",
-    }
+    assert rows["time_s (median)"] == ["30.000", "10.000"] and rows["time_eval_s (median)"] == ["3.000", "-"]
+    assert "eval_reward_mean (first -> last)" not in rows
+    peak = {"peak memory": "50 MiB, planned 60", "time": "03:39"}
+    scores = {"reward": "0.000 → 0.400", "pass@1": "0.000 → 0.800"}
+    assert dict(tiles(runs[0])) == {"iterations": "5"} | scores | peak
     seconds = chart(charts_of(runs), "Mean seconds of an iteration")
     assert seconds["train"].y == [4, 1] and seconds["eval"].y == [3 / 5, 0]
 
@@ -155,28 +138,26 @@ def test_runs_of_a_kind_share_charts(tmp_path):
 def test_a_resumed_runs_memory_is_the_later_one(tmp_path):
     folder = make_run(tmp_path / "a", iterations=1)
     with open(f"{folder}/log.txt", "a") as file:
-        for step in (0, 1):  # 1 was done before, and is not done again yet
-            where = f"[MEM] [GRPO step 00{step}/001] after train"
-            file.write(f"\n{where}: current=1.0MiB reserved=2.0MiB peak_since_reset=77.0MiB")
+        for step in (0, 1):  # iteration 1 was done before the resume, and is not repeated yet
+            start = f"[MEM] [GRPO step 00{step}/001] after train"
+            file.write(f"\n{start}: current=1.0MiB reserved=2.0MiB peak_since_reset=77.0MiB")
     train = chart(charts_of(read_runs([folder])), "Memory timeline, a")["train"]
     assert train.y == [77] and train.x == pytest.approx([0.6])
 
 
-def test_what_a_model_wrote_ends_no_script(tmp_path):
+def test_a_completion_ends_no_script(tmp_path):
     samples = make_samples(2, texts=HOSTILE)
     text = page_of([make_run(tmp_path / "<script>alert(1)<script>", samples=samples)]).read_text()
-    assert island_of(text)["rollouts"][0]["samples"] == samples
-    assert (
-        "window.hacked" in text and "<script>window" not in text and "<img" not in text and "<script>alert" not in text
-    )
+    assert island_of(text)["rollouts"][0]["samples"] == samples and "window.hacked" in text
+    assert not any(tag in text for tag in ("<script>window", "<img", "<script>alert"))
     assert json.loads(island({"x": "<\u2028"})) == {"x": "<\u2028"} and "<" not in island("<!--<script>")
 
 
 def test_a_page_needs_no_network(tmp_path):
     page = page_of([make_run(tmp_path / "a")]).read_text()
-    head = page.partition("<style>")[0]
-    assert "default-src 'none'" in head
-    assert not re.search(r"(src|href)=.?(https?:|//)", head) and "<script src" not in page
+    top = page.partition("<style>")[0]
+    assert "default-src 'none'" in top
+    assert not re.search(r"(src|href)=.?(https?:|//)", top) and "<script src" not in page
 
 
 def test_runs_that_are_not_finished_or_empty(tmp_path):
@@ -195,24 +176,21 @@ def test_runs_that_are_not_finished_or_empty(tmp_path):
         read_runs([folder])
 
 
-DAMAGED = {  # what is said: the file, and what is in it
-    "settings.json: cannot be read (JSONDecodeError": ("settings.json", '{"max_iters": 4, "ta'),
-    "settings.json: [] is not an object": ("settings.json", "[]"),
-    "settings.json: max_iters='4' is not a count": ("settings.json", '{"max_iters": "4"}'),
-    "log.jsonl:1: time_s=None is not a positive number": ("log.jsonl", '{"iter": 0}\n'),
-    "log.jsonl:1: iter=None is not a positive number": ("log.jsonl", "{}\n"),
-    "log.jsonl:1: 5 is not an object": ("log.jsonl", "5\n"),
-    "samples.jsonl:2: iter=None is not a positive number": ("samples.jsonl", '{"iter": 0}\n{"group": 0}\n'),
-}
-
-
-@pytest.mark.parametrize("said", DAMAGED)
-def test_a_damaged_file_is_one_line(tmp_path, said):
-    folder, (name, text) = make_run(tmp_path / "a"), DAMAGED[said]
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("settings.json", '{"max_iters": 4, "ta', "/settings.json: cannot be read (JSONDecodeError"),
+        ("log.jsonl", '{"iter": 0}\n', "/log.jsonl has no time_s"),
+        ("log.jsonl", "{}\n", "/log.jsonl cannot be read (KeyError: 'iter')"),
+        ("samples.jsonl", '{"iter": 0}\n{"group": 0}\n', "/samples.jsonl: cannot be read (KeyError: 'iter')"),
+    ],
+)
+def test_a_damaged_file_is_one_line(tmp_path, name, text, message):
+    folder = make_run(tmp_path / "a")
     (tmp_path / "a" / name).write_text(text)
     with pytest.raises(SnugError) as error:
         page_of([folder])
-    assert f"{folder}/{said}" in str(error.value) and "\n" not in str(error.value)
+    assert f"{folder}{message}" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_run_without_its_warm_start_has_no_plan(tmp_path, capsys):
@@ -221,46 +199,13 @@ def test_a_run_without_its_warm_start_has_no_plan(tmp_path, capsys):
     assert "a: the page has no planned memory (settings.json (gone: there is no such run" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("ends", ["the run", "Ctrl-C"])
-def test_live_until_the_end(tmp_path, monkeypatch, ends):
-    folder, pages = make_run(tmp_path / "a", iterations=3, max_iters=4, init_from="gone", group_size=4), []
-    page = tmp_path / "a/report.html"
-
-    def sleep(seconds):
-        pages.append(page.read_text())
-        if ends == "Ctrl-C":
-            raise KeyboardInterrupt
-        with open(f"{folder}/log.jsonl", "a") as file:
-            file.write(json.dumps(read_runs([folder])[0].records[-1] | dict(iter=3)) + "\n")
-
-    monkeypatch.setattr(report.time, "sleep", sleep)
-    monkeypatch.setattr(report, "write_pictures", lambda *_: None)
-    report.main(read_runs([folder]), live=True)
-    assert len(pages) == 1 and 'data-refresh="10"' in pages[0] and "3 of 4" in pages[0]
-    assert 'data-refresh="0"' in page.read_text() and ("3 of 4" in page.read_text()) == (ends == "Ctrl-C")
-
-
-def test_many_tokens_are_thinned():
-    samples = make_samples(20)  # 20 iterations of 8 completions of 4 tokens
-    assert thinned(iter(samples), 20 * 32) == (samples, 0) and thinned([], 100) == ([], 0)
-    kept, left_out = thinned(iter(samples), 100)
-    assert [sample["iter"] for sample in kept[::8]] == [0, 8, 16, 19] and len(kept) == 4 * 8 and left_out == 16
-    assert [sample["iter"] for sample in thinned(samples, 1)[0][::8]] == [0, 19]
-
-
-def test_a_picture_of_each_chart(tmp_path):
-    runs = read_runs([make_run(tmp_path / "a")])
-    runs[0].plan = PLAN
-    styles = [{series.style for series in its.series} for its in charts_of(runs)]
-    charts = [its for n, its in enumerate(charts_of(runs)) if styles[n] not in styles[:n]]  # one of each kind
-    write_pictures(charts, tmp_path / "charts")
-    pictures = list((tmp_path / "charts").glob("*.png"))
-    assert len(pictures) == len(charts) and all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
-    assert (tmp_path / "charts/memory-timeline-a.png").exists()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# In a browser
+def test_a_large_file_of_completions_is_thinned(tmp_path):
+    folder = tmp_path / "a"
+    make_run(folder, iterations=20, samples=make_samples(20))
+    size = (folder / "samples.jsonl").stat().st_size
+    for most_bytes, kept in ((size, [*range(20)]), (size / 6, [0, 6, 12, 18, 19]), (1, [0, 19])):
+        run = read_run(folder, "a", most_bytes)
+        assert [sample["iter"] for sample in run.samples[::8]] == kept and len(run.samples) == 8 * len(kept)
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -278,7 +223,7 @@ def chromium():
 
 
 def opened(chromium, path):
-    """-> the page, and what it said and asked for that it should not."""
+    """-> the tab, and a list that gets its errors, dialogs and requests to a network."""
     tab, wrong = chromium.new_page(viewport=dict(width=1400, height=900)), []
     tab.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
     tab.on("pageerror", lambda error: wrong.append(str(error)))
@@ -293,75 +238,65 @@ def rewards(tab):
     return [float(text) for text in tab.locator("#list .row:not(.group) .reward").all_inner_texts()]
 
 
-@pytest.mark.long
-def test_a_page_of_a_run_that_goes_on_comes_again(chromium, tmp_path):
-    tab, wrong = opened(chromium, page_of([make_run(tmp_path / "a", samples=make_samples(3))], refresh=4))
-    tab.fill("#search", "prompt 1")
-    tab.check("#all")
-    tab.click("#list .row >> nth=3")
-    tab.click("nav a >> nth=1")
-    tab.evaluate("document.body.id = 'old'")
-    tab.wait_for_selector("body:not(#old) #list .row")
-    assert tab.input_value("#search") == "prompt 1" and tab.is_checked("#all") and wrong == []
-    assert tab.locator("#list .row").nth(3).get_attribute("aria-selected") == "true"
-
-
-def test_the_browser_draws_filters_and_finds(chromium, tmp_path):
-    samples = make_samples(3) + [sample | dict(group=1) for sample in make_samples(3, texts=HOSTILE)]
-    for sample in samples:
-        sample["reward"] = 0.5 if sample["iter"] == 1 else sample["reward"]
-    samples[8]["reward"] = None
-    folders = [make_run(tmp_path / "<b>a", samples=samples), make_run(tmp_path / "warm", kind="SFT")]
+def test_the_browser_draws_the_charts(chromium, tmp_path):
+    folders = [make_run(tmp_path / "<b>a", samples=make_samples(1)), make_run(tmp_path / "warm", kind="SFT")]
     tab, wrong = opened(chromium, page_of(folders, PLAN))
-    # Curves, as they are in the log
     tab.locator(".chart").last.locator(".main-svg").first.wait_for()
-    reward = (
-        "[...document.querySelectorAll('.chart')].find(c => c.textContent.startsWith('Reward')).querySelector('.plot')"
-    )
-    assert tab.evaluate(f"{reward}.data[0].y") == [0, 0.1, 0.2, 0.3]
-    assert tab.evaluate(f"{reward}.querySelector('.js-line').getAttribute('d').split('L').length") > 1
+    plots = "[...document.querySelectorAll('.chart')].find(c => c.textContent.startsWith('Reward'))"
+    assert tab.evaluate(f"{plots}.querySelector('.plot').data[0].y") == [0, 0.1, 0.2, 0.3]
+    assert tab.evaluate(f"{plots}.querySelector('.js-line').getAttribute('d').split('L').length") > 1
     assert tab.locator(".plot .main-svg .xy").count() > 15
     blocks = tab.locator(".chart", has_text="Memory timeline, <b>a").locator(".barlayer .point path")
     assert blocks.count() == 4 * 5 and tab.locator("h1 b").count() == 0
     assert tab.locator(".legendtext", has_text="<b>a, planned").count() == 1
     assert tab.locator("details").first.inner_text().count("activations: x (3,)") == 1
+    before = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    tab.click("#theme")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != before and wrong == []
+
+
+def test_the_browser_filters_and_finds_completions(chromium, tmp_path):
+    samples = make_samples(3) + make_samples(3, texts=HOSTILE, group=1)
+    for sample in samples:
+        sample["reward"] = 0.5 if sample["iter"] == 1 else sample["reward"]
+    samples[8]["reward"] = None
+    tab, wrong = opened(chromium, page_of([make_run(tmp_path / "a", samples=samples)]))
     # Two groups of the last iteration, the best completions first
     assert tab.inner_text("#iteration") == "2" and tab.locator(".row.group").count() == 2
     assert rewards(tab)[:8] == [0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 0, 0]
     tab.evaluate("step.value = 0; step.dispatchEvent(new Event('input'))")
     assert tab.inner_text("#iteration") == "0" and "prompt 0 one" in tab.inner_text("#list")
-    tab.select_option("#filter", "above")
-    assert rewards(tab) == [0.75, 0.75, 0.5, 0.5] * 2
-    tab.select_option("#filter", "cut")
-    assert rewards(tab) == [0, 0] and "2 of 48" in tab.inner_text("#count")
-    tab.select_option("#filter", "below")
-    assert rewards(tab) == [0.25, 0.25, 0, 0] * 2
+    shown = {"above": [0.75, 0.75, 0.5, 0.5] * 2, "cut": [0, 0], "below": [0.25, 0.25, 0, 0] * 2}
+    for name, wanted in shown.items():
+        tab.select_option("#filter", name)
+        assert rewards(tab) == wanted and f"{len(wanted)} of 48" in tab.inner_text("#count")
     tab.select_option("#filter", "varied")
     assert len(rewards(tab)) == 16
     tab.evaluate("step.value = 1; step.dispatchEvent(new Event('input'))")
-    assert rewards(tab) == [] and tab.inner_text("#list") == "No completion fits."  # all of iteration 1 are alike
-    tab.select_option("#filter", "all")
-    assert "–" in tab.inner_text("#list")  # one has no reward
+    assert (
+        rewards(tab) == [] and tab.inner_text("#list") == "No completion fits."
+    )  # all rewards of iteration 1 are equal
     tab.select_option("#filter", "below")
     assert rewards(tab) == []
     tab.select_option("#filter", "all")
-    # What a model wrote is text, also in the search
+    assert "–" in tab.inner_text("#list")  # one has no reward
+    # Only the rows in view are drawn; a completion is text, also in the search
     tab.check("#all")
     assert "48 of 48" in tab.inner_text("#count") and tab.locator("#list .row").count() < 40  # of 54
+    tab.evaluate("list.scrollTop = list.scrollHeight")
+    tab.wait_for_selector("#list .row.group >> text=iteration 2")
     tab.fill("#search", HOSTILE[1].upper())
     assert "24 of 48" in tab.inner_text("#count") and tab.evaluate("window.hacked") is None
-    whole = tab.locator("#detail .tokens").text_content()
-    assert all(text.replace("\n", "↵\n") in whole for text in HOSTILE) and whole.endswith("0■")
+    completion = tab.locator("#detail .tokens").text_content()
+    assert all(text.replace("\n", "↵\n") in completion for text in HOSTILE) and completion.endswith("0■")
     assert tab.locator("#rollouts img, #rollouts .tokens b, #rollouts script").count() == 0
-    # Colours, keys, light and dark
+    # Colours: log-prob -1 of -4, entropy 0.25 of 2, -1 to the reference's -1.5, advantage 0.375 of 2, each of 50 %
     shade = "document.querySelector('#detail .tokens span').style.background"
-    assert "var(--accent) 13%" in tab.evaluate(shade)  # log-prob -1 of -4, of 50 %
-    tab.select_option("#colour", "entropies")
-    assert "var(--accent) 6%" in tab.evaluate(shade)  # 0.25 of 2
-    tab.select_option("#colour", "change")
-    assert "var(--good) 13%" in tab.evaluate(shade)  # -1 to -1.5
-    tab.select_option("#colour", "advantage")
-    assert "var(--good) 9%" in tab.evaluate(shade)  # 0.375 of 2
+    shades = dict(logprobs="accent) 13%", entropies="accent) 6%", change="good) 13%", advantage="good) 9%")
+    for name, wanted in shades.items():
+        tab.select_option("#colour", name)
+        assert f"var(--{wanted}" in tab.evaluate(shade)
+    # Keys; a reload keeps the controls and the chosen completion
     tab.focus("#list")
     tab.keyboard.press("ArrowDown")
     assert tab.locator("#list .row").nth(2).get_attribute("aria-selected") == "true"
@@ -371,20 +306,6 @@ def test_the_browser_draws_filters_and_finds(chromium, tmp_path):
     assert tab.inner_text("#token").startswith("token 2:") and tab.locator("#detail .at").count() == 1
     tab.keyboard.press("/")
     assert tab.evaluate("document.activeElement.id") == "search"
-    before = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-    tab.click("#theme")
-    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != before
     tab.reload()
     assert tab.input_value("#search") == HOSTILE[1].upper() and tab.is_checked("#all")
-    assert wrong == []
-
-
-@pytest.mark.long
-def test_thousands_of_completions_are_not_all_drawn(chromium, tmp_path):
-    tab, wrong = opened(chromium, page_of([make_run(tmp_path / "a", samples=make_samples(320, k=16))]))
-    tab.check("#all")
-    assert "5,120 of 5,120" in tab.inner_text("#count") and tab.locator("#list .row").count() < 60
-    tab.evaluate("list.scrollTop = list.scrollHeight")
-    tab.wait_for_selector("text=prompt 319 one")
-    assert tab.locator("#list .row").count() < 60 and wrong == []
-    assert math.isclose(tab.evaluate("space.clientHeight"), 320 * 17 * 38)
+    assert tab.locator("#list .row").nth(2).get_attribute("aria-selected") == "true" and wrong == []
