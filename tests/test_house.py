@@ -1,9 +1,10 @@
-"""The map of the house: every import goes down, none goes in a circle, and each part keeps to its size.
+"""The map of the house: every import goes down, none goes in a circle, and each room keeps to its size.
 
-The order below is CONTRIBUTING's. An import inside a function counts as any other.
+The README's table has the rooms, the lowest first. An import inside a function counts as any other.
 """
 
 import ast
+import re
 import tokenize
 import tomllib
 from pathlib import Path
@@ -12,8 +13,7 @@ from tokenize import COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL, 
 from packaging.requirements import Requirement
 
 HOME = Path(__file__).parent.parent
-FLOORS = """options device memory kernels logprobs model lora batch loss pretrained tokenizer data settings runs decoding sample evaluate
-training train_sft grpo page report tools""".split()
+FLOORS = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", (HOME / "README.md").read_text(), re.MULTILINE)
 FSTRING_START, FSTRING_END = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
 NO_CODE = {NEWLINE, INDENT, DEDENT, ENCODING, ENDMARKER}
 STUDENT = "data/addition.py model.py sample.py batch.py loss.py grpo.py train_sft.py".split()
