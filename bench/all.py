@@ -1,8 +1,8 @@
-"""What is measured on a device, in one command of at most ten minutes, each contender beside its peers in turns.
+"""All measurements of a device in one command of at most ten minutes. Contenders and peers take turns.
 
     make bench            or, in the virtual environment, python bench/all.py --device=cpu [--only=head,memory]
     make bench-gpu        the same on a GPU, after the tests that need one: python bench/all.py --device=cuda
-    python bench/all.py --table          a markdown table of what is in bench/results/
+    python bench/all.py --table          a markdown table of the files in bench/results/
     python bench/all.py --dry-run        the benches of a GPU with tiny shapes, on a CPU too; tests are only collected
 
 The steps run one after the other, the most valuable first, each in a process group of its own, which is killed at the
@@ -38,12 +38,12 @@ PACKAGES = "torch triton transformers pytest pytest-xdist trl liger-kernel cut-c
 TESTS = "flash kernels layer_kernels adamw_kernel kvcache draw sample logprobs".split()
 TESTS += "model packed optimizer streams loss trajectory".split()
 RESUME = "tests/test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one"
-LEARNING = "learning"  # it takes all of the time: only if it is asked for, and in dry runs
+LEARNING = "learning"  # takes all of the time: runs only with --only=learning, and in dry runs
 HOST_OPTIONS = "host reference,activation offload,host optimizer,grad offload"
 
 
 def make_steps(device, dry_run, scratch):
-    """-> (name, command's words, seconds it may take, environment) of each step; a dry run's has no limit"""
+    """-> (name, command's words, seconds it may take, environment) of each step. A dry run has no limits."""
     return cpu_steps() if device == "cpu" and not dry_run else cuda_steps(dry_run, scratch)
 
 
@@ -55,7 +55,7 @@ def cpu_steps():
         ("memory", ["bench/memory.py", "--only=small"], 90),
         ("sft", ["bench/sft.py", "--rounds=7"], 80),
     ]
-    environment = {"CUDA_VISIBLE_DEVICES": "", "BENCH_ITERATIONS": "15"}  # short ones: the median of more
+    environment = {"CUDA_VISIBLE_DEVICES": "", "BENCH_ITERATIONS": "15"}  # short iterations: the median of more
     return [(name, [*words, "--shapes=cpu"], limit, environment) for name, words, limit in steps]
 
 
@@ -86,7 +86,7 @@ def cuda_steps(dry_run, scratch):
 
 
 def run_step(words, seconds, environment, log):
-    """Run `python words`, its output to the end of `log` -> "ok", or why not. No process of its group is left."""
+    """Run `python words` and append the output to `log` -> "ok", or why not. Ends all processes of its group."""
     with open(log, "ab") as output:
         process = subprocess.Popen(
             [sys.executable, *words], cwd=HOME, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=output,
@@ -106,7 +106,7 @@ def run_step(words, seconds, environment, log):
 
 
 def run_steps(steps, summary, folder, seconds):
-    """Run the steps within so many seconds in all, and write the summary after each."""
+    """Run the steps, within `seconds` for all of them, and write the summary after each."""
     end, log, results = time.monotonic() + seconds, folder / "log.txt", folder / "results.jsonl"
     environment = {"BENCH_RESULTS": str(results), "PYTHONUNBUFFERED": "1"}
     environment |= {"OMP_NUM_THREADS": "1"} if summary["shapes"] == "tiny" and common.DEVICE == "cpu" else {}
@@ -133,10 +133,10 @@ def gpu_state():
     """-> {"gpu": driver, clocks, temperature and power as nvidia-smi says them}, or {} where it is not installed."""
     if not shutil.which("nvidia-smi"):
         return {}
-    asked = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw,power.limit"
-    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     values = subprocess.run(command, capture_output=True, text=True).stdout.split(", ")
-    return dict(gpu=dict(zip(asked.split(","), map(str.strip, values), strict=False)))
+    return dict(gpu=dict(zip(fields.split(","), map(str.strip, values), strict=False)))
 
 
 def results_of(step, path):
@@ -167,9 +167,9 @@ def markdown(summaries):
     """-> lines: for each device a table of the ratios, and of the figures that have an aim."""
     lines = []
     for summary in summaries:
-        there = ", ".join(f"{name} {number}" for name, number in summary["versions"].items() if number)
+        present = ", ".join(f"{name} {number}" for name, number in summary["versions"].items() if number)
         absent = ", ".join(name for name, number in summary["versions"].items() if not number)
-        lines += [f"{summary['device']}, commit {summary['commit']}: {there}; not installed: {absent or 'none'}", ""]
+        lines += [f"{summary['device']}, commit {summary['commit']}: {present}; not installed: {absent or 'none'}", ""]
         lines += ["| step | result | value | least to most | aim |", "|---|---|---|---|---|"]
         for step, done in summary["steps"].items():
             lines += [f"| {step} | {done['state']} | | | |"] if done["state"] != "ok" else []
@@ -191,9 +191,9 @@ def print_table(summary):
 
 
 def cpu_name():
-    """`AMD EPYC, 2 cores`, as far as the system tells."""
-    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    name = re.search(r"model name\s*:\s*(.+)", told)
+    """-> `AMD EPYC, 2 threads`"""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = re.search(r"model name\s*:\s*(.+)", cpuinfo)
     return f"{name[1].strip() if name else platform.machine()}, {torch.get_num_threads()} threads"
 
 
@@ -212,8 +212,8 @@ def main(words, make_steps=make_steps):
     )
     options.add_argument("--only", default="", help="steps, comma-separated; empty: all")
     options.add_argument("--dry-run", action="store_true", help="tiny shapes; no GPU needed")
-    options.add_argument("--seconds", type=float, default=590, help="that all steps may take together")
-    options.add_argument("--folder", default="", help="of log.txt; empty: bench/results/<device>")
+    options.add_argument("--seconds", type=float, default=590, help="limit for all steps together")
+    options.add_argument("--folder", default="", help="for log.txt and results.jsonl; empty: bench/results/<device>")
     options.add_argument("--table", action="store_true", help="print what is in bench/results/*.json, and stop")
     arguments = options.parse_args(words)
     if arguments.table:
@@ -253,7 +253,7 @@ def main(words, make_steps=make_steps):
             run_steps(steps, summary, folder, arguments.seconds)
         except KeyboardInterrupt:
             interrupted = True
-    print(f"\n{device}, torch {torch.__version__}, commit {commit}; all of it is in {file_of(folder)}")
+    print(f"\n{device}, torch {torch.__version__}, commit {commit}; everything is in {file_of(folder)}")
     if arguments.dry_run:
         print("A dry run: the shapes are tiny, and the figures say nothing.")
     print_table(summary)

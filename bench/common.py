@@ -1,13 +1,14 @@
 """What benches share: the device, the clock, and one line for each result as soon as it is known.
 
-A result is printed. If BENCH_RESULTS names a file, it is also appended there as one JSON object, so that a bench that
-is stopped half way has lost nothing (bench/all.py). A later result of the same name replaces the earlier one.
+If BENCH_RESULTS names a file, a result is also appended there as one JSON object, so that a bench that is stopped half
+way loses nothing (bench/all.py). A later result of the same name replaces the earlier one.
 """
 
 import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -46,14 +47,14 @@ def commit():
 
 
 def begin(arguments):
-    """Products, attention and threads as a run has them."""
+    """Set up products, attention and threads as a run does."""
     pick_device(DEVICE)
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, torch {torch.__version__}, shapes: {arguments.shapes}", flush=True)
 
 
 def result(name, value, unit="", at_least=None, at_most=None, **details):
-    """One result. at_least or at_most: the aim, if there is one. details: numbers and texts; None: left out."""
+    """One result. at_least or at_most: the aim, if there is one. details: numbers and texts; None is left out."""
     row = dict(name=name, value=value, unit=unit)
     if at_least is not None or at_most is not None:
         row |= dict(aim=f"at least {at_least}" if at_most is None else f"at most {at_most}")
@@ -65,8 +66,15 @@ def result(name, value, unit="", at_least=None, at_most=None, **details):
             file.write(json.dumps(dict(step=os.environ.get("BENCH_STEP")) | row) + "\n")
 
 
+def median_result(name, values, unit="", **details):
+    """The median of several measurements, with the smallest and the largest -> [median, smallest, largest]."""
+    middle, low, high = (round(f(values), 4) for f in (statistics.median, min, max))
+    result(name, middle, unit, low=low, high=high, **details)
+    return [middle, low, high]
+
+
 def in_words(row, keys=("aim",)):
-    """The row as a line of a table, with these of its entries behind it."""
+    """The row as a line of a table. keys: the entries to append."""
     value = f"{row['value']:.4g}" if isinstance(row["value"], float) else row["value"]
     shown = {key: f"{row[key]:.4g}" if isinstance(row[key], float) else row[key] for key in row if key in keys}
     return f"{row['name']:58} {value:>9} {row['unit']:8} " + "  ".join(f"{key} {text}" for key, text in shown.items())
@@ -74,7 +82,7 @@ def in_words(row, keys=("aim",)):
 
 @contextmanager
 def going_on(case, failed):
-    """After an error inside, such as out-of-memory, the next case goes on. `failed` gets this one's name."""
+    """After an error inside, such as out-of-memory, continue with the next case. `failed` gets the name of this one."""
     try:
         yield
     except Exception as error:
@@ -103,9 +111,17 @@ def clocked(call):
     return returned, time.perf_counter() - started
 
 
+def in_a_process(*words):
+    """Run a script in a process -> the JSON on its last line. Raises SystemExit if it fails."""
+    run = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=HOME)
+    if run.returncode:
+        raise SystemExit(f"{' '.join(words)}: {run.stderr[-2000:]}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
 @torch.no_grad()
 def copy_bandwidth(size):
-    """Bytes read and written a second by copies of so many random bytes; more than a cache holds."""
+    """Bytes read and written per second by copies of `size` random bytes, which must be more than a cache holds."""
     x = torch.randint(256, (size,), dtype=torch.uint8, device=DEVICE)
     y = torch.empty_like(x)
     y.copy_(x)

@@ -8,10 +8,10 @@ decode      a step by batch and length, the first step and the recording, and th
 train       a micro-batch by size: the device's time and the host's, without and with checkpoints, and its kernels
 optimizer   a step of AdamW
 mismatch    the sampler's log-probs against the trainer's, with partial sums in bfloat16 and without
-tune        other block shapes of packed attention, beside a causal row of as many pairs; only if asked for
+tune        other block shapes of packed attention, beside a causal row with the same number of pairs; only with --only=tune
 
-A random model of Qwen2.5-1.5B's shape, in bfloat16. Times are medians, by events of the device. FLOP of a model are
-those of its products with weights; backward has two for each of forward. The kernels are printed, longest first.
+A random model of Qwen2.5-1.5B's shape, in bfloat16. Times are medians, by events of the device. A model's FLOP count its
+products with weights; backward has two for each of forward. The kernels are printed, the longest first.
 
 Left out: other libraries (sampling.py, iteration.py, logprobs.py), plans and peaks (memory.py), a whole iteration.
 """
@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from common import DEVICE, begin, clocked, copy_bandwidth, end, going_on, parser, result, synchronize
+from shapes import QWEN, QWEN_15B
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -42,10 +43,9 @@ from training.optimizer import make_optimizer, optimizer_step
 
 CUDA = DEVICE == "cuda"
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
-QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6)
 SIZES = {
     "cuda": dict(
-        model=QWEN | dict(vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960, block_size=4096),
+        model=QWEN_15B | dict(block_size=4096),
         groups=[(256, [200] * 8), (77, [31, 1, 64, 129]), (1, [3]), (300, [100, 65, 63])],
         heads=[(12, 2, 128), (14, 2, 64), (8, 8, 40)],
         copy=2**30, product=8192, rows=(16, 64, 256), cache=2**28,  # bytes of weights that no cache holds
@@ -85,7 +85,7 @@ def microseconds(call, rounds=20):
 
 
 def without_launches(call, times):
-    """Microseconds of a call within a graph of so many: the host launches nothing in between."""
+    """Microseconds of a call within a CUDA graph of `times` calls, so that the host launches nothing in between."""
     if not CUDA:
         return microseconds(call)
     call()  # what a library makes once
@@ -97,8 +97,8 @@ def without_launches(call, times):
     return microseconds(graph.replay) / times
 
 
-def tell_kernels(name, call, calls=3):
-    """Print the kernels of a call, and tell how many it launches."""
+def print_kernels(name, call, calls=3):
+    """Print the kernels of a call, and how many it launches."""
     kind, device = ("device", DeviceType.CUDA) if CUDA else ("cpu", DeviceType.CPU)
     with profile(activities=[ProfilerActivity.CUDA if CUDA else ProfilerActivity.CPU]) as profiled:
         for _ in range(calls):
@@ -127,23 +127,22 @@ def random_prompts(sizes):
 
 def attention(sizes):
     for (H, G, D), dtype in itertools.product(sizes["heads"], (torch.bfloat16, torch.float32)):
-        its = Segments(sizes["groups"], DEVICE)
-        T = int(its.lengths.sum())
-        given = [torch.randn(1, n, T, D, device=DEVICE).to(dtype) for n in (H, G, G)]
+        packed = Segments(sizes["groups"], DEVICE)
+        T = int(packed.lengths.sum())
+        qkv = [torch.randn(1, n, T, D, device=DEVICE).to(dtype) for n in (H, G, G)]
         dy = torch.randn(1, H, T, D, device=DEVICE).to(dtype)
-        exact = with_gradients(attend_dense, [x.double() for x in given], dy.double(), its)
-        parts = zip(
-            with_gradients(attend, given, dy, its), with_gradients(attend_dense, given, dy, its), exact, strict=True
-        )
-        for name, (ours, theirs, right) in zip(("y", "dq", "dk", "dv"), parts, strict=True):
-            error, peer = (float((x - right).norm() / right.norm()) for x in (ours, theirs))
+        exact = with_gradients(attend_dense, [x.double() for x in qkv], dy.double(), packed)
+        ours = with_gradients(attend, qkv, dy, packed)
+        theirs = with_gradients(attend_dense, qkv, dy, packed)
+        for name, a, b, right in zip(("y", "dq", "dk", "dv"), ours, theirs, exact, strict=True):
+            error, peer = (float((x - right).norm() / right.norm()) for x in (a, b))
             name = f"attention {H}/{G} x {D}, {str(dtype)[6:]}: error of {name} / PyTorch's"
             result(name, error / peer, "x", at_most=2, error=error)
 
 
-def with_gradients(function, given, dy, its):
-    leaves = [x.detach().requires_grad_() for x in given]
-    y = function(*leaves, its)
+def with_gradients(function, qkv, dy, packed):
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    y = function(*leaves, packed)
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
@@ -182,7 +181,7 @@ def decode(sizes):
         details = dict(tokens_per_s=rows / us * 1e6, floor=f"{100 * (weights + cached) / copy / us * 1e6:.0f} %")
         result(f"decode {rows} x {longest}: a step", us / 1e3, "ms", **details, graph=batch.graph is not None)
         result(f"decode {rows} x {longest}: the first step, with a recording", 1e3 * first, "ms")
-    tell_kernels(f"decode {rows} x {longest}", batch.step)
+    print_kernels(f"decode {rows} x {longest}", batch.step)
 
 
 def train(sizes):
@@ -216,7 +215,7 @@ def train(sizes):
         name = f"train {P} x {k} x {length}, checkpoints: {way}"
         result(name, us / 1e3, "ms", tokens=tokens, **details)
         if way == "none":
-            tell_kernels(name, step)
+            print_kernels(name, step)
         model.zero_grad()
 
 
@@ -251,8 +250,8 @@ def tune(sizes):
         T, pairs = sum(p + sum(lengths) for p, lengths in groups), pairs_of(groups)
         q, k, v = (torch.randn(1, n, T, D, device=DEVICE, dtype=torch.bfloat16) for n in (H, G, G))
         row = [x[:, :, :1].expand(-1, -1, int((2 * pairs) ** 0.5), -1).clone().normal_() for x in (q, k, v)]
-        causal = lambda q, k, v, its: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
-        tell_speed(f"{T} tokens, PyTorch's causal row", causal, row, None, 4 * H * D * pairs)
+        causal = lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
+        attention_speed(f"{T} tokens, PyTorch's causal row", causal, row, None, 4 * H * D * pairs)
         for M, N, warps, stages in sizes["blocks"]:
             tile = max(64, M)
             changes = dict(M=M, N=N, PARTS=tile // M, num_warps=warps, num_stages=stages)
@@ -260,19 +259,19 @@ def tune(sizes):
             with patch.multiple(flash, TILE=tile, kernel_shape=shape), patch.object(segments, "TILE", tile):
                 name = f"{T} tokens, M {M} N {N} warps {warps} stages {stages}"
                 with going_on(name, []):  # a shape may not fit
-                    tell_speed(name, attend, (q, k, v), Segments(groups, DEVICE), 4 * H * D * pairs)
+                    attention_speed(name, attend, (q, k, v), Segments(groups, DEVICE), 4 * H * D * pairs)
 
 
 def pairs_of(groups):
-    """Of a token and one that it sees."""
+    """-> the number of pairs of a token and a token that it sees."""
     return sum(p * p / 2 + sum(p * c + c * c / 2 for c in lengths) for p, lengths in groups)
 
 
-def tell_speed(name, function, given, its, flop):
-    leaves = [x.detach().requires_grad_() for x in given]
+def attention_speed(name, function, qkv, packed, flop):
+    leaves = [x.detach().requires_grad_() for x in qkv]
     with torch.no_grad():
-        forward = microseconds(lambda: function(*leaves, its))
-    y = function(*leaves, its)
+        forward = microseconds(lambda: function(*leaves, packed))
+    y = function(*leaves, packed)
     dy = torch.randn_like(y)
     backward = microseconds(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
     result(f"{name}: forward", flop / forward / 1e6, "TFLOP/s", backward=2.5 * flop / backward / 1e6)

@@ -1,4 +1,4 @@
-"""A whole GRPO iteration, phase by phase, beside TRL's GRPOTrainer: the same model folder, prompts, rewards and lengths.
+"""A GRPO iteration, phase by phase, beside TRL's GRPOTrainer: the same model folder, prompts, rewards and lengths.
 
     python bench/iteration.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--snug="--NAME=VALUE ..."]
                                                         # TRL's side: pip install trl==1.16.0
@@ -12,13 +12,13 @@ On CUDA: GPT-2 124M and Qwen2.5 0.5B and 1.5B with random weights. Random weight
 token has the same probability at each token. Its text is numbers: "7 12" is the ids 7 and 12.
 
 Contenders are processes that take turns. A process's figure is the median of its iterations without the first two; a
-ratio is the median of the pairs'. For TRL, train includes the rewards; optimizer is all that happens outside
-training_step. TRL's micro-batches have the size, of 8, 16, 32 and 64 sequences, with which it was fastest. Peaks are
-those of all iterations, weights, moments and the reference included: on CUDA the allocator's; on a CPU live tensor bytes
-by memory/meter.py. That slows TRL down, so its peak has a process of its own. There TRL's buffer for logits, always
-32,768 columns wide, is not wider than the vocabulary: the rest is never written.
+ratio is the median of the pairs. For TRL, train includes the rewards; optimizer is all that happens outside
+training_step. TRL's micro-batches have 8, 16, 32 or 64 sequences, whichever was fastest. Peaks are over all iterations
+and include weights, moments and the reference: on CUDA the allocator's; on a CPU live tensor bytes by memory/meter.py.
+The meter slows TRL down, so another process measures TRL's peak. There TRL's buffer for logits, always 32,768 columns
+wide, is not wider than the vocabulary: the rest is never written.
 
-Without TRL only ours is measured. With liger_kernel there is also TRL with use_liger_kernel. Left out: unsloth, which
+Without TRL only snug is measured. With liger_kernel there is also TRL with use_liger_kernel. Left out: unsloth, which
 replaces TRL's classes when it is imported and needs a GPU for that.
 
 Prints the figures and, last, one JSON object.
@@ -33,8 +33,6 @@ import os
 import random
 import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -43,7 +41,8 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from common import DEVICE, HOME, begin, chosen, clocked, commit, parser, result, synchronize
+from common import DEVICE, HOME, begin, chosen, clocked, commit, in_a_process, median_result, parser, synchronize
+from shapes import GPT2, QWEN, QWEN_05B, QWEN_15B
 
 import grpo
 from device import cpu
@@ -60,10 +59,7 @@ from tokenizer import END_OF_TEXT, get_tokenizer
 PACKAGES = ("torch", "transformers", "trl", "liger_kernel")
 ITERATIONS, UNCOUNTED = int(os.environ.get("BENCH_ITERATIONS", 5)), 2  # of a process
 PHASES = ("time_s", "time_rollout_s", "time_reference_s", "time_train_s", "time_optimizer_s")
-GPT2 = dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True)
-QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6, norm_eps=1e-6)
-HALF_B = dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_hidden=4864, block_size=1024)
-ONE_B = dict(vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960, block_size=1024)
+GPT2_124M = GPT2 | dict(vocab_size=50257, bias=True)
 SMALL = dict(vocab_size=256, n_layer=4, n_head=4, n_embd=256, block_size=512, bias=True)
 TINY = dict(vocab_size=64, n_layer=2, n_head=2, n_embd=16, block_size=64)
 REAL = (HOME / "models/smollm2-135m-instruct", [str(HOME / "config/grpo_real.py"), "--data_file=data/sums.jsonl"])
@@ -79,9 +75,9 @@ CASES = {
         "smollm2": REAL,
     },
     "cuda": {
-        "GPT-2 124M": (GPT2, 8, 256, 8, 200, 512, BFLOAT16),
-        "Qwen2.5-0.5B": (QWEN | HALF_B, 8, 256, 8, 200, 512, BFLOAT16),
-        "Qwen2.5-1.5B": (QWEN | ONE_B, 8, 256, 8, 200, 512, BFLOAT16),
+        "GPT-2 124M": (GPT2_124M, 8, 256, 8, 200, 512, BFLOAT16),
+        "Qwen2.5-0.5B": (QWEN_05B | dict(block_size=1024), 8, 256, 8, 200, 512, BFLOAT16),
+        "Qwen2.5-1.5B": (QWEN_15B | dict(block_size=1024), 8, 256, 8, 200, 512, BFLOAT16),
     },
     "tiny": {
         "ragged": (TINY | dict(bias=True), 2, 12, 4, 6, 20, FLOAT32),
@@ -257,7 +253,7 @@ def watched(trainer):
 
 
 def floor_flops(c, P, T, k, length, reference):
-    """Operations that an iteration of P prompts of T tokens and k completions of `length` tokens each cannot do without.
+    """The fewest operations of an iteration of P prompts of T tokens and k completions of `length` tokens each.
 
     Each prompt is computed once, not once for each completion; head rows are those of completion tokens. A matrix of n
     weights takes 2n a token; attention 4 * n_head * head_size for a token and one that it sees, in each layer. A rollout
@@ -300,12 +296,8 @@ def arm(arguments):
 
 def measured(arm, words, seed, sequences, snug):
     """-> the figures of a contender, from a process of its own."""
-    command = [sys.executable, __file__, f"--arm={arm}", f"--words={json.dumps(words)}", f"--seed={seed}"]
-    command += [f"--sequences={sequences}", f"--snug={snug}"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=HOME)
-    if run.returncode:
-        raise SystemExit(f"{arm}: {run.stderr[-2000:]}")
-    return json.loads(run.stdout.splitlines()[-1])
+    options = [f"--words={json.dumps(words)}", f"--seed={seed}", f"--sequences={sequences}", f"--snug={snug}"]
+    return in_a_process(__file__, f"--arm={arm}", *options)
 
 
 def measure(name, case, arms, arguments):
@@ -325,22 +317,26 @@ def measure(name, case, arms, arguments):
 
 
 def tell(name, rounds):
-    """Print the medians and, of each other contender, the ratios -> {contender: {figure: [median, least, most]}}.
+    """Print the medians and the ratios to each other contender -> {contender: {figure: [median, smallest, largest]}}.
 
-    Of seconds and lengths theirs / ours, of peaks ours / theirs. Without phases that do not matter.
+    The ratio of seconds and lengths is theirs / ours, that of peaks ours / theirs. Left out: phases that take no time.
     """
     ours, ratios = rounds["snug"], {who: {} for who in rounds if who != "snug"}
     for key in (*PHASES, "peak_mib", "length"):
         row = [f"{who} {statistics.median(line[key] for line in lines):10.4g}" for who, lines in rounds.items()]
         print(f"{name}: {key:18}", "   ".join(row), flush=True)
-    spread(f"{name}: floor's share of snug's seconds", [100 * line["floor_s"] / line["time_s"] for line in ours], "%")
-    spread(f"{name}: snug, tokens of completions", [line["tokens"] / line["time_s"] for line in ours], "a second")
-    for who, found in ratios.items():
+    median_result(
+        f"{name}: floor's share of snug's seconds", [100 * line["floor_s"] / line["time_s"] for line in ours], "%"
+    )
+    median_result(
+        f"{name}: snug, tokens of completions", [line["tokens"] / line["time_s"] for line in ours], "a second"
+    )
+    for who, figures in ratios.items():
         for key in [key for key in (*PHASES, "peak_mib", "length") if all(matters(key, line) for line in ours)]:
             pairs = [(a[key], b[key]) for a, b in zip(ours, rounds[who], strict=True)]
             values = [a / b if key == "peak_mib" else b / a for a, b in pairs]
             what = f"{name}: snug's {key} / {who}'s" if key == "peak_mib" else f"{name}: {who}'s {key} / snug's"
-            found[key] = spread(what, values, "x", **AIMS.get((name, key), {}))
+            figures[key] = median_result(what, values, "x", **AIMS.get((name, key), {}))
     return ratios
 
 
@@ -349,26 +345,20 @@ def matters(key, line):
     return line[key] >= line["time_s"] / 100 if key in PHASES else line[key]
 
 
-def spread(what, values, unit, **aim):
-    middle, low, high = (round(f(values), 4) for f in (statistics.median, min, max))
-    result(what, middle, unit, low=low, high=high, **aim)
-    return [middle, low, high]
-
-
 def main(arguments):
     begin(arguments)
     installed = {name: version(name.replace("_", "-")) for name in PACKAGES if importlib.util.find_spec(name)}
-    arms, found = ["snug"], {}
+    arms, measured_cases = ["snug"], {}
     if "trl" in installed:
         arms += ["TRL"] + (["TRL with Liger"] if "liger_kernel" in installed else [])
     else:
         print("TRL is not installed: only snug is measured", flush=True)
     for name, case in CASES[arguments.shapes].items():
         if chosen(name, arguments.only):
-            found[name] = measure(name, case, arms, arguments)
+            measured_cases[name] = measure(name, case, arms, arguments)
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     about = dict(device=device, commit=commit(), versions=installed, snug=arguments.snug)
-    print(json.dumps(about | dict(cases=found)))
+    print(json.dumps(about | dict(cases=measured_cases)))
 
 
 if __name__ == "__main__":

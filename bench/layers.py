@@ -13,23 +13,21 @@ and its backward (2 kernels), a product that adds to a copy (2), and Triton's ke
 
 import argparse
 import sys
-from pathlib import Path
 
+import common  # noqa: F401  puts the project on the path
 import numpy as np
 import torch
+from shapes import QWEN_15B
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from decoding import kvcache  # noqa: E402
+from decoding import kvcache
 from device.host import HostLedger
-from device.kinds import PlanningMode  # noqa: E402
-from kernels import layers as lean  # noqa: E402
-from kernels.segments import Segments  # noqa: E402
-from model import make_model  # noqa: E402
+from device.kinds import PlanningMode
+from kernels import layers
+from kernels.segments import Segments
+from model import make_model
 
-SHAPE = dict(vocab_size=8, n_head=12, n_kv_head=2, n_embd=1536, head_size=128, n_hidden=8960, block_size=32768)
-SHAPE |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True)
+SHAPE = QWEN_15B | dict(vocab_size=8, block_size=32768)
 PROMPTS, PROMPT_WIDTH, WIDTH = 4, 256, 256  # of the KV cache, which is full
 TRITON = "kernels.rotary", "kernels.swiglu", "kernels.flash", "decoding.kvcache"  # kernels if not `nothing_to_do`
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "device")
@@ -48,14 +46,14 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        given, made = tensors_in([args, kwargs]), tensors_in(result)
-        view = not func._schema.is_mutable and {id(t.untyped_storage()) for t in made} <= {
-            id(t.untyped_storage()) for t in given
-        }
-        if view or name in NO_LAUNCH:
+        inputs, outputs = tensors_in([args, kwargs]), tensors_in(result)
+        storages = {id(tensor.untyped_storage()) for tensor in inputs}
+        view = all(id(tensor.untyped_storage()) in storages for tensor in outputs)
+        if (view and not func._schema.is_mutable) or name in NO_LAUNCH:
             return result
         adds = name == "addmm" and args[0].dim() == 2
-        self.add(1 + adds, given + made + (made + made if adds else []), name in ("mm", "addmm", "addmm_"))
+        copies = outputs + outputs if adds else []
+        self.add(1 + adds, inputs + outputs + copies, name in ("mm", "addmm", "addmm_"))
         return result
 
 
@@ -63,8 +61,9 @@ def tensors_in(value):
     """-> the tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, torch.Tensor):
         return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, tuple | list) else []
 
 
 class FusedNorm(torch.autograd.Function):
@@ -103,7 +102,7 @@ def run(what, n_layer, rows, tokens) -> Count:
     with PlanningMode("cuda", HostLedger()):
         model, count = make_model(SHAPE | dict(n_layer=n_layer), "cpu", "bfloat16"), Count()
         model.checkpoint_blocks = what
-        FusedNorm.count, lean.LeanRMSNorm = count, FusedNorm
+        FusedNorm.count, layers.LeanRMSNorm = count, FusedNorm
         for name in TRITON:
             sys.modules[name].nothing_to_do = lambda tensor: counted(count)
         model.extend_rotary(max(tokens, PROMPT_WIDTH + WIDTH), model.device)

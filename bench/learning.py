@@ -1,12 +1,13 @@
-"""What GRPO adds to its warm start, beside going on with SFT for as long: tasks, loss types, seeds.
+"""What GRPO adds to its warm start, compared with more SFT in the same time: tasks, loss types, seeds.
 
     python bench/learning.py                       everything that is not done yet; hours on two cores
     python bench/learning.py --only=addition --seeds=1 --jobs=1
     python bench/learning.py --table               only what is done: table and curves
 
-Runs train_sft.py and grpo.py as a user would, with --resume=auto, so that it can be stopped and started again at any
-time, and reads their logs. --jobs runs go side by side, a thread each. Scores are of the last iterate, on 500 held-out
-prompts. Without --only it writes docs/learning.json and docs/learning.png; it prints a table for docs/results.md.
+Runs train_sft.py and grpo.py as a user would and reads their logs. With --resume=auto the bench can be stopped and
+started again at any time. --jobs runs go side by side, one thread each. Scores belong to the last weights, on 500
+held-out prompts. The bench prints a table for docs/results.md. Without --only it also writes docs/learning.json, and
+docs/learning.png with matplotlib (requirements-dev.txt).
 """
 
 import json
@@ -42,7 +43,7 @@ class OutOfTime(Exception):
 
 
 def run(script, config, folder, options):
-    """A training run, begun or gone on with, unless it is done -> its log; seconds, start-up and evaluations too."""
+    """Start or continue a training run, unless it is done -> (log, seconds with start-up and evaluations)."""
     clock, done = folder / "bench_seconds", folder / "bench_done"
     if not done.exists():
         options = options | limits["options"] | {"out_dir": folder, "resume": "auto"}
@@ -53,7 +54,7 @@ def run(script, config, folder, options):
         try:
             follow(subprocess.Popen(command, cwd=HOME, stdout=subprocess.DEVNULL, env=environment), folder)
             done.touch()
-        finally:  # of a run that was stopped half way, too
+        finally:  # also if the run was stopped half way
             if folder.exists():
                 before = float(clock.read_text()) if clock.exists() else 0.0
                 clock.write_text(f"{before + time.perf_counter() - started:.1f}")
@@ -61,16 +62,16 @@ def run(script, config, folder, options):
 
 
 def follow(process, folder):
-    """Wait for a run, and tell its scores as they come. Raises OutOfTime after --seconds, once the run has saved."""
-    told, stopped, code = 0, False, None
+    """Wait for a run and print its scores as they come. Raises OutOfTime after --seconds, once the run has saved."""
+    printed, stopped, code = 0, False, None
     try:
         while code is None:
             time.sleep(1)
             code = process.poll()  # before the log is read, so that nothing is missed
             log = read_log(folder) if (folder / "log.jsonl").exists() else []
-            for seconds, score in curve(log)[told:]:
+            for seconds, score in curve(log)[printed:]:
                 result(f"{folder.name}: held-out pass@1", score, seconds=seconds, iterations=len(log))
-            told = len(curve(log))
+            printed = len(curve(log))
             if code is None and time.monotonic() > limits["end"]:
                 stopped = True
                 process.terminate()
@@ -83,7 +84,7 @@ def follow(process, folder):
 
 
 def folders(name, seed, out):
-    """-> where the warm start, the GRPO run and the SFT instead are; a task's loss types share all but the second."""
+    """-> folders of the warm start, of GRPO and of more SFT. The loss types of a task share the first and the last."""
     sft, _, options, _ = EXPERIMENTS[name]
     variant = options.get("loss_type", "dapo")
     return out / f"{sft}_{seed}", out / f"{EXPERIMENTS[name][1]}_{variant}_{seed}", out / f"more_{sft}_{seed}"
@@ -103,14 +104,14 @@ def one(name, seed, out):
 
 def row(name, seed, out):
     """-> the numbers of one row, or None where it is not done."""
-    found = {}
+    numbers = {}
     for what, folder in zip(("sft", "grpo", "more"), folders(name, seed, out), strict=True):
         if not (folder / "bench_done").exists():
             return None
         log = read_log(folder)
-        found[what] = [log[-1][score] for score in SCORES] + [float((folder / "bench_seconds").read_text()), len(log)]
-        found[f"{what}_curve"] = curve(log)
-    return dict(name=name, seed=seed) | found
+        numbers[what] = [log[-1][score] for score in SCORES] + [float((folder / "bench_seconds").read_text()), len(log)]
+        numbers[f"{what}_curve"] = curve(log)
+    return dict(name=name, seed=seed) | numbers
 
 
 def curve(log):
@@ -137,7 +138,7 @@ def table(rows):
 
 
 def draw(rows, path):
-    """A panel a task: pass@1 by seconds, GRPO in colour, SFT instead of it in grey."""
+    """A panel for each task: pass@1 by seconds, GRPO in colour, more SFT in grey."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -183,7 +184,7 @@ def main(arguments):
                     future.result()
                 except OutOfTime:
                     print(f"stopped after {arguments.seconds} s")
-    rows = [found for name, seed in pairs if (found := row(name, seed, out))]
+    rows = [numbers for name, seed in pairs if (numbers := row(name, seed, out))]
     if not rows:
         print(f"no row is complete in {out}")
         return
@@ -197,9 +198,9 @@ def main(arguments):
 
 if __name__ == "__main__":
     options = parser("SFT, GRPO, and more SFT instead.")
-    options.add_argument("--seeds", default="", help="of these seeds; default: each row's own")
-    options.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each")
+    options.add_argument("--seeds", default="", help="comma-separated; default: all seeds of a row")
+    options.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
     options.add_argument("--out_dir", default="out/learning", help="where the runs live")
     options.add_argument("--seconds", type=float, default=0, help="stop after that long; 0: no limit")
-    options.add_argument("--table", action="store_true", help="run nothing; say what is done")
+    options.add_argument("--table", action="store_true", help="run nothing; print the rows that are done")
     main(options.parse_args())

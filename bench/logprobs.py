@@ -2,15 +2,15 @@
 
     python bench/logprobs.py [--shapes=cuda|cpu|tiny] [--only=loss,head]
 
-Two parts. Logits in: M x V logits there already, their log-probs and gradient; the yardstick is a device-to-device copy
-measured in the same run. Hidden states in: M x C hidden states and the head, loss = -mean log-prob (which is also
-GRPO's of equal advantages, right after a rollout), both gradients; the yardstick is the three bare matrix products. The
-contenders take turns, round by round, torch.compile after the others; a figure is the median of its rounds. "loss +
-gradient" is what the head does with each chunk of logits.
+Two parts. From logits: log-probs and gradient of M x V logits; the yardstick is a device-to-device copy measured in the
+same run. From hidden states: M x C hidden states and the head, loss = -mean log-prob (GRPO's loss of equal advantages
+right after a rollout), both gradients; the yardstick is the three bare matrix products. The contenders take turns, round
+by round, torch.compile after the others; a figure is the median of the rounds. "loss + gradient" is what the head does
+with each chunk of logits.
 
 rate       TB/s of logits read and written (passes: forward 1, loss + gradient and backward 2, both 3), or TFLOP/s of
            6 M C V operations
-extra MiB  most bytes alive during the call beyond its inputs: as it is (dweight included) and with the weight frozen
+extra MiB  most bytes alive during the call without the inputs: with the weight's gradient, and with a frozen weight
 error      of log-probs, against float64 on the same inputs, the largest of 64 rows
 
 On a CPU the shapes are small and the figures say nothing about a GPU.
@@ -52,12 +52,12 @@ def peers():
     GRPO losses get 8 sequences with an advantage of 1 each and no old log-probs: minus the mean log-prob, as a
     gradient.
     """
-    found = dict.fromkeys(("trl", "liger", "liger_grpo_head", "liger_grpo", "cce"))
+    libraries = dict.fromkeys(("trl", "liger", "liger_grpo_head", "liger_grpo", "cce"))
     try:
         from trl.trainer.utils import selective_log_softmax
 
         # (8, M / 8, V), as TRL calls it: it goes through the first dimension one by one
-        found["trl"] = lambda logits, targets: selective_log_softmax(
+        libraries["trl"] = lambda logits, targets: selective_log_softmax(
             logits.unflatten(0, (8, -1)), targets.view(8, -1)
         ).flatten()
     except ImportError:
@@ -65,7 +65,7 @@ def peers():
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        found["liger"] = lambda reduction: (
+        libraries["liger"] = lambda reduction: (
             lambda hidden, weight, targets: LigerFusedLinearCrossEntropyLoss(reduction=reduction)(
                 weight, hidden, targets
             )
@@ -92,30 +92,30 @@ def peers():
             )[0].sum()
 
         fused = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)
-        found["liger_grpo_head"], found["liger_grpo"] = grpo_head, grpo
+        libraries["liger_grpo_head"], libraries["liger_grpo"] = grpo_head, grpo
     except ImportError:
         pass
     try:
         from cut_cross_entropy import linear_cross_entropy
 
-        found["cce"] = lambda reduction: partial(linear_cross_entropy, reduction=reduction)
+        libraries["cce"] = lambda reduction: partial(linear_cross_entropy, reduction=reduction)
     except ImportError:
         pass
-    return found
+    return libraries
 
 
-def logits_contenders(found, compile):
+def logits_contenders(libraries, compile):
     """name -> log-probs of (logits, targets); None: not installed."""
     return {
         "snug": token_logprobs,
         "plain torch": plain_logprobs,
         "torch.compile": compile(plain_logprobs),
-        "TRL selective_log_softmax": found["trl"],
+        "TRL selective_log_softmax": libraries["trl"],
         "snug, in place": partial(token_logprobs, inplace=True),  # last: it uses the logits up
     }
 
 
-def head_contenders(found, compile, budgets):
+def head_contenders(libraries, compile, budgets):
     """name -> (mean loss, log-probs) of (hidden, weight, targets); None: not installed."""
 
     def ours(hidden, weight, targets, chunk_mb):
@@ -137,10 +137,10 @@ def head_contenders(found, compile, budgets):
         f"snug head_logprobs, {budgets[-1]} MiB": (lambda *x: -recomputed(*x).mean(), recomputed),
         "plain torch": with_logits(plain_logprobs),
         "torch.compile": tuple(map(compile, with_logits(plain_logprobs))),
-        "TRL selective_log_softmax": found["trl"] and with_logits(found["trl"]),
-        "Liger fused linear CE": of_loss(found["liger"]),
-        "Liger fused linear GRPO": found["liger_grpo_head"] and (found["liger_grpo_head"], None),
-        "cut cross-entropy": of_loss(found["cce"]),
+        "TRL selective_log_softmax": libraries["trl"] and with_logits(libraries["trl"]),
+        "Liger fused linear CE": of_loss(libraries["liger"]),
+        "Liger fused linear GRPO": libraries["liger_grpo_head"] and (libraries["liger_grpo_head"], None),
+        "cut cross-entropy": of_loss(libraries["cce"]),
     }
 
 
@@ -205,10 +205,10 @@ def turns(calls):
 # The two parts.
 
 
-def bench_logits(M, V, dtype, rounds, found, compile, only):
+def bench_logits(M, V, dtype, rounds, libraries, compile, only):
     logits = (3 * torch.randn(M, V, device=DEVICE)).to(dtype)
     targets = torch.randint(V, (M,), device=DEVICE)
-    contenders, other = logits_contenders(found, compile), torch.randn(M, V, device=DEVICE, dtype=dtype)
+    contenders, other = logits_contenders(libraries, compile), torch.randn(M, V, device=DEVICE, dtype=dtype)
     read = logits.numel() * logits.element_size()
 
     def forward(function):
@@ -235,10 +235,10 @@ def bench_logits(M, V, dtype, rounds, found, compile, only):
 
     def liger():
         leaf = other.detach().requires_grad_()
-        found["liger_grpo"](leaf, targets).backward()
+        libraries["liger_grpo"](leaf, targets).backward()
 
     one_visit = {"snug, one visit": partial(visit, False), "snug, one visit with entropy": partial(visit, True)}
-    if found["liger_grpo"]:
+    if libraries["liger_grpo"]:
         one_visit["Liger GRPO loss, in place"] = liger
     stages = {  # what, passes over the logits that it takes at least, contenders
         "loss + gradient": (2, one_visit),
@@ -261,16 +261,16 @@ def bench_logits(M, V, dtype, rounds, found, compile, only):
                 aim = dict(at_least=90) if name in ("snug", "snug, kernel alone") and passes < 3 else {}
                 result(f"{stage}: {name}", 100 * rate / copied, "% copy", **aim, ms=times[name], **details)
     absent = [name for name in contenders if name not in ready] + (
-        [] if found["liger_grpo"] else ["Liger GRPO loss, in place"]
+        [] if libraries["liger_grpo"] else ["Liger GRPO loss, in place"]
     )
     print(f"not installed: {', '.join(absent)}")
 
 
-def bench_head(M, C, V, dtype, budgets, rounds, found, compile):
+def bench_head(M, C, V, dtype, budgets, rounds, libraries, compile):
     hidden = torch.randn(M, C, device=DEVICE).to(dtype).requires_grad_()
     weight = torch.nn.Parameter((3 * torch.randn(V, C, device=DEVICE) / C**0.5).to(dtype))
     targets = torch.randint(V, (M,), device=DEVICE)
-    contenders = head_contenders(found, compile, budgets)
+    contenders = head_contenders(libraries, compile, budgets)
 
     def train(loss):
         hidden.grad = weight.grad = None
@@ -312,12 +312,12 @@ def main():
     torch.manual_seed(0)
     (M, V), head, dtype, budgets, rounds = SHAPES[arguments.shapes]
     begin(arguments)
-    found, compile = peers(), partial(torch.compile, backend="eager" if arguments.shapes == "tiny" else "inductor")
+    libraries, compile = peers(), partial(torch.compile, backend="eager" if arguments.shapes == "tiny" else "inductor")
     print(f"logits ({M}, {V}), {dtype}")
-    bench_logits(M, V, dtype, rounds, found, compile, arguments.only)
+    bench_logits(M, V, dtype, rounds, libraries, compile, arguments.only)
     if chosen("head", arguments.only):
         print("head: hidden states ({}, {}), weight ({}, {})".format(*head[:2], *head[2:0:-1]))
-        bench_head(*head, dtype, budgets, rounds, found, compile)
+        bench_head(*head, dtype, budgets, rounds, libraries, compile)
 
 
 if __name__ == "__main__":

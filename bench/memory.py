@@ -2,10 +2,10 @@
 
     python bench/memory.py [--shapes=cuda|cpu|tiny] [--only=1.5B]
 
-A case is a run from random weights in which every prompt and every completion is as long as it may be (random ids, no
-stop token), so that the plan's longest lengths are the run's. Micro-batches hold whole groups: prompt + k * (completion
-- 1) tokens each, because a plan fills them to the budget. On CUDA measured is torch.cuda.max_memory_allocated, on a
-CPU the meter's live bytes. The figures are the last iteration's. On a CPU the plans of the large configs follow.
+A case is a run from random weights. Every prompt and every completion has the longest allowed length (random ids, no
+stop token), as in the plan. A plan fills micro-batches to the budget, so here they hold complete groups: prompt + k *
+(completion - 1) tokens each. On CUDA the measured peak is torch.cuda.max_memory_allocated, on a CPU the meter's live
+bytes. The figures are those of the last iteration. On a CPU the plans of the large configs follow.
 """
 
 import gc
@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from common import DEVICE, begin, chosen, end, going_on, parser, result
+from shapes import GPT2, QWEN, QWEN_05B, QWEN_15B
 
 import grpo
 from device.cuda import empty_cache
@@ -39,14 +40,13 @@ SMALL = dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=8192, b
 SMALL |= dict(max_prompt_length=10, max_new_tokens=80, max_tokens_per_micro_batch=642)
 WIDE = dict(n_layer=8, n_head=8, n_embd=256, block_size=256, vocab_size=50257, bias=True, beta=0.04)
 WIDE |= dict(batch_size=2, group_size=4, max_prompt_length=10, max_new_tokens=246, max_tokens_per_micro_batch=1980)
-GPT2 = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304, bias=True, dtype="bfloat16")
-GPT2 |= dict(batch_size=8, group_size=8, max_prompt_length=256, max_new_tokens=256, max_tokens_per_micro_batch=4592)
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16")
-QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6) | BFLOAT16
-HALF_B = dict(n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_hidden=4864, block_size=1024, vocab_size=151936)
-HALF_B |= dict(batch_size=4, group_size=8, max_prompt_length=256, max_new_tokens=256, max_tokens_per_micro_batch=2296)
-ITERATION = dict(n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960, block_size=2048, vocab_size=151936)
-ITERATION |= dict(batch_size=4, group_size=4, max_prompt_length=256, max_new_tokens=1024)
+LARGE = GPT2 | dict(vocab_size=50304, bias=True, dtype="bfloat16", batch_size=8, group_size=8)
+LARGE |= dict(max_prompt_length=256, max_new_tokens=256, max_tokens_per_micro_batch=4592)
+HALF_B = QWEN_05B | BFLOAT16 | dict(block_size=1024, batch_size=4, group_size=8)
+HALF_B |= dict(max_prompt_length=256, max_new_tokens=256, max_tokens_per_micro_batch=2296)
+ITERATION = QWEN_15B | BFLOAT16 | dict(block_size=2048, batch_size=4, group_size=4)
+ITERATION |= dict(max_prompt_length=256, max_new_tokens=1024)
 ITERATION |= dict(checkpoint_blocks="block", max_tokens_per_micro_batch=1280)
 LADDER = {  # name -> options
     "plain": dict(),
@@ -62,15 +62,12 @@ LADDER = {  # name -> options
     "LoRA": dict(lora_rank=16),
 }
 CASES = {  # shapes -> name -> (shape, ladder)
-    "tiny": {"1.5B's options": (TINY | QWEN, {"": {}}), "tiny": (TINY, LADDER)},
+    "tiny": {"1.5B's options": (TINY | QWEN | BFLOAT16, {"": {}}), "tiny": (TINY, LADDER)},
     "cpu": {"small": (SMALL, LADDER), "wide vocabulary": (WIDE, {name: LADDER[name] for name in ("plain", "block")})},
     "cuda": {
-        "Qwen2.5-1.5B": (QWEN | ITERATION, {"": {}}),
-        "GPT-2 124M": (GPT2, LADDER),
-        "Qwen2.5-0.5B": (
-            QWEN | HALF_B,
-            {name: LADDER[name] for name in ("block", "bfloat16, masters", "grad offload")},
-        ),
+        "Qwen2.5-1.5B": (ITERATION, {"": {}}),
+        "GPT-2 124M": (LARGE, LADDER),
+        "Qwen2.5-0.5B": (HALF_B, {name: LADDER[name] for name in ("block", "bfloat16, masters", "grad offload")}),
     },
 }
 
@@ -86,11 +83,11 @@ class Measured(Training):
 
 
 def prepared_run(settings):
-    """-> Prepared for random weights, of every id that the shape has, a reference and adapters included."""
+    """-> Prepared with random weights, also for a reference and adapters. Every id of the shape can be sampled."""
     prepared = prepare(replace(settings, beta=0.0))
     prepared.settings, prepared.shape["n_vocab"] = settings, prepared.shape["vocab_size"]
     prepared.tokenizer.decode = lambda ids: ""
-    # rewards that differ in every group, so that each step is taken
+    # Rewards differ in every group, so that no step is skipped.
     prepared.reward_funcs = [lambda prompts, **columns: [i % 2 for i in range(len(prompts))]]
     return prepared
 
@@ -110,18 +107,8 @@ def run(prepared, iterations=2, iterate=grpo.iterate):
         model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
         optimizer = make_optimizer(model, settings)
         guard, limits = Guard(settings, print), Limits(settings, print)
-        parts = (
-            model,
-            reference,
-            optimizer,
-            meter,
-            NoLog(settings),
-            guard,
-            None,
-            limits,
-            PromptCursor(settings.batch_size),
-        )
-        training = Measured(prepared, *parts)
+        log, cursor = NoLog(settings), PromptCursor(settings.batch_size)
+        training = Measured(prepared, model, reference, optimizer, meter, log, guard, None, limits, cursor)
         grpo.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)
         try:
             for iteration in range(iterations):

@@ -2,25 +2,25 @@
 
     python bench/sampling.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--static]
 
-A model's stop token has a constant probability at each token, so lengths are geometric; or none, and all are equally
-long. "smollm2" cases are a real model with the prompts of config/grpo_real.py, if it is there (`make
-models/smollm2-135m-instruct`). Whole calls take turns, pair by pair; a figure is the median of its pairs so far, with
-the smallest and the largest. On CUDA eager steps and generate, which are slow, take part in the first pair only.
-tokens/s counts sampled tokens, stop tokens included.
+A model's stop token has a constant probability at each token, so lengths are geometric; or it has none, and all lengths
+are equal. "smollm2" cases are a real model with the prompts of config/grpo_real.py, if it is installed (`make
+models/smollm2-135m-instruct`). The contenders take turns, call by call; a figure is the median of the pairs so far, with
+the smallest and the largest. On CUDA eager steps and generate are slow and take part in the first pair only. tokens/s
+counts sampled tokens, stop tokens included.
 
-floor        the share of what the memory bus allows: seconds that one step's reading takes (the weights once, the live
-             keys and values once), summed over the steps, over the seconds that the call took. Bandwidth is what a large
-             copy reaches, about a tenth less than a GPU's nominal one.
-decode step  the same without prompts and the recording of a graph: a call less one of half as many tokens
+floor        the share of what the memory bus allows. A step reads the weights once, and the live keys and values once:
+             the seconds of all these reads, divided by the seconds of the call. The bandwidth is that of a large copy,
+             about a tenth less than a GPU's nominal bandwidth.
+decode step  the same without prompts and the recording of a graph: a call minus a call with half the tokens
 """
 
-import math
-import statistics
 from dataclasses import asdict
 from importlib.util import find_spec
 
 import torch
-from common import DEVICE, HOME, begin, chosen, clocked, copy_bandwidth, end, going_on, parser, result
+from common import DEVICE, HOME, begin, chosen, clocked, copy_bandwidth, end, going_on, median_result, parser, result
+from iteration import set_stop_probability
+from shapes import GPT2, QWEN, QWEN_15B
 
 from model import autocast, make_model
 from options import read_settings
@@ -33,10 +33,9 @@ from settings import GRPOSettings
 
 REAL = HOME / "models/smollm2-135m-instruct"
 
-GPT2 = dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=1024)
-QWEN = dict(norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, rope_theta=1e6, norm_eps=1e-6)
-QWEN_1B = dict(vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960, block_size=2048)
-QWEN_TINY = dict(vocab_size=512, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=64, block_size=64)
+GPT2_124M = GPT2 | dict(vocab_size=50257)
+QWEN_1B = QWEN_15B | dict(block_size=2048)
+QWEN_TINY = QWEN | dict(vocab_size=512, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=64, block_size=64)
 SMALL = dict(vocab_size=512, n_head=4, block_size=256)
 # name: (shape, prompts, tokens a prompt, completions a prompt, mean length or 0, longest, dtype)
 CASES = {
@@ -48,13 +47,13 @@ CASES = {
         "smollm2, 16 x 8, 16 tokens": (None, 16, 0, 8, 1, 16, "float32"),
     },
     "cuda": {  # the most wanted first
-        "qwen 1.5B, batch 64": (QWEN | QWEN_1B, 4, 256, 16, 0, 256, "bfloat16"),
-        "gpt2, batch 64": (GPT2, 4, 128, 16, 0, 256, "bfloat16"),
-        "qwen 1.5B, batch 16": (QWEN | QWEN_1B, 1, 256, 16, 0, 256, "bfloat16"),
-        "gpt2, batch 64, geometric": (GPT2, 4, 128, 16, 128, 512, "bfloat16"),
+        "qwen 1.5B, batch 64": (QWEN_1B, 4, 256, 16, 0, 256, "bfloat16"),
+        "gpt2, batch 64": (GPT2_124M, 4, 128, 16, 0, 256, "bfloat16"),
+        "qwen 1.5B, batch 16": (QWEN_1B, 1, 256, 16, 0, 256, "bfloat16"),
+        "gpt2, batch 64, geometric": (GPT2_124M, 4, 128, 16, 128, 512, "bfloat16"),
     },
     "tiny": {
-        "qwen": (QWEN | QWEN_TINY, 2, 8, 2, 0, 8, "bfloat16"),
+        "qwen": (QWEN_TINY, 2, 8, 2, 0, 8, "bfloat16"),
         "gpt2, geometric": (SMALL | dict(n_layer=2, n_embd=32), 2, 8, 2, 4, 12, "float32"),
     },
 }
@@ -96,7 +95,7 @@ def give_weights(model, peer):
 
 
 def make_models(name, shape, mean, dtype):
-    """-> (our model, the peer or None, stop token or None), in eval mode, with weights of their own on DEVICE."""
+    """-> (our model, the peer or None, stop tokens or None), in eval mode on DEVICE. The two share no memory."""
     torch.manual_seed(0)
     model = make_model(shape | dict(bias="position" not in shape), DEVICE, dtype).eval()
     config = model.config
@@ -113,19 +112,8 @@ def make_models(name, shape, mean, dtype):
 
 
 @torch.no_grad()
-def set_stop_probability(model, stop, p):
-    """The first coordinate of the last norm's output becomes a constant 10, and only `stop` looks at it."""
-    weight, norm = model.embedding.weight, model.norm
-    norm.weight[0], norm.bias[0] = 0, 10
-    weight[:, 0], weight[stop] = 0, 0
-    tokens = torch.randint(stop, (8, min(64, model.config.block_size)), device=DEVICE)
-    others = model.logits(model(tokens))[..., :stop].logsumexp(-1).mean()
-    weight[stop, 0] = (others + math.log(p / (1 - p))) / 10
-
-
-@torch.no_grad()
 def agree(model, peer, vocab_size, name):
-    """Are the two one model? Otherwise nothing would be compared."""
+    """Do both compute the same log-probs? Otherwise nothing would be compared."""
     tokens = torch.randint(vocab_size, (2, 32), device=DEVICE)
     ours, theirs = model.logits(model(tokens)).float(), peer(tokens).logits.float()
     difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
@@ -200,8 +188,7 @@ def measure(name, case, rounds, per_second, static):
     def tell(what, value, unit="", **aim):
         values = figures.setdefault(what, [])
         values.append(value)
-        low, high = (round(f(values), 4) for f in (min, max))
-        result(f"{name}: {what}", statistics.median(values), unit, **aim, low=low, high=high)
+        median_result(f"{name}: {what}", values, unit, **aim)
 
     with autocast("float32", model):
         for seed in range(-1, rounds):  # the first round is not counted, and on CUDA it is short

@@ -1,27 +1,27 @@
-"""What GRPO costs beside SFT: the same model, sequences of the same lengths, micro-batches of as many tokens.
+"""What GRPO costs compared with SFT: the same model, lengths of sequences, and tokens per micro-batch.
 
     python bench/sft.py [--shapes=cuda|cpu|tiny] [--rounds=5]
 
-An SFT step learns from as many sequences as a GRPO iteration samples and learns from: random ids, fixed lengths. SFT
-reads the prompt of each sequence, GRPO that of each group. The two take turns, each time from random weights. The
-figures of a turn are those of its last iteration; a ratio is the median of the rounds'. Peaks are the meter's: the
-allocator's on CUDA, live tensor bytes on a CPU.
+An SFT step learns from the same number of sequences as a GRPO iteration: random ids, fixed lengths. SFT reads the prompt
+of each sequence, GRPO the prompt of each group. The two take turns, each time from random weights. The figures of a turn
+are those of its last iteration; a ratio is the median of the rounds. Peaks come from the meter: the allocator's on CUDA,
+live tensor bytes on a CPU.
 """
 
 import statistics
 from functools import partial
 
 import torch
-from common import DEVICE, begin, parser, result
+from common import DEVICE, begin, median_result, parser, result
 
 import grpo
 import train_sft
 from batch import Sequences
-from bench.memory import GPT2, SMALL, TINY, prepared_run, run
+from bench.memory import LARGE, SMALL, TINY, prepared_run, run
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 
-SHAPES = {"tiny": TINY, "cpu": SMALL, "cuda": GPT2}
+SHAPES = {"tiny": TINY, "cpu": SMALL, "cuda": LARGE}
 
 
 def make_contenders(shape):
@@ -56,7 +56,7 @@ def main(arguments):
             result(f"{who}: {name}", statistics.median(line[name] for line in lines), unit)
         ratios = [a[name] / b[name] for a, b in zip(records["GRPO"], records["SFT"], strict=True)]
         aim = dict(at_most=1.1) if name == "mem_max_alloc_mb" and arguments.shapes != "tiny" else {}
-        result(f"GRPO's {name} / SFT's", statistics.median(ratios), "x", low=min(ratios), high=max(ratios), **aim)
+        median_result(f"GRPO's {name} / SFT's", ratios, "x", **aim)
 
 
 if __name__ == "__main__":

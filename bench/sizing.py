@@ -1,12 +1,13 @@
-"""What one device needs, planned: models x devices x where weights and optimizer are. Prints docs/scaling.md's table.
+"""What one device needs, planned: models x devices x places of weights and optimizer. Prints the table of docs/scaling.md.
 
     python bench/sizing.py              five minutes on a CPU; needs no GPU
 
-The batch grows with the devices: four prompts of up to 256 tokens for each, four completions of up to 1,024 tokens,
-blocks checkpointed, one sequence a micro-batch, weights and gradients in bfloat16.
+The batch grows with the devices: four prompts of up to 256 tokens per device, four completions of up to 1,024 tokens per
+prompt. Blocks are checkpointed, a micro-batch is one sequence, weights and gradients are in bfloat16.
 """
 
-import common  # noqa: F401  the project's folder is on the path
+import common  # noqa: F401  puts the project on the path
+from shapes import QWEN, QWEN_05B, QWEN_15B
 
 import grpo
 from memory.plan import GIB, plan
@@ -14,14 +15,16 @@ from runs.prepare import prepare
 from settings import GRPOSettings
 from training.dry_run import DryRun
 
-QWEN = dict(vocab_size=151936, norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True, block_size=2048)
-BATCH = dict(task="countdown", group_size=4, max_prompt_length=256, max_new_tokens=1024, eval_prompts=0)
+BATCH = dict(
+    block_size=2048, task="countdown", group_size=4, max_prompt_length=256, max_new_tokens=1024, eval_prompts=0
+)
 MEMORY = dict(dtype="bfloat16", param_dtype="bfloat16", checkpoint_blocks="block", max_tokens_per_micro_batch=1280)
+UNTIED = QWEN | dict(vocab_size=151936, tie_embeddings=False)
 MODELS = {  # the shapes of Qwen2.5; tied embeddings up to 1.5B, as published
-    "0.5B": dict(n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_hidden=4864),
-    "1.5B": dict(n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960),
-    "7B": dict(n_layer=28, n_head=28, n_kv_head=4, n_embd=3584, n_hidden=18944, tie_embeddings=False),
-    "32B": dict(n_layer=64, n_head=40, n_kv_head=8, n_embd=5120, n_hidden=27648, tie_embeddings=False),
+    "0.5B": QWEN_05B,
+    "1.5B": QWEN_15B,
+    "7B": UNTIED | dict(n_layer=28, n_head=28, n_kv_head=4, n_embd=3584, n_hidden=18944),
+    "32B": UNTIED | dict(n_layer=64, n_head=40, n_kv_head=8, n_embd=5120, n_hidden=27648),
 }
 DEVICES = {
     "1": dict(),
@@ -41,7 +44,7 @@ def cell(shape, devices, rung):
     last = rung == list(RUNGS)[-1]
     offload = {"param_offload" if devices.get("parallel") == "fsdp" else "grad_offload": True} if last else {}
     batch = dict(batch_size=4 * devices.get("num_processes", 1))
-    options = QWEN | shape | BATCH | MEMORY | batch | devices | RUNGS[rung] | offload
+    options = shape | BATCH | MEMORY | batch | devices | RUNGS[rung] | offload
     settings = GRPOSettings(**options, plan=True, device="cuda")
     planned = plan(DryRun(prepare(settings), grpo.iterate, grpo.make_reference), settings)
     return f"{planned.peak / GIB:.1f} {planned.phase}" + (f" + {planned.host / GIB:.0f} host" if planned.host else "")
