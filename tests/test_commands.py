@@ -1,4 +1,4 @@
-"""The commands as a person types them: bad input is one line and exit code 2, before torch is imported; --help is complete."""
+"""The commands as a user types them: bad input is one line and exit code 2 before torch is imported; --help; from SFT to a page."""
 
 import json
 import os
@@ -41,7 +41,6 @@ BAD = [
     ("grpo.py -seed=3", "unknown option -seed; did you mean --seed?"),
     ("grpo.py --n_embd=65", "n_head=4 does not divide n_embd=65"),
     ("grpo.py --vocab_size=256", "vocab_size=256, but the tokenizer bytes has 257 ids"),
-    ("grpo.py --max_new_tokens=60", "max_new_tokens=60"),
     ("grpo.py --digits=100 --max_new_tokens=8", "prompts of addition have up to 202 tokens"),
     ("grpo.py --beta=0.1", "beta=0.1 needs a reference"),
     ("grpo.py --init_from=out/nowhere", "out/nowhere: there is no such run"),
@@ -56,12 +55,8 @@ BAD = [
     ("sample.py --prompt", "--prompt: expected one argument"),
     ("sample.py out --top_p=0", "top_p=0.0 is below 1e-06"),
     ("sample.py out --min_p=1.5", "min_p=1.5 is above 1"),
-    (
-        "train_sft.py --cuda_allocator=x",
-        "--cuda_allocator was removed; set the environment variable PYTORCH_ALLOC_CONF",
-    ),
     ("evaluate.py out/nowhere --num_prompts=0", "--num_prompts=0 is below 1"),
-    ("report.py out/nowhere", "out/nowhere: log.jsonl cannot be read"),
+    ("report.py out/nowhere", "is out/nowhere a run's folder? out/nowhere/log.jsonl cannot be read"),
 ]
 
 
@@ -79,11 +74,7 @@ def test_an_unreadable_checkpoint_is_named_before_torch_is_imported(tmp_path):
     for words in (["grpo.py", f"--init_from={tmp_path}/run"], ["sample.py", tmp_path / "run", "--prompt=1+1="]):
         code, out, err = command(*words)
         assert (code, out) == (2, "torch imported: False\n")
-        assert (
-            err.startswith("error: ")
-            and "model.safetensors is not what was written; no checkpoint in" in err
-            and err.count("\n") == 1
-        )
+        assert "model.safetensors is not what was written; no checkpoint in" in err and err.count("\n") == 1
 
 
 def test_a_shape_that_contradicts_the_checkpoint_is_refused(tmp_path):
@@ -100,18 +91,16 @@ def test_help_comes_without_torch(script):
 
 def test_help_may_be_read_in_part():
     """grpo.py --help | head -1"""
-    run = subprocess.Popen(
-        [sys.executable, "grpo.py", "--help"], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = subprocess.Popen([sys.executable, "grpo.py", "--help"], cwd=HOME, **pipes)
     run.stdout.close()
     assert run.stderr.read() == b"" and run.wait() == 0
 
 
 def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
     words = "train_sft.py --digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --max_iters=200 --eval_prompts=0".split()
-    run = subprocess.Popen(
-        [sys.executable, *words, f"--out_dir={tmp_path}/run"], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = subprocess.Popen([sys.executable, *words, f"--out_dir={tmp_path}/run"], cwd=HOME, **pipes)
     run.stdout.readline()
     run.stdout.close()
     assert run.wait() == 0, run.stderr.read()
@@ -150,32 +139,16 @@ def test_from_warm_start_to_sample(tmp_path):
     assert "a/sft is missing or not finished: making it first" in out and "iter 1/2  reward -" in out and err == ""
     record = json.loads((tmp_path / "a/grpo/log.jsonl").read_text().splitlines()[-1])
     assert record["iter"] == 1 and record["reward_mean"] < 0
-    state = json.loads((newest(tmp_path / "a/grpo") / "state.json").read_text())
-    assert (state["model_config"]["vocab_size"], state["model_config"]["n_vocab"]) == (
-        272,
-        257,
-    )  # padded, as the warm start is
+    shape = json.loads((newest(tmp_path / "a/grpo") / "state.json").read_text())["model_config"]
+    assert (shape["vocab_size"], shape["n_vocab"]) == (272, 257)  # padded, as the warm start is
     code, out, _ = command(HOME / "evaluate.py", "a/grpo", "--num_prompts=10", cwd=tmp_path)
     assert code == 0 and out.count("  pass@1 ") == 2 and "10 prompts of the test split" in out
-    code, _, err = command(HOME / "evaluate.py", "a/grpo", "--eval_split=tune", cwd=tmp_path)
-    assert code == 2 and "a/grpo was trained on the tune split" in err
-    words = ["--eval_split=tune", "--init_from=a/sft", "--out_dir=a/tuned", "--digits=1", "--max_new_tokens=6"]
-    code, _, err = command(HOME / "grpo.py", *words, cwd=tmp_path)
-    assert code == 2 and "eval_split=tune, but init_from=a/sft was trained on its prompts" in err
-    words = [
-        "--prompt",
-        "1+2=",
-        "--num_samples=3",
-        "--max_new_tokens=5",
-        "--top_k=9",
-        "--top_p=0.9",
-        "--min_p=0.01",
-        "--stop_string=3",
-    ]
-    code, out, _ = command(HOME / "sample.py", "a/grpo", *words, cwd=tmp_path)
-    assert (
-        code == 0 and out.count("1+2=") == 3 and "3" not in "".join(line.split("   [")[0] for line in out.splitlines())
+    words = (
+        "--prompt 1+2= --num_samples=3 --max_new_tokens=5 --top_k=9 --top_p=0.9 --min_p=0.01 --stop_string=3".split()
     )
+    code, out, _ = command(HOME / "sample.py", "a/grpo", *words, cwd=tmp_path)
+    completions = [line.split("   [")[0] for line in out.splitlines()]
+    assert code == 0 and out.count("1+2=") == 3 and "3" not in "".join(completions)
     code, _, err = command(HOME / "sample.py", "a/grpo", "--prompt=" + "1" * 16, cwd=tmp_path)
     assert code == 2 and "this model takes 1 to 15" in err
     code, out, _ = command(HOME / "report.py", "a/grpo", "a/sft", cwd=tmp_path)
@@ -185,14 +158,9 @@ def test_from_warm_start_to_sample(tmp_path):
 
 def test_without_triton_plain_torch_does_everything(tmp_path):
     """As on macOS and on ARM, where triton is not installed."""
-    code = "import sys; sys.modules['triton'] = None; import runpy; sys.argv = sys.argv[1:]; runpy.run_path('grpo.py', run_name='__main__')"
-    words = [
-        "grpo.py",
-        "--max_iters=1",
-        "--batch_size=2",
-        "--group_size=2",
-        "--eval_prompts=2",
-        f"--out_dir={tmp_path}/run",
-    ]
-    run = subprocess.run([sys.executable, "-c", code, *words], cwd=HOME, capture_output=True, text=True)
+    code = "import sys; sys.modules['triton'] = None; import runpy; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path('grpo.py', run_name='__main__')"
+    words = "grpo.py --max_iters=1 --batch_size=2 --group_size=2 --eval_prompts=2".split()
+    command = [sys.executable, "-c", code, *words, f"--out_dir={tmp_path}/run"]
+    run = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
     assert run.returncode == 0 and "iter 0/1" in run.stdout, run.stderr
