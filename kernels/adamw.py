@@ -1,8 +1,9 @@
-"""One step of AdamW (Loshchilov and Hutter 2019) on a piece of a parameter, in place: a kernel, and plain torch.
+"""One step of AdamW (Loshchilov and Hutter 2019) on a slab of a parameter, in place: a kernel, and plain torch.
 
-Moments and weights in bfloat16 that have no float32 master are rounded stochastically: to one of the two neighbours,
-the nearer one more likely, so that the result is right on average. Rounding to nearest would lose every change below
-1/512 of a number. The random bits are a hash of (seed, step, parameter, index of the weight), alike on every device.
+Moments in bfloat16, and weights in bfloat16 without a float32 master, are rounded stochastically: to one of the two
+neighbours, more often to the nearer one, so that the result is right on average. Rounding to nearest would lose every
+change below 1/512 of a number. The random bits are a hash of (seed, step, parameter, index of the weight), the same on
+every device.
 
 Test: pytest tests/test_adamw_kernel.py
 """
@@ -12,81 +13,66 @@ import torch
 from device.kinds import is_planned
 from kernels import nothing_to_do, triton, uses_triton
 
-CHUNK = 2**16  # weights at a time in plain torch: its scratch stays in a CPU core's cache
-BLOCK, WARPS = 1024, 4  # of the kernel: 8 weights a lane
+CHUNK = 2**16  # weights at a time in plain torch: what it computes from them stays in a CPU core's cache
+BLOCK, WARPS = 1024, 4  # of the kernel: 8 weights per lane
 MASK = 2**32 - 1
-ROUNDS = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)
 
 
-def adamw(
-    weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int, scratch
-) -> None:
-    """One step of n weights, at most 2**30. All tensors are (n,), contiguous, and changed in place, but for gradient.
+def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int) -> None:
+    """Update n weights, at most 2**30. All tensors are (n,) and contiguous; all but gradient are changed in place.
 
     gradient: in weight's dtype. exp_avg, exp_avg_sq: float32, or bfloat16 (rounded stochastically). master: None, or
-    float32, the weights before they were rounded. numbers, key, scratch: from numbers_of, key_of, new_scratch. first:
-    the index of the first of these weights in their parameter.
+    float32, the weights before they were rounded. numbers, key: from numbers_of, key_of. first: the index of the first
+    of these weights in their parameter.
     """
     n = len(weight)
     if not uses_triton(weight):
-        for start in range(
-            0, min(CHUNK, n) if is_planned(weight) else n, CHUNK
-        ):  # a planner needs only one
-            part = slice(start, start + CHUNK)
-            tensors = (
-                x if x is None else x[part] for x in (weight, gradient, exp_avg, exp_avg_sq, master)
-            )
-            adamw_torch(*tensors, *numbers, key, first + start, scratch)
+        stop = min(CHUNK, n) if is_planned(weight) else n  # a planner needs one chunk: all are alike
+        for start in range(0, stop, CHUNK):
+            chunk = slice(start, start + CHUNK)
+            adamw_torch(
+                weight[chunk], gradient[chunk], exp_avg[chunk], exp_avg_sq[chunk],
+                None if master is None else master[chunk], *numbers, key, first + start,
+            )  # fmt: skip
     elif not nothing_to_do(weight):
         with torch.cuda.device_of(weight):
             adamw_kernel[(triton.cdiv(n, BLOCK),)](
-                weight, gradient, exp_avg, exp_avg_sq, weight if master is None else master, *numbers, key, first, n,
+                weight, gradient, exp_avg, exp_avg_sq, weight if master is None else master,
+                *numbers, key, first, n,
                 HAS_MASTER=master is not None, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
 
 
-def new_scratch(weight):
-    """Buffers of plain torch, so that a step allocates nothing and cannot run out of memory half way; or None."""
-    if uses_triton(weight):
-        return None
-    wide, n = torch.promote_types(weight.dtype, torch.float32), min(CHUNK, weight.numel())
-    return [
-        torch.empty(n, dtype=dtype, device=weight.device)
-        for dtype in [wide] * 4 + [torch.int64] * 2 + [torch.int32]
-    ]
-
-
 def numbers_of(group: dict, steps: int, scale: float) -> tuple:
-    """The numbers in the formula of a parameter group's step, the first being steps = 1.
+    """-> the numbers in the formula: scale, share1, share2, decay, rate, correction, eps.
 
-    scale: what gradients are multiplied by, to clip them.
+    group: an optimizer's parameter group. steps: 1 for the first step. scale: gradients are multiplied by it, which
+    clips them.
     """
-    (beta1, beta2), rate = group["betas"], group["lr"]
-    decay, rate, correction = (
-        1 - rate * group["weight_decay"],
-        rate / (1 - beta1**steps),
-        1 / (1 - beta2**steps),
-    )
+    beta1, beta2 = group["betas"]
+    decay = 1 - group["lr"] * group["weight_decay"]
+    rate = group["lr"] / (1 - beta1**steps)
+    correction = 1 / (1 - beta2**steps)
     return scale, 1 - beta1, 1 - beta2, decay, rate, correction, group["eps"]
 
 
 def adamw_torch(
-    weight, gradient, exp_avg, exp_avg_sq, master, scale, share1, share2, decay, rate, correction, eps, key, first,
-    scratch,
+    weight, gradient, exp_avg, exp_avg_sq, master,
+    scale, share1, share2, decay, rate, correction, eps, key, first,
 ):  # fmt: skip
-    """The formula of the kernel in plain torch; in float64 if the weights are."""
-    g, m, v, w, bits, spare, noise = (x[: len(weight)] for x in scratch)
+    """The kernel's formula in plain torch; in float64 if the weights are."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
     kept = weight if master is None else master
-    g.copy_(gradient).mul_(scale)
-    m.copy_(exp_avg).lerp_(g, share1)  # m + share1 * (g - m)
-    v.copy_(exp_avg_sq).lerp_(g.square_(), share2)
-    torch.mul(v, correction, out=g).sqrt_().add_(eps)
-    w.copy_(kept).mul_(decay).addcdiv_(m, g, value=-rate)  # w - rate * m / g
+    g = gradient.to(dtype) * scale
+    m = exp_avg.to(dtype).lerp(g, share1)  # m + share1 * (g - m)
+    v = exp_avg_sq.to(dtype).lerp(g.square_(), share2)
+    root = torch.mul(v, correction, out=g).sqrt_().add_(eps)
+    w = (kept.to(dtype) * decay).addcdiv_(m, root, value=-rate)
     if exp_avg.dtype == torch.bfloat16:
         rounded = (m, v, w) if kept.dtype == torch.bfloat16 else (m, v)
-        for x, random in zip(rounded, noises(key, first, bits, spare), strict=False):
+        for x, bits in zip(rounded, noises(key, first, len(weight), weight.device), strict=False):
             # Add 16 random bits, then cut off the lower 16 bits: a carry rounds up.
-            x.view(torch.int32).add_(noise.copy_(random)).bitwise_and_(-(2**16))
+            x.view(torch.int32).add_(bits.int()).bitwise_and_(-(2**16))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     kept.copy_(w)
@@ -94,38 +80,26 @@ def adamw_torch(
         weight.copy_(w)
 
 
-def noises(key: int, first: int, bits, spare):
-    """Yield 16 random bits for each exp_avg, then for each exp_avg_sq, then for each weight, from number `first` on.
-
-    bits, spare: scratch, (n,) int64. They hold what is yielded.
-    """
-    torch.arange(first, first + len(bits), out=bits)
-    mix_(bits.bitwise_xor_(key), spare)
-    mix_(bits.add_(key).bitwise_and_(MASK), spare)
-    yield torch.bitwise_and(bits, 0xFFFF, out=spare)
-    yield torch.bitwise_right_shift(bits, 16, out=spare)
-    yield mix_(bits.bitwise_xor_(key), spare).bitwise_and_(0xFFFF)
+def noises(key: int, first: int, n: int, device):
+    """-> 16 random bits for each of n exp_avg, exp_avg_sq and weights, from number `first` on: (n,) int64 each."""
+    bits = mix(mix(torch.arange(first, first + n, device=device) ^ key) + key & MASK)
+    return bits & 0xFFFF, bits >> 16, mix(bits ^ key) & 0xFFFF
 
 
-def mix(x: int) -> int:
-    """A hash of 32 bits: lowbias32, Chris Wellons, github.com/skeeto/hash-prospector, 2018."""
-    for shift, factor in ROUNDS:
-        x = (x ^ (x >> shift)) * factor & MASK
-    return x
+def mix(x):
+    """A hash of 32 bits, of an int or of int64 numbers: lowbias32, github.com/skeeto/hash-prospector, 2018.
 
-
-def mix_(x, spare):
-    """`mix` in place; int64. A product that overflows wraps around, and its lower 32 bits are right."""
-    for shift, factor in ROUNDS:
-        x.bitwise_xor_(torch.bitwise_right_shift(x, shift, out=spare)).mul_(factor).bitwise_and_(MASK)
-    return x
+    An int64 product that overflows wraps around, and its lower 32 bits are right."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D & MASK
+    x = (x ^ (x >> 15)) * 0x846CA68B & MASK
+    return x ^ (x >> 16)
 
 
 def key_of(seed: int, steps: int, parameter: int) -> int:
     """-> 32 bits, different for each step and parameter."""
     key = 0
     for number in (seed, steps, parameter):
-        key = mix((key + number) & MASK)
+        key = mix(key + number & MASK)
     return key
 
 
@@ -134,7 +108,7 @@ if triton is not None:
 
     @triton.jit
     def mix_bits(x):
-        """`mix`, of uint32."""
+        """`mix` of uint32."""
         x = (x ^ (x >> 16)) * 0x7FEB352D
         x = (x ^ (x >> 15)) * 0x846CA68B
         return x ^ (x >> 16)
@@ -149,7 +123,8 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["key", "first"])
     def adamw_kernel(
-        weight, gradient, exp_avg, exp_avg_sq, kept, scale, share1, share2, decay, rate, correction, eps,
+        weight, gradient, exp_avg, exp_avg_sq, kept,
+        scale, share1, share2, decay, rate, correction, eps,
         key: tl.uint32, first: tl.uint32, n, HAS_MASTER: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """One program per block of weights. kept: master, or weight if there is none."""

@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer 2020), silu(gate) * up, in one kernel, and its gradient in one; only its input is kept for backward.
+"""SwiGLU (Shazeer 2020): silu(gate) * up in one kernel, and its gradient in another. Backward keeps only the input.
 
 Test: pytest tests/test_layer_kernels.py
 """
@@ -19,33 +19,39 @@ if triton is not None:
         """One program per block of a row: x (rows, 2 n) -> y (rows, n)."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-        gate = tl.load(x + row * 2 * n + column, mask=column < n, other=0.0).to(tl.float32)
-        up = tl.load(x + row * 2 * n + n + column, mask=column < n, other=0.0).to(tl.float32)
+        mask = column < n
+        x += row * 2 * n + column
+        gate = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x + n, mask=mask, other=0.0).to(tl.float32)
         value = gate / (1 + tl.exp2(-gate * LOG2E)) * up
-        tl.store(y + row * n + column, value.to(y.dtype.element_ty), mask=column < n)
+        tl.store(y + row * n + column, value.to(y.dtype.element_ty), mask=mask)
 
     @triton.jit
     def backward_kernel(x, dy, dx, n, blocks, BLOCK: tl.constexpr):
-        """One program per block of a row: x (rows, 2 n), dy (rows, n) -> dx (rows, 2 n), of both halves."""
+        """One program per block of a row: x (rows, 2 n), dy (rows, n) -> dx (rows, 2 n)."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-        gate = tl.load(x + row * 2 * n + column, mask=column < n, other=0.0).to(tl.float32)
-        up = tl.load(x + row * 2 * n + n + column, mask=column < n, other=0.0).to(tl.float32)
-        d = tl.load(dy + row * n + column, mask=column < n, other=0.0).to(tl.float32)
+        mask = column < n
+        x += row * 2 * n + column
+        dx += row * 2 * n + column
+        gate = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x + n, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dy + row * n + column, mask=mask, other=0.0).to(tl.float32)
         sigmoid = 1 / (1 + tl.exp2(-gate * LOG2E))
         dgate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(dx + row * 2 * n + column, dgate.to(dx.dtype.element_ty), mask=column < n)
         dup = d * gate * sigmoid
-        tl.store(dx + row * 2 * n + n + column, dup.to(dx.dtype.element_ty), mask=column < n)
+        tl.store(dx, dgate.to(dx.dtype.element_ty), mask=mask)
+        tl.store(dx + n, dup.to(dx.dtype.element_ty), mask=mask)
 
 
 def launch(kernel, *tensors):
-    """Run a kernel over its tensors' rows; the last is what it writes."""
-    n = tensors[0].shape[-1] // 2
+    """Run a kernel over the rows of its tensors. The first is x (rows, 2 n), the last is what it writes."""
+    x = tensors[0]
+    n = x.shape[-1] // 2
     block = min(1024, triton.next_power_of_2(n))
     blocks = triton.cdiv(n, block)
-    with torch.cuda.device_of(tensors[0]):
-        kernel[(tensors[0].numel() // (2 * n) * blocks,)](*tensors, n, blocks, BLOCK=block)
+    with torch.cuda.device_of(x):
+        kernel[(x.numel() // (2 * n) * blocks,)](*tensors, n, blocks, BLOCK=block)
 
 
 def forward_torch(x):
@@ -54,8 +60,9 @@ def forward_torch(x):
 
 
 def backward_torch(x, dy, dx):
-    """Computes silu again. To read a kept copy would move as many bytes."""
-    (gate, up), (dgate, dup) = x.chunk(2, -1), dx.chunk(2, -1)
+    """Fill dx. It computes silu again: to read a kept copy would move as many bytes."""
+    gate, up = x.chunk(2, -1)
+    dgate, dup = dx.chunk(2, -1)
     scratch = F.silu(gate)
     torch.mul(dy, scratch, out=dup)
     torch.mul(dy, up, out=scratch)

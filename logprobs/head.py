@@ -1,9 +1,9 @@
 """The head without all logits: hidden states in, log-probs or a loss out, a chunk of rows at a time.
 
     head_logprobs   log-probs; backward computes each chunk's logits again
-    head_loss       a loss; while a chunk's logits exist they are overwritten with their own gradient
+    head_loss       a loss; while a chunk's logits exist, their gradient overwrites them
 
-M tokens, C width, V vocabulary, m rows of a chunk. What a row of logits becomes is in rows.py.
+M tokens, C width, V vocabulary, m rows of a chunk. What happens to a row of logits is in rows.py.
 
 Left out: ignore_index (select the rows before), label smoothing, a vocabulary split over devices.
 Test: pytest tests/test_logprobs.py tests/test_kernels.py. Time: python bench/logprobs.py
@@ -37,7 +37,7 @@ ALREADY_ADDED = (  # CUDA takes 254 characters
 
 
 def rows_per_chunk(n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type: str = "cpu") -> int:
-    """Rows of logits that fit chunk_mb MiB together with plain torch's scratch; at least one.
+    """-> rows of logits that fit chunk_mb MiB together with plain torch's scratch; at least one.
 
     The products of a chunk read the whole head and add to its whole gradient, so with few rows they are bound by
     memory, not arithmetic. The default of 16 MiB on a CPU is what a laptop can spare: 73 rows at V = 50,257 in float32;
@@ -52,7 +52,10 @@ def rows_per_chunk(n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type
 def head_options(
     hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb
 ) -> Options:
-    """Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself."""
+    """Check the arguments and fill in defaults. Raises ValueError.
+
+    Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself.
+    """
     dtype, device = hidden.dtype, hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(device)
@@ -66,88 +69,86 @@ def head_options(
 
 
 class Chunks:
-    """logits = hidden @ weight.T, a chunk of rows at a time, in one buffer that all chunks share."""
+    """logits = hidden @ weight.T, a chunk of rows at a time, in one buffer that all chunks share.
 
-    def __init__(self, hidden, weight, options: Options, keep_logits: bool = False):
-        """hidden (M, C), weight (V, C): cast once if the products run in another dtype. keep_logits: see in_place."""
-        (M, _), V = hidden.shape, len(weight)
-        self.options, self.hidden, self.weight = options, hidden, weight.to(options.dtype)
-        size = -(
-            -M // max(1, -(-M // options.chunk_size))
-        )  # as many chunks as needed, of about equal length
+    logprobs, lse, entropy or None (M,): `forward` fills them chunk by chunk.
+    """
+
+    def __init__(self, hidden, weight, targets, options: Options, keep_logits: bool = False):
+        """hidden (M, C), weight (V, C): cast once if the products run in another dtype. targets (M,). keep_logits:
+        plain torch may not overwrite the logits when it computes log-probs."""
+        M, V = len(hidden), len(weight)
+        self.hidden = hidden
+        self.weight = weight.to(options.dtype)
+        self.targets = targets
+        self.options = options
+        self.logprobs, self.lse, self.entropy = new_rows(M, options, hidden.device)
+        chunks = max(1, -(-M // options.chunk_size))
+        size = -(-M // chunks)  # chunks of about equal length
         self.slices = [slice(i, min(i + size, M)) for i in range(0, M, max(1, size))]
-        self.slices = (
-            self.slices[:2] if is_planned(hidden) else self.slices
-        )  # a planner's are all alike
-        # The kernels' loads and tensor cores want rows that begin at 16-byte addresses: the buffer is a padded
-        # vocabulary.
+        if is_planned(hidden):
+            self.slices = self.slices[:2]  # a planner's chunks are all alike
+        # The kernels' loads and tensor cores want rows that begin at 16-byte addresses.
         width = -(-V // 16) * 16 if kind_of(hidden) == "cuda" else V
         self.buffer = torch.empty(size, width, dtype=options.dtype, device=hidden.device)
         # Plain torch works in the logits themselves if it can.
-        self.in_place = (
-            not keep_logits
-            and options.dtype == accumulator(options.dtype)
-            and not uses_triton(self.buffer)
-        )
+        exact = options.dtype == accumulator(options.dtype)
+        self.in_place = exact and not keep_logits and not uses_triton(self.buffer)
         self.scratch = new_scratch(self.buffer, not self.in_place, options.entropy)
 
     def __iter__(self):
-        """-> rows (a slice), their hidden states (m, C), their logits (m, V or more)."""
+        """-> rows (a slice of the M), their hidden states (m, C), their logits (m, V or more)."""
         for rows in self.slices:
             hidden = self.hidden[rows].to(self.weight.dtype)
             logits = self.buffer[: len(hidden)]
             torch.mm(hidden, self.weight.t(), out=logits[:, : len(self.weight)])
             yield rows, hidden, logits
 
-    def forward(self, rows, logits, targets, logprobs, lse, entropy, gradient=False):
-        """forward_rows of a chunk; targets and the three results are (M,)."""
-        results = logprobs[rows], lse[rows], None if entropy is None else entropy[rows]
+    def forward(self, rows, logits, gradient: bool = False):
+        """forward_rows of a chunk."""
+        entropy = None if self.entropy is None else self.entropy[rows]
         forward_rows(
-            logits, targets[rows], self.options, *results, self.scratch, self.in_place, gradient
-        )
+            logits, self.targets[rows], self.options, self.logprobs[rows], self.lse[rows], entropy,
+            self.scratch, self.in_place, gradient,
+        )  # fmt: skip
 
     def accumulate(self, gradient, hidden, rows, coefficients, dhidden, dweight):
         """dhidden[rows] = c * gradient @ weight; dweight (V, C) += gradient.T @ (c * hidden); either may be None.
 
-        gradient (m, V) of the log-probs; c = coefficients (m,): scaling C columns is cheaper than scaling V.
+        gradient (m, V) of the log-probs; c = coefficients (m,): to scale C columns is cheaper than to scale V.
         """
-        gradient, c = gradient[:, : len(self.weight)], coefficients[:, None]
+        gradient = gradient[:, : len(self.weight)]
+        c = coefficients[:, None]
         if dweight is not None:
-            if hidden.dtype != self.hidden.dtype:
-                scaled = hidden  # this chunk's own copy
-            else:  # dhidden's rows are free until their product is made
-                scaled = torch.empty_like(hidden) if dhidden is None else dhidden[rows]
-            self.add_product(dweight, gradient, torch.mul(hidden, c, out=scaled))
-        if dhidden is not None and dhidden.dtype == gradient.dtype:
-            torch.mm(gradient, self.weight, out=dhidden[rows]).mul_(c)
-        elif dhidden is not None:
+            add_product(dweight, gradient, torch.mul(hidden, c, out=torch.empty_like(hidden)))
+        if dhidden is not None:
             torch.mul(gradient @ self.weight, c, out=dhidden[rows])
 
-    @staticmethod
-    def add_product(dweight, gradient, hidden):
-        """dweight += gradient.T @ hidden, in the dtype of dweight."""
-        if dweight.dtype == gradient.dtype:
-            dweight.addmm_(gradient.t(), hidden)
-        elif kind_of(dweight) == "cuda" and nothing_to_do(dweight):
-            pass  # a planner's fake CUDA tensor: a CPU cannot run the next line, which allocates nothing
-        elif dweight.dtype == torch.float32 and dweight.is_cuda and has_tensor_cores(dweight.device):
-            torch.addmm(dweight, gradient.t(), hidden, out_dtype=torch.float32, out=dweight)
-        else:  # a product in another dtype is a temporary: slabs of the vocabulary keep it small
-            for ids in slabs(*dweight.shape):
-                dweight[ids] += gradient[:, ids].t() @ hidden
+
+def add_product(dweight, gradient, hidden):
+    """dweight += gradient.T @ hidden, in the dtype of dweight."""
+    if dweight.dtype == gradient.dtype:
+        dweight.addmm_(gradient.t(), hidden)
+    elif kind_of(dweight) == "cuda" and nothing_to_do(dweight):
+        pass  # a planner's fake CUDA tensor: a CPU cannot run the next line, which allocates nothing
+    elif dweight.dtype == torch.float32 and dweight.is_cuda and has_tensor_cores(dweight.device):
+        torch.addmm(dweight, gradient.t(), hidden, out_dtype=torch.float32, out=dweight)
+    else:  # a product in another dtype is a temporary: slabs of the vocabulary keep it small
+        for ids in slabs(*dweight.shape):
+            dweight[ids] += gradient[:, ids].t() @ hidden
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk_size: int | None = None,
-    entropy: bool = False, n_vocab: int | None = None, chunk_mb: float = 0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
+    chunk_size: int | None = None, entropy: bool = False, n_vocab: int | None = None, chunk_mb: float = 0,
 ):  # fmt: skip
-    """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy (M,)].
+    """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy in nats (M,)].
 
-    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; default: see rows_per_chunk. Backward
-    computes each chunk's logits again (8 M C V FLOP in all). Use it for losses that need all log-probs before any
-    gradient (sequence-level ratios), for a gradient of the entropy, and, without gradient, for a reference model.
-    Saved: the inputs. Backward's extra bytes: a chunk, dhidden, dweight; under autocast also the cast weight. Raises
-    ValueError.
+    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; default: see rows_per_chunk. n_vocab:
+    ids from n_vocab on are padding, with probability and gradient 0. Backward computes each chunk's logits again (8 M C
+    V FLOP in all). Use it for losses that need all log-probs before any gradient (sequence-level ratios), for a
+    gradient of the entropy, and, without gradient, for a reference model. Saved: the inputs. Backward's extra bytes: a
+    chunk, dhidden, dweight; under autocast also the cast weight. Raises ValueError.
     """
     options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
     logprobs, entropies = HeadLogprobs.apply(hidden, weight, targets.contiguous(), options)
@@ -157,15 +158,14 @@ def head_logprobs(
 class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, options):
-        logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
         with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
-            chunks = Chunks(hidden, weight, options)
+            chunks = Chunks(hidden, weight, targets, options)
             for rows, _, logits in chunks:
-                chunks.forward(rows, logits, targets, logprobs, lse, entropy)
+                chunks.forward(rows, logits)
         ctx.options = options
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # backward gets None for an output that has no gradient
         ctx.save_for_backward(hidden, weight, targets)
-        return logprobs, entropy
+        return chunks.logprobs, chunks.entropy
 
     @staticmethod
     @once_differentiable
@@ -174,18 +174,18 @@ class HeadLogprobs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         options = ctx.options._replace(entropy=dentropy is not None)
-        logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
-        coefficients = torch.zeros_like(lse) if coefficients is None else coefficients
         with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
-            chunks = Chunks(hidden, weight, options, keep_logits=options.entropy)
+            chunks = Chunks(hidden, weight, targets, options, keep_logits=options.entropy)
+            if coefficients is None:
+                coefficients = torch.zeros_like(chunks.lse)
             for rows, hidden_rows, logits in chunks:
-                chunks.forward(
-                    rows, logits, targets, logprobs, lse, entropy, gradient=not options.entropy
-                )
+                chunks.forward(rows, logits, gradient=not options.entropy)
                 c = coefficients[rows]
                 if options.entropy:
-                    given = targets[rows], options, lse[rows], c
-                    backward_rows(logits, *given, logits, chunks.scratch, entropy[rows], dentropy[rows])
+                    backward_rows(
+                        logits, targets[rows], options, chunks.lse[rows], chunks.entropy[rows], c,
+                        dentropy[rows], logits, chunks.scratch,
+                    )  # fmt: skip
                     c = torch.ones_like(c)  # the gradient has them already
                 chunks.accumulate(logits, hidden_rows, rows, c, dhidden, dweight)
         return dhidden, dweight, None, None
@@ -200,7 +200,7 @@ def head_loss(
 
     It is token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each
     chunk token_loss(logprobs (m,), rows) -> scalar is called with gradients on; rows is the chunk's slice of the M. Its
-    derivative is each token's coefficient, which turns the chunk's logits into their own gradient on the spot.
+    derivative is each token's coefficient; with it the chunk's logits become their gradient on the spot.
 
     If weight is a leaf (a parameter), dweight is added to weight.grad during the visit, before backward, in the dtype
     of .grad. Other paths to the same weight (a tied embedding) add to it in backward as always. So, while gradients are
@@ -212,8 +212,8 @@ def head_loss(
     Any other weight, such as weight.view_as(weight), gets dweight through autograd, for one more (V, C) buffer; use
     that under a wrapper that relies on hooks. A frozen weight costs nothing.
 
-    Extra bytes: a chunk, dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype below float32. Under
-    autocast also the cast weight, a chunk's (m, C) and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
+    Extra bytes: a chunk and its (m, C), dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype below
+    float32. Under autocast also the cast weight and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
     """
     options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -230,30 +230,35 @@ def head_loss_in_two_visits(
     """
     logprobs, entropy = head_logprobs(hidden, weight, targets, temperature, entropy=True, **options)
     loss = token_loss(logprobs, slice(None))
-    return loss - entropy_weight * entropy.sum() if entropy_weight else loss, logprobs, entropy
+    if entropy_weight:
+        loss = loss - entropy_weight * entropy.sum()
+    return loss, logprobs, entropy
 
 
 class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, token_loss, options, with_gradient):
-        logprobs, lse, entropy = new_rows(len(hidden), options, hidden.device)
-        loss = torch.zeros((), dtype=logprobs.dtype, device=hidden.device)
         dhidden = torch.empty_like(hidden) if with_gradient and hidden.requires_grad else None
-        trains = with_gradient and weight.requires_grad
-        ctx.into_grad = trains and weight.is_leaf
-        if ctx.into_grad and weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        dweight = weight.grad if ctx.into_grad else torch.zeros_like(weight) if trains else None
+        dweight = None
+        ctx.into_grad = with_gradient and weight.requires_grad and weight.is_leaf
+        if ctx.into_grad:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            dweight = weight.grad
+        elif with_gradient and weight.requires_grad:
+            dweight = torch.zeros_like(weight)
         with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
-            chunks = Chunks(hidden, weight, options)
+            chunks = Chunks(hidden, weight, targets, options)
+            logprobs, entropy = chunks.logprobs, chunks.entropy
+            loss = logprobs.new_zeros(())
             for rows, hidden_rows, logits in chunks:
-                chunks.forward(rows, logits, targets, logprobs, lse, entropy, with_gradient)
-                chunk_loss, coefficients = differentiate(
-                    token_loss, logprobs[rows], rows, with_gradient
-                )
-                loss += chunk_loss
+                chunks.forward(rows, logits, with_gradient)
                 if with_gradient:
+                    chunk_loss, coefficients = differentiate(token_loss, logprobs[rows], rows)
                     chunks.accumulate(logits, hidden_rows, rows, coefficients, dhidden, dweight)
+                else:
+                    chunk_loss = token_loss(logprobs[rows], rows)
+                loss += chunk_loss
         ctx.save_for_backward(dhidden, None if ctx.into_grad else dweight)
         ctx.mark_non_differentiable(*([logprobs] if entropy is None else [logprobs, entropy]))
         return loss, logprobs, entropy
@@ -262,28 +267,19 @@ class HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss, *_):
         dhidden, dweight = ctx.saved_tensors
-        if not ctx.into_grad:
-            return (
-                *(None if d is None else d * dloss for d in (dhidden, dweight)),
-                None,
-                None,
-                None,
-                None,
-            )
-        torch._assert_async(
-            dloss == 1, ALREADY_ADDED
-        )  # on CUDA the device checks it, without making the host wait
-        if dhidden is not None:
-            torch.autograd.graph.increment_version(
-                dhidden
-            )  # a second backward would lack dweight: autograd raises
-        return dhidden, None, None, None, None, None
+        if ctx.into_grad:
+            # On CUDA the device checks this, and the host does not wait.
+            torch._assert_async(dloss == 1, ALREADY_ADDED)
+            if dhidden is not None:
+                # A second backward would lack dweight. With another version autograd raises.
+                torch.autograd.graph.increment_version(dhidden)
+        else:
+            dhidden, dweight = (None if d is None else d * dloss for d in (dhidden, dweight))
+        return dhidden, dweight, None, None, None, None
 
 
-def differentiate(token_loss, logprobs, rows, with_gradient):
-    """-> token_loss(logprobs, rows), and its derivative with respect to the log-probs (m,), or None."""
-    if not with_gradient:
-        return token_loss(logprobs, rows), None
+def differentiate(token_loss, logprobs, rows):
+    """-> token_loss(logprobs, rows), and its derivative with respect to the log-probs (m,)."""
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
         loss = token_loss(leaf, rows)

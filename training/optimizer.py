@@ -23,7 +23,7 @@ import torch
 from device.host import new_on_host
 from device.kinds import is_planned
 from device.streams import Done, aside, settle
-from kernels.adamw import adamw, key_of, new_scratch, numbers_of
+from kernels.adamw import adamw, key_of, numbers_of
 from runs.loading import trained
 
 SLAB = 2**21  # weights that come from the host at a time
@@ -232,7 +232,6 @@ class SlabAdamW(torch.optim.Optimizer):
         """One update. scale: what gradients are multiplied by, to clip them."""
         names = "weight", "gradient", "exp_avg", "exp_avg_sq", "master"
         ring = self.ring(*names)
-        scratch = new_scratch(ring[0].get("weight", self.largest()))
         self.steps += 1
 
         def work(slab, here):
@@ -240,7 +239,7 @@ class SlabAdamW(torch.optim.Optimizer):
                 numbers_of(slab.group, self.steps, scale),
                 key_of(self.seed, self.steps, slab.parameter),
             )
-            adamw(*(here.get(name) for name in names), numbers, key, slab.first, scratch)
+            adamw(*(here.get(name) for name in names), numbers, key, slab.first)
             for name in self.on_host & slab.tensors.keys() - {"gradient"}:
                 slab.tensors[name].copy_(here[name], non_blocking=True)
 
