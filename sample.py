@@ -182,7 +182,7 @@ def check_prompts(prompts, max_new_tokens, block_size):
 
 def decode(batch, bar):
     """Step until all completions are over. bar: shows how many, and tokens per second."""
-    steps, tokens, began = LOOK_EVERY[kind_of(batch.rows)], 0, time.monotonic()
+    steps, tokens, began = LOOK_EVERY[kind_of(batch.sequences)], 0, time.monotonic()
     while batch.refill():
         for _ in range(steps):
             # A CPU's meter watches every 16th step. What a step allocates grows by a column of the cache a step.
@@ -190,7 +190,7 @@ def decode(batch, bar):
                 batch.step()
         tokens += batch.active * steps
         bar.set_postfix_str(f"{tokens / (time.monotonic() - began):,.0f} tok/s", refresh=False)
-        bar.update(batch.next_row - batch.active - bar.n)
+        bar.update(batch.next_sequence - batch.active - bar.n)
 
 
 def assemble(prompts, k, tokens, logprobs, stop_token, text_end=None) -> Rollouts:

@@ -91,7 +91,7 @@ def counted(count):
     frame = sys._getframe(2)
     tensors, cache = tensors_in(list(frame.f_locals.values())), frame.f_locals.get("self")
     if cache is not None:
-        tensors += [cache.own[0], cache.prompt[0]]
+        tensors += [cache.completion[0], cache.prompt[0]]
     flash = frame.f_globals["__name__"] == "kernels.flash"
     count.add(3 if flash and frame.f_code.co_name == "backward" else 1, tensors, floor=flash or cache is not None)
     return True

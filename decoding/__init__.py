@@ -1,6 +1,6 @@
-"""Decoding: many completions at a time, a token a step.
+"""Decoding: many completions at a time, a token per step.
 
-    decode_batch   which row is in which slot: prefill, start, step, retire, refill
+    decode_batch   which sequence is in which slot: prefill, start, step, retire, refill
     kvcache        keys and values of prompts and completions
     attention      the Triton kernels of one step
     draw           one token from each row of logits

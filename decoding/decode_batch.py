@@ -1,15 +1,15 @@
-"""Continuous batching: many completions are decoded together, a token a step, and finished ones make room for others.
+"""Continuous batching: many completions are decoded together, a token per step. Those that end make room for others.
 
-A row is one completion; row i continues prompt i // k. A slot is one line of the batch that goes through the model in a
-step. A prompt slot is where the KV cache holds one prompt. The life of a row:
+A sequence is one completion; sequence i continues prompt i // k. A slot is a position in the decode batch, which goes
+through the model in every step. A prompt slot is where the KV cache holds one prompt. The life of a sequence:
 
     prefill   its prompt goes through the model once, into a prompt slot; the prompt's last hidden state is kept
-    start     the row gets a slot, and its first token is drawn from that hidden state
+    start     the sequence gets a slot, and its first token is drawn from that hidden state
     step      all slots go through the model together and get one more token each
     retire    with a stop token or after max_new_tokens, on the device: the slot becomes idle
-    refill    the host looks at the slots now and then, and starts waiting rows in the idle ones
+    refill    the host looks at the slots now and then, and starts waiting sequences in the idle ones
 
-When no row waits, idle slots are removed. Left out: what a rollout is (sample.py). Test: pytest tests/test_sample.py
+When no sequence waits, idle slots are removed. Left out: what a rollout is (sample.py). Test: pytest tests/test_sample.py
 """
 
 import gc
@@ -20,6 +20,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from decoding.draw import Truncation, sample_tokens
@@ -31,29 +32,24 @@ from kernels import uses_triton
 from model import GPT
 from options import first_line
 
-PREFILL_TOKENS = {
-    "cpu": 1024,
-    "cuda": 16384,
-}  # of prompts at a time; on a CPU their activations stay in its caches
-LOOK_EVERY = {
-    "cpu": 1,
-    "cuda": 4,
-}  # steps between two looks at the slots; on CUDA a look waits for the device
-SHRINK_AT = {
-    "cpu": 1 / 4,
-    "cuda": 1 / 2,
-}  # remove idle slots if more than this share is idle; CUDA takes a new graph
-SHRINK_ABOVE = {
-    "cpu": 1,
-    "cuda": 16,
-}  # slots; on CUDA few slots take as long as fewer: a step mostly reads weights
+# Tokens of prompts that are prefilled at a time. On a CPU their activations then stay in its caches.
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
+# Steps between two looks at the slots. On CUDA a look waits for the device.
+LOOK_EVERY = {"cpu": 1, "cuda": 4}
+# Idle slots are removed if more than this share is idle. CUDA then records a new graph.
+SHRINK_AT = {"cpu": 1 / 4, "cuda": 1 / 2}
+# They are removed only above this number of slots. On CUDA few slots take as long as fewer: a step mostly reads weights.
+SHRINK_ABOVE = {"cpu": 1, "cuda": 16}
 
 
 class DecodeBatch:
-    """The slots, the rows in them, and a table of all tokens drawn so far.
+    """The slots, the sequences in them, and tables of all tokens drawn so far.
 
-    Slot s holds row `rows[s]`, whose latest token is its t[s]-th. An idle slot points at dummy row N; its output goes
-    to the last line of the tables and is discarded.
+    Slot s holds sequence `sequences[s]`, whose latest token is its t[s]-th. An idle slot holds the dummy sequence N;
+    its output goes to the last row of the tables and is discarded.
+
+    tokens, logprobs  (N + 1, max_new_tokens)  what was drawn; row i is sequence i
+    u                 (N + 1, max_new_tokens)  the uniform numbers to draw with
     """
 
     def __init__(
@@ -64,73 +60,72 @@ class DecodeBatch:
         """k completions of each prompt, `slots` at a time. The other options are those of sample.sample_groups."""
         self.model, self.prompts, self.k, self.max_new_tokens = model, prompts, k, max_new_tokens
         self.sampling = dict(temperature=temperature, chunk_mb=chunk_mb, truncation=truncation)
-        self.stop_tokens, self.is_over = as_tuple(stop_token), is_over
-        self.N, self.device = len(prompts) * k, model.device
-        table = self.N + 1, max_new_tokens
-        self.tokens = torch.zeros(table, dtype=torch.long, device=self.device)
-        self.logprobs = torch.zeros(table, dtype=torch.float32, device=self.device)
-        self.u = torch.zeros(
-            table, device=self.device
-        )  # the uniform number that token t of row i is drawn with
-        prompt_slots, width = prompt_slots_for(slots, k, len(prompts)), max(len(p) for p in prompts)
+        self.stop_tokens = as_tuple(stop_token)
+        self.is_over = is_over
+        self.N = len(prompts) * k
+        self.device = model.device
+        shape = self.N + 1, max_new_tokens
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
+        self.logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        self.u = torch.zeros(shape, device=self.device)
+        # A prompt stays until its last sequence is over; by then other groups have started.
+        prompt_slots = min(len(prompts), slots, 4 * math.ceil(slots / k))
+        width = max(len(prompt) for prompt in prompts)
         dtype = model.compute_dtype
         self.cache = KVCache(
             model.config, prompt_slots, width, slots, max_new_tokens, dtype, self.device, k
         )
-        self.prompt_hidden = torch.zeros(
-            prompt_slots, model.config.n_embd, dtype=dtype, device=self.device
-        )
+        hidden_shape = prompt_slots, model.config.n_embd
+        self.prompt_hidden = torch.zeros(hidden_shape, dtype=dtype, device=self.device)
         # A graph replays the lengths and addresses of its recording. Those of plain torch change with every step.
-        self.graph, self.cuda_graphs = (
-            None,
-            cuda_graphs and uses_triton(self.cache.own) and not cuda.BROKEN,
-        )
+        self.graph = None
+        self.cuda_graphs = cuda_graphs and uses_triton(self.cache.completion) and not cuda.BROKEN
         # The memory pool of the graphs, made with the first one. It frees its memory when it is deleted after the last
         # graph. Attributes are deleted in the order of their assignment, so it comes after `graph`.
         self.pool = None
-        # Of each slot, on the device: its row, its latest token and that token's number, its prompt's length.
-        self.rows = torch.full((slots,), self.N, device=self.device)
-        self.t, self.token, self.prompt_length = (
-            torch.zeros(slots, dtype=torch.long, device=self.device) for _ in range(3)
-        )
-        # Of each slot, on the host: the prompt slot that it reads, and the step in which its row started. For stop
-        # strings: the row whose text is to be checked (N: none), and how many of its tokens have been.
-        self.prompt_slot, self.started, self.text_row, self.checked = (
-            np.zeros(slots, dtype=np.int64) for _ in range(4)
-        )
-        self.text_row[:] = self.N
+        # On the device, per slot: its sequence, the number of its latest token and that token, its prompt's length.
+        self.sequences = torch.full((slots,), self.N, device=self.device)
+        self.t = torch.zeros(slots, dtype=torch.long, device=self.device)
+        self.token = torch.zeros_like(self.t)
+        self.prompt_length = torch.zeros_like(self.t)
+        # On the host, per slot: the prompt slot that it reads, and the step in which its sequence started. For stop
+        # strings: the sequence whose text is to be checked (N: none), and how many of its tokens are checked.
+        self.prompt_slot = np.zeros(slots, dtype=np.int64)
+        self.started = np.zeros_like(self.prompt_slot)
+        self.text_sequence = np.full_like(self.prompt_slot, self.N)
+        self.checked = np.zeros_like(self.prompt_slot)
         self.slot_of_prompt = {}  # prompts in the cache: number -> prompt slot
-        self.text_end = {}  # row -> its length, if a stop string ended it
-        self.next_row = self.steps = 0  # the first row that waits; steps taken
-        self.active = 0  # slots with a row, at the last look
-        self.first_start, self.same_t = (
-            0,
-            True,
-        )  # the earliest start of an active row; do all slots have the same t?
+        self.text_end = {}  # sequence -> its length, if a stop string ended it
+        self.next_sequence = 0  # the first that waits
+        self.steps = 0  # taken so far
+        self.active = 0  # slots with a sequence, at the last look
+        self.first_start = 0  # the earliest start of an active sequence
+        self.same_t = True  # is t the same in all slots?
 
     def refill(self) -> bool:
-        """Start waiting rows in idle slots. If none waits, remove idle slots once they are many -> is a slot active?"""
+        """Start waiting sequences in idle slots. If none waits, remove idle slots once they are many.
+
+        -> is a slot active?"""
         changed = False
-        while len(
-            idle := np.flatnonzero((rows := self.look()) == self.N)
-        ):  # a row may end with its first token
-            new = self.admit(len(idle), rows)
+        while True:  # a sequence may end with its first token
+            sequences = self.look()
+            idle = np.flatnonzero(sequences == self.N)
+            new = self.admit(len(idle), sequences)
             if not new:
                 break
-            self.start(idle[: len(new)], new, [self.slot_of_prompt[row // self.k] for row in new])
+            self.start(idle[: len(new)], new)
             changed = True
-        active = np.flatnonzero(rows < self.N)
+        active = np.flatnonzero(sequences < self.N)
         self.active = len(active)
         if not self.active:
             return False
-        kind = kind_of(self.rows)
-        if (
-            self.next_row == self.N
-            and len(rows) > SHRINK_ABOVE[kind]
-            and len(idle) > len(rows) * SHRINK_AT[kind]
-        ):
+        kind = kind_of(self.sequences)
+        slots = len(sequences)
+        many_idle = slots > SHRINK_ABOVE[kind] and len(idle) > slots * SHRINK_AT[kind]
+        if self.next_sequence == self.N and many_idle:
             self.shrink(active)
-            active, changed = np.arange(len(active)), True
+            active = np.arange(len(active))
+            changed = True
         if changed:
             prompt_slot = np.full(len(self.prompt_slot), -1)
             prompt_slot[active] = self.prompt_slot[active]
@@ -140,81 +135,88 @@ class DecodeBatch:
         return True
 
     def look(self) -> np.ndarray:
-        """-> the rows of the slots, on the host, after rows that have reached their stop string were retired."""
+        """-> the slots' sequences, on the host, after those with a stop string were retired."""
         if self.is_over:
             self.check_stop_strings()
-        return self.rows.cpu().numpy()
+        return self.sequences.cpu().numpy()
 
     def check_stop_strings(self):
-        """Check each slot's new tokens one after the other, also if its row has retired since the last look."""
-        slots, over = np.flatnonzero(self.text_row < self.N), []
-        table = self.tokens[upload(self.text_row[slots], self.device)].cpu().numpy()
-        for slot, tokens in zip(slots, table, strict=True):
-            row, checked = self.text_row[slot], self.checked[slot]
-            ids = tokens[: min(self.steps - self.started[slot] + 1, self.max_new_tokens)].tolist()
+        """Retire the sequences whose text has a stop string.
+
+        Check each slot's new tokens one after the other, also if its sequence has retired since the last look."""
+        slots = np.flatnonzero(self.text_sequence < self.N)
+        rows = self.tokens[upload(self.text_sequence[slots], self.device)].cpu().numpy()
+        ended = []
+        for slot, row in zip(slots, rows, strict=True):
+            drawn = min(self.steps - self.started[slot] + 1, self.max_new_tokens)
+            ids = row[:drawn].tolist()
             ids = ids[: next((i for i, token in enumerate(ids) if token in self.stop_tokens), None)]
-            end = next((n for n in range(checked + 1, len(ids) + 1) if self.is_over(ids[:n])), None)
+            new_lengths = range(self.checked[slot] + 1, len(ids) + 1)
+            end = next((n for n in new_lengths if self.is_over(ids[:n])), None)
             self.checked[slot] = len(ids)
             if end:
-                self.text_end[int(row)] = end
-                self.text_row[slot] = self.N
-                over.append(slot)
-        if over:
-            self.rows[upload(over, self.device)] = self.N
+                self.text_end[int(self.text_sequence[slot])] = end
+                self.text_sequence[slot] = self.N
+                ended.append(slot)
+        if ended:
+            self.sequences[upload(ended, self.device)] = self.N
 
-    def admit(self, room: int, rows: np.ndarray) -> range:
-        """-> the next waiting rows, at most `room`, with prompts in the cache. Prefills missing prompts."""
-        new = range(self.next_row, min(self.next_row + room, self.N))
-        if any(row // self.k not in self.slot_of_prompt for row in new):
-            busy, waiting = set((rows[rows < self.N] // self.k).tolist()), self.next_row // self.k
-            self.slot_of_prompt = {
-                p: slot for p, slot in self.slot_of_prompt.items() if p in busy or p >= waiting
-            }
+    def admit(self, room: int, sequences: np.ndarray) -> range:
+        """-> the next waiting sequences, at most `room`, with prompts in the cache. Prefills missing prompts."""
+        new = range(self.next_sequence, min(self.next_sequence + room, self.N))
+        if any(i // self.k not in self.slot_of_prompt for i in new):
+            busy = set((sequences[sequences < self.N] // self.k).tolist())
+            waiting = self.next_sequence // self.k
+            for p in list(self.slot_of_prompt):
+                if p not in busy and p < waiting:
+                    del self.slot_of_prompt[p]
             # The lowest free prompt slots first, so that those in use lie together.
             free = sorted(set(range(len(self.prompt_hidden))) - set(self.slot_of_prompt.values()))
-            # Prefill a few prompts ahead: one at a time is slow, and as many as there is room for is too early.
-            ahead = (new.stop - 1) // self.k + 1 + math.ceil(len(rows) / self.k / 4)
-            missing = [
-                p for p in range(waiting, min(ahead, len(self.prompts))) if p not in self.slot_of_prompt
-            ]
+            # Prefill a few prompts ahead: one at a time is slow, and to fill all free slots is too early.
+            ahead = (new.stop - 1) // self.k + 1 + math.ceil(len(sequences) / self.k / 4)
+            prompts = range(waiting, min(ahead, len(self.prompts)))
+            missing = [p for p in prompts if p not in self.slot_of_prompt]
             self.prefill(missing[: len(free)], free[: len(missing)])
-        return range(
-            new.start, next((row for row in new if row // self.k not in self.slot_of_prompt), new.stop)
-        )
+        without_prompt = (i for i in new if i // self.k not in self.slot_of_prompt)
+        return range(new.start, next(without_prompt, new.stop))
 
     def prefill(self, prompts: list[int], prompt_slots: list[int]):
         """Read the prompts with these numbers into these prompt slots, PREFILL_TOKENS at a time."""
         self.slot_of_prompt |= zip(prompts, prompt_slots, strict=True)
-        some = max(1, PREFILL_TOKENS[kind_of(self.rows)] // self.cache.prompt.shape[4])
-        for i in range(0, len(prompts), some):
-            self.prefill_some(prompts[i : i + some], prompt_slots[i : i + some])
+        n = self.prompts_at_once()
+        for i in range(0, len(prompts), n):
+            slots = prompt_slots[i : i + n]
+            tokens = [torch.tensor(self.prompts[p]) for p in prompts[i : i + n]]
+            lengths = [len(ids) for ids in tokens]
+            self.cache.begin_prefill(slots, lengths)
+            tokens = upload(pad_sequence(tokens, batch_first=True), self.device)  # (P, T)
+            last = upload(lengths, self.device) - 1
+            hidden = self.model(tokens, cache=self.cache, last=last)[:, 0]  # (P, C)
+            self.prompt_hidden[upload(slots, self.device)] = hidden.to(self.prompt_hidden.dtype)
 
-    def prefill_some(self, prompts, prompt_slots):
-        tokens = [torch.tensor(self.prompts[p]) for p in prompts]
-        lengths = [len(ids) for ids in tokens]
-        tokens = upload(
-            torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), self.device
-        )  # (P, T)
-        self.cache.begin_prefill(prompt_slots, lengths)
-        hidden = self.model(tokens, cache=self.cache, last=upload(lengths, self.device) - 1)[
-            :, 0
-        ]  # (P, C)
-        self.prompt_hidden[upload(prompt_slots, self.device)] = hidden.to(self.prompt_hidden.dtype)
+    def prompts_at_once(self) -> int:
+        """-> how many prompts a prefill reads at a time."""
+        return max(1, PREFILL_TOKENS[kind_of(self.sequences)] // self.cache.prompt.shape[4])
 
-    def start(self, slots: np.ndarray, new: range, prompt_slots):
-        """Start rows `new` in these slots: draw their first tokens from the hidden states of these prompt slots."""
-        self.next_row = new.stop
-        self.prompt_slot[slots], self.started[slots] = prompt_slots, self.steps
-        self.text_row[slots], self.checked[slots] = new, 0
+    def start(self, slots: np.ndarray, new: range):
+        """Start sequences `new` in these slots: draw their first tokens from their prompts' hidden states."""
+        self.next_sequence = new.stop
+        prompt_slots = [self.slot_of_prompt[i // self.k] for i in new]
+        self.prompt_slot[slots] = prompt_slots
+        self.started[slots] = self.steps
+        self.text_sequence[slots] = new
+        self.checked[slots] = 0
         slots, prompt_slots = upload(slots, self.device), upload(prompt_slots, self.device)
-        self.rows[slots] = torch.arange(new.start, new.stop, device=self.device)
+        self.sequences[slots] = torch.arange(new.start, new.stop, device=self.device)
         self.prompt_length[slots] = self.cache.prompt_lengths[prompt_slots]
         self.t[slots] = 0
         self.draw(self.prompt_hidden[prompt_slots], slots)
 
     def step(self):
-        """One more token in every slot. With CUDA graphs the first step of a batch size runs as it is, which compiles
-        and warms up its kernels; then it is recorded, which computes nothing, and later steps replay it."""
+        """One more token in every slot.
+
+        With CUDA graphs the first step of a batch size runs as it is, which compiles and warms up its kernels. Then it
+        is recorded, which computes nothing, and later steps replay it."""
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -224,6 +226,7 @@ class DecodeBatch:
         self.steps += 1
 
     def forward_step(self):
+        """Run the model on each slot's latest token, and draw the next."""
         columns = min(self.steps - self.first_start + 1, self.max_new_tokens)
         self.cache.begin_step(self.t, columns, self.same_t)
         positions = (self.prompt_length + self.t)[:, None]
@@ -244,59 +247,69 @@ class DecodeBatch:
                     self.graph = record(self.forward_step, self.pool, capture_stream(self.device))
                 return
             except RuntimeError as error:
-                reason, full = first_line(error), isinstance(error, torch.OutOfMemoryError)
-            if emptied or not full:
+                reason = first_line(error)
+                out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if emptied or not out_of_memory:
                 break
             torch.cuda.empty_cache()  # during a recording the allocator cannot free the blocks that it caches
-        if not full:
+        if not out_of_memory:
             cuda.keep_broken(self.pool)
-        self.cuda_graphs, self.pool = False, None
+        self.cuda_graphs = False
+        self.pool = None
         tqdm.write(f"sampling goes on without CUDA graphs: {reason}", file=sys.stderr)
 
     def draw(self, hidden, slots):
-        """hidden (n, C) of these slots -> write their next tokens into the tables; retire the rows that end here."""
-        rows, t = self.rows[slots], self.t[slots]
-        token, logprob = sample_tokens(self.model, hidden, self.u[rows, t], **self.sampling)
-        self.tokens[rows, t], self.logprobs[rows, t] = token, logprob
+        """hidden (n, C) of these slots -> write their next tokens into the tables; retire sequences that end here."""
+        sequences, t = self.sequences[slots], self.t[slots]
+        token, logprob = sample_tokens(self.model, hidden, self.u[sequences, t], **self.sampling)
+        self.tokens[sequences, t] = token
+        self.logprobs[sequences, t] = logprob
         over = t == self.max_new_tokens - 1
         for stop in self.stop_tokens:
             over |= token == stop
-        self.token[slots], self.rows[slots] = token, rows.masked_fill(over, self.N)
+        self.token[slots] = token
+        self.sequences[slots] = sequences.masked_fill(over, self.N)
 
     def shrink(self, active: np.ndarray):
-        """Keep these slots alone, rising numbers, and the prompt slots that they read."""
-        used, self.prompt_slot = np.unique(self.prompt_slot[active], return_inverse=True)
-        self.started, self.text_row, self.checked = (
-            x[active] for x in (self.started, self.text_row, self.checked)
-        )
+        """Keep only these slots, rising numbers, and the prompt slots that they read."""
         self.graph = None
-        self.cache.compact(active, used, min(self.steps - self.started.min() + 1, self.max_new_tokens))
+        prompt_slots, self.prompt_slot = np.unique(self.prompt_slot[active], return_inverse=True)
+        self.started = self.started[active]
+        self.text_sequence = self.text_sequence[active]
+        self.checked = self.checked[active]
+        columns = min(self.steps - self.started.min() + 1, self.max_new_tokens)
+        self.cache.compact(active, prompt_slots, columns)
         active = upload(active, self.device)
-        of_slots = self.rows, self.t, self.token, self.prompt_length
-        self.rows, self.t, self.token, self.prompt_length = (x[active] for x in of_slots)
+        self.sequences = self.sequences[active]
+        self.t = self.t[active]
+        self.token = self.token[active]
+        self.prompt_length = self.prompt_length[active]
 
     def rehearse(self):
-        """Allocate the most that decoding may take, for the planner: fill every prompt slot, start every slot, take one
-        step with a full cache and rows of different lengths, and shrink by a quarter. In the step the first prompt slot
-        has as many readers as can be, and the last one has some."""
-        n, prompt_slots = len(self.rows), len(self.prompt_hidden)
-        some = min(
-            prompt_slots, max(1, PREFILL_TOKENS[kind_of(self.rows)] // self.cache.prompt.shape[4])
-        )
-        self.prefill(range(some), range(some))  # the first of several stands for all
-        self.start(np.arange(n), range(n), np.arange(n) % prompt_slots)
-        crowd = max(min(self.k, n - (prompt_slots > 1)), 1)
-        others = prompt_slots - 1 - np.arange(n - crowd) % max(prompt_slots - 1, 1)
-        self.cache.assign(np.concatenate([np.zeros(crowd, dtype=np.int64), others]))
+        """Allocate the most that decoding may take, for the planner: prefill, start every slot, take one step with a
+        full cache and sequences of different lengths, and shrink by a quarter. In the step the first prompt slot has as
+        many readers as it can have, and the others share the rest."""
+        n, prompt_slots = len(self.sequences), len(self.prompt_hidden)
+        # Prompts are prefilled some at a time; the first of these prefills stands for all.
+        some = min(prompt_slots, self.prompts_at_once())
+        self.prefill(range(some), range(some))
+        self.slot_of_prompt = dict.fromkeys(range(len(self.prompts)), 0)
+        self.start(np.arange(n), range(n))
+        self.prompt_slot[:] = np.arange(n) % prompt_slots
+        readers = max(min(self.k, n - (prompt_slots > 1)), 1)
+        others = prompt_slots - 1 - np.arange(n - readers) % max(prompt_slots - 1, 1)
+        self.cache.assign(np.concatenate([np.zeros(readers, dtype=np.int64), others]))
         self.steps, self.first_start, self.same_t = self.max_new_tokens - 1, 0, False
         self.step()
         self.shrink(np.arange(max(n - n // 4 - 1, 1)))
 
 
 def record(step, pool, stream) -> "torch.cuda.CUDAGraph":
-    """A graph of what step() does; nothing is computed. torch.cuda.graph would wait for the device and empty the
+    """-> a graph of what step() does; nothing is computed. torch.cuda.graph would wait for the device and empty the
     allocator's cache first."""
-    graph, current, collects = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
+    graph = torch.cuda.CUDAGraph()
+    current = torch.cuda.current_stream()
+    collects = gc.isenabled()
     stream.wait_stream(current)
     gc.disable()  # a finaliser that waits for the device (device.host.unpin) breaks a recording
     try:
@@ -319,7 +332,7 @@ def record(step, pool, stream) -> "torch.cuda.CUDAGraph":
 
 @cache
 def capture_stream(device):
-    """One a device, because each stream that was captured keeps a workspace for its matrix products.
+    """-> one stream per device, because each stream that was captured keeps a workspace for its matrix products.
 
     Some versions of torch free it with any of its graphs, so only one graph may live at a time.
     """
@@ -331,7 +344,7 @@ def cached_casts(model: GPT):
     """Let autocast keep its bfloat16 copies of frozen weights from step to step. It does so only for weights that
     require a gradient, so here they do."""
     casts = torch.is_autocast_enabled(model.device.type)
-    frozen = [p for p in model.parameters() if not p.requires_grad] if casts else []
+    frozen = [p for p in model.parameters() if casts and not p.requires_grad]
     for p in frozen:
         p.requires_grad_(True)
     try:
@@ -343,15 +356,6 @@ def cached_casts(model: GPT):
 
 def as_tuple(stop_token) -> tuple[int, ...]:
     """None, an id or several -> a tuple."""
-    return (
-        ()
-        if stop_token is None
-        else tuple(stop_token)
-        if isinstance(stop_token, tuple | list)
-        else (stop_token,)
-    )
-
-
-def prompt_slots_for(slots: int, k: int, P: int) -> int:
-    """-> prompts in the cache. A prompt stays until its last row is over; by then other groups have started."""
-    return min(P, slots, 4 * math.ceil(slots / k))
+    if stop_token is None:
+        return ()
+    return tuple(stop_token) if isinstance(stop_token, tuple | list) else (stop_token,)

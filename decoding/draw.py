@@ -1,7 +1,7 @@
 """One token from each row of a model's logits, and its log-prob.
 
-A token comes from a uniform number by inverse CDF, and the number is a hash of (seed, row, step). So a row with the
-same logits does not depend on its neighbours, on the order in which rows are decoded, or on the number of processes.
+A token comes from a uniform number by inverse CDF, and the number is a hash of (seed, sequence, step). So a sequence
+with the same logits does not depend on its neighbours, on the order of decoding, or on the number of processes.
 
 On CUDA one kernel reads a row of logits once, for its maximum and for the sums of its stretches, and then one stretch
 again. Plain torch does it elsewhere, at temperature 0, and with a `Truncation`.
@@ -44,24 +44,23 @@ if triton is not None:
         logits, u, tokens, logprobs, scale, width, n_vocab, row_stride, length,
         BLOCK: tl.constexpr, STRETCHES: tl.constexpr,
     ):  # fmt: skip
-        """One program a row. It reads the row's STRETCHES stretches of `length` columns side by side, which gives the
-        sum of each. A first `pick` is of a stretch, a second one of a token in it: `length` is at most BLOCK.
+        """One program per row of logits. It reads the row's STRETCHES stretches of `length` columns side by side, which
+        gives the sum of each. The first `pick` picks a stretch, the second one a token in it: `length` is at most BLOCK.
 
         The compiler may round x * scale - best once or twice, so the sums of both reads differ. That does no harm: the
-        second pick takes its target from its own sum."""
+        second pick takes its target from the sum of its read."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * row_stride
-        PART: tl.constexpr = BLOCK // STRETCHES
-        columns = (tl.arange(0, STRETCHES) * length)[:, None] + tl.arange(0, PART)[None, :]
-        top = tl.full((STRETCHES, PART), LOW, tl.float32)
-        total = tl.zeros((STRETCHES, PART), tl.float32)  # a lane's sum of 2^(z - top)
+        STEP: tl.constexpr = BLOCK // STRETCHES
+        columns = (tl.arange(0, STRETCHES) * length)[:, None] + tl.arange(0, STEP)[None, :]
+        top = tl.full((STRETCHES, STEP), LOW, tl.float32)
+        total = tl.zeros((STRETCHES, STEP), tl.float32)  # a lane's sum of 2^(z - top)
         ahead = tl.load(logits + columns, mask=columns < width, other=-float("inf"))
-        for start in range(0, length, PART):
+        for start in range(0, length, STEP):
             x = ahead  # the next block loads while this one is computed
-            after = columns + start + PART
-            ahead = tl.load(
-                logits + after, mask=(start + PART < length) & (after < width), other=-float("inf")
-            )
+            after = columns + start + STEP
+            mask = (start + STEP < length) & (after < width)
+            ahead = tl.load(logits + after, mask=mask, other=-float("inf"))
             z = tl.where(columns + start < n_vocab, x.to(tl.float32) * scale, -float("inf"))
             smaller = tl.exp2(-tl.abs(z - top))
             total = tl.where(z > top, total * smaller + 1, total + smaller)
@@ -69,13 +68,13 @@ if triton is not None:
         best = tl.max(top)
         sums = tl.sum(total * tl.exp2(top - best), 1)
         stretch, u_within = pick(sums, tl.load(u + row), STRETCHES)
-        here = tl.arange(0, BLOCK)
-        column = stretch * length + here
-        x = tl.load(logits + column, mask=(here < length) & (column < n_vocab), other=-float("inf"))
+        place = tl.arange(0, BLOCK)
+        column = stretch * length + place
+        mask = (place < length) & (column < n_vocab)
+        x = tl.load(logits + column, mask=mask, other=-float("inf"))
         token, _ = pick(tl.exp2(x.to(tl.float32) * scale - best), u_within, BLOCK)
-        token = tl.minimum(
-            stretch * length + token, n_vocab - 1
-        )  # in a row with a NaN any token may be
+        # In a row with a NaN any token may be picked.
+        token = tl.minimum(stretch * length + token, n_vocab - 1)
         z = tl.load(logits + token).to(tl.float32) * scale
         tl.store(tokens + row, token.to(tl.int64))
         tl.store(logprobs + row, (z - best - tl.log2(tl.sum(sums, 0))) * LN2)
@@ -115,36 +114,30 @@ class Truncation:
 
 
 @torch.no_grad()
-def sample_tokens(
-    model,
-    hidden: torch.Tensor,
-    u: torch.Tensor,
-    temperature: float,
-    chunk_mb: float = 0,
-    truncation=None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_tokens(model, hidden, u, temperature: float, chunk_mb: float = 0, truncation=None):
     """hidden (N, C), u (N,) in [0, 1) -> tokens (N,), log-probs (N,) float32.
 
     The token is the one whose interval of the cumulative distribution contains u; at temperature 0 it is the likeliest,
-    with its log-prob at temperature 1. The log-prob is that of the whole distribution, also with a Truncation. Rows go
-    through the head some at a time, so that the logits and what is computed from them take chunk_mb MiB (0: see
-    logits_budget).
+    with its log-prob at temperature 1. The log-prob is that of the whole distribution, also with a Truncation. Rows of
+    hidden go through the head some at a time, so that the logits and what is computed from them take chunk_mb MiB (0:
+    see logits_budget).
     """
-    N, config = len(hidden), model.config
+    N, vocab_size = len(hidden), model.config.vocab_size
     kernel = temperature > 0 and not truncation and uses_triton(hidden)
-    # Bytes a row: the kernel has the logits alone. Plain torch has three float32 rows at a time (logits, log-probs,
-    # probabilities), and a Truncation three more (ranks, order, masks).
-    width = config.vocab_size * (hidden.element_size() if kernel else 3 * 4 * (2 if truncation else 1))
-    rows = max(1, int(logits_budget(chunk_mb, kind_of(hidden)) * MIB) // width)
+    if kernel:
+        row_bytes = vocab_size * hidden.element_size()
+    else:  # three float32 rows at a time: logits, log-probs, probabilities; three more for a Truncation's sort
+        row_bytes = vocab_size * 12 * (2 if truncation else 1)
+    n = max(1, int(logits_budget(chunk_mb, kind_of(hidden)) * MIB) // row_bytes)
     tokens = torch.empty(N, dtype=torch.long, device=hidden.device)
     logprobs = torch.empty(N, dtype=torch.float32, device=hidden.device)
-    for start in range(0, rows if is_planned(hidden) else N, rows):  # a planner's chunks are all alike
-        part = slice(start, start + rows)
+    for start in range(0, n if is_planned(hidden) else N, n):  # a planner's chunks are all alike
+        rows = slice(start, start + n)
         if kernel:
-            draw_triton(model, hidden[part], u[part], temperature, tokens[part], logprobs[part])
+            draw_triton(model, hidden[rows], u[rows], temperature, tokens[rows], logprobs[rows])
         else:
             draw_torch(
-                model, hidden[part], u[part], temperature, truncation, tokens[part], logprobs[part]
+                model, hidden[rows], u[rows], temperature, truncation, tokens[rows], logprobs[rows]
             )
     return tokens, logprobs
 
@@ -163,9 +156,8 @@ def draw_torch(model, hidden, u, temperature, truncation, tokens, logprobs):
         cdf = probs.cumsum_(-1)
         # right=True: the first entry above u * total, which is never a token of probability 0
         chosen = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
-        chosen.clamp_(
-            max=model.config.n_vocab - 1
-        )  # a parallel cumsum may end a little below its total
+        # A parallel cumsum may end a little below its total.
+        chosen.clamp_(max=model.config.n_vocab - 1)
     else:
         chosen = logp.argmax(-1, keepdim=True)
     torch.gather(logp, -1, chosen, out=logprobs[:, None])
@@ -177,21 +169,14 @@ def draw_triton(model, hidden, u, temperature, tokens, logprobs):
     logits = F.linear(hidden, model.lm_head_weight)
     if nothing_to_do(logits):
         return
-    (n, width), n_vocab = logits.shape, model.config.n_vocab
+    n, width = logits.shape
+    n_vocab = model.config.n_vocab
     length, shape = stretches(width, n_vocab)
     with torch.cuda.device_of(logits):
         draw_kernel[(n,)](
-            logits,
-            u,
-            tokens,
-            logprobs,
-            LOG2_OF_E / temperature,
-            width,
-            n_vocab,
-            logits.stride(0),
-            length,
-            **shape,
-        )
+            logits, u, tokens, logprobs,
+            LOG2_OF_E / temperature, width, n_vocab, logits.stride(0), length, **shape,
+        )  # fmt: skip
 
 
 def stretches(width: int, n_vocab: int) -> tuple[int, dict]:
@@ -202,21 +187,25 @@ def stretches(width: int, n_vocab: int) -> tuple[int, dict]:
     return steps * (block // number), dict(BLOCK=block, STRETCHES=number, num_warps=warps)
 
 
-def uniforms(seed: int, rows, steps) -> np.ndarray:
-    """rows (N,), steps (T,) integers -> (N, T) float32 in (0, 1): a hash of (seed, row, step), alike on every machine.
+def uniforms(seed: int, sequences, steps) -> np.ndarray:
+    """sequences (N,), steps (T,) integers -> (N, T) float32 in (0, 1): a hash of (seed, sequence, step), the same on
+    every machine.
 
     splitmix64's finaliser (Steele, Lea & Flood 2014) over a counter. The middles of 2^23 intervals: below 1, also after
     u * total in float32, and never 0, which would draw token 0 once in 8 million times however unlikely it is.
     """
+    golden = np.uint64(0x9E3779B97F4A7C15)
+
+    def mix(x):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    def counter(numbers):
+        return (np.asarray(numbers).astype(np.uint64) + np.uint64(1)) * golden
+
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64
-
-        def mix(x):
-            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            return x ^ (x >> np.uint64(31))
-
-        golden = np.uint64(0x9E3779B97F4A7C15)
         key = mix(np.array(seed % 2**64, dtype=np.uint64) + golden)
-        row = mix(key ^ mix((np.asarray(rows).astype(np.uint64) + np.uint64(1)) * golden))[:, None]
-        bits = mix(row + (np.asarray(steps).astype(np.uint64) + np.uint64(1)) * golden)
+        row = mix(key ^ mix(counter(sequences)))[:, None]
+        bits = mix(row + counter(steps))
     return ((bits >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(2**-23)

@@ -13,7 +13,9 @@ import torch
 from device.kinds import is_planned
 from kernels import nothing_to_do, triton, uses_triton
 
-CHUNK = 2**16  # weights at a time in plain torch: what it computes from them stays in a CPU core's cache
+CHUNK = (
+    2**16
+)  # weights at a time in plain torch: what it computes from them stays in a CPU core's cache
 BLOCK, WARPS = 1024, 4  # of the kernel: 8 weights per lane
 MASK = 2**32 - 1
 

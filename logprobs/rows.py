@@ -117,9 +117,7 @@ def forward_rows(
         )  # fmt: skip
 
 
-def backward_rows(
-    logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch
-):
+def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch):
     """dlogits = (coefficients * (onehot(targets) - p) - dentropy * p * (log p + entropy)) / temperature.
 
     p = softmax(logits / temperature). coefficients, dentropy (m,): the upstream gradients of the log-probs and of the
@@ -130,9 +128,7 @@ def backward_rows(
     coefficients = coefficients / options.temperature
     dentropy = dentropy / options.temperature
     if not uses_triton(logits):
-        backward_torch(
-            logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch
-        )
+        backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch)
         return
     M, width = logits.shape
     block, warps = tile(width)
@@ -208,7 +204,5 @@ class TokenLogprobs(torch.autograd.Function):
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         scratch = new_scratch(logits, copy=True, entropy=True)
         zeros = torch.zeros_like(lse)  # the entropy has no gradient
-        backward_rows(
-            logits, targets, ctx.options, lse, zeros, coefficients, zeros, dlogits, scratch
-        )
+        backward_rows(logits, targets, ctx.options, lse, zeros, coefficients, zeros, dlogits, scratch)
         return dlogits, None, None
