@@ -32,7 +32,7 @@ def small_tiles(request, monkeypatch):
     if request.function.__name__.startswith("test_kernel"):
         for module in (flash, segments):
             monkeypatch.setattr(module, "TILE", 16)
-        for name in ("forward_parts", "backward_parts"):
+        for name in ("forward_torch", "backward_torch"):
             monkeypatch.setattr(segments, name, lambda *_: pytest.fail("plain torch ran"))
 
 
@@ -284,4 +284,4 @@ def test_compiled_attention_stays_in_registers(capability, R, G, D, dtype, tmp_p
         assert used["LOCAL"] == 0 and used["SHARED"] <= SHARED[capability] * 1024
         products = capability >= 80 and dtype != "fp32" and name != "sum_kernel"
         assert any(word in ptx for word in ("mma", "tcgen05")) == products
-        assert used["STACK"] <= (1024 if capability == 75 else 16 if dtype == "fp32" or D % 16 else 0)
+        assert used["STACK"] <= (1024 if capability == 75 else 32 if dtype == "fp32" or D % 16 else 0)

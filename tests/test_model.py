@@ -119,7 +119,7 @@ def test_block_inputs_wait_on_the_host(shape, kind):
 
 def test_checkpointing_keeps_less(monkeypatch):
     """Of a packed row. "selective" keeps what attention returns, so that backward does not attend again."""
-    where, name = (segments.flash, "forward") if DEVICE == "cuda" else (segments, "forward_parts")
+    where, name = (segments.flash, "forward") if DEVICE == "cuda" else (segments, "forward_torch")
     calls, forward = [], getattr(where, name)
     monkeypatch.setattr(where, name, lambda *arguments: calls.append(kind) or forward(*arguments))
     tokens, kept = torch.zeros(1, 1024, dtype=torch.long, device=DEVICE), {}

@@ -249,7 +249,7 @@ def test_a_checkpointed_block_attends_once(shape, way, times, offload):
 
     def gradients():
         model.zero_grad(set_to_none=True)
-        with patch.object(module, "forward_parts", wraps=module.forward_parts) as forward:
+        with patch.object(module, "forward_torch", wraps=module.forward_torch) as forward:
             (model(tokens, positions, mask=segments) * weights).sum().backward()
         return forward.call_count, [p.grad for p in model.blocks.parameters()]
 
