@@ -27,37 +27,32 @@ TARGETS = {"qkv": "attention", "proj": "attention", "up": "mlp", "down": "mlp"}
 
 
 class LoRALinear(nn.Module):
-    """Replaces an nn.Linear: its weight and bias, under their names, and lora_A (rank, in), lora_B (out, rank)."""
+    """An nn.Linear with an adapter: weight and bias under their names, lora_A (rank, in), lora_B (out, rank)."""
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.enabled, self.scale = True, alpha / rank
-        (rows, columns), options = (
-            linear.weight.shape,
-            dict(dtype=torch.float32, device=linear.weight.device),
-        )
+        rows, columns = linear.weight.shape
+        options = dict(dtype=torch.float32, device=linear.weight.device)
         self.lora_A = nn.Parameter(torch.empty(rank, columns, **options))
         self.lora_B = nn.Parameter(torch.zeros(rows, rank, **options))
-        nn.init.kaiming_uniform_(
-            self.lora_A, a=math.sqrt(5)
-        )  # uniform within 1 / sqrt(in), as an nn.Linear's own
+        # Uniform within 1 / sqrt(in), as nn.Linear draws its weight.
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
 
     def forward(self, x, residual=None):
-        if (
-            self.enabled and residual is not None and residual.dtype != x.dtype
-        ):  # autocast would round the sum
-            return residual + self.forward(x)
+        if self.enabled and residual is not None and residual.dtype != x.dtype:
+            return residual + self.forward(x)  # autocast would round the sum
         y = Linear.forward(self, x, residual)
         if not self.enabled:
             return y
-        thin = linear(x, self.lora_A.to(x.dtype))  # (..., rank)
-        wide = self.lora_B.to(thin.dtype)
-        return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), wide.t(), alpha=self.scale).view_as(y)
+        h = linear(x, self.lora_A.to(x.dtype)).flatten(0, -2)  # (..., rank)
+        B = self.lora_B.to(h.dtype)
+        return torch.addmm(y.flatten(0, -2), h, B.t(), alpha=self.scale).view_as(y)
 
 
 def add(model: GPT, rank: int, alpha: float, targets: list[str]) -> GPT:
-    """Freeze the model and add adapters to these matrices of each block, drawn from torch's generator -> the model."""
+    """Freeze the model and add adapters to these matrices of each block -> the model. A is drawn at random."""
     model.requires_grad_(False)
     for block in model.blocks:
         for name in targets:
@@ -68,11 +63,8 @@ def add(model: GPT, rank: int, alpha: float, targets: list[str]) -> GPT:
 
 def adapted(model: GPT) -> list[LoRALinear]:
     """-> the modules with adapters."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, LoRALinear) and module.lora_A is not None
-    ]
+    layers = (module for module in model.modules() if isinstance(module, LoRALinear))
+    return [layer for layer in layers if layer.lora_A is not None]
 
 
 @contextmanager

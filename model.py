@@ -32,28 +32,26 @@ class GPTConfig:
     """A model's shape. Raises ValueError for numbers that do not fit together; their readers check types and ranges."""
 
     vocab_size: int  # rows of the embedding and of the head
-    n_vocab: int = (
-        0  # ids of the tokenizer; ids from n_vocab on are padding and have probability 0. 0: vocab_size
-    )
+    # Ids of the tokenizer; ids from n_vocab on are padding and have probability 0. 0: vocab_size
+    n_vocab: int = 0
     block_size: int = 1024  # longest sequence, tokens
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768  # C
     n_kv_head: int = 0  # key/value heads, each shared by n_head / n_kv_head query heads. 0: n_head
     head_size: int = 0  # 0: n_embd / n_head
-    n_hidden: int = (
-        0  # 0: 4 C for gelu; for swiglu 8/3 C, which has as many weights, rounded up to a multiple of 8
-    )
+    # 0: 4 C for gelu; 8/3 C for swiglu, which gives the same number of weights, rounded up to a multiple of 8
+    n_hidden: int = 0
     norm: str = "layernorm"  # | "rmsnorm"
     norm_eps: float = 1e-5
     position: str = "learned"  # | "rotary"
     rope_theta: float = 10000.0
     rope_factor: float = 1.0  # positions are divided by it: all of them, or by Llama 3.1's rule, below
-    rope_original_block_size: int = (
-        0  # > 0: Llama 3.1's rule. Wavelengths longer than original / low are stretched,
-    )
-    rope_low_freq_factor: float = 1.0  # those shorter than original / high are not,
-    rope_high_freq_factor: float = 4.0  # those in between are interpolated
+    # > 0: Llama 3.1's rule. Wavelengths longer than original / low are stretched, wavelengths shorter than original /
+    # high are not, others are interpolated.
+    rope_original_block_size: int = 0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
     mlp: str = "gelu"  # | "swiglu"
     bias: bool = False  # in linear layers and layer norms (GPT-2)
     qkv_bias: bool = False  # in the query/key/value projection alone (Qwen2)
@@ -65,9 +63,10 @@ class GPTConfig:
         choices = dict(
             norm=("layernorm", "rmsnorm"), position=("learned", "rotary"), mlp=("gelu", "swiglu")
         )
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r:.40} is not one of {', '.join(known)}")
+        for name, values in choices.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise ValueError(f"{name}={value!r:.40} is not one of {', '.join(values)}")
         if not self.head_size and self.n_embd % self.n_head:
             raise ValueError(f"n_head={self.n_head} does not divide n_embd={self.n_embd}")
         derived = dict(
@@ -89,7 +88,7 @@ class GPTConfig:
 
 
 def autocast(dtype: str, model: "GPT") -> torch.autocast:
-    """dtype="bfloat16": matmuls in bfloat16 over float32 weights. Of bfloat16 weights, or with "float32": no casts."""
+    """dtype="bfloat16": matmuls in bfloat16 over float32 weights. With "float32" or bfloat16 weights: no casts."""
     enabled = dtype == "bfloat16" and model.lm_head_weight.dtype == torch.float32
     return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)
 
@@ -103,7 +102,8 @@ def make_norm(config: GPTConfig, size: int) -> nn.Module:
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        c, self.config, self.layer = config, config, layer
+        c = self.config = config
+        self.layer = layer
         self.heads = [c.n_head, c.n_kv_head, c.n_kv_head]
         self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_size, bias=c.bias or c.qkv_bias)
         self.proj = Linear(c.n_head * c.head_size, c.n_embd, bias=c.bias or c.proj_bias)
@@ -111,7 +111,9 @@ class Attention(nn.Module):
         self.k_norm = make_norm(c, c.head_size) if c.qk_norm else None
 
     def forward(self, x, residual, rotary=None, cache=None, mask=None):
-        """x, residual (B, T, C) -> residual + attention of x. A KVCache takes whole prompts, then one token a step."""
+        """x, residual (B, T, C) -> residual + attention of x.
+
+        A KVCache takes prompts of T tokens, then one token per step."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.config.head_size).transpose(1, 2)
         q, k, v = qkv.split(self.heads, 1)  # (B, heads, T, D)
@@ -121,11 +123,10 @@ class Attention(nn.Module):
             y = cache.attend(self.layer, q, k, v, rotary)
         else:
             if rotary is not None and self.q_norm is None:
-                q, k, v = Rotary.apply(
-                    qkv, *rotary, self.heads
-                )  # in place, so attention keeps no copies
+                q, k, v = Rotary.apply(qkv, *rotary, self.heads)  # in place: attention keeps no copies
             elif rotary is not None:
-                (q,), (k,) = (Rotary.apply(x, *rotary, [x.shape[1]]) for x in (q, k))
+                (q,) = Rotary.apply(q, *rotary, [q.shape[1]])
+                (k,) = Rotary.apply(k, *rotary, [k.shape[1]])
             if cache is not None:
                 cache.write_prompts(self.layer, k, v)
             if isinstance(mask, Segments):
@@ -135,7 +136,7 @@ class Attention(nn.Module):
                 grouped = self.config.n_kv_head != self.config.n_head
                 if grouped and q.dtype == torch.float32 and kind_of(q) == "cuda":
                     # In float32 CUDA's fused attention does not share heads.
-                    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+                    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
                 y = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
                 )
@@ -172,26 +173,24 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.checkpoint_blocks = (
-            "none"  # | "block" | "selective": what is recomputed in backward (`run_block`)
-        )
-        self.activation_offload = (
-            False  # keep the blocks' inputs in host memory until backward, when checkpointing
-        )
+        # | "block" | "selective": what backward computes again (`run_block`)
+        self.checkpoint_blocks = "none"
+        # When checkpointing, keep the blocks' inputs in host memory until backward.
+        self.activation_offload = False
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        self.position = (
-            nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
-        )
+        self.position = None
+        if config.position == "learned":
+            self.position = nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config, config.n_embd)
-        self.head = (
-            None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        )
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.rotary = None  # cos, sin of the positions used so far (`extend_rotary`); not saved
         self.init_weights()
 
     def init_weights(self):
-        """GPT-2's: a deviation of 0.02 at its width of 768, and of 0.02 sqrt(768 / width) at others."""
+        """Draw the weights as GPT-2 does: with a deviation of 0.02 at its width of 768, else 0.02 sqrt(768 / width)."""
         std = 0.02 * math.sqrt(768 / self.config.n_embd)
         for name, weight in self.named_parameters():
             if name.endswith("bias"):
@@ -199,9 +198,8 @@ class GPT(nn.Module):
             elif weight.dim() == 2:
                 # What is added to the residual stream is scaled down, so that the sum does not grow with depth.
                 residual = name.endswith(("proj.weight", "down.weight"))
-                nn.init.normal_(
-                    weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std
-                )
+                scale = math.sqrt(2 * self.config.n_layer) if residual else 1
+                nn.init.normal_(weight, std=std / scale)
 
     @property
     def lm_head_weight(self) -> nn.Parameter:
@@ -210,19 +208,16 @@ class GPT(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return getattr(
-            self, "runs_on", self.embedding.weight.device
-        )  # runs_on: of weights that wait on the host
+        # runs_on: set where weights wait on the host
+        return getattr(self, "runs_on", self.embedding.weight.device)
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The type of matmuls: autocast's inside autocast, else the weights'."""
         kind = self.device.type
-        return (
-            torch.get_autocast_dtype(kind)
-            if torch.is_autocast_enabled(kind)
-            else self.embedding.weight.dtype
-        )
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return self.embedding.weight.dtype
 
     def forward(self, tokens, positions=None, cache=None, mask=None, last=None) -> torch.Tensor:
         """tokens (B, T) -> hidden (B, T, C), after the last norm.
@@ -233,12 +228,10 @@ class GPT(nn.Module):
         cache: a KVCache (decoding/kvcache.py); a prefill takes prompts (P, T_p), a step one token a row (n, 1).
         Raises ValueError if T is longer than block_size.
         """
-        B, T = tokens.shape
+        T, block_size = tokens.shape[1], self.config.block_size
         if positions is None:
-            if T > self.config.block_size:
-                raise ValueError(
-                    f"a sequence of {T} tokens is longer than block_size={self.config.block_size}"
-                )
+            if T > block_size:
+                raise ValueError(f"a sequence of {T} tokens is longer than block_size={block_size}")
             positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
         weight = self.embedding.weight
         trains = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
@@ -247,16 +240,15 @@ class GPT(nn.Module):
         if self.position is not None:
             x = x + self.position(positions)
         else:
-            longest = (
-                mask.longest if isinstance(mask, Segments) else T if cache is None else cache.max_length
-            )
-            self.extend_rotary(longest, tokens.device)
+            length = T if cache is None else cache.max_length
+            if isinstance(mask, Segments):
+                length = mask.longest
+            self.extend_rotary(length, tokens.device)
             rotary = [table[positions][:, None] for table in self.rotary]  # (B, 1, T, D) each
         inputs = BlockInputs()
         for block in self.blocks:
-            x = self.run_block(
-                block, x, rotary, cache, mask, last if block is self.blocks[-1] else None, inputs
-            )
+            block_last = last if block is self.blocks[-1] else None
+            x = self.run_block(block, x, rotary, cache, mask, block_last, inputs)
         return self.norm(x)
 
     def extend_rotary(self, length: int, device):
@@ -272,9 +264,8 @@ class GPT(nn.Module):
         """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" also attention."""
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
             return block(x, rotary, cache, mask, last)
-        options = dict(
-            use_reentrant=False, preserve_rng_state=False
-        )  # no dropout, so no generator to restore
+        # There is no dropout, so there is no generator to restore.
+        options = dict(use_reentrant=False, preserve_rng_state=False)
         if self.checkpoint_blocks == "selective" and isinstance(mask, Segments):
             mask = mask.keeping()
         with saved_tensors_hooks(*inputs.hooks(x)) if self.activation_offload else nullcontext():

@@ -20,13 +20,13 @@ if triton is not None:
     @triton.jit
     def rotated(x, cos, sin, d, D, mask, ROTARY: tl.constexpr):
         """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]. x, cos, sin: where heads begin."""
-        value = tl.load(x + d, mask=mask, other=0.0)
+        value = tl.load(x + d, mask, 0.0)
         if ROTARY:
             half = D // 2
-            other = tl.load(x + tl.where(d < half, d + half, d - half), mask=mask, other=0.0)
+            other = tl.load(x + tl.where(d < half, d + half, d - half), mask, 0.0)
             other = other.to(tl.float32)
-            c = tl.load(cos + d, mask=mask, other=0.0)
-            s = tl.load(sin + d, mask=mask, other=0.0)
+            c = tl.load(cos + d, mask, 0.0)
+            s = tl.load(sin + d, mask, 0.0)
             value = value.to(tl.float32) * c + tl.where(d < half, -other, other) * s
         return value
 
@@ -38,8 +38,8 @@ if triton is not None:
         at = column[:, None] * D + d[None, :]
         mask = (column < end)[:, None] & (d[None, :] < D)
         sees = (column < end)[None, :] & active[:, None]
-        keys = tl.load(k + at, mask=mask, other=0.0)
-        values = tl.load(v + at, mask=mask, other=0.0)
+        keys = tl.load(k + at, mask, 0.0)
+        values = tl.load(v + at, mask, 0.0)
         z = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
         z = tl.where(sees, z, LOW)
         higher = tl.maximum(top, tl.max(z, 1))
@@ -62,9 +62,9 @@ if triton is not None:
         at = query[:, None] * D + d[None, :]
         inside = d[None, :] < D
         first = split.to(tl.int64) * queries
-        tl.store(tops + first + query, top, mask=mask)
-        tl.store(totals + first + query, total, mask=mask)
-        tl.store(parts + first * D + at, acc, mask=mask[:, None] & inside)
+        tl.store(tops + first + query, top, mask)
+        tl.store(totals + first + query, total, mask)
+        tl.store(parts + first * D + at, acc, mask[:, None] & inside)
         tl.debug_barrier()
         last = (tl.atomic_add(counters + query, 1, mask=mask, sem="acq_rel") == splits - 1) & mask
         tl.debug_barrier()
@@ -74,9 +74,9 @@ if triton is not None:
             total = tl.zeros_like(total)
             acc = tl.zeros_like(acc)
             for _ in range(splits):
-                part_top = tl.load(tops + query, mask=last, other=LOW)
-                part_total = tl.load(totals + query, mask=last, other=1.0)
-                part = tl.load(parts + at, mask=last_mask, other=0.0)
+                part_top = tl.load(tops + query, last, LOW)
+                part_total = tl.load(totals + query, last, 1.0)
+                part = tl.load(parts + at, last_mask, 0.0)
                 higher = tl.maximum(top, part_top)
                 shrunk = tl.exp2(top - higher)
                 share = tl.exp2(part_top - higher)
@@ -86,8 +86,8 @@ if triton is not None:
                 tops += queries
                 totals += queries
                 parts += queries * D
-            tl.store(y + at, (acc / total[:, None]).to(y.dtype.element_ty), mask=last_mask)
-            tl.store(counters + query, 0, mask=last)
+            tl.store(y + at, (acc / total[:, None]).to(y.dtype.element_ty), last_mask)
+            tl.store(counters + query, 0, last)
 
     # These change from rollout to rollout. Without this, 1 or a multiple of 16 would compile the kernel again.
     @triton.jit(
@@ -162,10 +162,10 @@ if triton is not None:
         new_mask = (d < D) & is_new
         new_k = rotated(k + slot * k_row + g * k_head, cos, sin, d, D, new_mask, ROTARY)
         new_k = new_k.to(completion_k.dtype.element_ty)
-        new_v = tl.load(v + slot * v_row + g * v_head + d, mask=new_mask, other=0.0)
+        new_v = tl.load(v + slot * v_row + g * v_head + d, new_mask, 0.0)
         new_v = new_v.to(completion_v.dtype.element_ty)
-        tl.store(completion_k + now * D + d, new_k, mask=new_mask)
-        tl.store(completion_v + now * D + d, new_v, mask=new_mask)
+        tl.store(completion_k + now * D + d, new_k, new_mask)
+        tl.store(completion_v + now * D + d, new_v, new_mask)
         z = tl.sum(x.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
         top = tl.where(is_new, z, LOW)
         total = tl.zeros((COMPLETION_M,), tl.float32) + is_new.to(tl.float32)

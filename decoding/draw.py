@@ -55,12 +55,12 @@ if triton is not None:
         columns = (tl.arange(0, STRETCHES) * length)[:, None] + tl.arange(0, STEP)[None, :]
         top = tl.full((STRETCHES, STEP), LOW, tl.float32)
         total = tl.zeros((STRETCHES, STEP), tl.float32)  # a lane's sum of 2^(z - top)
-        ahead = tl.load(logits + columns, mask=columns < width, other=-float("inf"))
+        ahead = tl.load(logits + columns, columns < width, -float("inf"))
         for start in range(0, length, STEP):
             x = ahead  # the next block loads while this one is computed
             after = columns + start + STEP
             mask = (start + STEP < length) & (after < width)
-            ahead = tl.load(logits + after, mask=mask, other=-float("inf"))
+            ahead = tl.load(logits + after, mask, -float("inf"))
             z = tl.where(columns + start < n_vocab, x.to(tl.float32) * scale, -float("inf"))
             smaller = tl.exp2(-tl.abs(z - top))
             total = tl.where(z > top, total * smaller + 1, total + smaller)
@@ -71,7 +71,7 @@ if triton is not None:
         place = tl.arange(0, BLOCK)
         column = stretch * length + place
         mask = (place < length) & (column < n_vocab)
-        x = tl.load(logits + column, mask=mask, other=-float("inf"))
+        x = tl.load(logits + column, mask, -float("inf"))
         token, _ = pick(tl.exp2(x.to(tl.float32) * scale - best), u_within, BLOCK)
         # In a row with a NaN any token may be picked.
         token = tl.minimum(stretch * length + token, n_vocab - 1)

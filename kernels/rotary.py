@@ -29,16 +29,16 @@ if triton is not None:
         half = D // 2
         mask = (head < heads) & (d < half)
         angle = b * table_batch + t * table_time + d  # both halves of the table are the same
-        c = tl.load(cos + angle, mask=d < half, other=1.0)
-        s = tl.load(sin + angle, mask=d < half, other=0.0)
+        c = tl.load(cos + angle, d < half, 1.0)
+        s = tl.load(sin + angle, d < half, 0.0)
         if BACK:
             s = -s
         x += b * x_batch + t * x_time + head * x_head + d
-        left = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-        right = tl.load(x + half, mask=mask, other=0.0).to(tl.float32)
+        left = tl.load(x, mask, 0.0).to(tl.float32)
+        right = tl.load(x + half, mask, 0.0).to(tl.float32)
         y = out + b * out_batch + t * out_time + head * out_head + d
-        tl.store(y, (left * c - right * s).to(out.dtype.element_ty), mask=mask)
-        tl.store(y + half, (right * c + left * s).to(out.dtype.element_ty), mask=mask)
+        tl.store(y, (left * c - right * s).to(out.dtype.element_ty), mask)
+        tl.store(y + half, (right * c + left * s).to(out.dtype.element_ty), mask)
 
 
 def rotary_frequencies(config, device) -> torch.Tensor:

@@ -21,10 +21,10 @@ if triton is not None:
         column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         mask = column < n
         x += row * 2 * n + column
-        gate = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x + n, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(x, mask, 0.0).to(tl.float32)
+        up = tl.load(x + n, mask, 0.0).to(tl.float32)
         value = gate / (1 + tl.exp2(-gate * LOG2E)) * up
-        tl.store(y + row * n + column, value.to(y.dtype.element_ty), mask=mask)
+        tl.store(y + row * n + column, value.to(y.dtype.element_ty), mask)
 
     @triton.jit
     def backward_kernel(x, dy, dx, n, blocks, BLOCK: tl.constexpr):
@@ -34,14 +34,14 @@ if triton is not None:
         mask = column < n
         x += row * 2 * n + column
         dx += row * 2 * n + column
-        gate = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x + n, mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(dy + row * n + column, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(x, mask, 0.0).to(tl.float32)
+        up = tl.load(x + n, mask, 0.0).to(tl.float32)
+        d = tl.load(dy + row * n + column, mask, 0.0).to(tl.float32)
         sigmoid = 1 / (1 + tl.exp2(-gate * LOG2E))
         dgate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
         dup = d * gate * sigmoid
-        tl.store(dx, dgate.to(dx.dtype.element_ty), mask=mask)
-        tl.store(dx + n, dup.to(dx.dtype.element_ty), mask=mask)
+        tl.store(dx, dgate.to(dx.dtype.element_ty), mask)
+        tl.store(dx + n, dup.to(dx.dtype.element_ty), mask)
 
 
 def launch(kernel, *tensors):

@@ -29,11 +29,11 @@ else:
         top = tl.full((BLOCK,), LOW, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)  # sum of 2^(z - top)
         moment = tl.zeros((BLOCK,), tl.float32)  # sum of z 2^(z - top)
-        ahead = tl.load(logits + lane, mask=lane < width, other=-float("inf"))
+        ahead = tl.load(logits + lane, lane < width, -float("inf"))
         for start in range(0, width, BLOCK):
             x = ahead  # the next block loads while this one is computed
             column = start + BLOCK + lane
-            ahead = tl.load(logits + column, mask=column < width, other=-float("inf"))
+            ahead = tl.load(logits + column, column < width, -float("inf"))
             z = x.to(tl.float32) * scale
             if PADDED:
                 z = tl.where(start + lane < n_vocab, z, -float("inf"))
@@ -47,7 +47,7 @@ else:
 
         target = tl.load(targets + row)
         known = (target >= 0) & (target < n_vocab)
-        chosen = tl.load(logits + target, mask=known, other=-float("inf")).to(tl.float32) * scale
+        chosen = tl.load(logits + target, known, -float("inf")).to(tl.float32) * scale
         best = tl.max(top, 0)
         share = tl.exp2(top - best)
         sum_all = tl.sum(total * share, 0)
@@ -82,7 +82,7 @@ else:
         column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         mask = column < width
         c = tl.load(coefficients + row)
-        x = tl.load(logits + row * row_stride + column, mask=mask, other=0.0)
+        x = tl.load(logits + row * row_stride + column, mask, 0.0)
         z = x.to(tl.float32) * scale - tl.load(lse + row) * LOG2E
         p = tl.exp2(z)
         log_p = tl.maximum(z, LOW) * LN2
@@ -92,7 +92,7 @@ else:
         d = tl.where(column == tl.load(targets + row), c - share * p, -share * p)
         if PADDED:
             d = tl.where(column < n_vocab, d, 0.0)
-        tl.store(dlogits + row * out_row_stride + column, d.to(dlogits.dtype.element_ty), mask=mask)
+        tl.store(dlogits + row * out_row_stride + column, d.to(dlogits.dtype.element_ty), mask)
 
 
 def tile(width: int, itemsize: int = 2, gradient: bool = False) -> tuple[int, int]:
