@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: a stand-in for torch.cuda.CUDAGraph on the CPU, and a lint of what is recorded.
+"""CUDA graphs without a GPU: a stand-in for torch.cuda.CUDAGraph on the CPU.
 
 `graphs` puts stand-ins in place of the parts of torch.cuda that record a graph. During a recording the stand-in notes
 every ATen op and every Triton launch (in Triton's interpreter, TRITON_INTERPRET=1) with its arguments, and undoes what
@@ -6,8 +6,7 @@ they wrote, because nothing is computed during a real one. A replay runs them ag
 Python of the step: as in a graph, numbers and addresses are those of the recording. Memory that the recording made is
 filled with rubbish wherever a real graph promises nothing about it.
 
-`lint` checks each decode step that may be recorded: nothing waits for the device or copies from the host, and two
-steps do the same with the same numbers, shapes and addresses.
+A recording fails, as on CUDA, if an op waits for the device or copies from or to the host.
 
 Left out: what only a real device shows, such as kernels that differ from the interpreter's, races, and speed.
 """
@@ -24,11 +23,11 @@ from decoding import decode_batch
 from device import cuda
 
 aten = torch.ops.aten
-RECORDERS = []  # those that see Triton's launches now, the last one first
+RECORDING = []  # the graph that is recorded now
 
 
 class NotCapturable(RuntimeError):
-    """What CUDA would not allow during a recording, or what makes replays wrong."""
+    """What CUDA would not allow during a recording."""
 
 
 def tensors_in(*values):
@@ -84,14 +83,14 @@ class HostCopies(TorchFunctionMode):
 
 
 @contextmanager
-def watching(recorder):
-    """Show the recorder every ATen op (its mode) and every Triton launch (`launched`), and refuse copies."""
-    RECORDERS.append(recorder)
+def watching(graph):
+    """Show the graph every ATen op (its mode) and every Triton launch (`launched`), and refuse copies."""
+    RECORDING.append(graph)
     try:
-        with HostCopies(), recorder:
+        with HostCopies(), graph:
             yield
     finally:
-        RECORDERS.pop()
+        RECORDING.pop()
 
 
 def see_launches(monkeypatch):
@@ -101,8 +100,8 @@ def see_launches(monkeypatch):
 
     def launch(executor, *args, **kwargs):
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            for recorder in RECORDERS:
-                recorder.launched(executor, args, kwargs)
+            for graph in RECORDING:
+                graph.launched(executor, args, kwargs)
             return original(executor, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", launch)
@@ -288,71 +287,3 @@ def as_on_cuda(monkeypatch):
     """CUDA's settings on the CPU. Batches are small here, so slots leave from the first one on."""
     for settings in (decode_batch.LOOK_EVERY, decode_batch.SHRINK_AT, decode_batch.PREFILL_TOKENS):
         monkeypatch.setitem(settings, "cpu", settings["cuda"])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The lint.
-
-
-class Trace(TorchDispatchMode):
-    """What one step does, as a list of lines: ops and launches, their numbers, and what is known of their tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines, self.made, self.alive, self.numbers = [], {}, [], {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        refuse(func, args)
-        if func is aten.lift_fresh.default and args[0].dim() == 0:  # a number of the host, as in x[1:] = 0.5
-            self.numbers[storage_key(args[0])] = args[0].item()
-        line = [str(func), *(self.describe(value) for value in tree_leaves((args, kwargs)))]
-        result = func(*args, **kwargs)
-        given = {storage_key(tensor) for tensor in tensors_in(args, kwargs)}
-        for tensor in tensors_in(result):
-            if storage_key(tensor) not in given:
-                self.made.setdefault(storage_key(tensor), len(self.lines))
-        self.lines.append((*line, "->", *(self.describe(value) for value in tree_leaves(result))))
-        return result
-
-    def launched(self, executor, args, kwargs):
-        self.lines.append((executor.fn.__name__, executor.grid, *map(self.describe, tree_leaves((args, kwargs)))))
-
-    def describe(self, value):
-        if not isinstance(value, torch.Tensor):
-            return value
-        self.alive.append(value)  # so that its address is not another tensor's in the next step
-        key = storage_key(value)
-        if key in self.numbers:
-            return self.numbers[key]
-        where = f"made by op {self.made[key]}" if key in self.made else f"at {value.untyped_storage().data_ptr():x}"
-        return str(value.dtype), tuple(value.shape), value.stride(), value.storage_offset(), where
-
-
-def lint(monkeypatch) -> list[int]:
-    """Every decode step is checked, with CUDA's settings; NotCapturable if one could not be recorded, or differs from
-    the one before. -> how many ops and launches the steps had that were compared."""
-    see_launches(monkeypatch)
-    as_on_cuda(monkeypatch)
-    forward_step, last, compared = decode_batch.DecodeBatch.forward_step, {}, []
-
-    def checked(batch):
-        slots = len(batch.rows)
-        if last.get("batch") is not batch or last["slots"] != slots:  # the first step runs as it is: casts are cached
-            last.update(batch=batch, slots=slots, trace=None)
-            return forward_step(batch)
-        trace = Trace()
-        with watching(trace):
-            forward_step(batch)
-        before, last["trace"] = last["trace"], trace
-        if before is None:
-            return
-        for old, new in zip(before.lines, trace.lines, strict=False):
-            if old != new:
-                raise NotCapturable(f"two steps differ: {old} and {new}")
-        if len(before.lines) != len(trace.lines):
-            raise NotCapturable(f"{len(before.lines)} ops in one step, {len(trace.lines)} in the next")
-        compared.append(len(trace.lines))
-
-    monkeypatch.setattr(decode_batch.DecodeBatch, "forward_step", checked)
-    return compared

@@ -209,8 +209,8 @@ def sample(mode, shape, options):
         batch.look = lambda: rows.copy()
         start = batch.start
 
-        def started(slots, new, prompt_slots):
-            start(slots, new, prompt_slots)
+        def started(slots, new):
+            start(slots, new)
             rows[slots] = new
 
         batch.start = started
@@ -226,7 +226,7 @@ def sample(mode, shape, options):
         assert batch.refill()
         batch.step()
         rows[1:] = 12
-        assert batch.refill() and len(batch.rows) < 6  # idle slots were removed
+        assert batch.refill() and len(batch.sequences) < 6  # idle slots were removed
         batch.step()
     return waits
 

@@ -1,9 +1,10 @@
 """The Triton kernels without a GPU: their values in Triton's interpreter, and what the compiler makes of them.
 
-Of log-probs, of tokens drawn from logits (draw.py) and of decode attention (kvcache.py).
+Here are the kernels that draw tokens (draw.py) and decode (kvcache.py), and the compiled kernels of log-probs, whose
+values are in test_logprobs.py.
 
-The interpreter has to be chosen before the kernels are imported, so one test runs this file again in a process of its
-own with TRITON_INTERPRET=1; the tests of values are those that run there, and on CUDA.
+The interpreter has to be chosen before the kernels are imported, so one test runs this file again in a process with
+TRITON_INTERPRET=1. The tests of values run there, and on CUDA.
 """
 
 import re
@@ -17,16 +18,14 @@ from interpreted import CAPABILITIES, INTERPRETED, compiles, in_kernels, run_int
 from interpreted import cubin_resources as resources
 from test_draw import rows_with_an_unlikely_end
 from test_kvcache import RAGGED, make_cache, run_rows, step
-from test_logprobs import DEVICE, assert_near, make_head, make_rows, plain
+from test_logprobs import DEVICE, assert_near, make_rows, plain
 
 from decoding import attention, draw, kvcache
 from decoding import decode_batch as sample
 from decoding.draw import sample_tokens
 from kernels import triton
-from logprobs import kernels, rows
-from logprobs.head import head_logprobs, head_loss
+from logprobs import kernels, token_logprobs
 from logprobs.kernels import tile
-from logprobs.rows import token_logprobs
 from sample import generate_naive, sample_groups
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -34,12 +33,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 @compiles
 def test_values_in_the_interpreter(request):
-    assert run_interpreted(__file__, request) >= 20
+    assert run_interpreted(__file__, request) >= 10
 
 
 @compiles
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["draw", "kvcache", "logprobs", "sample"])
+@pytest.mark.parametrize("name", ["draw", "kvcache", "sample"])
 def test_the_tests_of_plain_torch_in_the_interpreter(name, request):
     assert run_interpreted(f"tests/test_{name}.py", request) >= 9
 
@@ -48,154 +47,12 @@ def test_the_tests_of_plain_torch_in_the_interpreter(name, request):
 def only_kernels(request, monkeypatch):
     """In the interpreter's process and on CUDA plain torch must not stand in for a kernel."""
     if request.function.__name__.startswith("test_kernel"):
-        for name in ("forward_torch", "backward_torch"):
-            monkeypatch.setattr(rows, name, lambda *_: pytest.fail("plain torch ran"))
         monkeypatch.setattr(draw, "draw_torch", lambda *_: pytest.fail("plain torch ran"))
         monkeypatch.setattr(kvcache.torch, "baddbmm", lambda *_: pytest.fail("plain torch ran"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Values.
-
-
-@in_kernels
-@pytest.mark.parametrize(
-    "M, V, temperature, dtype",
-    [
-        (0, 67, 1.0, torch.float32),
-        (1, 1, 1.0, torch.float32),
-        (7, 67, 0.7, torch.bfloat16),
-        (5, 128, 1.0, torch.float16),
-        (3, 1000, 0.7, torch.float32),
-        (2, 5000, 1.0, torch.bfloat16),
-        (2, 8192, 0.7, torch.float16),
-    ],
-)
-def test_kernel_values_and_gradients(M, V, temperature, dtype):
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-5
-    logits, targets, upstream = make_rows(M, V, dtype)
-    reference = logits.double().requires_grad_()
-    expected, expected_entropy = plain(reference, targets, temperature)
-    gradient = torch.autograd.grad((expected * upstream).sum(), reference, retain_graph=True)[0]
-    (expected * upstream + expected_entropy * upstream.flip(0)).sum().backward()
-    logits.requires_grad_()
-    logprobs, entropy = token_logprobs(logits, targets, temperature, entropy=True)
-    assert torch.equal(logprobs, token_logprobs(logits, targets, temperature))  # entropy changes nothing else
-    without = torch.autograd.grad((logprobs * upstream).sum(), logits, retain_graph=True)[0]
-    assert_near(without, gradient, max(5e-6, 4 * torch.finfo(dtype).eps))  # rounded once
-    (logprobs * upstream + entropy * upstream.flip(0)).sum().backward()
-    assert_near(logprobs, expected, tolerance)
-    assert_near(entropy, expected_entropy, 2 * tolerance)
-    assert_near(logits.grad, reference.grad, max(5e-6, 4 * torch.finfo(dtype).eps))  # rounded once
-
-
-@in_kernels
-def test_kernel_strides_and_padding():
-    wide, targets, upstream = make_rows(20, 140)
-    for view in (
-        wide[::2, :67],
-        wide[:10, 5:72],
-        wide[:1, :67].expand(10, 67),
-        wide[:10, 0:134:2],
-        wide[:10, :67].t().contiguous().t(),
-    ):
-        for n_vocab in (67, 50):
-            logits, reference = view.detach().requires_grad_(), view.double().requires_grad_()
-            ids = targets[:10] % n_vocab
-            (expected, _), values = plain(reference, ids, 1.0, n_vocab), token_logprobs(logits, ids, n_vocab=n_vocab)
-            assert_near(values, expected, 1e-5)
-            gradient = torch.autograd.grad((values * upstream[:10]).sum(), logits)[0]
-            assert_near(gradient, torch.autograd.grad((expected * upstream[:10]).sum(), reference)[0], 5e-6)
-            assert (gradient[:, n_vocab:] == 0).all()
-
-
-@in_kernels
-def test_kernel_backward_in_place():
-    logits, targets, upstream = make_rows(9, 5000)
-    leaf = logits.requires_grad_()
-    expected = torch.autograd.grad((token_logprobs(leaf, targets) * upstream).sum(), leaf)[0]
-    made = leaf * 1
-    (token_logprobs(made, targets, inplace=True) * upstream).sum().backward()
-    assert torch.equal(made.detach(), expected) and torch.equal(leaf.grad, expected)
-    made = leaf * 1
-    other = (made * made).sum()  # a second user of the logits
-    token_logprobs(made, targets, inplace=True).sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="inplace operation"):
-        other.backward()
-
-
-@in_kernels
-def test_kernel_extremes():
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 2.0, 1.0], [88.0, 89.0, -200.0]], device=DEVICE)
-    targets = torch.tensor([0, 1, 1], device=DEVICE)
-    values, entropy = token_logprobs(logits, targets, entropy=True)
-    exact = torch.log_softmax(logits.double(), -1)
-    assert_near(values, exact.gather(1, targets[:, None])[:, 0], 1e-5)
-    assert_near(entropy, torch.special.entr(exact.exp()).sum(-1), 1e-4)
-    assert token_logprobs(logits, torch.tensor([3, -1, 7], device=DEVICE)).isneginf().all()  # outside: nothing is read
-    logits[0, 1] = torch.nan
-    assert token_logprobs(logits, targets).isnan().tolist() == [True, False, False]
-
-
-@in_kernels
-@pytest.mark.parametrize("V, n_vocab, chunk_size", [(67, 60, 4), (5000, 4999, 100), (8192, 8192, 4)])
-def test_kernel_heads(chunk_size, V, n_vocab):
-    hidden, weight, targets, upstream = make_head(13, 8, V, torch.float32)
-    targets = targets % n_vocab
-    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected, expected_entropy = plain(exact[0] @ exact[1].T, targets, 0.7, n_vocab)
-    (expected * upstream).sum().backward()
-    values = head_logprobs(hidden, weight, targets, 0.7, chunk_size, n_vocab=n_vocab)
-    gradients = torch.autograd.grad((values * upstream).sum(), (hidden, weight))
-    loss, again, entropy = head_loss(
-        hidden,
-        weight,
-        targets,
-        lambda q, rows: (q * upstream[rows]).sum(),
-        0.7,
-        chunk_size,
-        entropy=True,
-        n_vocab=n_vocab,
-    )
-    loss.backward()
-    assert_near(loss, (expected * upstream).sum(), 1e-4)
-    assert_near(again, expected, 2e-5)
-    assert_near(entropy, expected_entropy, 2e-5)
-    for ours, other, truth in zip((hidden.grad, weight.grad), gradients, exact, strict=True):
-        assert_near(ours, truth.grad, 1e-4)
-        assert_near(other, truth.grad, 1e-4)
-    assert (weight.grad[n_vocab:] == 0).all()
-    bonus = torch.autograd.grad(plain(exact[0] @ exact[1].T, targets, 0.7, n_vocab)[1].sum(), exact)
-    _, entropy = head_logprobs(hidden, weight, targets, 0.7, chunk_size, True, n_vocab)
-    for ours, truth in zip(torch.autograd.grad(entropy.sum(), (hidden, weight)), bonus, strict=True):
-        assert_near(ours, truth, 1e-4)
-
-
-@in_kernels
-@pytest.mark.parametrize(
-    "M, width, n_vocab, temperature, dtype",
-    [
-        (1, 16, 1, 1.0, torch.float32),
-        (7, 80, 67, 0.7, torch.float32),
-        (7, 80, 67, 0.7, torch.bfloat16),
-        (3, 5008, 5000, 1.0, torch.float16),
-        (2, 8192, 8192, 0.7, torch.bfloat16),
-    ],
-)
-def test_kernel_leaves_the_gradient_in_place_of_the_logits(dtype, M, width, n_vocab, temperature):
-    logits, targets, _ = make_rows(M, width, dtype)
-    logits[:, n_vocab:] = torch.nan  # what a buffer's padding happens to hold
-    targets = targets % n_vocab
-    exact = logits.double()
-    expected, expected_entropy = plain(exact, targets, temperature, n_vocab)
-    softmax = torch.nn.functional.pad(torch.softmax(exact[:, :n_vocab] / temperature, -1), (0, width - n_vocab))
-    gradient = torch.nn.functional.one_hot(targets, width) - softmax
-    options = rows.Options(temperature, n_vocab, True, dtype)
-    values, lse, entropy = rows.new_rows(M, options, DEVICE)
-    rows.forward_rows(logits, targets, options, values, lse, entropy, None, gradient=True)
-    assert_near(values, expected, 2e-5)
-    assert_near(entropy, expected_entropy, 4e-5)
-    assert_near(logits, gradient / temperature, max(2e-6, torch.finfo(dtype).eps / temperature))  # rounded once
 
 
 class Head:
@@ -302,15 +159,10 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
     addresses, original = {}, sample.DecodeBatch.forward_step
 
     def forward_step(batch):
-        buffers = [batch.rows, batch.t, batch.token, batch.prompt_length, batch.tokens, batch.logprobs, batch.u]
-        buffers += [
-            batch.cache.own,
-            batch.cache.prompt,
-            batch.cache.prompt_lengths,
-            batch.cache.tiles,
-            batch.cache.counters,
-        ]
-        addresses.setdefault(len(batch.rows), set()).add(tuple(buffer.data_ptr() for buffer in buffers))
+        buffers = [batch.sequences, batch.t, batch.token, batch.prompt_length, batch.tokens, batch.logprobs, batch.u]
+        cache = batch.cache
+        buffers += [cache.completion, cache.prompt, cache.prompt_lengths, cache.tiles, cache.counters]
+        addresses.setdefault(len(batch.sequences), set()).add(tuple(buffer.data_ptr() for buffer in buffers))
         original(batch)
         assert batch.cache.t is batch.t
 
@@ -333,7 +185,7 @@ def test_kernel_beyond_2_to_the_31_elements_and_65535_rows():
     logits = torch.zeros(M, V, dtype=torch.bfloat16, device=DEVICE)
     logits[-1, 5] = 10.0
     targets = torch.full((M,), 5, device=DEVICE)
-    values = token_logprobs(logits.requires_grad_(), targets, inplace=True)
+    values = token_logprobs(logits.requires_grad_(), targets)
     expected, _ = plain(logits.detach()[-1:], targets[-1:])
     assert_near(values[-1:], expected, 2e-5)
     assert_near(values[:1], plain(logits.detach()[:1], targets[:1])[0], 2e-5)
@@ -411,15 +263,13 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
     pointers = {"logits": "*" + dtype, "dlogits": "*" + dtype}
     pointers |= {name: numbers[name] for name in ("targets", "lse", "entropy", "coefficients", "dentropy")}
     integers = dict(width=V, row_stride=V, out_row_stride=V)
-    for entropy in (False, True):
-        constants = {"BLOCK": block, "PADDED": True, "ENTROPY": entropy}
-        constants |= ones(**integers, n_vocab=V, blocks=-(-V // block))
-        used, ptx = resources(
-            kernels.backward_kernel, capability, pointers, constants, aligned(**integers), warps, tmp_path
-        )
-        print(f"sm_{capability} V={V} {dtype} backward entropy={entropy} block={block} warps={warps}", used)
-        assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64
-        assert ("st.global.v4" in ptx) == (V % 16 == 0)
+    constants = {"BLOCK": block, "PADDED": True} | ones(**integers, n_vocab=V, blocks=-(-V // block))
+    used, ptx = resources(
+        kernels.backward_kernel, capability, pointers, constants, aligned(**integers), warps, tmp_path
+    )
+    print(f"sm_{capability} V={V} {dtype} backward block={block} warps={warps}", used)
+    assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64
+    assert ("st.global.v4" in ptx) == (V % 16 == 0)
 
 
 @compiles
@@ -470,9 +320,9 @@ def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, 
     such a run is right and slow. float32, which is the default of --dtype, leaves a few words, as elsewhere."""
     shape = attention.kernel_shape(H, G, D, 2 if dtype == "bf16" else 4, group_size)
     pointers = dict.fromkeys(("q", "k", "cos", "sin", "parts", "tops", "totals"), "*fp32")
-    pointers |= dict.fromkeys(("v", "prompt_k", "prompt_v", "own_k", "own_v", "y"), "*" + dtype)
+    pointers |= dict.fromkeys(("v", "prompt_k", "prompt_v", "completion_k", "completion_v", "y"), "*" + dtype)
     pointers |= {"tiles": "*i32", "counters": "*i32", "lengths": "*i64", "t": "*i64"}
-    rows = ["D", "prompt_chunk", "own_chunk", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head"]
+    rows = ["D", "prompt_chunk", "completion_chunk", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head"]
     used, ptx = resources(
         attention.attend_kernel, capability, pointers, shape | {"ROTARY": rotary} | dict.fromkeys(small, 1), rows, 4,
         tmp_path, maxnreg=attention.REGISTERS,

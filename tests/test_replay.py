@@ -1,4 +1,4 @@
-"""The sampler's CUDA graphs without a GPU: recorded and replayed on the CPU, and the lint of what is recorded.
+"""The sampler's CUDA graphs without a GPU: recorded and replayed on the CPU.
 
 The kernels run in Triton's interpreter, so one test runs this file again in a process of its own with
 TRITON_INTERPRET=1. bfloat16 has no products there; autocast is tested in float16.
@@ -11,7 +11,6 @@ import replay
 import torch
 from conftest import DEVICE, make_flat_model
 from interpreted import INTERPRETED, compiles, run_interpreted
-from replay import NotCapturable
 
 import lora
 from decoding import decode_batch
@@ -29,7 +28,7 @@ STOPS = (3, 9)
 
 @compiles
 def test_in_the_interpreter(request):
-    assert run_interpreted(__file__, request) >= 24
+    assert run_interpreted(__file__, request) >= 20
 
 
 @pytest.fixture
@@ -135,7 +134,7 @@ def buffers_replaced(patch):
     def planted(cache, prompt_slot):
         assign(cache, prompt_slot)
         for name, value in vars(cache).items():
-            if isinstance(value, torch.Tensor) and name not in ("own", "prompt", "storage"):
+            if isinstance(value, torch.Tensor) and name not in ("completion", "prompt", "storage"):
                 setattr(cache, name, value.clone())
 
     patch.setattr(KVCache, "assign", planted)
@@ -225,11 +224,22 @@ def test_without_a_recording_sampling_goes_on(failures, device, monkeypatch, cap
     assert next(iter(device.pools.values())) == unusable
 
 
+WAITS = {
+    "item": lambda u: u.max().item(),
+    "a branch": lambda u: bool((u > 2).any()),
+    "a mask": lambda u: u[u > 0.5],
+    "nonzero": lambda u: (u > 0.5).nonzero(),
+    "a copy to the host": lambda u: u.cpu(),
+    "a list copied to the device": lambda u: torch.tensor([1.0], device=u.device),
+}
+
+
 @interpreted
-def test_a_step_that_waits_is_not_recorded(device, monkeypatch, capsys):
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_step_that_waits_is_not_recorded(wait, device, monkeypatch, capsys):
     """As on CUDA, where the recording breaks and ending it raises as well."""
     original = decode_batch.sample_tokens
-    waits = lambda model, hidden, u, **options: (u.max().item(), original(model, hidden, u, **options))[1]  # noqa: E731
+    waits = lambda model, hidden, u, **options: (WAITS[wait](u), original(model, hidden, u, **options))[1]  # noqa: E731
     monkeypatch.setattr(decode_batch, "sample_tokens", waits)
     model = model_of("gpt2")
     assert_naive(model, sampled(model))
@@ -253,61 +263,3 @@ def test_real_graphs_replay_the_steps_as_they_are(shape, dtype, monkeypatch, cap
     if dtype == torch.float32:
         assert rollouts.tokens.equal(expected.tokens)
         torch.testing.assert_close(rollouts.sampling_logprobs, expected.sampling_logprobs, atol=1e-5, rtol=0)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The lint.
-
-
-@interpreted
-@cases
-def test_every_step_can_be_recorded(case, monkeypatch):
-    shape, k, slots, adapters, options = CASES[case]
-    compared = replay.lint(monkeypatch)
-    sampled(model_of(shape, adapters), slots, k, **options)
-    assert len(compared) > 2 and min(compared) > 20
-
-
-@interpreted
-@pytest.mark.parametrize("shape", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
-def test_every_step_under_autocast_can_be_recorded(shape, monkeypatch):
-    compared = replay.lint(monkeypatch)
-    with torch.autocast("cpu", torch.float16):
-        sampled(model_of(shape, adapters=True))
-    assert len(compared) > 2
-
-
-def in_the_draw(spoil):
-    """A bug in the drawing: spoil(u) runs before it."""
-
-    def plant(patch):
-        original = decode_batch.sample_tokens
-        planted = lambda model, hidden, u, **options: (spoil(u), original(model, hidden, u, **options))[1]  # noqa: E731
-        patch.setattr(decode_batch, "sample_tokens", planted)
-
-    return plant
-
-
-NOT_CAPTURABLE = {
-    "item": in_the_draw(lambda u: u.max().item()),
-    "a branch": in_the_draw(lambda u: bool((u > 2).any())),
-    "a mask": in_the_draw(lambda u: u[u > 0.5]),
-    "a mask written to": in_the_draw(lambda u: u.__setitem__(u > 2, torch.zeros(1))),
-    "nonzero": in_the_draw(lambda u: (u > 0.5).nonzero()),
-    "masked_select": in_the_draw(lambda u: u.masked_select(u > 0.5)),
-    "a copy to the host": in_the_draw(lambda u: u.cpu()),
-    "a list as an index": in_the_draw(lambda u: u[[0]]),
-    "a list copied to the device": in_the_draw(lambda u: torch.tensor([1.0], device=u.device)),
-    "the host's count": column_from_the_host,
-    "buffers replaced": buffers_replaced,
-    "tokens replaced": tokens_replaced,
-}
-
-
-@interpreted
-@pytest.mark.parametrize("bug", NOT_CAPTURABLE)
-def test_the_lint_finds_a_planted_bug(bug, monkeypatch):
-    NOT_CAPTURABLE[bug](monkeypatch)
-    replay.lint(monkeypatch)
-    with pytest.raises(NotCapturable):
-        sampled(model_of("llama"))

@@ -274,7 +274,7 @@ def test_columns_that_nobody_wrote_are_not_read(monkeypatch):
 
     def poisoned(cache, *args, **options):
         init(cache, *args, **options)
-        cache.own.fill_(float("nan"))
+        cache.completion.fill_(float("nan"))
 
     monkeypatch.setattr(KVCache, "__init__", poisoned)
     last = lambda seed, rows, steps: np.asarray(steps)[None] == lengths[rows][:, None] - 1  # noqa: E731
@@ -292,7 +292,7 @@ def test_plain_torch_is_not_recorded():
     """Its lengths and addresses are the host's; a graph would keep those of the step it was made from."""
     for dtype in (torch.float32, torch.float64):
         plain = batch.DecodeBatch(make_model("gpt2").to(dtype), PROMPTS, 2, 8, 4, STOP, cuda_graphs=True)
-        kernels = DEVICE == "cuda" and dtype == torch.float32 and batch.uses_triton(plain.cache.own)
+        kernels = DEVICE == "cuda" and dtype == torch.float32 and batch.uses_triton(plain.cache.completion)
         assert plain.cuda_graphs == kernels
 
 
