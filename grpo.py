@@ -333,9 +333,8 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None) ->
         ("loss", "entropy", "logprob_diff_mean", "logprob_diff_max", "mismatch_kl"), 0.0
     )
     if entropies is not None:
-        entropies[cut.sequences(step)] = (
-            0  # an attempt before may have dealt the sequences to other processes
-        )
+        # An attempt before may have dealt the sequences to other processes.
+        entropies[cut.sequences(step)] = 0
     for indices in cut.dealt(micro_batches, model):
         micro = gather(rollouts, indices, cut)
         # Forward. Only the hidden states that predict completion tokens go on: (M, C)
