@@ -189,7 +189,7 @@ def planned_peaks(runs: list[Run]) -> list[Chart]:
         for number, (name, sizes) in enumerate(rows.items()):
             if any(sizes):
                 series.append(Series(name, phases, sizes, "stack", number))
-        title = f"Planned parts of each peak, {run.name}"
+        title = f"Components of each planned peak, {run.name}"
         charts.append(Chart("Memory", title, "", "MiB", series))
     return charts
 

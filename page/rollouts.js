@@ -148,7 +148,7 @@
     const first = Math.max(0, Math.floor(list.scrollTop / HEIGHT) - SPARE);
     const last = Math.min(items.length, Math.ceil((list.scrollTop + list.clientHeight) / HEIGHT) + SPARE);
     space.replaceChildren(...items.slice(first, last).map((item, i) => row(item, first + i)));
-    if (!items.length) space.append(make("p", "quiet", "No completion fits."));
+    if (!items.length) space.append(make("p", "quiet", "No completion matches."));
     list.setAttribute("aria-activedescendant", space.querySelector(".chosen")?.id ?? "");
   };
 

@@ -190,6 +190,7 @@ MUTANTS = [
     ("report: a phase's last peak, in the chart", "page/charts.py", "{phase: max(values) for", "{phase: values[-1] for", "test_report.py"),
     ("meter: a phase's last peak", "memory/meter.py", 'entry["peak"] = max(entry["peak"], self.peak_since_reset())', 'entry["peak"] = self.peak_since_reset()', "test_memory.py"),
     ("report: memory of iterations that are repeated", "page/runs.py", "if int(step) <= last:", "if True:", "test_report.py"),
+    ("report: the last iteration's completions are thinned out", "page/runs.py", ' or s["iter"] == last]', "]", "test_report.py"),
     ("the first scores overwritten", "training/state.py", 'f"before/{name}": score', 'f"{name}": score', "test_log.py"),
     ("an evaluation that failed is not repeated", "training/loop.py", "training.make_up_evaluation(log.start)", "pass", "test_log.py"),
     ("evaluations make the rollouts smaller", "memory/limits.py", 'self.halve_decoding("max_eval_batch", self', 'self.halve_decoding("max_rollout_batch", self', "test_oom.py"),

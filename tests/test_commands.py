@@ -35,7 +35,6 @@ def command(*words, cwd=HOME):
 BAD = [
     ("grpo.py --lerning_rate=1", "unknown option --lerning_rate; did you mean learning_rate?"),
     ("grpo.py config/grpo_small.py --batch_size=1.5", "--batch_size takes a whole number, not '1.5'"),
-    ("grpo.py config/grpo_small.py --group_size=1", "--group_size=1 is below 2"),
     ("grpo.py config/grpo_smal.py", "did you mean config/grpo_small.py?"),
     ("grpo.py --task=adition", "; did you mean addition?"),
     ("grpo.py -seed=3", "unknown option -seed; did you mean --seed?"),
@@ -47,14 +46,11 @@ BAD = [
     ("grpo.py --reward_funcs=nowhere:f", "reward_funcs='nowhere:f'"),
     ("grpo.py config/grpo_small.py config/sft_small.py", "only one config can be given, not 2"),
     ("train_sft.py config/grpo_small.py", "unknown option config/grpo_small.py:"),
-    ("train_sft.py --block_size=20", "more than block_size=20"),
-    ("train_sft.py --gradient_accumulation_steps=3", "write max_tokens_per_micro_batch"),
     ("train_sft.py --out_dir=out/x --init_from=out/x", "init_from and out_dir are both out/x"),
     ("sample.py out/nowhere", "out/nowhere: there is no such run"),
     ("sample.py", "name a run's folder"),
     ("sample.py --prompt", "--prompt: expected one argument"),
     ("sample.py out --top_p=0", "top_p=0.0 is below 1e-06"),
-    ("sample.py out --min_p=1.5", "min_p=1.5 is above 1"),
     ("evaluate.py out/nowhere --num_prompts=0", "--num_prompts=0 is below 1"),
     ("report.py out/nowhere", "is out/nowhere a run's folder? out/nowhere/log.jsonl cannot be read"),
 ]
@@ -75,12 +71,6 @@ def test_an_unreadable_checkpoint_is_named_before_torch_is_imported(tmp_path):
         code, out, err = command(*words)
         assert (code, out) == (2, "torch imported: False\n")
         assert "model.safetensors is not what was written; no checkpoint in" in err and err.count("\n") == 1
-
-
-def test_a_shape_that_contradicts_the_checkpoint_is_refused(tmp_path):
-    saved(tmp_path / "run")
-    code, _, err = command("grpo.py", f"--init_from={tmp_path}/run", "--n_layer=3")
-    assert code == 2 and "n_layer=3, but" in err and "has 2; leave n_layer out" in err
 
 
 @pytest.mark.parametrize("script", ["grpo.py", "train_sft.py", "sample.py", "evaluate.py", "report.py"])

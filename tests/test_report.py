@@ -97,7 +97,7 @@ def test_charts_have_the_logs_figures(tmp_path):
     peaks = chart(charts, "Peak of each phase")
     assert dict(zip(peaks["a"].x, peaks["a"].y, strict=True)) == dict(zip(PHASES[:5], [3, 13, 23, 32, 43], strict=True))
     assert (peaks["warm"].x, peaks["warm"].y, peaks["a, planned"].y) == (["train", "optimizer"], [2, 12], [60])
-    planned = chart(charts, "Planned parts of each peak, a")
+    planned = chart(charts, "Components of each planned peak, a")
     assert {name: series.y for name, series in planned.items()} == {"activations": [50], "other": [10]}
     seconds = chart(charts, "Seconds of each iteration, warm")
     assert (seconds["train"].y, seconds["optimizer"].y, seconds["other"].y) == ([1] * 3, [2] * 3, [7] * 3)
@@ -145,19 +145,14 @@ def test_a_resumed_runs_memory_is_the_later_one(tmp_path):
     assert train.y == [77] and train.x == pytest.approx([0.6])
 
 
-def test_a_completion_ends_no_script(tmp_path):
+def test_a_completion_ends_no_script_and_the_page_needs_no_network(tmp_path):
     samples = make_samples(2, texts=HOSTILE)
     text = page_of([make_run(tmp_path / "<script>alert(1)<script>", samples=samples)]).read_text()
     assert island_of(text)["rollouts"][0]["samples"] == samples and "window.hacked" in text
-    assert not any(tag in text for tag in ("<script>window", "<img", "<script>alert"))
+    assert not any(tag in text for tag in ("<script>window", "<img", "<script>alert", "<script src"))
+    top = text.partition("<style>")[0]
+    assert "default-src 'none'" in top and not re.search(r"(src|href)=.?(https?:|//)", top)
     assert json.loads(island({"x": "<\u2028"})) == {"x": "<\u2028"} and "<" not in island("<!--<script>")
-
-
-def test_a_page_needs_no_network(tmp_path):
-    page = page_of([make_run(tmp_path / "a")]).read_text()
-    top = page.partition("<style>")[0]
-    assert "default-src 'none'" in top
-    assert not re.search(r"(src|href)=.?(https?:|//)", top) and "<script src" not in page
 
 
 def test_runs_that_are_not_finished_or_empty(tmp_path):
@@ -274,7 +269,7 @@ def test_the_browser_filters_and_finds_completions(chromium, tmp_path):
     assert len(rewards(tab)) == 16
     tab.evaluate("step.value = 1; step.dispatchEvent(new Event('input'))")
     assert (
-        rewards(tab) == [] and tab.inner_text("#list") == "No completion fits."
+        rewards(tab) == [] and tab.inner_text("#list") == "No completion matches."
     )  # all rewards of iteration 1 are equal
     tab.select_option("#filter", "below")
     assert rewards(tab) == []
