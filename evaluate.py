@@ -61,7 +61,7 @@ def answers_as_run(
 ) -> list[list[dict]]:
     """Answers to this process's held-out prompts with a run's precision and lengths -> [greedy ones, sampled ones]."""
     own = limits.processes.part(num_prompts)
-    rows = scoring.task.prompts(settings.eval_split, range(num_prompts)[own])
+    rows = scoring.task.prompts("test", range(num_prompts)[own])
     ids = [
         truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length)
         for row in rows

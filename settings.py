@@ -547,14 +547,11 @@ class SampleSettings:
 class EvaluateSettings(TaskOptions, RewardOptions):
     """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py."""
 
-    usual = """task eval_split data_file num_prompts num_samples temperature max_new_tokens reward_funcs
+    usual = """task data_file num_prompts num_samples temperature max_new_tokens reward_funcs
     samples_file show seed device"""
 
     task: str = option(
         "run", "run: the run's; another one: with the defaults below", choices=("run", *TASKS)
-    )
-    eval_split: str = option(
-        "run", "split; run: the run's, or test for another task", choices=("run", "test", "tune")
     )
     num_prompts: int = option(500, "held-out prompts, at most all", "prompts", minimum=1)
     num_samples: int = option(
@@ -567,7 +564,7 @@ class EvaluateSettings(TaskOptions, RewardOptions):
         0, "longest completion; 0: the run's own, or the task's longest answer", "tokens"
     )
     samples_file: str = option(
-        "", "all completions; empty: evaluation-<task>-<split>.jsonl in the run; none: off"
+        "", "all completions; empty: evaluation-<task>-test.jsonl in the run; none: off"
     )
     show: int = option(0, "print the greedy completions of the first N prompts", "prompts")
     seed: int = option(0, "seed of the sampled completions; 0: the seed of a run's own evaluations")

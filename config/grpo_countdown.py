@@ -3,8 +3,7 @@
 out_dir = "out/grpo_countdown"
 init_from = "config/sft_countdown.py"
 task = "countdown"
-countdown_min_numbers = 3
-countdown_max_numbers = 3
+countdown_numbers = "3"
 countdown_max_number = 9
 countdown_operators = "+-"
 

@@ -1,6 +1,7 @@
 """GRPO on GSM8K from an instruct model: Qwen2.5-0.5B-Instruct, SmolLM2-360M-Instruct, Llama-3.2-1B-Instruct, ...
 
-    python -m data.gsm8k prepare
+    curl --create-dirs --output-dir data/gsm8k --remote-name-all \\
+        https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{train,test}.jsonl
     python grpo.py config/grpo_gsm8k.py --init_from=models/Qwen2.5-0.5B-Instruct
 
 A larger model with LoRA: add --lora_rank=16 --learning_rate=1e-5 --param_dtype=bfloat16. A base model has no chat

@@ -2,8 +2,7 @@
 
 out_dir = "out/sft_countdown"
 task = "countdown"
-countdown_min_numbers = 3
-countdown_max_numbers = 3
+countdown_numbers = "3"
 countdown_max_number = 9
 countdown_operators = "+-"
 demonstration_noise = 0.4

@@ -4,7 +4,7 @@
     rows = task.prompts("train", range(0, 64))
     task.rewards([row["prompt"] for row in rows], completions, answer=[row["answer"] for row in rows])
 
-task.py says what a task is. gym/ runs scorers that execute what they score. Nothing here imports torch.
+task.py says what a task is. Nothing here imports torch.
 Tests: tests/test_data.py.
 """
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from data.addition import Addition, AdditionOptions
 from data.countdown import Countdown, CountdownOptions
 from data.gsm8k import GSM8K
-from data.gym.reasoning_gym import GymOptions, ReasoningGym
 from data.jsonl import Jsonl
+from data.reasoning_gym import GymOptions, ReasoningGym
 from data.rows import FileOptions, FileTask
 from data.task import Task
 from options import SnugError, did_you_mean, option
@@ -51,11 +51,6 @@ class TaskOptions(AdditionOptions, CountdownOptions, FileOptions, GymOptions):
     system_prompt: str = option(
         "", "chat: system message before each prompt; empty: none, or the template's own"
     )
-    eval_split: str = option(
-        "test",
-        "prompts to evaluate; tune: a tenth of the training prompts, not trained on",
-        choices=("test", "tune"),
-    )
     tokenizer: str = option(
         "bytes",
         "bytes (needs no files), gpt2, or a folder with a tokenizer.json. With init_from: that run's or folder's own",
@@ -67,20 +62,22 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
 
     Raises SnugError if the options leave no usable task.
     """
-    name = settings.task
-    if name not in TASKS:
-        raise SnugError(f"task={name!r} is not one of {', '.join(TASKS)}")
-    for option_name, path in (("data_file", settings.data_file), ("test_file", settings.test_file)):
-        if path and not issubclass(TASKS[name], FileTask):
-            raise SnugError(
-                f"{option_name}={path!r} is read by the tasks jsonl and gsm8k, and task is {name!r}"
-            )
-    if settings.system_prompt and not settings.chat:
-        raise SnugError(f"system_prompt={settings.system_prompt!r:.60} is a message; add --chat")
-    task = TASKS[name](settings, demonstrations)
-    if settings.format_reward and not task.has_form:
-        form = f"task={name!r} has no form of answer to reward"
-        raise SnugError(f"format_reward={settings.format_reward}, but {form}; leave it out")
+    task = TASKS[settings.task](settings, demonstrations)
+    reads_files = isinstance(task, FileTask)
+    for name, fits, why in (
+        ("data_file", reads_files, "the tasks jsonl and gsm8k read files"),
+        ("test_file", reads_files, "the tasks jsonl and gsm8k read files"),
+        ("system_prompt", settings.chat, "it is a message; add --chat"),
+        ("format_reward", task.has_form, "its answers have no form to reward; leave it out"),
+        (
+            "demonstration_noise",
+            task.has_noise,
+            "nothing adds errors to its demonstrations; leave it out",
+        ),
+    ):
+        value = getattr(settings, name)
+        if value and not fits:
+            raise SnugError(f"{name}={value!r:.60} does not fit task={settings.task!r}: {why}")
     task.survey()
     return task
 
@@ -92,33 +89,27 @@ def load_reward_function(spec: str) -> Callable:
     An error inside the module keeps its traceback.
     """
     name, _, function_name = spec.partition(":")
-    if not all(part.isidentifier() for part in [*name.split("."), function_name]):
+    if not all(word.isidentifier() for word in [*name.split("."), function_name]):
         raise SnugError(f"reward_funcs={spec!r}: write module:function, such as my_rewards:is_short")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)  # last, so that a file there hides no other module
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that a file there hides no other module
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if f"{name}.".startswith(f"{error.name}."):
-            problem = f"no module {error.name} in {here} or on the Python path"
+            problem = f"no module {error.name} in {folder} or on the Python path"
             raise SnugError(f"reward_funcs={spec!r}: {problem}") from None
         raise  # the module exists, but imports one that does not
     function = getattr(module, function_name, None)
-    if function is None:
-        hint = did_you_mean(function_name, dir(module))
-        raise SnugError(f"reward_funcs={spec!r}: {name} has no {function_name}{hint}")
     if not callable(function):
-        raise SnugError(
-            f"reward_funcs={spec!r}: {function_name} is not a function but {function!r:.40}"
-        )
+        hint = did_you_mean(function_name, dir(module))
+        raise SnugError(f"reward_funcs={spec!r}: {name} has no function {function_name}{hint}")
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # not known of some that are written in C
+    except ValueError:  # Python does not know the signatures of some functions in C
         return function
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        said = f"{function_name} takes no **columns, and the file's columns are passed to it by name"
-        raise SnugError(
-            f"reward_funcs={spec!r}: {said}; write def {function_name}(prompts, completions, **columns)"
-        )
+        advice = f"write def {function_name}(prompts, completions, **columns)"
+        raise SnugError(f"reward_funcs={spec!r}: {function_name} takes no **columns; {advice}")
     return function

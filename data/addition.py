@@ -25,6 +25,7 @@ class AdditionOptions:
 
 class Addition(Task):
     columns = ("answer",)
+    has_noise = True
 
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)

@@ -5,27 +5,22 @@ Completions are untrusted: their length is limited first, they are searched once
     #### 42   #### $1,000.50 a week.   \\boxed{-7\\%}       are numbers: "42", "1000.5", "-7"
     #### 84/2   #### 18 or 19   #### 1,00   #### 4e1      are none
 
-Left out: fractions, exponents, digits other than 0 to 9, decimal commas, numbers in words. Words after the number
-are ignored: 42 thousand is 42. Tests: tests/test_gsm8k.py.
+Words after the number are ignored: 42 thousand is 42. Left out: fractions, exponents, digits other than 0 to 9, decimal
+commas, numbers in words, currencies other than $. Tests: tests/test_gsm8k.py.
 """
 
 import re
 
 MAX_COMPLETION = 200_000  # characters; longer completions have no answer
 MAX_ANSWER = 200  # characters of the line after ####, or inside \boxed{}
-NUMBER = re.compile(
-    r"(?P<sign>[-+\u2212]?)(?:\\?[$€£¥] ?(?P<inner>[-+\u2212]?))?(?!0[xXbBoO])"  # -$5, $-5; \u2212 is a minus sign
-    r"(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?P<fraction>\.[0-9]+|)"  # a comma every three digits, or no comma
+# A run of digits, dots and commas, after a sign that is no operator (3-5) and a dollar. \u2212 is a minus sign.
+RUN = re.compile(
+    r"(?:(?<![0-9A-Za-z_)\]}%+\u2212-])[-+\u2212])?(?:\\?\$ ?)?(?:(?<![A-Za-z.])\.)?[0-9]+(?:[.,][0-9]+)*"
 )
-NUMERAL = re.compile(r"[0-9]+(?:[.,][0-9]+)*")  # the same read backwards
-# A number begins with a sign that is no operator, a decimal point that ends no word, a currency or a digit,
-BEGIN = re.compile(r"(?<![0-9A-Za-z_)\]}%+\u2212-])(?=[-+\u2212])|(?<![A-Za-z.])(?=\.)|(?=[\\$€£¥0-9])")
-WHOLE = re.compile(
-    r"(?<![/^])(?<![0-9][A-Za-z])(?<![0-9][eE][-+\u2212])"
-)  # and not as the end of 1/2, 10^3, 4e1.
-BESIDE_WORDS = set(
-    ".,;:!?%'\"()/*\\{}$€£¥°-"
-)  # may follow a number, like letters and spaces: \%, \text{ apples}
+NUMBER = re.compile(r"([-+\u2212]?)\\?\$? ?([1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.([0-9]+))?")
+# What stands before a run that is only the end of a number: 1/2, 10^3, 4e1, 4e-1
+PART = re.compile(r"(?:[/^]|[0-9][A-Za-z]|[0-9][eE][-+\u2212])\Z")
+BOX = re.compile(r"((?:[^{}]|{[^{}]*})*)}")  # the content of \boxed{}: 42 \text{ apples}
 
 
 def number_after_marker(completion: str) -> str | None:
@@ -40,8 +35,12 @@ def number_after_marker(completion: str) -> str | None:
     if hashes > box:
         text = completion[hashes + 4 :].lstrip().partition("\n")[0].rstrip()
     else:
-        text = in_braces(completion[box + 7 :]) if box >= 0 else None
-    return read_number(text) if text and len(text) <= MAX_ANSWER else None
+        inside = BOX.match(completion, box + 7) if box >= 0 else None
+        text = inside[1].strip() if inside else ""
+    run = RUN.match(text) if len(text) <= MAX_ANSWER else None
+    if not run or any(character.isnumeric() for character in text[run.end() :]):
+        return None
+    return spell(run[0])
 
 
 def last_number(completion: str) -> str | None:
@@ -52,42 +51,25 @@ def last_number(completion: str) -> str | None:
     A sign right before the number belongs to it, but after a digit, a letter or a closing bracket it is an operator.
     If the last digits are only part of a number (1/2, 10^3, 4e1, 5², 1.2.3, 1,00), the text has none.
     """
-    numeral = NUMERAL.search(completion[::-1]) if len(completion) <= MAX_COMPLETION else None
-    if not numeral or len(numeral[0]) > MAX_ANSWER:
+    run = None
+    if len(completion) <= MAX_COMPLETION:
+        run = max(RUN.finditer(completion), key=re.Match.end, default=None)
+    if not run or completion[run.end() : run.end() + 1].isnumeric():
         return None
-    start, end = len(completion) - numeral.end(), len(completion) - numeral.start()
-    for first in range(max(start - 6, 0), start + 1):  # a sign, \$, a space, a sign and a dot are six
-        if BEGIN.match(completion, first) and (number := read_number(completion[first:end])):
-            return (
-                None
-                if not WHOLE.match(completion, first) or completion[end : end + 1].isnumeric()
-                else number
-            )
-    return None
-
-
-def in_braces(text: str) -> str | None:
-    """The text before the closing brace: "4{5}6} 7" -> "4{5}6"; None if there is none in MAX_ANSWER characters."""
-    depth = 1
-    for i, character in enumerate(text[: MAX_ANSWER + 1]):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[:i].strip()
-    return None
-
-
-def read_number(text: str) -> str | None:
-    """ "$1,000.50 a week" -> "1000.5"; None for anything else than a number and then words."""
-    found = NUMBER.match(text)
-    if not found or not found["whole"] + found["fraction"] or (found["sign"] and found["inner"]):
+    if PART.search(completion[max(run.start() - 3, 0) : run.start()]):
         return None
-    rest = text[found.end() :]
-    if not all(c.isspace() or c in BESIDE_WORDS or (c.isalpha() and not c.isnumeric()) for c in rest):
+    return spell(run[0])
+
+
+def spell(run: str) -> str | None:
+    """ "-$1,000.50" -> "-1000.5"; None for 1,00 and 1.2.3."""
+    number = NUMBER.fullmatch(run)
+    if not number or len(run) > MAX_ANSWER:
         return None
-    whole, fraction = found["whole"].replace(",", "").lstrip("0") or "0", found["fraction"].rstrip("0")
-    number = whole + (fraction if fraction != "." else "")
-    negative = (found["sign"] or found["inner"] or "+") != "+" and number != "0"
-    return "-" + number if negative else number
+    sign, whole, fraction = number.groups("")
+    digits = whole.replace(",", "").lstrip("0") or "0"
+    text = f"{digits}.{fraction}".rstrip("0").rstrip(".")
+    return "-" + text if sign in ("-", "\u2212") and text != "0" else text
 
 
 def in_answer_tags(completion: str) -> str | None:

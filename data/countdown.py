@@ -35,9 +35,8 @@ MAX_PARENTHESES = 20  # pairs; bounds the recursion
 
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 NODES = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-EXPRESSION = re.compile(
-    r"[-+*/() ]*[0-9][-+*/()0-9 ]*"
-)  # has the characters of an expression; may still be malformed
+# Has the characters of an expression, but may be malformed
+EXPRESSION = re.compile(r"[-+*/() ]*[0-9][-+*/()0-9 ]*")
 BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}  # operator precedence; a number has 3
 
 
@@ -50,8 +49,7 @@ class CountdownOptions:
         "terse: 3 5 7=22: -> 5*3+7; tags: words -> <answer>5*3+7</answer>",
         choices=("terse", "tags"),
     )
-    countdown_min_numbers: int = option(3, "fewest numbers to combine", minimum=2)
-    countdown_max_numbers: int = option(4, "most numbers to combine", minimum=2, maximum=10)
+    countdown_numbers: str = option("3-4", "how many numbers to combine: 3, or from 3 to 4: 3-4")
     countdown_max_number: int = option(20, "largest number to combine", minimum=2, maximum=MAX_VALUE)
     countdown_max_target: int = option(
         MAX_VALUE, "largest number to reach", minimum=1, maximum=MAX_VALUE
@@ -61,46 +59,40 @@ class CountdownOptions:
 
 class Countdown(Task):
     columns = ("numbers", "target")
+    has_noise = True
 
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
-        self.min_numbers, self.max_numbers = (
-            settings.countdown_min_numbers,
-            settings.countdown_max_numbers,
-        )
-        self.max_number, self.max_target = settings.countdown_max_number, settings.countdown_max_target
-        self.operators, self.has_form = settings.countdown_operators, settings.countdown_form == "tags"
-        if self.min_numbers > self.max_numbers:
-            limit = f"countdown_max_numbers={self.max_numbers}"
-            raise SnugError(f"countdown_min_numbers={self.min_numbers} is above {limit}")
+        self.counts = read_counts(settings.countdown_numbers)
+        self.max_number = settings.countdown_max_number
+        self.max_target = settings.countdown_max_target
+        self.operators = settings.countdown_operators
+        self.has_form = settings.countdown_form == "tags"
         if not self.operators or set(self.operators) - set(ARITHMETIC):
             example = "choose from + - * /, such as --countdown_operators=+-"
             raise SnugError(f"countdown_operators={self.operators!r}: {example}")
 
     def propose(self, rng):
         """{"prompt": "3 5 7=22:", "numbers": [3, 5, 7], "target": 22, "solution": "5*3+7"}, or None (see `join`)."""
-        count = rng.randint(self.min_numbers, self.max_numbers)
-        numbers = [rng.randint(1, self.max_number) for _ in range(count)]
+        numbers = [rng.randint(1, self.max_number) for _ in range(rng.choice(self.counts))]
         value, solution, _ = random_expression(numbers, self.operators, rng)
         if value is None or value > self.max_target:
             return None
-        target = int(value)
-        return dict(
-            prompt=self.prompt_of(numbers, target), numbers=numbers, target=target, solution=solution
-        )
+        prompt = self.prompt_of(numbers, int(value))
+        return dict(prompt=prompt, numbers=numbers, target=int(value), solution=solution)
 
     def prompt_of(self, numbers, target):
         if not self.has_form:
             return " ".join(map(str, numbers)) + f"={target}:"
-        given, first, last = ", ".join(map(str, numbers)), self.operators[0], self.operators[-1]
+        first, last = self.operators[0], self.operators[-1]
         text = (
-            f"Make {target} from the numbers {given}. Write an expression that uses each of them exactly once, with "
-            f"{' '.join(dict.fromkeys(self.operators))} and parentheses. Think in <think> </think> first, then give "
-            f"the expression alone in <answer> </answer>, such as <answer>(1 {first} 2) {last} 3</answer>."
+            f"Make {target} from the numbers {', '.join(map(str, numbers))}. Write an expression that uses each of "
+            f"them exactly once, with {' '.join(dict.fromkeys(self.operators))} and parentheses. Think in <think> "
+            f"</think> first, then give the expression alone in <answer> </answer>, such as <answer>(1 {first} 2) "
+            f"{last} 3</answer>."
         )
-        return (
-            text if self.chat else text + "\n"
-        )  # without messages, a newline separates the answer from the prompt
+        # Without messages a newline separates the answer from the prompt.
+        return text if self.chat else text + "\n"
 
     def identity(self, row):
         return f"{sorted(row['numbers'])}={row['target']}"
@@ -110,17 +102,18 @@ class Countdown(Task):
 
         A model that imitates this can find most solutions, but its most likely answer is often the lazy, wrong one.
         """
-        lazy = rng.random() < self.demonstration_noise
-        return self.in_form(
-            self.operators[0].join(map(str, row["numbers"])) if lazy else row["solution"]
-        )
+        if rng.random() < self.demonstration_noise:
+            return self.in_form(self.operators[0].join(map(str, row["numbers"])))
+        return self.in_form(row["solution"])
 
     def in_form(self, expression):
         return f"<answer>{expression}</answer>" if self.has_form else expression
 
     def expression_in(self, completion):
-        """The part of a completion that must be the expression; "" if the tags are missing."""
-        return in_answer_tags(completion) or "" if self.has_form else completion
+        """The text of a completion that must be the expression; "" if the tags are missing."""
+        if not self.has_form:
+            return completion
+        return in_answer_tags(completion) or ""
 
     def is_right(self, completion, numbers, target):
         try:
@@ -136,14 +129,22 @@ class Countdown(Task):
         return text.replace(" ", "")
 
     def longest_prompt(self):
-        return self.prompt_of([self.max_number] * self.max_numbers, self.max_target)
+        return self.prompt_of([self.max_number] * self.counts[-1], self.max_target)
 
     def longest_answer(self):
         """20-(20-(20-20)): every operation but the outermost may need parentheses."""
-        pairs = self.max_numbers - 2
-        return self.in_form(
-            f"{self.max_number}-(" * pairs + f"{self.max_number}-{self.max_number}" + ")" * pairs
-        )
+        pairs, number = self.counts[-1] - 2, self.max_number
+        return self.in_form(f"{number}-(" * pairs + f"{number}-{number}" + ")" * pairs)
+
+
+def read_counts(text: str) -> range:
+    """ "3-4" -> range(3, 5). Raises SnugError."""
+    first, _, last = text.partition("-")
+    if (first + last).isdecimal() and 2 <= int(first or 0) <= int(last or first) <= 10:
+        return range(int(first), int(last or first) + 1)
+    raise SnugError(
+        f"countdown_numbers={text!r}: write a number from 2 to 10, such as 3, or a range, such as 3-4"
+    )
 
 
 class Expression(NamedTuple):
@@ -153,32 +154,32 @@ class Expression(NamedTuple):
 
 
 def random_expression(numbers, operators, rng) -> Expression:
-    """Joins two random parts until one expression over all numbers is left."""
-    parts = [Expression(Fraction(number), str(number), 3) for number in numbers]
-    while len(parts) > 1:
-        a, b = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
-        parts.append(join(a, rng.choice(operators), b))
-    return parts[0]
+    """Joins two random expressions until one expression over all numbers is left."""
+    left = [Expression(Fraction(number), str(number), 3) for number in numbers]
+    while len(left) > 1:
+        a, b = (left.pop(rng.randrange(len(left))) for _ in range(2))
+        left.append(join(a, rng.choice(operators), b))
+    return left[0]
 
 
 def join(a: Expression, symbol: str, b: Expression) -> Expression:
     """7, "-", 3*5 -> 3*5-7: the larger value comes first, so that fewer differences are negative and rejected."""
-    value = None
+    value, binding = None, BINDING[symbol]
     if a.value is not None and b.value is not None:
-        a, b = (b, a) if b.value > a.value else (a, b)
+        if b.value > a.value:
+            a, b = b, a
         value = ARITHMETIC[symbol](a.value, b.value)
-        value = value if value.denominator == 1 and 1 <= value <= MAX_VALUE else None
-    binding = BINDING[symbol]
+        if value.denominator != 1 or not 1 <= value <= MAX_VALUE:
+            value = None
     left = f"({a.text})" if a.binding < binding else a.text
     # a-(b+c) and a/(b*c) need the parentheses; a+(b-c) and a*(b/c) do not
-    right = (
-        f"({b.text})" if b.binding < binding or (b.binding == binding and symbol in "-/") else b.text
-    )
+    needed = b.binding < binding or (b.binding == binding and symbol in "-/")
+    right = f"({b.text})" if needed else b.text
     return Expression(value, left + symbol + right, binding)
 
 
 class Refused(Exception):
-    """The text is not an expression over the given numbers."""
+    """The text is not an expression over the row's numbers."""
 
 
 def evaluate(text: str, numbers: list[int], operators: str) -> Fraction:
@@ -189,16 +190,16 @@ def evaluate(text: str, numbers: list[int], operators: str) -> Fraction:
     >>> evaluate("(3 + 5) / 7", [3, 5, 7], "+-*/")
     Fraction(8, 7)
 
-    The cost is bounded first: at most MAX_CHARS characters and MAX_PARENTHESES pairs, and no arithmetic before
-    the numbers are known to be the given ones.
+    The cost is bounded first: at most MAX_CHARS characters and MAX_PARENTHESES pairs, and no arithmetic before the
+    text is known to have `numbers`.
     """
     if len(text) > MAX_CHARS or text.count("(") > MAX_PARENTHESES:
         raise Refused("too long")
     tokens = re.findall(r"[0-9]+|[-+*/()]", text)
     if "".join(tokens) != text.replace(" ", ""):
-        raise Refused("a character that does not belong here")
+        raise Refused("a character that is not in an expression")
     if sorted(token for token in tokens if token.isdigit()) != sorted(map(str, numbers)):
-        raise Refused("other numbers than the given ones, each once")
+        raise Refused("other numbers, or one of them twice")
     if not set(tokens) & set(ARITHMETIC) <= set(operators):
         raise Refused("an operator that is not allowed")
     try:

@@ -4,7 +4,7 @@
     {"prompt": "What is the capital of France?", "answer": "Paris", "demonstration": "It is Paris."}
     {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}], "answer": 4}
 
-prompt: text, or messages, which are written in the tokenizer's chat template; one of the two in the whole file.
+prompt: text, or messages, which the tokenizer's chat template writes; one of the two in all rows.
 answer: text, a number or a boolean. The task's own reward is 1 if the completion is exactly that text (true, false).
 With a number (5, not "5") it is 1 if the last number in the completion equals it: "29 + 21 = 50." is right for 50.
 data/answers.py says what a number is. Leave the answer out if reward_funcs score. demonstration: what train_sft.py
@@ -30,14 +30,12 @@ class Jsonl(FileTask):
 
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
-        columns = self.rows["train"][0].keys()
-        self.scored = "answer" in columns
+        rows = self.rows["train"] + self.rows["test"]
+        self.scored = "answer" in rows[0]
         self.columns = ("answer",) if self.scored else ()
-        self.only_numbers = all(
-            type(row.get("answer")) in NUMBERS for rows in self.rows.values() for row in rows
-        )
-        if demonstrations and not columns & {"answer", "demonstration"}:
-            missing = "no column demonstration, nor answer, to learn from"
+        self.only_numbers = all(type(row.get("answer")) in NUMBERS for row in rows)
+        if demonstrations and not self.scored and "demonstration" not in rows[0]:
+            missing = "no column demonstration and no column answer to learn"
             raise SnugError(f"data_file={settings.data_file} has {missing}; add one")
 
     def read(self, path, like=None):
@@ -45,11 +43,9 @@ class Jsonl(FileTask):
 
     def identity(self, row):
         prompt = row["prompt"]
-        return (
-            prompt
-            if isinstance(prompt, str)
-            else json.dumps([[m["role"], m["content"]] for m in prompt])
-        )
+        if isinstance(prompt, str):
+            return prompt
+        return json.dumps([[message["role"], message["content"]] for message in prompt])
 
     def demonstration(self, row, rng):
         return row["demonstration"] if "demonstration" in row else text_of(row.get("answer", ""))
@@ -57,11 +53,10 @@ class Jsonl(FileTask):
     def answer_of(self, completion):
         return last_number(completion) if self.only_numbers else super().answer_of(completion)
 
-    def is_right(self, completion, answer=None):
+    def is_right(self, completion, answer):
         if type(answer) in NUMBERS:
-            number = last_number(completion)
-            return number is not None and number == last_number(text_of(answer))
-        return answer is not None and completion.strip() == text_of(answer).strip()
+            return last_number(completion) == last_number(text_of(answer))
+        return completion.strip() == text_of(answer).strip()
 
 
 def text_of(answer):
@@ -81,19 +76,16 @@ def check_row(row, like):
         raise ValueError(f"answer must be text, a number or a boolean, not {row['answer']!r:.40}")
     if type(row.get("answer")) in NUMBERS and last_number(text_of(row["answer"])) is None:
         raise ValueError(
-            f"answer {row['answer']!r:.40} is no number of {MAX_ANSWER} digits or fewer; write it as text"
+            f"answer {row['answer']!r:.40} has more than {MAX_ANSWER} digits; write it as text"
         )
     if not isinstance(row.get("demonstration", ""), str):
         raise ValueError(f"demonstration must be text, not {row['demonstration']!r:.40}")
     if row.keys() != like.keys():
-        differences = [f"no {name}" for name in sorted(like.keys() - row.keys())]
-        differences += [f"also {name}" for name in sorted(row.keys() - like.keys())]
-        raise ValueError(f"other columns than the rows before: {', '.join(differences)}")
-    if isinstance(row["prompt"], str) != isinstance(like["prompt"], str):
-        kinds = ("text", "messages") if isinstance(row["prompt"], str) else ("messages", "text")
         raise ValueError(
-            "a prompt of {} where the rows before have {}; use one of the two".format(*kinds)
+            f"has the columns {', '.join(row)}, and the rows before have {', '.join(like)}"
         )
+    if type(row["prompt"]) is not type(like["prompt"]):
+        raise ValueError("some prompts are text and some are messages; use one of the two")
     for name in RESERVED & row.keys():
         raise ValueError(
             f"the column {name} has the name of an argument of reward functions; rename it"
@@ -113,5 +105,5 @@ def check_prompt(prompt):
             )
     if prompt[-1]["role"] == "assistant":
         raise ValueError(
-            "the last message is the assistant's, which the model has to write; move it to demonstration"
+            "the last message is the assistant's; the model writes it: move it to demonstration"
         )

@@ -16,8 +16,6 @@ from pathlib import Path
 from data.task import Task, split_of
 from options import SnugError, option
 
-SHOWN = 5  # bad rows that an error names; it counts the rest
-
 
 @dataclass
 class FileOptions:
@@ -40,57 +38,57 @@ class FileTask(Task):
 
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
-        task, path, noise = settings.task, settings.data_file, settings.demonstration_noise
+        path = settings.data_file
         if not path:
-            raise SnugError(f"task={task!r} reads data_file: {self.wanted}")
-        if noise:
-            source = "takes its demonstrations from the file"
-            raise SnugError(f"demonstration_noise={noise}: task={task!r} {source}; leave it out")
-        rows = self.read(path)
-        tests = self.read(settings.test_file, rows[0]) if settings.test_file else []
-        shared = {self.identity(row) for row in rows} & {self.identity(row) for row in tests}
+            raise SnugError(f"task={settings.task!r} needs data_file: {self.wanted}")
+        self.rows = {"train": [], "test": []}
+        if settings.test_file:
+            self.rows["train"] = self.read(path)
+            self.rows["test"] = self.read(settings.test_file, self.rows["train"][0])
+            self.refuse_shared(settings.test_file)
+        else:
+            for row in self.read(path):
+                self.rows[split_of(self.identity(row))].append(row)
+        for split, rows in self.rows.items():
+            if not rows:
+                raise SnugError(f"data_file={path}: no row is in the {split} split; name a test_file")
+        self.epoch = None  # the number of the epoch that `order` is for
+        self.order = []
+        self.bounds = None  # result of `longest`
+
+    def refuse_shared(self, test_file: str):
+        """Raises SnugError if a training prompt is in test_file."""
+        train, test = ({self.identity(row) for row in rows} for rows in self.rows.values())
+        shared = train & test
         if shared:
             example = f"{len(shared)} prompts of data_file, such as {min(shared)!r:.60}"
-            raise SnugError(f"test_file={settings.test_file} has {example}; remove them")
-        self.rows = {"test": tests, "tune": [], "train": []}
-        for row in rows:
-            split = split_of(self.identity(row))
-            held_out = split in self.splits and not (split == "test" and settings.test_file)
-            self.rows[split if held_out else "train"].append(row)
-        for split in self.splits:
-            if not self.rows[split]:
-                remedy = "leave out eval_split=tune" if split == "tune" else "name a test_file"
-                raise SnugError(
-                    f"data_file={path}: none of its {len(rows)} rows is in the {split} split; {remedy}"
-                )
-        self.epoch, self.order = (
-            None,
-            [],
-        )  # number of the last epoch asked for, and the order of its rows
-        self.bounds = None  # result of `longest`
+            raise SnugError(f"test_file={test_file} has {example}; remove them")
 
     def row(self, split, number):
         """Training rows come epoch by epoch, each in another order; test rows in the file's order, again and again."""
-        epoch, place = divmod(number, len(self.rows[split]))
+        rows = self.rows[split]
+        epoch, place = divmod(number, len(rows))
         if split == "train":
             if self.epoch != epoch:
-                self.epoch, self.order = epoch, list(range(len(self.rows[split])))
+                self.epoch = epoch
+                self.order = list(range(len(rows)))
                 random.Random(f"{self.seed} {epoch}").shuffle(self.order)
             place = self.order[place]
-        return self.rows[split][place]
+        return rows[place]
 
     def size(self, split):
         return len(self.rows[split])
 
     def longest(self, encode):
         if self.bounds is None:  # a run has one tokenizer
-            rows = [row for split in self.rows.values() for row in split]
-            prompts = max(len(encode(self.asked(row["prompt"]))) for row in rows)
-            self.bounds = prompts, max(len(encode(self.demonstration(row, None))) for row in rows)
+            rows = self.rows["train"] + self.rows["test"]
+            prompt = max(len(encode(self.as_prompt(row["prompt"]))) for row in rows)
+            answer = max(len(encode(self.demonstration(row, None))) for row in rows)
+            self.bounds = prompt, answer
         return self.bounds
 
     def fingerprint(self):
-        text = json.dumps([self.rows[split] for split in self.splits], sort_keys=True)
+        text = json.dumps([self.rows["train"], self.rows["test"]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def survey(self):
@@ -98,31 +96,25 @@ class FileTask(Task):
 
 
 def read_lines(path: str, check_row: Callable, like=None, remedy: str = "") -> list:
-    """A file of JSON lines -> its values, at least one. Raises SnugError that names the bad lines.
+    """A file of JSON lines -> its values, at least one. Raises SnugError that names the first bad line.
 
-    check_row(value, first): raises ValueError if a line's value is wrong; first: `like` or the file's first good value.
-    remedy: what to do if there is no such file.
+    check_row(value, like): raises ValueError if a line's value is wrong. like: without it, the file's first value.
+    remedy: what to do if the file cannot be read.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
-        remedy = f"; {remedy}" if remedy and isinstance(error, FileNotFoundError) else ""
         raise SnugError(f"{path}: cannot be read ({error.strerror}){remedy}") from None
-    rows, bad = [], []
+    rows = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_line(line)
-            check_row(row, like or row)
-        except ValueError as error:
-            bad.append(f"{path}:{number}: {error}")
-        else:
+        if line.strip():
+            try:
+                row = parse_line(line)
+                like = like or row
+                check_row(row, like)
+            except ValueError as error:
+                raise SnugError(f"{path}:{number}: {error}") from None
             rows.append(row)
-            like = like or row
-    if bad:
-        more = f"; and {len(bad) - SHOWN} more bad rows" if len(bad) > SHOWN else ""
-        raise SnugError("; ".join(bad[:SHOWN]) + more)
     if not rows:
         raise SnugError(f"{path}: has no rows")
     return rows
@@ -138,14 +130,12 @@ def parse_line(line: bytes):
     return row
 
 
-def has_texts(value, names: set[str]) -> bool:
-    """Is it an object with exactly these names, each a text?"""
-    return (
-        isinstance(value, dict)
-        and set(value) == names
-        and all(isinstance(text, str) for text in value.values())
-    )
-
-
 def refuse_constant(name):
     raise ValueError(f"{name} is no JSON")
+
+
+def has_texts(value, names: set[str]) -> bool:
+    """Is it an object with exactly these names, each a text?"""
+    if not isinstance(value, dict) or set(value) != names:
+        return False
+    return all(isinstance(text, str) for text in value.values())

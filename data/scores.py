@@ -116,7 +116,7 @@ def table(head: dict) -> list[str]:
     """The first line of a file of samples -> lines for people: name, value, 95 % interval, remark."""
     asked = head["settings"]
     n, P = asked["num_samples"] if asked["temperature"] else 0, asked["num_prompts"]
-    title = f"{head['checkpoint']}: {asked['task']}, {P} prompts of the {asked['eval_split']} split"
+    title = f"{head['checkpoint']}: {asked['task']}, {P} prompts of the test split"
     title += f" ({head['different_prompts']} different)" if head["different_prompts"] < P else ""
     title += (
         f", {n} {'sample' if n == 1 else 'samples'} each at temperature {asked['temperature']:g}"

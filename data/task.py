@@ -1,8 +1,7 @@
 """What a task is: prompts, demonstrations, and which completions are right.
 
 Row 17 of a split is computed from the number 17 (jsonl, gsm8k: looked up); nothing is downloaded or remembered.
-A hash of the problem decides its split, so no training prompt is a test prompt, whatever the seed. "tune" is a tenth of
-the training problems: with eval_split=tune a run is evaluated on them, to choose settings, and does not train on them.
+A hash of the problem decides its split, so no training prompt is a test prompt, whatever the seed.
 
     task = make_task(settings)
     rows = task.prompts("train", range(0, 64))
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterable
 
 from options import SnugError
 
-TEST_SHARE = 10  # one problem in 10 is a test problem, and one in 10 a tune problem
+TEST_SHARE = 10  # one problem in 10 is a test problem
 MAX_PROPOSALS = 20_000  # to find one row
 MARGIN = 16  # tokens, see `longest`
 
@@ -31,19 +30,16 @@ class Task:
 
     columns: tuple[str, ...] = ()  # columns of a row that `is_right` takes, in its order
     scored = True  # can the task say whether a completion is right?
-    has_form = (
-        False  # must an answer have a form, such as <answer> tags, that can be rewarded separately?
-    )
+    has_noise = False  # do demonstrations err with probability demonstration_noise?
+    has_form = False  # has an answer a form, such as <answer> tags, that can be rewarded separately?
 
     def __init__(self, settings, demonstrations: bool = False):
         """settings: TaskOptions with a `seed`. demonstrations=True: every row must have a demonstration."""
         self.seed = settings.seed
-        self.splits = ("train", "test", "tune") if settings.eval_split == "tune" else ("train", "test")
-        self.demonstration_noise, self.format_reward = (
-            settings.demonstration_noise,
-            settings.format_reward,
-        )
-        self.chat, self.system_prompt = settings.chat, settings.system_prompt
+        self.demonstration_noise = settings.demonstration_noise
+        self.format_reward = settings.format_reward
+        self.chat = settings.chat
+        self.system_prompt = settings.system_prompt
 
     # A subclass defines these
 
@@ -89,57 +85,51 @@ class Task:
     # Callers use these
 
     def longest(self, encode: Callable) -> tuple[int, int]:
-        """-> upper bounds of (tokens of a prompt, tokens of a demonstration). encode: text or messages -> ids.
+        """-> (most tokens of a prompt, most tokens of a demonstration): upper bounds. encode: text or messages -> ids.
 
-        Bytes bound tokens. With chat: plus the tokens that the template adds to the content "x". Another content may
-        split the template's text beside it ("user\\n", " [/INST]") differently. That text has fewer than MARGIN bytes
-        up to the next special token, so fewer than MARGIN tokens. Tasks that know all their texts encode them instead.
+        No token has less than a byte, so bytes bound tokens. With chat the template adds tokens: as many as to the
+        content "x", and fewer than MARGIN more. For another content may split the template's text beside it ("user\\n",
+        " [/INST]") differently, and that text has fewer than MARGIN bytes up to the next special token.
         """
         prompt, answer = len(self.longest_prompt().encode()), len(self.longest_answer().encode())
         if self.chat:
-            prompt += len(encode(self.asked("x"))) + MARGIN
+            prompt += len(encode(self.as_prompt("x"))) + MARGIN
         return prompt, answer
 
     def prompts(self, split: str, index: Iterable[int]) -> list[dict]:
-        """Rows number `index` of "train", "tune" or "test", each with its "prompt".
+        """Rows number `index` of the split "train" or "test", each with its "prompt". Rows may repeat.
 
-        A row depends on the task's options, the split and its number; a train row also on settings.seed. So runs with
-        different seeds train on different problems and are evaluated on the same ones. Rows may repeat.
+        A row depends on the task's options, the split and its number; a training row also on settings.seed. So runs
+        with different seeds train on different problems and are evaluated on the same ones.
         """
         rows = [self.row(split, int(number)) for number in index]
-        return [row | {"prompt": self.asked(row["prompt"])} for row in rows]
+        return [row | {"prompt": self.as_prompt(row["prompt"])} for row in rows]
 
-    def asked(self, prompt):
+    def as_prompt(self, prompt: str | list[dict]) -> str | list[dict]:
         """A row's prompt as the model gets it: text, unless settings.chat is on or it is messages already."""
-        return (
-            as_messages(prompt, self.system_prompt)
-            if self.chat or not isinstance(prompt, str)
-            else prompt
-        )
+        if self.chat or not isinstance(prompt, str):
+            return as_messages(prompt, self.system_prompt)
+        return prompt
 
     def row(self, split: str, number: int) -> dict:
-        stream = {"train": f"train {self.seed}", "tune": "tune", "test": "test"}[split]
+        stream = {"train": f"train {self.seed}", "test": "test"}[split]
         rng = random.Random(f"{type(self).__name__} {stream} {number}")
         for _ in range(MAX_PROPOSALS):
             row = self.propose(rng)
-            if row and self.belongs(row, split):
+            if row and split_of(self.identity(row)) == split:
                 return row
         name = type(self).__name__.lower()
         raise SnugError(
             f"task {name}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options"
         )
 
-    def belongs(self, row: dict, split: str) -> bool:
-        found = split_of(self.identity(row))
-        return found == split or (split == "train" and found not in self.splits)
-
     def reward_functions(self) -> list[tuple[Callable, float]]:
-        """The reward without reward_funcs: [(function, weight)], called as `rewards`; the first gives 1 if right."""
+        """The reward without reward_funcs: [(function, weight)], called as `rewards`; the first gives 1 if right.
+
+        The log has them under their names: reward/correct, reward/formatted.
+        """
         if self.has_form:
-            return [
-                (self.correct, 1.0),
-                (self.formatted, self.format_reward),
-            ]  # logged as reward/correct, ...
+            return [(self.correct, 1.0), (self.formatted, self.format_reward)]
         return [(self.rewards, 1.0)]
 
     def rewards(self, prompts: list, completions: list[str], **columns: list) -> list[float]:
@@ -149,11 +139,8 @@ class Task:
         Column `stopped`: which completions ended with the stop token (missing: all). Unknown columns are ignored.
         """
         stopped = columns.get("stopped", [True] * len(completions))
-        known = [columns[name] for name in self.columns]
-        return [
-            float(bool(ended) and self.is_right(completion, *values))
-            for completion, ended, *values in zip(completions, stopped, *known, strict=True)
-        ]
+        values = zip(completions, stopped, *(columns[name] for name in self.columns), strict=True)
+        return [float(bool(ended) and self.is_right(text, *answer)) for text, ended, *answer in values]
 
     def correct(self, prompts, completions, **columns):
         return self.rewards(prompts, completions, **columns)
@@ -161,18 +148,18 @@ class Task:
     def formatted(self, prompts, completions, **columns):
         """1.0 for each completion that stopped and gives an answer in the right form, right or wrong; else 0.0."""
         stopped = columns.get("stopped", [True] * len(completions))
-        both = zip(completions, stopped, strict=True)
-        return [float(bool(ended) and self.answer_of(text) is not None) for text, ended in both]
+        pairs = zip(completions, stopped, strict=True)
+        return [float(bool(ended) and self.answer_of(text) is not None) for text, ended in pairs]
 
     def survey(self) -> None:
         """Raises SnugError if the options leave a split empty. Called once, before anything else."""
-        for split in self.splits:
+        for split in ("train", "test"):
             self.row(split, 0)
 
 
 def split_of(identity: str) -> str:
-    """-> "train", "tune" or "test", by the text's CRC-32, which unlike hash() is the same in every process."""
-    return {0: "test", 1: "tune"}.get(zlib.crc32(identity.encode()) % TEST_SHARE, "train")
+    """-> "train" or "test", by the text's CRC-32, which unlike hash() is the same in every process."""
+    return "test" if zlib.crc32(identity.encode()) % TEST_SHARE == 0 else "train"
 
 
 def as_messages(prompt: str | list[dict], system_prompt: str = "") -> list[dict]:

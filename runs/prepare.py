@@ -27,9 +27,7 @@ from settings import GRPOSettings, ModelOptions, RewardOptions, SFTSettings, Tas
 from tokenizer import Tokenizer, get_tokenizer
 
 SHAPE = [f.name for f in fields(ModelOptions)]
-PROBLEM = [
-    f.name for f in fields(TaskOptions) if f.name not in ("tokenizer", "gym_timeout", "gym_memory_mb")
-]
+PROBLEM = [f.name for f in fields(TaskOptions) if f.name != "tokenizer"]
 ADAPTERS = ["lora_rank", "lora_alpha", "lora_target_modules"]
 
 
@@ -71,7 +69,7 @@ def prepare(
     config = settings.init_from if grpo and settings.init_from.endswith(".py") else ""
     if config:
         settings = replace(settings, init_from=read_settings(SFTSettings, [config])[0].out_dir)
-    held_out = task.size(settings.eval_split)
+    held_out = task.size("test")
     if held_out and held_out < settings.eval_prompts:  # none twice
         settings = replace(settings, eval_prompts=held_out)
     refuse_places(settings)
@@ -158,20 +156,14 @@ def find_origin(settings, resume: Checkpoint | None, config: str, read_tensors: 
     if config and not checkpoints(init_from):
         return None, prepare_warm_start(settings, config, read_tensors)
     origin = find_run(init_from, read_tensors)
-    before = settings_of(origin.state)
-    if config and origin.state["iteration"] < before.max_iters:
+    if config and origin.state["iteration"] < settings_of(origin.state).max_iters:
         return None, prepare_warm_start(settings, config, read_tensors)
-    same_task = before.task == settings.task
-    if not resume and same_task and settings.eval_split == "tune" != before.eval_split:
-        raise SnugError(
-            f"eval_split=tune, but init_from={init_from} was trained on its prompts; make it with --eval_split=tune too"
-        )
     return origin, None
 
 
 def prepare_warm_start(settings: GRPOSettings, config: str, read_tensors: bool) -> Prepared:
     """The SFT run of this config, with this run's seed and device; resumed if it was stopped. Raises SnugError."""
-    names = ["seed", "device", "parallel", "eval_split"]
+    names = ["seed", "device", "parallel"]
     if settings.memory_budget_gb:
         names.append("memory_budget_gb")
     words = [f"--{name}={getattr(settings, name)}" for name in names]

@@ -43,13 +43,9 @@ def prepare_questions(settings: EvaluateSettings, given: set[str], folder: str |
         missing = f"task={asked.task!r} of {folder}: its data_file has no column answer to score completions by"
         raise SnugError(f"{missing}; add it, or --reward_funcs=my_rewards:is_short")
     place = path if is_pretrained(path) else path.parent
-    file = samples_file(
-        settings.samples_file, place / f"evaluation-{asked.task}-{asked.eval_split}.jsonl"
-    )
-    settings.num_prompts = min(
-        settings.num_prompts, task.size(asked.eval_split) or settings.num_prompts
-    )
-    rows = task.prompts(asked.eval_split, range(settings.num_prompts))
+    file = samples_file(settings.samples_file, place / f"evaluation-{asked.task}-test.jsonl")
+    settings.num_prompts = min(settings.num_prompts, task.size("test") or settings.num_prompts)
+    rows = task.prompts("test", range(settings.num_prompts))
     scoring = Scoring(task, functions, weights, rewards, asked.sequences_per_rollout)
     return Questions(asked, scoring, rows, file, checkpoint)
 
@@ -64,10 +60,8 @@ def settings_asked(
     changes = {} if own else asdict(TaskOptions()) | dict(task=settings.task, tokenizer=run.tokenizer)
     if not own and isinstance(run, GRPOSettings):
         changes |= dict(max_new_tokens=0, max_prompt_length=0)
-    options = given & (fields(TaskOptions).keys() - {"task", "eval_split", "tokenizer"})
+    options = given & (fields(TaskOptions).keys() - {"task", "tokenizer"})
     changes |= {name: getattr(settings, name) for name in options}
-    if settings.eval_split != "run":
-        changes["eval_split"] = settings.eval_split
     asked = replace(run, **changes)
     if own:
         refuse_training_data(asked, given, run, folder)
@@ -92,10 +86,6 @@ def rewards_asked(
 
 def refuse_training_data(asked, given: set[str], run, folder: str | Path):
     """Raises SnugError if the run was trained on the prompts to evaluate."""
-    if asked.eval_split == "tune" and run.eval_split != "tune":
-        raise SnugError(
-            f"{folder} was trained on the tune split; only runs with eval_split=tune leave it out"
-        )
     asked_file = asked.test_file or asked.data_file
     if run.test_file and asked_file and Path(asked_file).resolve() == Path(run.data_file).resolve():
         seen = f"{folder} was trained on all of data_file={run.data_file}"

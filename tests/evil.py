@@ -1,47 +1,62 @@
-"""A target for data/gym/sandbox.py whose scorer executes whatever it is given, and whose keeper can be told to misbehave."""
+"""A target of a Sandbox that executes whatever it gets, and whose keeper can be told to misbehave."""
 
 import os
 import sys
 import time
 
+from options import SnugError
+
 
 class Evil:
     def __init__(self, wrong=""):
         if wrong:
-            raise ValueError(wrong)
-        self.state = []
+            raise SnugError(wrong)
+        self.texts = []
 
-    def make(self, item):
-        """What an item says that the keeper should do, where nothing is confined."""
-        if item == "pid":
-            return os.getpid()
-        if item == "environment":
-            return dict(os.environ)
-        if item == "streams":
-            return [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
-        if item == "modules":
-            return sorted(sys.modules)
-        if item == "sleep":
-            time.sleep(1000)
-        if item == "exit":
-            os._exit(3)
-        if item == "long":
-            return "x" * 2**23
-        if item == "print":
-            print('{"id": 1, "value": 1.0}', flush=True)
+    # what a keeper does, unconfined
+
+    def echo(self, item):
         return item
 
-    def prepare(self, item):
-        return item
+    def pid(self):
+        return os.getpid()
 
-    def score(self, prepared, answer):
-        if prepared == "exec":  # the answer may set its score
-            names = {"score": 0.0}
-            exec(answer, names)
-            return names["score"]
-        if prepared == "eval":
-            return eval(answer) == 4
-        if prepared == "number":
-            return float(answer)
-        self.state.append(answer)
-        return len(self.state) if prepared == "count" else answer == "4"
+    def environment(self):
+        return dict(os.environ)
+
+    def streams(self):
+        return [os.readlink(f"/proc/self/fd/{file}") for file in range(3)]
+
+    def modules(self):
+        return sorted(sys.modules)
+
+    def sleep(self):
+        time.sleep(1000)
+
+    def exit(self):
+        os._exit(3)
+
+    # what a worker does
+
+    def plain(self, text):
+        self.texts.append(text)
+        return text == "4"
+
+    def count(self, text):
+        self.texts.append(text)
+        return len(self.texts)
+
+    def number(self, text):
+        return float(text)
+
+    def evaluate(self, text):
+        return eval(text)
+
+    def execute(self, text):
+        """Returns the variable `result`, which the text may set."""
+        names = {"result": None}
+        exec(text, names)
+        return names["result"]
+
+    def any(self, kind, text):
+        return getattr(self, kind)(text)

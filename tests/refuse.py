@@ -30,7 +30,7 @@ BOTH = [  # words, the option that has to be named, values of {n}
     ("--activation_offload --logits_chunk_mb={n}", "activation_offload", [1, 99]),
     ("--param_dtype=bfloat16 --seed={n}", "param_dtype", [3]),
     ("--memory_budget_gb={n}", "memory_budget_gb", ["-1", "0", "much", "nan", "inf", "8GB"]),
-    ("--task=countdown --countdown_min_numbers={n} --countdown_max_numbers=3", "countdown_min_numbers", [4, 9]),
+    ("--task=countdown --countdown_numbers={n}", "countdown_numbers", [1, 11, "4-3"]),
     ("--task=countdown --countdown_operators={n}", "countdown_operators", ["", "%", "+-^", "plus"]),
     ("--task=countdown --countdown_max_number={n} --countdown_max_target=1 --countdown_operators=/", "countdown", [2]),
     ("--report_to={n}", "report_to", ["mlflow", "tensorbord", "wandb,none"]),

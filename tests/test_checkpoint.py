@@ -309,11 +309,11 @@ def test_a_checkpoint_of_an_older_version_resumes(tmp_path):
     train_sft.main(prepare(sft))
     path = checkpoint.newest(sft.out_dir)
     state = json.loads((path / "state.json").read_text())
-    del state["settings"]["eval_split"]
+    del state["settings"]["test_file"]
     state["settings"] |= dict(cuda_allocator="expandable", kv_cache_mb=3)
     (path / "state.json").write_text(json.dumps(state))
     checkpoint.seal(path)
-    assert loading.load_run(sft.out_dir).settings.eval_split == "test"
+    assert loading.load_run(sft.out_dir).settings.test_file == ""
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=5)))
     assert [record["iter"] for record in read_log(sft.out_dir)] == [0, 1, 2, 3, 4]
 

@@ -17,7 +17,7 @@ from data.countdown import ARITHMETIC, Refused, evaluate
 
 
 def test_countdown_rows():
-    task = task_of(task="countdown", countdown_min_numbers=3, countdown_max_numbers=5, countdown_max_number=12)
+    task = task_of(task="countdown", countdown_numbers="3-5", countdown_max_number=12)
     rows = task.prompts("train", range(2000))
     assert {len(row["numbers"]) for row in rows} == {3, 4, 5}
     assert {number for row in rows for number in row["numbers"]} == set(range(1, 13))
@@ -126,14 +126,12 @@ def test_countdown_in_words():
     task = task_of(**FIELD, countdown_operators="+-")
     for row in task.prompts("train", range(500)):
         assert 2 < len(row["numbers"]) < 5 and set(row["numbers"]) <= set(range(1, 100)) and 1 <= row["target"] <= 99
-        assert row["prompt"].startswith(
-            f"Make {row['target']} from the numbers {', '.join(map(str, row['numbers']))}. "
-        )
+        numbers = ", ".join(map(str, row["numbers"]))
+        assert row["prompt"].startswith(f"Make {row['target']} from the numbers {numbers}. ")
         assert " + - and parentheses" in row["prompt"] and "<answer>(1 + 2) - 3</answer>" in row["prompt"]
         assert task.demonstration(row, random.Random(0)) == f"<answer>{row['solution']}</answer>"
-    terse = task_of(
-        **FIELD | dict(countdown_form="terse"), countdown_operators="+-"
-    )  # the same problems, and the same split
+    # the same problems, and the same split
+    terse = task_of(**FIELD | dict(countdown_form="terse"), countdown_operators="+-")
     for one, other in zip(terse.prompts("test", range(50)), task.prompts("test", range(50)), strict=True):
         assert {**one, "prompt": 0} == {**other, "prompt": 0}
 
@@ -166,19 +164,15 @@ def test_the_answer_of_a_completion(options, completion, answer):
 
 def test_countdown_uses_each_number_once_even_twins():
     task = task_of(task="countdown")
-    assert task.rewards([""] * 3, ["4*4+1", "4+1", "4*4*1"], numbers=[[4, 1, 4]] * 3, target=[17, 5, 17]) == [
-        1.0,
-        0.0,
-        0.0,
-    ]
+    columns = dict(numbers=[[4, 1, 4]] * 3, target=[17, 5, 17])
+    assert task.rewards([""] * 3, ["4*4+1", "4+1", "4*4*1"], **columns) == [1.0, 0.0, 0.0]
     assert task.rewards([""], ["1 2+3"], numbers=[[12, 3]], target=[15]) == [0.0]
 
 
 def test_countdown_is_exact():
     task = task_of(task="countdown")
-    assert task.rewards([""], ["8/(3-8/3)"], numbers=[[3, 3, 8, 8]], target=[24]) == [
-        1.0
-    ]  # 23.999999999999989 in floats
+    # 23.999999999999989 in floats
+    assert task.rewards([""], ["8/(3-8/3)"], numbers=[[3, 3, 8, 8]], target=[24]) == [1.0]
     assert task.rewards([""], ["1/3*3"], numbers=[[1, 3, 3]], target=[1]) == [1.0]
     for text in ("1/(3-3)", "3/(1/(3-3))", "(3-3)/(3-3)"):
         numbers = [int(digit) for digit in text if digit.isdigit()]

@@ -95,9 +95,7 @@ def test_noise_scores_nothing(name):
         noise = ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(500)]
         for before, after in FORMS:
             right = rewards(task, rows, [before + text + after for text in noise])
-            assert sum(right) <= (
-                alphabet[0] == "0"
-            )  # digits at random may be right once: one in ten of one digit, after a >
+            assert sum(right) <= (alphabet[0] == "0")  # random digits may be right once
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -111,14 +109,10 @@ def test_equal_answers_are_equally_right(name):
             for d in demonstrations
             for text in (d, d.replace("+", " + "), d.replace(">0", ">00").replace("*", " *"))
         ]
-        answers, right = (
-            [task.answer_of(text) for text in completions],
-            rewards(task, [row] * len(completions), completions),
-        )
+        answers = [task.answer_of(text) for text in completions]
+        right = rewards(task, [row] * len(completions), completions)
         for answer in set(answers):
-            assert len({r for a, r in zip(answers, right, strict=True) if a == answer}) == 1 and (
-                answer is None or hash(answer)
-            )
+            assert len({r for a, r in zip(answers, right, strict=True) if a == answer}) == 1
         assert all(answer is not None for answer, r in zip(answers, right, strict=True) if r)
 
 
@@ -131,35 +125,15 @@ def test_train_and_test_never_share_a_problem(options):
         assert len(train) > 700 and len(test) > 600  # and there is something to learn from
 
 
-@pytest.mark.parametrize("name", ("addition", "countdown"))
-def test_a_split_to_tune_on(name):
-    """Its problems are training problems, but for a run that is evaluated on them; the test's are never among them."""
-    usual, tuning = task_of(**TASKS[name]), task_of(**TASKS[name], eval_split="tune")
-    seen = {
-        (split, task is tuning): {task.identity(row) for row in task.prompts(split, range(400))}
-        for split in ("train", "tune", "test")
-        for task in (usual, tuning)
-    }
-    tune = seen["tune", True]
-    assert len(tune) > 250 and tune == seen["tune", False] and seen["test", True] == seen["test", False]
-    assert (
-        not tune & seen["train", True]
-        and not tune & seen["test", True]
-        and not seen["train", True] & seen["test", True]
-    )
-    share = sum(split_of(identity) == "tune" for identity in seen["train", False]) / len(seen["train", False])
-    assert 0.06 < share < 0.16
-
-
 def test_a_problem_is_the_same_in_any_order():
     addition, countdown = task_of(), task_of(task="countdown")
     assert addition.identity({"numbers": [1, 2]}) == addition.identity({"numbers": [2, 1]})
-    assert countdown.identity(dict(numbers=[7, 3, 5], target=22)) == countdown.identity(
-        dict(numbers=[3, 5, 7], target=22)
+    one, same, other = (
+        dict(numbers=[7, 3, 5], target=22),
+        dict(numbers=[3, 5, 7], target=22),
+        dict(numbers=[3, 5, 7], target=23),
     )
-    assert countdown.identity(dict(numbers=[3, 5, 7], target=22)) != countdown.identity(
-        dict(numbers=[3, 5, 7], target=23)
-    )
+    assert countdown.identity(one) == countdown.identity(same) != countdown.identity(other)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -189,10 +163,8 @@ def test_rows_depend_on_their_number_and_train_rows_on_the_seed(name):
 def test_rows_are_the_same_for_ever():
     """Evaluations of different versions are compared on these."""
     assert [row["prompt"] for row in task_of().prompts("test", range(2))] == ["5143+6259=", "7389+2910="]
-    assert [row["prompt"] for row in task_of(task="countdown").prompts("test", range(2))] == [
-        "17 19 8=10:",
-        "5 8 15 4=63:",
-    ]
+    rows = task_of(task="countdown").prompts("test", range(2))
+    assert [row["prompt"] for row in rows] == ["17 19 8=10:", "5 8 15 4=63:"]
 
 
 @pytest.mark.parametrize(
@@ -201,10 +173,10 @@ def test_rows_are_the_same_for_ever():
         dict(),
         dict(digits=1),
         dict(task="countdown"),
-        dict(task="countdown", countdown_max_numbers=10, countdown_max_number=50),
-        dict(task="countdown", countdown_max_numbers=4, countdown_operators="-/"),
+        dict(task="countdown", countdown_numbers="3-10", countdown_max_number=50),
+        dict(task="countdown", countdown_numbers="2", countdown_operators="-/"),
         FIELD,
-        FIELD | dict(countdown_max_target=9999, countdown_max_numbers=6),
+        FIELD | dict(countdown_max_target=9999, countdown_numbers="3-6"),
     ],
 )
 def test_nothing_is_longer_than_the_longest(options):
@@ -220,9 +192,8 @@ def test_nothing_is_longer_than_the_longest(options):
 def test_longest_texts_are_reached():
     addition = task_of(digits=3)
     assert len(addition.longest_prompt()) == len(addition.prompts("test", [0])[0]["prompt"])
-    assert len(addition.longest_answer()) == len(
-        addition.demonstration(addition.prompts("test", [0])[0], random.Random(0))
-    )
+    row = addition.prompts("test", [0])[0]
+    assert len(addition.longest_answer()) == len(addition.demonstration(row, random.Random(0)))
     assert task_of(task="countdown").longest_prompt() == "20 20 20 20=9999:"
     assert task_of(task="countdown").longest_answer() == "20-(20-(20-20))"
 
@@ -230,17 +201,16 @@ def test_longest_texts_are_reached():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (
-            dict(task="countdown", countdown_min_numbers=2, countdown_max_numbers=2, countdown_max_number=2),
-            "no test prompt in 20,000 tries",
+        (dict(task="countdown", countdown_numbers="2", countdown_max_number=2), "no test prompt in 20,000 tries"),
+        (dict(format_reward=0.1), "format_reward=0.1 does not fit task='addition': its answers have no form"),
+        (dict(task="countdown", format_reward=0.1), "format_reward=0.1 does not fit task='countdown'"),
+        (dict(system_prompt="Be brief."), "system_prompt='Be brief.' does not fit .* it is a message; add --chat"),
+        (dict(data_file="a"), "data_file='a' does not fit task='addition': the tasks jsonl and gsm8k read files"),
+        (FIELD | dict(test_file="a"), "test_file='a' does not fit task='countdown'"),
+        *(
+            (dict(task="countdown", countdown_numbers=text), f"countdown_numbers='{text}': write a number from 2 to 10")
+            for text in ("5-4", "1", "3-11", "", "-", "-4", "3-4-5", "two")
         ),
-        (dict(format_reward=0.1), "format_reward=0.1, but task='addition' has no form of answer to reward"),
-        (dict(task="countdown", format_reward=0.1), "format_reward=0.1, but task='countdown' has no form"),
-        (dict(task="subtraction"), "task='subtraction' is not one of addition, countdown, gsm8k, reasoning_gym, jsonl"),
-        (dict(system_prompt="Be brief."), "system_prompt='Be brief.' is a message; add --chat"),
-        (dict(data_file="a"), "data_file='a' is read by the tasks jsonl and gsm8k, and task is 'addition'"),
-        (FIELD | dict(test_file="a"), "test_file='a' is read by the tasks jsonl and gsm8k, and task is 'countdown'"),
-        (dict(task="countdown", countdown_min_numbers=5), "min_numbers=5 is above countdown_max_numbers=4"),
         (FIELD | dict(countdown_operators="+%"), r"countdown_operators='\+%': choose from \+ - \* /"),
         (FIELD | dict(countdown_operators=""), "countdown_operators='': choose from"),
     ],
@@ -273,9 +243,8 @@ def test_looking_for_a_row_ends():
 
 def test_rewards_ignore_unknown_columns_and_refuse_ragged_ones():
     task = task_of()
-    assert task.rewards(
-        ["1+2=", "1+2="], [">3", ">4"], answer=[3, 3], completion_ids=[[1], [2]], trainer_state=object()
-    ) == [1.0, 0.0]
+    columns = dict(answer=[3, 3], completion_ids=[[1], [2]], trainer_state=object())
+    assert task.rewards(["1+2=", "1+2="], [">3", ">4"], **columns) == [1.0, 0.0]
     assert task.rewards([], [], answer=[]) == []
     with pytest.raises(ValueError):
         task.rewards(["1+2=", "1+2="], [">3", ">4"], answer=[3])
@@ -352,7 +321,8 @@ def test_the_margin_is_for_words_that_the_prompt_breaks_up():
     task = task_of(chat=True)
     task.longest_prompt = lambda: "1"
     encode = encoder([b"\n1", b"r\n", b"er\n", b"ser\n", b"user\n"])
-    assert len(encode(task.asked("x"))) + len("1") < len(encode(task.asked("1"))) <= task.longest(encode)[0]
+    lengths = [len(encode(task.as_prompt(text))) for text in ("x", "1")]
+    assert lengths[0] + len("1") < lengths[1] <= task.longest(encode)[0]
 
 
 # -----------------------------------------------------------------------------
@@ -364,30 +334,15 @@ def test_parts_of_the_reward_and_their_weights(tmp_path):
     _, plain = tiny(tmp_path, init_from="", beta=0.0)
     changes = FIELD | dict(block_size=400, max_new_tokens=8)
     _, parts = tiny(tmp_path, init_from="", beta=0.0, format_reward=0.25, **changes)
-    _, theirs = tiny(
-        tmp_path,
-        init_from="",
-        beta=0.0,
-        reward_funcs=["json:dumps", "json:loads"],
-        reward_weights=[2.0, 0.5],
-        **changes,
-    )
+    functions = dict(reward_funcs=["json:dumps", "json:loads"], reward_weights=[2.0, 0.5])
+    _, theirs = tiny(tmp_path, init_from="", beta=0.0, **functions, **changes)
     _, unweighted = tiny(tmp_path, init_from="", beta=0.0, reward_funcs=["json:dumps"], **changes)
     made = [prepare(one) for one in (plain, parts, theirs, unweighted)]
-    assert [[f.__name__ for f in p.reward_funcs] for p in made] == [
-        ["rewards"],
-        ["correct", "formatted"],
-        ["dumps", "loads"],
-        ["dumps"],
-    ]
+    names = [[function.__name__ for function in prepared.reward_funcs] for prepared in made]
+    assert names == [["rewards"], ["correct", "formatted"], ["dumps", "loads"], ["dumps"]]
     assert [p.reward_weights for p in made] == [[], [1.0, 0.25], [2.0, 0.5], []]
-    completions = [
-        "<answer>5*3+7</answer>",
-        "<answer>5*3*7</answer>",
-        "5*3+7",
-        "<answer>5*3+7=22</answer>",
-        "<answer>5*3+7</answer>",
-    ]
+    expressions = ["<answer>5*3+7", "<answer>5*3*7", "5*3+7", "<answer>5*3+7=22", "<answer>5*3+7"]
+    completions = [f"{text}</answer>" for text in expressions]
     columns = dict(numbers=[[3, 5, 7]] * 5, target=[22] * 5, stopped=[True] * 4 + [False])
     totals, said = total_rewards(
         made[1].reward_funcs, [[{"role": "user", "content": "?"}]] * 5, completions, columns, 0, made[1].reward_weights
@@ -430,10 +385,9 @@ def test_addition_by_hand():
     assert task.demonstration(row, random.Random(0)) == "13,05,05,09>09553"
     always = task_of(demonstration_noise=1.0)
     assert always.demonstration(row, random.Random(0)) == "13,04,05,09>09543"
-    assert (
-        task_of(digits=2, demonstration_noise=1.0).demonstration({"numbers": [58, 67]}, random.Random(0)) == "15,11>015"
-    )
-    assert task_of(digits=2).demonstration({"numbers": [58, 67]}, random.Random(0)) == "15,12>125"
+    row = {"numbers": [58, 67]}
+    assert task_of(digits=2, demonstration_noise=1.0).demonstration(row, random.Random(0)) == "15,11>015"
+    assert task_of(digits=2).demonstration(row, random.Random(0)) == "15,12>125"
     assert task_of(digits=1).demonstration({"numbers": [9, 9]}, random.Random(0)) == "18>18"
 
 
@@ -509,9 +463,9 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
     assert load_reward_function("snug_test_rewards:is_short")(["1"], ["2"]) == [1.0]
     assert load_reward_function("math:hypot") is math.hypot  # written in C: its signature is not known
     for spec, message in {
-        "snug_test_rewards:is_shrt": "has no is_shrt; did you mean is_short?",
+        "snug_test_rewards:is_shrt": "has no function is_shrt; did you mean is_short?",
         "math:sqrt": "sqrt takes no **columns",
-        "snug_test_rewards:length": "length is not a function but 3",
+        "snug_test_rewards:length": "has no function length",
         "snug_test_absent:f": "no module snug_test_absent in",
         "snug_test_rewards.inner:f": "no module snug_test_rewards.inner in",
         "snug_test_rewards": "write module:function",
@@ -523,7 +477,6 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
         with pytest.raises(SnugError) as caught:
             load_reward_function(spec)
         assert message in str(caught.value) and repr(spec) in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(
-        ModuleNotFoundError, match="no_such_module_at_all"
-    ):  # the user's own mistake keeps its traceback
+    # an error inside the module keeps its traceback
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
         load_reward_function("snug_test_broken:f")

@@ -1,6 +1,5 @@
 """pass@k, majority votes and intervals against enumeration and simulation; the command on runs that sample ragged completions."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -438,10 +437,9 @@ def test_what_cannot_be_asked_is_refused(run_folder):
         ("--num_samples=4 --temperature=0", "temperature=0 with num_samples=4 is the greedy completion so many times"),
         ("--task=countdwn", "--task='countdwn' is not one of run, .*did you mean countdown"),
         ("--tokenizer=gpt2", "tokenizer='gpt2', but .*has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be had"),
-        ("--eval_split=tune", "run was trained on the tune split"),
         (f"--data_file={home}/none.jsonl", "none.jsonl: cannot be read"),
         (f"--data_file={home}/unscored.jsonl", "its data_file has no column answer to score completions by"),
-        ("--task=countdown --data_file=x", "data_file='x' is read by the tasks jsonl and gsm8k"),
+        ("--task=countdown --data_file=x", "data_file='x' does not fit task='countdown'"),
         ("--task=countdown --countdown_operators=%", "countdown_operators='%'"),
         (f"--task=jsonl --samples_file={home}", "is a folder"),
         (f"--samples_file={home}/rows.jsonl/x", "cannot be written"),
@@ -452,10 +450,10 @@ def test_what_cannot_be_asked_is_refused(run_folder):
         assert "\n" not in str(caught.value)
 
 
-def asked(words, run, eval_split="test"):
+def asked(words, run):
     """What a run with these settings is asked."""
     settings, given, _ = read_settings(EvaluateSettings, words.split(), positional="folder")
-    return settings_asked(settings, given, dataclasses.replace(run, eval_split=eval_split), "out/x")
+    return settings_asked(settings, given, run, "out/x")
 
 
 def test_options_come_from_the_command_then_the_run_then_the_defaults():
@@ -465,13 +463,9 @@ def test_options_come_from_the_command_then_the_run_then_the_defaults():
     same = asked("--digits=4", run)  # 4 is the default too, and was given all the same
     assert (same.task, same.digits, same.countdown_max_number, same.max_new_tokens) == ("addition", 4, 9, 9)
     assert asked("--task=addition", run).digits == 7
-    other = asked("--task=countdown --countdown_max_numbers=5", run)
-    assert (other.task, other.digits, other.countdown_max_number, other.countdown_max_numbers) == (
-        "countdown",
-        4,
-        20,
-        5,
-    )
+    other = asked("--task=countdown --countdown_numbers=5", run)
+    options = (other.task, other.digits, other.countdown_max_number, other.countdown_numbers)
+    assert options == ("countdown", 4, 20, "5")
     assert (other.max_new_tokens, other.max_prompt_length, other.demonstration_noise) == (0, 0, 0.0)
     assert other.stop_string == "x" and asked("", SFTSettings(digits=3)) == SFTSettings(digits=3)
     with pytest.raises(SnugError, match="out/x has no task of its own; name one, such as --task=countdown"):
@@ -486,16 +480,6 @@ def test_the_commands_longest_completion_comes_before_the_runs():
         settings.max_new_tokens = asked_for
         head, samples = run_evaluation(run, questions, settings)
         assert head["settings"]["max_new_tokens"] == max(s["length"] for s in samples) == room
-
-
-def test_splits_as_the_run_has_them():
-    run = GRPOSettings()
-    words = ("", "--eval_split=test", "--eval_split=tune")
-    assert [asked(word, run, "tune").eval_split for word in words] == ["tune", "test", "tune"]
-    assert asked("", run).eval_split == "test" and asked("--task=countdown", run, "tune").eval_split == "test"
-    assert asked("--task=countdown --eval_split=tune", run).eval_split == "tune"  # it never saw them
-    with pytest.raises(SnugError, match="out/x was trained on the tune split"):
-        asked("--task=addition --eval_split=tune", run)
 
 
 def test_data_that_was_trained_on_is_not_asked():

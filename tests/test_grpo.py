@@ -565,9 +565,9 @@ def test_grpo_lifts_its_warm_start(tmp_path):
 
 def test_countdown_runs_end_to_end(tmp_path):
     sft, settings = tiny(
-        tmp_path, task="countdown", countdown_max_numbers=3, block_size=64, max_new_tokens=16, loss_type="grpo"
+        tmp_path, task="countdown", countdown_numbers="3", block_size=64, max_new_tokens=16, loss_type="grpo"
     )
-    sft = dataclasses.replace(sft, task="countdown", countdown_max_numbers=3, block_size=64)
+    sft = dataclasses.replace(sft, task="countdown", countdown_numbers="3", block_size=64)
     train_sft.main(prepare(sft))
     grpo.main(prepare(settings))
     assert len(read_log(settings.out_dir)) == 4

@@ -45,38 +45,23 @@ BAD = [
     (b"[1]", "not an object but .1."),
     (b"null", "not an object but null"),
     (b'{"answer": 1}', "has no prompt"),
-    (b'{"prompt": null, "answer": 1}', "prompt must be text or messages, not None"),
     (b'{"prompt": "", "answer": 1}', "prompt must be text or messages, not ''"),
     (b'{"prompt": 7, "answer": 1}', "prompt must be text or messages, not 7"),
     (b'{"prompt": [], "answer": 1}', r"prompt must be text or messages, not \[\]"),
     (b'{"prompt": ["a"], "answer": 1}', """a message must be {"role": text, "content": text}, not 'a'"""),
     (b'{"prompt": [{"role": "user"}], "answer": 1}', "a message must be .* not {'role': 'user'}"),
-    (
-        b'{"prompt": [{"role": "user", "content": null}], "answer": 1}',
-        "a message must be .* not {'role': 'user', 'content': None}",
-    ),
     (b'{"prompt": [{"role": 1, "content": "a"}], "answer": 1}', "a message must be .* not {'role': 1, 'content': 'a'}"),
-    (
-        b'{"prompt": [{"role": "user", "content": "a", "name": "b"}], "answer": 1}',
-        "a message must be .* not {'role': 'user', ",
-    ),
     (b'{"prompt": [{"role": "user", "content": "a"}, []], "answer": 1}', r"a message must be .* not \[\]"),
-    (
-        b'{"prompt": [{"role": "assistant", "content": "a"}], "answer": 1}',
-        "the last message is the assistant's, which the model has to write",
-    ),
-    (
-        b'{"prompt": [{"role": "user", "content": "a"}], "answer": 1}',
-        "a prompt of messages where the rows before have text",
-    ),
+    (b'{"prompt": [{"role": "assistant", "content": "a"}], "answer": 1}', "the last message is the assistant's"),
+    (b'{"prompt": [{"role": "user", "content": "a"}], "answer": 1}', "some prompts are text and some are messages"),
     (b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": 1}', "not JSON"),
     (b'{"prompt": "a", "answer": [1]}', r"answer must be text, a number or a boolean, not \[1\]"),
     (b'{"prompt": "a", "answer": null}', "answer must be text, a number or a boolean, not None"),
-    (b'{"prompt": "a", "answer": 1e999}', "answer inf is no number of 200 digits or fewer; write it as text"),
-    (b'{"prompt": "a", "answer": 1e-250}', "answer 1e-250 is no number of 200 digits"),
+    (b'{"prompt": "a", "answer": 1e999}', "answer inf has more than 200 digits; write it as text"),
+    (b'{"prompt": "a", "answer": 1e-250}', "answer 1e-250 has more than 200 digits"),
     (b'{"prompt": "a", "answer": 1, "demonstration": 5}', "demonstration must be text, not 5"),
-    (b'{"prompt": "a"}', "other columns than the rows before: no answer"),
-    (b'{"prompt": "a", "answer": 1, "level": 2}', "other columns than the rows before: also level"),
+    (b'{"prompt": "a"}', "has the columns prompt, and the rows before have prompt, answer"),
+    (b'{"prompt": "a", "answer": 1, "level": 2}', "has the columns prompt, answer, level, and"),
     (b'{"prompt": "\\ud800", "answer": 1}', "not JSON .*surrogates not allowed"),
 ]
 
@@ -84,46 +69,27 @@ BAD = [
 def test_a_bad_row_is_named_with_file_and_line(tmp_path):
     for number, (line, message) in enumerate(BAD):
         place = (1, 20, 50)[number % 3]
-        path = written(tmp_path, [*GOOD[:place], line, *GOOD[place:]])
+        path = written(tmp_path, [*GOOD[:place], line, *GOOD[place:], b"?"])
         with pytest.raises(SnugError, match=f"{path}:{place + 1}: {message}") as error:
             task_of(path)
         assert "\n" not in str(error.value)
 
 
-def test_several_bad_rows_are_named_together_and_nothing_is_made(tmp_path):
-    path = written(tmp_path, [*GOOD, *[b"?"] * 9])
-    with pytest.raises(SnugError) as error:
-        prepare(SFTSettings(task="jsonl", data_file=path, out_dir=str(tmp_path / "run")))
-    assert [f"{path}:{n}: not JSON" in str(error.value) for n in range(51, 58)] == [True] * 5 + [False] * 2
-    assert "and 4 more bad rows" in str(error.value) and not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     "options, rows, message",
     [
-        (dict(data_file=""), GOOD, "task='jsonl' reads data_file: name a file"),
+        (dict(data_file=""), GOOD, "task='jsonl' needs data_file: name a file"),
         (dict(data_file="nowhere.jsonl"), GOOD, "nowhere.jsonl: cannot be read .No such file"),
-        ({}, [], "data.jsonl: has no rows"),
         ({}, [b"", b"  "], "data.jsonl: has no rows"),
-        ({}, GOOD[:1], "none of its 1 rows is in the (test|train) split; name a test_file"),
-        (
-            dict(demonstration_noise=0.5),
-            GOOD,
-            "demonstration_noise=0.5: task='jsonl' takes its demonstrations from the file",
-        ),
+        ({}, GOOD[:1], "no row is in the (test|train) split; name a test_file"),
+        ({}, [row | {"stopped": 1} for row in GOOD], "data.jsonl:1: the column stopped has the name of an argument"),
+        (dict(demonstration_noise=0.5), GOOD, "demonstration_noise=0.5 does not fit task='jsonl'"),
     ],
 )
 def test_files_that_do_not_serve(tmp_path, options, rows, message):
+    path = written(tmp_path, rows)
     with pytest.raises(SnugError, match=message):
-        task_of(
-            **{"path": written(tmp_path, rows)} if "data_file" not in options else {"path": options.pop("data_file")},
-            **options,
-        )
-
-
-def test_a_column_that_the_sampler_has_is_refused(tmp_path):
-    with pytest.raises(SnugError, match="data.jsonl:1: the column stopped has the name of an argument"):
-        task_of(written(tmp_path, [row | {"stopped": 1} for row in GOOD]))
+        make_task(SFTSettings(**dict(task="jsonl", data_file=path) | options), demonstrations=True)
 
 
 def test_rewards_need_an_answer_or_a_function(tmp_path):
@@ -138,10 +104,9 @@ def test_what_cannot_be_scored_is_not_evaluated(tmp_path):
     path = written(tmp_path, [{"prompt": str(i), "demonstration": "x"} for i in range(50)])
     sft, _ = tiny(tmp_path)
     train_sft.main(prepare(dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0)))
-    assert (
-        not any("pass_at_1" in record for record in read_log(sft.out_dir)) and not (Path(sft.out_dir) / "best").exists()
-    )
-    with pytest.raises(SnugError, match="no column demonstration, nor answer, to learn from"):
+    assert not any("pass_at_1" in record for record in read_log(sft.out_dir))
+    assert not (Path(sft.out_dir) / "best").exists()
+    with pytest.raises(SnugError, match="no column demonstration and no column answer to learn"):
         task_of(written(tmp_path, [{"prompt": str(i)} for i in range(50)]))
 
 
@@ -161,10 +126,7 @@ def test_a_resumed_run_keeps_its_data(tmp_path):
     train_sft.main(prepare(sft))
     prepare(dataclasses.replace(sft, resume="auto"))
     written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
-    with pytest.raises(
-        SnugError,
-        match="is of other data: data_file, test_file or the generators' package has changed; put it back, or start anew",
-    ):
+    with pytest.raises(SnugError, match="is of other data"):
         prepare(dataclasses.replace(sft, resume="auto"))
 
 
@@ -176,24 +138,10 @@ def test_splits_share_nothing_and_miss_nothing(tmp_path):
     with pytest.raises(SnugError, match=r"test.jsonl has 1 prompts of data_file, such as '7='; remove them"):
         task_of(written(tmp_path, GOOD), test_file=other)
     own = task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x", "answer": 1}], "test.jsonl"))
-    tuning = task_of(written(tmp_path, GOOD), eval_split="tune")
-    parts = [{row["prompt"] for row in tuning.rows[split]} for split in ("train", "tune", "test")]
-    assert (
-        set.union(*parts) == train | test
-        and sum(map(len, parts)) == 50
-        and parts[2] == test
-        and parts[1]
-        and parts[1] < train
-    )
-    with pytest.raises(SnugError, match="none of its 2 rows is in the tune split; leave out eval_split=tune"):
-        rows = [row for row in GOOD if row["prompt"] not in parts[1]][:2]
-        task_of(
-            written(tmp_path, rows),
-            test_file=written(tmp_path, [{"prompt": "x", "answer": 1}], "test.jsonl"),
-            eval_split="tune",
-        )
     assert own.prompts("test", range(3)) == [{"prompt": "x", "answer": 1}] * 3 and len(own.rows["train"]) == 50
-    with pytest.raises(SnugError, match="test.jsonl:1: other columns than the rows before: no answer"):
+    with pytest.raises(
+        SnugError, match="test.jsonl:1: has the columns prompt, and the rows before have prompt, answer"
+    ):
         task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x"}], "test.jsonl"))
 
 
@@ -208,19 +156,16 @@ def test_prompts_of_messages(tmp_path):
     rows = [{"prompt": conversation(i, *told[: i % 4]), "answer": i} for i in range(100)]
     path = written(tmp_path, rows)
     plain, chat = task_of(path), task_of(path, chat=True, system_prompt="Be brief.")
-    parts = {split: plain.prompts(split, range(len(plain.rows[split]))) for split in ("train", "test")}
-    assert sorted(row["answer"] for part in parts.values() for row in part) == list(range(100)) and parts["test"]
-    assert all(row == rows[row["answer"]] for part in parts.values() for row in part)
-    for split, part in parts.items():
-        for row, spoken in zip(part, chat.prompts(split, range(len(part))), strict=True):
+    splits = {split: plain.prompts(split, range(len(plain.rows[split]))) for split in ("train", "test")}
+    assert sorted(row["answer"] for split in splits.values() for row in split) == list(range(100)) and splits["test"]
+    for split, questions in splits.items():
+        assert all(row == rows[row["answer"]] for row in questions)
+        for row, spoken in zip(questions, chat.prompts(split, range(len(questions))), strict=True):
             system = [] if row["prompt"][0]["role"] == "system" else [{"role": "system", "content": "Be brief."}]
             assert spoken == row | {"prompt": system + row["prompt"]}
     assert plain.longest(lambda prompt: range(len(prompt)) if isinstance(prompt, list) else prompt) == (4, 2)
-    assert chat.longest(lambda prompt: range(len(prompt)) if isinstance(prompt, list) else prompt) == (4, 2)
-    assert (
-        plain.fingerprint()
-        != task_of(written(tmp_path, [*rows[:-1], rows[-1] | {"prompt": conversation(7)}])).fingerprint()
-    )
+    changed = [*rows[:-1], rows[-1] | {"prompt": conversation(7)}]
+    assert plain.fingerprint() != task_of(written(tmp_path, changed)).fingerprint()
 
 
 def test_prompts_of_messages_share_nothing_either(tmp_path):
@@ -235,9 +180,7 @@ def test_prompts_of_messages_share_nothing_either(tmp_path):
     task_of(
         path, test_file=written(tmp_path, [{"prompt": conversation(7), "answer": 7}], "test.jsonl")
     )  # told nothing: another prompt
-    with pytest.raises(
-        SnugError, match="test.jsonl:1: a prompt of text where the rows before have messages; use one of the two"
-    ):
+    with pytest.raises(SnugError, match="test.jsonl:1: some prompts are text and some are messages"):
         task_of(path, test_file=written(tmp_path, [{"prompt": "7=", "answer": 7}], "test.jsonl"))
     twice = task_of(written(tmp_path, [*rows, *rows]))
     train, test = ({row["answer"] for row in twice.rows[split]} for split in ("train", "test"))
@@ -264,11 +207,7 @@ def test_a_thousand_rows_and_what_is_no_answer(tmp_path):
         answers = [row["answer"] for row in part]
         right = [task.demonstration(row, None) for row in part]
         noise = ["".join(chr(rng.randrange(256)) for _ in range(rng.randrange(1, 60))) for _ in part]
-        for texts, reward in (
-            (right, 1.0),
-            ([""] * 1000, 0.0),
-            (noise, 0.0),
-        ):
+        for texts, reward in ((right, 1.0), ([""] * 1000, 0.0), (noise, 0.0)):
             assert task.rewards([""] * 1000, texts, answer=answers) == [reward] * 1000
         numbers = [float(isinstance(answer, int)) for answer in answers]  # after them may come words
         assert task.rewards([""] * 1000, [f"{text} or so" for text in right], answer=answers) == numbers
@@ -354,9 +293,5 @@ def test_both_loops_learn_from_a_file(tmp_path):
     torch.manual_seed(0)
     grpo.main(prepare(settings))
     sft_log, log = read_log(sft.out_dir), read_log(settings.out_dir)
-    assert (
-        sft_log[-1]["loss"] < sft_log[0]["loss"]
-        and len(log) == 4
-        and 0 <= log[0]["reward_mean"] <= 1
-        and "pass_at_1" in log[-1]
-    )
+    assert sft_log[-1]["loss"] < sft_log[0]["loss"]
+    assert len(log) == 4 and 0 <= log[0]["reward_mean"] <= 1 and "pass_at_1" in log[-1]

@@ -1,6 +1,6 @@
-"""The child that scores: nothing that an executed answer does leaves it, and nothing that happens to it hangs or ends this process.
+"""A Sandbox: nothing that an executed text does leaves its process, and nothing that happens there hangs or ends this one.
 
-The scorer is tests/evil.py's, which executes whatever it is given. Each layer of the confinement is tried without the others, too.
+The target is tests/evil.py, which executes whatever it gets. Each layer of the confinement is tried without the others, too.
 """
 
 import os
@@ -13,34 +13,42 @@ from pathlib import Path
 
 import pytest
 
-from data.gym import sandbox
-from data.gym.sandbox import LAYERS, Sandbox, SandboxError
+import sandbox
+from sandbox import LAYERS, Result, Sandbox, SandboxError, seccomp
 
-with closing(Sandbox("evil:Evil", {})) as asked:
-    asked.make([])
-    SECCOMP = not asked.missing
+HOME = Path(__file__).parent.parent
+with closing(Sandbox("evil:Evil")) as first:
+    first.call("echo", [[1]])
+    SECCOMP = not first.missing
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 STRICT = [("audit",)] + [("seccomp",)] * SECCOMP + [LAYERS]  # each of these refuses what is not harmless
-TIMEOUT = 0.5  # seconds; an honest answer takes milliseconds, a fork on a busy machine some hundredths of a second
+TIMEOUT = 0.5  # seconds; an honest task takes milliseconds, a fork on a busy machine some hundredths of a second
 
 
 @contextmanager
 def evil(layers=LAYERS, **options):
-    options = dict(timeout=TIMEOUT, memory_mb=512, layers=layers) | options
-    with closing(Sandbox("evil:Evil", {}, **options)) as child:
-        yield child
+    with closing(Sandbox("evil:Evil", **dict(timeout=TIMEOUT, memory_mb=512, layers=layers) | options)) as box:
+        yield box
 
 
 @pytest.fixture
-def child():
-    """Of all layers."""
-    with evil() as child:
-        yield child
+def box():
+    with evil() as box:
+        yield box
+
+
+def values(box, *tasks):
+    """tasks: (method, text) -> the values of a run, None for a task that has none."""
+    return [result.value for result in box.run("any", tasks)]
+
+
+def pid(box):
+    return box.call("pid", [[]])[0]
 
 
 @pytest.fixture
 def place(tmp_path):
-    """A folder in which anybody could write, nobody too: where nothing appears, something refused it."""
+    """A folder in which anybody could write, nobody too: if nothing appears, something refused it."""
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o777)
     assert os.access(tmp_path, os.W_OK)
@@ -48,31 +56,31 @@ def place(tmp_path):
 
 
 def processes(parent=None):
-    """The numbers of this process's (or that one's) children that run data/gym/sandbox.py, and of all their forks."""
-    found = []
+    """The numbers of the keepers of this process (or of that one), and of all their forks."""
+    numbers = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        if state != "Z" and sandbox.__file__.encode() in words and words[-2] == str(parent or os.getpid()).encode():
-            found.append(int(folder.name))
-    return sorted(found)
+        if state != "Z" and b"sandbox.child" in words and words[-2] == str(parent or os.getpid()).encode():
+            numbers.append(int(folder.name))
+    return sorted(numbers)
 
 
 def wait_for(true):
-    """What true() says when it is true at last; it has half a minute."""
+    """What true() returns when it is true at last; it has half a minute."""
     for _ in range(3000):
-        said = true()
-        if said:
-            return said
+        value = true()
+        if value:
+            return value
         time.sleep(0.01)
     return None
 
 
 # -----------------------------------------------------------------------------
-# What answers do. {X} is a file that must not appear, or one that must not change
+# What texts do. {X} is a file that must not appear, {KEPT} one that must not change
 
 WRITES = {
     "a shell": "__import__('os').system('touch {X}')",
@@ -111,34 +119,36 @@ ENDS = {
     "parentheses": "(" * 100_000 + "1" + ")" * 100_000,
     "recursion": "(lambda f: f(f))(lambda f: f(f))",
     "recursion in C": "__import__('sys').setrecursionlimit(10**8) or (lambda f: f(f))(lambda f: f(f))",
-    "print replies": "print('1.0\\n' * 10, '{{\"id\": 1, \"value\": 1.0}}', flush=True)",
-    "write replies": "[__import__('os').write(fd, b'1.0\\n0 1.0\\n') for fd in range(3, 30) if __import__('os').path.exists(f'/dev/fd/{{fd}}')]",
-    "too long a reply": "[__import__('os').write(fd, b'1' * 10**5) for fd in range(3, 30) if __import__('os').path.exists(f'/dev/fd/{{fd}}')]",
+    "print replies": "print('[1.0, \"\"]\\n' * 10, flush=True)",
+    "write no JSON": "__import__('os').write(3, b'1.0\\n0 1.0\\n')",
+    "write other JSON": "__import__('os').write(3, b'[[[1]], 2]\\n')",
+    "write deep JSON": "__import__('os').write(3, b'[' * 10**5 + b'\\n')",
+    "too long a reply": "__import__('os').write(3, b'1' * 10**8)",
+    "too long a text": "'a' * 10**7",
     "a text of 10 GB": "'a' * 10**10",
     "a list of 80 GB": "[0] * 10**10",
     "bytes of 10 GB": "bytearray(10**10)",
     "another hook": "__import__('sys').addaudithook(print)",
-    "no number": "'x'",
+    "a list": "[1.0]",
+    "no JSON": "int",
     "nothing": "",
     "a null": "\0",
-    "half a character": "'\ud800'",
+    "half a character": "\ud800",
     "the kernel": "__import__('ctypes').CDLL(None).system(b'true')",
 }
 
 
-def attack(child, place, kinds=("eval", "exec"), answers=None):
-    """Every answer to every scorer, each beside an honest one, which must be scored rightly -> the answers that left something behind."""
+def attack(box, place, kinds=("evaluate", "execute"), texts=None):
+    """Run every text between honest tasks, whose values must be right -> the texts that left something behind."""
     kept, wrong = place / "kept", []
-    for name, text in (answers or WRITES | ENDS).items():
+    for name, text in (texts or WRITES | ENDS).items():
         kept.write_text("kept")
         kept.chmod(0o666)
         text = text.format(X=place / "X", KEPT=kept) if "{" in text else text
-        answers = [(kind, text) for kind in kinds]
-        scores = child.score([("plain", "4"), *answers, ("plain", "5"), ("exec", "score = 2 + 2 == 4")])
-        if scores[1:-2] != [0.0] * len(kinds):
-            wrong.append(f"{name}: scored {scores[1:-2]}")
-        if [scores[0], *scores[-2:]] != [1.0, 0.0, 1.0]:
-            wrong.append(f"{name}: others scored {scores}")
+        honest = [("plain", "5"), ("execute", "result = 2 + 2"), ("plain", "4")]
+        result = values(box, ("plain", "4"), *((kind, text) for kind in kinds), *honest)
+        if [result[0], *result[-3:]] != [True, False, 4, True]:
+            wrong.append(f"{name}: honest tasks got {result}")
         if sorted(place.iterdir()) != [kept] or kept.read_text() != "kept" or kept.stat().st_mode & 0o777 != 0o666:
             wrong.append(f"{name}: files {sorted(place.iterdir())}")
             for path in place.iterdir():
@@ -147,104 +157,87 @@ def attack(child, place, kinds=("eval", "exec"), answers=None):
 
 
 @LINUX
-def test_nothing_is_left_by_what_answers_do(child, place):
-    keeper = child.make(["pid"])[0]
-    assert attack(child, place) == []
-    assert child.make(["pid"]) == [keeper], "it was lost on the way"
+def test_nothing_is_left_by_what_texts_do(box, place):
+    keeper = pid(box)
+    assert attack(box, place) == []
+    assert pid(box) == keeper, "it was lost on the way"
     assert processes() == [keeper]
-    Path(place / "kept").unlink()
 
 
 @LINUX
 @pytest.mark.parametrize("layers", [layers for layers in STRICT if layers != LAYERS], ids=str)
 def test_each_of_the_strict_layers_is_enough(layers, place):
-    """What writes, and what reaches for other processes. os.mkfifo is one of those that Python does not announce."""
-    answers = {name: text for name, text in WRITES.items() if "seccomp" in layers or name != "mkfifo"}
-    answers |= {name: ENDS[name] for name in ("kill the keeper", "kill everybody", "a fork", "the kernel")}
-    with evil(layers) as child:
-        keeper = child.make(["pid"])[0]
-        assert attack(child, place, answers=answers) == []
-        assert child.make(["pid"]) == [keeper] and processes() == [keeper]
+    """For what writes, and what reaches for other processes. Python does not announce os.mkfifo."""
+    texts = {name: text for name, text in WRITES.items() if "seccomp" in layers or name != "mkfifo"}
+    texts |= {name: ENDS[name] for name in ("kill the keeper", "kill everybody", "a fork", "the kernel")}
+    with evil(layers) as box:
+        keeper = pid(box)
+        assert attack(box, place, texts=texts) == []
+        assert pid(box) == keeper and processes() == [keeper]
 
 
 @LINUX
-def test_what_never_ends_is_ended(child, place):
-    keeper = child.make(["pid"])[0]
-    assert attack(child, place, ("eval",), LATE) == []
+def test_what_never_ends_is_ended(box, place):
+    keeper = pid(box)
+    assert attack(box, place, ("evaluate",), LATE) == []
     loop = "while True:\n try:\n  while True: pass\n except BaseException: pass"
-    assert attack(child, place, ("exec",), {"a loop": loop}) == []
-    assert child.make(["pid"]) == [keeper] and processes() == [keeper]
-
-
-def test_after_many_late_answers_the_others_have_less_time(monkeypatch):
-    """Both halves of it: this process counts them, over requests too, and the keeper looks at the count."""
-    counts = []
-    monkeypatch.setattr(sandbox, "BATCH", 3)
-    with evil(timeout=0.02) as child:
-        send = child.send
-        monkeypatch.setattr(child, "send", lambda request: counts.append(request["late"]) or send(request))
-        assert child.score([("exec", "while True: pass")] * 4) == [0.0] * 4
-    assert counts == [0, 3]
-    with evil(timeout=3600) as child:  # which is not waited for
-        send = child.send
-        monkeypatch.setattr(child, "send", lambda request: send(request | dict(late=sandbox.PATIENCE)))
-        assert child.score([("exec", "while True: pass"), ("plain", "4")]) == [0.0, 1.0]
+    assert box.run("execute", [[loop]]) == [Result(None, "took longer than 0.5 seconds")]
+    assert pid(box) == keeper and processes() == [keeper]
 
 
 @LINUX
-def test_a_process_that_gets_away_is_killed_with_its_group(place):
-    """With nothing that refuses a fork: whoever is still in the worker's group when it has answered is killed."""
-    with evil(layers=()) as child:
-        keeper = child.make(["pid"])[0]
-        fork = "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\nscore = 1.0"
-        assert child.score([("exec", fork), ("exec", fork), ("plain", "4")]) == [1.0, 1.0, 1.0]
+def test_a_process_that_gets_away_is_killed_with_its_group():
+    """With nothing that refuses a fork: all that is still in the group of a worker is killed when it has answered."""
+    with evil(layers=()) as box:
+        keeper = pid(box)
+        fork = ("execute", "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\nresult = 1")
+        assert values(box, fork, fork, ("plain", "4")) == [1, 1, True]
         assert wait_for(lambda: processes() == [keeper])
-        bomb = "import os\nfor _ in range(6): os.fork()\nwhile True: pass"
-        assert child.score([("exec", bomb), ("plain", "4")]) == [0.0, 1.0]
+        bomb = ("execute", "import os\nfor _ in range(6): os.fork()\nwhile True: pass")
+        assert values(box, bomb, ("plain", "4")) == [None, True]
         assert wait_for(lambda: processes() == [keeper])
 
 
 @pytest.mark.parametrize("layers", [LAYERS, ("audit",), ()], ids=str)
-def test_no_answer_changes_how_others_are_scored(layers):
-    """What an executed answer does to its process dies with it."""
+def test_no_task_runs_where_code_was_executed(layers):
+    """What executed code changes in its process dies with it; the result of this task alone can be false."""
     traitors = [
-        "import sys; sys.modules['evil'].Evil.score = lambda *_: 1.0; score = 1.0",
-        "import evil, os; evil.Evil.score.__code__ = (lambda self, prepared, answer: 1.0).__code__; score = 1.0",
-        "import builtins; builtins.float = lambda x: 1.0; score = 1.0",
+        "import evil; evil.Evil.plain = lambda *_: True; result = 1",
+        "import evil; evil.Evil.plain.__code__ = (lambda self, text: True).__code__; result = 1",
+        "import json; json.dumps = lambda x: '[true, \"\"]'; result = 1",
         "import gc\nfor x in gc.get_objects():\n    if type(x) is list: x.clear()",
-        "import os; os.write = os._exit = print; score = 0.5",
+        'import os; os.write(3, b\'[1, ""]\\n[true, ""]\\n[true, ""]\\n[true, ""]\\n\'); result = 1',
+        "import os; os.write(3, b'\"executed\"\\n' * 9); result = 1",
     ]
-    with evil(layers) as child:
+    with evil(layers) as box:
         for traitor in traitors:
-            assert child.score([("plain", "4"), ("exec", traitor), ("plain", "5"), ("plain", "4")])[2:] == [0.0, 1.0]
-        assert child.score([("eval", "__import__('evil').Evil.__setattr__"), ("plain", "5")]) == [0.0, 0.0]
+            tasks = [("plain", "4"), ("execute", traitor), ("plain", "5"), ("plain", "4")]
+            assert values(box, *tasks)[2:] == [False, True], traitor
 
 
-def test_where_nothing_is_executed_a_process_goes_on():
-    with evil() as child:
-        answers = [("count", "")] * 3 + [("exec", "score = 1.0")] + [("count", "")] * 2
-        assert child.score(answers) == [1.0, 2.0, 3.0, 1.0, 1.0, 2.0]
-        assert child.score([("count", "")]) == [1.0]  # of another request
-    with evil(layers=("limits",)) as child:  # without the hook nobody knows
-        assert child.score([("count", "")] * 3) == [1.0] * 3
+def test_tasks_that_execute_nothing_share_a_process():
+    count, code = ("count", ""), ("execute", "result = 1")
+    with evil() as box:
+        assert values(box, count, count, count, code, count, count) == [1, 2, 3, 1, 1, 2]
+        assert values(box, count) == [1]  # of another request
+    with evil(layers=("limits",)) as box:  # without the hook nothing announces code
+        assert values(box, count, count, count) == [1, 1, 1]
 
 
 def test_limits():
-    """Each of them alone: what a process may take, and which user it is."""
-    with evil(layers=("limits",)) as child:
-        asked = ["RLIMIT_FSIZE", "RLIMIT_CORE", "RLIMIT_NPROC", "RLIMIT_NOFILE", "RLIMIT_CPU"]
-        code = "import resource; score = resource.getrlimit(resource.{})[1]"
-        seconds = 1 + int((TIMEOUT + 1) * sandbox.BATCH)
-        assert child.score([("exec", code.format(name)) for name in asked]) == [0, 0, 0, 32, seconds]
-        sizes = [("exec", f"import mmap; x = mmap.mmap(-1, {size} * 2**20); score = 1.0") for size in (256, 768)]
-        assert child.score(sizes) == [1.0, 0.0]  # of 512 MiB, beyond what it starts with
+    with evil(layers=("limits",)) as box:
+        names = ["RLIMIT_FSIZE", "RLIMIT_CORE", "RLIMIT_NPROC", "RLIMIT_NOFILE"]
+        code = "import resource; result = resource.getrlimit(resource.{})[1]"
+        assert values(box, *(("execute", code.format(name)) for name in names)) == [0, 0, 0, 32]
+        code = "import mmap; x = mmap.mmap(-1, {} * 2**20); result = 1"  # of 512 MiB, beyond what it starts with
+        assert values(box, *(("execute", code.format(size)) for size in (256, 768))) == [1, None]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_root_becomes_nobody(monkeypatch):
-    """Where nobody can read what was imported, /usr/bin/python3 and tests/evil.py; else it stays root, and can still score."""
-    code = "import os; score = os.{}() if not os.getgroups() else -1"
-    asked = [("exec", code.format(name)) for name in ("getuid", "geteuid", "getgid", "getegid")]
+    """If nobody can read what was imported: /usr/bin/python3 and these files. Otherwise it stays root."""
+    code = "import os; result = os.{}() if not os.getgroups() else -1"
+    tasks = [("execute", code.format(name)) for name in ("getuid", "geteuid", "getgid", "getegid")]
     system = "/usr/bin/python3"
     code_of_version = "import sys; sys.exit(sys.version_info < (3, 11))"
     if not Path(system).exists() or subprocess.run([system, "-c", code_of_version]).returncode:
@@ -252,107 +245,117 @@ def test_root_becomes_nobody(monkeypatch):
     if closed := [folder for folder in Path(__file__).parents if not folder.stat().st_mode & 0o1]:
         pytest.skip(f"the user nobody cannot enter {closed[0]}")
     monkeypatch.setattr(sandbox.sys, "executable", system)
-    monkeypatch.setattr(sandbox.sys, "path", [str(Path(__file__).parent)])
-    with evil(layers=("user",)) as child:
-        assert child.score(asked) == [65534] * 4
+    monkeypatch.setattr(sandbox.sys, "path", [str(HOME / "tests"), str(HOME)])
+    with evil(layers=("user",)) as box:
+        assert values(box, *tasks) == [65534] * 4
 
 
 def test_a_file_of_more_than_no_bytes(place):
-    with evil(layers=("limits",)) as child:
-        assert child.score([("exec", f"file = open('{place / 'X'}', 'wb', 0); file.write(b'x'); score = 1.0")]) == [0.0]
+    with evil(layers=("limits",)) as box:
+        code = f"file = open('{place / 'X'}', 'wb', 0); file.write(b'x'); result = 1"
+        assert values(box, ("execute", code)) == [None]
     assert (place / "X").stat().st_size == 0
 
 
 # -----------------------------------------------------------------------------
-# The child itself
+# Results and requests
 
 
-def test_it_sees_nothing_of_this_process(child, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, text, value, error",
+    [
+        ("evaluate", "2 + 2", 4, ""),
+        ("evaluate", "'é' * 3", "ééé", ""),
+        ("evaluate", "None", None, ""),
+        ("evaluate", "1 / 0", None, "ZeroDivisionError: division by zero"),
+        ("evaluate", "'a' * 2**20", None, "the process ended, or its message is too long"),
+        ("evaluate", "[1]", None, "the result is no text, number, boolean or None"),
+        ("evaluate", "exit()", None, "the process ended, or its message is too long"),
+        ("number", "0.25", 0.25, ""),
+        ("number", "inf", float("inf"), ""),
+        ("number", "x", None, "ValueError: could not convert string to float: 'x'"),
+        ("plain", "\ud800\0é" * 3000, False, ""),
+    ],
+)
+def test_results(box, kind, text, value, error):
+    assert box.run("any", [(kind, text)]) == [Result(value, error)]
+
+
+def test_no_tasks(box):
+    assert box.run("plain", []) == [] and box.call("echo", []) == []
+
+
+def test_it_sees_nothing_of_this_process(box, monkeypatch):
     monkeypatch.setenv("SECRET", "x")
-    with evil() as other:
-        environment = other.make(["environment"])[0]
-        assert sys.platform != "linux" or other.make(["streams"]) == [["/dev/null"] * 3]
-        assert set(environment) - {"LC_CTYPE"} == {
-            "HOME", "PYTHONHASHSEED", "PYTHONUTF8", "MPLBACKEND", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
-        }  # fmt: skip
-        fds = "import os; score = sum(os.path.exists(f'/dev/fd/{fd}') for fd in range(3, 200))"
-        assert other.score([("exec", fds)]) == [1.0]  # the pipe
-    assert "torch" not in child.make(["modules"])[0] and "torch" in sys.modules
-    assert "evil" not in sys.modules
+    names = set(box.call("environment", [[]])[0]) - {"LC_CTYPE"}
+    threads = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
+    assert names == {"PYTHONPATH", "PYTHONHASHSEED", "PYTHONUTF8"} | threads
+    assert sys.platform != "linux" or box.call("streams", [[]]) == [["/dev/null"] * 3]
+    files = "import os; result = sum(os.path.exists(f'/dev/fd/{file}') for file in range(3, 200))"
+    assert values(box, ("execute", files)) == [1]  # the socket
+    assert "torch" not in box.call("modules", [[]])[0] and "evil" not in sys.modules
 
 
-def test_numbers_that_are_none(child):
-    much = "import os\nfor fd in range(3, 30):\n try: os.write(fd, b'1' * {})\n except OSError: pass\nscore = 1.0"
-    assert child.score([("exec", much.format(size)) for size in (2000, 10**8, 0)]) == [0.0, 0.0, 1.0]
-    answers = ["nan", "inf", "-inf", "1e999", "-3", "0.25", "1_0", "0x10", "1" * 5000]
-    assert child.score([("number", answer) for answer in answers]) == [0.0, 0.0, 0.0, 0.0, -3.0, 0.25, 10.0, 0.0, 0.0]
-    assert child.score([]) == [] and child.make([]) == []
-    assert child.score([("plain", "\ud800\0é" * 3000), ("plain", "4")]) == [0.0, 1.0]
-
-
-def test_a_child_that_is_lost_is_followed_by_another(child):
-    keeper = child.make(["pid"])[0]
+def test_a_lost_keeper_is_followed_by_another(box):
+    keeper = pid(box)
     os.kill(keeper, signal.SIGKILL)
-    child.process.wait()
-    assert child.score([("plain", "4"), ("plain", "5")]) == [1.0, 0.0]
-    for item, message in (("exit", "it ended"), ("long", "more than 4,194,304 bytes")):
-        before = child.make(["pid"])[0]
-        with pytest.raises(SandboxError, match=f'the item "{item}": .*{message}'):
-            child.make(["print", item])
-        assert child.make(["print"]) == ["print"] and child.make(["pid"]) != [before]
+    box.process.wait()
+    assert values(box, ("plain", "4"), ("plain", "5")) == [True, False]
+    before = pid(box)
+    with pytest.raises(SandboxError, match="the process ended"):
+        box.call("exit", [[]])
+    assert box.call("echo", [["x"]]) == ["x"] and pid(box) != before
     if sys.platform == "linux":
-        assert processes() == child.make(["pid"])
+        assert processes() == [pid(box)]
 
 
-def test_a_child_that_dies_or_hangs_with_answers_has_them_score_nothing(monkeypatch):
-    """The keeper, that is; with all layers it does not come to this."""
-    kill = "import os, signal; os.kill(os.getppid(), signal.{}); import time; time.sleep(0.2)"
-    monkeypatch.setattr(sandbox, "SLACK", 1.0)
-    with evil(layers=(), timeout=0.3) as unprotected:
-        for how in ("SIGKILL", "SIGSTOP"):
-            answers = [("plain", "4"), ("exec", kill.format(how)), ("plain", "4"), ("plain", "5")]
-            assert unprotected.score(answers) == [1.0, 0.0, 1.0, 0.0]
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_keeper_that_dies_or_hangs_costs_one_result(monkeypatch, how):
+    """With all layers it does not come to this."""
+    kill = f"import os, signal; os.kill(os.getppid(), signal.{how}); import time; time.sleep(0.2)"
+    monkeypatch.setattr(sandbox, "LIMIT", 3.0)
+    with evil(layers=(), timeout=1.0) as box:
+        results = box.run("any", [("plain", "4"), ("execute", kill), ("plain", "4")])
+        assert [result.value for result in results] == [True, None, True], results
 
 
 class Late(BaseException):
     """Like OutOfTime of data/rewards.py, or a Ctrl-C."""
 
 
-def test_an_interrupted_request_leaves_no_answers_to_the_next(child):
+def test_an_interrupted_request_leaves_no_replies_to_the_next(box):
     def ring(*_):
         raise Late
 
-    before, old = child.make(["pid"])[0], signal.signal(signal.SIGALRM, ring)
+    before, old = pid(box), signal.signal(signal.SIGALRM, ring)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(Late):
-            child.make(["sleep"])
+            box.call("sleep", [[]])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
-    assert child.score([("plain", "4"), ("plain", "5")]) == [1.0, 0.0]
-    assert child.make(["pid"]) != [before] and (sys.platform != "linux" or processes() == child.make(["pid"]))
+    assert values(box, ("plain", "4"), ("plain", "5")) == [True, False]
+    assert pid(box) != before and (sys.platform != "linux" or processes() == [pid(box)])
 
 
 @LINUX
-def test_it_dies_with_its_parent_and_a_ctrl_c_is_not_its_own():
-    """The parent is killed while a worker is in a loop; and before that the terminal's group is interrupted."""
+def test_it_dies_with_its_parent_and_no_ctrl_c_reaches_it():
+    """The parent is killed while a worker is in a loop; before that the terminal's group is interrupted."""
     program = """
 import os, signal, sys
 sys.path[:0] = ["tests", "."]
-from data.gym.sandbox import Sandbox
-child = Sandbox("evil:Evil", {}, timeout=1000)
+from sandbox import Sandbox
+box = Sandbox("evil:Evil", {}, timeout=1000)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-keeper = child.make(["pid"])[0]
+keeper = box.call("pid", [[]])
 os.killpg(0, signal.SIGINT)
-assert child.make(["pid"]) == [keeper]
-print(keeper, flush=True)
-child.score([("exec", "while True: pass")])
+assert box.call("pid", [[]]) == keeper
+print(keeper[0], flush=True)
+box.run("execute", [["while True: pass"]])
 """
-    home = Path(sandbox.__file__).parent.parent.parent
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=home, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    command = [sys.executable, "-c", program]
+    parent = subprocess.Popen(command, cwd=HOME, stdout=subprocess.PIPE, text=True, start_new_session=True)
     keeper = int(parent.stdout.readline())
     assert wait_for(lambda: len(processes(parent.pid)) == 2) and keeper in processes(parent.pid)
     parent.kill()
@@ -362,77 +365,84 @@ child.score([("exec", "while True: pass")])
 
 
 def test_it_starts_with_the_first_request_and_is_killed():
-    with evil() as child:
-        assert child.process is None
-        child.make(["print"])
-        process = child.process
-    assert process.returncode == -signal.SIGKILL and child.process is None
+    with evil() as box:
+        assert box.process is None
+        box.call("echo", [[1]])
+        process = box.process
+    assert process.returncode == -signal.SIGKILL and box.process is None
 
 
-def test_a_target_that_refuses():
-    for target, arguments, message in (
-        ("evil:Evil", {"wrong": "one line that says why"}, "^one line that says why$"),
+@pytest.mark.parametrize(
+    "target, arguments, message",
+    [
+        ("evil:Evil", {"wrong": "one line\nthat says why"}, "^one line that says why$"),
         ("evil:Evil", {"other": 1}, "TypeError: .*other"),
         ("no_such_module:f", {}, "ModuleNotFoundError: No module named 'no_such_module'"),
-    ):
-        with closing(Sandbox(target, arguments)) as child:
-            for _ in range(2):
-                with pytest.raises(SandboxError, match=message):
-                    child.score([("plain", "4")])
+    ],
+)
+def test_a_target_that_refuses(target, arguments, message):
+    with closing(Sandbox(target, arguments)) as box:
+        for _ in range(2):
+            with pytest.raises(SandboxError, match=message):
+                box.run("plain", [["4"]])
 
 
-def test_what_does_not_start_is_said_at_once(monkeypatch):
-    with evil(memory_mb=0.5) as child, pytest.raises(SandboxError, match="a worker cannot be confined: TypeError: "):
-        child.make(["print"])
+def test_what_cannot_start_or_confine_is_an_error(monkeypatch):
+    with evil(memory_mb=-(2**50)) as box, pytest.raises(SandboxError, match="OSError: no process can be confined"):
+        box.run("plain", [["4"]])
+    with evil() as box, pytest.raises(SandboxError, match="AttributeError: .*no_such_method"):
+        box.run("no_such_method", [["4"]])
     monkeypatch.setattr(sandbox.sys, "executable", "/no/such/python")
-    with evil() as child, pytest.raises(SandboxError, match="the child does not start"):
-        child.make(["print"])
+    with evil() as box, pytest.raises(SandboxError, match="the sandbox does not start"):
+        box.call("echo", [[1]])
+
+
+# -----------------------------------------------------------------------------
+# The filter
 
 
 @LINUX
-def test_the_filter_knows_other_machines(monkeypatch):
-    """Its numbers are looked up for each of them, and a machine that it does not know has none."""
-    programs = {}
-    for machine in ("x86_64", "aarch64", "riscv64"):
-        monkeypatch.setattr(sandbox.platform, "machine", lambda machine=machine: machine)
-        programs[machine] = sandbox.seccomp_filter()
-    assert programs["riscv64"] is None and "riscv64" in sandbox.why_no_seccomp()
+def test_the_filter_knows_two_machines(monkeypatch):
     for machine, (read, openat) in {"x86_64": (0, 257), "aarch64": (63, 56)}.items():
-        compared = [operand for instruction, operand, _, _ in programs[machine] if instruction == sandbox.EQUAL]
-        assert compared[0] == sandbox.MACHINES[machine] and read in compared and openat in compared
-        assert len(set(compared)) == len(compared) and len(programs[machine]) < 4096
-        assert programs[machine][-1] == (sandbox.RETURN, sandbox.REFUSE, 0, 0)
+        monkeypatch.setattr(seccomp.platform, "machine", lambda machine=machine: machine)
+        lines = seccomp.program()
+        compared = [operand for instruction, operand, _, _ in lines if instruction == seccomp.EQUAL]
+        assert compared[0] == seccomp.MACHINES[machine] and read in compared and openat in compared
+        assert len(set(compared)) == len(compared) and len(lines) < 4096
+        assert lines[-1] == (seccomp.RETURN, seccomp.REFUSE, 0, 0)
+    monkeypatch.setattr(seccomp.platform, "machine", lambda: "riscv64")
+    with pytest.raises(KeyError):
+        seccomp.program()
 
 
-def run_filter(program, number, arguments=(0,) * 6, machine=sandbox.MACHINES["x86_64"]):
+def run_filter(lines, number, arguments=(0,) * 6, machine=seccomp.MACHINES["x86_64"]):
     """What the kernel would do: a BPF machine of the four instructions."""
     data = {0: number, 4: machine} | {16 + 8 * i: argument & 0xFFFFFFFF for i, argument in enumerate(arguments)}
     place, accumulator = 0, 0
     while True:
-        instruction, operand, true, false = program[place]
+        instruction, operand, true, false = lines[place]
         place += 1
-        if instruction == sandbox.LOAD:
+        if instruction == seccomp.LOAD:
             accumulator = data[operand]
-        elif instruction == sandbox.RETURN:
+        elif instruction == seccomp.RETURN:
             return operand
         else:
-            yes = accumulator == operand if instruction == sandbox.EQUAL else accumulator & operand
+            yes = accumulator == operand if instruction == seccomp.EQUAL else accumulator & operand
             place += true if yes else false
 
 
 def test_the_filter_step_by_step(monkeypatch):
-    monkeypatch.setattr(sandbox.sys, "platform", "linux")
-    monkeypatch.setattr(sandbox.platform, "machine", lambda: "x86_64")
-    program = sandbox.seccomp_filter()
-    allowed = {number for number in range(1000) if run_filter(program, number) == sandbox.PASS}
-    listed = {int(line.split()[1]) for line in sandbox.ALLOWED.split(",") if line.split()[1] != "-"}
+    monkeypatch.setattr(seccomp.platform, "machine", lambda: "x86_64")
+    lines = seccomp.program()
+    allowed = {number for number in range(1000) if run_filter(lines, number) == seccomp.PASS}
+    listed = {int(line.split()[1]) for line in seccomp.ALLOWED.split(",") if line.split()[1] != "-"}
     assert allowed == listed | {2, 257}  # open and openat, with flags 0
     forbidden = dict(fork=57, clone=56, clone3=435, execve=59, kill=62, socket=41, unlink=87, prctl=157, ptrace=101)
     forbidden |= dict(fcntl=72, ioctl=16, prlimit64=302, io_uring_setup=425, openat2=437, creat=85)
     assert not allowed & set(forbidden.values())
     for flags in (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC, os.O_APPEND, os.O_RDWR | os.O_CLOEXEC):
-        assert run_filter(program, 257, (0, 0, flags, 0, 0, 0)) == sandbox.REFUSE
-        assert run_filter(program, 2, (0, flags, 0, 0, 0, 0)) == sandbox.REFUSE
-    assert run_filter(program, 257, (1, 1, os.O_CLOEXEC | os.O_DIRECTORY, 1, 0, 0)) == sandbox.PASS
-    assert run_filter(program, 0, machine=sandbox.MACHINES["aarch64"]) == sandbox.REFUSE
-    assert run_filter(program, 0x40000000) == sandbox.REFUSE  # x32's read
+        assert run_filter(lines, 257, (0, 0, flags, 0, 0, 0)) == seccomp.REFUSE
+        assert run_filter(lines, 2, (0, flags, 0, 0, 0, 0)) == seccomp.REFUSE
+    assert run_filter(lines, 257, (1, 1, os.O_CLOEXEC | os.O_DIRECTORY, 1, 0, 0)) == seccomp.PASS
+    assert run_filter(lines, 0, machine=seccomp.MACHINES["aarch64"]) == seccomp.REFUSE
+    assert run_filter(lines, 0x40000000) == seccomp.REFUSE  # x32's read

@@ -156,7 +156,7 @@ def introduce(title, training, start, moved):
     say(
         f"{title} on {settings.task}: {size:,} parameters{trains} on {model.device}, {settings.out_dir}"
     )
-    if held_out := task.size(settings.eval_split):
+    if held_out := task.size("test"):
         say(
             f"data_file={settings.data_file}: {task.size('train'):,} prompts for training, {held_out:,} held out"
         )

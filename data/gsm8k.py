@@ -1,6 +1,7 @@
 """GSM8K: grade-school math word problems, 7,473 for training and 1,319 held out, read from the published files.
 
-    python -m data.gsm8k prepare                      downloads both files to data/gsm8k (see __main__.py)
+    curl --create-dirs --output-dir data/gsm8k --remote-name-all \\
+        https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{train,test}.jsonl
     python grpo.py --task=gsm8k --data_file=data/gsm8k/train.jsonl --test_file=data/gsm8k/test.jsonl
 
     {"question": "Natalia sold clips ...", "answer": "... she sold 48/2 = <<48/2=24>>24 clips in May.\\n#### 72"}
@@ -20,18 +21,17 @@ from data.rows import FileTask, has_texts, read_lines
 INSTRUCTION = (
     "Reason step by step, and give the final answer on a line of its own, as #### and then one number."
 )
-DOWNLOAD = "python -m data.gsm8k prepare downloads it"
+REMEDY = "; data/gsm8k.py says how to download it"
 
 
 class GSM8K(FileTask):
     columns, has_form = ("answer",), True
-    wanted = f"name GSM8K's train.jsonl; {DOWNLOAD}"
+    wanted = f"name GSM8K's train.jsonl{REMEDY}"
 
     def read(self, path, like=None):
         """-> [{"prompt", "question", "answer": the number as text, "demonstration": the worked answer}]"""
-        ending = (
-            "" if self.chat else "\n"
-        )  # without messages, a newline separates the answer from the prompt
+        # Without messages a newline separates the answer from the prompt.
+        ending = "" if self.chat else "\n"
         return [
             {
                 "prompt": f"{row['question']}\n{INSTRUCTION}{ending}",
@@ -39,7 +39,7 @@ class GSM8K(FileTask):
                 "answer": number_after_marker(row["answer"]),
                 "demonstration": re.sub("<<[^<>]*>>", "", row["answer"]),
             }
-            for row in read_lines(path, check_row, remedy=DOWNLOAD)
+            for row in read_lines(path, check_row, remedy=REMEDY)
         ]
 
     def identity(self, row):
@@ -52,7 +52,7 @@ class GSM8K(FileTask):
         return number_after_marker(completion)
 
     def is_right(self, completion, answer):
-        return answer is not None and number_after_marker(completion) == answer
+        return number_after_marker(completion) == answer
 
 
 def check_row(row, like):

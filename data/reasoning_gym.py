@@ -1,0 +1,173 @@
+"""reasoning_gym: any generator of the package of that name (pip install reasoning_gym).
+
+    --task=reasoning_gym --gym_dataset=leg_counting
+    --task=reasoning_gym --gym_dataset=chain_sum --gym_config='{"max_terms": 3}'
+
+    prompt      Find the Greatest Common Divisor (GCD) of these numbers: 297, 30. Give only the GCD as your final
+                answer. End with your final answer inside <answer> </answer>.
+    completion  ... <answer>3</answer>
+
+The generator's own scorer gets the text in the last <answer> tags. The reward is 1.0 if the score is 1, else 0.0.
+
+An item is a function of a generator and a seed, and a row's number gives both. Different seeds may give the same
+question, so a hash of the question decides the split. A test row costs about ten items: use few eval_prompts with slow
+generators. knight_swap, futoshiki, sokoban, puzzle24 and zebra_puzzles take 0.2 to 0.9 s an item.
+
+Generators set no bounds on lengths. The longest question and the longest answer of 100 items of each generator are the
+bounds; longer ones are skipped.
+
+Scorers of binary_matrix, n_queens, spiral_matrix and string_insertion eval the answer; those of countdown,
+intermediate_integration, polynomial_multiplication, puzzle24 and simple_integration do so through sympy's parse_expr.
+So only the processes of a Sandbox import the package. In version 0.1.25 game_of_life_halting accepts any text,
+complex_arithmetic accepts nan, and coin_flip mostly accepts 0: a policy will find that.
+
+Left out: the package's curricula; scores between 0 and 1; its generators composite (gym_dataset takes several names)
+and codeio (its items differ between processes). Tests: tests/test_gym.py.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import random
+import sys
+from dataclasses import dataclass
+
+from data.answers import in_answer_tags
+from data.task import Task
+from options import SnugError, option
+from sandbox import Sandbox
+
+SEEDS = 2**32  # numpy requires smaller ones
+SURVEY = 100  # items of each generator that are looked at first
+SCORED = 5  # of these, answers that the scorer should accept
+TIMEOUT = 5.0  # seconds to score an answer; after that it is wrong
+RIGHT = 1 - 1e-9  # a score
+REQUEST = "\nEnd with your final answer inside <answer> </answer>.\n"
+
+
+@dataclass
+class GymOptions:
+    """task=reasoning_gym."""
+
+    gym_dataset: str = option(
+        "", "a generator of the package, or several, comma-separated; each prompt is of a random one"
+    )
+    gym_config: str = option(
+        "",
+        'options of the generator: {"max_terms": 3}; of several: {"chain_sum": {"max_terms": 3}, "gcd": ...}',
+    )
+
+
+class ReasoningGym(Task):
+    columns = ("item",)  # [generator, seed]
+    has_form = True
+
+    def __init__(self, settings, demonstrations=False):
+        super().__init__(settings, demonstrations)
+        self.names = [name.strip() for name in settings.gym_dataset.split(",") if name.strip()]
+        if not self.names:
+            raise SnugError("task='reasoning_gym' needs generators, such as --gym_dataset=leg_counting")
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise SnugError("task='reasoning_gym': the package is missing; pip install reasoning_gym")
+        self.sandbox = open_sandbox(json.dumps(read_options(settings.gym_config, self.names)))
+        self.needs_answers = demonstrations
+
+    def propose(self, rng):
+        """{"prompt": text, "item": ["gcd", 7], "answer": text or None}; None if it cannot be used or is too long."""
+        item = [rng.choice(self.names), rng.randrange(SEEDS)]
+        row = self.row_of(item, self.sandbox.call("make", [item])[0])
+        if not row or size(row["prompt"]) > self.prompt_bytes:
+            return None
+        return row if size(self.demonstration(row, rng)) <= self.answer_bytes else None
+
+    def row_of(self, item: list, made: dict) -> dict | None:
+        """A row; None if the generator raised an error, or if SFT would have no answer to learn."""
+        if "error" in made or made["answer"] is None and self.needs_answers:
+            return None
+        return {"prompt": made["question"] + REQUEST, "item": item, "answer": made["answer"]}
+
+    def identity(self, row):
+        return row["prompt"]
+
+    def demonstration(self, row, rng):
+        return f"<answer>{row['answer']}</answer>"
+
+    def longest_prompt(self):
+        return "?" * self.prompt_bytes
+
+    def longest_answer(self):
+        return "?" * self.answer_bytes
+
+    def answer_of(self, completion):
+        return in_answer_tags(completion)
+
+    def rewards(self, prompts, completions, **columns):
+        """As Task.rewards. The sandbox scores all answers in one request, equal answers to an item once."""
+        stopped = columns.get("stopped", [True] * len(completions))
+        tasks = []
+        for completion, ended, item in zip(completions, stopped, columns["item"], strict=True):
+            answer = self.answer_of(completion) if ended else None
+            tasks.append(None if answer is None else (*item, answer))
+        right = self.right_of(set(tasks) - {None})
+        return [float(task in right) for task in tasks]
+
+    def right_of(self, tasks: set[tuple]) -> set[tuple]:
+        """The scorers accept which of these (generator, seed, answer)?"""
+        scores = [result.value for result in self.sandbox.run("score", list(tasks))]
+        right = [isinstance(score, float) and score >= RIGHT for score in scores]
+        return {task for task, is_right in zip(tasks, right, strict=True) if is_right}
+
+    def survey(self):
+        """Look at SURVEY items of each generator. Raises SnugError if it cannot be used."""
+        rows, digest = [], hashlib.sha256()
+        for name in self.names:
+            rng = random.Random(f"ReasoningGym survey {name}")
+            items = [[name, rng.randrange(SEEDS)] for _ in range(SURVEY)]
+            made = self.sandbox.call("make", items)
+            digest.update(json.dumps(made).encode())
+            usable = list(filter(None, map(self.row_of, items, made)))
+            if not usable:
+                problem = made[0].get("error", "its items have no answer to learn; use grpo.py")
+                raise SnugError(f"gym_dataset={name!r}: none of {SURVEY} items can be used: {problem}")
+            self.refuse_if_all_are_wrong(name, usable)
+            rows += usable
+        if missing := self.sandbox.missing:
+            print(f"reasoning_gym: scorers run without seccomp: {missing}", file=sys.stderr)
+        self.prompt_bytes = max(size(row["prompt"]) for row in rows)
+        self.answer_bytes = max(size(self.demonstration(row, rng)) for row in rows)
+        self.surveyed = digest.hexdigest()
+        super().survey()
+
+    def refuse_if_all_are_wrong(self, name: str, rows: list[dict]):
+        """Raises SnugError if the scorer accepts none of its generator's first answers."""
+        tasks = {(*row["item"], row["answer"].strip()) for row in rows[:SCORED] if row["answer"]}
+        if tasks and not self.right_of(tasks):
+            raise SnugError(f"gym_dataset={name!r}: its scorer refuses all its answers; use another")
+
+    def fingerprint(self):
+        return self.surveyed
+
+
+@functools.cache
+def open_sandbox(options: str) -> Sandbox:
+    """All tasks of this process with the same options share one sandbox."""
+    return Sandbox("data.reasoning_gym_worker:Gym", {"datasets": json.loads(options)}, TIMEOUT)
+
+
+def size(text: str) -> int:
+    return len(text.encode())
+
+
+def read_options(text: str, names: list[str]) -> dict[str, dict]:
+    """JSON -> {generator: {option: value}}. Raises SnugError."""
+    try:
+        options = json.loads(text or "{}")
+    except ValueError:
+        options = None
+    by_name = options if len(names) > 1 else {names[0]: options}
+    if isinstance(by_name, dict) and by_name.keys() <= set(names):
+        if all(isinstance(value, dict) for value in by_name.values()):
+            return {name: by_name.get(name, {}) for name in names}
+    example = f'{{"{names[0]}": {{"max_terms": 3}}}}' if len(names) > 1 else '{"max_terms": 3}'
+    raise SnugError(f"gym_config={text!r:.80} is no JSON object of options, such as {example}")

@@ -1,0 +1,115 @@
+"""The keeper and its workers: the processes that import the target of a Sandbox.
+
+`python -m sandbox.child SOCKET PARENT` is a keeper: the number of its socket's file, and the process that it serves.
+"""
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from options import SnugError
+from sandbox.channel import Channel, Lost
+from sandbox.confine import EXECUTED, PIPE, Confinement, die_with
+
+LONGEST = 2**20  # bytes of a result
+
+
+def keep(file: int, parent: int):
+    """Reply to requests until the socket closes: ["value", ...] for each task. An ["error", text] is the last reply."""
+    die_with(parent)
+    channel = Channel(socket.socket(fileno=file))
+    try:
+        config = channel.receive()
+        module, _, function = config["target"].partition(":")
+        target = getattr(importlib.import_module(module), function)(**config["arguments"])
+        confinement = Confinement(config["layers"], config["memory_mb"])
+        gc.collect()
+        gc.freeze()  # the collector does not write to these objects any more, so forks share their memory
+        channel.send(["value", confinement.missing])
+        while True:
+            kind, name, tasks = channel.receive()
+            method = getattr(target, name)
+            if kind == "call":
+                values = (method(*task) for task in tasks)
+            else:
+                values = results(method, tasks, config["timeout"], confinement)
+            for value in values:
+                channel.send(["value", value])
+    except Exception as error:
+        channel.send(["error", one_line(error)])
+
+
+def one_line(error: Exception) -> str:
+    text = str(error) if isinstance(error, SnugError) else f"{type(error).__name__}: {error}"
+    return " ".join(text[:1000].split())
+
+
+def results(method: Callable, tasks: list, seconds: float, confinement: Confinement) -> Iterator[list]:
+    """Yield [value, error] for each task. A worker runs tasks in order until one of them executes code or fails."""
+    done = 0
+    while done < len(tasks):
+        end, theirs = socket.socketpair()
+        channel, used_up = Channel(end, seconds), False
+        pid = os.fork()
+        if pid == 0:
+            work(method, tasks[done:], theirs.fileno(), confinement)
+        theirs.close()
+        try:
+            while done < len(tasks) and not used_up:
+                result, used_up = result_of(channel)
+                used_up = (
+                    used_up or "audit" not in confinement.layers
+                )  # without it nothing announces code
+                yield result
+                done += 1
+        finally:
+            kill(pid)
+            channel.close()
+
+
+def result_of(channel: Channel) -> tuple[list, bool]:
+    """-> ([value, error] of a worker's next task, must the worker end?)."""
+    try:
+        message = channel.receive(LONGEST)
+        executed = message == EXECUTED
+        if executed:
+            message = channel.receive(LONGEST)
+        value, error = message
+        if isinstance(value, str | float | int | None) and isinstance(error, str):
+            return [value, error], executed
+        problem = "the result is no text, number, boolean or None"
+    except (Lost, TypeError, ValueError) as error:  # or the message is no pair
+        problem = str(error)
+    return [None, problem], True
+
+
+def kill(worker: int):
+    """Kill a worker and its process group. Until waitpid no other process can have its number."""
+    for send in (os.killpg, os.kill):
+        with suppress(OSError):
+            send(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+
+
+def work(method: Callable, tasks: list, file: int, confinement: Confinement):
+    """What a worker does: it writes [value, error] for each task. Never returns."""
+    try:
+        confinement.apply(file)
+        for task in tasks:
+            try:
+                line = json.dumps([method(*task), ""])
+            except Exception as error:  # SystemExit and KeyboardInterrupt end the process
+                line = json.dumps([None, one_line(error)])
+            os.write(PIPE, line.encode() + b"\n")
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    keep(int(sys.argv[1]), int(sys.argv[2]))
