@@ -108,11 +108,12 @@ def weight_files(folder: str | Path) -> list[Path]:
     if file.is_file():  # transformers prefers the one file, too
         return [file]
     if not index.is_file():
-        pickle = next(folder.glob("*.bin"), None)
-        hint = f"; {pickle.name} is a pickle, which is never loaded: convert it to safetensors"
-        raise SnugError(
-            f"{folder}: has no model.safetensors and no model.safetensors.index.json{hint if pickle else ''}"
-        )
+        problem = f"{folder}: has no model.safetensors and no model.safetensors.index.json"
+        if any(folder.glob("*.bin")):
+            problem += (
+                "; the *.bin files are pickles, which are never loaded: convert them to safetensors"
+            )
+        raise SnugError(problem)
     with in_one_line(f"{index}: cannot be read"):
         return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
 

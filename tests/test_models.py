@@ -96,11 +96,8 @@ def test_only_ids_of_the_tokenizer_are_sampled_and_any_stop_token_ends(folder, t
     gsm8k(folder, tmp_path / "run", "--group_size=128", "--max_iters=1", "--eval_interval=0")
     rollouts = rounds[0]
     T = rollouts.mask.shape[1]
-    for tokens, start, length in zip(
-        rollouts.tokens, rollouts.prompt_lengths, rollouts.completion_lengths, strict=True
-    ):
-        completion = tokens[start : start + length].tolist()
-        assert max(completion) < 259 and not {256, 258} & set(completion[:-1])
+    for completion in rollouts.completions():
+        assert max(completion, default=0) < 259 and not {256, 258} & set(completion)
     last = rollouts.tokens[torch.arange(256), rollouts.prompt_lengths + rollouts.completion_lengths - 1]
     assert ((last == 256) | (last == 258)).equal(rollouts.stopped) and {256, 258} <= set(last.tolist())
     assert (rollouts.completion_lengths[~rollouts.stopped] == T).all()
@@ -148,9 +145,6 @@ def test_the_date_in_prompts_is_the_day_on_which_the_run_began(folder, tmp_path,
     assert {sample["iter"]: sample["prompt"][:11] for sample in samples} == {0: "01 Feb 2031", 1: "01 Feb 2031"}
     assert text_of(load_run(tmp_path / "run").tokenizer).startswith("01 Feb 2031")
     assert text_of(get_tokenizer(str(tmp_path / "model"))).startswith("02 Feb 2031")
-    (tmp_path / "model" / "chat_date.txt").write_text("soon")
-    with pytest.raises(SnugError, match="chat_date.txt: not a date .ValueError"):
-        get_tokenizer(str(tmp_path / "model"))
 
 
 def test_out_again_to_transformers(folder, tmp_path, rewards):

@@ -5,7 +5,9 @@ import math
 import os
 import shutil
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,22 +26,10 @@ from tokenizer import get_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
 
-SMALL = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
-LLAMA3 = dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-    rope_theta=5e3,
-)
+SMALL = dict(vocab_size=97, hidden_size=32, intermediate_size=48)
+SMALL |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=64, rope_theta=5e3)
 ROPE = dict(max_position_embeddings=512, rope_theta=5e3)
 CASES = {  # name: (transformers' config class, its keywords)
     "gpt2": ("GPT2Config", dict(vocab_size=97, n_positions=128, n_embd=32, n_layer=2, n_head=4)),
@@ -121,12 +111,8 @@ def test_tokens_far_apart_are_told_apart_as_there(tmp_path):
     with torch.no_grad():
         expected = theirs(tokens).logits
     torch.testing.assert_close(logits_of(load_pretrained(tmp_path / "a"), tokens), expected, atol=1e-5, rtol=1e-5)
-    for name, value in (
-        ("rope_factor", 1.0),
-        ("rope_low_freq_factor", 2.0),
-        ("rope_high_freq_factor", 8.0),
-        ("rope_theta", 1e4),
-    ):
+    changes = dict(rope_factor=1.0, rope_low_freq_factor=2.0, rope_high_freq_factor=8.0, rope_theta=1e4)
+    for name, value in changes.items():
         other = load_pretrained(tmp_path / "a", **{name: value})
         assert (logits_of(other, tokens) - expected).abs().max() > 1e-3, name
 
@@ -164,17 +150,13 @@ def test_a_window_limits_the_block_size(tmp_path):
 
 
 def test_older_files_are_read(tmp_path):
-    """rope_theta and rope_scaling at the top; torch_dtype; GPT-2's tensors without a prefix, with masks; a head that is the embedding."""
+    """rope_theta and rope_scaling at the top; GPT-2's tensors without a prefix, with masks; a head that is the embedding."""
     theirs = their_model("llama 3")
     theirs.save_pretrained(tmp_path / "a")
     expected = read_shape(tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     rope = config.pop("rope_parameters")
-    config |= dict(
-        rope_theta=rope.pop("rope_theta"),
-        rope_scaling=dict(rope, type=rope.pop("rope_type")),
-        torch_dtype=config.pop("dtype"),
-    )
+    config |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=dict(rope, type=rope.pop("rope_type")))
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     assert read_shape(tmp_path / "a") == expected
 
@@ -217,34 +199,24 @@ def test_many_files_with_an_index_both_ways(tmp_path, monkeypatch):
 
 def test_one_tensor_at_a_time(folder, monkeypatch):
     """No second copy: while a tensor is read, at most the one before is still there."""
-    alive, most = set(), 0
-    opened = tensors.opened
+    alive, most, opened = set(), [], tensors.opened
 
-    class Watched:
-        def __init__(self, *args):
-            self.file = opened(*args)
+    @contextmanager
+    def watched(*args):
+        with opened(*args) as file:
 
-        def __enter__(self):
-            self.tensors = self.file.__enter__()
-            return self
+            def get_tensor(name):
+                tensor = file.get_tensor(name)
+                alive.add(name)
+                weakref.finalize(tensor, alive.discard, name)
+                most.append(len(alive))
+                return tensor
 
-        def __exit__(self, *error):
-            return self.file.__exit__(*error)
+            yield SimpleNamespace(keys=file.keys, get_slice=file.get_slice, get_tensor=get_tensor)
 
-        def __getattr__(self, name):
-            return getattr(self.tensors, name)
-
-        def get_tensor(self, name):
-            nonlocal most
-            tensor = self.tensors.get_tensor(name)
-            alive.add(name)
-            weakref.finalize(tensor, alive.discard, name)
-            most = max(most, len(alive))
-            return tensor
-
-    monkeypatch.setattr(tensors, "opened", Watched)
+    monkeypatch.setattr(tensors, "opened", watched)
     load_pretrained(folder)
-    assert 0 < most <= 2
+    assert 0 < max(most) <= 2
 
 
 def test_a_model_from_scratch_is_a_gpt2(tmp_path):
@@ -280,14 +252,10 @@ CONFIGS = {
     "mlp_bias=True": dict(model_type="llama", mlp_bias=True),
     "rope_type='yarn'": dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4)),
     "factor=None": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4)),
-    "rope_type=['yarn'] is not text": dict(rope_parameters=dict(rope_type=["yarn"], rope_theta=1e4)),
     "hidden_act='gelu'": dict(hidden_act="gelu"),
     "hidden_size=None": dict(hidden_size="gone"),
-    "num_hidden_layers=-1": dict(num_hidden_layers=-1),
-    "hidden_size=True": dict(hidden_size=True),
     "rms_norm_eps='small'": dict(rms_norm_eps="small"),
     "rms_norm_eps=nan is not a positive number": dict(rms_norm_eps=math.nan),
-    "rope_theta=1000": dict(rope_parameters=dict(rope_theta=10**400)),
     "hidden_size=1000": dict(hidden_size=10**400),
     "has shape (97, 32), config.json says (1000000000000, 32)": dict(vocab_size=10**12),
     "missing 12": dict(num_hidden_layers=3),  # a layer has 9 weights and 3 biases
@@ -333,7 +301,7 @@ def test_broken_weights_are_one_line(folder):
 def test_pickles_are_never_loaded(folder):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(SnugError, match="pytorch_model.bin is a pickle, which is never loaded"):
+    with pytest.raises(SnugError, match="files are pickles, which are never loaded"):
         load_pretrained(folder)
 
 

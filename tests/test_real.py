@@ -64,17 +64,7 @@ def test_the_folder_is_smollm2_instruct(folder, ours):
     assert [ours.decode([i]) for i in ours.encode("a\n\n12  3")] == ["a", "\n\n", "1", "2", "  ", "3"]
 
 
-PIECES = [
-    *SPELLED,
-    *AWKWARD,
-    "<repo_name>",
-    "<jupyter_code>",
-    "\x04",
-    "\x12 ",
-    "    def f(x):\n\treturn x**2\n",
-    "1234.5",
-    "\r\n\r\n ",
-]
+PIECES = [*SPELLED, *AWKWARD, "<repo_name>", "\x04", "\x12 ", "    def f(x):\n\treturn x**2\n", "1234.5", "\r\n\r\n "]
 
 
 def varied(count):
