@@ -69,9 +69,9 @@ def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
     k2  (log r)^2 / 2    biased, but its mean gradient is the KL's
     k3  r - 1 - log r    unbiased, never negative; its mean gradient is that of KL(reference || policy)
 
-    policy_loss multiplies k1 and k3 by the ratio: this gives them the KL's gradient, also from stale tokens (DeepSeek-V3.2).
-    k2 has it without the ratio. "k3_no_ratio" is k3 as DeepSeekMath has it. verl calls them kl, mse and low_var_kl.
-    Sources: Schulman 2020, "Approximating KL divergence"; gradients: Tang & Munos 2025.
+    policy_loss multiplies k1 and k3 by the ratio: this gives them the KL's gradient, also from stale tokens
+    (DeepSeek-V3.2). k2 has it without the ratio. "k3_no_ratio" is k3 as DeepSeekMath has it. verl calls them kl, mse
+    and low_var_kl. Sources: Schulman 2020, "Approximating KL divergence"; gradients: Tang & Munos 2025.
     """
     log_ratio = ref_logprobs - logprobs
     if estimator == "k1":

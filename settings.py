@@ -80,8 +80,8 @@ class RunOptions:
     )
     init_from: str = option(
         "",
-        "initial weights, and GRPO's reference: a run's folder, a Hugging Face folder, or an SFT config: grpo.py trains "
-        "it first if that run is missing or unfinished; empty: random weights",
+        "initial weights, and GRPO's reference: a run's folder, a Hugging Face folder, or the config of an SFT run: "
+        "grpo.py trains it first if it is missing or unfinished; empty: random weights",
     )
     seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
     device: str = option(
@@ -92,8 +92,8 @@ class RunOptions:
     )
     parallel: str = option(
         "none",
-        "use several processes, started by torchrun. ddp: each has the full model; fsdp: weights, gradients and moments "
-        "are sharded over all processes; hsdp: over the processes of a machine",
+        "use several processes, started by torchrun. ddp: each has the full model; fsdp: weights, gradients and "
+        "moments are sharded over all processes; hsdp: over the processes of a machine",
         choices=("none", "ddp", "fsdp", "hsdp"),
     )
     tf32: bool = option(
@@ -171,7 +171,7 @@ class TrainOptions:
 
 @dataclass
 class MemoryOptions:
-    """Options that save memory. docs/memory.md says what each saves and costs. --plan prints what an iteration needs."""
+    """Options that save memory. docs/memory.md has their savings and costs. --plan prints what an iteration needs."""
 
     max_tokens_per_micro_batch: int = option(
         0, "largest micro-batch; 0: an optimizer step is one micro-batch", "tokens"
@@ -308,14 +308,15 @@ class LossOptions:
 
     loss_type: str = option(
         "dapo",
-        "how the losses of tokens are averaged. dapo: over all tokens; grpo: over each sequence's tokens; dr_grpo: over "
-        "a constant length; bnpo: over each micro-batch's tokens, so the result depends on the micro-batches; cispo: "
-        "like dapo, but the ratio is a weight and is not clipped",
+        "how the losses of tokens are averaged. dapo: over all tokens; grpo: over each sequence's tokens; dr_grpo: "
+        "over a constant length; bnpo: over each micro-batch's tokens, so the result depends on the micro-batches; "
+        "cispo: like dapo, but the ratio is a weight and is not clipped",
         choices=("dapo", "grpo", "bnpo", "dr_grpo", "cispo"),
     )
     importance_sampling_level: str = option(
         "token",
-        "one ratio per token, or per sequence: the geometric mean of its tokens' (GSPO). Then set epsilon near 4e-4",
+        "token: a ratio for each token; sequence: one for each completion, the geometric mean of its tokens' ratios "
+        "(GSPO); then set epsilon near 4e-4",
         choices=("token", "sequence"),
     )
     epsilon: float = option(0.2, "clip the ratio to the range from 1 - epsilon to 1 + epsilon_high")
@@ -334,7 +335,7 @@ class LossOptions:
         minimum=1,
     )
     mask_truncated_completions: bool = option(
-        False, "do not train on completions that reach max_new_tokens"
+        False, "do not train on completions that did not stop before max_new_tokens"
     )
 
     def check_loss(self):
@@ -422,7 +423,7 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
         return self.train_batch_size or self.sequences_per_rollout
 
     def tokens_per_step(self, prompt: int, completion: int) -> int:
-        """Tokens that the model reads in an optimizer step (batch.py), if all prompts and completions have these lengths."""
+        """Tokens that the model reads in an optimizer step (batch.py). prompt, completion: their lengths."""
         groups = math.ceil(self.sequences_per_step / self.group_size)
         return groups * prompt + self.sequences_per_step * (completion - 1)
 
@@ -483,8 +484,8 @@ class GRPOSettings(
             )
         if self.train_batch_size and self.sequences_per_rollout % self.train_batch_size:
             raise SnugError(
-                f"train_batch_size={self.train_batch_size} does not divide the {self.sequences_per_rollout} completions "
-                f"of a rollout, batch_size={self.batch_size} * group_size={self.group_size}"
+                f"train_batch_size={self.train_batch_size} does not divide the {self.sequences_per_rollout} "
+                f"completions of a rollout, batch_size={self.batch_size} * group_size={self.group_size}"
             )
         if self.lora_rank and self.reference == "host":
             raise SnugError(

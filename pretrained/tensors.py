@@ -155,7 +155,7 @@ def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """SHA-256 of config.json and, of each weight file, the length and 16 pieces of 64 KiB: all differ in other weights."""
+    """SHA-256 of config.json and of the length and 16 pieces of 64 KiB of each weight file."""
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
     for file in weight_files(folder):
         size = file.stat().st_size
@@ -197,8 +197,8 @@ def rows_of(parameter, entry: Entry):
 def save_pretrained(model, folder: str | Path, tokenizer=None, dtype: str | None = None):
     """Write a folder that transformers' AutoModelForCausalLM (and AutoTokenizer, with a Tokenizer) load.
 
-    dtype: "float32" or "bfloat16"; default: the dtype of the weights. The folder must be new or empty. It appears
-    complete or not at all. A GPT-2 without biases gets biases of 0, because the architecture has them. Raises SnugError.
+    dtype: "float32" or "bfloat16"; default: the dtype of the weights. The folder must be new or empty, and appears
+    complete or not at all. A GPT-2 without biases gets biases of 0: the architecture has them. Raises SnugError.
     """
     import torch
 

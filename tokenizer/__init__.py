@@ -243,7 +243,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
 
 
 def stop_ids(folder, backend, values):
-    """values: ids, lists of ids or None -> those that are added tokens; if there is none, one of ENDS. Raises SnugError."""
+    """values: ids, lists of ids, None -> the ids that are added tokens, or else one of ENDS. Raises SnugError."""
     ids = [i for value in values for i in (value if isinstance(value, list) else [value])]
     added = backend.get_added_tokens_decoder()
     known = [i for i in ids if type(i) is int and i in added]
