@@ -111,7 +111,6 @@ def logits_contenders(libraries, compile):
         "plain torch": plain_logprobs,
         "torch.compile": compile(plain_logprobs),
         "TRL selective_log_softmax": libraries["trl"],
-        "snug, in place": partial(token_logprobs, inplace=True),  # last: it uses the logits up
     }
 
 
@@ -225,9 +224,10 @@ def bench_logits(M, V, dtype, rounds, libraries, compile, only):
 
     ready = {name: function for name, function in contenders.items() if function}
     options = Options(1.0, V, False, dtype)
-    lse, ones = torch.full((M,), 12.0, device=DEVICE), torch.ones(M, device=DEVICE)
+    lse, ones, zeros = (torch.full((M,), value, device=DEVICE) for value in (12.0, 1.0, 0.0))
     scratch = new_scratch(logits, copy=True, entropy=True)
-    backward = {"snug, kernel alone": lambda: backward_rows(logits, targets, options, lse, ones, other, scratch)}
+    arguments = logits, targets, options, lse, zeros, ones, zeros, other, scratch
+    backward = {"snug, kernel alone": lambda: backward_rows(*arguments)}
 
     def visit(entropy):
         results = new_rows(M, options._replace(entropy=entropy), DEVICE)
@@ -242,7 +242,7 @@ def bench_logits(M, V, dtype, rounds, libraries, compile, only):
         one_visit["Liger GRPO loss, in place"] = liger
     stages = {  # what, passes over the logits that it takes at least, contenders
         "loss + gradient": (2, one_visit),
-        "forward": (1, {name: partial(forward, f) for name, f in ready.items() if "in place" not in name}),
+        "forward": (1, {name: partial(forward, f) for name, f in ready.items()}),
         "backward": (2, backward),
         "forward + backward": (3, {name: partial(both, f) for name, f in ready.items()}),
     }

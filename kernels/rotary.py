@@ -106,12 +106,13 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
+        cos, sin = ctx.saved_tensors
         sizes = [gradient.shape[1] for gradient in gradients]
         B, _, T, D = gradients[0].shape
         dx = gradients[0].new_empty(B, T, sum(sizes), D).transpose(1, 2)
         for i, (gradient, place) in enumerate(zip(gradients, dx.split(sizes, 1), strict=True)):
             if i < 2:
-                rotate_into(place, gradient, *ctx.saved_tensors, back=True)
+                rotate_into(place, gradient, cos, sin, back=True)
             else:
                 place.copy_(gradient)
         return dx, None, None, None

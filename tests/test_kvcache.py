@@ -13,17 +13,8 @@ from model import rotary_table
 
 
 def make_cache(
-    dtype=torch.float64,
-    heads=4,
-    kv_heads=2,
-    D=8,
-    prompt_slots=3,
-    T_p=9,
-    slots=7,
-    T_c=6,
-    group_size=3,
-    lengths=(9, 4, 1),
-):
+    dtype=torch.float64, heads=4, kv_heads=2, D=8, prompt_slots=3, T_p=9, slots=7, T_c=6, group_size=3, lengths=(9, 4, 1)
+):  # fmt: skip
     """-> a cache with its prompts read and garbage in own columns, its config, the prompts' keys and values."""
     config = make_model("llama", n_head=heads, n_kv_head=kv_heads, n_embd=heads * D).config
     cache = KVCache(config, prompt_slots, T_p, slots, T_c, dtype, DEVICE, group_size)
