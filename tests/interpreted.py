@@ -25,6 +25,14 @@ CAPABILITIES = [
     pytest.param(sm, marks=[] if sm in (80, 90) else pytest.mark.long) for sm in (75, 80, 86, 89, 90, 100, 120)
 ]
 
+# Bytes of shared memory that a program may ask for.
+SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+SHARED = {capability: kib * 1024 for capability, kib in SHARED.items()}
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
 
 def run_interpreted(file, request) -> int:
     """Run a file's tests in the interpreter -> how many passed."""

@@ -123,23 +123,6 @@ def test_rounding_is_right_on_average_and_picks_a_neighbour(value):
         assert float(result.double().mean()) == pytest.approx(float(exact), rel=1e-4)
 
 
-def test_a_whole_parameter_is_one_launch(monkeypatch):
-    launches = []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *arguments, **constants: launches.append((grid, arguments, constants))
-
-    monkeypatch.setattr(module, "adamw_kernel", Kernel())
-    monkeypatch.setattr(module, "uses_triton", lambda _: True)
-    weight, gradient, exp_avg, exp_avg_sq, master = make(10 * BLOCK + 1, KINDS[1])
-    adamw(weight, gradient, exp_avg, exp_avg_sq, master, EXACT.values(), 7, 5)
-    ((grid, arguments, constants),) = launches
-    assert grid == (11,) and constants == dict(HAS_MASTER=True, BLOCK=BLOCK, num_warps=WARPS)
-    assert all(a is b for a, b in zip(arguments, (weight, gradient, exp_avg, exp_avg_sq, master), strict=False))
-    assert arguments[5:] == (*EXACT.values(), 7, 5, 10 * BLOCK + 1)
-
-
 def test_pieces_of_a_parameter_have_the_random_bits_of_the_whole(monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 700)
     whole = make(2000, KINDS[2])

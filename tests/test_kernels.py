@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_flat_model
-from interpreted import CAPABILITIES, INTERPRETED, compiles, in_kernels, run_interpreted
+from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, in_kernels, long, run_interpreted
 from interpreted import cubin_resources as resources
 from test_draw import rows_with_an_unlikely_end
 from test_kvcache import RAGGED, make_cache, run_rows, step
@@ -197,10 +197,6 @@ def test_kernel_beyond_2_to_the_31_elements_and_65535_rows():
 # Ahead of time, for devices that are not here: at the blocks and warps that the shape rule picks.
 
 
-def long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
-
-
 MAIN_DTYPE = ["bf16", long("fp32")]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
 
@@ -291,10 +287,6 @@ def test_compiled_draws_do_not_spill(capability, width, n_vocab, dtype, tmp_path
     print(f"sm_{capability} V={width} {dtype} draw {shape} warps={warps}", used)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128 and used["SHARED"] <= SHARED[capability]
     assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == (width == 151936)
-
-
-SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may ask for
-SHARED = {capability: kib * 1024 for capability, kib in SHARED.items()}
 
 
 @compiles

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DEVICE
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from interpreted import INTERPRETED, compiles, run_interpreted
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,9 +18,7 @@ from kernels import triton
 from logprobs import head_logprobs, head_loss, rows, token_logprobs
 from logprobs.head import add_product, rows_per_chunk
 from logprobs.rows import SCRATCH
-from loss import policy_loss
 from memory.ledger import LiveBytes
-from settings import GRPOSettings
 
 HOME = Path(__file__).parent.parent
 KERNELS = INTERPRETED or DEVICE == "cuda"
@@ -164,41 +160,6 @@ def test_heads_against_float64(M, V, n_vocab, temperature, dtype, chunk_size):
     assert (weight.grad[n_vocab:] == 0).all()
 
 
-@plain_only
-@settings(max_examples=15, deadline=None)
-@given(
-    M=st.integers(0, 40), V=st.integers(1, 600), temperature=st.floats(0.2, 3), seed=st.integers(0, 99), data=st.data()
-)
-def test_any_shape_padding_and_chunk(M, V, temperature, seed, data):
-    n_vocab = data.draw(st.integers(1, V))
-    chunk_size = data.draw(st.integers(1, 50))
-    hidden, weight, targets, upstream = make_head(M, 4, V, seed=seed)
-    targets = targets % n_vocab
-    expected, expected_entropy = plain(hidden @ weight.T, targets, temperature, n_vocab)
-    expected_gradients = torch.autograd.grad((expected * upstream).sum(), (hidden, weight))
-    logprobs, entropy = head_logprobs(hidden, weight, targets, temperature, chunk_size, True, n_vocab)
-    gradients = torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
-    loss, again, entropy_again = head_loss(
-        hidden,
-        weight,
-        targets,
-        lambda logprobs, rows: (logprobs * upstream[rows]).sum(),
-        temperature,
-        chunk_size,
-        True,
-        n_vocab,
-    )
-    loss.backward()
-    assert_near(logprobs, expected, 1e-11)
-    assert_near(entropy, expected_entropy, 1e-11)
-    assert_near(again, logprobs, 1e-11)
-    assert_near(entropy_again, entropy, 1e-11)
-    assert_near(loss, (expected * upstream).sum(), 1e-9)
-    for actual, other, reference in zip((hidden.grad, weight.grad), gradients, expected_gradients, strict=True):
-        assert_near(actual, reference, 1e-10)
-        assert_near(other, reference, 1e-10)
-
-
 @pytest.mark.parametrize("dtype, V", [(torch.bfloat16, 50257), (torch.float16, 67)])
 def test_half_precision_is_no_worse_than_eager(dtype, V):
     logits, targets, upstream = make_rows(16, V, dtype)
@@ -217,44 +178,26 @@ def test_half_precision_is_no_worse_than_eager(dtype, V):
     assert (logits.grad - exact.grad).abs().max() <= cut * (eager.grad - exact.grad).abs().max()
 
 
-def test_rows_and_columns_of_any_stride():
-    wide, targets, upstream = make_rows(20, 140)
-    views = {
-        "every other row": wide[::2, :67],
-        "rows with a gap": wide[:10, 5:72],
-        "a transposed matrix": wide[:10, :67].t().contiguous().t(),
-        "one row, expanded": wide[:1, :67].expand(10, 67),
-        "every other column": wide[:10, 0:134:2],
-    }
-    for name, view in views.items():
-        logits = view.detach().requires_grad_()
-        assert logits.stride() == view.stride(), name
-        reference = view.double().requires_grad_()
-        (expected, _), logprobs = plain(reference, targets[:10] % 67), token_logprobs(logits, targets[:10] % 67)
-        assert_near(logprobs, expected, 1e-5)
-        gradient = torch.autograd.grad((logprobs * upstream[:10]).sum(), logits)[0]
-        assert_near(gradient, torch.autograd.grad((expected * upstream[:10]).sum(), reference)[0], 1e-6)
-
-
-@plain_only
-def test_gradcheck():
-    temperature = 0.7
-    hidden, weight, targets, _ = make_head(5, 3, 7)
-    logits, padded = (hidden @ weight.T).detach().requires_grad_(), targets % 6
-    assert torch.autograd.gradcheck(lambda x: token_logprobs(x, targets, temperature), logits)
-    assert torch.autograd.gradcheck(
-        lambda h, w: head_logprobs(h, w, padded, temperature, 2, entropy=True, n_vocab=6), (hidden, weight)
-    )
-
-    def loss(h, w):  # w.view_as(w) is no leaf, so its gradient takes autograd's way
-        return (
-            3
-            * head_loss(
-                h, w.view_as(w), padded, lambda logprobs, rows: (logprobs.exp() ** 2).sum(), temperature, 2, n_vocab=6
-            )[0]
-        )
-
-    assert torch.autograd.gradcheck(loss, (hidden, weight))
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[::2, :67],
+        lambda x: x[:10, 5:72],
+        lambda x: x[:10, :67].t().contiguous().t(),
+        lambda x: x[:1, :67].expand(10, 67),
+        lambda x: x[:10, 0:134:2],
+    ],
+    ids=["every other row", "rows with a gap", "transposed", "one row, expanded", "every other column"],
+)
+def test_token_logprobs_of_any_stride(view):
+    logits, targets, upstream = make_rows(20, 140)
+    logits, targets, upstream = view(logits).requires_grad_(), targets[:10] % 67, upstream[:10]
+    exact = logits.detach().double().requires_grad_()
+    (plain(exact, targets, 0.7)[0] * upstream).sum().backward()
+    logprobs = token_logprobs(logits, targets, 0.7)
+    assert_near(logprobs, plain(exact, targets, 0.7)[0], 1e-5)
+    gradient = torch.autograd.grad((logprobs * upstream).sum(), logits)[0]
+    assert_near(gradient, exact.grad, 5e-6)
 
 
 def test_extreme_logits_stay_finite():
@@ -314,38 +257,10 @@ def test_head_loss_is_head_logprobs_and_a_loss(chunk_size):
         assert_near(hidden.grad, times * dhidden, 1e-10)
         assert_near(weight.grad, times * dweight, 1e-10)
     assert not logprobs.requires_grad
-
-
-@pytest.mark.parametrize("loss_type, beta, delta", [("dapo", 0.0, None), ("grpo", 0.04, 4.0)])
-def test_head_loss_trains_like_head_logprobs_and_policy_loss(loss_type, beta, delta):
-    """GRPO's own loss, off-policy enough that clipping matters, sequences of lengths 1 to 9 cut by chunks of 5."""
-    hidden, weight, targets, _ = make_head(29, 8, 67)
-    lengths = torch.tensor([9, 1, 7, 4, 8], device=DEVICE)
-    sequence = torch.arange(5, device=DEVICE).repeat_interleave(lengths)
-    advantages = torch.tensor([1.2, -0.7, 0.3, -1.1, 0.3], dtype=torch.float64, device=DEVICE)
-    with torch.no_grad():
-        old = head_logprobs(hidden, weight, targets) + torch.linspace(-0.5, 0.5, 29, dtype=torch.float64, device=DEVICE)
-        reference = old.flip(0)
-
-    def token_loss(logprobs, rows):
-        options = GRPOSettings(loss_type=loss_type, beta=beta, delta=delta, max_new_tokens=9)
-        counts = dict(num_tokens=29, num_sequences=5)
-        loss, metrics = policy_loss(
-            logprobs, old[rows], advantages, sequence[rows], lengths, reference[rows], options=options, **counts
-        )
-        clipped.append(metrics["clip_fraction"])
-        return loss
-
-    clipped = []
-    expected = token_loss(head_logprobs(hidden, weight, targets), slice(None))
-    expected.backward()
-    dhidden, dweight, hidden.grad, weight.grad = hidden.grad, weight.grad, None, None
-    loss = head_loss(hidden, weight, targets, token_loss, chunk_size=5)[0]
-    loss.backward()
-    assert 0.1 < clipped[0] < 0.9 and abs(sum(clipped[1:]) - clipped[0]) < 1e-6
-    assert_near(loss, expected, 1e-10)
-    assert_near(hidden.grad, dhidden, 1e-10)
-    assert_near(weight.grad, dweight, 1e-10)
+    hidden.grad = weight.grad = None  # a weight that is no leaf takes autograd's way, where any gradient is right
+    (3 * head_loss(hidden, weight.view_as(weight), targets, token_loss, 0.7, chunk_size)[0]).backward()
+    assert_near(hidden.grad, 3 * dhidden, 1e-10)
+    assert_near(weight.grad, 3 * dweight, 1e-10)
 
 
 def test_token_loss_sees_every_row_once():
@@ -565,54 +480,45 @@ def profiler_peak(function, *_):
     return peak
 
 
-@on_cpu
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("M, measure", [(1024, meter_peak), (16384, meter_peak), (8192, profiler_peak)])
-def test_extra_bytes_of_a_training_call(M, measure):
-    """A chunk, dhidden and O(M), whatever M; the same for a frozen weight and one with a .grad."""
-    C, V, chunk_mb = 8, 512, 1.0
-    hidden, weight, targets, advantages = make_head(M, C, V, torch.float32)
-    chunk = rows_per_chunk(V, 4, chunk_mb) * V * 4
-    bound = chunk + chunk // V * 2 * C + 4 * M * C + 48 * M + 2**16  # with the chunk's (m, C), twice
-    assert chunk <= MIB and bound < 4 * M * V
+def head_loss_backward(hidden, weight, targets, **options):
+    head_loss(hidden, weight, targets, lambda q, rows: q.exp().sum(), **options)[0].backward()
 
-    def train():
-        head_loss(hidden, weight, targets, lambda q, rows: (q.exp() * advantages[rows]).sum(), chunk_mb=chunk_mb)[
-            0
-        ].backward()
 
-    for frozen in (True, False):
-        weight.requires_grad_(not frozen)
-        hidden.grad, weight.grad = None, None if frozen else torch.zeros_like(weight)
-        held = [x for x in (hidden, weight, weight.grad, targets, advantages) if x is not None]
-        assert chunk / 2 < measure(train, *held) <= bound
+def head_logprobs_backward(hidden, weight, targets, **options):
+    head_logprobs(hidden, weight, targets, **options).sum().backward()
+
+
+def head_logprobs_alone(hidden, weight, targets, **options):
+    with torch.no_grad():
+        head_logprobs(hidden, weight, targets, **options)
 
 
 @on_cpu
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("M", [16384])
-def test_extra_bytes_with_entropy_and_of_head_logprobs(M):
+@pytest.mark.parametrize(
+    "function, M, measure, frozen, options, extra",
+    [
+        (head_loss_backward, 1024, meter_peak, False, {}, 0),
+        (head_loss_backward, 16384, meter_peak, True, {}, 0),
+        (head_loss_backward, 8192, profiler_peak, False, {}, 0),
+        (head_loss_backward, 16384, meter_peak, True, dict(entropy=True), 4 * SCRATCH),
+        (head_logprobs_backward, 16384, meter_peak, True, {}, 0),
+        (head_logprobs_alone, 16384, meter_peak, True, {}, -4 * 16384 * 8),  # no dhidden
+    ],
+)
+def test_extra_bytes(function, M, measure, frozen, options, extra):
+    """A chunk, twice its (m, C), dhidden and O(M), whatever M; the same for a frozen weight and one with a .grad."""
     C, V, chunk_mb = 8, 512, 1.0
     hidden, weight, targets, _ = make_head(M, C, V, torch.float32)
-    weight.requires_grad_(False)
-    bound = MIB + 4 * M * C + 48 * M + 2**16
-
-    def train():
-        head_loss(hidden, weight, targets, lambda q, rows: q.sum(), chunk_mb=chunk_mb, entropy=True)[0].backward()
-
-    assert meter_peak(train, hidden, weight, targets) <= bound + 4 * SCRATCH
-    hidden.grad = None
-    assert (
-        meter_peak(
-            lambda: head_logprobs(hidden, weight, targets, chunk_mb=chunk_mb).sum().backward(), hidden, weight, targets
-        )
-        <= bound
-    )
-    with torch.no_grad():
-        assert (
-            meter_peak(lambda: head_logprobs(hidden, weight, targets, chunk_mb=chunk_mb), hidden, weight, targets)
-            <= bound - 4 * M * C
-        )
+    weight.requires_grad_(not frozen)
+    weight.grad = None if frozen else torch.zeros_like(weight)
+    chunk_rows = rows_per_chunk(V, 4, chunk_mb)
+    chunk = chunk_rows * V * 4
+    bound = chunk + 8 * chunk_rows * C + 4 * M * C + 48 * M + 2**16
+    assert chunk <= MIB and bound < 4 * M * V
+    held = [x for x in (hidden, weight, weight.grad, targets) if x is not None]
+    bytes_alive = measure(lambda: function(hidden, weight, targets, chunk_mb=chunk_mb, **options), *held)
+    assert chunk / 2 < bytes_alive <= bound + extra
 
 
 @on_cpu
@@ -627,13 +533,11 @@ def test_extra_bytes_under_autocast():
             loss = head_loss(hidden, weight, targets, lambda q, rows: q.sum(), chunk_mb=chunk_mb)[0]
         loss.backward()
 
-    chunk_rows = rows_per_chunk(V, 2, chunk_mb)
-    chunk = chunk_mb * MIB + 2 * SCRATCH  # the budget, and a slab of dweight in bfloat16
+    # A chunk and a slab of dweight in bfloat16; dhidden, the cast weight, cast chunks.
     bound = (
-        chunk + 4 * M * C + 2 * V * C + 6 * chunk_rows * C + 48 * M + 2**16
-    )  # with dhidden, the cast weight, cast chunks
-    assert meter_peak(train, hidden, weight, weight.grad, targets) <= bound
-    assert bound < 2 * M * V
+        chunk_mb * MIB + 2 * SCRATCH + 4 * M * C + 2 * V * C + 6 * rows_per_chunk(V, 2, chunk_mb) * C + 48 * M + 2**16
+    )
+    assert meter_peak(train, hidden, weight, weight.grad, targets) <= bound < 2 * M * V
 
 
 @plain_only
