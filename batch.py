@@ -111,9 +111,8 @@ class Cut:
         for group in self.groups(sequences):
             bin = Bin(self.prompt_lengths[group[0]])
             for i in group:
-                length = (
-                    self.completion_lengths[i] - 1
-                )  # tokens in the row: the last one is only a target
+                # Tokens in the row: the last one is only a target.
+                length = self.completion_lengths[i] - 1
                 if bin.sequences and 0 < max_tokens < bin.tokens + length:
                     yield bin
                     bin = Bin(self.prompt_lengths[i])
@@ -166,11 +165,9 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     mask = Segments(sizes, sequences.tokens.device)
 
     completion = first > 0  # segments that are completions: S
-    index, prompt, lengths = (
-        copied_from[completion],
-        first[completion],
-        spans[completion] + 1,
-    )  # (S,) each
+    index = copied_from[completion]  # (S,)
+    prompt = first[completion]  # (S,)
+    lengths = spans[completion] + 1  # (S,)
     sequence = np.arange(len(index)).repeat(lengths)  # (M,)
     place = np.arange(len(sequence)) - (lengths.cumsum() - lengths)[sequence]
     prompt_end = (begins + spans)[~completion][: len(groups)].repeat([len(group) for group in groups])

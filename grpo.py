@@ -87,9 +87,8 @@ def iterate(iteration, training, collect=None):
     training.begin_iteration(iteration)
 
     # 1. Sample k completions of each of P prompts from the model's own weights. 2. Score them.
-    rollouts, rewards, metrics = (collect or collect_groups)(
-        iteration, training
-    )  # N completions; (P, k)
+    collect = collect or collect_groups
+    rollouts, rewards, metrics = collect(iteration, training)  # N completions; (P, k)
 
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
     cut = training.cut(rollouts, settings.train_batch_size, settings.group_size)
@@ -259,17 +258,16 @@ def trainer_logprobs(model, rollouts, cut, settings):
     for indices in cut.dealt([indices for step in cut.steps for indices in step], model):
         micro = gather(rollouts, indices, cut)
         with autocast(settings.dtype, model):
-            hidden = micro.completion_hidden(
-                model(micro.tokens, micro.positions, mask=micro.mask)
-            )  # (M, C)
-            values = head_logprobs(
+            hidden = model(micro.tokens, micro.positions, mask=micro.mask)  # (1, T, C)
+            hidden = micro.completion_hidden(hidden)  # (M, C)
+            values = head_logprobs(  # (M,)
                 hidden,
                 model.lm_head_weight,
                 micro.targets,
                 settings.temperature,
                 n_vocab=model.config.n_vocab,
                 chunk_mb=settings.logits_chunk_mb,
-            )  # (M,)
+            )
         logprobs[micro.index[micro.sequence], micro.place] = values.to(logprobs.dtype)
         del hidden  # before the next forward
     return logprobs
@@ -277,11 +275,8 @@ def trainer_logprobs(model, rollouts, cut, settings):
 
 def reference_logprobs(training, rollouts, cut):
     """The same of the reference: the model without its adapters, or a model whose weights may wait on the host."""
-    settings, limits, reference = (
-        training.settings,
-        training.limits,
-        training.reference or training.model,
-    )
+    settings, limits = training.settings, training.limits
+    reference = training.reference or training.model
     if settings.reference == "host":  # larger micro-batches, which hide the copies of weights
         cut = cut.again(limits.reference_batches * limits.max_tokens_per_micro_batch)
     with adapters_off(reference), borrowed(reference):
@@ -290,10 +285,8 @@ def reference_logprobs(training, rollouts, cut):
 
 def sequence_kl(rollouts, settings):
     """The KL to the reference, summed over each completion -> (N,) on the host."""
-    kl = kl_divergence(
-        rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator
-    )  # (N, T_c)
-    return (kl * rollouts.mask).sum(1).cpu()
+    kl = kl_divergence(rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator)
+    return (kl * rollouts.mask).sum(1).cpu()  # kl (N, T_c)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -58,9 +58,8 @@ class Rollouts:
     sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 after the end
     mask: torch.Tensor  # (N, T_c), 1 on every sampled token, the stop token included
     stopped: torch.Tensor  # (N,) boolean: ended with the stop token or a stop string, not cut off
-    stopped_by_text: torch.Tensor | None = (
-        None  # (N,) boolean: ended with a stop string, which its tokens contain
-    )
+    # (N,) boolean: ended with a stop string, which its tokens contain
+    stopped_by_text: torch.Tensor | None = None
     advantages: torch.Tensor | None = None  # (N,)
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
     ref_logprobs: torch.Tensor | None = None  # (N, T_c)

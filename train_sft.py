@@ -72,9 +72,8 @@ def accumulate_gradient(model, batch, cut, settings):
     for indices in cut.dealt(cut.steps[0], model):
         micro = gather(batch, indices, cut)
         with autocast(settings.dtype, model):
-            hidden = micro.completion_hidden(
-                model(micro.tokens, micro.positions, mask=micro.mask)
-            )  # (M, C)
+            hidden = model(micro.tokens, micro.positions, mask=micro.mask)  # (1, T, C)
+            hidden = micro.completion_hidden(hidden)  # (M, C)
             share, _, entropies = head_loss(
                 hidden,
                 model.lm_head_weight,

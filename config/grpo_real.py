@@ -17,8 +17,7 @@ max_new_tokens = 16
 max_tokens_per_micro_batch = 384
 
 learning_rate = 1e-5
-eval_interval = (
-    24  # first and last: a checkpoint in between is copied before it is written, 1.5 GiB more
-)
+# First and last: a checkpoint in between is copied before it is written, 1.5 GiB more
+eval_interval = 24
 eval_prompts = 120  # all that are held out
 save_interval = 0

@@ -13,9 +13,8 @@ max_iters = 80
 batch_size = 64
 group_size = 16
 max_new_tokens = 24
-max_tokens_per_micro_batch = (
-    3584  # as many as an SFT step of 128 sequences of 28 tokens has, so that the two peaks compare
-)
+# As many as an SFT step of 128 sequences of 28 tokens has, so that the two peaks compare
+max_tokens_per_micro_batch = 3584
 
 learning_rate = 3e-4
 beta = 0.04

@@ -62,9 +62,7 @@ class KVCache:
         # takes as long as it has operations.
         like = torch.empty(0, dtype=dtype, device=device)
         behind = group_size == 1 and prompt_slots == slots and not uses_triton(like)
-        self.first_column = (
-            prompt_width if behind else 0
-        )  # the column of `storage` where completions begin
+        self.first_column = prompt_width if behind else 0  # of `storage`, where completions begin
         self.storage = new(slots, self.first_column + width)
         self.completion = self.storage[..., self.first_column :, :]
         prompt = self.storage[..., :prompt_width, :] if behind else new(prompt_slots, prompt_width)
@@ -75,9 +73,8 @@ class KVCache:
         self.max_length = prompt_width + width
         self.written = 0  # columns [0, written) are initialised in every active slot
         self.ragged = False  # is a prompt shorter than T_p?
-        self.prefill_slots = (
-            None  # (P,) the prompt slots that the next forward fills; None: it is a step
-        )
+        # (P,) the prompt slots that the next forward fills; None: it is a step
+        self.prefill_slots = None
         # For the kernel: attention.tiles_of, and how many parts of each query's softmax are stored (attention.join).
         self.tiles = None
         self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)

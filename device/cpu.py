@@ -17,9 +17,8 @@ import torch.nn.functional as F
 
 from device.kinds import is_planned
 
-LARGE = (
-    2**23
-)  # multiplications, 0.2 ms of a core with MKL; oneDNN compiles code for each new shape, 0.3 ms
+# Multiplications, 0.2 ms of a core with MKL; oneDNN compiles code for each new shape, 0.3 ms.
+LARGE = 2**23
 EXACT = 1e-5  # largest relative error of a float32 product; if it is rounded to bfloat16, 2e-3
 PREEMPTED = 100  # times a second that another process took a core from us; alone about 20, beside a busy one 200
 

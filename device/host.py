@@ -59,9 +59,8 @@ class Ledger:
 
 
 class HostLedger(Ledger):
-    making = (
-        False  # True while a host tensor is made, so that LiveBytes does not count it as the device's
-    )
+    # True while a host tensor is made, so that LiveBytes does not count it as the device's
+    making = False
 
 
 HOST = HostLedger()

@@ -46,9 +46,8 @@ def pick_device(name: str, tf32: bool = False) -> torch.device:
 def configure_cuda(tf32: bool):
     """torch's switches for products and attention."""
     products = torch.backends.cuda.matmul
-    products.allow_tf32 = (
-        tf32  # torch's older name: after fp32_precision="tf32" libraries could not read this one
-    )
+    # Torch's older name: after fp32_precision="tf32" libraries could not read this one
+    products.allow_tf32 = tf32
     # A product of few rows is a sum of parts. If they are rounded to bfloat16, the sampler, which has few rows, differs
     # more from the trainer.
     products.allow_bf16_reduced_precision_reduction = False

@@ -29,9 +29,8 @@ try:
 except ImportError:  # plain torch does everything
     triton = None
 
-LOWEST = (
-    -1e30
-)  # below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0
+# Below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0.
+LOWEST = -1e30
 LOG2_OF_E = 1.4426950408889634
 
 if triton is not None:

@@ -13,9 +13,8 @@ import torch
 from device.kinds import is_planned
 from kernels import nothing_to_do, triton, uses_triton
 
-CHUNK = (
-    2**16
-)  # weights at a time in plain torch: what it computes from them stays in a CPU core's cache
+# Weights at a time in plain torch: what it computes from them stays in a CPU core's cache.
+CHUNK = 2**16
 BLOCK, WARPS = 1024, 4  # of the kernel: 8 weights per lane
 MASK = 2**32 - 1
 

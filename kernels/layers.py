@@ -78,9 +78,8 @@ class Embed(torch.autograd.Function):
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         ids, order = tokens.flatten().sort()  # tokens 7 3 7: ids 3 7 7
-        bins = torch.cat(
-            [ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)]
-        )  # 0 1 1, the bin of each token
+        differs = (ids[1:] != ids[:-1]).cumsum(0)
+        bins = torch.cat([ids.new_zeros(1), differs])  # 0 1 1, the bin of each token
         wide = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))
         # As many bins as tokens, whatever repeats. This op adds in a fixed order.
         sums = torch.ops.aten.embedding_dense_backward(wide, bins, len(ids), -1, False)

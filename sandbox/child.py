@@ -63,9 +63,7 @@ def results(method: Callable, tasks: list, seconds: float, confinement: Confinem
         try:
             while done < len(tasks) and not used_up:
                 result, used_up = result_of(channel)
-                used_up = (
-                    used_up or "audit" not in confinement.layers
-                )  # without it nothing announces code
+                used_up = used_up or "audit" not in confinement.layers  # nothing else announces code
                 yield result
                 done += 1
         finally:
