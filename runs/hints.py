@@ -1,7 +1,7 @@
 """Hints: what an iteration's figures say if something is wrong, one line each, with what to try.
 
-The thresholds are where others have seen runs go wrong, not laws: an easy task ends with most of its groups solved, and
-gets that hint. A hint is printed once a run; the log's `hints` names those that hold, in every iteration.
+The thresholds come from runs that went wrong elsewhere. They are no laws: an easy task ends with most of its groups
+solved, and gets that hint. A run prints a hint once; the log's `hints` names those that hold, in every iteration.
 
 Left out: what guard.py stops, and anything that is not in the log already.
 """
@@ -20,20 +20,20 @@ HINTS = dict(
     "raise max_new_tokens, or try --soft_punish_cache, --mask_truncated_completions",
     mismatch_kl="nats a token between the sampler and the trainer: the ratios are noise; "
     "try --dtype=float32 or --importance_sampling_cap=2",
-    clip_fraction="of the tokens are clipped: the steps are too large, or too many a rollout; "
+    clip_fraction="of the tokens are clipped: the steps are too large, or there are too many of them in an iteration; "
     "try a lower learning_rate or num_iterations",
 )
 
 
 def hints(record: dict) -> dict[str, str]:
     """A line of the log -> {figure: hint} for the figures beyond their thresholds. {} for SFT, which has no groups."""
-    found = {}
+    lines = {}
     for name, meaning in HINTS.items():
         value = record.get(name)
         if value is None or "reward_mean" not in record:
             continue
         if value > TOO_HIGH.get(name, value):
-            found[name] = f"{name} {value:.3g} (> {TOO_HIGH[name]:g}) {meaning}"
+            lines[name] = f"{name} {value:.3g} (> {TOO_HIGH[name]:g}) {meaning}"
         elif value < TOO_LOW.get(name, value):
-            found[name] = f"{name} {value:.3g} (< {TOO_LOW[name]:g}) {meaning}"
-    return found
+            lines[name] = f"{name} {value:.3g} (< {TOO_LOW[name]:g}) {meaning}"
+    return lines

@@ -8,15 +8,8 @@ from runs import hints as module
 from runs.hints import hints
 from settings import GRPOSettings
 
-WELL = dict(
-    reward_mean=0.5,
-    frac_reward_zero_std=0.3,
-    entropy=0.5,
-    kl=0.05,
-    truncated_fraction=0.02,
-    mismatch_kl=1e-9,
-    clip_fraction=0.01,
-)
+WELL = dict(reward_mean=0.5, frac_reward_zero_std=0.3, entropy=0.5, kl=0.05)
+WELL |= dict(truncated_fraction=0.02, mismatch_kl=1e-9, clip_fraction=0.01)
 ILL = dict(
     frac_reward_zero_std=0.95, entropy=0.004, kl=3.0, truncated_fraction=0.8, mismatch_kl=0.02, clip_fraction=0.5
 )
