@@ -1,10 +1,10 @@
-"""Call reward functions, which are the user's code: check their rewards, limit their time, name the one that fails.
+"""Call reward functions, which are the user's code: check what they return, limit their time, name the one that fails.
 
     function(prompts=[...], completions=[...], **columns) -> a list of numbers, or None for "not scored by me"
 
 columns: the task's columns, each a list as long as completions, and `stopped` and `completion_ids`. A function that
 raises, returns something else or takes longer than reward_timeout ends the run with one line that names it. It is not
-called again: a call may cost money. Its traceback is a note of the error: options and runs/log.py show it.
+called again, because a call may cost money. Its traceback is a note of the error: options and runs/log.py show it.
 
 The time limit is an alarm (SIGALRM) in the main thread. A function that sets alarms itself, as math_verify does,
 replaces it. Left out: a separate process. A function can do whatever Python can, so name only code that you trust.
@@ -24,7 +24,7 @@ from pathlib import Path
 from data.task import Task
 from options import SnugError
 
-GRACE = 60.0  # seconds after the limit; then the process ends: the function blocks the interpreter, so no alarm arrives
+GRACE = 60.0  # seconds after the limit until the process ends, if no alarm can stop the function
 AGAIN = 1.0  # seconds between alarms after the first
 LARGEST = 1e38  # rewards become float32
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
@@ -43,28 +43,24 @@ def total_rewards(
     timeout: float = 0.0,
     weights: Sequence[float] = (),
 ) -> tuple[list[float], dict[str, list]]:
-    """-> (the weighted sum of the functions' rewards, one float a completion; {function's name: its rewards}).
+    """-> (the weighted sum of the functions' rewards, one float per completion; {function's name: its rewards}).
 
-    weights: default 1 each. None adds nothing; a completion for which every function returns None is not scored: NaN.
-    timeout: seconds that each function has; 0: no limit. Raises SnugError.
+    weights: default 1 each. None adds nothing; if every function returns None for a completion, its sum is NaN.
+    timeout: seconds for each function; 0: no limit. Raises SnugError.
     """
-    answers = [ask(function, prompts, completions, columns, timeout) for function in functions]
+    rewards = []
+    for function in functions:
+        arguments = dict(columns, prompts=list(prompts), completions=list(completions))
+        rewards.append(call_one(function, arguments, timeout))
     weights = weights or [1.0] * len(functions)
     totals = []
-    for completion, rewards in zip(completions, zip(*answers, strict=True), strict=True):
-        parts = [
-            weight * reward
-            for weight, reward in zip(weights, rewards, strict=True)
-            if reward is not None
-        ]
-        total = sum(parts) if parts else math.nan
-        if abs(total) >= LARGEST:
-            sums = f"add up to {total}; keep them below {LARGEST:g}"
-            raise SnugError(f"the rewards of the completion {completion!r:.60} {sums}")
-        totals.append(total)
+    for of_completion in zip(*rewards, strict=True):
+        pairs = zip(weights, of_completion, strict=True)
+        scored = [weight * reward for weight, reward in pairs if reward is not None]
+        totals.append(sum(scored) if scored else math.nan)
     names = [name_of(function) for function in functions]
     unique = [name if names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(names)]
-    return totals, dict(zip(unique, answers, strict=True))
+    return totals, dict(zip(unique, rewards, strict=True))
 
 
 @dataclass
@@ -118,40 +114,40 @@ class Scoring:
         return dict(right=right, reward=totals) | (parts if own or len(parts) > 1 else {}) | task
 
 
-def ask(
-    function: Callable,
-    prompts: list,
-    completions: list[str],
-    columns: dict[str, list],
-    timeout: float = 0.0,
-) -> list[float | None]:
-    """A reward function's rewards, a finite number or None a completion. Raises SnugError that names the function."""
-    name, count = f"reward function {name_of(function)}", len(completions)
+def call_one(function: Callable, arguments: dict[str, list], timeout: float) -> list[float | None]:
+    """A function's rewards, a finite number or None per completion. Raises SnugError that names the function.
+
+    arguments: prompts, completions and the columns.
+    """
+    name, completions = f"reward function {name_of(function)}", tuple(arguments["completions"])
     try:
-        rewards = call(function, prompts, completions, columns, timeout)
+        rewards = call(function, arguments, timeout)
     except (Exception, SystemExit, OutOfTime) as error:
-        what = f"took longer than reward_timeout={timeout:g} seconds"
+        problem = f"took longer than reward_timeout={timeout:g} seconds"
         if not isinstance(error, OutOfTime):
             place = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"raised {type(error).__name__}: {str(error)[:200]!r} at {Path(place.filename).name}:{place.lineno}"
-        failure = SnugError(f"{name} {what}")
+            problem = f"raised {type(error).__name__}: {str(error)[:200]!r}"
+            problem += f" at {Path(place.filename).name}:{place.lineno}"
+        failure = SnugError(f"{name} {problem}")
         failure.add_note("".join(traceback.format_exception(error)).rstrip())
         raise failure from None
     if hasattr(rewards, "tolist"):  # a tensor or an array
         rewards = rewards.tolist()
+    count = len(completions)
     if not isinstance(rewards, list | tuple) or len(rewards) != count:
-        seen = f"{len(rewards)} of them" if isinstance(rewards, list | tuple) else repr(rewards)[:60]
-        raise SnugError(f"{name} must return a list of {count} numbers, one a completion, not {seen}")
-    numbers = [reward if reward is None else as_float(reward) for reward in rewards]
-    for text, reward, number in zip(completions, rewards, numbers, strict=True):
+        shown = f"{len(rewards)} of them" if isinstance(rewards, list | tuple) else repr(rewards)[:60]
+        wanted = f"a list of {count} numbers, one per completion"
+        raise SnugError(f"{name} must return {wanted}, not {shown}")
+    numbers = [None if reward is None else as_float(reward) for reward in rewards]
+    for completion, reward, number in zip(completions, rewards, numbers, strict=True):
         if number is not None and not abs(number) < LARGEST:
-            said = f"{name} returned {reward!r:.60} for the completion {text!r:.60}"
-            raise SnugError(f"{said}; return None or a number below {LARGEST:g}")
+            problem = f"returned {reward!r:.60} for the completion {completion!r:.60}"
+            raise SnugError(f"{name} {problem}; return None or a number below {LARGEST:g}")
     return numbers
 
 
 def as_float(reward) -> float:
-    """Any number, also of NumPy or torch -> float; NaN if it is none. Text is none."""
+    """Any number, also of NumPy or torch -> float. Text and everything else -> NaN."""
     try:
         return math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -159,59 +155,37 @@ def as_float(reward) -> float:
 
 
 class OutOfTime(BaseException):
-    """A reward function is late. No Exception, so that it interrupts a function that catches every Exception."""
+    """A reward function is late. It is no Exception, so `except Exception` in the function does not catch it."""
 
 
-def call(
-    function: Callable, prompts: list, completions: list[str], columns: dict[str, list], timeout: float
-):
+def call(function: Callable, arguments: dict[str, list], timeout: float):
     """What the function returns. Raises OutOfTime after `timeout` seconds (0: never).
 
-    A function may catch OutOfTime and go on. So alarms go on. Each raises it at once, and each after the first also 1,
-    2, 3, ... lines of Python later, until that line is outside the function's `try`.
+    An alarm raises OutOfTime inside the function, and again every AGAIN seconds, in case the function catches it. A
+    function that no alarm stops, such as a regular expression that runs for hours, ends the process after GRACE.
     """
-    over, limited = False, timeout > 0 and threading.current_thread() is threading.main_thread()
-    alarms, lines = 0, 0
+    returned, limited = False, timeout > 0 and threading.current_thread() is threading.main_thread()
 
     def late(number, frame):
-        nonlocal alarms, lines
-        if over:  # the alarm and the result may come at the same time
-            return
-        alarms, lines = alarms + 1, alarms
-        sys.settrace(later)
-        while frame and frame.f_code is not call.__code__:
-            frame.f_trace = later
-            frame = frame.f_back
-        raise OutOfTime
-
-    def later(frame, event, argument):
-        nonlocal lines
-        if event == "line":
-            lines -= 1
-            if lines == 0:
-                raise OutOfTime  # this ends the tracing
-        return later
+        if not returned:  # the alarm and the result may come at the same time
+            raise OutOfTime
 
     if limited:
-        timer, handler = signal.getitimer(signal.ITIMER_REAL), signal.signal(signal.SIGALRM, late)
-        tracer = sys.gettrace()
-        if sys.__stderr__ is not None:
-            faulthandler.dump_traceback_later(timeout + GRACE, exit=True, file=sys.__stderr__)
+        handler = signal.signal(signal.SIGALRM, late)
+        faulthandler.dump_traceback_later(timeout + GRACE, exit=True, file=sys.__stderr__)
     try:
         try:
             if limited:
                 signal.setitimer(signal.ITIMER_REAL, timeout, AGAIN)
-            return function(prompts=list(prompts), completions=list(completions), **columns)
+            return function(**arguments)
         finally:
-            over = True
+            returned = True
     finally:
         if limited:
-            sys.settrace(tracer)
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
-            signal.setitimer(signal.ITIMER_REAL, *timer)
             faulthandler.cancel_dump_traceback_later()
-        if getattr(sys.stdout, "closed", False):  # by the function
+        if sys.stdout.closed:  # by the function
             sys.stdout = open(1, "w", errors="replace", closefd=False)
 
 
