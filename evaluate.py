@@ -4,230 +4,330 @@
     python evaluate.py out/X --task=countdown --num_samples=16 --num_prompts=200
 
 The second samples 16 completions of each prompt beside the greedy one, on another task than the run's, and writes them
-to out/X/evaluation-countdown-test.jsonl. runs/questions.py settles what is asked, data/scores.py computes the scores.
-The loops call `evaluate_run`: the greedy completion and one sampled one. Scored is as in training (data/rewards.py).
+to out/X/evaluation-countdown-test.jsonl. The loops call `evaluate_run`: the greedy completion and one sampled one. Both
+score as the training does, with its reward functions. data/scores.py computes the scores.
 
 Left out: top-k, top-p and min-p (the scores are the policy's own); comparing two runs. Tests: tests/test_evaluate.py.
 """
 
+# ruff: noqa: E402  the second half of the imports needs torch
+
 import json
+import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
-if __name__ == "__main__":  # before torch is imported: a typo is answered at once
-    from options import friendly_errors, read_settings
-    from runs.questions import prepare_questions
-    from settings import EvaluateSettings
+from data import TaskOptions, make_task
+from options import SnugError, fields, friendly_errors, read_settings
+from pretrained.shapes import is_pretrained
+from runs.checkpoint import find_run, settings_of, tokenizer_of
+from runs.log import finite, write_whole
+from runs.prepare import Prepared, refuse_contradictions, rewards_of
+from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
 
-    with friendly_errors():
-        settings, given, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
-        questions = prepare_questions(settings, given, folder)
+ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
 
-from data.rewards import Scoring, repeat_columns
-from data.scores import reward_means, shares_of, summarize, table
-from memory import Limits
-from model import autocast
-from options import SnugError, fields
-from runs.loading import Run, generator_state, load_run, restore_generators
-from runs.questions import Questions, write_lines
-from sample import sample_groups
-from settings import EvaluateSettings, GRPOSettings, SFTSettings, TaskOptions
-
-TOKENS_AT_ONCE = 2**22  # the command samples its completions in pieces of at most this many tokens
+# ----------------------------------------------------------------------------------------------------------------------
+# What the command evaluates. This needs no torch, so a typo is answered at once.
 
 
-def decoding_of(settings, limits):
-    """A run's bounds on decode batches, for one completion of each prompt."""
-    return dict(max_batch=limits.max_eval_batch, chunk_mb=settings.logits_chunk_mb)
+def prepare_evaluation(
+    options: EvaluateSettings, given: set[str], folder: str | Path
+) -> tuple[Prepared, Path | None]:
+    """-> (the run as the command changes it, its checkpoint in `origin`; the file for the samples). Raises SnugError.
 
-
-def truncate_prompt(ids: list[int], max_prompt_length: int) -> list[int]:
-    """The last max_prompt_length ids; 0: all."""
-    return ids[-max_prompt_length:] if max_prompt_length else ids
-
-
-def sampling_options(settings: SFTSettings | GRPOSettings, tokenizer, limits: Limits) -> dict:
-    """Keywords of sample_groups as a run has them."""
-    is_over = tokenizer.stopper(settings.stop_string)
-    options = dict(
-        stop_token=tokenizer.stop_tokens, is_over=is_over, enforce_eager=settings.enforce_eager
-    )
-    return options | dict(progress=True) | decoding_of(settings, limits)
-
-
-def answers_as_run(
-    settings, model, tokenizer, scoring: Scoring, num_prompts: int, limits: Limits
-) -> list[list[dict]]:
-    """Answers to this process's held-out prompts with a run's precision and lengths -> [greedy ones, sampled ones]."""
-    own = limits.processes.part(num_prompts)
-    rows = scoring.task.prompts("test", range(num_prompts)[own])
-    ids = [
-        truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length)
-        for row in rows
-    ]
-    longest_prompt, longest_answer = scoring.task.longest(tokenizer.encode_prompt)
-    room = model.config.block_size - (settings.max_prompt_length or longest_prompt)
-    room = min(room, settings.max_new_tokens or longest_answer + 1)
-    options = sampling_options(settings, tokenizer, limits) | dict(seed=0, first_row=own.start)
-    with autocast(settings.dtype, model):
-        asked = model, tokenizer, scoring, rows, ids, 1, room
-        return [complete(*asked, temperature, **options) if rows else [] for temperature in (0.0, 1.0)]
-
-
-def scores_as_run(shares: list[list[list[dict]]]) -> dict[str, float]:
-    """What answers_as_run gave in each process -> log entries.
-
-    pass_at_1, task_pass_at_1 if the task's own reward is beside reward_funcs, eval_reward_mean, the same with _sampled
-    (temperature 1); eval_reward/<function> of greedy ones if there are several functions.
+    given: names of the options given. folder: a run's, a checkpoint's or a Hugging Face model's. Importing the run's
+    reward functions runs their code: evaluate only runs that you trust.
     """
-    scores = {}
-    for suffix, parts in zip(("", "_sampled"), zip(*shares, strict=True), strict=True):
-        samples = [sample for part in parts for sample in part]
-        means = reward_means(samples)
-        scores |= shares_of(samples, suffix) | {f"eval_reward_mean{suffix}": means.pop("reward")}
-        scores |= {
-            f"eval_{name}": mean for name, mean in means.items() if not suffix and len(means) > 1
-        }
-    return scores
+    checkpoint = path, state = find_run(folder)
+    tokenizer = tokenizer_of(path, state)
+    refuse_contradictions(options, given, {}, tokenizer.name, path)
+    run = replace(settings_of(state), tokenizer=tokenizer.name)
+    settings = evaluation_settings(options, given, run)
+    if not settings.task:
+        raise SnugError(f"{folder} has no task of its own; name one, such as --task=countdown")
+    settings.check_rewards()
+    if settings.task == run.task:
+        refuse_training_data(settings, given, run, folder)
+    task = make_task(settings)
+    functions, weights = rewards_of(settings, task)
+    if not functions:
+        problem = f"task={settings.task!r} of {folder}: its data_file has no column answer to score by"
+        raise SnugError(f"{problem}; add it, or --reward_funcs=my_rewards:is_short")
+    size = task.size("test")
+    settings.eval_prompts = min(options.num_prompts, size or options.num_prompts)
+    file = samples_file(options, settings, path if is_pretrained(path) else path.parent)
+    prepared = Prepared(
+        settings, task, tokenizer, {}, functions, reward_weights=weights, origin=checkpoint
+    )
+    return prepared, file
 
 
-def is_due(done: int, scoring: Scoring, settings: SFTSettings | GRPOSettings) -> bool:
-    """Is there an evaluation after `done` iterations? Before the first, every eval_interval and after the last."""
-    due = done == settings.max_iters or settings.eval_interval and done % settings.eval_interval == 0
-    return bool(due and settings.eval_prompts and scoring.functions)
+def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings):
+    """The run's settings with the options that are given. Another task begins with the defaults of its options.
 
-
-def evaluate_run(model, scoring, tokenizer, settings, meter, limits) -> dict[str, float]:
-    """Scores of the model that a run trains, as log entries."""
-
-    def sample():
-        with meter.phase("eval"), limits.processes.whole(model) as sampler:
-            return answers_as_run(settings, sampler, tokenizer, scoring, settings.eval_prompts, limits)
-
-    generators = generator_state(
-        model.device
-    )  # a reward function may draw; what follows must not depend on it
-    answers = limits.run("eval", sample)
-    restore_generators(generators, model.device)
-    return scores_as_run(limits.processes.gather(lambda: answers))
-
-
-def room_for(ids: list[list[int]], wanted: int, block_size: int) -> int:
-    """Tokens that completions of these prompts may have: `wanted` or fewer. Raises SnugError if there is no room."""
-    longest = max(map(len, ids))
-    left = block_size - longest
-    if left < 1:
-        raise SnugError(
-            f"prompts have up to {longest} tokens, and this model takes {block_size}, with the completion"
-        )
-    if left < wanted:
-        note = (
-            f"note: completions are cut to {left} tokens: prompts have up to {longest} of {block_size}"
-        )
-        print(note, file=sys.stderr)
-    return min(left, wanted)
-
-
-def complete(
-    model, tokenizer, scoring, rows, ids, group_size, max_new_tokens, temperature, **options
-) -> list[dict]:
-    """`group_size` completions of each row, whose prompts have these ids -> a dict each, groups adjacent, in row order.
-
-    prompt, completion; answer: what a majority vote counts, None without one or if cut off; right, reward and others
-    of `Scoring.columns`; stopped; length in tokens with the stop token; greedy; logprob: natural, of the whole
-    completion at that temperature (greedy: at 1).
+    If reward functions are given, the run's other reward options do not apply. -> GRPOSettings, also for an SFT run.
     """
-    rollouts = sample_groups(model, ids, group_size, max_new_tokens, temperature=temperature, **options)
-    completions, stopped = rollouts.completions(), rollouts.stopped.tolist()
-    lengths, logprobs = (
-        rollouts.completion_lengths.tolist(),
-        rollouts.sampling_logprobs.double().sum(1).tolist(),
-    )
-    prompts = [row["prompt"] for row in rows for _ in range(group_size)]
-    texts = [tokenizer.decode(completion) for completion in completions]
-    columns = repeat_columns(rows, group_size) | dict(stopped=stopped, completion_ids=completions)
-    answers = [
-        scoring.task.answer_of(text) if over else None
-        for text, over in zip(texts, stopped, strict=True)
-    ]
-    samples = dict(prompt=prompts, completion=texts, answer=answers) | scoring.columns(
-        prompts, texts, columns
-    )
-    samples |= dict(
-        stopped=stopped, length=lengths, greedy=[temperature == 0] * len(texts), logprob=logprobs
-    )
-    return [dict(zip(samples, values, strict=True)) for values in zip(*samples.values(), strict=True)]
+    shared = {name: getattr(run, name) for name in fields(GRPOSettings) if hasattr(run, name)}
+    task = options.task or run.task
+    changes = {}
+    if task != run.task:
+        changes = asdict(TaskOptions()) | dict(max_new_tokens=0, max_prompt_length=0)
+    if task != run.task or "reward_funcs" in given:
+        changes |= asdict(RewardOptions())
+    if options.max_new_tokens:
+        changes["max_new_tokens"] = options.max_new_tokens
+    replaceable = {*fields(TaskOptions), *fields(RewardOptions)}
+    changes |= {name: getattr(options, name) for name in given & replaceable}
+    return GRPOSettings(**shared | changes | dict(task=task, tokenizer=run.tokenizer))
 
 
-def sample_answers(
-    run: Run, questions: Questions, ids, room, group_size, temperature, seed, limits
-) -> list[dict]:
-    """`complete` for all rows, TOKENS_AT_ONCE at a time, fewer after an out-of-memory; the samples stay the same."""
-    settings, model, samples = questions.settings, run.model, []
-    size = max(1, TOKENS_AT_ONCE // (group_size * room))  # prompts
-
-    def sample(first):
-        with autocast(settings.dtype, model):
-            options = sampling_options(settings, run.tokenizer, limits)
-            options |= dict(seed=seed, first_row=first * group_size)
-            rows, prompts = questions.rows[first : first + size], ids[first : first + size]
-            scoring = questions.scoring
-            return complete(
-                model, run.tokenizer, scoring, rows, prompts, group_size, room, temperature, **options
-            )
-
-    for first in range(0, len(ids), size):
-        samples += limits.run("eval", sample, first)
-    return samples
+def refuse_training_data(settings, given: set[str], run, folder: str | Path) -> None:
+    """Raises SnugError if the run was trained on the prompts to evaluate."""
+    if not run.test_file:
+        return
+    file = settings.test_file or settings.data_file
+    if file and Path(file).resolve() == Path(run.data_file).resolve():
+        problem = f"{folder} was trained on all of data_file={run.data_file}"
+        raise SnugError(f"{problem}; give a --test_file with other prompts")
+    if "data_file" in given and "test_file" not in given:
+        problem = f"data_file={settings.data_file} is given, but the prompts are in the run's"
+        raise SnugError(f"{problem} test_file={run.test_file}; give --test_file too")
 
 
-def run_evaluation(
-    run: Run, questions: Questions, settings: EvaluateSettings
-) -> tuple[dict, list[dict]]:
-    """-> (the first line of the file of samples, the samples: of each prompt the greedy one, then num_samples)."""
-    encode, rows, task = run.tokenizer.encode_prompt, questions.rows, questions.scoring.task
-    n = settings.num_samples if settings.temperature else 0
-    ids = [truncate_prompt(encode(row["prompt"]), questions.settings.max_prompt_length) for row in rows]
-    wanted = settings.max_new_tokens or questions.settings.max_new_tokens or task.longest(encode)[1] + 1
-    room = room_for(ids, wanted, run.model.config.block_size)
-    limits = Limits(questions.settings, partial(print, file=sys.stderr))
-    greedy = sample_answers(run, questions, ids, room, 1, 0.0, settings.seed, limits)
-    sampled = (
-        sample_answers(run, questions, ids, room, n, settings.temperature, settings.seed, limits)
-        if n
-        else []
-    )
-    different = len({json.dumps(row["prompt"]) for row in rows})
-    asked = asdict(settings) | {name: getattr(questions.settings, name) for name in fields(TaskOptions)}
-    asked |= asdict(questions.scoring.settings) | dict(pass_reward=questions.scoring.threshold)
-    asked |= dict(max_new_tokens=room, samples_file=str(questions.file))
-    head = dict(checkpoint=str(run.path), settings=asked, different_prompts=different)
-    head |= summarize(greedy, sampled, n, different)
-    return head, [
-        sample for i in range(len(rows)) for sample in (greedy[i], *sampled[i * n : (i + 1) * n])
-    ]
-
-
-def main(settings: EvaluateSettings, questions: Questions):
-    head, samples = run_evaluation(load_run(questions.checkpoint, settings.device), questions, settings)
+def samples_file(options: EvaluateSettings, settings: GRPOSettings, folder: Path) -> Path | None:
+    """Where the samples go; None for --samples_file=none. Raises SnugError now if it cannot be written, not later."""
+    if options.samples_file == "none":
+        return None
+    name = f"evaluation-{settings.task}-test.jsonl"
+    file = Path(options.samples_file or folder / name)
     try:
-        if questions.file:
-            write_lines(questions.file, [head, *samples])  # before the console, which may be gone
-    finally:  # a full disk does not lose the scores
-        print("\n".join(table(head)), flush=True)
-    for sample in [sample for sample in samples if sample["greedy"]][: settings.show]:
-        prompt = (
-            sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
-        )
-        print(
-            f"  {'right' if sample['right'] else 'wrong'}  {prompt!r} -> {sample['completion']!r}",
-            flush=True,
-        )
-    if questions.file:
-        print(f"samples in {questions.file}", flush=True)
+        existed = file.exists()
+        file.open("a").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        advice = "name another, or --samples_file=none"
+        raise SnugError(f"samples_file={file} cannot be written ({error.strerror}); {advice}") from None
+    return file
 
 
 if __name__ == "__main__":
     with friendly_errors():
-        main(settings, questions)
+        options, given, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
+        prepared, file = prepare_evaluation(options, given, folder)
+
+from data.rewards import repeat_columns, total_rewards
+from data.scores import pass_rates, reward_means, summarize, table
+from memory import Limits
+from model import autocast
+from runs.loading import generator_state, load_run, restore_generators
+from sample import encode_prompts, sample_groups, sampling_options
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Completions and their rewards
+
+
+def sample_held_out(
+    model, prepared, limits: Limits, n=1, temperature=1.0, seed=0
+) -> tuple[list[dict], list[dict]]:
+    """This process's held-out prompts -> (greedy samples, n samples of each prompt at this temperature, if not 0).
+
+    About as many completions at a time as in training, because reward_timeout is meant for that many.
+    """
+    settings, longest = prepared.settings, longest_completion(prepared)
+    numbers = range(settings.eval_prompts)[limits.processes.part(settings.eval_prompts)]
+    rows = prepared.task.prompts("test", numbers)
+
+    def sample(group_size, temperature):
+        samples, size = [], max(1, settings.sequences_per_rollout // group_size)
+        for first in range(0, len(rows), size):
+            samples += sample_and_score(
+                model,
+                prepared,
+                rows[first : first + size],
+                group_size,
+                max_new_tokens=longest,
+                temperature=temperature,
+                max_batch=limits.max_eval_batch,
+                seed=seed,
+                first_row=(numbers.start + first) * group_size,
+            )
+        return samples
+
+    return sample(1, 0.0), sample(n, temperature) if temperature else []
+
+
+def sample_and_score(model, prepared, rows, group_size, temperature, **options) -> list[dict]:
+    """`group_size` completions of each task row's prompt -> a sample each, groups adjacent, in the rows' order.
+
+    options: of sample_groups. A sample is a dict: prompt, completion; answer: what a majority vote counts, None if
+    there is none or the completion was cut off; right, reward and more of `score`; stopped; length in tokens with the
+    stop token; greedy; logprob: natural, of the completion at this temperature (greedy: at 1).
+    """
+    settings, tokenizer = prepared.settings, prepared.tokenizer
+    ids = encode_prompts(rows, settings, tokenizer)
+    options |= sampling_options(settings, tokenizer) | dict(temperature=temperature)
+    with autocast(settings.dtype, model):
+        rollouts = sample_groups(model, ids, group_size, **options)
+    ids, stopped = rollouts.completions(), rollouts.stopped.tolist()
+    prompts = [row["prompt"] for row in rows for _ in range(group_size)]
+    texts = [tokenizer.decode(completion) for completion in ids]
+    columns = repeat_columns(rows, group_size) | dict(stopped=stopped, completion_ids=ids)
+    both = zip(texts, stopped, strict=True)
+    answers = [prepared.task.answer_of(text) if ended else None for text, ended in both]
+    figures = dict(
+        prompt=prompts,
+        completion=texts,
+        answer=answers,
+        **score(prepared, prompts, texts, columns),
+        stopped=stopped,
+        length=rollouts.completion_lengths.tolist(),
+        greedy=[temperature == 0] * len(texts),
+        logprob=rollouts.sampling_logprobs.double().sum(1).tolist(),
+    )
+    return [dict(zip(figures, values, strict=True)) for values in zip(*figures.values(), strict=True)]
+
+
+def score(prepared, prompts: list, completions: list[str], columns: dict[str, list]) -> dict[str, list]:
+    """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's}.
+
+    A reward is None if the completion was not scored. task_reward exists only with reward_funcs; reward/<function>
+    with reward_funcs or with several functions.
+    """
+    settings = prepared.settings
+    limit, weights = settings.reward_timeout, prepared.reward_weights
+    totals, by_function = total_rewards(
+        prepared.reward_funcs, prompts, completions, columns, limit, weights
+    )
+    totals = [None if math.isnan(total) else total for total in totals]
+    rewards = {f"reward/{name}": values for name, values in by_function.items()}
+    if settings.reward_funcs:
+        least = pass_reward(settings) - ROUNDING * abs(pass_reward(settings))
+        right = [total is not None and total >= least for total in totals]
+    else:  # the task's first function gives 1 for a right completion
+        right = [reward == 1 for reward in next(iter(rewards.values()))]
+    scored = dict(right=right, reward=totals)
+    if settings.reward_funcs or len(rewards) > 1:
+        scored |= rewards
+    if settings.reward_funcs and prepared.task.scored:
+        scored["task_reward"] = prepared.task.rewards(prompts, completions, **columns)
+    return scored
+
+
+def pass_reward(settings: GRPOSettings) -> float | None:
+    """The least total reward of a right completion. None without reward_funcs: then the task says what is right."""
+    if not settings.reward_funcs or settings.pass_reward is not None:
+        return settings.pass_reward
+    return sum(settings.reward_weights or [1.0] * len(settings.reward_funcs))
+
+
+def longest_completion(prepared) -> int:
+    """Tokens of a completion at most: max_new_tokens, or the task's longest answer and a stop token."""
+    longest_answer = prepared.task.longest(prepared.tokenizer.encode_prompt)[1]
+    return prepared.settings.max_new_tokens or longest_answer + 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The evaluations of a run that trains
+
+
+def is_due(done: int, prepared) -> bool:
+    """Is there an evaluation after `done` iterations? Before the first, every eval_interval and after the last."""
+    settings = prepared.settings
+    due = done == settings.max_iters or settings.eval_interval and done % settings.eval_interval == 0
+    return bool(due and settings.eval_prompts and prepared.reward_funcs)
+
+
+def evaluate_run(model, prepared, meter, limits: Limits) -> dict[str, float]:
+    """The scores of the model that a run trains, as entries of the log."""
+
+    def sample():
+        with meter.phase("eval"), limits.processes.whole(model) as sampler:
+            return sample_held_out(sampler, prepared, limits)
+
+    # A reward function may draw random numbers. What the run draws afterwards must not depend on it.
+    generators = generator_state(model.device)
+    samples = limits.run("eval", sample)
+    restore_generators(generators, model.device)
+    return run_scores(limits.processes.gather(lambda: samples))
+
+
+def run_scores(of_processes: list[tuple[list[dict], list[dict]]]) -> dict[str, float]:
+    """What sample_held_out returned in each process -> entries of the log.
+
+    pass_at_1; task_pass_at_1 with reward_funcs and a task that scores; eval_reward_mean; and these with _sampled.
+    eval_reward/<function> of greedy completions if there are several functions.
+    """
+    greedy, sampled = [sum(samples, []) for samples in zip(*of_processes, strict=True)]
+    scores = {}
+    for suffix, samples in (("", greedy), ("_sampled", sampled)):
+        means = reward_means(samples)
+        scores |= pass_rates(samples, suffix) | {f"eval_reward_mean{suffix}": means.pop("reward")}
+        if samples is greedy and len(means) > 1:
+            scores |= {f"eval_{name}": mean for name, mean in means.items()}
+    return scores
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def run_evaluation(model, prepared, options: EvaluateSettings) -> tuple[dict, list[dict]]:
+    """-> (the first line of the file, the samples: for each prompt the greedy one, then num_samples)."""
+    settings, longest = prepared.settings, longest_completion(prepared)
+    check_room(prepared, longest, model.config.block_size)
+    limits = Limits(settings, partial(print, file=sys.stderr))
+
+    greedy, sampled = limits.run(
+        "eval",
+        sample_held_out,
+        model,
+        prepared,
+        limits,
+        options.num_samples,
+        options.temperature,
+        options.seed,
+    )
+    names = (*fields(TaskOptions), *fields(RewardOptions))
+    resolved = asdict(options) | {name: getattr(settings, name) for name in names}
+    resolved |= dict(num_prompts=len(greedy), max_new_tokens=longest, pass_reward=pass_reward(settings))
+    summary = dict(checkpoint=str(prepared.origin.path), settings=resolved)
+    samples, n = [], len(sampled) // len(greedy)
+    for i, first in enumerate(greedy):
+        samples += [first, *sampled[i * n : (i + 1) * n]]
+    return summary | summarize(greedy, sampled), samples
+
+
+def check_room(prepared, longest: int, block_size: int) -> None:
+    """Raises SnugError if a completion of `longest` tokens does not fit behind every prompt."""
+    settings = prepared.settings
+    rows = prepared.task.prompts("test", range(settings.eval_prompts))
+    prompt = max(map(len, encode_prompts(rows, settings, prepared.tokenizer)))
+    left = block_size - prompt
+    if left < longest:
+        problem = f"prompts have up to {prompt} tokens, and completions up to {longest}"
+        advice = f"try --max_new_tokens={left}" if left > 0 else "evaluate shorter prompts"
+        raise SnugError(f"{problem}; this model takes {block_size} in all; {advice}")
+
+
+def main(options: EvaluateSettings, prepared: Prepared, file: Path | None) -> None:
+    model = load_run(prepared.origin, options.device).model
+    summary, samples = run_evaluation(model, prepared, options)
+    try:
+        if file:  # before the console, which may be gone
+            lines = [json.dumps(finite(record), default=str) + "\n" for record in [summary, *samples]]
+            write_whole(file, "".join(lines))
+    except OSError as error:
+        raise SnugError(f"{file} cannot be written ({error.strerror})") from None
+    finally:  # a full disk does not lose the scores
+        print("\n".join(table(summary)), flush=True)
+    if file:
+        print(f"samples in {file}", flush=True)
+
+
+if __name__ == "__main__":
+    with friendly_errors():
+        main(options, prepared, file)

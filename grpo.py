@@ -27,7 +27,6 @@ from batch import gather
 from data.rewards import repeat_columns, total_rewards
 from device.cuda import empty_cache
 from device.host import borrowed, stream_from_host
-from evaluate import truncate_prompt
 from logprobs import head_logprobs, head_loss, head_loss_in_two_visits
 from lora import adapters_off
 from loss import group_advantages, kl_divergence, overlong_punishment, policy_loss, truncated_importance
@@ -35,7 +34,7 @@ from model import autocast, make_model
 from runs.checkpoint import open_checkpoint
 from runs.loading import load_weights
 from runs.log import IS_IT_BROKEN
-from sample import Rollouts, sample_groups
+from sample import Rollouts, encode_prompts, sample_groups, sampling_options
 from training import (
     Scored,
     as_floats,
@@ -201,26 +200,16 @@ def sample_and_score(iteration, turn, training) -> Scored:
 def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0) -> Rollouts:
     """k completions of each task row's prompt. before: prompts of the iteration that came before these."""
     settings, tokenizer = prepared.settings, prepared.tokenizer
-    prompts = [
-        truncate_prompt(tokenizer.encode_prompt(row["prompt"]), settings.max_prompt_length)
-        for row in rows
-    ]
+    prompts = encode_prompts(rows, settings, tokenizer)
+    options = sampling_options(settings, tokenizer)
+    options |= dict(
+        temperature=settings.temperature,
+        seed=settings.seed * 2**32 + iteration,
+        first_row=before * settings.group_size,
+        max_batch=max_batch,
+    )
     with autocast(settings.dtype, model):
-        return sample_groups(
-            model,
-            prompts,
-            settings.group_size,
-            settings.max_new_tokens,
-            temperature=settings.temperature,
-            stop_token=tokenizer.stop_tokens,
-            is_over=tokenizer.stopper(settings.stop_string),
-            seed=settings.seed * 2**32 + iteration,
-            first_row=before * settings.group_size,
-            max_batch=max_batch,
-            chunk_mb=settings.logits_chunk_mb,
-            enforce_eager=settings.enforce_eager,
-            progress=True,
-        )
+        return sample_groups(model, prompts, settings.group_size, settings.max_new_tokens, **options)
 
 
 def score(rollouts, rows, prepared) -> Scored:

@@ -103,6 +103,23 @@ class Rollouts:
         return cls(**columns)
 
 
+def sampling_options(settings, tokenizer) -> dict:
+    """Keywords of sample_groups that are the same for all rollouts of a run."""
+    return dict(
+        stop_token=tokenizer.stop_tokens,
+        is_over=tokenizer.stopper(settings.stop_string),
+        enforce_eager=settings.enforce_eager,
+        chunk_mb=settings.logits_chunk_mb,
+        progress=True,
+    )
+
+
+def encode_prompts(rows: list[dict], settings, tokenizer) -> list[list[int]]:
+    """The ids of each task row's prompt: the last max_prompt_length, or all if that is 0."""
+    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
+    return [ids[-settings.max_prompt_length :] for ids in prompts]  # [-0:] is all
+
+
 @torch.no_grad()
 def sample_groups(
     model: GPT,
@@ -271,15 +288,9 @@ def main(settings, run):
     ids, block_size = run.tokenizer.encode_prompt(prompt), run.model.config.block_size
     if not 1 <= len(ids) < block_size:
         raise SnugError(f"the prompt has {len(ids)} tokens; this model takes 1 to {block_size - 1}")
-    options = dict(
-        temperature=settings.temperature, seed=settings.seed, stop_token=run.tokenizer.stop_tokens
-    )
-    options |= dict(
-        truncation=Truncation(settings.top_k, settings.top_p, settings.min_p), progress=True
-    )
-    options |= dict(
-        is_over=run.tokenizer.stopper(settings.stop_string), enforce_eager=settings.enforce_eager
-    )
+    options = sampling_options(settings, run.tokenizer)
+    options |= dict(temperature=settings.temperature, seed=settings.seed)
+    options["truncation"] = Truncation(settings.top_k, settings.top_p, settings.min_p)
     max_new_tokens = min(settings.max_new_tokens, block_size - len(ids))
     with autocast(run.settings.dtype, run.model):
         rollouts = sample_groups(run.model, [ids], settings.num_samples, max_new_tokens, **options)

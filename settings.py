@@ -453,6 +453,7 @@ class SFTSettings(LoopSettings):
     max_new_tokens: ClassVar[int] = 0  # the length of the task's longest answer
     stop_string: ClassVar[str] = ""
     reward_funcs: ClassVar[list[str]] = []
+    reward_timeout: ClassVar[float] = RewardOptions.reward_timeout
 
 
 @dataclass
@@ -537,6 +538,8 @@ class SampleSettings:
         "auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu"
     )
 
+    logits_chunk_mb: ClassVar[float] = 0.0  # the device's default
+
     def check(self):
         if (self.chat or self.system_prompt) and not self.prompt:
             raise SnugError(
@@ -546,14 +549,15 @@ class SampleSettings:
 
 @dataclass
 class EvaluateSettings(TaskOptions, RewardOptions):
-    """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py."""
+    """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py.
+
+    The run's options of task and reward hold, unless you give others. Another task has the defaults shown here.
+    """
 
     usual = """task data_file num_prompts num_samples temperature max_new_tokens reward_funcs
-    samples_file show seed device"""
+    samples_file seed device"""
 
-    task: str = option(
-        "run", "run: the run's; another one: with the defaults below", choices=("run", *TASKS)
-    )
+    task: str = option("", "the task; empty: the run's", choices=("", *TASKS))
     num_prompts: int = option(500, "held-out prompts, at most all", "prompts", minimum=1)
     num_samples: int = option(
         1, "sampled completions of each prompt, besides the greedy one", "completions", minimum=1
@@ -562,23 +566,18 @@ class EvaluateSettings(TaskOptions, RewardOptions):
         1.0, "temperature of the sampled completions; 0: only the greedy completion"
     )
     max_new_tokens: int = option(
-        0, "longest completion; 0: the run's own, or the task's longest answer", "tokens"
+        0, "longest completion; 0: the run's, or another task's longest answer", "tokens"
     )
     samples_file: str = option(
         "", "all completions; empty: evaluation-<task>-test.jsonl in the run; none: off"
     )
-    show: int = option(0, "print the greedy completions of the first N prompts", "prompts")
-    seed: int = option(0, "seed of the sampled completions; 0: the seed of a run's own evaluations")
+    seed: int = option(0, "seed of the sampled completions; 0: as in a run's evaluations")
     device: str = option("auto", "auto: cuda if available, else cpu; or a torch device")
 
     def check(self):
         if self.num_samples > 1 and self.temperature == 0:
-            seen = f"temperature=0 with num_samples={self.num_samples} is the greedy completion so many times"
+            seen = f"temperature=0 with num_samples={self.num_samples} is the same completion each time"
             raise SnugError(f"{seen}; leave num_samples out, or try --temperature=1")
-        if 0 < self.temperature < 1e-3:
-            raise SnugError(
-                f"temperature={self.temperature} is below 0.001; 0 takes the most likely token"
-            )
 
 
 @dataclass

@@ -18,16 +18,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from data.task import Task
 from options import SnugError
 
 GRACE = 60.0  # seconds after the limit until the process ends, if no alarm can stop the function
 AGAIN = 1.0  # seconds between alarms after the first
 LARGEST = 1e38  # rewards become float32
-ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
 
 
 def repeat_columns(rows: list[dict], k: int = 1) -> dict[str, list]:
@@ -61,57 +58,6 @@ def total_rewards(
     names = [name_of(function) for function in functions]
     unique = [name if names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(names)]
     return totals, dict(zip(unique, rewards, strict=True))
-
-
-@dataclass
-class Scoring:
-    """How evaluations score completions: with the reward functions of the training, as many completions at a time."""
-
-    task: Task
-    functions: list[
-        Callable
-    ]  # the user's reward_funcs, or the task's; the task's first one gives 1 if right
-    weights: Sequence[float]  # of functions; empty: 1 each
-    settings: object  # reward_funcs, pass_reward, reward_timeout
-    batch: int
-
-    @property
-    def threshold(self) -> float | None:
-        """With reward_funcs: the total reward from which on a completion is right."""
-        given, total = self.settings.pass_reward, sum(self.weights or [1.0] * len(self.functions))
-        return (total if given is None else given) if self.settings.reward_funcs else None
-
-    def columns(
-        self, prompts: list, completions: list[str], columns: dict[str, list]
-    ) -> dict[str, list]:
-        """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's own}.
-
-        None: not scored. task_reward is only beside reward_funcs, reward/<function> there or if there are several.
-        """
-        own, totals, parts = self.settings.reward_funcs, [], {}
-        for first in range(0, len(completions), self.batch):  # reward_timeout is meant for a batch
-            part = slice(first, first + self.batch)
-            some = (
-                prompts[part],
-                completions[part],
-                {name: values[part] for name, values in columns.items()},
-            )
-            more, said = total_rewards(
-                self.functions, *some, self.settings.reward_timeout, self.weights
-            )
-            totals += [None if math.isnan(total) else total for total in more]
-            parts = {f"reward/{name}": parts.get(f"reward/{name}", []) + said[name] for name in said}
-        if own:
-            least = self.threshold - ROUNDING * abs(self.threshold)
-            right = [total is not None and total >= least for total in totals]
-        else:
-            right = [reward == 1 for reward in next(iter(parts.values()))]
-        task = (
-            {"task_reward": self.task.rewards(prompts, completions, **columns)}
-            if own and self.task.scored
-            else {}
-        )
-        return dict(right=right, reward=totals) | (parts if own or len(parts) > 1 else {}) | task
 
 
 def call_one(function: Callable, arguments: dict[str, list], timeout: float) -> list[float | None]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from data import load_reward_function, make_task
-from data.rewards import Scoring
 from data.task import Task
 from options import SnugError, read_settings
 from pretrained.shapes import is_pretrained
@@ -44,13 +43,6 @@ class Prepared:
     reward_weights: list[float] = field(default_factory=list)  # of reward_funcs; empty: 1 each
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
     origin: Checkpoint | None = None  # the initial or reference weights
-
-    @property
-    def scoring(self) -> Scoring:
-        """How evaluations score completions."""
-        settings, weights = self.settings, self.reward_weights
-        rewards = settings if isinstance(settings, RewardOptions) else RewardOptions()
-        return Scoring(self.task, self.reward_funcs, weights, rewards, settings.sequences_per_rollout)
 
     def longest(self, settings) -> tuple[int, int]:
         """-> tokens of the longest prompt and of the longest completion."""

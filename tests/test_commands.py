@@ -52,6 +52,7 @@ BAD = [
     ("sample.py --prompt", "--prompt: expected one argument"),
     ("sample.py out --top_p=0", "top_p=0.0 is below 1e-06"),
     ("evaluate.py out/nowhere --num_prompts=0", "--num_prompts=0 is below 1"),
+    ("evaluate.py out/nowhere", "out/nowhere: there is no such run"),
     ("report.py out/nowhere", "is out/nowhere a run's folder? out/nowhere/log.jsonl cannot be read"),
 ]
 

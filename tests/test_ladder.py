@@ -7,7 +7,7 @@ from conftest import DEVICE
 import grpo
 import train_sft
 from batch import Cut
-from evaluate import answers_as_run, decoding_of, scores_as_run
+from evaluate import run_scores, sample_held_out
 from memory import Limits
 from memory.meter import MemoryMeter, tensor_bytes
 from options import SnugError
@@ -150,7 +150,7 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
 def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
     for batch, expected in ((0, 16), (128, 16), (4, 4)):
         settings = GRPOSettings(batch_size=16, max_rollout_batch=batch)
-        assert decoding_of(settings, Limits(settings, print)) == dict(max_batch=expected, chunk_mb=0.0)
+        assert Limits(settings, print).max_eval_batch == expected
 
 
 def test_evaluations_cut_long_prompts_too(tmp_path):
@@ -159,7 +159,8 @@ def test_evaluations_cut_long_prompts_too(tmp_path):
     prepared = prepare(settings)
     model = begin(prepared, torch.device(DEVICE))[0]
     limits = Limits(settings, print)
-    scores = scores_as_run([answers_as_run(settings, model, prepared.tokenizer, prepared.scoring, 5, limits)])
+    prepared.settings.eval_prompts = 5
+    scores = run_scores([sample_held_out(model, prepared, limits)])
     assert set(scores) == {"pass_at_1", "pass_at_1_sampled", "eval_reward_mean", "eval_reward_mean_sampled"}
 
 

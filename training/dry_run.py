@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from batch import Sequences
 from decoding import DecodeBatch, cached_casts
-from evaluate import decoding_of
 from memory.limits import Limits, reference_batches
 from model import autocast, make_model
 from runs.loading import configure
@@ -143,11 +142,9 @@ class DryTraining(Training):
     def evaluate_if_due(self, done):
         settings, (prompt, completion) = self.settings, self.prepared.longest(self.settings)
         if done == 0 and settings.eval_prompts:
-            decoding = decoding_of(settings, self.limits)
+            decoding = self.limits.max_eval_batch, settings.logits_chunk_mb
             with self.meter.phase("eval"), autocast(settings.dtype, self.model):
-                worst_case_rollouts(
-                    self.model, prompt, settings.eval_prompts, 1, completion, *decoding.values()
-                )
+                worst_case_rollouts(self.model, prompt, settings.eval_prompts, 1, completion, *decoding)
         return {}
 
     def update(self, *args):

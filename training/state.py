@@ -111,15 +111,15 @@ class Training:
     def evaluate_if_due(self, done: int) -> dict[str, float]:
         """After `done` iterations -> the evaluation's entries for the log, or {}."""
         p = self.prepared
-        if not is_due(done, p.scoring, p.settings):
+        if not is_due(done, p):
             return {}
         with self.saver.keeping(done, self.progress()):
-            return evaluate_run(self.model, p.scoring, p.tokenizer, p.settings, self.meter, self.limits)
+            return evaluate_run(self.model, p, self.meter, self.limits)
 
     def make_up_evaluation(self, done: int) -> None:
         """Repeat the evaluation after `done` iterations if it failed, and complete its line in the log."""
         made = self.processes.first(self.log.has_scores)  # rank 0 has the log
-        if done and not made and is_due(done, self.prepared.scoring, self.settings):
+        if done and not made and is_due(done, self.prepared):
             self.meter.reset()
             scores = self.evaluate_if_due(done)
             seconds = {"time_s": self.meter.stats()["time_eval_s"]}
