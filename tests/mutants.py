@@ -143,7 +143,7 @@ MUTANTS = [
     ("rewards: NumPy's generator is not seeded", "training/loop.py", "    np.random.seed(seed)", "    pass", "test_scoring.py"),
     ("evaluations: weights left out", "evaluate.py", "limit, weights = settings.reward_timeout, prepared.reward_weights", "limit, weights = settings.reward_timeout, []", "test_scoring.py"),
     ("evaluations: all completions at a time", "evaluate.py", "rows[first : first + size]", "rows[first:]", "test_scoring.py"),
-    ("evaluations: the task's functions, not the user's", "runs/prepare.py", "Scoring(self.task, self.reward_funcs, weights", "Scoring(self.task, [self.task.rewards], []", "test_scoring.py"),
+    ("evaluations: the task's functions, not the user's", "evaluate.py", "prepared.reward_funcs, prompts,", "[prepared.task.rewards], prompts,", "test_scoring.py"),
     ("evaluations: any task's reward is 1", "data/scores.py", 'sample["task_reward"] == 1', 'sample["task_reward"] is not None', "test_scoring.py"),
     ("evaluations: None is 0 in the mean", "data/scores.py", "mean_of([s[name] for s in samples if s[name] is not None])", "mean_of([s[name] or 0.0 for s in samples])", "test_scoring.py"),
     ("evaluations move the generators", "evaluate.py", "    restore_generators(generators, model.device)\n", "", "test_scoring.py"),

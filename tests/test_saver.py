@@ -1,6 +1,7 @@
 """Saving beside the training; which checkpoints are kept; disks that are full, read-only or broken."""
 
 import dataclasses
+import json
 import os
 import random
 import subprocess
