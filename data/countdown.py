@@ -194,23 +194,23 @@ def evaluate(text: str, numbers: list[int], operators: str) -> Fraction:
     text is known to have `numbers`.
     """
     if len(text) > MAX_CHARS or text.count("(") > MAX_PARENTHESES:
-        raise Refused("too long")
+        raise Refused
     tokens = re.findall(r"[0-9]+|[-+*/()]", text)
     if "".join(tokens) != text.replace(" ", ""):
-        raise Refused("a character that is not in an expression")
+        raise Refused  # a character that is not in an expression
     if sorted(token for token in tokens if token.isdigit()) != sorted(map(str, numbers)):
-        raise Refused("other numbers, or one of them twice")
+        raise Refused  # other numbers, or one of them twice
     if not set(tokens) & set(ARITHMETIC) <= set(operators):
-        raise Refused("an operator that is not allowed")
+        raise Refused
     try:
         return value_of(ast.parse(text.strip(" "), mode="eval").body)
     except SyntaxError:
-        raise Refused("not an expression") from None
+        raise Refused from None
 
 
 def value_of(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant):
         return Fraction(node.value)
     if not isinstance(node, ast.BinOp) or type(node.op) not in NODES:
-        raise Refused(f"{type(node).__name__} is not one of the four operations")
+        raise Refused  # not one of the four operations
     return ARITHMETIC[NODES[type(node.op)]](value_of(node.left), value_of(node.right))

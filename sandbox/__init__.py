@@ -16,9 +16,9 @@ There are three processes. Only the keeper and the workers import the target:
     a worker    a fork of the keeper, which confines itself (confine.py, seccomp.py) before it sees the first task.
                 `run` runs the target's methods here. A task that is late, dies or runs out of memory has no value.
 
-Code that a task executes may change anything in its process. So no process runs a task after a task that executed code:
-Python announces the first execution (the audit event "exec"), the keeper then takes the result of this task and kills
-the worker. A fork costs some milliseconds. Tasks that execute nothing share a worker.
+Code that a task executes may change anything in its process. So no result comes from a process that executed code in a
+task before: Python announces the first execution (the audit event "exec"), the keeper then takes the result of this
+task and kills the worker. A fork costs some milliseconds. Tasks that execute nothing share a worker.
 
 The layers of the confinement. Each stops most attacks alone:
 
@@ -88,7 +88,7 @@ class Sandbox:
         return [Result(value, error) for value, error in replies]
 
     def request(self, kind: str, method: str, tasks: list, replies: list):
-        """Append a reply for each task to `replies`. After any error the keeper is killed: it may still send replies."""
+        """Append a reply for each task to `replies`. After an error the keeper is killed: it may still send replies."""
         try:
             if self.process is None or self.process.poll() is not None:
                 self.start()
@@ -106,7 +106,7 @@ class Sandbox:
         return value
 
     def start(self):
-        """Start the keeper. It gets sys.path of this process, but no environment and no open files. Raises SandboxError."""
+        """Start the keeper. It gets sys.path, but no environment and no open files. Raises SandboxError."""
         self.close()
         environment = dict(PYTHONPATH=os.pathsep.join(map(os.path.abspath, sys.path)))
         environment |= dict(PYTHONHASHSEED="0", PYTHONUTF8="1")

@@ -1,4 +1,4 @@
-"""The confinement of a worker: another user, limits, an audit hook and a seccomp filter. sandbox/__init__.py says why."""
+"""The confinement of a worker: another user, limits, an audit hook and a seccomp filter."""
 
 import json
 import os

@@ -156,7 +156,7 @@ MUTANTS = [
     ("part of a number is one", "data/answers.py", "if PART.search(", "if not PART.search(", "test_gsm8k.py"),
     ("a training prompt is a test prompt", "data/task.py", "split_of(self.identity(row)) == split", "split", "test_data.py"),
     ("sandbox: a worker goes on after executed code", "sandbox/child.py", "return [value, error], executed", "return [value, error], False", "test_sandbox.py"),
-    ("sandbox: without the audit hook too", "sandbox/child.py", '"audit" not in confinement.layers', "False", "test_sandbox.py"),
+    ("sandbox: without the audit hook too", "sandbox/child.py", 'if "audit" in confinement.layers else 1', "", "test_sandbox.py"),
     ("sandbox: a late reply answers the next request", "sandbox/__init__.py", "        except BaseException:\n            self.close()", "        except BaseException:\n            pass", "test_sandbox.py"),
     ("sandbox: forks outlive their worker", "sandbox/child.py", "for send in (os.killpg, os.kill):", "for send in (os.kill,):", "test_sandbox.py"),
     ("sandbox: the filter opens files to write", "sandbox/seccomp.py", "(ANY_BIT, WRITING, 1, 0)", "(ANY_BIT, WRITING, 0, 0)", "test_sandbox.py"),
