@@ -125,7 +125,7 @@ REFUSED = {  # what is said: how the file differs
     "tokenizer.ggml.pre='starcoder' is not supported": dict(cut="starcoder"),
     "llama.rope.scaling.type='yarn' is not supported": {"llama.rope.scaling.type": "yarn"},
     "llama.attention.sliding_window=64 is not supported": {"llama.attention.sliding_window": 64},
-    "model_type='gemma2', architectures=": {"general.architecture": "gemma2"},
+    "model_type='gemma2' is not supported": {"general.architecture": "gemma2"},
     "cannot become a folder (ValueError: GGUF model with architecture rwkv": {"general.architecture": "rwkv"},
 }
 

@@ -154,6 +154,17 @@ def qwen_like():
     return added(added(spec, "<think>", "</think>", special=False), "<tool é>", special=False, normalized=True)
 
 
+@cache
+def smollm2_like():
+    """Special tokens are its first ids, and bytes that were not in its texts are no tokens."""
+    digits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    spec = byte_level(None, (END_OF_TEXT, "<|im_start|>", "<|im_end|>"), pre_tokenizer=pre_tokenizers.Sequence(digits))
+    merged = "".join(map("".join, spec["model"]["merges"]))
+    for symbol in [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if symbol not in merged][:21]:
+        del spec["model"]["vocab"][symbol]
+    return spec
+
+
 def sentencepiece_bpe(*special, **parts):
     """As Llama 2 and Mistral have it: <0x41> are tokens of the vocabulary and not added ones."""
     special, byte_tokens = ["<unk>", "<s>", "</s>", *special], [f"<0x{byte:02X}>" for byte in range(256)]
@@ -185,8 +196,8 @@ def unigram():
     return trained(models.Unigram(), trainer, ["<unk>", "<s>", "</s>"], eos=["</s>"], **parts)
 
 
-FAMILIES = [gpt2_like, llama3_like, qwen_like, llama2_like, mistral_like, unigram]
-STOP = dict.fromkeys(FAMILIES[:3], END_OF_TEXT) | dict.fromkeys(FAMILIES[3:], "</s>")
+FAMILIES = [gpt2_like, llama3_like, qwen_like, smollm2_like, llama2_like, mistral_like, unigram]
+STOP = dict.fromkeys(FAMILIES[:4], END_OF_TEXT) | dict.fromkeys(FAMILIES[4:], "</s>")
 
 
 def folder_of(path, spec, **files):
