@@ -16,6 +16,9 @@ import torch
 from device.cuda import padded, upload
 from device.processes import OneProcess
 from kernels.segments import Segments
+from memory.ledger import COMPONENTS
+
+COMPONENTS[__name__] = "micro-batch"  # the name in --plan's table
 
 
 @dataclass
@@ -130,7 +133,7 @@ class Cut:
 
     def dealt(self, micro_batches: list[list[int]], model):
         """The micro-batches that this process runs the model on."""
-        return self.processes.own(micro_batches, self.rank_of, model)
+        return self.processes.dealt(micro_batches, self.rank_of, model)
 
 
 @dataclass

@@ -30,6 +30,7 @@ from device.host import borrowed, stream_from_host
 from logprobs import head_logprobs, head_loss, head_loss_in_two_visits
 from lora import adapters_off
 from loss import group_advantages, kl_divergence, overlong_punishment, policy_loss, truncated_importance
+from memory.ledger import component
 from model import autocast, make_model
 from runs.checkpoint import open_checkpoint
 from runs.loading import load_weights
@@ -80,6 +81,7 @@ def make_reference(prepared, device, weights=True):
 # The algorithm
 
 
+@component("rollouts")  # the name in --plan's table
 def iterate(iteration, training, collect=None):
     """One iteration: a rollout, learned from, and its log line. collect: a planner's stand-in for `collect_groups`."""
     settings, model = training.settings, training.model
@@ -262,6 +264,7 @@ def trainer_logprobs(model, rollouts, cut, settings):
     return logprobs
 
 
+@component("reference")
 def reference_logprobs(training, rollouts, cut):
     """The same of the reference: the model without its adapters, or a model whose weights may wait on the host."""
     settings, limits = training.settings, training.limits
@@ -298,6 +301,7 @@ def teaches(rollouts, select, settings) -> bool:
     return bool(learns) or not finite_columns(rollouts, select)
 
 
+@component("backward")  # autograd's tensors while backward runs
 def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None) -> dict[str, float]:
     """Forward, head and loss, backward of optimizer step number `step` -> its metrics, token means over the step.
 

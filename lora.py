@@ -20,8 +20,10 @@ from torch import nn
 
 from device.cpu import linear
 from kernels.layers import Linear
+from memory.ledger import COMPONENTS
 from model import GPT
 
+COMPONENTS[__name__] = "activations"
 # a block's matrices, and the half they are in
 TARGETS = {"qkv": "attention", "proj": "attention", "up": "mlp", "down": "mlp"}
 

@@ -9,6 +9,10 @@ Left out: models, sampling, anything of size V; critics and rewards of single to
 
 import torch
 
+from memory.ledger import COMPONENTS
+
+COMPONENTS[__name__] = "loss"  # the name in --plan's table
+
 # ----------------------------------------------------------------------------------------------------------------------
 # From rewards to advantages.
 

@@ -24,7 +24,10 @@ from kernels.layers import BlockInputs, Embed, Linear, RMSNorm
 from kernels.rotary import Rotary, rotary_table
 from kernels.segments import Segments, attend
 from kernels.swiglu import SwiGLU
+from memory.ledger import COMPONENTS, component
 from options import in_one_line
+
+COMPONENTS[__name__] = "activations"  # the name in --plan's table
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,7 @@ class GPT(nn.Module):
         return logits
 
 
+@component("weights")
 def make_model(shape: dict, device, dtype: str = "float32", initialise: bool = True) -> GPT:
     """GPTConfig's keywords -> a GPT; with initialise=False its weights are empty memory, to load. Raises SnugError."""
     with in_one_line("not the shape of a model"):

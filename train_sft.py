@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 from batch import Sequences, gather
 from logprobs import head_loss
+from memory.ledger import component
 from model import autocast
 from training import as_floats, learning_rate_at, run
 
@@ -66,6 +67,7 @@ def demonstrations(iteration, training) -> Sequences:
     return Sequences.from_lists(prompts, answers, training.model.device)
 
 
+@component("backward")  # the name in --plan's table: autograd's tensors while backward runs
 def accumulate_gradient(model, batch, cut, settings):
     """The gradient of the mean negative log-prob of completion tokens -> {"loss", "entropy": its token mean}."""
     loss, entropy, num_tokens = 0.0, 0.0, sum(cut.completion_lengths)

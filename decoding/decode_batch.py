@@ -29,9 +29,11 @@ from device import cuda
 from device.cuda import upload
 from device.kinds import kind_of
 from kernels import uses_triton
+from memory.ledger import COMPONENTS
 from model import GPT
 from options import first_line
 
+COMPONENTS[__name__] = "rollouts"
 # Tokens of prompts that are prefilled at a time. On a CPU their activations then stay in its caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 # Steps between two looks at the slots. On CUDA a look waits for the device.

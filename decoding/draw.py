@@ -19,6 +19,9 @@ import torch.nn.functional as F
 from device.kinds import MIB, is_planned, kind_of, logits_budget
 from kernels import LOG2_OF_E, nothing_to_do, triton, uses_triton
 from logprobs.kernels import tile
+from memory.ledger import COMPONENTS
+
+COMPONENTS[__name__] = "logits"
 
 if triton is not None:
     import triton.language as tl

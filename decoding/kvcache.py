@@ -22,11 +22,13 @@ from decoding import attention
 from device.cuda import upload
 from kernels import LOG2_OF_E, nothing_to_do, uses_triton
 from kernels.rotary import rotate
+from memory.ledger import component
 from model import GPTConfig
 
 ZEROED = 16  # columns that are zeroed at a time
 
 
+@component("KV cache")
 class KVCache:
     """Keys and values. G is n_kv_head, H n_head, R = H / G, D head_size.
 

@@ -1,4 +1,4 @@
-"""A process's share of a run's work, for code that does not know how many processes there are.
+"""A process's share of a run's work. Code that uses it need not know how many processes there are.
 
 training/parallel.py has the same for several. Left out: torch.distributed.
 """
@@ -11,7 +11,7 @@ BUCKET = 25 * MIB  # bytes of small gradients that are copied together and added
 
 
 class OneProcess:
-    """All of the work is this process's, and nothing has to be exchanged."""
+    """The only process of a run: it does all the work and exchanges nothing."""
 
     rank, size, sharded = 0, 1, False
 
@@ -34,26 +34,26 @@ class OneProcess:
         return slice(0, n)
 
     def gather(self, work) -> list:
-        """work() of every process, in order of ranks. If it raises on one, all raise."""
+        """The results of work() in every process, in order of ranks. If one raises, all raise."""
         return [work()]
 
     def first(self, value):
         """The value that rank 0 gives."""
         return value
 
-    def agreed(self, found):
-        """`found` if it is not None, else another process's."""
-        return found
+    def agreed(self, value):
+        """The value of the first process that has one; None if none has."""
+        return value
 
-    def own(self, batches: list, rank_of: dict, model):
-        """The micro-batches of this process. rank_of: number of a sequence -> rank. model: what will run on them."""
+    def dealt(self, batches: list, rank_of: dict, model):
+        """The micro-batches that this process runs `model` on. rank_of: number of a sequence -> rank."""
         return batches
 
     def add(self, tensor) -> None:
         """Replace a tensor by its sum over the processes."""
 
     def add_up(self, model, optimizer, totals: dict) -> dict:
-        """Replace the gradients by their sums over the processes -> the sums of `totals`; of names in _max the max."""
+        """Replace the gradients by their sums over the processes -> the sums of `totals`, or if named _max the maxima."""
         return totals
 
     def loads_on(self, device):
@@ -61,17 +61,17 @@ class OneProcess:
         return device
 
     def shard(self, model, device):
-        """Keep only this process's part of the weights on the device -> the model."""
+        """Keep only this process's rows of the weights on the device -> the model."""
         return model
 
     def whole(self, model):
-        """A context with a model that has all weights, to sample from."""
+        """A context that gives a model with all weights, to sample from."""
         return nullcontext(model)
 
     def gathered(self, model, tensors: dict) -> dict:
-        """{file: {name: tensor}} of runs.loading.tensors_of -> the same with whole tensors; on rank 0 only."""
+        """{file: {name: tensor}} of runs.loading.tensors_of -> the same with all rows of each tensor; on rank 0 only."""
         return tensors
 
-    def norm(self, own):
-        """The norm of all gradients. own: of this process's part of them, a scalar tensor."""
-        return own
+    def norm(self, norm):
+        """The norm of this process's part of the gradients, a scalar tensor -> the norm of all gradients."""
+        return norm

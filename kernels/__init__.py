@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from device.kinds import is_planned, kind_of
+from memory.ledger import COMPONENTS
 from options import first_line
 
 try:
@@ -29,6 +30,7 @@ try:
 except ImportError:  # plain torch does everything
     triton = None
 
+COMPONENTS[__name__] = "activations"
 # Below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0.
 LOWEST = -1e30
 LOG2_OF_E = 1.4426950408889634

@@ -12,6 +12,9 @@ import torch
 
 from device.kinds import is_planned
 from kernels import nothing_to_do, triton, uses_triton
+from memory.ledger import COMPONENTS
+
+COMPONENTS[__name__] = "optimizer's buffers"
 
 # Weights at a time in plain torch: what it computes from them stays in a CPU core's cache.
 CHUNK = 2**16

@@ -12,6 +12,7 @@ from device import cpu
 from device.host import new_on_host
 from device.kinds import kind_of
 from device.streams import aside
+from memory.ledger import component
 
 
 class Linear(nn.Linear):
@@ -73,6 +74,7 @@ class Embed(torch.autograd.Function):
         return F.embedding(tokens, weight)
 
     @staticmethod
+    @component("gradients")
     def backward(ctx, dx):
         (tokens,), weight = ctx.saved_tensors, ctx.weight
         if weight.grad is None:
@@ -97,7 +99,7 @@ class BlockInputs:
         self.latest = None
 
     def hooks(self, x):
-        """saved_tensors_hooks for the block with input x. The rotary tables, which blocks share, stay."""
+        """saved_tensors_hooks for the block with input x. Other saved tensors, the rotary tables, stay on the device."""
         storage = id(x.untyped_storage())
 
         def pack(tensor):
@@ -109,15 +111,17 @@ class BlockInputs:
         return pack, lambda packed: packed.take() if isinstance(packed, BlockInput) else packed
 
 
+@component("block inputs")
 class BlockInput:
     """One block's input: a copy on the host, and the tensor on the device while it is going or coming.
 
     It is copied to the host while its block runs, and freed on the device when the next block begins. Backward begins
-    with the last block, whose input is still there. While a block runs backward, the input of the block before it is
-    fetched: two are on the device at once.
+    with the last block, whose input has not left. While a block runs backward, the input of the block before it is
+    fetched: two are on the device at once. torch.autograd.graph.save_on_cpu would wait for each copy.
     """
 
     def __init__(self, tensor, before):
+        """before: the BlockInput of the block before."""
         self.tensor, self.before, self.device = tensor, before, tensor.device
         self.host = new_on_host(tensor)
         if before is not None:

@@ -10,3 +10,6 @@ head     chunks of hidden states through the head
 
 from logprobs.head import head_logprobs, head_loss, head_loss_in_two_visits
 from logprobs.rows import token_logprobs
+from memory.ledger import COMPONENTS
+
+COMPONENTS[__name__] = "logits"

@@ -29,6 +29,7 @@ from logprobs.rows import (
     new_scratch,
     slabs,
 )
+from memory.ledger import component
 
 ALREADY_ADDED = (  # CUDA takes 254 characters
     "head_loss has already added its gradient to weight.grad, so it cannot multiply it by another number than 1: "
@@ -237,6 +238,7 @@ def head_loss_in_two_visits(
 
 class HeadLoss(torch.autograd.Function):
     @staticmethod
+    @component("gradients")
     def forward(ctx, hidden, weight, targets, token_loss, options, with_gradient):
         dhidden = torch.empty_like(hidden) if with_gradient and hidden.requires_grad else None
         dweight = None

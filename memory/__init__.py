@@ -1,4 +1,4 @@
-"""Memory: what is allocated when, what an iteration will need, and going on after out-of-memory.
+"""Memory: what is allocated when and for what, what an iteration will need, and going on after an out-of-memory.
 
     ledger  live storages and their bytes            meter   live, reserved and peak bytes by phase
     plan    peak bytes of an iteration, beforehand   fit     the cheapest options that fit a budget

@@ -1,8 +1,16 @@
-"""Which storages on the device are alive, and how many bytes they have.
+"""Which storages on the device are alive, how many bytes they have, and what they are for.
 
 A CPU has no caching allocator to ask, so a dispatch mode sees what every op returns and holds a weak reference to its
-storage. That is exact for tensors and blind to what an op allocates and frees inside itself; it costs about 10
+storage. That is exact for tensors and blind to what an op allocates and frees inside itself. It costs about 10
 microseconds an op.
+
+What a tensor is for follows from the function that made it. Functions, classes, modules and packages say in COMPONENTS
+what a plan calls their tensors:
+
+    COMPONENTS[__name__] = "logits"       # all functions of this module or package, except those with a mark
+
+    @component("gradients")               # this function or class alone
+    def backward(ctx, dy): ...
 """
 
 import torch
@@ -13,6 +21,31 @@ from torch.utils._python_dispatch import (
 )
 
 from device.host import HOST, HostLedger, Ledger
+
+COMPONENTS = {}  # dotted name of a function, class, module or package -> component
+
+
+def component(name: str):
+    """A decorator: plans count the tensors that this function or class makes as `name`. It costs nothing in a run."""
+
+    def mark(item):
+        COMPONENTS[f"{item.__module__}.{item.__qualname__}"] = name
+        return item
+
+    return mark
+
+
+def component_of(frame) -> tuple[str, str]:
+    """-> (component, name) of the function with a mark that is nearest to this stack frame; or ("other", "")."""
+    while frame is not None:
+        function = frame.f_code.co_qualname
+        marked = f"{frame.f_globals.get('__name__')}.{function}"
+        while marked:  # a nested function counts as the one around it, a module as its package
+            if marked in COMPONENTS:
+                return COMPONENTS[marked], function
+            marked = marked.rpartition(".")[0]
+        frame = frame.f_back
+    return "other", ""
 
 
 class LiveBytes(Ledger, TorchDispatchMode):

@@ -18,6 +18,7 @@ import grpo
 from batch import Cut
 from device.processes import BUCKET, OneProcess
 from memory.plan import plan
+from model import make_model as make_model_of_shape
 from options import SnugError
 from runs.checkpoint import newest, read_state
 from runs.log import read_lines, read_log
@@ -143,8 +144,10 @@ def test_plans_of_a_process_of_several(monkeypatch):
     half = plan(rehearse, replace(settings, batch_size=4, train_batch_size=8, eval_prompts=3))
     assert ddp.peak == half.peak + BUCKET and half.peak < plan(rehearse, settings).peak
     fsdp = plan(rehearse, replace(settings, parallel="fsdp", num_processes=2))
-    outside, block = rehearse.units(settings)
-    weights = outside + 2 * block
+    model = make_model_of_shape(rehearse.prepared.shape, "meta")
+    block = sum(p.nbytes for p in model.blocks[0].parameters())
+    weights = sum(p.nbytes for p in model.parameters())
+    outside = weights - 2 * block
     for phase, (size, parts) in fsdp.phases.items():
         before = half.phases[phase][1]
         assert before["weights"] == weights and parts["weights"] == weights // 2

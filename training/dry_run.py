@@ -1,9 +1,10 @@
-"""What the planner runs: the loops' own `iterate` on tensors without data, with every length the longest there may be.
+"""What the planner runs: the `iterate` of a loop, on tensors without data, with the longest possible sequences.
 
 The loops do not know of it. Only what needs data has a stand-in: sampling and scoring, SFT's demonstrations, and
-evaluations. Of the decode steps the last is taken, when the cache is full; of the micro-batches two, as full as can be.
+evaluations. It runs the last decode step, when the cache is full, and two micro-batches, as full as possible.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from batch import Sequences
 from decoding import DecodeBatch, cached_casts
+from memory.ledger import component
 from memory.limits import Limits, reference_batches
 from model import autocast, make_model
 from runs.loading import configure
@@ -35,53 +37,52 @@ class DryRun:
 
     def __call__(self, settings, n_layer: int, meter):
         device, shape = torch.device("cpu"), self.prepared.shape | {"n_layer": n_layer}
-        settings, grpo = share_of(settings), isinstance(settings, GRPOSettings)
-        once = (
-            replace(settings, train_batch_size=0, num_iterations=1) if grpo else settings
-        )  # one step stands for all
-        prepared = replace(self.prepared, settings=once, shape=shape)
+        settings, one_step, worst_case = share_of(settings), {}, worst_case_batch
+        if isinstance(settings, GRPOSettings):  # one step stands for all
+            one_step, worst_case = dict(train_batch_size=0, num_iterations=1), worst_case_groups
+        prepared = replace(self.prepared, settings=replace(settings, **one_step), shape=shape)
         reference = self.make_reference(prepared, device, weights=False)
-        meter.label("reference", reference.named_parameters() if reference else ())
+        if reference is not None:
+            meter.label("reference", reference.named_parameters())
         model = configure(make_model(shape, device, settings.param_dtype), settings)
         optimizer = make_optimizer(model, settings)
         meter.label("weights", model.named_parameters())
         log = NoLog(settings)
-        guard = Guard(settings, log.say)
-        limits, cursor = Limits(settings, log.say), PromptCursor(settings.batch_size)
         training = DryTraining(
-            prepared, model, reference, optimizer, meter, log, guard, None, limits, cursor
+            prepared,
+            model,
+            reference,
+            optimizer,
+            meter,
+            log,
+            guard=Guard(settings, log.say),
+            saver=None,
+            limits=Limits(settings, log.say),
+            prompt_cursor=PromptCursor(settings.batch_size),
         )
-        worst_case = partial(worst_case_groups if grpo else worst_case_batch, settings)
-        self.iterate(0, training, worst_case)
-
-    def units(self, settings) -> tuple[int, int]:
-        """-> bytes of the weights outside the blocks, and of a block: what a sharded run gathers at a time."""
-        model = make_model(self.prepared.shape | {"n_layer": 1}, "meta", settings.param_dtype)
-        block, whole = (sum(p.nbytes for p in part.parameters()) for part in (model.blocks, model))
-        return whole - block, block
+        self.iterate(0, training, partial(worst_case, settings))
 
 
 def share_of(settings):
-    """The settings of a run as large as one process's share of this run."""
+    """The settings of a run that is as large as one process's share of this run."""
     n = settings.num_processes
-    if n == 1:
-        return settings
-    share = {name: -(-getattr(settings, name) // n) for name in ("batch_size", "eval_prompts")}
-    if isinstance(settings, GRPOSettings):  # whole groups, as they are dealt
-        share["train_batch_size"] = (
-            -(-settings.sequences_per_step // (n * settings.group_size)) * settings.group_size
-        )
+    share = {name: math.ceil(getattr(settings, name) / n) for name in ("batch_size", "eval_prompts")}
+    if isinstance(settings, GRPOSettings):  # whole groups are dealt
+        groups = math.ceil(settings.sequences_per_step / (n * settings.group_size))
+        share["train_batch_size"] = groups * settings.group_size
     return replace(settings, **share)
 
 
+@component("rollouts")
 def worst_case_groups(settings, iteration, training):
-    """In place of grpo.collect_groups: completions of the longest length, rewards without variance."""
+    """In place of grpo.collect_groups: completions of the longest length, and rewards."""
     prompt, completion = training.prepared.longest(settings)
-    sizes = prompt, settings.batch_size, settings.group_size, completion
-    limits = settings.max_rollout_batch, settings.logits_chunk_mb
+    P, k, chunk_mb = settings.batch_size, settings.group_size, settings.logits_chunk_mb
     with training.meter.phase("rollout"), autocast(settings.dtype, training.model):
         rounds = [
-            worst_case_rollouts(training.model, *sizes, *limits)
+            worst_case_rollouts(
+                training.model, prompt, P, k, completion, settings.max_rollout_batch, chunk_mb
+            )
             for _ in range(settings.max_num_gen_batches)
         ]
         if len(rounds) > 1:  # dynamic sampling holds them all, joins them and selects from them
@@ -89,51 +90,49 @@ def worst_case_groups(settings, iteration, training):
     rollouts, lengths = rounds.pop(), fullest_micro_batches(settings, prompt, completion)
     n = len(lengths)
     rows = slice(n) if n <= len(rollouts.tokens) else torch.arange(n) % len(rollouts.tokens)
-    tokens, logprobs, mask = (
-        x[rows] for x in (rollouts.tokens, rollouts.sampling_logprobs, rollouts.mask)
-    )
     learned = Rollouts(
-        tokens, *columns(*zip(*lengths, strict=True)), logprobs, mask, *columns([True] * n)
+        rollouts.tokens[rows],
+        *columns(*zip(*lengths, strict=True)),
+        rollouts.sampling_logprobs[rows],
+        rollouts.mask[rows],
+        *columns([True] * n),
     )
-    return (
-        learned,
-        torch.zeros(n // settings.group_size, settings.group_size),
-        dict(tokens=0, gen_batches=1),
-    )
+    return learned, torch.zeros(n // k, k), dict(tokens=0, gen_batches=1)
 
 
+@component("rollouts")
 def worst_case_batch(settings, iteration, training):
     """In place of train_sft.demonstrations."""
     prompt, completion = training.prepared.longest(settings)
     lengths = fullest_micro_batches(settings, prompt, completion)
     tokens = torch.zeros(settings.batch_size, prompt + completion, dtype=torch.long)
-    return Sequences(
-        tokens[torch.arange(len(lengths)) % len(tokens)], *columns(*zip(*lengths, strict=True))
-    )
+    rows = torch.arange(len(lengths)) % len(tokens)
+    return Sequences(tokens[rows], *columns(*zip(*lengths, strict=True)))
 
 
 def fullest_micro_batches(settings, prompt: int, completion: int) -> list[tuple[int, int]]:
-    """(prompt, completion) lengths of sequences that fill two micro-batches, or those that the reference takes at once.
+    """(prompt, completion) lengths of sequences that fill two micro-batches, or those of the reference's largest forward.
 
     Two are enough for training: the second adds to gradients that are there, as all later ones do. Both are full, even
-    where a step has less than two: which one is not full depends on the groups. As many groups of the longest as there
-    is room for, and one group of what remains.
+    where a step has fewer tokens than two: which one is not full depends on the groups. A micro-batch has groups of the
+    longest sequences as far as there is room, and one group of what remains.
     """
-    k, left = settings.group_size, settings.tokens_per_step(prompt, completion)
+    left = settings.tokens_per_step(prompt, completion)
     budget = max(prompt + completion - 1, min(left, settings.max_tokens_per_micro_batch or left))
-    left = max(left, 2 * budget) if left > budget else left
-    found = []
+    if left > budget:
+        left = max(left, 2 * budget)
+    lengths = []
     for _ in range(max(2, reference_batches(settings))):
         room = min(budget, left)
         left -= room
         while room:
-            p = min(prompt, room)
-            room -= p
-            for _ in range(k):
-                own = min(completion - 1, room)
-                room -= own
-                found.append((p, own + 1))
-    return found
+            prompt_length = min(prompt, room)
+            room -= prompt_length
+            for _ in range(settings.group_size):
+                inputs = min(completion - 1, room)  # the last token of a completion is not in the row
+                room -= inputs
+                lengths.append((prompt_length, inputs + 1))
+    return lengths
 
 
 class DryTraining(Training):
@@ -142,9 +141,9 @@ class DryTraining(Training):
     def evaluate_if_due(self, done):
         settings, (prompt, completion) = self.settings, self.prepared.longest(self.settings)
         if done == 0 and settings.eval_prompts:
-            decoding = self.limits.max_eval_batch, settings.logits_chunk_mb
+            P, limits = settings.eval_prompts, (self.limits.max_eval_batch, settings.logits_chunk_mb)
             with self.meter.phase("eval"), autocast(settings.dtype, self.model):
-                worst_case_rollouts(self.model, prompt, settings.eval_prompts, 1, completion, *decoding)
+                worst_case_rollouts(self.model, prompt, P, 1, completion, *limits)
         return {}
 
     def update(self, *args):
@@ -159,20 +158,20 @@ class DryTraining(Training):
         pass
 
 
+@component("rollouts")
 @torch.no_grad()
 def worst_case_rollouts(model, prompt_length, P, k, max_new_tokens, max_batch, chunk_mb) -> Rollouts:
-    """What sample_groups allocates at most -> Rollouts in which every length is the longest."""
-    N = P * k
-    batch = DecodeBatch(
-        model, [[0] * prompt_length] * P, k, max_new_tokens, min(max_batch or N, N), chunk_mb=chunk_mb
-    )
+    """Allocate as sample_groups does at most -> Rollouts in which every length is the longest."""
+    N, prompts = P * k, [[0] * prompt_length] * P
+    batch = DecodeBatch(model, prompts, k, max_new_tokens, min(max_batch or N, N), chunk_mb=chunk_mb)
     with cached_casts(model):
         batch.rehearse()
     tokens, logprobs = batch.tokens[:-1], batch.logprobs[:-1]
     del batch
-    whole = torch.zeros(N, prompt_length + max_new_tokens, dtype=torch.long)
     lengths = columns([prompt_length] * N, [max_new_tokens] * N)
-    return Rollouts(whole, *lengths, logprobs.clone(), torch.ones_like(tokens), *columns([True] * N))
+    stopped = columns([True] * N)
+    tokens_of_rollouts = torch.zeros(N, prompt_length + max_new_tokens, dtype=torch.long)
+    return Rollouts(tokens_of_rollouts, *lengths, logprobs.clone(), torch.ones_like(tokens), *stopped)
 
 
 def columns(*values) -> list[torch.Tensor]:

@@ -1,14 +1,14 @@
-"""Several processes that train one model, each on a device of its own: what they share and what they exchange.
+"""Several processes that train one model, each on its device: what they share and what they exchange.
 
     torchrun --nproc_per_node=8 grpo.py config/grpo_small.py --parallel=ddp
 
-Each process samples and scores some of the groups. Then all exchange completions and rewards, so that what follows from
-them (advantages, refills, learning rate, what is skipped or dropped) is computed alike everywhere and needs no message.
-A step's micro-batches are dealt by tokens (batch.py). Each process adds up its own gradients, which are shares of the
-whole step's, and the sum over the processes is the gradient that one process would have.
+Each process samples and scores some of the groups. Then all exchange completions and rewards. What follows from them
+(advantages, refills, learning rate, what is skipped or dropped) is computed alike everywhere and needs no message. A
+step's micro-batches are dealt by tokens (batch.py). The gradients of a process are shares of the whole step's, so their
+sum over the processes is the gradient that one process would have.
 
-Why not the class DistributedDataParallel: it averages, wants equally many forwards everywhere, and its hooks do not see
-the gradients that the head and the embedding write in place.
+The class DistributedDataParallel does not fit: it averages, it wants equally many forwards everywhere, and its hooks do
+not see the gradients that the head and the embedding write in place.
 
 This is the only file that knows torch.distributed. Left out: starting processes, and ending them if one dies: torchrun
 does both. Tests: tests/test_parallel.py. docs/scaling.md: how to use it.
@@ -17,12 +17,10 @@ does both. Tests: tests/test_parallel.py. docs/scaling.md: how to use it.
 import atexit
 import os
 import signal
-import socket
 import sys
-import time
 import warnings
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -60,13 +58,15 @@ class Processes(OneProcess):
     """This process among the others: what torchrun has put into the environment, and torch.distributed."""
 
     def __init__(self, settings):
-        self.rank, self.size, self.local = (
+        self.rank, self.size, self.local_rank = (
             int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         )
         self.settings = settings
 
     def device(self, name):
-        return f"cuda:{self.local}" if name in ("auto", "cuda") and torch.cuda.is_available() else name
+        if name in ("auto", "cuda") and torch.cuda.is_available():
+            return f"cuda:{self.local_rank}"
+        return name
 
     def __enter__(self):
         """Connect with the others. Only rank 0 writes to the console, except errors."""
@@ -77,7 +77,6 @@ class Processes(OneProcess):
         if self.rank:
             sys.stdout = open(os.devnull, "w")
             sys.stderr.isatty = lambda: False  # no progress bars
-        self.homes = self.gather(lambda: (socket.gethostname(), os.getpid()))
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -87,7 +86,7 @@ class Processes(OneProcess):
 
     @contextmanager
     def connected(self):
-        """What torch.distributed raises if a process ends becomes a SnugError that names it."""
+        """What torch.distributed raises if a process ends becomes a SnugError in plain words."""
         try:
             yield
         except RuntimeError as error:
@@ -95,22 +94,9 @@ class Processes(OneProcess):
                 raise
             # torchrun sends it now, but the save in progress and the error's line go first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            lost = f"rank {self.rank} lost {self.who_is_gone()}, which torchrun reports below"
+            problem = f"rank {self.rank} lost another process, which torchrun reports below"
             advice = "--resume=auto goes on from the newest checkpoint"
-            raise SnugError(f"{lost}; {advice} ({first_line(error)})") from None
-
-    def who_is_gone(self) -> str:
-        """Which processes of this host have ended, or that one has."""
-        for _ in range(20):  # torchrun looks every 0.1 s
-            here = [
-                (rank, pid)
-                for rank, (host, pid) in enumerate(self.homes)
-                if host == self.homes[self.rank][0]
-            ]
-            if gone := [f"rank {rank}" for rank, pid in here if not runs(pid)]:
-                return ", ".join(gone)
-            time.sleep(0.1)
-        return "another process"
+            raise SnugError(f"{problem}; {advice} ({first_line(error)})") from None
 
     def part(self, n):
         return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
@@ -121,35 +107,34 @@ class Processes(OneProcess):
             result = work()
         except SnugError as raised:
             error = raised
-        found = [None] * self.size
-        dist.all_gather_object(found, (result, error))
-        for rank, (_, error) in enumerate(found):
+        everyones = [None] * self.size
+        dist.all_gather_object(everyones, (result, error))
+        for rank, (_, error) in enumerate(everyones):
             if error and self.rank in (0, rank):
                 error.args = (f"rank {rank}: {error}",)
                 raise error  # with its notes
             if error:
                 sys.exit(2)
-        return [value for value, _ in found]
+        return [result for result, _ in everyones]
 
     def first(self, value):
         return self.gather(lambda: value)[0]
 
-    def agreed(self, found):
-        return next((value for value in self.gather(lambda: found) if value is not None), None)
+    def agreed(self, value):
+        return next((v for v in self.gather(lambda: value) if v is not None), None)
 
-    def own(self, batches, rank_of, model):
+    def dealt(self, batches, rank_of, model):
         return [batch for batch in batches if rank_of[batch[0]] == self.rank]
 
     def add(self, tensor):
         dist.all_reduce(tensor)
 
     def add_up(self, model, optimizer, totals):
-        for name in (
-            trained(model).keys() - gradients_of(model, optimizer).keys()
-        ):  # no micro-batch was this process's
-            trained(model)[name].grad = torch.zeros_like(trained(model)[name])
+        parameters, gradients = trained(model), gradients_of(model, optimizer)
+        for name in parameters.keys() - gradients.keys():  # this process had no micro-batch
+            parameters[name].grad = torch.zeros_like(parameters[name])
         for bucket in _take_tensors(gradients_of(model, optimizer).values(), BUCKET):
-            flat = _flatten_dense_tensors(bucket)  # of one tensor: the tensor itself
+            flat = _flatten_dense_tensors(bucket)  # if it is one tensor, the tensor itself
             dist.all_reduce(flat)
             for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
                 gradient.copy_(total)
@@ -159,10 +144,10 @@ class Processes(OneProcess):
 class ShardedProcesses(Processes):
     """FSDP2: each process keeps some rows of every weight, of its gradient and of its moments.
 
-    A block's weights are gathered while it runs. Embedding, last norm and head are one more unit: they stay gathered
-    from forward to backward, because the head runs outside the model. The in-place gradients land on the gathered
-    weights, like any other, and FSDP adds up and distributes them after each micro-batch: the whole gradient is never
-    on a device. The optimizer works on `model.shards`, plain tensors: this process's rows.
+    A block's weights are gathered while it runs. Embedding, last norm and head are one more unit. They stay gathered from
+    forward to backward, because the head runs outside the model. The in-place gradients land on the gathered weights,
+    like any other. FSDP adds up and distributes the gradients after each micro-batch, so no device has all of them. The
+    optimizer works on `model.shards`, plain tensors with this process's rows.
     """
 
     sharded = True
@@ -181,48 +166,45 @@ class ShardedProcesses(Processes):
 
         if model is None:
             return None
+        settings = self.settings
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            seen = f"parallel={self.settings.parallel!r} needs torch 2.13, and torch {torch.__version__} is installed"
-            raise SnugError(f"{seen}; pip install torch==2.13.0, or use --parallel=ddp")
+            raise SnugError(
+                f"parallel={settings.parallel!r} needs torch 2.13, and torch {torch.__version__} is installed; "
+                "pip install torch==2.13.0, or use --parallel=ddp"
+            )
         # No block's output is changed in place while gradients are on.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-        near = self.settings.processes_per_machine if self.settings.parallel == "hsdp" else self.size
-        shape, names = (
-            ((self.size // near, near), ("nodes", "near")) if near < self.size else ((near,), ("near",))
-        )
+        near = settings.processes_per_machine if settings.parallel == "hsdp" else self.size
+        shape, names = (near,), ("near",)
+        if near < self.size:
+            shape, names = (self.size // near, near), ("nodes", "near")
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        options = dict(mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        if self.settings.param_dtype == "float64":
-            options["mp_policy"] = MixedPrecisionPolicy()
-        if self.settings.param_offload:
+        reduce_dtype = None if settings.param_dtype == "float64" else torch.float32
+        options = dict(mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        if settings.param_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         for block in model.blocks:
             fully_shard(block, reshard_after_forward=True, **options)
         fully_shard(model, reshard_after_forward=False, **options)
         for module in units(model):
-            module.set_gradient_divide_factor(
-                1.0
-            )  # a sum: our gradients are shares of the whole step's
+            # A sum, because our gradients are shares of the whole step's.
+            module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        model.set_reduce_scatter_unused_params(True)  # the filler, below, does not reach the head
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        model.shards = {
-            name: torch.nn.Parameter(p.to_local().detach()) for name, p in parameters.items()
-        }
-        model.runs_on = device
-        model.rows = {
-            name: rows_of(p, self.mesh["near"].get_local_rank(), near) for name, p in parameters.items()
-        }
+        model.set_reduce_scatter_unused_params(True)  # the filler of `dealt` does not reach the head
+        rank = self.mesh["near"].get_local_rank()
+        model.shards, model.rows, model.runs_on = {}, {}, device
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                model.shards[name] = torch.nn.Parameter(p.to_local().detach())
+                model.rows[name] = rows_of(p, rank, near)
         return model
 
-    def own(self, batches, rank_of, model):
-        """A forward gathers weights from all, so all run equally many: a token without a loss where one has fewer."""
-        own, counts = (
-            super().own(batches, rank_of, model),
-            Counter(rank_of[batch[0]] for batch in batches),
-        )
-        yield from own
-        for _ in range(max(counts.values(), default=0) - len(own)):
+    def dealt(self, batches, rank_of, model):
+        """A forward gathers weights from all processes, so all run equally many. Fillers are tokens without a loss."""
+        dealt = super().dealt(batches, rank_of, model)
+        most = max(Counter(rank_of[batch[0]] for batch in batches).values(), default=0)
+        yield from dealt
+        for _ in range(most - len(dealt)):
             hidden = model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
             if torch.is_grad_enabled():
                 (hidden.sum() * 0).backward()
@@ -234,10 +216,10 @@ class ShardedProcesses(Processes):
                 model.shards[name].grad, p.grad = p.grad.to_local(), None
         return merged(self.gather(lambda: totals))
 
-    def norm(self, own):
-        squares = own.double() ** 2
+    def norm(self, norm):
+        squares = norm.double() ** 2
         dist.all_reduce(squares, group=self.mesh["near"].get_group())
-        return squares.sqrt().to(own.dtype)
+        return squares.sqrt().to(norm.dtype)
 
     @contextmanager
     def whole(self, model):
@@ -248,22 +230,22 @@ class ShardedProcesses(Processes):
             plain = configure(GPT(model.config), self.settings)
         for name, p in model.named_parameters():
             module, _, leaf = name.rpartition(".")
-            whole = torch.nn.Parameter(p.detach().to(model.device).full_tensor(), requires_grad=False)
-            setattr(plain.get_submodule(module), leaf, whole)
+            weight = p.detach().to(model.device).full_tensor()
+            setattr(plain.get_submodule(module), leaf, torch.nn.Parameter(weight, requires_grad=False))
         try:
             yield plain
         finally:
             plain.to("meta")  # freed, whoever still holds the model
 
     def gathered(self, model, tensors):
-        found = {file: {} for file in tensors}
+        files = {file: {} for file in tensors}
         for file, named in tensors.items():
-            for name, own in named.items():
+            for name, rows in named.items():
                 shards = [None] * self.size
-                dist.all_gather_object(shards, own.cpu())
+                dist.all_gather_object(shards, rows.cpu())
                 if not self.rank:
-                    found[file][name] = torch.cat(shards[: self.mesh["near"].size()])
-        return found
+                    files[file][name] = torch.cat(shards[: self.mesh["near"].size()])
+        return files
 
 
 def units(model) -> list:
@@ -277,17 +259,12 @@ def rows_of(p, rank: int, size: int) -> slice:
 
 
 def merged(shares: list[dict]) -> dict:
-    """Metrics of each process -> their sums; of those named _max the largest."""
-    names = dict.fromkeys(name for share in shares for name in share)
-    values = {name: [share[name] for share in shares if name in share] for name in names}
-    return {name: max(found) if name.endswith("_max") else sum(found) for name, found in values.items()}
-
-
-def runs(pid: int) -> bool:
-    with suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
+    """Metrics of each process -> their sums; the largest, if the name ends with _max."""
+    totals = {}
+    for name in dict.fromkeys(name for share in shares for name in share):
+        values = [share[name] for share in shares if name in share]
+        totals[name] = max(values) if name.endswith("_max") else sum(values)
+    return totals
 
 
 def score_together(processes, score, rollouts, rows, prepared) -> Scored:
