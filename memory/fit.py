@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from device.host import available_on_host
-from device.kinds import MIB, logits_budget
+from device.kinds import logits_budget
 from memory.plan import GIB, Plan, kind_planned, plan
 from options import SnugError
 
@@ -15,27 +15,18 @@ CHANGES_ROUNDING = {
     "optimizer_dtype": "bfloat16",
     "dtype": "bfloat16",
 }  # never chosen for the user
-LEAST = MIB // 4  # bytes that a change must save
-LOWERS = {  # option -> the phases whose peak it can lower; others lower all
-    "max_tokens_per_micro_batch": {"reference", "train"},
-    "max_rollout_batch": {"rollout", "eval"},
-    "checkpoint_blocks": {"train"},
-    "activation_offload": {"train"},
-    "grad_offload": {"train", "optimizer"},
-}
 
 
 def cheaper(settings, kind, prompt=1, completion=1):
     """The ladder: {option: value} changes that each need less, cheapest first. prompt, completion: longest, tokens."""
     tokens = settings.tokens_per_step(prompt, completion)
-    for less in halvings(
-        min(settings.max_tokens_per_micro_batch or tokens, tokens), prompt + completion - 1
-    ):
-        yield {"max_tokens_per_micro_batch": less}
-    for less in halvings(logits_budget(settings.logits_chunk_mb, kind), 16):
+    tokens = min(settings.max_tokens_per_micro_batch or tokens, tokens)
+    for fewer in halves(tokens, prompt + completion - 1):
+        yield {"max_tokens_per_micro_batch": fewer}
+    for less in halves(logits_budget(settings.logits_chunk_mb, kind), 16):
         yield {"logits_chunk_mb": float(less)}
-    for less in halvings(settings.max_rollout_batch or settings.sequences_per_rollout, 1):
-        yield {"max_rollout_batch": less}
+    for fewer in halves(settings.max_rollout_batch or settings.sequences_per_rollout, 1):
+        yield {"max_rollout_batch": fewer}
     if settings.checkpoint_blocks == "none":
         yield {"checkpoint_blocks": "selective"}
     if settings.checkpoint_blocks != "block":
@@ -44,64 +35,55 @@ def cheaper(settings, kind, prompt=1, completion=1):
         yield {"reference": "host"}
     if settings.optimizer_device == "device":
         yield {"optimizer_device": "host"}
-    if not settings.activation_offload and settings.checkpoint_blocks != "none":
+    if not settings.activation_offload:
         yield {"activation_offload": True}
     if not settings.grad_offload:
         yield {"grad_offload": True}
 
 
-def halvings(now, floor):
-    """A half, a quarter and an eighth, because a half may be too little to show, and the floor."""
-    return sorted(
-        {max(floor, math.ceil(now / n)) for n in (2, 4, 8, now / floor) if now > floor}, reverse=True
-    )
+def halves(now, least):
+    """Yield a half, a quarter and so on, and last the least."""
+    while now > least:
+        now = max(least, math.ceil(now / 2))
+        yield now
 
 
-def fit(dry_run, settings, longest, budget):
-    """-> (settings that fit `budget` bytes, or come nearest, their Plan, {option: value} that changed, the first Plan).
+def fit(dry_run, settings, first: Plan, longest, budget):
+    """-> (settings that fit `budget` bytes, or come nearest, their Plan). first: the Plan of `settings`.
 
-    Down the ladder, keeping what helps. Then what later changes made unnecessary is taken back.
+    It goes down the ladder until the plan fits. Then it goes back up, from the most expensive option to the cheapest, and
+    gives each option its earliest value on the ladder that fits as well.
     longest: tokens of the longest prompt and of the longest completion.
     """
-    current = settings
-    first_plan = its_plan = plan(dry_run, settings)
-    while its_plan.peak > budget:
-        for change in cheaper(current, its_plan.kind, *longest):
-            if not may_help(change, its_plan):
-                continue
-            trial = replace(current, **change)
-            trial_plan = plan(dry_run, trial)
-            if trial_plan.peak < its_plan.peak - LEAST:
-                current, its_plan = trial, trial_plan
-                break
-        else:
+    fitted, lowest = settings, first
+    rungs = {}  # option -> its values so far, the user's first
+    for change in cheaper(settings, first.kind, *longest):
+        if lowest.peak <= budget:
             break
-    for name in changes(settings, current):
-        trial = replace(current, **{name: getattr(settings, name)})
-        try:
-            trial.check()
-        except SnugError:  # another change depends on it
-            continue
-        trial_plan = plan(dry_run, trial)
-        if trial_plan.peak <= max(budget, its_plan.peak):
-            current, its_plan = trial, trial_plan
-    return current, its_plan, changes(settings, current), first_plan
-
-
-def may_help(change: dict, its_plan: Plan) -> bool:
-    """Can a change lower the peak? Smaller chunks cannot where the peak has no logits."""
-    (name,) = change
-    if name == "logits_chunk_mb":
-        return its_plan.phases[its_plan.phase][1].get("logits", 0) >= LEAST
-    return its_plan.phase in LOWERS.get(name, {its_plan.phase})
+        trial = replace(fitted, **change)
+        planned = plan(dry_run, trial)
+        if planned.peak <= lowest.peak:
+            for name, value in change.items():
+                rungs.setdefault(name, [getattr(settings, name)]).append(value)
+            fitted, lowest = trial, planned
+    enough = max(budget, lowest.peak)
+    for name, values in reversed(rungs.items()):
+        for value in values[:-1]:
+            trial = replace(fitted, **{name: value})
+            planned = plan(dry_run, trial)
+            if planned.peak <= enough:
+                fitted, lowest = trial, planned
+                break
+    return fitted, lowest
 
 
 def changes(before, after) -> dict:
+    """The options of `after` that differ from `before`."""
     return {name: value for name, value in vars(after).items() if value != getattr(before, name)}
 
 
 def written(change: dict) -> str:
-    return " ".join(f"--{name}={value}" for name, value in change.items())
+    return " ".join(f"--{name}={value}" for name, value in change.items()) or "no change"
 
 
 def budget_of(settings, device) -> int | None:
@@ -122,47 +104,53 @@ def budget_of(settings, device) -> int | None:
 def show(dry_run, settings, longest) -> str:
     """What --plan prints."""
     budget = budget_of(settings, settings.device if settings.device.startswith("cuda:") else None)
+    planned = plan(dry_run, settings)
     if budget is None:
-        its_plan = plan(dry_run, settings)
-        return f"{its_plan.text()}\n{its_plan.line()}"
-    fitted, its_plan, change, _ = fit(dry_run, settings, longest, budget)
-    verdict = f"fits into {budget / GIB:.3g} GiB with {written(change) or 'no change'}"
-    if its_plan.peak > budget:
-        verdict = f"does not fit: {refusal(dry_run, fitted, its_plan, change, budget, math.inf)}"
-    return f"{its_plan.text()}\n{verdict}\n{its_plan.line()}"
+        return f"{planned.text()}\n{planned.line()}"
+    fitted, planned = fit(dry_run, settings, planned, longest, budget)
+    change = changes(settings, fitted)
+    verdict = f"fits into {budget / GIB:.3g} GiB with {written(change)}"
+    if planned.peak > budget:
+        verdict = f"does not fit: {too_large(dry_run, fitted, planned, change, budget)}"
+    return f"{planned.text()}\n{verdict}\n{planned.line()}"
 
 
 def apply(dry_run, settings, longest, device, say):
-    """Before a run's first step -> settings that fit memory_budget_gb. Says what changed; refuses what cannot fit."""
+    """Before a run's first step -> settings that fit memory_budget_gb. Says what changed; raises SnugError if none do."""
     budget = budget_of(settings, device)
     if budget is None:
         return settings
-    fitted, its_plan, change, before = fit(dry_run, settings, longest, budget)
-    on_host = max(
-        0, available_on_host() - (its_plan.peak if its_plan.kind == "cpu" else 0)
-    )  # a CPU is its own host
-    if its_plan.peak > budget or its_plan.host > on_host:
-        say(its_plan.text())
-        raise SnugError(refusal(dry_run, fitted, its_plan, change, budget, on_host))
+    first = plan(dry_run, settings)
+    fitted, planned = fit(dry_run, settings, first, longest, budget)
+    change = changes(settings, fitted)
+    host = available_on_host()
+    if planned.kind == "cpu":  # a CPU is its own host
+        host = max(0, host - planned.peak)
+    if planned.peak > budget or planned.host > host:
+        say(planned.text())
+        if planned.host > host:
+            raise SnugError(
+                f"the plan takes {planned.host / GIB:.3g} GiB of the host, which has {host / GIB:.3g} GiB left; "
+                "use the device for more (optimizer_device, grad_offload, reference), or a host with more memory"
+            )
+        raise SnugError(too_large(dry_run, fitted, planned, change, budget))
     if change:
-        was = f"planned peak {before.peak / GIB:.3f} GiB in {before.phase}"
-        say(f"{was}, {budget / GIB:.3f} GiB may be used: changed {written(change)}")
-    say(f"planned: {its_plan.line()}")
+        before = f"planned peak {first.peak / GIB:.3f} GiB in {first.phase}"
+        say(f"{before}, {budget / GIB:.3f} GiB may be used: changed {written(change)}")
+    say(f"planned: {planned.line()}")
     return fitted
 
 
-def refusal(dry_run, fitted, its_plan: Plan, change, budget, on_host) -> str:
+def too_large(dry_run, fitted, planned: Plan, change, budget) -> str:
     """One line: what is missing, and the smallest change that would do."""
-    if its_plan.host > on_host:
-        return (
-            f"the plan takes {its_plan.host / GIB:.3g} GiB of the host, which has {on_host / GIB:.3g} GiB left; "
-            "use the device for more (optimizer_device, grad_offload, reference), or a host with more memory"
-        )
-    needed = f"the plan takes {its_plan.peak / GIB:.3g} GiB in {its_plan.phase}"
-    said = f"{needed} even with {written(change) or 'no change'}"
-    said += f"; {budget / GIB:.3g} GiB may be used"
+    problem = (
+        f"the plan takes {planned.peak / GIB:.3g} GiB in {planned.phase} even with {written(change)}"
+    )
+    problem += f"; {budget / GIB:.3g} GiB may be used"
     if fitted.param_dtype == "float32":
         rounded = plan(dry_run, replace(fitted, **CHANGES_ROUNDING))
         if rounded.peak <= budget:
-            return f"{said}; {written(CHANGES_ROUNDING)} would make it {rounded.peak / GIB:.3g}"
-    return f"{said}; the biggest is {its_plan.biggest[0][1]}: use a smaller model, or shorter sequences"
+            return f"{problem}; {written(CHANGES_ROUNDING)} would make it {rounded.peak / GIB:.3g}"
+    return (
+        f"{problem}; the biggest is {planned.biggest[0][1]}: use a smaller model, or shorter sequences"
+    )

@@ -1,4 +1,4 @@
-"""What is allocated, reserved and at peak, and the seconds, phase by phase.
+"""Allocated, reserved and peak bytes, and seconds, phase by phase.
 
     with MemoryMeter(device) as meter:
         with meter.phase("rollout"):
@@ -91,30 +91,29 @@ class MemoryMeter:
 
     def stats(self):
         """Figures since the last `reset`, for the log: MiB and seconds."""
-        peak = max(
-            [self.peak, self.peak_since_reset()] + [entry["peak"] for entry in self.phases.values()]
-        )
-        stats = {
+        peaks = {name: entry["peak"] for name, entry in self.phases.items()}
+        sizes = {
             "mem_alloc_mb": self.allocated(),
             "mem_reserved_mb": self.reserved(),
-            "mem_max_alloc_mb": peak,
+            "mem_max_alloc_mb": max(self.peak, self.peak_since_reset(), *peaks.values()),
         }
-        stats |= {f"mem_max_alloc_mb_{name}": entry["peak"] for name, entry in self.phases.items()}
-        stats |= {"mem_max_host_mb": HOST.peak} if HOST.peak else {}
-        stats = {name: round(size / MIB, 3) for name, size in stats.items()}
-        return stats | {
-            f"time_{name}_s": round(entry["seconds"], 4) for name, entry in self.phases.items()
-        }
+        sizes |= {f"mem_max_alloc_mb_{name}": peak for name, peak in peaks.items()}
+        if HOST.peak:
+            sizes["mem_max_host_mb"] = HOST.peak
+        stats = {name: round(size / MIB, 3) for name, size in sizes.items()}
+        for name, entry in self.phases.items():
+            stats[f"time_{name}_s"] = round(entry["seconds"], 4)
+        return stats
 
     def lines(self, place):
-        """`[MEM] <place> after rollout: current=1.2MiB reserved=... peak_since_reset=...`, one a phase, for grep."""
+        """A line per phase, for grep: `[MEM] <place> after rollout: current=1.2MiB reserved=... peak_since_reset=...`"""
         return [
             mem_line(f"{place} after {name}", entry["current"], entry["reserved"], entry["peak"])
             for name, entry in self.phases.items()
         ]
 
     def line(self, place):
-        """The same for here and now."""
+        """The same line with the present figures."""
         return mem_line(place, self.allocated(), self.reserved(), self.peak_since_reset())
 
 

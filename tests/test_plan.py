@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import sys
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from data.task import Task
 from device.host import HOST
 from device.kinds import MIB
 from memory import plan as planning
-from memory.fit import LOWERS, apply, fit, show
-from memory.plan import GIB, HOME, made_at, plan
+from memory.fit import apply, changes, fit, show
+from memory.ledger import component, component_of
+from memory.plan import GIB, plan
 from options import SnugError
 from runs.log import read_log
 from runs.prepare import Prepared, prepare
@@ -186,22 +188,6 @@ def test_a_deep_models_plan_is_that_of_all_its_blocks(name, tmp_path, monkeypatc
     assert shallow.biggest[0][0] == whole.biggest[0][0]
 
 
-def test_a_plan_for_cuda_rounds_rows_as_a_run_does(tmp_path, monkeypatch):
-    prepared, settings = prepared_run(tmp_path, max_tokens_per_micro_batch=200)
-    shapes, gather = [], grpo.gather
-
-    def look(*args):
-        micro = gather(*args)
-        shapes.append(tuple(micro.tokens.shape))
-        return micro
-
-    monkeypatch.setattr(grpo, "gather", look)
-    for settings.device, shape in (("cpu", (1, 200)), ("cuda", (1, 208))):
-        shapes.clear()
-        plan(dry_run(prepared), settings)
-        assert shapes[:2] == [shape] * 2
-
-
 def test_a_plan_takes_completions_to_stop(tmp_path):
     """So that all of them are trained on, where those that do not are masked."""
     peaks = []
@@ -212,17 +198,50 @@ def test_a_plan_takes_completions_to_stop(tmp_path):
 
 
 def test_a_plan_says_whose_the_bytes_are(tmp_path):
-    """Nearly all by name; a library in a virtual environment within the project is not the project."""
+    """Nearly all by name."""
     prepared, settings = prepared_run(tmp_path)
     phases = plan(dry_run(prepared), settings).phases
     assert {"weights", "moments", "gradients", "activations", "logits"} <= set(
         phases["train"][1]
     ) and "KV cache" in phases["rollout"][1]
     assert all(parts.get("other", 0) < 0.02 * peak for peak, parts in phases.values())
-    scope = {}
-    library = os.path.join(HOME, ".venv/lib/site-packages/thing.py")
-    exec(compile("def call(function):\n    return function()", library, "exec"), scope)
-    assert scope["call"](made_at) == ("other", "test_a_plan_says_whose_the_bytes_are")
+
+
+def test_the_nearest_mark_says_what_a_tensor_is_for(monkeypatch):
+    """A function's mark, its class's, its module's, its package's; a function without a mark counts as its caller."""
+    monkeypatch.setattr("memory.ledger.COMPONENTS", {"room": "package", "room.module": "module"})
+
+    def made_in(module, name):
+        scope = dict(__name__=module, component=component, look=lambda: component_of(sys._getframe(1)))
+        exec(MARKED, scope)
+        return eval(f"{name}()", scope)
+
+    assert made_in("room.module", "function") == ("function", "function")
+    assert made_in("room.module", "Class().method") == ("class", "Class.method")
+    assert made_in("room.module", "Class().other") == ("other method", "Class.other")
+    assert made_in("room.module", "nested") == ("nested", "nested.<locals>.inner")
+    assert made_in("room.module", "plain") == ("module", "plain")
+    assert made_in("room.elsewhere", "plain") == ("package", "plain")
+    assert made_in("library", "plain") == ("other", "")
+    assert made_in("library", "call")[0] == "caller"
+
+
+MARKED = """
+@component("function")
+def function(): return look()
+@component("class")
+class Class:
+    def method(self): return look()
+    @component("other method")
+    def other(self): return look()
+@component("nested")
+def nested():
+    def inner(): return look()
+    return inner()
+def plain(): return look()
+@component("caller")
+def call(): return plain()
+"""
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(max_tokens_per_micro_batch=100, checkpoint_blocks="block", **BF16)])
@@ -309,39 +328,47 @@ def test_the_configs_of_the_repository_hold_what_they_promise():
 # What fits.
 
 
-def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(tmp_path):
-    prepared, settings = prepared_run(tmp_path, batch_size=16)
-    make = dry_run(prepared)
-    whole = plan(make, settings).peak
-    longest = prepared.longest(settings)
-    assert fit(make, settings, longest, whole)[2] == {}
-    for share in (0.9, 0.3):
-        fitted, its_plan, changed, _ = fit(make, settings, longest, share * whole)
-        fitted.check()
-        assert its_plan.peak <= share * whole and plan(make, fitted).peak == its_plan.peak
-        assert {"max_tokens_per_micro_batch"} <= set(changed) <= {*LOWERS, "logits_chunk_mb"}
-        for name in changed if share < 0.9 else ():  # each is needed
-            assert plan(make, dataclasses.replace(fitted, **{name: getattr(settings, name)})).peak > share * whole
+def fitted_into(share, tmp_path, **options):
+    """-> (settings, the settings that fit this share of their peak, their peak, function of settings: the share they need)."""
+    prepared, settings = prepared_run(tmp_path, **options)
+    make, longest = dry_run(prepared), prepared.longest(settings)
+    first = plan(make, settings)
+    fitted, planned = fit(make, settings, first, longest, share * first.peak)
+    return settings, fitted, planned.peak / first.peak, lambda other: plan(make, other).peak / first.peak
+
+
+@pytest.mark.parametrize("share", [1, 0.9, 0.3])
+def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(share, tmp_path):
+    settings, fitted, needed, need_of = fitted_into(share, tmp_path, batch_size=16)
+    fitted.check()
+    assert need_of(fitted) == needed <= share
+    changed = changes(settings, fitted)
+    assert bool(changed) == (share < 1) == ("max_tokens_per_micro_batch" in changed)
+    cheap = {"max_tokens_per_micro_batch", "logits_chunk_mb", "max_rollout_batch", "checkpoint_blocks"}
+    assert set(changed) <= cheap | {"activation_offload", "grad_offload"}
+    for name in changed if share < 0.9 else ():  # each is needed
+        assert need_of(dataclasses.replace(fitted, **{name: getattr(settings, name)})) > share
+
+
+def test_fit_takes_the_first_value_that_fits(tmp_path):
+    settings, fitted, needed, need_of = fitted_into(0.8, tmp_path, batch_size=64, n_layer=1, eval_prompts=0)
+    assert needed <= 0.8 and set(changes(settings, fitted)) == {"max_tokens_per_micro_batch"}
+    assert need_of(dataclasses.replace(fitted, max_tokens_per_micro_batch=2 * fitted.max_tokens_per_micro_batch)) > 0.8
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "bounds",
     [dict(max_rollout_batch=9000), pytest.param(dict(max_tokens_per_micro_batch=100_000), marks=pytest.mark.long)],
 )
-def test_fit_begins_with_what_binds(changes, tmp_path):
+def test_fit_begins_with_what_binds(bounds, tmp_path):
     """A bound far above what there is does not keep the ladder from its first rungs."""
-    prepared, settings = prepared_run(
-        tmp_path,
-        **changes
-        | dict(n_layer=1, batch_size=64, max_tokens_per_micro_batch=changes.get("max_tokens_per_micro_batch", 100)),
-    )
-    make = dry_run(prepared)
-    budget = 0.7 * plan(make, settings).peak
-    fitted, its_plan, changed, _ = fit(make, settings, prepared.longest(settings), budget)
-    assert its_plan.peak <= budget and set(changed) <= {"max_rollout_batch", "max_tokens_per_micro_batch"}
+    options = dict(n_layer=1, batch_size=64, max_tokens_per_micro_batch=100) | bounds
+    settings, fitted, needed, _ = fitted_into(0.7, tmp_path, **options)
+    assert needed <= 0.7
+    assert set(changes(settings, fitted)) <= {"max_rollout_batch", "max_tokens_per_micro_batch"}
 
 
-def test_a_budget_changes_the_run_and_says_so(tmp_path, capsys):
+def test_a_budget_boundsthe_run_and_says_so(tmp_path, capsys):
     prepared, settings = prepared_run(tmp_path, n_layer=1, eval_prompts=0)
     peak = plan(dry_run(prepared), settings).peak
     settings.memory_budget_gb = str(0.6 * peak / GIB)
