@@ -120,23 +120,11 @@ def moments(model: GPT, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return {f"{key}.{name}": state[key] for name, state in named for key in state if key != "step"}
 
 
-def optimizer_steps(optimizer: Optimizer) -> int:
-    """How many steps it has taken. PyTorch's AdamW counts them for each parameter, SlabAdamW once."""
-    if hasattr(optimizer, "steps"):
-        return optimizer.steps
-    return next((int(state["step"]) for state in optimizer.state.values()), 0)
-
-
 def load_optimizer(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer):
     """Load moments and step count into a new optimizer."""
     file, rows = checkpoint.path / "optimizer.safetensors", getattr(model, "rows", {})
     load_into(file, moments(model, optimizer), rows)
-    steps = checkpoint.state["optimizer_steps"]
-    if hasattr(optimizer, "steps"):
-        optimizer.steps = steps
-    else:
-        for state in optimizer.state.values():
-            state["step"].fill_(steps)
+    optimizer.steps = checkpoint.state["optimizer_steps"]
 
 
 # Random generators. snug draws from them for the initial weights only; a user's reward function may draw any time.

@@ -27,9 +27,10 @@ import torch
 from device.host import available_on_host, spare_copy
 from device.kinds import MIB
 from device.processes import OneProcess
+from memory.ledger import component
 from options import SnugError, in_one_line
 from runs.checkpoint import PREFIX, checkpoints, damage, iteration_of, write
-from runs.loading import generator_state, optimizer_steps, tensors_of
+from runs.loading import generator_state, tensors_of
 from runs.log import read_log
 
 
@@ -114,7 +115,7 @@ class Saver:
             return
         state = {
             "iteration": done,
-            "optimizer_steps": optimizer_steps(self.optimizer),
+            "optimizer_steps": self.optimizer.steps,
             "model_config": asdict(self.model.config),
             "tokenizer": self.tokenizer.name,
             "settings": asdict(self.settings),
@@ -196,13 +197,13 @@ class Saver:
     def keeping(self, iteration: int, progress: dict) -> Iterator[None]:
         """If the block fails before its optimizer step, save the state from before it, with this `progress`."""
         progress = progress | {"generators": generator_state(self.device)}
-        steps = optimizer_steps(self.optimizer)
+        steps = self.optimizer.steps
         try:
             yield
         except UnsafeState:
             raise
         except Exception:
-            unchanged = iteration > 0 and optimizer_steps(self.optimizer) == steps
+            unchanged = iteration > 0 and self.optimizer.steps == steps
             alone = self.processes.rank == 0 and not self.processes.sharded  # the others may be gone
             if unchanged and alone:
                 self.rescue(iteration, progress)
@@ -219,6 +220,7 @@ class Saver:
             self.say(f"warning: {error}")
 
 
+@component("loss")
 def not_finite(named: dict[str, torch.Tensor]) -> str | None:
     """{name: tensor} -> "embedding.weight has NaN or infinity" of the first that has, or None. Copies nothing."""
     for name, tensor in named.items():

@@ -1,8 +1,8 @@
 """AdamW, clipping and the learning rate's schedule; where the optimizer's state and the gradients live.
 
-Two optimizers, one formula. float32 weights with float32 state on the device take PyTorch's fused AdamW: one pass, in
-place, no second copy of anything. All else takes SlabAdamW, which is one pass in place too (kernels/adamw.py). Its
-state may be in bfloat16. What is on the host comes to the device a slab at a time.
+Two optimizers, one formula. FusedAdamW is PyTorch's: one pass, in place, no second copy of anything. It takes float32
+weights with float32 state on the device. SlabAdamW takes all else. It is one pass in place too (kernels/adamw.py), its
+state may be in bfloat16, and what is on the host comes to the device a slab at a time.
 
     bytes a weight on the device      weights  gradients  moments  masters
     param_dtype float32                  4         4          8              optimizer_dtype float32
@@ -10,7 +10,8 @@ state may be in bfloat16. What is on the host comes to the device a slab at a ti
     param_dtype bfloat16                 2         2          4              optimizer_dtype bfloat16
     optimizer_device host: moments and masters move to the host; grad_offload: so do the gradients; param_offload: all
 
-All state is allocated at the start, so a step allocates almost nothing.
+All state is allocated at the start, so a step allocates almost nothing. Another optimizer is a torch.optim.Optimizer
+that has the methods of FusedAdamW.
 Left out: 8-bit state, a step on the host's cores.
 """
 
@@ -24,8 +25,10 @@ from device.host import new_on_host
 from device.kinds import is_planned
 from device.streams import Done, aside, settle
 from kernels.adamw import adamw, key_of, numbers_of
+from memory.ledger import COMPONENTS, component
 from runs.loading import trained
 
+COMPONENTS[__name__] = "optimizer's buffers"
 SLAB = 2**21  # weights that come from the host at a time
 RING = 3  # slabs on the device at once: one is updated and copied back, the next ones arrive
 PIECE = 2**24  # weights at a time if nothing comes from the host
@@ -41,24 +44,24 @@ def make_optimizer(model, settings):
     ]
     groups = [group for group in groups if group["params"]]
     options = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2))
-    on_host = set(STATE) if settings.optimizer_device == "host" else set()
-    on_host |= {"gradient"} if settings.grad_offload else set()
-    on_host |= {*STATE, "gradient", "weight"} if settings.param_offload else set()
-    if settings.param_dtype == settings.optimizer_dtype != "bfloat16" and not on_host:
-        optimizer = torch.optim.AdamW(groups, **options, fused=True)
-        for p in named.values():
-            zeros = {
-                key: torch.zeros_like(p, memory_format=torch.preserve_format)
-                for key in ("exp_avg", "exp_avg_sq")
-            }
-            optimizer.state[p] = {"step": torch.zeros((), device=p.device)} | zeros
-        return optimizer
-    options |= dict(dtype=getattr(torch, settings.optimizer_dtype), seed=settings.seed)
-    device = getattr(model, "runs_on", next(iter(named.values())).device)
-    optimizer = SlabAdamW(groups, **options, on_host=on_host, device=device)
+    on_host = set()
+    if settings.optimizer_device == "host":
+        on_host.update(STATE)
     if settings.grad_offload:
-        optimizer.host_gradients = HostGradients(list(named.values()))
-    return optimizer
+        on_host.add("gradient")
+    if settings.param_offload:
+        on_host.update(STATE, ["gradient", "weight"])
+    if settings.param_dtype == settings.optimizer_dtype != "bfloat16" and not on_host:
+        return FusedAdamW(named.values(), groups, **options)
+    return SlabAdamW(
+        groups,
+        **options,
+        dtype=getattr(torch, settings.optimizer_dtype),
+        on_host=on_host,
+        device=getattr(model, "runs_on", next(iter(named.values())).device),
+        seed=settings.seed,
+        host_gradients=HostGradients(list(named.values())) if settings.grad_offload else None,
+    )
 
 
 def learning_rate_at(iteration: int, settings) -> float:
@@ -76,45 +79,73 @@ def learning_rate_at(iteration: int, settings) -> float:
 
 
 def optimizer_step(
-    model, optimizer, learning_rate: float, grad_clip: float, whole=lambda norm: norm
+    model, optimizer, learning_rate: float, grad_clip: float, norm_of_all=lambda norm: norm
 ) -> float:
     """Clip, step, and free the gradients -> the gradient's norm before clipping. grad_clip 0: not clipped.
 
-    whole: the norm of a shard of the gradients -> that of all (OneProcess.norm).
-
+    norm_of_all: the norm of a process's share of the gradients -> that of all of them (OneProcess.norm).
     If the norm is not finite nothing is done, and the gradients stay, so that the cause can be found.
     """
-    slabs = isinstance(optimizer, SlabAdamW)
-    total = (
-        optimizer.gradient_norm()
-        if slabs
-        else torch.nn.utils.get_total_norm(gradients_of(model, optimizer).values())
-    )
-    norm = float(total := whole(total))
+    total = norm_of_all(optimizer.gradient_norm())
+    norm = float(total)
     if not math.isfinite(norm):
         return norm
-    if grad_clip and not slabs:
-        torch.nn.utils.clip_grads_with_norm_(trained(model).values(), grad_clip, total)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    if slabs:
-        optimizer.step(scale=min(1.0, (grad_clip or math.inf) / (norm + 1e-6)))
-    else:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)  # freed: no gradient is alive during the next rollout
+    scale = 1.0
+    if grad_clip:  # as torch.nn.utils.clip_grad_norm_ does it
+        scale = float((grad_clip / (total + 1e-6)).clamp(max=1.0))
+    optimizer.step(scale)
+    optimizer.zero_grad()  # freed: no gradient is alive during the next rollout
     return norm
 
 
 def gradients_of(model, optimizer):
-    """-> {parameter's name: its gradient}, on the device or the host."""
-    if isinstance(optimizer, SlabAdamW):
-        found = optimizer.gradients()
-        return {name: found[p] for name, p in trained(model).items() if p in found}
-    return {name: p.grad for name, p in trained(model).items() if p.grad is not None}
+    """-> {parameter's name: its gradient}, on the device or the host, of the parameters that have one."""
+    gradients = optimizer.gradients()
+    return {name: gradients[p] for name, p in trained(model).items() if p in gradients}
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """PyTorch's AdamW in one pass over the weights, with its state allocated at the start."""
+
+    @component("moments")
+    def __init__(self, parameters, groups, lr, betas):
+        super().__init__(groups, lr=lr, betas=betas, fused=True)
+        for p in parameters:
+            self.state[p] = {
+                "step": torch.zeros((), device=p.device),
+                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+            }
+
+    @property
+    def steps(self) -> int:
+        """How many steps it has taken."""
+        return next((int(state["step"]) for state in self.state.values()), 0)
+
+    @steps.setter
+    def steps(self, steps: int):
+        for state in self.state.values():
+            state["step"].fill_(steps)
+
+    def gradients(self):
+        """-> {parameter: its gradient}, on the device or the host, of the parameters that have one."""
+        return {p: p.grad for p in self.state if p.grad is not None}
+
+    def gradient_norm(self):
+        """The norm of all gradients together, a scalar tensor on the device."""
+        return torch.nn.utils.get_total_norm(self.gradients().values())
+
+    def step(self, scale=1.0):
+        """One update. scale: what gradients are multiplied by, to clip them."""
+        if scale < 1:
+            torch._foreach_mul_(list(self.gradients().values()), scale)
+        super().step()
 
 
 class Slab(NamedTuple):
-    """Some weights of one parameter."""
+    """Neighbouring weights of one parameter."""
 
     group: dict
     parameter: int  # its number
@@ -129,25 +160,24 @@ class SlabAdamW(torch.optim.Optimizer):
     moments, no masters. Then moments and weights are rounded stochastically; random bits follow from the seed and step.
     on_host: which of weight, gradient and STATE are in pinned host memory. The next slab arrives on the device while
     one is updated and copied back.
-    A step allocates its buffers first: after an out-of-memory nothing has changed.
+    A step allocates its ring first: after an out-of-memory nothing has changed.
     """
 
-    def __init__(self, groups, lr, betas, dtype, on_host, device, seed, eps=1e-8):
-        super().__init__(groups, dict(lr=lr, betas=betas, weight_decay=0.0, eps=eps))
-        self.seed, self.steps, self.host_gradients = seed, 0, None
+    @component("moments")
+    def __init__(self, groups, lr, betas, dtype, on_host, device, seed, host_gradients):
+        super().__init__(groups, dict(lr=lr, betas=betas, weight_decay=0.0, eps=1e-8))
+        self.seed, self.steps, self.host_gradients = seed, 0, host_gradients
         self.on_host, self.device = on_host, device
         for p in self.parameters():
-            kinds = dict.fromkeys(("exp_avg", "exp_avg_sq"), dtype)
+            dtypes = {"exp_avg": dtype, "exp_avg_sq": dtype}
             if p.dtype == torch.bfloat16 != dtype:
-                kinds["master"] = torch.float32
-            for kind, its_dtype in kinds.items():
-                here = kind not in on_host
-                make = (
-                    torch.empty_like(p, dtype=its_dtype)
-                    if here
-                    else new_on_host(p, its_dtype, keep=True)
-                )
-                self.state[p][kind] = make.copy_(p.detach()) if kind == "master" else make.zero_()
+                dtypes["master"] = torch.float32
+            for name, dtype_ in dtypes.items():
+                if name in on_host:
+                    tensor = new_on_host(p, dtype_, keep=True)
+                else:
+                    tensor = torch.empty_like(p, dtype=dtype_)
+                self.state[p][name] = tensor.copy_(p.detach()) if name == "master" else tensor.zero_()
 
     def parameters(self):
         return [p for group in self.param_groups for p in group["params"]]
@@ -156,98 +186,89 @@ class SlabAdamW(torch.optim.Optimizer):
         return max(self.parameters(), key=torch.Tensor.numel)
 
     def gradients(self):
-        """-> {parameter: its gradient}, on the device or the host, of the parameters that have one."""
         if self.host_gradients is not None:
             return self.host_gradients.collect()
         return {p: p.grad for p in self.parameters() if p.grad is not None}
 
     def slabs(self, *names):
-        """Yield the Slabs of the parameters that have a gradient, with the tensors of these names."""
+        """Yield the Slabs of all parameters that have a gradient, with the tensors of these names."""
         gradients, numbers = self.gradients(), {p: number for number, p in enumerate(self.parameters())}
+        size = slab_size(self.largest()) if self.on_host.intersection(names) else PIECE
         for group in self.param_groups:
             for p in group["params"]:
-                if p in gradients:
-                    tensors = {"weight": p.detach(), "gradient": gradients[p]} | self.state[p]
-                    tensors = {name: tensors[name].view(-1) for name in names if name in tensors}
-                    for part in slices(
-                        p, slab_size(self.largest()) if self.on_host.intersection(names) else PIECE
-                    ):
-                        yield Slab(
-                            group,
-                            numbers[p],
-                            part.start,
-                            {name: x[part] for name, x in tensors.items()},
-                        )
+                if p not in gradients:
+                    continue
+                tensors = {"weight": p.detach(), "gradient": gradients[p]} | self.state[p]
+                tensors = {name: tensors[name].view(-1) for name in names if name in tensors}
+                for piece in slices(p, size):
+                    pieces = {name: x[piece] for name, x in tensors.items()}
+                    yield Slab(group, numbers[p], piece.start, pieces)
 
     def ring(self, *names):
-        """Buffers on the device for tensors on the host -> RING times {name: (n,)} for those of these names."""
+        """RING dicts of buffers on the device, {name: (n,)}: one for each of these tensors that is on the host."""
         p = self.largest()
-        dtypes = {name: x.dtype for name, x in ({"weight": p, "gradient": p} | self.state[p]).items()}
-        here = {
-            name: dtype for name, dtype in dtypes.items() if name in self.on_host.intersection(names)
+        tensors = {"weight": p, "gradient": p} | self.state[p]
+        dtypes = {
+            name: tensors[name].dtype for name in names if name in tensors and name in self.on_host
         }
+        size, device = slab_size(p), self.device
         return [
-            {
-                name: torch.empty(slab_size(p), dtype=dtype, device=self.device)
-                for name, dtype in here.items()
-            }
+            {name: torch.empty(size, dtype=dtype, device=device) for name, dtype in dtypes.items()}
             for _ in range(RING)
         ]
 
     def run(self, slabs, ring, work):
-        """work(slab, {name: tensor on the device}) for each slab; what is on the host is copied to the ring first."""
+        """work(slab, tensors) for each slab. tensors: the slab's; of those on the host, copies in the ring."""
+
+        def copies(slab, buffers):
+            return {name: buffer[: len(slab.tensors[name])] for name, buffer in buffers.items()}
 
         def fetch(slab, buffers):
-            for name, buffer in buffers.items():
-                buffer[: len(slab.tensors[name])].copy_(slab.tensors[name], non_blocking=True)
+            for name, copy in copies(slab, buffers).items():
+                copy.copy_(slab.tensors[name], non_blocking=True)
 
-        def work_here(slab, buffers):
-            work(
-                slab, slab.tensors | {name: x[: len(slab.tensors[name])] for name, x in buffers.items()}
-            )
+        def work_on_copies(slab, buffers):
+            work(slab, slab.tensors | copies(slab, buffers))
 
         if any(ring):
-            in_turn(self.device, slabs, ring, fetch, work_here).wait()
-        else:
+            in_turn(self.device, slabs, ring, fetch, work_on_copies).wait()
+        else:  # nothing is copied, so the work needs no side stream
             for slab in slabs:
                 work(slab, slab.tensors)
 
     @torch.no_grad()
     def gradient_norm(self):
-        """The norm of all gradients together, a scalar tensor on the device."""
         p, ring, slabs = self.parameters()[0], self.ring("gradient"), list(self.slabs("gradient"))
-        norms = torch.zeros(
-            len(slabs), dtype=torch.promote_types(p.dtype, torch.float32), device=self.device
-        )
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        # Made here: on a side stream nothing may be allocated.
+        norms = torch.zeros(len(slabs), dtype=dtype, device=self.device)
         each = iter(norms)
 
-        def work(slab, here):
-            torch.linalg.vector_norm(here["gradient"], dtype=norms.dtype, out=next(each))
+        def work(slab, tensors):
+            torch.linalg.vector_norm(tensors["gradient"], dtype=dtype, out=next(each))
 
         self.run(slabs, ring, work)
         return torch.linalg.vector_norm(norms)
 
     @torch.no_grad()
     def step(self, scale=1.0):
-        """One update. scale: what gradients are multiplied by, to clip them."""
         names = "weight", "gradient", "exp_avg", "exp_avg_sq", "master"
         ring = self.ring(*names)
         self.steps += 1
 
-        def work(slab, here):
-            numbers, key = (
-                numbers_of(slab.group, self.steps, scale),
-                key_of(self.seed, self.steps, slab.parameter),
-            )
-            adamw(*(here.get(name) for name in names), numbers, key, slab.first)
+        def work(slab, tensors):
+            numbers = numbers_of(slab.group, self.steps, scale)
+            key = key_of(self.seed, self.steps, slab.parameter)
+            adamw(*(tensors.get(name) for name in names), numbers, key, slab.first)
             for name in self.on_host & slab.tensors.keys() - {"gradient"}:
-                slab.tensors[name].copy_(here[name], non_blocking=True)
+                slab.tensors[name].copy_(tensors[name], non_blocking=True)
 
         self.run(self.slabs(*names), ring, work)
-        settle()  # state on the host is complete
+        # A checkpoint may read the state on the host next, and a host that reads does not wait for copies.
+        settle()
 
     def zero_grad(self, set_to_none=True):
-        super().zero_grad(set_to_none=True)
+        super().zero_grad(set_to_none)
         if self.host_gradients is not None:
             self.host_gradients.clear()
 
@@ -258,21 +279,22 @@ def slab_size(p) -> int:
 
 
 def slices(p, size):
-    """Slices of at most `size` weights of the flattened parameter. A planner needs only one: they are all alike."""
+    """Yield slices of at most `size` weights of the flattened parameter. A planner needs only one: they are alike."""
     for start in range(0, min(p.numel(), size) if is_planned(p) else p.numel(), size):
         yield slice(start, min(start + size, p.numel()))
 
 
-def in_turn(device, slabs, ring, fetch, work):
+def in_turn(device, slabs, ring, fetch, work) -> Done:
     """For each slab fetch(slab, buffers), which copies to the device, then work(slab, buffers), which may copy back.
 
-    They run on two side streams: the next slab is fetched while one is worked on and copied back. buffers: those of
-    the ring, in turn. -> the Done of the last slab.
+    buffers: an entry of the ring, in turn. -> when the last slab is done.
     """
     done = Done(device)
-    free = [done] * len(ring)
+    free = [done] * len(ring)  # when the work on an entry's buffers is done
     for number, slab in enumerate(slabs):
         turn = number % len(ring)
+        # Two side streams: while one slab is worked on and copied back, the next ones arrive. Neither stream waits for
+        # compute again, so each has to wait for the other: work for its slab, and a slab for buffers that are free.
         with aside(device, to="device") as fetched:
             free[turn].wait()
             fetch(slab, ring[turn])
@@ -283,67 +305,66 @@ def in_turn(device, slabs, ring, fetch, work):
     return done
 
 
+@component("gradients")
 class HostGradients:
     """Gradients that move to the host, and are added up there, as soon as backward has finished each.
 
     They move while backward goes on, two at most. A sum is made on the device, a slab at a time, so it equals the sum
-    without offload. Where no hook fires for a gradient that an autograd function of ours has written (the head's, the
-    embedding's), it stays on the device until the optimizer asks.
+    without offload.
     """
 
     def __init__(self, parameters):
         self.parameters = parameters
         self.host = {p: new_on_host(p, keep=True) for p in parameters}
-        self.has = set()
-        self.moving = {}  # parameter -> (Done, tensors that are kept until then), the oldest first
-        take = weakref.WeakMethod(
-            self.take
-        )  # else parameters and this object would keep each other alive
+        self.arrived = set()  # parameters whose gradient is on the host, or moving
+        self.moving = {}  # parameter -> (Done, tensors to keep until then), the oldest first
+        # A weak reference: with a strong one, parameters and this object would keep each other alive.
+        take = weakref.WeakMethod(self.take)
         for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: take()(p))
 
     @torch.no_grad()
     def take(self, p):
-        self.land(1 if p not in self.moving else 0)  # wait for all if one is its own earlier gradient
-        stored, fresh, n = self.host[p].view(-1), p.grad.view(-1), slab_size(p)
-        ring = [
-            torch.empty(n, dtype=p.dtype, device=p.device) for _ in range(RING if p in self.has else 0)
-        ]
+        """Begin to move p.grad. A hook, which autograd calls; `collect` calls it for gradients without a hook."""
+        # Keep one move going, so that backward waits for neither. An earlier gradient of p has to arrive first.
+        self.land(1 if p not in self.moving else 0)
+        stored, fresh, size = self.host[p].view(-1), p.grad.view(-1), slab_size(p)
+        ring = []
+        if p in self.arrived:
+            ring = [torch.empty(size, dtype=p.dtype, device=p.device) for _ in range(RING)]
 
-        def fetch(part, buffer):
-            buffer[: part.stop - part.start].copy_(stored[part], non_blocking=True)
+        def fetch(piece, buffer):
+            buffer[: piece.stop - piece.start].copy_(stored[piece], non_blocking=True)
 
-        def add(part, buffer):
-            fresh[part].add_(buffer[: part.stop - part.start])
-            stored[part].copy_(fresh[part], non_blocking=True)
+        def add(piece, buffer):
+            fresh[piece].add_(buffer[: piece.stop - piece.start])
+            stored[piece].copy_(fresh[piece], non_blocking=True)
 
         if ring:
-            done = in_turn(p.device, slices(p, n), ring, fetch, add)
+            done = in_turn(p.device, slices(p, size), ring, fetch, add)
         else:
             with aside(p.device, to="host") as done:
                 stored.copy_(fresh, non_blocking=True)
         self.moving[p] = done, fresh, ring
-        self.has.add(p)
+        self.arrived.add(p)
         p.grad = None
-        if (
-            p is self.parameters[0]
-        ):  # the embedding's, the last of a backward: no compute is left to overlap with
+        if p is self.parameters[0]:  # the embedding's is the last: no compute is left to overlap with
             self.land()
 
     def land(self, but=0):
-        """Compute waits for the copies of gradients, except for the last `but`. Then their memory may be freed."""
+        """Compute waits for the oldest moves, all but the last `but`. Then their memory may be freed."""
         for p in list(self.moving)[: len(self.moving) - but]:
             self.moving.pop(p)[0].wait()
 
     def collect(self) -> dict:
         """-> {parameter: its gradient on the host}, of the parameters that have one; none is left on the device."""
         for p in self.parameters:
-            if p.grad is not None:
+            if p.grad is not None:  # written by the head's or the embedding's backward: no hook fires
                 self.take(p)
         self.land()
         settle()
-        return {p: self.host[p] for p in self.has}
+        return {p: self.host[p] for p in self.arrived}
 
     def clear(self):
         self.land()
-        self.has = set()
+        self.arrived = set()
