@@ -1,4 +1,4 @@
-"""How snug uses a CPU: float32 products by the faster library, and cores that it shares with other processes.
+"""How snug uses a CPU: the faster library for float32 products, and cores that it shares with other processes.
 
     fast_products, linear   float32 products run on oneDNN where it is faster
     share_cores             OpenMP's threads spin only while no other process wants their cores
@@ -17,19 +17,20 @@ import torch.nn.functional as F
 
 from device.kinds import is_planned
 
-# Multiplications, 0.2 ms of a core with MKL; oneDNN compiles code for each new shape, 0.3 ms.
+# Multiplications of a large product: 0.2 ms of a core with MKL. oneDNN compiles code for each new shape in 0.3 ms.
 LARGE = 2**23
-EXACT = 1e-5  # largest relative error of a float32 product; if it is rounded to bfloat16, 2e-3
-PREEMPTED = 100  # times a second that another process took a core from us; alone about 20, beside a busy one 200
+EXACT = 1e-5  # largest relative error of a float32 product; rounded to bfloat16 it has 2e-3
+# How often a second another process takes a core from us. Alone it is about 20, beside a busy process 200.
+PREEMPTED = 100
 
 
 @contextmanager
 def fast_products(x):
-    """Within it, float32 products on a CPU run on oneDNN: twice as fast as MKL on AMD's processors with AVX-512.
+    """A context in which float32 products on a CPU run on oneDNN: twice as fast as MKL on AMD's processors with AVX-512.
 
     torch uses oneDNN only if float32 products may be rounded to bfloat16. oneDNN does that on processors with AMX or
     ARM's bfloat16, where `stays_float32` says no. Leave F.scaled_dot_product_attention outside: its many small products
-    would be four times slower. Elsewhere than on a CPU, or for a planner's tensor x, it does nothing.
+    would be four times slower. It does nothing if x is on another device or a planner's tensor.
     """
     if x.device.type != "cpu" or is_planned(x) or not stays_float32():
         yield
@@ -60,18 +61,12 @@ def stays_float32() -> bool:
 
 def linear(x, weight, bias=None):
     """F.linear, by fast products if large: x (..., in), weight (out, in), bias (out,) -> (..., out)."""
-    large = x.numel() * len(weight) >= LARGE
-    if (
-        large
-        and x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
-    ):
-        if torch.is_grad_enabled():
-            return Linear.apply(x, weight, bias)
-        with fast_products(x):
-            return F.linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+    on_cpu = (
+        x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    )
+    if not on_cpu or x.numel() * len(weight) < LARGE:
+        return F.linear(x, weight, bias)
+    return Linear.apply(x, weight, bias)
 
 
 class Linear(torch.autograd.Function):
@@ -97,7 +92,7 @@ class Linear(torch.autograd.Function):
 def share_cores():
     """Start the thread that watches whether other processes want our cores. Later calls do nothing.
 
-    It and its idle team end before the interpreter does: a thread in a torch operation would abort the process then.
+    The thread and its idle team end before the interpreter does. A thread in a torch operation would abort the process.
     """
     over = threading.Event()
     thread = threading.Thread(target=watch, args=(over,), daemon=True)
@@ -108,10 +103,10 @@ def share_cores():
 def watch(over: threading.Event):
     """Until `over`, keep an idle team of OpenMP threads while we are preempted often.
 
-    A thread that has done its part of an operation waits for the others. libgomp, which torch uses on Linux, lets it
+    A thread that has done its share of an operation waits for the others. libgomp, which torch uses on Linux, lets it
     spin for milliseconds: the fastest way if every thread has a core. If another process has one of the cores, the
     waiting thread burns the time that the others need, and an iteration takes 4 to 10 times as long. libgomp spins 300
-    times shorter while the process has more OpenMP threads than cores. Those of the idle team count.
+    times shorter while the process has more OpenMP threads than cores. The threads of the idle team count.
     """
     team, before = None, preemptions()
     while not over.wait(1.0):

@@ -24,11 +24,9 @@ def padded(length: int, tokens: torch.Tensor) -> int:
 def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
     """Numbers to the device; to a GPU from pinned memory, so that the host does not wait. On a CPU it may be a view."""
     numbers = torch.as_tensor(numbers, dtype=dtype)
-    return (
-        numbers.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else numbers.to(device)
-    )
+    if device.type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)
 
 
 def keep_broken(pool):
@@ -40,7 +38,7 @@ def keep_broken(pool):
 def empty_cache():
     """Give the blocks that the allocator caches back to the GPU, if there is one.
 
-    Not after a broken recording: up to torch 2.12 the allocator believes that it still goes on, and raises.
+    After a broken recording it does nothing: up to torch 2.12 the allocator believes that it still records, and raises.
     """
     if torch.cuda.is_available() and not BROKEN:
         torch.cuda.empty_cache()

@@ -1,9 +1,10 @@
 """Tensors in host memory, and copies from the device to the host and back.
 
-`HOST` counts them, on a CPU too, where "device" and "host" are the same chips. So what an option saves on a GPU can be
-counted without one. A planner's fake tensors bring a ledger of their own.
+`HOST` counts them, on a CPU too, where "device" and "host" are the same chips. So a CPU can count what an option saves on
+a GPU. A planner's fake tensors are counted by the planner's ledger.
 
-Left out: when to move what (model, optimizer).
+Three users copy beside compute, each in the order in which it needs the tensors: the reference's blocks (below), the
+inputs of blocks (kernels/layers.py), and the optimizer's state and gradients (training/optimizer.py).
 """
 
 import math
@@ -35,12 +36,10 @@ class Ledger:
         """Count the storage of a tensor, once, for as long as it lives."""
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
-        known = self.sizes.get(key)
-        if known is not None and known[1] == size:
-            return
-        if known is not None:  # resized in place
-            self.sizes[key] = (known[0], size)
-            self.current += size - known[1]
+        if key in self.sizes:
+            reference, before = self.sizes[key]
+            self.sizes[key] = (reference, size)  # it may have been resized in place
+            self.current += size - before
         else:
             self.sizes[key] = (weakref.ref(storage, lambda _: self.forget(key)), size)
             self.current += size
@@ -51,16 +50,16 @@ class Ledger:
         """Called for each new storage; the planner overrides it."""
 
     def forget(self, key):
+        # Two statements: during `pop` another thread may forget another storage.
         size = self.sizes.pop(key)[1]
-        self.current -= size  # after the call, in which another thread may forget another
+        self.current -= size
 
     def reset_peak(self):
         self.peak = self.current
 
 
 class HostLedger(Ledger):
-    # True while a host tensor is made, so that LiveBytes does not count it as the device's
-    making = False
+    making = False  # True while a host tensor is made: LiveBytes must not count it as the device's
 
 
 HOST = HostLedger()
@@ -74,18 +73,17 @@ def host_ledger(tensor: torch.Tensor) -> HostLedger:
 
 def available_on_host() -> int:
     """Bytes that the host can still give, or this process's container (cgroup v2), whichever is less."""
-    try:
-        with open("/proc/meminfo") as file:
-            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
+    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if meminfo.exists():
+        kib = dict(line.split()[:2] for line in meminfo.read_text().splitlines())["MemAvailable:"]
+        free = 1024 * int(kib)
+    else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        limit, used = (
-            Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current")
-        )
-        return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
-    except (OSError, ValueError):
+        left = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # no container, or "max": no limit
         return free
+    return max(0, min(free, left))
 
 
 def new_on_host(
@@ -93,14 +91,12 @@ def new_on_host(
 ) -> torch.Tensor:
     """An empty tensor in host memory of the shape of `like`; pinned, for fast copies, if `like` is on CUDA or pinned.
 
-    keep: it is large and lives long. Then it has pages of its own, pinned in place. PyTorch's own pinned allocator
-    rounds every block up to a power of two, at worst twice the bytes. Raises SnugError if they cannot be pinned.
+    keep: it is large and lives long. Then pages are mapped for it and pinned in place. PyTorch's allocator of pinned
+    memory rounds every block up to a power of two, at worst twice the bytes, and up to torch 2.11 nothing turns that off.
+    Raises SnugError if the pages cannot be pinned.
     """
-    ledger, dtype, pin = (
-        host_ledger(like),
-        dtype or like.dtype,
-        like.device.type == "cuda" or like.is_pinned(),
-    )
+    ledger, dtype = host_ledger(like), dtype or like.dtype
+    pin = like.device.type == "cuda" or like.is_pinned()
     ledger.making = True
     try:
         if pin and keep and math.prod(like.shape) * dtype.itemsize >= MIB:
@@ -120,12 +116,11 @@ def pinned_in_place(shape, dtype) -> torch.Tensor:
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     except RuntimeError as error:
-        less = (
+        problem = f"the host cannot pin {size / MIB:.0f} MiB for copies to the device: {error}"
+        advice = (
             "keep less on the host (reference, optimizer_device, grad_offload), or give it more memory"
         )
-        raise SnugError(
-            f"the host cannot pin {size / MIB:.0f} MiB for copies to the device: {error}; {less}"
-        ) from None
+        raise SnugError(f"{problem}; {advice}") from None
     weakref.finalize(tensor.untyped_storage(), unpin, tensor.data_ptr(), pages)  # at exit too
     return tensor
 
@@ -133,7 +128,7 @@ def pinned_in_place(shape, dtype) -> torch.Tensor:
 def unpin(address, pages):
     """Called when a tensor is freed. While a CUDA graph is recorded the host must not wait: then the next call unpins.
 
-    It waits for copies that are under way, because PyTorch's allocator does not know this memory.
+    PyTorch's allocator does not know this memory, so nobody else waits for the copies that are under way.
     """
     UNUSED.append((address, pages))
     if torch.cuda.is_current_stream_capturing():
@@ -164,17 +159,15 @@ def spare_copy(tensor: torch.Tensor) -> torch.Tensor:
 def fetch(module, device):
     """Begin to copy a module's weights from the host to the device. Compute may use them after `module.arrival.wait()`.
 
-    They stay until `unload`. Does nothing if they are there or on their way.
+    They stay until `unload`. Does nothing if they are on the device or on their way.
     """
     if hasattr(module, "arrival"):
         return
     weights = [torch.empty_like(p, device=device) for p in module.parameters()]
-    with aside(device, to="device") as arrival:
+    with aside(device, to="device") as module.arrival:
         for p, weight in zip(module.parameters(), weights, strict=True):
-            weight.copy_(p.detach(), non_blocking=True)
-    for p, weight in zip(module.parameters(), weights, strict=True):
-        p.host, p.data = p.data, weight
-    module.arrival = arrival
+            p.host, p.data = p.data, weight
+            weight.copy_(p.host, non_blocking=True)
 
 
 def unload(module):
@@ -190,7 +183,7 @@ def stream_from_host(model, blocks, device):
     """Keep a frozen model's weights on the host. `blocks`, a ModuleList in it, are on the device while they run.
 
     They run in this order, and again from the first. While one runs, the weights of the next are on their way: two
-    blocks are on the device at once. The other weights are there inside `borrowed`: run the model only inside it.
+    blocks are on the device at once. The other weights are on the device inside `borrowed`: run the model only there.
     """
     for p in model.parameters():
         p.data = to_host(p, keep=True)
@@ -208,10 +201,7 @@ def arrive(following, device, block, _):
 
 @contextmanager
 def borrowed(model):
-    """Surrounds forwards of a model that `stream_from_host` keeps on the host. After it all weights are there again.
-
-    Does nothing for other models.
-    """
+    """Put it around forwards of a model that `stream_from_host` keeps on the host. Does nothing for other models."""
     outside, device = getattr(model, "streamed", ([], None))
     try:
         for module in outside:
@@ -220,7 +210,6 @@ def borrowed(model):
             module.arrival.wait()
         yield
     finally:
-        for module in (
-            model.modules()
-        ):  # blocks too: the one fetched last, or those of a forward that ran out of memory
+        # Blocks too: the one that was fetched last, or those of a forward that ran out of memory.
+        for module in model.modules():
             unload(module)

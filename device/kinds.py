@@ -23,7 +23,7 @@ def planning_mode(tensor: torch.Tensor) -> PlanningMode | None:
 
 
 def is_planned(tensor: torch.Tensor) -> bool:
-    """Is it without data? Then kernels have nothing to do: their callers allocate all outputs."""
+    """Has the tensor no data? Then kernels have nothing to do: their callers allocate all outputs."""
     return isinstance(tensor, FakeTensor)
 
 

@@ -1,4 +1,4 @@
-"""The device of a run: what it has to have, how torch is told to use it, and what a user should know about it.
+"""The device of a run: what it must have, torch's switches for it, and what a user should know about it.
 
 Left out: how its memory is counted and filled (memory/), what runs on it (kernels/).
 """
@@ -11,10 +11,9 @@ from options import SnugError, first_line
 
 def pick_device(name: str, tf32: bool = False) -> torch.device:
     """ "auto" is CUDA if torch can use a GPU, else the CPU. tf32: the option. Raises SnugError if it cannot be used."""
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(
-            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-        )
+        device = torch.device(auto if name == "auto" else name)
     except RuntimeError as error:
         raise SnugError(f"device={name!r}: {first_line(error)}") from None
     if device.type == "cpu":
@@ -32,10 +31,8 @@ def pick_device(name: str, tf32: bool = False) -> torch.device:
             )
         torch.cuda.set_device(device)
         torch.zeros(1, device=device).add_(1)
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # no GPU, an old driver, another process's GPU, no kernel for it
+    except (RuntimeError, AssertionError) as error:
+        # There is no GPU, the driver is old, another process has the GPU, or torch has no kernel for it.
         raise SnugError(
             f"device={name!r}: {first_line(error)}; use another device, or --device=cpu"
         ) from None
@@ -46,13 +43,13 @@ def pick_device(name: str, tf32: bool = False) -> torch.device:
 def configure_cuda(tf32: bool):
     """torch's switches for products and attention."""
     products = torch.backends.cuda.matmul
-    # Torch's older name: after fp32_precision="tf32" libraries could not read this one
+    # torch's older name: libraries could not read it any more after the newer one, fp32_precision="tf32".
     products.allow_tf32 = tf32
-    # A product of few rows is a sum of parts. If they are rounded to bfloat16, the sampler, which has few rows, differs
-    # more from the trainer.
+    # A product of few rows is a sum of partial sums. If these are rounded to bfloat16, the sampler, which has few rows,
+    # differs more from the trainer.
     products.allow_bf16_reduced_precision_reduction = False
-    # On Hopper and Blackwell torch prefers cuDNN's attention in bfloat16. That builds a plan for every new shape, which
-    # takes 0.05 to 1 s, and keeps all plans in host memory. Flash attention, the next in line, needs none.
+    # On Hopper and Blackwell torch prefers cuDNN's attention in bfloat16. It builds a plan for every new shape, which
+    # takes 0.05 to 1 s, and keeps all plans in host memory. Flash attention, the next in line, needs no plans.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -63,12 +60,12 @@ def notes(device: torch.device, settings) -> list[str]:
     major, minor = torch.cuda.get_device_capability(device)
     gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
     if settings.dtype == "bfloat16" and major < 8:
-        lacks = "neither bfloat16 units nor fused attention in bfloat16"
-        costs = "attention's memory grows with the square of the length, which --plan does not count"
-        return [f"warning: {gpu} has {lacks}: {costs}; use --dtype=float32 --param_dtype=float32"]
+        problem = "neither bfloat16 units nor fused attention in bfloat16"
+        cost = "attention's memory grows with the square of the length, which --plan does not count"
+        return [f"warning: {gpu} has {problem}: {cost}; use --dtype=float32 --param_dtype=float32"]
     if settings.dtype == "float32" and major >= 8 and not settings.tf32:
-        gains = (
+        gain = (
             "multiplies float32 on tensor cores, faster, with relative errors near 1e-3 instead of 1e-7"
         )
-        return [f"hint: on {gpu} --tf32=true {gains}"]
+        return [f"hint: on {gpu} --tf32=true {gain}"]
     return []

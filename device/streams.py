@@ -1,9 +1,9 @@
-"""Copies between the device and the host that overlap with compute, on side streams.
+"""Copies between the device and the host beside compute, on side streams.
 
     with aside(device, to="device") as done:      # the copy begins when all that compute has issued so far is done
         weight.copy_(on_host, non_blocking=True)
     ...                                           # compute goes on meanwhile
-    done.wait()                                   # what compute issues from here on follows the copy
+    done.wait()                                   # what compute issues from now on follows the copy
 
 One side stream per direction, since a device has a copy engine for each. On a CPU, and for a planner's tensors, which
 are CPU tensors to torch, copies run in order and `wait` does nothing.
@@ -12,6 +12,7 @@ Rules, so that no `record_stream` is needed and the device's peak is as planned:
 - Sources and destinations are allocated outside `aside`, so their memory belongs to the compute stream.
 - They are referenced until `done.wait()`. If one is freed earlier, compute may reuse its memory during the copy.
 - Compute neither writes a source nor touches a destination before `done.wait()`.
+- A tensor that is made inside is used only inside.
 - Both are contiguous and have the same dtype. Otherwise `copy_` allocates a temporary tensor inside `aside`.
 - Before the host reads a copy: `done.wait()`, then synchronize the compute stream.
 - Do not use `aside` while a CUDA graph is recorded.

@@ -6,7 +6,7 @@ A run of GRPO saves after every iteration, in one process (none) or in two (ddp,
 started and one process is killed, until `kills` kills have hit the place. Rank 0 tells when an iteration's rollout,
 training or save begins and ends. The iteration, the rank and the delay are random. Half of the killed runs are resumed
 and killed again, at any moment. After each kill all lines of the logs are complete, all checkpoints are undamaged, and
-the other process has ended with a line that names the lost rank. Then --resume=auto has to finish the run.
+the other process has ended with a line that says so. Then --resume=auto has to finish the run.
 
 Saves are made slow: a save of this model takes milliseconds. The processes are forks of this one, which has imported
 torch. As torchrun does, it sends SIGTERM to the other process; test_torchrun.py kills processes of torchrun itself.
@@ -131,7 +131,7 @@ def kill_in(kind, place, folder, rng, longest):
         time.sleep(rng.random() * 0.15)
         os.kill(pid, signal.SIGTERM)
         other, seconds = wait_for(pid)
-        wanted = f"error: rank {1 - victim} lost rank {victim}, which torchrun reports below"
+        wanted = f"error: rank {1 - victim} lost another process, which torchrun reports below"
         if other in (None, 0) or wanted not in output(folder):
             wrong = f"exit code {other}: {output(folder)[-2000:]}"
     os.close(reads)

@@ -8,19 +8,20 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import streams
 import torch
 from conftest import DEVICE, make_flat_model, make_model
-from streams import COMPUTE, Pinnable, Race, fake_pinning, fake_streams
+from streams import COMPUTE, Pinnable, Race, fake_pinning, fake_streams, forgotten_waits
 from test_grpo import some_rollouts
 
 import grpo
 from batch import Cut
 from device.host import HOST, UNUSED, borrowed, new_on_host, stream_from_host
 from device.kinds import MIB
-from device.streams import Done, aside, settle
+from device.streams import aside, settle
 from memory import Limits
 from options import SnugError
 from settings import GRPOSettings
@@ -46,107 +47,102 @@ def copied(source, target, to, wait=True):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The detector sees each kind of race, and none where the rules are kept. Each test is run without its mistake too.
-
-mistake = pytest.mark.parametrize("mistake", [False, True])
+# The detector sees each kind of race, and none where the rules are kept. `check` surrounds the op that races.
 
 
-def expected(mistake, text):
-    """A Race where there is a mistake, else none."""
-    return pytest.raises(Race, match=text) if mistake else fake_streams()
-
-
-@mistake
-def test_compute_reads_a_weight_that_is_on_its_way(mistake, races):
+def compute_reads_a_weight_that_is_on_its_way(mistake, check, races):
     weight = copied(new_on_host(torch.empty(8)).fill_(1), torch.empty(8), "device", wait=not mistake)
-    with expected(mistake, "stream 0's add reading while stream 1's copy_ writing may be under way"):
+    with check("stream 0's add reading while stream 1's copy_ writing may be under way"):
         assert (weight + 1).tolist() == [2.0] * 8
 
 
-@mistake
-def test_a_copy_overwrites_what_compute_still_reads(mistake, races, monkeypatch):
+def forgotten_wait(mistake):
+    """With the mistake, a context in which copies do not wait for compute."""
+    return patch("streams.Stream.wait_stream", lambda self, other: None) if mistake else nullcontext()
+
+
+def a_copy_overwrites_what_compute_still_reads(mistake, check, races):
     on_host, buffer = new_on_host(torch.empty(8)).fill_(1), torch.empty(8)
     copied(on_host, buffer, "device")
     buffer.sum()
-    if mistake:
-        monkeypatch.setattr(streams.Stream, "wait_stream", lambda self, other: None)
-    with expected(mistake, "stream 1's copy_ writing while stream 0's sum reading may be under way"):
+    with check("stream 1's copy_ writing while stream 0's sum reading"), forgotten_wait(mistake):
         copied(on_host, buffer, "device")
 
 
-@mistake
-def test_compute_overwrites_what_a_copy_still_reads(mistake, races):
+def compute_overwrites_what_a_copy_still_reads(mistake, check, races):
     x = torch.ones(8)
     copied(x, new_on_host(x), "host", wait=not mistake)
-    with expected(mistake, "stream 0's add_ writing while stream 1's copy_ reading may be under way"):
+    with check("stream 0's add_ writing while stream 1's copy_ reading"):
         x.add_(1)
 
 
-@mistake
-def test_the_host_reads_what_is_on_its_way(mistake, races):
-    """Compute's waiting is not the host's."""
+def the_host_reads_what_is_on_its_way(mistake, check, races):
+    """Compute has waited; the host has not."""
     x = torch.ones(8)
     on_host = copied(x, new_on_host(x), "host")
     if not mistake:
         races.cuda.current_stream(CPU).synchronize()
-    with expected(mistake, "the host's own .* reading while stream 1's copy_ writing may be under way"):
+    with check("the host's .* reading while stream 1's copy_ writing"):
         on_host.sum()
 
 
-@mistake
-def test_the_host_overwrites_what_is_being_copied(mistake, races):
+def the_host_overwrites_what_is_being_copied(mistake, check, races):
     on_host = new_on_host(torch.empty(8)).fill_(1)
     weight = copied(on_host, torch.empty(8), "device")
     if not mistake:
         assert weight.sum().item() == 8  # waits for the stream
-    with expected(mistake, "the host's own fill_ writing while stream 1's copy_ reading may be under way"):
+    with check("the host's fill_ writing while stream 1's copy_ reading"):
         on_host.fill_(2)
 
 
-@mistake
-def test_a_source_or_a_destination_is_freed_during_its_copy(mistake, races):
+def a_source_is_freed_during_its_copy(mistake, check, races):
     x = torch.ones(8)
-    with aside(CPU, to="host") as done:
-        new_on_host(x).copy_(x, non_blocking=True)
-    if not mistake:
-        done.wait()
+    on_host = copied(x, new_on_host(x), "host", wait=False)
     del x
-    with expected(mistake, "compute gets memory in which stream 1's copy_ reading may be under way"):
-        torch.ones(8)
+    if not mistake:
+        settle()
+    with check("stream 0 gets memory in which stream 1's copy_ reading may be under way"):
+        assert torch.ones(8).sum().item() == 8 and on_host.sum() == 8
 
 
-def test_nothing_is_allocated_aside(races):
-    with pytest.raises(Race, match=r"\(8,\) is allocated on a side stream"), aside(CPU, to="device"):
-        torch.empty(8)
-
-
-@mistake
-def test_two_copies_of_a_tensors_parts(mistake, races):
+def two_copies_of_halves_that_overlap(mistake, check, races):
     """Two halves of a buffer do not disturb each other; the two directions are not ordered."""
     buffer, on_host = torch.zeros(8), new_on_host(torch.empty(8)).fill_(1)
-    back = new_on_host(buffer)
+    back, second = new_on_host(buffer), slice(3 if mistake else 4, 8)
     with aside(CPU, to="host") as gone:
         back[:4].copy_(buffer[:4], non_blocking=True)
-    with aside(CPU, to="device") as come, expected(mistake, "stream 2's copy_ writing while stream 1's copy_ reading"):
-        buffer[3 if mistake else 4 :].copy_(on_host[3 if mistake else 4 :], non_blocking=True)
+    with aside(CPU, to="device") as come, check("stream 2's copy_ writing while stream 1's copy_ reading"):
+        buffer[second].copy_(on_host[second], non_blocking=True)
     gone.wait()
     come.wait()
 
 
-def test_settled_copies_are_over(races):
-    x = torch.ones(8)
-    on_host = copied(x, new_on_host(x), "host", wait=False)
-    del x
-    settle()
-    assert torch.ones(8).sum().item() == 8 and on_host.sum() == 8
-
-
-def test_without_streams_everything_is_in_order():
-    x = torch.ones(8)
+def a_tensor_of_a_side_stream_is_freed_while_compute_reads_it(mistake, check, races):
     with aside(CPU, to="host") as done:
-        on_host = new_on_host(x).copy_(x, non_blocking=True)
+        x = torch.ones(8)
     done.wait()
-    assert done.event is None and on_host.equal(x)
+    x.sum()
+    del x
+    with check("stream 1 gets memory in which stream 0's sum reading"), forgotten_wait(mistake), aside(CPU, to="host"):
+        torch.ones(8)
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+@pytest.mark.parametrize(
+    "scene",
+    [
+        compute_reads_a_weight_that_is_on_its_way,
+        a_copy_overwrites_what_compute_still_reads,
+        compute_overwrites_what_a_copy_still_reads,
+        the_host_reads_what_is_on_its_way,
+        the_host_overwrites_what_is_being_copied,
+        a_source_is_freed_during_its_copy,
+        two_copies_of_halves_that_overlap,
+        a_tensor_of_a_side_stream_is_freed_while_compute_reads_it,
+    ],
+)
+def test_the_detector_sees(scene, mistake, races):
+    scene(mistake, lambda text: pytest.raises(Race, match=text) if mistake else nullcontext(), races)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -211,35 +207,6 @@ def test_the_weights_of_a_block_are_on_their_way_while_the_one_before_computes()
     order = [event for event, before in zip(events, [None, *events], strict=False) if event != before]
     forward = "copy 1, run 0, copy 2, run 1, copy 0, run 2"
     assert ", ".join(order) == ", ".join(["copy 0", forward, forward] * 2)
-
-
-def test_two_blocks_are_on_the_device_at_once(races):
-    training, rollouts, _ = reference_on_host(n_layer=4)
-    reference, most = training.reference, []
-
-    def count(*_):
-        most.append([hasattr(block, "arrival") for block in reference.blocks])
-
-    for block in reference.blocks:
-        block.register_forward_pre_hook(count)
-    grpo.reference_logprobs(training, rollouts, Cut(rollouts, 0, 20))
-    assert {sum(here) for here in most} == {2}
-    assert most[0] == [True, True, False, False] and most[3] == [True, False, False, True]
-
-
-@pytest.mark.parametrize("forgotten", ["compute does not wait for a copy", "a copy does not wait for compute"])
-def test_a_forgotten_wait_of_the_reference_is_seen(forgotten, monkeypatch):
-    training, rollouts, _ = reference_on_host()
-    forget(forgotten, monkeypatch)
-    with fake_streams(), pytest.raises(Race):
-        grpo.reference_logprobs(training, rollouts, Cut(rollouts, 0, 20))
-
-
-def forget(what, monkeypatch):
-    if what == "compute does not wait for a copy":
-        monkeypatch.setattr(Done, "wait", lambda self: None)
-    else:
-        monkeypatch.setattr(streams.Stream, "wait_stream", lambda self, other: None)
 
 
 @both
@@ -320,11 +287,16 @@ def test_offloaded_gradients_are_the_resident_ones(kind, kind_of_streams):
     assert sorted(copies) == [1] * 12 + [2] * 9
 
 
-@pytest.mark.parametrize("forgotten", ["compute does not wait for a copy", "a copy does not wait for compute"])
-def test_a_forgotten_wait_of_an_input_is_seen(forgotten, monkeypatch):
-    forget(forgotten, monkeypatch)
+@pytest.mark.parametrize("user", ["reference", "inputs"])
+@forgotten_waits
+def test_a_forgotten_wait_is_seen(forgotten, user, monkeypatch):
+    training, rollouts, _ = reference_on_host()
+    monkeypatch.setattr(*forgotten)
     with fake_streams(), pytest.raises(Race):
-        gradients(True)
+        if user == "reference":
+            grpo.reference_logprobs(training, rollouts, Cut(rollouts, 0, 20))
+        else:
+            gradients(True)
 
 
 def test_an_input_is_on_its_way_while_the_block_behind_it_runs_backward(races):
@@ -411,25 +383,21 @@ def test_a_small_or_short_lived_tensor_is_not_pinned_in_place(monkeypatch):
     assert made == [True, True] and cudart.calls == []
 
 
-def test_while_a_graph_is_recorded_nothing_is_unpinned():
-    """Nor waited for. It is unpinned with the next, and stays mapped until then."""
+def test_pages_are_unpinned_after_copies_and_not_while_a_graph_is_recorded():
+    """Then nothing is waited for, either. They are unpinned with the next, and stay mapped until then."""
     recording, waited = [True], []
-    with fake_pinning(capturing=lambda: bool(recording), synchronize=lambda: waited.append(list(recording))) as cudart:
+
+    def synchronize():
+        waited.append((list(recording), len(cudart.pinned)))
+
+    with fake_pinning(capturing=lambda: bool(recording), synchronize=synchronize) as cudart:
         first, second = (new_on_host(Pinnable([MIB], torch.float32), keep=True) for _ in range(2))
         address = first.data_ptr()
         del first
         assert len(cudart.pinned) == 2 and len(UNUSED) == 1 and streams.is_mapped(address, 4 * MIB)
         recording.clear()
         del second
-        assert cudart.pinned == {} and UNUSED == [] and waited == [[]]
-
-
-def test_copies_are_waited_for_before_memory_is_unpinned():
-    calls = []
-    with fake_pinning(synchronize=lambda: calls.append(len(cudart.pinned))) as cudart:
-        tensor = new_on_host(Pinnable([MIB], torch.float32), keep=True)
-        del tensor
-    assert calls == [1]
+        assert cudart.pinned == {} and UNUSED == [] and waited == [([], 2)]
 
 
 def test_what_cannot_be_pinned_is_said_in_one_line():
