@@ -14,11 +14,12 @@ from kernels import triton
 
 if triton is not None:
     import triton.language as tl
+    from triton.language import constexpr
 
     from kernels import LOW
 
     @triton.jit
-    def rotated(x, cos, sin, d, D, mask, ROTARY: tl.constexpr):
+    def rotated(x, cos, sin, d, D, mask, ROTARY: constexpr):
         """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]. x, cos, sin: where heads begin."""
         value = tl.load(x + d, mask, 0.0)
         if ROTARY:
@@ -98,8 +99,8 @@ if triton is not None:
         prompt_k, prompt_v, tiles, lengths, completion_k, completion_v, t,
         parts, tops, totals, counters, y,
         scale, n, T_p, T_c, H, G, D, prompt_programs, prompt_splits, prompt_chunk, completion_splits, completion_chunk,
-        R: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, COMPLETION_M: tl.constexpr, N: tl.constexpr,
-        DP: tl.constexpr, ROTARY: tl.constexpr,
+        R: constexpr, TILE: constexpr, M: constexpr, COMPLETION_M: constexpr, N: constexpr,
+        DP: constexpr, ROTARY: constexpr,
     ):  # fmt: skip
         """The first programs attend to prompts, the others to completions. Each rotates its queries itself.
 

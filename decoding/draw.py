@@ -25,11 +25,12 @@ COMPONENTS[__name__] = "logits"
 
 if triton is not None:
     import triton.language as tl
+    from triton.language import constexpr
 
     from kernels import LN2, LOW
 
     @triton.jit
-    def pick(p, u, N: tl.constexpr):
+    def pick(p, u, N: constexpr):
         """p (N,), u in [0, 1) -> the entry in whose interval of the cumulative sum u falls, and where in it, in [0, 1).
 
         In float64 the order of additions does not matter. If rounding, or a NaN, leaves no entry: the largest."""
@@ -45,7 +46,7 @@ if triton is not None:
     @triton.jit
     def draw_kernel(
         logits, u, tokens, logprobs, scale, width, n_vocab, row_stride, length,
-        BLOCK: tl.constexpr, STRETCHES: tl.constexpr,
+        BLOCK: constexpr, STRETCHES: constexpr,
     ):  # fmt: skip
         """One program per row of logits. It reads the row's STRETCHES stretches of `length` columns side by side, which
         gives the sum of each. The first `pick` picks a stretch, the second one a token in it: `length` is at most BLOCK.
@@ -54,7 +55,7 @@ if triton is not None:
         second pick takes its target from the sum of its read."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * row_stride
-        STEP: tl.constexpr = BLOCK // STRETCHES
+        STEP: constexpr = BLOCK // STRETCHES
         columns = (tl.arange(0, STRETCHES) * length)[:, None] + tl.arange(0, STEP)[None, :]
         top = tl.full((STRETCHES, STEP), LOW, tl.float32)
         total = tl.zeros((STRETCHES, STEP), tl.float32)  # a lane's sum of 2^(z - top)

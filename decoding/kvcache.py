@@ -70,8 +70,6 @@ class KVCache:
         prompt = self.storage[..., :prompt_width, :] if behind else new(prompt_slots, prompt_width)
         self.prompt = prompt.zero_()
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
-        # Added to scores: -inf at padding.
-        self.prompt_bias = torch.zeros(prompt_slots, 1, 1, prompt_width, dtype=dtype, device=device)
         self.max_length = prompt_width + width
         self.written = 0  # columns [0, written) are initialised in every active slot
         self.ragged = False  # is a prompt shorter than T_p?
@@ -83,13 +81,9 @@ class KVCache:
 
     def begin_prefill(self, prompt_slots: list[int], lengths: list[int]):
         """The next forward's prompts, of these lengths, go to these prompt slots."""
-        width = self.prompt.shape[4]
-        self.ragged |= min(lengths) < width
+        self.ragged |= min(lengths) < self.prompt.shape[4]
         self.prefill_slots = upload(prompt_slots, self.device)
-        lengths = upload(lengths, self.device)
-        self.prompt_lengths[self.prefill_slots] = lengths
-        padding = torch.arange(width, device=self.device) >= lengths[:, None]  # (P, T_p)
-        self.prompt_bias[self.prefill_slots] = self.bias(padding)[:, None, None]
+        self.prompt_lengths[self.prefill_slots] = upload(lengths, self.device)
 
     def bias(self, hidden):
         """-> hidden's shape: -inf where it is True, else 0."""
@@ -111,7 +105,6 @@ class KVCache:
                     prompt[: len(prompt_slots)] = prompt[prompt_slots]
         self.prompt = self.prompt[:, :, : len(prompt_slots)]
         self.prompt_lengths = self.prompt_lengths[prompt_slots]
-        self.prompt_bias = self.prompt_bias[prompt_slots]
 
     def assign(self, prompt_slot: np.ndarray):
         """prompt_slot (n,): the prompt slot that each slot reads; -1: the slot is idle.
@@ -145,6 +138,8 @@ class KVCache:
         self.entry_of_pair = torch.tensor(entry_of_pair.ravel(), device=self.device)
         self.pair_of_entry = torch.tensor(pair_of_entry, device=self.device)
         self.prompts_in_use = slice(first, first + len(counts))
+        padding = torch.arange(self.prompt.shape[4], device=self.device) >= self.prompt_lengths[:, None]
+        self.prompt_bias = self.bias(padding)[:, None]  # (prompt slots, 1, T_p)
         self.adjacent = self.first_column > 0 and np.array_equal(prompt_slot[slots], slots)
         # A layer's storage is a matrix with rows of D: the row of each slot's first completion column.
         _, _, S, _, columns, _ = self.storage.shape
@@ -211,7 +206,7 @@ class KVCache:
         q_by_prompt = q[self.pair_of_entry].view(P * G, -1, D)  # (P * G, most * R, D)
         prompt_scores = q_by_prompt @ prompt_k.mT  # (P * G, most * R, T_p)
         if self.ragged:
-            prompt_scores.view(P, -1, T_p).add_(self.prompt_bias[self.prompts_in_use, 0])
+            prompt_scores.view(P, -1, T_p).add_(self.prompt_bias[self.prompts_in_use])
         prompt_scores = prompt_scores.view(-1, R, T_p)[self.entry_of_pair]  # (n * G, R, T_p)
         weights = torch.softmax(torch.cat([prompt_scores, scores], -1), -1)
         prompt_weights = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p)
@@ -225,7 +220,7 @@ class KVCache:
         k, v = both.flatten(1, 2).to(q.dtype)  # (n * G, T_p + columns, D) each
         scores = q @ k.mT  # (n * G, R, T_p + columns)
         if self.ragged:
-            scores.view(n, -1, k.shape[1])[..., :T_p].add_(self.prompt_bias[:n, 0])
+            scores.view(n, -1, k.shape[1])[..., :T_p].add_(self.prompt_bias[:n])
         if not self.same_t:
             scores[..., T_p:].add_(self.completion_bias)
         return torch.softmax(scores, -1) @ v

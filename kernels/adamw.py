@@ -109,6 +109,7 @@ def key_of(seed: int, steps: int, parameter: int) -> int:
 
 if triton is not None:
     import triton.language as tl
+    from triton.language import constexpr
 
     @triton.jit
     def mix_bits(x):
@@ -129,7 +130,7 @@ if triton is not None:
     def adamw_kernel(
         weight, gradient, exp_avg, exp_avg_sq, kept,
         scale, share1, share2, decay, rate, correction, eps,
-        key: tl.uint32, first: tl.uint32, n, HAS_MASTER: tl.constexpr, BLOCK: tl.constexpr,
+        key: tl.uint32, first: tl.uint32, n, HAS_MASTER: constexpr, BLOCK: constexpr,
     ):  # fmt: skip
         """One program per block of weights. kept: master, or weight if there is none."""
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -18,11 +18,12 @@ TILE = 64  # most tokens of a tile (Segments.tiles)
 
 if triton is not None:
     import triton.language as tl
+    from triton.language import constexpr
 
     from kernels import LN2, LOG2E, LOW
 
     @triton.jit
-    def tile_of(tiles, program, heads, PARTS: tl.constexpr, M: tl.constexpr):
+    def tile_of(tiles, program, heads, PARTS: constexpr, M: constexpr):
         """-> a program's line of `tiles`, its head, its first token, and the end of its tokens.
 
         A tile is cut into PARTS of M tokens. A part behind the tile's last token has an end before its first token.
@@ -44,8 +45,8 @@ if triton is not None:
     def forward_kernel(
         q, k, v, y, lse, start, tiles, scale, T, H,
         q_head, q_time, k_head, k_time, v_head, v_time,
-        R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-        PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+        R: constexpr, D: constexpr, DP: constexpr,
+        PARTS: constexpr, M: constexpr, N: constexpr,
     ):  # fmt: skip
         """One program per tile of queries and head. The last tiles run first: prompts' tiles see the fewest keys."""
         program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -89,8 +90,8 @@ if triton is not None:
     def queries_kernel(
         dy, q, k, v, y, dq, lse, delta, start, tiles, scale, T, H,
         q_head, q_time, k_head, k_time, v_head, v_time,
-        R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-        PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+        R: constexpr, D: constexpr, DP: constexpr,
+        PARTS: constexpr, M: constexpr, N: constexpr,
     ):  # fmt: skip
         """dq, and delta (H, T): the sum of dy * y over D. Programs as in `forward_kernel`."""
         program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -136,8 +137,8 @@ if triton is not None:
     def keys_kernel(
         dy, q, k, v, dk, dv, lse, delta, dk_shares, dv_shares, start, tiles, scale, T, H,
         q_head, q_time, k_head, k_time, v_head, v_time,
-        R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-        PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+        R: constexpr, D: constexpr, DP: constexpr,
+        PARTS: constexpr, M: constexpr, N: constexpr,
     ):  # fmt: skip
         """dk and dv. A program takes a tile of completions' keys and adds up the R query heads of its key head.
 
@@ -190,7 +191,7 @@ if triton is not None:
     @triton.jit
     def sum_kernel(
         dk, dv, dk_shares, dv_shares, tiles, G,
-        R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
+        R: constexpr, D: constexpr, DP: constexpr, PARTS: constexpr, M: constexpr,
     ):  # fmt: skip
         """Add up the shares of a prompt's keys: one program per tile and key head."""
         _, g, first, end = tile_of(tiles, tl.program_id(0), G, PARTS, M)

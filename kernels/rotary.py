@@ -14,12 +14,13 @@ from kernels import nothing_to_do, triton, uses_triton
 
 if triton is not None:
     import triton.language as tl
+    from triton.language import constexpr
 
     @triton.jit
     def rotary_kernel(
         x, out, cos, sin, T, heads, D,
         x_batch, x_head, x_time, out_batch, out_head, out_time, table_batch, table_time,
-        M: tl.constexpr, DP: tl.constexpr, BACK: tl.constexpr,
+        M: constexpr, DP: constexpr, BACK: constexpr,
     ):  # fmt: skip
         """One program per token and M heads. It reads its numbers before it writes them, so `out` may be x."""
         b = (tl.program_id(0) // T).to(tl.int64)

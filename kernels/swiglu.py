@@ -11,11 +11,12 @@ from kernels import nothing_to_do, triton, uses_triton
 
 if triton is not None:
     import triton.language as tl
+    from triton.language import constexpr
 
     from kernels import LOG2E
 
     @triton.jit
-    def forward_kernel(x, y, n, blocks, BLOCK: tl.constexpr):
+    def forward_kernel(x, y, n, blocks, BLOCK: constexpr):
         """One program per block of a row: x (rows, 2 n) -> y (rows, n)."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -27,7 +28,7 @@ if triton is not None:
         tl.store(y + row * n + column, value.to(y.dtype.element_ty), mask)
 
     @triton.jit
-    def backward_kernel(x, dy, dx, n, blocks, BLOCK: tl.constexpr):
+    def backward_kernel(x, dy, dx, n, blocks, BLOCK: constexpr):
         """One program per block of a row: x (rows, 2 n), dy (rows, n) -> dx (rows, 2 n)."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -10,13 +10,14 @@ if triton is None:
     forward_kernel = backward_kernel = None
 else:
     import triton.language as tl
+    from triton.language import constexpr
 
     from kernels import LN2, LOG2E, LOW
 
     @triton.jit
     def forward_kernel(
         logits, targets, logprobs, lse, entropy, scale, slope, width, n_vocab, row_stride,
-        BLOCK: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr,
+        BLOCK: constexpr, PADDED: constexpr, ENTROPY: constexpr, GRADIENT: constexpr,
     ):  # fmt: skip
         """One program per row. Each lane keeps the maximum and the sum of its columns, so the loop has no barrier. One
         of the two exponentials of the online update (Milakov and Gimelshein 2018, algorithm 3) is always 1 and is not
@@ -73,7 +74,7 @@ else:
     def backward_kernel(
         logits, targets, lse, entropy, coefficients, dentropy, dlogits,
         scale, width, n_vocab, row_stride, out_row_stride, blocks,
-        BLOCK: tl.constexpr, PADDED: tl.constexpr,
+        BLOCK: constexpr, PADDED: constexpr,
     ):  # fmt: skip
         """One program per block of a row, in memory order, as a copy would be. dlogits may be logits.
 
