@@ -106,7 +106,7 @@ def tile(width: int, itemsize: int = 2, gradient: bool = False) -> tuple[int, in
 
     gradient: the second read of a row finds it in the L2 cache if all rows in flight fit there together. 40 MB over 132
     SMs are 300 KB per SM (H200; A100: 40 MB over 108). An SM holds 32 warps of programs with 33 to 64 registers, so
-    long rows take 16 or 32 warps, and 2 rows or 1 are in flight. (sm_90's leanest variant, without entropy and padding,
+    long rows take 16 or 32 warps, and 2 rows or 1 are in flight. (The leanest variant, without entropy and padding,
     needs 32 registers, so twice as many rows are in flight.) More than 8 elements per lane would spill.
     """
     elements = 16 if width % 16 == 0 and not gradient else 8
