@@ -104,8 +104,8 @@ if triton is not None:
     ):  # fmt: skip
         """The first programs attend to prompts, the others to completions. Each rotates its queries itself.
 
-        To a prompt: a tile of slots that read it, a key head, a stretch of prompt_chunk columns. To a completion: a slot,
-        a key head, a stretch of completion_chunk columns."""
+        To a prompt: a tile of slots that read it, a key head, a stretch of prompt_chunk columns. To a completion: a
+        slot, a key head, a stretch of completion_chunk columns."""
         program = tl.program_id(0)
         splits = prompt_splits + completion_splits
         d = tl.arange(0, DP)

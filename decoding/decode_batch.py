@@ -9,7 +9,8 @@ through the model in every step. A prompt slot is where the KV cache holds one p
     retire    with a stop token or after max_new_tokens, on the device: the slot becomes idle
     refill    the host looks at the slots now and then, and starts waiting sequences in the idle ones
 
-When no sequence waits, idle slots are removed. Left out: what a rollout is (sample.py). Test: pytest tests/test_sample.py
+When no sequence waits, idle slots are removed. Left out: what a rollout is (sample.py).
+Test: pytest tests/test_sample.py
 """
 
 import gc
@@ -40,7 +41,7 @@ PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 LOOK_EVERY = {"cpu": 1, "cuda": 4}
 # Idle slots are removed if more than this share is idle. CUDA then records a new graph.
 SHRINK_AT = {"cpu": 1 / 4, "cuda": 1 / 2}
-# They are removed only above this number of slots. On CUDA few slots take as long as fewer: a step mostly reads weights.
+# They are removed only above this number of slots. On CUDA few slots take no longer than fewer: a step reads weights.
 SHRINK_ABOVE = {"cpu": 1, "cuda": 16}
 
 

@@ -49,7 +49,7 @@ if triton is not None:
         BLOCK: constexpr, STRETCHES: constexpr,
     ):  # fmt: skip
         """One program per row of logits. It reads the row's STRETCHES stretches of `length` columns side by side, which
-        gives the sum of each. The first `pick` picks a stretch, the second one a token in it: `length` is at most BLOCK.
+        gives the sum of each. The first `pick` picks a stretch, the second a token in it: `length` is at most BLOCK.
 
         The compiler may round x * scale - best once or twice, so the sums of both reads differ. That does no harm: the
         second pick takes its target from the sum of its read."""

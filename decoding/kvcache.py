@@ -64,7 +64,8 @@ class KVCache:
         # takes as long as it has operations.
         like = torch.empty(0, dtype=dtype, device=device)
         behind = group_size == 1 and prompt_slots == slots and not uses_triton(like)
-        self.first_column = prompt_width if behind else 0  # of `storage`, where completions begin
+        # The column of `storage` where completions begin.
+        self.first_column = prompt_width if behind else 0
         self.storage = new(slots, self.first_column + width)
         self.completion = self.storage[..., self.first_column :, :]
         prompt = self.storage[..., :prompt_width, :] if behind else new(prompt_slots, prompt_width)

@@ -1,8 +1,8 @@
 """Triton: when kernels run, and the kernels of the model and the optimizer.
 
 A kernel writes into tensors that its caller allocated, so the meter and the planner see every tensor. On tensors
-without data it is not launched. Each kernel has a version in plain torch: tests compare the two, and it runs where no
-kernel can. Kernels use exp2 and log2, because the hardware has instructions for them.
+without data it is not launched. Each kernel has a twin in plain torch: tests compare the two, and the twin runs where
+no kernel can. Kernels use exp2 and log2, because the hardware has instructions for them.
 
 swiglu, rotary, adamw: one operation each. segments, flash: attention of packed groups.
 
@@ -65,11 +65,12 @@ def why_no_kernels() -> str:
     try:
         smallest_kernel[(1,)](1)
         return ""
-    except Exception as error:  # of any kind: plain torch runs instead
+    except Exception as error:  # whatever it is, plain torch runs instead
         return what_is_missing(error)
 
 
 def warn_without_kernels():
+    """Print a warning if this machine has a GPU and its kernels cannot run."""
     if why := why_no_kernels():
         print(
             f"warning: kernels are off, sampling has no CUDA graphs, all is slower: {why}",
@@ -91,10 +92,10 @@ def what_is_missing(error: Exception) -> str:
 
 
 def has_tensor_cores(device: torch.device) -> bool:
-    """For bfloat16: Ampere's and later."""
+    """Has the device tensor cores for bfloat16? Ampere and later have."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def nothing_to_do(tensor: torch.Tensor) -> bool:
-    """Has the tensor no data: empty, or a planner's?"""
+    """Has the tensor no data, because it is empty or a planner's?"""
     return is_planned(tensor) or tensor.is_meta or not tensor.numel()

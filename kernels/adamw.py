@@ -16,18 +16,20 @@ from memory.ledger import COMPONENTS
 
 COMPONENTS[__name__] = "optimizer's buffers"
 
-# Weights at a time in plain torch: what it computes from them stays in a CPU core's cache.
-CHUNK = 2**16
+CHUNK = 2**16  # weights at a time in plain torch: its scratch stays in a CPU core's cache
 BLOCK, WARPS = 1024, 4  # of the kernel: 8 weights per lane
 MASK = 2**32 - 1
+ROUNDS = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)
 
 
-def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int) -> None:
+def adamw(
+    weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int, scratch
+) -> None:
     """Update n weights, at most 2**30. All tensors are (n,) and contiguous; all but gradient are changed in place.
 
     gradient: in weight's dtype. exp_avg, exp_avg_sq: float32, or bfloat16 (rounded stochastically). master: None, or
-    float32, the weights before they were rounded. numbers, key: from numbers_of, key_of. first: the index of the first
-    of these weights in their parameter.
+    float32, the weights before they were rounded. numbers, key, scratch: from numbers_of, key_of, new_scratch. first:
+    the index of the first of these weights in their parameter.
     """
     n = len(weight)
     if not uses_triton(weight):
@@ -36,7 +38,7 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, firs
             chunk = slice(start, start + CHUNK)
             adamw_torch(
                 weight[chunk], gradient[chunk], exp_avg[chunk], exp_avg_sq[chunk],
-                None if master is None else master[chunk], *numbers, key, first + start,
+                None if master is None else master[chunk], *numbers, key, first + start, scratch,
             )  # fmt: skip
     elif not nothing_to_do(weight):
         with torch.cuda.device_of(weight):
@@ -45,6 +47,17 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, firs
                 *numbers, key, first, n,
                 HAS_MASTER=master is not None, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
+
+
+def new_scratch(weight):
+    """-> buffers for plain torch, or None for the kernel. A step allocates nothing: it may run on a side stream."""
+    if uses_triton(weight):
+        return None
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    n = min(CHUNK, weight.numel())
+    numbers = torch.empty(4, n, dtype=dtype, device=weight.device)
+    bits = torch.empty(2, n, dtype=torch.int64, device=weight.device)
+    return *numbers, *bits, bits.new_empty(n, dtype=torch.int32)
 
 
 def numbers_of(group: dict, steps: int, scale: float) -> tuple:
@@ -62,21 +75,21 @@ def numbers_of(group: dict, steps: int, scale: float) -> tuple:
 
 def adamw_torch(
     weight, gradient, exp_avg, exp_avg_sq, master,
-    scale, share1, share2, decay, rate, correction, eps, key, first,
+    scale, share1, share2, decay, rate, correction, eps, key, first, scratch,
 ):  # fmt: skip
     """The kernel's formula in plain torch; in float64 if the weights are."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
+    g, m, v, w, bits, spare, noise = (x[: len(weight)] for x in scratch)
     kept = weight if master is None else master
-    g = gradient.to(dtype) * scale
-    m = exp_avg.to(dtype).lerp(g, share1)  # m + share1 * (g - m)
-    v = exp_avg_sq.to(dtype).lerp(g.square_(), share2)
-    root = torch.mul(v, correction, out=g).sqrt_().add_(eps)
-    w = (kept.to(dtype) * decay).addcdiv_(m, root, value=-rate)
+    g.copy_(gradient).mul_(scale)
+    m.copy_(exp_avg).lerp_(g, share1)  # m + share1 * (g - m)
+    v.copy_(exp_avg_sq).lerp_(g.square_(), share2)
+    torch.mul(v, correction, out=g).sqrt_().add_(eps)
+    w.copy_(kept).mul_(decay).addcdiv_(m, g, value=-rate)  # w - rate * m / g
     if exp_avg.dtype == torch.bfloat16:
         rounded = (m, v, w) if kept.dtype == torch.bfloat16 else (m, v)
-        for x, bits in zip(rounded, noises(key, first, len(weight), weight.device), strict=False):
+        for x, random in zip(rounded, noises(key, first, bits, spare), strict=False):
             # Add 16 random bits, then cut off the lower 16 bits: a carry rounds up.
-            x.view(torch.int32).add_(bits.int()).bitwise_and_(-(2**16))
+            x.view(torch.int32).add_(noise.copy_(random)).bitwise_and_(-(2**16))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     kept.copy_(w)
@@ -84,26 +97,38 @@ def adamw_torch(
         weight.copy_(w)
 
 
-def noises(key: int, first: int, n: int, device):
-    """-> 16 random bits for each of n exp_avg, exp_avg_sq and weights, from number `first` on: (n,) int64 each."""
-    bits = mix(mix(torch.arange(first, first + n, device=device) ^ key) + key & MASK)
-    return bits & 0xFFFF, bits >> 16, mix(bits ^ key) & 0xFFFF
+def noises(key: int, first: int, bits, spare):
+    """Yield 16 random bits for each exp_avg, then for each exp_avg_sq, then for each weight, from number `first` on.
+
+    bits, spare: scratch, (n,) int64. What is yielded lies there.
+    """
+    torch.arange(first, first + len(bits), out=bits)
+    mix_(bits.bitwise_xor_(key), spare)
+    mix_(bits.add_(key).bitwise_and_(MASK), spare)
+    yield torch.bitwise_and(bits, 0xFFFF, out=spare)
+    yield torch.bitwise_right_shift(bits, 16, out=spare)
+    yield mix_(bits.bitwise_xor_(key), spare).bitwise_and_(0xFFFF)
 
 
-def mix(x):
-    """A hash of 32 bits, of an int or of int64 numbers: lowbias32, github.com/skeeto/hash-prospector, 2018.
+def mix(x: int) -> int:
+    """A hash of 32 bits: lowbias32, Chris Wellons, github.com/skeeto/hash-prospector, 2018."""
+    for shift, factor in ROUNDS:
+        x = (x ^ (x >> shift)) * factor & MASK
+    return x
 
-    An int64 product that overflows wraps around, and its lower 32 bits are right."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & MASK
-    x = (x ^ (x >> 15)) * 0x846CA68B & MASK
-    return x ^ (x >> 16)
+
+def mix_(x, spare):
+    """`mix` in place; int64. A product that overflows wraps around, and its lower 32 bits are right."""
+    for shift, factor in ROUNDS:
+        x.bitwise_xor_(torch.bitwise_right_shift(x, shift, out=spare)).mul_(factor).bitwise_and_(MASK)
+    return x
 
 
 def key_of(seed: int, steps: int, parameter: int) -> int:
     """-> 32 bits, different for each step and parameter."""
     key = 0
     for number in (seed, steps, parameter):
-        key = mix(key + number & MASK)
+        key = mix((key + number) & MASK)
     return key
 
 

@@ -1,5 +1,5 @@
-"""Parts of a model that keep fewer bytes than PyTorch's own: linear layers that add, the CPU's RMS norm, the embedding,
-offloaded block inputs.
+"""Layers that keep fewer bytes than PyTorch's: linear layers that add, the CPU's RMS norm, the embedding; offloaded
+block inputs.
 
 Test: pytest tests/test_model.py tests/test_layer_kernels.py
 """
@@ -35,7 +35,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x):
         if x.is_cuda or x.dtype == torch.float64:
-            # In one type: of two there is no fused kernel, and autocast would leave queries and keys in float32.
+            # x and the weight in one type: for two there is no fused kernel, and autocast would return float32.
             with torch.autocast(x.device.type, enabled=False):
                 return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
         return LeanRMSNorm.apply(x, self.weight, self.eps)
@@ -83,7 +83,7 @@ class Embed(torch.autograd.Function):
         differs = (ids[1:] != ids[:-1]).cumsum(0)
         bins = torch.cat([ids.new_zeros(1), differs])  # 0 1 1, the bin of each token
         wide = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))
-        # As many bins as tokens, whatever repeats. This op adds in a fixed order.
+        # There are as many bins as tokens; some may be empty. This operation adds in a fixed order.
         sums = torch.ops.aten.embedding_dense_backward(wide, bins, len(ids), -1, False)
         # Empty bins add zeros, each to another row of the weight.
         rows = torch.arange(len(ids), device=ids.device) % len(weight)

@@ -213,8 +213,8 @@ def head_loss(
     Any other weight, such as weight.view_as(weight), gets dweight through autograd, for one more (V, C) buffer; use
     that under a wrapper that relies on hooks. A frozen weight costs nothing.
 
-    Extra bytes: a chunk and twice its (m, C), dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype below
-    float32. Under autocast also the cast weight and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
+    Extra bytes: a chunk and twice its (m, C), dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype
+    below float32. Under autocast also the cast weight and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
     """
     options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

@@ -87,9 +87,8 @@ else:
         z = x.to(tl.float32) * scale - tl.load(lse + row) * LOG2E
         p = tl.exp2(z)
         log_p = tl.maximum(z, LOW) * LN2
-        share = c + tl.load(dentropy + row) * (
-            log_p + tl.load(entropy + row)
-        )  # dH / dz = -p (log p + H)
+        # dH / dz = -p (log p + H)
+        share = c + tl.load(dentropy + row) * (log_p + tl.load(entropy + row))
         d = tl.where(column == tl.load(targets + row), c - share * p, -share * p)
         if PADDED:
             d = tl.where(column < n_vocab, d, 0.0)

@@ -155,7 +155,8 @@ def new_rows(M: int, options: Options, device):
 
 
 def new_scratch(logits, copy: bool, entropy: bool = False) -> torch.Tensor:
-    """-> (buffers, size): plain torch's work space. copy, entropy: with a buffer for a copy of the logits, for entropy."""
+    """-> (buffers, size): plain torch's work space. copy: with a buffer for a copy of the logits. entropy: with one
+    for entropies."""
     M, width = logits.shape
     buffers = 0 if uses_triton(logits) else copy + entropy
     size = min(M, slab_rows(width, buffers)) * width

@@ -175,7 +175,7 @@ MUTANTS = [
     ("gpu: a block's input goes during its copy", "kernels/layers.py", "            before.copied.wait()\n", "", "test_streams.py"),
     ("gpu: a slab is updated before it has come", "training/optimizer.py", "            fetched.wait()\n", "", "test_optimizer.py"),
     ("gpu: a slab comes while the last one leaves", "training/optimizer.py", "            free[turn].wait()\n", "", "test_optimizer.py"),
-    ("gpu: stochastic rounding with 12 bits", "kernels/adamw.py", "mix(bits ^ key) & 0xFFFF", "mix(bits ^ key) & 0xFFF", "test_adamw_kernel.py"),
+    ("gpu: stochastic rounding with 12 bits", "kernels/adamw.py", "spare).bitwise_and_(0xFFFF)", "spare).bitwise_and_(0xFFF)", "test_adamw_kernel.py"),
     ("gpu: weights rounded with the moments' bits", "kernels/adamw.py", "mix_bits(bits ^ key) & 0xFFFF", "bits & 0xFFFF", "test_adamw_kernel.py"),
     ("gpu: rotary gradient rotated forth", "kernels/rotary.py", "        if BACK:\n            s = -s\n", "", "test_layer_kernels.py"),
     ("gpu: SwiGLU's gradient without the gate's slope", "kernels/swiglu.py", "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid", "test_layer_kernels.py"),

@@ -24,7 +24,7 @@ import torch
 from device.host import new_on_host
 from device.kinds import is_planned
 from device.streams import Done, aside, settle
-from kernels.adamw import adamw, key_of, numbers_of
+from kernels.adamw import adamw, key_of, new_scratch, numbers_of
 from memory.ledger import COMPONENTS, component
 from runs.loading import trained
 
@@ -254,12 +254,13 @@ class SlabAdamW(torch.optim.Optimizer):
     def step(self, scale=1.0):
         names = "weight", "gradient", "exp_avg", "exp_avg_sq", "master"
         ring = self.ring(*names)
+        scratch = new_scratch(ring[0].get("weight", self.largest()))
         self.steps += 1
 
         def work(slab, tensors):
             numbers = numbers_of(slab.group, self.steps, scale)
             key = key_of(self.seed, self.steps, slab.parameter)
-            adamw(*(tensors.get(name) for name in names), numbers, key, slab.first)
+            adamw(*(tensors.get(name) for name in names), numbers, key, slab.first, scratch)
             for name in self.on_host & slab.tensors.keys() - {"gradient"}:
                 slab.tensors[name].copy_(tensors[name], non_blocking=True)
 
