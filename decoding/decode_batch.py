@@ -294,8 +294,8 @@ class DecodeBatch:
         many readers as it can have, and the others share the rest."""
         n, prompt_slots = len(self.sequences), len(self.prompt_hidden)
         # Prompts are prefilled some at a time; the first of these prefills stands for all.
-        some = min(prompt_slots, self.prompts_at_once())
-        self.prefill(range(some), range(some))
+        P = min(prompt_slots, self.prompts_at_once())
+        self.prefill(range(P), range(P))
         self.slot_of_prompt = dict.fromkeys(range(len(self.prompts)), 0)
         self.start(np.arange(n), range(n))
         self.prompt_slot[:] = np.arange(n) % prompt_slots

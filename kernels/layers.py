@@ -46,10 +46,10 @@ class LeanRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        wide = x.float()
-        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        x32 = x.float()
+        rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, rstd)
-        return (wide * rstd * weight).to(x.dtype)
+        return (x32 * rstd * weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
@@ -80,11 +80,11 @@ class Embed(torch.autograd.Function):
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         ids, order = tokens.flatten().sort()  # tokens 7 3 7: ids 3 7 7
-        differs = (ids[1:] != ids[:-1]).cumsum(0)
-        bins = torch.cat([ids.new_zeros(1), differs])  # 0 1 1, the bin of each token
-        wide = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))
+        # The bin of each token: 0 1 1
+        bins = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])
+        dx = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))
         # There are as many bins as tokens; some may be empty. This operation adds in a fixed order.
-        sums = torch.ops.aten.embedding_dense_backward(wide, bins, len(ids), -1, False)
+        sums = torch.ops.aten.embedding_dense_backward(dx, bins, len(ids), -1, False)
         # Empty bins add zeros, each to another row of the weight.
         rows = torch.arange(len(ids), device=ids.device) % len(weight)
         rows.index_copy_(0, bins, ids)  # 3 7 2
