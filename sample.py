@@ -246,9 +246,17 @@ def assemble(prompts, k, tokens, logprobs, stop_token, text_end=None) -> Rollout
 
 @torch.no_grad()
 def generate_naive(
-    model: GPT, prompt: list[int], max_new_tokens: int, *, temperature: float = 1.0, stop_token=None, seed: int = 0,
-    row: int = 0, truncation: Truncation | None = None, is_over=None,
-) -> tuple[list[int], list[float]]:  # fmt: skip
+    model: GPT,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    stop_token=None,
+    seed: int = 0,
+    row: int = 0,
+    truncation: Truncation | None = None,
+    is_over=None,
+) -> tuple[list[int], list[float]]:
     """Row `row` of sample_groups without cache and batch, every token from a whole forward -> (ids, log-probs)."""
     tokens, logprobs = list(prompt), []
     for u in uniforms(seed, [row], range(max_new_tokens))[0]:

@@ -95,13 +95,49 @@ if triton is not None:
         do_not_specialize=["n", "T_p", "T_c", "prompt_programs", "prompt_splits", "completion_splits"]
     )
     def attend_kernel(
-        q, k, v, cos, sin, q_row, q_head, k_row, k_head, v_row, v_head,
-        prompt_k, prompt_v, tiles, lengths, completion_k, completion_v, t,
-        parts, tops, totals, counters, y,
-        scale, n, T_p, T_c, H, G, D, prompt_programs, prompt_splits, prompt_chunk, completion_splits, completion_chunk,
-        R: constexpr, TILE: constexpr, M: constexpr, COMPLETION_M: constexpr, N: constexpr,
-        DP: constexpr, ROTARY: constexpr,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        q_row,
+        q_head,
+        k_row,
+        k_head,
+        v_row,
+        v_head,
+        prompt_k,
+        prompt_v,
+        tiles,
+        lengths,
+        completion_k,
+        completion_v,
+        t,
+        parts,
+        tops,
+        totals,
+        counters,
+        y,
+        scale,
+        n,
+        T_p,
+        T_c,
+        H,
+        G,
+        D,
+        prompt_programs,
+        prompt_splits,
+        prompt_chunk,
+        completion_splits,
+        completion_chunk,
+        R: constexpr,
+        TILE: constexpr,
+        M: constexpr,
+        COMPLETION_M: constexpr,
+        N: constexpr,
+        DP: constexpr,
+        ROTARY: constexpr,
+    ):
         """The first programs attend to prompts, the others to completions. Each rotates its queries itself.
 
         To a prompt: a tile of slots that read it, a key head, a stretch of prompt_chunk columns. To a completion: a
@@ -138,9 +174,22 @@ if triton is not None:
                         x, prompt_k, prompt_v, column, end, active, scale, top, total, acc, d, D
                     )
                 join(
-                    parts, tops, totals, counters, y, split, splits, slot * H + head, n * H, active,
-                    top, total, acc, d, D,
-                )  # fmt: skip
+                    parts,
+                    tops,
+                    totals,
+                    counters,
+                    y,
+                    split,
+                    splits,
+                    slot * H + head,
+                    n * H,
+                    active,
+                    top,
+                    total,
+                    acc,
+                    d,
+                    D,
+                )
             return
         program -= prompt_programs
         split = program % completion_splits
@@ -178,9 +227,22 @@ if triton is not None:
                 x, completion_k, completion_v, column, end, active, scale, top, total, acc, d, D
             )
         join(
-            parts, tops, totals, counters, y, prompt_splits + split, splits, slot * H + head, n * H, active,
-            top, total, acc, d, D,
-        )  # fmt: skip
+            parts,
+            tops,
+            totals,
+            counters,
+            y,
+            prompt_splits + split,
+            splits,
+            slot * H + head,
+            n * H,
+            active,
+            top,
+            total,
+            acc,
+            d,
+            D,
+        )
 
 
 # Two for each of an H200's 132 multiprocessors; with fewer, columns are split among more programs.

@@ -56,10 +56,20 @@ class DecodeBatch:
     """
 
     def __init__(
-        self, model: GPT, prompts: list[list[int]], k: int, max_new_tokens: int, slots: int, stop_token=None, *,
-        temperature: float = 1.0, chunk_mb: float = 0, truncation: Truncation | None = None, is_over=None,
+        self,
+        model: GPT,
+        prompts: list[list[int]],
+        k: int,
+        max_new_tokens: int,
+        slots: int,
+        stop_token=None,
+        *,
+        temperature: float = 1.0,
+        chunk_mb: float = 0,
+        truncation: Truncation | None = None,
+        is_over=None,
         cuda_graphs: bool = False,
-    ):  # fmt: skip
+    ):
         """k completions of each prompt, `slots` at a time. The other options are those of sample.sample_groups."""
         self.model, self.prompts, self.k, self.max_new_tokens = model, prompts, k, max_new_tokens
         self.sampling = dict(temperature=temperature, chunk_mb=chunk_mb, truncation=truncation)

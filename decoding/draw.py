@@ -45,9 +45,18 @@ if triton is not None:
 
     @triton.jit
     def draw_kernel(
-        logits, u, tokens, logprobs, scale, width, n_vocab, row_stride, length,
-        BLOCK: constexpr, STRETCHES: constexpr,
-    ):  # fmt: skip
+        logits,
+        u,
+        tokens,
+        logprobs,
+        scale,
+        width,
+        n_vocab,
+        row_stride,
+        length,
+        BLOCK: constexpr,
+        STRETCHES: constexpr,
+    ):
         """One program per row of logits. It reads the row's STRETCHES stretches of `length` columns side by side, which
         gives the sum of each. The first `pick` picks a stretch, the second a token in it: `length` is at most BLOCK.
 
@@ -178,9 +187,17 @@ def draw_triton(model, hidden, u, temperature, tokens, logprobs):
     length, shape = stretches(width, n_vocab)
     with torch.cuda.device_of(logits):
         draw_kernel[(n,)](
-            logits, u, tokens, logprobs,
-            LOG2_OF_E / temperature, width, n_vocab, logits.stride(0), length, **shape,
-        )  # fmt: skip
+            logits,
+            u,
+            tokens,
+            logprobs,
+            LOG2_OF_E / temperature,
+            width,
+            n_vocab,
+            logits.stride(0),
+            length,
+            **shape,
+        )
 
 
 def stretches(width: int, n_vocab: int) -> tuple[int, dict]:

@@ -46,9 +46,16 @@ class KVCache:
     """
 
     def __init__(
-        self, config: GPTConfig, prompt_slots: int, prompt_width: int, slots: int, width: int,
-        dtype: torch.dtype, device: torch.device, group_size: int = 1,
-    ):  # fmt: skip
+        self,
+        config: GPTConfig,
+        prompt_slots: int,
+        prompt_width: int,
+        slots: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group_size: int = 1,
+    ):
         """prompt_width is T_p, width T_c. About group_size slots read the same prompt."""
 
         def new(slots, columns):
@@ -252,11 +259,38 @@ class KVCache:
         prompt_programs = len(self.tiles) * G * prompt_splits
         with torch.cuda.device_of(q):
             attention.attend_kernel[(prompt_programs + n * G * splits,)](
-                q, k, v, cos, sin, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-                *self.prompt[layer], self.tiles, self.prompt_lengths, *self.completion[layer], self.t,
-                parts, tops, totals, self.counters, y,
-                D**-0.5 * LOG2_OF_E, n, T_p, T_c, H, G, D,
-                prompt_programs, prompt_splits, prompt_chunk, splits, chunk,
-                **shape, ROTARY=rotary is not None, maxnreg=attention.REGISTERS,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                cos,
+                sin,
+                *q.stride()[:2],
+                *k.stride()[:2],
+                *v.stride()[:2],
+                *self.prompt[layer],
+                self.tiles,
+                self.prompt_lengths,
+                *self.completion[layer],
+                self.t,
+                parts,
+                tops,
+                totals,
+                self.counters,
+                y,
+                D**-0.5 * LOG2_OF_E,
+                n,
+                T_p,
+                T_c,
+                H,
+                G,
+                D,
+                prompt_programs,
+                prompt_splits,
+                prompt_chunk,
+                splits,
+                chunk,
+                **shape,
+                ROTARY=rotary is not None,
+                maxnreg=attention.REGISTERS,
+            )
         return y

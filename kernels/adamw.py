@@ -37,16 +37,32 @@ def adamw(
         for start in range(0, stop, CHUNK):
             chunk = slice(start, start + CHUNK)
             adamw_torch(
-                weight[chunk], gradient[chunk], exp_avg[chunk], exp_avg_sq[chunk],
-                None if master is None else master[chunk], *numbers, key, first + start, scratch,
-            )  # fmt: skip
+                weight[chunk],
+                gradient[chunk],
+                exp_avg[chunk],
+                exp_avg_sq[chunk],
+                None if master is None else master[chunk],
+                *numbers,
+                key,
+                first + start,
+                scratch,
+            )
     elif not nothing_to_do(weight):
         with torch.cuda.device_of(weight):
             adamw_kernel[(triton.cdiv(n, BLOCK),)](
-                weight, gradient, exp_avg, exp_avg_sq, weight if master is None else master,
-                *numbers, key, first, n,
-                HAS_MASTER=master is not None, BLOCK=BLOCK, num_warps=WARPS,
-            )  # fmt: skip
+                weight,
+                gradient,
+                exp_avg,
+                exp_avg_sq,
+                weight if master is None else master,
+                *numbers,
+                key,
+                first,
+                n,
+                HAS_MASTER=master is not None,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+            )
 
 
 def new_scratch(weight):
@@ -74,9 +90,22 @@ def numbers_of(group: dict, steps: int, scale: float) -> tuple:
 
 
 def adamw_torch(
-    weight, gradient, exp_avg, exp_avg_sq, master,
-    scale, share1, share2, decay, rate, correction, eps, key, first, scratch,
-):  # fmt: skip
+    weight,
+    gradient,
+    exp_avg,
+    exp_avg_sq,
+    master,
+    scale,
+    share1,
+    share2,
+    decay,
+    rate,
+    correction,
+    eps,
+    key,
+    first,
+    scratch,
+):
     """The kernel's formula in plain torch; in float64 if the weights are."""
     g, m, v, w, bits, spare, noise = (x[: len(weight)] for x in scratch)
     kept = weight if master is None else master
@@ -153,10 +182,24 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["key", "first"])
     def adamw_kernel(
-        weight, gradient, exp_avg, exp_avg_sq, kept,
-        scale, share1, share2, decay, rate, correction, eps,
-        key: tl.uint32, first: tl.uint32, n, HAS_MASTER: constexpr, BLOCK: constexpr,
-    ):  # fmt: skip
+        weight,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        kept,
+        scale,
+        share1,
+        share2,
+        decay,
+        rate,
+        correction,
+        eps,
+        key: tl.uint32,
+        first: tl.uint32,
+        n,
+        HAS_MASTER: constexpr,
+        BLOCK: constexpr,
+    ):
         """One program per block of weights. kept: master, or weight if there is none."""
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = at < n

@@ -43,11 +43,29 @@ if triton is not None:
     # T differs in every micro-batch. Without this, T = 1 or a multiple of 16 would compile the kernel again.
     @triton.jit(do_not_specialize=["T"])
     def forward_kernel(
-        q, k, v, y, lse, start, tiles, scale, T, H,
-        q_head, q_time, k_head, k_time, v_head, v_time,
-        R: constexpr, D: constexpr, DP: constexpr,
-        PARTS: constexpr, M: constexpr, N: constexpr,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        y,
+        lse,
+        start,
+        tiles,
+        scale,
+        T,
+        H,
+        q_head,
+        q_time,
+        k_head,
+        k_time,
+        v_head,
+        v_time,
+        R: constexpr,
+        D: constexpr,
+        DP: constexpr,
+        PARTS: constexpr,
+        M: constexpr,
+        N: constexpr,
+    ):
         """One program per tile of queries and head. The last tiles run first: prompts' tiles see the fewest keys."""
         program = tl.num_programs(0) - 1 - tl.program_id(0)
         line, h, first, end = tile_of(tiles, program, H, PARTS, M)
@@ -88,11 +106,32 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["T"])
     def queries_kernel(
-        dy, q, k, v, y, dq, lse, delta, start, tiles, scale, T, H,
-        q_head, q_time, k_head, k_time, v_head, v_time,
-        R: constexpr, D: constexpr, DP: constexpr,
-        PARTS: constexpr, M: constexpr, N: constexpr,
-    ):  # fmt: skip
+        dy,
+        q,
+        k,
+        v,
+        y,
+        dq,
+        lse,
+        delta,
+        start,
+        tiles,
+        scale,
+        T,
+        H,
+        q_head,
+        q_time,
+        k_head,
+        k_time,
+        v_head,
+        v_time,
+        R: constexpr,
+        D: constexpr,
+        DP: constexpr,
+        PARTS: constexpr,
+        M: constexpr,
+        N: constexpr,
+    ):
         """dq, and delta (H, T): the sum of dy * y over D. Programs as in `forward_kernel`."""
         program = tl.num_programs(0) - 1 - tl.program_id(0)
         line, h, first, end = tile_of(tiles, program, H, PARTS, M)
@@ -135,11 +174,34 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["T"])
     def keys_kernel(
-        dy, q, k, v, dk, dv, lse, delta, dk_shares, dv_shares, start, tiles, scale, T, H,
-        q_head, q_time, k_head, k_time, v_head, v_time,
-        R: constexpr, D: constexpr, DP: constexpr,
-        PARTS: constexpr, M: constexpr, N: constexpr,
-    ):  # fmt: skip
+        dy,
+        q,
+        k,
+        v,
+        dk,
+        dv,
+        lse,
+        delta,
+        dk_shares,
+        dv_shares,
+        start,
+        tiles,
+        scale,
+        T,
+        H,
+        q_head,
+        q_time,
+        k_head,
+        k_time,
+        v_head,
+        v_time,
+        R: constexpr,
+        D: constexpr,
+        DP: constexpr,
+        PARTS: constexpr,
+        M: constexpr,
+        N: constexpr,
+    ):
         """dk and dv. A program takes a tile of completions' keys and adds up the R query heads of its key head.
 
         All tokens of the group see a prompt's keys, so a prompt's few programs would run for long. Therefore a program
@@ -190,9 +252,18 @@ if triton is not None:
 
     @triton.jit
     def sum_kernel(
-        dk, dv, dk_shares, dv_shares, tiles, G,
-        R: constexpr, D: constexpr, DP: constexpr, PARTS: constexpr, M: constexpr,
-    ):  # fmt: skip
+        dk,
+        dv,
+        dk_shares,
+        dv_shares,
+        tiles,
+        G,
+        R: constexpr,
+        D: constexpr,
+        DP: constexpr,
+        PARTS: constexpr,
+        M: constexpr,
+    ):
         """Add up the shares of a prompt's keys: one program per tile and key head."""
         _, g, first, end = tile_of(tiles, tl.program_id(0), G, PARTS, M)
         m = tl.arange(0, M)[:, None]
@@ -272,9 +343,24 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
             dy, q, k, v, y, dq, lse, delta, start, tiles, scale, T, H, *strides(q, k, v), **shape
         )
         keys_kernel[(programs,)](
-            dy, q, k, v, dk, dv, lse, delta, dk_shares, dv_shares, start, tiles, scale, T, H,
-            *strides(q, k, v), **keys_shape,
-        )  # fmt: skip
+            dy,
+            q,
+            k,
+            v,
+            dk,
+            dv,
+            lse,
+            delta,
+            dk_shares,
+            dv_shares,
+            start,
+            tiles,
+            scale,
+            T,
+            H,
+            *strides(q, k, v),
+            **keys_shape,
+        )
         sum_kernel[(prompt_tiles * shape["PARTS"] * G,)](
             dk, dv, dk_shares, dv_shares, tiles, G, **sum_shape
         )

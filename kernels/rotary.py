@@ -18,10 +18,25 @@ if triton is not None:
 
     @triton.jit
     def rotary_kernel(
-        x, out, cos, sin, T, heads, D,
-        x_batch, x_head, x_time, out_batch, out_head, out_time, table_batch, table_time,
-        M: constexpr, DP: constexpr, BACK: constexpr,
-    ):  # fmt: skip
+        x,
+        out,
+        cos,
+        sin,
+        T,
+        heads,
+        D,
+        x_batch,
+        x_head,
+        x_time,
+        out_batch,
+        out_head,
+        out_time,
+        table_batch,
+        table_time,
+        M: constexpr,
+        DP: constexpr,
+        BACK: constexpr,
+    ):
         """One program per token and M heads. It reads its numbers before it writes them, so `out` may be x."""
         b = (tl.program_id(0) // T).to(tl.int64)
         t = (tl.program_id(0) % T).to(tl.int64)
@@ -84,10 +99,21 @@ def rotate_into(out, x, cos, sin, back=False):
     M = min(16, triton.next_power_of_2(heads))
     with torch.cuda.device_of(x):
         rotary_kernel[(B * T, triton.cdiv(heads, M))](
-            x, out, cos, sin, T, heads, D,
-            *x.stride()[:3], *out.stride()[:3], table.stride(0), table.stride(2),
-            M=M, DP=max(16, triton.next_power_of_2(D // 2)), BACK=back,
-        )  # fmt: skip
+            x,
+            out,
+            cos,
+            sin,
+            T,
+            heads,
+            D,
+            *x.stride()[:3],
+            *out.stride()[:3],
+            table.stride(0),
+            table.stride(2),
+            M=M,
+            DP=max(16, triton.next_power_of_2(D // 2)),
+            BACK=back,
+        )
 
 
 class Rotary(torch.autograd.Function):

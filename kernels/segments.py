@@ -230,9 +230,15 @@ def backward_torch(dy, q, k, v, y, lse, dq, dk, dv, segments):
             continue
         prompt, completions = slice(begin, middle), slice(middle, end)
         dq_prompt, dk_prompt, dv_prompt = cpu_attention_backward(
-            dy[:, :, completions], q[:, :, completions], k[:, :, prompt], v[:, :, prompt],
-            y[:, :, completions], lse[:, :, completions], 0.0, False,
-        )  # fmt: skip
+            dy[:, :, completions],
+            q[:, :, completions],
+            k[:, :, prompt],
+            v[:, :, prompt],
+            y[:, :, completions],
+            lse[:, :, completions],
+            0.0,
+            False,
+        )
         dq[:, :, completions] += dq_prompt
         dk[:, :, prompt] += dk_prompt
         dv[:, :, prompt] += dv_prompt

@@ -109,9 +109,16 @@ class Chunks:
         """forward_rows of a chunk."""
         entropy = None if self.entropy is None else self.entropy[rows]
         forward_rows(
-            logits, self.targets[rows], self.options, self.logprobs[rows], self.lse[rows], entropy,
-            self.scratch, self.in_place, gradient,
-        )  # fmt: skip
+            logits,
+            self.targets[rows],
+            self.options,
+            self.logprobs[rows],
+            self.lse[rows],
+            entropy,
+            self.scratch,
+            self.in_place,
+            gradient,
+        )
 
     def accumulate(self, gradient, hidden, rows, coefficients, dhidden, dweight):
         """dhidden[rows] = c * gradient @ weight; dweight (V, C) += gradient.T @ (c * hidden); either may be None.
@@ -140,9 +147,15 @@ def add_product(dweight, gradient, hidden):
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
-    chunk_size: int | None = None, entropy: bool = False, n_vocab: int | None = None, chunk_mb: float = 0,
-):  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    entropy: bool = False,
+    n_vocab: int | None = None,
+    chunk_mb: float = 0,
+):
     """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy in nats (M,)].
 
     hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; default: see rows_per_chunk. n_vocab:
@@ -184,19 +197,32 @@ class HeadLogprobs(torch.autograd.Function):
                 c = coefficients[rows]
                 if options.entropy:
                     backward_rows(
-                        logits, targets[rows], options, chunks.lse[rows], chunks.entropy[rows], c,
-                        dentropy[rows], logits, chunks.scratch,
-                    )  # fmt: skip
+                        logits,
+                        targets[rows],
+                        options,
+                        chunks.lse[rows],
+                        chunks.entropy[rows],
+                        c,
+                        dentropy[rows],
+                        logits,
+                        chunks.scratch,
+                    )
                     c = torch.ones_like(c)  # the gradient has them already
                 chunks.accumulate(logits, hidden_rows, rows, c, dhidden, dweight)
         return dhidden, dweight, None, None
 
 
 def head_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, token_loss: Callable[[Tensor, slice], Tensor],
-    temperature: float = 1.0, chunk_size: int | None = None, entropy: bool = False, n_vocab: int | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_loss: Callable[[Tensor, slice], Tensor],
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    entropy: bool = False,
+    n_vocab: int | None = None,
     chunk_mb: float = 0,
-):  # fmt: skip
+):
     """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]); only the scalar loss is differentiable.
 
     It is token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each

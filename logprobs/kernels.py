@@ -16,9 +16,21 @@ else:
 
     @triton.jit
     def forward_kernel(
-        logits, targets, logprobs, lse, entropy, scale, slope, width, n_vocab, row_stride,
-        BLOCK: constexpr, PADDED: constexpr, ENTROPY: constexpr, GRADIENT: constexpr,
-    ):  # fmt: skip
+        logits,
+        targets,
+        logprobs,
+        lse,
+        entropy,
+        scale,
+        slope,
+        width,
+        n_vocab,
+        row_stride,
+        BLOCK: constexpr,
+        PADDED: constexpr,
+        ENTROPY: constexpr,
+        GRADIENT: constexpr,
+    ):
         """One program per row. Each lane keeps the maximum and the sum of its columns, so the loop has no barrier. One
         of the two exponentials of the online update (Milakov and Gimelshein 2018, algorithm 3) is always 1 and is not
         computed.
@@ -72,10 +84,22 @@ else:
 
     @triton.jit
     def backward_kernel(
-        logits, targets, lse, entropy, coefficients, dentropy, dlogits,
-        scale, width, n_vocab, row_stride, out_row_stride, blocks,
-        BLOCK: constexpr, PADDED: constexpr,
-    ):  # fmt: skip
+        logits,
+        targets,
+        lse,
+        entropy,
+        coefficients,
+        dentropy,
+        dlogits,
+        scale,
+        width,
+        n_vocab,
+        row_stride,
+        out_row_stride,
+        blocks,
+        BLOCK: constexpr,
+        PADDED: constexpr,
+    ):
         """One program per block of a row, in memory order, as a copy would be. dlogits may be logits.
 
         coefficients and dentropy are already divided by the temperature."""

@@ -108,13 +108,22 @@ def forward_rows(
     block, warps = tile(width, logits.element_size(), gradient)
     with torch.cuda.device_of(logits):
         forward_kernel[(M,)](
-            logits, targets, logprobs, lse,
+            logits,
+            targets,
+            logprobs,
+            lse,
             lse if entropy is None else entropy,  # a pointer that is not written to
-            LOG2_OF_E / options.temperature, 1 / options.temperature,
-            width, options.n_vocab, logits.stride(0),
-            BLOCK=block, PADDED=options.n_vocab < width, ENTROPY=entropy is not None, GRADIENT=gradient,
+            LOG2_OF_E / options.temperature,
+            1 / options.temperature,
+            width,
+            options.n_vocab,
+            logits.stride(0),
+            BLOCK=block,
+            PADDED=options.n_vocab < width,
+            ENTROPY=entropy is not None,
+            GRADIENT=gradient,
             num_warps=warps,
-        )  # fmt: skip
+        )
 
 
 def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch):
@@ -135,11 +144,23 @@ def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy
     blocks = -(-width // block)
     with torch.cuda.device_of(logits):
         backward_kernel[(M * blocks,)](
-            logits, targets, lse, entropy, coefficients, dentropy, dlogits,
+            logits,
+            targets,
+            lse,
+            entropy,
+            coefficients,
+            dentropy,
+            dlogits,
             LOG2_OF_E / options.temperature,
-            width, options.n_vocab, logits.stride(0), dlogits.stride(0), blocks,
-            BLOCK=block, PADDED=options.n_vocab < width, num_warps=warps,
-        )  # fmt: skip
+            width,
+            options.n_vocab,
+            logits.stride(0),
+            dlogits.stride(0),
+            blocks,
+            BLOCK=block,
+            PADDED=options.n_vocab < width,
+            num_warps=warps,
+        )
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
