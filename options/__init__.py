@@ -205,6 +205,8 @@ def check_value(cls, name: str, value, where: str):
         if choices and item not in choices:
             hint = did_you_mean(item, choices)
             raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")
+        if isinstance(item, str) and "\0" in item:
+            raise SnugError(f"{where}={item!r:.60} has a NUL character; remove it")
         if isinstance(item, float) and not math.isfinite(item):
             raise SnugError(f"{where} must be finite, not {item}")
         if isinstance(item, int | float) and not minimum <= item <= maximum:

@@ -107,6 +107,9 @@ def llama_shape(c: Fields, family: str) -> dict:
     plain_size = 128 if family == "qwen3" else shape["n_embd"] // shape["n_head"]
     shape["head_size"] = shape["head_size"] or plain_size
     slides = family == "mistral" or c.get("use_sliding_window", bool, False)
+    layers = {"full_attention", "sliding_attention"} if slides else {"full_attention"}
+    if other := set(map(str, c.get("layer_types", list, []))) - layers:
+        raise SnugError(f"{c.path}: layer_types has {min(other)!r:.40}, which is not supported")
     if slides and c.values.get("sliding_window", 4096) is not None:
         shape["block_size"] = min(shape["block_size"], c.get("sliding_window", int, 4096))
     shape |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", qk_norm=family == "qwen3")
@@ -119,6 +122,10 @@ def llama_shape(c: Fields, family: str) -> dict:
 def rope_shape(c: Fields) -> dict:
     """Newer files have all in rope_parameters; older ones have rope_theta and rope_scaling at the top."""
     rope = Fields(c.get("rope_parameters", dict, {}) or c.get("rope_scaling", dict, {}), c.path)
+    if nested := [name for name, value in rope.values.items() if type(value) is dict]:
+        raise SnugError(
+            f"{c.path}: rope_parameters has {nested[0]!r:.40} by itself, which is not supported"
+        )
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     if kind not in ("default", "linear", "llama3"):
         raise SnugError(

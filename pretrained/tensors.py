@@ -27,6 +27,10 @@ MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
 # Older versions saved these with the weights.
+TYPES = "F32, F16, BF16, F64".split(
+    ", "
+)  # integers and 8-bit floats are quantized and need their scales
+MAX_LAYERS = 10_000
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
@@ -115,7 +119,10 @@ def weight_files(folder: str | Path) -> list[Path]:
             )
         raise SnugError(problem)
     with in_one_line(f"{index}: cannot be read"):
-        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        if any(name != Path(name).name for name in names):
+            raise ValueError("weight_map names files outside this folder")
+    return sorted(folder / name for name in names)
 
 
 def opened(file: Path, framework: str = "numpy") -> safe_open:
@@ -127,21 +134,30 @@ def opened(file: Path, framework: str = "numpy") -> safe_open:
 def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
     """Every tensor that the config's shape needs -> its name and file, checked by the files' headers. Raises SnugError.
 
-    Missing and surplus tensors and other shapes are refused. BUFFERS and the head of a tied model may be there.
+    Missing and surplus tensors, other shapes and other types are refused. BUFFERS and the head of a tied model may be
+    there.
     """
     family, shape = read_config(folder)["model_type"], read_shape(folder)
+    if shape["n_layer"] > MAX_LAYERS:  # too many to list their tensors
+        raise SnugError(f"{folder}: config.json says {shape['n_layer']} layers; at most {MAX_LAYERS}")
     prefix, needed = PREFIXES[family], entries(shape, family, shape["vocab_size"])
     by_name = {entry.name.removeprefix(prefix): entry for entry in needed}
     places, surplus = {}, []
     for file in weight_files(folder):
         with opened(file) as tensors:
             for name in tensors.keys():
-                bare, size = name.removeprefix(prefix), tuple(tensors.get_slice(name).get_shape())
+                bare, tensor = name.removeprefix(prefix), tensors.get_slice(name)
+                size, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
                 if entry := by_name.get(bare):
                     places[entry] = name, file
                     if size != entry.shape:
                         raise SnugError(
                             f"{file}: {name} has shape {size}, config.json says {entry.shape}"
+                        )
+                    if dtype not in TYPES:
+                        advice = "use the folder with the bfloat16 weights"
+                        raise SnugError(
+                            f"{file}: {name} has the type {dtype}, not one of {TYPES}; {advice}"
                         )
                 elif not bare.endswith(BUFFERS) and bare != "lm_head.weight":
                     surplus.append(name)

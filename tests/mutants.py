@@ -94,6 +94,8 @@ MUTANTS = [
     ("model: gate a row too low", "pretrained/tensors.py", '"mlp.up", (F, C), bias, 0)', '"mlp.up", (F, C), bias, 1)', "test_pretrained.py"),
     ("model: norms' epsilon is the default", "pretrained/shapes.py", '("rms_norm_eps", float, 1e-6)', '("no_such_eps", float, 1e-2)', "test_pretrained.py"),
     ("model: surplus tensors pass", "pretrained/tensors.py", "surplus.append(name)", "pass", "test_pretrained.py"),
+    ("model: types are not looked at", "pretrained/tensors.py", "if dtype not in TYPES:", "if False:", "test_pretrained.py"),
+    ("model: an index may name any file", "pretrained/tensors.py", "if any(name != Path(name).name for name in names):", "if False:", "test_pretrained.py"),
     ("model: shapes are not looked at", "pretrained/tensors.py", "if size != entry.shape:", "if False:", "test_pretrained.py"),
     ("model: NaN is a number", "options/typed.py", "fits = 0 < value < LIMIT or zero and value == 0", "fits = not value <= 0", "test_pretrained.py"),
     ("model: padded rows are exported", "pretrained/tensors.py", "entries(vars(config), family, config.n_vocab)", "entries(vars(config), family, config.vocab_size)", "test_pretrained.py"),

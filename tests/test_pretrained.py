@@ -258,6 +258,9 @@ CONFIGS = {
     "rms_norm_eps=nan is not a positive number": dict(rms_norm_eps=math.nan),
     "hidden_size=1000": dict(hidden_size=10**400),
     "has shape (97, 32), config.json says (1000000000000, 32)": dict(vocab_size=10**12),
+    "config.json says 1000000000000 layers": dict(num_hidden_layers=10**12),
+    "layer_types has 'sliding_attention'": dict(layer_types=["full_attention", "sliding_attention"]),
+    "rope_parameters has 'full_attention' by itself": dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))),
     "missing 12": dict(num_hidden_layers=3),  # a layer has 9 weights and 3 biases
     "surplus 12": dict(num_hidden_layers=1),
     "has shape (32, 48), config.json says (32, 40)": dict(intermediate_size=40),
@@ -286,6 +289,8 @@ def test_broken_weights_are_one_line(folder):
         ({name: None}, f"missing 1 [{name!r}]"),
         ({"model.extra": torch.zeros(1)}, "surplus 1 ['model.extra']"),
         ({name: torch.zeros(48, 33)}, f"{name} has shape (48, 33), config.json says (48, 32)"),
+        ({name: whole[name].to(torch.int8)}, f"{name} has the type I8, not one of"),
+        ({name: whole[name].to(torch.float8_e4m3fn)}, f"{name} has the type F8_E4M3"),
     ):
         save_file(
             {key: value for key, value in (whole | change).items() if value is not None}, folder / "model.safetensors"
@@ -311,6 +316,16 @@ def test_a_broken_index_is_one_line(folder):
     for file, said in ((7, "index.json: cannot be read"), ("gone.safetensors", "gone.safetensors cannot be read")):
         (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, file))))
         with pytest.raises(SnugError, match=said):
+            load_pretrained(folder)
+
+
+def test_an_index_names_files_of_its_folder_only(folder, tmp_path):
+    names = load_file(folder / "model.safetensors").keys()
+    shutil.copy(folder / "model.safetensors", tmp_path / "outside.safetensors")
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    for file in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), 7):
+        (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, file))))
+        with pytest.raises(SnugError, match="index.json: cannot be read"):
             load_pretrained(folder)
 
 
