@@ -108,6 +108,8 @@ class Saver:
         self.wait()
         if not self.processes.first(self.saved == done):
             self.write(done, progress, last)
+        elif self.processes.rank == 0:
+            self.prune(done)  # its score may be new
 
     def write(self, done: int, progress: dict, last: bool):
         tensors = self.processes.gathered(self.model, tensors_of(self.model, self.optimizer))
