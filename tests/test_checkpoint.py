@@ -207,7 +207,9 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
     sft = dataclasses.replace(sft, max_iters=150, save_interval=0, eval_prompts=0)
     whole = dataclasses.replace(sft, out_dir=str(tmp_path / "whole"))
     train_sft.main(prepare(whole))
-    words = [f"--{name}={value}" for name, value in dataclasses.asdict(sft).items() if value not in ("", None, [])]
+    options = {name: value for name, value in dataclasses.asdict(sft).items() if value not in ("", None, [])}
+    options |= {name: ",".join(value) for name, value in options.items() if isinstance(value, list)}
+    words = [f"--{name}={value}" for name, value in options.items()]
     child = subprocess.Popen(
         [sys.executable, "train_sft.py", *words], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
