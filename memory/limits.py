@@ -123,7 +123,12 @@ class Limits:
     def halve_decoding(self, name, completions, failure):
         now = min(getattr(self, name) or completions, completions)
         if now == 1:
-            raise SnugError(self.at_the_floor(f"decoding one completion at a time: {failure}"))
+            problem = f"decoding one completion at a time: {failure}"
+            if name == "max_eval_batch":
+                raise SnugError(
+                    f"out of memory, {problem}; evaluate shorter completions (max_new_tokens)"
+                )
+            raise SnugError(self.at_the_floor(problem))
         self.lower(name, -(-now // 2), failure)
 
     def halve_micro_batches(self, failure):

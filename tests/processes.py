@@ -97,7 +97,7 @@ def run_check(name, folder, size):
         settings.param_dtype = settings.optimizer_dtype = "float64"
         return train_sft.main(prepare(settings))
     if name.startswith("resume"):
-        return train(f"{folder}/..", "resume", size, dict(max_iters=int(name[6:])), resume="auto")
+        return train(Path(folder).parent, "resume", size, dict(max_iters=int(name[6:])), resume="auto")
     if name == "memory":
         with measured() as figures:
             train(folder, name, size, CHECKS[name])

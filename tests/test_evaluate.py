@@ -223,7 +223,9 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
     assert summary == wanted[0]
     assert "Tried to allocate 1 GiB; going on with max_eval_batch=5" in capsys.readouterr().err
     most = 0
-    message = "decoding one completion at a time: CUDA out of memory.*; try a smaller max_new_tokens than 12"
+    message = (
+        r"decoding one completion at a time: CUDA out of memory.*; evaluate shorter completions \(max_new_tokens\)"
+    )
     with pytest.raises(SnugError, match=message):
         run_evaluation(*hex_run())
 
@@ -349,7 +351,10 @@ def test_what_cannot_be_evaluated_is_refused(run_folder):
     for words, message in (
         ("--num_samples=4 --temperature=0", "temperature=0 with num_samples=4 is the same completion each time"),
         ("--task=countdwn", "--task='countdwn' is not one of .*did you mean countdown"),
-        ("--tokenizer=gpt2", "tokenizer='gpt2', but .*has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be had"),
+        (
+            "--tokenizer=gpt2",
+            "tokenizer='gpt2', but .*has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be downloaded",
+        ),
         (f"--data_file={home}/none.jsonl", "none.jsonl: cannot be read"),
         (f"--data_file={home}/unscored.jsonl", "its data_file has no column answer to score by"),
         ("--task=countdown --data_file=x", "data_file='x' does not fit task='countdown'"),
