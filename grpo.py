@@ -239,6 +239,7 @@ def has_variance(rewards):
 # 4: log-probs without gradient
 
 
+@component("rollouts")
 @torch.no_grad()
 def trainer_logprobs(model, rollouts, cut, settings):
     """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32, 0 after the end.

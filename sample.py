@@ -33,11 +33,9 @@ from tqdm import tqdm
 
 from decoding import LOOK_EVERY, DecodeBatch, Truncation, as_tuple, cached_casts, uniforms
 from device.kinds import kind_of
-from memory.ledger import COMPONENTS, unwatched
+from memory.ledger import unwatched
 from memory.meter import tensor_bytes
 from model import GPT, autocast
-
-COMPONENTS[__name__] = "rollouts"
 
 # What a model writes may hold codes that change a terminal's title or clipboard: they are shown as text, such as \x1b.
 CONTROLS = {
