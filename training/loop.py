@@ -71,7 +71,7 @@ def train(prepared, title, iterate, make_reference, device, processes, lock) -> 
         moved = None
         if lock and resume is None and holds_a_run(lock.folder):
             moved = lock.move_aside()
-        with NoLog(settings) if processes.rank else RunLog(settings, title, start) as log:
+        with (NoLog if processes.rank else RunLog)(settings, title, start) as log:
             training = make_training(
                 prepared, model, reference, optimizer, meter, log, processes, start
             )
