@@ -26,11 +26,12 @@ PREEMPTED = 100
 
 @contextmanager
 def fast_products(x):
-    """A context in which float32 products on a CPU run on oneDNN: twice as fast as MKL on AMD's processors with AVX-512.
+    """A context in which float32 products on a CPU run on oneDNN.
 
-    torch uses oneDNN only if float32 products may be rounded to bfloat16. oneDNN does that on processors with AMX or
-    ARM's bfloat16, where `stays_float32` says no. Leave F.scaled_dot_product_attention outside: its many small products
-    would be four times slower. It does nothing if x is on another device or a planner's tensor.
+    It is twice as fast as MKL on AMD's processors with AVX-512. torch uses it only if float32 products may be rounded
+    to bfloat16. oneDNN does that on processors with AMX or ARM's bfloat16, where `stays_float32` says no. Leave
+    F.scaled_dot_product_attention outside: its many small products would be four times slower. It does nothing if x is
+    on another device or a planner's tensor.
     """
     if x.device.type != "cpu" or is_planned(x) or not stays_float32():
         yield

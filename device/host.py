@@ -1,7 +1,7 @@
 """Tensors in host memory, and copies from the device to the host and back.
 
-`HOST` counts them, on a CPU too, where "device" and "host" are the same chips. So a CPU can count what an option saves on
-a GPU. A planner's fake tensors are counted by the planner's ledger.
+`HOST` counts them, on a CPU too, where "device" and "host" are the same chips. So a CPU can count what an option saves
+on a GPU. A planner's fake tensors are counted by the planner's ledger.
 
 Three users copy beside compute, each in the order in which it needs the tensors: the reference's blocks (below), the
 inputs of blocks (kernels/layers.py), and the optimizer's state and gradients (training/optimizer.py).
@@ -92,7 +92,7 @@ def new_on_host(
     """An empty tensor in host memory of the shape of `like`; pinned, for fast copies, if `like` is on CUDA or pinned.
 
     keep: it is large and lives long. Then pages are mapped for it and pinned in place. PyTorch's allocator of pinned
-    memory rounds every block up to a power of two, at worst twice the bytes, and up to torch 2.11 nothing turns that off.
+    memory rounds every block up to a power of two, at worst twice the bytes, and torch 2.11 cannot turn that off.
     Raises SnugError if the pages cannot be pinned.
     """
     ledger, dtype = host_ledger(like), dtype or like.dtype

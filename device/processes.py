@@ -53,7 +53,7 @@ class OneProcess:
         """Replace a tensor by its sum over the processes."""
 
     def add_up(self, model, optimizer, totals: dict) -> dict:
-        """Replace the gradients by their sums over the processes -> the sums of `totals`, or if named _max the maxima."""
+        """Replace the gradients by their sums over the processes -> the sums of `totals`; maxima of names in _max."""
         return totals
 
     def loads_on(self, device):
@@ -69,7 +69,7 @@ class OneProcess:
         return nullcontext(model)
 
     def gathered(self, model, tensors: dict) -> dict:
-        """{file: {name: tensor}} of runs.loading.tensors_of -> the same with all rows of each tensor; on rank 0 only."""
+        """{file: {name: tensor}} of runs.loading.tensors_of -> the same with all rows of each, on rank 0 only."""
         return tensors
 
     def norm(self, norm):

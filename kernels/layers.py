@@ -99,7 +99,7 @@ class BlockInputs:
         self.latest = None
 
     def hooks(self, x):
-        """saved_tensors_hooks for the block with input x. Other saved tensors, the rotary tables, stay on the device."""
+        """saved_tensors_hooks for the block with input x. Other saved tensors (rotary tables) stay on the device."""
         storage = id(x.untyped_storage())
 
         def pack(tensor):

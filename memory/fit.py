@@ -51,8 +51,8 @@ def halves(now, least):
 def fit(dry_run, settings, first: Plan, longest, budget):
     """-> (settings that fit `budget` bytes, or come nearest, their Plan). first: the Plan of `settings`.
 
-    It goes down the ladder until the plan fits. Then it goes back up, from the most expensive option to the cheapest, and
-    gives each option its earliest value on the ladder that fits as well.
+    It goes down the ladder until the plan fits. Then it goes back up, from the most expensive option to the cheapest,
+    and gives each option its first value on the ladder that fits as well.
     longest: tokens of the longest prompt and of the longest completion.
     """
     fitted, lowest = settings, first
@@ -116,7 +116,7 @@ def show(dry_run, settings, longest) -> str:
 
 
 def apply(dry_run, settings, longest, device, say):
-    """Before a run's first step -> settings that fit memory_budget_gb. Says what changed; raises SnugError if none do."""
+    """Before a run's first step -> settings that fit memory_budget_gb. Says what changed. SnugError if none fit."""
     budget = budget_of(settings, device)
     if budget is None:
         return settings

@@ -106,7 +106,7 @@ class MemoryMeter:
         return stats
 
     def lines(self, place):
-        """A line per phase, for grep: `[MEM] <place> after rollout: current=1.2MiB reserved=... peak_since_reset=...`"""
+        """A line per phase: `[MEM] <place> after rollout: current=1.2MiB reserved=... peak_since_reset=...`"""
         return [
             mem_line(f"{place} after {name}", entry["current"], entry["reserved"], entry["peak"])
             for name, entry in self.phases.items()

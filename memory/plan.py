@@ -153,8 +153,7 @@ def deepen(shallow: Peak, deep: Peak, depth: int) -> Peak:
     }
     storages, before = [], alike(shallow.storages)
     for key, group in alike(deep.storages).items():
-        # A tensor for each block is of the same size at both depths, and there are more of them. One for all blocks, such
-        # as the KV cache, grows.
+        # Of a tensor for each block there are more, of the same size. One for all blocks, such as the KV cache, grows.
         twins = before.get(key, [])
         for a, b in zip(twins if len(twins) == len(group) else group, group, strict=True):
             shape = tuple(map(line, a.shape, b.shape))
@@ -246,10 +245,10 @@ def plan(dry_run, settings) -> Plan:
 def share(phases: dict, on_host: dict, highest: dict, settings) -> tuple[dict, dict]:
     """{phase: components} and the host's components of whole weights -> the same for one process of fsdp or hsdp.
 
-    fsdp shards over all processes, hsdp over those of a machine. This is not run, but added up. While the model runs, two
-    blocks and the weights outside the blocks are gathered; in a rollout all weights. In training there are the gradients
-    of a block and of the weights outside, and a float32 copy of those that are reduced. tests/test_parallel.py compares
-    this with what runs need.
+    fsdp shards over all processes, hsdp over those of a machine. This is not run, but added up. While the model runs,
+    two blocks and the weights outside the blocks are gathered; in a rollout all weights. In training there are the
+    gradients of a block and of the weights outside, and a float32 copy of those that are reduced.
+    tests/test_parallel.py compares this with what runs need.
     """
     n = settings.processes_per_machine if settings.parallel == "hsdp" else settings.num_processes
     weights = [s for peak in highest.values() for s in peak.storages if s.component == "weights"]

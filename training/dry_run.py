@@ -111,7 +111,7 @@ def worst_case_batch(settings, iteration, training):
 
 
 def fullest_micro_batches(settings, prompt: int, completion: int) -> list[tuple[int, int]]:
-    """(prompt, completion) lengths of sequences that fill two micro-batches, or those of the reference's largest forward.
+    """(prompt, completion) lengths of sequences that fill two micro-batches, or the reference's largest forward.
 
     Two are enough for training: the second adds to gradients that are there, as all later ones do. Both are full, even
     where a step has fewer tokens than two: which one is not full depends on the groups. A micro-batch has groups of the

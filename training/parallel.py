@@ -144,10 +144,10 @@ class Processes(OneProcess):
 class ShardedProcesses(Processes):
     """FSDP2: each process keeps some rows of every weight, of its gradient and of its moments.
 
-    A block's weights are gathered while it runs. Embedding, last norm and head are one more unit. They stay gathered from
-    forward to backward, because the head runs outside the model. The in-place gradients land on the gathered weights,
-    like any other. FSDP adds up and distributes the gradients after each micro-batch, so no device has all of them. The
-    optimizer works on `model.shards`, plain tensors with this process's rows.
+    A block's weights are gathered while it runs. Embedding, last norm and head are one more unit. They stay gathered
+    from forward to backward, because the head runs outside the model. The in-place gradients land on the gathered
+    weights, like any other. FSDP adds up and distributes the gradients after each micro-batch, so no device has all of
+    them. The optimizer works on `model.shards`, plain tensors with this process's rows.
     """
 
     sharded = True
