@@ -12,7 +12,7 @@ Rules, so that no `record_stream` is needed and the device's peak is as planned:
 - Sources and destinations are allocated outside `aside`, so their memory belongs to the compute stream.
 - They are referenced until `done.wait()`. If one is freed earlier, compute may reuse its memory during the copy.
 - Compute neither writes a source nor touches a destination before `done.wait()`.
-- A tensor that is made inside is used only inside.
+- Work inside allocates nothing: a side stream would get a pool of memory that compute cannot use.
 - Both are contiguous and have the same dtype. Otherwise `copy_` allocates a temporary tensor inside `aside`.
 - Before the host reads a copy: `done.wait()`, then synchronize the compute stream.
 - Do not use `aside` while a CUDA graph is recorded.

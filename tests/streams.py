@@ -63,8 +63,8 @@ class Races(TorchDispatchMode):
         self.clocks, self.current, self.streams = StreamSynchronizations(), COMPUTE, 0
         self.log, self.events = [], 0
         self.accesses = {}  # key of a living storage -> its Accesses
-        self.freed = {}  # stream -> Accesses to storages whose memory its next tensor may get
-        self.alive = {}  # key -> (weak reference, whether it is on the host, the stream that it was allocated on)
+        self.freed = []  # Accesses to storages whose memory compute may get with its next tensor
+        self.alive = {}  # key -> (weak reference, whether it is on the host)
         self.cuda = SimpleNamespace(
             Stream=lambda device=None: Stream(self), current_stream=lambda device=None: Stream(self, self.current)
         )
@@ -127,16 +127,19 @@ class Races(TorchDispatchMode):
         if key in self.alive:
             return
         on_host = on_host or HOST.making or key in HOST.sizes
-        self.alive[key] = weakref.ref(storage, lambda _: self.forget(key)), on_host, self.current
+        self.alive[key] = weakref.ref(storage, lambda _: self.forget(key)), on_host
         if is_made and not on_host:
-            for access in self.freed.pop(self.current, []):
-                if not self.is_over(access, self.current):
-                    raise Race(f"stream {self.current} gets memory in which {access} may be under way")
+            if self.current != COMPUTE:
+                raise Race(f"{tuple(tensor.shape)} is allocated on a side stream")
+            for access in self.freed:
+                if not self.is_over(access, COMPUTE):
+                    raise Race(f"compute gets memory in which {access} may be under way")
+            self.freed = []
 
     def forget(self, key):
-        accesses, (_, on_host, stream) = self.accesses.pop(key, []), self.alive.pop(key)
+        accesses, (_, on_host) = self.accesses.pop(key, []), self.alive.pop(key)
         if not on_host:  # pinned memory waits for copies by itself
-            self.freed.setdefault(stream, []).extend(accesses)
+            self.freed += accesses
 
 
 class Stream:

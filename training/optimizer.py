@@ -160,7 +160,7 @@ class SlabAdamW(torch.optim.Optimizer):
     moments, no masters. Then moments and weights are rounded stochastically; random bits follow from the seed and step.
     on_host: which of weight, gradient and STATE are in pinned host memory. The next slab arrives on the device while
     one is updated and copied back.
-    A step allocates its ring first: after an out-of-memory nothing has changed.
+    A step allocates its buffers first: after an out-of-memory nothing has changed.
     """
 
     @component("moments")
