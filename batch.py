@@ -153,7 +153,7 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     """
     width, groups = sequences.tokens.shape[1], cut.groups(indices)
     sizes = [(cut.prompt_lengths[g[0]], [cut.completion_lengths[i] - 1 for i in g]) for g in groups]
-    # The row is made of segments: each prompt, then its completions. A segment copies tokens of a sequence, from `first` on.
+    # The row is made of segments: each prompt, then its completions. A segment copies a sequence from `first` on.
     copied_from = [i for group in groups for i in (group[0], *group)]
     first = [position for prompt, lengths in sizes for position in (0, *[prompt] * len(lengths))]
     T = sum(prompt + sum(lengths) for prompt, lengths in sizes)

@@ -108,7 +108,7 @@ def call(function: Callable, arguments: dict[str, list], timeout: float):
     """What the function returns. Raises OutOfTime after `timeout` seconds (0: never).
 
     An alarm raises OutOfTime inside the function, and again every AGAIN seconds, in case the function catches it. Each
-    alarm after the first also raises it 1, 2, 3, ... lines of Python later: one of these is outside the function's `try`.
+    alarm after the first also raises it 1, 2, 3, ... lines of Python later: one of these is outside of any `try`.
     A function that no alarm stops, such as a regular expression that runs for hours, ends the process after GRACE.
     """
     returned, limited = False, timeout > 0 and threading.current_thread() is threading.main_thread()
