@@ -292,7 +292,7 @@ def test_a_question_in_both_files_is_refused_however_it_is_set(tmp_path):
     assert "\n" not in str(error.value)
 
 
-BAD = [  # what is not JSON: test_jsonl.py
+BAD = [  # Lines of JSON. test_jsonl.py has lines that are not JSON.
     (b"[]", 'must be {"question": text, "answer": text}, not \\[]'),
     (b'{"prompt": "a", "answer": "#### 1"}', "must be .* not {'prompt': 'a', "),
     (b'{"question": "a", "answer": "#### 1", "level": 1}', "must be .* not {'question': 'a', "),
