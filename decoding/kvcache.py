@@ -66,17 +66,8 @@ class KVCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.group_size = group_size
-        # Evaluations decode one completion per prompt. On a CPU a completion then lies right behind its prompt in
-        # `storage`, and plain torch reads both as one: half as many operations per layer, and in a small model a step
-        # takes as long as it has operations.
-        like = torch.empty(0, dtype=dtype, device=device)
-        behind = group_size == 1 and prompt_slots == slots and not uses_triton(like)
-        # The column of `storage` where completions begin.
-        self.first_column = prompt_width if behind else 0
-        self.storage = new(slots, self.first_column + width)
-        self.completion = self.storage[..., self.first_column :, :]
-        prompt = self.storage[..., :prompt_width, :] if behind else new(prompt_slots, prompt_width)
-        self.prompt = prompt.zero_()
+        self.completion = new(slots, width)
+        self.prompt = new(prompt_slots, prompt_width).zero_()
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
         self.max_length = prompt_width + width
         self.written = 0  # columns [0, written) are initialised in every active slot
@@ -148,11 +139,10 @@ class KVCache:
         self.prompts_in_use = slice(first, first + len(counts))
         padding = torch.arange(self.prompt.shape[4], device=self.device) >= self.prompt_lengths[:, None]
         self.prompt_bias = self.bias(padding)[:, None]  # (prompt slots, 1, T_p)
-        self.adjacent = self.first_column > 0 and np.array_equal(prompt_slot[slots], slots)
-        # A layer's storage is a matrix with rows of D: the row of each slot's first completion column.
-        _, _, S, _, columns, _ = self.storage.shape
+        # A layer's completions are a matrix with rows of D: the row of each slot's first column.
+        _, _, S, _, columns, _ = self.completion.shape
         rows = torch.arange(2 * S * G, device=self.device).view(2, S, G) * columns
-        self.first_row = rows[:, :n] + self.first_column  # (2, n, G)
+        self.first_row = rows[:, :n]  # (2, n, G)
 
     def set_tiles(self, prompt_slot):
         """The kernel's `tiles` for slots that read these prompt slots (n,)."""
@@ -192,16 +182,16 @@ class KVCache:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         n, H, _, D = q.shape
         new = torch.stack([k, v]).view(-1, D).to(self.dtype)
-        self.storage[layer].view(-1, D).index_copy_(0, self.write_at, new)
+        self.completion[layer].view(-1, D).index_copy_(0, self.write_at, new)
         # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. In bfloat16 it was 2.5e-4.
         dtype = torch.promote_types(self.dtype, torch.float32)
         with nullcontext() if dtype == self.dtype else torch.autocast(q.device.type, enabled=False):
             q = q.reshape(-1, H // self.config.n_kv_head, D).to(dtype) * D**-0.5  # (n * G, R, D)
-            y = self.attend_adjacent(layer, q) if self.adjacent else self.attend_apart(layer, q)
+            y = self.attend_torch(layer, q)
         return y.view(n, H, 1, D).to(self.dtype)
 
-    def attend_apart(self, layer: int, q):
-        """q (n * G, R, D) -> the same. Slots share prompts."""
+    def attend_torch(self, layer: int, q):
+        """q (n * G, R, D) -> the same."""
         prompt = self.prompt[layer, :, self.prompts_in_use]
         _, P, G, T_p, D = prompt.shape
         R = q.shape[1]
@@ -220,18 +210,6 @@ class KVCache:
         prompt_weights = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p)
         y = (prompt_weights @ prompt_v).view(-1, R, D)[self.entry_of_pair]  # (n * G, R, D)
         return torch.baddbmm(y, weights[..., T_p:], v)
-
-    def attend_adjacent(self, layer: int, q):
-        """q (n * G, R, D) -> the same. Each slot lies behind its prompt: one matmul for both."""
-        T_p, n = self.first_column, len(self.t)
-        both = self.storage[layer, :, :n, :, : T_p + self.columns]
-        k, v = both.flatten(1, 2).to(q.dtype)  # (n * G, T_p + columns, D) each
-        scores = q @ k.mT  # (n * G, R, T_p + columns)
-        if self.ragged:
-            scores.view(n, -1, k.shape[1])[..., :T_p].add_(self.prompt_bias[:n])
-        if not self.same_t:
-            scores[..., T_p:].add_(self.completion_bias)
-        return torch.softmax(scores, -1) @ v
 
     def kernel_shape(self) -> dict:
         c = self.config
