@@ -10,13 +10,8 @@ Left out: the kernels of log-probs (logprobs/kernels.py), decode attention and d
 Test: pytest tests/test_kernels.py
 """
 
-import os
-import shutil
-import subprocess
 import sys
-import sysconfig
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -54,7 +49,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 @cache
 def why_no_kernels() -> str:
-    """Why kernels cannot run on this machine's GPU, and what to install; "" if they can, or without a GPU.
+    """Why kernels cannot run on this machine's GPU, and what may be missing; "" if they can, or without a GPU.
 
     Runs an empty kernel: before its first kernel Triton builds a launcher, with a C compiler and Python's headers.
     """
@@ -66,7 +61,8 @@ def why_no_kernels() -> str:
         smallest_kernel[(1,)](1)
         return ""
     except Exception as error:  # whatever it is, plain torch runs instead
-        return what_is_missing(error)
+        advice = "Triton needs a C compiler and Python's headers: apt install gcc python3-dev"
+        return f"{type(error).__name__}: {first_line(error)} ({advice})"
 
 
 def warn_without_kernels():
@@ -76,19 +72,6 @@ def warn_without_kernels():
             f"warning: kernels are off, sampling has no CUDA graphs, all is slower: {why}",
             file=sys.stderr,
         )
-
-
-def what_is_missing(error: Exception) -> str:
-    """The error of Triton's first kernel -> one line: what to install, if that is known."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    if not compiler or not shutil.which(compiler):
-        return f"Triton needs a C compiler{f', and CC={compiler} is none' if compiler else ''} (apt install gcc)"
-    if not headers.exists():
-        return f"Triton needs {headers} (apt install python3.{sys.version_info.minor}-dev)"
-    if isinstance(error, subprocess.CalledProcessError):
-        return f"the C compiler that Triton needs, {error.cmd[0]}, failed; what it said is above"
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def has_tensor_cores(device: torch.device) -> bool:

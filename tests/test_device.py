@@ -18,7 +18,7 @@ from device.cpu import stays_float32
 from device.host import HostLedger
 from device.kinds import PlanningMode
 from device.pick import notes, pick_device
-from kernels import uses_triton, what_is_missing, why_no_kernels
+from kernels import uses_triton, why_no_kernels
 from logprobs.head import ALREADY_ADDED
 from options import SnugError
 from runs.prepare import prepare
@@ -173,29 +173,11 @@ def triton_driver(h100, tmp_path):
 
 
 @pytest.mark.skipif(kernels.triton is None, reason="without Triton nothing is built")
-def test_what_keeps_triton_from_its_first_kernel_is_named(triton_driver, tmp_path):
-    triton_driver.setenv("CC", "/bin/false")
-    assert why_no_kernels() == "the C compiler that Triton needs, /bin/false, failed; what it said is above"
-    why_no_kernels.cache_clear()
-    triton_driver.setenv("CC", "nowhere")
-    assert why_no_kernels() == "Triton needs a C compiler, and CC=nowhere is none (apt install gcc)"
-    why_no_kernels.cache_clear()
-    triton_driver.delenv("CC")
-    triton_driver.setenv("PATH", str(tmp_path))
-    assert why_no_kernels() == "Triton needs a C compiler (apt install gcc)"
-
-
-def test_missing_headers_are_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("CC", sys.executable)  # any program
-    monkeypatch.setattr("kernels.sysconfig.get_path", lambda *names: str(tmp_path))
-    error = subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"])
-    minor = sys.version_info.minor
-    assert what_is_missing(error) == f"Triton needs {tmp_path}/Python.h (apt install python3.{minor}-dev)"
-    (tmp_path / "Python.h").touch()
-    assert what_is_missing(error).startswith("the C compiler that Triton needs, gcc, failed")
-    assert what_is_missing(ImportError("cuda_utils.so: undefined symbol\nmore")) == (
-        "ImportError: cuda_utils.so: undefined symbol"
-    )
+@pytest.mark.parametrize("compiler", ["/bin/false", "nowhere"])
+def test_what_keeps_triton_from_its_first_kernel_is_told_in_one_line(triton_driver, compiler):
+    triton_driver.setenv("CC", compiler)
+    why = why_no_kernels()
+    assert compiler in why and why.endswith("headers: apt install gcc python3-dev)") and "\n" not in why
 
 
 def test_without_kernels_plain_torch_runs_and_is_planned(h100, capsys):
