@@ -34,7 +34,6 @@ from tqdm import tqdm
 from decoding import LOOK_EVERY, DecodeBatch, Truncation, as_tuple, cached_casts, uniforms
 from device.kinds import kind_of
 from memory.ledger import unwatched
-from memory.meter import tensor_bytes
 from model import GPT, autocast
 
 # What a model writes may hold codes that change a terminal's title or clipboard: they are shown as text, such as \x1b.
@@ -63,10 +62,6 @@ class Rollouts:
     advantages: torch.Tensor | None = None  # (N,)
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
     ref_logprobs: torch.Tensor | None = None  # (N, T_c)
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.columns().values())
 
     def completions(self) -> list[list[int]]:
         """-> N lists of ids, without the stop token."""
@@ -211,7 +206,7 @@ def decode(batch, bar):
 
 def assemble(prompts, k, tokens, logprobs, stop_token, text_end=None) -> Rollouts:
     """tokens, logprobs (N, max_new_tokens) -> Rollouts. text_end {row: length}: rows that a stop string ended."""
-    N, device = len(tokens), tokens.device
+    device = tokens.device
     is_stop = torch.isin(tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device))
     # The first stop token ends a row. What follows is zeros, and 0 may be a stop token too.
     stopped = is_stop.any(1)
@@ -224,16 +219,11 @@ def assemble(prompts, k, tokens, logprobs, stop_token, text_end=None) -> Rollout
         stopped = stopped | stopped_by_text
     T_c = int(lengths.max())
     mask = torch.arange(T_c, device=device) < lengths[:, None]  # (N, T_c)
-    prompt_lengths = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(k)
-    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
-    width = int((prompt_lengths + lengths).max())
-    sequences = torch.zeros(N, width, dtype=torch.long, device=device)
-    sequences[:, : padded.shape[1]] = padded.to(device).repeat_interleave(k, 0)[:, :width]
-    row, t = mask.nonzero(as_tuple=True)
-    sequences[row, prompt_lengths[row] + t] = tokens[row, t]
+    completions = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    rows = [torch.tensor(prompts[i // k] + ids[:n]) for i, (ids, n) in enumerate(completions)]
     return Rollouts(
-        tokens=sequences,
-        prompt_lengths=prompt_lengths,
+        tokens=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device),
+        prompt_lengths=torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(k),
         completion_lengths=lengths,
         sampling_logprobs=logprobs[:, :T_c] * mask,
         mask=mask.long(),

@@ -445,7 +445,9 @@ def test_grpo_needs_no_more_than_sft(changes, tmp_path, monkeypatch):
     sizes = []
     original = grpo.rollout_metrics
     monkeypatch.setattr(
-        grpo, "rollout_metrics", lambda rollouts, *rest: sizes.append(rollouts.nbytes) or original(rollouts, *rest)
+        grpo,
+        "rollout_metrics",
+        lambda rollouts, *rest: sizes.append(tensor_bytes(rollouts.columns().values())) or original(rollouts, *rest),
     )
     sft, run = peaks(tmp_path, "a", **changes)
     reference = (
