@@ -135,9 +135,8 @@ def iterate(iteration, training, collect=None):
     del rollouts, entropies  # before the evaluation samples its own
     tokens_per_second = metrics.pop("tokens") / training.meter.stats()["time_rollout_s"]
     metrics = mean_of_steps(taken) | metrics | dict(skipped_steps=skipped, learning_rate=learning_rate)
-    training.end_iteration(
-        {"iter": iteration} | metrics | dict(tokens_per_second=tokens_per_second), samples
-    )
+    metrics["tokens_per_second"] = tokens_per_second
+    training.end_iteration({"iter": iteration} | metrics, samples)
     if iteration == 0 and abs(metrics.get("loss", 1)) < 1e-3:
         training.log.say(IS_IT_BROKEN)
 
@@ -172,9 +171,7 @@ def collect_groups(iteration, training):
     metrics = rollout_metrics(rollouts, rewards, rounds)
     metrics["frac_reward_zero_std"] = float((~varied).float().mean())
     if len(rounds) > 1:
-        groups = (
-            torch.cat([varied.nonzero(), (~varied).nonzero()])[: settings.batch_size, 0].sort().values
-        )
+        groups = (~varied).int().argsort(stable=True)[: settings.batch_size].sort().values
         sequences = (groups[:, None] * k + torch.arange(k)).flatten()  # (P * k,)
         rollouts, rewards = rollouts.select(sequences.to(rollouts.tokens.device)), rewards[groups]
     return rollouts, rewards, metrics
@@ -362,11 +359,10 @@ def token_loss(logprobs, chunk, micro, counts, settings, totals):
 
     logprobs: of the chunk's tokens. Adds the metrics of policy_loss to `totals`.
     """
-    old, sampling, cap = (
-        micro.old_logprobs[chunk],
-        micro.sampling_logprobs[chunk],
-        settings.importance_sampling_cap,
-    )
+    old, correction = micro.old_logprobs[chunk], None
+    if settings.importance_sampling_cap is not None:
+        sampling = micro.sampling_logprobs[chunk]
+        correction = truncated_importance(old, sampling, settings.importance_sampling_cap)
     loss, metrics = policy_loss(
         logprobs,
         old,
@@ -375,7 +371,7 @@ def token_loss(logprobs, chunk, micro, counts, settings, totals):
         micro.lengths,
         None if micro.ref_logprobs is None else micro.ref_logprobs[chunk],
         options=settings,
-        correction=None if cap is None else truncated_importance(old, sampling, cap),
+        correction=correction,
         **counts,
     )
     for name, value in metrics.items():

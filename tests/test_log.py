@@ -21,6 +21,7 @@ import train_sft
 from options import SnugError, read_settings
 from page.runs import read_run
 from runs import log
+from runs.checkpoint import newest
 from runs.ending import ending
 from runs.loading import load_run
 from runs.log import RunLog, read_lines, read_log
@@ -182,6 +183,7 @@ def test_an_evaluation_that_fails_loses_no_iteration_and_is_made_up_for(tmp_path
     monkeypatch.setattr("training.state.evaluate_run", fails)
     with pytest.raises(SnugError, match="reward function f raised"):
         train_sft.main(prepare(sft))
+    assert newest(sft.out_dir).name == f"checkpoint-{failing:06d}"
     records = read_log(sft.out_dir)
     assert len(records) == failing and "pass_at_1" not in records[-1] and "loss" in records[-1]
     assert read_run(Path(sft.out_dir), "", 1).ended == (failing == 4)
