@@ -94,8 +94,8 @@ def iterate(iteration, training, collect=None):
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
     cut = training.cut(rollouts, settings.train_batch_size, settings.group_size)
 
-    # 4. Log-probs before the first step. The sampler is the model, so its own are the old ones, without a forward pass;
-    #    importance_sampling_cap corrects for the difference between sampler and trainer and wants the trainer's.
+    # 4. Log-probs before the first step. The model is the sampler, so the sampler's log-probs are the old ones, without a
+    #    forward pass. importance_sampling_cap needs the trainer's: it corrects for the difference between the two.
     training.log.show("reference")
     rollouts.old_logprobs = rollouts.sampling_logprobs  # (N, T_c)
     if settings.importance_sampling_cap is not None:
@@ -241,7 +241,7 @@ def has_variance(rewards):
 def trainer_logprobs(model, rollouts, cut, settings):
     """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32, 0 after the end.
 
-    Of several processes each fills in its own sequences.
+    Each process fills in the sequences that it ran.
     """
     logprobs = torch.zeros_like(rollouts.sampling_logprobs)
     for indices in cut.dealt([indices for step in cut.steps for indices in step], model):
@@ -317,7 +317,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None) ->
         ("loss", "entropy", "logprob_diff_mean", "logprob_diff_max", "mismatch_kl"), 0.0
     )
     if entropies is not None:
-        # An attempt before may have dealt the sequences to other processes.
+        # An earlier attempt may have dealt the sequences to other processes.
         entropies[cut.sequences(step)] = 0
     for indices in cut.dealt(micro_batches, model):
         micro = gather(rollouts, indices, cut)

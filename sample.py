@@ -196,7 +196,7 @@ def decode(batch, bar):
     steps, tokens, began = LOOK_EVERY[kind_of(batch.sequences)], 0, time.monotonic()
     while batch.refill():
         for _ in range(steps):
-            # A CPU's meter watches every 16th step. What a step allocates grows by a column of the cache a step.
+            # Metering costs time on a CPU, and a step's memory changes slowly: meter every 16th step.
             with unwatched() if batch.steps % 16 else nullcontext():
                 batch.step()
         tokens += batch.active * steps

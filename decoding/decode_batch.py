@@ -90,7 +90,7 @@ class DecodeBatch:
         )
         hidden_shape = prompt_slots, model.config.n_embd
         self.prompt_hidden = torch.zeros(hidden_shape, dtype=dtype, device=self.device)
-        # A graph replays the lengths and addresses of its recording. Those of plain torch change with every step.
+        # A graph replays the lengths and addresses of its recording; in plain torch they change with every step.
         self.graph = None
         self.cuda_graphs = cuda_graphs and uses_triton(self.cache.completion) and not cuda.BROKEN
         # The memory pool of the graphs, made with the first one. It frees its memory when it is deleted after the last
