@@ -163,11 +163,9 @@ def collect_groups(iteration, training):
     rollouts = rounds[0].rollouts
     if len(rounds) > 1:
         rollouts = Rollouts.joined([scored.rollouts for scored in rounds])
-    if settings.soft_punish_cache:
+    if cache := settings.soft_punish_cache:
         lengths = rollouts.completion_lengths.cpu().view(-1, k)
-        rewards = rewards + overlong_punishment(
-            lengths, settings.max_new_tokens, settings.soft_punish_cache
-        )
+        rewards = rewards + overlong_punishment(lengths, settings.max_new_tokens, cache)
     metrics = rollout_metrics(rollouts, rewards, rounds)
     metrics["frac_reward_zero_std"] = float((~varied).float().mean())
     if len(rounds) > 1:
@@ -217,10 +215,8 @@ def score(rollouts, rows, prepared) -> Scored:
     completions = rollouts.completions()
     texts = [prepared.tokenizer.decode(completion) for completion in completions]
     prompts = [row["prompt"] for row in rows for _ in range(k)]
-    columns = repeat_columns(rows, k) | {
-        "stopped": rollouts.stopped.tolist(),
-        "completion_ids": completions,
-    }
+    columns = repeat_columns(rows, k)
+    columns |= dict(stopped=rollouts.stopped.tolist(), completion_ids=completions)
     totals, by_function = total_rewards(
         prepared.reward_funcs, prompts, texts, columns, settings.reward_timeout, prepared.reward_weights
     )
@@ -313,9 +309,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None) ->
         num_sequences=cut.step_size,
         num_micro_batches=len(micro_batches),
     )
-    totals = dict.fromkeys(
-        ("loss", "entropy", "logprob_diff_mean", "logprob_diff_max", "mismatch_kl"), 0.0
-    )
+    totals = dict(loss=0.0, entropy=0.0, logprob_diff_mean=0.0, logprob_diff_max=0.0, mismatch_kl=0.0)
     if entropies is not None:
         # An earlier attempt may have dealt the sequences to other processes.
         entropies[cut.sequences(step)] = 0
@@ -385,9 +379,8 @@ def add_metrics(totals, loss, logprobs, entropy, micro, num_tokens):
     difference = (logprobs - micro.sampling_logprobs).abs()
     mismatch = kl_divergence(micro.sampling_logprobs.double(), logprobs.double())
     totals["loss"] = totals["loss"] + loss.detach()
-    for name, values in dict(
-        entropy=entropy, logprob_diff_mean=difference, mismatch_kl=mismatch
-    ).items():
+    means = dict(entropy=entropy, logprob_diff_mean=difference, mismatch_kl=mismatch)
+    for name, values in means.items():
         totals[name] = totals[name] + values.sum() / num_tokens
     totals["logprob_diff_max"] = difference.max().clamp(min=totals["logprob_diff_max"])
 

@@ -29,6 +29,8 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from decoding import LOOK_EVERY, DecodeBatch, Truncation, as_tuple, cached_casts, uniforms
@@ -91,9 +93,7 @@ class Rollouts:
             tensors = [getattr(each, name) for each in rollouts]
             if tensors[0].dim() > 1:
                 width = max(tensor.shape[1] for tensor in tensors)
-                tensors = [
-                    torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors
-                ]
+                tensors = [pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
             columns[name] = torch.cat(tensors)
         return cls(**columns)
 
@@ -222,7 +222,7 @@ def assemble(prompts, k, tokens, logprobs, stop_token, text_end=None) -> Rollout
     completions = zip(tokens.tolist(), lengths.tolist(), strict=True)
     rows = [torch.tensor(prompts[i // k] + ids[:n]) for i, (ids, n) in enumerate(completions)]
     return Rollouts(
-        tokens=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device),
+        tokens=pad_sequence(rows, batch_first=True).to(device),
         prompt_lengths=torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(k),
         completion_lengths=lengths,
         sampling_logprobs=logprobs[:, :T_c] * mask,
@@ -273,16 +273,12 @@ def main(settings, run):
 
     run = load_run(run, settings.device)
     if not settings.prompt and not run.settings.task:
-        raise SnugError(
-            f"{run.path} was not trained here, so it has no task to take a prompt from; give --prompt=..."
-        )
+        raise SnugError(f"{run.path} has no task to take a prompt from; give --prompt=...")
     prompt = settings.prompt or make_task(run.settings).prompts("test", [settings.seed])[0]["prompt"]
     if settings.prompt and (settings.chat or run.settings.chat):
         prompt = as_messages(prompt, settings.system_prompt or run.settings.system_prompt)
     elif settings.system_prompt:
-        raise SnugError(
-            f"system_prompt={settings.system_prompt!r:.60} is a message of a chat; add --chat"
-        )
+        raise SnugError("system_prompt is a message of a chat; add --chat")
     ids, block_size = run.tokenizer.encode_prompt(prompt), run.model.config.block_size
     if not 1 <= len(ids) < block_size:
         raise SnugError(f"the prompt has {len(ids)} tokens; this model takes 1 to {block_size - 1}")
