@@ -132,7 +132,7 @@ MUTANTS = [
     ("a message's content writes special tokens", "tokenizer/__init__.py", "if [i for i in ids if i in self.reserved] == [i for i in template if i in self.reserved]:", "if True:", "test_tokenizer.py"),
     ("two contents make a special token", "tokenizer/chat.py", 'message["content"].translate(self.marks)}', 'self.spellings.sub(lambda m: m.group().translate(self.marks), message["content"])}', "test_tokenizer.py"),
     ("temperature missing in the reference", "grpo.py", "                settings.temperature,\n                n_vocab", "                1.0,\n                n_vocab", "test_grpo.py"),
-    ("refills draw with the first round's uniforms", "grpo.py", "first_row=before * settings.group_size", "first_row=0", "test_collect.py"),
+    ("refills draw with the first round's uniforms", "grpo.py", "first_row=before * settings.group_size", "first_row=0", "test_grpo.py"),
     ("prompts lose their end", "sample.py", "[ids[-settings.max_prompt_length :] for", "[ids[: settings.max_prompt_length or None] for", "test_grpo.py"),
     ("every iteration draws the same numbers", "grpo.py", "seed=settings.seed * 2**32 + iteration", "seed=settings.seed * 2**32", "test_grpo.py"),
     ("an attempt's gradient is kept after out-of-memory", "training/state.py", "self.optimizer.zero_grad(set_to_none=True)  # what a failed", "pass  # what a failed", "test_oom.py"),

@@ -175,23 +175,6 @@ def test_a_resumed_run_draws_the_same_prompts(tmp_path):
     assert ours == theirs and sum(record["gen_batches"] for record in ours) > 4
 
 
-def test_refills_of_the_same_prompts_get_other_completions(tmp_path, monkeypatch):
-    """No group teaches, so each iteration samples twice, here from the same prompts: with other numbers each time."""
-    prepared, _ = prepared_for(tmp_path, lambda n, i: 1.0, max_num_gen_batches=2, max_iters=2, temperature=1.3)
-    rows = prepared.task.prompts("train", range(4))
-    prepared.task.prompts = lambda split, index: rows
-    original, seen = grpo.sample_rows, []
-
-    def keep(*arguments):
-        seen.append(original(*arguments))
-        return seen[-1]
-
-    monkeypatch.setattr(grpo, "sample_rows", keep)
-    grpo.main(prepared)
-    found = [rollouts.tokens.tolist() for rollouts in seen]
-    assert len(found) == 4 and all(a != b for a, b in itertools.combinations(found, 2))
-
-
 def test_refills_are_sampled_anew():
     """The same prompts in a second rollout get other completions: rows go on being counted."""
     model = make_flat_model("gpt2")

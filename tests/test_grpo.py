@@ -563,13 +563,3 @@ def test_grpo_lifts_its_warm_start(tmp_path):
     before, after = (read_log(folder)[-1]["pass_at_1"] for folder in (sft.out_dir, settings.out_dir))
     assert before <= 0.35 and after >= before + 0.3
     assert all(record["logprob_diff_max"] <= 1e-4 for record in read_log(settings.out_dir))
-
-
-def test_countdown_runs_end_to_end(tmp_path):
-    sft, settings = tiny(
-        tmp_path, task="countdown", countdown_numbers="3", block_size=64, max_new_tokens=16, loss_type="grpo"
-    )
-    sft = dataclasses.replace(sft, task="countdown", countdown_numbers="3", block_size=64)
-    train_sft.main(prepare(sft))
-    grpo.main(prepare(settings))
-    assert len(read_log(settings.out_dir)) == 4
