@@ -318,7 +318,7 @@ def main(options: EvaluateSettings, prepared: Prepared, file: Path | None) -> No
     summary, samples = run_evaluation(model, prepared, options)
     try:
         if file:  # before the console, which may be gone
-            lines = [json.dumps(finite(record), default=str) + "\n" for record in [summary, *samples]]
+            lines = [json.dumps(finite(record)) + "\n" for record in [summary, *samples]]
             write_whole(file, "".join(lines))
     except OSError as error:
         raise SnugError(f"{file} cannot be written ({error.strerror})") from None

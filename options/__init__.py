@@ -20,7 +20,6 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import json
 import math
 import os
 import sys
@@ -295,10 +294,6 @@ def in_one_line(problem: str):
         kind = "" if isinstance(error, SnugError) else f"{type(error).__name__}: "
         text = " ".join(str(error).split())[:300]
         raise SnugError(f"{problem} ({kind}{text})") from None
-
-
-def to_json(settings) -> str:
-    return json.dumps(dataclasses.asdict(settings), indent=2) + "\n"
 
 
 @contextmanager

@@ -12,7 +12,6 @@ training goes on. What a run prints at its end is in ending.py. Left out: plots,
 """
 
 import json
-import math
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from options import SnugError, to_json, told
+from options import SnugError, told
 
 IS_IT_BROKEN = """\
 note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the policy is the sampler, so every ratio is 1.
@@ -87,14 +86,10 @@ class RunLog:
                 # A line is written at once, in one piece.
                 options = dict(buffering=1, encoding="utf-8", errors="replace")
                 self.files[name] = open(folder / name, "a", **options)
-            write_whole(folder / "settings.json", to_json(settings))
-            records = read_log(folder)
+            write_whole(folder / "settings.json", json.dumps(vars(settings), indent=2) + "\n")
         except OSError as error:
             problem = f"out_dir={settings.out_dir} cannot be written to: {error.strerror}"
             raise SnugError(problem) from None
-        # Does the log have the scores of the evaluation before `start`?
-        before = [record for record in records if record["iter"] == start - 1]
-        self.has_scores = bool(before and "eval_reward_mean" in before[0])
         self.bar = tqdm(
             total=self.max_iters,
             initial=start,
@@ -110,7 +105,7 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind, error, trace):
         if isinstance(error, SnugError):
             self.memory([told(error)])
         self.call_services("close")
@@ -125,16 +120,16 @@ class RunLog:
             yield iteration
             self.bar.update()
 
-    def show(self, phase: str) -> None:
+    def show(self, phase: str):
         """Name the current phase in the bar."""
         self.bar.set_postfix_str(phase)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str):
         """A line for log.txt and the console."""
         self.memory([text])
         self.show_line(text)
 
-    def show_line(self, text: str) -> None:
+    def show_line(self, text: str):
         """A line for the console alone."""
         try:
             tqdm.write(text)
@@ -143,12 +138,12 @@ class RunLog:
             sys.stdout = open(os.devnull, "w")  # Python flushes it again at exit
             self.memory([f"warning: the console failed ({error.strerror}); going on without it"])
 
-    def memory(self, lines: Iterable[str]) -> None:
+    def memory(self, lines: Iterable[str]):
         """Lines for log.txt alone."""
         for line in lines:
             self.append("log.txt", line)
 
-    def append(self, name: str, line: str) -> None:
+    def append(self, name: str, line: str):
         """A line for a file of the folder. Where that fails, warn once and go on."""
         try:
             self.files[name].write(line + "\n")
@@ -157,7 +152,7 @@ class RunLog:
                 self.warned.add(name)
                 self.show_line(f"warning: {name} cannot be written ({error.strerror}); lines are lost")
 
-    def call_services(self, method: str, *arguments) -> None:
+    def call_services(self, method: str, *arguments):
         """Call TensorBoard and W&B. One that fails is not called again."""
         for name, service in list(self.services.items()):
             try:
@@ -171,8 +166,11 @@ class RunLog:
         """`[GRPO step 000/079]`"""
         return f"[{self.title} step {iteration:03d}/{self.max_iters - 1:03d}]"
 
-    def iteration(self, record: dict, samples: Iterable[dict] = ()) -> None:
-        """Log one iteration: record (with "iter") to log.jsonl, console and services, samples to samples.jsonl."""
+    def iteration(self, record: dict, samples: Iterable[dict] = ()):
+        """Log one iteration: record (with "iter") to log.jsonl and services, samples to samples.jsonl.
+
+        The console shows every log_interval iterations, the first, the last, and those with an evaluation.
+        """
         record = finite(record)
         self.append("log.jsonl", json.dumps(record, allow_nan=False))
         for sample in samples:
@@ -180,18 +178,14 @@ class RunLog:
             self.append("samples.jsonl", json.dumps(sample, allow_nan=False))
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         self.call_services("log", numbers)
-        if self.is_shown(record):
-            self.scores(record | self.left(record["iter"] + 1))
-
-    def scores(self, record: dict) -> None:
-        """A console line for these figures of the log. Without "iter" they are of the model before training."""
-        self.say(console_line(record | self.not_shown, self.max_iters))
-
-    def is_shown(self, record: dict) -> bool:
-        """Every log_interval iterations, the first and the last, and those with an evaluation."""
         done = record["iter"] + 1
         regular = done in (self.start + 1, self.max_iters) or done % self.log_interval == 0
-        return regular or "eval_reward_mean" in record
+        if regular or "eval_reward_mean" in record:
+            self.scores(record | self.left(done))
+
+    def scores(self, record: dict):
+        """A console line for these figures of the log. Without "iter" they are of the model before training."""
+        self.say(console_line(record | self.not_shown, self.max_iters))
 
     def left(self, done: int) -> dict:
         """-> {"left": time left}, if no bar shows it. The first iteration is slower and does not count."""
@@ -209,31 +203,27 @@ class NoLog(RunLog):
 
     def __init__(self, settings, title: str = "", start: int = 0):
         self.title, self.start, self.max_iters = title, start, settings.max_iters
-        self.has_scores = False
         self.bar, self.services, self.files = tqdm(disable=True), {}, {}
 
-    def ignore(self, *arguments) -> None:
+    def ignore(self, *arguments):
         pass
 
     scores = show_line = memory = iteration = ignore
 
 
 def finite(record: dict) -> dict:
-    """Replace NaN and infinity by None: they are not JSON."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
+    """The record as JSON has it: NaN and infinity become None, at any depth."""
+    return json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)
 
 
-def keep_before(path: Path, start: int) -> None:
+def keep_before(path: Path, start: int):
     """Cut a JSON-lines file back to the iterations before `start`, because a resumed run repeats the others."""
     if path.exists():
         kept = [json.dumps(record) + "\n" for record in read_lines(path) if record["iter"] < start]
         write_whole(path, "".join(kept))
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str):
     """Write a file that nobody sees half written. Raises OSError."""
     temporary = path.with_suffix(".tmp")
     try:
@@ -252,17 +242,12 @@ def read_lines(path: Path) -> Iterator[dict]:
 
 
 def read_log(folder: str | Path) -> list[dict]:
-    """log.jsonl of a run's folder -> one record per iteration."""
-    return merged(read_lines(Path(folder) / "log.jsonl"))
-
-
-def merged(lines: Iterable[dict]) -> list[dict]:
-    """Lines of log.jsonl -> one record per iteration.
+    """log.jsonl of a run's folder -> one record per iteration.
 
     A second line of an iteration comes from a resumed run that repeated an evaluation. It adds what the first lacks.
     """
     records = {}
-    for line in lines:
+    for line in read_lines(Path(folder) / "log.jsonl"):
         records[line["iter"]] = line | records.get(line["iter"], {})
     return list(records.values())
 
@@ -277,24 +262,24 @@ def values_of(records: list[dict], name: str) -> list[tuple[int, float]]:
 class TensorBoard:
     """Numbers as scalars in <run>/tensorboard."""
 
-    def start(self, settings, title: str, start: int) -> None:
+    def start(self, settings, title: str, start: int):
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(Path(settings.out_dir) / "tensorboard", purge_step=start or None)
 
-    def log(self, record: dict) -> None:
+    def log(self, record: dict):
         for name, value in record.items():
             self.writer.add_scalar(name, value, record["iter"])
         self.writer.flush()
 
-    def close(self) -> None:
+    def close(self):
         self.writer.close()
 
 
 class WandB:
     """Numbers in a W&B run, continued on resume. W&B's environment variables (WANDB_PROJECT, WANDB_MODE) hold."""
 
-    def start(self, settings, title: str, start: int) -> None:
+    def start(self, settings, title: str, start: int):
         import wandb
 
         folder = Path(settings.out_dir)
@@ -312,10 +297,10 @@ class WandB:
             settings=wandb.Settings(console="off"),
         )
 
-    def log(self, record: dict) -> None:
+    def log(self, record: dict):
         self.run.log(record, step=record["iter"])
 
-    def close(self) -> None:
+    def close(self):
         self.run.finish()
 
 

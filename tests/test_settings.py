@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import options
 import settings
-from options import SnugError, friendly_errors, parse_value, read_config, read_settings, to_json
+from options import SnugError, friendly_errors, parse_value, read_config, read_settings
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, ModelOptions, SampleSettings, SFTSettings
 
@@ -242,11 +242,6 @@ def test_an_option_is_shown_under_the_class_that_has_it_first():
     assert "out_dir" in topics["RunOptions"] and "log_interval" in topics["LogOptions"]
     assert "out_dir" not in topics["GRPOSettings"] and "LoopSettings" not in topics
     assert sorted(sum(topics.values(), [])) == sorted(options.fields(GRPOSettings))
-
-
-def test_settings_are_written_as_json():
-    written = json.loads(to_json(GRPOSettings(seed=3)))
-    assert written == dataclasses.asdict(GRPOSettings(seed=3)) and GRPOSettings(**written).seed == 3
 
 
 def test_friendly_errors(capsys):

@@ -118,7 +118,7 @@ class Training:
 
     def make_up_evaluation(self, done: int) -> None:
         """Repeat the evaluation after `done` iterations if it failed, and complete its line in the log."""
-        made = self.processes.first(self.log.has_scores)  # rank 0 has the log
+        made = self.processes.first(self.saver.scores.get(done) is not None)
         if done and not made and is_due(done, self.prepared):
             self.meter.reset()
             scores = self.evaluate_if_due(done)
