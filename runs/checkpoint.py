@@ -51,11 +51,6 @@ def iteration_of(path: Path) -> int:
     return int(path.name.removeprefix(PREFIX))
 
 
-def is_checkpoint(folder: str | Path) -> bool:
-    """Is this a checkpoint's folder (or out/run/best, a link to one) and not a run's?"""
-    return Path(folder).resolve().name.startswith(PREFIX)
-
-
 def newest(folder: str | Path, read_tensors: bool = True) -> Path:
     """A run's folder -> its newest undamaged checkpoint; a checkpoint's folder -> itself. Raises SnugError.
 
@@ -67,7 +62,7 @@ def newest(folder: str | Path, read_tensors: bool = True) -> Path:
         advice = "train_sft.py and grpo.py make runs; a model is a folder in Hugging Face's layout"
         raise SnugError(f"{folder}: there is no such run or model{hint or f'; {advice}'}")
     paths = checkpoints(folder)
-    if is_checkpoint(folder):
+    if folder.resolve().name.startswith(PREFIX):  # out/run/best is a link to one
         paths = [folder.resolve() if folder.is_symlink() else folder]
     if not paths:
         raise SnugError(f"{folder}: has no checkpoint; was the run stopped before its first save?")

@@ -60,13 +60,10 @@ def first_and_last(records: list[dict], name: str) -> str:
 
 
 def newest_and_best(folder: Path) -> str:
-    """The newest checkpoint, and the best one if that is another; "" without a checkpoint."""
-    paths, best = checkpoints(folder), (folder / "best").resolve().name
-    if not paths:
-        return ""
-    return (
-        f"{paths[-1]} (best: {best})" if best in [path.name for path in paths[:-1]] else str(paths[-1])
-    )
+    """The newest checkpoint, and the best one if that is another."""
+    *others, newest = checkpoints(folder)
+    best = (folder / "best").resolve().name
+    return f"{newest} (best: {best})" if best in [path.name for path in others] else str(newest)
 
 
 def next_commands(settings, scored: bool, stopped: bool) -> list[str]:

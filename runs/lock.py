@@ -8,10 +8,10 @@ import fcntl
 import os
 import socket
 import sys
+from itertools import count
 from pathlib import Path
 
 from options import SnugError
-from runs import free_name
 
 
 class FolderLock:
@@ -50,8 +50,10 @@ class FolderLock:
             )
 
     def move_aside(self) -> Path:
-        """Rename the folder, with the earlier run in it, and lock a new one of its name -> the earlier run's folder."""
-        moved = self.folder.rename(free_name(self.folder))
+        """Rename the folder, with the earlier run in it, to <name>.1, .2, ... and lock a new one -> the renamed folder."""
+        names = (f"{self.folder.name}.{n}" for n in count(1))
+        free = next(path for path in map(self.folder.with_name, names) if not path.exists())
+        moved = self.folder.rename(free)
         self.file.close()
         (moved / "lock").unlink()
         self.__enter__()
