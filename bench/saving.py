@@ -54,7 +54,7 @@ def main(device, folder):
         print(
             f"{sum(p.numel() for p in model.parameters()):,} parameters, {size / MIB:.0f} MiB of state, torch {torch.__version__}, {device}"
         )
-        saver = Saver(settings, get_tokenizer("bytes"), model, optimizer, torch.device(device), print)
+        saver = Saver(settings, get_tokenizer("bytes"), model, optimizer, print)
         stop = time.perf_counter() + 3
         alone, slowdowns = forwards_a_second(model, lambda: time.perf_counter() < stop), []
         rows = {"beside": [], "waited for": [], "torch.save": []}

@@ -18,7 +18,7 @@ import lora
 from device.pick import pick_device
 from kernels import warn_without_kernels
 from model import GPT, make_model
-from options import SnugError, in_one_line
+from options import SnugError
 from pretrained.shapes import is_pretrained, stored_dtype
 from pretrained.tensors import opened, read_weights
 from runs.checkpoint import Checkpoint, base_of, find_run, settings_of, tokenizer_of
@@ -140,12 +140,11 @@ def generator_state(device: torch.device) -> dict:
 
 
 def restore_generators(state: dict, device: torch.device):
-    """The inverse of `generator_state`. A CUDA state is ignored on a CPU. Raises SnugError for other states."""
-    with in_one_line("state.json: generators cannot be restored"):
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-        np.random.set_state(state["numpy"])
-        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cpu"]), dtype=torch.uint8))
-        if "cuda" in state and device.type == "cuda":
-            words = bytearray.fromhex(state["cuda"])
-            torch.cuda.set_rng_state(torch.frombuffer(words, dtype=torch.uint8), device)
+    """The inverse of `generator_state`. A CUDA state is ignored on a CPU."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cpu"]), dtype=torch.uint8))
+    if "cuda" in state and device.type == "cuda":
+        words = bytearray.fromhex(state["cuda"])
+        torch.cuda.set_rng_state(torch.frombuffer(words, dtype=torch.uint8), device)

@@ -1,6 +1,6 @@
 """When a run's state is saved, and which checkpoints are kept.
 
-    saver = Saver(settings, tokenizer, model, optimizer, device, say)
+    saver = Saver(settings, tokenizer, model, optimizer, say)
     with saver.keeping(iteration, progress):      # if the iteration fails, save the state before it
         ...
     saver.after(iteration + 1, progress, scores)  # every save_interval, at a new best score, last
@@ -45,7 +45,6 @@ class Saver:
         tokenizer,
         model,
         optimizer,
-        device,
         say: Callable[[str], None],
         start=None,
         processes=None,
@@ -56,7 +55,7 @@ class Saver:
         With several processes rank 0 decides and writes. The others make the same calls.
         """
         self.settings, self.tokenizer, self.say = settings, tokenizer, say
-        self.model, self.optimizer, self.device = model, optimizer, device
+        self.model, self.optimizer, self.device = model, optimizer, model.device
         self.processes = processes or OneProcess()
         self.folder, self.constants = Path(settings.out_dir), constants
         self.saved = start  # iterations done by the newest checkpoint
@@ -175,12 +174,9 @@ class Saver:
             with suppress(OSError):  # a file system without links
                 link.unlink(missing_ok=True)
                 link.symlink_to(best.name)
-        try:
-            for path in paths[: -self.settings.save_total_limit]:
-                if path != best:
-                    shutil.rmtree(path)
-        except OSError as error:
-            self.problem = f"old checkpoints in {self.folder} cannot be deleted ({error.strerror})"
+        for path in paths[: -self.settings.save_total_limit]:
+            if path != best:
+                shutil.rmtree(path, ignore_errors=True)  # if it stays, the next save tries again
 
     def wait(self):
         """Wait until nothing is being written, and report what went wrong."""

@@ -48,7 +48,7 @@ def saved(tmp_path, shape="gpt2", iteration=7):
         model.logits(model(torch.arange(20, device=model.device).view(2, 10))).logsumexp(-1).sum().backward()
         optimizer_step(model, optimizer, 1e-3, 1.0)
     settings = SFTSettings(seed=4, out_dir=str(tmp_path))
-    saver = Saver(settings, get_tokenizer("bytes"), model, optimizer, model.device, print)
+    saver = Saver(settings, get_tokenizer("bytes"), model, optimizer, print)
     saver.save(iteration, progress(Guard(settings, print)), last=True)
     return model, optimizer, checkpoint.newest(tmp_path)
 
@@ -90,14 +90,6 @@ def test_what_does_not_fit_the_model_is_named(tmp_path):
         loading.load_weights(opened, make_model("gpt2", n_layer=3))
     with pytest.raises(SnugError, match=r"has the shape \[67, 32\], but the model needs \[68, 32\]$"):
         loading.load_weights(opened, make_model("gpt2", vocab_size=68))
-
-
-@pytest.mark.parametrize(
-    "state", [{}, dict(cpu="00", python=[3, [1] * 5, None], numpy=["MT19937", [1] * 624, 1, 0, 0.0])]
-)
-def test_generators_that_cannot_be_restored_are_one_line(state):
-    with pytest.raises(SnugError, match="state.json: generators cannot be restored .(KeyError: 'python'|ValueError)"):
-        loading.restore_generators(state, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("options", [[], ["--resume=auto"]])

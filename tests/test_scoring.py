@@ -236,7 +236,7 @@ def test_the_best_is_chosen_by_the_reward_of_own_functions_or_by_pass_at_1(tmp_p
     model.config = RewardOptions()  # any dataclass
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.steps = 1  # as our optimizers count
-    saver = Saver(settings, get_tokenizer("bytes"), model, optimizer, torch.device("cpu"), print)
+    saver = Saver(settings, get_tokenizer("bytes"), model, optimizer, print)
     scores = [(-0.9, 0.8), (-0.2, 0.0), (-0.5, 0.1), (None, 0.9)]
     scores = [dict(eval_reward_mean=reward, pass_at_1=rate) for reward, rate in scores] + [{}, {}]
     for done, entries in enumerate(scores, start=1):

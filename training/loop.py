@@ -39,7 +39,7 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
     -> False if a signal stopped it. Then the current iteration was finished and saved, for --resume=auto.
     """
     rehearse = DryRun(prepared, iterate, make_reference)
-    settings, longest = prepared.settings, prepared.longest(prepared.settings)
+    settings, longest = prepared.settings, prepared.longest()
     if settings.plan:
         if kind_planned(settings.device) == "cuda":
             warn_without_kernels()  # the plan is without them too
@@ -110,7 +110,6 @@ def make_training(prepared, model, reference, optimizer, meter, log, processes, 
             prepared.tokenizer,
             model,
             optimizer,
-            model.device,
             log.say,
             start or None,
             processes,
