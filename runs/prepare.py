@@ -6,7 +6,7 @@ tensors and writes nothing. If grpo.py has to make its warm start first, that is
 """
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from data import load_reward_function, make_task
@@ -38,18 +38,17 @@ class Prepared:
     shape: dict  # GPTConfig's keywords
     # Of the training and of evaluations; empty: SFT of a task that scores nothing.
     reward_funcs: list[Callable]
+    reward_weights: list[float]  # of reward_funcs; empty: 1 each
     # The SFT run that makes init_from, if that is missing or not finished.
     warm_start: "Prepared | None" = None
-    reward_weights: list[float] = field(default_factory=list)  # of reward_funcs; empty: 1 each
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
     origin: Checkpoint | None = None  # the initial or reference weights
 
-    def longest(self, settings) -> tuple[int, int]:
+    def longest(self) -> tuple[int, int]:
         """-> tokens of the longest prompt and of the longest completion."""
+        settings = self.settings
         prompt, answer = self.task.longest(self.tokenizer.encode_prompt)
-        if isinstance(settings, GRPOSettings):
-            return settings.max_prompt_length or prompt, settings.max_new_tokens
-        return prompt, answer + 1
+        return settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
 
 
 def prepare(
@@ -83,7 +82,7 @@ def prepare(
     resolved = {name: shape[name] for name in SHAPE if name in shape} | {"block_size": block_size}
     settings = replace(settings, **resolved)  # for settings.json; a smaller block_size is the user's
     prepared = Prepared(
-        settings, task, tokenizer, shape, functions, warm_start, weights, resume, origin
+        settings, task, tokenizer, shape, functions, weights, warm_start, resume, origin
     )
     refuse_lengths(prepared, block_size)
     if read_tensors and not settings.plan:
@@ -107,17 +106,25 @@ def refuse_places(settings):
 
 
 def find_weights(settings, task: Task, config: str, read_tensors: bool):
-    """-> (the checkpoint to resume, the weights in init_from, the warm start that makes them), or None. Raises
+    """-> (the checkpoint to resume, the weights in init_from, the warm start that makes them), each may be None. Raises
     SnugError.
 
     config: of the warm start, if init_from named it. read_tensors: read and compare every byte; otherwise only sizes
     and small files.
     """
-    resume = None
+    resume = origin = warm_start = None
+    init_from = settings.init_from
     if settings.resume == "auto" and checkpoints(settings.out_dir):
         resume = open_checkpoint(settings.out_dir, read_tensors)
         refuse_changes(settings, task, resume)
-    return resume, *find_origin(settings, resume, config, read_tensors)
+    if resume and settings.lora_rank:
+        origin = base_of(resume, init_from, read_tensors)
+    elif init_from and (settings.beta or not resume):
+        if not config or checkpoints(init_from):
+            origin = find_run(init_from, read_tensors)
+        if config and (not origin or origin.state["iteration"] < settings_of(origin.state).max_iters):
+            origin, warm_start = None, prepare_warm_start(settings, config, read_tensors)
+    return resume, origin, warm_start
 
 
 def refuse_changes(settings, task: Task, resume: Checkpoint):
@@ -136,21 +143,6 @@ def refuse_changes(settings, task: Task, resume: Checkpoint):
     else:
         return
     raise SnugError(f"{resume.path} {problem}; put it back, or start anew in another out_dir")
-
-
-def find_origin(settings, resume: Checkpoint | None, config: str, read_tensors: bool):
-    """-> (the weights in init_from; the warm start that makes them), either may be None. Raises SnugError."""
-    init_from = settings.init_from
-    if resume and settings.lora_rank:
-        return base_of(resume, init_from, read_tensors), None
-    if not init_from or resume and not settings.beta:
-        return None, None
-    if config and not checkpoints(init_from):
-        return None, prepare_warm_start(settings, config, read_tensors)
-    origin = find_run(init_from, read_tensors)
-    if config and origin.state["iteration"] < settings_of(origin.state).max_iters:
-        return None, prepare_warm_start(settings, config, read_tensors)
-    return origin, None
 
 
 def prepare_warm_start(settings: GRPOSettings, config: str, read_tensors: bool) -> Prepared:
@@ -214,14 +206,14 @@ def rewards_of(settings: RewardOptions | SFTSettings, task: Task) -> tuple[list[
         return [load_reward_function(spec) for spec in settings.reward_funcs], settings.reward_weights
     if not task.scored:
         return [], []
-    functions, weights = map(list, zip(*task.reward_functions(), strict=True))
-    return functions, [] if set(weights) == {1.0} else weights
+    functions, weights = zip(*task.reward_functions(), strict=True)
+    return list(functions), list(weights)
 
 
 def refuse_lengths(prepared: Prepared, block_size: int):
     """Raises SnugError if prompt and completion do not fit into block_size."""
     settings = prepared.settings
-    prompt, completion = prepared.longest(settings)
+    prompt, completion = prepared.longest()
     if prompt + completion <= block_size:
         return
     what = f"demonstrations of up to {completion} tokens"

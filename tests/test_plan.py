@@ -331,7 +331,7 @@ def test_the_configs_of_the_repository_hold_what_they_promise():
 def fitted_into(share, tmp_path, **options):
     """-> (settings, the settings that fit this share of their peak, their peak, function of settings: the share they need)."""
     prepared, settings = prepared_run(tmp_path, **options)
-    make, longest = dry_run(prepared), prepared.longest(settings)
+    make, longest = dry_run(prepared), prepared.longest()
     first = plan(make, settings)
     fitted, planned = fit(make, settings, first, longest, share * first.peak)
     return settings, fitted, planned.peak / first.peak, lambda other: plan(make, other).peak / first.peak

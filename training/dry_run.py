@@ -76,7 +76,7 @@ def share_of(settings):
 @component("rollouts")
 def worst_case_groups(settings, iteration, training):
     """In place of grpo.collect_groups: completions of the longest length, and rewards."""
-    prompt, completion = training.prepared.longest(settings)
+    prompt, completion = training.prepared.longest()
     P, k, chunk_mb = settings.batch_size, settings.group_size, settings.logits_chunk_mb
     with training.meter.phase("rollout"), autocast(settings.dtype, training.model):
         rounds = [
@@ -103,7 +103,7 @@ def worst_case_groups(settings, iteration, training):
 @component("rollouts")
 def worst_case_batch(settings, iteration, training):
     """In place of train_sft.demonstrations."""
-    prompt, completion = training.prepared.longest(settings)
+    prompt, completion = training.prepared.longest()
     lengths = fullest_micro_batches(settings, prompt, completion)
     tokens = torch.zeros(settings.batch_size, prompt + completion, dtype=torch.long)
     rows = torch.arange(len(lengths)) % len(tokens)
@@ -139,7 +139,7 @@ class DryTraining(Training):
     """A Training that evaluates the worst case, and neither logs nor saves."""
 
     def evaluate_if_due(self, done):
-        settings, (prompt, completion) = self.settings, self.prepared.longest(self.settings)
+        settings, (prompt, completion) = self.settings, self.prepared.longest()
         if done == 0 and settings.eval_prompts:
             P, limits = settings.eval_prompts, (self.limits.max_eval_batch, settings.logits_chunk_mb)
             with self.meter.phase("eval"), autocast(settings.dtype, self.model):
