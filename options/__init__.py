@@ -180,8 +180,11 @@ KINDS = {  # type -> as error messages name it, as --help does
 }
 
 
-def check_type(cls, name: str, value, where: str):
-    """-> `value`; an int may become a float, a tuple a list. where: start of the error message. Raises SnugError."""
+def check_value(cls, name: str, value, where: str):
+    """-> `value` within the option's type and limits; an int may become a float, a tuple a list. Raises SnugError.
+
+    where: start of the error message.
+    """
     kind, optional = type_of(cls, name)
     if value is None and optional:
         return None
@@ -192,26 +195,18 @@ def check_type(cls, name: str, value, where: str):
         items = [float(item) if type(item) is int else item for item in items]
     if is_list != (element is not kind) or any(type(item) is not element for item in items):
         raise SnugError(f"{where} takes {KINDS[kind][0]}, not {value!r}")
-    return items if is_list else items[0]
-
-
-def check_value(cls, name: str, value, where: str):
-    """`check_type`, and the option's limits. Raises SnugError."""
-    value = check_type(cls, name, value, where)
     limits = fields(cls)[name].metadata
     choices, minimum, maximum = limits["choices"], limits["minimum"], limits["maximum"]
-    for item in value if isinstance(value, list) else [value]:
+    for item in items:
         if choices and item not in choices:
             hint = did_you_mean(item, choices)
             raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")
-        if isinstance(item, str) and "\0" in item:
-            raise SnugError(f"{where}={item!r:.60} has a NUL character; remove it")
-        if isinstance(item, float) and not math.isfinite(item):
+        if element is float and not math.isfinite(item):
             raise SnugError(f"{where} must be finite, not {item}")
-        if isinstance(item, int | float) and not minimum <= item <= maximum:
+        if element in (int, float) and not minimum <= item <= maximum:
             limit = f"below {minimum}" if item < minimum else f"above {maximum}"
             raise SnugError(f"{where}={item} is {limit}")
-    return value
+    return items if is_list else items[0]
 
 
 class Parser(argparse.ArgumentParser):

@@ -50,7 +50,10 @@ class FolderLock:
             )
 
     def move_aside(self) -> Path:
-        """Rename the folder, with the earlier run in it, to <name>.1, .2, ... and lock a new one -> the renamed folder."""
+        """Rename the folder, with the earlier run in it, and lock a new one of its name -> the earlier run's folder.
+
+        The new name is the first of <name>.1, <name>.2, ... that is free.
+        """
         names = (f"{self.folder.name}.{n}" for n in count(1))
         free = next(path for path in map(self.folder.with_name, names) if not path.exists())
         moved = self.folder.rename(free)

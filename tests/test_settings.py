@@ -360,8 +360,3 @@ def test_whatever_cannot_be_is_refused_by_name(seed):
 def test_the_commands_refuse_too(capsys):
     assert refuse.main(count=2, seed=1) == []
     assert json.loads(capsys.readouterr().out)["count"] == 2
-
-
-def test_text_with_a_nul_names_no_file(tmp_path):
-    path = config(tmp_path, 'out_dir = "a\\0b"')
-    assert refused(read_config, SFTSettings, path) == f"{path}:1: out_dir='a\\x00b' has a NUL character; remove it"
