@@ -273,8 +273,7 @@ def help_of(field: dataclasses.Field) -> str:
         default = ",".join(field.default_factory())
     shown = f"{default:g}" if type(default) is float else str(default).lower() or "empty"
     unit = field.metadata["unit"] and field.metadata["unit"] + "; "
-    text = f"{field.metadata['meaning']} ({unit}default: {shown})"
-    return text.replace("%", "%%")
+    return f"{field.metadata['meaning']} ({unit}default: {shown})"
 
 
 @contextmanager

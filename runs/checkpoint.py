@@ -95,12 +95,8 @@ def damage(path: Path, read_tensors: bool = True) -> str | None:
 
 
 def sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    block = bytearray(2**24)  # large: this may run in a thread beside the training
-    with open(file, "rb", buffering=0) as stream:
-        while count := stream.readinto(block):
-            digest.update(memoryview(block)[:count])
-    return digest.hexdigest()
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def open_checkpoint(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
@@ -183,7 +179,6 @@ def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes]):
 
     final = folder / f"{PREFIX}{state['iteration']:06d}"
     temporary = folder / f".tmp-{final.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         for name, named in tensors.items():

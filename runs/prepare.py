@@ -93,12 +93,10 @@ def prepare(
 
 def refuse_places(settings):
     """Raises SnugError if there is no reference, or if a new run would move init_from away."""
-    if not settings.init_from:
-        if settings.beta:
-            raise SnugError(f"beta={settings.beta} needs a reference: set init_from, or --beta=0")
-        return
+    if settings.beta and not settings.init_from:
+        raise SnugError(f"beta={settings.beta} needs a reference: set init_from, or --beta=0")
     source, out_dir = Path(settings.init_from).resolve(), Path(settings.out_dir).resolve()
-    if out_dir in (source, *source.parents):
+    if settings.init_from and out_dir in (source, *source.parents):
         raise SnugError(
             f"init_from={settings.init_from} is in out_dir={settings.out_dir}, which a new run moves away; "
             "choose another out_dir"
