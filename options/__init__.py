@@ -114,23 +114,16 @@ def read_config(cls, path: str) -> dict[str, typing.Any]:
     values = {}
     for node in tree.body:
         where = f"{path}:{node.lineno}"
-        match node:
-            case ast.Expr(ast.Constant()):  # a docstring
-                continue
-            case ast.Assign([ast.Name(name)], literal):
-                pass
-            case _:
-                text = ast.unparse(node)[:60]
-                raise SnugError(f"{where}: {text!r} is not a plain assignment, name = value")
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+            continue
+        try:
+            [target] = node.targets
+            name, value = target.id, ast.literal_eval(node.value)
+        except (AttributeError, ValueError, TypeError):  # another statement; no literal; {[]}
+            text = ast.unparse(node)[:60]
+            raise SnugError(f"{where}: {text!r} is not name = value with a literal value") from None
         if name not in fields(cls):
             raise unknown_option(cls, name, f"{where}: {name}")
-        try:
-            value = ast.literal_eval(literal)
-        except (ValueError, TypeError):  # TypeError: {[]}
-            text = ast.unparse(literal)[:60]
-            raise SnugError(
-                f"{where}: {name} = {text} is not a literal; write the value itself"
-            ) from None
         values[name] = check_value(cls, name, value, f"{where}: {name}")
     return values
 

