@@ -15,7 +15,6 @@ import json
 import pickle
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import traceback
@@ -53,7 +52,7 @@ class Bomb:
 
 
 def by_a_disk(data, rng, others):
-    """bytes -> bytes, or None: gone."""
+    """bytes -> bytes, or None if the file is to be deleted."""
     kind = rng.choice(["bit", "bit", "bytes", "cut", "empty", "gone", "longer", "zeros", "swap", "pickle"])
     at = rng.randrange(len(data))
     if kind == "bit":
@@ -66,35 +65,18 @@ def by_a_disk(data, rng, others):
     return (results | dict(pickle=pickle.dumps(Bomb())))[kind]
 
 
-def resume(settings):
-    """What train_sft.py does before its first iteration."""
-    begin(prepare(settings), torch.device("cpu"))
-
-
-def too_long(*_):
-    raise TimeoutError("20 seconds")
-
-
-def attempt(settings, path, name, data):
-    """-> "refused", "resumed", or what was wrong."""
+def attempt(settings):
+    """Do what train_sft.py does before its first iteration -> "refused", "resumed", or what was wrong."""
     global watching
-    file = path / name
-    if data is None:
-        file.unlink()
-    else:
-        file.write_bytes(data)
-    signal.alarm(20)
     watching = True
     try:
-        resume(settings)
+        begin(prepare(settings), torch.device("cpu"))
         return "resumed"
     except SnugError as error:
         return "refused" if "\n" not in str(error) else f"several lines: {error}"
-    except BaseException as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {error} at {Path(place.filename).name}:{place.lineno}"
+    except BaseException:
+        return traceback.format_exc()
     finally:
-        signal.alarm(0)
         watching = False
 
 
@@ -108,13 +90,16 @@ def main(mutations, seed):
             train_sft.main(prepare(settings))
         path = checkpoint.newest(settings.out_dir)
         whole = {name: (path / name).read_bytes() for name in NAMES}
-        resume(settings)  # so that whatever is imported and compiled once is there
+        attempt(settings)  # so that whatever is imported and compiled once is there
         sys.addaudithook(watch)
-        signal.signal(signal.SIGALRM, too_long)
         for number in range(mutations):
             name = NAMES[rng.randrange(4)]
             data = by_a_disk(whole[name], rng, [whole[other] for other in NAMES if other != name])
-            ended = attempt(settings, path, name, data)
+            if data is None:
+                (path / name).unlink()
+            else:
+                (path / name).write_bytes(data)
+            ended = attempt(settings)
             harmless = data == whole[name] or name == "manifest.json" and same_json(data, whole[name])
             if caught or ended not in ("refused", "resumed") or ended == "resumed" and not harmless:
                 wrong.append(f"mutation {number} of {name}: {ended} {caught} {(data or b'')[:300]!r}")

@@ -10,7 +10,6 @@ from batch import Cut
 from evaluate import run_scores, sample_held_out
 from memory import Limits
 from memory.meter import MemoryMeter, tensor_bytes
-from options import SnugError
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
@@ -29,15 +28,8 @@ EXACT = {  # in float64: what is left is a rounding of 1e-16, which Adam may enl
     "offload": dict(checkpoint_blocks="block", activation_offload=True),
     "optimizer on the host": dict(optimizer_device="host"),
     "gradients on the host": dict(grad_offload=True),
-    "all together": dict(
-        max_tokens_per_micro_batch=60,
-        logits_chunk_mb=0.01,
-        checkpoint_blocks="block",
-        activation_offload=True,
-        optimizer_device="host",
-        grad_offload=True,
-    ),
 }
+EXACT["all together"] = {name: value for changes in EXACT.values() for name, value in changes.items()}
 EXACT_GRPO = {
     "reference on the host": dict(reference="host"),
     "decoded in limits": dict(max_rollout_batch=3),
@@ -109,17 +101,6 @@ def test_bfloat16_grpo_runs_and_its_sampler_agrees_with_its_trainer(curves):
         "grpo", dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16", reference="host", max_iters=5
     )
     assert all(record["logprob_diff_max"] < 0.3 and record["logprob_diff_mean"] < 0.02 for record in records)
-
-
-def test_combinations_that_make_no_sense_are_refused():
-    for changes, message in (
-        (dict(activation_offload=True), "add --checkpoint_blocks=block"),
-        (dict(param_dtype="bfloat16"), "add --dtype=bfloat16"),
-        (dict(memory_budget_gb="much"), "memory_budget_gb='much' is not auto or a number of GiB"),
-        (dict(memory_budget_gb="-1"), "memory_budget_gb='-1'"),
-    ):
-        with pytest.raises(SnugError, match=message):
-            SFTSettings(**changes).check()
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")

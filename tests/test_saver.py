@@ -233,18 +233,6 @@ def test_not_finite_finds_one_among_many(dtype, value):
     assert not_finite(named) == "t2 has NaN or infinity"
 
 
-def test_a_save_that_fails_is_reported_and_the_next_one_tries_again(tmp_path, monkeypatch):
-    run = Run(tmp_path, save_interval=5)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", broken(28))
-        run.iterations(*range(1, 12))
-    run.iterations(*range(12, 18))
-    assert run.kept() == [15] and not list(tmp_path.glob(".tmp*"))
-    failed = [message.partition(" cannot be written into ")[0] for message in run.messages]
-    assert failed == ["warning: checkpoint-000005", "warning: checkpoint-000010"]
-    assert "No space left on device); the training goes on, and the next save tries again" in run.messages[0]
-
-
 @pytest.mark.parametrize(
     "owner, name, number",
     [(Path, "mkdir", 30), (safetensors.torch, "save_file", 28), (Path, "write_text", 28), (os, "fsync", 5)]
@@ -270,11 +258,10 @@ def test_whatever_fails_in_a_save_leaves_the_one_before(tmp_path, monkeypatch, o
 TRAIN = [sys.executable, "train_sft.py", "--device=cpu", "--eval_prompts=0", "--batch_size=4"]
 
 
-def shell(commands, *prefix):
+def shell(commands):
     """Run shell commands in the repository -> the finished process."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*prefix, "sh", "-c", commands]
-    return subprocess.run(command, capture_output=True, text=True, cwd=HOME, env=environment)
+    return subprocess.run(commands, shell=True, capture_output=True, text=True, cwd=HOME, env=environment)
 
 
 def test_a_disk_that_refuses_large_files(tmp_path):
@@ -289,36 +276,6 @@ def test_a_disk_that_refuses_large_files(tmp_path):
     assert len(read_log(tmp_path / "run")) == 9  # it trained to the end
     assert shell(f"{train} --max_iters=9 --resume=auto").returncode == 0
     assert checkpoint.newest(tmp_path / "run").name == "checkpoint-000009"
-
-
-def in_a_mount(folder, commands):
-    """Run shell commands where `folder` is a file system of 3 MiB -> the process; skips where none may be mounted."""
-    folder.mkdir()
-    mount = f"mount -t tmpfs -o size=3m tmpfs {folder}"
-    if shell(mount, "unshare", "-rm").returncode:
-        pytest.skip("no file system can be mounted here")
-    return shell(f"{mount} && {commands}", "unshare", "-rm")
-
-
-def test_a_disk_that_is_full(tmp_path):
-    """The run goes on to its end, lines of the log may be missing, and the last checkpoint that fitted is undamaged."""
-    disk = tmp_path / "disk"
-    train = f"{' '.join(TRAIN)} --max_iters=30 --save_interval=1 --save_total_limit=50 --out_dir={disk}/run"
-    copy = f"cp {disk}/run/log.jsonl {tmp_path}; cp -r {disk}/run/checkpoint-000002 {tmp_path}"
-    child = in_a_mount(disk, f"{train}; echo code $?; {copy}")
-    assert "code 2\n" in child.stdout and "No space left on device" in child.stderr
-    assert "checkpoint-000002" in child.stderr
-    iterations = [record["iter"] for record in read_log(tmp_path)]
-    assert iterations == sorted(set(iterations)) and 2 <= len(iterations) <= 30
-    assert checkpoint.damage(tmp_path / "checkpoint-000002") is None
-
-
-def test_a_folder_that_is_read_only(tmp_path):
-    disk = tmp_path / "disk"
-    train = f"{' '.join(TRAIN)} --max_iters=2 --out_dir={disk}"
-    child = in_a_mount(disk, f"mount -o remount,ro {disk} && {train}; echo code $?")
-    assert "code 2\n" in child.stdout and child.stderr.count("\n") == 1, child.stderr
-    assert f"error: out_dir={disk} cannot be " in child.stderr and "Read-only file system" in child.stderr
 
 
 # -----------------------------------------------------------------------------
