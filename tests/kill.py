@@ -4,9 +4,9 @@
 
 A run of GRPO saves after every iteration, in one process (none) or in two (ddp, fsdp). For each kind and place, runs are
 started and one process is killed, until `kills` kills have hit the place. Rank 0 tells when an iteration's rollout,
-training or save begins and ends. The iteration, the rank and the delay are random. Half of the killed runs are resumed
-and killed again, at any moment. After each kill all lines of the logs are complete, all checkpoints are undamaged, and
-the other process has ended with a line that says so. Then --resume=auto has to finish the run.
+training or save begins and ends. The iteration, the rank and the delay are random. After each kill all lines of the
+logs are complete, all checkpoints are undamaged, and the other process has ended with a line that says so. Then
+--resume=auto has to finish the run.
 
 Saves are made slow: a save of this model takes milliseconds. The processes are forks of this one, which has imported
 torch. As torchrun does, it sends SIGTERM to the other process; test_torchrun.py kills processes of torchrun itself.
@@ -141,17 +141,6 @@ def kill_in(kind, place, folder, rng, longest):
     return hit, seconds, wrong and f"{kind}, {place}, iteration {iteration}, rank {victim}, {delay:.3f} s: {wrong}"
 
 
-def kill_anywhere(kind, folder, rng):
-    """Resume the run and kill all its processes within half a second -> what is wrong, or None."""
-    children = start(kind, folder)
-    time.sleep(rng.random() * 0.5)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-    for pid in children:
-        wait_for(pid)
-    return left_behind(folder)
-
-
 def left_behind(folder):
     """What is wrong with what a kill left, or None: half a line, or a damaged checkpoint."""
     for name in ("log.jsonl", "samples.jsonl"):
@@ -195,17 +184,15 @@ def main(kills, seed, kinds, places):
         for kind, place in ((kind, place) for kind in kinds for place in places):
             rng, began = random.Random(f"{seed} {kind} {place}"), time.monotonic()
             longest = place_lasts(kind, place, f"{home}/unharmed")
-            expected, hits, missed, again, slowest, wrong = tensors_in(f"{home}/unharmed"), 0, 0, 0, 0.0, None
+            expected, hits, missed, slowest, wrong = tensors_in(f"{home}/unharmed"), 0, 0, 0.0, None
             assert any(tensor.any() for name, tensor in expected.items() if name.startswith("exp_avg"))  # it learned
             while hits < kills and not wrong:
                 hit, seconds, wrong = kill_in(kind, place, f"{home}/run", rng, longest)
                 hits, missed, slowest = hits + hit, missed + (not hit), max(slowest, seconds)
-                if not wrong and rng.random() < 0.5:
-                    again, wrong = again + 1, kill_anywhere(kind, f"{home}/run", rng)
                 wrong = wrong or finish(kind, f"{home}/run", expected)
                 shutil.rmtree(f"{home}/run", ignore_errors=True)
             shutil.rmtree(f"{home}/unharmed")
-            report = dict(kind=kind, place=place, seed=seed, kills=hits, beside_it=missed, again=again)
+            report = dict(kind=kind, place=place, seed=seed, kills=hits, beside_it=missed)
             report |= dict(place_s=round(longest, 3), ended_after_s_max=round(slowest, 2), wrong=wrong)
             print(json.dumps(report | dict(time_s=round(time.monotonic() - began, 1))), flush=True)
             failed = failed or bool(wrong)

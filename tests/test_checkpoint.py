@@ -199,12 +199,9 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
     sft = dataclasses.replace(sft, max_iters=150, save_interval=0, eval_prompts=0)
     whole = dataclasses.replace(sft, out_dir=str(tmp_path / "whole"))
     train_sft.main(prepare(whole))
-    options = {name: value for name, value in dataclasses.asdict(sft).items() if value not in ("", None, [])}
-    options |= {name: ",".join(value) for name, value in options.items() if isinstance(value, list)}
-    words = [f"--{name}={value}" for name, value in options.items()]
-    child = subprocess.Popen(
-        [sys.executable, "train_sft.py", *words], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    (tmp_path / "config.py").write_text("".join(f"{name} = {value!r}\n" for name, value in vars(sft).items()))
+    command = [sys.executable, "train_sft.py", tmp_path / "config.py"]
+    child = subprocess.Popen(command, cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in child.stdout:
         if line.startswith("iter   5"):
             child.send_signal(number)

