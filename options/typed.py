@@ -11,8 +11,9 @@ KINDS = {
     float: "a positive number below 2**63",
     bool: "true or false",
     str: "text",
+    list: "a list",
+    dict: "an object",
 }
-KINDS |= {list: "a list", dict: "an object"}
 
 
 class Fields:

@@ -76,7 +76,6 @@ class RunLog:
         self.log_interval = settings.log_interval or max(1, settings.max_iters // 25)
         # Without reward_funcs the mean reward of an evaluation is pass@1.
         self.not_shown = {} if settings.reward_funcs else {"eval_reward_mean": None}
-        self.began = 0.0  # time.monotonic() at the end of the first iteration
         self.files, self.warned = {}, set()
         folder = Path(settings.out_dir)
         try:
@@ -191,7 +190,7 @@ class RunLog:
         """-> {"left": time left}, if no bar shows it. The first iteration is slower and does not count."""
         count, now = done - self.start - 1, time.monotonic()
         if count < 1:
-            self.began = now
+            self.began = now  # the first iteration is over
         if count < 1 or done == self.max_iters or not self.bar.disable:
             return {}
         seconds = (now - self.began) / count * (self.max_iters - done)

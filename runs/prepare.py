@@ -6,12 +6,12 @@ tensors and writes nothing. If grpo.py has to make its warm start first, that is
 """
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import load_reward_function, make_task
 from data.task import Task
-from options import SnugError, read_settings
+from options import SnugError, fields, read_settings
 from pretrained.shapes import is_pretrained
 from runs.checkpoint import (
     Checkpoint,
@@ -25,8 +25,8 @@ from runs.checkpoint import (
 from settings import GRPOSettings, ModelOptions, RewardOptions, SFTSettings, TaskOptions
 from tokenizer import Tokenizer, get_tokenizer
 
-SHAPE = [f.name for f in fields(ModelOptions)]
-PROBLEM = [f.name for f in fields(TaskOptions) if f.name != "tokenizer"]
+SHAPE = list(fields(ModelOptions))
+PROBLEM = [name for name in fields(TaskOptions) if name != "tokenizer"]
 ADAPTERS = ["lora_rank", "lora_alpha", "lora_target_modules"]
 
 
@@ -66,7 +66,7 @@ def prepare(
     refuse_places(settings)
     resume, origin, warm_start = find_weights(settings, task, config, read_tensors=False)
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
-    shape = shape | {"vocab_size": shape.get("vocab_size") or tokenizer.n_vocab}
+    shape = shape | {"vocab_size": shape["vocab_size"] or tokenizer.n_vocab}
     shape["n_vocab"] = tokenizer.n_vocab
     if shape["vocab_size"] < tokenizer.n_vocab:
         raise SnugError(
@@ -84,7 +84,7 @@ def prepare(
     prepared = Prepared(
         settings, task, tokenizer, shape, functions, weights, warm_start, resume, origin
     )
-    refuse_lengths(prepared, block_size)
+    refuse_lengths(prepared)
     if read_tensors and not settings.plan:
         verified = find_weights(settings, task, config, read_tensors=True)
         prepared.resume, prepared.origin, prepared.warm_start = verified
@@ -145,10 +145,9 @@ def refuse_changes(settings, task: Task, resume: Checkpoint):
 
 def prepare_warm_start(settings: GRPOSettings, config: str, read_tensors: bool) -> Prepared:
     """The SFT run of this config, with this run's seed and device; resumed if it was stopped. Raises SnugError."""
-    names = ["seed", "device", "parallel"]
+    words = [f"--{name}={getattr(settings, name)}" for name in ("seed", "device", "parallel")]
     if settings.memory_budget_gb:
-        names.append("memory_budget_gb")
-    words = [f"--{name}={getattr(settings, name)}" for name in names]
+        words.append(f"--memory_budget_gb={settings.memory_budget_gb}")
     sft, chosen, _ = read_settings(SFTSettings, [config, *words, "--resume=auto"])
     warm_start = prepare(sft, chosen, read_tensors)
     for name in PROBLEM:
@@ -183,7 +182,7 @@ def refuse_contradictions(
     settings, chosen: Set[str], shape: dict, tokenizer_name: str, source: str | Path
 ):
     """Shape and tokenizer come from `source`; the options that the user chose must agree. Raises SnugError."""
-    expected = {f.name: f.default for f in fields(ModelOptions)} | shape
+    expected = vars(ModelOptions()) | shape
     for name in sorted(chosen & {*SHAPE}):
         value = getattr(settings, name)
         smaller = name == "block_size" and value < expected[name]  # refuse_lengths holds to it
@@ -208,16 +207,16 @@ def rewards_of(settings: RewardOptions | SFTSettings, task: Task) -> tuple[list[
     return list(functions), list(weights)
 
 
-def refuse_lengths(prepared: Prepared, block_size: int):
+def refuse_lengths(prepared: Prepared):
     """Raises SnugError if prompt and completion do not fit into block_size."""
     settings = prepared.settings
     prompt, completion = prepared.longest()
-    if prompt + completion <= block_size:
+    if prompt + completion <= settings.block_size:
         return
     what = f"demonstrations of up to {completion} tokens"
     if isinstance(settings, GRPOSettings):
         what = f"max_new_tokens={settings.max_new_tokens}"
     raise SnugError(
         f"prompts of {settings.task} have up to {prompt} tokens; with {what} that is {prompt + completion}, "
-        f"more than block_size={block_size}"
+        f"more than block_size={settings.block_size}"
     )
