@@ -203,8 +203,8 @@ def rewards_of(settings: RewardOptions | SFTSettings, task: Task) -> tuple[list[
         return [load_reward_function(spec) for spec in settings.reward_funcs], settings.reward_weights
     if not task.scored:
         return [], []
-    functions, weights = zip(*task.reward_functions(), strict=True)
-    return list(functions), list(weights)
+    functions, weights = map(list, zip(*task.reward_functions(), strict=True))
+    return functions, [] if set(weights) == {1.0} else weights
 
 
 def refuse_lengths(prepared: Prepared):
