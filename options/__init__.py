@@ -185,7 +185,8 @@ def check_value(cls, name: str, value, where: str):
     element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
     items = list(value) if is_list else [value]
     if element is float:
-        items = [float(item) if type(item) is int else item for item in items]
+        # By way of text: 10**400 becomes infinite, where float(10**400) raises.
+        items = [float(str(item)) if type(item) is int else item for item in items]
     if is_list != (element is not kind) or any(type(item) is not element for item in items):
         raise SnugError(f"{where} takes {KINDS[kind][0]}, not {value!r}")
     limits = fields(cls)[name].metadata
@@ -194,6 +195,8 @@ def check_value(cls, name: str, value, where: str):
         if choices and item not in choices:
             hint = did_you_mean(item, choices)
             raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")
+        if element is str and "\0" in item:
+            raise SnugError(f"{where}={item!r:.60} has a NUL character; remove it")
         if element is float and not math.isfinite(item):
             raise SnugError(f"{where} must be finite, not {item}")
         if element in (int, float) and not minimum <= item <= maximum:

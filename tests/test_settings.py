@@ -305,3 +305,10 @@ def test_whatever_cannot_be_is_refused_by_name(seed):
         assert name in str(error) and "\n" not in str(error), (words, str(error))
     else:
         pytest.fail(f"taken: {words}")
+
+
+def test_text_with_a_nul_and_a_number_without_end(tmp_path):
+    path = config(tmp_path, 'out_dir = "a\\0b"')
+    assert refused(read_config, SFTSettings, path) == f"{path}:1: out_dir='a\\x00b' has a NUL character; remove it"
+    path = config(tmp_path, f"learning_rate = {10**400}")
+    assert refused(read_config, SFTSettings, path) == f"{path}:1: learning_rate must be finite, not inf"
