@@ -10,9 +10,10 @@ Left out: differences of two models, intervals of anything but means over prompt
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from math import comb
+from statistics import fmean
 
 Z = 1.959963984540054  # standard deviations that hold 95 % of a normal distribution
 
@@ -32,13 +33,11 @@ def majority(answers: Sequence, right: Sequence[bool]) -> float:
 
     If answers tie, the mean over them; without a vote, 0.
     """
-    votes = defaultdict(list)
-    for answer, is_right in zip(answers, right, strict=True):
-        if answer is not None:
-            votes[answer].append(is_right)
-    most = max(map(len, votes.values()), default=0)
-    winners = [shares for shares in votes.values() if len(shares) == most]
-    return sum(map(sum, winners)) / (most * len(winners)) if winners else 0.0
+    votes = Counter(answer for answer in answers if answer is not None)
+    most = max(votes.values(), default=None)
+    pairs = zip(answers, right, strict=True)
+    winners = [is_right for answer, is_right in pairs if votes[answer] == most]
+    return mean_of(winners) or 0.0
 
 
 def wilson(mean: float, n: int) -> tuple[float, float]:
@@ -47,7 +46,7 @@ def wilson(mean: float, n: int) -> tuple[float, float]:
     It is exact for zeros and ones. Values between them vary less, so for them it is wider than necessary.
     """
     centre = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
-    half = Z * math.sqrt(max(mean * (1 - mean), 0) / n + Z**2 / (4 * n**2)) / (1 + Z**2 / n)
+    half = Z * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2)) / (1 + Z**2 / n)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
@@ -99,39 +98,40 @@ def reward_means(samples: list[dict]) -> dict[str, float | None]:
     """-> {"reward": mean, "reward/<function>": mean, ...}. The means leave out None, "not scored"."""
     means = {}
     for name in samples[0]:
-        if name.partition("/")[0] == "reward":
+        if name.startswith("reward"):
             means[name] = mean_of([s[name] for s in samples if s[name] is not None])
     return means
 
 
 def mean_of(values: list[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+    return fmean(values) if values else None
 
 
 def table(summary: dict) -> list[str]:
     """The first line of a file of samples -> lines for people: name, value, 95 % interval, remark."""
     options, scores, means = summary["settings"], summary["scores"], summary["means"]
-    different, P, n = summary["different_prompts"], options["num_prompts"], options["num_samples"]
-    title = f"{summary['checkpoint']}: {options['task']}"
-    title += f", {P} prompts of the test split"
-    if different < P:
+    different, n = summary["different_prompts"], options["num_samples"]
+    title = f"{summary['checkpoint']}: {options['task']}, {options['num_prompts']} prompts of the test split"
+    if different < options["num_prompts"]:
         title += f" ({different} different)"
     if options["temperature"]:
         title += f", {n} {'sample' if n == 1 else 'samples'} each"
         title += f" at temperature {options['temperature']:g}"
+    remarks = dict.fromkeys(means, "mean") | dict(length="tokens, mean", stopped="share")
+    remarks |= dict.fromkeys(("pass_at_1", "task_pass_at_1", "reward_greedy"), "greedy")
     sampled = f"mean of {n} samples" if n > 1 else "sampled"
-    remarks = dict.fromkeys(("pass_at_1", "task_pass_at_1", "reward_greedy"), "greedy")
     remarks |= dict.fromkeys(("pass_at_1_sampled", "task_pass_at_1_sampled"), sampled)
-    remarks |= dict(length="tokens, mean", stopped="share")
     shown_as = {name: name.removesuffix("_sampled").replace("_at_", "@") for name in scores}
-    width = max(map(len, [*shown_as.values(), *means]))
+    shown_as |= {name: name for name in means}
+    width = max(map(len, shown_as.values()))
     lines = [title + "; 95 % intervals"]
-    for name, shown in shown_as.items():
-        low, high = summary["intervals"][name]
-        line = f"  {shown:<{width}}  {scores[name]:>6.3f}   {low:.3f} to {high:.3f}   {remarks.get(name, '')}"
-        lines.append(line.rstrip())
-    for name, mean in means.items():
+    for name, value in (scores | means).items():
+        interval = ""
+        if name in scores:
+            low, high = summary["intervals"][name]
+            interval = f"{low:.3f} to {high:.3f}"
         digits = 1 if name == "length" else 3
-        value = "-" if mean is None else f"{mean:.{digits}f}"
-        lines.append(f"  {name:<{width}}  {value:>6}   {'':<14}   {remarks.get(name, 'mean')}")
+        number = "-" if value is None else f"{value:.{digits}f}"
+        line = f"  {shown_as[name]:<{width}}  {number:>6}   {interval:<14}   {remarks.get(name, '')}"
+        lines.append(line.rstrip())
     return lines
