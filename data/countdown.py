@@ -19,6 +19,7 @@ Left out: reward for coming close, leaving numbers out, several solutions to a p
 """
 
 import ast
+import math
 import operator
 import re
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class Countdown(Task):
         """{"prompt": "3 5 7=22:", "numbers": [3, 5, 7], "target": 22, "solution": "5*3+7"}, or None (see `join`)."""
         numbers = [rng.randint(1, self.max_number) for _ in range(rng.choice(self.counts))]
         value, solution, _ = random_expression(numbers, self.operators, rng)
-        if value is None or value > self.max_target:
+        if not value <= self.max_target:  # also if it is NaN
             return None
         prompt = self.prompt_of(numbers, int(value))
         return dict(prompt=prompt, numbers=numbers, target=int(value), solution=solution)
@@ -148,14 +149,14 @@ def read_counts(text: str) -> range:
 
 
 class Expression(NamedTuple):
-    value: Fraction | None  # None: an intermediate value is not an integer from 1 to MAX_VALUE
+    value: float  # NaN: an intermediate value is not an integer from 1 to MAX_VALUE
     text: str
     binding: int  # of the outermost operator
 
 
 def random_expression(numbers, operators, rng) -> Expression:
     """Joins two random expressions until one expression over all numbers is left."""
-    left = [Expression(Fraction(number), str(number), 3) for number in numbers]
+    left = [Expression(float(number), str(number), 3) for number in numbers]
     while len(left) > 1:
         a, b = (left.pop(rng.randrange(len(left))) for _ in range(2))
         left.append(join(a, rng.choice(operators), b))
@@ -164,13 +165,12 @@ def random_expression(numbers, operators, rng) -> Expression:
 
 def join(a: Expression, symbol: str, b: Expression) -> Expression:
     """7, "-", 3*5 -> 3*5-7: the larger value comes first, so that fewer differences are negative and rejected."""
-    value, binding = None, BINDING[symbol]
-    if a.value is not None and b.value is not None:
-        if b.value > a.value:
-            a, b = b, a
-        value = ARITHMETIC[symbol](a.value, b.value)
-        if value.denominator != 1 or not 1 <= value <= MAX_VALUE:
-            value = None
+    binding = BINDING[symbol]
+    if b.value > a.value:
+        a, b = b, a
+    value = ARITHMETIC[symbol](a.value, b.value)  # exact, or not near an integer
+    if not (value.is_integer() and 1 <= value <= MAX_VALUE):
+        value = math.nan
     left = f"({a.text})" if a.binding < binding else a.text
     # a-(b+c) and a/(b*c) need the parentheses; a+(b-c) and a*(b/c) do not
     needed = b.binding < binding or (b.binding == binding and symbol in "-/")
@@ -196,11 +196,9 @@ def evaluate(text: str, numbers: list[int], operators: str) -> Fraction:
     if len(text) > MAX_CHARS or text.count("(") > MAX_PARENTHESES:
         raise Refused
     tokens = re.findall(r"[0-9]+|[-+*/()]", text)
-    if "".join(tokens) != text.replace(" ", ""):
-        raise Refused  # a character that is not in an expression
-    if sorted(token for token in tokens if token.isdigit()) != sorted(map(str, numbers)):
-        raise Refused  # other numbers, or one of them twice
-    if not set(tokens) & set(ARITHMETIC) <= set(operators):
+    same_text = "".join(tokens) == text.replace(" ", "")  # without other characters
+    same_numbers = sorted(filter(str.isdigit, tokens)) == sorted(map(str, numbers))
+    if not same_text or not same_numbers or not set(tokens) & set(ARITHMETIC) <= set(operators):
         raise Refused
     try:
         return value_of(ast.parse(text.strip(" "), mode="eval").body)

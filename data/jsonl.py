@@ -76,7 +76,7 @@ def check_row(row, like):
         raise ValueError(f"answer must be text, a number or a boolean, not {row['answer']!r:.40}")
     if type(row.get("answer")) in NUMBERS and last_number(text_of(row["answer"])) is None:
         raise ValueError(
-            f"answer {row['answer']!r:.40} has more than {MAX_ANSWER} digits; write it as text"
+            f"answer {row['answer']!r:.40} is no number of at most {MAX_ANSWER} digits; write it as text"
         )
     if not isinstance(row.get("demonstration", ""), str):
         raise ValueError(f"demonstration must be text, not {row['demonstration']!r:.40}")

@@ -40,7 +40,6 @@ from sandbox import Sandbox
 
 SEEDS = 2**32  # numpy requires smaller ones
 SURVEY = 100  # items of each generator that are looked at first
-SCORED = 5  # of these, answers that the scorer should accept
 TIMEOUT = 5.0  # seconds to score an answer; after that it is wrong
 RIGHT = 1 - 1e-9  # a score
 REQUEST = "\nEnd with your final answer inside <answer> </answer>.\n"
@@ -130,7 +129,6 @@ class ReasoningGym(Task):
             if not usable:
                 problem = made[0].get("error", "its items have no answer to learn; use grpo.py")
                 raise SnugError(f"gym_dataset={name!r}: none of {SURVEY} items can be used: {problem}")
-            self.refuse_if_all_are_wrong(name, usable)
             rows += usable
         if missing := self.sandbox.missing:
             print(f"reasoning_gym: scorers run without seccomp: {missing}", file=sys.stderr)
@@ -138,12 +136,6 @@ class ReasoningGym(Task):
         self.answer_bytes = max(size(self.demonstration(row, rng)) for row in rows)
         self.surveyed = digest.hexdigest()
         super().survey()
-
-    def refuse_if_all_are_wrong(self, name: str, rows: list[dict]):
-        """Raises SnugError if the scorer accepts none of its generator's first answers."""
-        tasks = {(*row["item"], row["answer"].strip()) for row in rows[:SCORED] if row["answer"]}
-        if tasks and not self.right_of(tasks):
-            raise SnugError(f"gym_dataset={name!r}: its scorer refuses all its answers; use another")
 
     def fingerprint(self):
         return self.surveyed

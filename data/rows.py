@@ -11,10 +11,11 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from data.task import Task, split_of
-from options import SnugError, option
+from options import SnugError, in_one_line, option
 
 
 @dataclass
@@ -52,8 +53,6 @@ class FileTask(Task):
         for split, rows in self.rows.items():
             if not rows:
                 raise SnugError(f"data_file={path}: no row is in the {split} split; name a test_file")
-        self.epoch = None  # the number of the epoch that `order` is for
-        self.order = []
         self.bounds = None  # result of `longest`
 
     def refuse_shared(self, test_file: str):
@@ -69,18 +68,14 @@ class FileTask(Task):
         rows = self.rows[split]
         epoch, place = divmod(number, len(rows))
         if split == "train":
-            if self.epoch != epoch:
-                self.epoch = epoch
-                self.order = list(range(len(rows)))
-                random.Random(f"{self.seed} {epoch}").shuffle(self.order)
-            place = self.order[place]
+            place = shuffled(len(rows), f"{self.seed} {epoch}")[place]
         return rows[place]
 
     def size(self, split):
         return len(self.rows[split])
 
     def longest(self, encode):
-        if self.bounds is None:  # a run has one tokenizer
+        if not self.bounds:  # a run has one tokenizer
             rows = self.rows["train"] + self.rows["test"]
             prompt = max(len(encode(self.as_prompt(row["prompt"]))) for row in rows)
             answer = max(len(encode(self.demonstration(row, None))) for row in rows)
@@ -95,43 +90,38 @@ class FileTask(Task):
         """The rows were counted when they were read."""
 
 
+@lru_cache
+def shuffled(count: int, seed: str) -> list[int]:
+    """The numbers below `count` in random order."""
+    numbers = list(range(count))
+    random.Random(seed).shuffle(numbers)
+    return numbers
+
+
 def read_lines(path: str, check_row: Callable, like=None, remedy: str = "") -> list:
     """A file of JSON lines -> its values, at least one. Raises SnugError that names the first bad line.
 
     check_row(value, like): raises ValueError if a line's value is wrong. like: without it, the file's first value.
     remedy: what to do if the file cannot be read.
     """
-    try:
+    with in_one_line(f"{path}: cannot be read{remedy}"):
         lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise SnugError(f"{path}: cannot be read ({error.strerror}){remedy}") from None
     rows = []
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                row = parse_line(line)
-                like = like or row
-                check_row(row, like)
-            except ValueError as error:
-                raise SnugError(f"{path}:{number}: {error}") from None
-            rows.append(row)
+        if not line.strip():
+            continue
+        with in_one_line(f"{path}:{number}: not JSON"):
+            row = json.loads(line.decode())
+            json.dumps(row, ensure_ascii=False).encode()  # not possible with half of a surrogate pair
+        like = like or row
+        try:
+            check_row(row, like)
+        except ValueError as error:
+            raise SnugError(f"{path}:{number}: {error}") from None
+        rows.append(row)
     if not rows:
         raise SnugError(f"{path}: has no rows")
     return rows
-
-
-def parse_line(line: bytes):
-    """Raises ValueError for bytes that are not JSON, and for text that cannot be encoded (half a surrogate pair)."""
-    try:
-        row = json.loads(line.decode(), parse_constant=refuse_constant)
-        json.dumps(row, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from None
-    return row
-
-
-def refuse_constant(name):
-    raise ValueError(f"{name} is no JSON")
 
 
 def has_texts(value, names: set[str]) -> bool:

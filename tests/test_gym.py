@@ -300,7 +300,6 @@ def test_a_demonstration_is_the_answer_in_tags(pretend):
     [
         (Pretended(error="KeyError: 'x'"), "gym_dataset='some': none of 100 items can be used: KeyError: 'x'"),
         (Pretended(number=1), "no (train|test) prompt in 20,000 tries"),
-        (Pretended(answer="?"), "gym_dataset='some': its scorer refuses all its answers; use another"),
     ],
 )
 def test_a_generator_that_cannot_be_used_is_refused(pretend, box, message):
@@ -325,9 +324,6 @@ def test_what_is_longer_than_the_survey_saw_is_skipped(pretend, name):
             made = super().call(method, items)
             texts = ("é" * (seed % 500) + item["answer"].zfill(10) for item, (_, seed) in zip(made, items, strict=True))
             return [item | {name: text} for item, text in zip(made, texts, strict=True)]
-
-        def run(self, method, tasks):
-            return [Result(1.0, "")] * len(tasks)
 
     task = pretend(Long())
     rows = task.prompts("train", range(400)) + task.prompts("test", range(400))

@@ -37,11 +37,10 @@ def task_of(path, cls=SFTSettings, **options):
 
 GOOD = [{"prompt": f"{i}=", "answer": i} for i in range(50)]
 BAD = [
-    (b'{"prompt": "a"', r"not JSON \(Expecting"),
-    (b"\xff\xfe", r"not JSON \('utf-8' codec"),
+    (b'{"prompt": "a"', r"not JSON \(JSONDecodeError: Expecting"),
+    (b"\xff\xfe", r"not JSON \(UnicodeDecodeError: 'utf-8' codec"),
     (b"[" * 100_000, r"not JSON \("),
-    (b'{"prompt": "a", "answer": NaN}', r"not JSON \(NaN is no JSON\)"),
-    (b'{"prompt": "a", "answer": Infinity}', r"not JSON \(Infinity is no JSON\)"),
+    (b'{"prompt": "a", "answer": NaN}', "answer nan is no number of at most 200 digits; write it as text"),
     (b"[1]", "not an object but .1."),
     (b"null", "not an object but null"),
     (b'{"answer": 1}', "has no prompt"),
@@ -57,8 +56,8 @@ BAD = [
     (b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": 1}', "not JSON"),
     (b'{"prompt": "a", "answer": [1]}', r"answer must be text, a number or a boolean, not \[1\]"),
     (b'{"prompt": "a", "answer": null}', "answer must be text, a number or a boolean, not None"),
-    (b'{"prompt": "a", "answer": 1e999}', "answer inf has more than 200 digits; write it as text"),
-    (b'{"prompt": "a", "answer": 1e-250}', "answer 1e-250 has more than 200 digits"),
+    (b'{"prompt": "a", "answer": 1e999}', "answer inf is no number of at most 200"),
+    (b'{"prompt": "a", "answer": 1e-250}', "answer 1e-250 is no number of at most 200"),
     (b'{"prompt": "a", "answer": 1, "demonstration": 5}', "demonstration must be text, not 5"),
     (b'{"prompt": "a"}', "has the columns prompt, and the rows before have prompt, answer"),
     (b'{"prompt": "a", "answer": 1, "level": 2}', "has the columns prompt, answer, level, and"),
@@ -79,7 +78,7 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path):
     "options, rows, message",
     [
         (dict(data_file=""), GOOD, "task='jsonl' needs data_file: name a file"),
-        (dict(data_file="nowhere.jsonl"), GOOD, "nowhere.jsonl: cannot be read .No such file"),
+        (dict(data_file="nowhere.jsonl"), GOOD, "nowhere.jsonl: cannot be read .FileNotFoundError"),
         ({}, [b"", b"  "], "data.jsonl: has no rows"),
         ({}, GOOD[:1], "no row is in the (test|train) split; name a test_file"),
         ({}, [row | {"stopped": 1} for row in GOOD], "data.jsonl:1: the column stopped has the name of an argument"),
