@@ -4,6 +4,7 @@ A chart over the iterations compares runs of one kind, GRPO or SFT. A chart of p
 figure that no run has logged has no chart.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from statistics import mean
 
@@ -118,22 +119,20 @@ def timeline(run: Run) -> Chart:
     iterations = sorted(run.memory)[-MOST:]
     phases = [phase for phase in PHASES if any(phase in run.memory[i] for i in iterations)]
     width = 1 / len(phases)
-    series = []
+    series, after = [], []
     for place, phase in enumerate(phases):
         measured = [i for i in iterations if phase in run.memory[i]]
         x = [i + place * width for i in measured]
         y = [run.memory[i][phase].peak for i in measured]
         labels = [f"iteration {i}, peak of {phase}" for i in measured]
         series.append(Series(phase, x, y, "block", PHASES.index(phase), labels, width))
+        for i in measured:
+            after.append(
+                (i + (place + 1) * width, run.memory[i][phase], f"iteration {i}, after {phase}")
+            )
 
-    x, allocated, reserved, labels = [], [], [], []
-    for i in iterations:
-        for place, phase in enumerate(phases):
-            if phase in run.memory[i]:
-                x.append(i + (place + 1) * width)
-                allocated.append(run.memory[i][phase].allocated)
-                reserved.append(run.memory[i][phase].reserved)
-                labels.append(f"iteration {i}, after {phase}")
+    x, sizes, labels = zip(*sorted(after), strict=True)
+    allocated, reserved = [size.allocated for size in sizes], [size.reserved for size in sizes]
     highest = max(max(block.y) for block in series)
     # Far above the peaks, this line would flatten all others.
     style = "hidden" if max(reserved) > 2 * highest else "line"
@@ -141,8 +140,7 @@ def timeline(run: Run) -> Chart:
     series.append(Series("allocated", x, allocated, "line", 7, labels))
     series.append(Series(name, x, reserved, style, 5, labels))
 
-    first = iterations[0]
-    end = iterations[-1] + 1
+    first, end = iterations[0], iterations[-1] + 1
     if run.plan:
         peak = run.plan.peak / MIB
         series.append(Series("planned peak", [first, end], [peak, peak], "dashed", 6))
@@ -168,23 +166,19 @@ def peaks(runs: list[Run]) -> Chart:
 def planned_peaks(runs: list[Run]) -> list[Chart]:
     """The components of each phase's peak, as planned. A component has the same colour in all runs."""
     planned = [run for run in runs if run.plan]
-    largest = {}
+    largest = Counter()
     for run in planned:
         for _, components in run.plan.phases.values():
-            for name, size in components.items():
-                largest[name] = max(size, largest.get(name, 0))
-    largest.pop("other", None)
-    named = sorted(largest, key=largest.get, reverse=True)[:NAMED]
+            largest |= Counter(components)  # the larger of the two sizes
+    del largest["other"]
+    named = [name for name, _ in largest.most_common(NAMED)]
     charts = []
     for run in planned:
-        phases = [phase for phase in PHASES if phase in run.plan.phases]
-        rows = {name: [] for name in [*named, "other"]}  # MiB in each phase
-        for phase in phases:
-            _, components = run.plan.phases[phase]
-            for name in named:
-                rows[name].append(components.get(name, 0) / MIB)
-            other = sum(size for name, size in components.items() if name not in named)
-            rows["other"].append(other / MIB)
+        phases = list(run.plan.phases)
+        rows = {name: [0.0] * len(phases) for name in [*named, "other"]}  # MiB in each phase
+        for place, (_, components) in enumerate(run.plan.phases.values()):
+            for name, size in components.items():
+                rows[name if name in rows else "other"][place] += size / MIB
         series = []
         for number, (name, sizes) in enumerate(rows.items()):
             if any(sizes):
@@ -197,13 +191,12 @@ def planned_peaks(runs: list[Run]) -> list[Chart]:
 def seconds_of(run: Run) -> dict[str, list[float]]:
     """-> {phase: seconds in each iteration}; "other" is the rest: saving, the log."""
     seconds = {}
+    rest = [record["time_s"] for record in run.records]
     for phase in PHASES:
         if logged(run.records, f"time_{phase}_s"):
             seconds[phase] = [record.get(f"time_{phase}_s", 0.0) for record in run.records]
-    other = []
-    for i, record in enumerate(run.records):
-        other.append(max(0.0, record["time_s"] - sum(row[i] for row in seconds.values())))
-    return seconds | {"other": other}
+            rest = [left - taken for left, taken in zip(rest, seconds[phase], strict=True)]
+    return seconds | {"other": [max(0.0, left) for left in rest]}
 
 
 def mean_seconds(runs: list[Run]) -> Chart:

@@ -60,8 +60,7 @@ def python_value(text):
         ("3*5+7#", 0.0),
         ("7//3*5", 0.0),
         ("7**3*5", 0.0),
-        ("(" * 20 + "3*5+7" + ")" * 20, 1.0),
-        ("(" * 21 + "3*5+7" + ")" * 21, 0.0),
+        ("(" * 97 + "3*5+7" + ")" * 97, 1.0),
         (" " * 195 + "3*5+7", 1.0),
         (" " * 196 + "3*5+7", 0.0),
     ],
@@ -88,7 +87,6 @@ def test_countdown_reward(completion, reward):
         ("<answer>3*5+7, which is 22</answer>", 0.0),
         ("<answer>3*5\n+7</answer>", 0.0),
         ("<answer>" + " " * 300 + "3*5+7</answer>", 1.0),
-        ("<answer>" + "(" * 20 + "3*5+7" + ")" * 20 + "</answer>", 1.0),
         ("<answer>3" + " " * 196 + "*5+7</answer>", 0.0),
         ("x" * 199_978 + "<answer>3*5+7</answer>", 1.0),
         ("x" * 199_979 + "<answer>3*5+7</answer>", 0.0),
@@ -266,7 +264,7 @@ def test_parser_reads_what_pythons_grammar_does(text, edits):
 
 
 def test_parser_time_is_bounded():
-    hard = ["(" * 20 + "9*9" * 40, "1/" * 99 + "1", "9" * 200, "*" * 200, "(((1+" * 6 + "1", "1-" * 99 + "1"]
+    hard = ["(" * 80 + "9*9" * 40, "1/" * 99 + "1", "9" * 200, "*" * 200, "(((1+" * 39 + "1", "1-" * 99 + "1"]
     start = time.process_time()
     for text in hard * 100:
         numbers = [int(digits) for digits in re.findall("[0-9]+", text)]
