@@ -31,7 +31,6 @@ const trace = (series) => {
     case "dashed": return { ...common, ...line, line: { color: tint, width: 2, dash: "dash" } };
     case "hidden": return { ...common, ...line, visible: "legendonly" };
     case "block": return { ...common, type: "bar", width: series.width, offset: 0, marker: { color: tint, line: { width: 0 } } };
-    case "area": return { ...common, type: "scatter", mode: "none", stackgroup: "all", fillcolor: tint, line: { width: 0, color: tint } };
     case "stack": return { ...common, type: "bar", marker: { color: tint } };
     case "bar": return { ...common, type: "bar", offsetgroup: tint, marker: { color: tint } };
     case "mark": return { ...common, type: "scatter", offsetgroup: tint, mode: "markers", marker: { symbol: "line-ew", size: 26, line: { width: 3, color: tint } } };
@@ -60,7 +59,7 @@ const layout = (chart) => {
     barmode: styles.has("stack") ? "stack" : styles.has("block") ? "overlay" : "group", scattermode: styles.has("mark") ? "group" : "overlay", scattergap: 0.35,
     showlegend: chart.series.length > 1, legend: { orientation: "h", traceorder: "normal", y: -0.22, yanchor: "top", font: { color: quiet, size: 12 } },
     xaxis: { ...axis, ...(named ? { type: "category" } : {}), title: title(chart.x), showgrid: false, ...(range && range[0] < range[1] ? { range } : {}) },
-    yaxis: { ...axis, title: title(chart.y), rangemode: "tozero", fixedrange: true, ...(chart.top ? { range: [0, chart.top] } : {}) },
+    yaxis: { ...axis, title: title(chart.y), rangemode: "tozero", fixedrange: true },
   };
 };
 
@@ -70,7 +69,7 @@ const draw = (chart) => {
 };
 
 for (const chart of data.charts) {
-  const card = make("figure", chart.full_width ? "chart full-width" : "chart");
+  const card = make("figure", chart.window ? "chart full-width" : "chart");
   card.style.margin = 0;
   chart.plot = make("div", "plot");
   chart.plot.setAttribute("role", "img");

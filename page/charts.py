@@ -6,7 +6,6 @@ figure that no run has logged has no chart.
 
 from collections import Counter
 from dataclasses import dataclass, field
-from statistics import mean
 
 from memory.meter import PHASES
 from memory.plan import MIB
@@ -36,7 +35,7 @@ MEMORY = {"mem_max_alloc_mb": "peak", "mem_alloc_mb": "allocated after it"}
 @dataclass
 class Series:
     """style: line, dashed, hidden (a line that shows after a click on its name), block (a bar from x to x + width),
-    area and stack (on top of the series before), bar, mark."""
+    stack (on top of the series before), bar, mark."""
 
     name: str
     x: list
@@ -54,19 +53,17 @@ class Chart:
     x: str
     y: str
     series: list[Series]
-    window: tuple | None = None  # the range of x that is visible at first
-    top: float | None = None  # of y
-    full_width: bool = False
+    window: tuple | None = None  # the range of x that is visible at first, in a chart of full width
 
 
 def charts_of(runs: list[Run]) -> list[Chart]:
     """All charts, in the page's order."""
     learning = [chart for figure in LEARNING for chart in by_kind("Learning", *figure, runs)]
-    memory = timelines(runs) + by_kind("Memory", "Memory of each iteration", "MiB", MEMORY, runs)
+    memory = [timeline(run) for run in runs if run.memory]
+    memory += by_kind("Memory", "Memory of each iteration", "MiB", MEMORY, runs)
     memory += [peaks(runs)] + planned_peaks(runs)
     time = by_kind("Time", "Speed", "tokens per second", {"tokens_per_second": ""}, runs)
-    time += [mean_seconds(runs)] + [seconds_of_each_iteration(run) for run in runs]
-    return learning + memory + time
+    return learning + memory + time + [mean_seconds(runs)]
 
 
 def by_kind(section: str, title: str, unit: str, names: dict, runs: list[Run]) -> list[Chart]:
@@ -105,15 +102,6 @@ def spread(points: list) -> list:
     return points[:-1:every] + points[-1:]
 
 
-def timelines(runs: list[Run]) -> list[Chart]:
-    """The memory of each phase. All runs have the same y axis."""
-    charts = [timeline(run) for run in runs if run.memory]
-    visible = [series for chart in charts for series in chart.series if series.style != "hidden"]
-    for chart in charts:
-        chart.top = 1.05 * max(max(series.y) for series in visible)
-    return charts
-
-
 def timeline(run: Run) -> Chart:
     """A block for each phase of an iteration, as high as the phase's peak."""
     iterations = sorted(run.memory)[-MOST:]
@@ -133,10 +121,8 @@ def timeline(run: Run) -> Chart:
 
     x, sizes, labels = zip(*sorted(after), strict=True)
     allocated, reserved = [size.allocated for size in sizes], [size.reserved for size in sizes]
-    highest = max(max(block.y) for block in series)
-    # Far above the peaks, this line would flatten all others.
-    style = "hidden" if max(reserved) > 2 * highest else "line"
-    name = "reserved" if run.device == "cuda" else "resident"  # of the process
+    # The process's resident memory is far above the peaks, and this line would flatten all others.
+    name, style = ("reserved", "line") if run.device == "cuda" else ("resident", "hidden")
     series.append(Series("allocated", x, allocated, "line", 7, labels))
     series.append(Series(name, x, reserved, style, 5, labels))
 
@@ -146,7 +132,7 @@ def timeline(run: Run) -> Chart:
         series.append(Series("planned peak", [first, end], [peak, peak], "dashed", 6))
     title = f"Memory timeline, {run.name}"
     window = (max(first, end - SHOWN), end)
-    return Chart("Memory", title, "iteration", "MiB", series, window, full_width=True)
+    return Chart("Memory", title, "iteration", "MiB", series, window)
 
 
 def peaks(runs: list[Run]) -> Chart:
@@ -188,33 +174,20 @@ def planned_peaks(runs: list[Run]) -> list[Chart]:
     return charts
 
 
-def seconds_of(run: Run) -> dict[str, list[float]]:
-    """-> {phase: seconds in each iteration}; "other" is the rest: saving, the log."""
-    seconds = {}
-    rest = [record["time_s"] for record in run.records]
-    for phase in PHASES:
-        if logged(run.records, f"time_{phase}_s"):
-            seconds[phase] = [record.get(f"time_{phase}_s", 0.0) for record in run.records]
-            rest = [left - taken for left, taken in zip(rest, seconds[phase], strict=True)]
-    return seconds | {"other": [max(0.0, left) for left in rest]}
-
-
 def mean_seconds(runs: list[Run]) -> Chart:
-    """A column for each run."""
-    seconds = [seconds_of(run) for run in runs]
-    names = [run.name for run in runs]
+    """A column for each run. "other" is what no phase has: saving, the log."""
+    means = {phase: [] for phase in PHASES}
+    other = []
+    for run in runs:
+        rest = sum(logged(run.records, "time_s"))
+        for phase in PHASES:
+            seconds = sum(logged(run.records, f"time_{phase}_s"))
+            means[phase].append(seconds / len(run.records))
+            rest -= seconds
+        other.append(max(0.0, rest / len(run.records)))
     series = []
-    for number, phase in enumerate([*PHASES, "other"]):
-        means = [mean(of_run.get(phase, [0.0])) for of_run in seconds]
-        if any(means):
-            series.append(Series(phase, names, means, "stack", number))
+    for number, (phase, seconds) in enumerate((means | {"other": other}).items()):
+        if any(seconds):
+            names = [run.name for run in runs]
+            series.append(Series(phase, names, seconds, "stack", number))
     return Chart("Time", "Mean seconds of an iteration", "", "seconds", series)
-
-
-def seconds_of_each_iteration(run: Run) -> Chart:
-    x = spread([record["iter"] for record in run.records])
-    order = [*PHASES, "other"]
-    series = []
-    for phase, seconds in seconds_of(run).items():
-        series.append(Series(phase, x, spread(seconds), "area", order.index(phase)))
-    return Chart("Time", f"Seconds of each iteration, {run.name}", "iteration", "seconds", series)
