@@ -68,30 +68,22 @@ def planned(run: Run):
 
 
 def cells_of(runs: list[Run]) -> list[list[str]]:
-    """Rows of cells. The first row has the runs' names; other rows begin with a figure's name."""
-    columns = [column_of(run) for run in runs]
+    """Rows of cells. The first row has the runs' names; other rows begin with a figure's name. "-": not logged."""
     rows = [["memory in MiB", *[run.name for run in runs]]]
-    for name in columns[0]:
-        cells = [column[name] for column in columns]
+
+    def add(name, cell_of, *arguments):
+        cells = [cell_of(run, *arguments) for run in runs]
         if any(cell != "-" for cell in cells):
             rows.append([name, *cells])
-    return rows
 
-
-def column_of(run: Run) -> dict[str, str]:
-    """-> {name of the row: cell}; "-" for a figure that the run has not logged."""
-    column = {"iterations": f"{len(run.records)}"}
-    for name in MEMORY:
-        column[name] = largest(run, name)
-    for phase in PHASES:
-        column[f"  mem_max_alloc_mb_{phase}"] = largest(run, f"mem_max_alloc_mb_{phase}")
-    column["time_s (median)"] = middle(run, "time_s", ".3f")
-    for phase in PHASES:
-        column[f"  time_{phase}_s (median)"] = middle(run, f"time_{phase}_s", ".3f")
-    column["tokens_per_second (median)"] = middle(run, "tokens_per_second", ",.0f")
+    add("iterations", lambda run: str(len(run.records)))
+    for name in MEMORY + [f"  mem_max_alloc_mb_{phase}" for phase in PHASES]:
+        add(name, largest, name.strip())
+    for name in ["time_s", *[f"  time_{phase}_s" for phase in PHASES], "tokens_per_second"]:
+        add(f"{name} (median)", middle, name.strip())
     for name in SCORES:
-        column[f"{name} (first -> last)"] = first_and_last(run, name)
-    return column
+        add(f"{name} (first -> last)", first_and_last, name)
+    return rows
 
 
 def largest(run: Run, name: str) -> str:
@@ -99,10 +91,11 @@ def largest(run: Run, name: str) -> str:
     return f"{max(values):.1f}" if values else "-"
 
 
-def middle(run: Run, name: str, form: str) -> str:
+def middle(run: Run, name: str) -> str:
     """The median without the first iteration, which allocates the optimizer's moments."""
     values = logged(run.records[1:], name) or logged(run.records, name)
-    return f"{median(values):{form}}" if values else "-"
+    digits = 0 if name == "tokens_per_second" else 3
+    return f"{median(values):,.{digits}f}" if values else "-"
 
 
 def first_and_last(run: Run, name: str) -> str:

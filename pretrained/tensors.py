@@ -26,11 +26,8 @@ from pretrained.shapes import ARCHITECTURES, config_of, family_of, read_config, 
 MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
+TYPES = ["F32", "F16", "BF16", "F64"]  # integers and 8-bit floats are quantized and need scales
 # Older versions saved these with the weights.
-TYPES = "F32, F16, BF16, F64".split(
-    ", "
-)  # integers and 8-bit floats are quantized and need their scales
-MAX_LAYERS = 10_000
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
@@ -51,55 +48,50 @@ def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
     and 48.
     """
     C, F, V = shape["n_embd"], shape["n_hidden"], vocab_size
-    gpt2 = family == "gpt2"
-    if gpt2:  # their name, our name, size, has it a bias, first row
-        rows = [
-            ("wte", "embedding", (V, C), False, 0),
-            ("wpe", "position", (shape["block_size"], C), False, 0),
-            ("ln_f", "norm", (C,), True, 0),
-        ]
-        block = [
-            ("ln_1", "norm_1", (C,), True, 0),
-            ("attn.c_attn", "attention.qkv", (3 * C, C), True, 0),
-            ("attn.c_proj", "attention.proj", (C, C), True, 0),
-            ("ln_2", "norm_2", (C,), True, 0),
-            ("mlp.c_fc", "mlp.up", (F, C), True, 0),
-            ("mlp.c_proj", "mlp.down", (C, F), True, 0),
-        ]
+    gpt2, result = family == "gpt2", []
+
+    def add(theirs, ours, size, bias=False, start=0):
+        """A weight of this size, and its bias if it has one."""
+        transposed = gpt2 and bias and len(size) == 2
+        there = size[::-1] if transposed else size
+        name = PREFIXES[family] + theirs
+        result.append(Entry(f"{name}.weight", there, f"{ours}.weight", start, transposed))
+        if bias:
+            result.append(Entry(f"{name}.bias", size[:1], f"{ours}.bias", start, False))
+
+    if gpt2:
+        add("wte", "embedding", (V, C))
+        add("wpe", "position", (shape["block_size"], C))
+        add("ln_f", "norm", (C,), True)
     else:
         D, bias = shape["head_size"], shape["bias"]
         Q, K = shape["n_head"] * D, shape["n_kv_head"] * D
         qkv_bias, proj_bias = bias or shape["qkv_bias"], bias or shape["proj_bias"]
-        rows = [("embed_tokens", "embedding", (V, C), False, 0), ("norm", "norm", (C,), False, 0)]
-        block = [
-            ("input_layernorm", "norm_1", (C,), False, 0),
-            ("self_attn.q_proj", "attention.qkv", (Q, C), qkv_bias, 0),
-            ("self_attn.k_proj", "attention.qkv", (K, C), qkv_bias, Q),
-            ("self_attn.v_proj", "attention.qkv", (K, C), qkv_bias, Q + K),
-            ("self_attn.o_proj", "attention.proj", (C, Q), proj_bias, 0),
-            ("post_attention_layernorm", "norm_2", (C,), False, 0),
-            ("mlp.gate_proj", "mlp.up", (F, C), bias, 0),
-            ("mlp.up_proj", "mlp.up", (F, C), bias, F),
-            ("mlp.down_proj", "mlp.down", (C, F), bias, 0),
-        ]
-        if shape["qk_norm"]:
-            block += [
-                ("self_attn.q_norm", "attention.q_norm", (D,), False, 0),
-                ("self_attn.k_norm", "attention.k_norm", (D,), False, 0),
-            ]
-    layers = "h" if gpt2 else "layers"
+        add("embed_tokens", "embedding", (V, C))
+        add("norm", "norm", (C,))
     for i in range(shape["n_layer"]):
-        rows += [
-            (f"{layers}.{i}.{theirs}", f"blocks.{i}.{ours}", *rest) for theirs, ours, *rest in block
-        ]
-    result = []
-    for theirs, ours, size, bias, start in rows:
-        name = PREFIXES[family] + theirs
-        transposed = gpt2 and bias and len(size) == 2
-        there = size[::-1] if transposed else size
-        result.append(Entry(f"{name}.weight", there, f"{ours}.weight", start, transposed))
-        if bias:
-            result.append(Entry(f"{name}.bias", size[:1], f"{ours}.bias", start, False))
+        block = f"blocks.{i}"
+        if gpt2:
+            add(f"h.{i}.ln_1", f"{block}.norm_1", (C,), True)
+            add(f"h.{i}.attn.c_attn", f"{block}.attention.qkv", (3 * C, C), True)
+            add(f"h.{i}.attn.c_proj", f"{block}.attention.proj", (C, C), True)
+            add(f"h.{i}.ln_2", f"{block}.norm_2", (C,), True)
+            add(f"h.{i}.mlp.c_fc", f"{block}.mlp.up", (F, C), True)
+            add(f"h.{i}.mlp.c_proj", f"{block}.mlp.down", (C, F), True)
+            continue
+        attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
+        add(f"layers.{i}.input_layernorm", f"{block}.norm_1", (C,))
+        add(f"{attention}.q_proj", f"{block}.attention.qkv", (Q, C), qkv_bias, 0)
+        add(f"{attention}.k_proj", f"{block}.attention.qkv", (K, C), qkv_bias, Q)
+        add(f"{attention}.v_proj", f"{block}.attention.qkv", (K, C), qkv_bias, Q + K)
+        add(f"{attention}.o_proj", f"{block}.attention.proj", (C, Q), proj_bias)
+        if shape["qk_norm"]:
+            add(f"{attention}.q_norm", f"{block}.attention.q_norm", (D,))
+            add(f"{attention}.k_norm", f"{block}.attention.k_norm", (D,))
+        add(f"layers.{i}.post_attention_layernorm", f"{block}.norm_2", (C,))
+        add(f"{mlp}.gate_proj", f"{block}.mlp.up", (F, C), bias, 0)
+        add(f"{mlp}.up_proj", f"{block}.mlp.up", (F, C), bias, F)
+        add(f"{mlp}.down_proj", f"{block}.mlp.down", (C, F), bias)
     if not shape["tie_embeddings"]:
         result.append(Entry("lm_head.weight", (V, C), "head.weight", 0, False))
     return result
@@ -138,8 +130,6 @@ def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
     there.
     """
     family, shape = read_config(folder)["model_type"], read_shape(folder)
-    if shape["n_layer"] > MAX_LAYERS:  # too many to list their tensors
-        raise SnugError(f"{folder}: config.json says {shape['n_layer']} layers; at most {MAX_LAYERS}")
     prefix, needed = PREFIXES[family], entries(shape, family, shape["vocab_size"])
     by_name = {entry.name.removeprefix(prefix): entry for entry in needed}
     places, surplus = {}, []
