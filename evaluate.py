@@ -17,10 +17,11 @@ import math
 import sys
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from data import TaskOptions, make_task
-from options import SnugError, fields, friendly_errors, read_settings
+from options import SnugError, fields, friendly_errors, in_one_line, read_settings
 from pretrained.shapes import is_pretrained
 from runs.checkpoint import find_run, settings_of, tokenizer_of
 from runs.log import finite, write_whole
@@ -77,9 +78,7 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
         changes = asdict(TaskOptions()) | dict(max_new_tokens=0, max_prompt_length=0)
     if task != run.task or "reward_funcs" in given:
         changes |= asdict(RewardOptions())
-    if options.max_new_tokens:
-        changes["max_new_tokens"] = options.max_new_tokens
-    replaceable = {*fields(TaskOptions), *fields(RewardOptions)}
+    replaceable = {*fields(TaskOptions), *fields(RewardOptions), "max_new_tokens"}
     changes |= {name: getattr(options, name) for name in given & replaceable}
     return GRPOSettings(**shared | changes | dict(task=task, tokenizer=run.tokenizer))
 
@@ -103,14 +102,11 @@ def samples_file(options: EvaluateSettings, settings: GRPOSettings, folder: Path
         return None
     name = f"evaluation-{settings.task}-test.jsonl"
     file = Path(options.samples_file or folder / name)
-    try:
-        existed = file.exists()
+    existed = file.exists()
+    with in_one_line(f"samples_file={file} cannot be written; name another, or --samples_file=none"):
         file.open("a").close()
         if not existed:
             file.unlink()
-    except OSError as error:
-        advice = "name another, or --samples_file=none"
-        raise SnugError(f"samples_file={file} cannot be written ({error.strerror}); {advice}") from None
     return file
 
 
@@ -204,15 +200,13 @@ def score(prepared, prompts: list, completions: list[str], columns: dict[str, li
     )
     totals = [None if math.isnan(total) else total for total in totals]
     rewards = {f"reward/{name}": values for name, values in by_function.items()}
-    if settings.reward_funcs:
-        least = pass_reward(settings) - ROUNDING * abs(pass_reward(settings))
-        right = [total is not None and total >= least for total in totals]
-    else:  # the task's first function gives 1 for a right completion
+    if not settings.reward_funcs:  # the task's first function gives 1 for a right completion
         right = [reward == 1 for reward in next(iter(rewards.values()))]
-    scored = dict(right=right, reward=totals)
-    if settings.reward_funcs or len(rewards) > 1:
-        scored |= rewards
-    if settings.reward_funcs and prepared.task.scored:
+        return dict(right=right, reward=totals) | (rewards if len(rewards) > 1 else {})
+    least = pass_reward(settings) - ROUNDING * abs(pass_reward(settings))
+    right = [total is not None and total >= least for total in totals]
+    scored = dict(right=right, reward=totals) | rewards
+    if prepared.task.scored:
         scored["task_reward"] = prepared.task.rewards(prompts, completions, **columns)
     return scored
 
@@ -262,12 +256,12 @@ def run_scores(of_processes: list[tuple[list[dict], list[dict]]]) -> dict[str, f
     eval_reward/<function> of greedy completions if there are several functions.
     """
     greedy, sampled = [sum(samples, []) for samples in zip(*of_processes, strict=True)]
-    scores = {}
-    for suffix, samples in (("", greedy), ("_sampled", sampled)):
-        means = reward_means(samples)
-        scores |= pass_rates(samples, suffix) | {f"eval_reward_mean{suffix}": means.pop("reward")}
-        if samples is greedy and len(means) > 1:
-            scores |= {f"eval_{name}": mean for name, mean in means.items()}
+    means = reward_means(greedy)
+    scores = pass_rates(greedy) | pass_rates(sampled, "_sampled")
+    scores["eval_reward_mean"] = means.pop("reward")
+    scores["eval_reward_mean_sampled"] = reward_means(sampled)["reward"]
+    if len(means) > 1:
+        scores |= {f"eval_{name}": mean for name, mean in means.items()}
     return scores
 
 
@@ -281,23 +275,16 @@ def run_evaluation(model, prepared, options: EvaluateSettings) -> tuple[dict, li
     check_room(prepared, longest, model.config.block_size)
     limits = Limits(settings, partial(print, file=sys.stderr))
 
-    greedy, sampled = limits.run(
-        "eval",
-        sample_held_out,
-        model,
-        prepared,
-        limits,
-        options.num_samples,
-        options.temperature,
-        options.seed,
-    )
+    n, temperature, seed = options.num_samples, options.temperature, options.seed
+    sample = partial(sample_held_out, model, prepared, limits, n, temperature, seed)
+    greedy, sampled = limits.run("eval", sample)
     names = (*fields(TaskOptions), *fields(RewardOptions))
     resolved = asdict(options) | {name: getattr(settings, name) for name in names}
     resolved |= dict(num_prompts=len(greedy), max_new_tokens=longest, pass_reward=pass_reward(settings))
     summary = dict(checkpoint=str(prepared.origin.path), settings=resolved)
-    samples, n = [], len(sampled) // len(greedy)
-    for i, first in enumerate(greedy):
-        samples += [first, *sampled[i * n : (i + 1) * n]]
+    samples, others = [], iter(sampled)
+    for first in greedy:
+        samples += [first, *islice(others, n)]
     return summary | summarize(greedy, sampled), samples
 
 
@@ -319,9 +306,8 @@ def main(options: EvaluateSettings, prepared: Prepared, file: Path | None) -> No
     try:
         if file:  # before the console, which may be gone
             lines = [json.dumps(finite(record)) + "\n" for record in [summary, *samples]]
-            write_whole(file, "".join(lines))
-    except OSError as error:
-        raise SnugError(f"{file} cannot be written ({error.strerror})") from None
+            with in_one_line(f"{file} cannot be written"):
+                write_whole(file, "".join(lines))
     finally:  # a full disk does not lose the scores
         print("\n".join(table(summary)), flush=True)
     if file:

@@ -105,10 +105,7 @@ def load_reward_function(spec: str) -> Callable:
     if not callable(function):
         hint = did_you_mean(function_name, dir(module))
         raise SnugError(f"reward_funcs={spec!r}: {name} has no function {function_name}{hint}")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # Python does not know the signatures of some functions in C
-        return function
+    parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         advice = f"write def {function_name}(prompts, completions, **columns)"
         raise SnugError(f"reward_funcs={spec!r}: {function_name} takes no **columns; {advice}")

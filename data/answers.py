@@ -12,7 +12,7 @@ commas, numbers in words, currencies other than $. Tests: tests/test_gsm8k.py.
 import re
 
 MAX_COMPLETION = 200_000  # characters; longer completions have no answer
-MAX_ANSWER = 200  # characters of the line after ####, or inside \boxed{}
+MAX_ANSWER = 200  # characters of the line after ####, or inside \boxed{}; of any number
 # A run of digits, dots and commas, after a sign that is no operator (3-5) and a dollar. \u2212 is a minus sign.
 RUN = re.compile(
     r"(?:(?<![0-9A-Za-z_)\]}%+\u2212-])[-+\u2212])?(?:\\?\$ ?)?(?:(?<![A-Za-z.])\.)?[0-9]+(?:[.,][0-9]+)*"

@@ -4,7 +4,7 @@
     {"prompt": "What is the capital of France?", "answer": "Paris", "demonstration": "It is Paris."}
     {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}], "answer": 4}
 
-prompt: text, or messages, which the tokenizer's chat template writes; one of the two in all rows.
+prompt: text, or messages, which the tokenizer's chat template writes.
 answer: text, a number or a boolean. The task's own reward is 1 if the completion is exactly that text (true, false).
 With a number (5, not "5") it is 1 if the last number in the completion equals it: "29 + 21 = 50." is right for 50.
 data/answers.py says what a number is. Leave the answer out if reward_funcs score. demonstration: what train_sft.py
@@ -84,8 +84,6 @@ def check_row(row, like):
         raise ValueError(
             f"has the columns {', '.join(row)}, and the rows before have {', '.join(like)}"
         )
-    if type(row["prompt"]) is not type(like["prompt"]):
-        raise ValueError("some prompts are text and some are messages; use one of the two")
     for name in RESERVED & row.keys():
         raise ValueError(
             f"the column {name} has the name of an argument of reward functions; rename it"

@@ -104,41 +104,37 @@ class ReasoningGym(Task):
     def rewards(self, prompts, completions, **columns):
         """As Task.rewards. The sandbox scores all answers in one request, equal answers to an item once."""
         stopped = columns.get("stopped", [True] * len(completions))
-        tasks = []
+        tasks = []  # (generator, seed, answer)
         for completion, ended, item in zip(completions, stopped, columns["item"], strict=True):
-            answer = self.answer_of(completion) if ended else None
-            tasks.append(None if answer is None else (*item, answer))
-        right = self.right_of(set(tasks) - {None})
-        return [float(task in right) for task in tasks]
-
-    def right_of(self, tasks: set[tuple]) -> set[tuple]:
-        """The scorers accept which of these (generator, seed, answer)?"""
-        scores = [result.value for result in self.sandbox.run("score", list(tasks))]
-        right = [isinstance(score, float) and score >= RIGHT for score in scores]
-        return {task for task, is_right in zip(tasks, right, strict=True) if is_right}
+            tasks.append((*item, self.answer_of(completion) if ended else None))
+        asked = list({task for task in tasks if task[-1] is not None})
+        results = self.sandbox.run("score", asked)
+        scores = {task: result.value for task, result in zip(asked, results, strict=True)}
+        # Code in an answer may fake a score, of any type.
+        return [float(type(score) is float and score >= RIGHT) for score in map(scores.get, tasks)]
 
     def survey(self):
         """Look at SURVEY items of each generator. Raises SnugError if it cannot be used."""
-        rows, digest = [], hashlib.sha256()
+        surveyed, rows = [], []
         for name in self.names:
             rng = random.Random(f"ReasoningGym survey {name}")
             items = [[name, rng.randrange(SEEDS)] for _ in range(SURVEY)]
             made = self.sandbox.call("make", items)
-            digest.update(json.dumps(made).encode())
             usable = list(filter(None, map(self.row_of, items, made)))
             if not usable:
                 problem = made[0].get("error", "its items have no answer to learn; use grpo.py")
                 raise SnugError(f"gym_dataset={name!r}: none of {SURVEY} items can be used: {problem}")
+            surveyed += made
             rows += usable
+        self.digest = hashlib.sha256(json.dumps(surveyed).encode()).hexdigest()
         if missing := self.sandbox.missing:
             print(f"reasoning_gym: scorers run without seccomp: {missing}", file=sys.stderr)
         self.prompt_bytes = max(size(row["prompt"]) for row in rows)
         self.answer_bytes = max(size(self.demonstration(row, rng)) for row in rows)
-        self.surveyed = digest.hexdigest()
         super().survey()
 
     def fingerprint(self):
-        return self.surveyed
+        return self.digest
 
 
 @functools.cache
@@ -158,8 +154,8 @@ def read_options(text: str, names: list[str]) -> dict[str, dict]:
     except ValueError:
         options = None
     by_name = options if len(names) > 1 else {names[0]: options}
-    if isinstance(by_name, dict) and by_name.keys() <= set(names):
-        if all(isinstance(value, dict) for value in by_name.values()):
+    if type(by_name) is dict and all(type(options) is dict for options in by_name.values()):
+        if by_name.keys() <= set(names):
             return {name: by_name.get(name, {}) for name in names}
     example = f'{{"{names[0]}": {{"max_terms": 3}}}}' if len(names) > 1 else '{"max_terms": 3}'
     raise SnugError(f"gym_config={text!r:.80} is no JSON object of options, such as {example}")

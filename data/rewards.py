@@ -84,9 +84,10 @@ def call_one(function: Callable, arguments: dict[str, list], timeout: float) -> 
         shown = f"{len(rewards)} of them" if isinstance(rewards, list | tuple) else repr(rewards)[:60]
         wanted = f"a list of {count} numbers, one per completion"
         raise SnugError(f"{name} must return {wanted}, not {shown}")
-    numbers = [None if reward is None else as_float(reward) for reward in rewards]
-    for completion, reward, number in zip(completions, rewards, numbers, strict=True):
-        if number is not None and not abs(number) < LARGEST:
+    numbers = []
+    for completion, reward in zip(completions, rewards, strict=True):
+        numbers.append(None if reward is None else as_float(reward))
+        if reward is not None and not abs(numbers[-1]) < LARGEST:
             problem = f"returned {reward!r:.60} for the completion {completion!r:.60}"
             raise SnugError(f"{name} {problem}; return None or a number below {LARGEST:g}")
     return numbers
@@ -95,8 +96,8 @@ def call_one(function: Callable, arguments: dict[str, list], timeout: float) -> 
 def as_float(reward) -> float:
     """Any number, also of NumPy or torch -> float. Text and everything else -> NaN."""
     try:
-        return math.nan if isinstance(reward, str | bytes) else float(reward)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan if isinstance(reward, str) else float(reward)
+    except Exception:
         return math.nan
 
 
