@@ -172,12 +172,10 @@ def sample_and_score(model, prepared, rows, group_size, temperature, **options) 
     prompts = [row["prompt"] for row in rows for _ in range(group_size)]
     texts = [tokenizer.decode(completion) for completion in ids]
     columns = repeat_columns(rows, group_size) | dict(stopped=stopped, completion_ids=ids)
-    both = zip(texts, stopped, strict=True)
-    answers = [prepared.task.answer_of(text) if ended else None for text, ended in both]
     figures = dict(
         prompt=prompts,
         completion=texts,
-        answer=answers,
+        answer=prepared.task.answers_of(texts, stopped),
         **score(prepared, prompts, texts, columns),
         stopped=stopped,
         length=rollouts.completion_lengths.tolist(),

@@ -116,10 +116,7 @@ class Countdown(Task):
         return in_answer_tags(completion) or ""
 
     def is_right(self, completion, numbers, target):
-        try:
-            return evaluate(self.expression_in(completion), numbers, self.operators) == target
-        except (Refused, ZeroDivisionError):
-            return False
+        return evaluate(self.expression_in(completion), numbers, self.operators) == target
 
     def answer_of(self, completion):
         """The expression without spaces, "( 3*5 ) + 7" -> "(3*5)+7"; None if it has other characters."""
@@ -177,14 +174,10 @@ def join(a: Expression, symbol: str, b: Expression) -> Expression:
     return Expression(value, left + symbol + right, binding)
 
 
-class Refused(Exception):
-    """The text is not an expression over the row's numbers."""
-
-
-def evaluate(text: str, numbers: list[int], operators: str) -> Fraction:
+def evaluate(text: str, numbers: list[int], operators: str) -> Fraction | None:
     """The exact value of an expression that uses each of `numbers` once and only `operators`.
 
-    Raises Refused for any other text, ZeroDivisionError for a division by zero.
+    None for any other text, and for a division by zero.
 
     >>> evaluate("(3 + 5) / 7", [3, 5, 7], "+-*/")
     Fraction(8, 7)
@@ -193,21 +186,24 @@ def evaluate(text: str, numbers: list[int], operators: str) -> Fraction:
     `numbers`.
     """
     if len(text) > MAX_CHARS:
-        raise Refused
+        return None
     tokens = re.findall(r"[0-9]+|[-+*/()]", text)
-    same_text = "".join(tokens) == text.replace(" ", "")  # without other characters
-    same_numbers = sorted(filter(str.isdigit, tokens)) == sorted(map(str, numbers))
-    if not same_text or not same_numbers or not set(tokens) & set(ARITHMETIC) <= set(operators):
-        raise Refused
+    if "".join(tokens) != text.replace(" ", ""):
+        return None  # a character that is not in an expression
+    if sorted(filter(str.isdigit, tokens)) != sorted(map(str, numbers)):
+        return None
+    if not set(tokens) & set(ARITHMETIC) <= set(operators):
+        return None
     try:
         return value_of(ast.parse(text.strip(" "), mode="eval").body)
-    except SyntaxError:
-        raise Refused from None
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return None
 
 
 def value_of(node: ast.expr) -> Fraction:
+    """Raises ValueError for what is neither a number nor one of the four operations."""
     if isinstance(node, ast.Constant):
         return Fraction(node.value)
     if not isinstance(node, ast.BinOp) or type(node.op) not in NODES:
-        raise Refused  # not one of the four operations
+        raise ValueError
     return ARITHMETIC[NODES[type(node.op)]](value_of(node.left), value_of(node.right))

@@ -103,10 +103,9 @@ class ReasoningGym(Task):
 
     def rewards(self, prompts, completions, **columns):
         """As Task.rewards. The sandbox scores all answers in one request, equal answers to an item once."""
-        stopped = columns.get("stopped", [True] * len(completions))
-        tasks = []  # (generator, seed, answer)
-        for completion, ended, item in zip(completions, stopped, columns["item"], strict=True):
-            tasks.append((*item, self.answer_of(completion) if ended else None))
+        answers = self.answers_of(completions, columns.get("stopped"))
+        pairs = zip(columns["item"], answers, strict=True)
+        tasks = [(*item, answer) for item, answer in pairs]  # (generator, seed, answer)
         asked = list({task for task in tasks if task[-1] is not None})
         results = self.sandbox.run("score", asked)
         scores = {task: result.value for task, result in zip(asked, results, strict=True)}

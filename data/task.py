@@ -147,9 +147,13 @@ class Task:
 
     def formatted(self, prompts, completions, **columns):
         """1.0 for each completion that stopped and gives an answer in the right form, right or wrong; else 0.0."""
-        stopped = columns.get("stopped", [True] * len(completions))
-        pairs = zip(completions, stopped, strict=True)
-        return [float(bool(ended) and self.answer_of(text) is not None) for text, ended in pairs]
+        answers = self.answers_of(completions, columns.get("stopped"))
+        return [float(answer is not None) for answer in answers]
+
+    def answers_of(self, completions: list[str], stopped: list[bool] | None = None) -> list[str | None]:
+        """The answer of each completion; None if there is none or the completion did not stop."""
+        pairs = zip(completions, stopped or [True] * len(completions), strict=True)
+        return [self.answer_of(text) if ended else None for text, ended in pairs]
 
     def survey(self) -> None:
         """Raises SnugError if the options leave a split empty. Called once, before anything else."""

@@ -16,7 +16,7 @@ from runs.log import values_of
 PALETTE = ["#4f7df0", "#c9821a", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c76aa8", "#3a9ab5"]
 SHOWN = 10  # iterations of a memory timeline that are visible at first
 MOST = 200  # a memory timeline has the last iterations
-POINTS = 2000  # of a line
+POINTS = 2000  # of a line, at most
 NAMED = 7  # components of a plan that have a colour; the others are "other"
 
 LEARNING = [  # title, unit, {figure of the log: name of the line}
@@ -84,7 +84,8 @@ def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:
     series = []
     for number, run in enumerate(runs):
         for place, (figure, name) in enumerate(names.items()):
-            points = spread(values_of(run.records, figure))
+            points = values_of(run.records, figure)
+            points = points[:: 1 + len(points) // POINTS]
             if not points:
                 continue
             x, y = map(list, zip(*points, strict=True))
@@ -94,12 +95,6 @@ def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:
             style = "dashed" if place else "line"
             series.append(Series(label, x, y, style, color))
     return series
-
-
-def spread(points: list) -> list:
-    """Every n-th point and the last one, so that POINTS are left."""
-    every = -(-len(points) // POINTS) or 1
-    return points[:-1:every] + points[-1:]
 
 
 def timeline(run: Run) -> Chart:

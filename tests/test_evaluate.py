@@ -420,12 +420,3 @@ def test_the_file_is_replaced_whole_or_not_at_all(run_folder, tmp_path, monkeypa
         patch.setattr("builtins.print", lambda *words, **options: fail(BrokenPipeError()))
         evaluate.main(options, prepared, file)
     assert len(file.read_text().splitlines()) == 11 and len(list(tmp_path.iterdir())) == 1
-
-
-def test_an_answer_may_be_anything_that_votes_and_is_written_as_text(run_folder, tmp_path, monkeypatch):
-    prepared, options, file = prepared_by(run_folder, f"--samples_file={tmp_path}/x", "--num_samples=6")
-    prepared.task.answer_of = lambda completion: Fraction(len(completion), 7)
-    evaluate.main(options, prepared, file)
-    first, *lines = map(json.loads, file.read_text().splitlines())
-    answers = [None if s["answer"] is None else Fraction(s["answer"]) for s in lines]
-    assert first["scores"] == pytest.approx(recomputed(lines, 6)) and Fraction(1, 7) in answers

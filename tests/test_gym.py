@@ -158,16 +158,6 @@ def test_rows_are_the_same_for_ever(task_of):
 
 
 @needs_package
-def test_lengths_are_bounded_by_what_the_survey_saw(task_of):
-    task = task_of("leg_counting", "knights_knaves")
-    rows = [row for split in ("train", "test") for row in task.prompts(split, range(60))]
-    prompt, answer = task.longest(None)
-    assert max(len(row["prompt"].encode()) for row in rows) <= prompt
-    assert max(len(task.demonstration(row, None).encode()) for row in rows) <= answer
-    assert len(task.longest_prompt()) == prompt and task.longest_prompt().isascii()
-
-
-@needs_package
 def test_items_without_answers(task_of):
     """GRPO can use them, because their scorer knows what is right; SFT cannot."""
     row = task_of("graph_color").prompts("test", [0])[0]
@@ -247,21 +237,6 @@ def pretend(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize(
-    "completion, answer",
-    [
-        ("x <answer> 3\n</answer> y", "3"),
-        ("<answer>1</answer><answer>2</answer>", "2"),
-        ("<answer></answer>", ""),
-        ("</answer><answer>", None),
-    ],
-)
-def test_the_last_answer_counts(pretend, completion, answer):
-    task = pretend()
-    assert task.answer_of(completion) == answer
-    assert task.formatted([""], [completion]) == [float(answer is not None)]
-
-
 def test_rewards(pretend):
     box = Pretended()
     task = pretend(box)
@@ -338,11 +313,9 @@ def test_what_is_longer_than_the_survey_saw_is_skipped(pretend, name):
         (dict(gym_dataset=" , "), "task='reasoning_gym' needs generators, such as --gym_dataset=leg_counting"),
         (dict(demonstration_noise=0.5), "demonstration_noise=0.5 does not fit task='reasoning_gym'"),
         (dict(gym_config="a=1"), """gym_config='a=1' is no JSON object of options, such as {"max_terms": 3}"""),
-        (dict(gym_config="[1]"), "is no JSON object"),
         (dict(gym_config="3", gym_dataset="gcd,lcm"), "is no JSON object"),
         (dict(gym_config='{"a": 1}', gym_dataset="gcd,lcm"), 'is no JSON object of options, such as {"gcd": {"'),
         (dict(gym_config='{"a": {}}', gym_dataset="gcd,lcm"), "is no JSON object"),
-        (dict(gym_config='{"gcd": 3}', gym_dataset="gcd,lcm"), "is no JSON object"),
     ],
 )
 def test_options_that_cannot_be(pretend, options, message):

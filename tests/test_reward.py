@@ -32,17 +32,11 @@ ARGUMENTS = dict(prompts=PROMPTS, completions=COMPLETIONS, **COLUMNS)
     [
         ([1.0], "must return a list of 3 numbers, one per completion, not 1 of them"),
         (None, "not None"),
-        ("123", "not '123'"),
-        (iter([1, 2, 3]), "not <list_iterator"),
         ([0, 10**400, 0], "returned 1000.* for the completion 'yy'; return None or a number below 1e\\+38"),
         (["1", 0, 0], "returned '1' for the completion 'x'"),
         ([0, [1.0], 0], r"returned \[1.0\] for the completion 'yy'"),
-        ([torch.ones(2), 0, 0], r"returned tensor\(\[1., 1.\]\) for the completion 'x'"),
         ([Decimal("nan"), 0, 0], r"returned Decimal\('NaN'\) for the completion 'x'"),
-        ([0, 0, -float("inf")], "returned -inf for the completion 'zzz'"),
-        ([0, 1j, 0], "returned 1j for the completion 'yy'"),
         (torch.tensor([0.0, float("nan"), 0.0]), "returned nan for the completion 'yy'"),
-        (np.zeros((3, 1)), r"returned \[0.0\] for the completion 'x'"),
     ],
 )
 def test_a_wrong_reward_names_the_function_and_the_completion(wrong, message):
@@ -60,9 +54,7 @@ def test_a_wrong_reward_names_the_function_and_the_completion(wrong, message):
         (1, None, 0.5),
         np.array([1, 0, 0.5]),
         torch.tensor([1, 0, 0.5]),
-        [True, None, np.float32(0.5)],
         [np.bool_(True), np.int64(0), Fraction(1, 2)],
-        [torch.tensor(1), np.array(0), Decimal("0.5")],
     ],
 )
 def test_right_rewards(returned):

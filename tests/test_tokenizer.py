@@ -37,12 +37,6 @@ def gpt2():
         pytest.skip(str(error))
 
 
-def test_bytes():
-    assert (BYTES.name, BYTES.n_vocab, BYTES.stop_tokens, BYTES.files) == ("bytes", 257, (256,), {})
-    for text in ("", "\n", "\r\n\r\n", "\x00", "\ufeffa", "a  b\t\n", "é中🙂", "x" * 100_000):
-        assert BYTES.encode(text) == BYTES.encode_prompt(text) == list(text.encode())
-
-
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.lists(st.integers(0, 255)))
 def test_bytes_are_the_utf8_bytes(text, ids):
     assert BYTES.encode(text) == list(text.encode()) and BYTES.decode(BYTES.encode(text)) == text
@@ -309,14 +303,11 @@ STOPS = [  # files -> the ids that end a completion; <|endoftext|> is 256, <b> 2
     (dict(tokenizer_config=dict(eos_token=dict(content="<b>"))), (257,)),
     (dict(tokenizer_config=dict(eos_token="<b>"), generation_config=dict(eos_token_id=258)), (257, 258)),
     (dict(tokenizer_config=dict(eos_token="<b>"), generation_config=dict(eos_token_id=[258, 257, 999])), (257, 258)),
-    (dict(tokenizer_config=dict(eos_token="<b>"), config=dict(eos_token_id=258)), (257,)),
     (dict(config=dict(eos_token_id=[258, 257])), (258, 257)),
-    (dict(tokenizer_config=dict(eos_token=None), config=dict(eos_token_id=258)), (258,)),
     (dict(generation_config=dict(eos_token_id=257)), (257,)),
     (dict(tokenizer_config=dict(eos_token="<none>")), (256,)),
     (dict(generation_config=dict(eos_token_id=[True, "x", [], 10**30, 97])), (256,)),
     (dict(tokenizer_config=b"{"), "tokenizer_config.json: not JSON"),
-    (dict(tokenizer_config=b"\xff"), "tokenizer_config.json: not JSON"),
     (dict(generation_config=[]), "generation_config.json: must be an object, not list"),
 ]
 
@@ -401,33 +392,6 @@ def test_files_that_are_no_tokenizer(tmp_path, data):
     with pytest.raises(SnugError, match=wrong) as error:
         get_tokenizer(folder_of(tmp_path, data))
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
-
-
-def damaged(value, rng):
-    """The object with something in it replaced by junk, or gone."""
-    at = value = copy.deepcopy(value)
-    while True:
-        key = rng.choice(list(at)[-12:] if isinstance(at, dict) else range(len(at)))
-        if isinstance(at[key], dict | list) and at[key] and rng.random() < 0.8:
-            at = at[key]
-            continue
-        at[key] = rng.choice([None, True, -1, 10**12, 0.5, "", "\ud800", [], {}, {"type": "Sequence"}, ["a", "b"]])
-        return value
-
-
-@pytest.mark.parametrize("family", [llama2_like, unigram])
-def test_damaged_files_are_refused_in_one_line(tmp_path, family):
-    """Whatever is in the file, the answer is a tokenizer that encodes, or a SnugError."""
-    rng, refused = random.Random(0), 0
-    for _ in range(100):
-        folder = folder_of(tmp_path, damaged(family(), rng), tokenizer_config=dict(eos_token="</s>"))
-        try:
-            tokenizer = get_tokenizer(folder)
-            tokenizer.decode(tokenizer.encode("abc 12<b><think>é</s>"))
-        except SnugError as error:
-            assert "\n" not in str(error) and len(str(error)) < 600
-            refused += 1
-    assert 20 < refused < 95
 
 
 def test_a_panic_of_the_library_is_one_line(tmp_path):
