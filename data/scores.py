@@ -45,9 +45,10 @@ def wilson(mean: float, n: int) -> tuple[float, float]:
 
     It is exact for zeros and ones. Values between them vary less, so for them it is wider than necessary.
     """
-    centre = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
-    half = Z * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2)) / (1 + Z**2 / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    share = Z**2 / n
+    centre = mean + share / 2
+    half = Z * math.sqrt(mean * (1 - mean) / n + share / n / 4)
+    return max(0.0, (centre - half) / (1 + share)), min(1.0, (centre + half) / (1 + share))
 
 
 def summarize(greedy: list[dict], sampled: list[dict]) -> dict:
@@ -58,7 +59,8 @@ def summarize(greedy: list[dict], sampled: list[dict]) -> dict:
     """
     scores = pass_rates(greedy)
     if sampled:
-        n, pairs = len(sampled) // len(greedy), [(s["answer"], s["right"]) for s in sampled]
+        n = len(sampled) // len(greedy)
+        pairs = [(sample["answer"], sample["right"]) for sample in sampled]
         groups = [pairs[i : i + n] for i in range(0, len(pairs), n)]
         scores |= pass_rates(sampled, "_sampled") | group_scores(groups)
     different = len({json.dumps(sample["prompt"]) for sample in greedy})

@@ -149,14 +149,10 @@ def test_countdown_demonstrations_err_with_the_given_probability():
     task = task_of(task="countdown", demonstration_noise=p)
     rows, rng = task.prompts("train", range(3000)), random.Random(0)
     demonstrations = [task.demonstration(row, rng) for row in rows]
-    unlike = sum(text != row["solution"] for text, row in zip(demonstrations, rows, strict=True))
+    wrong = sum(text != row["solution"] for text, row in zip(demonstrations, rows, strict=True))
     deviation = math.sqrt(3000 * p * (1 - p))
-    assert 3000 * p * 0.8 - 5 * deviation < unlike < 3000 * p + 5 * deviation  # now and then that is the solution
-    right = rewards(task, rows, demonstrations)
-    assert 3000 * (1 - p) - 5 * deviation < sum(right) < 3000 * (1 - p * 0.6)
-    for text, row in zip(demonstrations, rows, strict=True):  # the wrong ones are expressions over the same numbers
-        assert sorted(map(int, re.findall(r"\d+", text))) == sorted(row["numbers"])
-        ast.parse(text, mode="eval")
+    assert 3000 * p * 0.8 - 5 * deviation < wrong < 3000 * p + 5 * deviation  # now and then that is the solution
+    assert 3000 * (1 - p) - 5 * deviation < sum(rewards(task, rows, demonstrations)) < 3000 * (1 - p * 0.6)
     lazy = task_of(task="countdown", demonstration_noise=1.0, countdown_operators="-+")
     assert lazy.demonstration({"numbers": [3, 5, 7], "solution": "7-5+3"}, rng) == "3-5-7"
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import tiktoken
-from exploits import FORMS, dressed, harmless
+from exploits import dressed, harmless
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_grpo import tiny
@@ -58,18 +58,6 @@ def test_exploits_score_nothing_and_do_nothing(name, tmp_path, monkeypatch):
             assert rewards(task, [rows[i % 20]], [completion]) == [0.0], completion[:80]
             task.answer_of(completion)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_noise_scores_nothing(name):
-    task, rng = task_of(**TASKS[name]), random.Random(0)
-    rows = task.prompts("train", range(500))
-    assert rewards(task, rows, [""] * 500) == [0.0] * 500
-    for alphabet in (list(map(chr, range(256))), list("0123456789+-*/()=>., ")):
-        noise = ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(500)]
-        for before, after in FORMS:
-            right = rewards(task, rows, [before + text + after for text in noise])
-            assert sum(right) <= (alphabet[0] == "0")  # random digits may be right once
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -2,14 +2,12 @@
 
 import json
 import os
-import random
-import re
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from exploits import FORMS, dressed, harmless
+from exploits import dressed, harmless
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,14 +138,6 @@ def test_equal_numbers_are_equal_however_they_are_written(a, b, rng):
     assert (one == other) == (Fraction(a) == Fraction(b))
 
 
-@given(st.text(alphabet="0123456789.,-+$%/eE_x \\{}#\n\u2212a", max_size=30), st.sampled_from(FORMS))
-def test_a_number_that_is_read_is_written_there(text, form):
-    number = number_after_marker(form[0] + text + form[1])
-    if number is not None:
-        assert re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?", number)
-        assert number.strip("-0.") in re.sub("[,]", "", text) or not number.strip("-0.")
-
-
 @given(
     numbers,
     numbers,
@@ -189,23 +179,19 @@ def test_what_is_in_answer_tags(text, inside):
 # The task
 
 
-def test_a_thousand_problems_are_answered_rightly_by_their_answers_alone(task):
-    """The 20 published ones and 1,200 in the same form, held out by their questions."""
-    rng = random.Random(0)
+def test_problems_are_answered_rightly_by_their_answers_alone(task):
+    """The 20 published ones and others in the same form, held out by their questions."""
     for split in ("train", "test"):
-        rows = task.prompts(split, range(1000))
-        right = [task.demonstration(row, rng) for row in rows]
-        assert rewards(task, rows, right) == [1.0] * 1000
-        assert rewards(task, rows, right, stopped=[i % 2 == 0 for i in range(1000)]) == [1.0, 0.0] * 500
+        rows = task.prompts(split, range(200))
+        right = [task.demonstration(row, None) for row in rows]
+        assert rewards(task, rows, right) == [1.0] * 200
+        assert rewards(task, rows, right, stopped=[i % 2 == 0 for i in range(200)]) == [1.0, 0.0] * 100
         assert [task.answer_of(text) for text in right] == [row["answer"] for row in rows]
-        assert rewards(task, rows, [""] * 1000) == [0.0] * 1000
         assert sum(rewards(task, rows, right[1:] + right[:1])) < 20  # the next one's answer
-        assert rewards(task, rows, [f"{text}1" for text in right]) == [0.0] * 1000
         twice = [f"{text} or {row['answer']}" for text, row in zip(right, rows, strict=True)]
-        assert rewards(task, rows, twice) == [0.0] * 1000
-        assert rewards(task, rows, [text.replace("####", "is") for text in right]) == [0.0] * 1000
-        noise = ["".join(map(chr, rng.choices(range(256), k=rng.randrange(60)))) for _ in rows]
-        assert rewards(task, rows, [f"{rng.choice(['', '#### '])}{text}" for text in noise]) == [0.0] * 1000
+        unmarked = [text.replace("####", "is") for text in right]
+        for wrong in ([""] * 200, [f"{text}1" for text in right], twice, unmarked):
+            assert rewards(task, rows, wrong) == [0.0] * 200
 
 
 def test_exploits_score_nothing_and_do_nothing(task, tmp_path, monkeypatch):
@@ -262,9 +248,7 @@ def test_a_question_in_both_files_is_refused_however_it_is_set(tmp_path):
 BAD = [  # Lines of JSON. test_jsonl.py has lines that are not JSON.
     (b"[]", 'must be {"question": text, "answer": text}, not \\[]'),
     (b'{"prompt": "a", "answer": "#### 1"}', "must be .* not {'prompt': 'a', "),
-    (b'{"question": "a", "answer": "#### 1", "level": 1}', "must be .* not {'question': 'a', "),
     (b'{"question": "a", "answer": 1}', "must be .* not {'question': 'a', 'answer': 1}"),
-    (b'{"question": ["a"], "answer": "#### 1"}', r"must be .* not {'question': \['a'\], "),
     (b'{"question": " ", "answer": "#### 1"}', "has no question"),
     (b'{"question": "a", "answer": "so\\n#### 1/2"}', r"its answer has no number after ####: 'so\\n#### 1/2'"),
 ]

@@ -238,13 +238,6 @@ def test_root_becomes_nobody(monkeypatch):
         assert values(box, *tasks) == [65534] * 4
 
 
-def test_a_file_of_more_than_no_bytes(place):
-    with evil(layers=("limits",)) as box:
-        code = f"file = open('{place / 'X'}', 'wb', 0); file.write(b'x'); result = 1"
-        assert values(box, ("execute", code)) == [None]
-    assert (place / "X").stat().st_size == 0
-
-
 # -----------------------------------------------------------------------------
 # Results and requests
 
@@ -265,10 +258,6 @@ def test_a_file_of_more_than_no_bytes(place):
 )
 def test_results(box, kind, text, value, error):
     assert box.run("any", [(kind, text)]) == [Result(value, error)]
-
-
-def test_no_tasks(box):
-    assert box.run("plain", []) == [] and box.call("echo", []) == []
 
 
 def test_it_sees_nothing_of_this_process(box, monkeypatch):
