@@ -1,6 +1,7 @@
 """A real language model on a laptop: SmolLM2-135M-Instruct learns to answer sums. `make real` does it all.
 
-All weights train, in float32.
+All weights train, in float32. data/sums.jsonl has each unordered pair of numbers from 2 to 49 in one sum, so that no
+sum of the test split is a training sum turned round.
 """
 
 out_dir = "out/grpo_real"

@@ -126,6 +126,5 @@ def read_lines(path: str, check_row: Callable, like=None, remedy: str = "") -> l
 
 def has_texts(value, names: set[str]) -> bool:
     """Is it an object with exactly these names, each a text?"""
-    if not isinstance(value, dict) or set(value) != names:
-        return False
-    return all(isinstance(text, str) for text in value.values())
+    is_like_that = isinstance(value, dict) and value.keys() == names
+    return is_like_that and all(isinstance(text, str) for text in value.values())

@@ -140,7 +140,7 @@ class Task:
         """
         stopped = columns.get("stopped", [True] * len(completions))
         values = zip(completions, stopped, *(columns[name] for name in self.columns), strict=True)
-        return [float(bool(ended) and self.is_right(text, *answer)) for text, ended, *answer in values]
+        return [float(ended and self.is_right(text, *answer)) for text, ended, *answer in values]
 
     def correct(self, prompts, completions, **columns):
         return self.rewards(prompts, completions, **columns)

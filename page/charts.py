@@ -67,15 +67,14 @@ def charts_of(runs: list[Run]) -> list[Chart]:
 
 
 def by_kind(section: str, title: str, unit: str, names: dict, runs: list[Run]) -> list[Chart]:
-    """One chart for each kind of runs that has logged the first figure: SFT logs no reward but the held-out one."""
+    """One chart for each kind of runs that has logged a figure."""
     kinds = list(dict.fromkeys(run.kind for run in runs))
-    first = next(iter(names))
     charts = []
     for kind in kinds:
-        of_kind = [run for run in runs if run.kind == kind]
-        if any(values_of(run.records, first) for run in of_kind):
+        series = lines([run for run in runs if run.kind == kind], names)
+        if series:
             full_title = f"{title}, {kind}" if len(kinds) > 1 else title
-            charts.append(Chart(section, full_title, "iteration", unit, lines(of_kind, names)))
+            charts.append(Chart(section, full_title, "iteration", unit, series))
     return charts
 
 

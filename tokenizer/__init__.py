@@ -211,15 +211,14 @@ def tokenizer_of(folder, files) -> Tokenizer:
         probe = backend.encode("a")
     vocab, model = backend.get_vocab(), spec["model"]
     names = token_names(config)
-    eos, bos = vocab.get(names.get("eos_token")), vocab.get(names.get("bos_token"))
-    stops = [eos, generation.get("eos_token_id")]
-    if eos is None:
+    bos, eos = vocab.get(names.get("bos_token")), vocab.get(names.get("eos_token"))
+    if eos is not None:
+        stop_tokens = stop_ids(folder, backend, [eos, generation.get("eos_token_id")])
+    else:
         # config.json may name it. That file is not kept beside a checkpoint, but generation_config.json is.
         model_config = read_json(folder, read_files(folder, ["config.json"]), "config.json")
-        stops[0] = model_config.get("eos_token_id")
-    stop_tokens = stop_ids(folder, backend, stops)
-    if eos is None:
-        generation["eos_token_id"] = stop_tokens
+        ends = [model_config.get("eos_token_id"), generation.get("eos_token_id")]
+        stop_tokens = generation["eos_token_id"] = stop_ids(folder, backend, ends)
         files = files | {"generation_config.json": json.dumps(generation, indent=1).encode()}
 
     unknown = model.get("unk_id", vocab.get(model.get("unk_token")))
