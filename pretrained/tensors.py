@@ -104,12 +104,10 @@ def weight_files(folder: str | Path) -> list[Path]:
     if file.is_file():  # transformers prefers the one file, too
         return [file]
     if not index.is_file():
-        problem = f"{folder}: has no model.safetensors and no model.safetensors.index.json"
-        if any(folder.glob("*.bin")):
-            problem += (
-                "; the *.bin files are pickles, which are never loaded: convert them to safetensors"
-            )
-        raise SnugError(problem)
+        raise SnugError(
+            f"{folder}: has no model.safetensors and no model.safetensors.index.json; *.bin files are pickles, which "
+            "are never loaded: convert them to safetensors"
+        )
     with in_one_line(f"{index}: cannot be read"):
         names = set(json.loads(index.read_text())["weight_map"].values())
         if any(name != Path(name).name for name in names):

@@ -151,15 +151,6 @@ def test_nothing_is_longer_than_the_longest(options):
     assert task.longest_answer().isascii() and task.longest_prompt().isascii()
 
 
-def test_longest_texts_are_reached():
-    addition = task_of(digits=3)
-    assert len(addition.longest_prompt()) == len(addition.prompts("test", [0])[0]["prompt"])
-    row = addition.prompts("test", [0])[0]
-    assert len(addition.longest_answer()) == len(addition.demonstration(row, random.Random(0)))
-    assert task_of(task="countdown").longest_prompt() == "20 20 20 20=9999:"
-    assert task_of(task="countdown").longest_answer() == "20-(20-(20-20))"
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -212,11 +203,6 @@ def test_rewards_ignore_unknown_columns_and_refuse_ragged_ones():
         task.rewards(["1+2=", "1+2="], [">3", ">4"], answer=[3])
     with pytest.raises(ValueError):
         task.rewards(["1+2="], [">3"], answer=[3], stopped=[])
-
-
-def test_the_answer_of_other_tasks_is_the_completion():
-    task = OneProblem(GRPOSettings())
-    assert task.answer_of(" Paris\n") == "Paris" and task.answer_of(" \n") is None
 
 
 # -----------------------------------------------------------------------------
@@ -349,7 +335,6 @@ def test_addition_numbers_have_their_digits():
     "completion, reward",
     [
         (">9553", 1.0),
-        (">09553", 1.0),
         ("13,05,05,09>09553", 1.0),
         (">1>2>9553", 1.0),
         ("9553", 0.0),
@@ -357,8 +342,6 @@ def test_addition_numbers_have_their_digits():
         (">9554", 0.0),
         (">009553", 0.0),
         (">9553 ", 0.0),
-        ("> 9553", 0.0),
-        (">+9553", 0.0),
         (">९५५३", 0.0),
         (">6025+3528", 0.0),
     ],

@@ -5,7 +5,6 @@
 
 import importlib.util
 import json
-import random
 import subprocess
 import sys
 from contextlib import closing
@@ -171,9 +170,7 @@ def test_the_worker():
     """In a process of its own, because this one does not import the package."""
     cases = [
         ["leg_countng", {}, r"gym_dataset='leg_countng' is not one of the 104 of .*; did you mean leg_counting\?"],
-        ["qqqq", {}, "not one of the .*, such as ab, acre, "],
         ["codeio", {}, "gym_dataset='codeio' is not one of"],
-        ["gcd", {"seed": 3}, "gym_config: gcd refuses {'seed': 3} .TypeError: .*multiple values"],
         ["gcd", {"max_number": 3}, "gym_config: gcd refuses .*unexpected keyword argument 'max_number'"],
         ["gcd", {"min_numbers": 1}, r"\(AssertionError: min_numbers must be at least 2\)"],
     ]
@@ -263,13 +260,6 @@ def test_an_executed_answer_may_have_any_value(pretend, value):
     assert rewards(task, [row], ["x"]) == [0.0]
 
 
-def test_a_demonstration_is_the_answer_in_tags(pretend):
-    task = pretend(cls=SFTSettings)
-    row = task.prompts("train", [5])[0]
-    assert task.demonstration(row, random.Random(0)) == f"<answer>{row['answer']}</answer>"
-    assert row["prompt"] == f"What is {row['answer']}?{REQUEST}" and row["item"] == ["some", int(row["answer"])]
-
-
 @pytest.mark.parametrize(
     "box, message",
     [
@@ -313,7 +303,6 @@ def test_what_is_longer_than_the_survey_saw_is_skipped(pretend, name):
         (dict(gym_dataset=" , "), "task='reasoning_gym' needs generators, such as --gym_dataset=leg_counting"),
         (dict(demonstration_noise=0.5), "demonstration_noise=0.5 does not fit task='reasoning_gym'"),
         (dict(gym_config="a=1"), """gym_config='a=1' is no JSON object of options, such as {"max_terms": 3}"""),
-        (dict(gym_config="3", gym_dataset="gcd,lcm"), "is no JSON object"),
         (dict(gym_config='{"a": 1}', gym_dataset="gcd,lcm"), 'is no JSON object of options, such as {"gcd": {"'),
         (dict(gym_config='{"a": {}}', gym_dataset="gcd,lcm"), "is no JSON object"),
     ],

@@ -6,13 +6,11 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-import torch
 from exploits import dressed, harmless
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_grpo import tiny
 
-import grpo
 import train_sft
 from data import make_task
 from data.jsonl import Jsonl, check_row, text_of
@@ -160,15 +158,10 @@ def test_prompts_of_messages(tmp_path):
 def test_prompts_of_messages_share_nothing_either(tmp_path):
     rows = [{"prompt": conversation(i, ("system", "Add.")), "answer": i} for i in range(50)]
     path = written(tmp_path, rows)
-    shuffled = {
-        "prompt": [dict(reversed(message.items())) for message in rows[7]["prompt"]],
-        "answer": 7,
-    }  # keys in another order
+    other_order = [dict(reversed(message.items())) for message in rows[7]["prompt"]]
     with pytest.raises(SnugError, match="test.jsonl has 1 prompts of data_file"):
-        task_of(path, test_file=written(tmp_path, [shuffled], "test.jsonl"))
-    task_of(
-        path, test_file=written(tmp_path, [{"prompt": conversation(7), "answer": 7}], "test.jsonl")
-    )  # told nothing: another prompt
+        task_of(path, test_file=written(tmp_path, [{"prompt": other_order, "answer": 7}], "test.jsonl"))
+    task_of(path, test_file=written(tmp_path, [{"prompt": conversation(7), "answer": 7}], "test.jsonl"))
     twice = task_of(written(tmp_path, [*rows, *rows]))
     train, test = ({row["answer"] for row in twice.rows[split]} for split in ("train", "test"))
     assert not train & test and len(twice.rows["test"]) == 2 * len(test)
@@ -253,16 +246,3 @@ def test_any_row_is_read_or_refused_by_line(tmp_path_factory, row):
         assert json.dumps(read_lines(path, check_row)) == json.dumps([row])
     except SnugError as error:
         assert f"{path}:1: " in str(error)
-
-
-def test_both_loops_learn_from_a_file(tmp_path):
-    path = written(tmp_path, GOOD)
-    sft, settings = tiny(tmp_path, task="jsonl", data_file=path, max_new_tokens=4, beta=0.0)
-    train_sft.main(
-        prepare(dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0, max_iters=30))
-    )
-    torch.manual_seed(0)
-    grpo.main(prepare(settings))
-    sft_log, log = read_log(sft.out_dir), read_log(settings.out_dir)
-    assert sft_log[-1]["loss"] < sft_log[0]["loss"]
-    assert len(log) == 4 and 0 <= log[0]["reward_mean"] <= 1 and "pass_at_1" in log[-1]

@@ -183,16 +183,6 @@ def test_demonstrations_of_messages_end_with_the_first_stop_token(folder, tmp_pa
     assert batch.tokens[:, 0].tolist() == [257] * 4  # <|im_start|>
 
 
-def test_a_tokenizer_from_a_folder_for_a_model_from_scratch(folder, tmp_path):
-    words = "--task=addition --digits=1 --device=cpu --max_iters=1 --batch_size=2 --eval_prompts=0".split()
-    words.append(f"--out_dir={tmp_path}/a")
-    run(SFTSettings, *words, f"--tokenizer={folder}")
-    assert load_run(tmp_path / "a").tokenizer.name == get_tokenizer(str(folder)).name
-    run(SFTSettings, *words, f"--tokenizer={folder}", "--resume=auto", "--max_iters=2")  # the same by another name
-    with pytest.raises(SnugError, match="tokenizer='bytes', but .* has 'tokenizer.json@"):
-        run(SFTSettings, *words, "--tokenizer=bytes", "--resume=auto", "--max_iters=3")
-
-
 def test_what_config_json_says_of_the_end_travels_too(folder, tmp_path, rewards):
     """Where tokenizer_config.json does not: a checkpoint has no config.json, and yet the same stop tokens, in the same order."""
     shutil.copytree(folder, tmp_path / "model")

@@ -1,7 +1,6 @@
 """Reward functions that lie, raise, draw blanks or never come back: named, with their place, and never obeyed."""
 
 import contextlib
-import math
 import os
 import re
 import signal
@@ -14,8 +13,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_commands import HOME, command
 
 from data import rewards
@@ -71,24 +68,6 @@ def test_weights_names_and_completions_that_are_not_scored():
     assert repeat_columns(rows, 2) == {"answer": [1, 1, 2, 2]} and repeat_columns(rows) == {"answer": [1, 2]}
 
 
-ANYTHING = st.one_of(st.none(), st.floats(), st.integers(), st.text(), st.booleans(), st.complex_numbers())
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(ANYTHING, max_size=5))
-def test_anything_is_taken_or_refused_by_name(returned):
-    def mine(prompts, completions, answer):
-        return returned
-
-    try:
-        totals, by_function = total_rewards([mine], PROMPTS, COMPLETIONS, COLUMNS)
-    except SnugError as error:
-        assert "mine" in str(error)
-    else:
-        assert all(type(total) is float and not abs(total) >= 1e38 for total in totals)
-        assert [None if math.isnan(total) else total for total in totals] == by_function["mine"]
-
-
 @pytest.mark.parametrize("kind", [ValueError, RecursionError, SystemExit])
 def test_an_exception_is_named_with_its_place_and_its_traceback_is_kept(kind):
     calls = []
@@ -133,12 +112,12 @@ def test_a_function_past_its_time_limit_is_named_and_its_place_is_kept(how, monk
         calls.append(completions)
         how()
 
-    before = signal.getsignal(signal.SIGALRM), sys.gettrace()
+    before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(SnugError) as error:
         call_one(mine, ARGUMENTS, timeout=0.2)
     assert str(error.value) == "reward function mine took longer than reward_timeout=0.2 seconds"
     assert f"in {how.__name__}\n" in told(error.value) and calls == [COMPLETIONS]
-    assert (signal.getsignal(signal.SIGALRM), sys.gettrace()) == before
+    assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 

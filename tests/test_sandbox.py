@@ -116,9 +116,7 @@ ENDS = {
     "print replies": "print('[1.0, \"\"]\\n' * 10, flush=True)",
     "write no JSON": "__import__('os').write(3, b'1.0\\n0 1.0\\n')",
     "too long a reply": "__import__('os').write(3, b'1' * 10**8)",
-    "too long a text": "'a' * 10**7",
     "a text of 10 GB": "'a' * 10**10",
-    "bytes of 10 GB": "bytearray(10**10)",
     "another hook": "__import__('sys').addaudithook(print)",
     "nothing": "",
     "half a character": "\ud800",
@@ -245,14 +243,12 @@ def test_root_becomes_nobody(monkeypatch):
 @pytest.mark.parametrize(
     "kind, text, value, error",
     [
-        ("evaluate", "2 + 2", 4, ""),
         ("evaluate", "'é' * 3", "ééé", ""),
         ("evaluate", "1 / 0", None, "ZeroDivisionError: division by zero"),
         ("evaluate", "'a' * 2**20", None, "the process ended, or its message is too long"),
         ("evaluate", "[1]", None, "the result is no text, number, boolean or None"),
         ("evaluate", "exit()", None, "the process ended, or its message is too long"),
         ("number", "0.25", 0.25, ""),
-        ("number", "x", None, "ValueError: could not convert string to float: 'x'"),
         ("plain", "\ud800\0é" * 3000, False, ""),
     ],
 )
