@@ -26,6 +26,7 @@ from pretrained.shapes import ARCHITECTURES, config_of, family_of, read_config, 
 MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
+MAX_LAYERS = 10_000
 TYPES = ["F32", "F16", "BF16", "F64"]  # integers and 8-bit floats are quantized and need scales
 # Older versions saved these with the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -128,6 +129,8 @@ def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
     there.
     """
     family, shape = read_config(folder)["model_type"], read_shape(folder)
+    if shape["n_layer"] > MAX_LAYERS:  # too many to list their tensors
+        raise SnugError(f"{folder}: config.json says {shape['n_layer']} layers; at most {MAX_LAYERS}")
     prefix, needed = PREFIXES[family], entries(shape, family, shape["vocab_size"])
     by_name = {entry.name.removeprefix(prefix): entry for entry in needed}
     places, surplus = {}, []

@@ -250,6 +250,7 @@ CONFIGS = {
     "hidden_size=None": dict(hidden_size="gone"),
     "rms_norm_eps=nan is not a positive number": dict(rms_norm_eps=math.nan),
     "has shape (97, 32), config.json says (1000000000000, 32)": dict(vocab_size=10**12),
+    "config.json says 1000000000000 layers": dict(num_hidden_layers=10**12),
     "layer_types has 'sliding_attention'": dict(layer_types=["full_attention", "sliding_attention"]),
     "rope_parameters has 'full_attention' by itself": dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))),
     "missing 12": dict(num_hidden_layers=3),  # a layer has 9 weights and 3 biases

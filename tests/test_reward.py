@@ -33,6 +33,7 @@ ARGUMENTS = dict(prompts=PROMPTS, completions=COMPLETIONS, **COLUMNS)
         (["1", 0, 0], "returned '1' for the completion 'x'"),
         ([0, [1.0], 0], r"returned \[1.0\] for the completion 'yy'"),
         ([Decimal("nan"), 0, 0], r"returned Decimal\('NaN'\) for the completion 'x'"),
+        ([0, 0, -float("inf")], "returned -inf for the completion 'zzz'"),
         (torch.tensor([0.0, float("nan"), 0.0]), "returned nan for the completion 'yy'"),
     ],
 )
@@ -52,6 +53,7 @@ def test_a_wrong_reward_names_the_function_and_the_completion(wrong, message):
         np.array([1, 0, 0.5]),
         torch.tensor([1, 0, 0.5]),
         [np.bool_(True), np.int64(0), Fraction(1, 2)],
+        [torch.tensor(1), np.array(0), Decimal("0.5")],
     ],
 )
 def test_right_rewards(returned):
@@ -99,11 +101,37 @@ def deaf():
             time.sleep(1000)
 
 
+def stubborn():
+    """Catches everything, in a line that sleeps."""
+    while True:
+        try:
+            time.sleep(1000)
+        except:  # noqa: E722
+            pass
+
+
+def stubborn_twice():
+    while True:
+        try:
+            try:
+                time.sleep(1000)
+            except BaseException:
+                sum(range(10))
+        except BaseException:
+            sum(range(10))
+
+
+def suppressing():
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(1000)
+
+
 def reading():
     os.read(os.pipe()[0], 1)
 
 
-@pytest.mark.parametrize("how", [endless, deaf, reading])
+@pytest.mark.parametrize("how", [endless, deaf, stubborn, stubborn_twice, suppressing, reading])
 def test_a_function_past_its_time_limit_is_named_and_its_place_is_kept(how, monkeypatch):
     monkeypatch.setattr(rewards, "AGAIN", 0.05)
     calls = []
@@ -112,12 +140,12 @@ def test_a_function_past_its_time_limit_is_named_and_its_place_is_kept(how, monk
         calls.append(completions)
         how()
 
-    before = signal.getsignal(signal.SIGALRM)
+    before = signal.getsignal(signal.SIGALRM), sys.gettrace()
     with pytest.raises(SnugError) as error:
         call_one(mine, ARGUMENTS, timeout=0.2)
     assert str(error.value) == "reward function mine took longer than reward_timeout=0.2 seconds"
     assert f"in {how.__name__}\n" in told(error.value) and calls == [COMPLETIONS]
-    assert signal.getsignal(signal.SIGALRM) is before
+    assert (signal.getsignal(signal.SIGALRM), sys.gettrace()) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
@@ -168,7 +196,11 @@ time.sleep(1)  # nothing is left of the limit
 
 
 FUNCTIONS = """
-import time
+import sys, time
+
+def closing(prompts, completions, **columns):
+    sys.stdout.close()
+    return [float(len(text)) for text in completions]
 
 def failing(prompts, completions, **columns):
     return [1 / 0]
@@ -177,10 +209,10 @@ calls = []
 
 def slow(prompts, completions, **columns):
     calls.append(1)
-    if len(calls) > 1:
+    while len(calls) > 1:
         try:
             time.sleep(1000)
-        except:
+        except BaseException:
             pass
     return [float(len(text)) for text in completions]
 """
@@ -194,14 +226,21 @@ def trained_with(home, name, *words):
     return *command(HOME / "grpo.py", *words, cwd=home), home / "run"
 
 
+def test_a_function_that_closes_stdout_closes_no_console(tmp_path):
+    code, out, err, folder = trained_with(tmp_path, "closing")
+    assert (code, err) == (0, "") and "iter 1/2" in out and "GRPO is done" in out
+    code, out, err = command(HOME / "evaluate.py", folder, "--num_prompts=4", cwd=tmp_path)
+    assert (code, err) == (0, "") and out.count("  pass@1 ") == 2
+
+
 def test_the_traceback_of_a_function_is_in_log_txt_and_on_the_console(tmp_path):
     code, _, err, folder = trained_with(tmp_path, "failing", "--eval_prompts=0")
-    line = "error: reward function failing raised ZeroDivisionError: 'division by zero' at mine.py:5"
+    line = "error: reward function failing raised ZeroDivisionError: 'division by zero' at mine.py:9"
     assert code == 2 and err.endswith(f"ZeroDivisionError: division by zero\n{line}\n")
     assert "in failing\n    return [1 / 0]" in err and (folder / "log.txt").read_text().endswith(err)
 
 
-def test_a_slow_function_that_catches_everything_and_returns_ends_a_run_that_is_saved(tmp_path):
+def test_a_slow_function_that_catches_everything_ends_a_run_that_is_saved(tmp_path):
     words = ["--eval_prompts=0", "--reward_timeout=0.5", "--save_interval=0"]
     code, _, err, folder = trained_with(tmp_path, "slow", *words)
     assert code == 2 and err.endswith("\nerror: reward function slow took longer than reward_timeout=0.5 seconds\n")

@@ -229,7 +229,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
     if not tokenizer.bos and config.get("add_bos_token") is True and bos is not None:
         tokenizer.bos = [bos]
 
-    template = template_of(files, config)
+    template = template_of(folder, files, config)
     now = None
     if "strftime_now" in str(template):
         today = datetime.now().date().isoformat()
@@ -255,13 +255,15 @@ def stop_ids(folder, backend, values):
     return tuple(dict.fromkeys(known))
 
 
-def template_of(files, config):
+def template_of(folder, files, config):
     """-> the chat template in chat_template.jinja or tokenizer_config.json, or None."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode(errors="replace")
     template = config.get("chat_template")
-    if isinstance(template, list):  # of named templates
-        return {item["name"]: item["template"] for item in template}.get("default")
+    if isinstance(template, list):
+        problem = "chat_template must be a text or a list of named ones"
+        with in_one_line(f"{folder / 'tokenizer_config.json'}: {problem}"):
+            return {item["name"]: item["template"] for item in template}.get("default")
     return template
 
 
