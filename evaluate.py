@@ -25,7 +25,7 @@ from options import SnugError, fields, friendly_errors, in_one_line, read_settin
 from pretrained.shapes import is_pretrained
 from runs.checkpoint import find_run, settings_of, tokenizer_of
 from runs.log import finite, write_whole
-from runs.prepare import Prepared, refuse_contradictions, refuse_lengths, rewards_of
+from runs.prepare import Prepared, refuse_contradictions, rewards_of
 from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
 
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
@@ -59,8 +59,6 @@ def prepare_evaluation(
         raise SnugError(f"{problem}; add it, or --reward_funcs=my_rewards:is_short")
     size = task.size("test")
     settings.eval_prompts = min(options.num_prompts, size or options.num_prompts)
-    if not settings.max_new_tokens:  # the longest answer and a stop token
-        settings.max_new_tokens = task.longest(tokenizer.encode_prompt)[1] + 1
     file = samples_file(options, settings, path if is_pretrained(path) else path.parent)
     prepared = Prepared(
         settings, task, tokenizer, {}, functions, reward_weights=weights, origin=checkpoint
@@ -80,7 +78,9 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
         changes = asdict(TaskOptions()) | dict(max_new_tokens=0, max_prompt_length=0)
     if task != run.task or "reward_funcs" in given:
         changes |= asdict(RewardOptions())
-    replaceable = {*fields(TaskOptions), *fields(RewardOptions), "max_new_tokens"}
+    if options.max_new_tokens:
+        changes["max_new_tokens"] = options.max_new_tokens
+    replaceable = {*fields(TaskOptions), *fields(RewardOptions)}
     changes |= {name: getattr(options, name) for name in given & replaceable}
     return GRPOSettings(**shared | changes | dict(task=task, tokenizer=run.tokenizer))
 
@@ -135,8 +135,7 @@ def sample_held_out(
 
     About as many completions at a time as in training, because reward_timeout is meant for that many.
     """
-    settings = prepared.settings
-    longest = prepared.longest(settings)[1]
+    settings, longest = prepared.settings, prepared.longest()[1]
     numbers = range(settings.eval_prompts)[limits.processes.part(settings.eval_prompts)]
     rows = prepared.task.prompts("test", numbers)
 
@@ -266,21 +265,33 @@ def run_scores(of_processes: list[tuple[list[dict], list[dict]]]) -> dict[str, f
 
 def run_evaluation(model, prepared, options: EvaluateSettings) -> tuple[dict, list[dict]]:
     """-> (the first line of the file, the samples: for each prompt the greedy one, then num_samples)."""
-    settings = prepared.settings
-    refuse_lengths(prepared, model.config.block_size)
+    settings, longest = prepared.settings, prepared.longest()[1]
+    check_room(prepared, longest, model.config.block_size)
     limits = Limits(settings, partial(print, file=sys.stderr))
 
     n, temperature, seed = options.num_samples, options.temperature, options.seed
     sample = partial(sample_held_out, model, prepared, limits, n, temperature, seed)
     greedy, sampled = limits.run("eval", sample)
-    names = (*fields(TaskOptions), *fields(RewardOptions), "max_new_tokens")
+    names = (*fields(TaskOptions), *fields(RewardOptions))
     resolved = asdict(options) | {name: getattr(settings, name) for name in names}
-    resolved |= dict(num_prompts=len(greedy), pass_reward=pass_reward(settings))
+    resolved |= dict(num_prompts=len(greedy), max_new_tokens=longest, pass_reward=pass_reward(settings))
     summary = dict(checkpoint=str(prepared.origin.path), settings=resolved)
     samples, others = [], iter(sampled)
     for first in greedy:
         samples += [first, *islice(others, n)]
     return summary | summarize(greedy, sampled), samples
+
+
+def check_room(prepared, longest: int, block_size: int) -> None:
+    """Raises SnugError if a completion of `longest` tokens does not fit behind every prompt."""
+    settings = prepared.settings
+    rows = prepared.task.prompts("test", range(settings.eval_prompts))
+    prompt = max(map(len, encode_prompts(rows, settings, prepared.tokenizer)))
+    left = block_size - prompt
+    if left < longest:
+        problem = f"prompts have up to {prompt} tokens, and completions up to {longest}"
+        advice = f"try --max_new_tokens={left}" if left > 0 else "evaluate shorter prompts"
+        raise SnugError(f"{problem}; this model takes {block_size} in all; {advice}")
 
 
 def main(options: EvaluateSettings, prepared: Prepared, file: Path | None) -> None:

@@ -220,7 +220,7 @@ MUTANTS = [
     ("processes: entropies of an earlier attempt", "grpo.py", "entropies[cut.sequences(step)] = 0", "pass", "test_parallel.py"),
     ("processes: a share of the work rounded down", "batch.py", "share = -(-sum(group.tokens for group in self.groups_within(sequences, 0)) // len(loads))", "share = sum(group.tokens for group in self.groups_within(sequences, 0)) // len(loads)", "test_batch.py"),
     ("a copy that leaves no memory", "runs/saver.py", "available_on_host() <= 2 * size", "available_on_host() <= size", "test_saver.py"),
-    ("evaluations leave no room for the stop token", "evaluate.py", "task.longest(tokenizer.encode_prompt)[1] + 1", "task.longest(tokenizer.encode_prompt)[1]", "test_evaluate.py"),
+    ("evaluations leave no room for the stop token", "runs/prepare.py", "max_new_tokens or answer + 1", "max_new_tokens or answer", "test_evaluate.py"),
     ("evaluations ignore logits_chunk_mb", "sample.py", "chunk_mb=settings.logits_chunk_mb,", "chunk_mb=0,", "test_evaluate.py"),
     ("two threads free memory and one is not counted", "device/host.py", "        size = self.sizes.pop(key)[1]\n        self.current -= size", "        self.current -= self.sizes.pop(key)[1]", "test_memory.py"),
     ("processes: a function's rewards on rank 0 alone", "training/parallel.py", "for share in shares for number in share.by_function[name]", "for share in shares[:1] for number in share.by_function[name]", "test_parallel.py"),

@@ -133,7 +133,7 @@ class First(Digits):
         return completion[:1] or None
 
 
-def run_settings(batch_size=8, max_new_tokens=12, **options):
+def run_settings(batch_size=8, max_new_tokens=0, **options):
     """As evaluation_settings makes them of an SFT run's: group_size is 1."""
     shared = dict(batch_size=batch_size, group_size=1, logits_chunk_mb=0.5)
     return GRPOSettings(max_new_tokens=max_new_tokens, **shared, **options)
@@ -249,9 +249,12 @@ def test_temperature_0_samples_once():
     assert "each at temperature" not in table(summary)[0]
 
 
-def test_completions_that_do_not_fit_are_refused():
-    with pytest.raises(SnugError, match="with max_new_tokens=28 that is 33, more than block_size=32"):
-        run_evaluation(*hex_run(run=run_settings(max_new_tokens=28)))
+@pytest.mark.parametrize("length, advice", [(21, "try --max_new_tokens=11"), (32, "evaluate shorter prompts")])
+def test_completions_that_do_not_fit_are_refused(length, advice):
+    long = with_prompts(lambda rows: [rows[0] | {"prompt": "1" * length}, *rows[1:]])
+    problem = f"prompts have up to {length} tokens, and completions up to 12; this model takes 32 in all; {advice}"
+    with pytest.raises(SnugError, match=problem):
+        run_evaluation(*long)
 
 
 def test_max_new_tokens_and_max_prompt_length():

@@ -529,6 +529,8 @@ def test_where_templates_stand(tmp_path):
             tokenizer.encode_prompt([user("")])
     with pytest.raises(SnugError, match="the chat template fails"):
         rendered(tmp_path, 5)
+    with pytest.raises(SnugError, match="tokenizer_config.json: chat_template must be a text or a list of named"):
+        chat_of(tmp_path, [{}])
     folder = folder_of(tmp_path, small(), chat_template="the file", tokenizer_config=dict(chat_template="the config"))
     ours = get_tokenizer(folder)
     assert ours.decode(ours.encode_prompt([user("")])) == "the file"
