@@ -225,7 +225,7 @@ MUTANTS = [
     ("two threads free memory and one is not counted", "device/host.py", "        size = self.sizes.pop(key)[1]\n        self.current -= size", "        self.current -= self.sizes.pop(key)[1]", "test_memory.py"),
     ("processes: a function's rewards on rank 0 alone", "training/parallel.py", "for share in shares for number in share.by_function[name]", "for share in shares[:1] for number in share.by_function[name]", "test_parallel.py"),
     ("processes: all sample the first rows", "grpo.py", "before = turn * settings.batch_size + share.start", "before = turn * settings.batch_size", "test_parallel.py"),
-    ("processes: offloaded weights stay as they were", "training/optimizer.py", 'slab.tensors.keys() - {"gradient"}', 'slab.tensors.keys() - {"gradient", "weight"}', "test_parallel.py"),
+    ("processes: offloaded weights stay as they were", "training/optimizer.py", 'copies.keys() - {"gradient"}', 'copies.keys() - {"gradient", "weight"}', "test_parallel.py"),
     ("completions stay where they were", "decoding/kvcache.py", "completion[: len(slots), :, :columns] = completion[slots, :, :columns]", "pass", "test_kvcache.py test_sample.py"),
     ("a new sequence goes on at the old one's length", "decoding/decode_batch.py", "self.t[slots] = 0", "pass", "test_sample.py"),
     ("evaluations: every piece draws as the first", "evaluate.py", "(numbers.start + first) * group_size", "numbers.start * group_size", "test_evaluate.py"),

@@ -17,7 +17,6 @@ Left out: 8-bit state, a step on the host's cores.
 
 import math
 import weakref
-from typing import NamedTuple
 
 import torch
 
@@ -42,7 +41,6 @@ def make_optimizer(model, settings):
         {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     options = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2))
     on_host = set()
     if settings.optimizer_device == "host":
@@ -122,7 +120,7 @@ class FusedAdamW(torch.optim.AdamW):
     @property
     def steps(self) -> int:
         """How many steps it has taken."""
-        return next((int(state["step"]) for state in self.state.values()), 0)
+        return int(next(iter(self.state.values()))["step"])
 
     @steps.setter
     def steps(self, steps: int):
@@ -142,15 +140,6 @@ class FusedAdamW(torch.optim.AdamW):
         if scale < 1:
             torch._foreach_mul_(list(self.gradients().values()), scale)
         super().step()
-
-
-class Slab(NamedTuple):
-    """Neighbouring weights of one parameter."""
-
-    group: dict
-    parameter: int  # its number
-    first: int  # index of the first of these weights
-    tensors: dict  # {name: (n,)}, on the device or the host
 
 
 class SlabAdamW(torch.optim.Optimizer):
@@ -191,80 +180,61 @@ class SlabAdamW(torch.optim.Optimizer):
         return {p: p.grad for p in self.parameters() if p.grad is not None}
 
     def slabs(self, *names):
-        """Yield the Slabs of all parameters that have a gradient, with the tensors of these names."""
-        gradients, numbers = self.gradients(), {p: number for number, p in enumerate(self.parameters())}
+        """-> [(tensors, parameter's group, its number, index of the first weight)] of neighbouring weights.
+
+        tensors: {name: (n,)} with these names, on the device or the host. Parameters without a gradient have no slab.
+        """
+        slabs, gradients, number = [], self.gradients(), 0
         size = slab_size(self.largest()) if self.on_host.intersection(names) else PIECE
         for group in self.param_groups:
             for p in group["params"]:
-                if p not in gradients:
-                    continue
-                tensors = {"weight": p.detach(), "gradient": gradients[p]} | self.state[p]
-                tensors = {name: tensors[name].view(-1) for name in names if name in tensors}
-                for piece in slices(p, size):
-                    pieces = {name: x[piece] for name, x in tensors.items()}
-                    yield Slab(group, numbers[p], piece.start, pieces)
+                if p in gradients:
+                    tensors = {"weight": p.detach(), "gradient": gradients[p]} | self.state[p]
+                    flat = {name: tensors[name].view(-1) for name in names if name in tensors}
+                    for piece in slices(p, size):
+                        pieces = {name: x[piece] for name, x in flat.items()}
+                        slabs.append((pieces, group, number, piece.start))
+                number += 1
+        return slabs
 
-    def ring(self, *names):
-        """RING dicts of buffers on the device, {name: (n,)}: one for each of these tensors that is on the host."""
-        p = self.largest()
-        tensors = {"weight": p, "gradient": p} | self.state[p]
-        dtypes = {
-            name: tensors[name].dtype for name in names if name in tensors and name in self.on_host
-        }
-        size, device = slab_size(p), self.device
+    def ring(self, slabs):
+        """RING dicts of buffers on the device, {name: (n,)}: one for each tensor of a slab that is on the host."""
+        largest = max((tensors for tensors, *_ in slabs), key=lambda tensors: len(tensors["gradient"]))
+        on_host = {name: x for name, x in largest.items() if name in self.on_host}
         return [
-            {name: torch.empty(size, dtype=dtype, device=device) for name, dtype in dtypes.items()}
+            {name: torch.empty_like(x, device=self.device) for name, x in on_host.items()}
             for _ in range(RING)
         ]
 
-    def run(self, slabs, ring, work):
-        """work(slab, tensors) for each slab. tensors: the slab's; of those on the host, copies in the ring."""
-
-        def copies(slab, buffers):
-            return {name: buffer[: len(slab.tensors[name])] for name, buffer in buffers.items()}
-
-        def fetch(slab, buffers):
-            for name, copy in copies(slab, buffers).items():
-                copy.copy_(slab.tensors[name], non_blocking=True)
-
-        def work_on_copies(slab, buffers):
-            work(slab, slab.tensors | copies(slab, buffers))
-
-        if any(ring):
-            in_turn(self.device, slabs, ring, fetch, work_on_copies).wait()
-        else:  # nothing is copied, so the work needs no side stream
-            for slab in slabs:
-                work(slab, slab.tensors)
-
     @torch.no_grad()
     def gradient_norm(self):
-        p, ring, slabs = self.parameters()[0], self.ring("gradient"), list(self.slabs("gradient"))
-        dtype = torch.promote_types(p.dtype, torch.float32)
+        slabs = self.slabs("gradient")
+        ring = self.ring(slabs)
+        dtype = torch.promote_types(self.largest().dtype, torch.float32)
         # Made here: on a side stream nothing may be allocated.
         norms = torch.zeros(len(slabs), dtype=dtype, device=self.device)
         each = iter(norms)
 
-        def work(slab, tensors):
+        def measure(tensors, *_):
             torch.linalg.vector_norm(tensors["gradient"], dtype=dtype, out=next(each))
 
-        self.run(slabs, ring, work)
+        in_turn(self.device, slabs, ring, measure).wait()
         return torch.linalg.vector_norm(norms)
 
     @torch.no_grad()
     def step(self, scale=1.0):
         names = "weight", "gradient", "exp_avg", "exp_avg_sq", "master"
-        ring = self.ring(*names)
+        slabs = self.slabs(*names)
+        ring = self.ring(slabs)
         scratch = new_scratch(ring[0].get("weight", self.largest()))
         self.steps += 1
 
-        def work(slab, tensors):
-            numbers = numbers_of(slab.group, self.steps, scale)
-            key = key_of(self.seed, self.steps, slab.parameter)
-            adamw(*(tensors.get(name) for name in names), numbers, key, slab.first, scratch)
-            for name in self.on_host & slab.tensors.keys() - {"gradient"}:
-                slab.tensors[name].copy_(tensors[name], non_blocking=True)
+        def update(tensors, group, number, first):
+            numbers = numbers_of(group, self.steps, scale)
+            key = key_of(self.seed, self.steps, number)
+            adamw(*map(tensors.get, names), numbers, key, first, scratch)
 
-        self.run(self.slabs(*names), ring, work)
+        in_turn(self.device, slabs, ring, update).wait()
         # A checkpoint may read the state on the host next, and a host that reads does not wait for copies.
         settle()
 
@@ -285,23 +255,31 @@ def slices(p, size):
         yield slice(start, min(start + size, p.numel()))
 
 
-def in_turn(device, slabs, ring, fetch, work) -> Done:
-    """For each slab fetch(slab, buffers), which copies to the device, then work(slab, buffers), which may copy back.
+def in_turn(device, slabs, ring, work) -> Done:
+    """work(tensors, ...) for each slab (tensors, ...) -> when the last one is done.
 
-    buffers: an entry of the ring, in turn. -> when the last slab is done.
+    ring: dicts of buffers on the device. The tensors with these names are on the host: `work` gets copies of them in
+    the buffers. What it changes, all but gradients, is copied back.
     """
     done = Done(device)
     free = [done] * len(ring)  # when the work on an entry's buffers is done
-    for number, slab in enumerate(slabs):
+    for number, (tensors, *place) in enumerate(slabs):
         turn = number % len(ring)
+        copies = {name: buffer[: len(tensors[name])] for name, buffer in ring[turn].items()}
+        if not copies:  # then the work needs no side stream
+            work(tensors, *place)
+            continue
         # Two side streams: while one slab is worked on and copied back, the next ones arrive. Neither stream waits for
         # compute again, so each has to wait for the other: work for its slab, and a slab for buffers that are free.
         with aside(device, to="device") as fetched:
             free[turn].wait()
-            fetch(slab, ring[turn])
+            for name, copy in copies.items():
+                copy.copy_(tensors[name], non_blocking=True)
         with aside(device, to="host") as done:
             fetched.wait()
-            work(slab, ring[turn])
+            work(tensors | copies, *place)
+            for name in copies.keys() - {"gradient"}:
+                tensors[name].copy_(copies[name], non_blocking=True)
         free[turn] = done
     return done
 
@@ -329,23 +307,15 @@ class HostGradients:
         """Begin to move p.grad. A hook, which autograd calls; `collect` calls it for gradients without a hook."""
         # Keep one move going, so that backward waits for neither. An earlier gradient of p has to arrive first.
         self.land(1 if p not in self.moving else 0)
-        stored, fresh, size = self.host[p].view(-1), p.grad.view(-1), slab_size(p)
-        ring = []
+        total, fresh, ring = self.host[p].view(-1), p.grad.view(-1), []
         if p in self.arrived:
-            ring = [torch.empty(size, dtype=p.dtype, device=p.device) for _ in range(RING)]
-
-        def fetch(piece, buffer):
-            buffer[: piece.stop - piece.start].copy_(stored[piece], non_blocking=True)
-
-        def add(piece, buffer):
-            fresh[piece].add_(buffer[: piece.stop - piece.start])
-            stored[piece].copy_(fresh[piece], non_blocking=True)
-
-        if ring:
-            done = in_turn(p.device, slices(p, size), ring, fetch, add)
+            size = slab_size(p)
+            ring = [{"total": torch.empty(size, dtype=p.dtype, device=p.device)} for _ in range(RING)]
+            slabs = [({"total": total[piece], "gradient": fresh[piece]},) for piece in slices(p, size)]
+            done = in_turn(p.device, slabs, ring, lambda x: x["total"].add_(x["gradient"]))
         else:
             with aside(p.device, to="host") as done:
-                stored.copy_(fresh, non_blocking=True)
+                total.copy_(fresh, non_blocking=True)
         self.moving[p] = done, fresh, ring
         self.arrived.add(p)
         p.grad = None
