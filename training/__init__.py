@@ -7,7 +7,8 @@ parallel several processes that train one model
 """
 
 from training.figures import Scored, as_floats, mean_of_steps, rollout_metrics
+from training.guard import finite_columns
 from training.loop import run
 from training.optimizer import learning_rate_at, make_optimizer, optimizer_step
 from training.parallel import score_together
-from training.state import Training, finite_columns
+from training.state import Training

@@ -19,15 +19,11 @@ MAX_DROPPED_STEPS = 5
 
 
 class Guard:
-    """health goes into checkpoints: steps dropped, steps dropped in a row, the iteration of the last good step."""
+    """health goes into checkpoints: how many steps were dropped, and how many in a row up to now."""
 
     def __init__(self, settings, say: Callable[[str], None], health: dict | None = None):
         self.settings, self.say = settings, say
-        self.health = {"dropped_steps": 0, "dropped_in_a_row": 0, "last_step": -1} | (health or {})
-
-    def taken(self, iteration: int) -> None:
-        """A step of this iteration was good."""
-        self.health |= {"dropped_in_a_row": 0, "last_step": iteration}
+        self.health = health or {"dropped_steps": 0, "dropped_in_a_row": 0}
 
     def drop(
         self, iteration: int, model: GPT, gradients, sequences, select: range, loss: float, norm: float
@@ -36,7 +32,8 @@ class Guard:
 
         gradients: {name: tensor}; sequences: Rollouts or Sequences; norm: of the gradient.
         """
-        self.health |= {name: self.health[name] + 1 for name in ("dropped_steps", "dropped_in_a_row")}
+        self.health["dropped_steps"] += 1
+        self.health["dropped_in_a_row"] += 1
         found = culprit(model, gradients, sequences, select, loss, norm)
         what = f"a step of iteration {iteration}, seed {self.settings.seed}, "
         what += f"sequences {select.start} to {select.stop - 1}"
@@ -52,9 +49,7 @@ class Guard:
         )
 
 
-def columns_of(
-    sequences: Rollouts | Sequences, select: range | slice = slice(None)
-) -> dict[str, torch.Tensor]:
+def columns_of(sequences: Rollouts | Sequences, select: range) -> dict[str, torch.Tensor]:
     """{name: tensor} of the sequences `select`."""
     part = slice(select.start, select.stop)
     return {
@@ -62,6 +57,11 @@ def columns_of(
         for name, tensor in vars(sequences).items()
         if isinstance(tensor, torch.Tensor)
     }
+
+
+def finite_columns(sequences, select: range) -> bool:
+    """Are all figures of the sequences `select` finite?"""
+    return not not_finite(columns_of(sequences, select))
 
 
 def culprit(model, gradients, sequences, select, loss, norm) -> str:

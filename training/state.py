@@ -16,9 +16,9 @@ from model import GPT
 from runs.hints import hints
 from runs.log import RunLog
 from runs.prepare import Prepared
-from runs.saver import Saver, not_finite
+from runs.saver import Saver
 from training.figures import sample_records
-from training.guard import Guard, columns_of
+from training.guard import Guard, finite_columns
 from training.optimizer import gradients_of, optimizer_step
 
 
@@ -135,14 +135,13 @@ class Training:
         with self.meter.phase("train"):
             metrics = self.processes.add_up(model, optimizer, metrics)
         # An infinity in the batch need not show in the loss.
-        finite = math.isfinite(metrics["loss"]) and finite_columns(sequences, select)
-        if finite:
+        if math.isfinite(metrics["loss"]) and finite_columns(sequences, select):
             clip, norm_of_all = self.settings.grad_clip, self.processes.norm
             norm = self.run(
                 "optimizer", optimizer_step, model, optimizer, learning_rate, clip, norm_of_all
             )
-        if finite and math.isfinite(norm):
-            self.guard.taken(iteration)
+        if math.isfinite(norm):
+            self.guard.health["dropped_in_a_row"] = 0
             return metrics | {"grad_norm": norm}
         self.saver.wait()  # an error names the newest checkpoint
         gradients = gradients_of(model, optimizer)
@@ -175,8 +174,3 @@ class Training:
             self.log.say(f"hint: {found[name]}")
         self.shown_hints |= found.keys()
         self.log.memory(self.meter.lines(self.log.place(record["iter"])))
-
-
-def finite_columns(sequences, select) -> bool:
-    """Are all figures of these sequences, a range, finite?"""
-    return not not_finite(columns_of(sequences, select))
