@@ -5,10 +5,6 @@ training/parallel.py has the same for several. Left out: torch.distributed.
 
 from contextlib import nullcontext
 
-from device.kinds import MIB
-
-BUCKET = 25 * MIB  # bytes of small gradients that are copied together and added up in one message
-
 
 class OneProcess:
     """The only process of a run: it does all the work and exchanges nothing."""

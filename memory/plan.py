@@ -15,13 +15,13 @@ sums dq in float32. Ops are trusted not to allocate more inside than they return
 """
 
 import sys
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import torch
 
 from device.host import HostLedger
 from device.kinds import MIB, PlanningMode, is_planned
-from device.processes import BUCKET
 from memory.ledger import LiveBytes, component_of
 from memory.meter import MemoryMeter
 
@@ -111,34 +111,33 @@ class PlanMeter(MemoryMeter):
         self.live.host.label(component, named)
 
 
-@dataclass
 class Peak:
-    """What was alive at the peak of a stretch. components: {name: bytes}."""
+    """What was alive at the peak of a stretch. components: {name: bytes}.
 
-    components: dict
-    storages: list
+    largest: {(component, name): the largest Storage with both}.
+    """
+
+    def __init__(self, storages):
+        self.components, self.largest = Counter(), {}
+        for s in storages:
+            self.components[s.component] += s.size
+            key = s.component, s.name
+            self.largest[key] = max(s, self.largest.get(key, s), key=lambda s: s.size)
 
     @property
     def size(self):
         return sum(self.components.values())
 
 
-def record(dry_run, settings, kind, n_layer):
-    """-> ({stretch: Peak} of the device, the same of the host)."""
+def record(dry_run, settings, kind, n_layer) -> list[dict[object, Peak]]:
+    """-> [{stretch: Peak} of the device, the same of the host]."""
     host = PlannedHost()
     with PlanningMode(kind, host), PlanMeter(host) as meter:
         dry_run(settings, n_layer, meter)
-    return peaks_of(meter.live), peaks_of(host)
-
-
-def peaks_of(recorder) -> dict[object, Peak]:
-    peaks = {}
-    for stretch, (_, storages) in recorder.peaks.items():
-        components = {}
-        for s in storages:
-            components[s.component] = components.get(s.component, 0) + s.size
-        peaks[stretch] = Peak(components, storages)
-    return peaks
+    return [
+        {stretch: Peak(storages) for stretch, (_, storages) in ledger.peaks.items()}
+        for ledger in (meter.live, host)
+    ]
 
 
 def deepen(shallow: Peak, deep: Peak, depth: int) -> Peak:
@@ -147,26 +146,16 @@ def deepen(shallow: Peak, deep: Peak, depth: int) -> Peak:
     def line(a, b):
         return a + (b - a) * (depth - DEPTHS[0]) // (DEPTHS[1] - DEPTHS[0])
 
-    components = {
-        name: line(shallow.components.get(name, 0), deep.components.get(name, 0))
-        for name in deep.components | shallow.components
-    }
-    storages, before = [], alike(shallow.storages)
-    for key, group in alike(deep.storages).items():
-        # Of a tensor for each block there are more, of the same size. One for all blocks, such as the KV cache, grows.
-        twins = before.get(key, [])
-        for a, b in zip(twins if len(twins) == len(group) else group, group, strict=True):
-            shape = tuple(map(line, a.shape, b.shape))
-            storages.append(Storage(line(a.size, b.size), shape, b.dtype, b.component, b.name))
-    return Peak(components, storages)
-
-
-def alike(storages) -> dict[tuple, list]:
-    """Storages by component, name and type."""
-    groups = {}
-    for s in storages:
-        groups.setdefault((s.component, s.name, s.dtype), []).append(s)
-    return groups
+    peak = Peak([])
+    for name in deep.components | shallow.components:
+        peak.components[name] = line(shallow.components[name], deep.components[name])
+    for key, b in deep.largest.items():
+        # A tensor of each block is as large as the others. One for all blocks, such as the KV cache, grows.
+        a = shallow.largest.get(key, b)
+        peak.largest[key] = replace(
+            b, size=line(a.size, b.size), shape=tuple(map(line, a.shape, b.shape))
+        )
+    return peak
 
 
 @dataclass
@@ -224,7 +213,6 @@ def plan(dry_run, settings) -> Plan:
         if phase not in highest or peak.size > highest[phase].size:
             highest[phase] = peak
     always = {"cuBLAS workspace": CUDA_EXTRA} if kind == "cuda" else {}
-    always |= {"all-reduce bucket": BUCKET} if settings.parallel == "ddp" else {}
     phases = {phase: always | peak.components for phase, peak in highest.items()}
     on_host = host["all"].components if host else {}
     sharded = settings.parallel in ("fsdp", "hsdp")
@@ -234,7 +222,8 @@ def plan(dry_run, settings) -> Plan:
     binding = max(phases, key=lambda phase: phases[phase][0])
     peak, components = phases[binding]
     biggest = [
-        (s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}") for s in highest[binding].storages
+        (s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}")
+        for s in highest[binding].largest.values()
     ]
     if sharded:  # how large a process's share of a tensor is, depends on the tensor
         biggest = [(bytes_, name) for name, bytes_ in components.items()]
@@ -251,8 +240,8 @@ def share(phases: dict, on_host: dict, highest: dict, settings) -> tuple[dict, d
     tests/test_parallel.py compares this with what runs need.
     """
     n = settings.processes_per_machine if settings.parallel == "hsdp" else settings.num_processes
-    weights = [s for peak in highest.values() for s in peak.storages if s.component == "weights"]
-    sizes = {s.name: s.size for s in weights}
+    tensors = [s for peak in highest.values() for s in peak.largest.values()]
+    sizes = {s.name: s.size for s in tensors if s.component == "weights"}
     block = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
     outside = sum(size for name, size in sizes.items() if not name.startswith("blocks."))
     running = outside + 2 * block

@@ -213,7 +213,7 @@ MUTANTS = [
     ("gpu: a step waits for the device", "decoding/decode_batch.py", "hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "self.t.max().item()\n        hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "test_replay.py"),
     ("gpu: lengths are not rounded", "device/cuda.py", 'if kind_of(tokens) == "cuda" else length', 'if kind_of(tokens) == "none" else length', "test_batch.py"),
     ("processes: gathered weights kept", "training/parallel.py", 'plain.to("meta")  # freed', "pass  # freed", "test_parallel.py"),
-    ("processes: a mean of gradients", "training/parallel.py", "dist.all_reduce(flat)", "dist.all_reduce(flat.div_(2))", "test_parallel.py"),
+    ("processes: a mean of gradients", "training/parallel.py", "dist.all_reduce(gradient)", "dist.all_reduce(gradient.div_(2))", "test_parallel.py"),
     ("processes: FSDP's mean of gradients", "training/parallel.py", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)", "test_parallel.py"),
     ("processes: maxima are added up", "training/parallel.py", 'max(values) if name.endswith("_max") else sum(values)', "sum(values)", "test_parallel.py"),
     ("processes: hsdp's norm over all machines", "training/parallel.py", 'dist.all_reduce(squares, group=self.mesh["near"].get_group())', "dist.all_reduce(squares)", "test_parallel.py"),

@@ -25,9 +25,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from device.processes import BUCKET, OneProcess
+from device.processes import OneProcess
 from model import GPT
 from options import SnugError, first_line
 from runs.loading import configure, trained
@@ -41,12 +40,12 @@ PATIENCE = timedelta(days=7)
 
 def start(settings) -> OneProcess:
     """The processes of this run. Raises SnugError if the option and torchrun do not fit together."""
-    size, launched = int(os.environ.get("WORLD_SIZE", 1)), "WORLD_SIZE" in os.environ
+    size = int(os.environ.get("WORLD_SIZE", 0))  # 0: without torchrun
     if settings.parallel == "none":
         if size > 1:
             raise SnugError(f"parallel='none', but {size} processes were started; add --parallel=ddp")
         return OneProcess()
-    if not launched:
+    if not size:
         command = f"torchrun --nproc_per_node=8 {sys.argv[0]}"
         raise SnugError(f"parallel={settings.parallel!r} needs processes; start them with {command}")
     settings.num_processes = size
@@ -133,11 +132,8 @@ class Processes(OneProcess):
         parameters, gradients = trained(model), gradients_of(model, optimizer)
         for name in parameters.keys() - gradients.keys():  # this process had no micro-batch
             parameters[name].grad = torch.zeros_like(parameters[name])
-        for bucket in _take_tensors(gradients_of(model, optimizer).values(), BUCKET):
-            flat = _flatten_dense_tensors(bucket)  # if it is one tensor, the tensor itself
-            dist.all_reduce(flat)
-            for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-                gradient.copy_(total)
+        for gradient in gradients_of(model, optimizer).values():
+            dist.all_reduce(gradient)
         return merged(self.gather(lambda: totals))
 
 
