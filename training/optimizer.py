@@ -41,25 +41,16 @@ def make_optimizer(model, settings):
         {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    options = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2))
-    on_host = set()
-    if settings.optimizer_device == "host":
+    everything = settings.param_offload
+    on_host = {"weight"} if everything else set()
+    if everything or settings.optimizer_device == "host":
         on_host.update(STATE)
-    if settings.grad_offload:
+    if everything or settings.grad_offload:
         on_host.add("gradient")
-    if settings.param_offload:
-        on_host.update(STATE, ["gradient", "weight"])
     if settings.param_dtype == settings.optimizer_dtype != "bfloat16" and not on_host:
-        return FusedAdamW(named.values(), groups, **options)
-    return SlabAdamW(
-        groups,
-        **options,
-        dtype=getattr(torch, settings.optimizer_dtype),
-        on_host=on_host,
-        device=getattr(model, "runs_on", next(iter(named.values())).device),
-        seed=settings.seed,
-        host_gradients=HostGradients(list(named.values())) if settings.grad_offload else None,
-    )
+        return FusedAdamW(named.values(), groups, settings)
+    device = getattr(model, "runs_on", next(iter(named.values())).device)
+    return SlabAdamW(groups, settings, on_host, device)
 
 
 def learning_rate_at(iteration: int, settings) -> float:
@@ -108,8 +99,9 @@ class FusedAdamW(torch.optim.AdamW):
     """PyTorch's AdamW in one pass over the weights, with its state allocated at the start."""
 
     @component("moments")
-    def __init__(self, parameters, groups, lr, betas):
-        super().__init__(groups, lr=lr, betas=betas, fused=True)
+    def __init__(self, parameters, groups, settings):
+        betas = settings.adam_beta1, settings.adam_beta2
+        super().__init__(groups, betas=betas, fused=True)
         for p in parameters:
             self.state[p] = {
                 "step": torch.zeros((), device=p.device),
@@ -145,18 +137,21 @@ class FusedAdamW(torch.optim.AdamW):
 class SlabAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) in float32, with a choice of its state's dtype and place.
 
-    dtype float32: moments in float32 and, beside bfloat16 weights, a float32 master of each weight. bfloat16: bfloat16
-    moments, no masters. Then moments and weights are rounded stochastically; random bits follow from the seed and step.
+    optimizer_dtype float32: moments in float32 and, beside bfloat16 weights, a float32 master of each weight. bfloat16:
+    bfloat16 moments, no masters. Then moments and weights are rounded stochastically; random bits follow from the seed
+    and step.
     on_host: which of weight, gradient and STATE are in pinned host memory. The next slab arrives on the device while
     one is updated and copied back.
     A step allocates its buffers first: after an out-of-memory nothing has changed.
     """
 
     @component("moments")
-    def __init__(self, groups, lr, betas, dtype, on_host, device, seed, host_gradients):
-        super().__init__(groups, dict(lr=lr, betas=betas, weight_decay=0.0, eps=1e-8))
-        self.seed, self.steps, self.host_gradients = seed, 0, host_gradients
-        self.on_host, self.device = on_host, device
+    def __init__(self, groups, settings, on_host, device):
+        betas = settings.adam_beta1, settings.adam_beta2
+        super().__init__(groups, dict(lr=settings.learning_rate, betas=betas, eps=1e-8))
+        self.seed, self.steps, self.on_host, self.device = settings.seed, 0, on_host, device
+        self.host_gradients = HostGradients(self.parameters()) if settings.grad_offload else None
+        dtype = getattr(torch, settings.optimizer_dtype)
         for p in self.parameters():
             dtypes = {"exp_avg": dtype, "exp_avg_sq": dtype}
             if p.dtype == torch.bfloat16 != dtype:
@@ -250,9 +245,9 @@ def slab_size(p) -> int:
 
 
 def slices(p, size):
-    """Yield slices of at most `size` weights of the flattened parameter. A planner needs only one: they are alike."""
-    for start in range(0, min(p.numel(), size) if is_planned(p) else p.numel(), size):
-        yield slice(start, min(start + size, p.numel()))
+    """-> slices of `size` weights of the flattened parameter. A planner needs only one: they are alike."""
+    starts = range(0, p.numel(), size)
+    return [slice(start, start + size) for start in (starts[:1] if is_planned(p) else starts)]
 
 
 def in_turn(device, slabs, ring, work) -> Done:
