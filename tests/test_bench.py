@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import conftest
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -122,22 +121,6 @@ def test_ctrl_c_leaves_no_process_and_keeps_results(tmp_path, number):
     assert {name: step["state"] for name, step in steps.items()} == {"good": "ok", "slow": "interrupted"}
     assert [row["name"] for row in steps["slow"]["results"]] == ["before"]
     assert is_gone(int((tmp_path / "pid").read_text())) and "interrupted" in output
-
-
-def test_a_test_that_fails_becomes_a_result(tmp_path, monkeypatch):
-    """pytest calls this hook of tests/conftest.py after each test."""
-    monkeypatch.setenv("BENCH_RESULTS", str(tmp_path / "results.jsonl"))
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    for failed in (True, False):
-        conftest.pytest_runtest_logreport(SimpleNamespace(failed=failed, nodeid="a::b", longreprtext="assert 1 == 2"))
-    (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    assert row == dict(step="tests", name="a::b", value="FAILED", unit="", error="assert 1 == 2")
-
-
-def test_half_a_line_of_a_killed_bench_is_not_read(tmp_path, bench):
-    path = tmp_path / "results.jsonl"
-    path.write_text('{"step": "a", "name": "x", "value": 1}\n{"step": "b", "name": "x", "value": 2}\n{"step": "a", "na')
-    assert [row["value"] for row in importlib.import_module("all").results_of("a", path)] == [1]
 
 
 def test_without_a_gpu_it_says_so(tmp_path):

@@ -24,27 +24,18 @@ HOME = Path(__file__).parent.parent
 VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
 PLACES = [  # what is poisoned, which part of it, and with what
     ("loss", "", "nan"),
-    ("loss", "", "-inf"),
     ("advantages", "", "inf"),
     ("sampling_logprobs", "", "-inf"),
     ("ref_logprobs", "", "nan"),
     ("gradient", "embedding.weight", "inf"),
     ("gradient", "blocks.0.attention.qkv.weight", "nan"),
-    ("gradient", "blocks.1.mlp.down.weight", "-inf"),
-    ("gradient", "norm.weight", "inf"),
-    ("train", "blocks.0.norm_1", "nan"),
     ("train", "blocks.0.attention.qkv", "inf"),
-    ("train", "blocks.1.attention.proj", "-inf"),
-    ("train", "blocks.0", "nan"),
     ("train", "norm", "inf"),
     ("rollout", "embedding", "nan"),
-    ("rollout", "blocks.0.attention", "inf"),
     ("rollout", "blocks.1.mlp", "-inf"),
-    ("rollout", "norm", "nan"),
     ("logits", "rollout", "inf"),
     ("logits", "train", "nan"),
     ("reference", "blocks.1.mlp", "inf"),
-    ("reference", "norm", "nan"),
     ("reward", "", "-inf"),
     ("reward", "", "nan"),
 ]
@@ -60,13 +51,8 @@ class Poison:
     def __init__(self, monkeypatch, what, name, value):
         self.what, self.name, self.value, self.now, self.states = what, name, VALUES[value], -1, []
         self.patch = monkeypatch
-        for module, function in (
-            (grpo, "policy_loss"),
-            (grpo, "teaches"),
-            (state, "optimizer_step"),
-            (grpo, "iterate"),
-            (decode_batch, "sample_tokens"),
-        ):
+        places = [(grpo, "policy_loss"), (grpo, "teaches"), (grpo, "iterate")]
+        for module, function in [*places, (state, "optimizer_step"), (decode_batch, "sample_tokens")]:
             monkeypatch.setattr(module, function, getattr(self, function))
 
     def here(self, what):
@@ -99,12 +85,8 @@ class Poison:
         return {name: tensor.clone() for named in tensors.values() for name, tensor in named.items()}
 
     def output(self, name, out, phases):
-        if (
-            name == self.name
-            and self.what in phases
-            and self.here(self.training.meter.now)
-            and isinstance(out, torch.Tensor)
-        ):
+        here = name == self.name and self.what in phases and self.here(self.training.meter.now)
+        if here and isinstance(out, torch.Tensor):
             out = out.clone()
             out[0, :, 3] = self.value
         return out
@@ -172,12 +154,8 @@ def test_no_bad_update_is_applied(tmp_path, monkeypatch, start, number):
     assert same(before[1], after[1]) and not same(before[0], after[0]) and not same(before[2], after[2])
     assert all(tensor.isfinite().all() for state in after for tensor in state.values())
     log = read_log(settings.out_dir)
-    assert (
-        [record["dropped_steps"] for record in log] == [0, 1, 1]
-        and "loss" in log[0]
-        and "loss" not in log[1]
-        and "loss" in log[2]
-    )
+    assert [record["dropped_steps"] for record in log] == [0, 1, 1]
+    assert ["loss" in record for record in log] == [True, False, True]
     found = (Path(settings.out_dir) / "log.txt").read_text()
     if place[0] in ("advantages", "sampling_logprobs", "ref_logprobs"):
         assert f"the batch: {place[0]} has NaN or infinity" in found
@@ -189,21 +167,26 @@ def test_no_bad_update_is_applied(tmp_path, monkeypatch, start, number):
         assert "loss " + place[2] in found
 
 
+def fall_ill(monkeypatch, after):
+    """All gradients after so many steps are bad; three in a row end the run."""
+    original, steps = state.optimizer_step, itertools.count()
+
+    def ill(model, optimizer, *arguments):
+        if next(steps) >= after:
+            next(model.parameters()).grad[0, 0] = float("nan")
+        return original(model, optimizer, *arguments)
+
+    monkeypatch.setattr(state, "optimizer_step", ill)
+    monkeypatch.setattr("training.guard.MAX_DROPPED_STEPS", 3)
+
+
 def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_newest_checkpoint(tmp_path, monkeypatch):
     """From iteration 4 on every gradient is bad. Then it is mended: the end is that of a run that was never ill."""
     sft, _ = tiny(tmp_path)
     sft = dataclasses.replace(sft, max_iters=9, save_interval=1, save_total_limit=1, eval_prompts=0)
     healthy = dataclasses.replace(sft, out_dir=str(tmp_path / "healthy"))
     train_sft.main(prepare(healthy))
-    original, steps = state.optimizer_step, itertools.count()
-
-    def ill(model, optimizer, *arguments):
-        if next(steps) >= 4:
-            next(model.parameters()).grad[0, 0] = float("nan")
-        return original(model, optimizer, *arguments)
-
-    monkeypatch.setattr(state, "optimizer_step", ill)
-    monkeypatch.setattr("training.guard.MAX_DROPPED_STEPS", 3)
+    fall_ill(monkeypatch, after=4)
     with pytest.raises(SnugError) as error:
         train_sft.main(prepare(sft))
     assert (
@@ -223,17 +206,9 @@ def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_newest_check
 
 def test_the_count_in_a_row_outlives_the_process(tmp_path, monkeypatch):
     """Two dropped steps, SIGTERM's save, and one more after the resume are three."""
-    monkeypatch.setattr("training.guard.MAX_DROPPED_STEPS", 3)
     sft, _ = tiny(tmp_path)
     sft = dataclasses.replace(sft, max_iters=3, save_interval=1, eval_prompts=0)
-    original, steps = state.optimizer_step, itertools.count()
-
-    def ill(model, optimizer, *arguments):
-        if next(steps) >= 1:
-            next(model.parameters()).grad[0, 0] = float("nan")
-        return original(model, optimizer, *arguments)
-
-    monkeypatch.setattr(state, "optimizer_step", ill)
+    fall_ill(monkeypatch, after=1)
     train_sft.main(prepare(sft))  # its last save is made all the same
     health = checkpoint.read_state(checkpoint.newest(sft.out_dir))["health"]
     assert health == {"dropped_steps": 2, "dropped_in_a_row": 2}
@@ -244,15 +219,5 @@ def test_the_count_in_a_row_outlives_the_process(tmp_path, monkeypatch):
 def test_one_bad_sequence_drops_its_own_step_alone(tmp_path, monkeypatch, start):
     poison, prepared, settings = poisoned(tmp_path, monkeypatch, start, ("advantages", "", "nan"), train_batch_size=4)
     grpo.main(prepared)
-    assert [record["dropped_steps"] for record in read_log(settings.out_dir)] == [0, 1, 1] and "loss" in read_log(
-        settings.out_dir
-    )[1]
-
-
-def test_a_drop_writes_a_line_and_no_tensors(tmp_path, monkeypatch, start):
-    _, prepared, settings = poisoned(tmp_path, monkeypatch, start, ("loss", "", "nan"), save_interval=0, seed=5)
-    grpo.main(prepared)
-    where = "a step of iteration 1, seed 5, sequences 0 to 15 is dropped, 1 in a row: "
-    assert f"warning: {where}" in (Path(settings.out_dir) / "log.txt").read_text()
-    tensors = Path(settings.out_dir).rglob("*.safetensors")
-    assert {file.parent.name for file in tensors} == {"checkpoint-000003"}
+    log = read_log(settings.out_dir)
+    assert [record["dropped_steps"] for record in log] == [0, 1, 1] and "loss" in log[1]

@@ -75,22 +75,15 @@ def test_off_is_the_model_that_was_there_bit_for_bit(shape, dtype, tokens):
     before = logits_of(make_model(shape, dtype=dtype), tokens)
     model = with_adapters(shape, dtype=dtype)
     assert not torch.equal(logits_of(model, tokens), before)
-    with lora.adapters_off(model):
+    with pytest.raises(KeyError), lora.adapters_off(model):
         assert torch.equal(logits_of(model, tokens), before)
-    assert not torch.equal(logits_of(model, tokens), before)  # and on again
-    fresh = with_adapters(
-        shape, drawn=False, dtype=dtype
-    )  # B is 0: as before, and yet learning: A's gradient is 0, B's is not
+        raise KeyError
+    assert not torch.equal(logits_of(model, tokens), before)  # and on again, also after an error
+    # B is 0: as before, and yet learning: A's gradient is 0, B's is not
+    fresh = with_adapters(shape, drawn=False, dtype=dtype)
     torch.testing.assert_close(logits_of(fresh, tokens), before, atol=0, rtol=0)
     logits_of(fresh, tokens).square().mean().backward()
     assert all(not m.lora_A.grad.any() and m.lora_B.grad.any() for m in lora.adapted(fresh))
-
-
-def test_off_after_an_error_is_on_again(tokens):
-    model = with_adapters("gpt2")
-    with pytest.raises(KeyError), lora.adapters_off(model):
-        raise KeyError
-    assert all(module.enabled for module in lora.adapted(model))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -106,17 +99,13 @@ def test_merged_is_the_same_function(shape, tokens):
 def test_only_the_named_matrices_are_adapted():
     model = with_adapters("llama", targets=["qkv", "down"])
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == {
-        f"blocks.{i}.{half}.lora_{letter}"
-        for i in range(2)
-        for half in ("attention.qkv", "mlp.down")
-        for letter in "AB"
-    }
-    assert {
-        p.dtype
-        for p in lora.add(make_model("gpt2", dtype=torch.bfloat16), 2, 1.0, TARGETS).parameters()
-        if p.requires_grad
-    } == {torch.float32}
+    assert trained == adapters_of("attention.qkv", "mlp.down")
+    half = with_adapters("gpt2", dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters() if p.requires_grad} == {torch.float32}
+
+
+def adapters_of(*matrices):
+    return {f"blocks.{i}.{matrix}.lora_{letter}" for i in range(2) for matrix in matrices for letter in "AB"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,23 +125,9 @@ def sft(tmp_path_factory):
 
 
 def run_grpo(sft, out, *options):
-    base = [
-        "--batch_size=4",
-        "--group_size=4",
-        "--max_new_tokens=8",
-        "--max_iters=2",
-        "--save_interval=1",
-        "--beta=0.1",
-    ]
-    words = [
-        *COMMON,
-        *base,
-        f"--init_from={sft}",
-        f"--out_dir={out}",
-        "--learning_rate=0.03",
-        "--temperature=1.5",
-        *options,
-    ]
+    base = "--batch_size=4 --group_size=4 --max_new_tokens=8 --max_iters=2 --save_interval=1 --beta=0.1 "
+    base += "--learning_rate=0.03 --temperature=1.5"
+    words = [*COMMON, *base.split(), f"--init_from={sft}", f"--out_dir={out}", *options]
     settings, given, _ = read_settings(GRPOSettings, words)
     grpo.main(prepare(settings, given))
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -171,12 +146,7 @@ def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, rewards)
     assert log[0]["kl"] == 0 and log[-1]["kl"] > 0 and all(record["grad_norm"] > 0 for record in log)
     path = newest(tmp_path / "run")
     weights, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
-    names = {
-        f"blocks.{i}.{half}.lora_{x}"
-        for i in range(2)
-        for half in ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
-        for x in "AB"
-    }
+    names = adapters_of("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
     assert set(weights) == names
     assert set(moments) == {f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names}
     run, base = load_run(tmp_path / "run"), load_run(sft)
@@ -195,13 +165,8 @@ def test_stopped_and_resumed_is_the_same_run(sft, tmp_path):
     assert any(value.any() for name, value in whole.items() if name.endswith("lora_B"))
 
 
-LADDER = [
-    "--checkpoint_blocks=block",
-    "--activation_offload",
-    "--optimizer_device=host",
-    "--grad_offload",
-    "--max_tokens_per_micro_batch=40",
-]
+LADDER = "--checkpoint_blocks=block --activation_offload --optimizer_device=host --grad_offload".split()
+LADDER += ["--max_tokens_per_micro_batch=40"]
 
 
 def test_memory_options_leave_adapters_where_they_were(sft, tmp_path, rewards):
@@ -255,9 +220,8 @@ def test_adapters_whose_weights_changed_broke_or_went_are_refused(sft, tmp_path)
     path = newest(tmp_path / "base")
     manifest = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(manifest + " ")
-    with pytest.raises(
-        SnugError, match="has adapters for the weights in .*base/checkpoint-000010, which are others now"
-    ):
+    others = "has adapters for the weights in .*base/checkpoint-000010, which are others now"
+    with pytest.raises(SnugError, match=others):
         load_run(tmp_path / "run")
     (path / "manifest.json").write_text(manifest)
     data = (path / "model.safetensors").read_bytes()
@@ -295,14 +259,11 @@ def test_other_adapters_are_another_run(sft, tmp_path):
     ):
         with pytest.raises(SnugError, match=said):
             run_grpo(sft, tmp_path / "run", *LORA, "--resume=auto", change)
+    run_grpo(sft, tmp_path / "plain", "--max_iters=1")
+    with pytest.raises(SnugError, match="lora_rank was 0, is 4"):
+        run_grpo(sft, tmp_path / "plain", *LORA, "--resume=auto")
     with pytest.raises(SnugError, match="is in out_dir"):
         run_grpo(newest(tmp_path / "run"), tmp_path / "run", *LORA)
-
-
-def test_adapters_are_not_added_to_a_run(sft, tmp_path):
-    run_grpo(sft, tmp_path / "run", "--max_iters=1")
-    with pytest.raises(SnugError, match="lora_rank was 0, is 4"):
-        run_grpo(sft, tmp_path / "run", *LORA, "--resume=auto")
 
 
 def test_live_adapters_are_not_left_out_of_an_export(tmp_path):

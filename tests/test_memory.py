@@ -31,15 +31,11 @@ def test_live_bytes_follow_storages_not_tensors():
         live.reset_peak()
         assert live.peak == 4000
         c = torch.stack([b, b])
+        assert live.current == 12000
+        c.resize_(9000)
+        assert live.current == 40000
         del b, c
-        assert (live.current, live.peak) == (0, 12000)
-
-
-def test_live_bytes_notice_a_storage_that_was_resized():
-    with LiveBytes() as live:
-        a = torch.zeros(10)
-        a.resize_(1000)
-        assert live.current == 4000
+        assert (live.current, live.peak) == (0, 40000)
 
 
 def test_threads_may_free_storages_at_the_same_time():
@@ -97,11 +93,6 @@ def test_between_phases_counts_for_the_iteration():
         with meter.phase("train"):
             pass
         assert meter.stats()["mem_max_alloc_mb"] == 5 and meter.stats()["mem_max_alloc_mb_train"] == 0
-
-
-def test_unknown_phase():
-    with pytest.raises(ValueError, match="phase 'tarin' is not one of rollout"), MemoryMeter("cpu").phase("tarin"):
-        pass
 
 
 def profiled_peak(function):

@@ -16,7 +16,6 @@ from test_grpo import some_rollouts
 
 import grpo
 from batch import Cut
-from device.processes import OneProcess
 from memory.plan import plan
 from model import make_model as make_model_of_shape
 from options import SnugError
@@ -188,8 +187,3 @@ def test_a_sequence_that_moves_to_another_process_keeps_one_entropy():
         found.append(entropies)
     assert before != cut.rank_of
     torch.testing.assert_close(found[1] + found[2], found[0], rtol=0, atol=1e-12)
-
-
-def test_one_process_shares_with_nobody():
-    one = OneProcess()
-    assert one.part(7) == slice(0, 7) and one.gather(lambda: 3) == [3] and one.agreed(None) is None

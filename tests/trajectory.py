@@ -28,30 +28,11 @@ from settings import GRPOSettings, SFTSettings
 from training.optimizer import make_optimizer, optimizer_step
 
 FILE = Path(__file__).parent / "data/trajectory.safetensors"
-ROLLOUTS, COLUMNS = (
-    25,
-    (
-        "tokens",
-        "prompt_lengths",
-        "completion_lengths",
-        "sampling_logprobs",
-        "mask",
-        "stopped",
-        "advantages",
-        "ref_logprobs",
-    ),
-)
+ROLLOUTS = 25
+COLUMNS = "tokens prompt_lengths completion_lengths sampling_logprobs mask stopped advantages ref_logprobs".split()
 SHAPE = dict(digits=2, n_layer=2, n_embd=32, block_size=20, device="cpu", eval_prompts=0, save_interval=0)
-TRAIN = dict(
-    batch_size=8,
-    group_size=4,
-    train_batch_size=16,
-    max_new_tokens=10,
-    beta=0.04,
-    learning_rate=1e-3,
-    scale_rewards="group",
-    epsilon_high=0.28,
-)
+TRAIN = dict(batch_size=8, group_size=4, train_batch_size=16, max_new_tokens=10, beta=0.04, learning_rate=1e-3)
+TRAIN |= dict(scale_rewards="group", epsilon_high=0.28)
 
 
 def closeness(prompts, completions, answer, **columns):
@@ -72,9 +53,8 @@ def make():
     with tempfile.TemporaryDirectory() as home:
         sft = SFTSettings(**SHAPE, out_dir=f"{home}/sft", max_iters=60, learning_rate=3e-3)
         grpo.train_sft.main(prepare(sft))
-        prepared = prepare(
-            GRPOSettings(**SHAPE | TRAIN, init_from=sft.out_dir, out_dir=f"{home}/grpo", max_iters=ROLLOUTS)
-        )
+        folders = dict(init_from=sft.out_dir, out_dir=f"{home}/grpo")
+        prepared = prepare(GRPOSettings(**SHAPE | TRAIN | folders, max_iters=ROLLOUTS))
         prepared.reward_funcs = [closeness]
         original, seen = grpo.teaches, []
 
@@ -89,9 +69,8 @@ def make():
             return original(rollouts, *rest)
 
         grpo.teaches = teaches
-        kept.update(
-            {f"model.{name}": value for name, value in load_file(newest(sft.out_dir) / "model.safetensors").items()}
-        )
+        weights = load_file(newest(sft.out_dir) / "model.safetensors")
+        kept |= {f"model.{name}": value for name, value in weights.items()}
         grpo.main(prepared)
     save_file(kept, FILE)
     FILE.with_suffix(".json").write_text(json.dumps(take(settings())) + "\n")
@@ -118,9 +97,8 @@ def take(settings, device="cpu", processes=None):
             optimizer.zero_grad(set_to_none=True)
             metrics = grpo.accumulate_gradient(model, rollouts, cut, step, settings)
             loss = cut.processes.add_up(model, optimizer, metrics)["loss"]
-            steps.append(
-                [loss, optimizer_step(model, optimizer, settings.learning_rate, settings.grad_clip, processes.norm)]
-            )
+            rate, clip = settings.learning_rate, settings.grad_clip
+            steps.append([loss, optimizer_step(model, optimizer, rate, clip, processes.norm)])
     return steps
 
 
