@@ -65,12 +65,6 @@ class HostLedger(Ledger):
 HOST = HostLedger()
 
 
-def host_ledger(tensor: torch.Tensor) -> HostLedger:
-    """The ledger that counts host copies of a tensor."""
-    mode = planning_mode(tensor)
-    return mode.host if mode else HOST
-
-
 def available_on_host() -> int:
     """Bytes that the host can still give, or this process's container (cgroup v2), whichever is less."""
     meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -95,7 +89,8 @@ def new_on_host(
     memory rounds every block up to a power of two, at worst twice the bytes, and torch 2.11 cannot turn that off.
     Raises SnugError if the pages cannot be pinned.
     """
-    ledger, dtype = host_ledger(like), dtype or like.dtype
+    mode, dtype = planning_mode(like), dtype or like.dtype
+    ledger = mode.host if mode else HOST
     pin = like.device.type == "cuda" or like.is_pinned()
     ledger.making = True
     try:
@@ -116,11 +111,10 @@ def pinned_in_place(shape, dtype) -> torch.Tensor:
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     except RuntimeError as error:
-        problem = f"the host cannot pin {size / MIB:.0f} MiB for copies to the device: {error}"
-        advice = (
+        raise SnugError(
+            f"the host cannot pin {size / MIB:.0f} MiB for copies to the device: {error}; "
             "keep less on the host (reference, optimizer_device, grad_offload), or give it more memory"
-        )
-        raise SnugError(f"{problem}; {advice}") from None
+        ) from None
     weakref.finalize(tensor.untyped_storage(), unpin, tensor.data_ptr(), pages)  # at exit too
     return tensor
 
@@ -140,11 +134,6 @@ def unpin(address, pages):
     while UNUSED:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(UNUSED[-1][0]))
         UNUSED.pop()
-
-
-def to_host(tensor: torch.Tensor, keep: bool = False) -> torch.Tensor:
-    """A copy in host memory; on CUDA it is complete once the stream has reached it."""
-    return new_on_host(tensor, keep=keep).copy_(tensor.detach(), non_blocking=True)
 
 
 def spare_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,7 +175,7 @@ def stream_from_host(model, blocks, device):
     blocks are on the device at once. The other weights are on the device inside `borrowed`: run the model only there.
     """
     for p in model.parameters():
-        p.data = to_host(p, keep=True)
+        p.data = new_on_host(p, keep=True).copy_(p.data, non_blocking=True)
     for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
         block.register_forward_pre_hook(partial(arrive, following, device))
         block.register_forward_hook(lambda block, *_: unload(block))

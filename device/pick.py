@@ -60,12 +60,14 @@ def notes(device: torch.device, settings) -> list[str]:
     major, minor = torch.cuda.get_device_capability(device)
     gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
     if settings.dtype == "bfloat16" and major < 8:
-        problem = "neither bfloat16 units nor fused attention in bfloat16"
-        cost = "attention's memory grows with the square of the length, which --plan does not count"
-        return [f"warning: {gpu} has {problem}: {cost}; use --dtype=float32 --param_dtype=float32"]
+        return [
+            f"warning: {gpu} has neither bfloat16 units nor fused attention in bfloat16: "
+            "attention's memory grows with the square of the length, which --plan does not count; "
+            "use --dtype=float32 --param_dtype=float32"
+        ]
     if settings.dtype == "float32" and major >= 8 and not settings.tf32:
-        gain = (
-            "multiplies float32 on tensor cores, faster, with relative errors near 1e-3 instead of 1e-7"
-        )
-        return [f"hint: on {gpu} --tf32=true {gain}"]
+        return [
+            f"hint: on {gpu} --tf32=true multiplies float32 on tensor cores, faster, "
+            "with relative errors near 1e-3 instead of 1e-7"
+        ]
     return []

@@ -35,17 +35,19 @@ class Guard:
         self.health["dropped_steps"] += 1
         self.health["dropped_in_a_row"] += 1
         found = culprit(model, gradients, sequences, select, loss, norm)
-        what = f"a step of iteration {iteration}, seed {self.settings.seed}, "
-        what += f"sequences {select.start} to {select.stop - 1}"
+        what = (
+            f"a step of iteration {iteration}, seed {self.settings.seed}, "
+            f"sequences {select.start} to {select.stop - 1}"
+        )
         in_a_row = self.health["dropped_in_a_row"]
         if in_a_row < MAX_DROPPED_STEPS:
             self.say(f"warning: {what} is dropped, {in_a_row} in a row: {found}")
             return
-        newest = newest_name(Path(self.settings.out_dir))
-        advice = f"lower learning_rate (now {self.settings.learning_rate:g}), then --resume=auto goes on from {newest}"
-        advice += "; if that fails too, delete this checkpoint to go on from the one before"
         raise UnsafeState(
-            f"{in_a_row} optimizer steps in a row were not finite; the last was {what}: {found}; {advice}"
+            f"{in_a_row} optimizer steps in a row were not finite; the last was {what}: {found}; "
+            f"lower learning_rate (now {self.settings.learning_rate:g}), "
+            f"then --resume=auto goes on from {newest_name(Path(self.settings.out_dir))}; "
+            "if that fails too, delete this checkpoint to go on from the one before"
         )
 
 
