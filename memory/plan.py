@@ -26,7 +26,7 @@ from memory.ledger import LiveBytes, component_of
 from memory.meter import MemoryMeter
 
 GIB = 2**30
-DEPTHS = 2, 3
+DEPTHS = 2, 3  # neighbours
 # cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
 CUDA_EXTRA = 3 * 32 * MIB
 SHARDED = ("weights", "gradients", "moments", "reference")  # each process of FSDP keeps a share of them
@@ -144,7 +144,7 @@ def deepen(shallow: Peak, deep: Peak, depth: int) -> Peak:
     """The Peaks of the same stretch at the two DEPTHS -> its Peak at another depth, on the line through both."""
 
     def line(a, b):
-        return a + (b - a) * (depth - DEPTHS[0]) // (DEPTHS[1] - DEPTHS[0])
+        return a + (b - a) * (depth - DEPTHS[0])
 
     peak = Peak([])
     for name in deep.components | shallow.components:
@@ -177,14 +177,14 @@ class Plan:
         def row(name, sizes):
             return f"{name:22}" + "".join(f"{bytes_ / size:11.2f}" for bytes_ in sizes)
 
-        tables = [components for _, components in self.phases.values()]
-        names = dict.fromkeys(name for components in tables for name in components)
-        largest = {name: max(components.get(name, 0) for components in tables) for name in names}
-        shown = [name for name in largest if largest[name] >= self.peak / 1000]
+        tables, largest = [Counter(components) for _, components in self.phases.values()], Counter()
+        for components in tables:
+            largest |= components  # the larger of both
         lines = [f"planned for {self.kind}: {unit} at each phase's peak"]
         lines.append(f"{'':22}" + "".join(f"{name:>11}" for name in self.phases))
-        for name in sorted(shown, key=largest.get, reverse=True):
-            lines.append(row(name, [components.get(name, 0) for components in tables]))
+        for name, most in largest.most_common():
+            if most >= self.peak / 1000:
+                lines.append(row(name, [components[name] for components in tables]))
         lines.append(row("together", [peak for peak, _ in self.phases.values()]))
         lines.append(f"the biggest in {self.phase}:")
         lines += [f"{bytes_ / size:11.2f}  {name}" for bytes_, name in self.biggest]
