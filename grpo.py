@@ -129,7 +129,7 @@ def iterate(iteration, training, collect=None):
         taken.append(training.update(sums, learning_rate, iteration, rollouts, select))
 
     # 9. Evaluate where it is due, log, save.
-    training.prompt_cursor.used(metrics["gen_batches"])
+    training.prompts_used(metrics["gen_batches"])
     training.processes.add(entropies)
     samples = training.samples(rollouts, rewards, entropies)
     del rollouts, entropies  # before the evaluation samples its own
@@ -179,7 +179,7 @@ def sample_and_score(iteration, turn, training) -> Scored:
     """Rollout `turn` of an iteration: the groups of batch_size prompts. Each process samples some of them."""
     settings, prepared = training.settings, training.prepared
     share = training.processes.part(settings.batch_size)
-    rows = prepared.task.prompts("train", training.prompt_cursor.numbers(iteration, turn)[share])
+    rows = prepared.task.prompts("train", training.prompt_numbers(iteration, turn)[share])
     before = turn * settings.batch_size + share.start
 
     def sample():

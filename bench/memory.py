@@ -32,7 +32,7 @@ from settings import GRPOSettings
 from training.dry_run import DryRun
 from training.guard import Guard
 from training.optimizer import make_optimizer
-from training.state import PromptCursor, Training
+from training.state import Training
 
 TINY = dict(n_layer=3, n_head=4, n_embd=32, block_size=32, vocab_size=300, batch_size=2, group_size=2)
 TINY |= dict(max_prompt_length=12, max_new_tokens=8, max_tokens_per_micro_batch=26)
@@ -107,8 +107,8 @@ def run(prepared, iterations=2, iterate=grpo.iterate):
         model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
         optimizer = make_optimizer(model, settings)
         guard, limits = Guard(settings, print), Limits(settings, print)
-        log, cursor = NoLog(settings), PromptCursor(settings.batch_size)
-        training = Measured(prepared, model, reference, optimizer, meter, log, guard, None, limits, cursor)
+        parts = meter, NoLog(settings), guard, None, limits
+        training = Measured(prepared, model, reference, optimizer, *parts)
         grpo.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)
         try:
             for iteration in range(iterations):

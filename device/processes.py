@@ -71,3 +71,6 @@ class OneProcess:
     def norm(self, norm):
         """The norm of this process's part of the gradients, a scalar tensor -> the norm of all gradients."""
         return norm
+
+
+ONE_PROCESS = OneProcess()

@@ -18,27 +18,27 @@ CHANGES_ROUNDING = {
 
 
 def cheaper(settings, kind, prompt=1, completion=1):
-    """The ladder: {option: value} changes that each need less, cheapest first. prompt, completion: longest, tokens."""
+    """The ladder: (option, value) pairs that each need less, cheapest first. prompt, completion: longest, tokens."""
     tokens = settings.tokens_per_step(prompt, completion)
     tokens = min(settings.max_tokens_per_micro_batch or tokens, tokens)
     for fewer in halves(tokens, prompt + completion - 1):
-        yield {"max_tokens_per_micro_batch": fewer}
+        yield "max_tokens_per_micro_batch", fewer
     for less in halves(logits_budget(settings.logits_chunk_mb, kind), 16):
-        yield {"logits_chunk_mb": float(less)}
+        yield "logits_chunk_mb", float(less)
     for fewer in halves(settings.max_rollout_batch or settings.sequences_per_rollout, 1):
-        yield {"max_rollout_batch": fewer}
+        yield "max_rollout_batch", fewer
     if settings.checkpoint_blocks == "none":
-        yield {"checkpoint_blocks": "selective"}
+        yield "checkpoint_blocks", "selective"
     if settings.checkpoint_blocks != "block":
-        yield {"checkpoint_blocks": "block"}
+        yield "checkpoint_blocks", "block"
     if settings.needs_reference and settings.reference == "device":
-        yield {"reference": "host"}
+        yield "reference", "host"
     if settings.optimizer_device == "device":
-        yield {"optimizer_device": "host"}
+        yield "optimizer_device", "host"
     if not settings.activation_offload:
-        yield {"activation_offload": True}
+        yield "activation_offload", True
     if not settings.grad_offload:
-        yield {"grad_offload": True}
+        yield "grad_offload", True
 
 
 def halves(now, least):
@@ -48,23 +48,21 @@ def halves(now, least):
         yield now
 
 
-def fit(dry_run, settings, first: Plan, longest, budget):
+def fit(dry_run, settings, first: Plan, budget):
     """-> (settings that fit `budget` bytes, or come nearest, their Plan). first: the Plan of `settings`.
 
     It goes down the ladder until the plan fits. Then it goes back up, from the most expensive option to the cheapest,
     and gives each option its first value on the ladder that fits as well.
-    longest: tokens of the longest prompt and of the longest completion.
     """
     fitted, lowest = settings, first
     rungs = {}  # option -> its values so far, the user's first
-    for change in cheaper(settings, first.kind, *longest):
+    for name, value in cheaper(settings, first.kind, *dry_run.longest):
         if lowest.peak <= budget:
             break
-        trial = replace(fitted, **change)
+        trial = replace(fitted, **{name: value})
         planned = plan(dry_run, trial)
         if planned.peak <= lowest.peak:
-            for name, value in change.items():
-                rungs.setdefault(name, [getattr(settings, name)]).append(value)
+            rungs.setdefault(name, [getattr(settings, name)]).append(value)
             fitted, lowest = trial, planned
     enough = max(budget, lowest.peak)
     for name, values in reversed(rungs.items()):
@@ -101,13 +99,13 @@ def budget_of(settings, device) -> int | None:
     return int(0.95 * torch.cuda.mem_get_info(device)[0])
 
 
-def show(dry_run, settings, longest) -> str:
+def show(dry_run, settings) -> str:
     """What --plan prints."""
     budget = budget_of(settings, settings.device if settings.device.startswith("cuda:") else None)
     planned = plan(dry_run, settings)
     if budget is None:
         return f"{planned.text()}\n{planned.line()}"
-    fitted, planned = fit(dry_run, settings, planned, longest, budget)
+    fitted, planned = fit(dry_run, settings, planned, budget)
     change = changes(settings, fitted)
     verdict = f"fits into {budget / GIB:.3g} GiB with {written(change)}"
     if planned.peak > budget:
@@ -115,13 +113,13 @@ def show(dry_run, settings, longest) -> str:
     return f"{planned.text()}\n{verdict}\n{planned.line()}"
 
 
-def apply(dry_run, settings, longest, device, say):
+def apply(dry_run, settings, device, say):
     """Before a run's first step -> settings that fit memory_budget_gb. Says what changed. SnugError if none fit."""
     budget = budget_of(settings, device)
     if budget is None:
         return settings
     first = plan(dry_run, settings)
-    fitted, planned = fit(dry_run, settings, first, longest, budget)
+    fitted, planned = fit(dry_run, settings, first, budget)
     change = changes(settings, fitted)
     host = available_on_host()
     if planned.kind == "cpu":  # a CPU is its own host

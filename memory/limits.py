@@ -10,18 +10,14 @@ import gc
 import torch
 
 from device.cuda import empty_cache
-from device.processes import OneProcess
+from device.processes import ONE_PROCESS
 from device.streams import settle
 from memory.fit import CHANGES_ROUNDING, cheaper, written
 from memory.plan import kind_planned
 from options import SnugError, first_line
 
-MESSAGES = (  # CUDA's libraries have several for an out-of-memory
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
-    "CUDA driver error: out of memory",
-)
+# Parts of the messages of CUDA, its driver and its libraries.
+MESSAGES = "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "error: out of memory"
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -54,14 +50,12 @@ class Limits:
 
     cut = None  # the batch.Cut that is trained on: an out-of-memory cuts it again
 
-    def __init__(self, settings, say, halved=None, processes=None):
+    def __init__(self, settings, say, halved=None, processes=ONE_PROCESS):
         """say: reports a change. halved: of the checkpoint to resume; it holds if the settings ask for the same."""
         self.settings, self.say, self.halved = settings, say, {}
-        self.processes = processes or OneProcess()
-        share = self.processes.part(settings.batch_size)
-        self.completions = (
-            share.stop - share.start
-        ) * settings.group_size  # of a rollout, on this process
+        self.processes = processes
+        share = range(settings.batch_size)[processes.part(settings.batch_size)]
+        self.completions = len(share) * settings.group_size  # of a rollout, on this process
         self.max_rollout_batch = settings.max_rollout_batch
         self.max_eval_batch = min(
             settings.batch_size, settings.max_rollout_batch or settings.batch_size
@@ -99,10 +93,10 @@ class Limits:
     def agreed(self, failure):
         """This process's out-of-memory, or another's; None if there was none. Raises SnugError if sharded."""
         if failure and self.processes.sharded:  # the others wait for this process's part of the weights
-            rank = self.processes.rank
-            problem = f"rank {rank} is out of memory, which sharded processes cannot repeat: {failure}"
-            advice = "lower max_tokens_per_micro_batch or max_rollout_batch, with --resume=auto"
-            raise SnugError(f"{problem}; {advice}")
+            raise SnugError(
+                f"rank {self.processes.rank} is out of memory, which sharded processes cannot repeat: {failure}; "
+                "lower max_tokens_per_micro_batch or max_rollout_batch, with --resume=auto"
+            )
         return self.processes.agreed(failure)
 
     def make_smaller(self, phase, failure, failures):
@@ -113,8 +107,9 @@ class Limits:
             self.halve_decoding("max_eval_batch", self.max_eval_batch, failure)
         elif phase == "reference" and self.reference_batches > 1:
             self.reference_batches //= 2
-            number = self.reference_batches
-            self.say(f"{failure}; going on with {number} micro-batches of the reference at once")
+            self.say(
+                f"{failure}; going on with {self.reference_batches} micro-batches of the reference at once"
+            )
         elif phase in ("reference", "train"):
             self.halve_micro_batches(failure)
         elif failures > 1 or self.processes.sharded:  # an optimizer step has no limit: one more try
@@ -148,11 +143,11 @@ class Limits:
 
     def at_the_floor(self, problem):
         """One line: what failed, and the next option to try."""
-        settings = self.settings
-        halved = {"max_rollout_batch", "max_tokens_per_micro_batch"}
-        changes = [c for c in cheaper(settings, kind_planned(settings.device)) if not halved & set(c)]
-        if changes or "float32" in (settings.param_dtype, settings.optimizer_dtype):
-            advice = f"{written(changes[0] if changes else CHANGES_ROUNDING)}, with --resume=auto"
-        else:
-            advice = "a smaller model, or shorter sequences"
+        settings, advice = self.settings, "a smaller model, or shorter sequences"
+        if "float32" in (settings.param_dtype, settings.optimizer_dtype):
+            advice = f"{written(CHANGES_ROUNDING)}, with --resume=auto"
+        for name, value in cheaper(settings, kind_planned(settings.device)):
+            if name not in ("max_rollout_batch", "max_tokens_per_micro_batch"):  # these were halved
+                advice = f"{written({name: value})}, with --resume=auto"
+                break
         return f"out of memory, {problem}; next: {advice}; --plan shows the biggest tensors"

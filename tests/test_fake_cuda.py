@@ -39,7 +39,6 @@ from settings import GRPOSettings, SFTSettings
 from training.dry_run import DryTraining
 from training.guard import Guard
 from training.optimizer import make_optimizer
-from training.state import PromptCursor
 
 HOME = Path(__file__).parent.parent
 GPT2 = dict(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=32, bias=True)
@@ -172,7 +171,7 @@ def make_training(prepared, reference=None):
     log = NoLog(settings)
     parts = PlanMeter(PlannedHost()), log, Guard(settings, log.say), None, Limits(settings, log.say)
     optimizer = make_optimizer(model, settings)
-    return DryTraining(prepared, model, reference, optimizer, *parts, PromptCursor(settings.batch_size))
+    return DryTraining(prepared, model, reference, optimizer, *parts)
 
 
 def two_and_four(iteration, *arguments):

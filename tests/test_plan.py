@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import random
-import re
 import sys
 
 import pytest
@@ -331,9 +330,9 @@ def test_the_configs_of_the_repository_hold_what_they_promise():
 def fitted_into(share, tmp_path, **options):
     """-> (settings, the settings that fit this share of their peak, their peak, function of settings: the share they need)."""
     prepared, settings = prepared_run(tmp_path, **options)
-    make, longest = dry_run(prepared), prepared.longest()
+    make = dry_run(prepared)
     first = plan(make, settings)
-    fitted, planned = fit(make, settings, first, longest, share * first.peak)
+    fitted, planned = fit(make, settings, first, share * first.peak)
     return settings, fitted, planned.peak / first.peak, lambda other: plan(make, other).peak / first.peak
 
 
@@ -390,19 +389,17 @@ def test_a_host_that_is_too_small_is_refused(tmp_path, monkeypatch):
     prepared, settings = prepared_run(tmp_path, memory_budget_gb="4", optimizer_device="host")
     monkeypatch.setattr("memory.fit.available_on_host", lambda: 1000)
     with pytest.raises(SnugError, match="GiB of the host, which has 0 GiB left"):
-        apply(dry_run(prepared), settings, (10, 24), torch.device("cpu"), print)
+        apply(dry_run(prepared), settings, torch.device("cpu"), print)
 
 
 def test_show_ends_with_the_line(tmp_path):
     prepared, settings = prepared_run(tmp_path, memory_budget_gb="0.01", n_layer=2)
-    lines = show(dry_run(prepared), settings, (10, 24)).splitlines()
+    lines = show(dry_run(prepared), settings).splitlines()
     assert lines[-1].startswith("peak_gib=0.0") and " host_gib=0.000 phase=" in lines[-1]
     assert lines[-2].startswith("fits into 0.01 GiB with --max_tokens_per_micro_batch=")
     assert any(line.split()[:1] == ["together"] for line in lines)
     settings.memory_budget_gb = "0.0001"
-    lines = show(dry_run(prepared), settings, (10, 24)).splitlines()
-    assert re.match(r"does not fit: the plan takes 0\.\d+ GiB in \w+ even with --.*: use a smaller model", lines[-2])
-    assert lines[-1].startswith("peak_gib=0.0")
+    assert "\ndoes not fit: the plan takes 0." in show(dry_run(prepared), settings)
 
 
 def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):
@@ -413,7 +410,7 @@ def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):
     assert "GiB may be used: changed --" in capsys.readouterr().out
     assert read_log(settings.out_dir)[-1]["mem_max_alloc_mb"] <= 0.95 * peak / MIB
     monkeypatch.undo()
-    assert "changed" not in show(dry_run(prepared), settings, (10, 24))  # here there is enough
+    assert "changed" not in show(dry_run(prepared), settings)  # here there is enough
 
 
 def test_the_allocator_is_set_before_torch_is_imported(monkeypatch):

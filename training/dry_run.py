@@ -22,7 +22,7 @@ from sample import Rollouts
 from settings import GRPOSettings
 from training.guard import Guard
 from training.optimizer import make_optimizer
-from training.state import PromptCursor, Training
+from training.state import Training
 
 
 class DryRun:
@@ -34,6 +34,9 @@ class DryRun:
     def __init__(self, prepared, iterate, make_reference):
         self.prepared, self.iterate, self.make_reference = prepared, iterate, make_reference
         self.n_layer = prepared.shape["n_layer"]
+        self.longest = prepared.longest(
+            prepared.settings
+        )  # tokens of the longest prompt and completion
 
     def __call__(self, settings, n_layer: int, meter):
         device, shape = torch.device("cpu"), self.prepared.shape | {"n_layer": n_layer}
@@ -58,7 +61,6 @@ class DryRun:
             guard=Guard(settings, log.say),
             saver=None,
             limits=Limits(settings, log.say),
-            prompt_cursor=PromptCursor(settings.batch_size),
         )
         self.iterate(0, training, partial(worst_case, settings))
 

@@ -25,6 +25,11 @@ def as_floats(totals: dict) -> dict[str, float]:
     return dict(zip(totals, torch.stack(values).tolist(), strict=True))
 
 
+def moved(rollouts: Rollouts, device) -> Rollouts:
+    """The same on another device."""
+    return Rollouts(**{name: column.to(device) for name, column in rollouts.columns().items()})
+
+
 def rollout_metrics(rollouts, rewards, rounds: list[Scored]) -> dict[str, float]:
     """What the log says of an iteration's rollouts. rewards (groups, k) of all rounds, lengths punished."""
     scored = rewards[~rewards.isnan()]
@@ -67,7 +72,7 @@ def sample_records(rollouts, rewards, entropies, tokenizer, settings) -> list[di
     """
     k, records = settings.group_size, []
     number = min(-(-settings.samples_per_iteration // k) * k, len(rollouts.tokens))
-    shown = Rollouts(**{name: column[:number].cpu() for name, column in rollouts.columns().items()})
+    shown = moved(rollouts.select(slice(number)), "cpu")
     per_token = dict(
         logprobs=shown.sampling_logprobs, ref_logprobs=shown.ref_logprobs, entropies=entropies[:number]
     )

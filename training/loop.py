@@ -5,14 +5,13 @@ Left out: what an iteration is. grpo.py and train_sft.py say that, in `iterate`.
 
 import random
 import signal
-import threading
 from contextlib import ExitStack
 
 import numpy as np
 import torch
 
 from device.pick import notes, pick_device
-from device.processes import OneProcess
+from device.processes import ONE_PROCESS
 from kernels import warn_without_kernels
 from memory import Limits, MemoryMeter
 from memory.fit import apply, show
@@ -29,7 +28,7 @@ from training import parallel
 from training.dry_run import DryRun
 from training.guard import Guard
 from training.optimizer import make_optimizer
-from training.state import PromptCursor, Training
+from training.state import Training
 
 
 def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
@@ -39,17 +38,17 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
     -> False if a signal stopped it. Then the current iteration was finished and saved, for --resume=auto.
     """
     rehearse = DryRun(prepared, iterate, make_reference)
-    settings, longest = prepared.settings, prepared.longest()
+    settings = prepared.settings
     if settings.plan:
         if kind_planned(settings.device) == "cuda":
             warn_without_kernels()  # the plan is without them too
-        print(show(rehearse, settings, longest))
+        print(show(rehearse, settings))
         return True
     processes = parallel.start(settings)
     device = pick_device(processes.device(settings.device), settings.tf32)
     warn_without_kernels()
     with processes:
-        prepared.settings = processes.first(apply(rehearse, settings, longest, device, print))
+        prepared.settings = processes.first(apply(rehearse, settings, device, print))
         with ExitStack() as stack:
             lock = None if processes.rank else FolderLock(settings.out_dir)
             processes.gather(lambda: claim(lock, stack))  # if rank 0 is refused, all end
@@ -69,8 +68,9 @@ def train(prepared, title, iterate, make_reference, device, processes, lock) -> 
         reference = processes.shard(make_reference(prepared, processes.loads_on(device)), device)
         model, optimizer, start = begin(prepared, device, processes)  # last: it restores the generators
         moved = None
-        if lock and resume is None and holds_a_run(lock.folder):
-            moved = lock.move_aside()
+        if lock and resume is None:
+            if (lock.folder / "log.jsonl").exists() or checkpoints(lock.folder):
+                moved = lock.move_aside()
         with (NoLog if processes.rank else RunLog)(settings, title, start) as log:
             training = make_training(
                 prepared, model, reference, optimizer, meter, log, processes, start
@@ -116,17 +116,13 @@ def make_training(prepared, model, reference, optimizer, meter, log, processes, 
             **constants,
         ),
         limits=Limits(settings, log.say, state.get("after_oom"), processes),
-        prompt_cursor=PromptCursor(settings.batch_size, state.get("extra_prompts", 0)),
+        extra_prompts=state.get("extra_prompts", 0),
     )
 
 
-def holds_a_run(folder) -> bool:
-    return (folder / "log.jsonl").exists() or bool(checkpoints(folder))
-
-
-def begin(prepared, device, processes=None):
+def begin(prepared, device, processes=ONE_PROCESS):
     """-> (model, optimizer, first iteration): from the checkpoint to resume, from init_from, or from random weights."""
-    settings, resume, processes = prepared.settings, prepared.resume, processes or OneProcess()
+    settings, resume = prepared.settings, prepared.resume
     weights = resume if resume and not settings.lora_rank else prepared.origin
     model = make_model(
         prepared.shape, processes.loads_on(device), settings.param_dtype, initialise=weights is None
@@ -171,13 +167,11 @@ def introduce(title, training, start, moved):
 
 def changes_since(before: dict, settings) -> str:
     """-> ", learning_rate was 0.001, is 0.0001", or "": options that a resumed run has changed. Its shape stays."""
-    now = {
-        name: value
-        for name, value in vars(settings).items()
-        if name not in ("resume", "out_dir", "plan", *SHAPE)
-    }
-    changed = sorted(name for name in now if name in before and before[name] != now[name])
-    return "".join(f", {name} was {before[name]!r}, is {now[name]!r}" for name in changed)
+    now, text = vars(settings), ""
+    for name in sorted(before.keys() & now.keys() - {"resume", "out_dir", "plan", *SHAPE}):
+        if before[name] != now[name]:
+            text += f", {name} was {before[name]!r}, is {now[name]!r}"
+    return text
 
 
 def iterations(iterate, training) -> bool:
@@ -205,13 +199,11 @@ class StopAfterIteration:
     """Inside, SIGTERM and the first Ctrl-C are only noted in `by`; a second Ctrl-C interrupts at once."""
 
     def __init__(self):
-        self.by, self.before = None, {}
+        self.by = None
 
     def __enter__(self):
-        if threading.current_thread() is threading.main_thread():  # Python takes handlers from no other
-            self.before = {
-                number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)
-            }
+        signals = signal.SIGTERM, signal.SIGINT
+        self.before = {number: signal.signal(number, self.note) for number in signals}
         return self
 
     def __exit__(self, *error):

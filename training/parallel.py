@@ -26,12 +26,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from device.processes import OneProcess
+from device.processes import ONE_PROCESS, OneProcess
 from model import GPT
 from options import SnugError, first_line
 from runs.loading import configure, trained
 from sample import Rollouts
-from training.figures import Scored
+from training.figures import Scored, moved
 from training.optimizer import gradients_of
 
 # torchrun ends all processes if one dies. Until then they wait: for a slow reward function, a save, an evaluation.
@@ -44,10 +44,12 @@ def start(settings) -> OneProcess:
     if settings.parallel == "none":
         if size > 1:
             raise SnugError(f"parallel='none', but {size} processes were started; add --parallel=ddp")
-        return OneProcess()
+        return ONE_PROCESS
     if not size:
-        command = f"torchrun --nproc_per_node=8 {sys.argv[0]}"
-        raise SnugError(f"parallel={settings.parallel!r} needs processes; start them with {command}")
+        raise SnugError(
+            f"parallel={settings.parallel!r} needs processes; "
+            f"start them with torchrun --nproc_per_node=8 {sys.argv[0]}"
+        )
     settings.num_processes = size
     settings.check()
     return (Processes if settings.parallel == "ddp" else ShardedProcesses)(settings)
@@ -93,9 +95,10 @@ class Processes(OneProcess):
                 raise
             # torchrun sends it now, but the save in progress and the error's line go first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            problem = f"rank {self.rank} lost another process, which torchrun reports below"
-            advice = "--resume=auto goes on from the newest checkpoint"
-            raise SnugError(f"{problem}; {advice} ({first_line(error)})") from None
+            raise SnugError(
+                f"rank {self.rank} lost another process, which torchrun reports below; "
+                f"--resume=auto goes on from the newest checkpoint ({first_line(error)})"
+            ) from None
 
     def part(self, n):
         return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
@@ -275,7 +278,3 @@ def score_together(processes, score, rollouts, rows, prepared) -> Scored:
     }
     together = Rollouts.joined([share.rollouts for share in shares])
     return Scored(moved(together, device), torch.cat([share.rewards for share in shares]), by_function)
-
-
-def moved(rollouts: Rollouts, device) -> Rollouts:
-    return Rollouts(**{name: column.to(device) for name, column in rollouts.columns().items()})

@@ -22,26 +22,6 @@ from training.guard import Guard, finite_columns
 from training.optimizer import gradients_of, optimizer_step
 
 
-class PromptCursor:
-    """The position in the training prompts: iteration i uses batch_size of them, from number i * batch_size on.
-
-    Dynamic sampling uses more. `extra` counts what was used beyond batch_size: it shifts all that follow, and a
-    checkpoint keeps it.
-    """
-
-    def __init__(self, batch_size: int, extra: int = 0):
-        self.batch_size, self.extra = batch_size, extra
-
-    def numbers(self, iteration: int, turn: int = 0) -> range:
-        """The prompts of rollout `turn` of an iteration."""
-        first = (iteration + turn) * self.batch_size + self.extra
-        return range(first, first + self.batch_size)
-
-    def used(self, rollouts: int):
-        """Call this after each iteration. rollouts: how many it sampled."""
-        self.extra += (rollouts - 1) * self.batch_size
-
-
 @dataclass
 class Training:
     """What an iteration works with."""
@@ -55,7 +35,8 @@ class Training:
     guard: Guard
     saver: Saver
     limits: Limits
-    prompt_cursor: PromptCursor
+    # Dynamic sampling uses more than batch_size prompts in an iteration: so many more until now. A checkpoint keeps it.
+    extra_prompts: int = 0
     started: float = 0.0  # when the iteration began, as time.perf_counter() has it
     before: dict = field(default_factory=dict)  # scores before the first iteration, which logs them
     shown_hints: set = field(default_factory=set)
@@ -67,6 +48,16 @@ class Training:
     @property
     def processes(self):
         return self.limits.processes
+
+    def prompt_numbers(self, iteration: int, turn: int) -> range:
+        """Which of the training prompts rollout `turn` of an iteration uses."""
+        P = self.settings.batch_size
+        first = (iteration + turn) * P + self.extra_prompts
+        return range(first, first + P)
+
+    def prompts_used(self, rollouts: int) -> None:
+        """Call this after each iteration. rollouts: how many it sampled."""
+        self.extra_prompts += (rollouts - 1) * self.settings.batch_size
 
     def cut(self, sequences, step_size=0, group_size=1) -> Cut:
         """Cut Rollouts or Sequences into optimizer steps and micro-batches, within the limits."""
@@ -96,7 +87,7 @@ class Training:
         return dict(
             health=dict(self.guard.health),
             after_oom=dict(self.limits.halved),
-            extra_prompts=self.prompt_cursor.extra,
+            extra_prompts=self.extra_prompts,
         )
 
     def begin_iteration(self, iteration: int) -> None:
