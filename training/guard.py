@@ -70,6 +70,6 @@ def culprit(model, gradients, sequences, select, loss, norm) -> str:
     """Name the first tensor that is not finite, in the order of computation."""
     weights, batch = dict(model.named_parameters()), columns_of(sequences, select)
     for what, named in (("the weights", weights), ("the batch", batch), ("the gradient", gradients)):
-        if bad := not_finite({name: tensor.detach() for name, tensor in named.items()}):
+        if bad := not_finite(named):
             return f"{what}: {bad} (loss {loss:g}, gradient norm {norm:g})"
     return f"loss {loss:g}, gradient norm {norm:g}; every gradient by itself is finite"

@@ -111,7 +111,7 @@ def make_training(prepared, model, reference, optimizer, meter, log, processes, 
             model,
             optimizer,
             log.say,
-            start or None,
+            start or None,  # before the first iteration there is no checkpoint
             processes,
             **constants,
         ),
