@@ -367,7 +367,7 @@ def test_fit_begins_with_what_binds(bounds, tmp_path):
     assert set(changes(settings, fitted)) <= {"max_rollout_batch", "max_tokens_per_micro_batch"}
 
 
-def test_a_budget_boundsthe_run_and_says_so(tmp_path, capsys):
+def test_a_budget_bounds_the_run_and_says_so(tmp_path, capsys):
     prepared, settings = prepared_run(tmp_path, n_layer=1, eval_prompts=0)
     peak = plan(dry_run(prepared), settings).peak
     settings.memory_budget_gb = str(0.6 * peak / GIB)
