@@ -34,9 +34,7 @@ class DryRun:
     def __init__(self, prepared, iterate, make_reference):
         self.prepared, self.iterate, self.make_reference = prepared, iterate, make_reference
         self.n_layer = prepared.shape["n_layer"]
-        self.longest = prepared.longest(
-            prepared.settings
-        )  # tokens of the longest prompt and completion
+        self.longest = prepared.longest()  # tokens of the longest prompt and completion
 
     def __call__(self, settings, n_layer: int, meter):
         device, shape = torch.device("cpu"), self.prepared.shape | {"n_layer": n_layer}

@@ -222,7 +222,7 @@ class ShardedProcesses(Processes):
 
     @contextmanager
     def whole(self, model):
-        """A plain model of gathered weights, freed at the end: the sampler's CUDA graphs see no hooks."""
+        """A plain model of gathered weights: the sampler's CUDA graphs see no hooks."""
         for module in units(model):
             module.reshard()
         with torch.device("meta"):
@@ -231,10 +231,7 @@ class ShardedProcesses(Processes):
             module, _, leaf = name.rpartition(".")
             weight = p.detach().to(model.device).full_tensor()
             setattr(plain.get_submodule(module), leaf, torch.nn.Parameter(weight, requires_grad=False))
-        try:
-            yield plain
-        finally:
-            plain.to("meta")  # freed, whoever still holds the model
+        yield plain
 
     def gathered(self, model, tensors):
         files = {file: {} for file in tensors}
