@@ -188,9 +188,7 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
         index=index,
     )
     table = upload(np.concatenate(list(tables.values())), sequences.tokens.device)
-    on_device = dict(
-        zip(tables, table.split([len(numbers) for numbers in tables.values()]), strict=True)
-    )
+    on_device = dict(zip(tables, table.split([len(numbers) for numbers in tables.values()]), strict=True))
     mask.tables = on_device.pop("start"), on_device.pop("tiles").view(-1, 5)
     tokens = sequences.tokens.flatten()
     micro = MicroBatch(
@@ -222,7 +220,5 @@ class Sequences:
         rows = [torch.tensor(p + c) for p, c in zip(prompts, completions, strict=True)]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        completion_lengths = torch.tensor(
-            [len(completion) for completion in completions], device=device
-        )
+        completion_lengths = torch.tensor([len(completion) for completion in completions], device=device)
         return cls(tokens, prompt_lengths, completion_lengths)

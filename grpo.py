@@ -99,9 +99,7 @@ def iterate(iteration, training, collect=None):
     training.log.show("reference")
     rollouts.old_logprobs = rollouts.sampling_logprobs  # (N, T_c)
     if settings.importance_sampling_cap is not None:
-        rollouts.old_logprobs = training.run(
-            "reference", trainer_logprobs, model, rollouts, cut, settings
-        )
+        rollouts.old_logprobs = training.run("reference", trainer_logprobs, model, rollouts, cut, settings)
     if settings.beta:
         rollouts.ref_logprobs = training.run("reference", reference_logprobs, training, rollouts, cut)
 
@@ -122,9 +120,7 @@ def iterate(iteration, training, collect=None):
             skipped += 1
             continue
         # 7. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
-        sums = training.run(
-            "train", accumulate_gradient, model, rollouts, cut, step, settings, entropies
-        )
+        sums = training.run("train", accumulate_gradient, model, rollouts, cut, step, settings, entropies)
         # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
         taken.append(training.update(sums, learning_rate, iteration, rollouts, select))
 
@@ -184,9 +180,7 @@ def sample_and_score(iteration, turn, training) -> Scored:
 
     def sample():
         with training.processes.whole(training.model) as model:
-            return sample_rows(
-                model, prepared, rows, iteration, before, training.limits.max_rollout_batch
-            )
+            return sample_rows(model, prepared, rows, iteration, before, training.limits.max_rollout_batch)
 
     training.log.show("rollout" if turn == 0 else f"rollout {turn + 1}")
     rollouts = training.run("rollout", sample)

@@ -181,9 +181,7 @@ def policy_loss(
     """
     lengths = lengths.to(logprobs.dtype)
     token_advantages = advantages[sequence]  # (M,)
-    ratio = importance_ratio(
-        logprobs, old_logprobs, sequence, lengths, options.importance_sampling_level
-    )
+    ratio = importance_ratio(logprobs, old_logprobs, sequence, lengths, options.importance_sampling_level)
     per_token, clipped = surrogate(ratio, logprobs, token_advantages, options)
     if correction is not None:
         per_token = per_token * correction

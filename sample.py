@@ -39,9 +39,7 @@ from memory.ledger import unwatched
 from model import GPT, autocast
 
 # What a model writes may hold codes that change a terminal's title or clipboard: they are shown as text, such as \x1b.
-CONTROLS = {
-    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
-}
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 @dataclass
@@ -67,14 +65,10 @@ class Rollouts:
 
     def completions(self) -> list[list[int]]:
         """-> N lists of ids, without the stop token."""
-        by_token = (
-            self.stopped if self.stopped_by_text is None else self.stopped & ~self.stopped_by_text
-        )
+        by_token = self.stopped if self.stopped_by_text is None else self.stopped & ~self.stopped_by_text
         starts = self.prompt_lengths.tolist()
         ends = (self.prompt_lengths + self.completion_lengths - by_token.long()).tolist()
-        return [
-            ids[start:end] for ids, start, end in zip(self.tokens.tolist(), starts, ends, strict=True)
-        ]
+        return [ids[start:end] for ids, start, end in zip(self.tokens.tolist(), starts, ends, strict=True)]
 
     def columns(self) -> dict[str, torch.Tensor]:
         """{name: tensor} of the columns that are there."""

@@ -52,9 +52,7 @@ class ModelOptions:
         "learned: GPT-2's position table; rotary: Llama's rotation",
         choices=("learned", "rotary"),
     )
-    mlp: str = option(
-        "gelu", "gelu: GPT-2's MLP; swiglu: Llama's gated MLP", choices=("gelu", "swiglu")
-    )
+    mlp: str = option("gelu", "gelu: GPT-2's MLP; swiglu: Llama's gated MLP", choices=("gelu", "swiglu"))
     bias: bool = option(False, "use biases in linear layers and layer norms")
     qkv_bias: bool = option(False, "use biases only in the query/key/value projection (Qwen2)")
     rope_theta: float = option(10000.0, "position=rotary: base of the rotation frequencies", minimum=1)
@@ -84,9 +82,7 @@ class RunOptions:
         "grpo.py trains it first if it is missing or unfinished; empty: random weights",
     )
     seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
-    device: str = option(
-        "auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu"
-    )
+    device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
     dtype: str = option(
         "float32", "dtype of the forward pass; bfloat16: autocast over float32 weights", choices=DTYPES
     )
@@ -179,9 +175,7 @@ class MemoryOptions:
     max_rollout_batch: int = option(
         0, "completions to decode at a time, which limits the KV cache; 0: all at once"
     )
-    logits_chunk_mb: float = option(
-        0.0, "size of a chunk of logits; 0: 16 on a CPU, 256 on CUDA", "MiB"
-    )
+    logits_chunk_mb: float = option(0.0, "size of a chunk of logits; 0: 16 on a CPU, 256 on CUDA", "MiB")
     checkpoint_blocks: str = option(
         "none",
         "block: keep each block's input and recompute the rest in backward; selective: also keep attention outputs",
@@ -272,9 +266,7 @@ class RolloutOptions:
     stop_string: str = option(
         "", "text that also ends a completion, for example </answer>; empty: only the stop token"
     )
-    max_prompt_length: int = option(
-        0, "cut off the beginning of longer prompts; 0: never cut", "tokens"
-    )
+    max_prompt_length: int = option(0, "cut off the beginning of longer prompts; 0: never cut", "tokens")
     temperature: float = option(1.0, "divides the logits, in the sampler and in training", minimum=1e-3)
     max_num_gen_batches: int = option(
         1,
@@ -340,9 +332,7 @@ class LossOptions:
 
     def check_loss(self):
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.loss_type == "cispo" and (
-            self.epsilon_high is None or high < 1 or self.delta is not None
-        ):
+        if self.loss_type == "cispo" and (self.epsilon_high is None or high < 1 or self.delta is not None):
             values = f"loss_type=cispo with epsilon_high={self.epsilon_high}, delta={self.delta}"
             advice = "epsilon_high is the largest ratio, at least 1, and delta must be none; try --epsilon_high=5"
             raise SnugError(f"{values}: {advice}")
@@ -367,9 +357,7 @@ class KLOptions:
         "estimator of the KL divergence. The loss multiplies k1 and k3 by the ratio; k3_no_ratio is DeepSeekMath's k3",
         choices=("k1", "k2", "k3", "k3_no_ratio"),
     )
-    use_kl_in_reward: bool = option(
-        False, "subtract beta * KL from the reward; false: add it to the loss"
-    )
+    use_kl_in_reward: bool = option(False, "subtract beta * KL from the reward; false: add it to the loss")
 
 
 @dataclass
@@ -391,9 +379,7 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
                 "each needs at least one prompt"
             )
         if self.parallel in ("fsdp", "hsdp"):
-            for name, value in dict(
-                grad_offload=False, reference="device", memory_budget_gb=""
-            ).items():
+            for name, value in dict(grad_offload=False, reference="device", memory_budget_gb="").items():
                 if getattr(self, name, value) != value:
                     raise SnugError(
                         f"{name}={getattr(self, name)!r} does not work with parallel={self.parallel!r}; "
@@ -457,9 +443,7 @@ class SFTSettings(LoopSettings):
 
 
 @dataclass
-class GRPOSettings(
-    RolloutOptions, RewardOptions, AdvantageOptions, LossOptions, KLOptions, LoopSettings
-):
+class GRPOSettings(RolloutOptions, RewardOptions, AdvantageOptions, LossOptions, KLOptions, LoopSettings):
     """Group relative policy optimization: the options of grpo.py."""
 
     usual = """max_iters batch_size group_size max_new_tokens temperature reward_funcs loss_type beta out_dir
@@ -534,9 +518,7 @@ class SampleSettings:
     )
     seed: int = option(1, "the same seed gives the same completions")
     enforce_eager: bool = option(False, "do not use CUDA graphs")
-    device: str = option(
-        "auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu"
-    )
+    device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
 
     logits_chunk_mb: ClassVar[float] = 0.0  # the device's default
 

@@ -51,9 +51,7 @@ class CountdownOptions:
     )
     countdown_numbers: str = option("3-4", "how many numbers to combine: 3, or from 3 to 4: 3-4")
     countdown_max_number: int = option(20, "largest number to combine", minimum=2, maximum=MAX_VALUE)
-    countdown_max_target: int = option(
-        MAX_VALUE, "largest number to reach", minimum=1, maximum=MAX_VALUE
-    )
+    countdown_max_target: int = option(MAX_VALUE, "largest number to reach", minimum=1, maximum=MAX_VALUE)
     countdown_operators: str = option("+-*/", "allowed operators, as one word")
 
 

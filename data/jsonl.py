@@ -81,13 +81,9 @@ def check_row(row, like):
     if not isinstance(row.get("demonstration", ""), str):
         raise ValueError(f"demonstration must be text, not {row['demonstration']!r:.40}")
     if row.keys() != like.keys():
-        raise ValueError(
-            f"has the columns {', '.join(row)}, and the rows before have {', '.join(like)}"
-        )
+        raise ValueError(f"has the columns {', '.join(row)}, and the rows before have {', '.join(like)}")
     for name in RESERVED & row.keys():
-        raise ValueError(
-            f"the column {name} has the name of an argument of reward functions; rename it"
-        )
+        raise ValueError(f"the column {name} has the name of an argument of reward functions; rename it")
 
 
 def check_prompt(prompt):
@@ -98,9 +94,7 @@ def check_prompt(prompt):
         raise ValueError(f"prompt must be text or messages, not {prompt!r:.40}")
     for message in prompt:
         if not has_texts(message, {"role", "content"}):
-            raise ValueError(
-                f'a message must be {{"role": text, "content": text}}, not {message!r:.40}'
-            )
+            raise ValueError(f'a message must be {{"role": text, "content": text}}, not {message!r:.40}')
     if prompt[-1]["role"] == "assistant":
         raise ValueError(
             "the last message is the assistant's; the model writes it: move it to demonstration"

@@ -27,9 +27,7 @@ class Gym:
         self.options = datasets
         self.datasets = {name: self.dataset(name, 0, SPAN) for name in datasets}
         self.item = functools.lru_cache(CACHED)(self.make_item)
-        for (
-            name
-        ) in datasets:  # score an answer, so that late imports are done before this process forks
+        for name in datasets:  # score an answer, so that late imports are done before this process forks
             with suppress(Exception):
                 self.score(name, 0, self.item(name, 0)["answer"])
 

@@ -113,7 +113,9 @@ def table(summary: dict) -> list[str]:
     """The first line of a file of samples -> lines for people: name, value, 95 % interval, remark."""
     options, scores, means = summary["settings"], summary["scores"], summary["means"]
     different, n = summary["different_prompts"], options["num_samples"]
-    title = f"{summary['checkpoint']}: {options['task']}, {options['num_prompts']} prompts of the test split"
+    title = (
+        f"{summary['checkpoint']}: {options['task']}, {options['num_prompts']} prompts of the test split"
+    )
     if different < options["num_prompts"]:
         title += f" ({different} different)"
     if options["temperature"]:

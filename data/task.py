@@ -119,9 +119,7 @@ class Task:
             if row and split_of(self.identity(row)) == split:
                 return row
         name = type(self).__name__.lower()
-        raise SnugError(
-            f"task {name}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options"
-        )
+        raise SnugError(f"task {name}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options")
 
     def reward_functions(self) -> list[tuple[Callable, float]]:
         """The reward without reward_funcs: [(function, weight)], called as `rewards`; the first gives 1 if right.

@@ -50,9 +50,7 @@ if triton is not None:
         return higher, total * shrunk + tl.sum(p, 1), acc
 
     @triton.jit
-    def join(
-        parts, tops, totals, counters, y, split, splits, query, queries, mask, top, total, acc, d, D
-    ):
+    def join(parts, tops, totals, counters, y, split, splits, query, queries, mask, top, total, acc, d, D):
         """Store part `split` of the queries `query` (M,). The program that stores the last of a query's `splits` parts
         joins them into one softmax; each part has its own maximum.
 

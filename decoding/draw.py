@@ -149,9 +149,7 @@ def sample_tokens(model, hidden, u, temperature: float, chunk_mb: float = 0, tru
         if kernel:
             draw_triton(model, hidden[rows], u[rows], temperature, tokens[rows], logprobs[rows])
         else:
-            draw_torch(
-                model, hidden[rows], u[rows], temperature, truncation, tokens[rows], logprobs[rows]
-            )
+            draw_torch(model, hidden[rows], u[rows], temperature, truncation, tokens[rows], logprobs[rows])
     return tokens, logprobs
 
 

@@ -80,9 +80,7 @@ def available_on_host() -> int:
     return max(0, min(free, left))
 
 
-def new_on_host(
-    like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool = False
-) -> torch.Tensor:
+def new_on_host(like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool = False) -> torch.Tensor:
     """An empty tensor in host memory of the shape of `like`; pinned, for fast copies, if `like` is on CUDA or pinned.
 
     keep: it is large and lives long. Then pages are mapped for it and pinned in place. PyTorch's allocator of pinned

@@ -22,9 +22,7 @@ MASK = 2**32 - 1
 ROUNDS = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)
 
 
-def adamw(
-    weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int, scratch
-) -> None:
+def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int, scratch) -> None:
     """Update n weights, at most 2**30. All tensors are (n,) and contiguous; all but gradient are changed in place.
 
     gradient: in weight's dtype. exp_avg, exp_avg_sq: float32, or bfloat16 (rounded stochastically). master: None, or

@@ -50,9 +50,7 @@ def rows_per_chunk(n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type
     return max(1, int(budget - min(4 * SCRATCH, budget / 4)) // (n_vocab * itemsize))
 
 
-def head_options(
-    hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb
-) -> Options:
+def head_options(hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb) -> Options:
     """Check the arguments and fill in defaults. Raises ValueError.
 
     Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself.
@@ -61,9 +59,7 @@ def head_options(
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(device)
     elif hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them"
-        )
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
     n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
     chunk_size = chunk_size or rows_per_chunk(len(weight), dtype.itemsize, chunk_mb, kind_of(hidden))
     return Options(temperature, n_vocab, entropy, dtype, chunk_size)
@@ -248,9 +244,7 @@ def head_loss(
     return results if entropy else results[:2]
 
 
-def head_loss_in_two_visits(
-    hidden, weight, targets, token_loss, temperature, entropy_weight, **options
-):
+def head_loss_in_two_visits(hidden, weight, targets, token_loss, temperature, entropy_weight, **options):
     """head_loss for a loss that wants all log-probs at once (a sequence's ratio), or a gradient of the entropy.
 
     -> loss - entropy_weight * the sum of entropies, log-probs (M,), entropies (M,). Backward makes the logits again.

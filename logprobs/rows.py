@@ -195,9 +195,7 @@ def check(M: int, width: int, targets, temperature: float, n_vocab: int | None) 
     return n_vocab
 
 
-def token_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
-) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """log softmax(logits / temperature)[target] of every row -> (M,) float32.
 
     logits (M, V), copied only if a row is not contiguous; targets (M,) int64. Saved for backward: the logits, (M,)

@@ -141,14 +141,10 @@ def apply(dry_run, settings, device, say):
 
 def too_large(dry_run, fitted, planned: Plan, change, budget) -> str:
     """One line: what is missing, and the smallest change that would do."""
-    problem = (
-        f"the plan takes {planned.peak / GIB:.3g} GiB in {planned.phase} even with {written(change)}"
-    )
+    problem = f"the plan takes {planned.peak / GIB:.3g} GiB in {planned.phase} even with {written(change)}"
     problem += f"; {budget / GIB:.3g} GiB may be used"
     if fitted.param_dtype == "float32":
         rounded = plan(dry_run, replace(fitted, **CHANGES_ROUNDING))
         if rounded.peak <= budget:
             return f"{problem}; {written(CHANGES_ROUNDING)} would make it {rounded.peak / GIB:.3g}"
-    return (
-        f"{problem}; the biggest is {planned.biggest[0][1]}: use a smaller model, or shorter sequences"
-    )
+    return f"{problem}; the biggest is {planned.biggest[0][1]}: use a smaller model, or shorter sequences"

@@ -57,9 +57,7 @@ class Limits:
         share = range(settings.batch_size)[processes.part(settings.batch_size)]
         self.completions = len(share) * settings.group_size  # of a rollout, on this process
         self.max_rollout_batch = settings.max_rollout_batch
-        self.max_eval_batch = min(
-            settings.batch_size, settings.max_rollout_batch or settings.batch_size
-        )
+        self.max_eval_batch = min(settings.batch_size, settings.max_rollout_batch or settings.batch_size)
         self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch
         self.reference_batches = reference_batches(settings)
         for name, (began, value) in (halved or {}).items():
@@ -120,9 +118,7 @@ class Limits:
         if now == 1:
             problem = f"decoding one completion at a time: {failure}"
             if name == "max_eval_batch":
-                raise SnugError(
-                    f"out of memory, {problem}; evaluate shorter completions (max_new_tokens)"
-                )
+                raise SnugError(f"out of memory, {problem}; evaluate shorter completions (max_new_tokens)")
             raise SnugError(self.at_the_floor(problem))
         self.lower(name, -(-now // 2), failure)
 

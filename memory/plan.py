@@ -152,9 +152,7 @@ def deepen(shallow: Peak, deep: Peak, depth: int) -> Peak:
     for key, b in deep.largest.items():
         # A tensor of each block is as large as the others. One for all blocks, such as the KV cache, grows.
         a = shallow.largest.get(key, b)
-        peak.largest[key] = replace(
-            b, size=line(a.size, b.size), shape=tuple(map(line, a.shape, b.shape))
-        )
+        peak.largest[key] = replace(b, size=line(a.size, b.size), shape=tuple(map(line, a.shape, b.shape)))
     return peak
 
 
@@ -222,8 +220,7 @@ def plan(dry_run, settings) -> Plan:
     binding = max(phases, key=lambda phase: phases[phase][0])
     peak, components = phases[binding]
     biggest = [
-        (s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}")
-        for s in highest[binding].largest.values()
+        (s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}") for s in highest[binding].largest.values()
     ]
     if sharded:  # how large a process's share of a tensor is, depends on the tensor
         biggest = [(bytes_, name) for name, bytes_ in components.items()]

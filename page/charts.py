@@ -109,9 +109,7 @@ def timeline(run: Run) -> Chart:
         labels = [f"iteration {i}, peak of {phase}" for i in measured]
         series.append(Series(phase, x, y, "block", PHASES.index(phase), labels, width))
         for i in measured:
-            after.append(
-                (i + (place + 1) * width, run.memory[i][phase], f"iteration {i}, after {phase}")
-            )
+            after.append((i + (place + 1) * width, run.memory[i][phase], f"iteration {i}, after {phase}"))
 
     x, sizes, labels = zip(*sorted(after), strict=True)
     allocated, reserved = [size.allocated for size in sizes], [size.reserved for size in sizes]

@@ -142,9 +142,7 @@ def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
                 if entry := by_name.get(bare):
                     places[entry] = name, file
                     if size != entry.shape:
-                        raise SnugError(
-                            f"{file}: {name} has shape {size}, config.json says {entry.shape}"
-                        )
+                        raise SnugError(f"{file}: {name} has shape {size}, config.json says {entry.shape}")
                     if dtype not in TYPES:
                         advice = "use the folder with the bfloat16 weights"
                         raise SnugError(
@@ -267,9 +265,7 @@ def write_weights(model, folder: Path, dtype):
     config, parameters = model.config, dict(model.named_parameters())
     family = family_of(config)
     by_name = {entry.name: entry for entry in entries(vars(config), family, config.n_vocab)}
-    sizes = {
-        name: torch.empty(entry.shape, dtype=dtype, device="meta") for name, entry in by_name.items()
-    }
+    sizes = {name: torch.empty(entry.shape, dtype=dtype, device="meta") for name, entry in by_name.items()}
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=MAX_SHARD_BYTES)
     for file, names in split.filename_to_tensors.items():
         tensors = {name: tensor_of(by_name[name], parameters, dtype) for name in names}

@@ -81,9 +81,7 @@ def prepare(
     block_size = settings.block_size if "block_size" in chosen else shape["block_size"]
     resolved = {name: shape[name] for name in SHAPE if name in shape} | {"block_size": block_size}
     settings = replace(settings, **resolved)  # for settings.json; a smaller block_size is the user's
-    prepared = Prepared(
-        settings, task, tokenizer, shape, functions, weights, warm_start, resume, origin
-    )
+    prepared = Prepared(settings, task, tokenizer, shape, functions, weights, warm_start, resume, origin)
     refuse_lengths(prepared)
     if read_tensors and not settings.plan:
         verified = find_weights(settings, task, config, read_tensors=True)

@@ -49,9 +49,7 @@ class Chat:
                 role = message["role"]
                 raise SnugError(f"a message's role must be a word, such as user, not {role!r:.60}")
         messages = [message | {"content": well_formed(message["content"])} for message in messages]
-        marked = [
-            message | {"content": message["content"].translate(self.marks)} for message in messages
-        ]
+        marked = [message | {"content": message["content"].translate(self.marks)} for message in messages]
         pieces = self.spellings.split(self.run(marked))
         return self.run(messages), [piece.translate(self.characters) for piece in pieces]
 

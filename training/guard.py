@@ -55,9 +55,7 @@ def columns_of(sequences: Rollouts | Sequences, select: range) -> dict[str, torc
     """{name: tensor} of the sequences `select`."""
     part = slice(select.start, select.stop)
     return {
-        name: tensor[part]
-        for name, tensor in vars(sequences).items()
-        if isinstance(tensor, torch.Tensor)
+        name: tensor[part] for name, tensor in vars(sequences).items() if isinstance(tensor, torch.Tensor)
     }
 
 

@@ -72,9 +72,7 @@ def train(prepared, title, iterate, make_reference, device, processes, lock) -> 
             if (lock.folder / "log.jsonl").exists() or checkpoints(lock.folder):
                 moved = lock.move_aside()
         with (NoLog if processes.rank else RunLog)(settings, title, start) as log:
-            training = make_training(
-                prepared, model, reference, optimizer, meter, log, processes, start
-            )
+            training = make_training(prepared, model, reference, optimizer, meter, log, processes, start)
             introduce(title, training, start, moved)
             log.memory([meter.line("after init")])
             finished = iterations(iterate, training)
@@ -148,9 +146,7 @@ def introduce(title, training, start, moved):
     size = sum(p.numel() for p in model.parameters())
     trained_size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trains = f", of which {trained_size:,} train," if trained_size < size else ""
-    say(
-        f"{title} on {settings.task}: {size:,} parameters{trains} on {model.device}, {settings.out_dir}"
-    )
+    say(f"{title} on {settings.task}: {size:,} parameters{trains} on {model.device}, {settings.out_dir}")
     if held_out := task.size("test"):
         say(
             f"data_file={settings.data_file}: {task.size('train'):,} prompts for training, {held_out:,} held out"
