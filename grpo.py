@@ -94,8 +94,8 @@ def iterate(iteration, training, collect=None):
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
     cut = training.cut(rollouts, settings.train_batch_size, settings.group_size)
 
-    # 4. Log-probs before the first step. The model is the sampler, so the sampler's log-probs are the old ones, without a
-    #    forward pass. importance_sampling_cap needs the trainer's: it corrects for the difference between the two.
+    # 4. Log-probs before the first step. The model is the sampler, so the sampler's are the old ones, without a forward
+    #    pass. importance_sampling_cap corrects for the difference between sampler and trainer: it needs the trainer's.
     training.log.show("reference")
     rollouts.old_logprobs = rollouts.sampling_logprobs  # (N, T_c)
     if settings.importance_sampling_cap is not None:

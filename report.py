@@ -2,11 +2,9 @@
 
     python report.py out/grpo_small out/sft_small
 
-The first run's folder gets report.html, which works without network. For the planned memory on the page, the planner
-reads a run's settings.json; the config files and models that it names must still exist.
+The first run's folder gets report.html, which works without network.
 """
 
-from dataclasses import replace
 from statistics import median
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
@@ -21,7 +19,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         runs = read_runs(parser.parse_args().folders)
 
 from memory.meter import PHASES
-from options import SnugError, in_one_line
+from options import SnugError
 from page.charts import charts_of
 from page.runs import Run, logged
 from page.write import write_page
@@ -34,37 +32,12 @@ SCORES = ["reward_mean", "eval_reward_mean", "pass_at_1", "pass_at_1_sampled", "
 def main(runs: list[Run]) -> None:
     """Print the table, then write the page. Raises SnugError."""
     print("\n".join(table(runs)), flush=True)
-    for run in runs:
-        run.plan = planned(run)
     page = runs[0].folder / "report.html"
     try:
         write_page(page, runs, charts_of(runs), cells_of(runs))
     except OSError as error:
         raise SnugError(f"{page} cannot be written ({error.strerror})") from None
     print(f"page: {page}")
-
-
-def planned(run: Run):
-    """-> the Plan of a run's settings. If there is none, print why and return None."""
-    import grpo
-    import train_sft
-    from memory.plan import plan
-    from runs.checkpoint import settings_of
-    from runs.prepare import prepare
-    from training.dry_run import DryRun
-
-    try:
-        if not run.settings:
-            raise SnugError("settings.json is missing")
-        with in_one_line("settings.json"):  # of an earlier version, or edited
-            settings = settings_of({"settings": run.settings})
-            prepared = prepare(replace(settings, resume="never", device=run.device))
-        iterate, make_reference = train_sft.iterate, lambda *_, **__: None
-        if run.kind == "GRPO":
-            iterate, make_reference = grpo.iterate, grpo.make_reference
-        return plan(DryRun(prepared, iterate, make_reference), prepared.settings)
-    except (SnugError, OSError) as error:
-        print(f"{run.name}: the page has no planned memory ({error})")
 
 
 def cells_of(runs: list[Run]) -> list[list[str]]:

@@ -33,7 +33,6 @@ const trace = (series) => {
     case "block": return { ...common, type: "bar", width: series.width, offset: 0, marker: { color: tint, line: { width: 0 } } };
     case "stack": return { ...common, type: "bar", marker: { color: tint } };
     case "bar": return { ...common, type: "bar", offsetgroup: tint, marker: { color: tint } };
-    case "mark": return { ...common, type: "scatter", offsetgroup: tint, mode: "markers", marker: { symbol: "line-ew", size: 26, line: { width: 3, color: tint } } };
     default: return { ...common, ...line };
   }
 };
@@ -56,7 +55,7 @@ const layout = (chart) => {
     font: { family: "system-ui, sans-serif", color: text, size: 12 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 52, r: 14, t: 10, b: 40 }, dragmode: !mouse.matches ? false : chart.window ? "pan" : "zoom", hovermode: "closest", bargap: 0.35,
-    barmode: styles.has("stack") ? "stack" : styles.has("block") ? "overlay" : "group", scattermode: styles.has("mark") ? "group" : "overlay", scattergap: 0.35,
+    barmode: styles.has("stack") ? "stack" : styles.has("block") ? "overlay" : "group",
     showlegend: chart.series.length > 1, legend: { orientation: "h", traceorder: "normal", y: -0.22, yanchor: "top", font: { color: quiet, size: 12 } },
     xaxis: { ...axis, ...(named ? { type: "category" } : {}), title: title(chart.x), showgrid: false, ...(range && range[0] < range[1] ? { range } : {}) },
     yaxis: { ...axis, title: title(chart.y), rangemode: "tozero", fixedrange: true },

@@ -4,11 +4,9 @@ A chart over the iterations compares runs of one kind, GRPO or SFT. A chart of p
 figure that no run has logged has no chart.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from memory.meter import PHASES
-from memory.plan import MIB
 from page.runs import Run, logged
 from runs.log import values_of
 
@@ -17,7 +15,6 @@ PALETTE = ["#4f7df0", "#c9821a", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c
 SHOWN = 10  # iterations of a memory timeline that are visible at first
 MOST = 200  # a memory timeline has the last iterations
 POINTS = 2000  # of a line, at most
-NAMED = 7  # components of a plan that have a colour; the others are "other"
 
 LEARNING = [  # title, unit, {figure of the log: name of the line}
     ("Reward", "reward", {"reward_mean": "training, sampled", "eval_reward_mean": "held out, greedy"}),
@@ -35,7 +32,7 @@ MEMORY = {"mem_max_alloc_mb": "peak", "mem_alloc_mb": "allocated after it"}
 @dataclass
 class Series:
     """style: line, dashed, hidden (a line that shows after a click on its name), block (a bar from x to x + width),
-    stack (on top of the series before), bar, mark."""
+    stack (on top of the series before), bar."""
 
     name: str
     x: list
@@ -61,7 +58,7 @@ def charts_of(runs: list[Run]) -> list[Chart]:
     learning = [chart for figure in LEARNING for chart in by_kind("Learning", *figure, runs)]
     memory = [timeline(run) for run in runs if run.memory]
     memory += by_kind("Memory", "Memory of each iteration", "MiB", MEMORY, runs)
-    memory += [peaks(runs)] + planned_peaks(runs)
+    memory.append(peaks(runs))
     time = by_kind("Time", "Speed", "tokens per second", {"tokens_per_second": ""}, runs)
     return learning + memory + time + [mean_seconds(runs)]
 
@@ -118,52 +115,19 @@ def timeline(run: Run) -> Chart:
     series.append(Series("allocated", x, allocated, "line", 7, labels))
     series.append(Series(name, x, reserved, style, 5, labels))
 
-    first, end = iterations[0], iterations[-1] + 1
-    if run.plan:
-        peak = run.plan.peak / MIB
-        series.append(Series("planned peak", [first, end], [peak, peak], "dashed", 6))
-    title = f"Memory timeline, {run.name}"
-    window = (max(first, end - SHOWN), end)
-    return Chart("Memory", title, "iteration", "MiB", series, window)
+    end = iterations[-1] + 1
+    window = (max(iterations[0], end - SHOWN), end)
+    return Chart("Memory", f"Memory timeline, {run.name}", "iteration", "MiB", series, window)
 
 
 def peaks(runs: list[Run]) -> Chart:
-    """A bar for each run and phase, and a mark at the planned peak."""
-    bars, marks = [], []
+    """A bar for each run and phase."""
+    bars = []
     for number, run in enumerate(runs):
         sizes = {phase: logged(run.records, f"mem_max_alloc_mb_{phase}") for phase in PHASES}
         largest = {phase: max(values) for phase, values in sizes.items() if values}
         bars.append(Series(run.name, list(largest), list(largest.values()), "bar", number))
-        if run.plan:
-            planned = [size / MIB for size, _ in run.plan.phases.values()]
-            name = f"{run.name}, planned"
-            marks.append(Series(name, list(run.plan.phases), planned, "mark", number))
-    return Chart("Memory", "Peak of each phase", "", "MiB", bars + marks)
-
-
-def planned_peaks(runs: list[Run]) -> list[Chart]:
-    """The components of each phase's peak, as planned. A component has the same colour in all runs."""
-    planned = [run for run in runs if run.plan]
-    largest = Counter()
-    for run in planned:
-        for _, components in run.plan.phases.values():
-            largest |= Counter(components)  # the larger of the two sizes
-    del largest["other"]
-    named = [name for name, _ in largest.most_common(NAMED)]
-    charts = []
-    for run in planned:
-        phases = list(run.plan.phases)
-        rows = {name: [0.0] * len(phases) for name in [*named, "other"]}  # MiB in each phase
-        for place, (_, components) in enumerate(run.plan.phases.values()):
-            for name, size in components.items():
-                rows[name if name in rows else "other"][place] += size / MIB
-        series = []
-        for number, (name, sizes) in enumerate(rows.items()):
-            if any(sizes):
-                series.append(Series(name, phases, sizes, "stack", number))
-        title = f"Components of each planned peak, {run.name}"
-        charts.append(Chart("Memory", title, "", "MiB", series))
-    return charts
+    return Chart("Memory", "Peak of each phase", "", "MiB", bars)
 
 
 def mean_seconds(runs: list[Run]) -> Chart:

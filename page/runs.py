@@ -38,7 +38,6 @@ class Run:
     every: int  # this n
     memory: dict[int, dict[str, PhaseMemory]]  # iteration -> phase -> MiB
     settings: dict  # settings.json; {} if it is missing
-    plan: object = None  # memory.plan.Plan; report.py makes it
 
     @property
     def ended(self) -> bool:

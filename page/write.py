@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from page.charts import MIB, PALETTE, Chart
+from page.charts import PALETTE, Chart
 from page.runs import Run, logged
 from runs.log import values_of, write_whole
 
@@ -65,7 +65,5 @@ def tiles(run: Run) -> list[tuple[str, str]]:
         if values:
             tiles.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
     peak = f"{max(logged(run.records, 'mem_max_alloc_mb')):,.0f} MiB"
-    if run.plan:
-        peak += f", planned {run.plan.peak / MIB:,.0f}"
     seconds = sum(logged(run.records, "time_s"))
     return [*tiles, ("peak memory", peak), ("time", tqdm.format_interval(seconds))]

@@ -8,7 +8,6 @@ import pytest
 
 import report
 from memory.meter import PHASES
-from memory.plan import MIB, Plan
 from options import SnugError
 from page.charts import charts_of
 from page.runs import read_run, read_runs
@@ -21,8 +20,6 @@ HOSTILE = [
     "\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton",
     "<b>bold</b>\n\ttwo lines",
 ]
-PEAKS = {"train": (60 * MIB, {"activations": 50 * MIB, "other": 10 * MIB})}
-PLAN = Plan("cpu", 60 * MIB, 0, "train", PEAKS, [(7 * MIB, "activations: x (3,)")], {})
 
 
 def make_run(folder, iterations=4, samples=(), kind="GRPO", **settings):
@@ -66,9 +63,8 @@ def chart(charts, title):
     return {series.name: series for series in match.series}
 
 
-def page_of(folders, plan=None):
+def page_of(folders):
     runs = read_runs(folders)
-    runs[0].plan = plan
     path = runs[0].folder / "report.html"
     write_page(path, runs, charts_of(runs), report.cells_of(runs))
     return path
@@ -80,7 +76,6 @@ def island_of(text):
 
 def test_charts_have_the_logs_figures(tmp_path):
     runs = read_runs([make_run(tmp_path / "a"), make_run(tmp_path / "warm", kind="SFT", iterations=3)])
-    runs[0].plan = PLAN
     runs[0].records[-1]["mem_max_alloc_mb_train"] = 1.0  # the largest is not the last
     charts = charts_of(runs)
     reward = chart(charts, "Reward, GRPO")["training, sampled"]
@@ -92,13 +87,11 @@ def test_charts_have_the_logs_figures(tmp_path):
     timeline = chart(charts, "Memory timeline, a")
     assert (timeline["train"].y, timeline["rollout"].x) == ([30, 31, 32, 33], [0, 1, 2, 3])
     assert timeline["train"].x == pytest.approx([0.6, 1.6, 2.6, 3.6]) and timeline["train"].width == 0.2
-    assert timeline["allocated"].y[:5] == [0.5, 1.5, 2.5, 3.5, 4.5] and timeline["planned peak"].y == [60, 60]
+    assert timeline["allocated"].y[:5] == [0.5, 1.5, 2.5, 3.5, 4.5]
     assert timeline["resident"].style == "hidden" and set(timeline["resident"].y) == {900}
     peaks = chart(charts, "Peak of each phase")
     assert dict(zip(peaks["a"].x, peaks["a"].y, strict=True)) == dict(zip(PHASES[:5], [3, 13, 23, 32, 43], strict=True))
-    assert (peaks["warm"].x, peaks["warm"].y, peaks["a, planned"].y) == (["train", "optimizer"], [2, 12], [60])
-    planned = chart(charts, "Components of each planned peak, a")
-    assert {name: series.y for name, series in planned.items()} == {"activations": [50], "other": [10]}
+    assert (peaks["warm"].x, peaks["warm"].y) == (["train", "optimizer"], [2, 12])
     seconds = chart(charts, "Mean seconds of an iteration")
     assert {name: series.y[1] for name, series in seconds.items()} == dict.fromkeys(PHASES[:5], 0) | dict(
         train=1, optimizer=2, other=7
@@ -109,7 +102,6 @@ def test_charts_have_the_logs_figures(tmp_path):
 def test_the_table_and_the_tiles(tmp_path):
     folders = [make_run(tmp_path / "a", iterations=5), make_run(tmp_path / "warm", kind="SFT", iterations=3)]
     runs = read_runs(folders)
-    runs[0].plan = PLAN
     records = runs[0].records
     records[-1] |= dict(mem_max_alloc_mb=1.0, mem_max_alloc_mb_train=1.0)  # the largest is not the last
     records[0] |= dict(time_s=99.0, time_eval_s=3.0, mem_max_alloc_mb_eval=5.0)  # slow; and the first evaluation
@@ -122,7 +114,7 @@ def test_the_table_and_the_tiles(tmp_path):
     assert rows["pass_at_1 (first -> last)"] == ["0.000 -> 0.800", "0.000 -> 0.400"]
     assert rows["time_s (median)"] == ["30.000", "10.000"] and rows["time_eval_s (median)"] == ["3.000", "-"]
     assert "eval_reward_mean (first -> last)" not in rows
-    peak = {"peak memory": "50 MiB, planned 60", "time": "03:39"}
+    peak = {"peak memory": "50 MiB", "time": "03:39"}
     scores = {"reward": "0.000 → 0.400", "pass@1": "0.000 → 0.800"}
     assert dict(tiles(runs[0])) == {"iterations": "5"} | scores | peak
     seconds = chart(charts_of(runs), "Mean seconds of an iteration")
@@ -189,12 +181,6 @@ def test_a_damaged_file_is_one_line(tmp_path, name, text, message):
     assert f"{folder}{message}" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_run_without_its_warm_start_has_no_plan(tmp_path, capsys):
-    (run,) = read_runs([make_run(tmp_path / "a", init_from="gone", beta=0.1, group_size=4)])
-    assert report.planned(run) is None
-    assert "a: the page has no planned memory (settings.json (gone: there is no such run" in capsys.readouterr().out
-
-
 def test_a_large_file_of_completions_is_thinned(tmp_path):
     folder = tmp_path / "a"
     make_run(folder, iterations=20, samples=make_samples(20))
@@ -236,7 +222,7 @@ def rewards(tab):
 
 def test_the_browser_draws_the_charts(chromium, tmp_path):
     folders = [make_run(tmp_path / "<b>a", samples=make_samples(1)), make_run(tmp_path / "warm", kind="SFT")]
-    tab, wrong = opened(chromium, page_of(folders, PLAN))
+    tab, wrong = opened(chromium, page_of(folders))
     tab.locator(".chart").last.locator(".main-svg").first.wait_for()
     plots = "[...document.querySelectorAll('.chart')].find(c => c.textContent.startsWith('Reward'))"
     assert tab.evaluate(f"{plots}.querySelector('.plot').data[0].y") == [0, 0.1, 0.2, 0.3]
@@ -244,8 +230,6 @@ def test_the_browser_draws_the_charts(chromium, tmp_path):
     assert tab.locator(".plot .main-svg .xy").count() > 15
     blocks = tab.locator(".chart", has_text="Memory timeline, <b>a").locator(".barlayer .point path")
     assert blocks.count() == 4 * 5 and tab.locator("h1 b").count() == 0
-    assert tab.locator(".legendtext", has_text="<b>a, planned").count() == 1
-    assert tab.locator("details").first.inner_text().count("activations: x (3,)") == 1
     before = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     tab.click("#theme")
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != before and wrong == []
