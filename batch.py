@@ -49,7 +49,7 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None = None  # (M,)
     ref_logprobs: torch.Tensor | None = None  # (M,)
 
-    def completion_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+    def completion_hidden(self, hidden: torch.Tensor):
         """hidden (1, T, C) -> (M, C), the states that predict completion tokens."""
         return hidden[0].index_select(0, self.states)
 

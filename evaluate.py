@@ -34,9 +34,7 @@ ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weigh
 # What the command evaluates. This needs no torch, so a typo is answered at once.
 
 
-def prepare_evaluation(
-    options: EvaluateSettings, given: set[str], folder: str | Path
-) -> tuple[Prepared, Path | None]:
+def prepare_evaluation(options: EvaluateSettings, given: set[str], folder: str | Path):
     """-> (the run as the command changes it, its checkpoint in `origin`; the file for the samples). Raises SnugError.
 
     given: names of the options given. folder: a run's, a checkpoint's or a Hugging Face model's. Importing the run's
@@ -85,7 +83,7 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
     return GRPOSettings(**shared | changes | dict(task=task, tokenizer=run.tokenizer))
 
 
-def refuse_training_data(settings, given: set[str], run, folder: str | Path) -> None:
+def refuse_training_data(settings, given: set[str], run, folder: str | Path):
     """Raises SnugError if the run was trained on the prompts to evaluate."""
     if not run.test_file:
         return
@@ -128,9 +126,7 @@ from sample import encode_prompts, sample_groups, sampling_options
 # Completions and their rewards
 
 
-def sample_held_out(
-    model, prepared, limits: Limits, n=1, temperature=1.0, seed=0
-) -> tuple[list[dict], list[dict]]:
+def sample_held_out(model, prepared, limits: Limits, n=1, temperature=1.0, seed=0):
     """This process's held-out prompts -> (greedy samples, n samples of each prompt at this temperature, if not 0).
 
     About as many completions at a time as in training, because reward_timeout is meant for that many.
@@ -158,7 +154,7 @@ def sample_held_out(
     return sample(1, 0.0), sample(n, temperature) if temperature else []
 
 
-def sample_and_score(model, prepared, rows, group_size, temperature, **options) -> list[dict]:
+def sample_and_score(model, prepared, rows, group_size, temperature, **options):
     """`group_size` completions of each task row's prompt -> a sample each, groups adjacent, in the rows' order.
 
     options: of sample_groups. A sample is a dict: prompt, completion; answer: what a majority vote counts, None if
@@ -187,7 +183,7 @@ def sample_and_score(model, prepared, rows, group_size, temperature, **options) 
     return [dict(zip(figures, values, strict=True)) for values in zip(*figures.values(), strict=True)]
 
 
-def score(prepared, prompts: list, completions: list[str], columns: dict[str, list]) -> dict[str, list]:
+def score(prepared, prompts: list, completions: list[str], columns: dict[str, list]):
     """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's}.
 
     A reward is None if the completion was not scored. task_reward exists only with reward_funcs; reward/<function>
@@ -243,7 +239,7 @@ def evaluate_run(model, prepared, meter, limits: Limits) -> dict[str, float]:
     return run_scores(limits.processes.gather(lambda: samples))
 
 
-def run_scores(of_processes: list[tuple[list[dict], list[dict]]]) -> dict[str, float]:
+def run_scores(of_processes: list[tuple[list[dict], list[dict]]]):
     """What sample_held_out returned in each process -> entries of the log.
 
     pass_at_1; task_pass_at_1 with reward_funcs and a task that scores; eval_reward_mean; and these with _sampled.
@@ -263,7 +259,7 @@ def run_scores(of_processes: list[tuple[list[dict], list[dict]]]) -> dict[str, f
 # The command
 
 
-def run_evaluation(model, prepared, options: EvaluateSettings) -> tuple[dict, list[dict]]:
+def run_evaluation(model, prepared, options: EvaluateSettings):
     """-> (the first line of the file, the samples: for each prompt the greedy one, then num_samples)."""
     settings, longest = prepared.settings, prepared.longest()[1]
     check_room(prepared, longest, model.config.block_size)
@@ -282,7 +278,7 @@ def run_evaluation(model, prepared, options: EvaluateSettings) -> tuple[dict, li
     return summary | summarize(greedy, sampled), samples
 
 
-def check_room(prepared, longest: int, block_size: int) -> None:
+def check_room(prepared, longest: int, block_size: int):
     """Raises SnugError if a completion of `longest` tokens does not fit behind every prompt."""
     settings = prepared.settings
     rows = prepared.task.prompts("test", range(settings.eval_prompts))
@@ -294,7 +290,7 @@ def check_room(prepared, longest: int, block_size: int) -> None:
         raise SnugError(f"{problem}; this model takes {block_size} in all; {advice}")
 
 
-def main(options: EvaluateSettings, prepared: Prepared, file: Path | None) -> None:
+def main(options: EvaluateSettings, prepared: Prepared, file: Path | None):
     model = load_run(prepared.origin, options.device).model
     summary, samples = run_evaluation(model, prepared, options)
     try:

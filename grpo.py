@@ -48,7 +48,7 @@ from training import (
 )
 
 
-def main(prepared) -> bool:
+def main(prepared):
     """Make the warm start if it is missing; then train as the settings say -> False if a signal stopped it."""
     settings = prepared.settings
     if prepared.warm_start and not settings.plan:
@@ -290,7 +290,7 @@ def teaches(rollouts, select, settings) -> bool:
 
 
 @component("backward")  # autograd's tensors while backward runs
-def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None) -> dict[str, float]:
+def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
     """Forward, head and loss, backward of optimizer step number `step` -> its metrics, token means over the step.
 
     Gradients are added to the parameters' .grad. Counts are those of the whole step, so the gradient does not depend on

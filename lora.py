@@ -53,7 +53,7 @@ class LoRALinear(nn.Module):
         return torch.addmm(y.flatten(0, -2), h, B.t(), alpha=self.scale).view_as(y)
 
 
-def add(model: GPT, rank: int, alpha: float, targets: list[str]) -> GPT:
+def add(model: GPT, rank: int, alpha: float, targets: list[str]):
     """Freeze the model and add adapters to these matrices of each block -> the model. A is drawn at random."""
     model.requires_grad_(False)
     for block in model.blocks:
@@ -63,7 +63,7 @@ def add(model: GPT, rank: int, alpha: float, targets: list[str]) -> GPT:
     return model
 
 
-def adapted(model: GPT) -> list[LoRALinear]:
+def adapted(model: GPT):
     """-> the modules with adapters."""
     layers = (module for module in model.modules() if isinstance(module, LoRALinear))
     return [layer for layer in layers if layer.lora_A is not None]

@@ -215,7 +215,7 @@ class GPT(nn.Module):
             return torch.get_autocast_dtype(kind)
         return self.embedding.weight.dtype
 
-    def forward(self, tokens, positions=None, cache=None, mask=None, last=None) -> torch.Tensor:
+    def forward(self, tokens, positions=None, cache=None, mask=None, last=None):
         """tokens (B, T) -> hidden (B, T, C), after the last norm.
 
         positions (B, T), or (1, T) for all rows; default 0, 1, 2, ... mask: what each token sees; Segments of a packed

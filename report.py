@@ -29,7 +29,7 @@ MEMORY = ["mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]
 SCORES = ["reward_mean", "eval_reward_mean", "pass_at_1", "pass_at_1_sampled", "task_pass_at_1"]
 
 
-def main(runs: list[Run]) -> None:
+def main(runs: list[Run]):
     """Print the table, then write the page. Raises SnugError."""
     print("\n".join(table(runs)), flush=True)
     page = runs[0].folder / "report.html"

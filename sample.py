@@ -63,7 +63,7 @@ class Rollouts:
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
     ref_logprobs: torch.Tensor | None = None  # (N, T_c)
 
-    def completions(self) -> list[list[int]]:
+    def completions(self):
         """-> N lists of ids, without the stop token."""
         by_token = self.stopped if self.stopped_by_text is None else self.stopped & ~self.stopped_by_text
         starts = self.prompt_lengths.tolist()
@@ -198,7 +198,7 @@ def decode(batch, bar):
         bar.update(batch.next_sequence - batch.active - bar.n)
 
 
-def assemble(prompts, k, tokens, logprobs, stop_token, text_end=None) -> Rollouts:
+def assemble(prompts, k, tokens, logprobs, stop_token, text_end=None):
     """tokens, logprobs (N, max_new_tokens) -> Rollouts. text_end {row: length}: rows that a stop string ended."""
     device = tokens.device
     is_stop = torch.isin(tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device))

@@ -24,7 +24,7 @@ from model import autocast
 from training import as_floats, learning_rate_at, run
 
 
-def main(prepared) -> bool:
+def main(prepared):
     """Train, log and save as the settings say -> False if a signal stopped it."""
     return run(prepared, "SFT", iterate)
 

@@ -82,7 +82,7 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
     return task
 
 
-def load_reward_function(spec: str) -> Callable:
+def load_reward_function(spec: str):
     """ "module:function" -> that function, called like `Task.rewards`; it may return None for completions.
 
     The module is also looked for in the current directory. Raises SnugError if there is no such module or function.

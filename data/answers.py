@@ -43,7 +43,7 @@ def number_after_marker(completion: str) -> str | None:
     return spell(run[0])
 
 
-def last_number(completion: str) -> str | None:
+def last_number(completion: str):
     """The last number in a text, in the same spelling: "29 + 21 = 50." -> "50"; None if there is none.
 
         "It costs $1,000.50." -> "1000.5"    "x=-7" -> "-7"    "29+21=50" -> "50"    "3-5" -> "5"    "1/2" -> None
@@ -61,7 +61,7 @@ def last_number(completion: str) -> str | None:
     return spell(run[0])
 
 
-def spell(run: str) -> str | None:
+def spell(run: str):
     """ "-$1,000.50" -> "-1000.5"; None for 1,00 and 1.2.3."""
     number = NUMBER.fullmatch(run)
     if not number or len(run) > MAX_ANSWER:

@@ -132,7 +132,7 @@ class Countdown(Task):
         return self.in_form(f"{number}-(" * pairs + f"{number}-{number}" + ")" * pairs)
 
 
-def read_counts(text: str) -> range:
+def read_counts(text: str):
     """ "3-4" -> range(3, 5). Raises SnugError."""
     first, _, last = text.partition("-")
     if (first + last).isdecimal() and 2 <= int(first or 0) <= int(last or first) <= 10:
@@ -157,7 +157,7 @@ def random_expression(numbers, operators, rng) -> Expression:
     return left[0]
 
 
-def join(a: Expression, symbol: str, b: Expression) -> Expression:
+def join(a: Expression, symbol: str, b: Expression):
     """7, "-", 3*5 -> 3*5-7: the larger value comes first, so that fewer differences are negative and rejected."""
     binding = BINDING[symbol]
     if b.value > a.value:

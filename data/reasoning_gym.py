@@ -146,7 +146,7 @@ def size(text: str) -> int:
     return len(text.encode())
 
 
-def read_options(text: str, names: list[str]) -> dict[str, dict]:
+def read_options(text: str, names: list[str]):
     """JSON -> {generator: {option: value}}. Raises SnugError."""
     try:
         options = json.loads(text or "{}")

@@ -55,7 +55,7 @@ class Gym:
         except IndexError:
             return self.dataset(name, seed - seed % SPAN, SPAN)[seed % SPAN]
 
-    def make(self, name: str, seed: int) -> dict:
+    def make(self, name: str, seed: int):
         """-> {"question": text, "answer": text or None}, or {"error": what the generator raised}."""
         try:
             item = self.item(name, seed)

@@ -27,7 +27,7 @@ AGAIN = 1.0  # seconds between alarms after the first
 LARGEST = 1e38  # rewards become float32
 
 
-def repeat_columns(rows: list[dict], k: int = 1) -> dict[str, list]:
+def repeat_columns(rows: list[dict], k: int = 1):
     """Rows -> columns, each value k times. k=2: [{"answer": 1}, {"answer": 2}] -> {"answer": [1, 1, 2, 2]}."""
     return {name: [row[name] for row in rows for _ in range(k)] for name in rows[0] if name != "prompt"}
 
@@ -39,7 +39,7 @@ def total_rewards(
     columns: dict[str, list],
     timeout: float = 0.0,
     weights: Sequence[float] = (),
-) -> tuple[list[float], dict[str, list]]:
+):
     """-> (the weighted sum of the functions' rewards, one float per completion; {function's name: its rewards}).
 
     weights: default 1 each. None adds nothing; if every function returns None for a completion, its sum is NaN.
@@ -93,7 +93,7 @@ def call_one(function: Callable, arguments: dict[str, list], timeout: float) -> 
     return numbers
 
 
-def as_float(reward) -> float:
+def as_float(reward):
     """Any number, also of NumPy or torch -> float. Text and everything else -> NaN."""
     try:
         return math.nan if isinstance(reward, str) else float(reward)

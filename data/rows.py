@@ -33,7 +33,7 @@ class FileTask(Task):
 
     wanted = ""  # what data_file should be, for the error message if there is none
 
-    def read(self, path: str, like: dict | None = None) -> list[dict]:
+    def read(self, path: str, like: dict | None = None):
         """A file -> its rows, at least one. like: a row of data_file, when test_file is read. Raises SnugError."""
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ def shuffled(count: int, seed: str) -> list[int]:
     return numbers
 
 
-def read_lines(path: str, check_row: Callable, like=None, remedy: str = "") -> list:
+def read_lines(path: str, check_row: Callable, like=None, remedy: str = ""):
     """A file of JSON lines -> its values, at least one. Raises SnugError that names the first bad line.
 
     check_row(value, like): raises ValueError if a line's value is wrong. like: without it, the file's first value.

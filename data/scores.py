@@ -28,7 +28,7 @@ def pass_at(k: int, n: int, right: int) -> float:
     return (comb(n, k) - comb(n - right, k)) / comb(n, k)  # whole numbers, rounded once
 
 
-def majority(answers: Sequence, right: Sequence[bool]) -> float:
+def majority(answers: Sequence, right: Sequence[bool]):
     """How right is the answer with the most votes? -> the share of its samples that are right. None has no vote.
 
     If answers tie, the mean over them; without a vote, 0.
@@ -40,7 +40,7 @@ def majority(answers: Sequence, right: Sequence[bool]) -> float:
     return mean_of(winners) or 0.0
 
 
-def wilson(mean: float, n: int) -> tuple[float, float]:
+def wilson(mean: float, n: int):
     """Wilson's 95 % interval for the expectation of n values in [0, 1] with this mean -> (low, high).
 
     It is exact for zeros and ones. Values between them vary less, so for them it is wider than necessary.
@@ -51,7 +51,7 @@ def wilson(mean: float, n: int) -> tuple[float, float]:
     return max(0.0, (centre - half) / (1 + share)), min(1.0, (centre + half) / (1 + share))
 
 
-def summarize(greedy: list[dict], sampled: list[dict]) -> dict:
+def summarize(greedy: list[dict], sampled: list[dict]):
     """A greedy sample of each prompt and n others of each, or none -> what the file of samples says first.
 
     -> {"scores": {name: mean}, "intervals": {name: (low, high)}, "means": {name: mean}, "different_prompts": number}.
@@ -73,7 +73,7 @@ def summarize(greedy: list[dict], sampled: list[dict]) -> dict:
     return dict(scores=scores, intervals=intervals, means=means, different_prompts=different)
 
 
-def group_scores(groups: list[list[tuple]]) -> dict[str, float]:
+def group_scores(groups: list[list[tuple]]):
     """A group of n pairs (answer, right) per prompt -> pass_at_k for the `powers` above 1, and maj_at_n.
 
     Each score is a mean over the prompts.
@@ -88,7 +88,7 @@ def group_scores(groups: list[list[tuple]]) -> dict[str, float]:
     return scores
 
 
-def pass_rates(samples: list[dict], suffix: str = "") -> dict[str, float]:
+def pass_rates(samples: list[dict], suffix: str = ""):
     """-> {"pass_at_1": the share of right samples}, and task_pass_at_1 if they have a task_reward."""
     rates = {"pass_at_1" + suffix: mean_of([sample["right"] for sample in samples])}
     if "task_reward" in samples[0]:
@@ -96,7 +96,7 @@ def pass_rates(samples: list[dict], suffix: str = "") -> dict[str, float]:
     return rates
 
 
-def reward_means(samples: list[dict]) -> dict[str, float | None]:
+def reward_means(samples: list[dict]):
     """-> {"reward": mean, "reward/<function>": mean, ...}. The means leave out None, "not scored"."""
     means = {}
     for name in samples[0]:
@@ -109,7 +109,7 @@ def mean_of(values: list[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def table(summary: dict) -> list[str]:
+def table(summary: dict):
     """The first line of a file of samples -> lines for people: name, value, 95 % interval, remark."""
     options, scores, means = summary["settings"], summary["scores"], summary["means"]
     different, n = summary["different_prompts"], options["num_samples"]

@@ -84,7 +84,7 @@ class Task:
 
     # Callers use these
 
-    def longest(self, encode: Callable) -> tuple[int, int]:
+    def longest(self, encode: Callable):
         """-> (most tokens of a prompt, most tokens of a demonstration): upper bounds. encode: text or messages -> ids.
 
         No token has less than a byte, so bytes bound tokens. With chat the template adds tokens: as many as to the
@@ -153,13 +153,13 @@ class Task:
         pairs = zip(completions, stopped or [True] * len(completions), strict=True)
         return [self.answer_of(text) if ended else None for text, ended in pairs]
 
-    def survey(self) -> None:
+    def survey(self):
         """Raises SnugError if the options leave a split empty. Called once, before anything else."""
         for split in ("train", "test"):
             self.row(split, 0)
 
 
-def split_of(identity: str) -> str:
+def split_of(identity: str):
     """-> "train" or "test", by the text's CRC-32, which unlike hash() is the same in every process."""
     return "test" if zlib.crc32(identity.encode()) % TEST_SHARE == 0 else "train"
 

@@ -249,7 +249,7 @@ PROGRAMS = 264
 REGISTERS = 168
 
 
-def kernel_shape(H: int, G: int, D: int, itemsize: int, group_size: int) -> dict:
+def kernel_shape(H: int, G: int, D: int, itemsize: int, group_size: int):
     """-> the kernel's constants. About group_size slots read the same prompt."""
     R = H // G
     DP = triton.next_power_of_2(max(16, D))
@@ -261,7 +261,7 @@ def kernel_shape(H: int, G: int, D: int, itemsize: int, group_size: int) -> dict
     return dict(R=R, TILE=min(group, M // heads), M=M, COMPLETION_M=max(16, heads), N=N, DP=DP)
 
 
-def split_columns(width: int, programs: int, block: int) -> tuple[int, int]:
+def split_columns(width: int, programs: int, block: int):
     """-> (stretches, columns per stretch) of `width` columns. programs: how many run without splitting.
 
     A stretch has at least two blocks. There are at most 16, because one program joins their parts one by one."""
@@ -271,7 +271,7 @@ def split_columns(width: int, programs: int, block: int) -> tuple[int, int]:
     return -(-blocks // each), each * block
 
 
-def tiles_of(prompt_slot: np.ndarray, prompt_slots: int, tile: int) -> np.ndarray:
+def tiles_of(prompt_slot: np.ndarray, prompt_slots: int, tile: int):
     """prompt_slot (n,), the prompt slot that each slot reads -> (tiles, 1 + tile) int32.
 
     A line has a prompt slot and the slots of one program, which all read it; -1: none. The number of lines is the most

@@ -115,7 +115,7 @@ class DecodeBatch:
         self.first_start = 0  # the earliest start of an active sequence
         self.same_t = True  # is t the same in all slots?
 
-    def refill(self) -> bool:
+    def refill(self):
         """Start waiting sequences in idle slots. If none waits, remove idle slots once they are many.
 
         -> is a slot active?"""
@@ -147,7 +147,7 @@ class DecodeBatch:
             self.same_t = bool((self.started == self.first_start).all())
         return True
 
-    def look(self) -> np.ndarray:
+    def look(self):
         """-> the slots' sequences, on the host, after those with a stop string were retired."""
         if self.is_over:
             self.check_stop_strings()
@@ -174,7 +174,7 @@ class DecodeBatch:
         if ended:
             self.sequences[upload(ended, self.device)] = self.N
 
-    def admit(self, room: int, sequences: np.ndarray) -> range:
+    def admit(self, room: int, sequences: np.ndarray):
         """-> the next waiting sequences, at most `room`, with prompts in the cache. Prefills missing prompts."""
         new = range(self.next_sequence, min(self.next_sequence + room, self.N))
         if any(i // self.k not in self.slot_of_prompt for i in new):
@@ -207,7 +207,7 @@ class DecodeBatch:
             hidden = self.model(tokens, cache=self.cache, last=last)[:, 0]  # (P, C)
             self.prompt_hidden[upload(slots, self.device)] = hidden.to(self.prompt_hidden.dtype)
 
-    def prompts_at_once(self) -> int:
+    def prompts_at_once(self):
         """-> how many prompts a prefill reads at a time."""
         return max(1, PREFILL_TOKENS[kind_of(self.sequences)] // self.cache.prompt.shape[4])
 
@@ -317,7 +317,7 @@ class DecodeBatch:
         self.shrink(np.arange(max(n - n // 4 - 1, 1)))
 
 
-def record(step, pool, stream) -> "torch.cuda.CUDAGraph":
+def record(step, pool, stream):
     """-> a graph of what step() does; nothing is computed. torch.cuda.graph would wait for the device and empty the
     allocator's cache first."""
     graph = torch.cuda.CUDAGraph()
@@ -367,7 +367,7 @@ def cached_casts(model: GPT):
             p.requires_grad_(False)
 
 
-def as_tuple(stop_token) -> tuple[int, ...]:
+def as_tuple(stop_token):
     """None, an id or several -> a tuple."""
     if stop_token is None:
         return ()

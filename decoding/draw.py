@@ -111,7 +111,7 @@ class Truncation:
     def __bool__(self) -> bool:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
-    def __call__(self, probs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, probs: torch.Tensor):
         """probs (N, V) -> a mask (N, V), True for tokens that stay."""
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
         kept = ranked > 0
@@ -198,7 +198,7 @@ def draw_triton(model, hidden, u, temperature, tokens, logprobs):
         )
 
 
-def stretches(width: int, n_vocab: int) -> tuple[int, dict]:
+def stretches(width: int, n_vocab: int):
     """-> (columns of a stretch, draw_kernel's constants). Stretches cover the row, and each fits in a block."""
     block, warps = tile(width)
     steps = -(-n_vocab // block)
@@ -206,7 +206,7 @@ def stretches(width: int, n_vocab: int) -> tuple[int, dict]:
     return steps * (block // number), dict(BLOCK=block, STRETCHES=number, num_warps=warps)
 
 
-def uniforms(seed: int, sequences, steps) -> np.ndarray:
+def uniforms(seed: int, sequences, steps):
     """sequences (N,), steps (T,) integers -> (N, T) float32 in (0, 1): a hash of (seed, sequence, step), the same on
     every machine.
 

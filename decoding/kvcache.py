@@ -172,7 +172,7 @@ class KVCache:
             bias = self.bias(later).repeat_interleave(self.config.n_kv_head, 0)
             self.completion_bias = bias[:, None]  # (n * G, 1, columns)
 
-    def attend(self, layer: int, q, k, v, rotary=None) -> torch.Tensor:
+    def attend(self, layer: int, q, k, v, rotary=None):
         """q (n, H, 1, D), k and v (n, G, 1, D), rotary's cos and sin (n, 1, 1, D) -> (n, H, 1, D).
 
         One softmax over the prompt and the completion of each slot."""

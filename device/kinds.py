@@ -33,6 +33,6 @@ def kind_of(tensor: torch.Tensor) -> str:
     return mode.kind if mode else tensor.device.type
 
 
-def logits_budget(chunk_mb: float, kind: str) -> float:
+def logits_budget(chunk_mb: float, kind: str):
     """The option logits_chunk_mb -> MiB for a chunk of logits and what is made of it; 0: the device's default."""
     return chunk_mb or (256 if kind == "cuda" else 16)

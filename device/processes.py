@@ -21,7 +21,7 @@ class OneProcess:
         """A context around the iterations."""
         return nullcontext()
 
-    def device(self, name: str) -> str:
+    def device(self, name: str):
         """The option `device` -> this process's device."""
         return name
 
@@ -45,10 +45,10 @@ class OneProcess:
         """The micro-batches that this process runs `model` on. rank_of: number of a sequence -> rank."""
         return batches
 
-    def add(self, tensor) -> None:
+    def add(self, tensor):
         """Replace a tensor by its sum over the processes."""
 
-    def add_up(self, model, optimizer, totals: dict) -> dict:
+    def add_up(self, model, optimizer, totals: dict):
         """Replace the gradients by their sums over the processes -> the sums of `totals`; maxima of names in _max."""
         return totals
 
@@ -64,7 +64,7 @@ class OneProcess:
         """A context that gives a model with all weights, to sample from."""
         return nullcontext(model)
 
-    def gathered(self, model, tensors: dict) -> dict:
+    def gathered(self, model, tensors: dict):
         """{file: {name: tensor}} of runs.loading.tensors_of -> the same with all rows of each, on rank 0 only."""
         return tensors
 

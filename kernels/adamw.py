@@ -22,7 +22,7 @@ MASK = 2**32 - 1
 ROUNDS = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)
 
 
-def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int, scratch) -> None:
+def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int, scratch):
     """Update n weights, at most 2**30. All tensors are (n,) and contiguous; all but gradient are changed in place.
 
     gradient: in weight's dtype. exp_avg, exp_avg_sq: float32, or bfloat16 (rounded stochastically). master: None, or
@@ -74,7 +74,7 @@ def new_scratch(weight):
     return *numbers, *bits, bits.new_empty(n, dtype=torch.int32)
 
 
-def numbers_of(group: dict, steps: int, scale: float) -> tuple:
+def numbers_of(group: dict, steps: int, scale: float):
     """-> the numbers in the formula: scale, share1, share2, decay, rate, correction, eps.
 
     group: an optimizer's parameter group. steps: 1 for the first step. scale: gradients are multiplied by it, which
@@ -151,7 +151,7 @@ def mix_(x, spare):
     return x
 
 
-def key_of(seed: int, steps: int, parameter: int) -> int:
+def key_of(seed: int, steps: int, parameter: int):
     """-> 32 bits, different for each step and parameter."""
     key = 0
     for number in (seed, steps, parameter):

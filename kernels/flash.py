@@ -281,7 +281,7 @@ if triton is not None:
         tl.store(dv + place, dvalues.to(dv.dtype.element_ty), mask)
 
 
-def kernel_shape(D: int, itemsize: int, keys: bool = False, tensor_cores: bool = True) -> dict:
+def kernel_shape(D: int, itemsize: int, keys: bool = False, tensor_cores: bool = True):
     """-> a kernel's constants, warps and stages. keys: for `keys_kernel`, which holds two sums in registers.
 
     With larger blocks bfloat16 spills on sm_80 or sm_90. float32 is multiplied outside of tensor cores, and so is every
@@ -296,14 +296,14 @@ def kernel_shape(D: int, itemsize: int, keys: bool = False, tensor_cores: bool =
     return dict(D=D, DP=DP, PARTS=TILE // M, M=M, N=N, num_warps=warps, num_stages=2)
 
 
-def constants(q, k, keys: bool = False) -> dict:
+def constants(q, k, keys: bool = False):
     """-> `kernel_shape` on q's device, and R."""
     tensor_cores = not q.is_cuda or has_tensor_cores(q.device)
     shape = kernel_shape(q.shape[-1], q.itemsize, keys, tensor_cores)
     return shape | dict(R=q.shape[1] // k.shape[1])
 
 
-def strides(*tensors) -> list[int]:
+def strides(*tensors):
     """-> of each tensor (1, heads, T, D), the stride of heads and the stride of tokens."""
     return [tensor.stride(axis) for tensor in tensors for axis in (1, 2)]
 

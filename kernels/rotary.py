@@ -57,7 +57,7 @@ if triton is not None:
         tl.store(y + half, (right * c + left * s).to(out.dtype.element_ty), mask)
 
 
-def rotary_frequencies(config, device) -> torch.Tensor:
+def rotary_frequencies(config, device):
     """A GPTConfig -> radians per position (head_size / 2,), float32.
 
     The order of operations is Hugging Face's, so that both round alike."""
@@ -72,7 +72,7 @@ def rotary_frequencies(config, device) -> torch.Tensor:
     return (1 - kept) * (frequency / config.rope_factor) + kept * frequency
 
 
-def rotary_table(config, length: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_table(config, length: int, device):
     """-> cos, sin (length, head_size), float32: RoFormer's rotation in Llama's half-split layout."""
     position = torch.arange(length, device=device)
     angle = position[:, None] * rotary_frequencies(config, device)  # (T, D/2)

@@ -60,11 +60,11 @@ class Segments:
         self.device = torch.device(device)
         self.kept = None
 
-    def start(self) -> np.ndarray:
+    def start(self):
         """-> (T,): where each token's segment begins."""
         return self.begins.repeat(self.lengths)
 
-    def tiles(self) -> np.ndarray:
+    def tiles(self):
         """-> (n, 5): tiles of at most TILE tokens, for the kernels' programs. A tile is of one prompt, or of the
         completions of one group.
 
@@ -81,7 +81,7 @@ class Segments:
                 completions.append((first, last, begin, middle, ends[np.searchsorted(ends, last)]))
         return np.array(prompts + completions)
 
-    def mask(self) -> torch.Tensor:
+    def mask(self):
         """-> (T, T) boolean: True where the row's token sees the column's token."""
         start = self.start()
         token = np.arange(len(start))
@@ -113,7 +113,7 @@ class Segments:
                 batches.append(Batch(self.begins[numbers], self.lengths[numbers]))
         return batches
 
-    def keeping(self) -> "Segments":
+    def keeping(self):
         """-> a copy that keeps what `attend` computes first, and returns it when a checkpointed block runs again."""
         segments = copy(self)
         segments.kept = []
@@ -155,7 +155,7 @@ class Batch:
             row[0].transpose(0, 1)[self.tokens] = x.transpose(1, 2).flatten(0, 1)[self.real]
 
 
-def attend(q, k, v, segments: Segments) -> torch.Tensor:
+def attend(q, k, v, segments: Segments):
     """q (1, H, T, D), k and v (1, G, T, D) -> (1, H, T, D). H / G query heads share a key head."""
     if uses_triton(q) or q.device.type == "cpu":
         return Attend.apply(q, k, v, segments)

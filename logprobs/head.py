@@ -37,7 +37,7 @@ ALREADY_ADDED = (  # CUDA takes 254 characters
 )
 
 
-def rows_per_chunk(n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type: str = "cpu") -> int:
+def rows_per_chunk(n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type: str = "cpu"):
     """-> rows of logits that fit chunk_mb MiB together with plain torch's scratch; at least one.
 
     The products of a chunk read the whole head and add to its whole gradient, so with few rows they are bound by

@@ -119,7 +119,7 @@ else:
         tl.store(dlogits + row * out_row_stride + column, d.to(dlogits.dtype.element_ty), mask)
 
 
-def tile(width: int, itemsize: int = 2, gradient: bool = False) -> tuple[int, int]:
+def tile(width: int, itemsize: int = 2, gradient: bool = False):
     """-> (columns, warps) of a program for rows of `width` columns.
 
     16 elements per lane: two 16-byte loads of bfloat16 and the next two are in flight. An SM has room for 32 warps of

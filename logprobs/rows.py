@@ -30,12 +30,12 @@ class Options(NamedTuple):
     chunk_size: int = 0  # rows
 
 
-def slab_rows(width: int, buffers: int = 1) -> int:
+def slab_rows(width: int, buffers: int = 1):
     """-> rows that plain torch works on at a time, so that each operation finds its input in the cache."""
     return max(1, SCRATCH // (max(1, buffers) * width))
 
 
-def slabs(M: int, width: int, buffers: int = 1) -> list[slice]:
+def slabs(M: int, width: int, buffers: int = 1):
     """-> slices of M rows, `slab_rows` each."""
     rows = slab_rows(width, buffers)
     return [slice(i, min(i + rows, M)) for i in range(0, M, rows)]
@@ -163,7 +163,7 @@ def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy
         )
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulator(dtype: torch.dtype):
     """-> the type of sums, log-probs and entropies."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -175,7 +175,7 @@ def new_rows(M: int, options: Options, device):
     return logprobs, torch.empty_like(logprobs), entropy
 
 
-def new_scratch(logits, copy: bool, entropy: bool = False) -> torch.Tensor:
+def new_scratch(logits, copy: bool, entropy: bool = False):
     """-> (buffers, size): plain torch's work space. copy: with a buffer for a copy of the logits. entropy: with one
     for entropies."""
     M, width = logits.shape
@@ -184,7 +184,7 @@ def new_scratch(logits, copy: bool, entropy: bool = False) -> torch.Tensor:
     return torch.empty(buffers, size, dtype=accumulator(logits.dtype), device=logits.device)
 
 
-def check(M: int, width: int, targets, temperature: float, n_vocab: int | None) -> int:
+def check(M: int, width: int, targets, temperature: float, n_vocab: int | None):
     """-> n_vocab. Raises ValueError before a kernel would read out of bounds."""
     n_vocab = n_vocab or width
     if targets.shape != (M,) or not temperature > 0 or not 0 < n_vocab <= width:

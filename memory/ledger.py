@@ -35,7 +35,7 @@ def component(name: str):
     return mark
 
 
-def component_of(frame) -> tuple[str, str]:
+def component_of(frame):
     """-> (component, name) of the function with a mark that is nearest to this stack frame; or ("other", "")."""
     while frame is not None:
         function = frame.f_code.co_qualname

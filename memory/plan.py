@@ -129,7 +129,7 @@ class Peak:
         return sum(self.components.values())
 
 
-def record(dry_run, settings, kind, n_layer) -> list[dict[object, Peak]]:
+def record(dry_run, settings, kind, n_layer):
     """-> [{stretch: Peak} of the device, the same of the host]."""
     host = PlannedHost()
     with PlanningMode(kind, host), PlanMeter(host) as meter:
@@ -140,7 +140,7 @@ def record(dry_run, settings, kind, n_layer) -> list[dict[object, Peak]]:
     ]
 
 
-def deepen(shallow: Peak, deep: Peak, depth: int) -> Peak:
+def deepen(shallow: Peak, deep: Peak, depth: int):
     """The Peaks of the same stretch at the two DEPTHS -> its Peak at another depth, on the line through both."""
 
     def line(a, b):
@@ -228,7 +228,7 @@ def plan(dry_run, settings) -> Plan:
     return Plan(kind, peak, sum(on_host.values()), binding, phases, biggest, on_host)
 
 
-def share(phases: dict, on_host: dict, highest: dict, settings) -> tuple[dict, dict]:
+def share(phases: dict, on_host: dict, highest: dict, settings):
     """{phase: components} and the host's components of whole weights -> the same for one process of fsdp or hsdp.
 
     fsdp shards over all processes, hsdp over those of a machine. This is not run, but added up. While the model runs,

@@ -66,13 +66,13 @@ def fields(cls) -> dict[str, dataclasses.Field]:
     return {field.name: field for field in dataclasses.fields(cls)}
 
 
-def type_of(cls, name: str) -> tuple[type, bool]:
+def type_of(cls, name: str):
     """-> (type, may it be None?): `float | None` -> (float, True), `list[str]` -> (list[str], False)."""
     hint = fields(cls)[name].type
     return (typing.get_args(hint)[0], True) if isinstance(hint, types.UnionType) else (hint, False)
 
 
-def read_settings(cls, argv: list[str], positional: str = "config") -> tuple[typing.Any, set[str], str]:
+def read_settings(cls, argv: list[str], positional: str = "config"):
     """`argv` (without the program's name) -> (cls instance, names of the options that were set, positional argument).
 
     positional="config": the argument without dashes is a config file, and the command line overrides it. Otherwise
@@ -102,7 +102,7 @@ def read_settings(cls, argv: list[str], positional: str = "config") -> tuple[typ
     return settings, set(values), place
 
 
-def read_config(cls, path: str) -> dict[str, typing.Any]:
+def read_config(cls, path: str):
     """A file of `name = literal` lines -> {name: value}. Raises SnugError."""
     try:
         tree = ast.parse(Path(path).read_text())

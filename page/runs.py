@@ -69,7 +69,7 @@ def read_run(folder: Path, name: str, most_bytes: int) -> Run:
     return Run(folder, name, kind, device, records, samples, every, memory_of(text, last), settings)
 
 
-def read_samples(path: Path, last: int, most_bytes: int) -> tuple[list[dict], int]:
+def read_samples(path: Path, last: int, most_bytes: int):
     """-> the completions of every n-th iteration and of iteration `last`, n."""
     if not path.exists():
         return [], 1

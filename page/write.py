@@ -18,7 +18,7 @@ from runs.log import values_of, write_whole
 HERE = Path(__file__).parent
 
 
-def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[list[str]]) -> None:
+def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[list[str]]):
     """cells: the table of the console."""
     import jinja2
     from markupsafe import Markup

@@ -81,7 +81,7 @@ def stored_dtype(folder: str | Path) -> str | None:
     return config.get("dtype", config.get("torch_dtype"))
 
 
-def read_shape(folder: str | Path) -> dict:
+def read_shape(folder: str | Path):
     """A folder's config.json -> GPTConfig's keywords. Raises SnugError."""
     config = read_config(folder)
     fields, family = Fields(config, Path(folder) / "config.json"), config["model_type"]
@@ -151,7 +151,7 @@ def family_of(c) -> str:
     raise SnugError(f"no architecture of {', '.join(ARCHITECTURES)} has this shape: {c}")
 
 
-def config_of(c, dtype: str) -> dict:
+def config_of(c, dtype: str):
     """GPTConfig -> the content of config.json for transformers 4 and 5, without padding ids (n_vocab and above)."""
     family = family_of(c)
     table = GPT2 if family == "gpt2" else LLAMA

@@ -122,7 +122,7 @@ def opened(file: Path, framework: str = "numpy") -> safe_open:
         return safe_open(str(file), framework=framework)
 
 
-def look_at_weights(folder: str | Path) -> dict[Entry, tuple[str, Path]]:
+def look_at_weights(folder: str | Path):
     """Every tensor that the config's shape needs -> its name and file, checked by the files' headers. Raises SnugError.
 
     Missing and surplus tensors, other shapes and other types are refused. BUFFERS and the head of a tied model may be
@@ -248,7 +248,7 @@ def appearing(folder: str | Path):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def new_folder(folder: str | Path) -> Path:
+def new_folder(folder: str | Path):
     """-> the absolute path. Raises SnugError if there is something in it."""
     folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -46,12 +46,12 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return sorted(paths, key=iteration_of)
 
 
-def iteration_of(path: Path) -> int:
+def iteration_of(path: Path):
     """checkpoint-000040 -> 40, the iterations done."""
     return int(path.name.removeprefix(PREFIX))
 
 
-def newest(folder: str | Path, read_tensors: bool = True) -> Path:
+def newest(folder: str | Path, read_tensors: bool = True):
     """A run's folder -> its newest undamaged checkpoint; a checkpoint's folder -> itself. Raises SnugError.
 
     read_tensors: as for `damage`. If it is True, stderr names the damaged checkpoints that are passed over.
@@ -75,7 +75,7 @@ def newest(folder: str | Path, read_tensors: bool = True) -> Path:
     raise SnugError(f"{problem}; {folder} has no undamaged checkpoint")
 
 
-def damage(path: Path, read_tensors: bool = True) -> str | None:
+def damage(path: Path, read_tensors: bool = True):
     """Compare the length and SHA-256 of every file with the manifest -> what is wrong, or None.
 
     read_tensors=False: compare only the length of tensor files, because reading them may take a minute.

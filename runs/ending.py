@@ -24,7 +24,7 @@ from settings import SFTSettings
 PEAK = "mem_max_alloc_mb"
 
 
-def ending(title: str, settings, scored: bool, stopped: bool) -> list[str]:
+def ending(title: str, settings, scored: bool, stopped: bool):
     """-> lines. scored: are completions scored? stopped: a signal ended the run early."""
     records, folder = read_log(settings.out_dir), Path(settings.out_dir)
     seconds = tqdm.format_interval(sum(record["time_s"] for record in records))
@@ -49,7 +49,7 @@ def ending(title: str, settings, scored: bool, stopped: bool) -> list[str]:
     return [first] + [f"  {name:11} {text}" for name, text in rows if text]
 
 
-def first_and_last(records: list[dict], name: str) -> str:
+def first_and_last(records: list[dict], name: str):
     """-> "0.048 -> 1.000", "0.048" if there is only one value, or "". Values of `name`_sampled follow in brackets."""
     values = [f"{value:.3f}" for _, value in values_of(records, name)]
     if not values:

@@ -25,7 +25,7 @@ HINTS = dict(
 )
 
 
-def hints(record: dict) -> dict[str, str]:
+def hints(record: dict):
     """A line of the log -> {figure: hint} for the figures beyond their thresholds. {} for SFT, which has no groups."""
     lines = {}
     for name, meaning in HINTS.items():

@@ -80,7 +80,7 @@ def give_adapters(model: GPT, settings):
     lora.add(model, settings.lora_rank, settings.lora_alpha, settings.lora_target_modules)
 
 
-def configure(model: GPT, settings) -> GPT:
+def configure(model: GPT, settings):
     """Add adapters, if any, and set the model's memory options -> the model."""
     if settings.lora_rank:
         give_adapters(model, settings)

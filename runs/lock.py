@@ -49,7 +49,7 @@ class FolderLock:
                 file=sys.stderr,
             )
 
-    def move_aside(self) -> Path:
+    def move_aside(self):
         """Rename the folder, with the earlier run in it, and lock a new one of its name -> the earlier run's folder.
 
         The new name is the first of <name>.1, <name>.2, ... that is free.

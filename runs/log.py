@@ -186,7 +186,7 @@ class RunLog:
         """A console line for these figures of the log. Without "iter" they are of the model before training."""
         self.say(console_line(record | self.not_shown, self.max_iters))
 
-    def left(self, done: int) -> dict:
+    def left(self, done: int):
         """-> {"left": time left}, if no bar shows it. The first iteration is slower and does not count."""
         count, now = done - self.start - 1, time.monotonic()
         if count < 1:
@@ -240,7 +240,7 @@ def read_lines(path: Path) -> Iterator[dict]:
                 yield json.loads(line)
 
 
-def read_log(folder: str | Path) -> list[dict]:
+def read_log(folder: str | Path):
     """log.jsonl of a run's folder -> one record per iteration.
 
     A second line of an iteration comes from a resumed run that repeated an evaluation. It adds what the first lacks.
@@ -251,7 +251,7 @@ def read_log(folder: str | Path) -> list[dict]:
     return list(records.values())
 
 
-def values_of(records: list[dict], name: str) -> list[tuple[int, float]]:
+def values_of(records: list[dict], name: str):
     """-> [(iteration, value)] of a figure, where there is one. A score before training has the iteration -1."""
     values = [(-1, record.get(f"before/{name}")) for record in records[:1]]
     values += [(record["iter"], record.get(name)) for record in records]

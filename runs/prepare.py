@@ -44,7 +44,7 @@ class Prepared:
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
     origin: Checkpoint | None = None  # the initial or reference weights
 
-    def longest(self) -> tuple[int, int]:
+    def longest(self):
         """-> tokens of the longest prompt and of the longest completion."""
         settings = self.settings
         prompt, answer = self.task.longest(self.tokenizer.encode_prompt)
@@ -159,7 +159,7 @@ def prepare_warm_start(settings: GRPOSettings, config: str, read_tensors: bool) 
 
 def shape_and_tokenizer(
     settings, chosen: Set[str], source: Checkpoint | None, warm_start: Prepared | None
-) -> tuple[dict, Tokenizer]:
+):
     """-> (GPTConfig's keywords, the tokenizer): the source's, the warm start's, or as the options say."""
     if source:
         place, shape = source.path, source.state["model_config"]
@@ -195,7 +195,7 @@ def refuse_contradictions(
             )
 
 
-def rewards_of(settings: RewardOptions | SFTSettings, task: Task) -> tuple[list[Callable], list[float]]:
+def rewards_of(settings: RewardOptions | SFTSettings, task: Task):
     """-> the functions that score completions, the user's or the task's, if any, and their weights (empty: 1 each)."""
     if settings.reward_funcs:
         return [load_reward_function(spec) for spec in settings.reward_funcs], settings.reward_weights

@@ -219,7 +219,7 @@ class Saver:
 
 
 @component("loss")
-def not_finite(named: dict[str, torch.Tensor]) -> str | None:
+def not_finite(named: dict[str, torch.Tensor]):
     """{name: tensor} -> "embedding.weight has NaN or infinity" of the first that has, or None. Copies nothing."""
     for name, tensor in named.items():
         if tensor.numel() and tensor.is_floating_point():

@@ -74,7 +74,7 @@ def results(method: Callable, tasks: list, seconds: float, confinement: Confinem
             channel.close()
 
 
-def result_of(channel: Channel) -> tuple[list, bool]:
+def result_of(channel: Channel):
     """-> ([value, error] of a worker's next task, must the worker end?)."""
     try:
         message = channel.receive(LONGEST)

@@ -38,7 +38,7 @@ class Chat:
         self.marks = {ord(char): 0xD800 + n for n, char in enumerate(sorted(set("".join(special))))}
         self.characters = {mark: char for char, mark in self.marks.items()}
 
-    def render(self, messages: list[dict]) -> tuple[str, list[str]]:
+    def render(self, messages: list[dict]):
         """[{"role": "user", "content": "Hi"}, ...] -> (text, [text, special token, text, ..., text]).
 
         The special tokens in the list are the template's; its texts may spell others. Raises SnugError for a role that

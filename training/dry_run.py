@@ -160,7 +160,7 @@ class DryTraining(Training):
 
 @component("rollouts")
 @torch.no_grad()
-def worst_case_rollouts(model, prompt_length, P, k, max_new_tokens, max_batch, chunk_mb) -> Rollouts:
+def worst_case_rollouts(model, prompt_length, P, k, max_new_tokens, max_batch, chunk_mb):
     """Allocate as sample_groups does at most -> Rollouts in which every length is the longest."""
     N, prompts = P * k, [[0] * prompt_length] * P
     batch = DecodeBatch(model, prompts, k, max_new_tokens, min(max_batch or N, N), chunk_mb=chunk_mb)
@@ -174,7 +174,7 @@ def worst_case_rollouts(model, prompt_length, P, k, max_new_tokens, max_batch, c
     return Rollouts(tokens_of_rollouts, *lengths, logprobs.clone(), torch.ones_like(tokens), *stopped)
 
 
-def columns(*values) -> list[torch.Tensor]:
+def columns(*values):
     """Lists -> tensors with data: lengths are read when micro-batches are cut."""
     with unset_fake_temporarily():
         return [torch.tensor(value) for value in values]

@@ -18,7 +18,7 @@ class Scored(NamedTuple):
     by_function: dict[str, list]  # {reward function: its N rewards, None: not scored}
 
 
-def as_floats(totals: dict) -> dict[str, float]:
+def as_floats(totals: dict):
     """{name: number or scalar tensor} -> {name: float}, in one transfer: the host waits for the device once."""
     device = next((value.device for value in totals.values() if isinstance(value, torch.Tensor)), "cpu")
     values = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in totals.values()]

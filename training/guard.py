@@ -27,7 +27,7 @@ class Guard:
 
     def drop(
         self, iteration: int, model: GPT, gradients, sequences, select: range, loss: float, norm: float
-    ) -> None:
+    ):
         """Count and report a step on the sequences `select`. Raises UnsafeState after MAX_DROPPED_STEPS in a row.
 
         gradients: {name: tensor}; sequences: Rollouts or Sequences; norm: of the gradient.

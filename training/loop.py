@@ -60,7 +60,7 @@ def claim(lock, stack):
         stack.enter_context(lock)
 
 
-def train(prepared, title, iterate, make_reference, device, processes, lock) -> bool:
+def train(prepared, title, iterate, make_reference, device, processes, lock):
     """lock: the folder's, on rank 0. -> False if a signal stopped it."""
     settings, resume = prepared.settings, prepared.resume
     seed_generators(settings.seed)
@@ -82,7 +82,7 @@ def train(prepared, title, iterate, make_reference, device, processes, lock) -> 
             return finished
 
 
-def seed_generators(seed: int) -> None:
+def seed_generators(seed: int):
     """The same in every process: a checkpoint keeps the generators of rank 0. A reward function may draw from any."""
     torch.manual_seed(seed)
     random.seed(seed)
@@ -161,7 +161,7 @@ def introduce(title, training, start, moved):
         say(f"no iteration is left to do: max_iters={settings.max_iters}; a larger one goes on")
 
 
-def changes_since(before: dict, settings) -> str:
+def changes_since(before: dict, settings):
     """-> ", learning_rate was 0.001, is 0.0001", or "": options that a resumed run has changed. Its shape stays."""
     now, text = vars(settings), ""
     for name in sorted(before.keys() & now.keys() - {"resume", "out_dir", "plan", *SHAPE}):
@@ -170,7 +170,7 @@ def changes_since(before: dict, settings) -> str:
     return text
 
 
-def iterations(iterate, training) -> bool:
+def iterations(iterate, training):
     """-> False if a signal stopped them."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
     try:

@@ -53,7 +53,7 @@ def make_optimizer(model, settings):
     return SlabAdamW(groups, settings, on_host, device)
 
 
-def learning_rate_at(iteration: int, settings) -> float:
+def learning_rate_at(iteration: int, settings):
     """The learning rate of iteration 0, 1, ...: a linear warmup over warmup_iters, then lr_schedule.
 
     learning_rate 1, warmup_iters 2, linear, max_iters 6 -> 0.5, 1, 1, 0.75, 0.5, 0.25
@@ -69,7 +69,7 @@ def learning_rate_at(iteration: int, settings) -> float:
 
 def optimizer_step(
     model, optimizer, learning_rate: float, grad_clip: float, norm_of_all=lambda norm: norm
-) -> float:
+):
     """Clip, step, and free the gradients -> the gradient's norm before clipping. grad_clip 0: not clipped.
 
     norm_of_all: the norm of a process's share of the gradients -> that of all of them (OneProcess.norm).
@@ -250,7 +250,7 @@ def slices(p, size):
     return [slice(start, start + size) for start in (starts[:1] if is_planned(p) else starts)]
 
 
-def in_turn(device, slabs, ring, work) -> Done:
+def in_turn(device, slabs, ring, work):
     """work(tensors, ...) for each slab (tensors, ...) -> when the last one is done.
 
     ring: dicts of buffers on the device. The tensors with these names are on the host: `work` gets copies of them in
@@ -322,7 +322,7 @@ class HostGradients:
         for p in list(self.moving)[: len(self.moving) - but]:
             self.moving.pop(p)[0].wait()
 
-    def collect(self) -> dict:
+    def collect(self):
         """-> {parameter: its gradient on the host}, of the parameters that have one; none is left on the device."""
         for p in self.parameters:
             if p.grad is not None:  # written by the head's or the embedding's backward: no hook fires

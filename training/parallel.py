@@ -254,7 +254,7 @@ def rows_of(p, rank: int, size: int) -> slice:
     return slice(min(rank * each, len(p)), min((rank + 1) * each, len(p)))
 
 
-def merged(shares: list[dict]) -> dict:
+def merged(shares: list[dict]):
     """Metrics of each process -> their sums; the largest, if the name ends with _max."""
     totals = {}
     for name in dict.fromkeys(name for share in shares for name in share):
@@ -263,7 +263,7 @@ def merged(shares: list[dict]) -> dict:
     return totals
 
 
-def score_together(processes, score, rollouts, rows, prepared) -> Scored:
+def score_together(processes, score, rollouts, rows, prepared):
     """score(rollouts, rows, prepared) of each process's completions -> all of them."""
     if processes.size == 1:
         return score(rollouts, rows, prepared)

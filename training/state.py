@@ -55,7 +55,7 @@ class Training:
         first = (iteration + turn) * P + self.extra_prompts
         return range(first, first + P)
 
-    def prompts_used(self, rollouts: int) -> None:
+    def prompts_used(self, rollouts: int):
         """Call this after each iteration. rollouts: how many it sampled."""
         self.extra_prompts += (rollouts - 1) * self.settings.batch_size
 
@@ -90,7 +90,7 @@ class Training:
             extra_prompts=self.extra_prompts,
         )
 
-    def begin_iteration(self, iteration: int) -> None:
+    def begin_iteration(self, iteration: int):
         """Start the meter and the clock; before the first iteration evaluate."""
         self.meter.reset()
         self.started = time.perf_counter()
@@ -99,7 +99,7 @@ class Training:
         if scores:
             self.log.scores(scores)
 
-    def evaluate_if_due(self, done: int) -> dict[str, float]:
+    def evaluate_if_due(self, done: int):
         """After `done` iterations -> the evaluation's entries for the log, or {}."""
         p = self.prepared
         if not is_due(done, p):
@@ -107,7 +107,7 @@ class Training:
         with self.saver.keeping(done, self.progress()):
             return evaluate_run(self.model, p, self.meter, self.limits)
 
-    def make_up_evaluation(self, done: int) -> None:
+    def make_up_evaluation(self, done: int):
         """Repeat the evaluation after `done` iterations if it failed, and complete its line in the log."""
         made = self.processes.first(self.saver.scores.get(done) is not None)
         if done and not made and is_due(done, self.prepared):
@@ -145,7 +145,7 @@ class Training:
         """What samples.jsonl shows of an iteration."""
         return sample_records(rollouts, rewards, entropies, self.prepared.tokenizer, self.settings)
 
-    def end_iteration(self, record: dict, samples=()) -> None:
+    def end_iteration(self, record: dict, samples=()):
         """Evaluate if it is time, log, and save if it is time."""
         done, scores = record["iter"] + 1, {}
         try:
@@ -154,7 +154,7 @@ class Training:
             self.log_iteration(record | self.before | scores, samples)
         self.saver.after(done, self.progress(), scores)
 
-    def log_iteration(self, record: dict, samples) -> None:
+    def log_iteration(self, record: dict, samples):
         record |= dict(
             time_s=time.perf_counter() - self.started, dropped_steps=self.guard.health["dropped_steps"]
         )
