@@ -26,12 +26,12 @@ from runs.log import read_log, values_of
 
 # name: (SFT config, GRPO config, options of the GRPO run, seeds)
 EXPERIMENTS = {
-    "addition dapo": ("sft_small", "grpo_small", {}, (1, 2, 3, 4, 5)),
-    "addition grpo": ("sft_small", "grpo_small", dict(loss_type="grpo"), (1, 2)),
-    "addition dr_grpo": ("sft_small", "grpo_small", dict(loss_type="dr_grpo", scale_rewards="none"), (1, 2)),
-    "addition cispo": ("sft_small", "grpo_small", dict(loss_type="cispo", epsilon_high=5), (1, 2)),
-    "addition, hard": ("sft_hard", "grpo_hard", {}, (1, 2, 3)),
-    "countdown": ("sft_countdown", "grpo_countdown", {}, (1, 2, 3, 4, 5)),
+    "addition dapo": ("config/sft_small", "config/grpo_small", {}, (1, 2, 3, 4, 5)),
+    "addition grpo": ("config/sft_small", "config/grpo_small", dict(loss_type="grpo"), (1, 2)),
+    "addition dr_grpo": ("config/sft_small", "config/grpo_small", dict(loss_type="dr_grpo", scale_rewards="none"), (1, 2)),
+    "addition cispo": ("config/sft_small", "config/grpo_small", dict(loss_type="cispo", epsilon_high=5), (1, 2)),
+    "addition, hard": ("bench/configs/sft_hard", "bench/configs/grpo_hard", {}, (1, 2, 3)),
+    "countdown": ("config/sft_countdown", "config/grpo_countdown", {}, (1, 2, 3, 4, 5)),
 }
 SCORES = ("pass_at_1", "pass_at_1_sampled")
 TINY = dict(max_iters=2, eval_prompts=4, eval_interval=1)
@@ -50,7 +50,7 @@ def run(script, config, folder, options):
         words = [f"--{name}={value}" for name, value in options.items()]
         started = time.perf_counter()
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        command = [sys.executable, script, f"config/{config}.py", *words]
+        command = [sys.executable, script, f"{config}.py", *words]
         try:
             follow(subprocess.Popen(command, cwd=HOME, stdout=subprocess.DEVNULL, env=environment), folder)
             done.touch()
@@ -85,9 +85,10 @@ def follow(process, folder):
 
 def folders(name, seed, out):
     """-> folders of the warm start, of GRPO and of more SFT. The loss types of a task share the first and the last."""
-    sft, _, options, _ = EXPERIMENTS[name]
+    *configs, options, _ = EXPERIMENTS[name]
+    sft, grpo = (Path(config).name for config in configs)
     variant = options.get("loss_type", "dapo")
-    return out / f"{sft}_{seed}", out / f"{EXPERIMENTS[name][1]}_{variant}_{seed}", out / f"more_{sft}_{seed}"
+    return out / f"{sft}_{seed}", out / f"{grpo}_{variant}_{seed}", out / f"more_{sft}_{seed}"
 
 
 def one(name, seed, out):

@@ -1,7 +1,7 @@
 """GRPO from a warm start that has hardly ever seen a carry: the model must discover what to learn."""
 
 out_dir = "out/grpo_hard"
-init_from = "config/sft_hard.py"
+init_from = "bench/configs/sft_hard.py"
 task = "addition"
 digits = 4
 
