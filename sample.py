@@ -8,7 +8,7 @@ drawn with a uniform number that depends on (seed, i, t) alone, so a row does no
 On a GPU its logits in bfloat16 may: products of another number of rows may round otherwise, and a token may change.
 `generate_naive` is the oracle.
 
-Left out: beams, penalties, speculative decoding. Test: pytest tests/test_sample.py
+Left out: top-k and top-p (the sampler draws from the policy that is trained), beams, speculative decoding. Test: pytest tests/test_sample.py
 """
 
 import math
@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from decoding import LOOK_EVERY, DecodeBatch, Truncation, as_tuple, cached_casts, uniforms
+from decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
 from device.kinds import kind_of
 from memory.ledger import unwatched
 from model import GPT, autocast
@@ -122,7 +122,6 @@ def sample_groups(
     max_batch=None,
     chunk_mb=0,
     first_row: int = 0,
-    truncation: Truncation | None = None,
     is_over: Callable[[list[int]], bool] | None = None,
     enforce_eager: bool = False,
     progress: bool = False,
@@ -162,7 +161,6 @@ def sample_groups(
             stop_token,
             temperature=temperature,
             chunk_mb=chunk_mb,
-            truncation=truncation,
             is_over=is_over,
             cuda_graphs=model.device.type == "cuda" and not enforce_eager,
         )
@@ -236,7 +234,6 @@ def generate_naive(
     stop_token=None,
     seed: int = 0,
     row: int = 0,
-    truncation: Truncation | None = None,
     is_over=None,
 ) -> tuple[list[int], list[float]]:
     """Row `row` of sample_groups without cache and batch, every token from a whole forward -> (ids, log-probs)."""
@@ -246,8 +243,7 @@ def generate_naive(
         logits = model.logits(hidden).float()  # (V,)
         logp = torch.log_softmax(logits / temperature if temperature else logits, -1)
         if temperature:
-            probs = logp.exp()
-            cdf = (probs * truncation(probs[None])[0] if truncation else probs).cumsum(-1)
+            cdf = logp.exp().cumsum(-1)
             token = int(torch.searchsorted(cdf, torch.tensor(float(u)) * cdf[-1], right=True))
         else:
             token = int(logits.argmax())
@@ -278,7 +274,6 @@ def main(settings, run):
         raise SnugError(f"the prompt has {len(ids)} tokens; this model takes 1 to {block_size - 1}")
     options = sampling_options(settings, run.tokenizer)
     options |= dict(temperature=settings.temperature, seed=settings.seed)
-    options["truncation"] = Truncation(settings.top_k, settings.top_p, settings.min_p)
     max_new_tokens = min(settings.max_new_tokens, block_size - len(ids))
     with autocast(run.settings.dtype, run.model):
         rollouts = sample_groups(run.model, [ids], settings.num_samples, max_new_tokens, **options)

@@ -503,16 +503,6 @@ class SampleSettings:
     num_samples: int = option(1, "number of completions", minimum=1)
     max_new_tokens: int = option(32, "longest completion", "tokens", minimum=1)
     temperature: float = option(1.0, "divides the logits; 0: always take the most likely token")
-    top_k: int = option(0, "sample from the K most likely tokens; 0: from all", "tokens")
-    top_p: float = option(
-        1.0,
-        "sample from the most likely tokens whose probabilities add up to this",
-        minimum=1e-6,
-        maximum=1,
-    )
-    min_p: float = option(
-        0.0, "sample from tokens with at least this share of the highest probability", maximum=1
-    )
     stop_string: str = option(
         "", "text that also ends a completion and is not printed; empty: only the stop token ends it"
     )

@@ -28,7 +28,12 @@ from runs.log import read_log, values_of
 EXPERIMENTS = {
     "addition dapo": ("config/sft_small", "config/grpo_small", {}, (1, 2, 3, 4, 5)),
     "addition grpo": ("config/sft_small", "config/grpo_small", dict(loss_type="grpo"), (1, 2)),
-    "addition dr_grpo": ("config/sft_small", "config/grpo_small", dict(loss_type="dr_grpo", scale_rewards="none"), (1, 2)),
+    "addition dr_grpo": (
+        "config/sft_small",
+        "config/grpo_small",
+        dict(loss_type="dr_grpo", scale_rewards="none"),
+        (1, 2),
+    ),
     "addition cispo": ("config/sft_small", "config/grpo_small", dict(loss_type="cispo", epsilon_high=5), (1, 2)),
     "addition, hard": ("bench/configs/sft_hard", "bench/configs/grpo_hard", {}, (1, 2, 3)),
     "countdown": ("config/sft_countdown", "config/grpo_countdown", {}, (1, 2, 3, 4, 5)),

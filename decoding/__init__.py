@@ -9,4 +9,4 @@ Left out: what a rollout is (sample.py).
 """
 
 from decoding.decode_batch import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts
-from decoding.draw import Truncation, uniforms
+from decoding.draw import uniforms

@@ -24,7 +24,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from decoding.draw import Truncation, sample_tokens
+from decoding.draw import sample_tokens
 from decoding.kvcache import KVCache
 from device import cuda
 from device.cuda import upload
@@ -66,13 +66,12 @@ class DecodeBatch:
         *,
         temperature: float = 1.0,
         chunk_mb: float = 0,
-        truncation: Truncation | None = None,
         is_over=None,
         cuda_graphs: bool = False,
     ):
         """k completions of each prompt, `slots` at a time. The other options are those of sample.sample_groups."""
         self.model, self.prompts, self.k, self.max_new_tokens = model, prompts, k, max_new_tokens
-        self.sampling = dict(temperature=temperature, chunk_mb=chunk_mb, truncation=truncation)
+        self.sampling = dict(temperature=temperature, chunk_mb=chunk_mb)
         self.stop_tokens = as_tuple(stop_token)
         self.is_over = is_over
         self.N = len(prompts) * k

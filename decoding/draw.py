@@ -4,13 +4,11 @@ A token comes from a uniform number by inverse CDF, and the number is a hash of 
 with the same logits does not depend on its neighbours, on the order of decoding, or on the number of processes.
 
 On CUDA one kernel reads a row of logits once, for its maximum and for the sums of its stretches, and then one stretch
-again. Plain torch does it elsewhere, at temperature 0, and with a `Truncation`.
+again. Plain torch does it elsewhere, and at temperature 0.
 
-Left out: penalties and biases (training would not apply them), beams.
+Left out: what training does not do: top-k, top-p, penalties, biases; beams.
 Test: pytest tests/test_draw.py, and tests/test_kernels.py for the kernel.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -93,54 +91,21 @@ if triton is not None:
         tl.store(logprobs + row, (z - best - tl.log2(tl.sum(sums, 0))) * LN2)
 
 
-@dataclass(frozen=True)
-class Truncation:
-    """Sample from the likeliest tokens alone. Three limits, in this order, on the probabilities at the temperature:
-
-    top_k  the top_k likeliest
-    top_p  of those, the fewest whose sum is at least top_p of their sum
-    min_p  of those, tokens with at least min_p of the highest probability
-
-    Of equally likely tokens the smaller id goes first. The likeliest token always stays.
-    """
-
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def __bool__(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    def __call__(self, probs: torch.Tensor):
-        """probs (N, V) -> a mask (N, V), True for tokens that stay."""
-        ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-        kept = ranked > 0
-        if self.top_k:
-            kept[:, self.top_k :] = False
-        if self.top_p < 1:
-            left = ranked * kept
-            before = left.cumsum(-1) - left  # the sum of likelier tokens
-            kept &= before < self.top_p * left.sum(-1, keepdim=True)
-        if self.min_p:
-            kept &= ranked >= self.min_p * ranked[:, :1]
-        return torch.zeros_like(kept).scatter_(-1, order, kept)
-
-
 @torch.no_grad()
-def sample_tokens(model, hidden, u, temperature: float, chunk_mb: float = 0, truncation=None):
+def sample_tokens(model, hidden, u, temperature: float, chunk_mb: float = 0):
     """hidden (N, C), u (N,) in [0, 1) -> tokens (N,), log-probs (N,) float32.
 
     The token is the one whose interval of the cumulative distribution contains u; at temperature 0 it is the likeliest,
-    with its log-prob at temperature 1. The log-prob is that of the whole distribution, also with a Truncation. Rows of
+    with its log-prob at temperature 1. Rows of
     hidden go through the head some at a time, so that the logits and what is computed from them take chunk_mb MiB (0:
     see logits_budget).
     """
     N, vocab_size = len(hidden), model.config.vocab_size
-    kernel = temperature > 0 and not truncation and uses_triton(hidden)
+    kernel = temperature > 0 and uses_triton(hidden)
     if kernel:
         row_bytes = vocab_size * hidden.element_size()
-    else:  # three float32 rows at a time: logits, log-probs, probabilities; three more for a Truncation's sort
-        row_bytes = vocab_size * 12 * (2 if truncation else 1)
+    else:  # three float32 rows at a time: logits, log-probs, probabilities
+        row_bytes = vocab_size * 12
     n = max(1, int(logits_budget(chunk_mb, kind_of(hidden)) * MIB) // row_bytes)
     tokens = torch.empty(N, dtype=torch.long, device=hidden.device)
     logprobs = torch.empty(N, dtype=torch.float32, device=hidden.device)
@@ -149,11 +114,11 @@ def sample_tokens(model, hidden, u, temperature: float, chunk_mb: float = 0, tru
         if kernel:
             draw_triton(model, hidden[rows], u[rows], temperature, tokens[rows], logprobs[rows])
         else:
-            draw_torch(model, hidden[rows], u[rows], temperature, truncation, tokens[rows], logprobs[rows])
+            draw_torch(model, hidden[rows], u[rows], temperature, tokens[rows], logprobs[rows])
     return tokens, logprobs
 
 
-def draw_torch(model, hidden, u, temperature, truncation, tokens, logprobs):
+def draw_torch(model, hidden, u, temperature, tokens, logprobs):
     """hidden (n, C), u (n,) -> fills tokens and logprobs, (n,) each. The kernel's oracle."""
     logits = model.logits(hidden).float()
     if temperature not in (0, 1):
@@ -161,10 +126,7 @@ def draw_torch(model, hidden, u, temperature, truncation, tokens, logprobs):
     logp = torch.log_softmax(logits, -1)
     del logits
     if temperature:
-        probs = logp.exp()
-        if truncation:
-            probs *= truncation(probs)
-        cdf = probs.cumsum_(-1)
+        cdf = logp.exp().cumsum_(-1)
         # right=True: the first entry above u * total, which is never a token of probability 0
         chosen = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
         # A parallel cumsum may end a little below its total.
@@ -176,7 +138,7 @@ def draw_torch(model, hidden, u, temperature, truncation, tokens, logprobs):
 
 
 def draw_triton(model, hidden, u, temperature, tokens, logprobs):
-    """draw_torch for a temperature above 0 and no truncation."""
+    """draw_torch for a temperature above 0."""
     logits = F.linear(hidden, model.lm_head_weight)
     if nothing_to_do(logits):
         return

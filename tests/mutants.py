@@ -77,8 +77,6 @@ MUTANTS = [
     ("slots are not filled again", "decoding/decode_batch.py", "            if not new:", "            if not new or len(idle) < len(sequences):", "test_sample.py"),
     ("text looked for after the stop token", "decoding/decode_batch.py", "if token in self.stop_tokens), None)", "if False), None)", "test_sample.py"),
     ("a stop string within one token alone", "tokenizer/__init__.py", 'window = len(text.encode(errors="replace")) + 1', "window = 1", "test_tokenizer.py"),
-    ("top_p leaves one token too many", "decoding/draw.py", "before < self.top_p", "before <= self.top_p", "test_draw.py"),
-    ("top_p of the whole, not of what top_k left", "decoding/draw.py", "left = ranked * kept", "left = ranked", "test_draw.py"),
     ("tokens of probability 0", "decoding/draw.py", "cdf[:, -1:], right=True)", "cdf[:, -1:], right=False)", "test_draw.py"),
     ("tokens of probability 0, in the kernel", "decoding/draw.py", "(ends > target) & (p > 0)", "ends >= target", "test_kernels.py"),
     ("the second pick from the first read's total", "decoding/draw.py", "return first, 1 - (end - target) / size", "return first, u", "test_kernels.py"),

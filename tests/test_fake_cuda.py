@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import grpo
 import train_sft
 from batch import Sequences
-from decoding import DecodeBatch, Truncation, decode_batch
+from decoding import DecodeBatch, decode_batch
 from device.kinds import PlanningMode
 from memory import Limits
 from memory.plan import PlanMeter, PlannedHost
@@ -64,7 +64,6 @@ SAMPLERS = {
     "greedy": dict(temperature=0.0),
     "sampled": dict(),
     "stop tokens": dict(stop_token=(5, 7)),
-    "truncated": dict(truncation=Truncation(4, 0.9, 0.05)),
 }
 
 

@@ -283,7 +283,7 @@ class LongTask:
 
 
 def planned(shape, settings, prompt=256):
-    prepared = Prepared(settings, LongTask(prompt), get_tokenizer("bytes"), shape | dict(tie_embeddings=True), [])
+    prepared = Prepared(settings, LongTask(prompt), get_tokenizer("bytes"), shape | dict(tie_embeddings=True), [], [])
     return plan(dry_run(prepared), settings)
 
 

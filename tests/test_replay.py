@@ -14,7 +14,6 @@ from interpreted import INTERPRETED, compiles, run_interpreted
 
 import lora
 from decoding import decode_batch
-from decoding.draw import Truncation
 from decoding.kvcache import KVCache
 from device import cuda
 from sample import generate_naive, sample_groups
@@ -77,7 +76,6 @@ CASES = {
     "llama, LoRA": ("llama", 3, 4, True, {}),
     "gpt2, LoRA": ("gpt2", 2, 4, True, {}),
     "gpt2, the likeliest tokens": ("gpt2", 2, 4, False, dict(temperature=0.0)),
-    "llama, truncation": ("llama", 2, 4, False, dict(truncation=Truncation(top_k=9, top_p=0.9, min_p=0.01))),
     "gpt2, a stop string": ("gpt2", 3, 4, False, dict(is_over=ends_in_5_5, temperature=0.8)),
     "llama, one row a prompt": ("llama", 1, 2, False, {}),
 }

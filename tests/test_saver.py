@@ -54,7 +54,7 @@ class Run:
         tokens = torch.arange(20, device=self.model.device).view(2, 10)
         self.model.logits(self.model(tokens)).logsumexp(-1).sum().backward()
         optimizer_step(self.model, self.optimizer, 1e-2, 1.0)
-        self.guard.taken(done - 1)
+        self.guard.health["dropped_in_a_row"] = 0
 
     def after(self, done, score=None):
         self.saver.after(done, progress(self.guard), {} if score is None else {"pass_at_1": score})
