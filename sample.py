@@ -8,7 +8,8 @@ drawn with a uniform number that depends on (seed, i, t) alone, so a row does no
 On a GPU its logits in bfloat16 may: products of another number of rows may round otherwise, and a token may change.
 `generate_naive` is the oracle.
 
-Left out: top-k and top-p (the sampler draws from the policy that is trained), beams, speculative decoding. Test: pytest tests/test_sample.py
+Left out: top-k and top-p (training draws from the whole policy), beams, speculative decoding.
+Test: pytest tests/test_sample.py
 """
 
 import math
