@@ -32,50 +32,26 @@ def python_value(text):
     return eval(re.sub(r"\d+", r"Fraction(\g<0>)", text), {"Fraction": Fraction})
 
 
-@pytest.mark.parametrize(
-    "completion, reward",
-    [
-        ("3*5+7", 1.0),
-        (" ( 3*5 ) + 7 ", 1.0),
-        ("((((3*5))))+7", 1.0),
-        ("3*5+7=22", 0.0),
-        ("7--3*5", 0.0),
-        ("03*5+7", 0.0),
-        ("3*5+٧", 0.0),
-        ("3*5+7\n", 0.0),
-        ("(3)(5)+7", 0.0),
-        ("7//3*5", 0.0),
-        ("7**3*5", 0.0),
-        ("(" * 97 + "3*5+7" + ")" * 97, 1.0),
-        (" " * 195 + "3*5+7", 1.0),
-        (" " * 196 + "3*5+7", 0.0),
-    ],
-)
+RIGHT = ["3*5+7", " ( 3*5 ) + 7 ", "((((3*5))))+7", "(" * 97 + "3*5+7" + ")" * 97, " " * 195 + "3*5+7"]
+WRONG = "3*5+7=22 7--3*5 03*5+7 3*5+٧ 3*5+7\n (3)(5)+7 7//3*5 7**3*5".split(" ") + [" " * 196 + "3*5+7"]
+
+
+@pytest.mark.parametrize("completion, reward", [(text, 1.0) for text in RIGHT] + [(text, 0.0) for text in WRONG])
 def test_countdown_reward(completion, reward):
     assert task_of(task="countdown").rewards(["3 5 7=22:"], [completion], numbers=[[3, 5, 7]], target=[22]) == [reward]
 
 
-@pytest.mark.parametrize(
-    "completion, reward",
-    [
-        ("<answer>3*5+7</answer>", 1.0),
-        ("<think>3*7 is 21.</think> <answer>3*5+7</answer>", 1.0),
-        ("<think>Perhaps <answer>3+5+7</answer>? No.</think>\n<answer>\n 3 * 5 + 7\n</answer>", 1.0),
-        ("<answer>3+5+7</answer><answer>3*5+7</answer>", 1.0),
-        ("<answer>3*5+7=22</answer>", 0.0),
-        ("<answer>3*5+7", 0.0),
-        ("3*5+7", 0.0),
-        ("</answer>3*5+7<answer>", 0.0),
-        ("<answer>" + " " * 300 + "3*5+7</answer>", 1.0),
-        ("<answer>3" + " " * 196 + "*5+7</answer>", 0.0),
-        ("x" * 199_978 + "<answer>3*5+7</answer>", 1.0),
-        ("x" * 199_979 + "<answer>3*5+7</answer>", 0.0),
-    ],
-)
-def test_countdown_reward_in_tags(completion, reward):
-    task = task_of(**FIELD)
-    assert task.rewards(["Make 22 ..."], [completion], numbers=[[3, 5, 7]], target=[22]) == [reward]
-    assert reward == 0.0 or task.answer_of(completion).strip("()") == "3*5+7"
+def test_countdown_reward_in_tags():
+    right = ["<answer>3*5+7</answer>", "<think>3*7 is 21.</think> <answer>3*5+7</answer>"]
+    right += ["<think>Perhaps <answer>3+5+7</answer>? No.</think>\n<answer>\n 3 * 5 + 7\n</answer>"]
+    right += ["<answer>3+5+7</answer><answer>3*5+7</answer>", "<answer>" + " " * 300 + "3*5+7</answer>"]
+    right += ["x" * 199_978 + "<answer>3*5+7</answer>"]
+    wrong = ["<answer>3*5+7=22</answer>", "<answer>3*5+7", "3*5+7", "</answer>3*5+7<answer>"]
+    wrong += ["<answer>3" + " " * 196 + "*5+7</answer>", "x" * 199_979 + "<answer>3*5+7</answer>"]
+    task, columns = task_of(**FIELD), dict(numbers=[[3, 5, 7]] * 6, target=[22] * 6)
+    assert task.rewards(["Make 22 ..."] * 6, right, **columns) == [1.0] * 6
+    assert task.rewards(["Make 22 ..."] * 6, wrong, **columns) == [0.0] * 6
+    assert {task.answer_of(completion).strip("()") for completion in right} == {"3*5+7"}
 
 
 def test_countdown_in_words():

@@ -66,11 +66,8 @@ def test_equal_answers_are_equally_right(name):
     task = task_of(**TASKS[name] | dict(demonstration_noise=0.5))
     for i, row in enumerate(task.prompts("train", range(100))):
         demonstrations = [task.demonstration(row, random.Random(f"{i} {n}")) for n in range(6)]
-        completions = [
-            text
-            for d in demonstrations
-            for text in (d, d.replace("+", " + "), d.replace(">0", ">00").replace("*", " *"))
-        ]
+        spelled = [(d, d.replace("+", " + "), d.replace(">0", ">00").replace("*", " *")) for d in demonstrations]
+        completions = [text for texts in spelled for text in texts]
         answers = [task.answer_of(text) for text in completions]
         right = rewards(task, [row] * len(completions), completions)
         for answer in set(answers):
@@ -90,11 +87,8 @@ def test_train_and_test_never_share_a_problem(options):
 def test_a_problem_is_the_same_in_any_order():
     addition, countdown = task_of(), task_of(task="countdown")
     assert addition.identity({"numbers": [1, 2]}) == addition.identity({"numbers": [2, 1]})
-    one, same, other = (
-        dict(numbers=[7, 3, 5], target=22),
-        dict(numbers=[3, 5, 7], target=22),
-        dict(numbers=[3, 5, 7], target=23),
-    )
+    lists = ([7, 3, 5], 22), ([3, 5, 7], 22), ([3, 5, 7], 23)
+    one, same, other = (dict(numbers=numbers, target=target) for numbers, target in lists)
     assert countdown.identity(one) == countdown.identity(same) != countdown.identity(other)
 
 
@@ -129,18 +123,15 @@ def test_rows_are_the_same_for_ever():
     assert [row["prompt"] for row in rows] == ["17 19 8=10:", "5 8 15 4=63:"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(),
-        dict(digits=1),
-        dict(task="countdown"),
-        dict(task="countdown", countdown_numbers="3-10", countdown_max_number=50),
-        dict(task="countdown", countdown_numbers="2", countdown_operators="-/"),
-        FIELD,
-        FIELD | dict(countdown_max_target=9999, countdown_numbers="3-6"),
-    ],
-)
+LONGEST = [
+    *(dict(), dict(digits=1), dict(task="countdown"), FIELD),
+    dict(task="countdown", countdown_numbers="3-10", countdown_max_number=50),
+    dict(task="countdown", countdown_numbers="2", countdown_operators="-/"),
+    FIELD | dict(countdown_max_target=9999, countdown_numbers="3-6"),
+]
+
+
+@pytest.mark.parametrize("options", LONGEST)
 def test_nothing_is_longer_than_the_longest(options):
     for noise in (0.0, 0.5):
         task = task_of(**options, demonstration_noise=noise)
@@ -292,12 +283,8 @@ def test_parts_of_the_reward_and_their_weights(tmp_path):
 
 
 def test_a_warm_start_needs_no_format_reward(tmp_path):
-    (tmp_path / "sft.py").write_text(
-        "".join(
-            f"{name} = {value!r}\n"
-            for name, value in (FIELD | dict(block_size=400, digits=2, out_dir=str(tmp_path / "none"))).items()
-        )
-    )
+    options = FIELD | dict(block_size=400, digits=2, out_dir=str(tmp_path / "none"))
+    (tmp_path / "sft.py").write_text("".join(f"{name} = {value!r}\n" for name, value in options.items()))
     start = dict(init_from=str(tmp_path / "sft.py"))
     _, settings = tiny(tmp_path, beta=0.0, format_reward=0.25, block_size=400, **FIELD, **start)
     assert prepare(settings).warm_start.settings.format_reward == 0.0
@@ -331,23 +318,11 @@ def test_addition_numbers_have_their_digits():
             assert row["prompt"] == "{}+{}=".format(*row["numbers"]) and row["answer"] == sum(row["numbers"])
 
 
-@pytest.mark.parametrize(
-    "completion, reward",
-    [
-        (">9553", 1.0),
-        ("13,05,05,09>09553", 1.0),
-        (">1>2>9553", 1.0),
-        ("9553", 0.0),
-        (">9553>", 0.0),
-        (">9554", 0.0),
-        (">009553", 0.0),
-        (">9553 ", 0.0),
-        (">९५५३", 0.0),
-        (">6025+3528", 0.0),
-    ],
-)
-def test_addition_reward(completion, reward):
-    assert task_of().rewards(["6025+3528="], [completion], answer=[9553]) == [reward]
+def test_addition_reward():
+    right = [">9553", "13,05,05,09>09553", ">1>2>9553"]
+    wrong = ["9553", ">9553>", ">9554", ">009553", ">9553 ", ">९५५३", ">6025+3528"]
+    rewarded = task_of().rewards(["6025+3528="] * 10, right + wrong, answer=[9553] * 10)
+    assert rewarded == [1.0] * 3 + [0.0] * 7
 
 
 def test_addition_forgets_each_carry_with_the_given_probability():

@@ -26,10 +26,8 @@ def made_up(number):
     """A problem in the published form; no other has its question."""
     a, b = number + 2, 2 * number + 1
     answer = f"They have {a}+{b}=<<{a}+{b}={a + b}>>{a + b} pens.\nThat is ${a + b}*2=$<<{a + b}*2={2 * (a + b)}>>{2 * (a + b)}.\n"
-    return {
-        "question": f"Ann has {a} pens and Bob {b}. A pen is $2.  What are they worth?",
-        "answer": answer + f"#### {2 * (a + b):,}",
-    }
+    question = f"Ann has {a} pens and Bob {b}. A pen is $2.  What are they worth?"
+    return {"question": question, "answer": answer + f"#### {2 * (a + b):,}"}
 
 
 def written(tmp_path, rows, name="train.jsonl"):
@@ -64,44 +62,17 @@ SPELLINGS = {  # as the answer after a marker, and as the last number of a text
     "-$1,000.50 a week!": "-1000.5",
     "42 %, 个": "42",
     "9" * MAX_ANSWER: "9" * MAX_ANSWER,
-    "9" * (MAX_ANSWER + 1): None,
-    "1/2": None,
-    "18³": None,
-    "1,00": None,
-    "4e1": None,
-    "1.2.3": None,
-    "４２": None,
-    "": None,
-}
-MARKED = {
-    "####\n42\r\n\nQuestion: what are 2 and 3?": "42",
-    "**#### 42**": "42",
-    "So it is $\\boxed{42 \\text{ apples}}$, 6 each.": "42",
-    "#### 1\n#### 42": "42",
-    "\\boxed{1} #### 42": "42",
-    "#### 42\n#### unknown": None,
-    "\\boxed{42} \\boxed{7": None,
-    "#### 18 or 19": None,
-    "\\boxed{\\frac{84}{2}}": None,
-    "42": None,
-    "#### x = 42": None,
-    "#### 42" + " apples" * 40: None,
-    "x" * (MAX_COMPLETION - 7) + "#### 42": "42",
-    "x" * (MAX_COMPLETION - 6) + "#### 42": None,
-} | {f"so\n#### {text}\nQuestion 2:": number for text, number in SPELLINGS.items()}
-LAST = {
-    "29 + 21 = 50.": "50",
-    "29+21=50": "50",
-    "x=-7": "-7",
-    "答案是-50。": "-50",
-    "3-5": "5",
-    "3-$5": "5",
-    "x-5": "5",
-    "10%-5": "5",
-    "3 -5": "-5",
-    "x" * (MAX_COMPLETION - 2) + "50": "50",
-    "x" * (MAX_COMPLETION - 1) + "50": None,
-} | {f"so {text}": number for text, number in SPELLINGS.items()}
+} | dict.fromkeys(["9" * (MAX_ANSWER + 1), "1/2", "18³", "1,00", "4e1", "1.2.3", "４２", ""])
+FORTY_TWO = ["####\n42\r\n\nQuestion: what are 2 and 3?", "**#### 42**", "#### 1\n#### 42", "\\boxed{1} #### 42"]
+FORTY_TWO += ["So it is $\\boxed{42 \\text{ apples}}$, 6 each.", "x" * (MAX_COMPLETION - 7) + "#### 42"]
+NO_NUMBER = ["#### 42\n#### unknown", "\\boxed{42} \\boxed{7", "#### 18 or 19", "\\boxed{\\frac{84}{2}}", "42"]
+NO_NUMBER += ["#### x = 42", "#### 42" + " apples" * 40, "x" * (MAX_COMPLETION - 6) + "#### 42"]
+MARKED = dict.fromkeys(FORTY_TWO, "42") | dict.fromkeys(NO_NUMBER)
+MARKED |= {f"so\n#### {text}\nQuestion 2:": number for text, number in SPELLINGS.items()}
+LAST = {"29 + 21 = 50.": "50", "29+21=50": "50", "x=-7": "-7", "答案是-50。": "-50", "3 -5": "-5"}
+LAST |= dict.fromkeys(["3-5", "3-$5", "x-5", "10%-5"], "5")
+LAST |= {"x" * (MAX_COMPLETION - 2) + "50": "50", "x" * (MAX_COMPLETION - 1) + "50": None}
+LAST |= {f"so {text}": number for text, number in SPELLINGS.items()}
 
 
 def test_number_after_marker(task):
@@ -138,11 +109,10 @@ def test_equal_numbers_are_equal_however_they_are_written(a, b, rng):
     assert (one == other) == (Fraction(a) == Fraction(b))
 
 
-@given(
-    numbers,
-    numbers,
-    st.sampled_from(["{} and {}", "{}\n{}", "{}+{}", "{} - {}", "{}=={}.", "{}/x={} apples", "({}) ({})"]),
-)
+forms = st.sampled_from(["{} and {}", "{}\n{}", "{}+{}", "{} - {}", "{}=={}.", "{}/x={} apples", "({}) ({})"])
+
+
+@given(numbers, numbers, forms)
 def test_the_last_of_two_numbers(a, b, form):
     text = form.format(f"{a:,f}", f"{b:f}")
     expected = Fraction(abs(b)) if form == "{}+{}" else Fraction(b)  # 3+-5: a sign after a sign is an operator too
@@ -151,28 +121,13 @@ def test_the_last_of_two_numbers(a, b, form):
     assert Fraction(operator) == Fraction(abs(b))
 
 
-def test_the_last_number_is_found_in_time_in_hostile_texts():
-    with harmless():
-        for text in dressed():
-            last_number(text)
-            last_number(text[:MAX_COMPLETION])
-
-
-@pytest.mark.parametrize(
-    "text, inside",
-    [
-        ("<answer> 1 </answer>", "1"),
-        ("<answer>1</answer><answer>2</answer>", "2"),
-        ("<answer>1</answer><answer>2", "1"),
-        ("<answer>1<answer>2</answer>", "2"),
-        ("<answer></answer>", ""),
-        ("</answer><answer>", None),
-        ("", None),
-        (" " * MAX_COMPLETION + "<answer>1</answer>", None),
-    ],
-)
-def test_what_is_in_answer_tags(text, inside):
-    assert in_answer_tags(text) == inside
+def test_what_is_in_answer_tags():
+    assert in_answer_tags("<answer> 1 </answer>") == in_answer_tags("<answer>1</answer><answer>2") == "1"
+    for text in ("<answer>1</answer><answer>2</answer>", "<answer>1<answer>2</answer>"):
+        assert in_answer_tags(text) == "2"
+    assert in_answer_tags("<answer></answer>") == ""
+    for text in ("</answer><answer>", "", " " * MAX_COMPLETION + "<answer>1</answer>"):
+        assert in_answer_tags(text) is None
 
 
 # -----------------------------------------------------------------------------
@@ -217,13 +172,10 @@ def test_prompts_and_demonstrations(tmp_path):
     assert other.longest(list) == (len(row["prompt"]) - len(row["question"]) + 2000, 3606)
     chat = task_of(path, test_file=str(tmp_path / "test.jsonl"), chat=True, system_prompt="Be brief.")
     spoken = chat.prompts("test", [0])[0]["prompt"]
-    assert spoken == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": task.prompts("test", [0])[0]["prompt"].rstrip()},
-    ]
-    assert sorted(row["answer"] for row in task.rows["train"]) == sorted(
-        "72 10 5 42 624 35 48 16 41 990 121 5 85 1080 850000 2250 10000".split() + ["109200000", "-7", "-47"]
-    )
+    asked = {"role": "user", "content": task.prompts("test", [0])[0]["prompt"].rstrip()}
+    assert spoken == [{"role": "system", "content": "Be brief."}, asked]
+    answers = "72 10 5 42 624 35 48 16 41 990 121 5 85 1080 850000 2250 10000 109200000 -7 -47".split()
+    assert sorted(row["answer"] for row in task.rows["train"]) == sorted(answers)
 
 
 def test_splits_share_no_question(tmp_path, task):
@@ -238,9 +190,8 @@ def test_a_question_in_both_files_is_refused_however_it_is_set(tmp_path):
     one, other = json.loads(LINES[0]), json.loads(LINES[1])
     one["question"] = "  " + one["question"].upper().replace(" ", " \n ")
     train, test = written(tmp_path, LINES), written(tmp_path, [one, other, made_up(1)], "test.jsonl")
-    with pytest.raises(
-        SnugError, match="test.jsonl has 2 prompts of data_file, such as 'natalia sold clips .*; remove them"
-    ) as error:
+    said = "test.jsonl has 2 prompts of data_file, such as 'natalia sold clips .*; remove them"
+    with pytest.raises(SnugError, match=said) as error:
         task_of(train, test_file=test)
     assert "\n" not in str(error.value)
 

@@ -212,12 +212,11 @@ def test_votes_are_by_number_if_every_answer_is_one(tmp_path):
         assert [other.answer_of(text) for text in texts] == ["29 + 21 = 50.", "50.0", "I do not know"]
 
 
-@given(
-    st.one_of(st.integers(-(10**30), 10**30), st.floats(-1e30, 1e30).filter(lambda x: abs(x) > 1e-30)),
-    st.sampled_from(
-        ["{}", "I think it is {}.", "1 + 1 = {} apples", "**{}**", "\\boxed{{{}}}", "({}), I'd say!", "答案是{}。"]
-    ),
-)
+DRESSES = ["{}", "I think it is {}.", "1 + 1 = {} apples", "**{}**", "\\boxed{{{}}}", "({}), I'd say!", "答案是{}。"]
+numbers = st.one_of(st.integers(-(10**30), 10**30), st.floats(-1e30, 1e30).filter(lambda x: abs(x) > 1e-30))
+
+
+@given(numbers, st.sampled_from(DRESSES))
 def test_a_number_is_right_however_it_is_dressed(answer, dress):
     text, task = dress.format(text_of(answer)), Jsonl.__new__(Jsonl)
     task.only_numbers = True
