@@ -50,11 +50,7 @@ GRPO = [
     ("--train_batch_size={n}", "train_batch_size", [3, 100, 1000, 2048]),
     ("--delta={n}", "delta", [1, 1.1, 1.2]),
     ("--epsilon_high=0.5 --delta={n}", "delta", [1.2, 1.5]),
-    (
-        "--reward_funcs={n}",
-        "reward_funcs",
-        ["short", "a:", ":b", "no_such_module:f", "json:no_such", "os:name", "a b:c"],
-    ),
+    ("--reward_funcs={n}", "reward_funcs", "short a: :b no_such_module:f json:no_such os:name".split() + ["a b:c"]),
     ("--pass_reward={n}", "pass_reward", [-1, 0.5]),
     ("--beta={n}", "beta", [0.001, 1]),
     ("--max_new_tokens={n}", "max_new_tokens", [64, 999]),

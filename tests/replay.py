@@ -264,15 +264,11 @@ def graphs(monkeypatch) -> Device:
     device = Device()
     see_launches(monkeypatch)
     side = Stream(device, "side")
-    for name, stand_in in {
-        "CUDAGraph": lambda: Handle(device),
-        "MemPool": lambda: Pool(device),
-        "current_stream": lambda *_: device.current,
-        "stream": device.stream,
-        "device": lambda *_: nullcontext(),
-        "synchronize": lambda *_: device.log.append("synchronize"),
-        "empty_cache": lambda: device.log.append("empty_cache"),
-    }.items():
+    stand_ins = dict(CUDAGraph=lambda: Handle(device), MemPool=lambda: Pool(device), device=lambda *_: nullcontext())
+    stand_ins |= dict(current_stream=lambda *_: device.current, stream=device.stream)
+    stand_ins |= dict(synchronize=lambda *_: device.log.append("synchronize"))
+    stand_ins |= dict(empty_cache=lambda: device.log.append("empty_cache"))
+    for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(decode_batch, "capture_stream", lambda _: side)
     monkeypatch.setattr(cuda, "BROKEN", [])  # of this test alone

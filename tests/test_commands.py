@@ -99,31 +99,15 @@ def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
 
 def test_from_warm_start_to_sample(tmp_path):
     """grpo.py makes its warm start, evaluate.py and sample.py use the run, report.py compares the two; all in a pipe."""
-    sft = dict(
-        out_dir="a/sft",
-        digits=1,
-        vocab_size=272,
-        n_layer=1,
-        n_embd=32,
-        block_size=16,
-        max_iters=2,
-        batch_size=8,
-        eval_prompts=10,
-    )
+    sft = dict(out_dir="a/sft", digits=1, max_iters=2, batch_size=8, eval_prompts=10)
+    sft |= dict(vocab_size=272, n_layer=1, n_embd=32, block_size=16)
     (tmp_path / "sft.py").write_text("".join(f"{name} = {value!r}\n" for name, value in sft.items()))
-    lines = [
-        f"--{name}={value}"
-        for name, value in dict(digits=1, max_iters=2, batch_size=2, group_size=2, max_new_tokens=6, beta=0.1).items()
-    ]
+    lines = "--digits=1 --max_iters=2 --batch_size=2 --group_size=2 --max_new_tokens=6 --beta=0.1".split()
     (tmp_path / "rewards.py").write_text(
         "def short(prompts, completions, **columns):\n    return [-len(c) / 10 for c in completions]\n"
     )
-    folders = [
-        f"--init_from={tmp_path}/sft.py",
-        "--out_dir=a/grpo",
-        "--reward_funcs=rewards:short",
-        "--eval_prompts=10",
-    ]
+    folders = [f"--init_from={tmp_path}/sft.py", "--out_dir=a/grpo"]
+    folders += ["--reward_funcs=rewards:short", "--eval_prompts=10"]
     code, out, err = command(HOME / "grpo.py", *lines, *folders, cwd=tmp_path)
     assert code == 0, err
     assert "a/sft is missing or not finished: making it first" in out and "iter 1/2  reward -" in out and err == ""

@@ -60,11 +60,7 @@ LADDER = {
     "sequence level": dict(importance_sampling_level="sequence"),
     "entropy": dict(entropy_coef=0.01),
 }
-SAMPLERS = {
-    "greedy": dict(temperature=0.0),
-    "sampled": dict(),
-    "stop tokens": dict(stop_token=(5, 7)),
-}
+SAMPLERS = {"greedy": dict(temperature=0.0), "sampled": dict(), "stop tokens": dict(stop_token=(5, 7))}
 
 
 class FakeGPU(PlanningMode):

@@ -22,23 +22,13 @@ from training.optimizer import gradients_of
 
 HOME = Path(__file__).parent.parent
 VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
-PLACES = [  # what is poisoned, which part of it, and with what
-    ("loss", "", "nan"),
-    ("advantages", "", "inf"),
-    ("sampling_logprobs", "", "-inf"),
-    ("ref_logprobs", "", "nan"),
-    ("gradient", "embedding.weight", "inf"),
-    ("gradient", "blocks.0.attention.qkv.weight", "nan"),
-    ("train", "blocks.0.attention.qkv", "inf"),
-    ("train", "norm", "inf"),
-    ("rollout", "embedding", "nan"),
-    ("rollout", "blocks.1.mlp", "-inf"),
-    ("logits", "rollout", "inf"),
-    ("logits", "train", "nan"),
-    ("reference", "blocks.1.mlp", "inf"),
-    ("reward", "", "-inf"),
-    ("reward", "", "nan"),
-]
+# what is poisoned, which part of it, and with what
+PLACES = [("loss", "", "nan"), ("advantages", "", "inf"), ("ref_logprobs", "", "nan")]
+PLACES += [("sampling_logprobs", "", "-inf"), ("reward", "", "-inf"), ("reward", "", "nan")]
+PLACES += [("gradient", "embedding.weight", "inf"), ("gradient", "blocks.0.attention.qkv.weight", "nan")]
+PLACES += [("train", "blocks.0.attention.qkv", "inf"), ("train", "norm", "inf"), ("rollout", "embedding", "nan")]
+PLACES += [("rollout", "blocks.1.mlp", "-inf"), ("logits", "rollout", "inf"), ("logits", "train", "nan")]
+PLACES += [("reference", "blocks.1.mlp", "inf")]
 
 
 def rewards(prompts, completions, **columns):
@@ -58,13 +48,8 @@ class Poison:
     def here(self, what):
         return self.now == 1 and self.what == what
 
-    originals = dict(
-        iterate=grpo.iterate,
-        policy_loss=grpo.policy_loss,
-        teaches=grpo.teaches,
-        optimizer_step=state.optimizer_step,
-        sample_tokens=decode_batch.sample_tokens,
-    )
+    originals = dict(iterate=grpo.iterate, policy_loss=grpo.policy_loss, teaches=grpo.teaches)
+    originals |= dict(optimizer_step=state.optimizer_step, sample_tokens=decode_batch.sample_tokens)
 
     def iterate(self, iteration, training):
         self.training, self.now = training, iteration
@@ -189,13 +174,10 @@ def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_newest_check
     fall_ill(monkeypatch, after=4)
     with pytest.raises(SnugError) as error:
         train_sft.main(prepare(sft))
-    assert (
-        "3 optimizer steps in a row were not finite; the last was a step of iteration 6, seed 1, sequences 0 to 15: the gradient: embedding.weight"
-        in str(error.value)
-    )
-    assert f"goes on from {sft.out_dir}/checkpoint-000004; if that fails too, delete this checkpoint" in str(
-        error.value
-    )
+    said = str(error.value)
+    assert "3 optimizer steps in a row were not finite; the last was a step of iteration 6, seed 1, " in said
+    assert "sequences 0 to 15: the gradient: embedding.weight" in said
+    assert f"goes on from {sft.out_dir}/checkpoint-000004; if that fails too, delete this checkpoint" in said
     assert [path.name for path in checkpoint.checkpoints(sft.out_dir)] == ["checkpoint-000004"]
     monkeypatch.undo()
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto")))

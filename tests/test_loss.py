@@ -95,13 +95,9 @@ def slow_loss(case, logprobs, o):
             weight = o["beta"] * (ratio if o["kl_estimator"] in ("k1", "k3") else 1)
             token += weight * {"k1": -d, "k2": d * d / 2, "k3": cmath.exp(d) - d - 1}[o["kl_estimator"][:2]]
             k3s += (cmath.exp(d) - d - 1).real
-            divisor = {
-                "dapo": case["num_tokens"],
-                "cispo": case["num_tokens"],
-                "grpo": case["num_sequences"] * length,
-                "dr_grpo": case["num_sequences"] * o["max_new_tokens"],
-                "bnpo": len(logprobs) * o["num_micro_batches"],
-            }
+            divisor = dict.fromkeys(("dapo", "cispo"), case["num_tokens"])
+            divisor |= dict(grpo=case["num_sequences"] * length, bnpo=len(logprobs) * o["num_micro_batches"])
+            divisor |= dict(dr_grpo=case["num_sequences"] * o["max_new_tokens"])
             total += token / divisor[o["loss_type"]]
     return total, clips / case["num_tokens"], k3s / case["num_tokens"]
 
@@ -114,29 +110,14 @@ def make_case(lengths, seed=0, spread=0.4):
         return torch.randn(n, generator=generator, dtype=torch.float64)
 
     logprobs = -noise(len(sequence)).abs()
-    return dict(
-        logprobs=logprobs,
-        old_logprobs=logprobs + spread * noise(len(sequence)),
-        sampling_logprobs=logprobs + spread * noise(len(sequence)),
-        advantages=noise(len(lengths)),
-        sequence=sequence,
-        lengths=torch.tensor(lengths),
-        ref_logprobs=logprobs + spread * noise(len(sequence)),
-        num_tokens=len(sequence),
-        num_sequences=len(lengths),
-    )
+    old, sampled, reference = (logprobs + spread * noise(len(sequence)) for _ in range(3))
+    case = dict(logprobs=logprobs, old_logprobs=old, sampling_logprobs=sampled, ref_logprobs=reference)
+    case |= dict(advantages=noise(len(lengths)), sequence=sequence, lengths=torch.tensor(lengths))
+    return case | dict(num_tokens=len(sequence), num_sequences=len(lengths))
 
 
-OPTIONS = dict(
-    epsilon=0.2,
-    epsilon_high=None,
-    delta=None,
-    beta=0.0,
-    kl_estimator="k3",
-    cap=None,
-    max_new_tokens=12,
-    num_micro_batches=3,
-)
+OPTIONS = dict(epsilon=0.2, epsilon_high=None, delta=None, beta=0.0, kl_estimator="k3", cap=None)
+OPTIONS |= dict(max_new_tokens=12, num_micro_batches=3)
 VARIANTS = {
     "plain": {},
     "asymmetric": dict(epsilon_high=0.28),
@@ -228,28 +209,16 @@ def test_the_tokens_of_a_sequence_may_come_in_parts():
 
 
 # advantage, ratio -> the factor of advantage * ratio in -gradient: plain clipping, delta=2, cispo with epsilon_high=1.2 (epsilon 0.2)
-CLIPPING = [
-    (1, 1.0, 1, 1, 1),
-    (1, 1.3, 0, 0, 1.2 / 1.3),
-    (1, 2.5, 0, 0, 1.2 / 2.5),
-    (1, 0.7, 1, 1, 1),
-    (-1, 1.0, 1, 1, 1),
-    (-1, 1.3, 1, 1, 1.2 / 1.3),
-    (-1, 2.5, 1, 0, 1.2 / 2.5),
-    (-1, 0.7, 0, 0, 1),
-    (0, 1.3, 0, 0, 0),
-]
+CLIPPING = [(1, 1.0, 1, 1, 1), (1, 1.3, 0, 0, 1.2 / 1.3), (1, 2.5, 0, 0, 1.2 / 2.5), (1, 0.7, 1, 1, 1)]
+CLIPPING += [(-1, 1.0, 1, 1, 1), (-1, 1.3, 1, 1, 1.2 / 1.3), (-1, 2.5, 1, 0, 1.2 / 2.5), (-1, 0.7, 0, 0, 1)]
+CLIPPING += [(0, 1.3, 0, 0, 0)]
 
 
 @pytest.mark.parametrize("advantage, ratio, plain, bounded, cispo", CLIPPING)
 def test_truth_table_of_clipping(advantage, ratio, plain, bounded, cispo):
     A = torch.tensor([float(advantage)], dtype=torch.float64)
-    for factor, options in (
-        (plain, {}),
-        (plain, dict(epsilon_high=0.2, epsilon=0.2)),
-        (bounded, dict(delta=2.0)),
-        (cispo, dict(loss_type="cispo", epsilon_high=1.2)),
-    ):
+    equal, capped = dict(epsilon_high=0.2, epsilon=0.2), dict(loss_type="cispo", epsilon_high=1.2)
+    for factor, options in ((plain, {}), (plain, equal), (bounded, dict(delta=2.0)), (cispo, capped)):
         logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
         values, clipped = surrogate(logprobs.exp(), logprobs, A, GRPOSettings(**options))
         (gradient,) = torch.autograd.grad(values.sum(), logprobs)
@@ -261,20 +230,16 @@ def test_right_after_a_rollout_loss_is_zero_and_gradient_is_not():
     advantages = group_advantages([[1.0, 0.0, 0.0, 1.0]]).flatten()
     logprobs = torch.full((8,), -1.0, requires_grad=True)
     sequence = torch.arange(4).repeat_interleave(2)
-    value, _ = policy_loss(
-        logprobs, logprobs.detach(), advantages, sequence, torch.full((4,), 2), num_tokens=8, num_sequences=4
-    )
+    columns = logprobs, logprobs.detach(), advantages, sequence, torch.full((4,), 2)
+    value, _ = policy_loss(*columns, num_tokens=8, num_sequences=4)
     value.backward()
     assert abs(value.item()) < 1e-7 and logprobs.grad.abs().min() > 0.1
     torch.testing.assert_close(logprobs.grad, -advantages[sequence] / 8)
     ragged, lengths = torch.tensor([0] * 1 + [1] * 9), torch.tensor([1, 9])
     counts = dict(num_tokens=10, num_sequences=2)
-    by_type = {
-        kind: float(policy_loss(zeros, zeros, A, ragged, lengths, loss_type=kind, **counts)[0])
-        for kind in ("dapo", "grpo")
-        for zeros, A in [(torch.zeros(10), torch.tensor([1.0, -1.0]))]
-    }
-    assert by_type["grpo"] == pytest.approx(0, abs=1e-7) and by_type["dapo"] == pytest.approx(0.8)
+    columns = torch.zeros(10), torch.zeros(10), torch.tensor([1.0, -1.0]), ragged, lengths
+    dapo, grpo = (float(policy_loss(*columns, loss_type=kind, **counts)[0]) for kind in ("dapo", "grpo"))
+    assert grpo == pytest.approx(0, abs=1e-7) and dapo == pytest.approx(0.8)
 
 
 def test_what_the_docstring_says_of_the_kl_estimators():
@@ -290,13 +255,9 @@ def test_what_the_docstring_says_of_the_kl_estimators():
         values = kl_divergence(log_p, log_q, name)
         assert kl_divergence(log_p, log_p, name).abs().max() == 0
         means[name] = (p * values).sum()
-        gradients[name] = torch.autograd.grad((p.detach() * values).sum(), z, retain_graph=True)[
-            0
-        ]  # tokens are drawn, not differentiated
         corrected = values * (log_p - log_p.detach()).exp()
-        gradients[name, "times the ratio"] = torch.autograd.grad((p.detach() * corrected).sum(), z, retain_graph=True)[
-            0
-        ]
+        for key, drawn in ((name, values), ((name, "times the ratio"), corrected)):  # drawn, not differentiated
+            (gradients[key],) = torch.autograd.grad((p.detach() * drawn).sum(), z, retain_graph=True)
     assert (kl_divergence(log_p, log_q, "k3") >= 0).all() and (kl_divergence(log_p, log_q, "k1") < 0).any()
     torch.testing.assert_close(means["k1"], forward)
     torch.testing.assert_close(means["k3"], forward)

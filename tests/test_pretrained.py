@@ -169,9 +169,8 @@ def test_older_files_are_read(tmp_path):
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     save_file(tensors, tmp_path / "b" / "model.safetensors")
     tokens = torch.arange(20)[None]
-    torch.testing.assert_close(
-        logits_of(load_pretrained(tmp_path / "b"), tokens), theirs(tokens).logits.detach(), atol=1e-5, rtol=1e-5
-    )
+    ours, expected = logits_of(load_pretrained(tmp_path / "b"), tokens), theirs(tokens).logits.detach()
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_types_are_cast_on_the_way(tmp_path):
@@ -232,9 +231,8 @@ def test_a_model_from_scratch_is_a_gpt2(tmp_path):
 
 def change_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({name: value for name, value in (config | changes).items() if value != "gone"})
-    )
+    changed = {name: value for name, value in (config | changes).items() if value != "gone"}
+    (folder / "config.json").write_text(json.dumps(changed))
 
 
 CONFIGS = {
@@ -283,9 +281,8 @@ def test_broken_weights_are_one_line(folder):
         ({name: whole[name].to(torch.int8)}, f"{name} has the type I8, not one of"),
         ({name: whole[name].to(torch.float8_e4m3fn)}, f"{name} has the type F8_E4M3"),
     ):
-        save_file(
-            {key: value for key, value in (whole | change).items() if value is not None}, folder / "model.safetensors"
-        )
+        left = {key: value for key, value in (whole | change).items() if value is not None}
+        save_file(left, folder / "model.safetensors")
         with pytest.raises(SnugError) as error:
             load_pretrained(folder)
         assert said in str(error.value)

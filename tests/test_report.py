@@ -13,13 +13,8 @@ from page.charts import charts_of
 from page.runs import read_run, read_runs
 from page.write import island, tiles, write_page
 
-HOSTILE = [
-    "</script><script>window.hacked = 1</script>",
-    "<img src=x onerror='window.hacked = 1'>",
-    "<!--<script>",
-    "\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton",
-    "<b>bold</b>\n\ttwo lines",
-]
+HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "<!--<script>"]
+HOSTILE += ["\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton", "<b>bold</b>\n\ttwo lines"]
 
 
 def make_run(folder, iterations=4, samples=(), kind="GRPO", **settings):

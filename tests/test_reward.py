@@ -46,16 +46,11 @@ def test_a_wrong_reward_names_the_function_and_the_completion(wrong, message):
     assert re.search(r"^reward function mine .*" + message, str(error.value)) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "returned",
-    [
-        (1, None, 0.5),
-        np.array([1, 0, 0.5]),
-        torch.tensor([1, 0, 0.5]),
-        [np.bool_(True), np.int64(0), Fraction(1, 2)],
-        [torch.tensor(1), np.array(0), Decimal("0.5")],
-    ],
-)
+RETURNED = [(1, None, 0.5), np.array([1, 0, 0.5]), torch.tensor([1, 0, 0.5])]
+RETURNED += [[np.bool_(True), np.int64(0), Fraction(1, 2)], [torch.tensor(1), np.array(0), Decimal("0.5")]]
+
+
+@pytest.mark.parametrize("returned", RETURNED)
 def test_right_rewards(returned):
     functions = [lambda **_: returned, lambda **_: [1, 1, 1]]
     assert total_rewards(functions, PROMPTS, COMPLETIONS, COLUMNS)[0] == [2.0, 1.0, 1.5]

@@ -149,9 +149,8 @@ def test_the_weights_of_a_block_are_on_their_way_while_the_one_before_computes()
     """And those of the first while the last one does, for the next micro-batch."""
     training, rollouts, _ = reference_on_host(n_layer=3, max_tokens=0)
     reference = training.reference
-    names = {
-        id(p.untyped_storage()): i for i, block in enumerate(reference.blocks) for p in block.parameters()
-    }  # of storages on the host
+    blocks = enumerate(reference.blocks)
+    names = {id(p.untyped_storage()): i for i, block in blocks for p in block.parameters()}  # of storages on the host
     with fake_streams() as races:
         for _ in range(2):
             with borrowed(reference):
@@ -199,11 +198,8 @@ def test_after_an_out_of_memory_no_weight_is_left_on_the_device(kind_of_streams)
         found = limits.run("reference", grpo.reference_logprobs, training, rollouts, limits.cut)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert sizes[:3] == sorted(sizes[:3], reverse=True) and max(sizes[3:]) < sizes[2] < sizes[1] < sizes[0] <= 160
-    assert [line.partition("going on with ")[2] for line in said[-3:]] == [
-        "2 micro-batches of the reference at once",
-        "1 micro-batches of the reference at once",
-        "max_tokens_per_micro_batch=20",
-    ]
+    smaller = [f"{n} micro-batches of the reference at once" for n in (2, 1)] + ["max_tokens_per_micro_batch=20"]
+    assert [line.partition("going on with ")[2] for line in said[-3:]] == smaller
 
 
 def test_streamed_weights_take_larger_micro_batches():
@@ -217,9 +213,8 @@ def test_streamed_weights_take_larger_micro_batches():
     cut, seen = Cut(rollouts, 0, 20), []
     training.reference.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
     grpo.reference_logprobs(training, rollouts, cut)
-    assert (
-        all(60 < T <= 80 for T in seen[:-1]) and sum(seen) == sum(cut.prompt_lengths) + sum(cut.completion_lengths) - 12
-    )
+    assert all(60 < T <= 80 for T in seen[:-1])
+    assert sum(seen) == sum(cut.prompt_lengths) + sum(cut.completion_lengths) - 12
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -368,9 +363,8 @@ def test_pages_are_unpinned_after_copies_and_not_while_a_graph_is_recorded():
 def test_what_cannot_be_pinned_is_said_in_one_line():
     before = HOST.current
     with fake_pinning(error=2) as cudart:
-        with pytest.raises(
-            SnugError, match=r"the host cannot pin 4 MiB for copies .*: CUDA error 2; keep less"
-        ) as caught:
+        said = r"the host cannot pin 4 MiB for copies .*: CUDA error 2; keep less"
+        with pytest.raises(SnugError, match=said) as caught:
             new_on_host(Pinnable([MIB], torch.float32), keep=True)
     assert "\n" not in str(caught.value) and HOST.current == before and not HOST.making
     assert [name for name, _ in cudart.calls] == ["register"]

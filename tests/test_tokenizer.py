@@ -415,14 +415,8 @@ LLAMA2 = (
     "{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 JOINED = "{% for message in messages %}{{ message.content }}{% endfor %}"
-CHATS = {
-    "qwen3": (qwen_like, QWEN3),
-    "llama3": (llama3_like, LLAMA3),
-    "llama2": (llama2_like, LLAMA2),
-    "mistral": (mistral_like, LLAMA2),
-    "unigram": (unigram, LLAMA2),
-    "joined": (qwen_like, JOINED),
-}
+CHATS = dict(qwen3=(qwen_like, QWEN3), llama3=(llama3_like, LLAMA3), llama2=(llama2_like, LLAMA2))
+CHATS |= dict(mistral=(mistral_like, LLAMA2), unigram=(unigram, LLAMA2), joined=(qwen_like, JOINED))
 
 
 @pytest.fixture(scope="module")

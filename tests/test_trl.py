@@ -50,31 +50,19 @@ def theirs(case, steps=1, **options):
     """GRPOTrainer._compute_loss on these log-probs -> loss, its gradients by log-probs and entropies. steps: micro-batches a step."""
     cap = options.pop("cap", None)
     options["use_bias_correction_kl"] = options.pop("kl_estimator", "k3") == "k3"
-    args = GRPOConfig(
-        output_dir="unused",
-        report_to=[],
-        bf16=False,
-        use_cpu=True,
-        max_completion_length=12,
-        steps_per_generation=1,
-        **options,
-    )
+    on_cpu = dict(output_dir="unused", report_to=[], bf16=False, use_cpu=True)
+    args = GRPOConfig(**on_cpu, max_completion_length=12, steps_per_generation=1, **options)
     trainer = object.__new__(GRPOTrainer)
     for name in ("beta", "loss_type", "importance_sampling_level", "max_completion_length", "top_entropy_quantile"):
         setattr(trainer, name, getattr(args, name))
     trainer.args, trainer.accelerator, trainer.model = args, Alone(), SimpleNamespace(training=True)
-    trainer.epsilon_low, trainer.epsilon_high = (
-        args.epsilon,
-        args.epsilon if args.epsilon_high is None else args.epsilon_high,
-    )
+    trainer.epsilon_low = args.epsilon
+    trainer.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     trainer.aux_loss_enabled, trainer.off_policy_mask_threshold = False, None
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = cap is not None
     trainer.current_gradient_accumulation_steps, trainer._metrics = steps, {"train": defaultdict(list)}
-    trainer._entropy_bonus_enabled, trainer.use_adaptive_entropy, trainer.entropy_coef = (
-        args.entropy_coef != 0,
-        False,
-        args.entropy_coef,
-    )
+    trainer._entropy_bonus_enabled, trainer.use_adaptive_entropy = args.entropy_coef != 0, False
+    trainer.entropy_coef = args.entropy_coef
     leaf, entropies = (case[name].clone().requires_grad_() for name in ("logprobs", "entropies"))
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, entropies, None)
     ids = torch.zeros_like(case["mask"])
@@ -96,31 +84,17 @@ def ours(case, steps=1, **options):
     sequence = torch.arange(len(flat)).repeat_interleave(flat.sum(1))
     total = int(case.get("num_items", flat.sum()))
     correction = None if cap is None else truncated_importance(case["old"][flat], case["sampling"][flat], cap)
-    loss, _ = policy_loss(
-        leaf[flat],
-        case["old"][flat],
-        case["advantages"],
-        sequence,
-        flat.sum(1),
-        case["ref"][flat],
-        num_tokens=total,
-        num_sequences=len(flat) * steps,
-        num_micro_batches=steps,
-        correction=correction,
-        options=GRPOSettings(max_new_tokens=12, **options),
-    )
+    counts = dict(num_tokens=total, num_sequences=len(flat) * steps, num_micro_batches=steps)
+    columns = leaf[flat], case["old"][flat], case["advantages"], sequence, flat.sum(1), case["ref"][flat]
+    options = GRPOSettings(max_new_tokens=12, **options)
+    loss, _ = policy_loss(*columns, **counts, correction=correction, options=options)
     loss = loss - entropy_coef * entropies[flat].sum() / (flat.sum() * steps)
     loss.backward()
     return loss.detach(), leaf.grad, torch.zeros_like(leaf) if entropies.grad is None else entropies.grad
 
 
-VARIANTS = [
-    dict(),
-    dict(epsilon_high=0.28, beta=0.04),
-    dict(delta=1.5, beta=0.1),
-    dict(cap=1.2, beta=0.04, kl_estimator="k3_no_ratio"),
-    dict(entropy_coef=0.02),
-]
+VARIANTS = [dict(), dict(epsilon_high=0.28, beta=0.04), dict(delta=1.5, beta=0.1), dict(entropy_coef=0.02)]
+VARIANTS += [dict(cap=1.2, beta=0.04, kl_estimator="k3_no_ratio")]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -171,10 +145,6 @@ def test_advantages_are_those_of_trl(scale_rewards, tmp_path):
     data = Dataset.from_list([{"prompt": p} for p in ("a b", "c", "d e f")])
     Watched(model=model, reward_funcs=reward, args=args, train_dataset=data, processing_class=tokenizer).train()
     rewards = torch.tensor([float("nan") if r is None else r for r in given[0]]).view(3, 4)
-    torch.testing.assert_close(
-        group_advantages(rewards, scale_rewards).flatten().sort().values,
-        seen[0].float().sort().values,
-        rtol=0,
-        atol=1e-6,
-    )
+    ours, theirs = group_advantages(rewards, scale_rewards).flatten(), seen[0].float()
+    torch.testing.assert_close(ours.sort().values, theirs.sort().values, rtol=0, atol=1e-6)
     assert seen[0].abs().max() > 0.5 and rewards.isnan().sum() == 1
