@@ -2,26 +2,19 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from model import GPT, GPTConfig
+from runs.log import read_log
 
+HOME = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPT2 = dict(vocab_size=67, block_size=32, n_layer=2, n_head=4, n_embd=32, bias=True)
-LLAMA = dict(
-    GPT2,
-    n_kv_head=2,
-    norm="rmsnorm",
-    position="rotary",
-    mlp="swiglu",
-    bias=False,
-    qkv_bias=True,
-    proj_bias=True,
-    qk_norm=True,
-    tie_embeddings=False,
-)
+LLAMA = dict(n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", qk_norm=True, tie_embeddings=False)
+LLAMA = GPT2 | LLAMA | dict(bias=False, qkv_bias=True, proj_bias=True)
 SHAPES = {"gpt2": GPT2, "llama": LLAMA}
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes whose threads wait for one another crawl
@@ -48,6 +41,27 @@ def make_flat_model(shape="gpt2", **changes):
     with torch.no_grad():
         model.norm.weight *= 0.3
     return model
+
+
+def rows_of(rollouts):
+    """-> N pairs (ids, log-probs) of the completions, the stop token included."""
+    columns = rollouts.tokens, rollouts.sampling_logprobs, rollouts.prompt_lengths, rollouts.completion_lengths
+    return [(row[p : p + c].tolist(), values[:c].tolist()) for row, values, p, c in zip(*columns, strict=True)]
+
+
+def figures(folder):
+    """A run's log without what is measured, which no run has twice."""
+    measured = ("time_", "tokens_per_second", "mem_")
+    return [{k: v for k, v in record.items() if not k.startswith(measured)} for record in read_log(folder)]
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Hundreds of small ops: with other work on the machine, threads that wait for each other take 30 times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

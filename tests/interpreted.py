@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import DEVICE
 
 from kernels import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_kernels = pytest.mark.skipif(
-    not INTERPRETED and DEVICE == "cpu", reason="runs in the interpreter's process, or on CUDA"
-)
+KERNELS = INTERPRETED or DEVICE == "cuda"
+in_kernels = pytest.mark.skipif(not KERNELS, reason="runs in the interpreter's process, or on CUDA")
 compiles = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled")
 # T4; A100; RTX 3090; RTX 4090, L4; H100, H200; B200; RTX 5090. The two most common ones always, the others with --long.
 CAPABILITIES = [
@@ -32,6 +32,18 @@ SHARED = {capability: kib * 1024 for capability, kib in SHARED.items()}
 
 def long(*values):
     return pytest.param(*values, marks=pytest.mark.long)
+
+
+def forbid_plain_torch(monkeypatch, *places):
+    """In the interpreter's process and on CUDA plain torch must not stand in for a kernel, except in float64.
+
+    places: (module, name of the function in plain torch)."""
+
+    def guarded(function):
+        return lambda x, *rest: function(x, *rest) if x.dtype == torch.float64 else pytest.fail("plain torch ran")
+
+    for module, name in places if KERNELS else ():
+        monkeypatch.setattr(module, name, guarded(getattr(module, name)))
 
 
 def run_interpreted(file, request) -> int:
@@ -51,15 +63,12 @@ def cubin_resources(kernel, capability, pointers, constants, aligned, warps, fol
     pointers: name -> dtype, also of numbers that are not i32. constants: also the integers that are 1, which the launcher
     makes constants. aligned: the integers that it would find to be multiples of 16. options: Triton's."""
     names = kernel.arg_names
-    types = {name: pointers.get(name, "fp32" if name in ("scale", "slope") else "i32") for name in names} | {
-        name: "constexpr" for name in constants
-    }
-    attributes = {
-        (names.index(name),): [["tt.divisibility", 16]] for name in types if types[name][0] == "*" or name in aligned
-    }
-    source = triton.compiler.ASTSource(
-        kernel, types, {(names.index(name),): value for name, value in constants.items()}, attributes
-    )
+    types = {name: pointers.get(name, "fp32" if name in ("scale", "slope") else "i32") for name in names}
+    types |= dict.fromkeys(constants, "constexpr")
+    multiples = [name for name in types if types[name][0] == "*" or name in aligned]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = triton.compiler.ASTSource(kernel, types, values, attributes)
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": warps} | options)
     binary = folder / "kernel.cubin"

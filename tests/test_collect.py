@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import DEVICE, make_flat_model
+from conftest import DEVICE, figures, make_flat_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,18 +21,8 @@ from settings import GRPOSettings
 from training import Training
 
 STOP = 3
-TINY = dict(
-    digits=2,
-    n_layer=1,
-    n_embd=32,
-    block_size=24,
-    device=DEVICE,
-    eval_prompts=0,
-    batch_size=4,
-    group_size=4,
-    max_new_tokens=8,
-    max_iters=3,
-)
+TINY = dict(digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0)
+TINY |= dict(batch_size=4, group_size=4, max_new_tokens=8, max_iters=3)
 
 
 def prepared_for(tmp_path, reward, **changes):
@@ -58,11 +48,12 @@ def learned_from(monkeypatch):
     """-> the list that every iteration's (rewards given to group_advantages, prompts kept) is added to."""
     seen = []
     original = grpo.group_advantages
-    monkeypatch.setattr(
-        grpo,
-        "group_advantages",
-        lambda rewards, *rest, **options: seen.append(rewards.clone()) or original(rewards, *rest, **options),
-    )
+
+    def noted(rewards, *rest, **options):
+        seen.append(rewards.clone())
+        return original(rewards, *rest, **options)
+
+    monkeypatch.setattr(grpo, "group_advantages", noted)
     return seen
 
 
@@ -93,12 +84,8 @@ def test_at_the_cap_the_batch_is_filled_with_what_there_is(tmp_path, monkeypatch
     )
     seen = learned_from(monkeypatch)
     grpo.main(prepared)
-    assert [int(1000 * group.min() + 0.5) for group in seen[0]] == [
-        0,
-        1,
-        2,
-        5,
-    ]  # the one that teaches, and others, in their order
+    smallest = [int(1000 * group.min() + 0.5) for group in seen[0]]
+    assert smallest == [0, 1, 2, 5]  # the one that teaches, and others, in their order
     assert len(drawn) == 2 and read_log(tmp_path / "run")[0]["grad_norm"] > 0
 
 
@@ -144,10 +131,8 @@ def test_what_can_teach(tmp_path):
     rollouts.advantages = torch.zeros(4, device=DEVICE)
     broken = dataclasses.replace(rollouts, sampling_logprobs=rollouts.sampling_logprobs * math.nan)
     assert grpo.teaches(broken, range(4), GRPOSettings())  # so that the guard sees it
-    teach = [
-        grpo.teaches(rollouts, range(4), GRPOSettings(init_from="x", **options))
-        for options in (dict(), dict(beta=0.1), dict(entropy_coef=0.1), dict(beta=0.1, use_kl_in_reward=True))
-    ]
+    ways = dict(), dict(beta=0.1), dict(entropy_coef=0.1), dict(beta=0.1, use_kl_in_reward=True)
+    teach = [grpo.teaches(rollouts, range(4), GRPOSettings(init_from="x", **options)) for options in ways]
     assert teach == [False, True, True, False]
     rollouts.advantages[2] = -1
     assert grpo.teaches(rollouts, range(2, 4), GRPOSettings()) and not grpo.teaches(rollouts, range(2), GRPOSettings())
@@ -161,17 +146,7 @@ def test_a_resumed_run_draws_the_same_prompts(tmp_path):
         for n in iterations:
             prepared, _ = prepared_for(tmp_path / name, teaches, max_num_gen_batches=5, resume="auto", max_iters=n)
             grpo.main(prepared)
-    ours, theirs = (
-        [
-            {
-                key: value
-                for key, value in record.items()
-                if "time" not in key and "mem" not in key and "second" not in key
-            }
-            for record in log
-        ]
-        for log in (read_log(tmp_path / "whole/run"), read_log(tmp_path / "parts/run"))
-    )
+    ours, theirs = (figures(tmp_path / name / "run") for name in ("whole", "parts"))
     assert ours == theirs and sum(record["gen_batches"] for record in ours) > 4
 
 
@@ -199,13 +174,10 @@ def test_joined_and_selected_rollouts():
     assert chosen.sampling_logprobs.equal(joined.sampling_logprobs[[7, 0, 3]]) and chosen.ref_logprobs is None
 
 
-@given(
-    st.lists(
-        st.lists(st.one_of(st.just(math.nan), st.integers(-2, 2).map(float)), min_size=3, max_size=3),
-        min_size=1,
-        max_size=5,
-    )
-)
+group_of_3 = st.lists(st.one_of(st.just(math.nan), st.integers(-2, 2).map(float)), min_size=3, max_size=3)
+
+
+@given(st.lists(group_of_3, min_size=1, max_size=5))
 def test_which_groups_have_variance(rewards):
     expected = [len({r for r in group if not math.isnan(r)}) > 1 for group in rewards]
     assert grpo.has_variance(torch.tensor(rewards)).tolist() == expected
@@ -247,11 +219,8 @@ def test_long_completions_lose_reward(tmp_path, monkeypatch):
     grpo.main(prepared)
     assert seen[0].tolist() == [[1.0, 1.0, 0.75, 0.0]] * 4
     record = read_log(tmp_path / "run")[0]
-    assert (
-        record["gen_batches"] == 2
-        and record["frac_reward_zero_std"] == 1
-        and record["reward_mean"] == pytest.approx(2.75 / 4)
-    )
+    assert (record["gen_batches"], record["frac_reward_zero_std"]) == (2, 1)
+    assert record["reward_mean"] == pytest.approx(2.75 / 4)
     assert record["skipped_steps"] == 0 and record["grad_norm"] > 0  # shorter is better all the same
 
 
@@ -270,14 +239,8 @@ def test_the_kl_is_taken_from_the_reward(estimator, tmp_path, monkeypatch):
     """beta times a completion's summed KL, before groups are compared; nothing of it is left in the loss."""
     warm = prepared_for(tmp_path / "warm", lambda n, i: float(i), max_iters=2, learning_rate=1e-2)[0]
     grpo.main(warm)
-    options = dict(
-        init_from=warm.settings.out_dir,
-        beta=0.5,
-        use_kl_in_reward=True,
-        scale_rewards="none",
-        learning_rate=1e-2,
-        max_iters=2,
-    )
+    options = dict(init_from=warm.settings.out_dir, learning_rate=1e-2, max_iters=2)
+    options |= dict(beta=0.5, use_kl_in_reward=True, scale_rewards="none")
     prepared, _ = prepared_for(tmp_path, lambda n, i: float(i), kl_estimator=estimator, **options)
     seen, kept, differences = learned_from(monkeypatch), keep_rollouts(monkeypatch), []
     policy_loss = grpo.policy_loss

@@ -2,12 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, HOME
 from interpreted import compiles, cubin_resources
 
 import kernels
@@ -25,7 +24,6 @@ from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real GPU answers otherwise than the faked ones")
-HOME = Path(__file__).parent.parent
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update it\nmore"
 
 

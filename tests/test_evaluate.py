@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from conftest import make_flat_model, make_model
+from conftest import HOME, make_flat_model, make_model
 from hypothesis import strategies as st
 
 import evaluate
@@ -32,16 +32,7 @@ from runs.prepare import Prepared, prepare
 from settings import EvaluateSettings, GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
 
-HOME = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices this small are only slower on two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -----------------------------------------------------------------------------
@@ -80,9 +71,8 @@ def test_examples_large_numbers_and_the_k_that_are_reported():
     assert pass_at(1000, 2000, 1) == 0.5 and pass_at(1500, 2000, 1000) == 1.0 and pass_at(1, 10**6, 1) == 1e-6
     assert [powers(n) for n in (1, 2, 3, 10, 16)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8, 10], [1, 2, 4, 8, 16]]
     groups = [[("a", True), ("b", False), ("a", True)]]
-    assert (
-        group_scores(groups) == {"pass_at_2": 1, "pass_at_3": 1, "maj_at_3": 1} and group_scores([groups[0][:1]]) == {}
-    )
+    assert group_scores(groups) == {"pass_at_2": 1, "pass_at_3": 1, "maj_at_3": 1}
+    assert group_scores([groups[0][:1]]) == {}
     n = 2**14  # a list of all the subsets, or a table of all the counts of votes, would never end
     scores = group_scores([[(i // 2, i < 2) for i in range(n)]])
     assert scores[f"maj_at_{n}"] == 2 / n and scores["pass_at_8192"] == pytest.approx(0.75, abs=1e-4)
@@ -223,10 +213,8 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
     assert summary == wanted[0]
     assert "Tried to allocate 1 GiB; going on with max_eval_batch=5" in capsys.readouterr().err
     most = 0
-    message = (
-        r"decoding one completion at a time: CUDA out of memory.*; evaluate shorter completions \(max_new_tokens\)"
-    )
-    with pytest.raises(SnugError, match=message):
+    said = r"decoding one completion at a time: CUDA out of memory.*; evaluate shorter completions \(max_new_tokens\)"
+    with pytest.raises(SnugError, match=said):
         run_evaluation(*hex_run())
 
 
@@ -303,11 +291,9 @@ def test_the_command(run_folder):
     assert summary["scores"] == pytest.approx(recomputed(samples, 6)) and 0 < summary["scores"]["pass_at_1_sampled"] < 1
     options = summary["settings"]
     assert (summary["checkpoint"], options["task"], options["num_samples"]) == (str(newest(run_folder)), "jsonl", 6)
-    start = (
-        f"{newest(run_folder)}: jsonl, 30 prompts of the test split, 6 samples each at temperature 0.9; 95 % intervals"
-    )
+    start = "jsonl, 30 prompts of the test split, 6 samples each at temperature 0.9; 95 % intervals"
     lines = run.stdout.splitlines()
-    assert lines == [start, *table(summary)[1:], f"samples in {file}"]
+    assert lines == [f"{newest(run_folder)}: {start}", *table(summary)[1:], f"samples in {file}"]
     names = ["pass@1", "pass@1", "pass@2", "pass@4", "pass@6", "maj@6", "length", "stopped"]
     assert [line.split()[0] for line in lines[1:-1]] == names
     for line, (name, mean) in zip(lines[1:7], summary["scores"].items(), strict=True):
@@ -351,10 +337,7 @@ def test_what_cannot_be_evaluated_is_refused(run_folder):
     for words, message in (
         ("--num_samples=4 --temperature=0", "temperature=0 with num_samples=4 is the same completion each time"),
         ("--task=countdwn", "--task='countdwn' is not one of .*did you mean countdown"),
-        (
-            "--tokenizer=gpt2",
-            "tokenizer='gpt2', but .*has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be downloaded",
-        ),
+        ("--tokenizer=gpt2", "='gpt2', but .*has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be downloaded"),
         (f"--data_file={home}/none.jsonl", "none.jsonl: cannot be read"),
         (f"--data_file={home}/unscored.jsonl", "its data_file has no column answer to score by"),
         ("--task=countdown --data_file=x", "data_file='x' does not fit task='countdown'"),

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import make_flat_model
+from conftest import make_flat_model, rows_of
 from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, in_kernels, long, run_interpreted
 from interpreted import cubin_resources as resources
 from test_draw import rows_with_an_unlikely_end
@@ -170,12 +170,9 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
     monkeypatch.setitem(sample.SHRINK_ABOVE, DEVICE, 1)
     model, prompts = make_flat_model(shape, n_layer=1), [[1, 2, 3], [4]]
     rollouts = sample_groups(model, prompts, 3, 7, stop_token=3, seed=3, max_batch=4)
-    for i, (row, p, c) in enumerate(
-        zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.completion_lengths, strict=True)
-    ):
-        ids, values = generate_naive(model, prompts[i // 3], 7, stop_token=3, seed=3, row=i)
-        assert row[p : p + c].tolist() == ids
-        assert rollouts.sampling_logprobs[i, :c].tolist() == pytest.approx(values, abs=1e-5)
+    for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
+        expected, values = generate_naive(model, prompts[i // 3], 7, stop_token=3, seed=3, row=i)
+        assert ids == expected and logprobs == pytest.approx(values, abs=1e-5)
     assert len(addresses) > 1 and all(len(found) == 1 for found in addresses.values())
 
 
@@ -245,24 +242,19 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
             kernels.forward_kernel, capability, pointers, constants | ones(**integers),
             aligned(width=width, row_stride=width), warps, tmp_path,
         )  # fmt: skip
-        print(
-            f"sm_{capability} V={V} {dtype} forward entropy={entropy} gradient={gradient} block={block} warps={warps}",
-            used,
-        )
+        print(f"sm_{capability} V={V} {dtype} forward {entropy=} {gradient=} {block=} {warps=}", used)
         spilled = 16 if capability in (75, 120) else 0  # bytes, in variants with entropy
         assert used["STACK"] <= spilled and used["LOCAL"] == 0
         assert used["REG"] <= min(128, 2048 // warps)  # else the program does not fit on an SM
-        assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == (
-            width % 16 == 0 and (width > 128 or dtype == "fp32")
-        )  # 16 bytes at a time where addresses allow
+        by_16_bytes = width % 16 == 0 and (width > 128 or dtype == "fp32")  # where addresses allow
+        assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == by_16_bytes
     block, warps = tile(V)
     pointers = {"logits": "*" + dtype, "dlogits": "*" + dtype}
     pointers |= {name: numbers[name] for name in ("targets", "lse", "entropy", "coefficients", "dentropy")}
     integers = dict(width=V, row_stride=V, out_row_stride=V)
     constants = {"BLOCK": block, "PADDED": True} | ones(**integers, n_vocab=V, blocks=-(-V // block))
-    used, ptx = resources(
-        kernels.backward_kernel, capability, pointers, constants, aligned(**integers), warps, tmp_path
-    )
+    its = pointers, constants, aligned(**integers), warps, tmp_path
+    used, ptx = resources(kernels.backward_kernel, capability, *its)
     print(f"sm_{capability} V={V} {dtype} backward block={block} warps={warps}", used)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64
     assert ("st.global.v4" in ptx) == (V % 16 == 0)
@@ -281,9 +273,8 @@ def test_compiled_draws_do_not_spill(capability, width, n_vocab, dtype, tmp_path
     warps = shape.pop("num_warps")
     pointers = {"logits": "*" + dtype, "u": "*fp32", "tokens": "*i64", "logprobs": "*fp32"}
     integers = dict(width=width, n_vocab=n_vocab, row_stride=width, length=length)
-    used, ptx = resources(
-        draw.draw_kernel, capability, pointers, shape | ones(**integers), aligned(**integers), warps, tmp_path
-    )
+    its = pointers, shape | ones(**integers), aligned(**integers), warps, tmp_path
+    used, ptx = resources(draw.draw_kernel, capability, *its)
     print(f"sm_{capability} V={width} {dtype} draw {shape} warps={warps}", used)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128 and used["SHARED"] <= SHARED[capability]
     assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == (width == 151936)

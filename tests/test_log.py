@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import termios
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import HOME, figures
 from test_grpo import tiny
 from tqdm import tqdm
 
@@ -28,8 +28,6 @@ from runs.log import RunLog, read_lines, read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from training import state
-
-HOME = Path(__file__).parent.parent
 
 
 class Service:
@@ -193,12 +191,8 @@ def test_an_evaluation_that_fails_loses_no_iteration_and_is_made_up_for(tmp_path
     train_sft.main(prepare(other))
     found = []
     for folder in map(Path, (sft.out_dir, other.out_dir)):
-        records = [
-            {name: value for name, value in record.items() if not re.search("time|mem|per_second", name)}
-            for record in read_log(folder)
-        ]
         last_line = (folder / "log.txt").read_text().rpartition("pass@1")[2].splitlines()[0]
-        found.append((records, last_line, (folder / "best").resolve().name))
+        found.append((figures(folder), last_line, (folder / "best").resolve().name))
     assert found[0] == found[1]
 
 

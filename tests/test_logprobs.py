@@ -3,13 +3,11 @@
 import gc
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE
-from interpreted import INTERPRETED, compiles, run_interpreted
-from torch._subclasses.fake_tensor import FakeTensorMode
+from conftest import DEVICE, HOME
+from interpreted import INTERPRETED, KERNELS, compiles, forbid_plain_torch, run_interpreted
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
@@ -20,8 +18,6 @@ from logprobs.head import add_product, rows_per_chunk
 from logprobs.rows import SCRATCH
 from memory.ledger import LiveBytes
 
-HOME = Path(__file__).parent.parent
-KERNELS = INTERPRETED or DEVICE == "cuda"
 plain_only = pytest.mark.skipif(INTERPRETED, reason="plain torch on a CPU: not again in the interpreter's process")
 on_cpu = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="counts CPU storages")
 
@@ -35,16 +31,7 @@ def test_the_kernels_in_the_interpreter(request):
 
 @pytest.fixture(autouse=True)
 def only_kernels(monkeypatch):
-    """In the interpreter's process and on CUDA plain torch must not stand in for a kernel, except in float64."""
-
-    def guarded(function):
-        return lambda logits, *rest: (
-            function(logits, *rest) if logits.dtype == torch.float64 else pytest.fail("plain torch")
-        )
-
-    if KERNELS:
-        for name in ("forward_torch", "backward_torch"):
-            monkeypatch.setattr(rows, name, guarded(getattr(rows, name)))
+    forbid_plain_torch(monkeypatch, (rows, "forward_torch"), (rows, "backward_torch"))
 
 
 def plain(logits, targets, temperature=1.0, n_vocab=None):
@@ -66,12 +53,8 @@ def make_head(M, C, V, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(M, C, generator=generator).to(DEVICE, dtype).requires_grad_()
     weight = torch.nn.Parameter(torch.randn(V, C, generator=generator).to(DEVICE, dtype))
-    return (
-        hidden,
-        weight,
-        torch.randint(V, (M,), generator=generator).to(DEVICE),
-        torch.randn(M, generator=generator).to(DEVICE, dtype),
-    )
+    targets = torch.randint(V, (M,), generator=generator).to(DEVICE)
+    return hidden, weight, targets, torch.randn(M, generator=generator).to(DEVICE, dtype)
 
 
 def assert_near(actual, expected, tolerance):
@@ -85,7 +68,8 @@ def assert_near(actual, expected, tolerance):
 
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-CASES = [  # M, V, n_vocab, temperature, dtype, chunk_size
+NAMES = "M, V, n_vocab, temperature, dtype, chunk_size"
+CASES = [
     (0, 67, 67, 1.0, F32, None),
     (1, 1, 1, 0.7, F32, 1),
     (9, 67, 67, 1.0, F64, 2),
@@ -96,14 +80,13 @@ CASES = [  # M, V, n_vocab, temperature, dtype, chunk_size
     (2, 8192, 8192, 0.7, F32, 1),
     (11, 50257, 50257, 0.7, F32, None),  # more rows than a slab
 ]
-cases = pytest.mark.parametrize("M, V, n_vocab, temperature, dtype, chunk_size", CASES)
 
 
 def tolerance(dtype):
     return {F64: 1e-12, F32: 1e-5}.get(dtype, 2e-5)
 
 
-@cases
+@pytest.mark.parametrize(NAMES, CASES)
 def test_rows_against_float64(M, V, n_vocab, temperature, dtype, chunk_size):
     """Log-probs and entropies; their gradients for an upstream gradient; and the gradient in place of the logits."""
     logits, targets, upstream = make_rows(M, V, dtype)
@@ -130,9 +113,7 @@ def test_rows_against_float64(M, V, n_vocab, temperature, dtype, chunk_size):
     assert (logits[:, n_vocab:] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "M, V, n_vocab, temperature, dtype, chunk_size", [case for case in CASES if case[4] in (F32, F64)]
-)
+@pytest.mark.parametrize(NAMES, [case for case in CASES if case[4] in (F32, F64)])
 def test_heads_against_float64(M, V, n_vocab, temperature, dtype, chunk_size):
     hidden, weight, targets, upstream = make_head(M, 8, V, dtype)
     targets, atol = targets % n_vocab, 1e-11 if dtype == F64 else 2e-4
@@ -178,20 +159,19 @@ def test_half_precision_is_no_worse_than_eager(dtype, V):
     assert (logits.grad - exact.grad).abs().max() <= cut * (eager.grad - exact.grad).abs().max()
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x[::2, :67],
-        lambda x: x[:10, 5:72],
-        lambda x: x[:10, :67].t().contiguous().t(),
-        lambda x: x[:1, :67].expand(10, 67),
-        lambda x: x[:10, 0:134:2],
-    ],
-    ids=["every other row", "rows with a gap", "transposed", "one row, expanded", "every other column"],
-)
+VIEWS = {
+    "every other row": lambda x: x[::2, :67],
+    "rows with a gap": lambda x: x[:10, 5:72],
+    "transposed": lambda x: x[:10, :67].t().contiguous().t(),
+    "one row, expanded": lambda x: x[:1, :67].expand(10, 67),
+    "every other column": lambda x: x[:10, 0:134:2],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
 def test_token_logprobs_of_any_stride(view):
     logits, targets, upstream = make_rows(20, 140)
-    logits, targets, upstream = view(logits).requires_grad_(), targets[:10] % 67, upstream[:10]
+    logits, targets, upstream = VIEWS[view](logits).requires_grad_(), targets[:10] % 67, upstream[:10]
     exact = logits.detach().double().requires_grad_()
     (plain(exact, targets, 0.7)[0] * upstream).sum().backward()
     logprobs = token_logprobs(logits, targets, 0.7)
@@ -405,15 +385,6 @@ def test_bfloat16_products(autocast):
 # Memory: what is saved, what is alive.
 
 
-@pytest.fixture
-def one_thread():
-    """Hundreds of small ops: with other work on the machine, threads that wait for each other take 30 times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def saved_bytes(function):
     """Bytes of the distinct storages that autograd keeps for the backward of what function() returns."""
     storages = {}
@@ -527,9 +498,8 @@ def test_extra_bytes_under_autocast():
         loss.backward()
 
     # A chunk and a slab of dweight in bfloat16; dhidden, the cast weight, cast chunks.
-    bound = (
-        chunk_mb * MIB + 2 * SCRATCH + 4 * M * C + 2 * V * C + 6 * rows_per_chunk(V, 2, chunk_mb) * C + 48 * M + 2**16
-    )
+    kept = 2 * SCRATCH + 4 * M * C + 2 * V * C + 48 * M
+    bound = chunk_mb * MIB + kept + 6 * rows_per_chunk(V, 2, chunk_mb) * C + 2**16
     assert meter_peak(train, hidden, weight, weight.grad, targets) <= bound < 2 * M * V
 
 
@@ -540,21 +510,3 @@ def test_rows_per_chunk():
     assert rows_per_chunk(50257, 4, 0.001) == 1  # never none
     assert rows_per_chunk(128256, 2, 1024) >= 4096
     assert rows_per_chunk(151936, 2, 0, "cuda") == 876
-
-
-@on_cpu
-@pytest.mark.usefixtures("one_thread")
-def test_a_planner_on_fake_tensors_sees_the_same_peak():
-    hidden, weight, targets, _ = make_head(512, 8, 1000, torch.float32)
-
-    def train(hidden, weight, targets):
-        loss = head_loss(hidden, weight, targets, lambda logprobs, rows: logprobs.sum(), chunk_size=64, entropy=True)[0]
-        loss.backward()
-
-    weight.grad = torch.zeros_like(weight)
-    real = meter_peak(lambda: train(hidden, weight, targets), hidden, weight, weight.grad, targets)
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(x) for x in (hidden, weight, targets)]
-        fakes[1].grad = torch.zeros_like(fakes[1])
-        fake = meter_peak(lambda: train(*fakes), *fakes, fakes[1].grad)
-    assert abs(fake - real) < 4096  # (m,) numbers of the work that is skipped

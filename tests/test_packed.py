@@ -182,16 +182,13 @@ def test_logprobs_are_the_padded_ones(shape, budget):
     assert torch.equal(grpo.reference_logprobs(training, rollouts, cut), values)
 
 
+def groups_of(k):
+    completions = st.lists(st.integers(1, 16), min_size=k, max_size=k)
+    return st.lists(st.tuples(st.integers(1, 15), completions), min_size=1, max_size=5)
+
+
 @settings(deadline=None, max_examples=40)
-@given(
-    st.integers(1, 4).flatmap(
-        lambda k: st.lists(
-            st.tuples(st.integers(1, 15), st.lists(st.integers(1, 16), min_size=k, max_size=k)), min_size=1, max_size=5
-        )
-    ),
-    st.integers(0, 60),
-    st.sampled_from(["gpt2", "llama"]),
-)
+@given(st.integers(1, 4).flatmap(groups_of), st.integers(0, 60), st.sampled_from(["gpt2", "llama"]))
 def test_logprobs_are_those_of_each_sequence_alone(groups, max_tokens, shape):
     model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts(groups)
     cut = Cut(rollouts, 0, max_tokens, len(groups[0][1]))
@@ -248,11 +245,8 @@ def test_a_completion_gives_no_gradient_to_the_others():
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_nothing_is_read_beyond_the_end(shape):
     """Ids and NaN behind each sequence's end change no bit."""
-    model, rollouts, poisoned = (
-        make_flat_model(shape),
-        make_rollouts(dtype=torch.float32),
-        make_rollouts(dtype=torch.float32),
-    )
+    model = make_flat_model(shape)
+    rollouts, poisoned = (make_rollouts(dtype=torch.float32) for _ in range(2))
     behind = torch.arange(rollouts.tokens.shape[1], device=DEVICE)
     behind = behind >= (rollouts.prompt_lengths + rollouts.completion_lengths)[:, None]
     poisoned.tokens[behind] = 10**6  # no id
@@ -299,35 +293,22 @@ def peak_bytes(model, rollouts, cut, options):
     return live.peak
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts tensors on the host")
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 @pytest.mark.parametrize("way", ["none", "block"])
 def test_a_shared_prompt_is_kept_once(shape, way):
-    """8 completions of 64 behind a prompt of 192: 192 + 8 * 63 = 696 tokens instead of 8 * 256 = 2048, or 0.34."""
-    if DEVICE == "cuda":
-        pytest.skip("counts tensors on the host")
+    """8 completions of 64 behind a prompt of 192: 192 + 8 * 63 = 696 tokens instead of 8 * 256 = 2048, or 0.34.
+
+    Where each sequence has a prompt of its own, and all one length, the packed row saves their last tokens only. Its
+    rotary tables have a line a token; padded rows have a line a position, which all rows share.
+    """
     model = make_flat_model(shape, block_size=256, n_embd=64)
     model.checkpoint_blocks = way
     options = GRPOSettings(max_new_tokens=64, logits_chunk_mb=0.25)
-    rollouts = make_rollouts([(192, [64] * 8)], torch.float32)
-    packed = peak_bytes(model, rollouts, Cut(rollouts, group_size=8), options)
-    with padded():
-        bytes_padded = peak_bytes(model, rollouts, Cut(rollouts, group_size=8), options)
-    assert packed <= 0.40 * bytes_padded
-
-
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_without_a_shared_prompt_a_packed_row_needs_no_more(shape):
-    """Sequences of one length, each with a prompt of its own: the packed row saves their last tokens only.
-
-    Its rotary tables have a line a token; those of padded rows have a line a position, which all rows share.
-    """
-    if DEVICE == "cuda":
-        pytest.skip("counts tensors on the host")
-    model = make_flat_model(shape, block_size=256, n_embd=64)
-    options = GRPOSettings(max_new_tokens=64, logits_chunk_mb=0.25)
-    rollouts = make_rollouts([(64, [64])] * 8, torch.float32)
-    packed = peak_bytes(model, rollouts, Cut(rollouts), options)
-    with padded():
-        bytes_padded = peak_bytes(model, rollouts, Cut(rollouts), options)
     tables = 2 * 8 * 127 * model.config.head_size * 4 if shape == "llama" else 0
-    assert packed <= bytes_padded + tables
+    for groups, group_size, most, more in (([(192, [64] * 8)], 8, 0.4, 0), ([(64, [64])] * 8, 1, 1, tables)):
+        rollouts = make_rollouts(groups, torch.float32)
+        packed = peak_bytes(model, rollouts, Cut(rollouts, group_size=group_size), options)
+        with padded():
+            bytes_padded = peak_bytes(model, rollouts, Cut(rollouts, group_size=group_size), options)
+        assert packed <= most * bytes_padded + more

@@ -4,12 +4,11 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import trajectory
-from conftest import DEVICE, make_model
+from conftest import DEVICE, HOME, figures, make_model
 from processes import CHECKS, GRPO
 from safetensors.torch import load_file
 from test_grpo import some_rollouts
@@ -20,13 +19,12 @@ from memory.plan import plan
 from model import make_model as make_model_of_shape
 from options import SnugError
 from runs.checkpoint import newest, read_state
-from runs.log import read_lines, read_log
+from runs.log import read_lines
 from runs.prepare import prepare
 from settings import GRPOSettings
 from training.dry_run import DryRun
 from training.parallel import Processes, merged
 
-HOME = Path(__file__).parent.parent
 long = pytest.mark.long
 ALL = ["sft", *CHECKS]
 ALIVE = [name for name in ALL if name not in ("host", "out of memory")]  # an out-of-memory ends sharded processes
@@ -57,11 +55,7 @@ def found(tmp_path_factory, request):
 
 def told(folder):
     """Its log without what is measured, and its samples."""
-    records = [
-        {k: v for k, v in record.items() if not k.startswith(("time", "mem")) and k != "tokens_per_second"}
-        for record in read_log(folder)
-    ]
-    return records, list(read_lines(folder / "samples.jsonl"))
+    return figures(folder), list(read_lines(folder / "samples.jsonl"))
 
 
 def assert_same_weights(ours, theirs, atol):

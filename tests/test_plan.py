@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import DEVICE
+from test_grpo import never_stop
 from test_memory import profiled_peak
 
 import grpo
@@ -33,17 +34,8 @@ pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="exact bytes of the CPU meter; on CUDA bench/memory.py compares"
 )
 LLAMA = dict(norm="rmsnorm", position="rotary", mlp="swiglu", n_kv_head=2, tie_embeddings=False)
-COMMON = dict(
-    digits=4,
-    n_layer=3,  # deeper models: test_a_deep_models_plan_is_that_of_all_its_blocks
-    n_embd=96,
-    block_size=64,
-    device="cpu",
-    eval_prompts=16,
-    eval_interval=2,
-    save_interval=0,
-    max_iters=2,
-)
+COMMON = dict(digits=4, device="cpu", eval_prompts=16, eval_interval=2, save_interval=0, max_iters=2)
+COMMON |= dict(n_layer=3, n_embd=96, block_size=64)  # deeper: test_a_deep_models_plan_is_that_of_all_its_blocks
 GRPO = dict(batch_size=6, group_size=4, max_new_tokens=24)
 BF16 = dict(param_dtype="bfloat16", dtype="bfloat16", optimizer_dtype="bfloat16")
 PROFILED = ("sequence level",)  # compared with PyTorch's profiler too, which is slow
@@ -67,21 +59,12 @@ CONFIGS = {
 }
 
 
-def no_stop(monkeypatch):
-    """Every completion is as long as it may be, as the planner takes it to be."""
-    original = grpo.sample_groups
-    monkeypatch.setattr(
-        grpo, "sample_groups", lambda *args, stop_token, **options: original(*args, stop_token=None, **options)
-    )
-
-
 def prepared_run(tmp_path, **changes):
     settings = GRPOSettings(**COMMON | GRPO | changes | dict(out_dir=str(tmp_path / "run")))
     if settings.beta:
         shape = {name: value for name, value in changes.items() if name in ("vocab_size", *LLAMA)}
-        sft = SFTSettings(
-            **COMMON | shape | dict(max_iters=1, eval_prompts=0, batch_size=2, out_dir=str(tmp_path / "sft"))
-        )
+        short = dict(max_iters=1, eval_prompts=0, batch_size=2, out_dir=str(tmp_path / "sft"))
+        sft = SFTSettings(**COMMON | shape | short)
         train_sft.main(prepare(sft))
         settings.init_from = sft.out_dir
     prepared = prepare(settings)
@@ -91,7 +74,7 @@ def prepared_run(tmp_path, **changes):
 
 def ragged(monkeypatch):
     """No completion stops, and each is cut somewhere."""
-    no_stop(monkeypatch)
+    never_stop(monkeypatch)
     original, draw = grpo.sample_groups, random.Random(0)
 
     def cut_somewhere(*args, **options):
@@ -124,11 +107,10 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
 
     Rollouts that are decoded in pieces may take 5 % less: a plan has rows of different lengths, of prompts that are far apart.
     """
-    no_stop(monkeypatch)
+    never_stop(monkeypatch)
     most = 0.05 if name == "long rollouts" else 0.02
-    monkeypatch.setattr(
-        "runs.saver.available_on_host", lambda: 0
-    )  # no copies while a checkpoint is written, which a plan leaves out
+    # No copies while a checkpoint is written, which a plan leaves out.
+    monkeypatch.setattr("runs.saver.available_on_host", lambda: 0)
     prepared, settings = prepared_run(tmp_path, **CONFIGS[name])
     its_plan = plan(dry_run(prepared), settings)
     gc.collect()
@@ -136,10 +118,8 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
     profiled = profiled_peak(lambda: grpo.main(prepared))[0] if name in PROFILED else grpo.main(prepared) and None
     record = read_log(settings.out_dir)[-1]
     assert its_plan.peak / MIB == pytest.approx(record["mem_max_alloc_mb"], rel=most)
-    assert (
-        its_plan.line().endswith(f"phase={its_plan.phase}")
-        and record["mem_max_alloc_mb_" + its_plan.phase] == record["mem_max_alloc_mb"]
-    )
+    assert its_plan.line().endswith(f"phase={its_plan.phase}")
+    assert record["mem_max_alloc_mb_" + its_plan.phase] == record["mem_max_alloc_mb"]
     for phase, (peak, parts) in its_plan.phases.items():
         assert peak / MIB == pytest.approx(record["mem_max_alloc_mb_" + phase], rel=most, abs=0.05)
         assert peak / MIB > 0.98 * record["mem_max_alloc_mb_" + phase] - 0.05
@@ -155,7 +135,8 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
     [
         (dict(batch_size=32, max_tokens_per_micro_batch=250), ragged, 0.93),
         (dict(batch_size=32, max_tokens_per_micro_batch=90), ragged, 0.93),  # less than a long group
-        (dict(max_tokens_per_micro_batch=400, n_embd=192, **BF16), no_stop, 0.8),  # 3 groups, and 3 that find gradients
+        # 3 groups, and 3 that find gradients
+        (dict(max_tokens_per_micro_batch=400, n_embd=192, **BF16), never_stop, 0.8),
     ],
 )
 def test_a_plan_bounds_a_ragged_run(changes, lengths, least, tmp_path, monkeypatch):
@@ -200,9 +181,8 @@ def test_a_plan_says_whose_the_bytes_are(tmp_path):
     """Nearly all by name."""
     prepared, settings = prepared_run(tmp_path)
     phases = plan(dry_run(prepared), settings).phases
-    assert {"weights", "moments", "gradients", "activations", "logits"} <= set(
-        phases["train"][1]
-    ) and "KV cache" in phases["rollout"][1]
+    assert {"weights", "moments", "gradients", "activations", "logits"} <= set(phases["train"][1])
+    assert "KV cache" in phases["rollout"][1]
     assert all(parts.get("other", 0) < 0.02 * peak for peak, parts in phases.values())
 
 
@@ -298,10 +278,8 @@ def test_grpo_is_planned_to_need_what_sft_needs(name):
     common = dict(device="cuda", max_tokens_per_micro_batch=4091, eval_prompts=0, checkpoint_blocks="block", **BF16)
     options = common | dict(batch_size=8, group_size=8, max_new_tokens=768, max_rollout_batch=4)
     sft = planned(SHAPES[name], SFTSettings(**common, batch_size=20), prompt=51)
-    none, on_host, resident = (
-        planned(SHAPES[name], GRPOSettings(**options, **more))
-        for more in (dict(), dict(beta=0.04, reference="host"), dict(beta=0.04))
-    )
+    references = dict(), dict(beta=0.04, reference="host"), dict(beta=0.04)
+    none, on_host, resident = (planned(SHAPES[name], GRPOSettings(**options, **more)) for more in references)
     rollouts = 64 * (1024 * 8 + 768 * (4 + 8) + 768 * 4 + 100)
     assert none.peak <= 1.01 * (sft.peak + rollouts) and on_host.peak <= 1.01 * (sft.peak + rollouts)
     reference = on_host.host
@@ -312,11 +290,8 @@ def test_the_configs_of_the_repository_hold_what_they_promise():
     """Planned peaks, all parameters: 1.5B in 12.2 GiB, in 6.6 with the optimizer on the host; 7B in 18."""
     from options import read_settings
 
-    for words, most in (
-        (["config/grpo_qwen2_1.5b.py"], 12.2),
-        (["config/grpo_qwen2_1.5b.py", "--optimizer_device=host"], 6.6),
-        (["config/grpo_24gb.py"], 18.0),
-    ):
+    small, large = "config/grpo_qwen2_1.5b.py", "config/grpo_24gb.py"
+    for words, most in (([small], 12.2), ([small, "--optimizer_device=host"], 6.6), ([large], 18.0)):
         prepared = prepare(*read_settings(GRPOSettings, [*words, "--device=cuda"])[:2])
         its_plan = plan(dry_run(prepared), prepared.settings)
         assert 0.5 * most * GIB < its_plan.peak <= most * GIB, (words, its_plan.line())

@@ -9,7 +9,7 @@ import gc
 import pytest
 import replay
 import torch
-from conftest import DEVICE, make_flat_model
+from conftest import DEVICE, make_flat_model, rows_of
 from interpreted import INTERPRETED, compiles, run_interpreted
 
 import lora
@@ -45,14 +45,6 @@ def model_of(shape, adapters=False):
             if p.requires_grad:
                 torch.nn.init.normal_(p, std=0.3)
     return model
-
-
-def rows_of(rollouts):
-    ends = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
-    return [
-        (rollouts.tokens[i, p : p + c].tolist(), rollouts.sampling_logprobs[i, :c].tolist())
-        for i, (p, c) in enumerate(ends)
-    ]
 
 
 def sampled(model, slots=3, k=2, **options):
@@ -149,11 +141,8 @@ def tokens_replaced(patch):
     patch.setattr(decode_batch.DecodeBatch, "draw", planted)
 
 
-PLANTED = {
-    column_from_the_host: (None, 2),
-    buffers_replaced: (2, 3),
-    tokens_replaced: (3, 2),
-}  # bug: slots, rows a prompt
+# bug: slots, rows a prompt
+PLANTED = {column_from_the_host: (None, 2), buffers_replaced: (2, 3), tokens_replaced: (3, 2)}
 
 
 @interpreted

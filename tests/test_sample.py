@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, make_flat_model, make_model
+from conftest import DEVICE, make_flat_model, make_model, rows_of
 
 import sample
 from decoding import decode_batch as batch
@@ -29,26 +29,14 @@ def look_at_every_step(monkeypatch, every=1, leave=1 / 4):
         monkeypatch.setitem(setting, DEVICE, value)
 
 
-def rows_of(rollouts):
-    """-> N pairs (ids, log-probs) of the completions, the stop token included."""
-    ends = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
-    return [
-        (rollouts.tokens[i, p : p + c].tolist(), rollouts.sampling_logprobs[i, :c].tolist())
-        for i, (p, c) in enumerate(ends)
-    ]
-
-
 @pytest.mark.parametrize("shape, temperature", [("gpt2", 0.0), ("gpt2", 0.7), ("llama", 1.0)])
 def test_equals_the_naive_generator(shape, temperature):
     model = make_flat_model(shape)
-    rollouts = sample_groups(model, PROMPTS, 5, 12, temperature=temperature, stop_token=STOP, seed=11)
     lengths = set()
-    for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
-        naive_ids, naive_logprobs = generate_naive(
-            model, PROMPTS[i // 5], 12, temperature=temperature, stop_token=STOP, seed=11, row=i
-        )
-        assert ids == naive_ids
-        assert logprobs == pytest.approx(naive_logprobs, abs=1e-5)
+    options = dict(temperature=temperature, stop_token=STOP, seed=11)
+    for i, (ids, logprobs) in enumerate(rows_of(sample_groups(model, PROMPTS, 5, 12, **options))):
+        naive_ids, naive_logprobs = generate_naive(model, PROMPTS[i // 5], 12, row=i, **options)
+        assert ids == naive_ids and logprobs == pytest.approx(naive_logprobs, abs=1e-5)
         lengths.add(len(ids))
     assert temperature == 0 or len(lengths) > 3  # ragged completions were tested
 
@@ -86,10 +74,9 @@ def test_a_row_does_not_depend_on_the_order_of_the_queue():
     """The same rows, the last prompt's first, two at a time."""
     model = make_flat_model("llama")
     whole = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5, max_batch=7))
+    options = dict(stop_token=STOP, seed=5, max_batch=2)
     for p in reversed(range(len(PROMPTS))):
-        alone = rows_of(
-            sample_groups(model, PROMPTS[p : p + 1], 6, 10, stop_token=STOP, seed=5, max_batch=2, first_row=6 * p)
-        )
+        alone = rows_of(sample_groups(model, PROMPTS[p : p + 1], 6, 10, first_row=6 * p, **options))
         for (ids, logprobs), (expected_ids, expected) in zip(alone, whole[6 * p : 6 * p + 6], strict=True):
             assert ids == expected_ids and logprobs == pytest.approx(expected, abs=1e-5)
 
@@ -144,9 +131,8 @@ def test_a_stop_string_that_spans_tokens(every, max_batch, monkeypatch):
         naive_ids, naive_logprobs = generate_naive(model, PROMPTS[i // 8], 14, row=i, **options)
         assert ids == naive_ids and logprobs == pytest.approx(naive_logprobs, abs=1e-5)
         by_text = is_over(ids)
-        assert bool(rollouts.stopped_by_text[i]) == by_text and bool(rollouts.stopped[i]) == (
-            by_text or ids[-1] == STOP
-        )
+        assert bool(rollouts.stopped_by_text[i]) == by_text
+        assert bool(rollouts.stopped[i]) == (by_text or ids[-1] == STOP)
         assert rollouts.completions()[i] == (ids[:-1] if ids[-1] == STOP else ids)  # the text that ended it stays
         assert rollouts.mask[i].sum() == len(ids) and (rollouts.sampling_logprobs[i, len(ids) :] == 0).all()
         assert set(rollouts.tokens[i, rollouts.prompt_lengths[i] + len(ids) :].tolist()) <= {0}
@@ -207,13 +193,16 @@ def test_sampled_frequencies_are_the_models():
     model = make_model("gpt2", vocab_size=13)
     rollouts = sample_groups(model, [[1, 2]], 20_000, 2, temperature=temperature, seed=3)
     first, second = rollouts.tokens[:, 2], rollouts.tokens[:, 3]
-    with torch.no_grad():
-        p = torch.softmax(model.logits(model(torch.tensor([[1, 2]], device=DEVICE))[0, -1]).double() / temperature, -1)
-        assert chi_square(first, p) < 40  # 12 degrees of freedom: exceeded once in 14,000 tries
-        likeliest = int(p.argmax())
-        after = torch.softmax(
-            model.logits(model(torch.tensor([[1, 2, likeliest]], device=DEVICE))[0, -1]).double() / temperature, -1
-        )
+
+    @torch.no_grad()
+    def softmax_after(ids):
+        logits = model.logits(model(torch.tensor([ids], device=DEVICE))[0, -1])
+        return torch.softmax(logits.double() / temperature, -1)
+
+    p = softmax_after([1, 2])
+    assert chi_square(first, p) < 40  # 12 degrees of freedom: exceeded once in 14,000 tries
+    likeliest = int(p.argmax())
+    after = softmax_after([1, 2, likeliest])
     assert chi_square(second[first == likeliest], after) < 40
     assert chi_square(first, p.roll(1)) > 100  # the test can fail
 
@@ -231,32 +220,14 @@ def test_head_in_pieces_is_the_head():
     torch.testing.assert_close(whole.sampling_logprobs, pieces.sampling_logprobs, atol=1e-5, rtol=0)
 
 
-def test_bfloat16_samples_from_what_autocast_computes(device):
-    model = make_model("llama")
-    with autocast("bfloat16", model):
-        rollouts = sample_groups(model, PROMPTS, 4, 8, seed=2)
-        for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
-            tokens = torch.tensor([PROMPTS[i // 4] + ids], device=DEVICE)
-            with torch.no_grad():
-                logp = torch.log_softmax(model.logits(model(tokens)).float(), -1)[0]
-            start = len(PROMPTS[i // 4]) - 1
-            again = [float(logp[start + t, token]) for t, token in enumerate(ids)]
-            assert logprobs == pytest.approx(again, abs=0.1)
-
-
 @pytest.mark.parametrize("slots, every", [(5, 1), (16, 4)])
 def test_freed_slots_are_filled_again(slots, every, monkeypatch):
     """The steps are those of the sum of lengths, not of the longest times the batches. Lengths: geometric, over 40."""
     model, steps = make_flat_model("gpt2", block_size=112, bias=True), []
     stops_one_time_in(12, model)
     look_at_every_step(monkeypatch, every)
-    model.register_forward_pre_hook(
-        lambda module, args: steps.append(args[0].shape[0]) if args[0].shape[1] == 1 else None
-    )
     read = []
-    model.register_forward_pre_hook(
-        lambda module, args: read.append(args[0].shape[0]) if args[0].shape[1] > 1 else None
-    )
+    model.register_forward_pre_hook(lambda _, args: (read if args[0].shape[1] > 1 else steps).append(len(args[0])))
     prompts = [prompt + [9] for prompt in PROMPTS * 8]  # of two tokens at least
     options = dict(seed=2, max_batch=slots, enforce_eager=True)  # a graph's replay calls no hooks
     lengths = sample_groups(model, prompts, 10, 100, stop_token=STOP, **options).completion_lengths
@@ -279,11 +250,8 @@ def test_columns_that_nobody_wrote_are_not_read(monkeypatch):
     monkeypatch.setattr(KVCache, "__init__", poisoned)
     last = lambda seed, rows, steps: np.asarray(steps)[None] == lengths[rows][:, None] - 1  # noqa: E731
     monkeypatch.setattr(sample, "uniforms", lambda *args: last(*args).astype(np.float32))
-    monkeypatch.setattr(
-        batch,
-        "sample_tokens",
-        lambda model, hidden, u, **sampling: (torch.where(u > 0.5, STOP, 5), hidden.float().sum(-1)),
-    )
+    stop_or_5 = lambda model, hidden, u, **sampling: (torch.where(u > 0.5, STOP, 5), hidden.float().sum(-1))  # noqa: E731
+    monkeypatch.setattr(batch, "sample_tokens", stop_or_5)
     rollouts = sample_groups(make_model("gpt2", block_size=64), [[1, 2]] * 6, 8, 40, stop_token=STOP, max_batch=8)
     assert rollouts.completion_lengths.tolist() == lengths.tolist() and rollouts.sampling_logprobs.isfinite().all()
 
@@ -296,11 +264,11 @@ def test_plain_torch_is_not_recorded():
         assert plain.cuda_graphs == kernels
 
 
+REHEARSED = [(10, 9, 16, "float32"), (1, 40, 16, "bfloat16"), (4, 16, None, "float32"), (8, 8, 8, "bfloat16")]
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts a CPU's bytes")
-@pytest.mark.parametrize(
-    "k, P, slots, dtype",
-    [(10, 9, 16, "float32"), (1, 40, 16, "bfloat16"), (4, 16, None, "float32"), (8, 8, 8, "bfloat16")],
-)
+@pytest.mark.parametrize("k, P, slots, dtype", REHEARSED)
 def test_no_lengths_take_more_than_is_rehearsed(k, P, slots, dtype):
     """Refills, slots that leave and prompts of all lengths, to the last column of the cache."""
     model = make_flat_model("gpt2", block_size=62, bias=True)

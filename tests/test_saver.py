@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import make_model
+from conftest import HOME, make_model
 from test_checkpoint import figures, progress, reward_that_draws
 from test_grpo import tiny
 
@@ -31,8 +31,6 @@ from tokenizer import get_tokenizer
 from training.guard import Guard
 from training.optimizer import make_optimizer, optimizer_step
 from training.state import Training
-
-HOME = Path(__file__).parent.parent
 
 
 class Run:

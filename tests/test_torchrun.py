@@ -5,16 +5,14 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import DEVICE
+from conftest import DEVICE, HOME
 from test_parallel import assert_same_weights
 
 from runs.checkpoint import newest
 from runs.log import read_log
 
-HOME = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="gloo on a CPU")
 long = pytest.mark.long

@@ -4,11 +4,10 @@ import json
 
 import pytest
 import trajectory
-from conftest import DEVICE
+from conftest import DEVICE, figures
 
 import grpo
 from logprobs.head import head_logprobs
-from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings
 
@@ -72,10 +71,5 @@ def test_a_free_run_is_itself_again(tmp_path):
         prepared = prepare(GRPOSettings(**trajectory.SHAPE | trajectory.TRAIN | options))
         prepared.reward_funcs = [lambda prompts, completions, **columns: [len(set(c)) / 10 for c in completions]]
         grpo.main(prepared)
-        logs.append(
-            [
-                {k: v for k, v in r.items() if not k.startswith(("time", "mem")) and k != "tokens_per_second"}
-                for r in read_log(tmp_path / name)
-            ]
-        )
+        logs.append(figures(tmp_path / name))
     assert logs[0] == logs[1] and len(logs[0]) == 8 and min(record["grad_norm"] for record in logs[0]) > 0
