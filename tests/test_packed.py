@@ -299,14 +299,15 @@ def peak_bytes(model, rollouts, cut, options):
 def test_a_shared_prompt_is_kept_once(shape, way):
     """8 completions of 64 behind a prompt of 192: 192 + 8 * 63 = 696 tokens instead of 8 * 256 = 2048, or 0.34.
 
-    Where each sequence has a prompt of its own, and all one length, the packed row saves their last tokens only. Its
+    Where all keep everything and each sequence has its own prompt, the packed row saves their last tokens only. Its
     rotary tables have a line a token; padded rows have a line a position, which all rows share.
     """
     model = make_flat_model(shape, block_size=256, n_embd=64)
     model.checkpoint_blocks = way
     options = GRPOSettings(max_new_tokens=64, logits_chunk_mb=0.25)
     tables = 2 * 8 * 127 * model.config.head_size * 4 if shape == "llama" else 0
-    for groups, group_size, most, more in (([(192, [64] * 8)], 8, 0.4, 0), ([(64, [64])] * 8, 1, 1, tables)):
+    alone = [([(64, [64])] * 8, 1, 1, tables)] if way == "none" else []
+    for groups, group_size, most, more in [([(192, [64] * 8)], 8, 0.4, 0), *alone]:
         rollouts = make_rollouts(groups, torch.float32)
         packed = peak_bytes(model, rollouts, Cut(rollouts, group_size=group_size), options)
         with padded():
