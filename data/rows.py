@@ -90,7 +90,7 @@ class FileTask(Task):
         """The rows were counted when they were read."""
 
 
-@lru_cache
+@lru_cache(maxsize=2)  # a batch may reach into the next epoch
 def shuffled(count: int, seed: str) -> list[int]:
     """The numbers below `count` in random order."""
     numbers = list(range(count))
