@@ -1,6 +1,6 @@
 """What a run prints at its end: what it reached, its peak memory and time, where things are, and the next command.
 
-    GRPO is done: 80 iterations in 01:13, peak 38 MiB in train
+    GRPO is done: 80 iterations in 01:40, peak 39 MiB in train
       pass@1      0.048 -> 1.000 (sampled 0.214 -> 0.992)
       reward      0.281 -> 0.977
       log         out/grpo_small/log.jsonl, samples.jsonl, log.txt
