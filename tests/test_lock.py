@@ -19,9 +19,20 @@ RUN = """grpo.py --task=addition --beta=0 --n_layer=1 --n_head=1 --n_embd=8 --ba
 --eval_prompts=0 --save_interval=50 --save_total_limit=999 --max_new_tokens=4"""
 
 
-def command(folder, *words):
-    words = [sys.executable, *RUN.split(), f"--out_dir={folder}", *words]
-    return subprocess.Popen(words, cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def command():
+    """Start a run in a folder -> its process. A failed test leaves none behind."""
+    started = []
+
+    def command(folder, *words):
+        words = [sys.executable, *RUN.split(), f"--out_dir={folder}", *words]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        started.append(subprocess.Popen(words, cwd=HOME, text=True, **pipes))
+        return started[-1]
+
+    yield command
+    for process in started:
+        process.kill()
 
 
 def wait_for(condition):
@@ -29,7 +40,7 @@ def wait_for(condition):
         time.sleep(0.05)
 
 
-def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(tmp_path):
+def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(tmp_path, command):
     folder = tmp_path / "run"
     first = command(folder, "--max_iters=100000")
     wait_for(lambda: any(folder.glob("checkpoint-*")))
