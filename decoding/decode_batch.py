@@ -326,7 +326,7 @@ def record(step, pool, stream):
     gc.disable()  # a finaliser that waits for the device (device.host.unpin) breaks a recording
     try:
         with torch.cuda.stream(stream):  # which restores the current stream after an error
-            # thread_local: another thread may be writing a checkpoint
+            # thread_local: a reward function may have left a thread that uses CUDA
             graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
             try:
                 step()

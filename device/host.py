@@ -134,15 +134,6 @@ def unpin(address, pages):
         UNUSED.pop()
 
 
-def spare_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in ordinary host memory that no ledger counts. The saver makes it only where there is room to spare."""
-    HOST.making = True
-    try:
-        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-    finally:
-        HOST.making = False
-
-
 def fetch(module, device):
     """Begin to copy a module's weights from the host to the device. Compute may use them after `module.arrival.wait()`.
 

@@ -8,15 +8,13 @@
 progress goes into state.json beside model and optimizer. The loop makes it, a dict as JSON has it:
 {"health": guard.health, "after_oom": {...}, "extra_prompts": int}. The score of a checkpoint is in the log.
 
-A save checks that the state is finite and copies it to the host. A thread writes the copy while the training goes on.
-Without room for a copy (or with memory_budget_gb on a CPU) the training waits. If a save fails, the log says why, the
+A save checks that the state is finite and writes it; the training waits. If a save fails, the log says why, the
 training goes on, and the next save tries again. If the last save fails, the run ends with an error.
 
 The newest save_total_limit checkpoints are kept, and the one with the best score. out/<run>/best links to that one.
 """
 
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -24,8 +22,6 @@ from pathlib import Path
 
 import torch
 
-from device.host import available_on_host, spare_copy
-from device.kinds import MIB
 from device.processes import OneProcess
 from memory.ledger import component
 from options import SnugError, in_one_line
@@ -60,9 +56,6 @@ class Saver:
         self.folder, self.constants = Path(settings.out_dir), constants
         self.saved = start  # iterations done by the newest checkpoint
         self.scores = {}  # iterations done -> score, None without an evaluation
-        self.thread = None  # writes a copy of the state
-        self.copy_bytes = 0  # size of that copy
-        self.problem = None  # what went wrong in the thread; `wait` reports it
         if self.processes.rank == 0:
             self.scores = self.scores_in_log()
             for folder in self.folder.glob(f".tmp-{PREFIX}*"):  # a killed process left it
@@ -90,8 +83,6 @@ class Saver:
 
         After a dropped step nothing is saved, except at the end. Raises SnugError if the last save fails.
         """
-        if self.thread and not self.thread.is_alive():
-            self.wait()
         score, interval = self.score_of(scores), self.settings.save_interval
         best = best_of(checkpoints(self.folder), self.scores)
         is_best = score is not None and (best is None or score > self.scores[iteration_of(best)])
@@ -103,8 +94,7 @@ class Saver:
             self.save(done, progress, last)
 
     def save(self, done: int, progress: dict, last: bool = False):
-        """Save the state after `done` iterations. last: wait until it is written, and raise SnugError if that fails."""
-        self.wait()
+        """Save the state after `done` iterations. If that fails, warn; last: raise SnugError."""
         if not self.processes.first(self.saved == done):
             self.write(done, progress, last)
         elif self.processes.rank == 0:
@@ -124,40 +114,17 @@ class Saver:
             **self.constants,
             **progress,
         }
-        if bad := not_finite({name: t for named in tensors.values() for name, t in named.items()}):
-            self.problem = f"{PREFIX}{done:06d} is not written: {bad}"
-        elif not last and (copy := self.copied(tensors)):
-            self.thread = threading.Thread(target=self.publish, args=(state, copy), daemon=True)
-            self.thread.start()
-            return
-        else:
-            self.publish(state, tensors)
-        if last and self.saved != done:
-            problem, self.problem = self.problem, None
-            raise SnugError(f"{problem}; --resume=auto goes on from {newest_name(self.folder)}")
-        self.wait()
-
-    def copied(self, tensors: dict) -> dict | None:
-        """Copies of all tensors in host memory, or None if there is no room to spare."""
-        size = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
-        # On a CPU the memory budget has no room for a copy.
-        budget = self.settings.memory_budget_gb and self.device.type == "cpu"
-        if budget or available_on_host() <= 2 * size:
-            return None
-        self.copy_bytes = size
-        return {
-            file: {name: spare_copy(tensor) for name, tensor in named.items()}
-            for file, named in tensors.items()
-        }
-
-    def publish(self, state: dict, tensors: dict):
-        """Write a checkpoint and delete old ones; runs in the thread. A failure goes to `problem`."""
-        done = state["iteration"]
+        name = f"{PREFIX}{done:06d}"
         try:
-            with in_one_line(f"{PREFIX}{done:06d} cannot be written into {self.folder}"):
+            if bad := not_finite({name: t for named in tensors.values() for name, t in named.items()}):
+                raise SnugError(f"{name} is not written: {bad}")
+            with in_one_line(f"{name} cannot be written into {self.folder}"):
                 write(self.folder, state, tensors, self.tokenizer.files)
         except SnugError as error:
-            self.problem = str(error)
+            if last:
+                newest = newest_name(self.folder)
+                raise SnugError(f"{error}; --resume=auto goes on from {newest}") from None
+            self.say(f"warning: {error}; the training goes on, and the next save tries again")
             return
         self.saved = done
         self.prune(done)
@@ -178,19 +145,6 @@ class Saver:
             if path != best:
                 shutil.rmtree(path, ignore_errors=True)  # if it stays, the next save tries again
 
-    def wait(self):
-        """Wait until nothing is being written, and report what went wrong."""
-        if self.thread:
-            self.thread.join()
-            self.thread, self.copy_bytes = None, 0
-        if self.problem:
-            self.say(f"warning: {self.problem}; the training goes on, and the next save tries again")
-            self.problem = None
-
-    def stats(self) -> dict:
-        """For the log: host memory of the copy that is being written."""
-        return {"mem_save_mb": round(self.copy_bytes / MIB, 3)} if self.copy_bytes else {}
-
     @contextmanager
     def keeping(self, iteration: int, progress: dict) -> Iterator[None]:
         """If the block fails before its optimizer step, save the state from before it, with this `progress`."""
@@ -210,7 +164,6 @@ class Saver:
     def rescue(self, done: int, progress: dict):
         """Save the state beside an error. If that fails too, warn: the first error is the one to raise."""
         try:
-            self.wait()
             if self.saved != done:
                 self.write(done, progress, last=True)
             self.say(f"saved after iteration {done - 1}, before the error below; --resume=auto goes on")

@@ -44,7 +44,7 @@ SIZES = dict(none=1, ddp=2, fsdp=2)
 PLACES = dict(
     rollout=((grpo, "collect_groups"), (grpo, "collect_groups")),
     train=((grpo, "accumulate_gradient"), (Training, "update")),
-    save=((saver.Saver, "write"), (saver, "write")),  # from the decision to the end of the writing thread
+    save=((saver.Saver, "write"), (saver, "write")),
 )
 
 

@@ -1,4 +1,4 @@
-"""Saving beside the training; which checkpoints are kept; disks that are full, read-only or broken."""
+"""Saving; which checkpoints are kept; disks that are full, read-only or broken."""
 
 import dataclasses
 import json
@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +18,8 @@ from test_grpo import tiny
 
 import grpo
 import train_sft
-from device.host import HOST
 from options import SnugError
-from runs import checkpoint, loading
-from runs import saver as saving
+from runs import checkpoint
 from runs.log import read_log
 from runs.prepare import prepare
 from runs.saver import Saver, not_finite
@@ -56,7 +53,6 @@ class Run:
 
     def after(self, done, score=None):
         self.saver.after(done, progress(self.guard), {} if score is None else {"pass_at_1": score})
-        self.saver.wait()
 
     def iterations(self, *numbers, scores=()):
         for done in numbers:
@@ -79,44 +75,6 @@ def broken(number=5):
         raise OSError(number, os.strerror(number))
 
     return fail
-
-
-def test_a_save_has_the_state_of_its_iteration(tmp_path, monkeypatch):
-    """The writing is held up while the training goes on."""
-    run = Run(tmp_path)
-    run.step(1)
-    go, original = threading.Event(), checkpoint.seal
-    monkeypatch.setattr(checkpoint, "seal", lambda folder: go.wait(60) and original(folder))
-    live = loading.tensors_of(run.model, run.optimizer).values()
-    before = {name: tensor.clone() for named in live for name, tensor in named.items()}
-    on_host = HOST.current
-    run.saver.after(1, progress(run.guard), {})
-    assert run.kept() == [] and run.saver.stats()["mem_save_mb"] > 0
-    assert HOST.current <= on_host  # the copy is in no ledger
-    run.step(2)
-    run.guard.health["dropped_steps"] = 7
-    go.set()
-    run.saver.wait()
-    assert run.saver.stats() == {}
-    path, state = checkpoint.open_checkpoint(tmp_path)
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        for name, tensor in safetensors.torch.load_file(path / file).items():
-            assert tensor.equal(before.pop(name).cpu())
-    assert not before and state["optimizer_steps"] == 1 and state["health"]["dropped_steps"] == 0
-
-
-@pytest.mark.parametrize("spare", [0, 1])
-def test_where_there_is_no_room_for_a_copy_the_training_waits(tmp_path, monkeypatch, spare):
-    """There is room for a copy if as much again stays free."""
-    run = Run(tmp_path)
-    run.step(1)
-    live = loading.tensors_of(run.model, run.optimizer).values()
-    size = sum(tensor.nbytes for named in live for tensor in named.values())
-    monkeypatch.setattr(saving, "available_on_host", lambda: 2 * size + spare)
-    run.saver.after(1, progress(run.guard), {})
-    assert (run.saver.thread is not None) == bool(spare)
-    run.saver.wait()
-    assert run.kept() == [1]
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):

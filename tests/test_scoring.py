@@ -223,7 +223,6 @@ def test_the_best_is_chosen_by_the_reward_of_own_functions_or_by_pass_at_1(tmp_p
     scores = [dict(eval_reward_mean=reward, pass_at_1=rate) for reward, rate in scores] + [{}, {}]
     for done, entries in enumerate(scores, start=1):
         saver.after(done, progress(Guard(settings, print)), entries)
-        saver.wait()
     assert checkpoint.newest(tmp_path / "best").name == f"checkpoint-{best:06d}" and saver.scores[best] == score
 
 

@@ -173,21 +173,18 @@ def changes_since(before: dict, settings):
 def iterations(iterate, training):
     """-> False if a signal stopped them."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
-    try:
-        with training.processes.connected(), StopAfterIteration() as stop:
-            training.make_up_evaluation(log.start)
-            for iteration in log.iterations():
-                with saver.keeping(iteration, training.progress()):
-                    iterate(iteration, training)
-                stopped_by = training.processes.agreed(stop.by)
-                if stopped_by and iteration + 1 < max_iters:
-                    saver.save(iteration + 1, training.progress(), last=True)
-                    log.say(
-                        f"stopped by {stopped_by} after iteration {iteration}, and saved; --resume=auto goes on"
-                    )
-                    return False
-    finally:
-        saver.wait()
+    with training.processes.connected(), StopAfterIteration() as stop:
+        training.make_up_evaluation(log.start)
+        for iteration in log.iterations():
+            with saver.keeping(iteration, training.progress()):
+                iterate(iteration, training)
+            stopped_by = training.processes.agreed(stop.by)
+            if stopped_by and iteration + 1 < max_iters:
+                saver.save(iteration + 1, training.progress(), last=True)
+                log.say(
+                    f"stopped by {stopped_by} after iteration {iteration}, and saved; --resume=auto goes on"
+                )
+                return False
     return True
 
 

@@ -134,7 +134,6 @@ class Training:
         if math.isfinite(norm):
             self.guard.health["dropped_in_a_row"] = 0
             return metrics | {"grad_norm": norm}
-        self.saver.wait()  # an error names the newest checkpoint
         gradients = gradients_of(model, optimizer)
         with self.processes.whole(model) as whole:
             self.guard.drop(iteration, whole, gradients, sequences, select, metrics["loss"], norm)
@@ -158,7 +157,7 @@ class Training:
         record |= dict(
             time_s=time.perf_counter() - self.started, dropped_steps=self.guard.health["dropped_steps"]
         )
-        record |= self.meter.stats() | self.saver.stats()
+        record |= self.meter.stats()
         found = hints(record)
         self.log.iteration(record | ({"hints": sorted(found)} if found else {}), samples)
         for name in sorted(found.keys() - self.shown_hints):
