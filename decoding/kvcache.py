@@ -25,8 +25,6 @@ from kernels.rotary import rotate
 from memory.ledger import component
 from model import GPTConfig
 
-ZEROED = 16  # columns that are zeroed at a time
-
 
 @component("KV cache")
 class KVCache:
@@ -60,17 +58,17 @@ class KVCache:
 
         def new(slots, columns):
             shape = config.n_layer, 2, slots, config.n_kv_head, columns, config.head_size
-            return torch.empty(shape, dtype=dtype, device=device)
+            # Columns that nobody has written are read with weight 0, and 0 * NaN is NaN.
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
         self.group_size = group_size
         self.completion = new(slots, width)
-        self.prompt = new(prompt_slots, prompt_width).zero_()
+        self.prompt = new(prompt_slots, prompt_width)
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
         self.max_length = prompt_width + width
-        self.written = 0  # columns [0, written) are initialised in every active slot
         self.ragged = False  # is a prompt shorter than T_p?
         # (P,) the prompt slots that the next forward fills; None: it is a step
         self.prefill_slots = None
@@ -160,12 +158,6 @@ class KVCache:
         self.t, self.columns, self.same_t = t, columns, same_t
         if uses_triton(self.completion):
             return
-        if not same_t and columns > self.written:
-            # Columns after a slot's t are read with weight 0, and 0 * NaN is NaN.
-            end = columns + ZEROED - 1
-            self.completion[:, :, : len(t), :, self.written : end] = 0
-            self.written = end
-        self.written = max(self.written, columns)
         self.write_at = (self.first_row + t[:, None]).view(-1)  # (2 * n * G,)
         if not same_t:
             later = torch.arange(columns, device=t.device) > t[:, None]  # (n, columns)

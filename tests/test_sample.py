@@ -10,7 +10,6 @@ from conftest import DEVICE, make_flat_model, make_model, rows_of
 
 import sample
 from decoding import decode_batch as batch
-from decoding.kvcache import KVCache
 from memory.meter import MemoryMeter
 from model import autocast
 from runs import loading
@@ -235,25 +234,6 @@ def test_freed_slots_are_filled_again(slots, every, monkeypatch):
     assert lengths.min() == 1 and lengths.max() > 40  # of 320 rows 10 are that long on average
     assert max(steps) <= slots
     assert len(steps) <= 1.15 * int(lengths.sum()) / slots + int(lengths.max())
-
-
-def test_columns_that_nobody_wrote_are_not_read(monkeypatch):
-    """The rows in use are of one age again after a younger one has come and gone in a slot that is filled later."""
-    init, lengths = KVCache.__init__, np.ones(48, int)
-    lengths[[0, 8, 16, 24, 25, 26, 27, 28, 29]] = [25, 35, 35, 35, 3, 35, 35, 35, 3]
-    lengths[32:40] = 30
-
-    def poisoned(cache, *args, **options):
-        init(cache, *args, **options)
-        cache.completion.fill_(float("nan"))
-
-    monkeypatch.setattr(KVCache, "__init__", poisoned)
-    last = lambda seed, rows, steps: np.asarray(steps)[None] == lengths[rows][:, None] - 1  # noqa: E731
-    monkeypatch.setattr(sample, "uniforms", lambda *args: last(*args).astype(np.float32))
-    stop_or_5 = lambda model, hidden, u, **sampling: (torch.where(u > 0.5, STOP, 5), hidden.float().sum(-1))  # noqa: E731
-    monkeypatch.setattr(batch, "sample_tokens", stop_or_5)
-    rollouts = sample_groups(make_model("gpt2", block_size=64), [[1, 2]] * 6, 8, 40, stop_token=STOP, max_batch=8)
-    assert rollouts.completion_lengths.tolist() == lengths.tolist() and rollouts.sampling_logprobs.isfinite().all()
 
 
 def test_plain_torch_is_not_recorded():
