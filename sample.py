@@ -12,7 +12,6 @@ Left out: top-k and top-p (training draws from the whole policy), beams, specula
 Test: pytest tests/test_sample.py
 """
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -279,13 +278,11 @@ def main(settings, run):
     with autocast(run.settings.dtype, run.model):
         rollouts = sample_groups(run.model, [ids], settings.num_samples, max_new_tokens, **options)
     shown = prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n"
-    logprobs, stopped = rollouts.sampling_logprobs.sum(1).tolist(), rollouts.stopped.tolist()
-    for completion, ended, logprob in zip(rollouts.completions(), stopped, logprobs, strict=True):
+    for completion, ended in zip(rollouts.completions(), rollouts.stopped.tolist(), strict=True):
         text = run.tokenizer.decode(completion)
         if settings.stop_string:
             text = text.split(settings.stop_string)[0]
-        line = f"{shown}{text}{'' if ended else ' …'}   [probability {math.exp(logprob):.3g}]"
-        print(line.translate(CONTROLS))
+        print(f"{shown}{text}{'' if ended else ' …'}".translate(CONTROLS))
 
 
 if __name__ == "__main__":

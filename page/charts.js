@@ -31,7 +31,6 @@ const trace = (series) => {
     case "dashed": return { ...common, ...line, line: { color: tint, width: 2, dash: "dash" } };
     case "hidden": return { ...common, ...line, visible: "legendonly" };
     case "block": return { ...common, type: "bar", width: series.width, offset: 0, marker: { color: tint, line: { width: 0 } } };
-    case "stack": return { ...common, type: "bar", marker: { color: tint } };
     case "bar": return { ...common, type: "bar", offsetgroup: tint, marker: { color: tint } };
     default: return { ...common, ...line };
   }
@@ -55,7 +54,7 @@ const layout = (chart) => {
     font: { family: "system-ui, sans-serif", color: text, size: 12 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 52, r: 14, t: 10, b: 40 }, dragmode: !mouse.matches ? false : chart.window ? "pan" : "zoom", hovermode: "closest", bargap: 0.35,
-    barmode: styles.has("stack") ? "stack" : styles.has("block") ? "overlay" : "group",
+    barmode: styles.has("block") ? "overlay" : "group",
     showlegend: chart.series.length > 1, legend: { orientation: "h", traceorder: "normal", y: -0.22, yanchor: "top", font: { color: quiet, size: 12 } },
     xaxis: { ...axis, ...(named ? { type: "category" } : {}), title: title(chart.x), showgrid: false, ...(range && range[0] < range[1] ? { range } : {}) },
     yaxis: { ...axis, title: title(chart.y), rangemode: "tozero", fixedrange: true },

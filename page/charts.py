@@ -31,8 +31,7 @@ MEMORY = {"mem_max_alloc_mb": "peak", "mem_alloc_mb": "allocated after it"}
 
 @dataclass
 class Series:
-    """style: line, dashed, hidden (a line that shows after a click on its name), block (a bar from x to x + width),
-    stack (on top of the series before), bar."""
+    """style: line, dashed, hidden (shown after a click on its name), block (a bar from x to x + width), bar."""
 
     name: str
     x: list
@@ -60,7 +59,7 @@ def charts_of(runs: list[Run]) -> list[Chart]:
     memory += by_kind("Memory", "Memory of each iteration", "MiB", MEMORY, runs)
     memory.append(peaks(runs))
     time = by_kind("Time", "Speed", "tokens per second", {"tokens_per_second": ""}, runs)
-    return learning + memory + time + [mean_seconds(runs)]
+    return learning + memory + time
 
 
 def by_kind(section: str, title: str, unit: str, names: dict, runs: list[Run]) -> list[Chart]:
@@ -128,22 +127,3 @@ def peaks(runs: list[Run]) -> Chart:
         largest = {phase: max(values) for phase, values in sizes.items() if values}
         bars.append(Series(run.name, list(largest), list(largest.values()), "bar", number))
     return Chart("Memory", "Peak of each phase", "", "MiB", bars)
-
-
-def mean_seconds(runs: list[Run]) -> Chart:
-    """A column for each run. "other" is what no phase has: saving, the log."""
-    means = {phase: [] for phase in PHASES}
-    other = []
-    for run in runs:
-        rest = sum(logged(run.records, "time_s"))
-        for phase in PHASES:
-            seconds = sum(logged(run.records, f"time_{phase}_s"))
-            means[phase].append(seconds / len(run.records))
-            rest -= seconds
-        other.append(max(0.0, rest / len(run.records)))
-    series = []
-    for number, (phase, seconds) in enumerate((means | {"other": other}).items()):
-        if any(seconds):
-            names = [run.name for run in runs]
-            series.append(Series(phase, names, seconds, "stack", number))
-    return Chart("Time", "Mean seconds of an iteration", "", "seconds", series)

@@ -87,10 +87,6 @@ def test_charts_have_the_logs_figures(tmp_path):
     peaks = chart(charts, "Peak of each phase")
     assert dict(zip(peaks["a"].x, peaks["a"].y, strict=True)) == dict(zip(PHASES[:5], [3, 13, 23, 32, 43], strict=True))
     assert (peaks["warm"].x, peaks["warm"].y) == (["train", "optimizer"], [2, 12])
-    seconds = chart(charts, "Mean seconds of an iteration")
-    assert {name: series.y[1] for name, series in seconds.items()} == dict.fromkeys(PHASES[:5], 0) | dict(
-        train=1, optimizer=2, other=7
-    )
     assert "Reward, SFT" not in [chart.title for chart in charts]
 
 
@@ -112,8 +108,6 @@ def test_the_table_and_the_tiles(tmp_path):
     peak = {"peak memory": "50 MiB", "time": "03:39"}
     scores = {"reward": "0.000 → 0.400", "pass@1": "0.000 → 0.800"}
     assert dict(tiles(runs[0])) == {"iterations": "5"} | scores | peak
-    seconds = chart(charts_of(runs), "Mean seconds of an iteration")
-    assert seconds["train"].y == [4, 1] and seconds["eval"].y == [3 / 5, 0]
 
 
 def test_runs_of_a_kind_share_charts(tmp_path):
