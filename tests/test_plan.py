@@ -38,6 +38,7 @@ COMMON = dict(digits=4, device="cpu", eval_prompts=16, eval_interval=2, save_int
 COMMON |= dict(n_layer=3, n_embd=96, block_size=64)  # deeper: test_a_deep_models_plan_is_that_of_all_its_blocks
 GRPO = dict(batch_size=6, group_size=4, max_new_tokens=24)
 BF16 = dict(param_dtype="bfloat16", dtype="bfloat16", optimizer_dtype="bfloat16")
+SMALL = dict(n_layer=1, batch_size=4, eval_prompts=0)
 PROFILED = ("sequence level",)  # compared with PyTorch's profiler too, which is slow
 # 4-digit additions have prompts of 10 tokens, so a group takes 10 + 4 * 23 = 102 of the row. Micro-batches hold whole
 # groups, or 10 + 2 * 23 = 56 tokens of one: then a run whose completions do not stop fills them as the planner does.
@@ -109,8 +110,6 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
     """
     never_stop(monkeypatch)
     most = 0.05 if name == "long rollouts" else 0.02
-    # No copies while a checkpoint is written, which a plan leaves out.
-    monkeypatch.setattr("runs.saver.available_on_host", lambda: 0)
     prepared, settings = prepared_run(tmp_path, **CONFIGS[name])
     its_plan = plan(dry_run(prepared), settings)
     gc.collect()
@@ -142,7 +141,6 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
 def test_a_plan_bounds_a_ragged_run(changes, lengths, least, tmp_path, monkeypatch):
     """A budget that is no multiple of anything; where first-fit fills micro-batches, the plan is not far above."""
     lengths(monkeypatch)
-    monkeypatch.setattr("runs.saver.available_on_host", lambda: 0)
     prepared, settings = prepared_run(tmp_path, eval_prompts=0, **changes)
     planned_peak = plan(dry_run(prepared), settings).phases["train"][0] / MIB
     grpo.main(prepared)
@@ -313,7 +311,7 @@ def fitted_into(share, tmp_path, **options):
 
 @pytest.mark.parametrize("share", [1, 0.9, 0.3])
 def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(share, tmp_path):
-    settings, fitted, needed, need_of = fitted_into(share, tmp_path, batch_size=16)
+    settings, fitted, needed, need_of = fitted_into(share, tmp_path, batch_size=16, n_layer=1, eval_prompts=0)
     fitted.check()
     assert need_of(fitted) == needed <= share
     changed = changes(settings, fitted)
@@ -325,7 +323,7 @@ def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(share, tmp_pat
 
 
 def test_fit_takes_the_first_value_that_fits(tmp_path):
-    settings, fitted, needed, need_of = fitted_into(0.8, tmp_path, batch_size=64, n_layer=1, eval_prompts=0)
+    settings, fitted, needed, need_of = fitted_into(0.8, tmp_path, batch_size=16, n_layer=1, eval_prompts=0)
     assert needed <= 0.8 and set(changes(settings, fitted)) == {"max_tokens_per_micro_batch"}
     assert need_of(dataclasses.replace(fitted, max_tokens_per_micro_batch=2 * fitted.max_tokens_per_micro_batch)) > 0.8
 
@@ -336,7 +334,7 @@ def test_fit_takes_the_first_value_that_fits(tmp_path):
 )
 def test_fit_begins_with_what_binds(bounds, tmp_path):
     """A bound far above what there is does not keep the ladder from its first rungs."""
-    options = dict(n_layer=1, batch_size=64, max_tokens_per_micro_batch=100) | bounds
+    options = dict(n_layer=1, batch_size=24, max_tokens_per_micro_batch=100) | bounds
     settings, fitted, needed, _ = fitted_into(0.7, tmp_path, **options)
     assert needed <= 0.7
     assert set(changes(settings, fitted)) <= {"max_rollout_batch", "max_tokens_per_micro_batch"}
@@ -354,7 +352,7 @@ def test_a_budget_bounds_the_run_and_says_so(tmp_path, capsys):
 
 
 def test_what_cannot_fit_is_refused_before_the_first_step(tmp_path, capsys):
-    prepared, settings = prepared_run(tmp_path, memory_budget_gb="0.0001", n_layer=2, batch_size=3)
+    prepared, settings = prepared_run(tmp_path, memory_budget_gb="0.0001", **SMALL | dict(batch_size=1))
     with pytest.raises(SnugError, match=r"the plan takes 0\.\d+ GiB in \w+ even with --.*: use a smaller model"):
         grpo.main(prepared)
     assert "together" in capsys.readouterr().out and not (tmp_path / "run").exists()
@@ -368,13 +366,15 @@ def test_a_host_that_is_too_small_is_refused(tmp_path, monkeypatch):
 
 
 def test_show_ends_with_the_line(tmp_path):
-    prepared, settings = prepared_run(tmp_path, memory_budget_gb="0.01", n_layer=2)
+    prepared, settings = prepared_run(tmp_path, **SMALL)
+    budget = 0.8 * plan(dry_run(prepared), settings).peak / GIB
+    settings.memory_budget_gb = f"{budget:f}"
     lines = show(dry_run(prepared), settings).splitlines()
     assert lines[-1].startswith("peak_gib=0.0") and " host_gib=0.000 phase=" in lines[-1]
-    assert lines[-2].startswith("fits into 0.01 GiB with --max_tokens_per_micro_batch=")
+    assert lines[-2].startswith(f"fits into {budget:.3g} GiB with --max_tokens_per_micro_batch=")
     assert any(line.split()[:1] == ["together"] for line in lines)
-    settings.memory_budget_gb = "0.0001"
-    assert "\ndoes not fit: the plan takes 0." in show(dry_run(prepared), settings)
+    prepared.settings = dataclasses.replace(settings, memory_budget_gb="0.0001", batch_size=1)
+    assert "\ndoes not fit: the plan takes 0." in show(dry_run(prepared), prepared.settings)
 
 
 def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):

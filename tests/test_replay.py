@@ -27,7 +27,7 @@ STOPS = (3, 9)
 
 @compiles
 def test_in_the_interpreter(request):
-    assert run_interpreted(__file__, request) >= 14
+    assert run_interpreted(__file__, request) >= 12
 
 
 @pytest.fixture
@@ -222,7 +222,9 @@ WAITS = {
 
 
 @interpreted
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize(
+    "wait", [pytest.param(name, marks=[] if name in ("item", "a mask") else pytest.mark.long) for name in WAITS]
+)
 def test_a_step_that_waits_is_not_recorded(wait, device, monkeypatch, capsys):
     """As on CUDA, where the recording breaks and ending it raises as well."""
     original = decode_batch.sample_tokens
