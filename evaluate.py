@@ -115,7 +115,7 @@ if __name__ == "__main__":
         options, given, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
         prepared, file = prepare_evaluation(options, given, folder)
 
-from data.rewards import repeat_columns, total_rewards
+from data.rewards import repeat_columns
 from data.scores import pass_rates, reward_means, summarize, table
 from memory import Limits
 from model import autocast
@@ -184,24 +184,21 @@ def sample_and_score(model, prepared, rows, group_size, temperature, **options):
 
 
 def score(prepared, prompts: list, completions: list[str], columns: dict[str, list]):
-    """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's}.
+    """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's, ...}.
 
     A reward is None if the completion was not scored. task_reward exists only with reward_funcs; reward/<function>
-    with reward_funcs or with several functions.
+    with reward_funcs or with several functions; extra/<column> if a function logged it.
     """
-    settings = prepared.settings
-    limit, weights = settings.reward_timeout, prepared.reward_weights
-    totals, by_function = total_rewards(
-        prepared.reward_funcs, prompts, completions, columns, limit, weights
-    )
-    totals = [None if math.isnan(total) else total for total in totals]
-    rewards = {f"reward/{name}": values for name, values in by_function.items()}
+    settings, scores = prepared.settings, prepared.score(prompts, completions, columns)
+    totals = [None if math.isnan(total) else total for total in scores.totals]
+    rewards = {f"reward/{name}": values for name, values in scores.by_function.items()}
+    extra = {f"extra/{name}": values for name, values in scores.extra.items()}
     if not settings.reward_funcs:  # the task's first function gives 1 for a right completion
         right = [reward == 1 for reward in next(iter(rewards.values()))]
-        return dict(right=right, reward=totals) | (rewards if len(rewards) > 1 else {})
+        return dict(right=right, reward=totals) | (rewards if len(rewards) > 1 else {}) | extra
     least = pass_reward(settings) - ROUNDING * abs(pass_reward(settings))
     right = [total is not None and total >= least for total in totals]
-    scored = dict(right=right, reward=totals) | rewards
+    scored = dict(right=right, reward=totals) | rewards | extra
     if prepared.task.scored:
         scored["task_reward"] = prepared.task.rewards(prompts, completions, **columns)
     return scored

@@ -24,7 +24,7 @@ import torch
 
 import train_sft
 from batch import gather
-from data.rewards import repeat_columns, total_rewards
+from data.rewards import repeat_columns
 from device.cuda import empty_cache
 from device.host import borrowed, stream_from_host
 from logprobs import head_logprobs, head_loss, head_loss_in_two_visits
@@ -40,6 +40,7 @@ from training import (
     Scored,
     as_floats,
     finite_columns,
+    join,
     learning_rate_at,
     mean_of_steps,
     rollout_metrics,
@@ -89,7 +90,8 @@ def iterate(iteration, training, collect=None):
 
     # 1. Sample k completions of each of P prompts from the model's own weights. 2. Score them.
     collect = collect or collect_groups
-    rollouts, rewards, metrics = collect(iteration, training)  # N completions; (P, k)
+    scored, metrics = collect(iteration, training)
+    rollouts, rewards = scored.rollouts, scored.rewards  # N completions; (P, k)
 
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
     cut = training.cut(rollouts, settings.train_batch_size, settings.group_size)
@@ -127,8 +129,8 @@ def iterate(iteration, training, collect=None):
     # 9. Evaluate where it is due, log, save.
     training.prompts_used(metrics["gen_batches"])
     training.processes.add(entropies)
-    samples = training.samples(rollouts, rewards, entropies)
-    del rollouts, entropies  # before the evaluation samples its own
+    samples = training.samples(scored._replace(rewards=rewards), entropies)
+    del scored, rollouts, entropies  # before the evaluation samples its own
     tokens_per_second = metrics.pop("tokens") / training.meter.stats()["time_rollout_s"]
     metrics = mean_of_steps(taken) | metrics | dict(skipped_steps=skipped, learning_rate=learning_rate)
     metrics["tokens_per_second"] = tokens_per_second
@@ -142,33 +144,29 @@ def iterate(iteration, training, collect=None):
 
 
 def collect_groups(iteration, training):
-    """Sample groups and score them -> (Rollouts, rewards (P, k), metrics of all that was sampled).
+    """Sample groups and score them -> (Scored, metrics of all that was sampled).
 
     One rollout of P = batch_size prompts. With max_num_gen_batches (DAPO's dynamic sampling) up to that many rollouts,
     until P groups have rewards that are not all equal. The first P such groups are kept, in their order; if there are
     fewer, groups with equal rewards fill up.
     """
-    settings, k = training.settings, training.settings.group_size
-    rounds = []
+    settings, rounds = training.settings, []
     for turn in range(settings.max_num_gen_batches):
         rounds.append(sample_and_score(iteration, turn, training))
         rewards = torch.cat([scored.rewards for scored in rounds])  # (rounds * P, k)
         varied = has_variance(rewards)  # (rounds * P,), before lengths are punished
         if varied.sum() >= settings.batch_size:
             break
-    rollouts = rounds[0].rollouts
-    if len(rounds) > 1:
-        rollouts = Rollouts.joined([scored.rollouts for scored in rounds])
+    scored = join(rounds)
     if cache := settings.soft_punish_cache:
-        lengths = rollouts.completion_lengths.cpu().view(-1, k)
-        rewards = rewards + overlong_punishment(lengths, settings.max_new_tokens, cache)
-    metrics = rollout_metrics(rollouts, rewards, rounds)
+        lengths = scored.rollouts.completion_lengths.cpu().view(-1, settings.group_size)
+        punishment = overlong_punishment(lengths, settings.max_new_tokens, cache)
+        scored = scored._replace(rewards=rewards + punishment)
+    metrics = rollout_metrics(scored) | dict(gen_batches=len(rounds))
     metrics["frac_reward_zero_std"] = float((~varied).float().mean())
     if len(rounds) > 1:
-        groups = (~varied).int().argsort(stable=True)[: settings.batch_size].sort().values
-        sequences = (groups[:, None] * k + torch.arange(k)).flatten()  # (P * k,)
-        rollouts, rewards = rollouts.select(sequences.to(rollouts.tokens.device)), rewards[groups]
-    return rollouts, rewards, metrics
+        scored = scored.select((~varied).int().argsort(stable=True)[: settings.batch_size].sort().values)
+    return scored, metrics
 
 
 def sample_and_score(iteration, turn, training) -> Scored:
@@ -205,16 +203,14 @@ def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0) -> Roll
 
 def score(rollouts, rows, prepared) -> Scored:
     """Decode, ask the reward functions, add up."""
-    settings, k = prepared.settings, prepared.settings.group_size
-    completions = rollouts.completions()
+    k, completions = prepared.settings.group_size, rollouts.completions()
     texts = [prepared.tokenizer.decode(completion) for completion in completions]
     prompts = [row["prompt"] for row in rows for _ in range(k)]
     columns = repeat_columns(rows, k)
-    columns |= dict(stopped=rollouts.stopped.tolist(), completion_ids=completions)
-    totals, by_function = total_rewards(
-        prepared.reward_funcs, prompts, texts, columns, settings.reward_timeout, prepared.reward_weights
-    )
-    return Scored(rollouts, torch.tensor(totals).view(-1, k), by_function)
+    arguments = columns | dict(stopped=rollouts.stopped.tolist(), completion_ids=completions)
+    scores = prepared.score(prompts, texts, arguments)
+    rewards = torch.tensor(scores.totals).view(-1, k)
+    return Scored(rollouts, rewards, scores.by_function, columns | scores.extra, scores.metrics)
 
 
 def has_variance(rewards):

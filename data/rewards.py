@@ -1,24 +1,38 @@
-"""Call reward functions, which are the user's code: check what they return, limit their time, name the one that fails.
+"""Call reward functions as TRL does: check what they return, limit their time, name the one that fails.
 
-    function(prompts=[...], completions=[...], **columns) -> a list of numbers, or None for "not scored by me"
+    function(prompts=[...], completions=[...], completion_ids=[...], **columns) -> a list of numbers or None, not scored
 
-columns: the task's columns, each a list as long as completions, and `stopped` and `completion_ids`. A function that
-raises, returns something else or takes longer than reward_timeout ends the run with one line that names it. It is not
-called again, because a call may cost money. Its traceback is a note of the error: options and runs/log.py show it.
+A prompt is a text, and its completion is one too; or it is messages, and its completion is [{"role": "assistant",
+"content": text}]. columns: the task's, each a list as long as completions, and besides
+
+    stopped        did the completion end by itself? (TRL does not have it)
+    trainer_state  trainer_state.global_step of trainer_state.max_steps; a step is an iteration
+    log_metric     log_metric("name", number): log.jsonl has the mean as metric/name; evaluations do not log it
+    log_extra      log_extra("column", values), a value for each completion: samples.jsonl has it
+
+`async def` functions run concurrently, after the others, with one time limit for all. A function that raises, returns
+something else or takes longer than reward_timeout ends the run with one line that names it. It is not called again,
+because a call may cost money. Its traceback is a note of the error: options and runs/log.py show it.
 
 The time limit is an alarm (SIGALRM) in the main thread. A function that sets alarms itself, as math_verify does,
-replaces it. Left out: a separate process. A function can do whatever Python can, so name only code that you trust.
+replaces it. Left out: reward models by name; a separate process. A function can do whatever Python can, so name only code that you trust.
 Tests: tests/test_reward.py.
 """
 
+import asyncio
 import faulthandler
+import inspect
 import math
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from options import SnugError
 
@@ -32,23 +46,63 @@ def repeat_columns(rows: list[dict], k: int = 1):
     return {name: [row[name] for row in rows for _ in range(k)] for name in rows[0] if name != "prompt"}
 
 
+@dataclass
+class TrainerState:
+    """How far a run is, under TRL's names."""
+
+    global_step: int = 0
+    max_steps: int = 0
+
+
+class Scores(NamedTuple):
+    """What the functions said of N completions."""
+
+    totals: list[float]  # the weighted sum of the functions' rewards; NaN: no function scored it
+    by_function: dict[str, list]  # {function's name: its N rewards, None: not scored}
+    extra: dict[str, list]  # of log_extra
+    metrics: dict[str, list[float]]  # of log_metric
+
+
+def as_completion(prompt: str | list[dict], text: str):
+    """A completion as reward functions get it: text behind text, a message behind messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
 def total_rewards(
     functions: list[Callable],
     prompts: list,
-    completions: list[str],
+    texts: list[str],
     columns: dict[str, list],
     timeout: float = 0.0,
     weights: Sequence[float] = (),
-):
-    """-> (the weighted sum of the functions' rewards, one float per completion; {function's name: its rewards}).
+    state: TrainerState | None = None,
+) -> Scores:
+    """Call each function on the completions `texts`. weights: default 1 each.
 
-    weights: default 1 each. None adds nothing; if every function returns None for a completion, its sum is NaN.
+    None adds nothing; if every function returns None for a completion, its total is NaN.
     timeout: seconds for each function; 0: no limit. Raises SnugError.
     """
-    rewards = []
-    for function in functions:
-        arguments = dict(columns, prompts=list(prompts), completions=list(completions))
-        rewards.append(call_one(function, arguments, timeout))
+    extra, metrics = {}, {}
+
+    def log_extra(column, values):
+        values = list(values)
+        if len(values) != len(texts):
+            raise ValueError(
+                f"log_extra({column!r}) has {len(values)} values for {len(texts)} completions"
+            )
+        extra[str(column)] = values
+
+    def log_metric(name, value):
+        metrics.setdefault(str(name), []).append(float(value))
+
+    arguments = columns | dict(
+        prompts=list(prompts),
+        completions=list(map(as_completion, prompts, texts)),
+        trainer_state=state or TrainerState(),
+        log_extra=log_extra,
+        log_metric=log_metric,
+    )
+    rewards = call_all(functions, arguments, timeout)
     weights = weights or [1.0] * len(functions)
     totals = []
     for of_completion in zip(*rewards, strict=True):
@@ -57,26 +111,68 @@ def total_rewards(
         totals.append(sum(scored) if scored else math.nan)
     names = [name_of(function) for function in functions]
     unique = [name if names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(names)]
-    return totals, dict(zip(unique, rewards, strict=True))
+    return Scores(totals, dict(zip(unique, rewards, strict=True)), extra, metrics)
 
 
-def call_one(function: Callable, arguments: dict[str, list], timeout: float) -> list[float | None]:
-    """A function's rewards, a finite number or None per completion. Raises SnugError that names the function.
+def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list[list[float | None]]:
+    """Each function's rewards, a finite number or None per completion. Raises SnugError that names the function."""
+    answers, waiting = {}, {i: function for i, function in enumerate(functions) if is_async(function)}
+    for i, function in enumerate(functions):
+        if i not in waiting:
+            with blaming([function], timeout):
+                answers[i] = call(function, arguments, timeout)
+    if waiting:
+        together = partial(in_a_loop, list(waiting.values()))
+        with blaming(waiting.values(), timeout):
+            answers |= zip(waiting, call(together, arguments, timeout), strict=True)
+    rewards = []
+    for i, function in enumerate(functions):
+        if isinstance(answers[i], Exception):
+            with blaming([function], timeout):
+                raise answers[i]
+        rewards.append(checked(function, answers[i], arguments["completions"]))
+    return rewards
 
-    arguments: prompts, completions and the columns.
-    """
-    name, completions = f"reward function {name_of(function)}", tuple(arguments["completions"])
+
+def is_async(function: Callable) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def in_a_loop(functions, **arguments) -> list:
+    """What these `async def` functions return or raise, in a thread of its own: a notebook has a loop in this one."""
+
+    async def one(function):
+        return await function(**arguments)
+
+    async def gather():
+        return await asyncio.gather(*map(one, functions), return_exceptions=True)
+
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(asyncio.run(gather())), daemon=True)
+    thread.start()
+    thread.join()
+    return answers
+
+
+@contextmanager
+def blaming(functions, timeout: float):
+    """What is raised inside becomes a SnugError that names the functions and the line, with the traceback as a note."""
     try:
-        rewards = call(function, arguments, timeout)
+        yield
     except (Exception, SystemExit, OutOfTime) as error:
         problem = f"took longer than reward_timeout={timeout:g} seconds"
         if not isinstance(error, OutOfTime):
             place = traceback.extract_tb(error.__traceback__)[-1]
             problem = f"raised {type(error).__name__}: {str(error)[:200]!r}"
             problem += f" at {Path(place.filename).name}:{place.lineno}"
-        failure = SnugError(f"{name} {problem}")
+        failure = SnugError(f"reward function {', '.join(map(name_of, functions))} {problem}")
         failure.add_note("".join(traceback.format_exception(error)).rstrip())
         raise failure from None
+
+
+def checked(function: Callable, rewards, completions: list) -> list[float | None]:
+    """What a function returned -> a finite number or None per completion. Raises SnugError."""
+    name = f"reward function {name_of(function)}"
     if hasattr(rewards, "tolist"):  # a tensor or an array
         rewards = rewards.tolist()
     count = len(completions)
@@ -155,4 +251,4 @@ def call(function: Callable, arguments: dict[str, list], timeout: float):
 
 
 def name_of(function: Callable) -> str:
-    return getattr(function, "__name__", repr(function))
+    return getattr(function, "__name__", type(function).__name__)

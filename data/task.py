@@ -130,14 +130,15 @@ class Task:
             return [(self.correct, 1.0), (self.formatted, self.format_reward)]
         return [(self.rewards, 1.0)]
 
-    def rewards(self, prompts: list, completions: list[str], **columns: list) -> list[float]:
+    def rewards(self, prompts: list, completions: list, **columns: list) -> list[float]:
         """1.0 for each right completion that stopped, else 0.0.
 
-        Called as TRL calls reward functions: `columns` are lists as long as `completions`, named as in the rows.
+        A reward function as any other (data/rewards.py): `columns` are named as in the rows.
         Column `stopped`: which completions ended with the stop token (missing: all). Unknown columns are ignored.
         """
         stopped = columns.get("stopped", [True] * len(completions))
-        values = zip(completions, stopped, *(columns[name] for name in self.columns), strict=True)
+        texts = map(text_of, completions)
+        values = zip(texts, stopped, *(columns[name] for name in self.columns), strict=True)
         return [float(ended and self.is_right(text, *answer)) for text, ended, *answer in values]
 
     def correct(self, prompts, completions, **columns):
@@ -145,7 +146,7 @@ class Task:
 
     def formatted(self, prompts, completions, **columns):
         """1.0 for each completion that stopped and gives an answer in the right form, right or wrong; else 0.0."""
-        answers = self.answers_of(completions, columns.get("stopped"))
+        answers = self.answers_of(list(map(text_of, completions)), columns.get("stopped"))
         return [float(answer is not None) for answer in answers]
 
     def answers_of(self, completions: list[str], stopped: list[bool] | None = None) -> list[str | None]:
@@ -157,6 +158,11 @@ class Task:
         """Raises SnugError if the options leave a split empty. Called once, before anything else."""
         for split in ("train", "test"):
             self.row(split, 0)
+
+
+def text_of(completion: str | list[dict]) -> str:
+    """The text of a completion: itself, or the content of its last message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def split_of(identity: str):

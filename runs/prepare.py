@@ -6,10 +6,11 @@ tensors and writes nothing. If grpo.py has to make its warm start first, that is
 """
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data import load_reward_function, make_task
+from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
 from options import SnugError, fields, read_settings
 from pretrained.shapes import is_pretrained
@@ -43,6 +44,12 @@ class Prepared:
     warm_start: "Prepared | None" = None
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
     origin: Checkpoint | None = None  # the initial or reference weights
+    trainer_state: TrainerState = field(default_factory=TrainerState)  # for reward functions
+
+    def score(self, prompts: list, texts: list[str], columns: dict[str, list]) -> Scores:
+        """Call the reward functions."""
+        functions, weights, limit = self.reward_funcs, self.reward_weights, self.settings.reward_timeout
+        return total_rewards(functions, prompts, texts, columns, limit, weights, self.trainer_state)
 
     def longest(self):
         """-> tokens of the longest prompt and of the longest completion."""
@@ -82,6 +89,7 @@ def prepare(
     resolved = {name: shape[name] for name in SHAPE if name in shape} | {"block_size": block_size}
     settings = replace(settings, **resolved)  # for settings.json; a smaller block_size is the user's
     prepared = Prepared(settings, task, tokenizer, shape, functions, weights, warm_start, resume, origin)
+    prepared.trainer_state.max_steps = settings.max_iters
     refuse_lengths(prepared)
     if read_tensors and not settings.plan:
         verified = find_weights(settings, task, config, read_tensors=True)

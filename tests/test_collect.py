@@ -201,7 +201,7 @@ def test_rewards_are_weighted_and_their_parts_logged(tmp_path):
     scored = grpo.score(rollouts, rows, prepared)
     rewards = scored.rewards
     assert rewards[0].tolist() == [1.5, -0.5, -0.5, 0.0] and rewards[1:].tolist() == [[1.5, -0.5, -0.5, -0.5]] * 3
-    metrics = grpo.rollout_metrics(rollouts, rewards, [scored])
+    metrics = grpo.rollout_metrics(scored)
     assert metrics["reward/accuracy"] == 0.25 and metrics["reward/brevity"] == -1.0
 
 

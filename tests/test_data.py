@@ -274,7 +274,7 @@ def test_parts_of_the_reward_and_their_weights(tmp_path):
     expressions = ["<answer>5*3+7", "<answer>5*3*7", "5*3+7", "<answer>5*3+7=22", "<answer>5*3+7"]
     completions = [f"{text}</answer>" for text in expressions]
     columns = dict(numbers=[[3, 5, 7]] * 5, target=[22] * 5, stopped=[True] * 4 + [False])
-    totals, said = total_rewards(
+    totals, said, _, _ = total_rewards(
         made[1].reward_funcs, [[{"role": "user", "content": "?"}]] * 5, completions, columns, 0, made[1].reward_weights
     )
     assert totals == [1.25, 0.25, 0.0, 0.0, 0.0]

@@ -192,8 +192,13 @@ def run(settings):
 
 
 def check_sample(sample, settings):
-    names = "iter group prompt completion reward advantage stopped tokens logprobs ref_logprobs entropies".split()
-    assert sorted(sample) == sorted(names) and sample["group"] == 0
+    names = (
+        "iter group prompt completion reward rewards columns advantage stopped tokens logprobs ref_logprobs entropies"
+    )
+    assert sorted(sample) == sorted(names.split()) and sample["group"] == 0
+    assert list(sample["rewards"].values()) == [pytest.approx(sample["reward"])] and list(sample["columns"]) == [
+        "answer"
+    ]
     figures = [sample[name] for name in ("logprobs", "ref_logprobs", "entropies")]
     assert {len(values) for values in figures} == {len(sample["tokens"])} <= set(range(1, settings.max_new_tokens + 1))
     assert "".join(sample["tokens"][: len(sample["tokens"]) - sample["stopped"]]) == sample["completion"]
@@ -407,9 +412,9 @@ def test_grpo_needs_no_more_than_sft(changes, tmp_path, monkeypatch):
     sizes = []
     original = grpo.rollout_metrics
 
-    def measured(rollouts, *rest):
-        sizes.append(tensor_bytes(rollouts.columns().values()))
-        return original(rollouts, *rest)
+    def measured(scored):
+        sizes.append(tensor_bytes(scored.rollouts.columns().values()))
+        return original(scored)
 
     monkeypatch.setattr(grpo, "rollout_metrics", measured)
     sft, run = peaks(tmp_path, "a", **changes)

@@ -1,5 +1,6 @@
 """Reward functions that lie, raise, draw blanks or never come back: named, with their place, and never obeyed."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -16,7 +17,7 @@ import torch
 from test_commands import HOME, command
 
 from data import rewards
-from data.rewards import OutOfTime, call, call_one, repeat_columns, total_rewards
+from data.rewards import OutOfTime, TrainerState, call, call_all, repeat_columns, total_rewards
 from options import SnugError, told
 from runs.checkpoint import newest
 
@@ -42,7 +43,7 @@ def test_a_wrong_reward_names_the_function_and_the_completion(wrong, message):
         return wrong
 
     with pytest.raises(SnugError) as error:
-        call_one(mine, ARGUMENTS, 0.0)
+        call_all([mine], ARGUMENTS, 0.0)
     assert re.search(r"^reward function mine .*" + message, str(error.value)) and "\n" not in str(error.value)
 
 
@@ -58,11 +59,87 @@ def test_right_rewards(returned):
 
 def test_weights_names_and_completions_that_are_not_scored():
     first, second = lambda **_: [1, None, 2], lambda **_: [3, None, None]
-    totals, by_function = total_rewards([first, second], PROMPTS, COMPLETIONS, COLUMNS, weights=[1.0, 0.5])
+    totals, by_function, _, _ = total_rewards([first, second], PROMPTS, COMPLETIONS, COLUMNS, weights=[1.0, 0.5])
     assert totals[::2] == [2.5, 2.0] and np.isnan(totals[1])
     assert by_function == {"<lambda>.0": [1.0, None, 2.0], "<lambda>.1": [3.0, None, None]}
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
     assert repeat_columns(rows, 2) == {"answer": [1, 1, 2, 2]} and repeat_columns(rows) == {"answer": [1, 2]}
+
+
+CHAT = [[{"role": "user", "content": text}] for text in PROMPTS]
+
+
+def test_what_functions_get_and_log():
+    """Texts behind texts, messages behind messages; the trainer's state; what they log."""
+    seen = []
+
+    def mine(prompts, completions, trainer_state, log_metric, log_extra, **columns):
+        seen.append((prompts, completions, trainer_state.global_step, trainer_state.max_steps, columns))
+        log_metric("length", torch.tensor(2.0))
+        log_metric("length", 4)
+        log_extra("parsed", (text[-1] for text in COMPLETIONS))
+        return [0, 0, 0]
+
+    for prompts in (PROMPTS, CHAT, [PROMPTS[0], *CHAT[1:]]):
+        scores = total_rewards([mine], prompts, COMPLETIONS, COLUMNS, state=TrainerState(3, 9))
+        assert scores.metrics == {"length": [2.0, 4.0]} and scores.extra == {"parsed": ["x", "y", "z"]}
+    messages = [[{"role": "assistant", "content": text}] for text in COMPLETIONS]
+    assert seen[0] == (PROMPTS, COMPLETIONS, 3, 9, COLUMNS) and seen[1] == (CHAT, messages, 3, 9, COLUMNS)
+    assert seen[2][1] == ["x", *messages[1:]]
+    with pytest.raises(SnugError, match="raised ValueError: \"log_extra.'a'. has 1 values for 3 completions"):
+        total_rewards([lambda log_extra, **_: log_extra("a", [1])], PROMPTS, COMPLETIONS, COLUMNS)
+
+
+class Judge:
+    """An `async def` object. It waits until `together` of them have been called."""
+
+    def __init__(self, together, number):
+        self.together, self.number = together, number
+
+    async def __call__(self, completions, **columns):
+        self.together.append(self.number)
+        while len(self.together) < 2:
+            await asyncio.sleep(0.001)
+        return [self.number, None, len(completions)]
+
+
+def test_async_functions_run_concurrently(capsys):
+    """Each waits for the other. A plain function is called before them, and their rewards keep the functions' order."""
+    together, order = [], []
+
+    def plain(**_):
+        order.append(list(together))
+        return [1, 1, 1]
+
+    functions = [Judge(together, 5), plain, Judge(together, 7)]
+    scores = total_rewards(functions, PROMPTS, COMPLETIONS, COLUMNS, 30)
+    assert scores.totals == [13.0, 1.0, 7.0] and order == [[]]
+    assert scores.by_function == {"Judge.0": [5, None, 3], "plain": [1, 1, 1], "Judge.2": [7, None, 3]}
+
+    async def in_a_notebook():  # which has a loop of its own
+        return total_rewards(functions, PROMPTS, COMPLETIONS, COLUMNS, 30).totals
+
+    assert asyncio.run(in_a_notebook()) == scores.totals
+
+
+@pytest.mark.parametrize("how", ["raises", "sleeps", "blocks"])
+def test_async_functions_that_fail_are_named(how):
+    async def good(**_):
+        return [1, 1, 1]
+
+    async def bad(**_):
+        if how == "raises":
+            raise KeyError("why")
+        await asyncio.sleep(1000) if how == "sleeps" else time.sleep(2)
+
+    with pytest.raises(SnugError) as error:
+        total_rewards([good, bad], PROMPTS, COMPLETIONS, COLUMNS, 0.2)
+    message = str(error.value)
+    if how == "raises":
+        line = bad.__code__.co_firstlineno + 2
+        assert message == f"reward function bad raised KeyError: \"'why'\" at test_reward.py:{line}"
+    else:
+        assert message == "reward function good, bad took longer than reward_timeout=0.2 seconds"
 
 
 @pytest.mark.parametrize("kind", [ValueError, RecursionError, SystemExit])
@@ -77,7 +154,7 @@ def test_an_exception_is_named_with_its_place_and_its_traceback_is_kept(kind):
         inner()
 
     with pytest.raises(SnugError) as error:
-        call_one(mine, ARGUMENTS, 0.0)
+        call_all([mine], ARGUMENTS, 0.0)
     line = inner.__code__.co_firstlineno + 1
     assert str(error.value) == f"reward function mine raised {kind.__name__}: 'bad luck' at test_reward.py:{line}"
     assert calls == [COMPLETIONS]  # a second call may cost money
@@ -137,7 +214,7 @@ def test_a_function_past_its_time_limit_is_named_and_its_place_is_kept(how, monk
 
     before = signal.getsignal(signal.SIGALRM), sys.gettrace()
     with pytest.raises(SnugError) as error:
-        call_one(mine, ARGUMENTS, timeout=0.2)
+        call_all([mine], ARGUMENTS, timeout=0.2)
     assert str(error.value) == "reward function mine took longer than reward_timeout=0.2 seconds"
     assert f"in {how.__name__}\n" in told(error.value) and calls == [COMPLETIONS]
     assert (signal.getsignal(signal.SIGALRM), sys.gettrace()) == before
@@ -156,7 +233,7 @@ def test_a_function_with_alarms():
         return [float(len(rung))] * len(completions)
 
     before = signal.getsignal(signal.SIGALRM)
-    assert call_one(mine, ARGUMENTS, 30) == [1.0] * 3
+    assert call_all([mine], ARGUMENTS, 30) == [[1.0] * 3]
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
@@ -182,7 +259,7 @@ from data import rewards
 rewards.GRACE = 0.3
 def mine(prompts, completions):
     {body.strip()}
-rewards.call_one(mine, dict(prompts=["a"], completions=["b"]), 0.2)
+rewards.call_all([mine], dict(prompts=["a"], completions=["b"]), 0.2)
 time.sleep(1)  # nothing is left of the limit
 """
     child = subprocess.run([sys.executable, "-c", script], cwd=HOME, capture_output=True, text=True, timeout=600)

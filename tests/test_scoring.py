@@ -23,7 +23,7 @@ from options import SnugError
 from runs import checkpoint
 from runs.loading import load_run
 from runs.log import read_log
-from runs.prepare import prepare
+from runs.prepare import Prepared, prepare
 from runs.saver import Saver
 from settings import GRPOSettings, RewardOptions, SFTSettings
 from tokenizer import get_tokenizer
@@ -231,7 +231,8 @@ def test_a_function_gets_as_many_completions_as_in_training(run_folder):
     calls = []
 
     def count(prompts, completions, **columns):
-        assert {len(values) for values in columns.values()} == {len(prompts)} == {len(completions)}
+        lists = [values for values in columns.values() if isinstance(values, list)]
+        assert {len(values) for values in lists} == {len(prompts)} == {len(completions)}
         calls.append(len(prompts))
         return [0.5] * len(prompts)
 
@@ -259,7 +260,7 @@ def test_a_total_that_is_too_small_by_rounding_is_right(rewards, weights, least,
     settings = GRPOSettings(reward_funcs=["a:b"], pass_reward=least)
     functions = [lambda reward=reward, **_: [reward] for reward in rewards]
     unscored = SimpleNamespace(scored=False)
-    prepared = SimpleNamespace(settings=settings, task=unscored, reward_funcs=functions, reward_weights=weights)
+    prepared = Prepared(settings, unscored, None, {}, functions, weights)
     assert evaluate.score(prepared, [""], [""], {})["right"] == [right]
 
 

@@ -6,7 +6,7 @@ dry_run  the same iteration for the planner          figures    what the log say
 parallel several processes that train one model
 """
 
-from training.figures import Scored, as_floats, mean_of_steps, rollout_metrics
+from training.figures import Scored, as_floats, join, mean_of_steps, rollout_metrics
 from training.guard import finite_columns
 from training.loop import run
 from training.optimizer import learning_rate_at, make_optimizer, optimizer_step

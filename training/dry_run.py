@@ -20,6 +20,7 @@ from runs.loading import configure
 from runs.log import NoLog
 from sample import Rollouts
 from settings import GRPOSettings
+from training.figures import Scored
 from training.guard import Guard
 from training.optimizer import make_optimizer
 from training.state import Training
@@ -97,7 +98,8 @@ def worst_case_groups(settings, iteration, training):
         rollouts.mask[rows],
         *columns([True] * n),
     )
-    return learned, torch.zeros(n // k, k), dict(tokens=0, gen_batches=1)
+    scored = Scored(learned, torch.zeros(n // k, k), {}, {}, {})
+    return scored, dict(tokens=0, gen_batches=1)
 
 
 @component("rollouts")

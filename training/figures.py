@@ -11,11 +11,46 @@ FIRST_STEPS = ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")
 
 
 class Scored(NamedTuple):
-    """Completions of P prompts, k each, and what they earned."""
+    """Completions of P prompts, k each, and what they earned. N = P * k."""
 
-    rollouts: Rollouts  # N = P * k
+    rollouts: Rollouts
     rewards: torch.Tensor  # (P, k) float32, NaN: not scored
     by_function: dict[str, list]  # {reward function: its N rewards, None: not scored}
+    columns: dict[str, list]  # {name: N values} of the task's rows and of log_extra
+    metrics: dict[str, list[float]]  # of log_metric
+
+    def select(self, groups) -> "Scored":
+        """The groups with these numbers, a tensor, in that order."""
+        k = self.rewards.shape[1]
+        sequences = (groups[:, None] * k + torch.arange(k)).flatten()  # (P * k,)
+        lists = (
+            {name: [values[i] for i in sequences] for name, values in column.items()}
+            for column in self[2:4]
+        )
+        rollouts = self.rollouts.select(sequences.to(self.rollouts.tokens.device))
+        return Scored(rollouts, self.rewards[groups], *lists, self.metrics)
+
+
+def join(parts: list[Scored]) -> Scored:
+    """Several, one below the other. A column that a part lacks is None there."""
+    if len(parts) == 1:
+        return parts[0]
+    lists = []
+    for place in (2, 3):  # by_function, columns
+        names = dict.fromkeys(name for part in parts for name in part[place])
+        missing = [[None] * part.rewards.numel() for part in parts]
+        lists.append(
+            {
+                name: sum(
+                    (part[place].get(name, none) for part, none in zip(parts, missing, strict=True)), []
+                )
+                for name in names
+            }
+        )
+    names = dict.fromkeys(name for part in parts for name in part.metrics)
+    metrics = {name: sum((part.metrics.get(name, []) for part in parts), []) for name in names}
+    rewards = torch.cat([part.rewards for part in parts])
+    return Scored(Rollouts.joined([part.rollouts for part in parts]), rewards, *lists, metrics)
 
 
 def as_floats(totals: dict):
@@ -30,23 +65,22 @@ def moved(rollouts: Rollouts, device) -> Rollouts:
     return Rollouts(**{name: column.to(device) for name, column in rollouts.columns().items()})
 
 
-def rollout_metrics(rollouts, rewards, rounds: list[Scored]) -> dict[str, float]:
-    """What the log says of an iteration's rollouts. rewards (groups, k) of all rounds, lengths punished."""
-    scored = rewards[~rewards.isnan()]
+def rollout_metrics(scored: Scored) -> dict[str, float]:
+    """What the log says of an iteration's rollouts."""
+    rollouts, rewards = scored.rollouts, scored.rewards[~scored.rewards.isnan()]
     metrics = dict(
-        reward_mean=float(scored.mean()),
-        reward_std=float(scored.std()) if len(scored) > 1 else 0.0,
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()) if len(rewards) > 1 else 0.0,
         completion_length_mean=float(rollouts.completion_lengths.float().mean()),
         truncated_fraction=float((~rollouts.stopped).float().mean()),
         tokens=int(rollouts.completion_lengths.sum()),
-        gen_batches=len(rounds),
     )
-    functions = rounds[0].by_function
-    for name in functions if len(functions) > 1 else ():
-        numbers = [
-            number for scored in rounds for number in scored.by_function[name] if number is not None
-        ]
-        metrics[f"reward/{name}"] = sum(numbers) / len(numbers) if numbers else None
+    lists = {f"metric/{name}": values for name, values in scored.metrics.items()}
+    if len(scored.by_function) > 1:
+        lists |= {f"reward/{name}": values for name, values in scored.by_function.items()}
+    for name, values in lists.items():
+        numbers = [number for number in values if number is not None]
+        metrics[name] = sum(numbers) / len(numbers) if numbers else None
     return metrics
 
 
@@ -64,19 +98,19 @@ def mean_of_steps(steps):
     return means
 
 
-def sample_records(rollouts, rewards, entropies, tokenizer, settings) -> list[dict]:
+def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]:
     """Records for samples.jsonl: a dict for each completion of the first groups. entropies (N, T_c): of the last steps.
 
-    The reward is the one that the advantage was computed from. tokens, logprobs, ref_logprobs, entropies: one entry a
+    The reward is the one that the advantage was computed from; rewards: each function's, before weights. tokens, logprobs, ref_logprobs, entropies: one entry a
     token, the stop token included; without entropies if no step was taken on the completion.
     """
-    k, records = settings.group_size, []
+    k, records, rollouts = settings.group_size, [], scored.rollouts
     number = min(-(-settings.samples_per_iteration // k) * k, len(rollouts.tokens))
     shown = moved(rollouts.select(slice(number)), "cpu")
     per_token = dict(
         logprobs=shown.sampling_logprobs, ref_logprobs=shown.ref_logprobs, entropies=entropies[:number]
     )
-    rewards, advantages = rewards.flatten().tolist(), shown.advantages.tolist()
+    rewards, advantages = scored.rewards.flatten().tolist(), shown.advantages.tolist()
     for i, completion in enumerate(shown.completions()):
         ids, start, length = (
             shown.tokens[i].tolist(),
@@ -88,6 +122,8 @@ def sample_records(rollouts, rewards, entropies, tokenizer, settings) -> list[di
             prompt=tokenizer.decode(ids[:start]),
             completion=tokenizer.decode(completion),
             reward=rewards[i],
+            rewards={name: values[i] for name, values in scored.by_function.items()},
+            columns={name: values[i] for name, values in scored.columns.items()},
             advantage=advantages[i],
             stopped=bool(shown.stopped[i]),
             tokens=texts_of(ids[start : start + length], tokenizer.decode),

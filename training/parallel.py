@@ -30,8 +30,7 @@ from device.processes import ONE_PROCESS, OneProcess
 from model import GPT
 from options import SnugError, first_line
 from runs.loading import configure, trained
-from sample import Rollouts
-from training.figures import Scored, moved
+from training.figures import join, moved
 from training.optimizer import gradients_of
 
 # torchrun ends all processes if one dies. Until then they wait: for a slow reward function, a save, an evaluation.
@@ -268,10 +267,5 @@ def score_together(processes, score, rollouts, rows, prepared):
     if processes.size == 1:
         return score(rollouts, rows, prepared)
     device = rollouts.tokens.device
-    shares = processes.gather(lambda: score(moved(rollouts, "cpu"), rows, prepared))
-    names = shares[0].by_function
-    by_function = {
-        name: [number for share in shares for number in share.by_function[name]] for name in names
-    }
-    together = Rollouts.joined([share.rollouts for share in shares])
-    return Scored(moved(together, device), torch.cat([share.rewards for share in shares]), by_function)
+    together = join(processes.gather(lambda: score(moved(rollouts, "cpu"), rows, prepared)))
+    return together._replace(rollouts=moved(together.rollouts, device))

@@ -94,6 +94,7 @@ class Training:
         """Start the meter and the clock; before the first iteration evaluate."""
         self.meter.reset()
         self.started = time.perf_counter()
+        self.prepared.trainer_state.global_step = iteration
         scores = self.evaluate_if_due(0) if iteration == 0 else {}
         self.before = {f"before/{name}": score for name, score in scores.items()}
         if scores:
@@ -140,9 +141,9 @@ class Training:
         optimizer.zero_grad(set_to_none=True)
         return None
 
-    def samples(self, rollouts, rewards, entropies) -> list[dict]:
+    def samples(self, scored, entropies) -> list[dict]:
         """What samples.jsonl shows of an iteration."""
-        return sample_records(rollouts, rewards, entropies, self.prepared.tokenizer, self.settings)
+        return sample_records(scored, entropies, self.prepared.tokenizer, self.settings)
 
     def end_iteration(self, record: dict, samples=()):
         """Evaluate if it is time, log, and save if it is time."""
