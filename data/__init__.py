@@ -90,7 +90,10 @@ def load_reward_function(spec: str):
     """
     name, _, function_name = spec.partition(":")
     if not all(word.isidentifier() for word in [*name.split("."), function_name]):
-        raise SnugError(f"reward_funcs={spec!r}: write module:function, such as my_rewards:is_short")
+        problem = "write module:function, such as my_rewards:is_short"
+        if "/" in spec:
+            problem = "reward models are not supported; call yours in a function, module:function"
+        raise SnugError(f"reward_funcs={spec!r}: {problem}")
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there hides no other module
@@ -107,6 +110,7 @@ def load_reward_function(spec: str):
         raise SnugError(f"reward_funcs={spec!r}: {name} has no function {function_name}{hint}")
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        advice = f"write def {function_name}(prompts, completions, **columns)"
+        advice = f"write def {function_name}(prompts, completions, **columns); if it makes a reward function, call it "
+        advice += "in a file of yours and name the result"
         raise SnugError(f"reward_funcs={spec!r}: {function_name} takes no **columns; {advice}")
     return function

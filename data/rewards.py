@@ -15,8 +15,8 @@ something else or takes longer than reward_timeout ends the run with one line th
 because a call may cost money. Its traceback is a note of the error: options and runs/log.py show it.
 
 The time limit is an alarm (SIGALRM) in the main thread. A function that sets alarms itself, as math_verify does,
-replaces it. Left out: reward models by name; a separate process. A function can do whatever Python can, so name only code that you trust.
-Tests: tests/test_reward.py.
+replaces it. Left out: reward models by name; a separate process. A function can do whatever Python can, so name only
+code that you trust. Tests: tests/test_reward.py.
 """
 
 import asyncio

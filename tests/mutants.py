@@ -219,7 +219,7 @@ MUTANTS = [
     ("evaluations leave no room for the stop token", "runs/prepare.py", "max_new_tokens or answer + 1", "max_new_tokens or answer", "test_evaluate.py"),
     ("evaluations ignore logits_chunk_mb", "sample.py", "chunk_mb=settings.logits_chunk_mb,", "chunk_mb=0,", "test_evaluate.py"),
     ("two threads free memory and one is not counted", "device/host.py", "        size = self.sizes.pop(key)[1]\n        self.current -= size", "        self.current -= self.sizes.pop(key)[1]", "test_memory.py"),
-    ("a function's rewards of the first part alone", "training/figures.py", "part[place].get(name, none)", "(part[place].get(name, none) if part is parts[0] else none)", "test_parallel.py"),
+    ("a function's rewards of the first part alone", "training/figures.py", "lists[name] += getattr(part, column).get(name, none)", "lists[name] += getattr(parts[0], column).get(name, none)", "test_parallel.py"),
     ("texts behind messages", "data/rewards.py", "text if isinstance(prompt, str) else [", "text if True else [", "test_reward.py"),
     ("async functions one after the other", "data/rewards.py", "await asyncio.gather(*map(one, functions), return_exceptions=True)", "[await one(f) for f in functions]", "test_reward.py"),
     ("processes: all sample the first rows", "grpo.py", "before = turn * settings.batch_size + share.start", "before = turn * settings.batch_size", "test_parallel.py"),

@@ -196,9 +196,7 @@ def check_sample(sample, settings):
         "iter group prompt completion reward rewards columns advantage stopped tokens logprobs ref_logprobs entropies"
     )
     assert sorted(sample) == sorted(names.split()) and sample["group"] == 0
-    assert list(sample["rewards"].values()) == [pytest.approx(sample["reward"])] and list(sample["columns"]) == [
-        "answer"
-    ]
+    assert list(sample["rewards"].values()) == [pytest.approx(sample["reward"])] and "answer" in sample["columns"]
     figures = [sample[name] for name in ("logprobs", "ref_logprobs", "entropies")]
     assert {len(values) for values in figures} == {len(sample["tokens"])} <= set(range(1, settings.max_new_tokens + 1))
     assert "".join(sample["tokens"][: len(sample["tokens"]) - sample["stopped"]]) == sample["completion"]

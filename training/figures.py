@@ -32,25 +32,27 @@ class Scored(NamedTuple):
 
 
 def join(parts: list[Scored]) -> Scored:
-    """Several, one below the other. A column that a part lacks is None there."""
+    """Several, one below the other."""
     if len(parts) == 1:
         return parts[0]
-    lists = []
-    for place in (2, 3):  # by_function, columns
-        names = dict.fromkeys(name for part in parts for name in part[place])
-        missing = [[None] * part.rewards.numel() for part in parts]
-        lists.append(
-            {
-                name: sum(
-                    (part[place].get(name, none) for part, none in zip(parts, missing, strict=True)), []
-                )
-                for name in names
-            }
-        )
-    names = dict.fromkeys(name for part in parts for name in part.metrics)
-    metrics = {name: sum((part.metrics.get(name, []) for part in parts), []) for name in names}
-    rewards = torch.cat([part.rewards for part in parts])
-    return Scored(Rollouts.joined([part.rollouts for part in parts]), rewards, *lists, metrics)
+    return Scored(
+        Rollouts.joined([part.rollouts for part in parts]),
+        torch.cat([part.rewards for part in parts]),
+        concatenated(parts, "by_function"),
+        concatenated(parts, "columns"),
+        concatenated(parts, "metrics", lacking=0),
+    )
+
+
+def concatenated(parts: list[Scored], column: str, lacking=1) -> dict[str, list]:
+    """{name: the values of all parts}. Where a part lacks a name: None for each completion; lacking=0: nothing."""
+    lists = {}
+    for name in dict.fromkeys(name for part in parts for name in getattr(part, column)):
+        lists[name] = []
+        for part in parts:
+            none = [None] * part.rewards.numel() * lacking
+            lists[name] += getattr(part, column).get(name, none)
+    return lists
 
 
 def as_floats(totals: dict):
@@ -101,8 +103,9 @@ def mean_of_steps(steps):
 def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]:
     """Records for samples.jsonl: a dict for each completion of the first groups. entropies (N, T_c): of the last steps.
 
-    The reward is the one that the advantage was computed from; rewards: each function's, before weights. tokens, logprobs, ref_logprobs, entropies: one entry a
-    token, the stop token included; without entropies if no step was taken on the completion.
+    The reward is the one that the advantage was computed from; rewards: each function's, before weights. tokens,
+    logprobs, ref_logprobs, entropies: one entry a token, the stop token included; without entropies if no step was
+    taken on the completion.
     """
     k, records, rollouts = settings.group_size, [], scored.rollouts
     number = min(-(-settings.samples_per_iteration // k) * k, len(rollouts.tokens))
