@@ -19,13 +19,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 from data import TaskOptions, make_task
 from options import SnugError, fields, friendly_errors, in_one_line, read_settings
 from pretrained.shapes import is_pretrained
 from runs.checkpoint import find_run, settings_of, tokenizer_of
 from runs.log import finite, write_whole
-from runs.prepare import Prepared, refuse_contradictions, rewards_of
+from runs.prepare import Prepared, pretrained_length, refuse_contradictions, rewards_of
 from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
 
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
@@ -45,6 +46,7 @@ def prepare_evaluation(options: EvaluateSettings, given: set[str], folder: str |
     refuse_contradictions(options, given, {}, tokenizer.name, path)
     run = replace(settings_of(state), tokenizer=tokenizer.name)
     settings = evaluation_settings(options, given, run)
+    tokenizer.set_template_kwargs(settings.chat_template_kwargs)
     if not settings.task:
         raise SnugError(f"{folder} has no task of its own; name one, such as --task=countdown")
     settings.check_rewards()
@@ -57,6 +59,8 @@ def prepare_evaluation(options: EvaluateSettings, given: set[str], folder: str |
         raise SnugError(f"{problem}; add it, or --reward_funcs=my_rewards:is_short")
     size = task.size("test")
     settings.eval_prompts = min(options.num_prompts, size or options.num_prompts)
+    if is_pretrained(path) and not options.max_new_tokens:
+        settings.max_new_tokens = pretrained_length(state["model_config"]["block_size"], task, tokenizer)
     file = samples_file(options, settings, path if is_pretrained(path) else path.parent)
     prepared = Prepared(
         settings, task, tokenizer, {}, functions, reward_weights=weights, origin=checkpoint
@@ -73,7 +77,9 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
     task = options.task or run.task
     changes = {}
     if task != run.task:
-        changes = asdict(TaskOptions()) | dict(max_new_tokens=0, max_prompt_length=0)
+        changes = asdict(TaskOptions()) | dict(max_prompt_length=0)
+        if run.task:
+            changes["max_new_tokens"] = 0
     if task != run.task or "reward_funcs" in given:
         changes |= asdict(RewardOptions())
     if options.max_new_tokens:
@@ -240,13 +246,15 @@ def run_scores(of_processes: list[tuple[list[dict], list[dict]]]):
     """What sample_held_out returned in each process -> entries of the log.
 
     pass_at_1; task_pass_at_1 with reward_funcs and a task that scores; eval_reward_mean; and these with _sampled.
-    eval_reward/<function> of greedy completions if there are several functions.
+    eval_reward/<function> of greedy completions if there are several functions. eval_truncated_fraction: how many
+    completions did not stop.
     """
     greedy, sampled = [sum(samples, []) for samples in zip(*of_processes, strict=True)]
     means = reward_means(greedy)
     scores = pass_rates(greedy) | pass_rates(sampled, "_sampled")
     scores["eval_reward_mean"] = means.pop("reward")
     scores["eval_reward_mean_sampled"] = reward_means(sampled)["reward"]
+    scores["eval_truncated_fraction"] = fmean(not sample["stopped"] for sample in greedy + sampled)
     if len(means) > 1:
         scores |= {f"eval_{name}": mean for name, mean in means.items()}
     return scores

@@ -260,6 +260,7 @@ def main(settings, run):
     from data.task import as_messages
     from options import SnugError
     from runs.loading import load_run
+    from settings import PRETRAINED_LENGTH
 
     run = load_run(run, settings.device)
     if not settings.prompt and not run.settings.task:
@@ -269,12 +270,14 @@ def main(settings, run):
         prompt = as_messages(prompt, settings.system_prompt or run.settings.system_prompt)
     elif settings.system_prompt:
         raise SnugError("system_prompt is a message of a chat; add --chat")
+    run.tokenizer.set_template_kwargs(settings.chat_template_kwargs)
     ids, block_size = run.tokenizer.encode_prompt(prompt), run.model.config.block_size
     if not 1 <= len(ids) < block_size:
         raise SnugError(f"the prompt has {len(ids)} tokens; this model takes 1 to {block_size - 1}")
     options = sampling_options(settings, run.tokenizer)
     options |= dict(temperature=settings.temperature, seed=settings.seed)
-    max_new_tokens = min(settings.max_new_tokens, block_size - len(ids))
+    longest = settings.max_new_tokens or run.settings.max_new_tokens or PRETRAINED_LENGTH
+    max_new_tokens = min(longest, block_size - len(ids))
     with autocast(run.settings.dtype, run.model):
         rollouts = sample_groups(run.model, [ids], settings.num_samples, max_new_tokens, **options)
     shown = prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n"

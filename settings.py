@@ -21,6 +21,7 @@ from options import SnugError, option, option_of
 
 DTYPES = ("float32", "bfloat16")
 PLACES = ("device", "host")
+PRETRAINED_LENGTH = 256  # max_new_tokens of a Hugging Face model, in tokens; TRL has the same default
 
 
 @dataclass
@@ -99,7 +100,12 @@ class RunOptions:
     )
     enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but needs less memory")
     resume: str = option(
-        "never", "auto: continue from the newest checkpoint in out_dir", choices=("never", "auto")
+        "never",
+        "auto: continue from the newest checkpoint in out_dir; a run's folder: continue that run with its own options, "
+        "except those you give",
+    )
+    overwrite: bool = option(
+        False, "delete an earlier run in out_dir; otherwise it is moved to <out_dir>.1, .2, ..."
     )
 
 
@@ -261,7 +267,10 @@ class RolloutOptions:
     """How completions are sampled."""
 
     max_new_tokens: int = option(
-        32, "longest completion (TRL: max_completion_length)", "tokens", minimum=1
+        32,
+        "longest completion (TRL: max_completion_length); if init_from is a Hugging Face model, the default is 256",
+        "tokens",
+        minimum=1,
     )
     stop_string: str = option(
         "", "text that also ends a completion, for example </answer>; empty: only the stop token"
@@ -501,11 +510,12 @@ class SampleSettings:
         "", "chat: system message before the prompt; empty: the run's, if it has one"
     )
     num_samples: int = option(1, "number of completions", minimum=1)
-    max_new_tokens: int = option(32, "longest completion", "tokens", minimum=1)
+    max_new_tokens: int = option(0, "longest completion; 0: as in the run, or 256", "tokens")
     temperature: float = option(1.0, "divides the logits; 0: always take the most likely token")
     stop_string: str = option(
         "", "text that also ends a completion and is not printed; empty: only the stop token ends it"
     )
+    chat_template_kwargs: dict = option_of(TaskOptions, "chat_template_kwargs", default={})
     seed: int = option(1, "the same seed gives the same completions")
     enforce_eager: bool = option(False, "do not use CUDA graphs")
     device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
@@ -538,7 +548,9 @@ class EvaluateSettings(TaskOptions, RewardOptions):
         1.0, "temperature of the sampled completions; 0: only the greedy completion"
     )
     max_new_tokens: int = option(
-        0, "longest completion; 0: the run's, or another task's longest answer", "tokens"
+        0,
+        "longest completion; 0: the run's, a Hugging Face model's 256, or another task's longest answer",
+        "tokens",
     )
     samples_file: str = option(
         "", "all completions; empty: evaluation-<task>-test.jsonl in the run; none: off"

@@ -49,7 +49,12 @@ class TaskOptions(AdditionOptions, CountdownOptions, FileOptions, GymOptions):
     )
     chat: bool = option(False, "ask prompts as messages, in the tokenizer's chat template")
     system_prompt: str = option(
-        "", "chat: system message before each prompt; empty: none, or the template's own"
+        "",
+        "chat: system message before each prompt that has none of its own; empty: none, or the template's own",
+    )
+    chat_template_kwargs: dict = option(
+        {},
+        'variables of the chat template, as JSON, such as {"enable_thinking": false}; a run and its export keep them',
     )
     tokenizer: str = option(
         "bytes",

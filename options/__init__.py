@@ -9,7 +9,7 @@
 
     settings, names, config = read_settings(Settings, ["config/small.py", "--seed=3"])
 
-An option's type is bool, int, float, str, list[str] or list[float]; `| None` allows None. A config is a file of plain
+An option's type is bool, int, float, str, dict, list[str] or list[float]; `| None` allows None. A config is a file of plain
 assignments, read by ast.literal_eval and never executed. Every user error raises SnugError. Nothing here imports torch,
 so that a typo is reported in 0.2 s. Left out: nested options, environment variables. Tests: test_settings.py,
 refuse.py.
@@ -20,6 +20,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import os
 import sys
@@ -52,14 +53,17 @@ def option(
 ):
     """A dataclass field. --help shows `meaning` and `unit`; `choices`, `minimum` and `maximum` limit the value."""
     metadata = dict(meaning=meaning, unit=unit, choices=choices, minimum=minimum, maximum=maximum)
-    if isinstance(default, list):
+    if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def option_of(base, name: str, default):
     """The option `name` of the dataclass `base`, with another default."""
-    return dataclasses.field(default=default, metadata=fields(base)[name].metadata)
+    metadata = fields(base)[name].metadata
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def fields(cls) -> dict[str, dataclasses.Field]:
@@ -158,7 +162,7 @@ def convert(text: str, kind: type):
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     try:
-        return kind(text)
+        return json.loads(text) if kind is dict else kind(text)
     except ValueError:
         return text
 
@@ -168,6 +172,7 @@ KINDS = {  # type -> as error messages name it, as --help does
     int: ("a whole number", "N"),
     float: ("a number", "X"),
     str: ("text", "TEXT"),
+    dict: ("a JSON object", "JSON"),
     list[str]: ("a list of names", "A,B"),
     list[float]: ("a list of numbers", "X,Y"),
 }

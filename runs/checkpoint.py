@@ -25,7 +25,7 @@ from typing import NamedTuple
 from options import SnugError, did_you_mean, fields
 from pretrained.shapes import is_pretrained, read_shape
 from pretrained.tensors import fingerprint, look_at_weights
-from settings import GRPOSettings, SFTSettings
+from settings import PRETRAINED_LENGTH, GRPOSettings, SFTSettings
 from tokenizer import Tokenizer, get_tokenizer
 
 PREFIX = "checkpoint-"
@@ -122,7 +122,7 @@ def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
         "iteration": 0,
         "model_config": read_shape(folder),
         "tokenizer": "tokenizer.json",
-        "settings": vars(GRPOSettings(task="")),
+        "settings": vars(GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH)),
     }
     return Checkpoint(Path(folder), state)
 

@@ -12,7 +12,6 @@ Left out: tables and curves (report.py).
 """
 
 import shlex
-import sys
 from pathlib import Path
 
 from tqdm import tqdm
@@ -67,11 +66,11 @@ def newest_and_best(folder: Path) -> str:
 
 
 def next_commands(settings, scored: bool, stopped: bool) -> list[str]:
-    if stopped:
-        command = shlex.join(word for word in sys.argv if word != "--resume=auto")
-        start = "python" if settings.parallel == "none" else "torchrun ..."
-        return [f"{start} {command} --resume=auto"]
     folder = shlex.quote(settings.out_dir)
+    if stopped:
+        start = "python" if settings.parallel == "none" else "torchrun ..."
+        script = "train_sft.py" if isinstance(settings, SFTSettings) else "grpo.py"
+        return [f"{start} {script} --resume={folder}"]
     commands = [f"python sample.py {folder} --num_samples=4"]
     if scored:
         commands.append(f"python evaluate.py {folder} --num_samples=8")

@@ -23,7 +23,14 @@ from runs.checkpoint import (
     settings_of,
     tokenizer_of,
 )
-from settings import GRPOSettings, ModelOptions, RewardOptions, SFTSettings, TaskOptions
+from settings import (
+    PRETRAINED_LENGTH,
+    GRPOSettings,
+    ModelOptions,
+    RewardOptions,
+    SFTSettings,
+    TaskOptions,
+)
 from tokenizer import Tokenizer, get_tokenizer
 
 SHAPE = list(fields(ModelOptions))
@@ -63,6 +70,8 @@ def prepare(
 ) -> Prepared:
     """chosen: names of the options that the user set. read_tensors: verify every byte at the end. Raises SnugError."""
     grpo = isinstance(settings, GRPOSettings)
+    if settings.resume not in ("never", "auto"):
+        settings, chosen = continued(settings, chosen), chosen | {"block_size"}
     task = make_task(settings, demonstrations=not grpo)
     config = settings.init_from if grpo and settings.init_from.endswith(".py") else ""
     if config:
@@ -73,6 +82,7 @@ def prepare(
     refuse_places(settings)
     resume, origin, warm_start = find_weights(settings, task, config, read_tensors=False)
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
+    tokenizer.set_template_kwargs(settings.chat_template_kwargs)
     shape = shape | {"vocab_size": shape["vocab_size"] or tokenizer.n_vocab}
     shape["n_vocab"] = tokenizer.n_vocab
     if shape["vocab_size"] < tokenizer.n_vocab:
@@ -88,6 +98,10 @@ def prepare(
     block_size = settings.block_size if "block_size" in chosen else shape["block_size"]
     resolved = {name: shape[name] for name in SHAPE if name in shape} | {"block_size": block_size}
     settings = replace(settings, **resolved)  # for settings.json; a smaller block_size is the user's
+    if grpo and "max_new_tokens" not in chosen and settings.max_new_tokens == GRPOSettings.max_new_tokens:
+        settings = replace(
+            settings, max_new_tokens=default_length(settings, task, tokenizer, resume, origin)
+        )
     prepared = Prepared(settings, task, tokenizer, shape, functions, weights, warm_start, resume, origin)
     prepared.trainer_state.max_steps = settings.max_iters
     refuse_lengths(prepared)
@@ -95,6 +109,33 @@ def prepare(
         verified = find_weights(settings, task, config, read_tensors=True)
         prepared.resume, prepared.origin, prepared.warm_start = verified
     return prepared
+
+
+def continued(settings, chosen: Set[str]):
+    """The settings of the run in the folder `resume`, with those that the user chose in their place. Raises SnugError."""
+    folder = settings.resume
+    before = settings_of(open_checkpoint(folder, read_tensors=False).state)
+    if type(before) is not type(settings):
+        script = "grpo.py" if isinstance(before, GRPOSettings) else "train_sft.py"
+        raise SnugError(f"resume={folder} is a run of {script}; continue it with python {script}")
+    changes = {name: getattr(settings, name) for name in chosen} | dict(out_dir=folder, resume="auto")
+    settings = replace(before, **changes)
+    settings.check()
+    return settings
+
+
+def default_length(settings, task: Task, tokenizer: Tokenizer, resume, origin):
+    """max_new_tokens, where the user did not choose it: the resumed run's, or a Hugging Face model's default."""
+    if resume:
+        return settings_of(resume.state).max_new_tokens
+    if origin and is_pretrained(origin.path):
+        return pretrained_length(settings.block_size, task, tokenizer)
+    return settings.max_new_tokens
+
+
+def pretrained_length(block_size: int, task: Task, tokenizer: Tokenizer) -> int:
+    """PRETRAINED_LENGTH, or what the longest prompt leaves of block_size."""
+    return max(1, min(PRETRAINED_LENGTH, block_size - task.longest(tokenizer.encode_prompt)[0]))
 
 
 def refuse_places(settings):

@@ -22,12 +22,12 @@ from test_grpo import run, tiny
 
 import grpo
 import train_sft
-from options import SnugError
+from options import SnugError, read_settings
 from runs import checkpoint, loading
 from runs.log import read_log
 from runs.prepare import prepare
 from runs.saver import Saver
-from settings import SFTSettings
+from settings import GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
 from training.guard import Guard
 from training.loop import StopAfterIteration
@@ -314,3 +314,23 @@ def test_bad_input_is_answered_before_tensors_are_read(tmp_path, monkeypatch):
     assert read and not [name for name in read if name.endswith(".safetensors")]
     prepare(resumed)
     assert read.count("model.safetensors") == 2  # to resume, and the reference
+
+
+def test_a_run_goes_on_by_the_name_of_its_folder(tmp_path):
+    """With its own options; those that are given replace them."""
+    sft, settings = tiny(tmp_path, max_iters=2, save_interval=1, eval_prompts=0)
+    train_sft.main(prepare(sft))
+    words = [f"--resume={sft.out_dir}", "--max_iters=4", "--learning_rate=0.25"]
+    again, given, _ = read_settings(SFTSettings, words)
+    prepared = prepare(again, given)
+    shape = {name: getattr(prepared.settings, name) for name in ("vocab_size", "n_kv_head", "n_hidden")}
+    assert prepared.settings == dataclasses.replace(sft, resume="auto", max_iters=4, learning_rate=0.25, **shape)
+    train_sft.main(prepared)
+    assert [record["iter"] for record in read_log(sft.out_dir)] == list(range(4))
+    assert ", learning_rate was" in (Path(sft.out_dir) / "log.txt").read_text()
+    with pytest.raises(
+        SnugError, match=f"{sft.out_dir} is a run of train_sft.py; continue it with python train_sft.py"
+    ):
+        prepare(*read_settings(GRPOSettings, words[:1])[:2])
+    with pytest.raises(SnugError, match="there is no such run"):
+        prepare(*read_settings(SFTSettings, [f"--resume={tmp_path}/none"])[:2])

@@ -314,7 +314,8 @@ def test_without_options_it_is_the_loops_own_evaluation(run_folder):
     assert max(sample["length"] for sample in both[1]) == 3  # the longest answer and the stop token
     scores = summary["scores"]
     rewards = {name.replace("pass_at_1", "eval_reward_mean"): mean for name, mean in scores.items()}
-    assert evaluate.run_scores([both]) == scores | rewards
+    cut = dict(eval_truncated_fraction=sum(not sample["stopped"] for sample in samples) / len(samples))
+    assert evaluate.run_scores([both]) == scores | rewards | cut
     assert file is None and 0 < scores["pass_at_1_sampled"] < 1
 
 

@@ -138,17 +138,18 @@ def test_the_end_of_a_run_says_what_was_reached_and_what_comes_next(tmp_path, mo
         f"              python report.py {folder} {sft.out_dir}",
     ]
     assert [line for line in (Path(folder) / "log.txt").read_text().splitlines() if line in wanted] == wanted
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "my config.py", "--resume=auto"])
     for parallel, start in (("none", "python"), ("ddp", "torchrun ...")):
         lines = ending("GRPO", replace(settings, max_iters=9, parallel=parallel), True, stopped=True)
         assert lines[0].startswith("GRPO is stopped: 3 of 9 iterations in ")
-        assert lines[-1] == f"  next        {start} grpo.py 'my config.py' --resume=auto"
+        assert lines[-1] == f"  next        {start} grpo.py --resume={folder}"
 
 
 @pytest.mark.parametrize("max_iters, interval, scored", [(1, 20, [1]), (2, 1, [1, 2]), (3, 2, [2, 3]), (3, 0, [3])])
 def test_an_evaluation_comes_first_every_n_iterations_and_last(tmp_path, monkeypatch, max_iters, interval, scored):
     """The score is a weight of the model, and so shows which model was evaluated."""
-    score = lambda model, *_: dict(pass_at_1=model.norm.weight[0].item(), eval_reward_mean=0.0)  # noqa: E731
+    score = lambda model, *_: dict(  # noqa: E731
+        pass_at_1=model.norm.weight[0].item(), eval_reward_mean=0.0, eval_truncated_fraction=0.0
+    )
     monkeypatch.setattr("training.state.evaluate_run", score)
     changes = dict(max_iters=max_iters, eval_interval=interval, save_interval=1, save_total_limit=9)
     for settings, main in zip(tiny(tmp_path), (train_sft.main, grpo.main), strict=True):

@@ -1,6 +1,7 @@
 """From a Hugging Face folder through a run and out again: model, tokenizer and chat template travel together."""
 
 import json
+import re
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -53,7 +54,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def rewards(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    text = "def short(prompts, completions, **columns):\n    return [float(len(text)) + len(set(text)) for text in completions]\n"
+    text = "def short(prompts, completions, **columns):\n    texts = [completion[0]['content'] for completion in completions]\n"
+    text += "    return [float(len(text)) + len(set(text)) for text in texts]\n"
     (tmp_path / "model_rewards.py").write_text(text)
 
 
@@ -229,3 +231,23 @@ def test_a_plan_needs_no_weights(folder, tmp_path, capsys):
     settings, given, _ = read_settings(GRPOSettings, begin)
     with pytest.raises(SnugError, match="has no model.safetensors"):  # a run does, before torch is imported
         prepare(settings, given)
+
+
+def test_completions_of_a_pretrained_model_are_256_tokens_at_most_or_what_fits(folder, tmp_path, capsys):
+    """If most of the first evaluation is cut off, the run says so with a number."""
+
+    def prepared(*words):
+        words = [f"--init_from={folder}", f"--out_dir={tmp_path}/run", "--beta=0", "--device=cpu", *words]
+        settings, given, _ = read_settings(GRPOSettings, words)
+        return prepare(settings, given)
+
+    longest = prepared().task.longest(get_tokenizer(str(folder)).encode_prompt)[0]
+    block_size = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    assert prepared().settings.max_new_tokens == min(256, block_size - longest)
+    assert prepared("--max_new_tokens=32").settings.max_new_tokens == 32
+    assert prepared("--block_size=50").settings.max_new_tokens == 50 - longest
+    words = ["--max_new_tokens=3", "--max_iters=1", "--batch_size=2", "--group_size=2", "--eval_prompts=4"]
+    grpo.main(prepared(*words))
+    line = r"warning: \d+% of the completions of this evaluation were cut off at max_new_tokens=3, .* try --max_new_tokens=12\n"
+    assert re.search(line, capsys.readouterr().out)
+    assert prepared("--resume=auto").settings.max_new_tokens == 3

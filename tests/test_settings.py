@@ -76,6 +76,7 @@ WRONG = {  # of a type: values of other types
     int: [None, True, 2.5, "3", [3]],
     float: [None, True, "2.5", [2.5], 1j],
     str: [None, True, 3, b"bytes", ["a"]],
+    dict: [None, 1, "{}", ["a"]],
     list[str]: [None, "a", [1], {"a": 1}, {"a"}],
     list[float]: [None, 1.0, ["a"], [None], [True]],
 }
@@ -193,7 +194,7 @@ def test_help_shows_every_option_once_with_its_default(cls, capsys):
         assert field.metadata["meaning"].replace("- ", "-") in text.replace("- ", "-")
         text = text.partition("default: ")[2]
         value = vars(cls())[name]
-        value = ",".join(value) or "empty" if isinstance(value, list) else value
+        value = ",".join(value) or "empty" if isinstance(value, list | dict) else value
         assert text.startswith(f"{value:g})" if type(value) is float else f"{str(value).lower() or 'empty'})")
     assert (" Run: Where a run starts" in shown) == (" --out_dir " in shown)
 

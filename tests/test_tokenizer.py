@@ -542,3 +542,47 @@ def test_templates_that_fail_or_reach_for_python(tmp_path, source):
     with pytest.raises(SnugError, match="the chat template fails .[A-Z]") as error:
         rendered(tmp_path, source)
     assert "\n" not in str(error.value)
+
+
+THINKS = (  # Qwen3's rule: without thinking the answer begins behind an empty thought
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- endif %}{%- macro unused() %}{{ style }}{% endmacro %}{{- unused() }}"
+)
+
+
+def test_template_variables_are_those_of_transformers_and_travel(tmp_path):
+    """With and without thinking; a checkpoint's files and an export keep the variables, and a caller's values win."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", chat_template=THINKS)
+    folder = folder_of(tmp_path / "in", qwen_like(), tokenizer_config=config)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    options = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
+    for kwargs in (
+        {},
+        {"enable_thinking": False},
+        {"enable_thinking": True},
+        {"style": 'a "b" \\ {%', "enable_thinking": False},
+    ):
+        ours = get_tokenizer(folder)
+        ours.set_template_kwargs(kwargs)
+        expected = theirs.apply_chat_template([user("Hi")], **options, **kwargs)
+        assert ours.encode_prompt([user("Hi")]) == expected
+        ours.save(tmp_path / "out")
+        again = get_tokenizer(tmp_path / "out")
+        assert again.encode_prompt([user("Hi")]) == expected
+        exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        assert exported.apply_chat_template([user("Hi")], **options) == expected
+        again.set_template_kwargs(kwargs)  # as a resumed run does
+        assert again.files == ours.files
+        again.set_template_kwargs({"enable_thinking": True})
+        plain = theirs.apply_chat_template([user("Hi")], **options | kwargs | {"enable_thinking": True})
+        assert again.encode_prompt([user("Hi")]) == plain
+    for name, tokenizer in (
+        ("enable_thinkin", get_tokenizer(folder)),
+        ("a}}", get_tokenizer(folder)),
+        ("enable_thinking", BYTES),
+    ):
+        with pytest.raises(SnugError, match="chat template has no variable|has no chat template"):
+            tokenizer.set_template_kwargs({name: False})

@@ -114,6 +114,16 @@ class Tokenizer:
             ids += [self.special[piece]] if place % 2 else self.encode(piece)
         return ids
 
+    def set_template_kwargs(self, variables: dict):
+        """Set variables of the chat template, such as {"enable_thinking": False}, for prompts and for `files`."""
+        if variables and self.chat is None:
+            raise SnugError(
+                f"chat_template_kwargs={variables}: tokenizer={self.name} has no chat template"
+            )
+        if variables:
+            self.chat.set_defaults(variables)
+            self.files = self.files | {"chat_template.jinja": self.chat.source.encode()}
+
     def decode(self, ids: list[int]) -> str:
         """Ids -> text. Special tokens and ids without a token are skipped, and bytes that are not UTF-8 become U+FFFD.
 

@@ -38,6 +38,20 @@ class Chat:
         self.marks = {ord(char): 0xD800 + n for n, char in enumerate(sorted(set("".join(special))))}
         self.characters = {mark: char for char, mark in self.marks.items()}
 
+    def set_defaults(self, variables: dict):
+        """Values of the template's variables, where the caller gives none. They become part of `source`.
+
+        Raises SnugError for a variable that the template does not have.
+        """
+        defaults = ""
+        for name, value in variables.items():
+            if not re.search(rf"\b{re.escape(name)}\b", self.source):
+                problem = f"the chat template has no variable {name!r:.60}; leave it out"
+                raise SnugError(f"chat_template_kwargs: {problem}")
+            defaults += f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
+        if not self.source.startswith(defaults):  # a resumed run's template has them already
+            self.source, self.template = defaults + self.source, None
+
     def render(self, messages: list[dict]):
         """[{"role": "user", "content": "Hi"}, ...] -> (text, [text, special token, text, ..., text]).
 

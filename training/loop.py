@@ -4,6 +4,7 @@ Left out: what an iteration is. grpo.py and train_sft.py say that, in `iterate`.
 """
 
 import random
+import shutil
 import signal
 from contextlib import ExitStack
 
@@ -71,6 +72,8 @@ def train(prepared, title, iterate, make_reference, device, processes, lock):
         if lock and resume is None:
             if (lock.folder / "log.jsonl").exists() or checkpoints(lock.folder):
                 moved = lock.move_aside()
+                if settings.overwrite:
+                    shutil.rmtree(moved)
         with (NoLog if processes.rank else RunLog)(settings, title, start) as log:
             training = make_training(prepared, model, reference, optimizer, meter, log, processes, start)
             introduce(title, training, start, moved)
@@ -154,7 +157,9 @@ def introduce(title, training, start, moved):
     for note in notes(model.device, settings):
         say(note)
     if moved:
-        say(f"an earlier run in {settings.out_dir} was moved to {moved}")
+        say(
+            f"an earlier run in {settings.out_dir} was {'deleted' if settings.overwrite else f'moved to {moved}'}"
+        )
     if start:
         say(f"resumed after {start} iterations{changes_since(before.state['settings'], settings)}")
     if start >= settings.max_iters:
