@@ -15,11 +15,13 @@ Left out: top-k, top-p and min-p (the scores are the policy's own); comparing tw
 import json
 import math
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 
 from data import TaskOptions, make_task
 from options import SnugError, fields, friendly_errors, in_one_line, read_settings
@@ -29,17 +31,23 @@ from runs.log import finite, write_whole
 from runs.prepare import Prepared, pretrained_length, refuse_contradictions, rewards_of
 from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
 
+NONE = MappingProxyType({})
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the command evaluates. This needs no torch, so a typo is answered at once.
 
 
-def prepare_evaluation(options: EvaluateSettings, given: set[str], folder: str | Path):
+def prepare_evaluation(
+    options: EvaluateSettings,
+    given: set[str],
+    folder: str | Path,
+    functions: Mapping[str, Callable] = NONE,
+):
     """-> (the run as the command changes it, its checkpoint in `origin`; the file for the samples). Raises SnugError.
 
-    given: names of the options given. folder: a run's, a checkpoint's or a Hugging Face model's. Importing the run's
-    reward functions runs their code: evaluate only runs that you trust.
+    given: names of the options given. folder: a run's, a checkpoint's or a Hugging Face model's. functions: as for
+    `prepare`. Importing the run's reward functions runs their code: evaluate only runs that you trust.
     """
     checkpoint = path, state = find_run(folder)
     tokenizer = tokenizer_of(path, state)
@@ -53,8 +61,8 @@ def prepare_evaluation(options: EvaluateSettings, given: set[str], folder: str |
     if settings.task == run.task:
         refuse_training_data(settings, given, run, folder)
     task = make_task(settings)
-    functions, weights = rewards_of(settings, task)
-    if not functions:
+    reward_funcs, weights = rewards_of(settings, task, functions)
+    if not reward_funcs:
         problem = f"task={settings.task!r} of {folder}: its data_file has no column answer to score by"
         raise SnugError(f"{problem}; add it, or --reward_funcs=my_rewards:is_short")
     size = task.size("test")
@@ -63,7 +71,7 @@ def prepare_evaluation(options: EvaluateSettings, given: set[str], folder: str |
         settings.max_new_tokens = pretrained_length(state["model_config"]["block_size"], task, tokenizer)
     file = samples_file(options, settings, path if is_pretrained(path) else path.parent)
     prepared = Prepared(
-        settings, task, tokenizer, {}, functions, reward_weights=weights, origin=checkpoint
+        settings, task, tokenizer, {}, reward_funcs, reward_weights=weights, origin=checkpoint
     )
     return prepared, file
 

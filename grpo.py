@@ -12,11 +12,11 @@ Left out: an inference server, a reward model, a critic.
 import sys
 from functools import partial
 
-if __name__ == "__main__":  # before torch is imported: a typo is answered at once
-    from options import friendly_errors, read_settings
-    from runs.prepare import prepare
-    from settings import GRPOSettings
+from options import friendly_errors, read_settings
+from runs.prepare import prepare
+from settings import GRPOSettings
 
+if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
         prepared = prepare(*read_settings(GRPOSettings, sys.argv[1:])[:2])
 
@@ -26,14 +26,13 @@ import train_sft
 from batch import gather
 from data.rewards import repeat_columns
 from device.cuda import empty_cache
-from device.host import borrowed, stream_from_host
+from device.host import borrowed
 from logprobs import head_logprobs, head_loss, head_loss_in_two_visits
 from lora import adapters_off
 from loss import group_advantages, kl_divergence, overlong_punishment, policy_loss, truncated_importance
 from memory.ledger import component
-from model import autocast, make_model
+from model import autocast
 from runs.checkpoint import open_checkpoint
-from runs.loading import load_weights
 from runs.log import IS_IT_BROKEN
 from sample import Rollouts, encode_prompts, sample_groups, sampling_options
 from training import (
@@ -43,6 +42,7 @@ from training import (
     join,
     learning_rate_at,
     mean_of_steps,
+    notebook,
     rollout_metrics,
     run,
     score_together,
@@ -58,24 +58,15 @@ def main(prepared):
             return False
         prepared.origin = open_checkpoint(settings.init_from)
         empty_cache()  # the warm start's cached blocks would count as reserved here
-    return run(prepared, "GRPO", iterate, make_reference)
+    return run(prepared, "GRPO", iterate)
 
 
-def make_reference(prepared, device, weights=True):
-    """The frozen weights of init_from, on the device or the host -> GPT.
+def train(config="", *, prompts=None, reward_funcs=None, **options):
+    """From Python -> notebook.FinishedRun. prompts: rows such as {"prompt": ..., "answer": ...}. Raises SnugError.
 
-    None if beta is 0, or with LoRA: then the reference is the model without adapters. weights=False: random weights.
+    reward_funcs: functions, or "module:function". options: as in a config.
     """
-    settings = prepared.settings
-    if not settings.beta or settings.lora_rank:
-        return None
-    reference = make_model(prepared.shape, device, settings.param_dtype, initialise=not weights)
-    if weights:
-        load_weights(prepared.origin, reference)
-    reference.requires_grad_(False)
-    if settings.reference == "host":
-        stream_from_host(reference, reference.blocks, device)
-    return reference
+    return notebook.train(GRPOSettings, main, config, prompts, reward_funcs, options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 The first run's folder gets report.html, which works without network.
 """
 
+from pathlib import Path
 from statistics import median
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
@@ -32,12 +33,17 @@ SCORES = ["reward_mean", "eval_reward_mean", "pass_at_1", "pass_at_1_sampled", "
 def main(runs: list[Run]):
     """Print the table, then write the page. Raises SnugError."""
     print("\n".join(table(runs)), flush=True)
+    print(f"page: {make_page(runs)}")
+
+
+def make_page(runs: list[Run]) -> Path:
+    """Write report.html into the first run's folder -> its path. Raises SnugError."""
     page = runs[0].folder / "report.html"
     try:
         write_page(page, runs, charts_of(runs), cells_of(runs))
     except OSError as error:
         raise SnugError(f"{page} cannot be written ({error.strerror})") from None
-    print(f"page: {page}")
+    return page
 
 
 def cells_of(runs: list[Run]) -> list[list[str]]:

@@ -254,15 +254,13 @@ def generate_naive(
     return tokens[len(prompt) :], logprobs
 
 
-def main(settings, run):
-    """run: what find_run returned."""
+def complete(settings, run):
+    """Complete settings.prompt or a held-out one -> (prompt or its last message, texts; one that is cut off ends in …)."""
     from data import make_task
     from data.task import as_messages
     from options import SnugError
-    from runs.loading import load_run
     from settings import PRETRAINED_LENGTH
 
-    run = load_run(run, settings.device)
     if not settings.prompt and not run.settings.task:
         raise SnugError(f"{run.path} has no task to take a prompt from; give --prompt=...")
     prompt = settings.prompt or make_task(run.settings).prompts("test", [settings.seed])[0]["prompt"]
@@ -277,15 +275,24 @@ def main(settings, run):
     options = sampling_options(settings, run.tokenizer)
     options |= dict(temperature=settings.temperature, seed=settings.seed)
     longest = settings.max_new_tokens or run.settings.max_new_tokens or PRETRAINED_LENGTH
-    max_new_tokens = min(longest, block_size - len(ids))
+    longest = min(longest, block_size - len(ids))
     with autocast(run.settings.dtype, run.model):
-        rollouts = sample_groups(run.model, [ids], settings.num_samples, max_new_tokens, **options)
-    shown = prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n"
-    for completion, ended in zip(rollouts.completions(), rollouts.stopped.tolist(), strict=True):
+        rollouts = sample_groups(run.model, [ids], settings.num_samples, longest, **options)
+    texts = []
+    for completion, stopped in zip(rollouts.completions(), rollouts.stopped.tolist(), strict=True):
         text = run.tokenizer.decode(completion)
-        if settings.stop_string:
-            text = text.split(settings.stop_string)[0]
-        print(f"{shown}{text}{'' if ended else ' …'}".translate(CONTROLS))
+        text = text.split(settings.stop_string)[0] if settings.stop_string else text
+        texts.append(text if stopped else f"{text} …")
+    return prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n", texts
+
+
+def main(settings, run):
+    """run: what find_run returned."""
+    from runs.loading import load_run
+
+    shown, texts = complete(settings, load_run(run, settings.device))
+    for text in texts:
+        print((shown + text).translate(CONTROLS))
 
 
 if __name__ == "__main__":

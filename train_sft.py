@@ -9,11 +9,11 @@ Left out: data sets on disk.
 import random
 import sys
 
-if __name__ == "__main__":  # before torch is imported: a typo is answered at once
-    from options import friendly_errors, read_settings
-    from runs.prepare import prepare
-    from settings import SFTSettings
+from options import friendly_errors, read_settings
+from runs.prepare import prepare
+from settings import SFTSettings
 
+if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
         prepared = prepare(*read_settings(SFTSettings, sys.argv[1:])[:2])
 
@@ -21,12 +21,17 @@ from batch import Sequences, gather
 from logprobs import head_loss
 from memory.ledger import component
 from model import autocast
-from training import as_floats, learning_rate_at, run
+from training import as_floats, learning_rate_at, notebook, run
 
 
 def main(prepared):
     """Train, log and save as the settings say -> False if a signal stopped it."""
     return run(prepared, "SFT", iterate)
+
+
+def train(config="", *, prompts=None, **options):
+    """From Python, as grpo.train."""
+    return notebook.train(SFTSettings, main, config, prompts, None, options)
 
 
 def iterate(iteration, training, make_batch=None):

@@ -25,7 +25,7 @@ from memory import Limits, MemoryMeter
 from memory.plan import GIB, plan
 from model import make_model
 from options import read_settings
-from runs.loading import configure
+from runs.loading import configure, load_reference
 from runs.log import NoLog
 from runs.prepare import prepare
 from settings import GRPOSettings
@@ -103,7 +103,7 @@ def run(prepared, iterations=2, iterate=grpo.iterate):
     settings, device, sample_groups = prepared.settings, pick_device(DEVICE), grpo.sample_groups
     torch.manual_seed(0)
     with MemoryMeter(device) as meter:
-        reference = grpo.make_reference(prepared, device, weights=False)
+        reference = load_reference(prepared, device, weights=False)
         model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
         optimizer = make_optimizer(model, settings)
         guard, limits = Guard(settings, print), Limits(settings, print)
@@ -127,7 +127,7 @@ def measure(name, settings, iterations, **aim):
     result(f"{name}: an iteration", seconds.pop("s"), "s", **aim, **seconds)
     if DEVICE == "cuda" and prepared.shape["n_embd"] < 100:
         return  # tiny shapes beside 64 MiB of cuBLAS's own say nothing about a plan
-    planned, measured = plan(DryRun(prepared, grpo.iterate, grpo.make_reference), settings), record["mem_max_alloc_mb"]
+    planned, measured = plan(DryRun(prepared, grpo.iterate), settings), record["mem_max_alloc_mb"]
     details = dict(planned_mib=planned.peak / MIB, measured_mib=measured, phase=planned.phase)
     details |= dict(host_planned_mib=planned.host / MIB, host_measured_mib=record.get("mem_max_host_mb", 0.0))
     off = 100 * abs(planned.peak / MIB / measured - 1)
@@ -144,7 +144,7 @@ def large_plans():
         "--max_tokens_per_micro_batch=10240 --batch_size=16 --group_size=8".split(),
     ):
         prepared = prepare(*read_settings(GRPOSettings, [*words, "--device=cuda"])[:2])
-        planned = plan(DryRun(prepared, grpo.iterate, grpo.make_reference), prepared.settings)
+        planned = plan(DryRun(prepared, grpo.iterate), prepared.settings)
         result(" ".join(words), planned.peak / GIB, "GiB", host_gib=planned.host / GIB, phase=planned.phase)
 
 

@@ -46,7 +46,7 @@ def cell(shape, devices, rung):
     batch = dict(batch_size=4 * devices.get("num_processes", 1))
     options = shape | BATCH | MEMORY | batch | devices | RUNGS[rung] | offload
     settings = GRPOSettings(**options, plan=True, device="cuda")
-    planned = plan(DryRun(prepare(settings), grpo.iterate, grpo.make_reference), settings)
+    planned = plan(DryRun(prepare(settings), grpo.iterate), settings)
     return f"{planned.peak / GIB:.1f} {planned.phase}" + (f" + {planned.host / GIB:.0f} host" if planned.host else "")
 
 

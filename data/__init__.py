@@ -87,12 +87,25 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
     return task
 
 
-def load_reward_function(spec: str):
-    """ "module:function" -> that function, called like `Task.rewards`; it may return None for completions.
+def load_reward_function(spec: str, functions: dict[str, Callable]):
+    """ "module:function" -> that function: of `functions`, which a caller has by these names, or of the module.
 
     The module is also looked for in the current directory. Raises SnugError if there is no such module or function.
     An error inside the module keeps its traceback.
     """
+    function = functions.get(spec) or imported(spec)
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        name = spec.partition(":")[2]
+        advice = (
+            f"write def {name}(prompts, completions, **columns); if it makes a reward function, call it "
+        )
+        advice += "in a file of yours and name the result"
+        raise SnugError(f"reward_funcs={spec!r}: {name} takes no **columns; {advice}")
+    return function
+
+
+def imported(spec: str):
     name, _, function_name = spec.partition(":")
     if not all(word.isidentifier() for word in [*name.split("."), function_name]):
         problem = "write module:function, such as my_rewards:is_short"
@@ -113,9 +126,4 @@ def load_reward_function(spec: str):
     if not callable(function):
         hint = did_you_mean(function_name, dir(module))
         raise SnugError(f"reward_funcs={spec!r}: {name} has no function {function_name}{hint}")
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        advice = f"write def {function_name}(prompts, completions, **columns); if it makes a reward function, call it "
-        advice += "in a file of yours and name the result"
-        raise SnugError(f"reward_funcs={spec!r}: {function_name} takes no **columns; {advice}")
     return function

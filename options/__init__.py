@@ -99,11 +99,20 @@ def read_settings(cls, argv: list[str], positional: str = "config"):
     if unknown:
         words = " ".join([place, *unknown])
         raise SnugError(f"only one {positional} is possible, not {len(unknown) + 1}: {words}")
-    if place and positional == "config":
-        values = read_config(cls, place) | values
+    return *make_settings(cls, place if positional == "config" else "", values), place
+
+
+def make_settings(cls, config: str, values: dict):
+    """A config's options ("": none) and `values`, which override them -> (cls instance, names of the options set)."""
+    for name in values:
+        if name not in fields(cls):
+            raise unknown_option(cls, name, name)
+    values = {name: check_value(cls, name, value, name) for name, value in values.items()}
+    if config:
+        values = read_config(cls, config) | values
     settings = cls(**values)
     settings.check()
-    return settings, set(values), place
+    return settings, set(values)
 
 
 def read_config(cls, path: str):

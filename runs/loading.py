@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 import lora
+from device.host import stream_from_host
 from device.pick import pick_device
 from kernels import warn_without_kernels
 from model import GPT, make_model
@@ -74,6 +75,23 @@ def load_weights(weights: Checkpoint, model: GPT):
     """`load_with_adapters`, and merge them. Raises SnugError."""
     load_with_adapters(weights, model)
     lora.merge(model)
+
+
+def load_reference(prepared, device, weights: bool = True) -> GPT | None:
+    """The frozen weights of init_from, on the device or the host. weights=False: random weights.
+
+    None if beta is 0, or with LoRA: then the reference is the model without adapters.
+    """
+    settings = prepared.settings
+    if not settings.needs_reference:
+        return None
+    reference = make_model(prepared.shape, device, settings.param_dtype, initialise=not weights)
+    if weights:
+        load_weights(prepared.origin, reference)
+    reference.requires_grad_(False)
+    if settings.reference == "host":
+        stream_from_host(reference, reference.blocks, device)
+    return reference
 
 
 def give_adapters(model: GPT, settings):

@@ -5,9 +5,10 @@ and init_from, and refuses what does not fit together. Only then it reads every 
 tensors and writes nothing. If grpo.py has to make its warm start first, that is prepared, too.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from data import load_reward_function, make_task
 from data.rewards import Scores, TrainerState, total_rewards
@@ -66,9 +67,14 @@ class Prepared:
 
 
 def prepare(
-    settings: SFTSettings | GRPOSettings, chosen: Set[str] = frozenset(), read_tensors: bool = True
+    settings: SFTSettings | GRPOSettings,
+    chosen: Set[str] = frozenset(),
+    read_tensors: bool = True,
+    functions: Mapping[str, Callable] = MappingProxyType({}),
 ) -> Prepared:
-    """chosen: names of the options that the user set. read_tensors: verify every byte at the end. Raises SnugError."""
+    """chosen: names of the options that the user set. read_tensors: verify every byte at the end. functions: reward
+    functions that are not imported, by their names in settings.reward_funcs. Raises SnugError.
+    """
     grpo = isinstance(settings, GRPOSettings)
     if settings.resume not in ("never", "auto"):
         settings, chosen = continued(settings, chosen), chosen | {"block_size"}
@@ -90,8 +96,8 @@ def prepare(
             f"vocab_size={shape['vocab_size']}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; "
             "leave vocab_size out"
         )
-    functions, weights = rewards_of(settings, task)
-    if grpo and not functions:
+    reward_funcs, weights = rewards_of(settings, task, functions)
+    if grpo and not reward_funcs:
         raise SnugError(
             f"data_file={settings.data_file} has no column answer to score completions by; add it, or reward_funcs"
         )
@@ -102,7 +108,9 @@ def prepare(
         settings = replace(
             settings, max_new_tokens=default_length(settings, task, tokenizer, resume, origin)
         )
-    prepared = Prepared(settings, task, tokenizer, shape, functions, weights, warm_start, resume, origin)
+    prepared = Prepared(
+        settings, task, tokenizer, shape, reward_funcs, weights, warm_start, resume, origin
+    )
     prepared.trainer_state.max_steps = settings.max_iters
     refuse_lengths(prepared)
     if read_tensors and not settings.plan:
@@ -244,14 +252,15 @@ def refuse_contradictions(
             )
 
 
-def rewards_of(settings: RewardOptions | SFTSettings, task: Task):
+def rewards_of(settings: RewardOptions | SFTSettings, task: Task, functions: Mapping[str, Callable]):
     """-> the functions that score completions, the user's or the task's, if any, and their weights (empty: 1 each)."""
     if settings.reward_funcs:
-        return [load_reward_function(spec) for spec in settings.reward_funcs], settings.reward_weights
+        loaded = [load_reward_function(spec, functions) for spec in settings.reward_funcs]
+        return loaded, settings.reward_weights
     if not task.scored:
         return [], []
-    functions, weights = map(list, zip(*task.reward_functions(), strict=True))
-    return functions, [] if set(weights) == {1.0} else weights
+    own, weights = map(list, zip(*task.reward_functions(), strict=True))
+    return own, [] if set(weights) == {1.0} else weights
 
 
 def refuse_lengths(prepared: Prepared):

@@ -31,7 +31,7 @@ from device.kinds import PlanningMode
 from memory import Limits
 from memory.plan import PlanMeter, PlannedHost
 from model import make_model
-from runs.loading import configure
+from runs.loading import configure, load_reference
 from runs.log import NoLog
 from runs.prepare import prepare
 from sample import Rollouts
@@ -138,7 +138,7 @@ def iterate(mode, shape, options, micro_batches):
     with unset_fake_temporarily():
         prepared = prepare(replace(settings, beta=0.0))
     prepared.settings = settings
-    training = make_training(prepared, grpo.make_reference(prepared, torch.device("gpu"), weights=False))
+    training = make_training(prepared, load_reference(prepared, torch.device("gpu"), weights=False))
 
     def collect(iteration, training):
         tokens = torch.zeros(8, PROMPT + COMPLETION, dtype=torch.long, device="gpu")

@@ -115,7 +115,7 @@ def test_only_rank_0_writes(found):
 def test_what_a_process_needs_is_planned_and_given_back(found, kind):
     settings = GRPOSettings(**GRPO | CHECKS["memory"] | dict(plan=True, parallel=kind[:-1], num_processes=2))
     settings.param_dtype = settings.optimizer_dtype = "float64"
-    planned = plan(DryRun(prepare(settings), grpo.iterate, grpo.make_reference), settings)
+    planned = plan(DryRun(prepare(settings), grpo.iterate), settings)
     for rank in range(2):
         _, figures = json.loads((found / kind / f"memory.{rank}.json").read_text())
         kept = figures["optimizer"]["current"]
@@ -130,7 +130,7 @@ def test_what_a_process_needs_is_planned_and_given_back(found, kind):
 def test_plans_of_a_process_of_several(monkeypatch):
     """ddp: that of its share of the batch. fsdp: a share of what is sharded, and what is gathered."""
     settings = GRPOSettings(**GRPO | dict(batch_size=8, train_batch_size=16, n_layer=2, plan=True))
-    rehearse = DryRun(prepare(settings), grpo.iterate, grpo.make_reference)
+    rehearse = DryRun(prepare(settings), grpo.iterate)
     ddp = plan(rehearse, replace(settings, parallel="ddp", num_processes=2))
     half = plan(rehearse, replace(settings, batch_size=4, train_batch_size=8, eval_prompts=3))
     assert ddp.peak == half.peak < plan(rehearse, settings).peak

@@ -99,7 +99,7 @@ def one_group_differs(prompts, completions, **columns):
 def dry_run(prepared):
     if isinstance(prepared.settings, SFTSettings):
         return DryRun(prepared, train_sft.iterate, lambda *_, **__: None)
-    return DryRun(prepared, grpo.iterate, grpo.make_reference)
+    return DryRun(prepared, grpo.iterate)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -16,7 +16,7 @@ from decoding import DecodeBatch, cached_casts
 from memory.ledger import component
 from memory.limits import Limits, reference_batches
 from model import autocast, make_model
-from runs.loading import configure
+from runs.loading import configure, load_reference
 from runs.log import NoLog
 from sample import Rollouts
 from settings import GRPOSettings
@@ -32,8 +32,8 @@ class DryRun:
     The depth is an argument because the plan of a deep model continues those of two shallow ones.
     """
 
-    def __init__(self, prepared, iterate, make_reference):
-        self.prepared, self.iterate, self.make_reference = prepared, iterate, make_reference
+    def __init__(self, prepared, iterate):
+        self.prepared, self.iterate = prepared, iterate
         self.n_layer = prepared.shape["n_layer"]
         self.longest = prepared.longest()  # tokens of the longest prompt and completion
 
@@ -43,7 +43,7 @@ class DryRun:
         if isinstance(settings, GRPOSettings):  # one step stands for all
             one_step, worst_case = dict(train_batch_size=0, num_iterations=1), worst_case_groups
         prepared = replace(self.prepared, settings=replace(settings, **one_step), shape=shape)
-        reference = self.make_reference(prepared, device, weights=False)
+        reference = load_reference(prepared, device, weights=False)
         if reference is not None:
             meter.label("reference", reference.named_parameters())
         model = configure(make_model(shape, device, settings.param_dtype), settings)

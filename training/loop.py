@@ -20,7 +20,15 @@ from memory.plan import kind_planned
 from model import make_model
 from runs.checkpoint import base_record, checkpoints
 from runs.ending import ending
-from runs.loading import configure, load_into, load_optimizer, load_weights, restore_generators, trained
+from runs.loading import (
+    configure,
+    load_into,
+    load_optimizer,
+    load_reference,
+    load_weights,
+    restore_generators,
+    trained,
+)
 from runs.lock import FolderLock
 from runs.log import NoLog, RunLog
 from runs.prepare import SHAPE
@@ -32,13 +40,12 @@ from training.optimizer import make_optimizer
 from training.state import Training
 
 
-def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
+def run(prepared, title, iterate) -> bool:
     """Iterate as the settings say, with a meter and a log; or only plan it, if they say so.
 
-    iterate(iteration, training); make_reference(prepared, device) -> a model or None.
     -> False if a signal stopped it. Then the current iteration was finished and saved, for --resume=auto.
     """
-    rehearse = DryRun(prepared, iterate, make_reference)
+    rehearse = DryRun(prepared, iterate)
     settings = prepared.settings
     if settings.plan:
         if kind_planned(settings.device) == "cuda":
@@ -53,7 +60,7 @@ def run(prepared, title, iterate, make_reference=lambda *_, **__: None) -> bool:
         with ExitStack() as stack:
             lock = None if processes.rank else FolderLock(settings.out_dir)
             processes.gather(lambda: claim(lock, stack))  # if rank 0 is refused, all end
-            return train(prepared, title, iterate, make_reference, device, processes, lock)
+            return train(prepared, title, iterate, device, processes, lock)
 
 
 def claim(lock, stack):
@@ -61,12 +68,12 @@ def claim(lock, stack):
         stack.enter_context(lock)
 
 
-def train(prepared, title, iterate, make_reference, device, processes, lock):
+def train(prepared, title, iterate, device, processes, lock):
     """lock: the folder's, on rank 0. -> False if a signal stopped it."""
     settings, resume = prepared.settings, prepared.resume
     seed_generators(settings.seed)
     with MemoryMeter(device) as meter:
-        reference = processes.shard(make_reference(prepared, processes.loads_on(device)), device)
+        reference = processes.shard(load_reference(prepared, processes.loads_on(device)), device)
         model, optimizer, start = begin(prepared, device, processes)  # last: it restores the generators
         moved = None
         if lock and resume is None:

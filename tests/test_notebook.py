@@ -1,0 +1,108 @@
+"""Runs from Python: the same as the commands', one after the other in a process, interrupted, and in a real notebook."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import HOME, figures
+
+import grpo
+import train_sft
+from options import SnugError
+from runs.checkpoint import newest
+
+SMALL = dict(n_layer=1, n_embd=16, batch_size=2, group_size=4, max_new_tokens=4, max_iters=2, eval_prompts=4)
+SMALL |= dict(device="cpu", save_interval=1, learning_rate=0.01)
+PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(9) for b in range(9)]
+
+
+def weights(folder):
+    return (newest(folder) / "model.safetensors").read_bytes()
+
+
+def test_two_trainings_in_a_process_give_what_two_processes_give(tmp_path, capsys):
+    """An SFT run and a GRPO run with a reward function of a file, then the same GRPO run again."""
+    (tmp_path / "lengths.py").write_text(
+        "def short(completions, **_):\n    return [-len(text) / 9 for text in completions]\n"
+    )
+    sft = {name: value for name, value in SMALL.items() if name not in ("group_size", "max_new_tokens")}
+    start = train_sft.train(out_dir=str(tmp_path / "sft"), **sft)
+    options = SMALL | dict(init_from=start.folder, beta=0.1, reward_funcs=["lengths:short"])
+    sys.path.append(str(tmp_path))
+    try:
+        first, second = (grpo.train(out_dir=str(tmp_path / name), **options) for name in ("a", "b"))
+    finally:
+        sys.path.remove(str(tmp_path))
+        del sys.modules["lengths"]
+    environment = os.environ | {"PYTHONPATH": f"{HOME}:{tmp_path}"}
+    for script, folder, values in (("train_sft.py", "sft_too", sft), ("grpo.py", "c", options)):
+        words = [f"--{name}={','.join(v) if isinstance(v, list) else v}" for name, v in values.items()]
+        words.append(f"--out_dir={tmp_path / folder}")
+        subprocess.run([sys.executable, HOME / script, *words], check=True, env=environment, capture_output=True)
+    assert weights(start.folder) == weights(tmp_path / "sft_too") and figures(start.folder) == figures(
+        tmp_path / "sft_too"
+    )
+    for folder in (second.folder, tmp_path / "c"):
+        assert weights(first.folder) == weights(folder) and figures(first.folder) == figures(folder)
+
+
+def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
+    calls = []
+
+    def short(completions, answer, trainer_state, **columns):
+        calls.append((trainer_state.global_step, len(completions)))
+        return [1 - len(text) / 8 for text in completions]
+
+    options = SMALL | dict(out_dir=str(tmp_path / "run"), beta=0.0)
+    run = grpo.train(prompts=PROMPTS, reward_funcs=[short], **options)
+    assert run.finished and [record["iter"] for record in run.log] == [0, 1] and calls[0] == (0, 4)
+    assert run.log[0]["reward_mean"] < 1 and repr(run) == f"<run {tmp_path}/run, 2 of 2 iterations>"
+    texts = run.sample("2+3=", n=3, max_new_tokens=2)
+    assert len(texts) == 3 and all(isinstance(text, str) for text in texts) and run.sample(n=1)
+    scores = run.evaluate(num_prompts=5)
+    assert scores["pass_at_1"] <= 1 and "  pass@1" in capsys.readouterr().out
+    page = run._repr_html_()
+    assert (
+        page.startswith("<iframe")
+        and "&lt;!doctype html&gt;" in page.lower()
+        and (tmp_path / "run/report.html").exists()
+    )
+    data = json.loads((tmp_path / "run/settings.json").read_text())["data_file"]
+    assert [json.loads(line) for line in Path(data).read_text().splitlines()] == PROMPTS
+    again = grpo.train(resume=run.folder, reward_funcs=[short], max_iters=3)
+    assert len(again.log) == 3
+    for wrong, message in (
+        (dict(learning_rat=1.0), "unknown option learning_rat; did you mean learning_rate?"),
+        (dict(learning_rate="fast"), "learning_rate takes a number, not 'fast'"),
+        (dict(reward_funcs=[lambda completions: [0]]), "takes no ..columns"),
+        (dict(prompts=[{"prompt": object()}]), "prompts must be a list of dicts that JSON can hold"),
+    ):
+        with pytest.raises(SnugError, match=message):
+            grpo.train(**options | wrong)
+
+
+def test_an_interrupt_keeps_the_run_and_a_second_call_works(tmp_path, capsys):
+    """The first ends the run after its iteration, saved; after a second one the folder is free too."""
+    handler, presses = signal.getsignal(signal.SIGINT), [1, 2]
+
+    def pressing(completions, trainer_state, **columns):
+        if trainer_state.global_step == 1 and columns["stopped"]:
+            for _ in range(presses.pop(0) if presses else 0):
+                os.kill(os.getpid(), signal.SIGINT)
+        return [float(len(text)) for text in completions]
+
+    options = SMALL | dict(max_iters=4, eval_prompts=0, out_dir=str(tmp_path / "run"), beta=0.0)
+    run = grpo.train(reward_funcs=[pressing], **options)
+    assert not run.finished and len(run.log) == 2 and newest(run.folder).name == "checkpoint-000002"
+    assert signal.getsignal(signal.SIGINT) is handler
+    with pytest.raises(KeyboardInterrupt):
+        grpo.train(reward_funcs=[pressing], **options)
+    assert signal.getsignal(signal.SIGINT) is handler and (tmp_path / "run.1").exists()
+    run = grpo.train(resume=f"{tmp_path}/run.1", reward_funcs=[pressing])
+    assert run.finished and len(run.log) == 4
+    whole = grpo.train(reward_funcs=[pressing], **options | dict(out_dir=str(tmp_path / "whole")))
+    assert weights(whole.folder) == weights(run.folder)

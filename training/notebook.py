@@ -1,0 +1,107 @@
+"""A run from Python, for notebooks and scripts. grpo.train and train_sft.train call it.
+
+    from grpo import train
+
+    def short(completions, **columns):
+        return [1 - len(completion) / 50 for completion in completions]
+
+    run = train("config/grpo_small.py", prompts=[{"prompt": "2+3=", "answer": "5"}], reward_funcs=[short], beta=0.0)
+    run.log                                 # a dict an iteration
+    run.sample("2+3=", n=4)                 # texts
+    run.evaluate(num_samples=8)             # scores of held-out prompts
+    run                                     # in a notebook: the run's page
+
+It does what the command does, with the same folder. An interrupt (Ctrl-C) ends the run after its iteration, saved:
+train(resume=run.folder, reward_funcs=[short]) goes on. Left out: several processes. Tests: tests/test_notebook.py.
+"""
+
+import hashlib
+import html
+import json
+from functools import cached_property
+from pathlib import Path
+
+from data.rewards import name_of
+from evaluate import prepare_evaluation, run_evaluation
+from evaluate import table as scores_table
+from options import SnugError, in_one_line, make_settings
+from page.runs import read_runs
+from report import make_page
+from runs.loading import Run, load_run
+from runs.log import read_log, write_whole
+from runs.prepare import prepare
+from sample import complete
+from settings import EvaluateSettings, SampleSettings
+
+
+def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
+    """cls: GRPOSettings or SFTSettings. main(prepared) trains. The other arguments: see grpo.train."""
+    functions = {spec_of(function): function for function in reward_funcs or () if callable(function)}
+    if reward_funcs is not None:
+        specs = [spec_of(function) if callable(function) else function for function in reward_funcs]
+        options = options | dict(reward_funcs=specs)
+    if prompts is not None:
+        file = write_prompts(prompts, make_settings(cls, config, options)[0].out_dir)
+        options = dict(task="jsonl", test_file="") | options | dict(data_file=file)
+    try:
+        prepared = prepare(*make_settings(cls, config, options), functions=functions)
+        finished = main(prepared)
+    except SnugError as error:
+        raise error.with_traceback(
+            None
+        ) from None  # a notebook would keep the frames, and the model in them
+    return FinishedRun(prepared.settings, functions, finished)
+
+
+def spec_of(function) -> str:
+    """The name of a function in settings.reward_funcs."""
+    return f"{function.__module__}:{name_of(function)}"
+
+
+def write_prompts(prompts: list[dict], out_dir: str) -> str:
+    """Rows to a file beside out_dir, named after its content, so that the run can be resumed and evaluated."""
+    with in_one_line("prompts must be a list of dicts that JSON can hold"):
+        text = "".join(json.dumps(dict(row)) + "\n" for row in prompts)
+    file = Path(f"{out_dir}.prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, text)
+    return str(file)
+
+
+class FinishedRun:
+    """A run's folder, its log and its newest checkpoint, which is loaded when it is needed."""
+
+    def __init__(self, settings, functions, finished):
+        """functions: {name in settings.reward_funcs: function}. finished: False if an interrupt ended the run."""
+        self.settings, self.functions, self.finished = settings, functions, finished
+        self.folder = settings.out_dir
+
+    @property
+    def log(self) -> list[dict]:
+        return read_log(self.folder)
+
+    @cached_property
+    def loaded(self) -> Run:
+        return load_run(self.folder, self.settings.device)
+
+    def sample(self, prompt: str = "", n: int = 1, **options) -> list[str]:
+        """n completions of a prompt, or of a held-out one. options: those of sample.py. Raises SnugError."""
+        values = dict(prompt=prompt, num_samples=n) | options
+        return complete(make_settings(SampleSettings, "", values)[0], self.loaded)[1]
+
+    def evaluate(self, **options) -> dict[str, float]:
+        """Print the table of evaluate.py -> {score: value}. options: those of evaluate.py. Raises SnugError."""
+        settings, given = make_settings(EvaluateSettings, "", dict(samples_file="none") | options)
+        prepared, _ = prepare_evaluation(settings, given, self.folder, self.functions)
+        summary, _ = run_evaluation(self.loaded.model, prepared, settings)
+        print("\n".join(scores_table(summary)))
+        return summary["scores"]
+
+    def __repr__(self):
+        return f"<run {self.folder}, {len(self.log)} of {self.settings.max_iters} iterations>"
+
+    def _repr_html_(self):
+        page = make_page(read_runs([self.folder])).read_text()
+        return (
+            f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 60em; border: 0"></iframe>'
+        )
