@@ -255,7 +255,7 @@ def generate_naive(
 
 
 def complete(settings, run):
-    """Complete settings.prompt or a held-out one -> (prompt or its last message, texts; one that is cut off ends in …)."""
+    """Complete settings.prompt or a held-out one -> (prompt or last message, texts; … ends one that is cut off)."""
     from data import make_task
     from data.task import as_messages
     from options import SnugError

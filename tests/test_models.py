@@ -18,12 +18,14 @@ from options import SnugError, read_settings
 from pretrained.tensors import load_pretrained, save_pretrained
 from runs.checkpoint import newest
 from runs.loading import load_run
+from runs.log import read_log
 from runs.prepare import prepare
 from settings import ExportSettings, GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
 from tools.export import main
 
 HERE = Path(__file__).parent
+HOME = Path(__file__).parent.parent
 QWEN = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, mlp="swiglu", qkv_bias=True)
 QWEN |= dict(norm="rmsnorm", norm_eps=1e-6, position="rotary", rope_theta=1e6, vocab_size=272, block_size=32768)
 TEMPLATE = (
@@ -251,3 +253,21 @@ def test_completions_of_a_pretrained_model_are_256_tokens_at_most_or_what_fits(f
     line = r"warning: \d+% of the completions of this evaluation were cut off at max_new_tokens=3, .* try --max_new_tokens=12\n"
     assert re.search(line, capsys.readouterr().out)
     assert prepared("--resume=auto").settings.max_new_tokens == 3
+
+
+def test_the_notebook_of_the_first_hour(folder, tmp_path):
+    """From a clean kernel in another folder, with a small model. The file in the repository has no outputs."""
+    nbformat, nbclient = (pytest.importorskip(name, reason=f"pip install {name}") for name in ("nbformat", "nbclient"))
+    notebook = nbformat.read(HOME / "examples/first_hour.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
+    assert cells[0].source.startswith("MODEL = ")
+    cells[0].source = f"import sys\nsys.path.insert(0, {str(HOME)!r})\nMODEL, ITERATIONS = {str(folder)!r}, 2"
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    shown = [json.dumps(cell.outputs) for cell in cells]
+    assert (
+        "peak_gib=" in shown[2]
+        and "GRPO is done: 2 iterations" in shown[3]
+        and "GRPO is done: 4 iterations" in shown[-1]
+    )
+    assert "<iframe srcdoc" in shown[-2] and len(read_log(tmp_path / "out/first_hour")) == 4
