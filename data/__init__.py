@@ -12,7 +12,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from data.addition import Addition, AdditionOptions
@@ -20,6 +20,7 @@ from data.countdown import Countdown, CountdownOptions
 from data.gsm8k import GSM8K
 from data.jsonl import Jsonl
 from data.reasoning_gym import GymOptions, ReasoningGym
+from data.rewards import ARGUMENTS
 from data.rows import FileOptions, FileTask
 from data.task import Task
 from options import SnugError, did_you_mean, option
@@ -87,21 +88,23 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
     return task
 
 
-def load_reward_function(spec: str, functions: dict[str, Callable]):
+def load_reward_function(spec: str, functions: dict[str, Callable], columns: Iterable[str]):
     """ "module:function" -> that function: of `functions`, which a caller has by these names, or of the module.
 
-    The module is also looked for in the current directory. Raises SnugError if there is no such module or function.
-    An error inside the module keeps its traceback.
+    The module is also looked for in the current directory. columns: of the task's rows. Raises SnugError if there is no
+    such module or function, or if it wants other columns. An error inside the module keeps its traceback.
     """
-    function = functions.get(spec) or imported(spec)
+    function, name = functions.get(spec) or imported(spec), spec.partition(":")[2]
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        name = spec.partition(":")[2]
-        advice = (
-            f"write def {name}(prompts, completions, **columns); if it makes a reward function, call it "
-        )
-        advice += "in a file of yours and name the result"
+        advice = "add it; if it makes a reward function, call it in a file of yours and name the result"
         raise SnugError(f"reward_funcs={spec!r}: {name} takes no **columns; {advice}")
+    wanted = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    if missing := sorted(wanted - ARGUMENTS - {*columns}):
+        problem = f"{name} wants the column {missing[0]}, and the rows have {', '.join(columns)}"
+        raise SnugError(
+            f"reward_funcs={spec!r}: {problem}; rename a column, or give the argument a default"
+        )
     return function
 
 

@@ -39,6 +39,15 @@ from options import SnugError
 GRACE = 60.0  # seconds after the limit until the process ends, if no alarm can stop the function
 AGAIN = 1.0  # seconds between alarms after the first
 LARGEST = 1e38  # rewards become float32
+ARGUMENTS = {
+    "prompts",
+    "completions",
+    "completion_ids",
+    "stopped",
+    "trainer_state",
+    "log_metric",
+    "log_extra",
+}
 
 
 def repeat_columns(rows: list[dict], k: int = 1):

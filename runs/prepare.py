@@ -255,7 +255,8 @@ def refuse_contradictions(
 def rewards_of(settings: RewardOptions | SFTSettings, task: Task, functions: Mapping[str, Callable]):
     """-> the functions that score completions, the user's or the task's, if any, and their weights (empty: 1 each)."""
     if settings.reward_funcs:
-        loaded = [load_reward_function(spec, functions) for spec in settings.reward_funcs]
+        [row] = task.prompts("train", [0])
+        loaded = [load_reward_function(spec, functions, row) for spec in settings.reward_funcs]
         return loaded, settings.reward_weights
     if not task.scored:
         return [], []

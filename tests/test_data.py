@@ -349,14 +349,17 @@ def carries(a, b):
 def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "snug_test_rewards.py").write_text(
         "def is_short(prompts, completions, **columns):\n    return [1.0]\nlength = 3\n"
+        "def wants(completions, solution, stopped, other=1, **columns): pass\n"
     )
     (tmp_path / "snug_test_broken.py").write_text("import no_such_module_at_all\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    assert load_reward_function("snug_test_rewards:is_short")(["1"], ["2"]) == [1.0]
+    assert load_reward_function("snug_test_rewards:is_short", {}, [])(["1"], ["2"]) == [1.0]
     for spec, message in {
         "snug_test_rewards:is_shrt": "has no function is_shrt; did you mean is_short?",
-        "math:sqrt": "sqrt takes no **columns",
+        "math:sqrt": "sqrt takes no **columns; add it; if it makes a reward function, call it in a file",
+        "snug_test_rewards:wants": "wants the column solution, and the rows have prompt, answer; rename a column",
+        "Qwen/Qwen-RM": "reward models are not supported; call yours in a function",
         "snug_test_rewards:length": "has no function length",
         "snug_test_absent:f": "no module snug_test_absent in",
         "snug_test_rewards.inner:f": "no module snug_test_rewards.inner in",
@@ -367,8 +370,8 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
         "": "write module:function",
     }.items():
         with pytest.raises(SnugError) as caught:
-            load_reward_function(spec)
+            load_reward_function(spec, {}, ["prompt", "answer"])
         assert message in str(caught.value) and repr(spec) in str(caught.value) and "\n" not in str(caught.value)
     # an error inside the module keeps its traceback
     with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
-        load_reward_function("snug_test_broken:f")
+        load_reward_function("snug_test_broken:f", {}, [])

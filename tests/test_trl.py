@@ -1,8 +1,9 @@
-"""Our loss and advantages beside those of TRL's own GRPOTrainer (1.16), on the same tensors.
+"""Our loss, advantages and calls of reward functions beside those of TRL's own GRPOTrainer (1.16).
 
 TRL and transformers are no requirement of the tests; without them this file is skipped. To run it: pip install trl==1.16.0, then pytest tests/test_trl.py.
 """
 
+import asyncio
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -11,8 +12,12 @@ import torch
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.trainer import grpo_trainer  # noqa: E402
 
+from data import load_reward_function  # noqa: E402
+from data.rewards import TrainerState, repeat_columns, total_rewards  # noqa: E402
 from loss import group_advantages, policy_loss, truncated_importance  # noqa: E402
+from options import SnugError  # noqa: E402
 from settings import GRPOSettings  # noqa: E402
 
 LENGTHS = [5, 1, 9, 3, 7, 2]
@@ -148,3 +153,102 @@ def test_advantages_are_those_of_trl(scale_rewards, tmp_path):
     ours, theirs = group_advantages(rewards, scale_rewards).flatten(), seen[0].float()
     torch.testing.assert_close(ours.sort().values, theirs.sort().values, rtol=0, atol=1e-6)
     assert seen[0].abs().max() > 0.5 and rewards.isnan().sum() == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reward functions
+
+ROWS = [{"prompt": "1/3?", "solution": r"$\frac{1}{3}$", "n": 1}, {"prompt": "2+2?", "solution": "$4$", "n": 2}]
+TEXTS = [
+    r"<think>a</think> \boxed{\frac{1}{3}}",
+    r"\boxed{\frac{1}{2}}",
+    r"<think>b \boxed{4}",
+    r"so </think> \boxed{4}",
+]
+IDS = [[5, 6, 7, 8], [5, 5, 5, 5, 5, 5], [1], [2] * 60]
+
+
+def recording(calls):
+    """Functions that keep what they are called with: a plain one, one that logs, one that awaits, an object that awaits."""
+
+    def keep(arguments):
+        state = arguments.pop("trainer_state")
+        loggers = [arguments.pop(name) for name in ("log_extra", "log_metric")]
+        arguments.pop("stopped", None)  # ours alone
+        calls.append(arguments | dict(state=(state.global_step, state.max_steps), loggers=len(loggers)))
+        return [float(len(ids)) for ids in arguments["completion_ids"]]
+
+    def plain(**arguments):
+        return keep(arguments)
+
+    def logs(log_extra, log_metric, **arguments):
+        log_extra("twice", [2 * n for n in arguments["n"]])
+        log_metric("odd", sum(arguments["n"]))
+        return [None, *keep(arguments | dict(log_extra=0, log_metric=0))[1:]]
+
+    async def awaits(**arguments):
+        await asyncio.sleep(0.01)
+        return keep(arguments)
+
+    class Judge:
+        async def __call__(self, **arguments):
+            return keep(arguments)
+
+    return [plain, awaits, logs, Judge()]
+
+
+def as_trl_calls(functions, prompts, completions):
+    """GRPOTrainer._calculate_rewards -> (N, functions), what was logged."""
+    trainer = object.__new__(GRPOTrainer)
+    trainer.accelerator, trainer.environments = SimpleNamespace(device="cpu", is_main_process=False), None
+    trainer.reward_funcs, trainer.reward_processing_classes = functions, [None] * len(functions)
+    trainer.reward_func_names = [str(i) for i in range(len(functions))]
+    trainer.args, trainer.state = SimpleNamespace(report_to=[]), SimpleNamespace(global_step=3, max_steps=9)
+    trainer._pending_extra_logs, trainer._pending_metrics = defaultdict(list), defaultdict(list)
+    thread, trainer.async_loop, ready = grpo_trainer.start_event_loop_in_daemon(name="test")
+    ready.wait()
+    rows = [row for row in ROWS for _ in range(2)]
+    try:
+        rewards = trainer._calculate_rewards(rows, prompts, completions, IDS)
+    finally:
+        grpo_trainer.shutdown_event_loop_in_daemon(thread, trainer.async_loop)
+    return rewards, dict(trainer._pending_extra_logs), dict(trainer._pending_metrics)
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_reward_functions_get_and_give_the_same(conversational):
+    prompts = [row["prompt"] for row in ROWS for _ in range(2)]
+    if conversational:
+        prompts = [[{"role": "user", "content": text}] for text in prompts]
+    completions = [[{"role": "assistant", "content": text}] for text in TEXTS] if conversational else TEXTS
+    ours, theirs = [], []
+    expected, extra, metrics = as_trl_calls(recording(theirs), prompts, completions)
+    columns = repeat_columns(ROWS, 2) | dict(stopped=[True] * 4, completion_ids=IDS)
+    scores = total_rewards(recording(ours), prompts, TEXTS, columns, state=TrainerState(3, 9))
+    assert ours == theirs and len(ours) == 4
+    rewards = torch.tensor(
+        [[float("nan") if r is None else r for r in column] for column in scores.by_function.values()]
+    )
+    torch.testing.assert_close(rewards.T, expected, rtol=0, atol=0, equal_nan=True)
+    assert (scores.extra, scores.metrics) == (extra, metrics) and metrics == {"odd": [6.0]}
+
+
+def test_the_functions_of_trl_rewards_work_unchanged():
+    pytest.importorskip("math_verify", reason="pip install math-verify[antlr4_13_2]")
+    from trl import rewards as of_trl
+
+    prompts = [[{"role": "user", "content": row["prompt"]}] for row in ROWS for _ in range(2)]
+    made = [of_trl.get_cosine_scaled_reward(max_len=50), of_trl.get_repetition_penalty_reward()]
+    made.append(of_trl.get_soft_overlong_punishment(max_completion_len=50, soft_punish_cache=20))
+    names = ["think_format_reward", "accuracy_reward", "reasoning_accuracy_reward"]
+    functions = [load_reward_function(f"trl.rewards:{name}", {}, ROWS[0]) for name in names] + made
+    columns = repeat_columns(ROWS, 2) | dict(stopped=[True] * 4, completion_ids=IDS)
+    scores = total_rewards(functions, prompts, TEXTS, columns, 60)
+    completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
+    expected, extra, _ = as_trl_calls(functions, prompts, completions)
+    rewards = torch.tensor(list(scores.by_function.values()), dtype=torch.float32).T
+    torch.testing.assert_close(rewards, expected, rtol=0, atol=0)
+    assert rewards[:, 1].tolist() == [1, 0, 1, 1] and rewards[:, 2].tolist() == [1, 0, 0, 1] and rewards[0, 0] == 1
+    assert {*scores.extra} == {*extra} == {"solution", "gold_parsed", "answer_parsed"}
+    with pytest.raises(SnugError, match="get_cosine_scaled_reward takes no ..columns; .* call it in a file of yours"):
+        load_reward_function("trl.rewards:get_cosine_scaled_reward", {}, ROWS[0])
