@@ -20,6 +20,7 @@ from tokenizer import get_tokenizer
 
 HOME = Path(__file__).parent.parent
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
+pytestmark = pytest.mark.long  # 45 seconds; test_pretrained.py and test_tokenizer.py do the same with small models
 
 
 @pytest.fixture(scope="session")
