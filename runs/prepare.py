@@ -120,7 +120,7 @@ def prepare(
 
 
 def continued(settings, chosen: Set[str]):
-    """The settings of the run in the folder `resume`, with those that the user chose in their place. Raises SnugError."""
+    """The settings of the run in the folder `resume`; those that the user chose replace them. Raises SnugError."""
     folder = settings.resume
     before = settings_of(open_checkpoint(folder, read_tensors=False).state)
     if type(before) is not type(settings):

@@ -143,7 +143,8 @@ def test_evaluations_cut_long_prompts_too(tmp_path):
     limits = Limits(settings, print)
     prepared.settings.eval_prompts = 5
     scores = run_scores([sample_held_out(model, prepared, limits)])
-    assert set(scores) == {"pass_at_1", "pass_at_1_sampled", "eval_reward_mean", "eval_reward_mean_sampled"}
+    rates = {"pass_at_1", "pass_at_1_sampled", "eval_truncated_fraction"}
+    assert set(scores) == rates | {"eval_reward_mean", "eval_reward_mean_sampled"}
 
 
 def test_a_resumed_run_may_round_what_it_did_not(tmp_path):

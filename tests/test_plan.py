@@ -98,7 +98,7 @@ def one_group_differs(prompts, completions, **columns):
 
 def dry_run(prepared):
     if isinstance(prepared.settings, SFTSettings):
-        return DryRun(prepared, train_sft.iterate, lambda *_, **__: None)
+        return DryRun(prepared, train_sft.iterate)
     return DryRun(prepared, grpo.iterate)
 
 
