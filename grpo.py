@@ -201,7 +201,8 @@ def score(rollouts, rows, prepared) -> Scored:
     arguments = columns | dict(stopped=rollouts.stopped.tolist(), completion_ids=completions)
     scores = prepared.score(prompts, texts, arguments)
     rewards = torch.tensor(scores.totals).view(-1, k)
-    return Scored(rollouts, rewards, scores.by_function, columns | scores.extra, scores.metrics)
+    columns |= scores.extra | dict(prompt=prompts)
+    return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics)
 
 
 def has_variance(rewards):

@@ -22,7 +22,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 from memory.meter import PHASES
 from options import SnugError
 from page.charts import charts_of
-from page.runs import Run, logged
+from page.runs import Run, logged, logged_names
 from page.write import write_page
 from runs.log import values_of
 
@@ -60,7 +60,7 @@ def cells_of(runs: list[Run]) -> list[list[str]]:
         add(name, largest, name.strip())
     for name in ["time_s", *[f"  time_{phase}_s" for phase in PHASES], "tokens_per_second"]:
         add(f"{name} (median)", middle, name.strip())
-    for name in SCORES:
+    for name in SCORES + logged_names(runs, "reward/") + logged_names(runs, "metric/"):
         add(f"{name} (first -> last)", first_and_last, name)
     return rows
 

@@ -20,15 +20,16 @@ const colour = (name) => {
   return computed;
 };
 
+const DASHES = { dashed: "dash", dotted: "dot", dashdot: "dashdot" };
+
 const trace = (series) => {
   const tint = data.palette[series.color % data.palette.length];
   const hover = series.labels.length ? "%{text}: %{y:,.4~g}<extra></extra>" : "%{x}: %{y:,.4~g}<extra>%{fullData.name}</extra>";
   const x = series.x.map((place) => (typeof place === "string" ? escaped(place) : place));
   const common = { name: escaped(series.name), x, y: series.y, text: series.labels, hovertemplate: hover, textposition: "none" };
   const few = series.x.length > 2 && series.x.length < 30;
-  const line = { type: "scatter", mode: few ? "lines+markers" : "lines", cliponaxis: false, line: { color: tint, width: 2 }, marker: { size: 5, color: tint } };
+  const line = { type: "scatter", mode: few ? "lines+markers" : "lines", cliponaxis: false, line: { color: tint, width: 2, dash: DASHES[series.style] }, marker: { size: 5, color: tint } };
   switch (series.style) {
-    case "dashed": return { ...common, ...line, line: { color: tint, width: 2, dash: "dash" } };
     case "hidden": return { ...common, ...line, visible: "legendonly" };
     case "block": return { ...common, type: "bar", width: series.width, offset: 0, marker: { color: tint, line: { width: 0 } } };
     case "bar": return { ...common, type: "bar", offsetgroup: tint, marker: { color: tint } };
@@ -61,9 +62,9 @@ const layout = (chart) => {
   };
 };
 
-const draw = (chart) => {
+const draw = (chart, width) => {
   const traces = chart.series.map(trace);
-  Plotly.react(chart.plot, traces, layout(chart), { displayModeBar: false, responsive: true });
+  Plotly.react(chart.plot, traces, { ...layout(chart), width }, { displayModeBar: false, responsive: !width });
 };
 
 for (const chart of data.charts) {
@@ -100,11 +101,24 @@ systemDark.addEventListener("change", paint);
 // plotly's 5 MB stand in the page as text. They become a script once the rest has been painted.
 const { nonce } = document.currentScript;
 const start = () => {
+  if (window.Plotly) return; // a print was faster
   const script = Object.assign(make("script"), { nonce, text: document.getElementById("plotly").textContent });
   document.head.append(script);
   paint();
 };
 addEventListener("DOMContentLoaded", () => requestAnimationFrame(() => setTimeout(start)));
+
+// On paper the charts have another width and the light colours. They must be there when this returns.
+const PAPER = 660; // pixels: A4 and Letter without margins and the card's padding
+addEventListener("beforeprint", () => {
+  document.documentElement.classList.add("paper");
+  if (!window.Plotly) start();
+  for (const chart of data.charts) draw(chart, PAPER);
+});
+addEventListener("afterprint", () => {
+  document.documentElement.classList.remove("paper");
+  paint();
+});
 
 // The address keeps what the browser of completions shows, so a link to a section only scrolls.
 document.querySelector("nav").addEventListener("click", (event) => {

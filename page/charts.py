@@ -7,7 +7,7 @@ figure that no run has logged has no chart.
 from dataclasses import dataclass, field
 
 from memory.meter import PHASES
-from page.runs import Run, logged
+from page.runs import Run, logged, logged_names
 from runs.log import values_of
 
 # Contrast of at least 3 : 1, on the light page and on the dark one.
@@ -15,6 +15,7 @@ PALETTE = ["#4f7df0", "#c9821a", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c
 SHOWN = 10  # iterations of a memory timeline that are visible at first
 MOST = 200  # a memory timeline has the last iterations
 POINTS = 2000  # of a line, at most
+STYLES = "line", "dashed", "dotted", "dashdot"
 
 LEARNING = [  # title, unit, {figure of the log: name of the line}
     ("Reward", "reward", {"reward_mean": "training, sampled", "eval_reward_mean": "held out, greedy"}),
@@ -31,7 +32,7 @@ MEMORY = {"mem_max_alloc_mb": "peak", "mem_alloc_mb": "allocated after it"}
 
 @dataclass
 class Series:
-    """style: line, dashed, hidden (shown after a click on its name), block (a bar from x to x + width), bar."""
+    """style: one of STYLES, hidden (shown after a click on its name), block (a bar from x to x + width), bar."""
 
     name: str
     x: list
@@ -54,7 +55,10 @@ class Chart:
 
 def charts_of(runs: list[Run]) -> list[Chart]:
     """All charts, in the page's order."""
-    learning = [chart for figure in LEARNING for chart in by_kind("Learning", *figure, runs)]
+    functions = {name: name.removeprefix("reward/") for name in logged_names(runs, "reward/")}
+    figures = [*LEARNING, ("Reward by function", "mean before weights", functions)]
+    figures += [(name, "mean", {name: ""}) for name in logged_names(runs, "metric/")]
+    learning = [chart for figure in figures for chart in by_kind("Learning", *figure, runs)]
     memory = [timeline(run) for run in runs if run.memory]
     memory += by_kind("Memory", "Memory of each iteration", "MiB", MEMORY, runs)
     memory.append(peaks(runs))
@@ -87,8 +91,7 @@ def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:
             label, color = name or run.name, place
             if len(runs) > 1:
                 label, color = f"{run.name}, {name}".removesuffix(", "), number
-            style = "dashed" if place else "line"
-            series.append(Series(label, x, y, style, color))
+            series.append(Series(label, x, y, STYLES[place % len(STYLES)], color))
     return series
 
 

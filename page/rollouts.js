@@ -38,14 +38,15 @@
   };
 
   const current = () => data.rollouts[$("run").value];
+  const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
   const prepare = (run) => {
     run.iterations = [...new Set(run.samples.map((sample) => sample.iter))].sort((a, b) => a - b);
     run.groups = new Map(); // "iteration group" -> its samples, the best first
     for (const sample of run.samples) {
-      sample.prompt = typeof sample.prompt === "string" ? sample.prompt : JSON.stringify(sample.prompt);
+      sample.prompt = asText(sample.prompt);
       sample.text = `${sample.prompt}\n${sample.completion}`.toLowerCase();
       const key = `${sample.iter} ${sample.group ?? sample.prompt}`;
-      if (!run.groups.has(key)) run.groups.set(key, { iter: sample.iter, prompt: sample.prompt, samples: [] });
+      if (!run.groups.has(key)) run.groups.set(key, { iter: sample.iter, question: asText(sample.question ?? sample.prompt), samples: [] });
       run.groups.get(key).samples.push(sample);
     }
     const order = (sample) => sample.reward ?? -Infinity; // not scored: last
@@ -129,7 +130,7 @@
     const element = make("div", item.group ? "row group" : "row");
     element.style.top = `${index * HEIGHT}px`;
     if (item.group) {
-      element.append(make("b", "", item.group.prompt.replaceAll("\n", "↵")));
+      element.append(make("b", "", item.group.question.replaceAll("\n", "↵")));
       element.append(make("span", "right", `iteration ${item.group.iter} · mean ${number(item.group.mean)}`));
       return element;
     }
@@ -152,6 +153,16 @@
     list.setAttribute("aria-activedescendant", space.querySelector(".chosen")?.id ?? "");
   };
 
+  const named = (values, className) => {
+    const list = make("dl", className);
+    for (const [name, value] of Object.entries(values)) {
+      const box = make("div");
+      box.append(make("dt", "", name), make("dd", "", asText(value)));
+      list.append(box);
+    }
+    return list;
+  };
+
   // The completion of a place in the list, which is brought into view.
   const choose = (place) => {
     const sample = chosen = items[place]?.sample ?? null, top = place * HEIGHT;
@@ -160,20 +171,17 @@
     render();
     detail.replaceChildren();
     if (!sample) return;
-    const figures = make("dl");
     const length = sample.tokens ? `${sample.tokens.length} tokens` : `${sample.completion.length} characters`;
     const shown = { reward: number(sample.reward, 3), advantage: number(sample.advantage, 3), length, end: sample.stopped ? "stopped" : "cut off" };
-    for (const [name, value] of Object.entries(shown)) {
-      const box = make("div");
-      box.append(make("dt", "", name), make("dd", "", value));
-      figures.append(box);
-    }
     const completion = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures, or press ← and → in the list. ■ is the stop token." : "");
     line.id = "token";
     line.setAttribute("aria-live", "polite");
     completion.addEventListener("pointerover", (event) => point(event.target));
     detail.append(make("h3", "", `Prompt, iteration ${sample.iter}`), make("p", "text", sample.prompt), make("h3", "", "Completion"));
-    detail.append(completion, line, make("h3", "", "Figures"), figures);
+    detail.append(completion, line, make("h3", "", "Figures"), named(shown));
+    const rewards = Object.entries(sample.rewards ?? {}).map(([name, value]) => [name, number(value, 3)]);
+    if (rewards.length) detail.append(make("h3", "", "Rewards before weights"), named(Object.fromEntries(rewards)));
+    if (Object.keys(sample.columns ?? {}).length) detail.append(make("h3", "", "Columns"), named(sample.columns, "columns"));
     detail.scrollTop = 0;
   };
 

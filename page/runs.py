@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from options import SnugError, in_one_line
+from options import SnugError, fields, in_one_line
 from runs.log import read_lines, read_log
+from settings import GRPOSettings, ModelOptions, SFTSettings
 
 MOST_BYTES = 40_000_000  # of samples.jsonl in a page
+FIRST_LINE = re.compile(r"^\w+ on \w+: ([\d,]+) parameters.*? on (cpu|cuda)", re.MULTILINE)
 MEMORY_LINE = re.compile(
     r"\[MEM\] \[\w+ step (\d+)/\d+\] after (\w+): "
     r"current=([\d.]+)MiB reserved=([\d.]+)MiB peak_since_reset=([\d.]+)MiB"
@@ -32,6 +34,7 @@ class Run:
     folder: Path
     name: str  # the folder's name, or its path if two runs have the same name
     kind: str  # "GRPO" or "SFT"
+    size: str  # "117,632" parameters; "-" if log.txt does not say it
     device: str  # "cuda" or "cpu"
     records: list[dict]  # log.jsonl; never empty
     samples: list[dict]  # samples.jsonl: every n-th iteration and the last one
@@ -42,6 +45,25 @@ class Run:
     @property
     def ended(self) -> bool:
         return self.records[-1]["iter"] + 1 >= self.settings.get("max_iters", 0)
+
+    @property
+    def model(self) -> str:
+        """Where the weights come from, or the shape of new ones."""
+        shape = [f"{name}={self.settings.get(name)}" for name in ("n_layer", "n_head", "n_embd")]
+        return self.settings.get("init_from") or f"new: {' '.join(shape)}"
+
+    @property
+    def changed(self) -> list[str]:
+        """The options that differ from the defaults, but not the shape of init_from."""
+        defaults = vars(GRPOSettings() if self.kind == "GRPO" else SFTSettings())
+        hidden = {"out_dir", "init_from", "resume"}
+        if self.settings.get("init_from"):
+            hidden |= fields(ModelOptions).keys()
+        return [
+            name
+            for name in self.settings
+            if self.settings[name] != defaults.get(name) and name not in hidden
+        ]
 
 
 def read_runs(folders: list[str]) -> list[Run]:
@@ -61,12 +83,14 @@ def read_run(folder: Path, name: str, most_bytes: int) -> Run:
         raise SnugError(f"{folder}: log.jsonl has no iteration yet; try again later")
     text = text_of(folder / "log.txt")
     kind = "GRPO" if any("reward_mean" in record for record in records) else "SFT"
-    device = "cuda" if re.search(r"^\w+ on .* parameters.* on cuda", text, re.MULTILINE) else "cpu"
+    first = FIRST_LINE.search(text)
+    size, device = first.groups() if first else ("-", "cpu")
     last = records[-1]["iter"]
     samples, every = read_samples(folder / "samples.jsonl", last, most_bytes)
     with in_one_line(f"{folder}/settings.json: cannot be read"):
         settings = json.loads(text_of(folder / "settings.json") or "{}")
-    return Run(folder, name, kind, device, records, samples, every, memory_of(text, last), settings)
+    memory = memory_of(text, last)
+    return Run(folder, name, kind, size, device, records, samples, every, memory, settings)
 
 
 def read_samples(path: Path, last: int, most_bytes: int):
@@ -91,6 +115,29 @@ def memory_of(text: str, last: int) -> dict[int, dict[str, PhaseMemory]]:
 def logged(records: list[dict], name: str) -> list[float]:
     """The values of a figure, without the iterations that lack it."""
     return [record[name] for record in records if record.get(name) is not None]
+
+
+def options_of(runs: list[Run]):
+    """-> (rows of cells: model, parameters, the options that differ between the runs; {option: value in all of them}).
+
+    Options with their defaults in all runs are left out.
+    """
+    rows = [["model", *[run.model for run in runs]], ["parameters", *[run.size for run in runs]]]
+    same = {}
+    for name in dict.fromkeys(name for run in runs for name in run.changed):
+        values = [run.settings.get(name, "-") for run in runs]
+        cells = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        if len(set(cells)) > 1:
+            rows.append([name, *cells])
+        else:
+            same[name] = cells[0]
+    return rows, same
+
+
+def logged_names(runs: list[Run], start: str) -> list[str]:
+    """The figures whose names begin so."""
+    names = dict.fromkeys(name for run in runs for record in run.records for name in record)
+    return [name for name in names if name.startswith(start)]
 
 
 def text_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from page.charts import PALETTE, Chart
-from page.runs import Run, logged
+from page.runs import Run, logged, options_of
 from runs.log import values_of, write_whole
 
 HERE = Path(__file__).parent
@@ -26,6 +26,7 @@ def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[lis
 
     loader = jinja2.FileSystemLoader(HERE)
     template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    options, same = options_of(runs)
     page = template.get_template("page.html").render(
         plotly=Markup(get_plotlyjs()),
         island=Markup(island(content(runs, charts))),
@@ -35,6 +36,8 @@ def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[lis
         runs=runs,
         sections=list(dict.fromkeys(chart.section for chart in charts)),
         tiles=tiles(runs[0]),
+        options=options,
+        same=same,
         cells=cells,
     )
     write_whole(path, page)

@@ -26,6 +26,7 @@ from runs.prepare import prepare
 from sample import Rollouts, sample_groups
 from settings import GRPOSettings, SFTSettings
 from training import state
+from training.figures import sample_records
 from training.optimizer import make_optimizer, optimizer_step
 
 STOP = 3
@@ -314,6 +315,20 @@ def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
     assert list(scored.by_function.values()) == [[1, 0.5, None, -1], [0.25, None, None, 1.0]]
     assert seen["prompts"][0] == seen["prompts"][1] != seen["prompts"][2] and seen["answer"][2] == rows[1]["answer"]
     assert seen["completions"] == [prepared.tokenizer.decode(ids) for ids in seen["ids"]]
+
+
+def test_a_sample_has_the_question_of_its_messages_once(tmp_path):
+    _, settings = tiny(tmp_path, init_from="", beta=0.0, batch_size=2, group_size=2, samples_per_iteration=4)
+    prepared = prepare(settings)
+    prepared.reward_funcs = [lambda log_extra, **_: log_extra("prompt", "abcd") or [1, 2, 3, 4]]
+    rows = prepared.task.prompts("train", range(2))
+    rollouts = grpo.sample_rows(make_model("gpt2", vocab_size=257), prepared, rows, 0)
+    rows[1]["prompt"] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    rollouts.advantages = torch.zeros(4)
+    entropies = torch.zeros_like(rollouts.sampling_logprobs)
+    samples = sample_records(grpo.score(rollouts, rows, prepared), entropies, prepared.tokenizer, settings)
+    assert [sample.get("question") for sample in samples] == [None, None, "2+2?", "2+2?"]
+    assert all(list(sample["columns"]) == ["numbers", "answer"] for sample in samples)
 
 
 def test_every_iteration_and_seed_samples_anew(tmp_path):

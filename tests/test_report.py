@@ -12,6 +12,7 @@ from options import SnugError
 from page.charts import charts_of
 from page.runs import read_run, read_runs
 from page.write import island, tiles, write_page
+from settings import GRPOSettings, SFTSettings
 
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "<!--<script>"]
 HOSTILE += ["\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton", "<b>bold</b>\n\ttwo lines"]
@@ -88,6 +89,64 @@ def test_charts_have_the_logs_figures(tmp_path):
     assert dict(zip(peaks["a"].x, peaks["a"].y, strict=True)) == dict(zip(PHASES[:5], [3, 13, 23, 32, 43], strict=True))
     assert (peaks["warm"].x, peaks["warm"].y) == (["train", "optimizer"], [2, 12])
     assert "Reward, SFT" not in [chart.title for chart in charts]
+
+
+def test_each_function_has_a_line_and_each_metric_a_chart(tmp_path):
+    runs = read_runs([make_run(tmp_path / "a", iterations=3), make_run(tmp_path / "b", iterations=2)])
+    assert not any("function" in chart.title for chart in charts_of(runs))
+    for run in runs:
+        for i, record in enumerate(run.records):
+            record |= {"reward/exact": i / 4, "reward/short": None if i else 0.5, "reward/judge": 1.0}
+    runs[1].records[1]["metric/<i>words"] = 7.0
+    one = chart(charts_of(runs[:1]), "Reward by function")
+    assert {name: (s.x, s.y, s.color) for name, s in one.items()} == {
+        "exact": ([0, 1, 2], [0, 0.25, 0.5], 0),
+        "short": ([0], [0.5], 1),
+        "judge": ([0, 1, 2], [1, 1, 1], 2),
+    }
+    both = chart(charts_of(runs), "Reward by function")
+    assert list(both) == [f"{run}, {name}" for run in "ab" for name in ("exact", "short", "judge")]
+    assert len({(s.color, s.style) for s in both.values()}) == 6
+    (metric,) = chart(charts_of(runs), "metric/<i>words").values()
+    assert (metric.name, metric.x, metric.y) == ("b", [1], [7])
+    rows = {name: cells for name, *cells in report.cells_of(runs)}
+    assert rows["reward/exact (first -> last)"] == ["0.000 -> 0.500", "0.000 -> 0.250"]
+    assert rows["metric/<i>words (first -> last)"] == ["-", "7.000 -> 7.000"]
+
+
+def top_of(folders):
+    """-> (rows of the options' table, the options below it)"""
+    text = page_of(folders).read_text()
+    top = re.search(r'<div class="scroll options">(.*?)</div>', text, re.DOTALL)[1]
+    cells = [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in top.split("<tr>")[1:]]
+    return cells, re.findall("<code>(.*?)</code>", top)
+
+
+def test_the_top_says_the_model_its_size_and_what_is_not_default(tmp_path):
+    defaults = {name: value for name, value in vars(GRPOSettings()).items() if name != "max_iters"}
+    new = make_run(tmp_path / "a", **defaults | dict(n_layer=3, seed=7, resume="auto"))
+    assert top_of([new]) == (
+        [["model", "new: n_layer=3 n_head=4 n_embd=64"], ["parameters", "100"]],
+        ["max_iters=4", "n_layer=3", "seed=7"],
+    )
+    shaped = dict(init_from="models/<b>x", n_layer=9, beta=0.5, learning_rate=2.0, reward_funcs=["a.py:<i>"])
+    other = make_run(tmp_path / "b", **defaults | shaped)
+    again = make_run(tmp_path / "c", **defaults | shaped | dict(learning_rate=1e-3))
+    log = tmp_path / "c/log.txt"
+    log.write_text(log.read_text().replace("100 parameters", "1,234 parameters, of which 56 train,"))
+    assert top_of([other, again]) == (
+        [
+            ["", "b", "c"],
+            ["model", *["models/&lt;b&gt;x"] * 2],
+            ["parameters", "100", "1,234"],
+            ["learning_rate", "2.0", "0.001"],
+        ],
+        ["max_iters=4", "beta=0.5", "reward_funcs=[&#34;a.py:&lt;i&gt;&#34;]"],
+    )
+    warm = make_run(tmp_path / "warm", kind="SFT", **vars(SFTSettings()) | dict(max_iters=4))
+    assert ["beta", "0.5", "-"] in top_of([other, warm])[0]
+    log.unlink()
+    assert read_runs([again])[0].size == "-"
 
 
 def test_the_table_and_the_tiles(tmp_path):
@@ -278,3 +337,51 @@ def test_the_browser_filters_and_finds_completions(chromium, tmp_path):
     tab.reload()
     assert tab.input_value("#search") == HOSTILE[1].upper() and tab.is_checked("#all")
     assert tab.locator("#list .row").nth(2).get_attribute("aria-selected") == "true" and wrong == []
+
+
+def test_the_browser_shows_rewards_columns_and_the_question(chromium, tmp_path):
+    """All of it text. A file of an older run has none of it."""
+    samples = make_samples(1, k=2)
+    for sample, reward in zip(samples, (1.0, None), strict=True):
+        sample["question"] = HOSTILE[1]
+        sample["rewards"] = {HOSTILE[4]: reward, "short": -0.12345}
+        sample["columns"] = {"answer": HOSTILE[0], "numbers": [1, 2], "note": None, HOSTILE[1]: 3}
+    older = make_samples(1, k=1, group=1)
+    tab, wrong = opened(chromium, page_of([make_run(tmp_path / "a", samples=samples + older)]))
+    groups = tab.locator("#list .row.group b").all_inner_texts()
+    assert groups == [HOSTILE[1], "prompt 0 one"] and tab.inner_text("#detail .text") == "prompt 0 one"
+    assert tab.locator("#detail dt").all_text_contents()[4:] == [HOSTILE[4], "short", *samples[0]["columns"]]
+    values = tab.locator("#detail dd").all_text_contents()
+    assert values[4:] == ["–", "−0.123", HOSTILE[0], "[1,2]", "null", "3"]
+    assert tab.locator("#detail h3").all_inner_texts()[-2:] == ["Rewards before weights", "Columns"]
+    tab.locator("#list .row:not(.group)").last.click()
+    assert tab.locator("#detail dt").count() == 4 and tab.locator("#detail h3").count() == 3
+    assert tab.evaluate("window.hacked") is None and tab.locator("#rollouts img").count() == 0 and wrong == []
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_charts_are_on_paper(chromium, tmp_path, drawn):
+    """In the light colours, also if the dark page is printed before it has drawn them."""
+    folders = [make_run(tmp_path / name, samples=make_samples(1)) for name in ("a", "b")]
+    page, tab = page_of(folders), chromium.new_page(color_scheme="dark", viewport=dict(width=1900, height=900))
+    tab.add_init_script("" if drawn else "requestAnimationFrame = () => 0")
+    tab.goto(f"file://{page}")
+    first = ".chart:first-child .legend text"
+    if drawn:
+        tab.locator(first).first.wait_for()
+    look = """() => window.paper = [...document.querySelectorAll('.chart')].map((chart) => ({
+        width: Math.max(...[...chart.querySelectorAll('svg')].map((svg) => svg.getBoundingClientRect().width)),
+        marks: chart.querySelectorAll('.js-line, .point path').length,
+        legend: [...chart.querySelectorAll('.legend')].map((legend) => getComputedStyle(legend).display),
+        text: getComputedStyle(chart.querySelector('.xtick text')).fill,
+    }))"""
+    tab.evaluate(f"addEventListener('beforeprint', {look})")
+    assert len(tab.pdf(format="A4")) > 20_000
+    tab.emulate_media(media="print")
+    charts = tab.evaluate("window.paper")
+    assert len(charts) > 8 and all(chart["width"] == 660 and chart["marks"] for chart in charts)
+    assert {chart["text"] for chart in charts} == {"rgb(102, 112, 128)"}
+    assert all(display != "none" for display in tab.evaluate(look)[0]["legend"])
+    tab.emulate_media(media="screen")
+    tab.wait_for_function(f"({look})()[0].width === 620 && window.paper[0].text === 'rgb(147, 157, 172)'")
+    tab.close()

@@ -16,7 +16,7 @@ class Scored(NamedTuple):
     rollouts: Rollouts
     rewards: torch.Tensor  # (P, k) float32, NaN: not scored
     by_function: dict[str, list]  # {reward function: its N rewards, None: not scored}
-    columns: dict[str, list]  # {name: N values} of the task's rows and of log_extra
+    columns: dict[str, list]  # {name: N values} of the task's rows with their prompts, and of log_extra
     metrics: dict[str, list[float]]  # of log_metric
 
     def select(self, groups) -> "Scored":
@@ -103,9 +103,9 @@ def mean_of_steps(steps):
 def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]:
     """Records for samples.jsonl: a dict for each completion of the first groups. entropies (N, T_c): of the last steps.
 
-    The reward is the one that the advantage was computed from; rewards: each function's, before weights. tokens,
-    logprobs, ref_logprobs, entropies: one entry a token, the stop token included; without entropies if no step was
-    taken on the completion.
+    The reward is the one that the advantage was computed from; rewards: each function's, before weights. question: the
+    last of a prompt's messages. tokens, logprobs, ref_logprobs, entropies: one entry a token, the stop token included;
+    without entropies if no step was taken on the completion.
     """
     k, records, rollouts = settings.group_size, [], scored.rollouts
     number = min(-(-settings.samples_per_iteration // k) * k, len(rollouts.tokens))
@@ -120,17 +120,21 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
             shown.prompt_lengths[i],
             shown.completion_lengths[i],
         )
+        columns = {name: values[i] for name, values in scored.columns.items()}
+        asked = columns.pop("prompt", "")
         record = dict(
             group=i // k,
             prompt=tokenizer.decode(ids[:start]),
             completion=tokenizer.decode(completion),
             reward=rewards[i],
             rewards={name: values[i] for name, values in scored.by_function.items()},
-            columns={name: values[i] for name, values in scored.columns.items()},
+            columns=columns,
             advantage=advantages[i],
             stopped=bool(shown.stopped[i]),
             tokens=texts_of(ids[start : start + length], tokenizer.decode),
         )
+        if isinstance(asked, list):
+            record["question"] = asked[-1]["content"]
         for name, values in per_token.items():
             numbers = [] if values is None else values[i, :length].tolist()
             if any(numbers) or (numbers and name != "entropies"):
