@@ -89,7 +89,6 @@ def iterate(iteration, training, collect=None):
 
     # 4. Log-probs before the first step. The model is the sampler, so the sampler's are the old ones, without a forward
     #    pass. importance_sampling_cap corrects for the difference between sampler and trainer: it needs the trainer's.
-    training.log.show("reference")
     rollouts.old_logprobs = rollouts.sampling_logprobs  # (N, T_c)
     if settings.importance_sampling_cap is not None:
         rollouts.old_logprobs = training.run("reference", trainer_logprobs, model, rollouts, cut, settings)
@@ -104,7 +103,6 @@ def iterate(iteration, training, collect=None):
 
     # 6. Learn, num_iterations times over. A step without anything to learn is not taken, so that moments and weight
     #    decay do not move the weights either.
-    training.log.show("train")
     learning_rate, taken, skipped = learning_rate_at(iteration, settings), [], 0
     entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
     for step in [step for _ in range(settings.num_iterations) for step in range(len(cut.steps))]:
@@ -171,7 +169,6 @@ def sample_and_score(iteration, turn, training) -> Scored:
         with training.processes.whole(training.model) as model:
             return sample_rows(model, prepared, rows, iteration, before, training.limits.max_rollout_batch)
 
-    training.log.show("rollout" if turn == 0 else f"rollout {turn + 1}")
     rollouts = training.run("rollout", sample)
     with training.meter.phase("reward"):
         return score_together(training.processes, score, rollouts, rows, prepared)

@@ -44,7 +44,6 @@ def iterate(iteration, training, make_batch=None):
     cut = training.cut(batch)
 
     # 2. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
-    training.log.show("train")
     sums = training.run("train", accumulate_gradient, model, batch, cut, settings)
 
     # 3. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.

@@ -35,6 +35,7 @@ class MemoryMeter:
         self.live = None if self.device.type == "cuda" else LiveBytes()
         self.phases = {}  # name -> peak bytes and seconds since the last `stats`
         self.peak, self.now = 0, None  # now: the phase that is going on
+        self.show = lambda name: None  # gets the name of each phase that begins
 
     def __enter__(self):
         if self.live is not None:
@@ -76,6 +77,7 @@ class MemoryMeter:
         self.peak = max(self.peak, self.peak_since_reset())
         self.reset_peak()
         started, self.now = time.perf_counter(), name
+        self.show(name)
         try:
             yield
         finally:

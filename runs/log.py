@@ -6,13 +6,16 @@
     log.txt         the console's lines, the error that ended the run, [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
 
-The console shows a line every log_interval iterations and, in a terminal, a progress bar; without a bar the lines say
-how much time is left. If the console is gone, a file cannot be written or a service fails, the log warns once and the
-training goes on. What a run prints at its end is in ending.py. Left out: plots, which report.py makes.
+The console shows a line every log_interval iterations. In a terminal a line fits the width, and a bar below shows the
+progress and the running phase. A pipe gets whole lines, which also say how much time is left. If the console is gone,
+a file cannot be written or a service fails, the log warns once and the training goes on. What a run prints at its end
+is in ending.py. Left out: plots, which report.py makes.
 """
 
 import json
+import math
 import os
+import shutil
 import sys
 import time
 import uuid
@@ -25,21 +28,23 @@ from tqdm import tqdm
 from options import SnugError, told
 
 IS_IT_BROKEN = """\
-note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the policy is the sampler, so every ratio is 1.
-      A group's advantages add up to 0, so over completions of equal length the loss does too (otherwise it is small and
-      says little). The gradient is not 0: watch grad_norm and reward_mean."""
+note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the
+      policy is the sampler, so every ratio is 1. A group's advantages add up to
+      0, so over completions of equal length the loss does too (otherwise it is
+      small and says little). The gradient is not 0: watch grad_norm and
+      reward_mean."""
 
 # What the console shows of a record.
 CONSOLE = {
     "reward_mean": "  reward {:.3f}",
-    "reward_std": " ±{:.2f}",
+    "reward_std": " (sd {:.2f})",
     "loss": "  loss {:.4f}",
     "kl": "  kl {:.4f}",
     "entropy": "  entropy {:.3f}",
     "grad_norm": "  grad {:.2f}",
     "completion_length_mean": "  length {:.1f}",
     "tokens_per_second": "  {:,.0f} tok/s",
-    "mem_alloc_mb": "  mem {:.0f}",
+    "mem_alloc_mb": "  mem {:.0f} MiB",
     "mem_max_alloc_mb": "  peak {:.0f} MiB",
     "time_s": "  {:.2f} s",
     "dropped_steps": "  dropped {}",
@@ -49,18 +54,30 @@ CONSOLE = {
     "eval_reward_mean": "  eval reward {:.3f}",
     "left": "  left {}",
 }
+# What a line leaves out until it fits, from the first on. What is not here stays.
+LEFT_OUT = """mem_alloc_mb completion_length_mean tokens_per_second grad_norm entropy pass_at_1_sampled
+skipped_steps reward_std loss kl left""".split()
 
 
-def console_line(record: dict, total: int) -> str:
-    """`iter  12/60  reward 0.43 ±0.49  loss -0.0010 ...`"""
+def console_line(record: dict, total: int, width=math.inf) -> str:
+    """`iter  12/60  reward 0.430 (sd 0.49)  loss -0.0010 ...`, in at most `width` columns"""
     line = "before training"
     if "iter" in record:
         line = f"iter {record['iter']:>{len(str(total))}}/{total}"
+    parts = {"": line}
     for name, text in CONSOLE.items():
         value = record.get(name)
         if value is not None and (value or not name.endswith("_steps")):
-            line += text.format(value)
-    return line
+            parts[name] = text.format(value)
+    for name in LEFT_OUT:
+        if sum(map(len, parts.values())) > width:
+            parts.pop(name, None)
+    return "".join(parts.values())
+
+
+def console_width():
+    """The terminal's columns, at least 80. No limit if the console is none."""
+    return max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else math.inf
 
 
 class RunLog:
@@ -121,7 +138,7 @@ class RunLog:
 
     def show(self, phase: str):
         """Name the current phase in the bar."""
-        self.bar.set_postfix_str(phase)
+        self.bar.set_postfix_str(f"{phase:9}")  # as wide as the longest, so that the bar stands still
 
     def say(self, text: str):
         """A line for log.txt and the console."""
@@ -184,7 +201,9 @@ class RunLog:
 
     def scores(self, record: dict):
         """A console line for these figures of the log. Without "iter" they are of the model before training."""
-        self.say(console_line(record | self.not_shown, self.max_iters))
+        record = record | self.not_shown
+        self.memory([console_line(record, self.max_iters)])
+        self.show_line(console_line(record, self.max_iters, console_width()))
 
     def left(self, done: int):
         """-> {"left": time left}, if no bar shows it. The first iteration is slower and does not count."""

@@ -3,7 +3,9 @@
 import importlib.util
 import itertools
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import termios
@@ -24,7 +26,7 @@ from runs import log
 from runs.checkpoint import newest
 from runs.ending import ending
 from runs.loading import load_run
-from runs.log import RunLog, read_lines, read_log
+from runs.log import RunLog, console_line, read_lines, read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from training import state
@@ -116,6 +118,52 @@ def test_the_console_shows_every_nth_iteration_and_those_that_matter(tmp_path, m
     left = {line[1]: line[-1] if "left" in line else None for line in lines}
     assert left == {"1/14": None, "4/14": "00:18", "6/14": "00:14", "9/14": "00:08", "13/14": None}
     assert [record["iter"] for record in read_log(tmp_path)] == list(range(1, 14))
+
+
+RECORD = dict(iter=7, reward_mean=0.25, reward_std=0.5, loss=-0.001, kl=0.02, entropy=0.1, grad_norm=1.5)
+RECORD |= dict(completion_length_mean=18, tokens_per_second=51804, mem_alloc_mb=2, mem_max_alloc_mb=39, time_s=2.3)
+
+
+@pytest.mark.parametrize(
+    "width, more, line",
+    [
+        (80, {}, "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  peak 39 MiB  2.30 s"),
+        (
+            math.inf,
+            dict(skipped_steps=0, dropped_steps=1),
+            "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  length 18.0  "
+            "51,804 tok/s  mem 2 MiB  peak 39 MiB  2.30 s  dropped 1",
+        ),
+        (79, {}, "iter  7/80  reward 0.250  loss -0.0010  kl 0.0200  peak 39 MiB  2.30 s"),
+        (
+            80,
+            dict(pass_at_1=0.5, pass_at_1_sampled=0.4, skipped_steps=3),
+            "iter  7/80  reward 0.250  kl 0.0200  peak 39 MiB  2.30 s  pass@1 0.500",
+        ),
+        (
+            105,
+            dict(skipped_steps=3, kl=None),
+            "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  peak 39 MiB  2.30 s  steps with nothing to learn: 3",
+        ),
+        (1, {}, "iter  7/80  reward 0.250  peak 39 MiB  2.30 s"),
+    ],
+)
+def test_a_line_fits_the_console(width, more, line):
+    assert console_line(RECORD | more, 80, width) == line
+
+
+def test_a_pipe_says_what_is_going_on_before_the_first_iteration(tmp_path, capsys):
+    sft, settings = tiny(tmp_path)
+    train_sft.main(prepare(sft))
+    assert capsys.readouterr().out.splitlines()[0].startswith("SFT on addition")  # random weights
+    grpo.main(prepare(settings))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"loading {sft.out_dir}/checkpoint-000004" and lines[1].startswith("GRPO on addition")
+    assert lines[2] == "evaluating before training: 20 prompts" and lines[3].startswith("before training  pass@1")
+    grpo.main(prepare(replace(settings, resume="auto", max_iters=5)))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"loading {settings.out_dir}/checkpoint-000004"
+    assert not any("evaluating" in line for line in lines)
 
 
 def test_the_end_of_a_run_says_what_was_reached_and_what_comes_next(tmp_path, monkeypatch):
@@ -258,17 +306,19 @@ def test_a_service_that_is_not_installed_is_refused(monkeypatch):
 
 
 def test_a_bar_in_a_terminal(tmp_path):
-    """Through a pseudo-terminal: the bar is drawn, and every line stands whole on a line of its own."""
+    """Through a pseudo-terminal: the bar names the phase, and every line stands on a line of its own and fits it."""
     import pty
 
     try:
         main, terminal = pty.openpty()
     except OSError as error:
         pytest.skip(f"no pseudo-terminal: {error}")
-    termios.tcsetwinsize(terminal, (40, 150))
-    words = "--device=cpu --eval_prompts=0 --batch_size=4 --max_iters=5 --save_interval=0".split()
+    termios.tcsetwinsize(terminal, (40, 80))
+    words = "--device=cpu --eval_prompts=9 --batch_size=4 --max_iters=5 --save_interval=0".split()
     words.append(f"--out_dir={tmp_path}/run")
-    child = subprocess.Popen([sys.executable, "train_sft.py", *words], cwd=HOME, stdout=terminal, stderr=terminal)
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "train_sft.py", *words]
+    child = subprocess.Popen(command, cwd=HOME, stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
     seen = b""
     while True:
@@ -283,4 +333,9 @@ def test_a_bar_in_a_terminal(tmp_path):
     text = seen.decode()
     assert "SFT:" in text and "/5 [" in text
     lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
-    assert sum(line.startswith("iter ") for line in lines) == 5
+    shown = [line for line in lines if line.startswith("iter ")]
+    assert len(shown) == 5 and all(len(line) <= 80 and " s" in line and "mem" not in line for line in shown)
+    logged = (tmp_path / "run/log.txt").read_text().splitlines()
+    assert sum(bool(re.match(r"iter .*tok/s  mem \d+ MiB  peak", line)) for line in logged) == 5
+    bars = re.findall(r"SFT:[^\r\n]*/5 \[[^\r\n]*", text)
+    assert max(map(len, bars)) <= 80 and {"train", "optimizer", "eval"} <= set(re.findall(r", (\w+) *\]", text))

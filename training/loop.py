@@ -72,6 +72,9 @@ def train(prepared, title, iterate, device, processes, lock):
     """lock: the folder's, on rank 0. -> False if a signal stopped it."""
     settings, resume = prepared.settings, prepared.resume
     seed_generators(settings.seed)
+    source = resume or prepared.origin
+    if source and not processes.rank:
+        print(f"loading {source.path}", flush=True)
     with MemoryMeter(device) as meter:
         reference = processes.shard(load_reference(prepared, processes.loads_on(device)), device)
         model, optimizer, start = begin(prepared, device, processes)  # last: it restores the generators
@@ -82,6 +85,7 @@ def train(prepared, title, iterate, device, processes, lock):
                 if settings.overwrite:
                     shutil.rmtree(moved)
         with (NoLog if processes.rank else RunLog)(settings, title, start) as log:
+            meter.show = log.show
             training = make_training(prepared, model, reference, optimizer, meter, log, processes, start)
             introduce(title, training, start, moved)
             log.memory([meter.line("after init")])

@@ -118,6 +118,8 @@ class Training:
         p = self.prepared
         if not is_due(done, p):
             return {}
+        if not done:
+            self.log.say(f"evaluating before training: {p.settings.eval_prompts:,} prompts")
         with self.saver.keeping(done, self.progress()):
             return evaluate_run(self.model, p, self.meter, self.limits)
 
