@@ -16,31 +16,29 @@ Left out: the calculator, the Socratic version, few-shot examples in the prompt.
 import re
 
 from data.answers import number_after_marker
-from data.rows import FileTask, has_texts, read_lines
+from data.rows import FileTask, has_texts
 
 INSTRUCTION = (
     "Reason step by step, and give the final answer on a line of its own, as #### and then one number."
 )
-REMEDY = "; data/gsm8k.py says how to download it"
 
 
 class GSM8K(FileTask):
     columns, has_form = ("answer",), True
-    wanted = f"name GSM8K's train.jsonl{REMEDY}"
+    remedy = "; data/gsm8k.py says how to download it"
+    wanted = f"name GSM8K's train.jsonl{remedy}"
 
-    def read(self, path, like=None):
-        """-> [{"prompt", "question", "answer": the number as text, "demonstration": the worked answer}]"""
+    def row_of(self, value, like):
+        """-> {"prompt", "question", "answer": the number as text, "demonstration": the worked answer}"""
+        check_row(value)
         # Without messages a newline separates the answer from the prompt.
         ending = "" if self.chat else "\n"
-        return [
-            {
-                "prompt": f"{row['question']}\n{INSTRUCTION}{ending}",
-                "question": row["question"],
-                "answer": number_after_marker(row["answer"]),
-                "demonstration": re.sub("<<[^<>]*>>", "", row["answer"]),
-            }
-            for row in read_lines(path, check_row, remedy=REMEDY)
-        ]
+        return {
+            "prompt": f"{value['question']}\n{INSTRUCTION}{ending}",
+            "question": value["question"],
+            "answer": number_after_marker(value["answer"]),
+            "demonstration": re.sub("<<[^<>]*>>", "", value["answer"]),
+        }
 
     def identity(self, row):
         return " ".join(row["question"].split()).casefold()
@@ -55,8 +53,8 @@ class GSM8K(FileTask):
         return number_after_marker(completion) == answer
 
 
-def check_row(row, like):
-    """Raises ValueError if a line's value is not a GSM8K problem."""
+def check_row(row):
+    """Raises ValueError if a value is not a GSM8K problem."""
     if not has_texts(row, {"question", "answer"}):
         raise ValueError(f'must be {{"question": text, "answer": text}}, not {row!r:.60}')
     if not row["question"].strip():

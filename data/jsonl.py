@@ -1,4 +1,4 @@
-"""Your own prompts, from a file of JSON lines.
+"""Your own prompts, from a file of JSON lines. A JSON list, CSV or Parquet may have the same columns: data/files.py.
 
     {"prompt": "What is 2+2?", "answer": "4"}
     {"prompt": "What is the capital of France?", "answer": "Paris", "demonstration": "It is Paris."}
@@ -18,7 +18,7 @@ import json
 from decimal import Decimal
 
 from data.answers import MAX_ANSWER, last_number
-from data.rows import FileTask, has_texts, read_lines
+from data.rows import FileTask, has_texts
 from options import SnugError
 
 NUMBERS = (int, float)  # bool is none
@@ -26,7 +26,7 @@ RESERVED = {"stopped", "completion_ids", "completions", "prompts"}  # arguments 
 
 
 class Jsonl(FileTask):
-    wanted = "name a file of JSON lines, such as --data_file=prompts.jsonl"
+    wanted = "name a file of prompts, such as --data_file=prompts.jsonl"
 
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
@@ -38,8 +38,9 @@ class Jsonl(FileTask):
             missing = "no column demonstration and no column answer to learn"
             raise SnugError(f"data_file={settings.data_file} has {missing}; add one")
 
-    def read(self, path, like=None):
-        return read_lines(path, check_row, like)
+    def row_of(self, value, like):
+        check_row(value, like or value)
+        return value
 
     def identity(self, row):
         prompt = row["prompt"]
@@ -66,7 +67,7 @@ def text_of(answer):
 
 
 def check_row(row, like):
-    """Raises ValueError if a line's value is not a row, or has other columns than `like`."""
+    """Raises ValueError if a value is not a row, or has other columns than `like`."""
     if not isinstance(row, dict):
         raise ValueError(f'not an object but {json.dumps(row)[:40]}; write {{"prompt": ...}}')
     if "prompt" not in row:

@@ -1,19 +1,17 @@
-"""Tasks whose problems are the lines of a file: splits, epochs, and checks of each line.
+"""Tasks whose problems are the rows of a file: splits, epochs, and checks of each row.
 
 data_file has the training rows and test_file the held-out rows. Without test_file, a hash of each row's identity holds
-out one in ten of data_file's rows. Every line is checked before anything else; errors name file and line.
-
-Left out: files that do not fit in memory. Tests: tests/test_jsonl.py.
+out one in ten of data_file's rows. Every row is checked before anything else; errors name file and line. files.py says
+what a file may be. Tests: tests/test_jsonl.py.
 """
 
 import hashlib
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
+from data.files import read_file
 from data.task import Task, split_of
 from options import SnugError, in_one_line, option
 
@@ -23,19 +21,47 @@ class FileOptions:
     """task=gsm8k, task=jsonl."""
 
     data_file: str = option(
-        "", 'jsonl: a file of JSON lines, {"prompt": ..., "answer": ...}; gsm8k: its train.jsonl'
+        "",
+        'jsonl: JSON lines, {"prompt": ..., "answer": ...}, or such rows in .json, .csv, .parquet; gsm8k: its train.jsonl',
     )
     test_file: str = option("", "held-out prompts; empty: one in ten rows of data_file")
 
 
+class Row(dict):
+    """A row of a file."""
+
+    place = ""  # such as prompts.jsonl:3
+
+
 class FileTask(Task):
-    """A subclass reads a file, and identifies, demonstrates and scores a row."""
+    """A subclass checks, identifies, demonstrates and scores a row."""
 
     wanted = ""  # what data_file should be, for the error message if there is none
+    remedy = ""  # what to do if it cannot be read
+
+    def row_of(self, value, like: dict | None) -> dict:
+        """What a file has for a row -> the row. like: the file's first row. Raises ValueError if it is wrong."""
+        raise NotImplementedError
 
     def read(self, path: str, like: dict | None = None):
         """A file -> its rows, at least one. like: a row of data_file, when test_file is read. Raises SnugError."""
-        raise NotImplementedError
+        rows = []
+        for place, value in read_file(path, self.remedy):
+            with in_one_line(f"{place}: not JSON"):
+                if isinstance(value, bytes):
+                    value = json.loads(value.decode())
+                # Not possible with a date, or with half of a surrogate pair.
+                json.dumps(value, ensure_ascii=False).encode()
+            try:
+                row = Row(self.row_of(value, like))
+            except ValueError as error:
+                raise SnugError(f"{place}: {error}") from None
+            row.place = place
+            like = like or row
+            rows.append(row)
+        if not rows:
+            raise SnugError(f"{path}: has no rows")
+        return rows
 
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
@@ -96,32 +122,6 @@ def shuffled(count: int, seed: str) -> list[int]:
     numbers = list(range(count))
     random.Random(seed).shuffle(numbers)
     return numbers
-
-
-def read_lines(path: str, check_row: Callable, like=None, remedy: str = ""):
-    """A file of JSON lines -> its values, at least one. Raises SnugError that names the first bad line.
-
-    check_row(value, like): raises ValueError if a line's value is wrong. like: without it, the file's first value.
-    remedy: what to do if the file cannot be read.
-    """
-    with in_one_line(f"{path}: cannot be read{remedy}"):
-        lines = Path(path).read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        with in_one_line(f"{path}:{number}: not JSON"):
-            row = json.loads(line.decode())
-            json.dumps(row, ensure_ascii=False).encode()  # not possible with half of a surrogate pair
-        like = like or row
-        try:
-            check_row(row, like)
-        except ValueError as error:
-            raise SnugError(f"{path}:{number}: {error}") from None
-        rows.append(row)
-    if not rows:
-        raise SnugError(f"{path}: has no rows")
-    return rows
 
 
 def has_texts(value, names: set[str]) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from test_grpo import tiny
 
 import train_sft
 from data import make_task
-from data.jsonl import Jsonl, check_row, text_of
-from data.rows import read_lines
+from data.jsonl import Jsonl, text_of
 from options import SnugError
 from runs.log import read_log
 from runs.prepare import prepare
@@ -62,10 +62,85 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
+def rows_of(path):
+    task = task_of(str(path))
+    return sorted(task.rows["train"] + task.rows["test"], key=lambda row: row["answer"])
+
+
+CSV = [f'"a, {i}\r\nb ""c"" ü",{i},0{i}\r\n' for i in range(50)]
+OTHERS = [  # file, content, the end of its last row's place
+    ("rows.json", "\n " + json.dumps(GOOD), ": row 50"),
+    ("rows.json", "".join(json.dumps(row) + "\n" for row in GOOD), ":50"),  # as many others name JSON lines
+    ("rows.CSV", "\ufeffprompt,answer,level\r\n\r\n" + "".join(CSV), ":102"),  # a row of two lines, and an empty line
+]
+
+
+@pytest.mark.parametrize("name, content, last", OTHERS)
+def test_other_files_have_the_same_rows(tmp_path, name, content, last):
+    (tmp_path / name).write_text(content)
+    rows, expected = rows_of(tmp_path / name), GOOD
+    if name == "rows.CSV":  # 01 is no JSON number, and text that is equal to a number of another row is text
+        expected = [dict(prompt=f'a, {i}\r\nb "c" ü', answer=i, level=f"0{i}") for i in range(50)]
+    assert rows == expected and rows[-1].place == f"{tmp_path / name}{last}"
+
+
+def test_a_column_of_a_csv_file_is_numbers_or_texts(tmp_path):
+    for cells in (["1", "-2.5", "1e3"], ["1", "-2.5", ""], ["1", " 2", "NaN"], ["1", "2", "9" * 5000]):
+        lines = "".join(f"{i}=,{cells[i % 3]}\n" for i in range(50))
+        (tmp_path / "a.csv").write_text(f"prompt,answer\n{lines}")
+        answers = {row["answer"] for row in rows_of_any(tmp_path / "a.csv")}
+        assert answers == ({1, -2.5, 1000.0} if cells[2] == "1e3" else set(cells))
+
+
+def rows_of_any(path):
+    return sum(task_of(str(path)).rows.values(), [])
+
+
+def test_parquet(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pip install -r requirements-dev.txt")
+    pyarrow, path = pytest.importorskip("pyarrow"), tmp_path / "rows.parquet"
+    rows = [dict(prompt=conversation(i), answer=i, level=None) for i in range(50)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert rows_of(path) == rows and rows_of(path)[7].place == f"{path}: row 8"
+    rows[3]["answer"] = None
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(SnugError, match="rows.parquet: row 4: answer must be text, a number or a boolean, not None"):
+        task_of(str(path))
+    path.write_bytes(b"PAR1")
+    with pytest.raises(SnugError, match="rows.parquet: cannot be read .ArrowInvalid"):
+        task_of(str(path))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    with pytest.raises(SnugError, match="rows.parquet: cannot be read .Parquet needs .* pip install pyarrow"):
+        task_of(str(path))
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.json", '[{"prompt": "x"}, 5]', "a.json: row 2: not an object but 5"),
+        ("a.json", '[{"prompt": "x"}', "a.json: cannot be read .JSONDecodeError"),
+        ("a.json", "[]", "a.json: has no rows"),
+        ("a.csv", "prompt,answer\nx,1\ny,2,3\n", "a.csv:3: has not as many cells as the first line; quote cells with"),
+        ("a.csv", "prompt,answer\nx,1\n\ny\n", "a.csv:4: has not as many cells"),
+        ("a.csv", "prompt,answer\nx,1\n,2\n", "a.csv:3: prompt must be text or messages, not ''"),
+        ("a.csv", 'prompt,answer\n"x,1\n', "a.csv: cannot be read .Error: unexpected end of data"),
+        ("a.csv", b"prompt\n\xff\n", "a.csv: cannot be read .UnicodeDecodeError"),
+        ("a.csv", "", "a.csv: has no rows"),
+        ("no.csv", None, "no.csv: cannot be read .FileNotFoundError"),
+    ],
+)
+def test_other_files_that_do_not_serve(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SnugError, match=message) as error:
+        task_of(str(tmp_path / name))
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "options, rows, message",
     [
-        (dict(data_file=""), GOOD, "task='jsonl' needs data_file: name a file"),
+        (dict(data_file=""), GOOD, "task='jsonl' needs data_file: name a file of prompts"),
         (dict(data_file="nowhere.jsonl"), GOOD, "nowhere.jsonl: cannot be read .FileNotFoundError"),
         ({}, [b"", b"  "], "data.jsonl: has no rows"),
         ({}, GOOD[:1], "no row is in the (test|train) split; name a test_file"),
@@ -240,8 +315,8 @@ def test_demonstrations_and_longest(tmp_path):
     )
 )
 def test_any_row_is_read_or_refused_by_line(tmp_path_factory, row):
-    path = Path(written(tmp_path_factory.mktemp("rows"), [row]))
+    path = written(tmp_path_factory.mktemp("rows"), [row])
     try:
-        assert json.dumps(read_lines(path, check_row)) == json.dumps([row])
+        assert json.dumps(Jsonl.__new__(Jsonl).read(path)) == json.dumps([row])
     except SnugError as error:
         assert f"{path}:1: " in str(error)
