@@ -64,7 +64,9 @@ def prepare_evaluation(
     reward_funcs, weights = rewards_of(settings, task, functions)
     if not reward_funcs:
         problem = f"task={settings.task!r} of {folder}: its data_file has no column answer to score by"
-        raise SnugError(f"{problem}; add it, or --reward_funcs=my_rewards:is_short")
+        raise SnugError(
+            f"{problem}; name it with --answer_column, or add --reward_funcs=my_rewards:is_short"
+        )
     size = task.size("test")
     settings.eval_prompts = min(options.num_prompts, size or options.num_prompts)
     if is_pretrained(path) and not options.max_new_tokens:

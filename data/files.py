@@ -1,4 +1,4 @@
-"""Files of rows. The ending says what is in one: .json a list of objects (or JSON lines), .csv, .parquet, else JSON lines.
+"""Files of rows. The ending says what is in one: .json (a list, or lines), .csv, .parquet, otherwise JSON lines.
 
     read_file("prompts.csv")  # -> [("prompts.csv:2", {"prompt": "2+2=", "answer": 4}), ...]
 

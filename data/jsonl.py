@@ -9,6 +9,7 @@ answer: text, a number or a boolean. The task's own reward is 1 if the completio
 With a number (5, not "5") it is 1 if the last number in the completion equals it: "29 + 21 = 50." is right for 50.
 data/answers.py says what a number is. Leave the answer out if reward_funcs score. demonstration: what train_sft.py
 learns, if not the answer. All other columns go to the reward functions. Every row has the same columns.
+prompt_column and answer_column name the first two if they have other names in your file.
 
 Without test_file one prompt in ten is held out. Left out: completions of several messages, tool calls.
 Tests: tests/test_jsonl.py.
@@ -29,6 +30,7 @@ class Jsonl(FileTask):
     wanted = "name a file of prompts, such as --data_file=prompts.jsonl"
 
     def __init__(self, settings, demonstrations=False):
+        self.names = dict(prompt=settings.prompt_column, answer=settings.answer_column)
         super().__init__(settings, demonstrations)
         rows = self.rows["train"] + self.rows["test"]
         self.scored = "answer" in rows[0]
@@ -39,8 +41,20 @@ class Jsonl(FileTask):
             raise SnugError(f"data_file={settings.data_file} has {missing}; add one")
 
     def row_of(self, value, like):
-        check_row(value, like or value)
-        return value
+        """A file's column may have another name than ours: prompt_column, answer_column."""
+        if not isinstance(value, dict):
+            raise ValueError(f'not an object but {json.dumps(value)[:40]}; write {{"prompt": ...}}')
+        row = dict(value)
+        for name, column in self.names.items():
+            if column in row:
+                row[name] = row.pop(column)
+            elif column != "answer":  # without one, reward_funcs score
+                other = next((name for name in value if name not in self.names.values()), "NAME")
+                raise ValueError(
+                    f"has no column {column}; it has {', '.join(value)}; name it with --{name}_column={other}"
+                )
+        check_row(row, like or row)
+        return row
 
     def identity(self, row):
         prompt = row["prompt"]
@@ -67,11 +81,7 @@ def text_of(answer):
 
 
 def check_row(row, like):
-    """Raises ValueError if a value is not a row, or has other columns than `like`."""
-    if not isinstance(row, dict):
-        raise ValueError(f'not an object but {json.dumps(row)[:40]}; write {{"prompt": ...}}')
-    if "prompt" not in row:
-        raise ValueError("has no prompt")
+    """Raises ValueError if a cell is wrong, or if it has other columns than `like`."""
     check_prompt(row["prompt"])
     if not isinstance(row.get("answer", ""), str | int | float):
         raise ValueError(f"answer must be text, a number or a boolean, not {row['answer']!r:.40}")

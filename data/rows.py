@@ -22,9 +22,11 @@ class FileOptions:
 
     data_file: str = option(
         "",
-        'jsonl: JSON lines, {"prompt": ..., "answer": ...}, or such rows in .json, .csv, .parquet; gsm8k: its train.jsonl',
+        'jsonl: JSON lines, {"prompt": ..., "answer": ...}, or .json, .csv, .parquet; gsm8k: its train.jsonl',
     )
     test_file: str = option("", "held-out prompts; empty: one in ten rows of data_file")
+    prompt_column: str = option("prompt", "jsonl: the files' column with the prompt")
+    answer_column: str = option("answer", "jsonl: the files' column with the answer")
 
 
 class Row(dict):

@@ -39,7 +39,11 @@ BAD = [
     (b"[" * 100_000, r"not JSON \("),
     (b'{"prompt": "a", "answer": NaN}', "answer nan is no number of at most 200 digits; write it as text"),
     (b"[1]", "not an object but .1."),
-    (b'{"answer": 1}', "has no prompt"),
+    (b'{"answer": 1}', "has no column prompt; it has answer; name it with --prompt_column=NAME"),
+    (
+        b'{"answer": 1, "question": "a", "level": 2}',
+        "has no column prompt; it has answer, question, level; name it with --prompt_column=question",
+    ),
     (b'{"prompt": "", "answer": 1}', "prompt must be text or messages, not ''"),
     (b'{"prompt": [], "answer": 1}', r"prompt must be text or messages, not \[\]"),
     (b'{"prompt": ["a"], "answer": 1}', """a message must be {"role": text, "content": text}, not 'a'"""),
@@ -62,8 +66,8 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def rows_of(path):
-    task = task_of(str(path))
+def rows_of(path, **options):
+    task = task_of(str(path), **options)
     return sorted(task.rows["train"] + task.rows["test"], key=lambda row: row["answer"])
 
 
@@ -82,6 +86,21 @@ def test_other_files_have_the_same_rows(tmp_path, name, content, last):
     if name == "rows.CSV":  # 01 is no JSON number, and text that is equal to a number of another row is text
         expected = [dict(prompt=f'a, {i}\r\nb "c" ü', answer=i, level=f"0{i}") for i in range(50)]
     assert rows == expected and rows[-1].place == f"{tmp_path / name}{last}"
+
+
+def test_columns_of_other_names(tmp_path):
+    """They take the place of a prompt and an answer of the file's own."""
+    rows = [dict(prompts=f"{i}=", prompt="no", answer="no", solution=i, level=2) for i in range(50)]
+    path, names = written(tmp_path, rows), dict(prompt_column="prompts", answer_column="solution")
+    assert rows_of(path, **names) == [dict(prompt=f"{i}=", answer=i, level=2) for i in range(50)]
+    assert rows_of(written(tmp_path, GOOD), prompt_column="prompt") == GOOD
+    test_file = written(tmp_path, [dict(prompts="x", solution=1)], "test.jsonl")
+    path = written(tmp_path, [dict(prompts=f"{i}=", solution=i) for i in range(50)])
+    assert task_of(path, test_file=test_file, **names).rows["test"] == [dict(prompt="x", answer=1)]
+    wrong = names | dict(answer_column="solutoin")
+    message = "data.jsonl:1: has no column solutoin; it has prompts, solution; name it with --answer_column=solution"
+    with pytest.raises(SnugError, match=message):
+        task_of(path, **wrong)
 
 
 def test_a_column_of_a_csv_file_is_numbers_or_texts(tmp_path):
@@ -315,8 +334,9 @@ def test_demonstrations_and_longest(tmp_path):
     )
 )
 def test_any_row_is_read_or_refused_by_line(tmp_path_factory, row):
-    path = written(tmp_path_factory.mktemp("rows"), [row])
+    folder = tmp_path_factory.mktemp("rows")
+    task, path = task_of(written(folder, GOOD)), written(folder, [row], "row.jsonl")
     try:
-        assert json.dumps(Jsonl.__new__(Jsonl).read(path)) == json.dumps([row])
+        assert json.dumps(task.read(path), sort_keys=True) == json.dumps([row], sort_keys=True)
     except SnugError as error:
         assert f"{path}:1: " in str(error)
