@@ -67,10 +67,12 @@ def prepare_evaluation(
         raise SnugError(
             f"{problem}; name it with --answer_column, or add --reward_funcs=my_rewards:is_short"
         )
-    size = task.size("test")
-    settings.eval_prompts = min(options.num_prompts, size or options.num_prompts)
+    settings.block_size = state["model_config"]["block_size"]
     if is_pretrained(path) and not options.max_new_tokens:
-        settings.max_new_tokens = pretrained_length(state["model_config"]["block_size"], task, tokenizer)
+        settings.max_new_tokens = pretrained_length(settings, task, tokenizer)
+    if settings.drop_long_prompts:
+        task.drop_long(tokenizer.encode_prompt, settings)
+    settings.eval_prompts = min(options.num_prompts, task.size("test") or options.num_prompts)
     file = samples_file(options, settings, path if is_pretrained(path) else path.parent)
     prepared = Prepared(
         settings, task, tokenizer, {}, reward_funcs, reward_weights=weights, origin=checkpoint
@@ -96,7 +98,9 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
         changes["max_new_tokens"] = options.max_new_tokens
     replaceable = {*fields(TaskOptions), *fields(RewardOptions)}
     changes |= {name: getattr(options, name) for name in given & replaceable}
-    return GRPOSettings(**shared | changes | dict(task=task, tokenizer=run.tokenizer))
+    return GRPOSettings(
+        **shared | changes | dict(task=task, tokenizer=run.tokenizer, eval_prompts=options.num_prompts)
+    )
 
 
 def refuse_training_data(settings, given: set[str], run, folder: str | Path):

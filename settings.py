@@ -275,7 +275,9 @@ class RolloutOptions:
     stop_string: str = option(
         "", "text that also ends a completion, for example </answer>; empty: only the stop token"
     )
-    max_prompt_length: int = option(0, "cut off the beginning of longer prompts; 0: never cut", "tokens")
+    max_prompt_length: int = option(
+        0, "cut off the beginning of longer prompts (or drop_long_prompts); 0: never cut", "tokens"
+    )
     temperature: float = option(1.0, "divides the logits, in the sampler and in training", minimum=1e-3)
     max_num_gen_batches: int = option(
         1,

@@ -64,7 +64,7 @@ class TaskOptions(AdditionOptions, CountdownOptions, FileOptions, GymOptions):
 
 
 def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
-    """The task named settings.task. `settings` also has a `seed`. demonstrations=True: every row must have one (SFT).
+    """The task named settings.task. `settings` also has `seed` and `eval_prompts`. demonstrations=True: every row must have one (SFT).
 
     Raises SnugError if the options leave no usable task.
     """
@@ -73,6 +73,7 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
     for name, fits, why in (
         ("data_file", reads_files, "the tasks jsonl and gsm8k read files"),
         ("test_file", reads_files, "the tasks jsonl and gsm8k read files"),
+        ("drop_long_prompts", reads_files, "the tasks jsonl and gsm8k read files"),
         ("system_prompt", settings.chat, "it is a message; add --chat"),
         ("format_reward", task.has_form, "its answers have no form to reward; leave it out"),
         (

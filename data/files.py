@@ -28,7 +28,11 @@ def read_file(path: str, remedy: str = ""):
         return csv_rows(path)
     with in_one_line(f"{path}: cannot be read{remedy}"):
         if kind == ".parquet":
-            rows = parquet_rows(path)
+            if not find_spec("pyarrow"):
+                raise SnugError("Parquet needs a package: pip install pyarrow")
+            from pyarrow.parquet import read_table
+
+            rows = read_table(path).to_pylist()
         else:
             content = Path(path).read_bytes()
             if kind != ".json" or not content.lstrip().startswith(b"["):
@@ -50,11 +54,3 @@ def csv_rows(path: str):
             for _, row in rows:
                 row[name] = json.loads(row[name])
     return rows
-
-
-def parquet_rows(path: str):
-    if not find_spec("pyarrow"):
-        raise SnugError("Parquet needs a package: pip install pyarrow")
-    from pyarrow.parquet import read_table
-
-    return read_table(path).to_pylist()

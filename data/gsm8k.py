@@ -30,7 +30,12 @@ class GSM8K(FileTask):
 
     def row_of(self, value, like):
         """-> {"prompt", "question", "answer": the number as text, "demonstration": the worked answer}"""
-        check_row(value)
+        if not has_texts(value, {"question", "answer"}):
+            raise ValueError(f'must be {{"question": text, "answer": text}}, not {value!r:.60}')
+        if not value["question"].strip():
+            raise ValueError("has no question")
+        if number_after_marker(value["answer"]) is None:
+            raise ValueError(f"its answer has no number after ####: {value['answer'][-40:]!r}")
         # Without messages a newline separates the answer from the prompt.
         ending = "" if self.chat else "\n"
         return {
@@ -51,13 +56,3 @@ class GSM8K(FileTask):
 
     def is_right(self, completion, answer):
         return number_after_marker(completion) == answer
-
-
-def check_row(row):
-    """Raises ValueError if a value is not a GSM8K problem."""
-    if not has_texts(row, {"question", "answer"}):
-        raise ValueError(f'must be {{"question": text, "answer": text}}, not {row!r:.60}')
-    if not row["question"].strip():
-        raise ValueError("has no question")
-    if number_after_marker(row["answer"]) is None:
-        raise ValueError(f"its answer has no number after ####: {row['answer'][-40:]!r}")

@@ -53,7 +53,23 @@ class Jsonl(FileTask):
                 raise ValueError(
                     f"has no column {column}; it has {', '.join(value)}; name it with --{name}_column={other}"
                 )
-        check_row(row, like or row)
+        check_prompt(row["prompt"])
+        if not isinstance(row.get("answer", ""), str | int | float):
+            raise ValueError(f"answer must be text, a number or a boolean, not {row['answer']!r:.40}")
+        if type(row.get("answer")) in NUMBERS and last_number(text_of(row["answer"])) is None:
+            raise ValueError(
+                f"answer {row['answer']!r:.40} is no number of at most {MAX_ANSWER} digits; write it as text"
+            )
+        if not isinstance(row.get("demonstration", ""), str):
+            raise ValueError(f"demonstration must be text, not {row['demonstration']!r:.40}")
+        if like and row.keys() != like.keys():
+            raise ValueError(
+                f"has the columns {', '.join(row)}, and the rows before have {', '.join(like)}"
+            )
+        for name in RESERVED & row.keys():
+            raise ValueError(
+                f"the column {name} has the name of an argument of reward functions; rename it"
+            )
         return row
 
     def identity(self, row):
@@ -78,23 +94,6 @@ def text_of(answer):
     if type(answer) in NUMBERS:
         return f"{Decimal(str(answer)):f}"  # without an exponent
     return answer if isinstance(answer, str) else json.dumps(answer)
-
-
-def check_row(row, like):
-    """Raises ValueError if a cell is wrong, or if it has other columns than `like`."""
-    check_prompt(row["prompt"])
-    if not isinstance(row.get("answer", ""), str | int | float):
-        raise ValueError(f"answer must be text, a number or a boolean, not {row['answer']!r:.40}")
-    if type(row.get("answer")) in NUMBERS and last_number(text_of(row["answer"])) is None:
-        raise ValueError(
-            f"answer {row['answer']!r:.40} is no number of at most {MAX_ANSWER} digits; write it as text"
-        )
-    if not isinstance(row.get("demonstration", ""), str):
-        raise ValueError(f"demonstration must be text, not {row['demonstration']!r:.40}")
-    if row.keys() != like.keys():
-        raise ValueError(f"has the columns {', '.join(row)}, and the rows before have {', '.join(like)}")
-    for name in RESERVED & row.keys():
-        raise ValueError(f"the column {name} has the name of an argument of reward functions; rename it")
 
 
 def check_prompt(prompt):

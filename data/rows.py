@@ -27,6 +27,11 @@ class FileOptions:
     test_file: str = option("", "held-out prompts; empty: one in ten rows of data_file")
     prompt_column: str = option("prompt", "jsonl: the files' column with the prompt")
     answer_column: str = option("answer", "jsonl: the files' column with the answer")
+    drop_long_prompts: bool = option(
+        False,
+        "drop rows whose prompt is longer than max_prompt_length or, if that is 0, does not fit into block_size with "
+        "its completion",
+    )
 
 
 class Row(dict):
@@ -78,10 +83,23 @@ class FileTask(Task):
         else:
             for row in self.read(path):
                 self.rows[split_of(self.identity(row))].append(row)
-        for split, rows in self.rows.items():
-            if not rows:
-                raise SnugError(f"data_file={path}: no row is in the {split} split; name a test_file")
+        self.data = dict(self.rows)  # for the fingerprint, with the rows that are dropped later
+        self.file, self.evaluated = path, settings.eval_prompts
         self.bounds = None  # result of `longest`
+
+    def drop_long(self, encode, settings):
+        """drop_long_prompts. A completion has max_new_tokens or, for SFT, the demonstration and a stop token."""
+        room = settings.max_prompt_length or settings.block_size - (settings.max_new_tokens or 1)
+        parts = 1 if settings.max_new_tokens else 2
+        for split, rows in self.data.items():
+            self.rows[split] = [row for row in rows if sum(self.tokens(row, encode)[:parts]) <= room]
+        count = sum(len(rows) - len(self.rows[split]) for split, rows in self.data.items())
+        self.dropped = f", {count:,} too long and dropped"
+        self.survey()
+
+    def tokens(self, row: dict, encode):
+        """-> how many its prompt and its demonstration have."""
+        return len(encode(self.as_prompt(row["prompt"]))), len(encode(self.demonstration(row, None)))
 
     def refuse_shared(self, test_file: str):
         """Raises SnugError if a training prompt is in test_file."""
@@ -94,6 +112,8 @@ class FileTask(Task):
     def row(self, split, number):
         """Training rows come epoch by epoch, each in another order; test rows in the file's order, again and again."""
         rows = self.rows[split]
+        if not rows:  # sample.py after a run without evaluations
+            raise SnugError(f"data_file={self.file}: no row is held out; give --prompt=...")
         epoch, place = divmod(number, len(rows))
         if split == "train":
             place = shuffled(len(rows), f"{self.seed} {epoch}")[place]
@@ -105,17 +125,24 @@ class FileTask(Task):
     def longest(self, encode):
         if not self.bounds:  # a run has one tokenizer
             rows = self.rows["train"] + self.rows["test"]
-            prompt = max(len(encode(self.as_prompt(row["prompt"]))) for row in rows)
-            answer = max(len(encode(self.demonstration(row, None))) for row in rows)
-            self.bounds = prompt, answer
+            prompts, answers = zip(*(self.tokens(row, encode) for row in rows), strict=True)
+            self.longest_at = rows[prompts.index(max(prompts))].place
+            self.bounds = max(prompts), max(answers)
         return self.bounds
 
     def fingerprint(self):
-        text = json.dumps([self.rows["train"], self.rows["test"]], sort_keys=True)
+        text = json.dumps([self.data["train"], self.data["test"]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def survey(self):
-        """The rows were counted when they were read."""
+        advice = "name a test_file, or evaluate nothing: eval_prompts=0"
+        if self.dropped:
+            advice = "shorten them, or raise what limits them: block_size, max_prompt_length"
+        for split, rows in self.rows.items():
+            if not rows and (split == "train" or self.evaluated):
+                raise SnugError(
+                    f"data_file={self.file}: no row is in the {split} split{self.dropped}; {advice}"
+                )
 
 
 @lru_cache(maxsize=2)  # a batch may reach into the next epoch

@@ -31,6 +31,8 @@ class Task:
     columns: tuple[str, ...] = ()  # columns of a row that `is_right` takes, in its order
     scored = True  # can the task say whether a completion is right?
     has_noise = False  # do demonstrations err with probability demonstration_noise?
+    longest_at = ""  # file and line of the longest prompt, once `longest` has seen it
+    dropped = ""  # how many rows were too long, in words: drop_long_prompts
     has_form = False  # has an answer a form, such as <answer> tags, that can be rewarded separately?
 
     def __init__(self, settings, demonstrations: bool = False):
@@ -155,7 +157,7 @@ class Task:
         return [self.answer_of(text) if ended else None for text, ended in pairs]
 
     def survey(self):
-        """Raises SnugError if the options leave a split empty. Called once, before anything else."""
+        """Raises SnugError if the options leave a split empty. Called before anything else."""
         for split in ("train", "test"):
             self.row(split, 0)
 

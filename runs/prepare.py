@@ -63,7 +63,10 @@ class Prepared:
         """-> tokens of the longest prompt and of the longest completion."""
         settings = self.settings
         prompt, answer = self.task.longest(self.tokenizer.encode_prompt)
-        return settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
+        prompt, room = settings.max_prompt_length or prompt, answer + 1
+        if settings.drop_long_prompts:  # SFT: each demonstration fits behind its own prompt
+            room = settings.block_size - prompt
+        return prompt, settings.max_new_tokens or min(answer + 1, room)
 
 
 def prepare(
@@ -82,9 +85,6 @@ def prepare(
     config = settings.init_from if grpo and settings.init_from.endswith(".py") else ""
     if config:
         settings = replace(settings, init_from=read_settings(SFTSettings, [config])[0].out_dir)
-    held_out = task.size("test")
-    if held_out and held_out < settings.eval_prompts:  # none twice
-        settings = replace(settings, eval_prompts=held_out)
     refuse_places(settings)
     resume, origin, warm_start = find_weights(settings, task, config, read_tensors=False)
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
@@ -109,6 +109,11 @@ def prepare(
         settings = replace(
             settings, max_new_tokens=default_length(settings, task, tokenizer, resume, origin)
         )
+    if settings.drop_long_prompts:
+        task.drop_long(tokenizer.encode_prompt, settings)
+    held_out = task.size("test")
+    if held_out and held_out < settings.eval_prompts:  # none twice
+        settings = replace(settings, eval_prompts=held_out)
     prepared = Prepared(
         settings, task, tokenizer, shape, reward_funcs, weights, warm_start, resume, origin
     )
@@ -138,13 +143,16 @@ def default_length(settings, task: Task, tokenizer: Tokenizer, resume, origin):
     if resume:
         return settings_of(resume.state).max_new_tokens
     if origin and is_pretrained(origin.path):
-        return pretrained_length(settings.block_size, task, tokenizer)
+        return pretrained_length(settings, task, tokenizer)
     return settings.max_new_tokens
 
 
-def pretrained_length(block_size: int, task: Task, tokenizer: Tokenizer) -> int:
-    """PRETRAINED_LENGTH, or what the longest prompt leaves of block_size."""
-    return max(1, min(PRETRAINED_LENGTH, block_size - task.longest(tokenizer.encode_prompt)[0]))
+def pretrained_length(settings, task: Task, tokenizer: Tokenizer) -> int:
+    """PRETRAINED_LENGTH, or what the longest prompt leaves of block_size. Long prompts may be dropped."""
+    room = settings.block_size // 2
+    if not settings.drop_long_prompts:
+        room = settings.block_size - task.longest(tokenizer.encode_prompt)[0]
+    return max(1, min(PRETRAINED_LENGTH, room))
 
 
 def refuse_places(settings):
@@ -274,7 +282,10 @@ def refuse_lengths(prepared: Prepared):
     what = f"demonstrations of up to {completion} tokens"
     if isinstance(settings, GRPOSettings):
         what = f"max_new_tokens={settings.max_new_tokens}"
-    raise SnugError(
+    problem = (
         f"prompts of {settings.task} have up to {prompt} tokens; with {what} that is {prompt + completion}, "
         f"more than block_size={settings.block_size}"
     )
+    if prepared.task.longest_at and not settings.max_prompt_length:
+        problem += f"; the longest is {prepared.task.longest_at}; shorten it, or add --drop_long_prompts"
+    raise SnugError(problem)

@@ -12,13 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_grpo import tiny
 
+import sample
 import train_sft
 from data import make_task
 from data.jsonl import Jsonl, text_of
+from data.task import split_of
+from evaluate import prepare_evaluation
+from grpo import main
 from options import SnugError
 from runs.log import read_log
 from runs.prepare import prepare
-from settings import GRPOSettings, SFTSettings
+from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
 from tokenizer import get_tokenizer
 
 
@@ -198,6 +202,111 @@ def test_an_evaluation_asks_no_prompt_twice(tmp_path):
     asked = [prepare(dataclasses.replace(run, eval_prompts=n)).settings.eval_prompts for n in (500, 1, 0)]
     assert asked == [held_out, 1, 0] and 1 < held_out < 500
     assert prepare(SFTSettings(out_dir=str(tmp_path / "run"))).settings.eval_prompts == 500  # computed: no end
+
+
+def long_rows(tmp_path, name="data.jsonl", long=(), empty=""):
+    """50 prompts of two or three bytes each, those in `long` of 30, without those that the hash puts into `empty`."""
+    prompts = [f"{i}=".rjust(30) if i in long else f"{i}=" for i in range(50)]
+    rows = [dict(prompt=prompt, answer=str(i)) for i, prompt in enumerate(prompts)]
+    return written(tmp_path, [row for row in rows if split_of(row["prompt"]) != empty], name)
+
+
+def test_the_longest_prompt_is_named(tmp_path):
+    path, out_dir = long_rows(tmp_path, long={7, 20}), str(tmp_path / "run")
+    run = GRPOSettings(task="jsonl", data_file=path, out_dir=out_dir, block_size=40, max_new_tokens=11)
+    said = (
+        f"have up to 30 tokens; with max_new_tokens=11 that is 41, more than block_size=40; the longest is {path}:8; "
+    )
+    with pytest.raises(SnugError, match=f"{said}shorten it, or add --drop_long_prompts"):
+        prepare(run)
+    with pytest.raises(SnugError, match="that is 40, more than block_size=39$"):
+        prepare(dataclasses.replace(run, max_prompt_length=29, block_size=39))
+
+
+def prompts_of(prepared):
+    return sorted(row["prompt"] for rows in prepared.task.rows.values() for row in rows)
+
+
+@pytest.mark.parametrize(
+    "options, most",
+    [
+        (dict(block_size=40, max_new_tokens=10), 30),
+        (dict(block_size=40, max_new_tokens=11), 3),
+        (dict(block_size=40, max_new_tokens=37), 3),
+        (dict(block_size=40, max_new_tokens=38), 2),
+        (dict(block_size=61, max_prompt_length=29), 3),  # not cut, but dropped
+        (dict(block_size=62, max_prompt_length=30), 30),
+    ],
+)
+def test_long_prompts_are_dropped(tmp_path, options, most):
+    held_out = next(i for i in range(50) if split_of(f"{i}=".rjust(30)) == "test")
+    path, out_dir = long_rows(tmp_path, long={7, held_out}), str(tmp_path / "run")
+    run = GRPOSettings(task="jsonl", data_file=path, out_dir=out_dir, drop_long_prompts=True, **options)
+    everything = rows_of(path, eval_prompts=0)
+    prepared = prepare(run)
+    assert prompts_of(prepared) == sorted(row["prompt"] for row in everything if len(row["prompt"]) <= most)
+    assert all(prepared.task.rows.values()) and prepared.settings.eval_prompts == len(prepared.task.rows["test"])
+    count = sum(len(row["prompt"]) > most for row in everything)
+    assert prepared.task.dropped == f", {count} too long and dropped"
+    assert prepared.task.fingerprint() == task_of(path).fingerprint()  # of the file, so that a run can be resumed
+
+
+def test_demonstrations_that_do_not_fit_are_dropped_with_their_prompts(tmp_path):
+    """Each fits behind its own prompt; the longest demonstration need not fit behind the longest prompt."""
+    rows = [dict(prompt=f"{i}=".rjust(20), answer="x" * (19 if i == 7 else 20 if i == 8 else 1)) for i in range(50)]
+    rows += [dict(prompt="1", answer="x" * 38), dict(prompt="2", answer="x" * 39)]
+    run = SFTSettings(task="jsonl", data_file=written(tmp_path, rows), out_dir=str(tmp_path / "run"), block_size=40)
+    prepared = prepare(dataclasses.replace(run, drop_long_prompts=True))
+    gone = [row["prompt"] for row in (rows[8], rows[51])]
+    assert prompts_of(prepared) == sorted(row["prompt"] for row in rows if row["prompt"] not in gone)
+    assert prepared.longest() == (20, 20)
+    with pytest.raises(
+        SnugError, match="demonstrations of up to 40 tokens that is 60, more than block_size=40; the long"
+    ):
+        prepare(run)
+
+
+def test_dropped_prompts_are_counted_in_the_log_and_not_evaluated(tmp_path, capsys):
+    path = long_rows(tmp_path, long=range(0, 50, 2))
+    sft, _ = tiny(tmp_path)
+    sft = dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0, block_size=20)
+    sft = dataclasses.replace(sft, drop_long_prompts=True, max_iters=1, eval_prompts=500)
+    train_sft.main(prepare(sft))
+    prepared = prepare_evaluation(EvaluateSettings(), set(), sft.out_dir)[0]
+    kept = len(prepared.task.rows["test"])
+    assert f"{25 - kept} prompts for training, {kept} held out, 25 too long and dropped" in capsys.readouterr().out
+    assert 0 < kept == prepared.settings.eval_prompts and all(len(prompt) < 4 for prompt in prompts_of(prepared))
+    assert prepare(dataclasses.replace(sft, resume="auto", max_iters=2)).resume
+
+
+def test_a_split_without_rows(tmp_path):
+    path, out_dir = long_rows(tmp_path, long=range(50)), str(tmp_path / "run")
+    run = GRPOSettings(task="jsonl", data_file=path, out_dir=out_dir, drop_long_prompts=True, block_size=40)
+    with pytest.raises(
+        SnugError, match="no row is in the train split, 50 too long and dropped; shorten them, or raise"
+    ):
+        prepare(run)
+    training = long_rows(tmp_path, empty="test")
+    run = SFTSettings(task="jsonl", data_file=training, out_dir=out_dir, block_size=40, eval_prompts=1)
+    with pytest.raises(SnugError, match="in the test split; name a test_file, or evaluate nothing: eval_prompts=0"):
+        prepare(run)
+    with pytest.raises(SnugError, match="no row is in the train split; name a test_file"):
+        prepare(dataclasses.replace(run, data_file=long_rows(tmp_path, empty="train"), eval_prompts=0))
+
+
+def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
+    sft, grpo = tiny(tmp_path)
+    changes = dict(task="jsonl", data_file=long_rows(tmp_path, empty="test"), eval_prompts=0, max_iters=1)
+    sft = dataclasses.replace(sft, demonstration_noise=0.0, **changes)
+    train_sft.main(prepare(sft))
+    main(prepare(dataclasses.replace(grpo, **changes)))
+    main(prepare(dataclasses.replace(grpo, plan=True, **changes)))
+    said = capsys.readouterr().out
+    assert said.count(" prompts for training, 0 held out\n") == 2 and "peak_gib=" in said
+    with pytest.raises(SnugError, match="no row is in the test split; name a test_file"):
+        prepare_evaluation(EvaluateSettings(), set(), sft.out_dir)
+    with pytest.raises(SnugError, match="no row is held out; give --prompt="):
+        sample.main(SampleSettings(), sft.out_dir)
 
 
 def test_a_resumed_run_keeps_its_data(tmp_path):
