@@ -371,9 +371,47 @@ class KLOptions:
     use_kl_in_reward: bool = option(False, "subtract beta * KL from the reward; false: add it to the loss")
 
 
+OTHER_NAMES = """\
+bf16: dtype=bfloat16
+config: the first word, without dashes, such as config/grpo_small.py
+dataset: data_file, with --task=jsonl
+dataset_name: data_file, with --task=jsonl
+eval_steps: eval_interval
+eval_strategy: eval_interval
+generation_batch_size: batch_size, in prompts, not completions
+gradient_accumulation_steps: max_tokens_per_micro_batch, which does not change the result
+gradient_checkpointing: checkpoint_blocks=block
+log_completions: samples_per_iteration
+logging_steps: log_interval
+lora_r: lora_rank
+lr_scheduler_type: lr_schedule
+max_completion_length: max_new_tokens
+max_grad_norm: grad_clip
+max_length: block_size
+max_steps: max_iters
+model: init_from
+model_name_or_path: init_from
+num_generations: group_size
+num_train_epochs: max_iters, in iterations, not epochs
+output_dir: out_dir
+per_device_train_batch_size: batch_size, in prompts, not completions
+resume_from_checkpoint: resume=auto
+save_steps: save_interval
+steps_per_generation: train_batch_size, in completions of an optimizer step
+torch_dtype: param_dtype
+use_peft: lora_rank, such as 16
+vllm_importance_sampling_cap: importance_sampling_cap
+warmup_ratio: warmup_iters, in iterations
+warmup_steps: warmup_iters
+"""
+
+
 @dataclass
 class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptions, MemoryOptions):
     """What SFT and GRPO share."""
+
+    # What users of TRL may write -> what to write here.
+    other_names = dict(line.split(": ") for line in OTHER_NAMES.splitlines())
 
     def check(self):
         for options in (LogOptions, ModelOptions, MemoryOptions):

@@ -87,6 +87,8 @@ def read_settings(cls, argv: list[str], positional: str = "config"):
         parser = make_parser(cls, positional, everything="--help=all" in argv)
         print(parser.format_help(), end="", flush=True)  # flush: see BrokenPipeError below
         sys.exit(0)
+    if positional == "config" and not argv:
+        raise SnugError("name a config, such as config/grpo_small.py, or options; --help lists them")
     flags = {f"--{name}" for name in fields(cls) if type_of(cls, name)[0] is bool}
     argv = [f"{word}=true" if word in flags else word for word in argv]  # --plan
     namespace, unknown = make_parser(cls, positional).parse_known_args(argv)
@@ -148,8 +150,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_option(cls, name: str, shown: str) -> SnugError:
-    """shown: the name as the user wrote it."""
+    """shown: the name as the user wrote it. cls.other_names, if there is one: {a name elsewhere: what it is here}."""
     hint = did_you_mean(name, fields(cls)) or "; --help=all lists all options"
+    other_names = getattr(cls, "other_names", {})
+    if name in other_names:
+        hint = f"; here it is {other_names[name]}"
     return SnugError(f"unknown option {shown}{hint}")
 
 

@@ -47,6 +47,8 @@ BAD = [
     ("grpo.py config/grpo_small.py config/sft_small.py", "only one config is possible, not 2"),
     ("train_sft.py config/grpo_small.py", "unknown option config/grpo_small.py:"),
     ("train_sft.py --out_dir=out/x --init_from=out/x", "init_from=out/x is in out_dir=out/x"),
+    ("grpo.py", "name a config, such as config/grpo_small.py, or options; --help lists them"),
+    ("train_sft.py", "name a config, such as"),
     ("sample.py out/nowhere", "out/nowhere: there is no such run"),
     ("sample.py", "name a run's folder"),
     ("sample.py --prompt", "--prompt: expected one argument"),

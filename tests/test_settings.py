@@ -43,7 +43,7 @@ def config(tmp_path, text):
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_defaults_go_through_a_config_and_the_command_line(cls, tmp_path):
-    assert read_settings(cls, []) == (cls(), set(), "")
+    assert read_settings(cls, [], positional="folder") == (cls(), set(), "")
     values = vars(cls())
     assert read_config(cls, config(tmp_path, "".join(f"{name} = {v!r}\n" for name, v in values.items()))) == values
     for name, value in values.items():
@@ -126,6 +126,24 @@ def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
     assert refused(read_settings, cls, ["--qqq=1"]) == "unknown option --qqq; --help=all lists all options"
     path = config(tmp_path, "'''why'''\n\nsede = 3\n")
     assert refused(read_config, cls, path) == f"unknown option {path}:3: sede; did you mean seed?"
+
+
+def test_names_of_trl_are_answered_with_ours(tmp_path):
+    for cls in (SFTSettings, GRPOSettings):
+        for word, ours in {
+            "--num_generations=8": "group_size",
+            "--per_device_train_batch_size=8": "batch_size, in prompts, not completions",
+            "--bf16": "dtype=bfloat16",
+            "--config=config/grpo_small.py": "the first word, without dashes, such as config/grpo_small.py",
+        }.items():
+            assert refused(read_settings, cls, [word]) == f"unknown option {word.split('=')[0]}; here it is {ours}"
+        path = config(tmp_path, "max_steps = 3\n")
+        assert refused(read_config, cls, path) == f"unknown option {path}:1: max_steps; here it is max_iters"
+    known = options.fields(GRPOSettings)
+    for theirs, ours in GRPOSettings.other_names.items():
+        name, _, value = ours.partition(",")[0].partition("=")
+        assert theirs not in known and (name in known or theirs == "config")
+        assert not value or read_settings(GRPOSettings, ["--seed=3", f"--{name}={value}"])
 
 
 # -----------------------------------------------------------------------------
