@@ -10,9 +10,8 @@ import csv
 import json
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
-from options import SnugError, in_one_line
+from options import SnugError, find_path, in_one_line
 
 # JSON's, as long as Python reads them.
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,999})(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -23,7 +22,8 @@ def read_file(path: str, remedy: str = ""):
 
     remedy: what to do if the file cannot be read.
     """
-    kind = Path(path).suffix.lower()
+    path = find_path(path)
+    kind = path.suffix.lower()
     if kind == ".csv":
         return csv_rows(path)
     with in_one_line(f"{path}: cannot be read{remedy}"):
@@ -34,7 +34,7 @@ def read_file(path: str, remedy: str = ""):
 
             rows = read_table(path).to_pylist()
         else:
-            content = Path(path).read_bytes()
+            content = path.read_bytes()
             if kind != ".json" or not content.lstrip().startswith(b"["):
                 lines = enumerate(content.split(b"\n"), start=1)
                 return [(f"{path}:{number}", line) for number, line in lines if line.strip()]
@@ -42,7 +42,7 @@ def read_file(path: str, remedy: str = ""):
     return [(f"{path}: row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
-def csv_rows(path: str):
+def csv_rows(path):
     with in_one_line(f"{path}: cannot be read"), open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, strict=True)
         rows = [(f"{path}:{reader.line_num}", row) for row in reader]

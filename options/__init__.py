@@ -48,6 +48,12 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def find_path(path: str | Path) -> Path:
+    """What is not in the current folder may be in the project's: configs name files relative to it."""
+    places = Path(path), Path(__file__).parents[1] / path
+    return next(filter(os.path.exists, places), places[0])
+
+
 def option(
     default, meaning: str, unit: str = "", choices: tuple[str, ...] = (), minimum=0, maximum=math.inf
 ):
@@ -120,7 +126,7 @@ def make_settings(cls, config: str, values: dict):
 def read_config(cls, path: str):
     """A file of `name = literal` lines -> {name: value}. Raises SnugError."""
     try:
-        tree = ast.parse(Path(path).read_text())
+        tree = ast.parse(find_path(path).read_text())
     except OSError as error:
         configs = [str(file) for file in sorted(Path("config").glob("*.py"))]
         raise SnugError(f"config {path}: {error.strerror}{did_you_mean(path, configs)}") from None

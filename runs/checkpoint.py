@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from options import SnugError, did_you_mean, fields
+from options import SnugError, did_you_mean, fields, find_path
 from pretrained.shapes import is_pretrained, read_shape
 from pretrained.tensors import fingerprint, look_at_weights
 from settings import PRETRAINED_LENGTH, GRPOSettings, SFTSettings
@@ -114,6 +114,7 @@ def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
     """`open_checkpoint`, or a Hugging Face folder whose tensors have the right names and shapes. Raises SnugError."""
     if not folder:
         raise SnugError("name a run's folder, such as out/grpo_small, or a Hugging Face model's")
+    folder = find_path(folder)
     if not is_pretrained(folder):
         return open_checkpoint(folder, read_tensors)
     if read_tensors:
@@ -124,7 +125,7 @@ def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
         "tokenizer": "tokenizer.json",
         "settings": vars(GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH)),
     }
-    return Checkpoint(Path(folder), state)
+    return Checkpoint(folder, state)
 
 
 def settings_of(state: dict) -> SFTSettings | GRPOSettings:

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 from test_checkpoint import saved
 
+from data import make_task
+from options import find_path, read_settings
 from runs.checkpoint import newest
+from runs.prepare import prepare
+from settings import GRPOSettings
 
 HOME = Path(__file__).parent.parent
 PROBE = """
@@ -64,6 +68,35 @@ def test_bad_input_is_one_line_and_exit_code_2(line, message):
     assert code == 2
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
     assert out == "torch imported: False\n"
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("grpo.py config/grpo_small.py --n_embd=65", "n_head=4 does not divide n_embd=65"),  # after the config
+        ("tools/export.py out/nowhere --to=x", "out/nowhere: there is no such run"),
+        ("tools/from_gguf.py no.gguf --to=x", "no.gguf: is not there; name a GGUF file"),
+    ],
+)
+def test_commands_work_from_any_folder(tmp_path, line, message):
+    script, *words = line.split()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = [sys.executable, HOME / script, *words]
+    result = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_what_configs_name_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepared = prepare(*read_settings(GRPOSettings, ["config/grpo_small.py"])[:2])
+    assert prepared.warm_start.settings.digits == 4 and prepared.settings.init_from == "out/sft_small"
+    words = ["config/grpo_real.py", "--init_from=", "--chat=false", "--system_prompt="]
+    assert sum(map(len, make_task(read_settings(GRPOSettings, words)[0]).rows.values())) > 1000
+    (tmp_path / "data").mkdir()  # what is in the current folder comes first
+    (tmp_path / "data/sums.jsonl").write_text('{"prompt": "2+2=", "answer": 4}\n')
+    task = make_task(read_settings(GRPOSettings, [*words, "--eval_prompts=0"])[0])
+    assert [row["prompt"] for row in task.rows["train"]] == ["2+2="]
+    assert find_path("no/such/file") == Path("no/such/file") and find_path(HOME / "data") == HOME / "data"
 
 
 def test_an_unreadable_checkpoint_is_named_before_torch_is_imported(tmp_path):

@@ -6,6 +6,9 @@ Left out: adapters as a folder of their own. Tests: tests/test_models.py.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also as a script: python tools/export.py
 
 from options import friendly_errors, read_settings
 from pretrained.tensors import new_folder, save_pretrained

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from tokenizers import normalizers, pre_tokenizers
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also as a script: python tools/from_gguf.py
+
 from options import SnugError, friendly_errors, in_one_line, read_settings
 from pretrained.shapes import read_config, read_shape
 from pretrained.tensors import appearing, entries, look_at_weights
