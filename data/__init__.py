@@ -64,9 +64,9 @@ class TaskOptions(AdditionOptions, CountdownOptions, FileOptions, GymOptions):
 
 
 def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
-    """The task named settings.task. `settings` also has `seed` and `eval_prompts`. demonstrations=True: every row must have one (SFT).
+    """The task named settings.task. `settings` also has `seed` and `eval_prompts`.
 
-    Raises SnugError if the options leave no usable task.
+    demonstrations=True: every row must have one (SFT). Raises SnugError if the options leave no usable task.
     """
     task = TASKS[settings.task](settings, demonstrations)
     reads_files = isinstance(task, FileTask)

@@ -10,16 +10,15 @@ import pytest
 import refuse
 from hypothesis import given
 from hypothesis import strategies as st
+from test_house import our_files, source_files
 
 import options
-import settings
 from options import SnugError, parse_value, read_config, read_settings
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
 
 CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings)
 EVERY_OPTION = [(cls, name) for cls in CLASSES for name in options.fields(cls)]
-ROOT = Path(settings.__file__).parent
 
 
 def refused(function, *args):
@@ -62,8 +61,7 @@ def options_read_by(path):
 
 
 def test_every_option_is_read_somewhere():
-    files = [*ROOT.glob("*.py"), *(path for room in ROOT.glob("*/__init__.py") for path in room.parent.rglob("*.py"))]
-    read = {name for path in files if path.name != "settings.py" for name in options_read_by(path)}
+    read = {name for path in source_files().values() if path.name != "settings.py" for name in options_read_by(path)}
     unread = {name for _, name in EVERY_OPTION} - read
     assert not unread, f"options that nothing reads: {', '.join(sorted(unread))}"
 
@@ -274,7 +272,9 @@ def test_a_config_is_never_executed(tmp_path, monkeypatch, line):
 
 
 def test_configs_of_the_repository_are_right():
-    for path in ROOT.glob("config/*.py"):
+    paths = [path for path in our_files() if path.parent.name == "config"]
+    assert len(paths) > 5
+    for path in paths:
         cls = SFTSettings if path.name.startswith("sft") else GRPOSettings
         result, given_names, _ = read_settings(cls, [str(path)])
         assert given_names and result != cls()  # a short diff, but a diff

@@ -161,9 +161,10 @@ def introduce(title, training, start, moved):
     trained_size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trains = f", of which {trained_size:,} train," if trained_size < size else ""
     say(f"{title} on {settings.task}: {size:,} parameters{trains} on {model.device}, {settings.out_dir}")
-    if size := task.size("train"):
+    if count := task.size("train"):
         say(
-            f"data_file={settings.data_file}: {size:,} prompts for training, {task.size('test'):,} held out{task.dropped}"
+            f"data_file={settings.data_file}: {count:,} prompts for training, "
+            f"{task.size('test'):,} held out{task.dropped}"
         )
     for note in notes(model.device, settings):
         say(note)
