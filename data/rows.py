@@ -97,7 +97,7 @@ class FileTask(Task):
         self.dropped = f", {count:,} too long and dropped"
         self.survey()
 
-    def tokens(self, row: dict, encode):
+    def tokens(self, row, encode):
         """-> how many its prompt and its demonstration have."""
         return len(encode(self.as_prompt(row["prompt"]))), len(encode(self.demonstration(row, None)))
 

@@ -99,8 +99,7 @@ def prepare(
     reward_funcs, weights = rewards_of(settings, task, functions)
     if grpo and not reward_funcs:
         raise SnugError(
-            f"data_file={settings.data_file} has no column answer to score completions by; add it, or reward_funcs, "
-            "or name it with --answer_column"
+            f"data_file={settings.data_file} has no column answer to score by; add it, reward_funcs or --answer_column"
         )
     block_size = settings.block_size if "block_size" in chosen else shape["block_size"]
     resolved = {name: shape[name] for name in SHAPE if name in shape} | {"block_size": block_size}

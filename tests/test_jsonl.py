@@ -181,7 +181,7 @@ def test_rewards_need_an_answer_or_a_function(tmp_path):
     path = written(tmp_path, [{"prompt": str(i)} for i in range(50)])
     run = GRPOSettings(task="jsonl", data_file=path, out_dir=str(tmp_path / "run"))
     prepare(dataclasses.replace(run, reward_funcs=["json:dumps"]))
-    with pytest.raises(SnugError, match="has no column answer to score completions by; add it, or reward_funcs"):
+    with pytest.raises(SnugError, match="has no column answer to score by; add it, reward_funcs or --answer_column"):
         prepare(run)
 
 

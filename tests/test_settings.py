@@ -3,6 +3,8 @@
 import ast
 import math
 import random
+import re
+import shlex
 from pathlib import Path
 
 import hypothesis
@@ -10,7 +12,7 @@ import pytest
 import refuse
 from hypothesis import given
 from hypothesis import strategies as st
-from test_house import our_files, source_files
+from test_house import HOME, our_files, source_files
 
 import options
 from options import SnugError, parse_value, read_config, read_settings
@@ -278,6 +280,24 @@ def test_configs_of_the_repository_are_right():
         cls = SFTSettings if path.name.startswith("sft") else GRPOSettings
         result, given_names, _ = read_settings(cls, [str(path)])
         assert given_names and result != cls()  # a short diff, but a diff
+
+
+def test_the_config_for_a_chat_adds_nothing_to_the_prompts():
+    values = read_settings(GRPOSettings, ["config/grpo_chat.py", "--data_file=x"])[0]
+    assert values.chat and values.task == "jsonl" and values.system_prompt == values.stop_string == ""
+    assert (values.max_new_tokens, values.lora_rank, values.reward_funcs) == (256, 0, [])
+    read_settings(GRPOSettings, ["config/grpo_chat.py", "--lora_rank=16", "--dtype=bfloat16", "--param_dtype=bfloat16"])
+
+
+def test_the_commands_of_the_documents_are_right():
+    """Those that train: their configs exist, and their options fit."""
+    count = 0
+    for page in (HOME / "README.md", *HOME.glob("docs/*.md")):
+        for line in re.findall(r"^python (?:grpo|train_sft)\.py .*$", page.read_text(), re.MULTILINE):
+            script, *words = shlex.split(line, comments=True)[1:]
+            read_settings(GRPOSettings if script == "grpo.py" else SFTSettings, words)
+            count += 1
+    assert count > 8
 
 
 # -----------------------------------------------------------------------------
