@@ -10,8 +10,8 @@
     settings, names, config = read_settings(Settings, ["config/small.py", "--seed=3"])
 
 An option's type is bool, int, float, str, dict, list[str] or list[float]; `| None` allows None. A config is a file of
-plain assignments, read by ast.literal_eval and never executed. Every user error raises SnugError. Nothing here imports torch,
-so that a typo is reported in 0.2 s. Left out: nested options, environment variables. Tests: test_settings.py,
+plain assignments, read by ast.literal_eval and never executed. Every user error raises SnugError. Nothing here imports
+torch, so that a typo is reported in 0.2 s. Left out: nested options, environment variables. Tests: test_settings.py,
 refuse.py.
 """
 

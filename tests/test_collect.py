@@ -185,7 +185,11 @@ def test_which_groups_have_variance(rewards):
 
 def test_rewards_are_weighted_and_their_parts_logged(tmp_path):
     prepared, _ = prepared_for(
-        tmp_path, lambda n, i: None, max_iters=1, reward_funcs=["json:dumps", "json:loads"], reward_weights=[2.0, 0.5]
+        tmp_path,
+        lambda n, i: None,
+        max_iters=1,
+        reward_funcs=["argparse:Namespace", "argparse:Namespace"],
+        reward_weights=[2.0, 0.5],
     )
 
     def accuracy(prompts, completions, **columns):

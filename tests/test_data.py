@@ -264,12 +264,12 @@ def test_parts_of_the_reward_and_their_weights(tmp_path):
     _, plain = tiny(tmp_path, init_from="", beta=0.0)
     changes = FIELD | dict(block_size=400, max_new_tokens=8)
     _, parts = tiny(tmp_path, init_from="", beta=0.0, format_reward=0.25, **changes)
-    functions = dict(reward_funcs=["json:dumps", "json:loads"], reward_weights=[2.0, 0.5])
+    functions = dict(reward_funcs=["argparse:Namespace", "argparse:Namespace"], reward_weights=[2.0, 0.5])
     _, theirs = tiny(tmp_path, init_from="", beta=0.0, **functions, **changes)
-    _, unweighted = tiny(tmp_path, init_from="", beta=0.0, reward_funcs=["json:dumps"], **changes)
+    _, unweighted = tiny(tmp_path, init_from="", beta=0.0, reward_funcs=["argparse:Namespace"], **changes)
     made = [prepare(one) for one in (plain, parts, theirs, unweighted)]
     names = [[function.__name__ for function in prepared.reward_funcs] for prepared in made]
-    assert names == [["rewards"], ["correct", "formatted"], ["dumps", "loads"], ["dumps"]]
+    assert names == [["rewards"], ["correct", "formatted"], ["Namespace"] * 2, ["Namespace"]]
     assert [p.reward_weights for p in made] == [[], [1.0, 0.25], [2.0, 0.5], []]
     expressions = ["<answer>5*3+7", "<answer>5*3*7", "5*3+7", "<answer>5*3+7=22", "<answer>5*3+7"]
     completions = [f"{text}</answer>" for text in expressions]

@@ -180,7 +180,7 @@ def test_files_that_do_not_serve(tmp_path, options, rows, message):
 def test_rewards_need_an_answer_or_a_function(tmp_path):
     path = written(tmp_path, [{"prompt": str(i)} for i in range(50)])
     run = GRPOSettings(task="jsonl", data_file=path, out_dir=str(tmp_path / "run"))
-    prepare(dataclasses.replace(run, reward_funcs=["json:dumps"]))
+    prepare(dataclasses.replace(run, reward_funcs=["argparse:Namespace"]))
     with pytest.raises(SnugError, match="has no column answer to score by; add it, reward_funcs or --answer_column"):
         prepare(run)
 
