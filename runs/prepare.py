@@ -63,10 +63,11 @@ class Prepared:
         """-> tokens of the longest prompt and of the longest completion."""
         settings = self.settings
         prompt, answer = self.task.longest(self.tokenizer.encode_prompt)
-        prompt, room = settings.max_prompt_length or prompt, answer + 1
-        if settings.drop_long_prompts:  # SFT: each demonstration fits behind its own prompt
-            room = settings.block_size - prompt
-        return prompt, settings.max_new_tokens or min(answer + 1, room)
+        prompt, completion = settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
+        if settings.drop_long_prompts and not settings.max_new_tokens:
+            # SFT: each demonstration fits behind its own prompt.
+            completion = min(completion, settings.block_size - prompt)
+        return prompt, completion
 
 
 def prepare(

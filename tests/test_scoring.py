@@ -168,7 +168,10 @@ def test_the_tasks_own_score_and_other_tasks(run_folder, warm_start):
         assert summary["scores"]["pass_at_1"] == rewards == read_log(folder)[-1]["task_pass_at_1"]
         return
     for place, word in ((folder, "--reward_funcs="), (warm_start, "--seed=0")):  # SFT has no functions
-        with pytest.raises(SnugError, match="no column answer to score by; name it with --answer_column, or add --reward_funcs=my_rewards:is"):
+        with pytest.raises(
+            SnugError,
+            match="no column answer to score by; name it with --answer_column, or add --reward_funcs=my_rewards:is",
+        ):
             prepared_by(place, word)
     summary = evaluated(warm_start, "--reward_funcs=held_out_rewards:short")[0]
     assert "reward/short" in summary["means"]

@@ -118,6 +118,7 @@ class Training:
         p = self.prepared
         if not is_due(done, p):
             return {}
+        p.trainer_state.global_step = done
         if not done:
             self.log.say(f"evaluating before training: {p.settings.eval_prompts:,} prompts")
         with self.saver.keeping(done, self.progress()):
