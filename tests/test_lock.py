@@ -80,7 +80,7 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caps
 
 
 def test_an_earlier_run_is_deleted_where_that_is_asked_for(tmp_path, command):
-    for words, numbers in (((), []), ((), [1]), (("--overwrite",), [1])):
+    for words in ((), ("--overwrite",)):
         run = command(tmp_path / "run", "--max_iters=1", *words)
         assert run.communicate()[0].count("was deleted") == bool(words) and run.returncode == 0
-        assert [n for n in (1, 2) if (tmp_path / f"run.{n}").exists()] == numbers
+    assert not (tmp_path / "run.1").exists()

@@ -373,7 +373,7 @@ def test_show_ends_with_the_line(tmp_path):
     assert lines[-1].startswith("peak_gib=0.0") and " host_gib=0.000 phase=" in lines[-1]
     assert lines[-2].startswith(f"fits into {budget:.3g} GiB with --max_tokens_per_micro_batch=")
     assert any(line.split()[:1] == ["together"] for line in lines)
-    prepared.settings = dataclasses.replace(settings, memory_budget_gb="0.0001", batch_size=1)
+    prepared.settings = dataclasses.replace(settings, memory_budget_gb="0.0001", batch_size=1, max_rollout_batch=1)
     assert "\ndoes not fit: the plan takes 0." in show(dry_run(prepared), prepared.settings)
 
 

@@ -10,7 +10,7 @@ import pytest
 import replay
 import torch
 from conftest import DEVICE, make_flat_model, rows_of
-from interpreted import INTERPRETED, compiles, run_interpreted
+from interpreted import INTERPRETED, compiles, long, run_interpreted
 
 import lora
 from decoding import decode_batch
@@ -27,7 +27,7 @@ STOPS = (3, 9)
 
 @compiles
 def test_in_the_interpreter(request):
-    assert run_interpreted(__file__, request) >= 12
+    assert run_interpreted(__file__, request) >= 9
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ PLANTED = {column_from_the_host: (None, 2), buffers_replaced: (2, 3), tokens_rep
 
 
 @interpreted
-@pytest.mark.parametrize("bug", PLANTED)
+@pytest.mark.parametrize("bug", [tokens_replaced, long(column_from_the_host), long(buffers_replaced)])
 def test_a_replay_shows_a_planted_bug(bug, monkeypatch):
     model, (slots, k) = model_of("llama"), PLANTED[bug]
 
@@ -190,7 +190,7 @@ def test_out_of_memory_during_a_recording_empties_the_cache_and_tries_again(devi
 
 
 @interpreted
-@pytest.mark.parametrize("failures", [[FULL, FULL], [(RuntimeError, "not allowed")]], ids=["memory", "other"])
+@pytest.mark.parametrize("failures", [long([FULL, FULL]), [(RuntimeError, "not allowed")]], ids=["memory", "other"])
 def test_without_a_recording_sampling_goes_on(failures, device, monkeypatch, capsys):
     device.failures, model, users, unusable = list(failures), model_of("gpt2"), [], len(failures) == 1
     refill = decode_batch.DecodeBatch.refill

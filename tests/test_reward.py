@@ -288,7 +288,9 @@ def slow(prompts, completions, **columns):
             pass
     return [float(len(text)) for text in completions]
 """
-SMALL = "--digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --group_size=2 --max_new_tokens=4 --max_iters=2"
+SMALL = (
+    "--digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --group_size=2 --max_new_tokens=4 --max_iters=2 --eval_prompts=4"
+)
 
 
 def trained_with(home, name, *words):
