@@ -25,6 +25,7 @@ from types import MappingProxyType
 
 from data import TaskOptions, make_task
 from options import SnugError, fields, friendly_errors, in_one_line, read_settings
+from pretrained.hub import SNAPSHOT, hub_name
 from pretrained.shapes import is_pretrained
 from runs.checkpoint import find_run, settings_of, tokenizer_of
 from runs.log import finite, write_whole
@@ -73,7 +74,9 @@ def prepare_evaluation(
     if settings.drop_long_prompts:
         task.drop_long(tokenizer.encode_prompt, settings)
     settings.eval_prompts = min(options.num_prompts, task.size("test") or options.num_prompts)
-    file = samples_file(options, settings, path if is_pretrained(path) else path.parent)
+    # The hub's cache is not ours: a model from there has its samples in out/.
+    place = Path(SNAPSHOT.sub(r"out/\2", str(path)))
+    file = samples_file(options, settings, place if is_pretrained(path) else path.parent)
     prepared = Prepared(
         settings, task, tokenizer, {}, reward_funcs, reward_weights=weights, origin=checkpoint
     )
@@ -124,6 +127,7 @@ def samples_file(options: EvaluateSettings, settings: GRPOSettings, folder: Path
     file = Path(options.samples_file or folder / name)
     existed = file.exists()
     with in_one_line(f"samples_file={file} cannot be written; name another, or --samples_file=none"):
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
         if not existed:
             file.unlink()
@@ -290,7 +294,7 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     names = (*fields(TaskOptions), *fields(RewardOptions))
     resolved = asdict(options) | {name: getattr(settings, name) for name in names}
     resolved |= dict(num_prompts=len(greedy), max_new_tokens=longest, pass_reward=pass_reward(settings))
-    summary = dict(checkpoint=str(prepared.origin.path), settings=resolved)
+    summary = dict(checkpoint=hub_name(prepared.origin.path), settings=resolved)
     samples, others = [], iter(sampled)
     for first in greedy:
         samples += [first, *islice(others, n)]

@@ -237,7 +237,7 @@ class Parser(argparse.ArgumentParser):
 
 ABOUT = {
     "config": "a file of `name = value` lines",
-    "folder": "a run's folder",
+    "folder": "a run's folder, or a model: a Hugging Face folder, or owner/name on the hub",
     "file": "a GGUF file",
 }
 

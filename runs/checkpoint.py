@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from options import SnugError, did_you_mean, fields, find_path
+from pretrained.hub import hub_name, local_folder
 from pretrained.shapes import is_pretrained, read_shape
 from pretrained.tensors import fingerprint, look_at_weights
 from settings import PRETRAINED_LENGTH, GRPOSettings, SFTSettings
@@ -59,7 +60,7 @@ def newest(folder: str | Path, read_tensors: bool = True):
     folder = Path(folder)
     if not folder.is_dir():
         hint = did_you_mean(str(folder), [str(place) for place in folder.parent.glob("*/")])
-        advice = "train_sft.py and grpo.py make runs; a model is a folder in Hugging Face's layout"
+        advice = "train_sft.py and grpo.py make runs; a model is a Hugging Face folder, or owner/name on the hub"
         raise SnugError(f"{folder}: there is no such run or model{hint or f'; {advice}'}")
     paths = checkpoints(folder)
     if folder.resolve().name.startswith(PREFIX):  # out/run/best is a link to one
@@ -111,10 +112,13 @@ def read_state(path: Path) -> dict:
 
 
 def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
-    """`open_checkpoint`, or a Hugging Face folder whose tensors have the right names and shapes. Raises SnugError."""
+    """`open_checkpoint`, or a Hugging Face folder whose tensors have the right names and shapes. Raises SnugError.
+
+    A model on the hub is downloaded; with read_tensors=False perhaps without its weights.
+    """
     if not folder:
-        raise SnugError("name a run's folder, such as out/grpo_small, or a Hugging Face model's")
-    folder = find_path(folder)
+        raise SnugError("name a run's folder, such as out/grpo_small, or a model, such as Qwen/Qwen3-0.6B")
+    folder = find_path(local_folder(folder, read_tensors))
     if not is_pretrained(folder):
         return open_checkpoint(folder, read_tensors)
     if read_tensors:
@@ -143,24 +147,26 @@ def tokenizer_of(path: Path, state: dict) -> Tokenizer:
 
 def base_record(base: Checkpoint, out_dir: str) -> dict:
     """What state.json says about the base weights of a LoRA run, so that `base_of` can find them again."""
-    path = base.path
-    return dict(path=str(path), from_run=os.path.relpath(path, out_dir), fingerprint=identity(path))
+    path = hub_name(base.path)
+    return dict(path=path, from_run=os.path.relpath(path, out_dir), fingerprint=identity(base.path))
 
 
 def base_of(checkpoint: Checkpoint, init_from: str = "", read_tensors: bool = True) -> Checkpoint:
     """Open the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
 
-    Looks where they were, as seen from the working folder and from the run's folder, and in init_from.
+    Looks where they were, as seen from the working folder and from the run's folder, in init_from (default: the run's),
+    and on the hub.
     """
     base, problem = checkpoint.state["base"], "are not there"
-    places = [Path(base["path"]), checkpoint.path.parent / base["from_run"]]
-    if init_from:
-        places.append(Path(init_from))
+    init_from = Path(init_from or checkpoint.state["settings"]["init_from"])
+    places = [Path(base["path"]), checkpoint.path.parent / base["from_run"], init_from]
     for place in places:
         if place.exists():
             weights, problem = find_run(place, read_tensors), "are others now"
             if identity(weights.path) == base["fingerprint"]:
                 return weights
+    if "@" in base["path"]:
+        return find_run(base["path"])
     raise SnugError(
         f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {problem}; put them back"
     )

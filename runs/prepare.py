@@ -14,6 +14,7 @@ from data import load_reward_function, make_task
 from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
 from options import SnugError, fields, read_settings
+from pretrained.hub import hub_name, local_folder
 from pretrained.shapes import is_pretrained
 from runs.checkpoint import (
     Checkpoint,
@@ -84,8 +85,8 @@ def prepare(
         settings, chosen = continued(settings, chosen), chosen | {"block_size"}
     task = make_task(settings, demonstrations=not grpo)
     config = settings.init_from if grpo and settings.init_from.endswith(".py") else ""
-    if config:
-        settings = replace(settings, init_from=read_settings(SFTSettings, [config])[0].out_dir)
+    init_from = read_settings(SFTSettings, [config])[0].out_dir if config else with_commit(settings)
+    settings = replace(settings, init_from=init_from)
     refuse_places(settings)
     resume, origin, warm_start = find_weights(settings, task, config, read_tensors=False)
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
@@ -123,6 +124,16 @@ def prepare(
         verified = find_weights(settings, task, config, read_tensors=True)
         prepared.resume, prepared.origin, prepared.warm_start = verified
     return prepared
+
+
+def with_commit(settings):
+    """init_from; of a model on the hub with its newest commit, or with that of the run that resumes."""
+    name = settings.init_from
+    if settings.resume == "auto" and checkpoints(settings.out_dir):
+        before = open_checkpoint(settings.out_dir, False).state["settings"]["init_from"]
+        if before.startswith(f"{name}@"):
+            return before
+    return name if Path(name).is_dir() else hub_name(local_folder(name, weights=False))
 
 
 def continued(settings, chosen: Set[str]):
