@@ -54,7 +54,7 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
         if (folder / "model.safetensors.index.json").is_file():
             files = weight_files(folder)
         if weights and not all(map(Path.is_file, files)):
-            names = [*FILES, *[file.name for file in files]]
+            names = FILES + [file.name for file in files]
             snapshot_download(found[1], revision=folder.name, allow_patterns=names)
         return folder
     except Exception as error:

@@ -250,6 +250,11 @@ def test_what_is_downloaded(server, tmp_path, name):
     server.asked.clear()
     code, again, err = python(["-c", STEPS, f"{name}@{NEW}"], tmp_path, server.address)
     assert (code, again, server.asked) == (0, out, []), err
+    lost = max(tmp_path.glob(f"hf/hub/models--tiny--*/snapshots/{NEW}/model*.safetensors"))
+    lost.resolve().unlink()  # as if the download had been stopped
+    lost.unlink()
+    code, again, err = python(["-c", STEPS, f"{name}@{NEW}"], tmp_path, server.address)
+    assert (code, again, {*server.asked}) == (0, out, {f"{name}/resolve/{NEW}/{lost.name}"}), err
 
 
 REFUSED = """
@@ -269,12 +274,13 @@ ERRORS = {
     "tiny/gemma": "config.json: model_type='gemma' is not supported",
     "tiny/pickles": "has no model.safetensors and no model.safetensors.index.json; *.bin files are pickles",
     "tiny/gguf": "config.json: cannot be read (FileNotFoundError",
+    "tiny/a--b": "cannot be downloaded (",
 }
 
 
 def test_what_the_hub_refuses_is_one_line(server, tmp_path):
     code, out, err = python(["-c", REFUSED, *ERRORS], tmp_path, server.address)
-    assert (code, out.count("\n")) == (0, len(ERRORS)), err  # stderr has the progress bars
+    assert (code, out.count("\n")) == (0, len(ERRORS)), err
     for line, (name, text) in zip(out.splitlines(), ERRORS.items(), strict=True):
         assert text in line and (line.startswith(f"{name}: ") or name == "tiny/pickles"), line
     assert "tiny/gemma/resolve/" + f"{NEW}/model.safetensors" not in server.asked

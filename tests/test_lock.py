@@ -7,12 +7,16 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_grpo import tiny
 
+import train_sft
 from options import SnugError
 from runs.lock import FolderLock
+from runs.prepare import prepare
 
 HOME = Path(__file__).parent.parent
 RUN = """grpo.py --task=addition --beta=0 --n_layer=1 --n_head=1 --n_embd=8 --batch_size=2 --group_size=2
@@ -79,8 +83,8 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caps
         assert "lock cannot be locked (No locks available); start no second run here" in capsys.readouterr().err
 
 
-def test_an_earlier_run_is_deleted_where_that_is_asked_for(tmp_path, command):
-    for words in ((), ("--overwrite",)):
-        run = command(tmp_path / "run", "--max_iters=1", *words)
-        assert run.communicate()[0].count("was deleted") == bool(words) and run.returncode == 0
-    assert not (tmp_path / "run.1").exists()
+def test_an_earlier_run_is_deleted_where_that_is_asked_for(tmp_path, capsys):
+    sft, _ = tiny(tmp_path, max_iters=1, eval_prompts=0)
+    for overwrite in (False, True):
+        train_sft.main(prepare(replace(sft, overwrite=overwrite)))
+    assert "was deleted" in capsys.readouterr().out and not Path(f"{sft.out_dir}.1").exists()

@@ -230,8 +230,6 @@ def test_a_disk_that_refuses_large_files(tmp_path):
     assert "checkpoint-000002" in child.stderr and "File too large" in child.stdout
     assert "warning: checkpoint-000003 cannot be written into" in child.stdout
     assert len(read_log(tmp_path / "run")) == 9  # it trained to the end
-    assert shell(f"{train} --max_iters=9 --resume=auto").returncode == 0
-    assert checkpoint.newest(tmp_path / "run").name == "checkpoint-000009"
 
 
 # -----------------------------------------------------------------------------
