@@ -594,7 +594,9 @@ class EvaluateSettings(TaskOptions, RewardOptions):
         "tokens",
     )
     samples_file: str = option(
-        "", "all completions; empty: evaluation-<task>-test.jsonl in the run; none: off"
+        "",
+        "all completions; empty: evaluation-<task>-test.jsonl in the run, or in out/<name> for a model on the hub; "
+        "none: off",
     )
     seed: int = option(0, "seed of the sampled completions; 0: as in a run's evaluations")
     device: str = option("auto", "auto: cuda if available, else cpu; or a torch device")

@@ -2,7 +2,7 @@
 
     curl --create-dirs --output-dir data/gsm8k --remote-name-all \\
         https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{train,test}.jsonl
-    python grpo.py config/grpo_gsm8k.py --init_from=models/Qwen2.5-0.5B-Instruct
+    python grpo.py config/grpo_gsm8k.py --init_from=Qwen/Qwen2.5-0.5B-Instruct
 
 A larger model with LoRA: add --lora_rank=16 --learning_rate=1e-5 --param_dtype=bfloat16. A base model has no chat
 template: add --chat=false. Sizes and rates are those that others use; none of them was tuned here.

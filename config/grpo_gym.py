@@ -1,7 +1,7 @@
 """GRPO on any generators of reasoning_gym (pip install reasoning_gym), from an instruct model.
 
-    python grpo.py config/grpo_gym.py --init_from=models/Qwen2.5-0.5B-Instruct
-    python grpo.py config/grpo_gym.py --init_from=models/Qwen2.5-0.5B-Instruct --gym_dataset=leg_counting,chain_sum
+    python grpo.py config/grpo_gym.py --init_from=Qwen/Qwen2.5-0.5B-Instruct
+    python grpo.py config/grpo_gym.py --init_from=Qwen/Qwen2.5-0.5B-Instruct --gym_dataset=leg_counting,chain_sum
 
 A base model has no chat template: add --chat=false. Sizes and rates are those that others use; none was tuned here.
 """

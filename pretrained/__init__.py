@@ -1,4 +1,4 @@
 """Models and tokenizers as Hugging Face lays them out: folders in and out.
 
-shapes  config.json <-> GPTConfig       tensors  *.safetensors <-> parameters
+shapes  config.json <-> GPTConfig       tensors  *.safetensors <-> parameters       hub  owner/name -> a folder
 """
