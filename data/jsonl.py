@@ -19,11 +19,11 @@ import json
 from decimal import Decimal
 
 from data.answers import MAX_ANSWER, last_number
+from data.rewards import ARGUMENTS
 from data.rows import FileTask, has_texts
 from options import SnugError
 
 NUMBERS = (int, float)  # bool is none
-RESERVED = {"stopped", "completion_ids", "completions", "prompts"}  # arguments of reward functions
 
 
 class Jsonl(FileTask):
@@ -66,7 +66,7 @@ class Jsonl(FileTask):
             raise ValueError(
                 f"has the columns {', '.join(row)}, and the rows before have {', '.join(like)}"
             )
-        for name in RESERVED & row.keys():
+        for name in sorted(ARGUMENTS & row.keys()):
             raise ValueError(
                 f"the column {name} has the name of an argument of reward functions; rename it"
             )

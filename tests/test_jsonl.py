@@ -168,6 +168,11 @@ def test_other_files_that_do_not_serve(tmp_path, name, content, message):
         ({}, [b"", b"  "], "data.jsonl: has no rows"),
         ({}, GOOD[:1], "no row is in the (test|train) split; name a test_file"),
         ({}, [row | {"stopped": 1} for row in GOOD], "data.jsonl:1: the column stopped has the name of an argument"),
+        (
+            {},
+            [row | {"log_extra": 1} for row in GOOD],
+            "data.jsonl:1: the column log_extra has the name of an argument",
+        ),
         (dict(demonstration_noise=0.5), GOOD, "demonstration_noise=0.5 does not fit task='jsonl'"),
     ],
 )
