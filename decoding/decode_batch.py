@@ -112,7 +112,7 @@ class DecodeBatch:
         self.steps = 0  # taken so far
         self.active = 0  # slots with a sequence, at the last look
         self.first_start = 0  # the earliest start of an active sequence
-        self.same_t = True  # is t the same in all slots?
+        self.same_t = True  # is t the same in all active slots?
 
     def refill(self):
         """Start waiting sequences in idle slots. If none waits, remove idle slots once they are many.
@@ -143,7 +143,7 @@ class DecodeBatch:
             prompt_slot[active] = self.prompt_slot[active]
             self.cache.assign(prompt_slot)
             self.first_start = self.started[active].min()
-            self.same_t = bool((self.started == self.first_start).all())
+            self.same_t = bool((self.started[active] == self.first_start).all())
         return True
 
     def look(self):

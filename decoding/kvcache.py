@@ -154,7 +154,7 @@ class KVCache:
 
     def begin_step(self, t: torch.Tensor, columns: int, same_t: bool):
         """t (n,): the column that each slot writes now. columns: at least 1 + the largest t of an active slot.
-        same_t: t is the same in all slots, idle ones too."""
+        same_t: t is the same in all active slots, so that no column needs to be hidden."""
         self.t, self.columns, self.same_t = t, columns, same_t
         if uses_triton(self.completion):
             return
