@@ -66,10 +66,7 @@ def option(
 
 def option_of(base, name: str, default):
     """The option `name` of the dataclass `base`, with another default."""
-    metadata = fields(base)[name].metadata
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return option(default, **fields(base)[name].metadata)
 
 
 def fields(cls) -> dict[str, dataclasses.Field]:

@@ -23,12 +23,17 @@ class Scored(NamedTuple):
         """The groups with these numbers, a tensor, in that order."""
         k = self.rewards.shape[1]
         sequences = (groups[:, None] * k + torch.arange(k)).flatten()  # (P * k,)
-        lists = (
-            {name: [values[i] for i in sequences] for name, values in column.items()}
-            for column in self[2:4]
+
+        def chosen(lists):
+            return {name: [values[i] for i in sequences] for name, values in lists.items()}
+
+        return Scored(
+            self.rollouts.select(sequences.to(self.rollouts.tokens.device)),
+            self.rewards[groups],
+            chosen(self.by_function),
+            chosen(self.columns),
+            self.metrics,
         )
-        rollouts = self.rollouts.select(sequences.to(self.rollouts.tokens.device))
-        return Scored(rollouts, self.rewards[groups], *lists, self.metrics)
 
 
 def join(parts: list[Scored]) -> Scored:
