@@ -23,7 +23,7 @@ COMPONENTS[__name__] = "micro-batch"  # the name in --plan's table
 
 @dataclass
 class MicroBatch:
-    """S completions with their prompts in one row of T tokens; M completion tokens, one completion after the other.
+    """S completions with their prompts in one row of T tokens; M sampled tokens, one completion after the other.
 
     A completion's last token predicts nothing, so it is a target and not in the row. The prompt's last state predicts
     the first token of each completion. Prompt (a b) with completions (x y .) and (z .), prompt (c) with (u .):
@@ -33,6 +33,9 @@ class MicroBatch:
         positions  0 1 2 3 2 0 1                           states     1 2 3   1 4   5 6   where it is predicted
                                                            sequence   0 0 0   1 1   2 2   lengths  3 2 2
                                                            place      0 1 2   0 1   0 1
+
+    Only sampled tokens are targets. Of an episode x . r s y ., where r s is a reply, the row has x . r s y, and the
+    targets are x . y . at the places 0 1 4 5: their states see the reply. Its length is 4.
     """
 
     tokens: torch.Tensor  # (1, T)
@@ -42,7 +45,7 @@ class MicroBatch:
     targets: torch.Tensor  # (M,)
     sequence: torch.Tensor  # (M,) in [0, S)
     place: torch.Tensor  # (M,) within its completion: 0 is its first token
-    lengths: torch.Tensor  # (S,) completion tokens
+    lengths: torch.Tensor  # (S,) sampled tokens
     index: torch.Tensor  # (S,) which of the sequences these are
     advantages: torch.Tensor | None = None  # (S,)
     sampling_logprobs: torch.Tensor | None = None  # (M,)
@@ -61,6 +64,7 @@ class Cut:
     Sequences i with the same i // group_size have the same prompt. steps[i][j]: the numbers of the sequences in
     micro-batch j of optimizer step i, groups together. rank_of[i]: which process takes them.
     longest, largest: tokens in the row of the longest sequence and of the largest micro-batch.
+    places[i]: of the sampled tokens of sequence i within its completion.
 
         a prompt of 4, completions of 3 and 5; a prompt of 2, completions of 9 and 1; one step
         tokens in the row: 4 + 2 + 4 = 10, and 2 + 8 + 0 = 10
@@ -71,6 +75,7 @@ class Cut:
         """sequences: Rollouts or Sequences, N of them. step_size: sequences of an optimizer step; 0: N."""
         self.prompt_lengths = sequences.prompt_lengths.tolist()
         self.completion_lengths = sequences.completion_lengths.tolist()
+        self.places = places_of(sequences)
         self.group_size, self.step_size = group_size, step_size or len(self.prompt_lengths)
         self.processes = processes or OneProcess()
         self.longest = max(map(sum, zip(self.prompt_lengths, self.completion_lengths, strict=True))) - 1
@@ -136,6 +141,15 @@ class Cut:
         return self.processes.dealt(micro_batches, self.rank_of, model)
 
 
+def places_of(sequences) -> list[np.ndarray]:
+    """Without a mask all tokens of a completion are sampled."""
+    lengths = sequences.completion_lengths.tolist()
+    if getattr(sequences, "mask", None) is None:
+        return list(map(np.arange, lengths))
+    masks = zip(sequences.mask.cpu().numpy(), lengths, strict=True)
+    return [np.flatnonzero(mask[:length]) for mask, length in masks]
+
+
 @dataclass
 class Bin:
     """A micro-batch that is being filled, or a group that goes into one."""
@@ -170,9 +184,10 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     completion = first > 0  # segments that are completions: S
     index = copied_from[completion]  # (S,)
     prompt = first[completion]  # (S,)
-    lengths = spans[completion] + 1  # (S,)
+    places = [cut.places[i] for i in index]
+    lengths = np.array(list(map(len, places)))  # (S,)
     sequence = np.arange(len(index)).repeat(lengths)  # (M,)
-    place = np.arange(len(sequence)) - (lengths.cumsum() - lengths)[sequence]
+    place = np.concatenate(places)
     prompt_end = (begins + spans)[~completion][: len(groups)].repeat([len(group) for group in groups])
     states = np.where(place == 0, prompt_end[sequence], begins[completion][sequence] + place) - 1
     tables = dict(

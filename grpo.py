@@ -251,7 +251,7 @@ def reference_logprobs(training, rollouts, cut):
 def sequence_kl(rollouts, settings):
     """The KL to the reference, summed over each completion -> (N,) on the host."""
     kl = kl_divergence(rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator)
-    return (kl * rollouts.mask).sum(1).cpu()  # kl (N, T_c)
+    return kl.sum(1).cpu()  # kl (N, T_c) is 0 where both log-probs are 0: what was not sampled
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
     kept = [trainable(rollouts, indices, settings) for indices in cut.steps[step]]
     micro_batches = [indices for indices in kept if indices]
     counts = dict(
-        num_tokens=sum(cut.completion_lengths[i] for indices in micro_batches for i in indices),
+        num_tokens=sum(len(cut.places[i]) for indices in micro_batches for i in indices),
         num_sequences=cut.step_size,
         num_micro_batches=len(micro_batches),
     )

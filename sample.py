@@ -8,6 +8,9 @@ drawn with a uniform number that depends on (seed, i, t) alone, so a row does no
 On a GPU its logits in bfloat16 may: products of another number of rows may round otherwise, and a token may change.
 `generate_naive` is the oracle.
 
+With `respond` a completion is an episode of several turns: a tool or an environment answers at the end of a turn. The
+answer is written behind the row's own keys and values, and sampling goes on: nothing is read twice.
+
 Left out: top-k and top-p (training draws from the whole policy), beams, speculative decoding.
 Test: pytest tests/test_sample.py
 """
@@ -15,8 +18,10 @@ Test: pytest tests/test_sample.py
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from options import friendly_errors, read_settings
@@ -38,6 +43,8 @@ from device.kinds import kind_of
 from memory.ledger import unwatched
 from model import GPT, autocast
 
+REPLIES = 16  # calls of `respond` at a time
+
 # What a model writes may hold codes that change a terminal's title or clipboard: they are shown as text, such as \x1b.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -49,13 +56,19 @@ class Rollouts:
     tokens  a b x y .   prompt_lengths 2   completion_lengths 3   mask 1 1 1   stopped True
             a b z w u                  2                      3        1 1 1   stopped False (cut off)
             c y . 0 0                  1                      2        1 1 0   stopped True
+
+    An episode: the turn (x .), a reply (r s), the turn (y .); prompt (a b), 6 tokens at most:
+
+            a b x . r s y .            2                      6        1 1 0 0 1 1   stopped True
     """
 
     tokens: torch.Tensor  # (N, T), right-padded
     prompt_lengths: torch.Tensor  # (N,)
-    completion_lengths: torch.Tensor  # (N,), the stop token included
-    sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 after the end
-    mask: torch.Tensor  # (N, T_c), 1 on every sampled token, the stop token included
+    completion_lengths: torch.Tensor  # (N,), the stop token and what `respond` wrote included
+    sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 where mask is 0
+    mask: (
+        torch.Tensor
+    )  # (N, T_c), 1 on every sampled token, the stop token included; 0 where `respond` wrote
     stopped: torch.Tensor  # (N,) boolean: ended with the stop token or a stop string, not cut off
     # (N,) boolean: ended with a stop string, which its tokens contain
     stopped_by_text: torch.Tensor | None = None
@@ -123,6 +136,7 @@ def sample_groups(
     chunk_mb=0,
     first_row: int = 0,
     is_over: Callable[[list[int]], bool] | None = None,
+    respond: Callable[[int, list[int]], list[int] | None] | None = None,
     enforce_eager: bool = False,
     progress: bool = False,
 ) -> Rollouts:
@@ -131,6 +145,11 @@ def sample_groups(
 
     A completion ends with stop_token (or one of several), or where is_over(its ids) is first true (tokenizer.stopper
     makes such a function of a string), or at max_new_tokens. temperature: 0 takes the likeliest token.
+
+    respond(row, ids of the turn): with it, these ends are those of a turn. It returns the ids to write behind, which
+    may be none, or None: the completion is over. It is called in threads, for several rows at a time. ids, and what
+    is_over gets, begin behind the last reply. A reply that leaves no room for another token is not written: the
+    completion is cut off.
 
     max_batch: completions decoded at a time (default all), which bounds the KV cache. chunk_mb: MiB that logits may
     take (0: the device's default). first_row: the number of the first row, to continue an earlier call. enforce_eager:
@@ -151,7 +170,8 @@ def sample_groups(
         leave=False,
         disable=not progress or None,
     )
-    with bar, torch.no_grad() if casts else torch.inference_mode(), cached_casts(model):
+    no_gradient = torch.no_grad() if casts else torch.inference_mode()
+    with bar, ThreadPoolExecutor(REPLIES) as pool, no_gradient, cached_casts(model):
         batch = DecodeBatch(
             model,
             prompts,
@@ -162,14 +182,15 @@ def sample_groups(
             temperature=temperature,
             chunk_mb=chunk_mb,
             is_over=is_over,
+            ask=partial(pool.submit, respond) if respond else None,
             cuda_graphs=model.device.type == "cuda" and not enforce_eager,
         )
         rows = np.arange(first_row, first_row + N)
         batch.u[:N] = torch.from_numpy(uniforms(seed, rows, np.arange(max_new_tokens)))
         decode(batch, bar)
-        tokens, logprobs, text_end = batch.tokens[:N], batch.logprobs[:N], batch.text_end
+        tokens, logprobs, written, ends = batch.tokens[:N], batch.logprobs[:N], batch.written, batch.ends
         del batch  # the KV cache ends here
-    return assemble(prompts, group_size, tokens, logprobs, stop_token, text_end if is_over else None)
+    return assemble(prompts, group_size, tokens, logprobs, stop_token, ends, written)
 
 
 def check_prompts(prompts, max_new_tokens, block_size):
@@ -196,21 +217,23 @@ def decode(batch, bar):
         bar.update(batch.next_sequence - batch.active - bar.n)
 
 
-def assemble(prompts, k, tokens, logprobs, stop_token, text_end=None):
-    """tokens, logprobs (N, max_new_tokens) -> Rollouts. text_end {row: length}: rows that a stop string ended."""
-    device = tokens.device
-    is_stop = torch.isin(tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device))
-    # The first stop token ends a row. What follows is zeros, and 0 may be a stop token too.
-    stopped = is_stop.any(1)
-    lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, tokens.shape[1])  # (N,)
-    stopped_by_text = None
-    if text_end is not None:
-        rows = torch.tensor(list(text_end), dtype=torch.long, device=device)
-        lengths[rows] = torch.tensor(list(text_end.values()), dtype=torch.long, device=device)
-        stopped_by_text = torch.zeros_like(stopped).index_fill_(0, rows, True)
-        stopped = stopped | stopped_by_text
+def assemble(prompts, k, tokens, logprobs, stop_token, ends, written):
+    """tokens, logprobs (N, max_new_tokens) -> Rollouts. ends, written: DecodeBatch's; without ends a row ends with its
+    first stop token."""
+    device, stopped_by_text = tokens.device, None
+    if ends:
+        columns = zip(*(ends[row] for row in range(len(tokens))), strict=True)
+        lengths, stopped, stopped_by_text = (torch.tensor(column, device=device) for column in columns)
+        stopped_by_text &= stopped
+    else:
+        is_stop = torch.isin(tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device))
+        # What follows is zeros, and 0 may be a stop token too.
+        stopped = is_stop.any(1)
+        lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, tokens.shape[1])  # (N,)
     T_c = int(lengths.max())
     mask = torch.arange(T_c, device=device) < lengths[:, None]  # (N, T_c)
+    if written is not None:
+        mask &= ~written[: len(tokens), :T_c]
     completions = zip(tokens.tolist(), lengths.tolist(), strict=True)
     rows = [torch.tensor(prompts[i // k] + ids[:n]) for i, (ids, n) in enumerate(completions)]
     return Rollouts(
@@ -235,22 +258,31 @@ def generate_naive(
     seed: int = 0,
     row: int = 0,
     is_over=None,
-) -> tuple[list[int], list[float]]:
-    """Row `row` of sample_groups without cache and batch, every token from a whole forward -> (ids, log-probs)."""
-    tokens, logprobs = list(prompt), []
-    for u in uniforms(seed, [row], range(max_new_tokens))[0]:
+    respond=None,
+) -> tuple[list[int], list[float | None]]:
+    """Row `row` of sample_groups without cache and batch, every token from a whole forward -> (ids, log-probs; None:
+    written by `respond`)."""
+    tokens, logprobs, begin = list(prompt), [], len(prompt)
+    uniform = uniforms(seed, [row], range(max_new_tokens))[0]
+    while len(logprobs) < max_new_tokens:
         hidden = model(torch.tensor([tokens], device=model.device))[0, -1]  # (C,)
         logits = model.logits(hidden).float()  # (V,)
         logp = torch.log_softmax(logits / temperature if temperature else logits, -1)
         if temperature:
             cdf = logp.exp().cumsum(-1)
-            token = int(torch.searchsorted(cdf, torch.tensor(float(u)) * cdf[-1], right=True))
+            u = torch.tensor(float(uniform[len(logprobs)]))
+            token = int(torch.searchsorted(cdf, u * cdf[-1], right=True))
         else:
             token = int(logits.argmax())
         tokens.append(token)
         logprobs.append(float(logp[token]))
-        if token in as_tuple(stop_token) or is_over and is_over(tokens[len(prompt) :]):
-            break
+        if token in as_tuple(stop_token) or is_over and is_over(tokens[begin:]):
+            reply = respond(row, tokens[begin:]) if respond else None
+            if reply is None or len(logprobs) + len(reply) >= max_new_tokens:
+                break
+            tokens += reply
+            logprobs += [None] * len(reply)
+            begin = len(tokens)
     return tokens[len(prompt) :], logprobs
 
 

@@ -51,7 +51,7 @@ def iterate(iteration, training, make_batch=None):
     metrics = training.update(sums, learning_rate, iteration, batch, cut.sequences(0))
 
     # 4. Evaluate where it is due, log, save.
-    stats, num_tokens = training.meter.stats(), sum(cut.completion_lengths)
+    stats, num_tokens = training.meter.stats(), sum(map(len, cut.places))
     record = {"iter": iteration} | (metrics or {}) | {"learning_rate": learning_rate}
     record["completion_length_mean"] = num_tokens / settings.batch_size
     record["tokens_per_second"] = num_tokens / (stats["time_train_s"] + stats.get("time_optimizer_s", 0.0))
@@ -72,7 +72,7 @@ def demonstrations(iteration, training) -> Sequences:
 @component("backward")  # the name in --plan's table: autograd's tensors while backward runs
 def accumulate_gradient(model, batch, cut, settings):
     """The gradient of the mean negative log-prob of completion tokens -> {"loss", "entropy": its token mean}."""
-    loss, entropy, num_tokens = 0.0, 0.0, sum(cut.completion_lengths)
+    loss, entropy, num_tokens = 0.0, 0.0, sum(map(len, cut.places))
     for indices in cut.dealt(cut.steps[0], model):
         micro = gather(batch, indices, cut)
         with autocast(settings.dtype, model):

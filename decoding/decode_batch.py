@@ -9,7 +9,14 @@ through the model in every step. A prompt slot is where the KV cache holds one p
     retire    with a stop token or after max_new_tokens, on the device: the slot becomes idle
     refill    the host looks at the slots now and then, and starts waiting sequences in the idle ones
 
-When no sequence waits, idle slots are removed. Left out: what a rollout is (sample.py).
+When no sequence waits, idle slots are removed.
+
+With `respond` a stop token or a stop string ends a turn. The host sees it at its next look and asks for a reply, in a
+thread. The slot keeps its sequence and waits, and the others go on. The replies that wait are read together once they
+are many (REPLY_AT): each goes through the model behind the slot's own columns, and the next token is drawn. When that
+is depends on counts alone, never on how long a tool takes, so that a run can be repeated bit for bit.
+
+Left out: what a rollout is (sample.py).
 Test: pytest tests/test_sample.py
 """
 
@@ -18,6 +25,7 @@ import math
 import sys
 from contextlib import contextmanager, suppress
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +51,18 @@ LOOK_EVERY = {"cpu": 1, "cuda": 4}
 SHRINK_AT = {"cpu": 1 / 4, "cuda": 1 / 2}
 # They are removed only above this number of slots. On CUDA few slots take no longer than fewer: a step reads weights.
 SHRINK_ABOVE = {"cpu": 1, "cuda": 16}
+# Replies are read once this share of the sequences waits for one, or all.
+REPLY_AT = {"cpu": 1 / 8, "cuda": 1 / 4}
+# Tokens that replies see which are read at a time: their keys and values are copied.
+REPLY_CONTEXT = {"cpu": 4096, "cuda": 16384}
+
+
+class End(NamedTuple):
+    """Where a turn or a sequence ends."""
+
+    length: int  # of the sequence, with the token that ended it
+    stopped: bool = True  # False: cut off
+    by_text: bool = False  # by a stop string
 
 
 class DecodeBatch:
@@ -53,6 +73,8 @@ class DecodeBatch:
 
     tokens, logprobs  (N + 1, max_new_tokens)  what was drawn; row i is sequence i
     u                 (N + 1, max_new_tokens)  the uniform numbers to draw with
+    written           (N + 1, max_new_tokens)  True: a reply's token, not drawn; None without `ask`
+    ends              {sequence: End} of the sequences that are over, with `is_over` or `ask`
     """
 
     def __init__(
@@ -67,19 +89,23 @@ class DecodeBatch:
         temperature: float = 1.0,
         chunk_mb: float = 0,
         is_over=None,
+        ask=None,
         cuda_graphs: bool = False,
     ):
-        """k completions of each prompt, `slots` at a time. The other options are those of sample.sample_groups."""
+        """k completions of each prompt, `slots` at a time. The other options are those of sample.sample_groups, but
+
+        ask(sequence, ids of its turn) -> a concurrent.futures.Future of what `respond` returns."""
         self.model, self.prompts, self.k, self.max_new_tokens = model, prompts, k, max_new_tokens
         self.sampling = dict(temperature=temperature, chunk_mb=chunk_mb)
         self.stop_tokens = as_tuple(stop_token)
-        self.is_over = is_over
+        self.is_over, self.ask = is_over, ask
         self.N = len(prompts) * k
         self.device = model.device
         shape = self.N + 1, max_new_tokens
         self.tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self.u = torch.zeros(shape, device=self.device)
+        self.written = torch.zeros(shape, dtype=torch.bool, device=self.device) if ask else None
         # A prompt stays until its last sequence is over; by then other groups have started.
         prompt_slots = min(len(prompts), slots, 4 * math.ceil(slots / k))
         width = max(len(prompt) for prompt in prompts)
@@ -100,14 +126,17 @@ class DecodeBatch:
         self.t = torch.zeros(slots, dtype=torch.long, device=self.device)
         self.token = torch.zeros_like(self.t)
         self.prompt_length = torch.zeros_like(self.t)
-        # On the host, per slot: the prompt slot that it reads, and the step in which its sequence started. For stop
-        # strings: the sequence whose text is to be checked (N: none), and how many of its tokens are checked.
+        # On the host, per slot: the prompt slot that it reads, and the step that drew its first token; a reply of n
+        # tokens counts as n steps earlier. For turns: its sequence, also while that waits for a reply (N: none), its
+        # tokens before this turn, and how many of its tokens are checked.
         self.prompt_slot = np.zeros(slots, dtype=np.int64)
         self.started = np.zeros_like(self.prompt_slot)
-        self.text_sequence = np.full_like(self.prompt_slot, self.N)
+        self.held = np.full_like(self.prompt_slot, self.N)
+        self.turn = np.zeros_like(self.prompt_slot)
         self.checked = np.zeros_like(self.prompt_slot)
         self.slot_of_prompt = {}  # prompts in the cache: number -> prompt slot
-        self.text_end = {}  # sequence -> its length, if a stop string ended it
+        self.ends = {}
+        self.asked = {}  # sequences that wait -> (slot, End of the turn, Future of the reply)
         self.next_sequence = 0  # the first that waits
         self.steps = 0  # taken so far
         self.active = 0  # slots with a sequence, at the last look
@@ -121,9 +150,10 @@ class DecodeBatch:
         changed = False
         while True:  # a sequence may end with its first token
             sequences = self.look()
+            replied = self.read_replies()
             idle = np.flatnonzero(sequences == self.N)
             new = self.admit(len(idle), sequences)
-            if not new:
+            if not new and not replied:
                 break
             self.start(idle[: len(new)], new)
             changed = True
@@ -147,31 +177,98 @@ class DecodeBatch:
         return True
 
     def look(self):
-        """-> the slots' sequences, on the host, after those with a stop string were retired."""
-        if self.is_over:
-            self.check_stop_strings()
-        return self.sequences.cpu().numpy()
+        """-> the slots' sequences, on the host, after the turns that ended were dealt with."""
+        sequences = self.sequences.cpu().numpy()
+        if not self.is_over and not self.ask:
+            return sequences
+        self.end_turns(sequences)
+        return self.held
 
-    def check_stop_strings(self):
-        """Retire the sequences whose text has a stop string.
+    def end_turns(self, sequences):
+        """Retire the sequences whose last turn ended since the last look, or ask for replies.
 
-        Check each slot's new tokens one after the other, also if its sequence has retired since the last look."""
-        slots = np.flatnonzero(self.text_sequence < self.N)
-        rows = self.tokens[upload(self.text_sequence[slots], self.device)].cpu().numpy()
-        ended = []
+        The device retires a sequence with its stop token. It draws on behind a stop string: those tokens are dropped."""
+        ended = (sequences == self.N) | bool(self.is_over)
+        waits = np.isin(self.held, list(self.asked))
+        slots = np.flatnonzero((self.held < self.N) & ~waits & ended)
+        rows = self.tokens[upload(self.held[slots], self.device)].cpu().numpy()
+        over = []
         for slot, row in zip(slots, rows, strict=True):
+            sequence = int(self.held[slot])
             drawn = min(self.steps - self.started[slot] + 1, self.max_new_tokens)
             ids = row[:drawn].tolist()
-            ids = ids[: next((i for i, token in enumerate(ids) if token in self.stop_tokens), None)]
-            new_lengths = range(self.checked[slot] + 1, len(ids) + 1)
-            end = next((n for n in new_lengths if self.is_over(ids[:n])), None)
-            self.checked[slot] = len(ids)
-            if end:
-                self.text_end[int(self.text_sequence[slot])] = end
-                self.text_sequence[slot] = self.N
-                ended.append(slot)
-        if ended:
-            self.sequences[upload(ended, self.device)] = self.N
+            end = self.end_of_turn(ids, self.turn[slot], self.checked[slot])
+            self.checked[slot] = drawn
+            if end is None and drawn < self.max_new_tokens:
+                continue
+            over.append(slot)
+            if end and self.ask:
+                reply = self.ask(sequence, ids[self.turn[slot] : end.length])
+                self.asked[sequence] = slot, end, reply
+            else:
+                self.ends[sequence] = end or End(drawn, stopped=False)
+                self.held[slot] = self.N
+        if over:
+            self.sequences[upload(over, self.device)] = self.N
+
+    def end_of_turn(self, ids: list[int], begin: int, checked: int) -> "End | None":
+        """The first token behind `checked` that ends the turn that began at `begin`."""
+        for n in range(checked + 1, len(ids) + 1):
+            if ids[n - 1] in self.stop_tokens:
+                return End(n)
+            if self.is_over and self.is_over(ids[begin:n]):
+                return End(n, by_text=True)
+        return None
+
+    def read_replies(self) -> bool:
+        """Once enough sequences wait: let each go on behind its reply, or retire it. -> does one go on?"""
+        share = REPLY_AT[kind_of(self.sequences)]
+        if not self.asked or len(self.asked) < share * np.count_nonzero(self.held < self.N):
+            return False
+        replies = []
+        for sequence, (slot, end, future) in self.asked.items():
+            reply = future.result()
+            if reply is not None and end.length + len(reply) < self.max_new_tokens:
+                replies.append((slot, end.length, reply))
+            else:  # over, or no room
+                self.ends[sequence] = end._replace(stopped=reply is None)
+                self.held[slot] = self.N
+        self.asked = {}
+        n = self.replies_at_once()
+        for i in range(0, len(replies), n):
+            self.read(*zip(*replies[i : i + n], strict=True))
+        return bool(replies)
+
+    def replies_at_once(self):
+        """-> how many replies are read at a time."""
+        return max(1, REPLY_CONTEXT[kind_of(self.sequences)] // self.cache.max_length)
+
+    def read(self, slots, lengths, replies):
+        """Write `replies` (lists of ids) behind the first `lengths` tokens of these slots' sequences, read them, and
+        draw the next tokens.
+
+        The last token of the turn is read with them: no step has read it, or its step was not the last."""
+        slots, lengths, added = map(np.array, (slots, lengths, list(map(len, replies))))
+        ends, held = lengths + added, self.held[slots]
+        self.started[slots] = self.steps - ends
+        self.turn[slots] = self.checked[slots] = ends
+        columns = np.concatenate([np.arange(*span) for span in zip(lengths, ends, strict=True)])
+        table = np.stack([held.repeat(added), columns, np.concatenate(replies).astype(np.int64)])
+        rows, columns, ids = upload(table, self.device)
+        self.tokens[rows, columns] = ids
+        self.logprobs[rows, columns] = 0
+        self.written[rows, columns] = True
+
+        self.cache.begin_reply(slots, self.prompt_slot[slots], lengths - 1, added + 1)
+        table = np.stack([slots, held, lengths, added, ends])
+        slots, held, lengths, added, ends = upload(table, self.device)
+        place = torch.arange(1 + max(map(len, replies)), device=self.device)
+        columns = (lengths[:, None] - 1 + place).clamp_(max=self.max_new_tokens - 1)  # (w, R)
+        positions = self.prompt_length[slots, None] + columns
+        hidden = self.model(self.tokens[held[:, None], columns], positions, self.cache, last=added)
+        self.sequences[slots] = held
+        self.t[slots] = ends
+        self.draw(hidden[:, 0], slots)
 
     def admit(self, room: int, sequences: np.ndarray):
         """-> the next waiting sequences, at most `room`, with prompts in the cache. Prefills missing prompts."""
@@ -216,8 +313,8 @@ class DecodeBatch:
         prompt_slots = [self.slot_of_prompt[i // self.k] for i in new]
         self.prompt_slot[slots] = prompt_slots
         self.started[slots] = self.steps
-        self.text_sequence[slots] = new
-        self.checked[slots] = 0
+        self.held[slots] = new
+        self.turn[slots] = self.checked[slots] = 0
         slots, prompt_slots = upload(slots, self.device), upload(prompt_slots, self.device)
         self.sequences[slots] = torch.arange(new.start, new.stop, device=self.device)
         self.prompt_length[slots] = self.cache.prompt_lengths[prompt_slots]
@@ -285,9 +382,12 @@ class DecodeBatch:
     def shrink(self, active: np.ndarray):
         """Keep only these slots, rising numbers, and the prompt slots that they read."""
         self.graph = None
+        slot_of = dict(zip(active.tolist(), range(len(active)), strict=True))
+        self.asked = {i: (slot_of[slot], *rest) for i, (slot, *rest) in self.asked.items()}
         prompt_slots, self.prompt_slot = np.unique(self.prompt_slot[active], return_inverse=True)
         self.started = self.started[active]
-        self.text_sequence = self.text_sequence[active]
+        self.held = self.held[active]
+        self.turn = self.turn[active]
         self.checked = self.checked[active]
         columns = min(self.steps - self.started.min() + 1, self.max_new_tokens)
         self.cache.compact(active, prompt_slots, columns)
@@ -299,7 +399,7 @@ class DecodeBatch:
 
     def rehearse(self):
         """Allocate the most that decoding may take, for the planner: prefill, start every slot, take one step with a
-        full cache and sequences of different lengths, and shrink by a quarter. In the step the first prompt slot has as
+        full cache and sequences of different lengths, read the longest replies, and shrink by a quarter. In the step the first prompt slot has as
         many readers as it can have, and the others share the rest."""
         n, prompt_slots = len(self.sequences), len(self.prompt_hidden)
         # Prompts are prefilled some at a time; the first of these prefills stands for all.
@@ -313,6 +413,9 @@ class DecodeBatch:
         self.cache.assign(np.concatenate([np.zeros(readers, dtype=np.int64), others]))
         self.steps, self.first_start, self.same_t = self.max_new_tokens - 1, 0, False
         self.step()
+        if self.ask:
+            w, longest = min(n, self.replies_at_once()), self.max_new_tokens - 2
+            self.read(range(w), [1] * w, [[0] * longest] * w)
         self.shrink(np.arange(max(n - n // 4 - 1, 1)))
 
 

@@ -17,9 +17,11 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from decoding import attention
 from device.cuda import upload
+from device.kinds import kind_of
 from kernels import LOG2_OF_E, nothing_to_do, uses_triton
 from kernels.rotary import rotate
 from memory.ledger import component
@@ -40,7 +42,7 @@ class KVCache:
 
     Prefill: `begin_prefill`, then a forward, whose layers call `write_prompts`. After sequences got slots, left or
     moved: `assign`. A step: `begin_step`, then a forward, whose layers call `attend`, which writes column t[s] of each
-    slot.
+    slot. A reply, several tokens behind a slot's own: `begin_reply`, then a forward.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class KVCache:
         self.ragged = False  # is a prompt shorter than T_p?
         # (P,) the prompt slots that the next forward fills; None: it is a step
         self.prefill_slots = None
+        self.reply = None  # what the next forward needs to read replies; None: it reads none
         # For the kernel: attention.tiles_of, and how many parts of each query's softmax are stored (attention.join).
         self.tiles = None
         self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
@@ -156,6 +159,7 @@ class KVCache:
         """t (n,): the column that each slot writes now. columns: at least 1 + the largest t of an active slot.
         same_t: t is the same in all active slots, so that no column needs to be hidden."""
         self.t, self.columns, self.same_t = t, columns, same_t
+        self.reply = None
         if uses_triton(self.completion):
             return
         self.write_at = (self.first_row + t[:, None]).view(-1)  # (2 * n * G,)
@@ -164,10 +168,45 @@ class KVCache:
             bias = self.bias(later).repeat_interleave(self.config.n_kv_head, 0)
             self.completion_bias = bias[:, None]  # (n * G, 1, columns)
 
+    def begin_reply(self, slots, prompt_slots, t, lengths):
+        """The next forward reads tokens (w, R) of these slots, right-padded. All arguments are arrays (w,).
+
+        lengths: of each slot's tokens, R at most. Column t[s] and those after it get them. They see their prompt, the
+        columns before, and each other as far as they are not later."""
+        place = np.arange(lengths.max())
+        column = t[:, None] + place  # (w, R)
+        columns = int((t + lengths).max())
+        row, token = np.nonzero(place < lengths[:, None])  # of the tokens that are no padding
+        where = upload(np.stack([row, token, slots[row], column[row, token]]), self.device)
+        slots, prompt_slots = upload(slots, self.device), upload(prompt_slots, self.device)
+        padding = torch.arange(self.prompt.shape[4], device=self.device)
+        in_prompt = padding < self.prompt_lengths[prompt_slots, None]  # (w, T_p)
+        earlier = torch.arange(columns, device=self.device) <= upload(column, self.device)[..., None]
+        in_prompt = in_prompt[:, None].expand(-1, len(place), -1)
+        sees = torch.cat([in_prompt, earlier], 2)[:, None]  # (w, 1, R, T_p + columns)
+        self.reply = slots, prompt_slots, columns, where, sees
+        self.prefill_slots = None
+
+    def attend_reply(self, layer: int, q, k, v, rotary):
+        """q (w, H, R, D), k and v (w, G, R, D) -> (w, H, R, D). Writes the keys and values of the reply."""
+        slots, prompt_slots, columns, (row, token, slot, column), sees = self.reply
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        new = torch.stack([k, v], 2)[row, :, :, token]  # (tokens, G, 2, D)
+        completion = self.completion[layer]
+        completion[:, slot, :, column] = new.transpose(1, 2).to(self.dtype)
+        prompt = self.prompt[layer][:, prompt_slots]  # (2, w, G, T_p, D)
+        k, v = torch.cat([prompt, completion[:, slots, :, :columns]], 3)
+        if kind_of(q) == "cuda":  # its fused attention with a mask does not share heads
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q.to(self.dtype), k, v, attn_mask=sees, enable_gqa=True)
+
     def attend(self, layer: int, q, k, v, rotary=None):
         """q (n, H, 1, D), k and v (n, G, 1, D), rotary's cos and sin (n, 1, 1, D) -> (n, H, 1, D).
 
         One softmax over the prompt and the completion of each slot."""
+        if self.reply is not None:
+            return self.attend_reply(layer, q, k, v, rotary)
         if uses_triton(self.completion):
             return self.attend_triton(layer, q, k, v, rotary)
         if rotary is not None:

@@ -28,26 +28,27 @@ class PaddedBatch(MicroBatch):
 def gather(sequences, indices, cut, poison=0):
     """batch.gather's arguments -> PaddedBatch. poison: the id that stands in the padding."""
     prompts, completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
+    mask = sequences.mask == 1
     T = max(prompts[i] + completions[i] for i in indices)
     tokens = torch.full((len(indices), T), poison)
     states, targets, sequence, place = [], [], [], []
     for s, i in enumerate(indices):
         end = prompts[i] + completions[i]
         tokens[s, :end] = sequences.tokens[i, :end]
-        for t in range(completions[i]):
+        for t in mask[i].nonzero()[:, 0].tolist():
             target = prompts[i] + t
             states.append(s * T + target - 1)
             targets.append(int(tokens[s, target]))
             sequence.append(s)
             place.append(t)
-    lengths = [completions[i] for i in indices]
+    lengths = [int(mask[i].sum()) for i in indices]
     numbers = (torch.tensor(x, device=sequences.tokens.device) for x in (states, targets, sequence, place, lengths))
     micro = PaddedBatch(tokens.to(sequences.tokens.device), None, None, *numbers, torch.tensor(indices))
     if getattr(sequences, "advantages", None) is not None:
         micro.advantages = sequences.advantages[indices]
     for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs"):
         if (value := getattr(sequences, name, None)) is not None:
-            setattr(micro, name, torch.cat([value[i, : completions[i]] for i in indices]))
+            setattr(micro, name, torch.cat([value[i, mask[i]] for i in indices]))
     return micro
 
 

@@ -143,10 +143,10 @@ def iterate(mode, shape, options, micro_batches):
 
     def collect(iteration, training):
         tokens = torch.zeros(8, PROMPT + COMPLETION, dtype=torch.long, device="gpu")
-        logprobs, mask = (torch.zeros(8, COMPLETION, dtype=t, device="gpu") for t in (torch.float32, torch.long))
+        logprobs = torch.zeros(8, COMPLETION, device="gpu")
         with training.meter.phase("rollout"):
             time.sleep(0.001)  # tokens are divided by its seconds
-            learned = Rollouts(tokens, known(8, PROMPT), known(8, COMPLETION), logprobs, mask, known(8, True))
+            learned = Rollouts(tokens, known(8, PROMPT), known(8, COMPLETION), logprobs, None, known(8, True))
         return Scored(learned, torch.zeros(2, 4), {}, {}, {}), dict(tokens=0, gen_batches=1)
 
     mode.waits.clear()

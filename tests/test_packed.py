@@ -26,8 +26,10 @@ CUT_OFF = {1, 4, 6, 7, 8, 10, 15}  # not stopped: some of a group, the whole of 
 BUDGETS = {"one micro-batch": 0, "several groups": 45, "groups cut": 14, "one sequence": 1}
 
 
-def make_rollouts(groups=GROUPS, dtype=torch.float64, seed=0, vocab_size=16):
-    """Rollouts of random tokens. Log-probs are about those of a flat model, so that some ratios are clipped."""
+def make_rollouts(groups=GROUPS, dtype=torch.float64, seed=0, vocab_size=16, episodes=False):
+    """Rollouts of random tokens. Log-probs are about those of a flat model, so that some ratios are clipped.
+
+    episodes: a half of the tokens between a completion's first and last were not sampled."""
     draw = torch.Generator().manual_seed(seed)
     lengths = [(prompt, length) for prompt, completions in groups for length in completions]
     shape = len(lengths), max(length for _, length in lengths)
@@ -37,6 +39,9 @@ def make_rollouts(groups=GROUPS, dtype=torch.float64, seed=0, vocab_size=16):
         tokens[i, :prompt] = tokens[i - i % k, :prompt]
     prompts, completions = torch.tensor(lengths).T
     mask = (torch.arange(shape[1]) < completions[:, None]).long()
+    if episodes:
+        inside = (torch.arange(shape[1]) > 0) & (torch.arange(shape[1]) < completions[:, None] - 1)
+        mask[inside & (torch.rand(shape, generator=draw) < 0.5)] = 0
     rewards = torch.rand(len(groups), k, generator=draw, dtype=torch.float64)
     old, reference, sampled = (
         (0.3 * torch.randn(shape, generator=draw, dtype=torch.float64) - 2.77).to(DEVICE, dtype) * mask.to(DEVICE)
@@ -89,7 +94,8 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packed_is_padded(shape, variant):
     """Every loss by every budget; bnpo's mean depends on the cut, so there both have the same."""
-    model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts()
+    model = make_flat_model(shape, dtype=torch.float64)
+    rollouts = make_rollouts(episodes=shape == "llama")
     options = None if variant == "SFT" else GRPOSettings(max_new_tokens=12, **VARIANTS[variant])
     with padded(poison=7):
         oracle = gradient(model, rollouts, a_few(Cut(rollouts), 4), options)
@@ -244,9 +250,9 @@ def test_a_completion_gives_no_gradient_to_the_others():
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_nothing_is_read_beyond_the_end(shape):
-    """Ids and NaN behind each sequence's end change no bit."""
+    """Ids and NaN behind each sequence's end, and NaN where nothing was sampled, change no bit."""
     model = make_flat_model(shape)
-    rollouts, poisoned = (make_rollouts(dtype=torch.float32) for _ in range(2))
+    rollouts, poisoned = (make_rollouts(dtype=torch.float32, episodes=shape == "llama") for _ in range(2))
     behind = torch.arange(rollouts.tokens.shape[1], device=DEVICE)
     behind = behind >= (rollouts.prompt_lengths + rollouts.completion_lengths)[:, None]
     poisoned.tokens[behind] = 10**6  # no id
@@ -313,3 +319,29 @@ def test_a_shared_prompt_is_kept_once(shape, way):
         with padded():
             bytes_padded = peak_bytes(model, rollouts, Cut(rollouts, group_size=group_size), options)
         assert packed <= most * bytes_padded + more
+
+
+@pytest.mark.parametrize("variant", ["dapo", "gspo", "dr_grpo"])
+def test_the_gradient_of_what_was_not_sampled_is_zero(variant):
+    """Exactly 0 at every state that predicts a reply's token, and not 0 at those that predict a sampled one."""
+    model, rollouts = make_flat_model("llama", dtype=torch.float64), make_rollouts(episodes=True)
+    options, gradients = GRPOSettings(max_new_tokens=12, **VARIANTS[variant]), []
+    keep = lambda module, inputs, hidden: hidden.register_hook(gradients.append) and None  # noqa: E731
+    handle = model.register_forward_hook(keep)
+    cut = Cut(rollouts, 0, 0, K)
+    [indices] = cut.steps[0]
+    gradient(model, rollouts, cut, options)
+    handle.remove()
+    pushed = gradients[0][0].abs().sum(1) > 0
+    expected, begin = torch.zeros(len(pushed), dtype=torch.bool), 0
+    for first in range(0, N, K):  # in the row: a prompt, then its completions without their last tokens
+        first = indices[first]
+        prompt = int(rollouts.prompt_lengths[first])
+        end = begin = begin + prompt
+        for i in range(first, first + K):
+            length = int(rollouts.completion_lengths[i])
+            for t in rollouts.mask[i, :length].nonzero()[:, 0].tolist():
+                expected[begin - 1 if t == 0 else end + t - 1] = True
+            end += length - 1
+        begin = end
+    assert torch.equal(pushed.cpu(), expected) and not expected.all()

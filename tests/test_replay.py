@@ -54,7 +54,13 @@ def sampled(model, slots=3, k=2, **options):
 def assert_naive(model, rollouts, k=2, **options):
     for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
         naive = generate_naive(model, PROMPTS[i // k], 8, stop_token=STOPS, seed=21, row=i, **options)
-        assert ids == naive[0] and logprobs == pytest.approx(naive[1], abs=1e-5)
+        expected = [value or 0.0 for value in naive[1]]  # None: written by `respond`
+        assert ids == naive[0] and logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def reply(row, ids):
+    """None, or a reply of 0 to 2 tokens, stop tokens too."""
+    return None if sum(ids) % 4 == 3 else [3, ids[0]][: sum(ids) % 4]
 
 
 def ends_in_5_5(ids):
@@ -70,8 +76,10 @@ CASES = {
     "gpt2, the likeliest tokens": ("gpt2", 2, 4, False, dict(temperature=0.0)),
     "gpt2, a stop string": ("gpt2", 3, 4, False, dict(is_over=ends_in_5_5, temperature=0.8)),
     "llama, one row a prompt": ("llama", 1, 2, False, {}),
+    "llama, episodes": ("llama", 3, 4, True, dict(respond=reply, is_over=ends_in_5_5)),
+    "gpt2, episodes": ("gpt2", 3, 5, False, dict(respond=reply)),
 }
-SHORT = ["llama, slots filled again", "gpt2, a stop string"]
+SHORT = ["llama, episodes", "gpt2, a stop string"]
 cases = pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in CASES]
 )

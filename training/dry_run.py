@@ -95,7 +95,7 @@ def worst_case_groups(settings, iteration, training):
         rollouts.tokens[rows],
         *columns(*zip(*lengths, strict=True)),
         rollouts.sampling_logprobs[rows],
-        rollouts.mask[rows],
+        None,  # all are sampled
         *columns([True] * n),
     )
     scored = Scored(learned, torch.zeros(n // k, k), {}, {}, {})
