@@ -24,6 +24,7 @@ from statistics import fmean
 from types import MappingProxyType
 
 from data import TaskOptions, make_task
+from data.episodes import EpisodeOptions, Episodes, make_toolbox
 from options import SnugError, fields, friendly_errors, in_one_line, read_settings
 from pretrained.hub import SNAPSHOT, hub_name
 from pretrained.shapes import is_pretrained
@@ -62,7 +63,8 @@ def prepare_evaluation(
     if settings.task == run.task:
         refuse_training_data(settings, given, run, folder)
     task = make_task(settings)
-    reward_funcs, weights = rewards_of(settings, task, functions)
+    toolbox = make_toolbox(settings, tokenizer, functions)
+    reward_funcs, weights = rewards_of(settings, task, functions, toolbox)
     if not reward_funcs:
         problem = f"task={settings.task!r} of {folder}: its data_file has no column answer to score by"
         raise SnugError(
@@ -78,7 +80,14 @@ def prepare_evaluation(
     place = Path(SNAPSHOT.sub(r"out/\2", str(path)))
     file = samples_file(options, settings, place if is_pretrained(path) else path.parent)
     prepared = Prepared(
-        settings, task, tokenizer, {}, reward_funcs, reward_weights=weights, origin=checkpoint
+        settings,
+        task,
+        tokenizer,
+        {},
+        reward_funcs,
+        reward_weights=weights,
+        origin=checkpoint,
+        toolbox=toolbox,
     )
     return prepared, file
 
@@ -99,7 +108,7 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
         changes |= asdict(RewardOptions())
     if options.max_new_tokens:
         changes["max_new_tokens"] = options.max_new_tokens
-    replaceable = {*fields(TaskOptions), *fields(RewardOptions)}
+    replaceable = {*fields(TaskOptions), *fields(EpisodeOptions), *fields(RewardOptions)}
     changes |= {name: getattr(options, name) for name in given & replaceable}
     return GRPOSettings(
         **shared | changes | dict(task=task, tokenizer=run.tokenizer, eval_prompts=options.num_prompts)
@@ -141,6 +150,7 @@ if __name__ == "__main__":
 
 from data.rewards import repeat_columns
 from data.scores import pass_rates, reward_means, summarize, table
+from data.task import text_of
 from memory import Limits
 from model import autocast
 from runs.loading import generator_state, load_run, restore_generators
@@ -186,53 +196,57 @@ def sample_and_score(model, prepared, rows, group_size, temperature, **options):
     stop token; greedy; logprob: natural, of the completion at this temperature (greedy: at 1).
     """
     settings, tokenizer = prepared.settings, prepared.tokenizer
-    ids = encode_prompts(rows, settings, tokenizer)
-    options |= sampling_options(settings, tokenizer) | dict(temperature=temperature)
+    episodes = Episodes(prepared.toolbox, tokenizer, rows, group_size, settings.stop_string)
+    ids = encode_prompts(episodes.rows, settings, tokenizer)
+    options |= sampling_options(settings, episodes) | dict(temperature=temperature)
     with autocast(settings.dtype, model):
         rollouts = sample_groups(model, ids, group_size, **options)
     ids, stopped = rollouts.completions(), rollouts.stopped.tolist()
-    prompts = [row["prompt"] for row in rows for _ in range(group_size)]
-    texts = [tokenizer.decode(completion) for completion in ids]
-    columns = repeat_columns(rows, group_size) | dict(stopped=stopped, completion_ids=ids)
+    prompts = [row["prompt"] for row in episodes.rows for _ in range(group_size)]
+    completions = episodes.finish(rollouts)
+    columns = repeat_columns(rows, group_size) | episodes.columns()
+    columns |= dict(stopped=stopped, completion_ids=ids)
     figures = dict(
         prompt=prompts,
-        completion=texts,
-        answer=prepared.task.answers_of(texts, stopped),
-        **score(prepared, prompts, texts, columns),
+        completion=list(map(tokenizer.decode, ids)),
+        answer=prepared.task.answers_of(list(map(text_of, completions)), stopped),
+        **score(prepared, prompts, completions, columns),
+        **episodes.figures(),
         stopped=stopped,
         length=rollouts.completion_lengths.tolist(),
-        greedy=[temperature == 0] * len(texts),
+        greedy=[temperature == 0] * len(ids),
         logprob=rollouts.sampling_logprobs.double().sum(1).tolist(),
     )
     return [dict(zip(figures, values, strict=True)) for values in zip(*figures.values(), strict=True)]
 
 
-def score(prepared, prompts: list, completions: list[str], columns: dict[str, list]):
+def score(prepared, prompts: list, completions: list, columns: dict[str, list]):
     """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's, ...}.
 
     A reward is None if the completion was not scored. task_reward exists only with reward_funcs; reward/<function>
     with reward_funcs or with several functions; extra/<column> if a function logged it.
     """
-    settings, scores = prepared.settings, prepared.score(prompts, completions, columns)
+    scores = prepared.score(prompts, completions, columns)
     totals = [None if math.isnan(total) else total for total in scores.totals]
     rewards = {f"reward/{name}": values for name, values in scores.by_function.items()}
     extra = {f"extra/{name}": values for name, values in scores.extra.items()}
-    if not settings.reward_funcs:  # the task's first function gives 1 for a right completion
+    least = pass_reward(prepared)
+    if least is None:  # the first function gives 1 for a right completion
         right = [reward == 1 for reward in next(iter(rewards.values()))]
         return dict(right=right, reward=totals) | (rewards if len(rewards) > 1 else {}) | extra
-    least = pass_reward(settings) - ROUNDING * abs(pass_reward(settings))
-    right = [total is not None and total >= least for total in totals]
+    right = [total is not None and total >= least - ROUNDING * abs(least) for total in totals]
     scored = dict(right=right, reward=totals) | rewards | extra
     if prepared.task.scored:
         scored["task_reward"] = prepared.task.rewards(prompts, completions, **columns)
     return scored
 
 
-def pass_reward(settings: GRPOSettings) -> float | None:
-    """The least total reward of a right completion. None without reward_funcs: then the task says what is right."""
+def pass_reward(prepared: Prepared) -> float | None:
+    """The least total reward of a right completion. None: the task or the environment says what is right."""
+    settings = prepared.settings
     if not settings.reward_funcs or settings.pass_reward is not None:
         return settings.pass_reward
-    return sum(settings.reward_weights or [1.0] * len(settings.reward_funcs))
+    return sum(prepared.reward_weights or [1.0] * len(prepared.reward_funcs))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -291,9 +305,9 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     n, temperature, seed = options.num_samples, options.temperature, options.seed
     sample = partial(sample_held_out, model, prepared, limits, n, temperature, seed)
     greedy, sampled = limits.run("eval", sample)
-    names = (*fields(TaskOptions), *fields(RewardOptions))
+    names = (*fields(TaskOptions), *fields(EpisodeOptions), *fields(RewardOptions))
     resolved = asdict(options) | {name: getattr(settings, name) for name in names}
-    resolved |= dict(num_prompts=len(greedy), max_new_tokens=longest, pass_reward=pass_reward(settings))
+    resolved |= dict(num_prompts=len(greedy), max_new_tokens=longest, pass_reward=pass_reward(prepared))
     summary = dict(checkpoint=hub_name(prepared.origin.path), settings=resolved)
     samples, others = [], iter(sampled)
     for first in greedy:

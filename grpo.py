@@ -24,6 +24,7 @@ import torch
 
 import train_sft
 from batch import gather
+from data.episodes import Episodes
 from data.rewards import repeat_columns
 from device.cuda import empty_cache
 from device.host import borrowed
@@ -34,7 +35,7 @@ from memory.ledger import component
 from model import autocast
 from runs.checkpoint import open_checkpoint
 from runs.log import IS_IT_BROKEN
-from sample import Rollouts, encode_prompts, sample_groups, sampling_options
+from sample import encode_prompts, sample_groups, sampling_options
 from training import (
     Scored,
     as_floats,
@@ -64,7 +65,7 @@ def main(prepared):
 def train(config="", *, prompts=None, reward_funcs=None, **options):
     """From Python -> notebook.FinishedRun. prompts: rows such as {"prompt": ..., "answer": ...}. Raises SnugError.
 
-    reward_funcs: functions, or "module:function". options: as in a config.
+    reward_funcs: functions, or "module:function". options: as in a config; tools may be functions, environment a class.
     """
     return notebook.train(GRPOSettings, main, config, prompts, reward_funcs, options)
 
@@ -169,37 +170,40 @@ def sample_and_score(iteration, turn, training) -> Scored:
         with training.processes.whole(training.model) as model:
             return sample_rows(model, prepared, rows, iteration, before, training.limits.max_rollout_batch)
 
-    rollouts = training.run("rollout", sample)
+    rollouts, episodes = training.run("rollout", sample)
     with training.meter.phase("reward"):
-        return score_together(training.processes, score, rollouts, rows, prepared)
+        return score_together(training.processes, score, rollouts, episodes, prepared)
 
 
-def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0) -> Rollouts:
-    """k completions of each task row's prompt. before: prompts of the iteration that came before these."""
+def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0):
+    """k completions of each task row's prompt -> (Rollouts, their Episodes).
+
+    before: prompts of the iteration that came before these."""
     settings, tokenizer = prepared.settings, prepared.tokenizer
-    prompts = encode_prompts(rows, settings, tokenizer)
-    options = sampling_options(settings, tokenizer)
-    options |= dict(
+    episodes = Episodes(prepared.toolbox, tokenizer, rows, settings.group_size, settings.stop_string)
+    prompts = encode_prompts(episodes.rows, settings, tokenizer)
+    options = sampling_options(settings, episodes) | dict(
         temperature=settings.temperature,
         seed=settings.seed * 2**32 + iteration,
         first_row=before * settings.group_size,
         max_batch=max_batch,
     )
     with autocast(settings.dtype, model):
-        return sample_groups(model, prompts, settings.group_size, settings.max_new_tokens, **options)
+        k, longest = settings.group_size, settings.max_new_tokens
+        return sample_groups(model, prompts, k, longest, **options), episodes
 
 
-def score(rollouts, rows, prepared) -> Scored:
+def score(rollouts, episodes, prepared) -> Scored:
     """Decode, ask the reward functions, add up."""
-    k, completions = prepared.settings.group_size, rollouts.completions()
-    texts = [prepared.tokenizer.decode(completion) for completion in completions]
+    k, rows, completions = prepared.settings.group_size, episodes.rows, episodes.finish(rollouts)
     prompts = [row["prompt"] for row in rows for _ in range(k)]
     columns = repeat_columns(rows, k)
-    arguments = columns | dict(stopped=rollouts.stopped.tolist(), completion_ids=completions)
-    scores = prepared.score(prompts, texts, arguments)
+    arguments = columns | episodes.columns()
+    arguments |= dict(stopped=rollouts.stopped.tolist(), completion_ids=rollouts.completions())
+    scores = prepared.score(prompts, completions, arguments)
     rewards = torch.tensor(scores.totals).view(-1, k)
     columns |= scores.extra | dict(prompt=prompts)
-    return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics)
+    return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics, episodes.figures())
 
 
 def has_variance(rewards):

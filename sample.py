@@ -34,10 +34,12 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 import numpy as np
 import torch
+from data.tools import NONE
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from data.episodes import Episodes, as_text, make_toolbox
 from decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
 from device.kinds import kind_of
 from memory.ledger import unwatched
@@ -105,11 +107,12 @@ class Rollouts:
         return cls(**columns)
 
 
-def sampling_options(settings, tokenizer) -> dict:
-    """Keywords of sample_groups that are the same for all rollouts of a run."""
+def sampling_options(settings, episodes) -> dict:
+    """Keywords of sample_groups for these Episodes."""
     return dict(
-        stop_token=tokenizer.stop_tokens,
-        is_over=tokenizer.stopper(settings.stop_string),
+        stop_token=episodes.tokenizer.stop_tokens,
+        is_over=episodes.is_over,
+        respond=episodes.respond,
         enforce_eager=settings.enforce_eager,
         chunk_mb=settings.logits_chunk_mb,
         progress=True,
@@ -286,8 +289,10 @@ def generate_naive(
     return tokens[len(prompt) :], logprobs
 
 
-def complete(settings, run):
-    """Complete settings.prompt or a held-out one -> (prompt or last message, texts; … ends one that is cut off)."""
+def complete(settings, run, functions=NONE):
+    """Complete settings.prompt or a held-out one -> (prompt or last message, texts; … ends one that is cut off).
+
+    functions: tools and environments by their names, as for runs.prepare."""
     from data import make_task
     from data.task import as_messages
     from options import SnugError
@@ -295,24 +300,32 @@ def complete(settings, run):
 
     if not settings.prompt and not run.settings.task:
         raise SnugError(f"{run.path} has no task to take a prompt from; give --prompt=...")
-    prompt = settings.prompt or make_task(run.settings).prompts("test", [settings.seed])[0]["prompt"]
+    if settings.prompt:
+        row = dict(prompt=settings.prompt)
+    else:
+        [row] = make_task(run.settings).prompts("test", [settings.seed])
     if settings.prompt and (settings.chat or run.settings.chat):
-        prompt = as_messages(prompt, settings.system_prompt or run.settings.system_prompt)
+        system_prompt = settings.system_prompt or run.settings.system_prompt
+        row = dict(prompt=as_messages(settings.prompt, system_prompt))
     elif settings.system_prompt:
         raise SnugError("system_prompt is a message of a chat; add --chat")
     run.tokenizer.set_template_kwargs(settings.chat_template_kwargs)
+    called = settings if settings.tools or settings.environment else run.settings
+    toolbox = make_toolbox(called, run.tokenizer, functions)
+    episodes = Episodes(toolbox, run.tokenizer, [row], settings.num_samples, settings.stop_string)
+    prompt = episodes.rows[0]["prompt"]
     ids, block_size = run.tokenizer.encode_prompt(prompt), run.model.config.block_size
     if not 1 <= len(ids) < block_size:
         raise SnugError(f"the prompt has {len(ids)} tokens; this model takes 1 to {block_size - 1}")
-    options = sampling_options(settings, run.tokenizer)
+    options = sampling_options(settings, episodes)
     options |= dict(temperature=settings.temperature, seed=settings.seed)
     longest = settings.max_new_tokens or run.settings.max_new_tokens or PRETRAINED_LENGTH
     longest = min(longest, block_size - len(ids))
     with autocast(run.settings.dtype, run.model):
         rollouts = sample_groups(run.model, [ids], settings.num_samples, longest, **options)
     texts = []
-    for completion, stopped in zip(rollouts.completions(), rollouts.stopped.tolist(), strict=True):
-        text = run.tokenizer.decode(completion)
+    for completion, stopped in zip(episodes.finish(rollouts), rollouts.stopped.tolist(), strict=True):
+        text = completion if isinstance(completion, str) else as_text(completion)
         text = text.split(settings.stop_string)[0] if settings.stop_string else text
         texts.append(text if stopped else f"{text} …")
     return prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n", texts

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from data import TASKS, TaskOptions
+from data.episodes import EpisodeOptions
 from options import SnugError, option, option_of
 
 DTYPES = ("float32", "bfloat16")
@@ -257,7 +258,7 @@ class RewardOptions:
             raise SnugError(
                 f"reward_weights has {weights} weights for {functions} reward_funcs; give one for each"
             )
-        if self.pass_reward is not None and not functions:
+        if self.pass_reward is not None and not functions and not self.environment:
             raise SnugError(
                 f"pass_reward={self.pass_reward:g} is a total of reward_funcs; add them, or leave it out"
             )
@@ -488,15 +489,20 @@ class SFTSettings(LoopSettings):
     max_prompt_length: ClassVar[int] = 0
     max_new_tokens: ClassVar[int] = 0  # the length of the task's longest answer
     stop_string: ClassVar[str] = ""
+    tools: ClassVar[list[str]] = []
+    environment: ClassVar[str] = ""
     reward_funcs: ClassVar[list[str]] = []
+    pass_reward: ClassVar[None] = None
     reward_timeout: ClassVar[float] = RewardOptions.reward_timeout
 
 
 @dataclass
-class GRPOSettings(RolloutOptions, RewardOptions, AdvantageOptions, LossOptions, KLOptions, LoopSettings):
+class GRPOSettings(
+    RolloutOptions, EpisodeOptions, RewardOptions, AdvantageOptions, LossOptions, KLOptions, LoopSettings
+):
     """Group relative policy optimization: the options of grpo.py."""
 
-    usual = """max_iters batch_size group_size max_new_tokens temperature reward_funcs loss_type beta out_dir
+    usual = """max_iters batch_size group_size max_new_tokens temperature tools reward_funcs loss_type beta out_dir
     init_from seed device dtype resume save_interval eval_interval log_interval learning_rate lora_rank task
     data_file max_tokens_per_micro_batch memory_budget_gb plan"""
 
@@ -540,7 +546,7 @@ class GRPOSettings(RolloutOptions, RewardOptions, AdvantageOptions, LossOptions,
 
 
 @dataclass
-class SampleSettings:
+class SampleSettings(EpisodeOptions):
     """Completions from a run's newest checkpoint: the options of sample.py."""
 
     prompt: str = option("", "text to complete; empty: a held-out prompt of the run's task")
@@ -571,7 +577,7 @@ class SampleSettings:
 
 
 @dataclass
-class EvaluateSettings(TaskOptions, RewardOptions):
+class EvaluateSettings(TaskOptions, EpisodeOptions, RewardOptions):
     """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py.
 
     The run's options of task and reward hold, unless you give others. Another task has the defaults shown here.

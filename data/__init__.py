@@ -4,7 +4,7 @@
     rows = task.prompts("train", range(0, 64))
     task.rewards([row["prompt"] for row in rows], completions, answer=[row["answer"] for row in rows])
 
-task.py says what a task is. Nothing here imports torch.
+task.py says what a task is. tools.py has the functions that a model calls. Nothing here imports torch.
 Tests: tests/test_data.py.
 """
 
@@ -19,6 +19,7 @@ from data.addition import Addition, AdditionOptions
 from data.countdown import Countdown, CountdownOptions
 from data.gsm8k import GSM8K
 from data.jsonl import Jsonl
+from data.lookup import Lookup
 from data.reasoning_gym import GymOptions, ReasoningGym
 from data.rewards import ARGUMENTS
 from data.rows import FileOptions, FileTask
@@ -28,6 +29,7 @@ from options import SnugError, did_you_mean, option
 TASKS = {
     "addition": Addition,
     "countdown": Countdown,
+    "lookup": Lookup,
     "gsm8k": GSM8K,
     "reasoning_gym": ReasoningGym,
     "jsonl": Jsonl,
@@ -95,7 +97,11 @@ def load_reward_function(spec: str, functions: dict[str, Callable], columns: Ite
     The module is also looked for in the current directory. columns: of the task's rows. Raises SnugError if there is no
     such module or function, or if it wants other columns. An error inside the module keeps its traceback.
     """
-    function, name = functions.get(spec) or imported(spec), spec.partition(":")[2]
+    advice = "write module:function, such as my_rewards:is_short"
+    if "/" in spec:
+        advice = "reward models are not supported; call yours in a function, module:function"
+    function = functions.get(spec) or imported(spec, "reward_funcs", advice)
+    name = spec.partition(":")[2]
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         advice = "add it; if it makes a reward function, call it in a file of yours and name the result"
@@ -109,25 +115,28 @@ def load_reward_function(spec: str, functions: dict[str, Callable], columns: Ite
     return function
 
 
-def imported(spec: str):
-    name, _, function_name = spec.partition(":")
-    if not all(word.isidentifier() for word in [*name.split("."), function_name]):
-        problem = "write module:function, such as my_rewards:is_short"
-        if "/" in spec:
-            problem = "reward models are not supported; call yours in a function, module:function"
-        raise SnugError(f"reward_funcs={spec!r}: {problem}")
+def imported(spec: str, option: str, advice: str) -> Callable:
+    """ "module:name" -> what a module has by this name. option: the one that has the spec, for messages.
+
+    advice: for a spec that is not of this form. Raises SnugError, as load_reward_function.
+    """
+    module_name, _, name = spec.partition(":")
+    problem = f"{option}={spec!r}"
+    if not all(word.isidentifier() for word in [*module_name.split("."), name]):
+        raise SnugError(f"{problem}: {advice}")
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there hides no other module
     try:
-        module = importlib.import_module(name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if f"{name}.".startswith(f"{error.name}."):
-            problem = f"no module {error.name} in {folder} or on the Python path"
-            raise SnugError(f"reward_funcs={spec!r}: {problem}") from None
+        if f"{module_name}.".startswith(f"{error.name}."):
+            raise SnugError(
+                f"{problem}: no module {error.name} in {folder} or on the Python path"
+            ) from None
         raise  # the module exists, but imports one that does not
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        hint = did_you_mean(function_name, dir(module))
-        raise SnugError(f"reward_funcs={spec!r}: {name} has no function {function_name}{hint}")
-    return function
+    found = getattr(module, name, None)
+    if not callable(found):
+        hint = did_you_mean(name, dir(module))
+        raise SnugError(f"{problem}: {module_name} has no function {name}{hint}")
+    return found

@@ -22,6 +22,7 @@ import ast
 import math
 import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -34,7 +35,7 @@ MAX_VALUE = 9999  # of a target and of the intermediate values of a solution
 MAX_CHARS = 200  # of an expression, bounds the recursion; a solution with ten numbers of four digits has at most 65
 
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-NODES = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+NODES = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), ARITHMETIC.values(), strict=True))
 # Has the characters of an expression, but may be malformed
 EXPRESSION = re.compile(r"[-+*/() ]*[0-9][-+*/()0-9 ]*")
 BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}  # operator precedence; a number has 3
@@ -198,10 +199,11 @@ def evaluate(text: str, numbers: list[int], operators: str) -> Fraction | None:
         return None
 
 
-def value_of(node: ast.expr) -> Fraction:
-    """Raises ValueError for what is neither a number nor one of the four operations."""
+def value_of(node: ast.expr, operators: dict[type, Callable] = NODES) -> Fraction:
+    """Raises ValueError for what is neither a number nor one of the operations."""
     if isinstance(node, ast.Constant):
-        return Fraction(node.value)
-    if not isinstance(node, ast.BinOp) or type(node.op) not in NODES:
+        return Fraction(repr(node.value))  # 0.1 is a tenth
+    if type(getattr(node, "op", None)) not in operators:
         raise ValueError
-    return ARITHMETIC[NODES[type(node.op)]](value_of(node.left), value_of(node.right))
+    children = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+    return Fraction(operators[type(node.op)](*(value_of(child, operators) for child in children)))

@@ -3,9 +3,12 @@
     function(prompts=[...], completions=[...], completion_ids=[...], **columns) -> a list of numbers or None, not scored
 
 A prompt is a text, and its completion is one too; or it is messages, and its completion is [{"role": "assistant",
-"content": text}]. columns: the task's, each a list as long as completions, and besides
+"content": text}]. With tools or an environment a completion is the messages of its episode, as in TRL; the answers of
+tools and environments are among them (data/episodes.py). columns: the task's, each a list as long as completions, and
+besides
 
     stopped        did the completion end by itself? (TRL does not have it)
+    environments   the environment of each completion, if the run has one
     trainer_state  trainer_state.global_step of trainer_state.max_steps; a step is an iteration
     log_metric     log_metric("name", number): log.jsonl has the mean as metric/name; evaluations do not log it
     log_extra      log_extra("column", values), a value for each completion: samples.jsonl has it
@@ -43,6 +46,7 @@ ARGUMENTS = {
     "prompts",
     "completions",
     "completion_ids",
+    "environments",
     "stopped",
     "trainer_state",
     "log_metric",
@@ -72,21 +76,23 @@ class Scores(NamedTuple):
     metrics: dict[str, list[float]]  # of log_metric
 
 
-def as_completion(prompt: str | list[dict], text: str):
-    """A completion as reward functions get it: text behind text, a message behind messages."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+def as_completion(prompt: str | list[dict], completion: str | list[dict]):
+    """A completion as reward functions get it: text behind text, messages behind messages; an episode's messages."""
+    if isinstance(prompt, str) or isinstance(completion, list):
+        return completion
+    return [{"role": "assistant", "content": completion}]
 
 
 def total_rewards(
     functions: list[Callable],
     prompts: list,
-    texts: list[str],
+    completions: list[str] | list[list[dict]],
     columns: dict[str, list],
     timeout: float = 0.0,
     weights: Sequence[float] = (),
     state: TrainerState | None = None,
 ) -> Scores:
-    """Call each function on the completions `texts`. weights: default 1 each.
+    """Call each function on the completions. weights: default 1 each.
 
     None adds nothing; if every function returns None for a completion, its total is NaN.
     timeout: seconds for each function; 0: no limit. Raises SnugError.
@@ -95,9 +101,9 @@ def total_rewards(
 
     def log_extra(column, values):
         values = list(values)
-        if len(values) != len(texts):
+        if len(values) != len(completions):
             raise ValueError(
-                f"log_extra({column!r}) has {len(values)} values for {len(texts)} completions"
+                f"log_extra({column!r}) has {len(values)} values for {len(completions)} completions"
             )
         extra[str(column)] = values
 
@@ -106,7 +112,7 @@ def total_rewards(
 
     arguments = columns | dict(
         prompts=list(prompts),
-        completions=list(map(as_completion, prompts, texts)),
+        completions=list(map(as_completion, prompts, completions)),
         trainer_state=state or TrainerState(),
         log_extra=log_extra,
         log_metric=log_metric,

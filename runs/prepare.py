@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from data import load_reward_function, make_task
+from data.episodes import Toolbox, make_toolbox
 from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
 from options import SnugError, fields, read_settings
@@ -37,6 +38,7 @@ from tokenizer import Tokenizer, get_tokenizer
 
 SHAPE = list(fields(ModelOptions))
 PROBLEM = [name for name in fields(TaskOptions) if name != "tokenizer"]
+CALLED = ["tools", "environment"]
 ADAPTERS = ["lora_rank", "lora_alpha", "lora_target_modules"]
 
 
@@ -54,11 +56,12 @@ class Prepared:
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
     origin: Checkpoint | None = None  # the initial or reference weights
     trainer_state: TrainerState = field(default_factory=TrainerState)  # for reward functions
+    toolbox: Toolbox | None = None  # what the model may call
 
-    def score(self, prompts: list, texts: list[str], columns: dict[str, list]) -> Scores:
+    def score(self, prompts: list, completions: list, columns: dict[str, list]) -> Scores:
         """Call the reward functions."""
         functions, weights, limit = self.reward_funcs, self.reward_weights, self.settings.reward_timeout
-        return total_rewards(functions, prompts, texts, columns, limit, weights, self.trainer_state)
+        return total_rewards(functions, prompts, completions, columns, limit, weights, self.trainer_state)
 
     def longest(self):
         """-> tokens of the longest prompt and of the longest completion."""
@@ -78,7 +81,7 @@ def prepare(
     functions: Mapping[str, Callable] = MappingProxyType({}),
 ) -> Prepared:
     """chosen: names of the options that the user set. read_tensors: verify every byte at the end. functions: reward
-    functions that are not imported, by their names in settings.reward_funcs. Raises SnugError.
+    functions, tools and environments that are not imported, by their names in the settings. Raises SnugError.
     """
     grpo = isinstance(settings, GRPOSettings)
     if settings.resume not in ("never", "auto"):
@@ -91,6 +94,7 @@ def prepare(
     resume, origin, warm_start = find_weights(settings, task, config, read_tensors=False)
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
     tokenizer.set_template_kwargs(settings.chat_template_kwargs)
+    toolbox = make_toolbox(settings, tokenizer, functions)
     shape = shape | {"vocab_size": shape["vocab_size"] or tokenizer.n_vocab}
     shape["n_vocab"] = tokenizer.n_vocab
     if shape["vocab_size"] < tokenizer.n_vocab:
@@ -98,7 +102,7 @@ def prepare(
             f"vocab_size={shape['vocab_size']}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; "
             "leave vocab_size out"
         )
-    reward_funcs, weights = rewards_of(settings, task, functions)
+    reward_funcs, weights = rewards_of(settings, task, functions, toolbox)
     if grpo and not reward_funcs:
         raise SnugError(
             f"data_file={settings.data_file} has no column answer to score by; add it, reward_funcs or --answer_column"
@@ -118,6 +122,7 @@ def prepare(
     prepared = Prepared(
         settings, task, tokenizer, shape, reward_funcs, weights, warm_start, resume, origin
     )
+    prepared.toolbox = toolbox
     prepared.trainer_state.max_steps = settings.max_iters
     refuse_lengths(prepared)
     if read_tensors and not settings.plan:
@@ -206,7 +211,7 @@ def refuse_changes(settings, task: Task, resume: Checkpoint):
     adapters = ADAPTERS if settings.lora_rank or before.lora_rank else []
     differ = [
         f"{name} was {getattr(before, name)!r}, is {getattr(settings, name)!r}"
-        for name in PROBLEM + adapters
+        for name in PROBLEM + CALLED + adapters
         if getattr(before, name) != getattr(settings, name)
     ]
     if differ:
@@ -272,12 +277,20 @@ def refuse_contradictions(
             )
 
 
-def rewards_of(settings: RewardOptions | SFTSettings, task: Task, functions: Mapping[str, Callable]):
-    """-> the functions that score completions, the user's or the task's, if any, and their weights (empty: 1 each)."""
-    if settings.reward_funcs:
+def rewards_of(
+    settings: RewardOptions | SFTSettings,
+    task: Task,
+    functions: Mapping[str, Callable],
+    toolbox: Toolbox | None = None,
+):
+    """-> the functions that score completions, and their weights (empty: 1 each): the user's and the environment's, or
+    else the task's, if any."""
+    own = toolbox.reward_functions() if toolbox else []
+    if settings.reward_funcs or own:
         [row] = task.prompts("train", [0])
         loaded = [load_reward_function(spec, functions, row) for spec in settings.reward_funcs]
-        return loaded, settings.reward_weights
+        weights = settings.reward_weights
+        return loaded + own, weights and weights + [1.0] * len(own)
     if not task.scored:
         return [], []
     own, weights = map(list, zip(*task.reward_functions(), strict=True))

@@ -201,8 +201,8 @@ def test_rewards_are_weighted_and_their_parts_logged(tmp_path):
     prepared.reward_funcs = [accuracy, brevity]
     model = make_flat_model("gpt2", vocab_size=257)
     rows = prepared.task.prompts("train", range(4))
-    rollouts = grpo.sample_rows(model, prepared, rows, 0)
-    scored = grpo.score(rollouts, rows, prepared)
+    rollouts, episodes = grpo.sample_rows(model, prepared, rows, 0)
+    scored = grpo.score(rollouts, episodes, prepared)
     rewards = scored.rewards
     assert rewards[0].tolist() == [1.5, -0.5, -0.5, 0.0] and rewards[1:].tolist() == [[1.5, -0.5, -0.5, -0.5]] * 3
     metrics = grpo.rollout_metrics(scored)
@@ -215,9 +215,9 @@ def test_long_completions_lose_reward(tmp_path, monkeypatch):
     original, seen = grpo.sample_rows, learned_from(monkeypatch)
 
     def of_four_lengths(*arguments):
-        rollouts = original(*arguments)
+        rollouts, episodes = original(*arguments)
         rollouts.completion_lengths = torch.tensor([1, 4, 5, 8] * 4, device=DEVICE)
-        return rollouts
+        return rollouts, episodes
 
     monkeypatch.setattr(grpo, "sample_rows", of_four_lengths)
     grpo.main(prepared)

@@ -309,8 +309,8 @@ def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
     prepared.reward_funcs = [first, second]
     model = make_model("gpt2", vocab_size=257)
     rows = prepared.task.prompts("train", range(2))
-    rollouts = grpo.sample_rows(model, prepared, rows, 0)
-    scored = grpo.score(rollouts, rows, prepared)
+    rollouts, episodes = grpo.sample_rows(model, prepared, rows, 0)
+    scored = grpo.score(rollouts, episodes, prepared)
     assert scored.rewards.tolist() == [[1.25, 0.5], [pytest.approx(math.nan, nan_ok=True), 0.0]]
     assert list(scored.by_function.values()) == [[1, 0.5, None, -1], [0.25, None, None, 1.0]]
     assert seen["prompts"][0] == seen["prompts"][1] != seen["prompts"][2] and seen["answer"][2] == rows[1]["answer"]
@@ -322,11 +322,11 @@ def test_a_sample_has_the_question_of_its_messages_once(tmp_path):
     prepared = prepare(settings)
     prepared.reward_funcs = [lambda log_extra, **_: log_extra("prompt", "abcd") or [1, 2, 3, 4]]
     rows = prepared.task.prompts("train", range(2))
-    rollouts = grpo.sample_rows(make_model("gpt2", vocab_size=257), prepared, rows, 0)
+    rollouts, episodes = grpo.sample_rows(make_model("gpt2", vocab_size=257), prepared, rows, 0)
     rows[1]["prompt"] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     rollouts.advantages = torch.zeros(4)
     entropies = torch.zeros_like(rollouts.sampling_logprobs)
-    samples = sample_records(grpo.score(rollouts, rows, prepared), entropies, prepared.tokenizer, settings)
+    samples = sample_records(grpo.score(rollouts, episodes, prepared), entropies, prepared.tokenizer, settings)
     assert [sample.get("question") for sample in samples] == [None, None, "2+2?", "2+2?"]
     assert all(list(sample["columns"]) == ["numbers", "answer"] for sample in samples)
 
@@ -340,7 +340,7 @@ def test_every_iteration_and_seed_samples_anew(tmp_path):
     seen = []
     for seed, iteration, turn in ((1, 0, 0), (1, 0, 0), (1, 1, 0), (2, 0, 0), (1, 0, 1), (1, 1, 1)):
         changed = dataclasses.replace(prepared, settings=dataclasses.replace(settings, seed=seed))
-        seen.append(grpo.sample_rows(model, changed, rows, iteration, turn * 4).tokens.tolist())
+        seen.append(grpo.sample_rows(model, changed, rows, iteration, turn * 4)[0].tokens.tolist())
     assert seen[0] == seen[1] and all(a != b for a, b in itertools.combinations(seen[1:], 2))
 
 
@@ -348,7 +348,7 @@ def test_long_prompts_lose_their_beginning(tmp_path):
     _, settings = tiny(tmp_path, init_from="", beta=0.0, max_prompt_length=4, max_new_tokens=5)
     prepared = prepare(settings)
     rows = prepared.task.prompts("train", range(4))
-    rollouts = grpo.sample_rows(make_model("gpt2", vocab_size=257), prepared, rows, 0)
+    rollouts, episodes = grpo.sample_rows(make_model("gpt2", vocab_size=257), prepared, rows, 0)
     assert rollouts.prompt_lengths.tolist() == [4] * 16
     for i, prompt in enumerate(row["prompt"] for row in rows for _ in range(4)):
         assert prepared.tokenizer.decode(rollouts.tokens[i, :4].tolist()) == prompt[-4:]

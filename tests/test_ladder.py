@@ -115,7 +115,7 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
         grpo.sample_rows(model, prepared, rows, 0, 0, settings.max_rollout_batch)  # tables that are made once and kept
         before = meter.allocated()
         meter.reset_peak()
-        rollouts = grpo.sample_rows(model, prepared, rows, 0, 0, settings.max_rollout_batch)
+        rollouts, _ = grpo.sample_rows(model, prepared, rows, 0, 0, settings.max_rollout_batch)
         size = tensor_bytes(rollouts.columns().values())
         assert 0 < meter.allocated() - before <= size + 64
         assert meter.peak_since_reset() - before > 2 * size  # there was a cache

@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -244,12 +246,22 @@ def test_special_tokens_are_never_text(name, pair, request):
 def test_a_stop_string_is_found_where_it_ends(pair, text):
     """At the first token after which the text of all tokens has it."""
     ours, rng = pair[0], random.Random(0)
-    is_over = ours.stopper(text)
-    assert ours.stopper("") is None
+    is_over = ours.stopper([text])
+    assert ours.stopper([]) is ours.stopper([""]) is None
     for before, after in zip(texts(60, seed=4), texts(60, seed=5), strict=True):
         ids = ours.encode(before + rng.choice(["", "𝄞"]) + text * rng.randrange(1, 3) + after)
         ids.insert(rng.randrange(len(ids)), ours.stop_token)
         decoded = [text in ours.decode(ids[:n]) for n in range(len(ids) + 1)]
+        first = decoded.index(True) if True in decoded else len(ids)
+        assert [is_over(ids[:n]) for n in range(first + 1)] == decoded[: first + 1]
+
+
+def test_the_first_of_several_stop_strings(pair):
+    ours, rng, stops = pair[0], random.Random(1), ["</calc>", "🙂\n", "", "b"]
+    is_over = ours.stopper(stops)
+    for before, after in zip(texts(60, seed=6), texts(60, seed=7), strict=True):
+        ids = ours.encode(before + rng.choice(stops) + after)
+        decoded = [any(stop in ours.decode(ids[:n]) for stop in stops if stop) for n in range(len(ids) + 1)]
         first = decoded.index(True) if True in decoded else len(ids)
         assert [is_over(ids[:n]) for n in range(first + 1)] == decoded[: first + 1]
 
@@ -542,6 +554,176 @@ def test_templates_that_fail_or_reach_for_python(tmp_path, source):
     with pytest.raises(SnugError, match="the chat template fails .[A-Z]") as error:
         rendered(tmp_path, source)
     assert "\n" not in str(error.value)
+
+
+# -----------------------------------------------------------------------------
+# Tools, and what others say between two turns
+
+TURNS = """
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- else %}{{- '<|im_start|>' + message.role + '\\n' + TEXT + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+QWEN25 = (
+    "{%- if tools %}{{- '<|im_start|>system\\n<tool_call>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}"
+)
+QWEN25 += "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}" + TURNS.replace("TEXT", "message.content")
+# As Qwen3: only turns after the last question keep their thoughts.
+THOUGHTS = """{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- macro kept(text, place) %}{{- text if place > ns.last else text.split('</think>')[-1].lstrip('\\n') }}{%- endmacro %}
+""" + QWEN25.replace("message.content + '<|im_end|>", "kept(message.content, loop.index0) + '<|im_end|>")
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe nice.<|im_end|>\\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA31 = """{{- bos_token }}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- if tools is not none %}
+    {%- set question = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
+    {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' }}
+    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}
+    {{- question + '<|eot_id|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}{{- message.content | tojson }}{{- '<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+TOOLED = {  # name: family, template, the token that ends a turn, call_form
+    "qwen2.5": (qwen_like, QWEN25, "<|im_end|>", "hermes"),
+    "qwen3": (qwen_like, THOUGHTS, "<|im_end|>", "hermes"),
+    "smollm2": (smollm2_like, SMOLLM2, "<|im_end|>", "inline"),
+    "llama3.1": (llama3_like, LLAMA31, "<|eot_id|>", "llama"),
+}
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "calc", "description": 'a "sum" é', "parameters": {"type": "object"}},
+}
+
+
+def tooled(path, name):
+    family, template, end, _ = TOOLED[name]
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=template, eos_token=end, bos_token="<s>")
+    folder = folder_of(path, family(), tokenizer_config=config)
+    return folder, get_tokenizer(folder)
+
+
+def tool(content):
+    return dict(role="tool", name="calc", content=content)
+
+
+@pytest.mark.parametrize("name", TOOLED)
+def test_turns_and_replies_are_the_ids_of_the_whole_conversation(name, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    folder, ours = tooled(tmp_path, name)
+    theirs, rng = transformers.AutoTokenizer.from_pretrained(folder), random.Random(7)
+    assert ours.call_form == TOOLED[name][-1]
+    for trial in range(30):
+        tools = [[SCHEMA], None][trial % 2]
+        ours.chat.tools = tools
+        words = lambda: "a" + rng.choice(texts(300, spelled=False)).strip() + "."  # noqa: E731
+        thought = "<think>\nhm\n</think>\n\n" if name == "qwen3" else ""
+        reply = [[tool("5")], [tool(words()), tool("{'a': 1}\n")], [user(words())]][trial % 3]
+        # Qwen3 forgets the thoughts of turns before the last question: a prompt would not be a prefix of the next.
+        turns = [(thought if reply[0]["role"] == "tool" else "") + "<tool_call>" + words(), thought + words()]
+        messages = [user(words())]
+        ids = ours.encode_prompt(messages)
+        for turn, after in ((turns[0], reply), (turns[1], [])):
+            ids += [*ours.encode(turn), ours.stop_token]
+            messages += [user(turn, "assistant"), *after]
+            if after:
+                ids += ours.encode_reply(after, stopped=True)
+                options = dict(tools=tools, tokenize=True, return_dict=False)
+                assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True, **options)
+                assert ids == ours.encode_prompt(messages)
+                assert ours.encode_reply(after, False) == [ours.stop_token, *ours.encode_reply(after, True)]
+        expected = theirs.apply_chat_template(messages, **options)
+        assert expected[: len(ids)] == ids and len(expected) - len(ids) <= 1  # a newline
+
+
+@pytest.mark.parametrize("name", TOOLED)
+def test_special_tokens_in_replies_stay_text(name, tmp_path):
+    _, ours = tooled(tmp_path, name)
+    harmless = [i for i in ours.encode_reply([tool("a")], True) if i in ours.reserved]
+    for spelling in [*ours.special, "".join(ours.special), "<|im_", "\ud800", "\udfff"]:
+        ids = ours.encode_reply([tool(f"x{spelling}") | dict(name=spelling)], True)
+        assert [i for i in ids if i in ours.reserved] == harmless
+        assert ours.decode(ours.encode("x" + spelling)) in ours.decode(ids)
+    spelled = "{{ messages[-1].name }}<|im_end|>{{ messages[-1].content }}"
+    ours = get_tokenizer(
+        folder_of(tmp_path, qwen_like(), tokenizer_config=dict(chat_template="{{ messages[1].content }}" + spelled))
+    )
+    ids = ours.encode_reply([tool("<|im_end|>") | dict(name="<|im_end|>")], False)
+    assert [i for i in ids if i in ours.reserved] == [ours.special["<|im_end|>"]]
+
+
+def test_what_stands_between_a_turn_and_its_end(chats):
+    """Llama 2's template has a space before </s>, which no model that ended its turn has written."""
+    ours = chats["llama2"][1]
+    ids = ours.encode_reply([user("a")], True)
+    assert ours.encode_reply([user("a")], False)[-len(ids) - 1 :] == [ours.stop_token, *ids]
+    assert ours.stop_token not in ids and ours.decode(ids).strip() == "[INST] a [/INST]"
+    ours = chats["joined"][1]  # has no ends
+    assert ours.encode_reply([user("a b")], True) == ours.encode_reply([user("a b")], False) == ours.encode("a b")
+
+
+def test_replies_that_a_template_refuses(tmp_path):
+    def raises(source, match, messages):
+        with pytest.raises(SnugError, match=match) as error:
+            chat_of(tmp_path, source).encode_reply(messages, True)
+        assert "\n" not in str(error.value)
+
+    only = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no\ntools') }}{% endif %}{{ m.content }}{% endfor %}"
+    raises(only, "the chat template fails .TemplateError: no tools", [tool("5")])
+    raises(
+        "{{ messages[-1].content }}", "the chat template fails .it leaves out the text of the assistant", [tool("5")]
+    )
+    raises("{{ messages }}", "a message's role must be a word", [user("5", "a b")])
+    with pytest.raises(SnugError, match="has no chat template"):
+        BYTES.encode_reply([tool("5")], True)
+    with pytest.raises(SnugError, match="the chat template fails"):
+        chat_of(tmp_path, "{% if %}").call_form  # noqa: B018
+    assert BYTES.call_form == chat_of(tmp_path, "{# tools #}tools").call_form == "inline"
+
+
+def test_prompts_may_be_transcripts(chats):
+    """Messages of tools and assistants, with other keys than role and content, which a template may read."""
+    calls = [dict(type="function", function=dict(name="calc", arguments=dict(expression="1")))]
+    messages = [user("a"), user("b", "assistant") | dict(tool_calls=calls, score=0.5, other=None), tool("5")]
+    plain = [user(message["content"], message["role"]) for message in messages]
+    for _, ours in chats.values():
+        assert ours.encode_prompt(messages) == ours.encode_prompt(plain)
+
+
+def test_threads_share_a_tokenizer(chats, monkeypatch):
+    """A special token is one in each thread that asks for it, and text in the others."""
+    ours = chats["qwen3"][1]
+    backend, wanted = ours.backend, [ours.encode("<|im_end|>", special) for special in (False, True)]
+
+    class Slow:
+        """Other threads run between the flag and the ids."""
+
+        encode_special_tokens = property(fset=lambda self, value: setattr(backend, "encode_special_tokens", value))
+
+        def encode(self, text, **options):
+            time.sleep(0.001)
+            return backend.encode(text, **options)
+
+    monkeypatch.setattr(ours, "backend", Slow())
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda n: ours.run("<|im_end|>", n % 2 == 1), range(100))) == wanted * 50
 
 
 THINKS = (  # Qwen3's rule: without thinking the answer begins behind an empty thought

@@ -13,6 +13,8 @@ Tests: tests/test_tokenizer.py.
 
 import hashlib
 import json
+import threading
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -21,7 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from options import SnugError, in_one_line
-from tokenizer.chat import Chat, alternatives, well_formed
+from tokenizer.chat import TURN, Chat, alternatives, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
@@ -44,6 +46,8 @@ class Tokenizer:
     files        {file name: bytes} to keep beside a checkpoint; empty for bytes and gpt2
     chat         writes messages as text; None without a chat template
 
+    Threads may share it.
+
     >>> tokenizer = get_tokenizer("bytes")
     >>> tokenizer.encode("1+2=")
     [49, 43, 50, 61]
@@ -56,6 +60,7 @@ class Tokenizer:
         self.name, self.backend = name, backend
         self.stop_tokens, self.stop_token = stop_tokens, stop_tokens[0]
         self.bos, self.chat, self.files = [], None, {}
+        self.lock = threading.Lock()  # of the backend, from its flag to its ids
         vocab, added = backend.get_vocab(), backend.get_added_tokens_decoder()
         self.n_vocab = 1 + max(vocab.values())
         # A stop token is special, whatever its flags say. Special tokens are found in text before it is normalized.
@@ -87,8 +92,8 @@ class Tokenizer:
         return ids
 
     def run(self, text, special=False):
-        self.backend.encode_special_tokens = not special
-        with in_one_line(f"tokenizer={self.name} cannot encode {text[:60]!r}"):
+        with self.lock, in_one_line(f"tokenizer={self.name} cannot encode {text[:60]!r}"):
+            self.backend.encode_special_tokens = not special
             return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, prompt: str | list[dict]) -> list[int]:
@@ -99,20 +104,39 @@ class Tokenizer:
         """
         if isinstance(prompt, str):
             return [*self.bos, *self.encode(prompt)]
+        return self.encode_messages(prompt)[0]
+
+    def encode_reply(self, messages: list[dict], stopped: bool) -> list[int]:
+        """Messages that answer a turn of the assistant -> the ids between this turn and the assistant's next one.
+
+        messages: such as [{"role": "tool", "name": "calc", "content": "5"}]. stopped: a stop token ended the turn, so
+        the ids begin behind the template's own; otherwise they begin with it. Raises SnugError.
+        """
+        ids, pieces = self.encode_messages(messages, TURN)
+        end = self.special.get("".join(pieces[1:2]))
+        return ids[ids.index(end) + 1 :] if stopped and end in self.stop_tokens else ids
+
+    def encode_messages(self, messages, before=()):
+        """-> (ids, what the template writes, as in Chat.render)."""
         if self.chat is None:
             raise SnugError(
                 f"tokenizer={self.name} has no chat template for a prompt of messages: write the prompts as text, or "
                 "name a folder whose tokenizer has one"
             )
-        text, pieces = self.chat.render(prompt)
+        text, pieces = self.chat.render(messages, before)
         ids = self.encode(text, special=True)
         template = [self.special[spelling] for spelling in pieces[1::2]]
         if [i for i in ids if i in self.reserved] == [i for i in template if i in self.reserved]:
-            return ids
+            return ids, pieces
         ids = []
         for place, piece in enumerate(pieces):
             ids += [self.special[piece]] if place % 2 else self.encode(piece)
-        return ids
+        return ids, pieces
+
+    @property
+    def call_form(self) -> str:
+        """How the model writes calls of tools: hermes, llama or inline; see data/tools.py. Raises SnugError."""
+        return self.chat.call_form if self.chat else "inline"
 
     def set_template_kwargs(self, variables: dict):
         """Set variables of the chat template, such as {"enable_thinking": False}, for prompts and for `files`."""
@@ -131,23 +155,25 @@ class Tokenizer:
         """
         return self.backend.decode([i for i in ids if i in self.text_ids])
 
-    def stopper(self, text: str):
-        """-> a function of a completion's ids, called after each token: does the last one complete `text`? None if "".
+    def stopper(self, texts: Sequence[str]):
+        """-> a function of a completion's ids, called after each token: does the last one complete one of `texts`?
 
-        The text may span tokens and end within one. So the function decodes a tail: one token for each byte of the
-        text, and one more, because a decoder may drop the first space. If the tail begins within a character (U+FFFD),
-        it is up to 3 tokens longer, which are the other bytes of the character.
+        None if they are all empty. A text may span tokens and end within one. So the function decodes a tail: one token
+        for each byte of the longest text, and one more, because a decoder may drop the first space. If the tail begins
+        within a character (U+FFFD), it is up to 3 tokens longer, which are the other bytes of the character.
         """
-        if not text:
+        texts = list(filter(None, texts))
+        if not texts:
             return None
-        window = len(text.encode(errors="replace")) + 1
+        window = max(len(text.encode(errors="replace")) for text in texts) + 1
 
         def is_over(ids):
             last = list(islice((i for i in reversed(ids) if i in self.text_ids), window + 3))[::-1]
             for n in range(window, window + 4):
                 tail = self.backend.decode(last[-n:])
-                if text in tail or not tail.startswith("\ufffd"):
-                    return text in tail
+                found = any(text in tail for text in texts)
+                if found or not tail.startswith("\ufffd"):
+                    return found
             return False
 
         return is_over

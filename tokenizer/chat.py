@@ -7,7 +7,7 @@ Only the template may write special tokens. To tell them from text that spells o
 second time their contents have marks instead of all characters of special tokens. Every special token of that text is
 the template's. Marks are lone surrogates, which no other text has.
 
-Left out: tools, documents, images, other keys of a message than role and content. Tests: tests/test_tokenizer.py.
+Left out: documents, images; marks in the tool_calls of a message. Tests: tests/test_tokenizer.py.
 """
 
 import json
@@ -16,21 +16,26 @@ from collections.abc import Iterable
 from datetime import datetime
 from functools import partial
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from options import SnugError, in_one_line
+
+# A turn of the assistant that other messages answer. END is a lone surrogate too, so no other text has it.
+END = "\udfff"
+TURN = (dict(role="user", content="x"), dict(role="assistant", content=END))
 
 
 class Chat:
     """source: the template. names: {"bos_token": "<s>", ...} for it. special: spellings of special tokens.
 
     now: the time for strftime_now: the run's first day, so that its prompts stay the same.
+    tools: JSON schemas of functions (data/tools.py) that the template describes to the model; None: no tools.
     """
 
     def __init__(self, source: str, names: dict, special: Iterable[str], now: datetime | None = None):
-        self.source, self.template = source, None
+        self.source, self.template, self.tools = source, None, None
         self.variables = names | dict(raise_exception=raise_exception)
         if now:
             self.variables["strftime_now"] = now.strftime
@@ -52,26 +57,44 @@ class Chat:
         if not self.source.startswith(defaults):  # a resumed run's template has them already
             self.source, self.template = defaults + self.source, None
 
-    def render(self, messages: list[dict]):
+    @property
+    def call_form(self) -> str:
+        """How the model writes calls of tools, by its template: hermes, llama or inline; see data/tools.py."""
+        if "<tool_call>" in self.source:
+            return "hermes"
+        with in_one_line("the chat template fails"):
+            names = meta.find_undeclared_variables(make_environment().parse(self.source))
+        return "llama" if "tools" in names else "inline"
+
+    def render(self, messages: list[dict], before: Iterable[dict] = ()):
         """[{"role": "user", "content": "Hi"}, ...] -> (text, [text, special token, text, ..., text]).
 
-        The special tokens in the list are the template's; its texts may spell others. Raises SnugError for a role that
-        is not a word or a template that fails.
+        The special tokens in the list are the template's; its texts may spell others. before=TURN: only what the
+        template writes behind END. Raises SnugError for a role that is not a word or a template that fails.
         """
         for message in messages:
             if not re.fullmatch(r"[A-Za-z0-9_-]+", message["role"]):
                 role = message["role"]
                 raise SnugError(f"a message's role must be a word, such as user, not {role!r:.60}")
-        messages = [message | {"content": well_formed(message["content"])} for message in messages]
-        marked = [message | {"content": message["content"].translate(self.marks)} for message in messages]
-        pieces = self.spellings.split(self.run(marked))
-        return self.run(messages), [piece.translate(self.characters) for piece in pieces]
+        messages = [changed(message, well_formed) for message in messages]
+        marked = [changed(message, lambda text: text.translate(self.marks)) for message in messages]
+        text, marked = (self.run([*before, *each]) for each in (messages, marked))
+        if before and not (END in text and END in marked):
+            raise SnugError("the chat template fails (it leaves out the text of the assistant)")
+        pieces = self.spellings.split(marked.rpartition(END)[2])
+        return text.rpartition(END)[2], [piece.translate(self.characters) for piece in pieces]
 
     def run(self, messages: list[dict]) -> str:
-        values = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True)
+        values = dict(messages=messages, tools=self.tools, documents=None, add_generation_prompt=True)
         with in_one_line("the chat template fails"):
             self.template = self.template or make_environment().from_string(self.source)
             return self.template.render(**self.variables | values)
+
+
+def changed(message, change):
+    """The message with `change` applied to its texts, such as content and name, but not to its role."""
+    texts = {key: change(value) for key, value in message.items() if isinstance(value, str)}
+    return message | texts | {"role": message["role"]}
 
 
 def alternatives(spellings):

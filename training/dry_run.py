@@ -79,10 +79,18 @@ def worst_case_groups(settings, iteration, training):
     """In place of grpo.collect_groups: completions of the longest length, and rewards."""
     prompt, completion = training.prepared.longest()
     P, k, chunk_mb = settings.batch_size, settings.group_size, settings.logits_chunk_mb
+    episodes = training.prepared.toolbox is not None
     with training.meter.phase("rollout"), autocast(settings.dtype, training.model):
         rounds = [
             worst_case_rollouts(
-                training.model, prompt, P, k, completion, settings.max_rollout_batch, chunk_mb
+                training.model,
+                prompt,
+                P,
+                k,
+                completion,
+                settings.max_rollout_batch,
+                chunk_mb,
+                episodes,
             )
             for _ in range(settings.max_num_gen_batches)
         ]
@@ -98,7 +106,7 @@ def worst_case_groups(settings, iteration, training):
         None,  # all are sampled
         *columns([True] * n),
     )
-    scored = Scored(learned, torch.zeros(n // k, k), {}, {}, {})
+    scored = Scored(learned, torch.zeros(n // k, k), {}, {}, {}, {})
     return scored, dict(tokens=0, gen_batches=1)
 
 
@@ -145,7 +153,8 @@ class DryTraining(Training):
         if done == 0 and settings.eval_prompts:
             P, limits = settings.eval_prompts, (self.limits.max_eval_batch, settings.logits_chunk_mb)
             with self.meter.phase("eval"), autocast(settings.dtype, self.model):
-                worst_case_rollouts(self.model, prompt, P, 1, completion, *limits)
+                episodes = self.prepared.toolbox is not None
+                worst_case_rollouts(self.model, prompt, P, 1, completion, *limits, episodes)
         return {}
 
     def update(self, *args):
@@ -162,10 +171,11 @@ class DryTraining(Training):
 
 @component("rollouts")
 @torch.no_grad()
-def worst_case_rollouts(model, prompt_length, P, k, max_new_tokens, max_batch, chunk_mb):
+def worst_case_rollouts(model, prompt_length, P, k, max_new_tokens, max_batch, chunk_mb, episodes=False):
     """Allocate as sample_groups does at most -> Rollouts in which every length is the longest."""
     N, prompts = P * k, [[0] * prompt_length] * P
-    batch = DecodeBatch(model, prompts, k, max_new_tokens, min(max_batch or N, N), chunk_mb=chunk_mb)
+    slots = min(max_batch or N, N)
+    batch = DecodeBatch(model, prompts, k, max_new_tokens, slots, chunk_mb=chunk_mb, ask=episodes or None)
     with cached_casts(model):
         batch.rehearse()
     tokens, logprobs = batch.tokens[:-1], batch.logprobs[:-1]

@@ -18,6 +18,7 @@ class Scored(NamedTuple):
     by_function: dict[str, list]  # {reward function: its N rewards, None: not scored}
     columns: dict[str, list]  # {name: N values} of the task's rows with their prompts, and of log_extra
     metrics: dict[str, list[float]]  # of log_metric
+    episodes: dict[str, list]  # {name: N values} of Episodes.figures
 
     def select(self, groups) -> "Scored":
         """The groups with these numbers, a tensor, in that order."""
@@ -33,6 +34,7 @@ class Scored(NamedTuple):
             chosen(self.by_function),
             chosen(self.columns),
             self.metrics,
+            chosen(self.episodes),
         )
 
 
@@ -46,6 +48,7 @@ def join(parts: list[Scored]) -> Scored:
         concatenated(parts, "by_function"),
         concatenated(parts, "columns"),
         concatenated(parts, "metrics", lacking=0),
+        concatenated(parts, "episodes"),
     )
 
 
@@ -82,6 +85,8 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         truncated_fraction=float((~rollouts.stopped).float().mean()),
         tokens=int(rollouts.completion_lengths.sum()),
     )
+    if scored.episodes:
+        metrics |= episode_metrics(scored)
     lists = {f"metric/{name}": values for name, values in scored.metrics.items()}
     if len(scored.by_function) > 1:
         lists |= {f"reward/{name}": values for name, values in scored.by_function.items()}
@@ -89,6 +94,20 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         numbers = [number for number in values if number is not None]
         metrics[name] = sum(numbers) / len(numbers) if numbers else None
     return metrics
+
+
+def episode_metrics(scored: Scored) -> dict[str, float]:
+    """Means per completion, the share of tokens that were written, and the seconds of all calls."""
+    messages, rollouts = scored.episodes["messages"], scored.rollouts
+    turns = [message for each in messages for message in each if message["role"] == "assistant"]
+    N, calls = len(messages), sum(len(turn.get("tool_calls", ())) for turn in turns)
+    return dict(
+        turns=len(turns) / N,
+        tool_calls=calls / N,
+        tool_errors=sum(scored.episodes["tool_errors"]) / N,
+        written_fraction=1 - float(rollouts.mask.sum() / rollouts.completion_lengths.sum()),
+        tool_seconds=sum(scored.episodes["tool_seconds"]),
+    )
 
 
 def mean_of_steps(steps):
@@ -109,7 +128,7 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
     """Records for samples.jsonl: a dict for each completion of the first groups. entropies (N, T_c): of the last steps.
 
     The reward is the one that the advantage was computed from; rewards: each function's, before weights. question: the
-    last of a prompt's messages. tokens, logprobs, ref_logprobs, entropies: one entry a token, the stop token included;
+    last of a prompt's messages. Of an episode: messages, tool_errors, mask (0: a token that was written). tokens, logprobs, ref_logprobs, entropies: one entry a token, the stop token included;
     without entropies if no step was taken on the completion.
     """
     k, records, rollouts = settings.group_size, [], scored.rollouts
@@ -138,6 +157,11 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
             stopped=bool(shown.stopped[i]),
             tokens=texts_of(ids[start : start + length], tokenizer.decode),
         )
+        if scored.episodes:
+            record |= dict(
+                messages=scored.episodes["messages"][i], tool_errors=scored.episodes["tool_errors"][i]
+            )
+            record["mask"] = shown.mask[i, :length].tolist()
         if isinstance(asked, list):
             record["question"] = asked[-1]["content"]
         for name, values in per_token.items():

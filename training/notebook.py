@@ -36,10 +36,20 @@ from settings import EvaluateSettings, SampleSettings
 
 def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
     """cls: GRPOSettings or SFTSettings. main(prepared) trains. The other arguments: see grpo.train."""
-    functions = {spec_of(function): function for function in reward_funcs or () if callable(function)}
+    functions = {}
+
+    def name(value):
+        if not callable(value):
+            return value
+        functions[spec_of(value)] = value
+        return spec_of(value)
+
     if reward_funcs is not None:
-        specs = [spec_of(function) if callable(function) else function for function in reward_funcs]
-        options = options | dict(reward_funcs=specs)
+        options = options | dict(reward_funcs=reward_funcs)
+    for option in {"reward_funcs", "tools"} & options.keys():
+        options = options | {option: list(map(name, options[option]))}
+    if "environment" in options:
+        options = options | dict(environment=name(options["environment"]))
     if prompts is not None:
         file = write_prompts(prompts, make_settings(cls, config, options)[0].out_dir)
         options = dict(task="jsonl", test_file="") | options | dict(data_file=file)
@@ -54,7 +64,7 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
 
 
 def spec_of(function) -> str:
-    """The name of a function in settings.reward_funcs."""
+    """The name of a function or class in the settings."""
     return f"{function.__module__}:{name_of(function)}"
 
 
@@ -72,7 +82,7 @@ class FinishedRun:
     """A run's folder, its log and its newest checkpoint, which is loaded when it is needed."""
 
     def __init__(self, settings, functions, finished):
-        """functions: {name in settings.reward_funcs: function}. finished: False if an interrupt ended the run."""
+        """functions: {name in the settings: function or class}. finished: False if an interrupt ended the run."""
         self.settings, self.functions, self.finished = settings, functions, finished
         self.folder = settings.out_dir
 
@@ -87,7 +97,7 @@ class FinishedRun:
     def sample(self, prompt: str = "", n: int = 1, **options) -> list[str]:
         """n completions of a prompt, or of a held-out one. options: those of sample.py. Raises SnugError."""
         values = dict(prompt=prompt, num_samples=n) | options
-        return complete(make_settings(SampleSettings, "", values)[0], self.loaded)[1]
+        return complete(make_settings(SampleSettings, "", values)[0], self.loaded, self.functions)[1]
 
     def evaluate(self, **options) -> dict[str, float]:
         """Print the table of evaluate.py -> {score: value}. options: those of evaluate.py. Raises SnugError."""

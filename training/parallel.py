@@ -262,10 +262,10 @@ def merged(shares: list[dict]):
     return totals
 
 
-def score_together(processes, score, rollouts, rows, prepared):
-    """score(rollouts, rows, prepared) of each process's completions -> all of them."""
+def score_together(processes, score, rollouts, episodes, prepared):
+    """score(rollouts, episodes, prepared) of each process's completions -> all of them."""
     if processes.size == 1:
-        return score(rollouts, rows, prepared)
+        return score(rollouts, episodes, prepared)
     device = rollouts.tokens.device
-    together = join(processes.gather(lambda: score(moved(rollouts, "cpu"), rows, prepared)))
+    together = join(processes.gather(lambda: score(moved(rollouts, "cpu"), episodes, prepared)))
     return together._replace(rollouts=moved(together.rollouts, device))

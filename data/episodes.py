@@ -1,0 +1,262 @@
+"""Episodes: completions of several turns, which tools or an environment answer while the model samples.
+
+    episodes = Episodes(toolbox, tokenizer, rows, k)
+    rollouts = sample_groups(model, ids of episodes.rows, k, respond=episodes.respond, is_over=episodes.is_over, ...)
+    completions = episodes.finish(rollouts)
+
+A turn ends with a stop token, a stop string or, inline, the closing tag of a call. If the turn has calls, the tools
+answer; otherwise the environment's `reply`, if it has one; otherwise the episode is over. The answer is a message. Its
+ids are those that the chat template puts between two turns of the assistant. Without a template for tools, or behind a
+prompt of text, the result of a call is written as <result>text</result> right behind it.
+
+With toolbox=None a completion is one turn: `respond` is None and completions are texts. Otherwise they are messages, as
+in TRL: {"role": "assistant", "content": text, "tool_calls": [...]}, {"role": "tool", "name": ..., "content": text}.
+
+Nothing is tokenized twice: the ids of a turn stay those that were sampled. So a conversation differs from what the
+template would make of all its messages where the template changes earlier turns: Qwen3's drops their thoughts.
+
+Left out: images; environments that differ from row to row. Tests: tests/test_tools.py.
+"""
+
+import inspect
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from data.rewards import name_of
+from data.tools import NONE, call_tool, load_environment, load_tools, methods_of, parse_calls, schema_of
+from options import SnugError, option
+
+CUT = " [cut]"
+LONGEST_TOKEN = 32  # characters; encoding 10 MB would take long
+
+
+@dataclass
+class EpisodeOptions:
+    """Tools and environments: the model calls them while it samples. They are TRL's, and run in this process."""
+
+    tools: list[str] = option(
+        [], "functions that the model may call: calc, python, module:function,...; empty: none"
+    )
+    environment: str = option(
+        "", "module:Class with reset, methods as tools, get_reward (TRL: environment_factory)"
+    )
+    max_turns: int = option(0, "turns of the model in a completion; 0: no limit", "turns")
+    max_tool_tokens: int = option(256, "cut off longer results of tools", "tokens", minimum=1)
+    tool_timeout: float = option(10.0, "a call that takes longer is an error that the model reads", "s")
+
+
+class Toolbox:
+    """What the model may call: functions, and the environments with their methods. Raises SnugError."""
+
+    def __init__(self, settings: EpisodeOptions, tokenizer, functions):
+        """functions: tools that are not imported, by their names in the settings."""
+        self.settings, self.tokenizer = settings, tokenizer
+        self.functions = load_tools(settings.tools, functions)
+        self.make_environment, self.environments = None, []
+        known = dict(self.functions)
+        if settings.environment:
+            self.make_environment = load_environment(settings.environment, functions)
+            [environment] = self.some_environments(1)
+            known |= methods_of(environment)
+        self.schemas = [schema_of(function) for function in known.values()]
+        if tokenizer.chat:
+            tokenizer.chat.tools = self.schemas or None
+
+    def some_environments(self, n: int) -> list:
+        """They are made once and reset for each episode, as in TRL. Without a class: None each."""
+        if self.make_environment is None:
+            return [None] * n
+        while len(self.environments) < n:
+            self.environments.append(self.make_environment())
+        return self.environments[:n]
+
+    def reward_functions(self) -> list[Callable]:
+        """The environment's get_reward as a reward function, if it has one."""
+        if self.make_environment is None or not hasattr(self.environments[0], "get_reward"):
+            return []
+
+        def rewards(environments, **columns):
+            return [environment.get_reward() for environment in environments]
+
+        async def awaited(environments, **columns):
+            return [await environment.get_reward() for environment in environments]
+
+        if inspect.iscoroutinefunction(self.environments[0].get_reward):
+            rewards = awaited
+        rewards.__name__ = name_of(self.make_environment)
+        return [rewards]
+
+
+def make_toolbox(settings, tokenizer, functions=NONE) -> Toolbox | None:
+    """None if the settings name no tool and no environment."""
+    return Toolbox(settings, tokenizer, functions) if settings.tools or settings.environment else None
+
+
+class Episode:
+    """One completion: its messages so far, and what was counted."""
+
+    def __init__(self, toolbox: Toolbox, row: dict, environment):
+        self.toolbox, self.tokenizer, self.environment = toolbox, toolbox.tokenizer, environment
+        self.functions = toolbox.functions | (methods_of(environment) if environment else {})
+        self.prompt = row["prompt"]
+        self.form = "inline" if isinstance(self.prompt, str) else self.tokenizer.call_form
+        self.messages = []
+        self.sampled = 0  # tokens that are in the messages
+        self.written = 0  # tokens of answers
+        self.tool_errors, self.tool_seconds = 0, 0.0
+        if environment and (text := self.of_environment("reset", row)):
+            self.prompt = extended(self.prompt, text)
+
+    def of_environment(self, name: str, arguments: dict) -> str:
+        """What `reset` or `reply` returns, "" for None. Raises SnugError if it fails."""
+        method = getattr(self.environment, name)
+        functions = {name: lambda **arguments: method(**arguments) or ""}
+        text, failed = self.timed(functions, dict(function=dict(name=name, arguments=arguments)))
+        if failed:
+            raise SnugError(f"{type(self.environment).__name__}.{name} failed: {text}")
+        return text
+
+    def timed(self, functions, call):
+        began = time.perf_counter()
+        answer = call_tool(functions, call, self.toolbox.settings.tool_timeout)
+        self.tool_seconds += time.perf_counter() - began
+        return answer
+
+    def respond(self, ids: list[int]) -> list[int] | None:
+        """ids of a turn that ended -> ids of the answer; None: the episode is over."""
+        self.listen(ids)
+        turn = self.messages[-1]
+        if [message["role"] for message in self.messages].count(
+            "assistant"
+        ) == self.toolbox.settings.max_turns:
+            return None
+        answers = [self.result_of(call) for call in turn.get("tool_calls", ())]
+        if not answers and hasattr(self.environment, "reply"):
+            text = self.of_environment("reply", dict(text=turn["content"]))
+            answers = [dict(role="user", content=self.shortened(text))] if text else []
+        if not answers:
+            return None
+        self.messages += answers
+        answer = self.encode(answers, ids[-1] in self.tokenizer.stop_tokens)
+        self.written += len(answer)
+        return answer
+
+    def listen(self, ids):
+        """Add a turn to the messages."""
+        text = self.tokenizer.decode(ids)
+        content, calls = parse_calls(text, self.form, self.toolbox.schemas)
+        self.messages.append(
+            dict(role="assistant", content=content) | (dict(tool_calls=calls) if calls else {})
+        )
+        self.sampled += len(ids)
+
+    def result_of(self, call) -> dict:
+        """The message with which a tool answers a call."""
+        text, failed = self.timed(self.functions, call)
+        self.tool_errors += failed
+        return dict(role="tool", name=call["function"]["name"], content=self.shortened(text))
+
+    def shortened(self, text: str) -> str:
+        """At most max_tool_tokens tokens of it."""
+        most = self.toolbox.settings.max_tool_tokens
+        begin = text[: most * LONGEST_TOKEN]
+        ids = self.tokenizer.encode(begin)
+        if begin == text and len(ids) <= most:
+            return text
+        return self.tokenizer.decode(ids[:most]) + CUT
+
+    def encode(self, answers: list[dict], stopped: bool) -> list[int]:
+        if isinstance(self.prompt, str) or self.form == "inline" and answers[0]["role"] == "tool":
+            texts = (
+                f"<result>{a['content']}</result>" if a["role"] == "tool" else a["content"]
+                for a in answers
+            )
+            return self.tokenizer.encode("".join(texts))
+        return self.tokenizer.encode_reply(answers, stopped)
+
+    def finish(self, sampled: list[int], written: int):
+        """sampled: all ids that the model sampled. written: how many were written. Completes the messages."""
+        if written < self.written:  # there was no room for the last answer
+            while self.messages[-1]["role"] != "assistant":
+                self.messages.pop()
+        if self.sampled < len(sampled):  # a turn that was cut off
+            self.listen(sampled[self.sampled :])
+
+
+class Episodes:
+    """The completions of `rows`, k of each prompt. N = len(rows) * k. Raises SnugError.
+
+    rows have the environments' first texts added to their prompts. respond and is_over are for sample_groups.
+    """
+
+    def __init__(
+        self, toolbox: Toolbox | None, tokenizer, rows: list[dict], k: int, stop_string: str = ""
+    ):
+        self.rows, self.tokenizer, self.episodes, self.respond = rows, tokenizer, [], None
+        stops = [stop_string]
+        if toolbox:
+            environments = toolbox.some_environments(len(rows) * k)
+            repeated = [row for row in rows for _ in range(k)]
+            self.episodes = list(map(partial(Episode, toolbox), repeated, environments))
+            self.rows = [row | dict(prompt=self.prompt_of(i, k)) for i, row in enumerate(rows)]
+            self.respond = lambda row, ids: self.episodes[row].respond(ids)
+            if any(episode.form == "inline" for episode in self.episodes):
+                stops += [f"</{schema['function']['name']}>" for schema in toolbox.schemas]
+        self.is_over = tokenizer.stopper(stops)
+
+    def prompt_of(self, i: int, k: int):
+        """The prompt of group i, which its episodes share."""
+        prompt, *others = (episode.prompt for episode in self.episodes[i * k : (i + 1) * k])
+        if any(other != prompt for other in others):
+            name = type(self.episodes[0].environment).__name__
+            problem = f"{name}.reset returned different texts for the same row: a group shares its prompt"
+            raise SnugError(f"{problem}; take what is random from the row's columns")
+        return prompt
+
+    def finish(self, rollouts) -> list[str] | list[list[dict]]:
+        """-> N completions: texts, or messages if there is a toolbox."""
+        if not self.episodes:
+            return list(map(self.tokenizer.decode, rollouts.completions()))
+        lengths = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
+        rows = zip(self.episodes, rollouts.tokens.tolist(), rollouts.mask.tolist(), lengths, strict=True)
+        for episode, ids, mask, (start, length) in rows:
+            sampled = [
+                i for i, was_sampled in zip(ids[start:][:length], mask, strict=False) if was_sampled
+            ]
+            episode.finish(sampled, length - len(sampled))
+        return [episode.messages for episode in self.episodes]
+
+    def columns(self) -> dict[str, list]:
+        """For reward functions, as TRL: the environments, after their episodes."""
+        if not self.episodes or self.episodes[0].environment is None:
+            return {}
+        return dict(environments=[episode.environment for episode in self.episodes])
+
+    def figures(self) -> dict[str, list]:
+        """{name: a value for each completion}, for logs. Empty without a toolbox."""
+        names = ("messages", "tool_errors", "tool_seconds") if self.episodes else ()
+        return {name: [getattr(episode, name) for episode in self.episodes] for name in names}
+
+
+def extended(prompt: str | list[dict], text: str):
+    """A prompt with a text behind it, in its last message."""
+    if isinstance(prompt, str):
+        return prompt + text
+    last = prompt[-1]
+    return [*prompt[:-1], last | dict(content=last["content"] + text)]
+
+
+def as_text(messages: list[dict]) -> str:
+    """An episode as a person reads it: a turn, below it its calls and the answers, then the next turn."""
+    lines = []
+    for message in messages:
+        if message["role"] == "assistant":
+            calls = [call["function"] for call in message.get("tool_calls", ())]
+            lines += [message["content"]] * (message["content"] != "" or not calls)
+            lines += [f"  -> {call['name']}({json.dumps(call['arguments'])[1:-1]})" for call in calls]
+        else:
+            lines.append(f"  {message.get('name', message['role'])}: {message['content']}")
+    return "\n".join(lines)

@@ -1,0 +1,550 @@
+"""Schemas are those of transformers; untrusted text becomes calls or text, fast; no tool stops, kills or doubles the process."""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, Optional
+
+import pytest
+
+from data.tools import TOOLS, call_tool, load_environment, load_tools, methods_of, parse_calls, schema_of
+from options import SnugError
+
+
+def bare():
+    """Has no arguments.
+
+    Returns: nothing"""
+
+
+def search(query: str, top: int = 3, exact: bool | None = None) -> list[str]:
+    """Search the web. Use it
+    for facts.
+
+    Args:
+        query: the words, such as
+            snug: a GPT
+        top: how many
+        exact: in quotes
+    Returns:
+        The titles,
+        best first.
+    """
+
+
+def every(
+    a: list[int],
+    b: dict[str, float],
+    c: Literal["x", "y"],
+    d: Any,
+    e: Optional[list[str]] = None,  # noqa: UP045
+    f: dict = None,
+    g: list = (),
+):
+    """All kinds.
+
+    Args:
+        a: first
+        b: second
+
+        c: third
+        d: fourth
+        e: fifth
+        f: sixth
+        g: seventh
+
+    Raises:
+        ValueError: never
+    """
+
+
+class Counter:
+    """An environment, with state and a property that must not be computed."""
+
+    def __init__(self):
+        self.count = 0
+
+    def reset(self, **columns):
+        self.count = 0
+
+    def get_reward(self):
+        return 1.0
+
+    def reply(self, text):
+        return None
+
+    @property
+    def costly(self):
+        raise AssertionError
+
+    def increment(self, by: int) -> int:
+        """Add to the counter.
+
+        Args:
+            by: how much
+        """
+        self.count += by
+        return self.count
+
+    def add(self) -> None:
+        """Add one."""
+        self.count += 1
+
+    def _hidden(self):
+        pass
+
+
+@pytest.mark.parametrize("function", [bare, search, every, *TOOLS.values(), Counter().increment, Counter().add])
+def test_schemas_are_those_of_transformers(function):
+    utils = pytest.importorskip("transformers.utils", reason="transformers is not installed")
+    assert schema_of(function) == utils.get_json_schema(function)
+
+
+def unhinted(a):
+    """Add.
+
+    Args:
+        a: a number
+    """
+
+
+def undescribed(a: int):
+    """Add.
+
+    Args:
+        b: a number
+    """
+
+
+def strange(a: int | str):
+    """Add.
+
+    Args:
+        a: a number
+    """
+
+
+def unknown(a: "NoSuchType"):  # noqa: F821
+    """Add."""
+
+
+@pytest.mark.parametrize("function", [unhinted, undescribed, strange, unknown, int, lambda a: a])
+def test_a_function_without_a_schema_is_refused(function):
+    with pytest.raises(
+        SnugError, match="^tool .*: each argument needs a type hint .* .(KeyError|ValueError|NameError)"
+    ) as error:
+        schema_of(function)
+    assert "\n" not in str(error.value)
+
+
+def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
+    (tmp_path / "snug_test_tools.py").write_text(
+        'def calc(a: int):\n    """Add.\n\n    Args:\n        a: a number\n    """\n\nclass Game:\n    def reset(self): pass\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    tools = load_tools(["python", "snug_test_tools:calc", "mine"], {"mine": search})
+    assert list(tools) == ["python", "calc", "search"] and tools["calc"] is not TOOLS["calc"]
+    assert load_tools([]) == {}
+    for specs, message in {
+        ("calc", "snug_test_tools:calc"): "tools='snug_test_tools:calc': another tool has the name calc; rename one",
+        ("calk",): "tools='calk': write calc, python, or module:function, such as my_tools:search",
+        (
+            "snug_test_tools:cal",
+        ): "tools='snug_test_tools:cal': snug_test_tools has no function cal; did you mean calc?",
+        ("snug_test_absent:f",): "tools='snug_test_absent:f': no module snug_test_absent in",
+        ("math:sqrt",): "tool sqrt: each argument needs a type hint",
+    }.items():
+        with pytest.raises(SnugError) as error:
+            load_tools(specs)
+        assert message in str(error.value)
+    assert methods_of(load_environment("snug_test_tools:Game")()) == {}
+    assert load_environment("Counter", {"Counter": Counter}) is Counter
+    with pytest.raises(SnugError, match="environment_factory='Game': write module:Class"):
+        load_environment("Game")
+
+
+def test_methods_of_an_environment():
+    counter = Counter()
+    methods = methods_of(counter)
+    assert list(methods) == ["add", "increment"]
+    assert call_tool(methods, call("increment", by=2), 5) == ("2", False) and counter.count == 2
+    with pytest.raises(SnugError, match="environment dict has no method reset"):
+        methods_of({})
+
+
+# -----------------------------------------------------------------------------
+# The built-in tools
+
+SUMS = {
+    "1+2*3": "7",
+    "(1 + 2) / 4": "0.75",
+    "0.1 + 0.2": "0.3",
+    "1/3": "0.333333333333",
+    "7//2": "3",
+    "7//2/2": "1.5",
+    "-7 % 3": "2",
+    "2**-2": "0.25",
+    " -(+3) ": "-3",
+    "2**200": str(2**200),
+    "10/5": "2",
+}
+NO_SUMS = [
+    "",
+    "a",
+    "__import__('os')",
+    "1+",
+    "()",
+    "1,2",
+    "1 if 1 else 2",
+    "'1'*9",
+    "1j",
+    "True",
+    "...",
+    "2**0.5",
+    "1<2",
+]
+NO_SUMS += [
+    "9**9**9",
+    "9**999999999",
+    "1" * 201,
+    "(-1)**0.5",
+    "\x00",
+    "(" * 100,
+    "((2**3999)**1)**2",
+    "1\n+2",
+    "(1)(2)",
+]
+NO_SUMS += ["**".join(["(10**999)"] * 9), "(2**3999)/3*(2**3999)/(10**999/10**998)**0*7/3", "²"]
+
+
+@pytest.mark.parametrize("text", SUMS)
+def test_sums(text):
+    assert call_tool(TOOLS, call("calc", expression=text), 5) == (SUMS[text], False)
+
+
+@pytest.mark.parametrize("text", NO_SUMS)
+def test_what_is_no_sum(text):
+    began = time.monotonic()
+    reply, failed = call_tool(TOOLS, call("calc", expression=text), 5)
+    assert failed and "no expression of numbers" in reply and time.monotonic() - began < 1
+
+
+def test_a_division_by_zero():
+    for text in ("1/0", "1//0", "1%0", "0**-1"):
+        assert call_tool(TOOLS, call("calc", expression=text), 5) == ("{'error': 'division by zero'}", True)
+
+
+def test_sums_have_the_values_of_python():
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(f"{rng.randrange(1, 30)}{rng.choice(['+', '-', '*', '//', '%'])}" for _ in range(6)) + "7"
+        assert TOOLS["calc"](text) == str(eval(text))
+
+
+def test_python_prints():
+    def reply(code):
+        return call_tool(TOOLS, call("python", code=code), 60)
+
+    codes = ["print(1)\nimport math\nprint(math.pi)", "x = 1", "print('a')\n1/0", "1 +", "raise SystemExit(3)"]
+    codes += ["print('x' * 10**6)", "open('/tmp/snug', 'w')", "import os\nprint(os.fork())", "print(x)"]
+    with ThreadPoolExecutor(4) as pool:  # several at once, each with a fresh interpreter
+        texts = [text for text, failed in pool.map(reply, codes) if not failed]
+    assert texts[:3] == ["1\n3.141592653589793\n", "", "a\nZeroDivisionError: division by zero\n"]
+    assert texts[3].startswith("SyntaxError: ") and texts[4] == "SystemExit: 3\n" and len(texts[5]) == 10_000
+    assert all("PermissionError: " in text for text in texts[6:8]) and texts[8].startswith("NameError: ")
+    assert reply("import os\nos._exit(0)") == (str({"error": "the process ended, or its message is too long"}), True)
+
+
+def test_code_that_does_not_end(monkeypatch):
+    """The caller does not wait for it, and the next call works."""
+    monkeypatch.setattr("data.tools.PYTHON_SECONDS", 1.0)
+    monkeypatch.setattr("data.tools.POOL", ThreadPoolExecutor(1, initializer=sys.modules["data.tools"].enter_pool))
+    assert call_tool(TOOLS, call("python", code="print(2)"), 60) == ("2\n", False)
+    late = call_tool(TOOLS, call("python", code="while True: pass"), 0.1)
+    assert late == ("{'error': 'python took longer than 0.1 seconds'}", True)
+    assert call_tool(TOOLS, call("python", code="print(3)"), 60) == ("3\n", False)
+    assert call_tool(TOOLS, call("python", code="while True: pass"), 60)[0] == "{'error': 'took longer than 1 seconds'}"
+
+
+# -----------------------------------------------------------------------------
+# Calls in text
+
+SCHEMAS = [schema_of(function) for function in (TOOLS["calc"], every, search, bare, Counter().increment)]
+
+
+def call(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def hermes(name, **arguments):
+    return f"<tool_call>\n{json.dumps(dict(name=name, arguments=arguments))}\n</tool_call>"
+
+
+ONE = hermes("calc", expression="1+1")
+READ = [  # form, text, content, calls
+    ("hermes", "no call", "no call", []),
+    ("hermes", f" Let me see.\n{ONE}", "Let me see.", [call("calc", expression="1+1")]),
+    (
+        "hermes",
+        f"{ONE}\n{hermes('f', a={'b': [1, None]})} x",
+        "x",
+        [call("calc", expression="1+1"), call("f", a=dict(b=[1, None]))],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "parameters": {"a": ";"}, "id": 7}</tool_call>', "", [call("f", a=";")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}', "", [call("f", a=2)]),
+    ("llama", ' {"name": "f", "parameters": {"a": "x; y"}}\n', "", [call("f", a="x; y")]),
+    (
+        "llama",
+        '<|python_tag|>{"name": "f", "arguments": {}}; {"name": "g", "parameters": {}}',
+        "",
+        [call("f"), call("g")],
+    ),
+    ("llama", 'I use {"name": "f", "parameters": {}}', 'I use {"name": "f", "parameters": {}}', []),
+    ("llama", '{"name": "f", "parameters": {}} Done', '{"name": "f", "parameters": {}} Done', []),
+    ("llama", "", "", []),
+    ("llama", "[1]", "[1]", []),
+    ("inline", "6*7 = <calc>6*7</calc>", "6*7 =", [call("calc", expression="6*7")]),
+    ("inline", "<calc>1</calc> <calc>2</calc>.", "<calc>1</calc>", [call("calc", expression="2")]),
+    ("inline", '<search>a "b"\n</search>', "", [call("search", query='a "b"\n')]),
+    ("inline", '<increment>{"by": 2}</increment>', "", [call("increment", by=2)]),
+    ("inline", '<every>{"a": [1], "b": {}}</every>', "", [call("every", a=[1], b={})]),
+    ("inline", "<bare>{}</bare>", "", [call("bare")]),
+    ("inline", "<sum>1</sum>", "<sum>1</sum>", []),
+    ("inline", "</calc> <calc>", "</calc> <calc>", []),
+    ("inline", "1</calc>", "1</calc>", []),
+]
+
+
+@pytest.mark.parametrize("form, text, content, calls", READ)
+def test_calls_are_read(form, text, content, calls):
+    assert parse_calls(text, form, SCHEMAS) == (content, calls)
+
+
+def test_every_form_of_every_value_is_read():
+    rng = random.Random(1)
+    for _ in range(200):
+        texts = ["".join(rng.choices('a"\\{};\n<é🙂', k=rng.randrange(9))) for _ in range(2)]
+        wanted = [call("f", a=texts, b={texts[0]: None}), call("search", query=texts[1])]
+        for ascii_only in (True, False):
+            objects = [json.dumps(each["function"], ensure_ascii=ascii_only) for each in wanted]
+            blocks = "\n".join(f"<tool_call>{each}</tool_call>" for each in objects)
+            assert parse_calls("x " + blocks, "hermes", SCHEMAS) == ("x", wanted)
+            assert parse_calls("; ".join(objects), "llama", SCHEMAS) == ("", wanted)
+        assert parse_calls(f"x <search>{texts[1]}</search>", "inline", SCHEMAS) == ("x", wanted[1:])
+
+
+DEEP = '{"name": "f", "arguments": {"a": ' + "[" * 50_000
+BAD = [
+    "",
+    "{",
+    "x",
+    "[]",
+    "1",
+    '"f"',
+    "{}",
+    '{"name": "f"}',
+    '{"name": 1, "arguments": {}}',
+    '{"name": "f", "arguments": []}',
+]
+BAD += [
+    '{"name": "f", "arguments": "{}"}',
+    '{"name": null, "arguments": {}}',
+    DEEP,
+    '{"name": "\\ud800", "arguments": {}}',
+]
+for value in ("NaN", "-Infinity", "1e999", "9" * 5000, '"\\udfff"'):
+    BAD.append('{"name": "f", "arguments": {"a": ' + value + "}}")
+BAD += ['{"name": "f", "arguments": {}} {}', '{"name": "f", "arguments": {}} x']
+
+
+@pytest.mark.parametrize("block", BAD, ids=range(len(BAD)))
+def test_a_call_that_cannot_be_read_gets_an_answer(block):
+    content, calls = parse_calls(f"a<tool_call>{block}</tool_call>b{ONE}", "hermes", SCHEMAS)
+    assert content == "ab" and calls[1] == call("calc", expression="1+1") and len(calls) == 2
+    assert calls[0]["function"] == {"name": "", "arguments": {}} and calls[0].keys() == call("").keys() | {"error"}
+    text, failed = call_tool(TOOLS, calls[0], 5)
+    assert failed and "a call must be a JSON object" in text
+    assert parse_calls(block, "llama", SCHEMAS) == (block.strip(), [])
+    for name in ("increment", "every"):
+        [bad] = parse_calls(f"<{name}>{block}x</{name}>", "inline", SCHEMAS)[1]
+        assert bad["error"] == calls[0]["error"]
+
+
+def test_any_text_is_read_at_once():
+    """100,000 characters; nothing raises, and the time does not explode."""
+    pieces = [
+        "<tool_call>",
+        "</tool_call>",
+        "<calc>",
+        "</calc>",
+        "{",
+        "}",
+        "[",
+        '"',
+        "\\",
+        ";",
+        " ",
+        ":",
+        '{"name":',
+        "9",
+        "\ud800",
+    ]
+    rng, began = random.Random(2), time.monotonic()
+    texts = ["".join(rng.choices(pieces, k=100_000))[:100_000] for _ in range(10)]
+    texts += [
+        (piece * 100_000)[:100_000] for piece in [*pieces, '{"a":', "<tool_call>{", '{"name":"f","arguments":{}};']
+    ]
+    for text in texts:
+        for form in ("hermes", "llama", "inline"):
+            content, calls = parse_calls(text, form, SCHEMAS)
+            assert len(content) <= len(text) and all(each["function"].keys() == {"name", "arguments"} for each in calls)
+    assert time.monotonic() - began < 10
+
+
+# -----------------------------------------------------------------------------
+# Bad tools
+
+
+class Stop(Exception):
+    def __str__(self):
+        return "x" * 10_000
+
+
+def ok(a, b=0):
+    return [a, b]
+
+
+def fail(a):
+    raise Stop
+
+
+def leave():
+    raise SystemExit("bye")
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+class Unprintable:
+    def __str__(self):
+        raise ValueError("no text")
+
+
+async def later(a):
+    await asyncio.sleep(0.01)
+    return a
+
+
+async def leave_later():
+    raise SystemExit
+
+
+async def loop_now():
+    return id(asyncio.get_running_loop())
+
+
+FUNCTIONS = dict(ok=ok, fail=fail, leave=leave, interrupt=interrupt, later=later, leave_later=leave_later)
+FUNCTIONS |= dict(none=lambda: None, text=lambda: "a\n", big=lambda: "x" * 10**7, unprintable=Unprintable)
+CALLS = [
+    (call("ok", a=1), "[1, 0]", False),
+    (call("none"), "None", False),
+    (call("text"), "a\n", False),
+    (call("later", a=5), "5", False),
+    (call("unprintable"), "{'error': 'no text'}", True),
+    (call("fail", a=1), str({"error": "x" * 500}), True),
+    (call("leave"), "{'error': 'bye'}", True),
+    (call("interrupt"), "{'error': 'KeyboardInterrupt'}", True),
+    (call("leave_later"), "{'error': 'SystemExit'}", True),
+    (call("ok"), str({"error": "ok() missing 1 required positional argument: 'a'"}), True),
+    (call("later", b=1), str({"error": "later() got an unexpected keyword argument 'b'"}), True),
+    (call("nothing"), f"{{'error': 'there is no tool nothing; the tools are {', '.join(FUNCTIONS)}'}}", True),
+]
+
+
+@pytest.mark.parametrize("tool_call, text, failed", CALLS)
+def test_what_a_call_answers(tool_call, text, failed):
+    assert call_tool(FUNCTIONS, tool_call, 10) == (text, failed)
+
+
+def test_big_texts_and_names():
+    assert len(call_tool(FUNCTIONS, call("big"), 10)[0]) == 10**7
+    assert len(call_tool(FUNCTIONS, call("x" * 10**6), 10)[0]) < 600
+
+
+def test_coroutines_share_a_loop():
+    with ThreadPoolExecutor(8) as pool:
+        loops = set(pool.map(lambda _: call_tool(dict(f=loop_now), call("f"), 10), range(32)))
+    assert len(loops) == 1 and not loops.pop()[1]
+    began = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: call_tool(dict(f=asyncio.sleep), call("f", delay=0.3), 10), range(8)))
+    assert time.monotonic() - began < 2
+
+
+def test_a_tool_that_is_late():
+    """Each of them: the answer comes in time, and what the tool does later changes nothing."""
+    ended, seen = threading.Event(), []
+
+    def busy():
+        try:
+            while True:
+                seen.append(1) if len(seen) < 10 else None
+        finally:
+            ended.set()
+
+    def stubborn():
+        try:
+            time.sleep(0.4)
+        except Exception:
+            pass
+        return "late"
+
+    async def hang():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def block():
+        time.sleep(0.5)
+
+    for function in (busy, stubborn, hang, block):
+        ended.clear()
+        began = time.monotonic()
+        reply = call_tool({"f": function}, call("f"), 0.2)
+        assert reply == ("{'error': 'f took longer than 0.2 seconds'}", True) and time.monotonic() - began < 0.45
+        if function in (busy, hang):
+            assert ended.wait(5)
+    assert call_tool(FUNCTIONS, call("later", a=1), 10) == ("1", False)
+
+
+FORKS = """
+import os, sys
+from data.tools import call_tool
+def fork():
+    os.fork()
+    if {raises}: raise ValueError("x")
+    return "parent"
+async def later():
+    return fork()
+for function in (fork, later):
+    reply = call_tool(dict(f=function), dict(type="function", function=dict(name="f", arguments=dict())), 10)
+    print(os.getpid(), *reply, flush=True)
+os.wait(), os.wait()
+"""
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_fork_ends_in_the_tool(raises):
+    lines = subprocess.check_output(
+        [sys.executable, "-c", FORKS.format(raises=raises)], text=True, timeout=60
+    ).splitlines()
+    answer = "{'error': 'x'} True" if raises else "parent False"
+    assert len(lines) == 2 and lines[0] == lines[1] and lines[0].endswith(answer)
