@@ -57,6 +57,7 @@
       group.varied = new Set(scored).size > 1;
       for (const sample of group.samples) Object.assign(sample, { mean: group.mean, varied: group.varied });
     }
+    run.written = run.samples.some((sample) => sample.mask);
   };
 
   const FILTERS = {
@@ -107,18 +108,40 @@
     const scale = SCALES[$("colour").value], steps = scale.both ? [-1, -0.5, 0, 0.5, 1] : [0, 0.5, 1];
     [$("low").textContent, $("high").textContent] = [scale.low, scale.high];
     $("scale").style.background = `linear-gradient(90deg, ${steps.map((s) => tint(s, scale.both) || "transparent").join(", ")})`;
+    $("written").hidden = !current().written;
   };
 
   const number = (value, digits = 2) => (value === null || value === undefined ? "–" : value.toFixed(digits).replace("-", "−"));
+  // A completion has parts: turns of the model, and between them what tools or an environment replied.
+  const isWritten = (sample, i) => sample.mask?.[i] === 0; // by them, so the token has no figures
+  const labels = (messages) => {
+    const texts = [];
+    let turns = 0, before;
+    for (const { role, name = "", tool_calls = [] } of messages) {
+      const called = tool_calls.map((call) => call.function.name || "?").join(", "); // "": a call that nobody can read
+      const text = role === "assistant" ? `Turn ${++turns}${called && ` calls ${called}`}` : `${role} ${name}`.trim();
+      if (role === "assistant" || before === "assistant") texts.push(text);
+      else texts.push(`${texts.pop()}, ${text}`);
+      before = role;
+    }
+    return texts;
+  };
   const tokens = (sample, most, oneLine) => {
-    const box = make("div", "tokens"), scale = SCALES[$("colour").value];
+    const box = make("div", "tokens"), scale = SCALES[$("colour").value], titles = labels(sample.messages ?? []);
     const texts = sample.tokens ?? [sample.completion];
+    let part;
     texts.slice(0, most).forEach((text, i) => {
-      const isEnd = sample.stopped && i === texts.length - 1 && !text;
+      const written = isWritten(sample, i), last = i === texts.length - 1;
+      if (!i || written !== isWritten(sample, i - 1)) {
+        part = make("div", written ? "written" : "");
+        part.dataset.label = titles[box.childElementCount] ?? "";
+        box.append(part);
+      }
+      const isEnd = !text && (last ? sample.stopped : !written && isWritten(sample, i + 1));
       const span = make("span", "", text.replaceAll("\n", oneLine ? "↵" : "↵\n") || (isEnd ? "■" : "◦"));
-      if (sample.tokens) span.style.background = tint(scale.of(sample, i) || 0, scale.both);
+      if (sample.tokens && !written) span.style.background = tint(scale.of(sample, i) || 0, scale.both);
       span.dataset.token = i;
-      box.append(span);
+      part.append(span);
     });
     return box;
   };
@@ -173,11 +196,15 @@
     if (!sample) return;
     const length = sample.tokens ? `${sample.tokens.length} tokens` : `${sample.completion.length} characters`;
     const shown = { reward: number(sample.reward, 3), advantage: number(sample.advantage, 3), length, end: sample.stopped ? "stopped" : "cut off" };
-    const completion = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures, or press ← and → in the list. ■ is the stop token." : "");
+    if (sample.mask) shown.replies = `${sample.mask.filter((sampled) => !sampled).length} tokens`;
+    const about = ["Completion"];
+    if (sample.messages) about.push(`turns: ${sample.messages.filter(({ role }) => role === "assistant").length}`);
+    if (sample.tool_errors !== undefined) about.push(`tool errors: ${sample.tool_errors}`);
+    const completion = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures, or press ← and → in the list. ■ is a stop token." : "");
     line.id = "token";
     line.setAttribute("aria-live", "polite");
     completion.addEventListener("pointerover", (event) => point(event.target));
-    detail.append(make("h3", "", `Prompt, iteration ${sample.iter}`), make("p", "text", sample.prompt), make("h3", "", "Completion"));
+    detail.append(make("h3", "", `Prompt, iteration ${sample.iter}`), make("p", "text", sample.prompt), make("h3", "", about.join(" · ")));
     detail.append(completion, line, make("h3", "", "Figures"), named(shown));
     const rewards = Object.entries(sample.rewards ?? {}).map(([name, value]) => [name, number(value, 3)]);
     if (rewards.length) detail.append(make("h3", "", "Rewards before weights"), named(Object.fromEntries(rewards)));
@@ -191,6 +218,10 @@
     if (i === undefined || typeof chosen.logprobs?.[i] !== "number") return;
     detail.querySelector(".at")?.classList.remove("at");
     element.classList.add("at");
+    if (isWritten(chosen, i)) {
+      $("token").textContent = `token ${+i + 1}: not written by the model`;
+      return;
+    }
     const logprob = chosen.logprobs[i], figures = [`token ${+i + 1}: log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 3)}`];
     if (chosen.entropies) figures.push(`entropy ${number(chosen.entropies[i], 3)}`);
     if (chosen.ref_logprobs) figures.push(`reference's log-prob ${number(chosen.ref_logprobs[i], 3)}`);
@@ -199,11 +230,11 @@
 
   const STEPS = { ArrowDown: 1, ArrowUp: -1, PageDown: 12, PageUp: -12, Home: -Infinity, End: Infinity };
   list.addEventListener("keydown", (event) => {
-    const beside = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+    const beside = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (event.altKey || event.ctrlKey || event.metaKey || (!beside && !(event.key in STEPS))) return;
     event.preventDefault();
     if (beside) {
-      const at = detail.querySelector(".at"), token = at ? at[beside] : detail.querySelector("[data-token]");
+      const at = detail.querySelector(".at"), token = detail.querySelector(`[data-token="${at ? +at.dataset.token + beside : 0}"]`);
       point(token);
       token?.scrollIntoView({ block: "nearest" });
       return;

@@ -43,6 +43,8 @@ CONSOLE = {
     "entropy": "  entropy {:.3f}",
     "grad_norm": "  grad {:.2f}",
     "completion_length_mean": "  length {:.1f}",
+    "tool_calls": "  calls {:.2f}",
+    "tool_errors": "  tool errors {:.2f}",
     "tokens_per_second": "  {:,.0f} tok/s",
     "mem_alloc_mb": "  mem {:.0f} MiB",
     "mem_max_alloc_mb": "  peak {:.0f} MiB",
@@ -55,8 +57,8 @@ CONSOLE = {
     "left": "  left {}",
 }
 # What a line leaves out until it fits, from the first on. What is not here stays.
-LEFT_OUT = """mem_alloc_mb completion_length_mean tokens_per_second grad_norm entropy pass_at_1_sampled
-skipped_steps reward_std loss kl left""".split()
+LEFT_OUT = """mem_alloc_mb completion_length_mean tool_calls tokens_per_second grad_norm entropy
+pass_at_1_sampled tool_errors skipped_steps reward_std loss kl left""".split()
 
 
 def console_line(record: dict, total: int, width=math.inf) -> str:
@@ -67,7 +69,7 @@ def console_line(record: dict, total: int, width=math.inf) -> str:
     parts = {"": line}
     for name, text in CONSOLE.items():
         value = record.get(name)
-        if value is not None and (value or not name.endswith("_steps")):
+        if value is not None and (value or not name.endswith(("_steps", "_errors"))):
             parts[name] = text.format(value)
     for name in LEFT_OUT:
         if sum(map(len, parts.values())) > width:

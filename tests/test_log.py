@@ -146,6 +146,23 @@ RECORD |= dict(completion_length_mean=18, tokens_per_second=51804, mem_alloc_mb=
             "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  peak 39 MiB  2.30 s  steps with nothing to learn: 3",
         ),
         (1, {}, "iter  7/80  reward 0.250  peak 39 MiB  2.30 s"),
+        (
+            math.inf,
+            dict(tool_calls=0.0, tool_errors=0.0),
+            "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  length 18.0  "
+            "calls 0.00  51,804 tok/s  mem 2 MiB  peak 39 MiB  2.30 s",
+        ),
+        (
+            124,
+            dict(tool_calls=0.52, tool_errors=0.1, tokens_per_second=None),
+            "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  tool errors 0.10  "
+            "peak 39 MiB  2.30 s",
+        ),
+        (
+            80,
+            dict(tool_calls=0.52, tool_errors=0.1),
+            "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  peak 39 MiB  2.30 s",
+        ),
     ],
 )
 def test_a_line_fits_the_console(width, more, line):

@@ -114,6 +114,24 @@ def test_each_function_has_a_line_and_each_metric_a_chart(tmp_path):
     assert rows["metric/<i>words (first -> last)"] == ["-", "7.000 -> 7.000"]
 
 
+def test_tools_have_charts_where_they_were_logged(tmp_path):
+    runs = read_runs([make_run(tmp_path / "a", iterations=2), make_run(tmp_path / "b", iterations=1)])
+    titles = {"Turns", "Tool calls", "Replies"}
+    assert not titles & {chart.title for chart in charts_of(runs)}
+    assert not any(name.startswith("tool") for name, *_ in report.cells_of(runs))
+    for i, record in enumerate(runs[0].records):
+        record |= dict(turns=1.5 + i, tool_calls=0.5 + i, tool_errors=i / 4, written_fraction=0.125)
+    charts = charts_of(runs)
+    assert chart(charts, "Turns")["a"].y == [1.5, 2.5] and chart(charts, "Replies")["a"].y == [0.125, 0.125]
+    assert {name: s.y for name, s in chart(charts, "Tool calls").items()} == {
+        "a, calls": [0.5, 1.5],
+        "a, errors": [0, 0.25],
+    }
+    rows = {name: cells for name, *cells in report.cells_of(runs)}
+    assert rows["tool_calls (first -> last)"] == ["0.500 -> 1.500", "-"]
+    assert rows["tool_errors (first -> last)"] == ["0.000 -> 0.250", "-"]
+
+
 def top_of(folders):
     """-> (rows of the options' table, the options below it)"""
     text = page_of(folders).read_text()
@@ -357,6 +375,60 @@ def test_the_browser_shows_rewards_columns_and_the_question(chromium, tmp_path):
     tab.locator("#list .row:not(.group)").last.click()
     assert tab.locator("#detail dt").count() == 4 and tab.locator("#detail h3").count() == 3
     assert tab.evaluate("window.hacked") is None and tab.locator("#rollouts img").count() == 0 and wrong == []
+
+
+def make_episode():
+    """Two calls in the first turn, each answered; the second turn is cut off. Special tokens have no text."""
+    turns = [("two calls", ""), ("\n", "", HOSTILE[1]), ("It is", " 5", "")]
+    mask = [int(i != 1) for i, tokens in enumerate(turns) for _ in tokens]
+    calls = [dict(type="function", function=dict(name=name, arguments={})) for name in (HOSTILE[1], "")]
+    messages = [dict(role="assistant", content="two calls", tool_calls=calls)]
+    messages += [dict(role="tool", name="calc", content="5"), dict(role="user", content="5")]
+    messages.append(dict(role="assistant", content="It is 5"))
+    tokens = [token for tokens in turns for token in tokens]
+    figures = {name: [value * sampled for sampled in mask] for name, value in (("logprobs", -1), ("ref_logprobs", -2))}
+    episode = dict(iter=0, group=0, prompt="p", completion="".join(tokens), reward=2.0, advantage=1.0, stopped=False)
+    return episode | figures | dict(tokens=tokens, mask=mask, messages=messages, tool_errors=1, entropies=mask)
+
+
+def test_the_browser_shows_turns_and_replies(chromium, tmp_path):
+    folders = [make_run(tmp_path / "a", samples=[make_episode(), *make_samples(1)]), make_run(tmp_path / "b")]
+    (tmp_path / "b/samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in make_samples(1)))
+    tab, wrong = opened(chromium, page_of(folders))
+    parts = tab.locator("#detail .tokens > div")
+    texts = ["two calls■", f"↵\n◦{HOSTILE[1]}", "It is 5◦"]
+    assert parts.all_text_contents() == texts and tab.locator("#detail .written").all_text_contents() == texts[1:2]
+    label = "getComputedStyle(part, '::before').content"
+    labels = parts.evaluate_all(f"parts => parts.map((part) => JSON.parse({label}))")
+    assert labels == [f"Turn 1 calls {HOSTILE[1]}, ?", "tool calc, user", "Turn 2"]
+    assert tab.locator("#detail h3").nth(1).inner_text() == "Completion · turns: 2 · tool errors: 1"
+    figures = tab.locator("#detail dl > div").all_text_contents()
+    assert figures[2:] == ["length8 tokens", "endcut off", "replies3 tokens"]
+    shades = "spans => spans.map((span) => Boolean(span.style.background))"
+    for name in ("logprobs", "entropies", "advantage", "change"):
+        tab.select_option("#colour", name)
+        shaded = tab.locator("#detail .tokens span").evaluate_all(shades)
+        assert shaded == [True] * 2 + [False] * 3 + [True] * 3
+    # The keys go through a reply, which has no figures
+    tab.focus("#list")
+    for _ in range(3):
+        tab.keyboard.press("ArrowRight")
+    assert tab.inner_text("#token") == "token 3: not written by the model"
+    for _ in range(3):
+        tab.keyboard.press("ArrowRight")
+    assert tab.inner_text("#token").startswith("token 6: log-prob −1.000") and tab.locator("#detail .at").count() == 1
+    tab.keyboard.press("ArrowLeft")
+    assert tab.inner_text("#token").startswith("token 5: not")
+    # A row is one line; what has no mask has one part without a label
+    row = tab.locator("#list .row:not(.group) .tokens").first
+    assert row.locator("div").evaluate_all(
+        "parts => parts.every((part) => getComputedStyle(part).display === 'inline')"
+    )
+    assert tab.is_visible("#written")
+    tab.select_option("#run", "1")
+    assert not tab.is_visible("#written") and parts.evaluate_all(f"parts => parts.map((part) => {label})") == ["none"]
+    assert tab.locator("#detail h3").nth(1).inner_text() == "Completion" and "replies" not in tab.inner_text("#detail")
+    assert tab.evaluate("window.hacked") is None and wrong == []
 
 
 @pytest.mark.parametrize("drawn", [True, False])
