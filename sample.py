@@ -34,12 +34,12 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 import numpy as np
 import torch
-from data.tools import NONE
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from data.episodes import Episodes, as_text, make_toolbox
+from data.tools import NONE
 from decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
 from device.kinds import kind_of
 from memory.ledger import unwatched
@@ -72,17 +72,14 @@ class Rollouts:
         torch.Tensor
     )  # (N, T_c), 1 on every sampled token, the stop token included; 0 where `respond` wrote
     stopped: torch.Tensor  # (N,) boolean: ended with the stop token or a stop string, not cut off
-    # (N,) boolean: ended with a stop string, which its tokens contain
-    stopped_by_text: torch.Tensor | None = None
     advantages: torch.Tensor | None = None  # (N,)
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
     ref_logprobs: torch.Tensor | None = None  # (N, T_c)
 
     def completions(self):
-        """-> N lists of ids, without the stop token."""
-        by_token = self.stopped if self.stopped_by_text is None else self.stopped & ~self.stopped_by_text
+        """-> N lists of ids, with their stop tokens, as in TRL."""
         starts = self.prompt_lengths.tolist()
-        ends = (self.prompt_lengths + self.completion_lengths - by_token.long()).tolist()
+        ends = (self.prompt_lengths + self.completion_lengths).tolist()
         return [ids[start:end] for ids, start, end in zip(self.tokens.tolist(), starts, ends, strict=True)]
 
     def columns(self) -> dict[str, torch.Tensor]:
@@ -223,11 +220,10 @@ def decode(batch, bar):
 def assemble(prompts, k, tokens, logprobs, stop_token, ends, written):
     """tokens, logprobs (N, max_new_tokens) -> Rollouts. ends, written: DecodeBatch's; without ends a row ends with its
     first stop token."""
-    device, stopped_by_text = tokens.device, None
+    device = tokens.device
     if ends:
         columns = zip(*(ends[row] for row in range(len(tokens))), strict=True)
-        lengths, stopped, stopped_by_text = (torch.tensor(column, device=device) for column in columns)
-        stopped_by_text &= stopped
+        lengths, stopped = (torch.tensor(column, device=device) for column in columns)
     else:
         is_stop = torch.isin(tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device))
         # What follows is zeros, and 0 may be a stop token too.
@@ -246,7 +242,6 @@ def assemble(prompts, k, tokens, logprobs, stop_token, ends, written):
         sampling_logprobs=logprobs[:, :T_c] * mask,
         mask=mask.long(),
         stopped=stopped,
-        stopped_by_text=stopped_by_text,
     )
 
 

@@ -25,7 +25,6 @@ import math
 import sys
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -57,14 +56,6 @@ REPLY_AT = {"cpu": 1 / 8, "cuda": 1 / 4}
 REPLY_CONTEXT = {"cpu": 4096, "cuda": 16384}
 
 
-class End(NamedTuple):
-    """Where a turn or a sequence ends."""
-
-    length: int  # of the sequence, with the token that ended it
-    stopped: bool = True  # False: cut off
-    by_text: bool = False  # by a stop string
-
-
 class DecodeBatch:
     """The slots, the sequences in them, and tables of all tokens drawn so far.
 
@@ -74,7 +65,7 @@ class DecodeBatch:
     tokens, logprobs  (N + 1, max_new_tokens)  what was drawn; row i is sequence i
     u                 (N + 1, max_new_tokens)  the uniform numbers to draw with
     written           (N + 1, max_new_tokens)  True: a reply's token, not drawn; None without `ask`
-    ends              {sequence: End} of the sequences that are over, with `is_over` or `ask`
+    ends              {sequence: (its length, not cut off?)} of those that are over, with `is_over` or `ask`
     """
 
     def __init__(
@@ -136,7 +127,7 @@ class DecodeBatch:
         self.checked = np.zeros_like(self.prompt_slot)
         self.slot_of_prompt = {}  # prompts in the cache: number -> prompt slot
         self.ends = {}
-        self.asked = {}  # sequences that wait -> (slot, End of the turn, Future of the reply)
+        self.asked = {}  # sequences that wait -> (slot, length, Future of the reply)
         self.next_sequence = 0  # the first that waits
         self.steps = 0  # taken so far
         self.active = 0  # slots with a sequence, at the last look
@@ -203,21 +194,18 @@ class DecodeBatch:
                 continue
             over.append(slot)
             if end and self.ask:
-                reply = self.ask(sequence, ids[self.turn[slot] : end.length])
-                self.asked[sequence] = slot, end, reply
+                self.asked[sequence] = slot, end, self.ask(sequence, ids[self.turn[slot] : end])
             else:
-                self.ends[sequence] = end or End(drawn, stopped=False)
+                self.ends[sequence] = end or drawn, bool(end)
                 self.held[slot] = self.N
         if over:
             self.sequences[upload(over, self.device)] = self.N
 
-    def end_of_turn(self, ids: list[int], begin: int, checked: int) -> "End | None":
-        """The first token behind `checked` that ends the turn that began at `begin`."""
+    def end_of_turn(self, ids: list[int], begin: int, checked: int) -> int | None:
+        """The length with the first token behind `checked` that ends the turn that began at `begin`."""
         for n in range(checked + 1, len(ids) + 1):
-            if ids[n - 1] in self.stop_tokens:
-                return End(n)
-            if self.is_over and self.is_over(ids[begin:n]):
-                return End(n, by_text=True)
+            if ids[n - 1] in self.stop_tokens or self.is_over and self.is_over(ids[begin:n]):
+                return n
         return None
 
     def read_replies(self) -> bool:
@@ -228,10 +216,10 @@ class DecodeBatch:
         replies = []
         for sequence, (slot, end, future) in self.asked.items():
             reply = future.result()
-            if reply is not None and end.length + len(reply) < self.max_new_tokens:
-                replies.append((slot, end.length, reply))
+            if reply is not None and end + len(reply) < self.max_new_tokens:
+                replies.append((slot, end, reply))
             else:  # over, or no room
-                self.ends[sequence] = end._replace(stopped=reply is None)
+                self.ends[sequence] = end, reply is None
                 self.held[slot] = self.N
         self.asked = {}
         n = self.replies_at_once()
@@ -250,21 +238,15 @@ class DecodeBatch:
         The last token of the turn is read with them: no step has read it, or its step was not the last."""
         slots, lengths, added = map(np.array, (slots, lengths, list(map(len, replies))))
         ends, held = lengths + added, self.held[slots]
+        for row, begin, end, reply in zip(held, lengths, ends, replies, strict=True):
+            self.tokens[row, begin:end] = upload(reply, self.device)
+            self.logprobs[row, begin:end] = 0
+            self.written[row, begin:end] = True
         self.started[slots] = self.steps - ends
         self.turn[slots] = self.checked[slots] = ends
-        columns = np.concatenate([np.arange(*span) for span in zip(lengths, ends, strict=True)])
-        table = np.stack([held.repeat(added), columns, np.concatenate(replies).astype(np.int64)])
-        rows, columns, ids = upload(table, self.device)
-        self.tokens[rows, columns] = ids
-        self.logprobs[rows, columns] = 0
-        self.written[rows, columns] = True
-
-        self.cache.begin_reply(slots, self.prompt_slot[slots], lengths - 1, added + 1)
-        table = np.stack([slots, held, lengths, added, ends])
-        slots, held, lengths, added, ends = upload(table, self.device)
-        place = torch.arange(1 + max(map(len, replies)), device=self.device)
-        columns = (lengths[:, None] - 1 + place).clamp_(max=self.max_new_tokens - 1)  # (w, R)
-        positions = self.prompt_length[slots, None] + columns
+        spans = slots, self.prompt_slot[slots], lengths - 1, added + 1
+        columns, positions = self.cache.begin_reply(*spans)
+        slots, held, added, ends = upload(np.stack([slots, held, added, ends]), self.device)
         hidden = self.model(self.tokens[held[:, None], columns], positions, self.cache, last=added)
         self.sequences[slots] = held
         self.t[slots] = ends

@@ -169,34 +169,32 @@ class KVCache:
             self.completion_bias = bias[:, None]  # (n * G, 1, columns)
 
     def begin_reply(self, slots, prompt_slots, t, lengths):
-        """The next forward reads tokens (w, R) of these slots, right-padded. All arguments are arrays (w,).
+        """The next forward reads tokens (w, R) of these slots, right-padded; all arguments are arrays (w,).
 
-        lengths: of each slot's tokens, R at most. Column t[s] and those after it get them. They see their prompt, the
-        columns before, and each other as far as they are not later."""
-        place = np.arange(lengths.max())
-        column = t[:, None] + place  # (w, R)
-        columns = int((t + lengths).max())
-        row, token = np.nonzero(place < lengths[:, None])  # of the tokens that are no padding
-        where = upload(np.stack([row, token, slots[row], column[row, token]]), self.device)
-        slots, prompt_slots = upload(slots, self.device), upload(prompt_slots, self.device)
-        padding = torch.arange(self.prompt.shape[4], device=self.device)
-        in_prompt = padding < self.prompt_lengths[prompt_slots, None]  # (w, T_p)
-        earlier = torch.arange(columns, device=self.device) <= upload(column, self.device)[..., None]
-        in_prompt = in_prompt[:, None].expand(-1, len(place), -1)
-        sees = torch.cat([in_prompt, earlier], 2)[:, None]  # (w, 1, R, T_p + columns)
-        self.reply = slots, prompt_slots, columns, where, sees
+        lengths: of each slot's tokens, R the largest. They go to column t[s] and those behind it. They see their
+        prompt, the columns before, and each other as far as they are not later. What padding writes is behind them: a
+        step overwrites it before anything sees it. -> columns (w, R), positions (w, R)."""
         self.prefill_slots = None
+        t, slots, prompt_slots = (upload(values, self.device) for values in (t, slots, prompt_slots))
+        width, T_p = self.completion.shape[4], self.prompt.shape[4]
+        place = torch.arange(max(lengths), device=self.device)
+        columns = (t[:, None] + place).clamp_(max=width - 1)
+        prompt_lengths = self.prompt_lengths[prompt_slots, None]
+        in_prompt = torch.arange(T_p, device=self.device) < prompt_lengths  # (w, T_p)
+        earlier = torch.arange(width, device=self.device) <= columns[..., None]  # (w, R, T_c)
+        sees = torch.cat([in_prompt[:, None].expand(-1, len(place), -1), earlier], 2)
+        self.reply = slots, prompt_slots, columns, sees[:, None]
+        return columns, prompt_lengths + columns
 
     def attend_reply(self, layer: int, q, k, v, rotary):
         """q (w, H, R, D), k and v (w, G, R, D) -> (w, H, R, D). Writes the keys and values of the reply."""
-        slots, prompt_slots, columns, (row, token, slot, column), sees = self.reply
+        slots, prompt_slots, columns, sees = self.reply
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        new = torch.stack([k, v], 2)[row, :, :, token]  # (tokens, G, 2, D)
         completion = self.completion[layer]
-        completion[:, slot, :, column] = new.transpose(1, 2).to(self.dtype)
-        prompt = self.prompt[layer][:, prompt_slots]  # (2, w, G, T_p, D)
-        k, v = torch.cat([prompt, completion[:, slots, :, :columns]], 3)
+        new = torch.stack([k, v]).permute(1, 3, 0, 2, 4)  # (w, R, 2, G, D)
+        completion[:, slots[:, None], :, columns] = new.to(self.dtype)
+        k, v = torch.cat([self.prompt[layer][:, prompt_slots], completion[:, slots]], 3)
         if kind_of(q) == "cuda":  # its fused attention with a mask does not share heads
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         return F.scaled_dot_product_attention(q.to(self.dtype), k, v, attn_mask=sees, enable_gqa=True)

@@ -75,7 +75,7 @@ MUTANTS = [
     ("prompts read ahead are forgotten", "decoding/decode_batch.py", "if p not in busy and p < waiting:", "if p not in busy:", "test_sample.py"),
     ("positions one too far", "decoding/decode_batch.py", "(self.prompt_length + self.t)", "(self.prompt_length + self.t + 1)", "test_sample.py"),
     ("slots are not filled again", "decoding/decode_batch.py", "            if not new:", "            if not new or len(idle) < len(sequences):", "test_sample.py"),
-    ("text looked for after the stop token", "decoding/decode_batch.py", "if token in self.stop_tokens), None)", "if False), None)", "test_sample.py"),
+    ("text looked for after the stop token", "decoding/decode_batch.py", "if ids[n - 1] in self.stop_tokens or", "if", "test_sample.py"),
     ("a stop string within one token alone", "tokenizer/__init__.py", 'window = len(text.encode(errors="replace")) + 1', "window = 1", "test_tokenizer.py"),
     ("tokens of probability 0", "decoding/draw.py", "cdf[:, -1:], right=True)", "cdf[:, -1:], right=False)", "test_draw.py"),
     ("tokens of probability 0, in the kernel", "decoding/draw.py", "(ends > target) & (p > 0)", "ends >= target", "test_kernels.py"),

@@ -111,7 +111,7 @@ def test_a_reply_without_room_is_not_written():
         assert not rollouts.stopped.any()
         assert int((rollouts.mask == 0).sum()) == (12 if length == 6 else 0)
     rollouts = sample_groups(model, [[1, 2]], 2, 1, respond=lambda row, ids: None, **always)
-    assert rollouts.stopped.all() and rollouts.completions() == [[], []]
+    assert rollouts.stopped.all() and rollouts.completions() == [[3], [3]]
 
 
 def test_the_cache_of_a_reply_is_that_of_a_whole_forward():

@@ -100,7 +100,8 @@ def test_only_ids_of_the_tokenizer_are_sampled_and_any_stop_token_ends(folder, t
     gsm8k(folder, tmp_path / "run", "--group_size=128", "--max_iters=1", "--eval_interval=0")
     rollouts = rounds[0]
     T = rollouts.mask.shape[1]
-    for completion in rollouts.completions():
+    for completion, stopped in zip(rollouts.completions(), rollouts.stopped.tolist(), strict=True):
+        completion = completion[: len(completion) - stopped]
         assert max(completion, default=0) < 259 and not {256, 258} & set(completion)
     last = rollouts.tokens[torch.arange(256), rollouts.prompt_lengths + rollouts.completion_lengths - 1]
     assert ((last == 256) | (last == 258)).equal(rollouts.stopped) and {256, 258} <= set(last.tolist())

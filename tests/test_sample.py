@@ -51,7 +51,7 @@ def test_any_of_several_stop_tokens_ends_a_completion(is_over):
         assert (ids, logprobs) == (naive[0], pytest.approx(naive[1], abs=1e-5))
         by_token = ids[-1] in stops
         assert not set(ids[:-1]) & set(stops) and (by_token or len(ids) == 12 or is_over)
-        assert rollouts.completions()[i] == (ids[:-1] if by_token else ids)
+        assert rollouts.completions()[i] == ids
         ends.add(ids[-1])
     assert set(stops) <= ends
 
@@ -130,15 +130,14 @@ def test_a_stop_string_that_spans_tokens(every, max_batch, monkeypatch):
         naive_ids, naive_logprobs = generate_naive(model, PROMPTS[i // 8], 14, row=i, **options)
         assert ids == naive_ids and logprobs == pytest.approx(naive_logprobs, abs=1e-5)
         by_text = is_over(ids)
-        assert bool(rollouts.stopped_by_text[i]) == by_text
         assert bool(rollouts.stopped[i]) == (by_text or ids[-1] == STOP)
-        assert rollouts.completions()[i] == (ids[:-1] if ids[-1] == STOP else ids)  # the text that ended it stays
+        assert rollouts.completions()[i] == ids
         assert rollouts.mask[i].sum() == len(ids) and (rollouts.sampling_logprobs[i, len(ids) :] == 0).all()
         assert set(rollouts.tokens[i, rollouts.prompt_lengths[i] + len(ids) :].tolist()) <= {0}
         kinds.add("token" if ids[-1] == STOP else (text[ids[-1]] if by_text else "cut off"))
     assert kinds >= {"token", "b", "ab", "xab y"}
     without = sample_groups(model, PROMPTS, 8, 14, stop_token=STOP, seed=4)
-    assert without.stopped_by_text is None and without.completion_lengths.sum() > rollouts.completion_lengths.sum()
+    assert without.completion_lengths.sum() > rollouts.completion_lengths.sum()
 
 
 def test_rollouts_say_where_everything_is():
@@ -156,7 +155,7 @@ def test_rollouts_say_where_everything_is():
         assert (completion[-1] == STOP) == bool(rollouts.stopped[i]) and (rollouts.stopped[i] or c == 12)
         assert rollouts.mask[i].tolist() == [1] * c + [0] * (T_c - c)  # the stop token is in
         assert (rollouts.sampling_logprobs[i, :c] < 0).all() and (rollouts.sampling_logprobs[i, c:] == 0).all()
-        assert rollouts.completions()[i] == (completion[:-1] if rollouts.stopped[i] else completion)
+        assert rollouts.completions()[i] == completion
 
 
 def test_a_prompt_goes_through_the_model_once_and_rows_that_are_over_leave(monkeypatch):
