@@ -7,5 +7,5 @@ max_new_tokens = 48
 group_size = 16
 batch_size = 32
 learning_rate = 1e-3
-max_iters = 60
-eval_interval = 20
+max_iters = 30
+eval_interval = 10
