@@ -68,9 +68,7 @@ class Rollouts:
     prompt_lengths: torch.Tensor  # (N,)
     completion_lengths: torch.Tensor  # (N,), the stop token and what `respond` wrote included
     sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 where mask is 0
-    mask: (
-        torch.Tensor
-    )  # (N, T_c), 1 on every sampled token, the stop token included; 0 where `respond` wrote
+    mask: torch.Tensor  # (N, T_c), 1 on every sampled token, the stop token too; 0 where `respond` wrote
     stopped: torch.Tensor  # (N,) boolean: ended with the stop token or a stop string, not cut off
     advantages: torch.Tensor | None = None  # (N,)
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
@@ -295,11 +293,10 @@ def complete(settings, run, functions=NONE):
 
     if not settings.prompt and not run.settings.task:
         raise SnugError(f"{run.path} has no task to take a prompt from; give --prompt=...")
-    if settings.prompt:
-        row = dict(prompt=settings.prompt)
-    else:
+    row = dict(prompt=settings.prompt)
+    if not settings.prompt:
         [row] = make_task(run.settings).prompts("test", [settings.seed])
-    if settings.prompt and (settings.chat or run.settings.chat):
+    elif settings.chat or run.settings.chat:
         system_prompt = settings.system_prompt or run.settings.system_prompt
         row = dict(prompt=as_messages(settings.prompt, system_prompt))
     elif settings.system_prompt:
@@ -323,7 +320,9 @@ def complete(settings, run, functions=NONE):
         text = completion if isinstance(completion, str) else as_text(completion)
         text = text.split(settings.stop_string)[0] if settings.stop_string else text
         texts.append(text if stopped else f"{text} …")
-    return prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n", texts
+    if isinstance(prompt, str):
+        return prompt + "\n" * bool(toolbox), texts
+    return f"{prompt[-1]['content']}\n", texts
 
 
 def main(settings, run):

@@ -378,6 +378,7 @@ bf16: dtype=bfloat16
 config: the first word, without dashes, such as config/grpo_small.py
 dataset: data_file, with --task=jsonl
 dataset_name: data_file, with --task=jsonl
+environment_factory: environment
 eval_steps: eval_interval
 eval_strategy: eval_interval
 generation_batch_size: batch_size, in prompts, not completions
@@ -391,6 +392,7 @@ max_completion_length: max_new_tokens
 max_grad_norm: grad_clip
 max_length: block_size
 max_steps: max_iters
+max_tool_calling_iterations: max_turns, one more than the rounds of calls
 model: init_from
 model_name_or_path: init_from
 num_generations: group_size
