@@ -15,7 +15,7 @@ in TRL: {"role": "assistant", "content": text, "tool_calls": [...]}, {"role": "t
 Nothing is tokenized twice: the ids of a turn stay those that were sampled. So a conversation differs from what the
 template would make of all its messages where the template changes earlier turns: Qwen3's drops their thoughts.
 
-Left out: images; environments that differ from row to row. Tests: tests/test_tools.py.
+Left out: images; environments that differ from row to row. Tests: tests/test_episodes.py.
 """
 
 import inspect

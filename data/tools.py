@@ -15,7 +15,8 @@ A model writes a call in the form that its chat template teaches (Chat.call_form
     inline  <calc>1+1</calc> at the end of the turn
 
 Left out: hints of tuples, Enums and unions, "(choices: ...)" in docstrings; other forms of calls, such as Mistral's;
-checks of an argument's type. A tool can do whatever Python can, so name only code that you trust. Tests: tests/test_tools.py.
+checks of an argument's type. A tool can do whatever Python can, so name only code that you trust.
+Tests: tests/test_tools.py.
 """
 
 import ast

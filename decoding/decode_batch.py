@@ -178,7 +178,8 @@ class DecodeBatch:
     def end_turns(self, sequences):
         """Retire the sequences whose last turn ended since the last look, or ask for replies.
 
-        The device retires a sequence with its stop token. It draws on behind a stop string: those tokens are dropped."""
+        The device retires a sequence with its stop token. It draws on behind a stop string: those tokens are dropped.
+        """
         ended = (sequences == self.N) | bool(self.is_over)
         waits = np.isin(self.held, list(self.asked))
         slots = np.flatnonzero((self.held < self.N) & ~waits & ended)
@@ -381,8 +382,8 @@ class DecodeBatch:
 
     def rehearse(self):
         """Allocate the most that decoding may take, for the planner: prefill, start every slot, take one step with a
-        full cache and sequences of different lengths, read the longest replies, and shrink by a quarter. In the step the first prompt slot has as
-        many readers as it can have, and the others share the rest."""
+        full cache and sequences of different lengths, read the longest replies, and shrink by a quarter. In the step
+        the first prompt slot has as many readers as it can have, and the others share the rest."""
         n, prompt_slots = len(self.sequences), len(self.prompt_hidden)
         # Prompts are prefilled some at a time; the first of these prefills stands for all.
         P = min(prompt_slots, self.prompts_at_once())

@@ -128,8 +128,9 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
     """Records for samples.jsonl: a dict for each completion of the first groups. entropies (N, T_c): of the last steps.
 
     The reward is the one that the advantage was computed from; rewards: each function's, before weights. question: the
-    last of a prompt's messages. Of an episode: messages, tool_errors, mask (0: a token that was written). tokens, logprobs, ref_logprobs, entropies: one entry a token, the stop token included;
-    without entropies if no step was taken on the completion.
+    last of a prompt's messages. Of an episode: messages, tool_errors, mask (0: a token that was
+    written). tokens, logprobs, ref_logprobs, entropies: one entry a token, the stop token included; without entropies
+    if no step was taken on the completion.
     """
     k, records, rollouts = settings.group_size, [], scored.rollouts
     number = min(-(-settings.samples_per_iteration // k) * k, len(rollouts.tokens))
