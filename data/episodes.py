@@ -113,8 +113,15 @@ class Episode:
     def of_environment(self, name: str, arguments: dict) -> str:
         """What `reset` or `reply` returns, "" for None. Raises SnugError if it fails."""
         method = getattr(self.environment, name)
-        functions = {name: lambda **arguments: method(**arguments) or ""}
-        text, failed = self.timed(functions, dict(function=dict(name=name, arguments=arguments)))
+
+        async def awaited(text):
+            return await text or ""
+
+        def said(**arguments):
+            text = method(**arguments)
+            return awaited(text) if inspect.iscoroutine(text) else text or ""
+
+        text, failed = self.timed({name: said}, dict(function=dict(name=name, arguments=arguments)))
         if failed:
             raise SnugError(f"{type(self.environment).__name__}.{name} failed: {text}")
         return text
