@@ -25,7 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from data.rewards import name_of
 from data.tools import NONE, call_tool, load_environment, load_tools, methods_of, parse_calls, schema_of
 from options import SnugError, option
 
@@ -86,7 +85,7 @@ class Toolbox:
 
         if inspect.iscoroutinefunction(self.environments[0].get_reward):
             rewards = awaited
-        rewards.__name__ = name_of(self.make_environment)
+        rewards.__name__ = type(self.environments[0]).__name__
         return [rewards]
 
 
