@@ -27,6 +27,7 @@ from functools import partial
 
 from data.tools import NONE, call_tool, load_environment, load_tools, methods_of, parse_calls, schema_of
 from options import SnugError, option
+from tokenizer.chat import well_formed
 
 CUT = " [cut]"
 LONGEST_TOKEN = 32  # characters; encoding 10 MB would take long
@@ -127,9 +128,9 @@ class Episode:
 
     def timed(self, functions, call):
         began = time.perf_counter()
-        answer = call_tool(functions, call, self.toolbox.settings.tool_timeout)
+        text, failed = call_tool(functions, call, self.toolbox.settings.tool_timeout)
         self.tool_seconds += time.perf_counter() - began
-        return answer
+        return well_formed(text), failed
 
     def respond(self, ids: list[int]) -> list[int] | None:
         """ids of a turn that ended -> ids of the answer; None: the episode is over."""
