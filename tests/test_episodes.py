@@ -1,5 +1,12 @@
-"""Episodes: replies that are written while a row is sampled, against `generate_naive`, which reads everything again."""
+"""Episodes: replies that are written while a row is sampled, against `generate_naive`, which reads everything again.
 
+Then tools and environments in conversations whose turns are given: messages, ids and rewards.
+"""
+
+import asyncio
+import json
+import random
+import shutil
 import threading
 import time
 from collections import Counter
@@ -8,12 +15,20 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, make_flat_model, make_model, rows_of
+from conftest import DEVICE, HOME, make_flat_model, make_model, rows_of
+from test_tokenizer import folder_of, llama3_like, qwen_like
 
+import grpo
 import lora
+import sample
+from data.episodes import CUT, LONGEST_TOKEN, EpisodeOptions, Episodes, as_text, make_toolbox
 from decoding import decode_batch
 from decoding.kvcache import KVCache
+from options import SnugError
+from runs.prepare import prepare
 from sample import generate_naive, sample_groups
+from settings import GRPOSettings
+from tokenizer import get_tokenizer
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 STOP = 3
@@ -187,3 +202,616 @@ def test_an_error_in_respond_ends_the_call_after_the_others_returned():
     finished = len(done)
     time.sleep(0.1)
     assert len(done) == finished
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversations: the turns are given, everything else is real.
+
+HERMES = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n' if message.content or not loop.first }}{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+LLAMA31 = """{{- bos_token }}
+{%- for message in messages %}
+    {%- set role = 'ipython' if message.role == 'tool' else message.role %}
+    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}
+    {%- if loop.first and tools %}{%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}{%- endif %}
+    {%- if message.tool_calls %}
+        {{- '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' }}
+        {{- message.tool_calls[0].function.arguments | tojson }}{{- '}' }}
+    {%- elif message.role == 'tool' %}{{- message.content | tojson }}
+    {%- else %}{{- message.content | trim }}{%- endif %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+PLAIN = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+# name: tokenizer, template, the token that ends a turn
+CHATS = dict(hermes=(qwen_like, HERMES, "<|im_end|>"), llama=(llama3_like, LLAMA31, "<|eot_id|>"))
+CHATS |= dict(inline=(qwen_like, PLAIN, "<|im_end|>"))
+QUESTION = [dict(role="user", content="How much?")]
+WIDE = 4096  # more than the tokens of any completion
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """-> {form: the folder of a tokenizer}"""
+    made = {}
+    for form, (family, template, end) in CHATS.items():
+        config = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=template, eos_token=end, bos_token="<s>")
+        made[form] = folder_of(tmp_path_factory.mktemp(form), family(), tokenizer_config=config)
+    return made
+
+
+@pytest.fixture
+def chats(folders):
+    return {form: get_tokenizer(folder) for form, folder in folders.items()}
+
+
+class Script:
+    """In place of drawing, each row says its turns. turns[row]: lists of ids; behind the last one a row says token 0."""
+
+    def __init__(self, monkeypatch, turns):
+        self.turns, self.now, self.begin = turns, Counter(), Counter()
+        monkeypatch.setattr(sample, "uniforms", lambda seed, rows, columns: (rows[:, None] * WIDE + columns) * 1.0)
+        monkeypatch.setattr(decode_batch, "sample_tokens", self.draw)
+
+    def draw(self, model, hidden, u, **options):
+        tokens = [self.token(*divmod(int(number), WIDE)) for number in u.tolist()]
+        return torch.tensor(tokens, dtype=torch.long, device=hidden.device), torch.full(
+            (len(tokens),), -1.0, device=hidden.device
+        )
+
+    def token(self, row, t):
+        ids = self.turns[row][self.now[row]] if self.now[row] < len(self.turns[row]) else []
+        place = t - self.begin[row]
+        return ids[place] if 0 <= place < len(ids) else 0
+
+    def follow(self, respond):
+        def answer(row, ids):
+            reply = respond(row, ids)
+            self.begin[row] += len(ids) + len(reply or [])
+            self.now[row] += 1
+            return reply
+
+        return respond and answer
+
+
+def says(tokenizer, *texts):
+    """The ids of turns that end with a stop token."""
+    return [[*tokenizer.encode(text), tokenizer.stop_token] for text in texts]
+
+
+def sampled(monkeypatch, tokenizer, episodes, turns, longest):
+    """-> Rollouts of these Episodes. turns: of each row, texts or lists of ids."""
+    model = make_flat_model("gpt2", n_layer=1, vocab_size=tokenizer.n_vocab, block_size=WIDE)
+    turns = [[says(tokenizer, turn)[0] if isinstance(turn, str) else turn for turn in row] for row in turns]
+    script = Script(monkeypatch, turns)
+    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in episodes.rows]
+    stops = dict(stop_token=tokenizer.stop_tokens, is_over=episodes.is_over)
+    k = len(turns) // len(prompts)
+    return sample_groups(model, prompts, k, longest, respond=script.follow(episodes.respond), **stops)
+
+
+def talk(monkeypatch, tokenizer, *turns, prompt=QUESTION, longest=300, functions=None, **options):
+    """-> (the messages of one completion with these turns, its Rollouts, the Episodes)"""
+    toolbox = make_toolbox(EpisodeOptions(**dict(tools=["calc"]) | options), tokenizer, functions or {})
+    episodes = Episodes(toolbox, tokenizer, [dict(prompt=prompt)], 1)
+    rollouts = sampled(monkeypatch, tokenizer, episodes, [turns], longest)
+    [completion] = episodes.finish(rollouts)
+    return completion, rollouts, episodes
+
+
+def assistant(content, *calls):
+    return dict(role="assistant", content=content) | (dict(tool_calls=list(calls)) if calls else {})
+
+
+def call(name, **arguments):
+    return dict(type="function", function=dict(name=name, arguments=arguments))
+
+
+def tool(content, name="calc"):
+    return dict(role="tool", name=name, content=content)
+
+
+def user(content):
+    return dict(role="user", content=content)
+
+
+def hermes(name, **arguments):
+    return f"<tool_call>\n{json.dumps(dict(name=name, arguments=arguments), ensure_ascii=False)}\n</tool_call>"
+
+
+def llama(name, **arguments):
+    return json.dumps(dict(name=name, parameters=arguments), ensure_ascii=False)
+
+
+SUM, ANSWER = call("calc", expression="6*7"), [tool("42"), assistant("42.")]
+UNREADABLE = 'a call must be a JSON object with "name" and "arguments", which must be an object'
+TURNS = {  # form, turns, the messages, how many calls failed
+    "hermes": ("hermes", ["Hm. " + hermes("calc", expression="6*7"), "42."], [assistant("Hm.", SUM), *ANSWER], 0),
+    "hermes, two calls": (
+        "hermes",
+        [hermes("calc", expression="1") + "\n" + hermes("sum", a=1), "a", "never said"],
+        [
+            assistant("", call("calc", expression="1"), call("sum", a=1)),
+            tool("1"),
+            tool("{'error': 'there is no tool sum; the tools are calc'}", "sum"),
+            assistant("a"),
+        ],
+        1,
+    ),
+    "hermes, not readable": (
+        "hermes",
+        ["<tool_call>{calc</tool_call>", "Sorry."],
+        [
+            assistant("", call("") | dict(error=UNREADABLE)),
+            tool(str(dict(error=UNREADABLE)), ""),
+            assistant("Sorry."),
+        ],
+        1,
+    ),
+    "hermes, no call": ("hermes", ["42", "never said"], [assistant("42")], 0),
+    "llama": ("llama", [llama("calc", expression="6*7"), "42."], [assistant("", SUM), *ANSWER], 0),
+    "llama, two calls": (
+        "llama",
+        [llama("calc", expression="6*7") + "; " + llama("calc", expression="1/0"), "42."],
+        [assistant("", SUM, call("calc", expression="1/0")), tool("42"), tool("{'error': 'division by zero'}")]
+        + ANSWER[1:],
+        1,
+    ),
+    "llama, a text with a call": ("llama", ["I " + llama("calc", expression="1")], None, 0),
+    "inline": ("inline", ["6*7 = <calc>6*7</calc>", "42."], [assistant("6*7 =", SUM), *ANSWER], 0),
+    "inline, one after the other": (
+        "inline",
+        ["<calc>6*7</calc>", "<calc>6*</calc>", "42."],
+        None,
+        1,
+    ),
+    "inline, a tag that was not opened": ("inline", ["6*7</calc>", "never said"], [assistant("6*7</calc>")], 0),
+}
+
+
+@pytest.mark.parametrize(
+    "case, as_a_text",
+    [*((case, False) for case in TURNS), *((case, True) for case in TURNS if case.startswith("inline"))],
+)
+def test_what_is_said_and_called(case, as_a_text, chats, monkeypatch):
+    """In a chat; inline also behind a prompt of text. The mask is 1 on what was said, and the ids are those."""
+    form, turns, expected, errors = TURNS[case]
+    tokenizer = chats[form]
+    messages, rollouts, episodes = talk(monkeypatch, tokenizer, *turns, prompt="How much? " if as_a_text else QUESTION)
+    if expected:
+        assert messages == expected
+    assert episodes.figures()["tool_errors"] == [errors] and rollouts.stopped.all()
+    [(ids, logprobs)] = rows_of(rollouts)
+    mask = rollouts.mask[0].tolist()
+    said = [i for i, drawn in zip(ids, mask, strict=True) if drawn]
+    turns = [turn for turn in turns if turn != "never said"]
+    spoken = [
+        tokenizer.encode(turn) + [tokenizer.stop_token] * (form != "inline" or "</" not in turn) for turn in turns
+    ]
+    assert said == sum(spoken, []) and logprobs == [-1.0 * drawn for drawn in mask]
+    results = [message for message in messages if message["role"] == "tool"]
+    assert (0 in mask) == bool(results)
+    if form == "inline" and results:
+        written = tokenizer.decode([i for i, drawn in zip(ids, mask, strict=True) if not drawn])
+        assert written == "".join(f"<result>{message['content']}</result>" for message in results)
+    assert as_text(messages).count("  -> ") == sum(len(message.get("tool_calls", [])) for message in messages)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama"])
+def test_a_conversation_has_the_ids_of_transformers(form, folders, chats, monkeypatch):
+    """Schemas of tools, calls, results, an answer of the user simulator, another call, the last answer."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    same_as_transformers(transformers, form, folders[form], chats[form], monkeypatch)
+
+
+@pytest.mark.long  # it has 49,152 tokens
+def test_a_conversation_has_the_ids_of_transformers_with_a_real_tokenizer(tmp_path, monkeypatch):
+    """SmolLM2's, with a template for tools."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    real = HOME / "models" / "smollm2-135m-instruct"
+    if not real.is_dir():
+        pytest.skip("make models/smollm2-135m-instruct")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(real / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(HERMES)
+    same_as_transformers(transformers, "hermes", str(tmp_path), get_tokenizer(str(tmp_path)), monkeypatch)
+
+
+def same_as_transformers(transformers, form, folder, ours, monkeypatch):
+    write = dict(hermes=hermes, llama=llama)[form]
+    asked = write("calc", expression="6*7")
+    turns = ["I compute." + "\n" + asked if form == "hermes" else asked, "It is 42. Is this all?"]
+    turns += [write("search", query='a "b" é', top=2), "Bye."]
+    functions = {"search": search, "m:Simulator": Simulator}
+    messages, rollouts, episodes = talk(
+        monkeypatch, ours, *turns, longest=900, functions=functions, tools=["calc", "search"], environment="m:Simulator"
+    )
+    assert [message["role"] for message in messages] == "assistant tool assistant user assistant tool assistant".split()
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    tools = ours.chat.tools
+    assert [each["function"]["name"] for each in tools] == ["calc", "search"]
+    expected = theirs.apply_chat_template([*QUESTION, *messages], tools=tools, tokenize=True, return_dict=False)
+    ids = rollouts.tokens[0].tolist()
+    assert expected[: len(ids)] == ids and ours.decode(expected[len(ids) :]).strip() == ""
+    assert len(ids) > 100 and "expression" in ours.decode(ids[: int(rollouts.prompt_lengths[0])])
+
+
+def search(query: str, top: int = 3) -> str:
+    """Search.
+
+    Args:
+        query: the words
+        top: how many
+    """
+    return f'{top} of "{query}"\n'
+
+
+class Simulator:
+    """A user who answers a question once."""
+
+    def reset(self, **columns):
+        self.answers = ["No: say bye.", None]
+
+    def reply(self, text: str) -> str | None:
+        return self.answers.pop(0) if self.answers else None
+
+
+@pytest.mark.parametrize("form", CHATS)
+def test_what_tools_and_users_write_stays_text(form, chats, monkeypatch):
+    """Spellings of special tokens, a lone surrogate, which no file and no console can hold, and a tag of a call."""
+    tokenizer = chats[form]
+    spelled = "".join(tokenizer.special) + "\ud800</say><say>"
+
+    def say(text: str) -> str:
+        """Say.
+
+        Args:
+            text: it
+        """
+        return spelled
+
+    class Spells:
+        def reset(self, **columns):
+            self.left = [spelled]
+
+        def reply(self, text):
+            return self.left.pop() if self.left else None
+
+    turn = dict(hermes=hermes("say", text="a"), llama=llama("say", text="a"), inline="<say>a</say>")[form]
+    functions = dict(say=say, E=Spells)
+    options = dict(functions=functions, tools=["say"], environment="E", longest=500)
+    messages, rollouts, _ = talk(monkeypatch, tokenizer, turn, "b", "c", **options)
+    assert [message["role"] for message in messages] == "assistant tool assistant user assistant".split()
+    [(ids, _)] = rows_of(rollouts)
+    written = [i for i, drawn in zip(ids, rollouts.mask[0].tolist(), strict=True) if not drawn]
+    plain = messages[1]["content"]
+    assert plain == spelled.replace("\ud800", "\ufffd") == messages[3]["content"]
+    harmless = tokenizer.encode_reply([user("a")], True)
+    if form != "inline":
+        harmless = [*tokenizer.encode_reply([tool("a", "say")], True), *harmless]
+    assert [i for i in written if i in tokenizer.reserved] == [i for i in harmless if i in tokenizer.reserved]
+    json.dumps(messages, ensure_ascii=False).encode(), as_text(messages).encode()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Limits
+
+
+@pytest.mark.parametrize("most, calls", [(1, 0), (2, 1), (3, 2), (0, 3)])
+def test_the_call_of_the_last_turn_is_not_made(most, calls, chats, monkeypatch):
+    """max_turns; 0 is no limit."""
+    made = []
+
+    def count(a: int) -> int:
+        """Count.
+
+        Args:
+            a: a number
+        """
+        made.append(a)
+        return a
+
+    options = dict(functions=dict(count=count), tools=["count"], max_turns=most, longest=600)
+    turns = [*(hermes("count", a=i) for i in range(3)), "end"]
+    messages, rollouts, episodes = talk(monkeypatch, chats["hermes"], *turns, **options)
+    assert made == list(range(calls)) and rollouts.stopped.all()
+    said = [message for message in messages if message["role"] == "assistant"]
+    assert len(said) == (most or 4) and messages[-1] == said[-1] and ("tool_calls" in said[-1]) == (most > 0)
+    assert int(rollouts.completion_lengths[0]) == len(rollouts.mask[0]) and rollouts.mask[0, -1] == 1
+
+
+def test_an_environment_says_no_more_after_max_turns(chats, monkeypatch):
+    options = dict(functions=dict(E=Simulator), tools=[], environment="E", max_turns=1)
+    assert talk(monkeypatch, chats["inline"], "a", "b", **options)[0] == [assistant("a")]
+
+
+@pytest.mark.parametrize("form", CHATS)
+def test_long_results_are_cut(form, chats, monkeypatch):
+    """To max_tool_tokens tokens, with a mark. Of 10 MB only what may be needed is encoded."""
+    tokenizer, encoded = chats[form], []
+    results = dict(a="9" * 12, b="9" * 13, c="x y" * 10**7)
+
+    def get(key: str) -> str:
+        """Get.
+
+        Args:
+            key: of it
+        """
+        return results[key]
+
+    run = tokenizer.run
+    monkeypatch.setattr(tokenizer, "run", lambda text, *rest: encoded.append(len(text)) or run(text, *rest))
+    turn = dict(hermes=hermes, llama=llama, inline=lambda name, key: f"<{name}>{key}</{name}>")[form]
+    most = len(tokenizer.encode(results["a"]))
+    options = dict(functions=dict(get=get), tools=["get"], max_tool_tokens=most, longest=600)
+    messages, rollouts, _ = talk(monkeypatch, tokenizer, *(turn("get", key=key) for key in "abc"), "end", **options)
+    contents = [message["content"] for message in messages if message["role"] == "tool"]
+    assert contents[0] == results["a"] and contents[1].endswith(CUT) and contents[2].endswith(CUT)
+    for key, content in zip("bc", contents[1:], strict=True):
+        kept = content.removesuffix(CUT)
+        assert results[key].startswith(kept) and tokenizer.encode(kept) == tokenizer.encode(results[key][:99])[:most]
+    assert max(encoded) <= max(most * LONGEST_TOKEN, 2000) and rollouts.stopped.all()
+
+
+def test_a_reply_without_room_is_not_in_the_messages(chats, monkeypatch):
+    """Nor in the ids. With room for one more token that token is a turn, which is cut off."""
+    tokenizer = chats["hermes"]
+    turn = "Hm. " + hermes("calc", expression="6*7")
+    whole, rollouts, _ = talk(monkeypatch, tokenizer, turn, "42, yes.")
+    first = len(says(tokenizer, turn)[0])
+    written = int((rollouts.mask == 0).sum())
+    for longest in (first, first + 1, first + written):
+        messages, rollouts, episodes = talk(monkeypatch, tokenizer, turn, "42, yes.", longest=longest)
+        assert messages == whole[:1] and rows_of(rollouts)[0][0] == says(tokenizer, turn)[0]
+        assert not rollouts.stopped.any() and rollouts.mask.all() and len(episodes.figures()["tool_seconds"]) == 1
+    messages, rollouts, _ = talk(monkeypatch, tokenizer, turn, "42, yes.", longest=first + written + 1)
+    cut_off = tokenizer.decode(tokenizer.encode("42, yes.")[:1])
+    assert messages == [*whole[:2], assistant(cut_off)] and not rollouts.stopped.any()
+    assert rollouts.mask[0].tolist() == [1] * first + [0] * written + [1]
+
+
+def test_a_reply_to_two_calls_without_room(chats, monkeypatch):
+    """Both results are dropped, not only the last."""
+    turn = hermes("calc", expression="1") + hermes("calc", expression="2")
+    longest = len(says(chats["hermes"], turn)[0]) + 3
+    messages, *_ = talk(monkeypatch, chats["hermes"], turn, "end", longest=longest)
+    assert messages == [assistant("", call("calc", expression="1"), call("calc", expression="2"))]
+
+
+@pytest.mark.parametrize("form", CHATS)
+def test_a_turn_that_is_cut_off_is_in_the_messages(form, chats, monkeypatch):
+    tokenizer, ids = chats[form], chats[form].encode("a b c d")
+    messages, rollouts, _ = talk(monkeypatch, tokenizer, ids, longest=len(ids))
+    assert messages == [assistant("a b c d")] and not rollouts.stopped.any() and rollouts.mask.all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Environments
+
+
+def made_of(reset, **methods):
+    """-> a class of environments with this `reset`."""
+    return type("Made", (), dict(reset=lambda self, **columns: reset(self, **columns), **methods))
+
+
+def episodes_of(tokenizer, environment, rows, k=1, **options):
+    toolbox = make_toolbox(EpisodeOptions(environment="E", **options), tokenizer, dict(E=environment))
+    return Episodes(toolbox, tokenizer, rows, k)
+
+
+def test_the_first_text_of_an_environment_is_in_the_prompt(chats):
+    """Behind the last message, or behind a prompt of text. `reset` gets the row; the rows of the task stay as they are."""
+    seen = []
+
+    def reset(self, prompt, level, **columns):
+        seen.append((prompt, level, columns))
+        return f" Level {level}." if level else None
+
+    system = dict(role="system", content="Be brief.")
+    rows = [dict(prompt=[system, *QUESTION], level=1, a=2), dict(prompt="2+2=", level=0, a=3)]
+    before = json.dumps(rows)
+    episodes = episodes_of(chats["hermes"], made_of(reset), rows, 2)
+    assert [row["prompt"] for row in episodes.rows] == [[system, user("How much? Level 1.")], "2+2="]
+    assert [row["level"] for row in episodes.rows] == [1, 0] and json.dumps(rows) == before
+    assert seen == [(rows[0]["prompt"], 1, dict(a=2))] * 2 + [("2+2=", 0, dict(a=3))] * 2
+    episodes = episodes_of(chats["hermes"], made_of(reset), [dict(prompt="2+2=", level=3)])
+    assert episodes.rows == [dict(prompt="2+2= Level 3.", level=3)]
+
+
+def test_an_environment_is_made_once_and_reset_for_each_episode(chats):
+    made = []
+    kind = made_of(lambda self, **columns: made.append(self))
+    toolbox = make_toolbox(EpisodeOptions(environment="E"), chats["hermes"], dict(E=kind))
+    for rows in (2, 1, 3):
+        episodes = Episodes(toolbox, chats["hermes"], [dict(prompt="a")] * rows, 2)
+        assert episodes.columns()["environments"] == toolbox.environments[: 2 * rows]
+    assert len(made) == 12 and len(set(made)) == 6
+
+
+async def no_text(self, **columns):
+    return None
+
+
+async def a_text(self, **columns):
+    await asyncio.sleep(0)
+    return " 7"
+
+
+def test_reset_may_be_async(chats):
+    for reset, expected in ((no_text, "a"), (a_text, "a 7")):
+        kind = type("Later", (), dict(reset=reset))
+        assert episodes_of(chats["hermes"], kind, [dict(prompt="a")]).rows[0]["prompt"] == expected
+
+
+def raises(self, **columns):
+    raise ValueError("no\nserver")
+
+
+def hangs(self, **columns):
+    threading.Event().wait(5)
+
+
+def other_texts(self, **columns):
+    return random.choice([" 1", " 2"]) + str(id(self))
+
+
+WRONG = [
+    (raises, r"^Made.reset failed: .'error': 'no\\nserver'.$"),
+    (hangs, "^Made.reset failed: .'error': 'reset took longer than 0.05 seconds'.$"),
+    (other_texts, "^Made.reset returned different texts for the same row: a group shares its prompt; take what"),
+    (lambda self: None, "^Made.reset failed: .* got an unexpected keyword argument 'prompt'"),
+]
+
+
+@pytest.mark.parametrize("reset, message", WRONG)
+def test_a_reset_that_fails_is_one_line(reset, message, chats):
+    kind = type("Made", (), dict(reset=reset))
+    with pytest.raises(SnugError, match=message) as error:
+        episodes_of(chats["hermes"], kind, [dict(prompt="a")], 4, tool_timeout=0.05)
+    assert "\n" not in str(error.value)
+
+
+def test_a_reply_that_fails_is_one_line(chats, monkeypatch):
+    kind = type("Made", (), dict(reset=lambda self, **columns: None, reply=raises))
+    options = dict(functions=dict(E=kind), tools=[], environment="E")
+    with pytest.raises(SnugError, match="^Made.reply failed: .*unexpected keyword argument|^Made.reply failed: .*no"):
+        talk(monkeypatch, chats["hermes"], "a", **options)
+
+
+@pytest.mark.parametrize("form", ["hermes", "inline", "text"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_user_who_answers(form, later, chats, monkeypatch):
+    """reply(text) gets the text of each turn without calls, until it returns None. Also `async def`."""
+    heard, tokenizer = [], chats["hermes" if form == "text" else form]
+
+    def reply(self, text):
+        heard.append(text)
+        return [" Why? ", " So? ", None][len(heard) - 1]
+
+    async def reply_later(self, text):
+        return reply(self, text)
+
+    kind = type("User", (), dict(reset=lambda self, **columns: None, reply=reply_later if later else reply))
+    options = dict(functions=dict(E=kind), tools=[], environment="E")
+    prompt = "Say. " if form == "text" else QUESTION
+    messages, rollouts, _ = talk(monkeypatch, tokenizer, "a", "b", "c", "d", prompt=prompt, **options)
+    assert heard == ["a", "b", "c"] and rollouts.stopped.all()
+    assert messages == [assistant("a"), user(" Why? "), assistant("b"), user(" So? "), assistant("c")]
+    [(ids, _)] = rows_of(rollouts)
+    if form == "text":
+        turns = says(tokenizer, "a", "b", "c")
+        assert ids == turns[0] + tokenizer.encode(" Why? ") + turns[1] + tokenizer.encode(" So? ") + turns[2]
+    else:
+        assert rollouts.tokens[0].tolist()[: -len(says(tokenizer, "c")[0])] == tokenizer.encode_prompt(
+            [*QUESTION, *messages[:-1]]
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rewards
+
+
+class Game:
+    """Counts. Its reward is the count."""
+
+    def reset(self, start=0, **columns):
+        self.count = start
+
+    def add(self, by: int) -> int:
+        """Add to the count.
+
+        Args:
+            by: how much
+        """
+        self.count += by
+        return self.count
+
+    def get_reward(self):
+        return float(self.count)
+
+
+class LaterGame(Game):
+    async def get_reward(self):
+        await asyncio.sleep(0)
+        return float(self.count)
+
+
+def prepared_for(tmp_path, folder, functions, prompt=QUESTION, **options):
+    file = tmp_path / "prompts.jsonl"
+    rows = [dict(prompt=prompt, answer=42, start=start) for start in (10, 20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text(json.dumps(dict(prompt="other", answer=0, start=0)))
+    common = dict(task="jsonl", data_file=str(file), test_file=str(tmp_path / "test.jsonl"), tokenizer=folder)
+    common |= dict(batch_size=2, group_size=2, eval_prompts=1, block_size=800, out_dir=str(tmp_path / "run"))
+    return prepare(GRPOSettings(**common | dict(max_new_tokens=300) | options), functions=functions)
+
+
+def scored(monkeypatch, prepared, turns):
+    """Rewards of given turns, four rows -> Scored."""
+    rows = sorted(prepared.task.prompts("train", range(2)), key=lambda row: row["start"])
+    episodes = Episodes(prepared.toolbox, prepared.tokenizer, rows, 2)
+    return grpo.score(sampled(monkeypatch, prepared.tokenizer, episodes, turns, 300), episodes, prepared)
+
+
+ADDS = [[hermes("add", by=by), f"It is {by}."] for by in (1, 2, 42)] + [["42"]]
+
+
+@pytest.mark.parametrize("kind", [Game, LaterGame])
+def test_the_environment_scores(kind, tmp_path, folders, monkeypatch):
+    """Alone, under its class's name, also if a function makes it; beside reward_funcs, whose weights are not its."""
+    seen = {}
+
+    def half(prompts, completions, environments, completion_ids, start, **columns):
+        seen.update(columns, completions=completions, environments=environments, ids=completion_ids, start=start)
+        return [0.5] * len(completions)
+
+    functions = dict(E=lambda: kind(), half=half)
+    alone = scored(monkeypatch, prepared_for(tmp_path, folders["hermes"], functions, environment="E"), ADDS)
+    assert alone.rewards.tolist() == [[11, 12], [62, 20]] and list(alone.by_function) == [kind.__name__]
+    both = dict(environment="E", reward_funcs=["half"], reward_weights=[4.0])
+    prepared = prepared_for(tmp_path, folders["hermes"], functions, **both)
+    beside = scored(monkeypatch, prepared, ADDS)
+    assert beside.rewards.tolist() == [[13, 14], [64, 22]]
+    assert beside.by_function == {"half": [0.5] * 4, kind.__name__: [11, 12, 62, 20]}
+    # What a reward function gets, in TRL's form.
+    assert [environment.count for environment in seen["environments"]] == [11, 12, 62, 20]
+    assert seen["start"] == [10, 10, 20, 20] and seen["stopped"] == [True] * 4
+    assert seen["completions"][0] == [
+        assistant("", call("add", by=1)),
+        tool("11", "add"),
+        assistant("It is 1."),
+    ]
+    assert seen["completions"][3] == [assistant("42")]
+    tokenizer = prepared.tokenizer
+    ids = [*says(tokenizer, ADDS[0][0])[0], *tokenizer.encode_reply([tool("11", "add")], True)]
+    assert seen["ids"][0] == [*ids, *tokenizer.encode("It is 1.")] and seen["ids"][3] == tokenizer.encode("42")
+    assert "environments" not in beside.columns and beside.episodes["messages"] == seen["completions"]
+
+
+def test_the_task_scores_the_last_message(tmp_path, folders, monkeypatch):
+    """Not the call, nor the tool's result: only the third and the fourth row say 42 at the end."""
+    functions = dict(add=Game.add)
+    turns = [["<calc>6*7</calc>", "I do not know."], ["It is 42. <calc>6*7</calc>", "7"]]
+    turns += [["<calc>1</calc>", "42"], ["42"]]
+    prepared = prepared_for(tmp_path, folders["inline"], functions, tools=["calc"])
+    rewards = scored(monkeypatch, prepared, turns).rewards
+    assert rewards.tolist() == [[0, 0], [1, 1]]
