@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from data.episodes import Episodes, as_text, make_toolbox
+from data.episodes import Episodes, as_text, either, make_toolbox
 from data.tools import NONE
 from decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
 from device.kinds import kind_of
@@ -302,8 +302,7 @@ def complete(settings, run, functions=NONE):
     elif settings.system_prompt:
         raise SnugError("system_prompt is a message of a chat; add --chat")
     run.tokenizer.set_template_kwargs(settings.chat_template_kwargs)
-    called = settings if settings.tools or settings.environment else run.settings
-    toolbox = make_toolbox(called, run.tokenizer, functions)
+    toolbox = make_toolbox(either(settings, run.settings), run.tokenizer, functions)
     episodes = Episodes(toolbox, run.tokenizer, [row], settings.num_samples, settings.stop_string)
     prompt = episodes.rows[0]["prompt"]
     ids, block_size = run.tokenizer.encode_prompt(prompt), run.model.config.block_size
