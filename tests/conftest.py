@@ -51,7 +51,7 @@ def rows_of(rollouts):
 
 def figures(folder):
     """A run's log without what is measured, which no run has twice."""
-    measured = ("time_", "tokens_per_second", "mem_")
+    measured = ("time_", "tokens_per_second", "mem_", "tool_seconds")
     return [{k: v for k, v in record.items() if not k.startswith(measured)} for record in read_log(folder)]
 
 

@@ -1,0 +1,367 @@
+"""Whole runs with tools and environments: logs, evaluations, bad tools, several processes, kills, memory."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from itertools import groupby
+from pathlib import Path
+
+import agents
+import pytest
+import torch
+from conftest import DEVICE, HOME, figures
+from safetensors.torch import load_file
+from test_parallel import assert_same_weights, told
+
+import evaluate
+import grpo
+from data.tools import parse_calls, schema_of
+from device.kinds import MIB
+from evaluate import prepare_evaluation, run_evaluation
+from memory.plan import plan
+from options import SnugError
+from runs import loading
+from runs.checkpoint import newest
+from runs.log import read_lines, read_log
+from runs.prepare import prepare
+from sample import complete, sample_groups
+from settings import EvaluateSettings, GRPOSettings, SampleSettings
+from tokenizer import get_tokenizer
+from training.dry_run import DryRun
+
+cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="gloo, and the meter of a CPU")
+SCHEMAS = [schema_of(agents.f)]
+LOGGED = {"turns", "tool_calls", "tool_errors", "written_fraction", "tool_seconds"}
+
+
+def settings_of(tmp_path, name="run", **changes):
+    return GRPOSettings(**agents.options(tmp_path, name, **dict(device=DEVICE) | changes))
+
+
+def samples_of(folder):
+    return list(read_lines(Path(folder) / "samples.jsonl"))
+
+
+def check_messages(sample, tokenizer):
+    """The messages of a sample are what its tokens and its mask say, turn by turn and reply by reply."""
+    turns, replies = [], []
+    tokens = zip(sample["mask"], sample["tokens"], strict=True)
+    for drawn, run in groupby(tokens, key=lambda pair: pair[0]):
+        (turns if drawn else replies).append("".join(text for _, text in run))
+    said = [message for message in sample["messages"] if message["role"] == "assistant"]
+    for text, message in zip(turns, said, strict=True):
+        content, calls = parse_calls(text, "inline", SCHEMAS)
+        assert (content, calls) == (message["content"], message.get("tool_calls", []))
+    written = [message for message in sample["messages"] if message["role"] != "assistant"]
+    for text, message in zip(replies, written, strict=True):
+        content = message["content"]
+        content = f"<result>{content}</result>" if message["role"] == "tool" else content
+        assert text == tokenizer.decode(tokenizer.encode(content))  # which has few letters
+    assert all(value == 0 for value, drawn in zip(sample["logprobs"], sample["mask"], strict=True) if not drawn)
+    errors = sum("error" in message["content"] for message in written)
+    assert sample["tool_errors"] == errors or not sample["stopped"]  # there was no room for the last
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run, and what is done with it
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Its settings, with all completions among its samples."""
+    options = dict(reward_funcs=["agents:twice", "agents:long"], learning_rate=1e-3)  # it goes on calling
+    settings = settings_of(tmp_path_factory.mktemp("agents"), **options)
+    grpo.main(prepare(settings))
+    return settings
+
+
+def test_what_a_run_with_tools_logs(run):
+    """Means over all completions."""
+    samples, records = samples_of(run.out_dir), read_log(run.out_dir)
+    assert len(records) == 3 and len(samples) == 3 * 16
+    for i, record in enumerate(records):
+        of_iteration = samples[16 * i :][:16]
+        messages = [message for sample in of_iteration for message in sample["messages"]]
+        said = [message for message in messages if message["role"] == "assistant"]
+        tokens = [drawn for sample in of_iteration for drawn in sample["mask"]]
+        assert LOGGED <= record.keys() and record["tool_seconds"] > 0 and record["logprob_diff_max"] < 1e-4
+        assert record["turns"] == len(said) / 16
+        assert record["tool_calls"] == sum(len(message.get("tool_calls", [])) for message in said) / 16
+        assert record["tool_errors"] == sum(sample["tool_errors"] for sample in of_iteration) / 16
+        assert record["written_fraction"] == pytest.approx(tokens.count(0) / len(tokens), abs=1e-6)
+        assert record["completion_length_mean"] == pytest.approx(len(tokens) / 16)
+    for name in ("turns", "tool_calls", "tool_errors"):  # there is something to count
+        assert max(record[name] for record in records) > 0
+
+
+def test_what_a_run_with_tools_leaves_in_its_samples(run):
+    samples = samples_of(run.out_dir)
+    tokenizer = get_tokenizer(run.tokenizer)
+    for sample in samples:
+        check_messages(sample, tokenizer)
+        start = sample["columns"]["start"]
+        assert sample["prompt"].endswith(f"={start}?") and sample["rewards"]["Game"] == start / 10
+        assert sample["rewards"]["twice"] == agents.twice([sample["messages"]], [None])[0]
+    assert any("".join(map(str, sample["mask"])).strip("1").count("01") > 0 for sample in samples)  # two replies
+
+
+def evaluated(folder, **options):
+    """-> the summary and samples of evaluate.py"""
+    options = EvaluateSettings(**dict(samples_file="none", num_prompts=6, num_samples=2) | options)
+    given = {name for name in ("tools", "environment", "reward_funcs", "max_turns") if name in vars(options)}
+    given = {name for name in given if getattr(options, name) != getattr(EvaluateSettings(), name)} | {"tools"}
+    prepared, _ = prepare_evaluation(options, given, folder)
+    model = loading.load_run(prepared.origin, DEVICE).model
+    return run_evaluation(model, prepared, options)
+
+
+def test_evaluations_with_and_without_tools(run, tmp_path):
+    summary, samples = evaluated(run.out_dir, tools=["agents:f"], max_turns=2)
+    assert summary["settings"]["tools"] == ["agents:f"] and summary["settings"]["environment"] == "agents:Game"
+    assert len(samples) == 18 and all(len(sample["messages"]) <= 3 for sample in samples)
+    turns = [len([m for m in sample["messages"] if m["role"] == "assistant"]) for sample in samples]
+    assert set(turns) == {1, 2} and {"tool_errors", "tool_seconds"} <= samples[0].keys()
+    summary, samples = evaluated(run.out_dir, tools=[])  # --tools=: the environment stays
+    assert summary["settings"]["tools"] == []
+    assert all(message["role"] != "tool" for sample in samples for message in sample["messages"])
+    settings = settings_of(tmp_path, environment="", reward_funcs=[], max_iters=1, eval_prompts=0)
+    grpo.main(prepare(settings))
+    summary, samples = evaluated(settings.out_dir, tools=[])
+    assert summary["settings"]["tools"] == [] and "messages" not in samples[0]
+    assert all(isinstance(sample["completion"], str) for sample in samples)
+
+
+def test_the_sampler_shows_turns(run):
+    options = SampleSettings(num_samples=60)
+    prompt, texts = complete(options, loading.load_run(run.out_dir, DEVICE))
+    assert prompt.endswith("?") and len(texts) == 60
+    shown = "\n".join(texts)
+    assert "  user: ?" in shown and "\n  f: " in shown and '  -> f("text": "' in shown
+    options = dataclasses.replace(options, max_turns=1)
+    _, texts = complete(options, loading.load_run(run.out_dir, DEVICE))
+    assert "  user: ?" not in "\n".join(texts)
+
+
+def test_other_tools_do_not_continue_a_run(run):
+    for change in (dict(tools=["calc"]), dict(tools=[]), dict(environment="")):
+        with pytest.raises(SnugError, match="is of another task: (tools|environment) was .*; put it back, or") as error:
+            prepare(dataclasses.replace(run, resume="auto", **change))
+        assert "\n" not in str(error.value)
+    prepare(dataclasses.replace(run, resume="auto", max_turns=3, max_tool_tokens=9))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad tools
+
+
+class Thing:
+    def __str__(self):
+        return "5" * 3
+
+
+def bad(kind):
+    def f(text: str) -> str:
+        """Bad.
+
+        Args:
+            text: any
+        """
+        made.append(None)
+        if kind == "raises":
+            raise [ValueError, SystemExit, KeyboardInterrupt][len(made) % 3]("no\nfile")
+        if kind == "hangs":
+            threading.Event().wait(3)
+        if kind == "forks" and len(made) < 5:
+            child = os.fork()
+            if child:
+                os.waitpid(child, 0)
+        if kind == "prints":
+            print("\x1b]0;", file=[sys.stdout, sys.stderr][len(made) % 2])
+        return dict(large="12" * 5 * 10**6, things=Thing(), surrogates="\udfff1").get(kind)
+
+    made = []
+    return f, made
+
+
+@pytest.mark.parametrize("kind", ["raises", "hangs", "large", "things", "forks", "prints", "surrogates"])
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_bad_tool_does_not_end_a_run(kind, tmp_path):
+    tool, made = bad(kind)
+    options = dict(max_iters=2, tool_timeout=0.02 if kind == "hangs" else 10.0, eval_prompts=0, reward_funcs=[])
+    settings = settings_of(tmp_path, tools=["f"], max_tool_tokens=4, **options)
+    grpo.main(prepare(settings, functions=dict(f=tool)))
+    record = read_log(settings.out_dir)[-1]
+    messages = [message for sample in samples_of(settings.out_dir) for message in sample["messages"]]
+    results = {message["content"] for message in messages if message["role"] == "tool"}
+    assert len(made) > 5 and results and len(read_log(settings.out_dir)) == 2
+    assert (record["tool_errors"] > 0) == (kind in ("raises", "hangs"))
+    expected = dict(large={"1212 [cut]"}, things={"555"}, forks={"None"}, prints={"None"}, surrogates={"\ufffd1"})
+    if kind in expected:
+        assert results == expected[kind]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From Python
+
+
+def test_functions_and_a_class_of_a_cell(tmp_path, capsys):
+    called = []
+
+    def f(text: str) -> str:
+        """Say its length.
+
+        Args:
+            text: any
+        """
+        called.append(text)
+        return str(len(text))
+
+    class Cell(agents.Game):
+        pass
+
+    options = {name: value for name, value in agents.options(tmp_path, "run").items() if name != "data_file"}
+    options |= dict(tools=[f], environment=Cell, reward_funcs=[agents.twice], max_iters=2, device=DEVICE)
+    prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    result = grpo.train(prompts=prompts, **options)
+    assert result.finished and called and {"reward/Cell", "tool_calls"} <= result.log[0].keys()
+    before = len(called)
+    texts = result.sample(n=20)
+    assert len(texts) == 20 and len(called) > before and "  user: ?" in "\n".join(texts)
+    before = len(called)
+    scores = result.evaluate(num_prompts=8)
+    assert 0 <= scores["pass_at_1"] <= 1 and len(called) > before and "pass@1" in capsys.readouterr().out
+    assert "tool_calls" in result._repr_html_() and result.settings.tools == ["test_agents:f"]
+    again = grpo.train(resume=result.folder, tools=[f], environment=Cell, reward_funcs=[agents.twice], max_iters=3)
+    assert len(again.log) == 3
+    for wrong, message in (
+        (dict(tools=[lambda text: text]), "tool <lambda>: each argument needs a type hint"),
+        (dict(environment=dict), "environment dict has no method reset"),
+    ):
+        with pytest.raises(SnugError, match=message):
+            grpo.train(prompts=prompts, **options | wrong)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kills and processes
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """A folder with the runs of agents.py."""
+    folder = tmp_path_factory.mktemp("found")
+    command = [sys.executable, HOME / "tests/agents.py", folder, "whole", "killed", "resumed", "ddp2"]
+    environment = os.environ | dict(OMP_NUM_THREADS="1")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@cpu_only
+def test_a_run_that_died_in_a_call_resumes_bit_for_bit(found):
+    assert "/killed/checkpoint-000001\n" in (found / "resumed.txt").read_text()
+    assert told(found / "killed") == told(found / "whole")
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        ours, theirs = (load_file(newest(found / run) / name) for run in ("killed", "whole"))
+        assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
+
+
+@cpu_only
+def test_two_processes_have_the_episodes_of_one(found):
+    """They deal the prompts, join what they sampled, and select the groups to learn from."""
+    (ours, samples), (theirs, expected) = told(found / "ddp2"), told(found / "whole")
+    assert samples == expected and max(record["gen_batches"] for record in theirs) == 3
+    for our, their in zip(ours, theirs, strict=True):
+        assert our == {key: pytest.approx(value, abs=1e-6) for key, value in their.items()}
+    assert_same_weights(found / "ddp2", found / "whole", 1e-9)
+
+
+@cpu_only
+def test_selected_groups_keep_their_episodes(found):
+    tokenizer = get_tokenizer(f"{found}/tokenizer")
+    for sample in samples_of(found / "whole"):
+        check_messages(sample, tokenizer)
+        assert sample["rewards"]["Game"] == sample["columns"]["start"] / 10
+
+
+@cpu_only
+def test_an_out_of_memory_in_a_rollout_plays_the_episodes_again(tmp_path, monkeypatch):
+    """With fewer slots, and environments that are reset again: the same result. In float64, to 1e-9."""
+    folders, resets, real = [], [], grpo.sample_groups
+    for fails in (False, True):
+        failed = []
+
+        def sampled(*arguments, fails=fails, failed=failed, **options):
+            rollouts = real(*arguments, **options)
+            if fails and not failed:
+                failed.append(True)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
+            return rollouts
+
+        monkeypatch.setattr(grpo, "sample_groups", sampled)
+        monkeypatch.setattr(agents.Game, "resets", 0)
+        settings = settings_of(tmp_path, str(fails), eval_prompts=0, max_iters=2)
+        settings.param_dtype = settings.optimizer_dtype = "float64"
+        grpo.main(prepare(settings))
+        folders.append(settings.out_dir)
+        resets.append(agents.Game.resets)
+    assert resets == [2 * 16, 3 * 16]
+    assert "going on with max_rollout_batch=8" in Path(folders[1], "log.txt").read_text()
+    assert samples_of(folders[0]) == samples_of(folders[1])
+    for our, their in zip(*map(figures, folders), strict=True):
+        assert our == {key: pytest.approx(value, abs=1e-6) for key, value in their.items()}
+    assert_same_weights(*folders, 1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def replies(longest):
+    """Each row: a turn of one token, the longest reply, another turn of one token."""
+    return dict(is_over=lambda ids: True, respond=lambda row, ids: [5] * (longest - 2))
+
+
+def mixed_replies(longest):
+    """Every third row gets one, after another number of tokens."""
+    return dict(is_over=lambda ids: len(ids) == 7, respond=lambda row, ids: [5] * (longest - 9) if row % 3 else [])
+
+
+@cpu_only
+@pytest.mark.parametrize("slots", [10, pytest.param(0, marks=pytest.mark.long)])
+def test_a_plan_covers_what_tools_write(slots, tmp_path, monkeypatch):
+    """Rollouts and evaluations: the plan is that of the longest replies, within 0.5 %, and no run takes more.
+
+    A plan also has what steps leave behind. It does not know what an environment adds to prompts.
+    """
+    shape = dict(
+        n_layer=2,
+        n_embd=96,
+        eval_prompts=8,
+        environment="",
+        reward_funcs=["agents:long"],
+        batch_size=4,
+        block_size=80,
+        max_new_tokens=60,
+        max_iters=1,
+    )
+    settings = settings_of(tmp_path, max_rollout_batch=slots, save_interval=0, **shape)
+    prepared = prepare(settings)
+    planned = plan(DryRun(prepared, grpo.iterate), settings).phases
+    for change in (replies, mixed_replies):
+
+        def sampled(*arguments, change=change, **options):
+            return sample_groups(*arguments, **options | dict(stop_token=None) | change(60))
+
+        monkeypatch.setattr(grpo, "sample_groups", sampled)
+        monkeypatch.setattr(evaluate, "sample_groups", sampled)
+        grpo.main(prepared)
+        record = read_log(settings.out_dir)[-1]
+        for phase in ("rollout", "eval"):
+            taken, peak = record["mem_max_alloc_mb_" + phase], planned[phase][0] / MIB
+            print(f"{change.__name__}: {phase} takes {taken} of {peak:.3f} MiB")
+            assert taken < peak + 0.0005  # the log has three decimals
+            if change is replies:
+                assert taken > 0.995 * peak
