@@ -111,9 +111,9 @@ def clocked(call):
     return returned, time.perf_counter() - started
 
 
-def in_a_process(*words):
+def in_a_process(*words, python=sys.executable):
     """Run a script in a process -> the JSON on its last line. Raises SystemExit if it fails."""
-    run = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=HOME)
+    run = subprocess.run([python, *words], capture_output=True, text=True, cwd=HOME)
     if run.returncode:
         raise SystemExit(f"{' '.join(words)}: {run.stderr[-2000:]}")
     return json.loads(run.stdout.splitlines()[-1])

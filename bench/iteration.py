@@ -174,7 +174,7 @@ def iterations_of_trl(words, seed, folder, sequences, liger, metered):
     """-> the same of TRL, which has no floor. metered: the peak, and seconds that mean nothing on a CPU."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
     from trl.trainer import utils
 
     prepared = prepared_run(words, seed, f"{folder}/run")
@@ -184,14 +184,7 @@ def iterations_of_trl(words, seed, folder, sequences, liger, metered):
     sequences = min(sequences, s.sequences_per_rollout)
     if metered:
         utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(utils._CHUNKED_LOGPROB_CHUNK_SIZE, prepared.shape["vocab_size"])
-    same = ("max_new_tokens", "learning_rate", "adam_beta2", "beta", "loss_type", "temperature", "seed")
-    options = {name: getattr(s, name) for name in same} | dict(num_generations=s.group_size)
-    options["max_completion_length"] = options.pop("max_new_tokens")
-    options |= dict(per_device_train_batch_size=sequences, max_steps=2 if metered else ITERATIONS)
-    options |= dict(gradient_accumulation_steps=s.sequences_per_rollout // sequences, lr_scheduler_type="constant")
-    options |= dict(use_cpu=DEVICE == "cpu", bf16=s.dtype == "bfloat16", use_liger_kernel=liger)
-    options |= dict(gradient_checkpointing=False, shuffle_dataset=False, save_strategy="no", output_dir=str(folder))
-    config = GRPOConfig(**options, report_to="none", logging_steps=1, disable_tqdm=True)
+    config = trl_config(s, sequences, folder, max_steps=2 if metered else ITERATIONS, use_liger_kernel=liger)
     with MemoryMeter(DEVICE) if metered else contextlib.nullcontext() as meter:
         model = AutoModelForCausalLM.from_pretrained(s.init_from, dtype=getattr(torch, s.param_dtype)).to(DEVICE)
         if not metered:
@@ -208,6 +201,20 @@ def iterations_of_trl(words, seed, folder, sequences, liger, metered):
         trainer.train()
         peak = meter.peak_since_reset() / MIB if metered else math.nan
     return [line | dict(peak_mib=peak) for line in lines], {}
+
+
+def trl_config(s, sequences, folder, **more):
+    """TRL's options for our settings. sequences: of a micro-batch."""
+    from trl import GRPOConfig
+
+    same = ("max_new_tokens", "learning_rate", "adam_beta2", "beta", "loss_type", "temperature", "seed")
+    options = {name: getattr(s, name) for name in same} | dict(num_generations=s.group_size)
+    options["max_completion_length"] = options.pop("max_new_tokens")
+    options |= dict(per_device_train_batch_size=sequences, lr_scheduler_type="constant")
+    options |= dict(gradient_accumulation_steps=s.sequences_per_rollout // sequences)
+    options |= dict(use_cpu=DEVICE == "cpu", bf16=s.dtype == "bfloat16", gradient_checkpointing=False)
+    options |= dict(shuffle_dataset=False, save_strategy="no", output_dir=str(folder))
+    return GRPOConfig(**options, **more, report_to="none", logging_steps=1, disable_tqdm=True)
 
 
 def check_same_model(peer, s):
