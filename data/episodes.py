@@ -24,10 +24,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 
 from data.tools import NONE, call_tool, load_environment, load_tools, methods_of, parse_calls, schema_of
 from options import SnugError, option
-from tokenizer.chat import well_formed
 
 CUT = " [cut]"
 LONGEST_TOKEN = 32  # characters; encoding 10 MB would take long
@@ -112,42 +112,32 @@ class Episode:
         self.functions = toolbox.functions | (methods_of(environment) if environment else {})
         self.prompt = row["prompt"]
         self.form = "inline" if isinstance(self.prompt, str) else self.tokenizer.call_form
-        self.messages = []
+        self.messages, self.turns = [], 0
         self.sampled = 0  # tokens that are in the messages
         self.written = 0  # tokens of answers
         self.tool_errors, self.tool_seconds = 0, 0.0
         if environment and (text := self.of_environment("reset", row)):
             self.prompt = extended(self.prompt, text)
 
-    def of_environment(self, name: str, arguments: dict) -> str:
-        """What `reset` or `reply` returns, "" for None. Raises SnugError if it fails."""
-        method = getattr(self.environment, name)
-
-        async def awaited(text):
-            return await text or ""
-
-        def said(**arguments):
-            text = method(**arguments)
-            return awaited(text) if inspect.iscoroutine(text) else text or ""
-
-        text, failed = self.timed({name: said}, dict(function=dict(name=name, arguments=arguments)))
+    def of_environment(self, name: str, arguments: dict) -> str | None:
+        """What `reset` or `reply` returns. Raises SnugError if it fails."""
+        functions = {name: getattr(self.environment, name)}
+        text, failed = self.timed(functions, dict(function=dict(name=name, arguments=arguments)))
         if failed:
             raise SnugError(f"{type(self.environment).__name__}.{name} failed: {text}")
         return text
 
     def timed(self, functions, call):
         began = time.perf_counter()
-        text, failed = call_tool(functions, call, self.toolbox.settings.tool_timeout)
+        answer = call_tool(functions, call, self.toolbox.settings.tool_timeout)
         self.tool_seconds += time.perf_counter() - began
-        return well_formed(text), failed
+        return answer
 
     def respond(self, ids: list[int]) -> list[int] | None:
         """ids of a turn that ended -> ids of the answer; None: the episode is over."""
         self.listen(ids)
         turn = self.messages[-1]
-        if [message["role"] for message in self.messages].count(
-            "assistant"
-        ) == self.toolbox.settings.max_turns:
+        if self.turns == self.toolbox.settings.max_turns:
             return None
         answers = [self.result_of(call) for call in turn.get("tool_calls", ())]
         if not answers and hasattr(self.environment, "reply"):
@@ -164,16 +154,16 @@ class Episode:
         """Add a turn to the messages."""
         text = self.tokenizer.decode(ids)
         content, calls = parse_calls(text, self.form, self.toolbox.schemas)
-        self.messages.append(
-            dict(role="assistant", content=content) | (dict(tool_calls=calls) if calls else {})
-        )
+        turn = dict(role="assistant", content=content)
+        self.messages.append(turn | dict(tool_calls=calls) if calls else turn)
+        self.turns += 1
         self.sampled += len(ids)
 
     def result_of(self, call) -> dict:
         """The message with which a tool answers a call."""
         text, failed = self.timed(self.functions, call)
         self.tool_errors += failed
-        return dict(role="tool", name=call["function"]["name"], content=self.shortened(text))
+        return dict(role="tool", name=call["function"]["name"], content=self.shortened(str(text)))
 
     def shortened(self, text: str) -> str:
         """At most max_tool_tokens tokens of it."""
@@ -186,11 +176,9 @@ class Episode:
 
     def encode(self, answers: list[dict], stopped: bool) -> list[int]:
         if isinstance(self.prompt, str) or self.form == "inline" and answers[0]["role"] == "tool":
-            texts = (
-                f"<result>{a['content']}</result>" if a["role"] == "tool" else a["content"]
-                for a in answers
-            )
-            return self.tokenizer.encode("".join(texts))
+            is_result = answers[0]["role"] == "tool"  # of the one call of the turn
+            text = answers[0]["content"]
+            return self.tokenizer.encode(f"<result>{text}</result>" if is_result else text)
         return self.tokenizer.encode_reply(answers, stopped)
 
     def finish(self, sampled: list[int], written: int):
@@ -239,9 +227,7 @@ class Episodes:
         lengths = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
         rows = zip(self.episodes, rollouts.tokens.tolist(), rollouts.mask.tolist(), lengths, strict=True)
         for episode, ids, mask, (start, length) in rows:
-            sampled = [
-                i for i, was_sampled in zip(ids[start:][:length], mask, strict=False) if was_sampled
-            ]
+            sampled = list(compress(ids[start : start + length], mask))
             episode.finish(sampled, length - len(sampled))
         return [episode.messages for episode in self.episodes]
 
@@ -272,7 +258,9 @@ def as_text(messages: list[dict]) -> str:
         if message["role"] == "assistant":
             calls = [call["function"] for call in message.get("tool_calls", ())]
             lines += [message["content"]] * (message["content"] != "" or not calls)
-            lines += [f"  -> {call['name']}({json.dumps(call['arguments'])[1:-1]})" for call in calls]
+            for call in calls:
+                arguments = (f"{name}={json.dumps(value)}" for name, value in call["arguments"].items())
+                lines.append(f"  -> {call['name']}({', '.join(arguments)})")
         else:
             lines.append(f"  {message.get('name', message['role'])}: {message['content']}")
     return "\n".join(lines)

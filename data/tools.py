@@ -43,6 +43,7 @@ from data.countdown import MAX_CHARS, NODES, value_of
 from data.rewards import OutOfTime, name_of
 from options import SnugError, in_one_line
 from sandbox import Sandbox
+from tokenizer.chat import well_formed
 
 MAX_BITS = 4000  # of a power in `calc`
 PYTHON_SECONDS = 5.0  # for the code of one call
@@ -262,10 +263,10 @@ def read_calls(text: str) -> list[dict]:
 # Calls
 
 
-def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> tuple[str, bool]:
+def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> tuple[str | None, bool]:
     """-> (what the model reads, did the call fail?), after `seconds` at the latest. Never raises. Threads may use it.
 
-    The text is str(what the function returns), of any length; or str({"error": ...}) if the call cannot be made or the
+    The text is str(what the function returns), of any length, or None; or str({"error": ...}) if the call cannot be made or the
     function raises, as in TRL. A function that is late gets an exception; what it returns then is dropped. Coroutines
     of `async def` functions share one event loop, in a thread.
     """
@@ -279,7 +280,7 @@ def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> 
                 raise ValueError(call.get("error", problem))
             result = functions[name](**arguments)
             if not inspect.iscoroutine(result):
-                return answers.append((str(result), False))
+                return answers.append((as_text(result), False))
             # A second later, so that the text for the model is always the one below.
             waiting = asyncio.wait_for(awaited(result), seconds + 1)
             with LOCK:
@@ -288,7 +289,7 @@ def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> 
 
     async def awaited(coroutine):
         with answering(answers):
-            answers.append((str(await coroutine), False))
+            answers.append((as_text(await coroutine), False))
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -311,6 +312,10 @@ def answering(answers: list):
     finally:
         if os.getpid() != process:
             os._exit(0)
+
+
+def as_text(result) -> str | None:
+    return None if result is None else well_formed(str(result))
 
 
 def error_text(problem: str) -> str:

@@ -137,9 +137,9 @@ def test_evaluations_with_and_without_tools(run, tmp_path):
 def test_the_sampler_shows_turns(run):
     options = SampleSettings(num_samples=60)
     prompt, texts = complete(options, loading.load_run(run.out_dir, DEVICE))
-    assert prompt.endswith("?") and len(texts) == 60
+    assert prompt.endswith("?\n") and len(texts) == 60
     shown = "\n".join(texts)
-    assert "  user: ?" in shown and "\n  f: " in shown and '  -> f("text": "' in shown
+    assert "  user: ?" in shown and "\n  f: " in shown and '  -> f(text="' in shown
     options = dataclasses.replace(options, max_turns=1)
     _, texts = complete(options, loading.load_run(run.out_dir, DEVICE))
     assert "  user: ?" not in "\n".join(texts)

@@ -454,7 +454,7 @@ FUNCTIONS = dict(ok=ok, fail=fail, leave=leave, interrupt=interrupt, later=later
 FUNCTIONS |= dict(none=lambda: None, text=lambda: "a\n", big=lambda: "x" * 10**7, unprintable=Unprintable)
 CALLS = [
     (call("ok", a=1), "[1, 0]", False),
-    (call("none"), "None", False),
+    (call("none"), None, False),
     (call("text"), "a\n", False),
     (call("later", a=5), "5", False),
     (call("unprintable"), "{'error': 'no text'}", True),
