@@ -266,9 +266,9 @@ def read_calls(text: str) -> list[dict]:
 def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> tuple[str | None, bool]:
     """-> (what the model reads, did the call fail?), after `seconds` at the latest. Never raises. Threads may use it.
 
-    The text is str(what the function returns), of any length, or None; or str({"error": ...}) if the call cannot be made or the
-    function raises, as in TRL. A function that is late gets an exception; what it returns then is dropped. Coroutines
-    of `async def` functions share one event loop, in a thread.
+    The text is str(what the function returns), of any length, or None; or str({"error": ...}) if the call cannot be
+    made or the function raises, as in TRL. A function that is late gets an exception; what it returns then is dropped.
+    Coroutines of `async def` functions share one event loop, in a thread.
     """
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     answers = []
