@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -128,9 +129,13 @@ def main(home, jobs):
 
     for job in jobs:
         size, expected = 1 + (job == "ddp2"), -signal.SIGKILL if job == "killed" else 0
-        for pid in fork(size, "none", lambda rank, job=job: work(job), f"{home}/{job}.txt"):
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        children = fork(size, "none", lambda rank, job=job: work(job), f"{home}/{job}.txt")
+        for _ in range(size):
+            code = os.waitstatus_to_exitcode(os.wait()[1])
             if code != expected:
+                for child in children:
+                    with suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
                 sys.exit(f"{job}: exit code {code}: {Path(home, f'{job}.txt').read_text()[-4000:]}")
 
 

@@ -6,18 +6,23 @@ import os
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import agents
 import pytest
 import torch
 from conftest import DEVICE, HOME, figures
 from safetensors.torch import load_file
+from test_episodes import CHATS, hermes, sampled, user
 from test_parallel import assert_same_weights, told
+from test_tokenizer import folder_of
 
 import evaluate
 import grpo
+from data.episodes import EpisodeOptions, Episodes, make_toolbox
 from data.tools import parse_calls, schema_of
 from device.kinds import MIB
 from evaluate import prepare_evaluation, run_evaluation
@@ -289,7 +294,7 @@ def test_selected_groups_keep_their_episodes(found):
 @cpu_only
 def test_an_out_of_memory_in_a_rollout_plays_the_episodes_again(tmp_path, monkeypatch):
     """With fewer slots, and environments that are reset again: the same result. In float64, to 1e-9."""
-    folders, resets, real = [], [], grpo.sample_groups
+    outs, resets, real = [], [], grpo.sample_groups
     for fails in (False, True):
         failed = []
 
@@ -305,14 +310,14 @@ def test_an_out_of_memory_in_a_rollout_plays_the_episodes_again(tmp_path, monkey
         settings = settings_of(tmp_path, str(fails), eval_prompts=0, max_iters=2)
         settings.param_dtype = settings.optimizer_dtype = "float64"
         grpo.main(prepare(settings))
-        folders.append(settings.out_dir)
+        outs.append(settings.out_dir)
         resets.append(agents.Game.resets)
     assert resets == [2 * 16, 3 * 16]
-    assert "going on with max_rollout_batch=8" in Path(folders[1], "log.txt").read_text()
-    assert samples_of(folders[0]) == samples_of(folders[1])
-    for our, their in zip(*map(figures, folders), strict=True):
+    assert "going on with max_rollout_batch=8" in Path(outs[1], "log.txt").read_text()
+    assert samples_of(outs[0]) == samples_of(outs[1])
+    for our, their in zip(*map(figures, outs), strict=True):
         assert our == {key: pytest.approx(value, abs=1e-6) for key, value in their.items()}
-    assert_same_weights(*folders, 1e-9)
+    assert_same_weights(*outs, 1e-9)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -365,3 +370,61 @@ def test_a_plan_covers_what_tools_write(slots, tmp_path, monkeypatch):
             assert taken < peak + 0.0005  # the log has three decimals
             if change is replies:
                 assert taken > 0.995 * peak
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# TRL
+
+
+def environment_of_trl():
+    """-> HarborBashEnv, unchanged, of TRL's file. Importing all of TRL would take long."""
+    package = find_spec("trl")
+    file = package and Path(package.origin).parent / "experimental/harbor/_env.py"
+    if not file or not file.exists():
+        pytest.skip("TRL is not installed: pip install trl==1.16.0")
+    spec = spec_from_file_location("harbor_of_trl", file)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.HarborBashEnv.__del__ = lambda self: None  # TRL's waits at the end of the process for a thread that is gone
+    return module.HarborBashEnv
+
+
+class Machine:
+    """In place of Harbor's: it echoes."""
+
+    async def exec(self, command, timeout_sec):
+        return SimpleNamespace(stdout=command.removeprefix("echo "), stderr="", return_code=0)
+
+
+def test_an_environment_of_trl(tmp_path, monkeypatch):
+    """A machine whose only tool is a shell; only Harbor is replaced. Its `reward` is a property, which is read at the end."""
+    bash = environment_of_trl()
+    started, verified = [], []
+
+    async def start(self, task_dir):
+        started.append(task_dir)
+        self._env = Machine()
+        return f"Say {task_dir}."
+
+    async def verify(self):
+        verified.append(self)
+        return 0.5
+
+    monkeypatch.setattr(bash, "_start", start)
+    monkeypatch.setattr(bash, "_verify", verify)
+    family, template, end = CHATS["hermes"]
+    config = dict(chat_template=template, eos_token=end)
+    tokenizer = get_tokenizer(folder_of(tmp_path, family(), tokenizer_config=config))
+    toolbox = make_toolbox(EpisodeOptions(environment="E"), tokenizer, dict(E=bash))
+    assert [schema["function"]["name"] for schema in toolbox.schemas] == ["bash"] and not toolbox.reward_functions()
+    rows = [dict(prompt=[user(f"Task {name}: ")], task_dir=name) for name in "ab"]
+    episodes = Episodes(toolbox, tokenizer, rows, 2)
+    assert started == list("aabb") and not verified
+    assert episodes.rows[1]["prompt"][0]["content"].startswith("Task b: Say b.")
+    turns = [[hermes("bash", command=f"echo {i}"), "Done."] for i in range(3)] + [[hermes("bash", cmd="ls"), "Oh."]]
+    rollouts = sampled(monkeypatch, tokenizer, episodes, turns, 300)
+    completions = episodes.finish(rollouts)
+    assert [messages[1]["content"] for messages in completions[:3]] == list("012") and not verified
+    assert "unexpected keyword argument" in completions[3][1]["content"] and rollouts.stopped.all()
+    environments = episodes.columns()["environments"]
+    assert [environment.reward for environment in environments] == [0.5] * 4 and verified == environments
