@@ -44,6 +44,7 @@ from decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
 from device.kinds import kind_of
 from memory.ledger import unwatched
 from model import GPT, autocast
+from options import SnugError
 
 REPLIES = 16  # calls of `respond` at a time
 
@@ -153,7 +154,7 @@ def sample_groups(
     take (0: the device's default). first_row: the number of the first row, to continue an earlier call. enforce_eager:
     no CUDA graphs. progress: a bar in a terminal after 3 seconds.
 
-    Raises ValueError if a prompt is empty, or is too long for max_new_tokens, at least 1, within block_size.
+    Raises ValueError if a prompt is empty, SnugError if one leaves no room for max_new_tokens within block_size.
     """
     check_prompts(prompts, max_new_tokens, model.config.block_size)
     N = len(prompts) * group_size
@@ -199,7 +200,8 @@ def check_prompts(prompts, max_new_tokens, block_size):
         raise ValueError(f"max_new_tokens={max_new_tokens}: a completion has at least one token")
     if longest + max_new_tokens > block_size:
         total = f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens}"
-        raise ValueError(f"{total} is longer than block_size={block_size}")
+        advice = "--max_prompt_length cuts what an environment adds"
+        raise SnugError(f"{total} is longer than block_size={block_size}; {advice}")
 
 
 def decode(batch, bar):
@@ -288,7 +290,6 @@ def complete(settings, run, functions=NONE):
     functions: tools and environments by their names, as for runs.prepare."""
     from data import make_task
     from data.task import as_messages
-    from options import SnugError
     from settings import PRETRAINED_LENGTH
 
     if not settings.prompt and not run.settings.task:

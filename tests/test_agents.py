@@ -158,6 +158,23 @@ def test_other_tools_do_not_continue_a_run(run):
     prepare(dataclasses.replace(run, resume="auto", max_turns=3, max_tool_tokens=9))
 
 
+def test_a_first_text_that_is_too_long_is_one_line(tmp_path):
+    """No plan knows it before. max_prompt_length cuts the prompt."""
+
+    class Talks(agents.Game):
+        def reset(self, **columns):
+            return super().reset(**columns) + "7" * 50
+
+    settings = settings_of(tmp_path, environment="E", max_iters=1)
+    with pytest.raises(
+        SnugError, match="a prompt of 55 tokens . max_new_tokens=40 is longer than block_size=64; --max_p"
+    ):
+        grpo.main(prepare(settings, functions=dict(E=Talks)))
+    cut = dataclasses.replace(settings, max_prompt_length=24)
+    grpo.main(prepare(cut, functions=dict(E=Talks)))
+    assert {sample["prompt"] for sample in samples_of(cut.out_dir)} == {"7" * 24}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Bad tools
 

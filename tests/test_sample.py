@@ -12,6 +12,7 @@ import sample
 from decoding import decode_batch as batch
 from memory.meter import MemoryMeter
 from model import autocast
+from options import SnugError
 from runs import loading
 from sample import generate_naive, sample_groups
 from settings import SampleSettings, SFTSettings
@@ -280,7 +281,7 @@ def test_bad_prompts_are_named():
         sample_groups(model, [[1]], 2, 0)
     with pytest.raises(ValueError, match="no tokens"):
         sample_groups(model, [[1], []], 2, 4)
-    with pytest.raises(ValueError, match=r"a prompt of 30 tokens \+ max_new_tokens=4 is longer than block_size=32"):
+    with pytest.raises(SnugError, match=r"a prompt of 30 tokens \+ max_new_tokens=4 is longer than block_size=32"):
         sample_groups(model, [[1] * 30], 2, 4)
 
 
