@@ -195,7 +195,7 @@ def load_tools(specs: Sequence[str], functions: Mapping[str, Callable] = NONE) -
 def load_environment(spec: str, functions: Mapping[str, Callable] = NONE) -> Callable:
     """ "module:Class" -> what makes an environment when it is called without arguments. Raises SnugError."""
     advice = "write module:Class, such as my_game:Game"
-    return functions.get(spec) or imported(spec, "environment_factory", advice)
+    return functions.get(spec) or imported(spec, "environment", advice)
 
 
 def methods_of(environment) -> dict[str, Callable]:

@@ -165,7 +165,7 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
         assert message in str(error.value)
     assert methods_of(load_environment("snug_test_tools:Game")()) == {}
     assert load_environment("Counter", {"Counter": Counter}) is Counter
-    with pytest.raises(SnugError, match="environment_factory='Game': write module:Class"):
+    with pytest.raises(SnugError, match="environment='Game': write module:Class"):
         load_environment("Game")
 
 
