@@ -200,11 +200,11 @@ def sample_and_score(model, prepared, rows, group_size, temperature, **options):
     ids = encode_prompts(episodes.rows, settings, tokenizer)
     options |= sampling_options(settings, episodes) | dict(temperature=temperature)
     with autocast(settings.dtype, model):
-        rollouts = sample_groups(model, ids, group_size, **options)
+        rollouts = sample_groups(model, ids, episodes.k, **options)
     ids, stopped = rollouts.completions(), rollouts.stopped.tolist()
-    prompts = [row["prompt"] for row in episodes.rows for _ in range(group_size)]
+    prompts = [row["prompt"] for row in episodes.rows for _ in range(episodes.k)]
     completions = episodes.finish(rollouts)
-    columns = repeat_columns(rows, group_size) | episodes.columns()
+    columns = repeat_columns(episodes.rows, episodes.k) | episodes.columns()
     columns |= dict(stopped=stopped, completion_ids=ids)
     figures = dict(
         prompt=prompts,

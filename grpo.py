@@ -86,7 +86,7 @@ def iterate(iteration, training, collect=None):
     rollouts, rewards = scored.rollouts, scored.rewards  # N completions; (P, k)
 
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
-    cut = training.cut(rollouts, settings.train_batch_size, settings.group_size)
+    cut = training.cut(rollouts, settings.train_batch_size, scored.shared)
 
     # 4. Log-probs before the first step. The model is the sampler, so the sampler's are the old ones, without a forward
     #    pass. importance_sampling_cap corrects for the difference between sampler and trainer: it needs the trainer's.
@@ -189,21 +189,20 @@ def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0):
         max_batch=max_batch,
     )
     with autocast(settings.dtype, model):
-        k, longest = settings.group_size, settings.max_new_tokens
-        return sample_groups(model, prompts, k, longest, **options), episodes
+        return sample_groups(model, prompts, episodes.k, settings.max_new_tokens, **options), episodes
 
 
 def score(rollouts, episodes, prepared) -> Scored:
     """Decode, ask the reward functions, add up."""
-    k, rows, completions = prepared.settings.group_size, episodes.rows, episodes.finish(rollouts)
+    k, rows, completions = episodes.k, episodes.rows, episodes.finish(rollouts)
     prompts = [row["prompt"] for row in rows for _ in range(k)]
     columns = repeat_columns(rows, k)
     arguments = columns | episodes.columns()
     arguments |= dict(stopped=rollouts.stopped.tolist(), completion_ids=rollouts.completions())
     scores = prepared.score(prompts, completions, arguments)
-    rewards = torch.tensor(scores.totals).view(-1, k)
+    rewards = torch.tensor(scores.totals).view(-1, prepared.settings.group_size)
     columns |= scores.extra | dict(prompt=prompts)
-    return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics, episodes.figures())
+    return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics, episodes.figures(), k)
 
 
 def has_variance(rewards):

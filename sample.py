@@ -305,16 +305,17 @@ def complete(settings, run, functions=NONE):
     run.tokenizer.set_template_kwargs(settings.chat_template_kwargs)
     toolbox = make_toolbox(either(settings, run.settings), run.tokenizer, functions)
     episodes = Episodes(toolbox, run.tokenizer, [row], settings.num_samples, settings.stop_string)
-    prompt = episodes.rows[0]["prompt"]
-    ids, block_size = run.tokenizer.encode_prompt(prompt), run.model.config.block_size
-    if not 1 <= len(ids) < block_size:
-        raise SnugError(f"the prompt has {len(ids)} tokens; this model takes 1 to {block_size - 1}")
+    prompt = (row if episodes.rows[1:] else episodes.rows[0])["prompt"]
+    ids = [run.tokenizer.encode_prompt(each["prompt"]) for each in episodes.rows]
+    length, block_size = max(map(len, ids)), run.model.config.block_size
+    if not 1 <= length < block_size:
+        raise SnugError(f"the prompt has {length} tokens; this model takes 1 to {block_size - 1}")
     options = sampling_options(settings, episodes)
     options |= dict(temperature=settings.temperature, seed=settings.seed)
     longest = settings.max_new_tokens or run.settings.max_new_tokens or PRETRAINED_LENGTH
-    longest = min(longest, block_size - len(ids))
+    longest = min(longest, block_size - length)
     with autocast(run.settings.dtype, run.model):
-        rollouts = sample_groups(run.model, [ids], settings.num_samples, longest, **options)
+        rollouts = sample_groups(run.model, ids, episodes.k, longest, **options)
     texts = []
     for completion, stopped in zip(episodes.finish(rollouts), rollouts.stopped.tolist(), strict=True):
         text = completion if isinstance(completion, str) else as_text(completion)

@@ -193,32 +193,28 @@ class Episode:
 class Episodes:
     """The completions of `rows`, k of each prompt. N = len(rows) * k. Raises SnugError.
 
-    rows have the environments' first texts added to their prompts. respond and is_over are for sample_groups.
+    rows, k: prompts with the environments' first texts, and how many completions share each; if these texts differ
+    within a group, N rows and 1. respond and is_over are for sample_groups.
     """
 
     def __init__(
         self, toolbox: Toolbox | None, tokenizer, rows: list[dict], k: int, stop_string: str = ""
     ):
-        self.rows, self.tokenizer, self.episodes, self.respond = rows, tokenizer, [], None
+        self.rows, self.k, self.tokenizer = rows, k, tokenizer
+        self.episodes, self.respond = [], None
         stops = [stop_string]
         if toolbox:
             environments = toolbox.some_environments(len(rows) * k)
             repeated = [row for row in rows for _ in range(k)]
             self.episodes = list(map(partial(Episode, toolbox), repeated, environments))
-            self.rows = [row | dict(prompt=self.prompt_of(i, k)) for i, row in enumerate(rows)]
+            own = [row | dict(prompt=e.prompt) for row, e in zip(repeated, self.episodes, strict=True)]
+            self.rows = own[::k]
+            if any(row["prompt"] != own[i - i % k]["prompt"] for i, row in enumerate(own)):
+                self.rows, self.k = own, 1
             self.respond = lambda row, ids: self.episodes[row].respond(ids)
             if any(episode.form == "inline" for episode in self.episodes):
                 stops += [f"</{schema['function']['name']}>" for schema in toolbox.schemas]
         self.is_over = tokenizer.stopper(stops)
-
-    def prompt_of(self, i: int, k: int):
-        """The prompt of group i, which its episodes share."""
-        prompt, *others = (episode.prompt for episode in self.episodes[i * k : (i + 1) * k])
-        if any(other != prompt for other in others):
-            name = type(self.episodes[0].environment).__name__
-            problem = f"{name}.reset returned different texts for the same row: a group shares its prompt"
-            raise SnugError(f"{problem}; take what is random from the row's columns")
-        return prompt
 
     def finish(self, rollouts) -> list[str] | list[list[dict]]:
         """-> N completions: texts, or messages if there is a toolbox."""

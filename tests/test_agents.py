@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import agents
 import pytest
 import torch
 from conftest import DEVICE, HOME, figures
+from padded import a_few, padded
 from safetensors.torch import load_file
 from test_episodes import CHATS, hermes, sampled, user
 from test_parallel import assert_same_weights, told
@@ -445,3 +447,69 @@ def test_an_environment_of_trl(tmp_path, monkeypatch):
     assert "unexpected keyword argument" in completions[3][1]["content"] and rollouts.stopped.all()
     environments = episodes.columns()["environments"]
     assert [environment.reward for environment in environments] == [0.5] * 4 and verified == environments
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Environments that draw, as in TRL's documentation
+
+
+class Counter:
+    """Count up to a number that `reset` draws."""
+
+    draw = random.Random(5)
+
+    def reset(self, **columns) -> str:
+        self.count, self.goal = 0, Counter.draw.randint(1, 9)
+        return f"{self.goal}?"
+
+    def f(self, text: str) -> int:
+        """Count.
+
+        Args:
+            text: any
+        """
+        self.count += 1
+        return self.count
+
+    def get_reward(self) -> float:
+        return -abs(self.goal - self.count) + 0.01 * self.goal
+
+
+def test_each_completion_may_have_its_own_prompt(tmp_path, monkeypatch):
+    """Texts that `reset` draws differ within a group: rows and gradients are those of prompts of their own."""
+    monkeypatch.setattr(agents, "Counter", Counter, raising=False)
+    own = dict(environment="agents:Counter", tools=[], reward_funcs=[], max_iters=1, eval_prompts=2)
+    prepared = prepare(settings_of(tmp_path, **own))
+    learned = []
+    accumulate = grpo.accumulate_gradient
+
+    def watch(model, rollouts, cut, step, settings, *rest):
+        metrics = accumulate(model, rollouts, cut, step, settings, *rest)
+        gradients = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        with padded():
+            expected = accumulate(model, rollouts, a_few(cut, 3), step, settings, *rest)
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(gradient, p.grad, atol=1e-5, rtol=1e-4)
+        assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        learned.append(rollouts)
+        return metrics
+
+    monkeypatch.setattr(grpo, "accumulate_gradient", watch)
+    grpo.main(prepared)
+    [rollouts] = learned
+    prompts = [ids[:length] for ids, length in zip(rollouts.tokens.tolist(), rollouts.prompt_lengths, strict=True)]
+    asked = [prepared.tokenizer.decode(ids) for ids in prompts]
+    assert any(len(set(asked[i : i + 4])) > 1 for i in range(0, 16, 4))
+    assert all(len({prompt.split("=")[0] for prompt in asked[i : i + 4]}) == 1 for i in range(0, 16, 4))
+    shown = samples_of(tmp_path / "run")
+    assert [sample["prompt"] for sample in shown] == asked  # the reward is that of this prompt's goal
+    for sample in shown:
+        count, goal = sum(m["role"] == "tool" for m in sample["messages"]), int(sample["prompt"][-2])
+        assert sample["reward"] == pytest.approx(-abs(goal - count) + 0.01 * goal) or not sample["stopped"]
+    prompt, texts = complete(SampleSettings(num_samples=3), loading.load_run(tmp_path / "run", DEVICE))
+    assert prompt.endswith("=\n") and len(texts) == 3
+    measured = read_log(tmp_path / "run")[0]["mem_max_alloc_mb"]
+    monkeypatch.setattr(grpo, "accumulate_gradient", accumulate)
+    planned = max(peak for peak, *_ in plan(DryRun(prepared, grpo.iterate), prepared.settings).phases.values())
+    assert planned / MIB >= measured

@@ -147,7 +147,7 @@ def iterate(mode, shape, options, micro_batches):
         with training.meter.phase("rollout"):
             time.sleep(0.001)  # tokens are divided by its seconds
             learned = Rollouts(tokens, known(8, PROMPT), known(8, COMPLETION), logprobs, None, known(8, True))
-        return Scored(learned, torch.zeros(2, 4), {}, {}, {}, {}), dict(tokens=0, gen_batches=1)
+        return Scored(learned, torch.zeros(2, 4), {}, {}, {}, {}, 4), dict(tokens=0, gen_batches=1)
 
     mode.waits.clear()
     grpo.iterate(0, training, collect)

@@ -78,6 +78,8 @@ def share_of(settings):
 def worst_case_groups(settings, iteration, training):
     """In place of grpo.collect_groups: completions of the longest length, and rewards."""
     prompt, completion = training.prepared.longest()
+    if settings.environment:  # each completion may have its own prompt
+        settings = replace(settings, batch_size=settings.sequences_per_rollout, group_size=1)
     P, k, chunk_mb = settings.batch_size, settings.group_size, settings.logits_chunk_mb
     episodes = training.prepared.toolbox is not None
     with training.meter.phase("rollout"), autocast(settings.dtype, training.model):
@@ -106,7 +108,7 @@ def worst_case_groups(settings, iteration, training):
         None,  # all are sampled
         *columns([True] * n),
     )
-    scored = Scored(learned, torch.zeros(n // k, k), {}, {}, {}, {})
+    scored = Scored(learned, torch.zeros(n // k, k), {}, {}, {}, {}, settings.group_size)
     return scored, dict(tokens=0, gen_batches=1)
 
 

@@ -19,6 +19,7 @@ class Scored(NamedTuple):
     columns: dict[str, list]  # {name: N values} of the task's rows with their prompts, and of log_extra
     metrics: dict[str, list[float]]  # of log_metric
     episodes: dict[str, list]  # {name: N values} of Episodes.figures
+    shared: int  # neighbours that share a prompt: k, or 1
 
     def select(self, groups) -> "Scored":
         """The groups with these numbers, a tensor, in that order."""
@@ -35,6 +36,7 @@ class Scored(NamedTuple):
             chosen(self.columns),
             self.metrics,
             chosen(self.episodes),
+            self.shared,
         )
 
 
@@ -49,6 +51,7 @@ def join(parts: list[Scored]) -> Scored:
         concatenated(parts, "columns"),
         concatenated(parts, "metrics", lacking=0),
         concatenated(parts, "episodes"),
+        min(part.shared for part in parts),
     )
 
 
