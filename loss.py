@@ -22,31 +22,36 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
 
     Centred by the group's mean (baseline "mean") or by the mean of the k - 1 others ("leave_one_out": RLOO, Ahmadian et
     al. 2024, eq. 9). Then divided by a standard deviation + eps, with Bessel's correction as in TRL: the group's
-    (scale_rewards "group"), the whole batch's ("batch") or nothing ("none": Dr. GRPO). NaN means "not scored": it is
-    left out of every mean and gets advantage 0. A group of one, or of equal rewards, gets 0. float64 stays float64; all
-    else becomes float32.
+    (scale_rewards "group"), the whole batch's ("batch") or nothing ("none": Dr. GRPO); or by the group's mean + eps
+    ("mean": MaxRL, Tajwar et al. 2026, algorithm 1), for rewards from 0 up: a mean of 0 or less gives advantages 0.
+    NaN means "not scored": it is left out of every mean and gets advantage 0. A group of one, or of equal rewards, gets
+    0. float64 stays float64; all else becomes float32.
 
         rewards [1, 0, 0, 1] -> centred [.5, -.5, -.5, .5], std 0.577 -> [.866, -.866, -.866, .866]
                          leave_one_out [.667, -.667, -.667, .667]: k / (k - 1) times as much
+                [1, 0, 0, 0] by "mean" -> [.75, -.25, -.25, -.25] / .25 = [3, -1, -1, -1]
     """
     rewards = torch.as_tensor(rewards)
     dtype = rewards.dtype if rewards.dtype == torch.float64 else torch.float32
     rewards = rewards.double()  # rewards 1e8 apart from 0 differ by less than float32 can tell
     scored = ~rewards.isnan()
     count = scored.sum(1, keepdim=True)  # (P, 1)
-    centred = (rewards - rewards.nansum(1, keepdim=True) / count).masked_fill(~scored, 0)
+    mean = rewards.nansum(1, keepdim=True) / count
+    centred = (rewards - mean).masked_fill(~scored, 0)
     # A mean of equal rewards can be off by one rounding, which a standard deviation near 0 would blow up.
     first = rewards.gather(1, scored.int().argmax(1, keepdim=True))
     centred = torch.where(((rewards == first) | ~scored).all(1, keepdim=True), 0, centred)
     if scale_rewards == "group":
-        std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        scale = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     elif scale_rewards == "batch":
-        mean = rewards.nansum() / scored.sum()
-        std = ((rewards - mean).square().nansum() / (scored.sum() - 1).clamp(min=1)).sqrt()
+        distance = rewards - rewards.nansum() / scored.sum()
+        scale = (distance.square().nansum() / (scored.sum() - 1).clamp(min=1)).sqrt()
+    elif scale_rewards == "mean":
+        scale = mean.masked_fill(mean <= 0, torch.inf)
     if baseline == "leave_one_out":
         centred = centred * count / (count - 1).clamp(min=1)
     if scale_rewards != "none":
-        centred = torch.where(centred == 0, 0, centred / (std + eps))
+        centred = torch.where(centred == 0, 0, centred / (scale + eps))
     return centred.to(dtype)
 
 

@@ -294,8 +294,9 @@ class AdvantageOptions:
 
     scale_rewards: str = option(
         "group",
-        "divide advantages by the standard deviation of the group's or the batch's rewards",
-        choices=("group", "batch", "none"),
+        "divide advantages by the standard deviation of the group's or the batch's rewards; mean: by the group's mean "
+        "reward (MaxRL), for rewards from 0 up",
+        choices=("group", "batch", "none", "mean"),
     )
     baseline: str = option(
         "mean",
@@ -373,6 +374,10 @@ class KLOptions:
     use_kl_in_reward: bool = option(False, "subtract beta * KL from the reward; false: add it to the loss")
 
 
+# A choice -> what other options have to be with it.
+NEEDS = {
+    "scale_rewards=mean": dict(use_kl_in_reward=False, soft_punish_cache=0),
+}
 OTHER_NAMES = """\
 bf16: dtype=bfloat16
 config: the first word, without dashes, such as config/grpo_small.py
@@ -520,6 +525,11 @@ class GRPOSettings(
         super().check()
         self.check_rewards()
         self.check_loss()
+        for choice, others in NEEDS.items():
+            name, value = choice.split("=")
+            for other, needed in others.items():
+                if getattr(self, name) == value and getattr(self, other) != needed:
+                    raise SnugError(f"{choice} needs {other}={needed}, not {getattr(self, other)}")
         if self.format_reward and self.reward_funcs:
             raise SnugError(
                 f"format_reward={self.format_reward} belongs to the task's reward, which reward_funcs replace; "

@@ -11,6 +11,7 @@ import loss
 from loss import group_advantages, kl_divergence, overlong_punishment, surrogate, truncated_importance
 from settings import GRPOSettings
 
+SCALES = ("group", "batch", "none", "mean")
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo")
 
 
@@ -26,19 +27,20 @@ def slow_advantages(rewards, scale, eps, baseline="mean"):
     result = []
     for group in rewards:
         known = [r for r in group if r is not None]
-        divisor = {"group": statistics.stdev(known) + eps, "batch": everything + eps, "none": 1.0}[scale]
+        divisor = {"group": statistics.stdev(known) + eps, "batch": everything + eps, "none": 1.0}
+        divisor |= {"mean": statistics.mean(known) + eps if sum(known) > 0 else math.inf}
         row = []
         for i, r in enumerate(group):
             others = known if baseline == "mean" else [x for j, x in enumerate(group) if j != i and x is not None]
-            row.append(0.0 if r is None else (r - sum(others) / len(others)) / divisor)
+            row.append(0.0 if r is None else (r - sum(others) / len(others)) / divisor[scale])
         result.append(row)
     return result
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_advantages_equal_the_loop(scale, baseline):
-    rewards = [[1.0, 0.0, 0.0, 1.0], [0.25, None, -1.0, 3.0], [1.0, 0.0, None, None]]
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.25, None, -1.0, 3.0], [1.0, 0.0, None, None], [-2.0, 1.0, 0.0, 0.5]]
     advantages = group_advantages(
         [[math.nan if r is None else r for r in group] for group in rewards], scale, 1e-3, baseline
     )
@@ -47,7 +49,7 @@ def test_advantages_equal_the_loop(scale, baseline):
     )
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_nothing_to_learn_is_exactly_zero(scale):
     """Equal rewards whose mean rounds (0.1 thirteen times), groups of one, and no NaN anywhere."""
     assert group_advantages([[0.1] * 13, [1 / 3] * 13], scale, eps=1e-9).abs().max() == 0
@@ -140,7 +142,7 @@ def evaluate(case, options):
     return value.detach(), torch.autograd.grad(value, leaf)[0], metrics
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_policy_loss_equals_the_loop(loss_type, level, scale):
@@ -286,10 +288,12 @@ def test_truncated_importance():
 
 
 def test_the_worked_numbers_of_the_page():
-    """docs/algorithm.md, steps 3 to 5."""
+    """docs/algorithm.md, steps 3 to 5 and the family."""
     assert group_advantages([[1, 0, 0, 1], [0, 0, 0, 0]]).round(decimals=3).tolist()[0] == pytest.approx(
         [0.866, -0.866, -0.866, 0.866], abs=1e-3
     )
+    hard, easy = group_advantages([[1, 0, 0, 0], [1, 1, 1, 0]], "mean").tolist()
+    assert hard == pytest.approx([3, -1, -1, -1], abs=2e-3) and easy == pytest.approx([1 / 3] * 3 + [-1], abs=2e-3)
     zeros, advantages = torch.zeros(10), torch.tensor([1.0, -1.0])
     sequence, lengths = torch.tensor([0] * 2 + [1] * 8), torch.tensor([2, 8])
     counts = dict(num_tokens=10, num_sequences=2, max_new_tokens=32)

@@ -313,6 +313,11 @@ def test_the_commands_of_the_documents_are_right():
         (GRPOSettings, "--loss_type=cispo --epsilon_high=0.5", "epsilon_high is the largest ratio, at least 1"),
         (GRPOSettings, "--use_kl_in_reward", "use_kl_in_reward=True, but beta=0"),
         (GRPOSettings, "--use_kl_in_reward --beta=0.1", "use_kl_in_reward=True with scale_rewards=group"),
+        (
+            GRPOSettings,
+            "--scale_rewards=mean --soft_punish_cache=8",
+            "scale_rewards=mean needs soft_punish_cache=0, not 8",
+        ),
         (GRPOSettings, "--soft_punish_cache=32", "soft_punish_cache=32 must be below max_new_tokens"),
         (GRPOSettings, "--reward_weights=1 --reward_funcs=m:f,m:g", "reward_weights has 1 weights for 2 reward_funcs"),
         (GRPOSettings, "--format_reward=0.1 --reward_funcs=m:f", "format_reward=0.1 belongs to the task's reward"),
