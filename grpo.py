@@ -321,9 +321,9 @@ def loss_of_head(model, hidden, micro, counts, settings, totals):
         n_vocab=model.config.n_vocab,
         chunk_mb=settings.logits_chunk_mb,
     )
-    if not settings.entropy_coef and settings.importance_sampling_level == "token":
+    if not settings.entropy_coef and not settings.needs_whole_sequences:
         return head_loss(**arguments, entropy=True)
-    # A sequence's ratio needs all its tokens, and the bonus a second look at the logits.
+    # The bonus needs a second look at the logits.
     per_token = counts["num_tokens"]
     if settings.loss_type == "bnpo":
         per_token = len(micro.targets) * counts["num_micro_batches"]

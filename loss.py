@@ -56,10 +56,8 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
 
 
 def overlong_punishment(lengths, max_new_tokens, soft_punish_cache):
-    """lengths (N,), stop tokens included -> (N,) in [-1, 0], added to the rewards (DAPO, eq. 13: soft overlong
-    punishment).
-
-    0 up to max_new_tokens - soft_punish_cache, then down to -1 at max_new_tokens.
+    """lengths (N,), stop tokens included -> (N,) in [-1, 0], added to the rewards (DAPO, eq. 13): 0 up to
+    max_new_tokens - soft_punish_cache, then down to -1 at max_new_tokens.
 
         max_new_tokens 32, soft_punish_cache 8: 0 at length 24, -0.5 at 28, -1 at 32
     """
@@ -71,16 +69,15 @@ def overlong_punishment(lengths, max_new_tokens, soft_punish_cache):
 
 
 def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
-    """Schulman's estimates of KL(policy || reference) from tokens of the policy, (M,) each; log r = ref_logprob -
-    logprob.
+    """Estimates of KL(policy || reference) from tokens of the policy, (M,) each; log r = ref_logprob - logprob.
 
     k1  -log r           unbiased, may be negative. Its gradient has mean 0: useful in a reward, useless in a loss
     k2  (log r)^2 / 2    biased, but its mean gradient is the KL's
     k3  r - 1 - log r    unbiased, never negative; its mean gradient is that of KL(reference || policy)
 
     policy_loss multiplies k1 and k3 by the ratio: this gives them the KL's gradient, also from stale tokens
-    (DeepSeek-V3.2). k2 has it without the ratio. "k3_no_ratio" is k3 as DeepSeekMath has it. verl calls them kl, mse
-    and low_var_kl. Sources: Schulman 2020, "Approximating KL divergence"; gradients: Tang & Munos 2025.
+    (DeepSeek-V3.2). k2 has it without the ratio. "k3_no_ratio" is k3 as DeepSeekMath has it. Sources: Schulman 2020,
+    "Approximating KL divergence"; gradients: Tang & Munos 2025.
     """
     log_ratio = ref_logprobs - logprobs
     if estimator == "k1":
@@ -90,9 +87,9 @@ def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
     return torch.expm1(log_ratio) - log_ratio
 
 
-def sequence_mean(values, sequence, lengths):
-    """values, sequence (M,), lengths (S,) -> the mean of each sequence (S,)."""
-    return values.new_zeros(len(lengths)).index_add(0, sequence, values) / lengths
+def sequence_sum(values, sequence, lengths):
+    """values, sequence (M,), lengths (S,) -> the sum over each sequence (S,)."""
+    return values.new_zeros(len(lengths)).index_add(0, sequence, values)
 
 
 def importance_ratio(logprobs, old_logprobs, sequence, lengths, level="token"):
@@ -103,7 +100,7 @@ def importance_ratio(logprobs, old_logprobs, sequence, lengths, level="token"):
     """
     log_ratio = logprobs - old_logprobs
     if level == "sequence":
-        return torch.exp(sequence_mean(log_ratio, sequence, lengths))[sequence]
+        return torch.exp(sequence_sum(log_ratio, sequence, lengths) / lengths)[sequence]
     return torch.exp(log_ratio)
 
 
@@ -118,15 +115,20 @@ def surrogate(ratio, logprobs, advantages, options):
         -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)      (PPO, eq. 7; epsilon_high: DAPO, eq. 10)
         delta bounds the unclipped ratio from above; it matters where A < 0   (INTELLECT-2: two-sided clipping)
         cispo: -stop_gradient(min(ratio, epsilon_high)) A logprob            (MiniMax-M1, eq. 4)
+        sapo: -sigmoid(t (ratio - 1)) 4 / t A, t = sapo_temperature_pos or _neg by A's sign    (arXiv 2511.20347)
 
-    Clipping stops a token's gradient; CISPO bounds its weight and never stops it. For cispo epsilon_high is the largest
-    ratio itself, as in TRL, not its distance from 1: 0.28 there would shrink every gradient to a quarter.
+    Clipping stops a token's gradient; CISPO bounds its weight and never stops it, SAPO lets it fade. For cispo
+    epsilon_high is the largest ratio itself, as in TRL, not its distance from 1: 0.28 would quarter every gradient.
     """
     if options.loss_type == "cispo":
         weight = ratio.clamp(max=options.epsilon_high).detach()
         return -weight * advantages * logprobs, (ratio > options.epsilon_high) & (advantages != 0)
-    epsilon_high = options.epsilon if options.epsilon_high is None else options.epsilon_high
-    clipped = ratio.clamp(1 - options.epsilon, 1 + epsilon_high) * advantages
+    if options.loss_type == "sapo":
+        positive, negative = options.sapo_temperature_pos, options.sapo_temperature_neg
+        temperature = torch.where(advantages > 0, positive, negative)
+        gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+        return -gate * advantages, torch.zeros_like(ratio)
+    clipped = ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon) * advantages
     if options.delta is None:
         bounded = ratio * advantages
         return -torch.min(bounded, clipped), clipped < bounded
@@ -135,17 +137,40 @@ def surrogate(ratio, logprobs, advantages, options):
     return -torch.min(bounded, clipped), stopped
 
 
+def sequence_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, options):
+    """`surrogate` for losses that look at whole sequences. All (M,), lengths (S,).
+
+    gmpo: -exp(mean of clip(log ratio, -epsilon, epsilon_high)) A                  (arXiv 2507.20673)
+          clipped only where A pushes outwards, as in PPO
+    vespo: -stop_gradient(w^k exp(lambda (1 - w))) A logprob, w the product of ratios     (arXiv 2602.10693)
+          k, lambda by A's sign; k 2, lambda 3: weight .97 at w = 0.4, 1 at 1, .50 at 1.5, .20 at 2
+    """
+    change = logprobs - old_logprobs
+    if options.loss_type == "gmpo":
+        low, high = change.clamp(min=-options.epsilon), change.clamp(max=options.upper_epsilon)
+        bounded = torch.where(advantages > 0, high, low)
+        ratio = torch.exp(sequence_sum(bounded, sequence, lengths) / lengths)[sequence]
+        return -ratio * advantages, (bounded != change) & (advantages != 0)
+    w = torch.exp(sequence_sum(change.detach(), sequence, lengths)).clamp(max=1e8)[sequence]
+    k = torch.where(advantages < 0, options.vespo_k_neg, options.vespo_k_pos)
+    decay = torch.where(advantages < 0, options.vespo_lambda_neg, options.vespo_lambda_pos)
+    return -(w**k) * torch.exp(decay * (1 - w)) * advantages * logprobs, torch.zeros_like(w)
+
+
 def token_weights(sequence, lengths, options, num_tokens, num_sequences, num_micro_batches=1):
     """The factor of each token's loss in the sum: (M,), or a number if all are alike.
 
-    dapo, cispo  1 / num_tokens                        every token of the step counts alike (DAPO, eq. 8)
-    grpo         1 / (num_sequences * its length)      every sequence counts alike (DeepSeekMath, eq. 3): tokens of
-                                                       short ones weigh more
-    dr_grpo      1 / (num_sequences * max_new_tokens)  a constant, so length earns nothing (Dr. GRPO, sec. 3.1);
-                                                       completions much shorter than that have small gradients
-    bnpo         1 / (M * num_micro_batches)           a mean of micro-batches' means: depends on how the step is cut
+    dapo, cispo, vespo  1 / num_tokens                        every token of the step counts alike (DAPO, eq. 8)
+    grpo, sapo, gmpo    1 / (num_sequences * its length)      every sequence counts alike (DeepSeekMath, eq. 3): tokens
+                                                              of short ones weigh more
+    luspo               1 / num_sequences                     a sequence counts by its length (arXiv 2602.05261)
+    dr_grpo             1 / (num_sequences * max_new_tokens)  a constant, so length earns nothing (Dr. GRPO, sec. 3.1);
+                                                              short completions have small gradients
+    bnpo                1 / (M * num_micro_batches)           a mean of micro-batches' means: depends on the cut
     """
-    if options.loss_type == "grpo":
+    if options.loss_type == "luspo":
+        return 1 / num_sequences
+    if options.loss_type in ("grpo", "sapo", "gmpo"):
         return 1 / (num_sequences * lengths[sequence])
     if options.loss_type == "dr_grpo":
         return 1 / (num_sequences * options.max_new_tokens)
@@ -179,15 +204,19 @@ def policy_loss(
     num_tokens, num_sequences, num_micro_batches: counts of the whole optimizer step, known before any forward pass.
     correction: `truncated_importance`, if the sampler differs from the trainer.
 
-    At level "token" these may be some of the tokens, with the lengths and counts of all; a sequence's ratio needs all
-    its tokens. On the first step after a rollout every ratio is 1 up to rounding and a group's advantages add up to 0.
-    So the surrogate is 0 for completions of equal length, and with loss_type="grpo" always; its gradient is not.
+    These may be some of the tokens, with the lengths and counts of all, unless options.needs_whole_sequences. On the
+    first step after a rollout every ratio is 1 up to rounding and a group's advantages add up to 0. So the surrogate is
+    0 for completions of equal length, and with loss_type="grpo" always; its gradient is not.
     metrics: `kl`, `clip_fraction`, token means over the step, without gradient; the shares of micro-batches add up.
     """
     lengths = lengths.to(logprobs.dtype)
     token_advantages = advantages[sequence]  # (M,)
     ratio = importance_ratio(logprobs, old_logprobs, sequence, lengths, options.importance_sampling_level)
-    per_token, clipped = surrogate(ratio, logprobs, token_advantages, options)
+    if options.loss_type in ("gmpo", "vespo"):
+        columns = logprobs, old_logprobs, token_advantages, sequence
+        per_token, clipped = sequence_surrogate(*columns, lengths, options)
+    else:
+        per_token, clipped = surrogate(ratio, logprobs, token_advantages, options)
     if correction is not None:
         per_token = per_token * correction
     metrics = {"clip_fraction": clipped.sum() / num_tokens}

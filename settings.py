@@ -316,8 +316,10 @@ class LossOptions:
         "dapo",
         "how the losses of tokens are averaged. dapo: over all tokens; grpo: over each sequence's tokens; dr_grpo: "
         "over a constant length; bnpo: over each micro-batch's tokens, so the result depends on the micro-batches; "
-        "cispo: like dapo, but the ratio is a weight and is not clipped",
-        choices=("dapo", "grpo", "bnpo", "dr_grpo", "cispo"),
+        "cispo: like dapo, but the ratio is a weight and is not clipped; sapo: like grpo with a soft gate instead of "
+        "clipping; luspo: over sequences, each the sum of its tokens, for importance_sampling_level=sequence; vespo: "
+        "like cispo with a weight of the sequence's ratio; gmpo: like grpo with the geometric mean of clipped ratios",
+        choices=("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "gmpo"),
     )
     importance_sampling_level: str = option(
         "token",
@@ -325,13 +327,23 @@ class LossOptions:
         "(GSPO); then set epsilon near 4e-4",
         choices=("token", "sequence"),
     )
-    epsilon: float = option(0.2, "clip the ratio to the range from 1 - epsilon to 1 + epsilon_high")
+    epsilon: float = option(
+        0.2,
+        "clip the ratio to the range from 1 - epsilon to 1 + epsilon_high; gmpo: from exp(-epsilon) to "
+        "exp(epsilon_high), for example 0.4",
+    )
     epsilon_high: float | None = option(
         None, "upper clipping range; none: epsilon. cispo: the largest ratio, for example 5"
     )
     delta: float | None = option(
         None, "largest ratio where the advantage is negative; none: no limit", minimum=1
     )
+    sapo_temperature_pos: float = option(1.0, "sapo: sharpness of the gate where A > 0")
+    sapo_temperature_neg: float = option(1.05, "sapo: sharpness of the gate elsewhere")
+    vespo_k_pos: float = option(2.0, "vespo: power of small sequence ratios where A > 0")
+    vespo_lambda_pos: float = option(3.0, "vespo: decay for large ratios where A > 0")
+    vespo_k_neg: float = option(3.0, "vespo: power of small sequence ratios where A < 0")
+    vespo_lambda_neg: float = option(2.0, "vespo: decay for large ratios where A < 0")
     entropy_coef: float = option(
         0.0, "weight of a bonus for the tokens' entropy in nats; above 0 the head is computed twice"
     )
@@ -344,13 +356,20 @@ class LossOptions:
         False, "do not train on completions that did not stop before max_new_tokens"
     )
 
+    @property
+    def upper_epsilon(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Does a token's loss look at the whole sequence? Then the head is computed twice."""
+        return self.importance_sampling_level == "sequence" or self.loss_type in ("gmpo", "vespo")
+
     def check_loss(self):
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.loss_type == "cispo" and (self.epsilon_high is None or high < 1 or self.delta is not None):
-            values = f"loss_type=cispo with epsilon_high={self.epsilon_high}, delta={self.delta}"
-            advice = "epsilon_high is the largest ratio, at least 1, and delta must be none; try --epsilon_high=5"
-            raise SnugError(f"{values}: {advice}")
-        if self.delta is not None and self.delta <= 1 + high:
+        if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
+            advice = "epsilon_high is the largest ratio, at least 1; try --epsilon_high=5"
+            raise SnugError(f"loss_type=cispo with epsilon_high={self.epsilon_high}: {advice}")
+        if self.delta is not None and self.delta <= 1 + self.upper_epsilon:
             raise SnugError(
                 f"delta={self.delta} must be above 1 + epsilon_high, where the ratio is clipped already"
             )
@@ -374,10 +393,19 @@ class KLOptions:
     use_kl_in_reward: bool = option(False, "subtract beta * KL from the reward; false: add it to the loss")
 
 
-# A choice -> what other options have to be with it.
-NEEDS = {
-    "scale_rewards=mean": dict(use_kl_in_reward=False, soft_punish_cache=0),
-}
+# What does not fit together: a choice, what it needs, perhaps why.
+NEEDS = """\
+loss_type=cispo needs delta=None
+loss_type=sapo needs delta=None
+loss_type=luspo needs importance_sampling_level=sequence
+loss_type=gmpo needs delta=None
+loss_type=gmpo needs importance_sampling_level=token because it has a sequence's ratio of its own
+loss_type=vespo needs delta=None
+loss_type=vespo needs importance_sampling_level=token because it has a sequence's ratio of its own
+loss_type=vespo needs importance_sampling_cap=None because its ratio has the sampler's log-probs already
+scale_rewards=mean needs use_kl_in_reward=False because a mean below 0 is no scale
+scale_rewards=mean needs soft_punish_cache=0 because a mean below 0 is no scale
+"""
 OTHER_NAMES = """\
 bf16: dtype=bfloat16
 config: the first word, without dashes, such as config/grpo_small.py
@@ -525,11 +553,11 @@ class GRPOSettings(
         super().check()
         self.check_rewards()
         self.check_loss()
-        for choice, others in NEEDS.items():
-            name, value = choice.split("=")
-            for other, needed in others.items():
-                if getattr(self, name) == value and getattr(self, other) != needed:
-                    raise SnugError(f"{choice} needs {other}={needed}, not {getattr(self, other)}")
+        chosen = {f"{name}={value}" for name, value in vars(self).items()}
+        for line in NEEDS.splitlines():
+            choice, _, needed, *_ = line.split()
+            if choice in chosen and needed not in chosen:
+                raise SnugError(line)
         if self.format_reward and self.reward_funcs:
             raise SnugError(
                 f"format_reward={self.format_reward} belongs to the task's reward, which reward_funcs replace; "

@@ -12,7 +12,7 @@ from loss import group_advantages, kl_divergence, overlong_punishment, surrogate
 from settings import GRPOSettings
 
 SCALES = ("group", "batch", "none", "mean")
-LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo")
+LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "gmpo")
 
 
 def policy_loss(*tensors, **arguments):
@@ -81,12 +81,23 @@ def slow_loss(case, logprobs, o):
             [float(case[name][i]) for i in tokens] for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs")
         )
         mine = [logprobs[i] for i in tokens]
-        mean = sum(m - q for m, q in zip(mine, old, strict=True)) / length
-        for m, q, r, v in zip(mine, old, ref, sampled, strict=True):
+        changes = [m - q for m, q in zip(mine, old, strict=True)]
+        mean, w = sum(changes) / length, cmath.exp(sum(changes)).real
+        bounded = [clip(x, -math.inf, high) if A > 0 else clip(x, -o["epsilon"], math.inf) for x in changes]
+        for m, q, r, v, x, y in zip(mine, old, ref, sampled, changes, bounded, strict=True):
             ratio = cmath.exp(mean if o["importance_sampling_level"] == "sequence" else m - q)
             if o["loss_type"] == "cispo":
                 token = -min(ratio.real, high) * A * m
                 clips += ratio.real > high and A != 0
+            elif o["loss_type"] == "sapo":
+                t = o["sapo_temperature_pos" if A > 0 else "sapo_temperature_neg"]
+                token = -4 * A / t / (1 + cmath.exp(-t * (ratio - 1)))
+            elif o["loss_type"] == "vespo":
+                k, decay = (o[f"vespo_{name}_{'pos' if A > 0 else 'neg'}"] for name in ("k", "lambda"))
+                token = -(w**k) * math.exp(decay * (1 - w)) * A * m
+            elif o["loss_type"] == "gmpo":
+                token = -cmath.exp(sum(bounded) / length) * A
+                clips += x != y and A != 0
             else:
                 candidates = (clip(ratio, 0, o["delta"] or math.inf) * A, clip(ratio, 1 - o["epsilon"], 1 + high) * A)
                 token = -min(candidates, key=lambda x: x.real)
@@ -97,8 +108,9 @@ def slow_loss(case, logprobs, o):
             weight = o["beta"] * (ratio if o["kl_estimator"] in ("k1", "k3") else 1)
             token += weight * {"k1": -d, "k2": d * d / 2, "k3": cmath.exp(d) - d - 1}[o["kl_estimator"][:2]]
             k3s += (cmath.exp(d) - d - 1).real
-            divisor = dict.fromkeys(("dapo", "cispo"), case["num_tokens"])
-            divisor |= dict(grpo=case["num_sequences"] * length, bnpo=len(logprobs) * o["num_micro_batches"])
+            divisor = dict.fromkeys(("dapo", "cispo", "vespo"), case["num_tokens"])
+            divisor |= dict.fromkeys(("grpo", "sapo", "gmpo"), case["num_sequences"] * length)
+            divisor |= dict(luspo=case["num_sequences"], bnpo=len(logprobs) * o["num_micro_batches"])
             divisor |= dict(dr_grpo=case["num_sequences"] * o["max_new_tokens"])
             total += token / divisor[o["loss_type"]]
     return total, clips / case["num_tokens"], k3s / case["num_tokens"]
@@ -119,7 +131,8 @@ def make_case(lengths, seed=0, spread=0.4):
 
 
 OPTIONS = dict(epsilon=0.2, epsilon_high=None, delta=None, beta=0.0, kl_estimator="k3", cap=None)
-OPTIONS |= dict(max_new_tokens=12, num_micro_batches=3)
+OPTIONS |= dict(max_new_tokens=12, num_micro_batches=3, sapo_temperature_pos=0.75, sapo_temperature_neg=1.25)
+OPTIONS |= dict(vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
 VARIANTS = {
     "plain": {},
     "asymmetric": dict(epsilon_high=0.28),
@@ -162,7 +175,8 @@ def test_policy_loss_equals_the_loop(loss_type, level, scale):
             logprobs = [complex(x) for x in case["logprobs"].tolist()]
             expected, clips, k3 = slow_loss(case, logprobs, options)
             assert float(value) == pytest.approx(expected.real, abs=1e-12)
-            assert float(metrics["clip_fraction"]) == pytest.approx(clips, abs=1e-7) and clips > 0
+            assert float(metrics["clip_fraction"]) == pytest.approx(clips, abs=1e-7)
+            assert (clips == 0) == (loss_type in ("sapo", "vespo"))
             assert float(metrics["kl"]) == pytest.approx(k3, abs=1e-12)
             slow = [
                 slow_loss(case, [x + 1e-30j * (i == j) for j, x in enumerate(logprobs)], options)[0].imag / 1e-30
@@ -200,8 +214,9 @@ def test_the_tokens_of_a_sequence_may_come_in_parts():
     """As the head's chunks do, which cut anywhere: with the lengths and counts of all."""
     case = make_case([5, 1, 9, 3])
     case.pop("sampling_logprobs")
-    for loss_type in LOSS_TYPES:
+    for loss_type in {*LOSS_TYPES} - {"vespo", "gmpo"}:
         options = dict(loss_type=loss_type, beta=0.04, max_new_tokens=12, epsilon_high=1.3, num_micro_batches=2)
+        assert not GRPOSettings(loss_type=loss_type).needs_whole_sequences
         whole, _ = policy_loss(**case, **options)
         total = 0.0
         for rows in (slice(0, 7), slice(7, 18)):
@@ -282,6 +297,29 @@ def test_overlong_punishment_by_example():
             assert float(overlong_punishment(torch.tensor([length]), max_new_tokens, cache)) == pytest.approx(expected)
 
 
+def worked(loss_type, change, advantage, **options):
+    """-> value and gradient of a completion of two tokens whose log-probs, -1 each, have risen by `change`."""
+    logprobs = torch.full((2,), -1.0, requires_grad=True)
+    one, counts = torch.ones(1), dict(num_tokens=2, num_sequences=1)
+    columns = logprobs, -1 - torch.tensor(change), advantage * one, torch.tensor([0, 0]), 2 * one
+    value, _ = policy_loss(*columns, loss_type=loss_type, **counts, **options)
+    value.backward()
+    return pytest.approx((value.item(), *logprobs.grad.tolist()), abs=6e-4)
+
+
+def test_the_worked_numbers_of_soft_and_sequence_losses():
+    """docs/algorithm.md, "Ratios of tokens and of sequences"."""
+    two, half = [math.log(1.5), 0.0], [math.log(0.5), 0.0]
+    assert worked("dapo", two, 1.0) == (-1.1, 0, -0.5)
+    assert worked("sapo", two, 1.0) == (-(2.4898 + 2) / 2, -0.705, -0.5)
+    assert worked("sapo", half, -1.0) == ((1.4148 + 1.9048) / 2, 0.2339, 0.5)
+    assert worked("gmpo", two, 1.0, epsilon=0.4) == (-math.exp(0.2), 0, -math.exp(0.2) / 2)
+    assert worked("gmpo", two, -1.0, epsilon=0.4) == (1.5**0.5, 1.5**0.5 / 2, 1.5**0.5 / 2)
+    assert worked("vespo", two, 1.0) == (0.502, -0.251, -0.251)
+    assert worked("vespo", [1e3, 0.0], 1.0) == (0, 0, 0) == worked("vespo", [-1e3, 0.0], -1.0)
+    assert worked("luspo", two, 1.0, importance_sampling_level="sequence") == (-2.4, 0, 0)
+
+
 def test_truncated_importance():
     old, sampled = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -0.5, -3.0])
     torch.testing.assert_close(truncated_importance(old, sampled, 2.0), torch.tensor([1.0, math.exp(-0.5), 2.0]))
@@ -297,7 +335,7 @@ def test_the_worked_numbers_of_the_page():
     zeros, advantages = torch.zeros(10), torch.tensor([1.0, -1.0])
     sequence, lengths = torch.tensor([0] * 2 + [1] * 8), torch.tensor([2, 8])
     counts = dict(num_tokens=10, num_sequences=2, max_new_tokens=32)
-    for loss_type, expected in (("dapo", 0.6), ("grpo", 0.0), ("dr_grpo", 0.09375), ("bnpo", 0.6)):
+    for loss_type, expected in (("dapo", 0.6), ("grpo", 0.0), ("dr_grpo", 0.09375), ("bnpo", 0.6), ("luspo", 3.0)):
         value, _ = policy_loss(zeros, zeros, advantages, sequence, lengths, loss_type=loss_type, **counts)
         assert float(value) == pytest.approx(expected, abs=1e-6), loss_type
     counts |= dict(loss_type="bnpo", num_micro_batches=2)

@@ -12,6 +12,7 @@ import torch
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer  # noqa: E402
 from trl.trainer import grpo_trainer  # noqa: E402
 
 from data import load_reward_function  # noqa: E402
@@ -56,8 +57,11 @@ def theirs(case, steps=1, **options):
     cap = options.pop("cap", None)
     options["use_bias_correction_kl"] = options.pop("kl_estimator", "k3") == "k3"
     on_cpu = dict(output_dir="unused", report_to=[], bf16=False, use_cpu=True)
-    args = GRPOConfig(**on_cpu, max_completion_length=12, steps_per_generation=1, **options)
-    trainer = object.__new__(GRPOTrainer)
+    kinds = GRPOConfig, GRPOTrainer
+    if options["loss_type"] == "gmpo":
+        kinds, options = (GMPOConfig, GMPOTrainer), options | dict(loss_type="grpo")
+    args = kinds[0](**on_cpu, max_completion_length=12, steps_per_generation=1, **options)
+    trainer = object.__new__(kinds[1])
     for name in ("beta", "loss_type", "importance_sampling_level", "max_completion_length", "top_entropy_quantile"):
         setattr(trainer, name, getattr(args, name))
     trainer.args, trainer.accelerator, trainer.model = args, Alone(), SimpleNamespace(training=True)
@@ -75,7 +79,7 @@ def theirs(case, steps=1, **options):
     inputs |= dict(advantages=case["advantages"], old_per_token_logps=case["old"], ref_per_token_logps=case["ref"])
     inputs |= dict(num_items_in_batch=case.get("num_items", case["mask"].sum()) / steps)
     if cap is not None:
-        inputs["importance_sampling_ratio"] = (case["old"] - case["sampling"]).exp().clamp(max=cap)
+        inputs["importance_sampling_ratio"] = ((case["old"] - case["sampling"]) * case["mask"]).exp().clamp(max=cap)
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     return loss.detach(), leaf.grad, torch.zeros_like(leaf) if entropies.grad is None else entropies.grad
@@ -104,7 +108,7 @@ VARIANTS += [dict(cap=1.2, beta=0.04, kl_estimator="k3_no_ratio")]
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo"])
 def test_loss_and_gradient_are_those_of_trl(loss_type, level, variant):
     """One micro-batch a step, and one of two, in float64 to 1e-6 (they agree to rounding)."""
     options = variant | dict(loss_type=loss_type, importance_sampling_level=level)
@@ -116,6 +120,27 @@ def test_loss_and_gradient_are_those_of_trl(loss_type, level, variant):
         for a, b in zip(ours(case, steps, **options), theirs(case, steps, **options), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     assert theirs(case, **options)[1].abs().max() > 1e-3
+
+
+# Options that TRL reads in its own way: VESPO's ratio has the correction, and GMPO knows neither it nor the bonus.
+OF_SEQUENCES = [
+    ("vespo", options) for options in [*VARIANTS[:2], VARIANTS[3], dict(vespo_k_pos=1.5, vespo_lambda_neg=1.0)]
+]
+OF_SEQUENCES += [("vespo", dict(cap=1e9)), ("gmpo", dict(epsilon=0.2)), ("gmpo", dict(epsilon=0.4))]
+OF_SEQUENCES += [("gmpo", dict(epsilon=0.3, epsilon_high=0.5, beta=0.1, kl_estimator="k3_no_ratio"))]
+
+
+@pytest.mark.parametrize("loss_type, variant", OF_SEQUENCES, ids=str)
+def test_losses_of_whole_sequences_are_those_of_trl(loss_type, variant):
+    case = tensors()
+    mine, options = case | {"old": case["sampling"]} if "cap" in variant else case, dict(variant)
+    options.pop("cap", None)
+    for steps in (1, 2):
+        case["num_items"] = mine["num_items"] = case["mask"].sum() + 30 * (steps - 1)
+        pairs = ours(mine, steps, loss_type=loss_type, **options), theirs(case, steps, loss_type=loss_type, **variant)
+        for a, b in zip(*pairs, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        assert pairs[0][1].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
