@@ -30,7 +30,7 @@ from device.cuda import empty_cache
 from device.host import borrowed
 from logprobs import head_logprobs, head_loss, head_loss_in_two_visits
 from lora import adapters_off
-from loss import group_advantages, kl_divergence, overlong_punishment, policy_loss, truncated_importance
+from loss import group_advantages, importance_correction, kl_divergence, overlong_punishment, policy_loss
 from memory.ledger import component
 from model import autocast
 from runs.checkpoint import open_checkpoint
@@ -337,8 +337,8 @@ def token_loss(logprobs, chunk, micro, counts, settings, totals):
     """
     old, correction = micro.old_logprobs[chunk], None
     if settings.importance_sampling_cap is not None:
-        sampling = micro.sampling_logprobs[chunk]
-        correction = truncated_importance(old, sampling, settings.importance_sampling_cap)
+        columns = old, micro.sampling_logprobs[chunk], micro.sequence[chunk]
+        correction = importance_correction(*columns, micro.lengths, settings)
     loss, metrics = policy_loss(
         logprobs,
         old,

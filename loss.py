@@ -104,9 +104,18 @@ def importance_ratio(logprobs, old_logprobs, sequence, lengths, level="token"):
     return torch.exp(log_ratio)
 
 
-def truncated_importance(old_logprobs, sampling_logprobs, cap):
-    """min(pi_trainer / pi_sampler, cap) before the first step, (M,): multiplies the surrogate (Yao et al. 2025)."""
-    return torch.exp(old_logprobs - sampling_logprobs).clamp(max=cap)
+def importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, options):
+    """pi_trainer / pi_sampler before the first step, (M,): multiplies the surrogate (Yao et al. 2025).
+
+    importance_sampling_mode: of each token, or of its sequence (the product); above importance_sampling_cap it becomes
+    the cap ("truncate") or 0 ("mask"). Cap 2: tokens .5, 3 -> [.5, 2], [.5, 0]; of the sequence [1.5, 1.5] either way.
+    """
+    mode, cap = options.importance_sampling_mode, options.importance_sampling_cap
+    log_ratio = old_logprobs - sampling_logprobs
+    if "sequence" in mode:
+        log_ratio = sequence_sum(log_ratio, sequence, lengths)[sequence]
+    ratio = torch.exp(log_ratio)
+    return ratio.masked_fill(ratio > cap, 0 if "mask" in mode else cap)
 
 
 def surrogate(ratio, logprobs, advantages, options):
@@ -202,7 +211,7 @@ def policy_loss(
     logprobs, old_logprobs, ref_logprobs, correction (M,); advantages, lengths (S,); sequence (M,) in [0, S).
     options: settings.GRPOSettings, or anything with the fields of LossOptions and KLOptions, and max_new_tokens.
     num_tokens, num_sequences, num_micro_batches: counts of the whole optimizer step, known before any forward pass.
-    correction: `truncated_importance`, if the sampler differs from the trainer.
+    correction: `importance_correction`, if the sampler differs from the trainer.
 
     These may be some of the tokens, with the lengths and counts of all, unless options.needs_whole_sequences. On the
     first step after a rollout every ratio is 1 up to rounding and a group's advantages add up to 0. So the surrogate is

@@ -352,6 +352,11 @@ class LossOptions:
         "weight each token by p_trainer / p_sampler, at most by this; for bfloat16; costs a forward pass; none: off",
         minimum=1,
     )
+    importance_sampling_mode: str = option(
+        "token_truncate",
+        "p_trainer / p_sampler of each token or of its sequence; above the cap it becomes the cap, or 0 with a mask",
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
     mask_truncated_completions: bool = option(
         False, "do not train on completions that did not stop before max_new_tokens"
     )
@@ -363,7 +368,8 @@ class LossOptions:
     @property
     def needs_whole_sequences(self) -> bool:
         """Does a token's loss look at the whole sequence? Then the head is computed twice."""
-        return self.importance_sampling_level == "sequence" or self.loss_type in ("gmpo", "vespo")
+        levels = self.importance_sampling_level + self.importance_sampling_mode
+        return "sequence" in levels or self.loss_type in ("gmpo", "vespo")
 
     def check_loss(self):
         if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
@@ -403,6 +409,7 @@ loss_type=gmpo needs importance_sampling_level=token because it has a sequence's
 loss_type=vespo needs delta=None
 loss_type=vespo needs importance_sampling_level=token because it has a sequence's ratio of its own
 loss_type=vespo needs importance_sampling_cap=None because its ratio has the sampler's log-probs already
+importance_sampling_cap=None needs importance_sampling_mode=token_truncate or a cap, such as --importance_sampling_cap=2
 scale_rewards=mean needs use_kl_in_reward=False because a mean below 0 is no scale
 scale_rewards=mean needs soft_punish_cache=0 because a mean below 0 is no scale
 """
@@ -438,6 +445,8 @@ steps_per_generation: train_batch_size, in completions of an optimizer step
 torch_dtype: param_dtype
 use_peft: lora_rank, such as 16
 vllm_importance_sampling_cap: importance_sampling_cap
+vllm_importance_sampling_clip_max: importance_sampling_cap
+vllm_importance_sampling_mode: importance_sampling_mode
 warmup_ratio: warmup_iters, in iterations
 warmup_steps: warmup_iters
 """

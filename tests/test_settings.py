@@ -311,6 +311,11 @@ def test_the_commands_of_the_documents_are_right():
         (GRPOSettings, "--delta=1.25 --epsilon_high=0.28", "delta=1.25 must be above 1 + epsilon_high"),
         (GRPOSettings, "--loss_type=cispo", "loss_type=cispo with epsilon_high=None: epsilon_high is"),
         (GRPOSettings, "--loss_type=cispo --epsilon_high=0.5", "epsilon_high is the largest ratio, at least 1"),
+        (
+            GRPOSettings,
+            "--importance_sampling_mode=token_mask",
+            "needs importance_sampling_mode=token_truncate or a cap",
+        ),
         (GRPOSettings, "--loss_type=luspo", "loss_type=luspo needs importance_sampling_level=sequence"),
         (
             GRPOSettings,

@@ -4,6 +4,9 @@ TRL and transformers are no requirement of the tests; without them this file is 
 """
 
 import asyncio
+import inspect
+import math
+import textwrap
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -17,7 +20,7 @@ from trl.trainer import grpo_trainer  # noqa: E402
 
 from data import load_reward_function  # noqa: E402
 from data.rewards import TrainerState, repeat_columns, total_rewards  # noqa: E402
-from loss import group_advantages, policy_loss, truncated_importance  # noqa: E402
+from loss import group_advantages, importance_correction, policy_loss  # noqa: E402
 from options import SnugError  # noqa: E402
 from settings import GRPOSettings  # noqa: E402
 
@@ -54,7 +57,7 @@ class Alone:
 
 def theirs(case, steps=1, **options):
     """GRPOTrainer._compute_loss on these log-probs -> loss, its gradients by log-probs and entropies. steps: micro-batches a step."""
-    cap = options.pop("cap", None)
+    cap, mode = options.pop("cap", None), options.pop("mode", "token_truncate")
     options["use_bias_correction_kl"] = options.pop("kl_estimator", "k3") == "k3"
     on_cpu = dict(output_dir="unused", report_to=[], bf16=False, use_cpu=True)
     kinds = GRPOConfig, GRPOTrainer
@@ -79,10 +82,23 @@ def theirs(case, steps=1, **options):
     inputs |= dict(advantages=case["advantages"], old_per_token_logps=case["old"], ref_per_token_logps=case["ref"])
     inputs |= dict(num_items_in_batch=case.get("num_items", case["mask"].sum()) / steps)
     if cap is not None:
-        inputs["importance_sampling_ratio"] = ((case["old"] - case["sampling"]) * case["mask"]).exp().clamp(max=cap)
+        inputs["importance_sampling_ratio"] = their_correction(case, cap, mode)
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     return loss.detach(), leaf.grad, torch.zeros_like(leaf) if entropies.grad is None else entropies.grad
+
+
+def their_correction(case, cap, mode):
+    """The part of GRPOTrainer._generate_and_score_completions that computes it: its own lines, cut out of their source."""
+    lines = inspect.getsource(GRPOTrainer._generate_and_score_completions).splitlines()
+    begin = next(i for i, line in enumerate(lines) if "per_token_logps_diff = (old_per_token_logps" in line)
+    end = next(i for i, line in enumerate(lines) if "Unknown vLLM importance sampling level" in line)
+    names = dict(old_per_token_logps=case["old"], sampling_per_token_logps=case["sampling"], mask=case["mask"])
+    trainer = SimpleNamespace(vllm_importance_sampling_mode=mode)
+    trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max = None, cap
+    names |= dict(self=trainer, torch=torch, math=math)
+    exec(textwrap.dedent("\n".join([*lines[begin:end], lines[end + 1]])), names)
+    return names["vllm_importance_sampling_ratio"]
 
 
 def ours(case, steps=1, **options):
@@ -90,12 +106,16 @@ def ours(case, steps=1, **options):
     flat = case["mask"].bool()
     leaf, entropies = (case[name].clone().requires_grad_() for name in ("logprobs", "entropies"))
     cap, entropy_coef = options.pop("cap", None), options.pop("entropy_coef", 0.0)
+    mode = options.pop("mode", "token_truncate")
     sequence = torch.arange(len(flat)).repeat_interleave(flat.sum(1))
     total = int(case.get("num_items", flat.sum()))
-    correction = None if cap is None else truncated_importance(case["old"][flat], case["sampling"][flat], cap)
+    options = GRPOSettings(max_new_tokens=12, importance_sampling_cap=cap, importance_sampling_mode=mode, **options)
+    correction = None
+    if cap is not None:
+        rows = case["old"][flat], case["sampling"][flat], sequence, flat.sum(1)
+        correction = importance_correction(*rows, options)
     counts = dict(num_tokens=total, num_sequences=len(flat) * steps, num_micro_batches=steps)
     columns = leaf[flat], case["old"][flat], case["advantages"], sequence, flat.sum(1), case["ref"][flat]
-    options = GRPOSettings(max_new_tokens=12, **options)
     loss, _ = policy_loss(*columns, **counts, correction=correction, options=options)
     loss = loss - entropy_coef * entropies[flat].sum() / (flat.sum() * steps)
     loss.backward()
@@ -103,7 +123,8 @@ def ours(case, steps=1, **options):
 
 
 VARIANTS = [dict(), dict(epsilon_high=0.28, beta=0.04), dict(delta=1.5, beta=0.1), dict(entropy_coef=0.02)]
-VARIANTS += [dict(cap=1.2, beta=0.04, kl_estimator="k3_no_ratio")]
+VARIANTS += [dict(cap=1.2, beta=0.04, kl_estimator="k3_no_ratio"), dict(cap=1.2, mode="token_mask")]
+VARIANTS += [dict(cap=3.0, mode="sequence_truncate"), dict(cap=3.0, mode="sequence_mask", beta=0.04)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
