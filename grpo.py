@@ -30,7 +30,7 @@ from device.cuda import empty_cache
 from device.host import borrowed
 from logprobs import head_logprobs, head_loss, head_loss_in_two_visits
 from lora import adapters_off
-from loss import group_advantages, importance_correction, kl_divergence, overlong_punishment, policy_loss
+from loss import decoupled_advantages, group_advantages, kl_divergence, overlong_punishment, policy_loss
 from memory.ledger import component
 from model import autocast
 from runs.checkpoint import open_checkpoint
@@ -99,7 +99,13 @@ def iterate(iteration, training, collect=None):
     # 5. Advantages: how much better than its group was each completion?
     if settings.use_kl_in_reward:
         rewards = rewards - settings.beta * sequence_kl(rollouts, settings).view(rewards.shape)
-    advantages = group_advantages(rewards, settings.scale_rewards, baseline=settings.baseline)  # (P, k)
+    if settings.multi_objective_aggregation == "normalize_then_sum":
+        weights = training.prepared.reward_weights
+        advantages = decoupled_advantages([*scored.by_function.values()], settings.group_size, weights)
+    else:
+        advantages = group_advantages(
+            rewards, settings.scale_rewards, baseline=settings.baseline
+        )  # (P, k)
     rollouts.advantages = advantages.flatten().to(model.device)  # (N,)
 
     # 6. Learn, num_iterations times over. A step without anything to learn is not taken, so that moments and weight
@@ -335,19 +341,15 @@ def token_loss(logprobs, chunk, micro, counts, settings, totals):
 
     logprobs: of the chunk's tokens. Adds the metrics of policy_loss to `totals`.
     """
-    old, correction = micro.old_logprobs[chunk], None
-    if settings.importance_sampling_cap is not None:
-        columns = old, micro.sampling_logprobs[chunk], micro.sequence[chunk]
-        correction = importance_correction(*columns, micro.lengths, settings)
     loss, metrics = policy_loss(
         logprobs,
-        old,
+        micro.old_logprobs[chunk],
         micro.advantages,
         micro.sequence[chunk],
         micro.lengths,
         None if micro.ref_logprobs is None else micro.ref_logprobs[chunk],
         options=settings,
-        correction=correction,
+        sampling_logprobs=micro.sampling_logprobs[chunk],
         **counts,
     )
     for name, value in metrics.items():

@@ -7,6 +7,7 @@ same loss and gradient however the step was cut (but for bnpo, which is defined 
 Left out: models, sampling, anything of size V; critics and rewards of single tokens.
 """
 
+import numpy as np
 import torch
 
 from memory.ledger import COMPONENTS
@@ -55,6 +56,21 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
     return centred.to(dtype)
 
 
+def decoupled_advantages(by_function, k, weights=()):
+    """F lists of P * k rewards, None: not scored -> advantages (P, k): GDPO (arXiv 2601.05242), as in TRL.
+
+    Each function's own advantages are weighted (default 1 each), added, and scaled again over the whole batch.
+
+        right [1, 0, 0, 1], points [10, 0, 10, 0]: [.866, -.866, -.866, .866] + [.866, -.866, .866, -.866]
+        = [1.73, -1.73, 0, 0] -> [1.22, -1.22, 0, 0]. The plain sum [11, 0, 10, 1] gives [.95, -.95, .78, -.78]
+    """
+    rewards = torch.tensor(np.array(by_function, np.float32))  # (F, P * k); None becomes NaN
+    each = group_advantages(rewards.view(-1, k)).view(rewards.shape)
+    total = (each.T * torch.tensor(weights or [1.0])).sum(1)
+    total[rewards.isnan().all(0)] = torch.nan
+    return group_advantages(total[None]).view(-1, k)
+
+
 def overlong_punishment(lengths, max_new_tokens, soft_punish_cache):
     """lengths (N,), stop tokens included -> (N,) in [-1, 0], added to the rewards (DAPO, eq. 13): 0 up to
     max_new_tokens - soft_punish_cache, then down to -1 at max_new_tokens.
@@ -65,7 +81,7 @@ def overlong_punishment(lengths, max_new_tokens, soft_punish_cache):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Limits of the loss.
+# The loss.
 
 
 def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
@@ -76,8 +92,7 @@ def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
     k3  r - 1 - log r    unbiased, never negative; its mean gradient is that of KL(reference || policy)
 
     policy_loss multiplies k1 and k3 by the ratio: this gives them the KL's gradient, also from stale tokens
-    (DeepSeek-V3.2). k2 has it without the ratio. "k3_no_ratio" is k3 as DeepSeekMath has it. Sources: Schulman 2020,
-    "Approximating KL divergence"; gradients: Tang & Munos 2025.
+    (DeepSeek-V3.2). k2 has it without the ratio. "k3_no_ratio" is DeepSeekMath's k3. Schulman 2020, Tang & Munos 2025.
     """
     log_ratio = ref_logprobs - logprobs
     if estimator == "k1":
@@ -133,10 +148,8 @@ def surrogate(ratio, logprobs, advantages, options):
         weight = ratio.clamp(max=options.epsilon_high).detach()
         return -weight * advantages * logprobs, (ratio > options.epsilon_high) & (advantages != 0)
     if options.loss_type == "sapo":
-        positive, negative = options.sapo_temperature_pos, options.sapo_temperature_neg
-        temperature = torch.where(advantages > 0, positive, negative)
-        gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
-        return -gate * advantages, torch.zeros_like(ratio)
+        t = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+        return -torch.sigmoid(t * (ratio - 1)) * 4 / t * advantages, torch.zeros_like(ratio)
     clipped = ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon) * advantages
     if options.delta is None:
         bounded = ratio * advantages
@@ -149,10 +162,9 @@ def surrogate(ratio, logprobs, advantages, options):
 def sequence_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, options):
     """`surrogate` for losses that look at whole sequences. All (M,), lengths (S,).
 
-    gmpo: -exp(mean of clip(log ratio, -epsilon, epsilon_high)) A                  (arXiv 2507.20673)
-          clipped only where A pushes outwards, as in PPO
-    vespo: -stop_gradient(w^k exp(lambda (1 - w))) A logprob, w the product of ratios     (arXiv 2602.10693)
-          k, lambda by A's sign; k 2, lambda 3: weight .97 at w = 0.4, 1 at 1, .50 at 1.5, .20 at 2
+    gmpo: -exp(mean of the log ratios, each clipped where A pushes it outwards) A          (arXiv 2507.20673)
+    vespo: -stop_gradient(w^k exp(lambda (1 - w))) A logprob, w the product of ratios      (arXiv 2602.10693)
+    k, lambda by A's sign; with 2 and 3 the weight is .97 at w = 0.4, 1 at 1, .50 at 1.5, .20 at 2
     """
     change = logprobs - old_logprobs
     if options.loss_type == "gmpo":
@@ -160,21 +172,20 @@ def sequence_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, op
         bounded = torch.where(advantages > 0, high, low)
         ratio = torch.exp(sequence_sum(bounded, sequence, lengths) / lengths)[sequence]
         return -ratio * advantages, (bounded != change) & (advantages != 0)
-    w = torch.exp(sequence_sum(change.detach(), sequence, lengths)).clamp(max=1e8)[sequence]
+    log_w = sequence_sum(change.detach(), sequence, lengths)[sequence]
     k = torch.where(advantages < 0, options.vespo_k_neg, options.vespo_k_pos)
     decay = torch.where(advantages < 0, options.vespo_lambda_neg, options.vespo_lambda_pos)
-    return -(w**k) * torch.exp(decay * (1 - w)) * advantages * logprobs, torch.zeros_like(w)
+    weight = torch.exp(k * log_w + decay * (1 - log_w.exp()))  # 1 where w = 1
+    return -weight * advantages * logprobs, torch.zeros_like(weight)
 
 
 def token_weights(sequence, lengths, options, num_tokens, num_sequences, num_micro_batches=1):
     """The factor of each token's loss in the sum: (M,), or a number if all are alike.
 
     dapo, cispo, vespo  1 / num_tokens                        every token of the step counts alike (DAPO, eq. 8)
-    grpo, sapo, gmpo    1 / (num_sequences * its length)      every sequence counts alike (DeepSeekMath, eq. 3): tokens
-                                                              of short ones weigh more
+    grpo, sapo, gmpo    1 / (num_sequences * its length)      every sequence counts alike (DeepSeekMath, eq. 3)
     luspo               1 / num_sequences                     a sequence counts by its length (arXiv 2602.05261)
-    dr_grpo             1 / (num_sequences * max_new_tokens)  a constant, so length earns nothing (Dr. GRPO, sec. 3.1);
-                                                              short completions have small gradients
+    dr_grpo             1 / (num_sequences * max_new_tokens)  a constant, so length earns nothing (Dr. GRPO, sec. 3.1)
     bnpo                1 / (M * num_micro_batches)           a mean of micro-batches' means: depends on the cut
     """
     if options.loss_type == "luspo":
@@ -186,10 +197,6 @@ def token_weights(sequence, lengths, options, num_tokens, num_sequences, num_mic
     if options.loss_type == "bnpo":
         return 1 / (lengths.sum() * num_micro_batches)
     return 1 / num_tokens
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The loss.
 
 
 def policy_loss(
@@ -204,18 +211,15 @@ def policy_loss(
     num_tokens,
     num_sequences,
     num_micro_batches=1,
-    correction=None,
+    sampling_logprobs=None,
 ):
-    """The sum of token_weights * (correction * surrogate + beta * KL) -> (loss, metrics): a share of the step's.
+    """The sum of token_weights * (importance_correction * surrogate + beta * KL) -> (loss, metrics): the step's share.
 
-    logprobs, old_logprobs, ref_logprobs, correction (M,); advantages, lengths (S,); sequence (M,) in [0, S).
-    options: settings.GRPOSettings, or anything with the fields of LossOptions and KLOptions, and max_new_tokens.
-    num_tokens, num_sequences, num_micro_batches: counts of the whole optimizer step, known before any forward pass.
-    correction: `importance_correction`, if the sampler differs from the trainer.
+    logprobs, old_logprobs, ref_logprobs, sampling_logprobs (M,); advantages, lengths (S,); sequence (M,) in [0, S).
+    options: settings.GRPOSettings. num_...: counts of the whole optimizer step, known before any forward pass.
 
-    These may be some of the tokens, with the lengths and counts of all, unless options.needs_whole_sequences. On the
-    first step after a rollout every ratio is 1 up to rounding and a group's advantages add up to 0. So the surrogate is
-    0 for completions of equal length, and with loss_type="grpo" always; its gradient is not.
+    These may be some of the tokens, with the lengths and counts of all, unless options.needs_whole_sequences. Right
+    after a rollout every ratio is 1 and a group's advantages add up to 0: the surrogate is often 0, its gradient not.
     metrics: `kl`, `clip_fraction`, token means over the step, without gradient; the shares of micro-batches add up.
     """
     lengths = lengths.to(logprobs.dtype)
@@ -226,7 +230,8 @@ def policy_loss(
         per_token, clipped = sequence_surrogate(*columns, lengths, options)
     else:
         per_token, clipped = surrogate(ratio, logprobs, token_advantages, options)
-    if correction is not None:
+    if options.importance_sampling_cap is not None:
+        correction = importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, options)
         per_token = per_token * correction
     metrics = {"clip_fraction": clipped.sum() / num_tokens}
     if ref_logprobs is not None:

@@ -223,10 +223,6 @@ class MemoryOptions:
     )
 
     def check(self):
-        if self.activation_offload and self.checkpoint_blocks == "none":
-            raise SnugError(
-                "activation_offload=True moves what checkpoint_blocks keeps; add --checkpoint_blocks=block"
-            )
         budget = self.memory_budget_gb
         is_number = budget.replace(".", "", 1).isdecimal() and float(budget) > 0
         if budget not in ("", "auto") and not is_number:
@@ -303,6 +299,11 @@ class AdvantageOptions:
         "subtract the mean reward of the group, or of the other completions in it",
         choices=("mean", "leave_one_out"),
     )
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize",
+        "several reward functions: add up rewards, or the advantages of each (GDPO)",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
     soft_punish_cache: int = option(
         0, "each of the last N tokens of max_new_tokens subtracts 1/N from the reward (DAPO)", "tokens"
     )
@@ -328,9 +329,7 @@ class LossOptions:
         choices=("token", "sequence"),
     )
     epsilon: float = option(
-        0.2,
-        "clip the ratio to the range from 1 - epsilon to 1 + epsilon_high; gmpo: from exp(-epsilon) to "
-        "exp(epsilon_high), for example 0.4",
+        0.2, "clip the ratio to 1 - epsilon to 1 + epsilon_high; gmpo: its logarithm, for example by 0.4"
     )
     epsilon_high: float | None = option(
         None, "upper clipping range; none: epsilon. cispo: the largest ratio, for example 5"
@@ -372,9 +371,10 @@ class LossOptions:
         return "sequence" in levels or self.loss_type in ("gmpo", "vespo")
 
     def check_loss(self):
-        if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
-            advice = "epsilon_high is the largest ratio, at least 1; try --epsilon_high=5"
-            raise SnugError(f"loss_type=cispo with epsilon_high={self.epsilon_high}: {advice}")
+        if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
+            raise SnugError(
+                f"epsilon_high={self.epsilon_high}: for cispo it is the largest ratio; try --epsilon_high=5"
+            )
         if self.delta is not None and self.delta <= 1 + self.upper_epsilon:
             raise SnugError(
                 f"delta={self.delta} must be above 1 + epsilon_high, where the ratio is clipped already"
@@ -401,6 +401,8 @@ class KLOptions:
 
 # What does not fit together: a choice, what it needs, perhaps why.
 NEEDS = """\
+param_dtype=bfloat16 needs dtype=bfloat16
+checkpoint_blocks=none needs activation_offload=False because no block's input is kept; try --checkpoint_blocks=block
 loss_type=cispo needs delta=None
 loss_type=sapo needs delta=None
 loss_type=luspo needs importance_sampling_level=sequence
@@ -409,7 +411,11 @@ loss_type=gmpo needs importance_sampling_level=token because it has a sequence's
 loss_type=vespo needs delta=None
 loss_type=vespo needs importance_sampling_level=token because it has a sequence's ratio of its own
 loss_type=vespo needs importance_sampling_cap=None because its ratio has the sampler's log-probs already
-importance_sampling_cap=None needs importance_sampling_mode=token_truncate or a cap, such as --importance_sampling_cap=2
+importance_sampling_cap=None needs importance_sampling_mode=token_truncate or a cap: --importance_sampling_cap=2
+multi_objective_aggregation=normalize_then_sum needs scale_rewards=group
+multi_objective_aggregation=normalize_then_sum needs baseline=mean
+multi_objective_aggregation=normalize_then_sum needs soft_punish_cache=0 because this is no reward function
+scale_rewards=group needs use_kl_in_reward=False because scaling cancels beta; try --scale_rewards=none
 scale_rewards=mean needs use_kl_in_reward=False because a mean below 0 is no scale
 scale_rewards=mean needs soft_punish_cache=0 because a mean below 0 is no scale
 """
@@ -462,8 +468,11 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
     def check(self):
         for options in (LogOptions, ModelOptions, MemoryOptions):
             options.check(self)
-        if self.param_dtype == "bfloat16" and self.dtype == "float32":
-            raise SnugError("param_dtype='bfloat16' computes in bfloat16; add --dtype=bfloat16")
+        chosen = {f"{name}={value}" for name, value in vars(self).items()}
+        for line in NEEDS.splitlines():
+            choice, _, needed, *_ = line.split()
+            if choice in chosen and needed not in chosen:
+                raise SnugError(line)
         if self.num_processes > 1 and self.parallel == "none":
             raise SnugError(
                 f"num_processes={self.num_processes} with parallel='none'; add --parallel=ddp or fsdp"
@@ -562,11 +571,6 @@ class GRPOSettings(
         super().check()
         self.check_rewards()
         self.check_loss()
-        chosen = {f"{name}={value}" for name, value in vars(self).items()}
-        for line in NEEDS.splitlines():
-            choice, _, needed, *_ = line.split()
-            if choice in chosen and needed not in chosen:
-                raise SnugError(line)
         if self.format_reward and self.reward_funcs:
             raise SnugError(
                 f"format_reward={self.format_reward} belongs to the task's reward, which reward_funcs replace; "
@@ -586,11 +590,6 @@ class GRPOSettings(
         if self.use_kl_in_reward and not self.beta:
             raise SnugError(
                 "use_kl_in_reward=True, but beta=0: give the KL a weight, for example --beta=0.01"
-            )
-        if self.use_kl_in_reward and self.scale_rewards == "group":
-            raise SnugError(
-                "use_kl_in_reward=True with scale_rewards=group: if a group's rewards are equal, scaling cancels beta; "
-                "use --scale_rewards=batch or none"
             )
 
 

@@ -209,6 +209,21 @@ def test_rewards_are_weighted_and_their_parts_logged(tmp_path):
     assert metrics["reward/accuracy"] == 0.25 and metrics["reward/brevity"] == -1.0
 
 
+def test_reward_functions_are_scaled_apart(tmp_path, monkeypatch):
+    """The advantages that are learned from are those of each function, by its weight."""
+    options = dict(reward_funcs=["argparse:Namespace"] * 2, reward_weights=[2.0, 0.5], max_iters=1)
+    options |= dict(multi_objective_aggregation="normalize_then_sum")
+    prepared, _ = prepared_for(tmp_path, lambda n, i: None, **options)
+    right = lambda prompts, completions, **_: [float(i % 4 == 0) for i in range(len(prompts))]  # noqa: E731
+    points = lambda prompts, completions, **_: [None if i == 3 else 10.0 * (i % 3) for i in range(len(prompts))]  # noqa: E731
+    prepared.reward_funcs, kept = [right, points], keep_rollouts(monkeypatch)
+    grpo.main(prepared)
+    by_function = [function([""] * 16, None) for function in (right, points)]
+    expected = grpo.decoupled_advantages(by_function, 4, [2.0, 0.5])
+    torch.testing.assert_close(kept[0].advantages.cpu(), expected.flatten(), rtol=0, atol=1e-6)
+    assert (kept[0].advantages != 0).sum() > 8
+
+
 def test_long_completions_lose_reward(tmp_path, monkeypatch):
     """After groups were looked at: all right, but of different lengths, is nothing that refills would keep."""
     prepared, _ = prepared_for(tmp_path, lambda n, i: 1.0, soft_punish_cache=4, max_num_gen_batches=2, max_iters=1)

@@ -113,11 +113,9 @@ def plain_loss(model, rollouts, select, settings):
         names = "old_logprobs", "ref_logprobs", "sampling_logprobs"
         old, ref, sampled = (getattr(rollouts, name)[i, :c] for name in names)
         zeros = torch.zeros(c, dtype=torch.long, device=DEVICE)
-        cap = settings.importance_sampling_cap
-        correction = None if cap is None else (old - sampled).exp().clamp(max=cap)
         lengths = torch.tensor([c], device=DEVICE)
         columns = chosen, old, rollouts.advantages[i : i + 1], zeros, lengths, ref
-        loss, _ = policy_loss(*columns, options=settings, correction=correction, **counts)
+        loss, _ = policy_loss(*columns, options=settings, sampling_logprobs=sampled, **counts)
         total = total + loss + settings.entropy_coef * (logp.exp() * logp).sum() / counts["num_tokens"]
     return total
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 import loss
-from loss import group_advantages, importance_correction, kl_divergence, overlong_punishment, surrogate
+from loss import (
+    decoupled_advantages,
+    group_advantages,
+    importance_correction,
+    kl_divergence,
+    overlong_punishment,
+    surrogate,
+)
 from settings import GRPOSettings
 
 SCALES = ("group", "batch", "none", "mean")
@@ -59,6 +66,28 @@ def test_nothing_to_learn_is_exactly_zero(scale):
         for baseline in ("mean", "leave_one_out"):
             for rewards in ([[2.0, 2.0], [2.0, 2.0]], [[nan, nan], [nan, 0.1]], [[nan, 1 / 3, 1 / 3, 1 / 3]], [[7.0]]):
                 assert group_advantages(rewards, scale, eps, baseline).abs().max() == 0
+
+
+def test_decoupled_advantages_equal_the_loop():
+    """Three functions, one of them indifferent; a completion that one function or none has scored."""
+    none = None
+    functions = [
+        [1.0, 0.0, 0.0, 1.0, 0.5, none, 0.0, none],
+        [10.0, 0.0, none, 0.0, 1.0, 3.0, 3.0, none],
+        [2.0] * 7 + [none],
+    ]
+    weights, totals = [1.0, 0.5, 2.0], [0.0] * 7
+    for weight, rewards in zip(weights, functions, strict=True):
+        for group in (range(4), range(4, 8)):
+            known = [rewards[i] for i in group if rewards[i] is not None]
+            for i in group:
+                if rewards[i] is not None:
+                    totals[i] += weight * (rewards[i] - statistics.mean(known)) / (statistics.stdev(known) + 1e-4)
+    expected = [(x - statistics.mean(totals)) / (statistics.stdev(totals) + 1e-4) for x in totals] + [0.0]
+    ours = decoupled_advantages(functions, 4, weights)
+    torch.testing.assert_close(ours.flatten(), torch.tensor(expected), atol=1e-6, rtol=0)
+    equal = decoupled_advantages([[0.1] * 6, [1 / 3] * 6], 3)
+    assert equal.shape == (2, 3) and equal.abs().max() == 0
 
 
 def clip(x, low, high):
@@ -148,13 +177,10 @@ VARIANTS = {
 def evaluate(case, options):
     """policy_loss and its gradient."""
     options = dict(options)
-    cap, mode = options.pop("cap", None), options.pop("mode", "token_truncate")
-    case = dict(case)
-    columns = case["old_logprobs"], case.pop("sampling_logprobs"), case["sequence"], case["lengths"]
-    bounds = GRPOSettings(importance_sampling_cap=cap, importance_sampling_mode=mode)
-    correction = importance_correction(*columns, bounds) if cap else None
+    options["importance_sampling_cap"] = options.pop("cap", None)
+    options["importance_sampling_mode"] = options.pop("mode", "token_truncate")
     leaf = case["logprobs"].detach().requires_grad_()
-    value, metrics = policy_loss(**case | {"logprobs": leaf}, correction=correction, **options)
+    value, metrics = policy_loss(**case | {"logprobs": leaf}, **options)
     return value.detach(), torch.autograd.grad(value, leaf)[0], metrics
 
 
@@ -345,6 +371,9 @@ def test_the_worked_numbers_of_the_page():
     )
     hard, easy = group_advantages([[1, 0, 0, 0], [1, 1, 1, 0]], "mean").tolist()
     assert hard == pytest.approx([3, -1, -1, -1], abs=2e-3) and easy == pytest.approx([1 / 3] * 3 + [-1], abs=2e-3)
+    right, points = [1, 0, 0, 1], [10, 0, 10, 0]
+    assert decoupled_advantages([right, points], 4)[0].tolist() == pytest.approx([1.22, -1.22, 0, 0], abs=5e-3)
+    assert group_advantages([[11, 0, 10, 1]])[0].tolist() == pytest.approx([0.95, -0.95, 0.78, -0.78], abs=5e-3)
     zeros, advantages = torch.zeros(10), torch.tensor([1.0, -1.0])
     sequence, lengths = torch.tensor([0] * 2 + [1] * 8), torch.tensor([2, 8])
     counts = dict(num_tokens=10, num_sequences=2, max_new_tokens=32)

@@ -309,8 +309,8 @@ def test_the_commands_of_the_documents_are_right():
     [
         (GRPOSettings, "--train_batch_size=100", "does not divide the 1024 completions of a rollout"),
         (GRPOSettings, "--delta=1.25 --epsilon_high=0.28", "delta=1.25 must be above 1 + epsilon_high"),
-        (GRPOSettings, "--loss_type=cispo", "loss_type=cispo with epsilon_high=None: epsilon_high is"),
-        (GRPOSettings, "--loss_type=cispo --epsilon_high=0.5", "epsilon_high is the largest ratio, at least 1"),
+        (GRPOSettings, "--loss_type=cispo", "epsilon_high=None: for cispo it is the largest ratio"),
+        (GRPOSettings, "--loss_type=cispo --epsilon_high=0.5", "epsilon_high=0.5: for cispo it is"),
         (
             GRPOSettings,
             "--importance_sampling_mode=token_mask",
@@ -324,8 +324,19 @@ def test_the_commands_of_the_documents_are_right():
         ),
         (GRPOSettings, "--loss_type=gmpo --importance_sampling_level=sequence", "gmpo needs importance_sampling_level"),
         (GRPOSettings, "--loss_type=sapo --delta=2", "loss_type=sapo needs delta=None"),
-        (GRPOSettings, "--use_kl_in_reward", "use_kl_in_reward=True, but beta=0"),
-        (GRPOSettings, "--use_kl_in_reward --beta=0.1", "use_kl_in_reward=True with scale_rewards=group"),
+        (
+            GRPOSettings,
+            "--multi_objective_aggregation=normalize_then_sum --scale_rewards=none",
+            "needs scale_rewards=group",
+        ),
+        (GRPOSettings, "--param_dtype=bfloat16", "param_dtype=bfloat16 needs dtype=bfloat16"),
+        (
+            GRPOSettings,
+            "--activation_offload",
+            "activation_offload=False because no block's input is kept; try --checkpoint",
+        ),
+        (GRPOSettings, "--use_kl_in_reward --scale_rewards=none", "use_kl_in_reward=True, but beta=0"),
+        (GRPOSettings, "--use_kl_in_reward --beta=0.1", "scale_rewards=group needs use_kl_in_reward=False"),
         (
             GRPOSettings,
             "--scale_rewards=mean --soft_punish_cache=8",
