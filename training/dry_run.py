@@ -108,9 +108,7 @@ def worst_case_groups(settings, iteration, training):
         None,  # all are sampled
         *columns([True] * n),
     )
-    scored = Scored(
-        learned, torch.zeros(n // k, k), {"": [0.0] * n}, {}, {}, {}, settings.group_size
-    )
+    scored = Scored(learned, torch.zeros(n // k, k), {"": [0.0] * n}, {}, {}, {}, settings.group_size)
     return scored, dict(tokens=0, gen_batches=1)
 
 
