@@ -49,7 +49,7 @@ MUTANTS = [
     ("delta ignored", "loss.py", "bounded = ratio.clamp(max=options.delta) * advantages", "bounded = ratio * advantages", "test_loss.py"),
     ("CISPO's weight differentiated", "loss.py", "ratio.clamp(max=options.epsilon_high).detach()", "ratio.clamp(max=options.epsilon_high)", "test_loss.py"),
     ("a sequence's ratio by its sum", "loss.py", "sequence_sum(log_ratio, sequence, lengths) / lengths)", "sequence_sum(log_ratio, sequence, lengths))", "test_loss.py"),
-    ("losses: SAPO's temperatures swapped", "loss.py", "torch.where(advantages > 0, positive, negative)", "torch.where(advantages < 0, positive, negative)", "test_loss.py"),
+    ("losses: SAPO's temperatures swapped", "loss.py", "t = torch.where(advantages > 0,", "t = torch.where(advantages < 0,", "test_loss.py"),
     ("losses: LUSPO without its lengths", "loss.py", "return 1 / num_sequences\n", "return 1 / num_tokens\n", "test_loss.py"),
     ("losses: VESPO's weight differentiated", "loss.py", "change.detach()", "change", "test_loss.py"),
     ("losses: GMPO clips both sides", "loss.py", "change.clamp(max=options.upper_epsilon)", "low.clamp(max=options.upper_epsilon)", "test_loss.py"),
