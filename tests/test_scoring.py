@@ -41,7 +41,7 @@ RUN |= dict(reward_funcs=["held_out_rewards:short", "held_out_rewards:vowels"], 
 
 
 def short(sample):
-    ids = sample["length"] - sample["stopped"]
+    ids = sample["length"]  # with the stop token, as in TRL
     return None if sample["completion"][:1] > "i" else min(1, 1.5 - ids / 8)
 
 
