@@ -96,16 +96,14 @@ def iterate(iteration, training, collect=None):
     if settings.beta:
         rollouts.ref_logprobs = training.run("reference", reference_logprobs, training, rollouts, cut)
 
-    # 5. Advantages: how much better than its group was each completion?
+    # 5. Advantages (P, k): how much better than its group was each completion?
     if settings.use_kl_in_reward:
         rewards = rewards - settings.beta * sequence_kl(rollouts, settings).view(rewards.shape)
     if settings.multi_objective_aggregation == "normalize_then_sum":
         weights = training.prepared.reward_weights
         advantages = decoupled_advantages([*scored.by_function.values()], settings.group_size, weights)
     else:
-        advantages = group_advantages(
-            rewards, settings.scale_rewards, baseline=settings.baseline
-        )  # (P, k)
+        advantages = group_advantages(rewards, settings.scale_rewards, baseline=settings.baseline)
     rollouts.advantages = advantages.flatten().to(model.device)  # (N,)
 
     # 6. Learn, num_iterations times over. A step without anything to learn is not taken, so that moments and weight

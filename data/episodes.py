@@ -109,14 +109,14 @@ class Episode:
 
     def __init__(self, toolbox: Toolbox, row: dict, environment):
         self.toolbox, self.tokenizer, self.environment = toolbox, toolbox.tokenizer, environment
-        self.functions = toolbox.functions | (methods_of(environment) if environment else {})
+        self.functions = toolbox.functions | ({} if environment is None else methods_of(environment))
         self.prompt = row["prompt"]
         self.form = "inline" if isinstance(self.prompt, str) else self.tokenizer.call_form
         self.messages, self.turns = [], 0
         self.sampled = 0  # tokens that are in the messages
         self.written = 0  # tokens of answers
         self.tool_errors, self.tool_seconds = 0, 0.0
-        if environment and (text := self.of_environment("reset", row)):
+        if environment is not None and (text := self.of_environment("reset", row)):
             self.prompt = extended(self.prompt, text)
 
     def of_environment(self, name: str, arguments: dict) -> str | None:

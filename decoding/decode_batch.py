@@ -241,7 +241,6 @@ class DecodeBatch:
         ends, held = lengths + added, self.held[slots]
         for row, begin, end, reply in zip(held, lengths, ends, replies, strict=True):
             self.tokens[row, begin:end] = upload(reply, self.device)
-            self.logprobs[row, begin:end] = 0
             self.written[row, begin:end] = True
         self.started[slots] = self.steps - ends
         self.turn[slots] = self.checked[slots] = ends
