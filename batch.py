@@ -51,6 +51,7 @@ class MicroBatch:
     sampling_logprobs: torch.Tensor | None = None  # (M,)
     old_logprobs: torch.Tensor | None = None  # (M,)
     ref_logprobs: torch.Tensor | None = None  # (M,)
+    teacher_outputs: torch.Tensor | None = None  # (M,) log-probs, or (M, C_T) hidden states
 
     def completion_hidden(self, hidden: torch.Tensor):
         """hidden (1, T, C) -> (M, C), the states that predict completion tokens."""
@@ -163,7 +164,7 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     """The MicroBatch of the sequences `indices`, groups together. It copies: make one at a time.
 
     sequences: tokens (N, width) and, where wanted, advantages (N,), sampling_logprobs, old_logprobs, ref_logprobs
-    (N, T_c). The tables are made on the host, which knows the lengths, and uploaded together.
+    (N, T_c), teacher_outputs (N, T_c) or (N, T_c, C_T), perhaps on the host. The tables are made on the host, which knows the lengths, and uploaded together.
     """
     width, groups = sequences.tokens.shape[1], cut.groups(indices)
     sizes = [(cut.prompt_lengths[g[0]], [cut.completion_lengths[i] - 1 for i in g]) for g in groups]
@@ -213,9 +214,11 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
         targets=tokens[on_device.pop("target")],
         **on_device,
     )
-    for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs"):
+    which = micro.index[micro.sequence], micro.place  # (M,) each
+    for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs", "teacher_outputs"):
         if (values := getattr(sequences, name, None)) is not None:
-            setattr(micro, name, values[micro.index[micro.sequence], micro.place])
+            here = (indices.to(values.device) for indices in which)
+            setattr(micro, name, values[*here].to(tokens.device))
     if (advantages := getattr(sequences, "advantages", None)) is not None:
         micro.advantages = advantages[micro.index]
     return micro

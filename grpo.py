@@ -1,5 +1,7 @@
 """GRPO: sample groups from the model's own weights, score them, look at a reference, update the weights.
 
+With a teacher this is on-policy distillation, alone or beside the rewards.
+
     python grpo.py config/grpo_small.py
     python grpo.py config/grpo_small.py --learning_rate=1e-4 --out_dir=out/slower --seed=3
 
@@ -9,6 +11,7 @@ micro-batch, T_c the longest completion. What is large is made and freed inside 
 Left out: an inference server, a reward model, a critic.
 """
 
+import math
 import sys
 from functools import partial
 
@@ -27,8 +30,8 @@ from batch import gather
 from data.episodes import Episodes
 from data.rewards import repeat_columns
 from device.cuda import empty_cache
-from device.host import borrowed
-from logprobs import head_logprobs, head_loss, head_loss_in_two_visits
+from device.host import borrowed, new_on_host
+from logprobs import Teacher, head_logprobs, head_loss, head_loss_in_two_visits
 from lora import adapters_off
 from loss import decoupled_advantages, group_advantages, kl_divergence, overlong_punishment, policy_loss
 from memory.ledger import component
@@ -95,6 +98,8 @@ def iterate(iteration, training, collect=None):
         rollouts.old_logprobs = training.run("reference", trainer_logprobs, model, rollouts, cut, settings)
     if settings.beta:
         rollouts.ref_logprobs = training.run("reference", reference_logprobs, training, rollouts, cut)
+    if settings.teacher:
+        rollouts.teacher_outputs = training.run("teacher", teacher_outputs, training, rollouts, cut)
 
     # 5. Advantages (P, k): how much better than its group was each completion?
     if settings.use_kl_in_reward:
@@ -104,19 +109,21 @@ def iterate(iteration, training, collect=None):
         advantages = decoupled_advantages([*scored.by_function.values()], settings.group_size, weights)
     else:
         advantages = group_advantages(rewards, settings.scale_rewards, baseline=settings.baseline)
-    rollouts.advantages = advantages.flatten().to(model.device)  # (N,)
+    rollouts.advantages = settings.reward_coef * advantages.flatten().to(model.device)  # (N,)
 
     # 6. Learn, num_iterations times over. A step without anything to learn is not taken, so that moments and weight
     #    decay do not move the weights either.
     learning_rate, taken, skipped = learning_rate_at(iteration, settings), [], 0
     entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
+    teacher = training.teacher if settings.divergence != "sampled" else None  # its head
     for step in [step for _ in range(settings.num_iterations) for step in range(len(cut.steps))]:
         select = cut.sequences(step)
         if not teaches(rollouts, select, settings):
             skipped += 1
             continue
         # 7. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
-        sums = training.run("train", accumulate_gradient, model, rollouts, cut, step, settings, entropies)
+        arguments = rollouts, cut, step, settings, entropies, teacher
+        sums = training.run("train", accumulate_gradient, model, *arguments)
         # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
         taken.append(training.update(sums, learning_rate, iteration, rollouts, select))
 
@@ -157,7 +164,8 @@ def collect_groups(iteration, training):
         punishment = overlong_punishment(lengths, settings.max_new_tokens, cache)
         scored = scored._replace(rewards=rewards + punishment)
     metrics = rollout_metrics(scored) | dict(gen_batches=len(rounds))
-    metrics["frac_reward_zero_std"] = float((~varied).float().mean())
+    if scored.by_function:
+        metrics["frac_reward_zero_std"] = float((~varied).float().mean())
     if len(rounds) > 1:
         scored = scored.select((~varied).int().argsort(stable=True)[: settings.batch_size].sort().values)
     return scored, metrics
@@ -204,7 +212,8 @@ def score(rollouts, episodes, prepared) -> Scored:
     arguments = columns | episodes.columns()
     arguments |= dict(stopped=rollouts.stopped.tolist(), completion_ids=rollouts.completions())
     scores = prepared.score(prompts, completions, arguments)
-    rewards = torch.tensor(scores.totals).view(-1, prepared.settings.group_size)
+    totals = scores.totals or [math.nan] * len(completions)  # a teacher needs no reward functions
+    rewards = torch.tensor(totals).view(-1, prepared.settings.group_size)
     columns |= scores.extra | dict(prompt=prompts)
     return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics, episodes.figures(), k)
 
@@ -220,39 +229,67 @@ def has_variance(rewards):
 
 @component("rollouts")
 @torch.no_grad()
-def trainer_logprobs(model, rollouts, cut, settings):
+def trainer_logprobs(model, rollouts, cut, settings, states=None):
     """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32, 0 after the end.
 
-    Each process fills in the sequences that it ran.
+    states: (N, T_c, C) zeros, which get the hidden states instead. Each process fills in the sequences that it ran.
     """
-    logprobs = torch.zeros_like(rollouts.sampling_logprobs)
+    outputs = torch.zeros_like(rollouts.sampling_logprobs) if states is None else states
     for indices in cut.dealt([indices for step in cut.steps for indices in step], model):
         micro = gather(rollouts, indices, cut)
         with autocast(settings.dtype, model):
             hidden = model(micro.tokens, micro.positions, mask=micro.mask)  # (1, T, C)
-            hidden = micro.completion_hidden(hidden)  # (M, C)
-            values = head_logprobs(  # (M,)
-                hidden,
-                model.lm_head_weight,
-                micro.targets,
-                settings.temperature,
-                n_vocab=model.config.n_vocab,
-                chunk_mb=settings.logits_chunk_mb,
-            )
-        logprobs[micro.index[micro.sequence], micro.place] = values.to(logprobs.dtype)
-        del hidden  # before the next forward
-    return logprobs
+            values = hidden = micro.completion_hidden(hidden)  # (M, C)
+            if states is None:
+                values = head_logprobs(  # (M,)
+                    hidden,
+                    model.lm_head_weight,
+                    micro.targets,
+                    settings.temperature,
+                    n_vocab=model.config.n_vocab,
+                    chunk_mb=settings.logits_chunk_mb,
+                )
+        rows, places = micro.index[micro.sequence], micro.place
+        outputs[rows.to(outputs.device), places.to(outputs.device)] = values.to(outputs)
+        del hidden, values  # before the next forward
+    return outputs
 
 
 @component("reference")
 def reference_logprobs(training, rollouts, cut):
     """The same of the reference: the model without its adapters, or a model whose weights may wait on the host."""
-    settings, limits = training.settings, training.limits
-    reference = training.reference or training.model
-    if settings.reference == "host":  # larger micro-batches, which hide the copies of weights
-        cut = cut.again(limits.reference_batches * limits.max_tokens_per_micro_batch)
+    settings, reference = training.settings, training.reference or training.model
     with adapters_off(reference), borrowed(reference):
+        cut = wider(cut, settings.reference, training.limits)
         return trainer_logprobs(reference, rollouts, cut, settings)
+
+
+def wider(cut, place, limits):
+    """The cut for a model whose weights are on the host: larger micro-batches, which hide the copies."""
+    if place == "device":
+        return cut
+    return cut.again(limits.reference_batches * limits.max_tokens_per_micro_batch)
+
+
+@component("teacher outputs")
+def teacher_outputs(training, rollouts, cut):
+    """What the teacher thinks of every sampled token -> its log-probs (N, T_c); or its hidden states (N, T_c, C_T), beside
+    its weights, from which the head makes the teacher's logits again, a chunk at a time (logprobs/divergence.py)."""
+    settings, teacher = training.settings, training.teacher
+    states = None
+    if settings.divergence != "sampled":
+        # A planner runs on some of an iteration's completions.
+        N = max(len(rollouts.tokens), settings.sequences_per_rollout)
+        shape = N, rollouts.sampling_logprobs.shape[1], teacher.config.n_embd
+        like = rollouts.tokens.new_empty(1).expand(shape)
+        options = dict(dtype=teacher.lm_head_weight.dtype)
+        if settings.teacher_device == "host":
+            states = new_on_host(like, keep=True, **options).zero_()
+        else:
+            states = torch.zeros(shape, device=like.device, **options)
+    with borrowed(teacher):
+        cut = wider(cut, settings.teacher_device, training.limits)
+        return trainer_logprobs(teacher, rollouts, cut, settings, states)
 
 
 def sequence_kl(rollouts, settings):
@@ -276,17 +313,18 @@ def trainable(rollouts, indices, settings) -> list[int]:
 def teaches(rollouts, select, settings) -> bool:
     """Can the gradient be anything but 0? A batch that is not finite is not skipped: the guard reports it."""
     sequences = trainable(rollouts, select, settings)
-    always = settings.entropy_coef or (settings.beta and not settings.use_kl_in_reward)
+    always = settings.entropy_coef or settings.teacher
+    always = always or (settings.beta and not settings.use_kl_in_reward)
     learns = sequences and (always or rollouts.advantages[sequences].any())
     return bool(learns) or not finite_columns(rollouts, select)
 
 
 @component("backward")  # autograd's tensors while backward runs
-def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
+def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, teacher=None):
     """Forward, head and loss, backward of optimizer step number `step` -> its metrics, token means over the step.
 
     Gradients are added to the parameters' .grad. Counts are those of the whole step, so the gradient does not depend on
-    how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token.
+    how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token. teacher: for an exact divergence.
     """
     kept = [trainable(rollouts, indices, settings) for indices in cut.steps[step]]
     micro_batches = [indices for indices in kept if indices]
@@ -299,23 +337,28 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None):
     if entropies is not None:
         # An earlier attempt may have dealt the sequences to other processes.
         entropies[cut.sequences(step)] = 0
-    for indices in cut.dealt(micro_batches, model):
-        micro = gather(rollouts, indices, cut)
-        # Forward. Only the hidden states that predict completion tokens go on: (M, C)
-        with autocast(settings.dtype, model):
-            hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
-            # Head and loss. A chunk of logits becomes its own gradient and is gone.
-            loss, logprobs, entropy = loss_of_head(model, hidden, micro, counts, settings, totals)
-        # Backward, through the blocks.
-        loss.backward()
-        add_metrics(totals, loss, logprobs, entropy, micro, counts["num_tokens"])
-        if entropies is not None:
-            entropies[micro.index[micro.sequence], micro.place] = entropy.detach().to(entropies.dtype)
+    with borrowed(teacher):
+        for indices in cut.dealt(micro_batches, model):
+            micro = gather(rollouts, indices, cut)
+            # Forward. Only the hidden states that predict completion tokens go on: (M, C)
+            with autocast(settings.dtype, model):
+                hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
+                # Head and loss. A chunk of logits becomes its own gradient and is gone.
+                results = loss_of_head(model, hidden, micro, counts, settings, totals, teacher)
+            loss, logprobs, entropy = results
+            # Backward, through the blocks.
+            loss.backward()
+            add_metrics(totals, loss, logprobs, entropy, micro, counts["num_tokens"])
+            if entropies is not None:
+                values = entropy.detach().to(entropies.dtype)
+                entropies[micro.index[micro.sequence], micro.place] = values
     return as_floats(totals)
 
 
-def loss_of_head(model, hidden, micro, counts, settings, totals):
+def loss_of_head(model, hidden, micro, counts, settings, totals, teacher=None):
     """-> (loss, logprobs (M,), entropy (M,)); only the loss has a gradient. Adds policy_loss's metrics to `totals`."""
+    if teacher is not None:
+        teacher = Teacher(micro.teacher_outputs, teacher.lm_head_weight, settings.divergence)
     arguments = dict(
         hidden=hidden,
         weight=model.lm_head_weight,
@@ -324,6 +367,7 @@ def loss_of_head(model, hidden, micro, counts, settings, totals):
         temperature=settings.temperature,
         n_vocab=model.config.n_vocab,
         chunk_mb=settings.logits_chunk_mb,
+        teacher=teacher,
     )
     if not settings.entropy_coef and not settings.needs_whole_sequences:
         return head_loss(**arguments, entropy=True)
@@ -334,11 +378,12 @@ def loss_of_head(model, hidden, micro, counts, settings, totals):
     return head_loss_in_two_visits(**arguments, entropy_weight=settings.entropy_coef / per_token)
 
 
-def token_loss(logprobs, chunk, micro, counts, settings, totals):
+def token_loss(logprobs, chunk, divergence=None, *, micro, counts, settings, totals):
     """The loss of a chunk, a slice, of the M tokens. The head asks for it while the chunk's logits exist.
 
-    logprobs: of the chunk's tokens. Adds the metrics of policy_loss to `totals`.
+    logprobs, divergence: of the chunk's tokens. Adds the metrics of policy_loss to `totals`.
     """
+    sampled = settings.teacher and divergence is None
     loss, metrics = policy_loss(
         logprobs,
         micro.old_logprobs[chunk],
@@ -348,6 +393,8 @@ def token_loss(logprobs, chunk, micro, counts, settings, totals):
         None if micro.ref_logprobs is None else micro.ref_logprobs[chunk],
         options=settings,
         sampling_logprobs=micro.sampling_logprobs[chunk],
+        teacher_logprobs=micro.teacher_outputs[chunk] if sampled else None,
+        divergence=divergence,
         **counts,
     )
     for name, value in metrics.items():

@@ -212,18 +212,25 @@ def policy_loss(
     num_sequences,
     num_micro_batches=1,
     sampling_logprobs=None,
+    teacher_logprobs=None,
+    divergence=None,
 ):
-    """The sum of token_weights * (importance_correction * surrogate + beta * KL) -> (loss, metrics): the step's share.
+    """The sum of token_weights * (importance_correction * surrogate + beta * KL + teacher_coef * divergence) of tokens
+    -> (loss, metrics): the step's share.
 
     logprobs, old_logprobs, ref_logprobs, sampling_logprobs (M,); advantages, lengths (S,); sequence (M,) in [0, S).
+    teacher_logprobs (M,): each token's advantage gets teacher_coef * (teacher_logprob - old_logprob). Or divergence
+    (M,): from the teacher, over the vocabulary, with a gradient.
     options: settings.GRPOSettings. num_...: counts of the whole optimizer step, known before any forward pass.
 
     These may be some of the tokens, with the lengths and counts of all, unless options.needs_whole_sequences. Right
     after a rollout every ratio is 1 and a group's advantages add up to 0: the surrogate is often 0, its gradient not.
-    metrics: `kl`, `clip_fraction`, token means over the step, without gradient; the shares of micro-batches add up.
+    metrics: `kl`, `divergence`, `clip_fraction`, token means over the step, without gradient; the shares of micro-batches add up.
     """
     lengths = lengths.to(logprobs.dtype)
     token_advantages = advantages[sequence]  # (M,)
+    if teacher_logprobs is not None:
+        token_advantages = token_advantages + options.teacher_coef * (teacher_logprobs - old_logprobs)
     ratio = importance_ratio(logprobs, old_logprobs, sequence, lengths, options.importance_sampling_level)
     if options.loss_type in ("gmpo", "vespo"):
         columns = logprobs, old_logprobs, token_advantages, sequence
@@ -241,5 +248,10 @@ def policy_loss(
             if options.kl_estimator in ("k1", "k3"):
                 kl = kl * ratio
             per_token = per_token + options.beta * kl
+    if teacher_logprobs is not None:
+        metrics["divergence"] = (logprobs.detach() - teacher_logprobs).sum() / num_tokens
+    if divergence is not None:
+        metrics["divergence"] = divergence.detach().sum() / num_tokens
+        per_token = per_token + options.teacher_coef * divergence
     weights = token_weights(sequence, lengths, options, num_tokens, num_sequences, num_micro_batches)
     return (per_token * weights).sum(), metrics

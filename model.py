@@ -231,7 +231,10 @@ class GPT(nn.Module):
             positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
         weight = self.embedding.weight
         trains = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
-        x = Embed.apply(tokens, weight) if trains else self.embedding(tokens)  # (B, T, C)
+        if trains:
+            x = Embed.apply(tokens, weight)  # (B, T, C)
+        else:  # a streamed model's embedding may be on the host
+            x = self.embedding(tokens.to(weight.device)).to(tokens.device)
         rotary = None
         if self.position is not None:
             x = x + self.position(positions)

@@ -74,6 +74,8 @@ class Rollouts:
     advantages: torch.Tensor | None = None  # (N,)
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
     ref_logprobs: torch.Tensor | None = None  # (N, T_c)
+    # The teacher's log-probs (N, T_c), or its hidden states (N, T_c, C_T), perhaps on the host
+    teacher_outputs: torch.Tensor | None = None
 
     def completions(self):
         """-> N lists of ids, with their stop tokens, as in TRL."""

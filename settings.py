@@ -399,6 +399,32 @@ class KLOptions:
     use_kl_in_reward: bool = option(False, "subtract beta * KL from the reward; false: add it to the loss")
 
 
+@dataclass
+class TeacherOptions:
+    """On-policy distillation: a second, frozen model judges every token that the model samples. docs/algorithm.md"""
+
+    teacher: str = option(
+        "",
+        "the teacher: a run's folder, or a Hugging Face model (its id on the hub, or a folder), with the same tokenizer; "
+        "empty: none",
+    )
+    divergence: str = option(
+        "sampled",
+        "from the teacher. sampled: the advantage of each token gets log p_teacher - log p_sampler, an estimate of the "
+        "reverse KL; the others are exact sums over the vocabulary in the loss: reverse_kl: KL(model || teacher); "
+        "forward_kl: KL(teacher || model); jsd: between both",
+        choices=("sampled", "reverse_kl", "forward_kl", "jsd"),
+    )
+    teacher_coef: float = option(1.0, "weight of the teacher's advantages or divergence")
+    reward_coef: float = option(
+        1.0,
+        "weight of the rewards' advantages beside a teacher; 0: the teacher alone; rewards are still logged",
+    )
+    teacher_device: str = option(
+        "device", "where the teacher's weights are; host: stream them block by block", choices=PLACES
+    )
+
+
 # What does not fit together: a choice, what it needs, perhaps why.
 NEEDS = """\
 param_dtype=bfloat16 needs dtype=bfloat16
@@ -415,6 +441,7 @@ importance_sampling_cap=None needs importance_sampling_mode=token_truncate or a 
 multi_objective_aggregation=normalize_then_sum needs scale_rewards=group
 multi_objective_aggregation=normalize_then_sum needs baseline=mean
 multi_objective_aggregation=normalize_then_sum needs soft_punish_cache=0 because this is no reward function
+teacher= needs reward_coef=1.0 because nothing else teaches; or name a --teacher
 scale_rewards=group needs use_kl_in_reward=False because scaling cancels beta; try --scale_rewards=none
 scale_rewards=mean needs use_kl_in_reward=False because a mean below 0 is no scale
 scale_rewards=mean needs soft_punish_cache=0 because a mean below 0 is no scale
@@ -447,6 +474,8 @@ output_dir: out_dir
 per_device_train_batch_size: batch_size, in prompts, not completions
 resume_from_checkpoint: resume=auto
 save_steps: save_interval
+teacher_model: teacher
+teacher_model_name_or_path: teacher
 steps_per_generation: train_batch_size, in completions of an optimizer step
 torch_dtype: param_dtype
 use_peft: lora_rank, such as 16
@@ -483,7 +512,8 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
                 "each needs at least one prompt"
             )
         if self.parallel in ("fsdp", "hsdp"):
-            for name, value in dict(grad_offload=False, reference="device", memory_budget_gb="").items():
+            on_device = dict(reference="device", teacher_device="device")
+            for name, value in (on_device | dict(grad_offload=False, memory_budget_gb="")).items():
                 if getattr(self, name, value) != value:
                     raise SnugError(
                         f"{name}={getattr(self, name)!r} does not work with parallel={self.parallel!r}; "
@@ -522,6 +552,12 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
         """Is there a second model? With LoRA the reference is the model without its adapters."""
         return bool(self.beta and not self.lora_rank)
 
+    @property
+    def streams_weights(self) -> bool:
+        """Do the frozen weights of a reference or of a teacher wait on the host?"""
+        reference = self.needs_reference and self.reference == "host"
+        return reference or bool(self.teacher) and self.teacher_device == "host"
+
 
 @dataclass
 class SFTSettings(LoopSettings):
@@ -539,6 +575,7 @@ class SFTSettings(LoopSettings):
     group_size: ClassVar[int] = 1
     train_batch_size: ClassVar[int] = 0
     beta: ClassVar[float] = 0.0
+    teacher: ClassVar[str] = ""
     max_prompt_length: ClassVar[int] = 0
     max_new_tokens: ClassVar[int] = 0  # the length of the task's longest answer
     stop_string: ClassVar[str] = ""
@@ -551,19 +588,28 @@ class SFTSettings(LoopSettings):
 
 @dataclass
 class GRPOSettings(
-    RolloutOptions, EpisodeOptions, RewardOptions, AdvantageOptions, LossOptions, KLOptions, LoopSettings
+    RolloutOptions,
+    EpisodeOptions,
+    RewardOptions,
+    AdvantageOptions,
+    LossOptions,
+    KLOptions,
+    TeacherOptions,
+    LoopSettings,
 ):
     """Group relative policy optimization: the options of grpo.py."""
 
-    usual = """max_iters batch_size group_size max_new_tokens temperature tools reward_funcs loss_type beta out_dir
-    init_from seed device dtype resume save_interval eval_interval log_interval learning_rate lora_rank task
-    data_file max_tokens_per_micro_batch memory_budget_gb plan"""
+    usual = """max_iters batch_size group_size max_new_tokens temperature tools reward_funcs loss_type beta teacher
+    out_dir init_from seed device dtype resume save_interval eval_interval learning_rate lora_rank task data_file
+    max_tokens_per_micro_batch memory_budget_gb plan"""
 
     out_dir: str = option_of(RunOptions, "out_dir", default="out/grpo")
     log_interval: int = option_of(LogOptions, "log_interval", default=1)
     max_iters: int = option(100, "number of rollouts", minimum=1)
     batch_size: int = option(64, "prompts per iteration", minimum=1)
-    group_size: int = option(16, "completions per prompt (TRL: num_generations)", minimum=2)
+    group_size: int = option(
+        16, "completions per prompt (TRL: num_generations); 1 only with a teacher alone", minimum=1
+    )
     train_batch_size: int = option(0, "completions per optimizer step; 0: the full rollout")
     num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
 
@@ -587,6 +633,10 @@ class GRPOSettings(
             )
         if self.soft_punish_cache >= self.max_new_tokens:
             raise SnugError(f"soft_punish_cache={self.soft_punish_cache} must be below max_new_tokens")
+        if self.group_size == 1 and (not self.teacher or self.reward_coef):
+            raise SnugError(
+                "group_size=1 compares nothing: take 2 or more, or learn from a --teacher alone with --reward_coef=0"
+            )
         if self.use_kl_in_reward and not self.beta:
             raise SnugError(
                 "use_kl_in_reward=True, but beta=0: give the KL a weight, for example --beta=0.01"

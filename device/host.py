@@ -157,18 +157,20 @@ def unload(module):
         del module.arrival
 
 
-def stream_from_host(model, blocks, device):
+def stream_from_host(model, blocks, device, at_home=None):
     """Keep a frozen model's weights on the host. `blocks`, a ModuleList in it, are on the device while they run.
 
     They run in this order, and again from the first. While one runs, the weights of the next are on their way: two
     blocks are on the device at once. The other weights are on the device inside `borrowed`: run the model only there.
+    at_home: a module that runs on the host, such as an embedding that is not the head.
     """
     for p in model.parameters():
         p.data = new_on_host(p, keep=True).copy_(p.data, non_blocking=True)
     for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
         block.register_forward_pre_hook(partial(arrive, following, device))
         block.register_forward_hook(lambda block, *_: unload(block))
-    model.streamed = [module for module in model.children() if module is not blocks], device
+    outside = [module for module in model.children() if module not in (blocks, at_home)]
+    model.streamed, model.runs_on = outside, device
 
 
 def arrive(following, device, block, _):
@@ -180,10 +182,13 @@ def arrive(following, device, block, _):
 @contextmanager
 def borrowed(model):
     """Put it around forwards of a model that `stream_from_host` keeps on the host. Does nothing for other models."""
-    outside, device = getattr(model, "streamed", ([], None))
+    outside = getattr(model, "streamed", None)
+    if outside is None:
+        yield
+        return
     try:
         for module in outside:
-            fetch(module, device)
+            fetch(module, model.runs_on)
         for module in outside:
             module.arrival.wait()
         yield

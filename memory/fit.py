@@ -33,6 +33,8 @@ def cheaper(settings, kind, prompt=1, completion=1):
         yield "checkpoint_blocks", "block"
     if settings.needs_reference and settings.reference == "device":
         yield "reference", "host"
+    if settings.teacher and settings.teacher_device == "device":
+        yield "teacher_device", "host"
     if settings.optimizer_device == "device":
         yield "optimizer_device", "host"
     if not settings.activation_offload:
@@ -129,7 +131,7 @@ def apply(dry_run, settings, device, say):
         if planned.host > host:
             raise SnugError(
                 f"the plan takes {planned.host / GIB:.3g} GiB of the host, which has {host / GIB:.3g} GiB left; "
-                "use the device for more (optimizer_device, grad_offload, reference), or a host with more memory"
+                "use the device for more (optimizer_device, grad_offload, reference, teacher_device), or a host with more memory"
             )
         raise SnugError(too_large(dry_run, fitted, planned, change, budget))
     if change:

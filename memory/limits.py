@@ -29,13 +29,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def reference_batches(settings) -> int:
-    """How many micro-batches a forward of the reference takes: several if its weights are copied from the host.
+    """How many micro-batches a forward of reference or teacher takes: several if weights are copied from the host.
 
     A block should compute for as long as the next one takes to arrive: about 8,000 tokens, by estimates for several
     devices. Without backward four micro-batches need about as much memory as one with it.
     """
     tokens = settings.max_tokens_per_micro_batch
-    if not tokens or not settings.needs_reference or settings.reference == "device":
+    if not tokens or not settings.streams_weights:
         return 1
     return max(1, min(4, 8192 // tokens))
 
@@ -103,12 +103,12 @@ class Limits:
             self.halve_decoding("max_rollout_batch", self.completions, failure)
         elif phase == "eval":
             self.halve_decoding("max_eval_batch", self.max_eval_batch, failure)
-        elif phase == "reference" and self.reference_batches > 1:
+        elif phase in ("reference", "teacher") and self.reference_batches > 1:
             self.reference_batches //= 2
             self.say(
-                f"{failure}; going on with {self.reference_batches} micro-batches of the reference at once"
+                f"{failure}; going on with {self.reference_batches} micro-batches of the {phase} at once"
             )
-        elif phase in ("reference", "train"):
+        elif phase in ("reference", "teacher", "train"):
             self.halve_micro_batches(failure)
         elif failures > 1 or self.processes.sharded:  # an optimizer step has no limit: one more try
             raise SnugError(self.at_the_floor(f"in the optimizer step: {failure}"))

@@ -21,7 +21,7 @@ from device.host import HOST
 from device.kinds import MIB
 from memory.ledger import LiveBytes
 
-PHASES = ("rollout", "reward", "reference", "train", "optimizer", "eval")
+PHASES = ("rollout", "reward", "reference", "teacher", "train", "optimizer", "eval")
 
 
 class MemoryMeter:

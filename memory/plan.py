@@ -29,7 +29,13 @@ GIB = 2**30
 DEPTHS = 2, 3  # neighbours
 # cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
 CUDA_EXTRA = 3 * 32 * MIB
-SHARDED = ("weights", "gradients", "moments", "reference")  # each process of FSDP keeps a share of them
+SHARDED = (
+    "weights",
+    "gradients",
+    "moments",
+    "reference",
+    "teacher",
+)  # each process of FSDP keeps a share of them
 
 
 @dataclass
@@ -243,7 +249,7 @@ def share(phases: dict, on_host: dict, highest: dict, settings):
     outside = sum(size for name, size in sizes.items() if not name.startswith("blocks."))
     running = outside + 2 * block
     everything = max(components["weights"] for components in phases.values())
-    gathered = dict(rollout=everything, eval=everything, reference=running, train=running)
+    gathered = dict(rollout=everything, eval=everything, reference=running, teacher=running, train=running)
     width = getattr(torch, settings.param_dtype).itemsize
     reduced = max(outside, block) * max(4, width) // width
 
@@ -255,7 +261,7 @@ def share(phases: dict, on_host: dict, highest: dict, settings):
         shares(on_host),
     )
     for phase, components in phases.items():
-        for name in ("weights", "gradients", "reference") if settings.param_offload else ():
+        for name in ("weights", "gradients", "reference", "teacher") if settings.param_offload else ():
             if name in components:
                 on_host[name] = max(components.pop(name), on_host.get(name, 0))
         components["gathered weights"] = gathered.get(phase, 0)

@@ -21,6 +21,7 @@ LEARNING = [  # title, unit, {figure of the log: name of the line}
     ("Reward", "reward", {"reward_mean": "training, sampled", "eval_reward_mean": "held out, greedy"}),
     ("pass@1", "share of held-out prompts", {"pass_at_1": "greedy", "pass_at_1_sampled": "sampled"}),
     ("KL to the reference", "nats per token", {"kl": ""}),
+    ("Divergence from the teacher", "nats per token", {"divergence": ""}),
     ("Entropy", "nats per token", {"entropy": ""}),
     ("Length of completions", "tokens", {"completion_length_mean": ""}),
     ("Turns", "mean per completion", {"turns": ""}),

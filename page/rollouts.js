@@ -99,6 +99,7 @@
     entropies: { low: "entropy 0", high: "2 nats or more", of: (sample, i) => sample.entropies?.[i] / 2 },
     advantage: { low: "advantage −2", high: "+2", both: true, of: (sample) => sample.advantage / 2 },
     change: { low: "−2 nats from the reference", high: "+2", both: true, of: (sample, i) => (sample.logprobs?.[i] - sample.ref_logprobs?.[i]) / 2 },
+    teacher: { low: "the teacher likes it 2 nats less", high: "2 nats more", both: true, of: (sample, i) => (sample.teacher_logprobs?.[i] - sample.logprobs?.[i]) / 2 },
   };
   const tint = (strength, both) => {
     const share = Math.round(50 * Math.min(1, Math.abs(strength)));
@@ -225,6 +226,7 @@
     const logprob = chosen.logprobs[i], figures = [`token ${+i + 1}: log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 3)}`];
     if (chosen.entropies) figures.push(`entropy ${number(chosen.entropies[i], 3)}`);
     if (chosen.ref_logprobs) figures.push(`reference's log-prob ${number(chosen.ref_logprobs[i], 3)}`);
+    if (chosen.teacher_logprobs) figures.push(`teacher's log-prob ${number(chosen.teacher_logprobs[i], 3)}`);
     $("token").textContent = figures.join(", ");
   };
 

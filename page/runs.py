@@ -82,7 +82,7 @@ def read_run(folder: Path, name: str, most_bytes: int) -> Run:
     if not records:
         raise SnugError(f"{folder}: log.jsonl has no iteration yet; try again later")
     text = text_of(folder / "log.txt")
-    kind = "GRPO" if any("reward_mean" in record for record in records) else "SFT"
+    kind = "GRPO" if any({"reward_mean", "divergence"} & record.keys() for record in records) else "SFT"
     first = FIRST_LINE.search(text)
     size, device = first.groups() if first else ("-", "cpu")
     last = records[-1]["iter"]

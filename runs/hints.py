@@ -30,7 +30,8 @@ def hints(record: dict):
     lines = {}
     for name, meaning in HINTS.items():
         value = record.get(name)
-        if value is None or "reward_mean" not in record:
+        taught = name == "frac_reward_zero_std" and "divergence" in record
+        if value is None or taught or not {"reward_mean", "divergence"} & record.keys():
             continue
         if value > TOO_HIGH.get(name, value):
             lines[name] = f"{name} {value:.3g} (> {TOO_HIGH[name]:g}) {meaning}"

@@ -85,13 +85,30 @@ def load_reference(prepared, device, weights: bool = True) -> GPT | None:
     settings = prepared.settings
     if not settings.needs_reference:
         return None
-    reference = make_model(prepared.shape, device, settings.param_dtype, initialise=not weights)
-    if weights:
-        load_weights(prepared.origin, reference)
-    reference.requires_grad_(False)
-    if settings.reference == "host":
-        stream_from_host(reference, reference.blocks, device)
-    return reference
+    origin = prepared.origin if weights else None
+    return load_frozen(prepared.shape, origin, device, settings.param_dtype, settings.reference)
+
+
+def load_teacher(prepared, device, weights: bool = True) -> GPT | None:
+    """The teacher's frozen weights, in the type of a forward pass, on the device or the host. None without a teacher."""
+    settings = prepared.settings
+    if not settings.teacher:
+        return None
+    shape = prepared.teacher.state["model_config"] | {"n_vocab": prepared.tokenizer.n_vocab}
+    origin = prepared.teacher if weights else None
+    return load_frozen(shape, origin, device, settings.dtype, settings.teacher_device)
+
+
+def load_frozen(shape: dict, origin: Checkpoint | None, device, dtype: str, place: str) -> GPT:
+    """A model that does not train. place: "device", or "host": its blocks are streamed. No origin: random weights."""
+    model = make_model(shape, device, dtype, initialise=origin is None)
+    if origin:
+        load_weights(origin, model)
+    model.requires_grad_(False)
+    if place == "host":
+        at_home = None if model.head is None else model.embedding
+        stream_from_host(model, model.blocks, device, at_home)
+    return model
 
 
 def give_adapters(model: GPT, settings):

@@ -40,6 +40,7 @@ CONSOLE = {
     "reward_std": " (sd {:.2f})",
     "loss": "  loss {:.4f}",
     "kl": "  kl {:.4f}",
+    "divergence": "  divergence {:.4f}",
     "entropy": "  entropy {:.3f}",
     "grad_norm": "  grad {:.2f}",
     "completion_length_mean": "  length {:.1f}",

@@ -55,6 +55,7 @@ class Prepared:
     warm_start: "Prepared | None" = None
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
     origin: Checkpoint | None = None  # the initial or reference weights
+    teacher: Checkpoint | None = None
     trainer_state: TrainerState = field(default_factory=TrainerState)  # for reward functions
     toolbox: Toolbox | None = None  # what the model may call
 
@@ -88,8 +89,13 @@ def prepare(
         settings, chosen = continued(settings, chosen), chosen | {"block_size"}
     task = make_task(settings, demonstrations=not grpo)
     config = settings.init_from if grpo and settings.init_from.endswith(".py") else ""
-    init_from = read_settings(SFTSettings, [config])[0].out_dir if config else with_commit(settings)
+    if config:
+        init_from = read_settings(SFTSettings, [config])[0].out_dir
+    else:
+        init_from = with_commit(settings, "init_from")
     settings = replace(settings, init_from=init_from)
+    if settings.teacher:
+        settings = replace(settings, teacher=with_commit(settings, "teacher"))
     refuse_places(settings)
     resume, origin, warm_start = find_weights(settings, task, config, read_tensors=False)
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
@@ -103,9 +109,10 @@ def prepare(
             "leave vocab_size out"
         )
     reward_funcs, weights = rewards_of(settings, task, functions, toolbox)
-    if grpo and not reward_funcs:
+    if grpo and not reward_funcs and (not settings.teacher or settings.use_kl_in_reward):
         raise SnugError(
-            f"data_file={settings.data_file} has no column answer to score by; add it, reward_funcs or --answer_column"
+            f"data_file={settings.data_file} has no column answer to score by; add it, reward_funcs, --answer_column or "
+            "a --teacher"
         )
     block_size = settings.block_size if "block_size" in chosen else shape["block_size"]
     resolved = {name: shape[name] for name in SHAPE if name in shape} | {"block_size": block_size}
@@ -123,19 +130,23 @@ def prepare(
         settings, task, tokenizer, shape, reward_funcs, weights, warm_start, resume, origin
     )
     prepared.toolbox = toolbox
+    if settings.teacher:
+        prepared.teacher = find_teacher(prepared, read_tensors=False)
     prepared.trainer_state.max_steps = settings.max_iters
     refuse_lengths(prepared)
     if read_tensors and not settings.plan:
         verified = find_weights(settings, task, config, read_tensors=True)
         prepared.resume, prepared.origin, prepared.warm_start = verified
+        if settings.teacher:
+            prepared.teacher = find_teacher(prepared, read_tensors=True)
     return prepared
 
 
-def with_commit(settings):
-    """init_from; of a model on the hub with its newest commit, or with that of the run that resumes."""
-    name = settings.init_from
+def with_commit(settings, option: str):
+    """init_from or teacher; of a model on the hub with its newest commit, or with that of the run that resumes."""
+    name = getattr(settings, option)
     if settings.resume == "auto" and checkpoints(settings.out_dir):
-        before = open_checkpoint(settings.out_dir, False).state["settings"]["init_from"]
+        before = open_checkpoint(settings.out_dir, False).state["settings"].get(option, "")
         if before.startswith(f"{name}@"):
             return before
     return name if Path(name).is_dir() else hub_name(local_folder(name, weights=False))
@@ -175,12 +186,36 @@ def refuse_places(settings):
     """Raises SnugError if there is no reference, or if a new run would move init_from away."""
     if settings.beta and not settings.init_from:
         raise SnugError(f"beta={settings.beta} needs a reference: set init_from, or --beta=0")
-    source, out_dir = Path(settings.init_from).resolve(), Path(settings.out_dir).resolve()
-    if settings.init_from and out_dir in (source, *source.parents):
+    out_dir = Path(settings.out_dir).resolve()
+    for option in ("init_from", "teacher"):
+        name = getattr(settings, option)
+        source = Path(name).resolve()
+        if name and out_dir in (source, *source.parents):
+            raise SnugError(
+                f"{option}={name} is in out_dir={settings.out_dir}, which a new run moves away; "
+                "choose another out_dir"
+            )
+
+
+def find_teacher(prepared: Prepared, read_tensors: bool) -> Checkpoint:
+    """The teacher's weights. Raises SnugError if they are missing, or if their ids mean other texts than the model's."""
+    name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
+    teacher = find_run(name, read_tensors)
+    theirs, shape = tokenizer_of(*teacher), teacher.state["model_config"]
+    ours, other = (each.backend.get_vocab() for each in (tokenizer, theirs))
+    differ = sorted(ours.items() ^ other.items(), key=lambda item: item[::-1])
+    if differ:
+        text, i = differ[0]
         raise SnugError(
-            f"init_from={settings.init_from} is in out_dir={settings.out_dir}, which a new run moves away; "
-            "choose another out_dir"
+            f"teacher={name}: its tokenizer {theirs.name} with {theirs.n_vocab} ids is not the model's {tokenizer.name} "
+            f"with {tokenizer.n_vocab}: {text!r} is id {i} in one alone; name a teacher with the same tokenizer"
         )
+    if shape["vocab_size"] < tokenizer.n_vocab or shape["block_size"] < length:
+        raise SnugError(
+            f"teacher={name} takes {shape['vocab_size']} ids and {shape['block_size']} tokens; it needs "
+            f"{tokenizer.n_vocab} ids, and {length} tokens for the longest prompt and completion"
+        )
+    return teacher
 
 
 def find_weights(settings, task: Task, config: str, read_tensors: bool):

@@ -46,9 +46,9 @@ def gather(sequences, indices, cut, poison=0):
     micro = PaddedBatch(tokens.to(sequences.tokens.device), None, None, *numbers, torch.tensor(indices))
     if getattr(sequences, "advantages", None) is not None:
         micro.advantages = sequences.advantages[indices]
-    for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs"):
+    for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs", "teacher_outputs"):
         if (value := getattr(sequences, name, None)) is not None:
-            setattr(micro, name, torch.cat([value[i, mask[i]] for i in indices]))
+            setattr(micro, name, torch.cat([value[i, mask[i].to(value.device)] for i in indices]).to(mask.device))
     return micro
 
 

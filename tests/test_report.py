@@ -7,13 +7,14 @@ import shutil
 import pytest
 
 import report
-from memory.meter import PHASES
+from memory import meter
 from options import SnugError
 from page.charts import charts_of
 from page.runs import read_run, read_runs
 from page.write import island, tiles, write_page
 from settings import GRPOSettings, SFTSettings
 
+PHASES = [phase for phase in meter.PHASES if phase != "teacher"]
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "<!--<script>"]
 HOSTILE += ["\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton", "<b>bold</b>\n\ttwo lines"]
 

@@ -16,7 +16,7 @@ from decoding import DecodeBatch, cached_casts
 from memory.ledger import component
 from memory.limits import Limits, reference_batches
 from model import autocast, make_model
-from runs.loading import configure, load_reference
+from runs.loading import configure, load_reference, load_teacher
 from runs.log import NoLog
 from sample import Rollouts
 from settings import GRPOSettings
@@ -46,6 +46,9 @@ class DryRun:
         reference = load_reference(prepared, device, weights=False)
         if reference is not None:
             meter.label("reference", reference.named_parameters())
+        teacher = load_teacher(prepared, device, weights=False)
+        if teacher is not None:
+            meter.label("teacher", teacher.named_parameters())
         model = configure(make_model(shape, device, settings.param_dtype), settings)
         optimizer = make_optimizer(model, settings)
         meter.label("weights", model.named_parameters())
@@ -60,6 +63,7 @@ class DryRun:
             guard=Guard(settings, log.say),
             saver=None,
             limits=Limits(settings, log.say),
+            teacher=teacher,
         )
         self.iterate(0, training, partial(worst_case, settings))
 

@@ -81,9 +81,11 @@ def moved(rollouts: Rollouts, device) -> Rollouts:
 def rollout_metrics(scored: Scored) -> dict[str, float]:
     """What the log says of an iteration's rollouts."""
     rollouts, rewards = scored.rollouts, scored.rewards[~scored.rewards.isnan()]
-    metrics = dict(
-        reward_mean=float(rewards.mean()),
-        reward_std=float(rewards.std()) if len(rewards) > 1 else 0.0,
+    metrics = {}
+    if scored.by_function:  # not with a teacher alone
+        deviation = float(rewards.std()) if len(rewards) > 1 else 0.0
+        metrics = dict(reward_mean=float(rewards.mean()), reward_std=deviation)
+    metrics |= dict(
         completion_length_mean=float(rollouts.completion_lengths.float().mean()),
         truncated_fraction=float((~rollouts.stopped).float().mean()),
         tokens=int(rollouts.completion_lengths.sum()),
@@ -132,14 +134,17 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
 
     The reward is the one that the advantage was computed from; rewards: each function's, before weights. question: the
     last of a prompt's messages. Of an episode: messages, tool_errors, mask (0: a token that was
-    written). tokens, logprobs, ref_logprobs, entropies: one entry a token, the stop token included; without entropies
-    if no step was taken on the completion.
+    written). tokens, logprobs, ref_logprobs, teacher_logprobs, entropies: one entry a token, the stop token included;
+    without entropies if no step was taken on the completion.
     """
     k, records, rollouts = settings.group_size, [], scored.rollouts
     number = min(-(-settings.samples_per_iteration // k) * k, len(rollouts.tokens))
     shown = moved(rollouts.select(slice(number)), "cpu")
     per_token = dict(
-        logprobs=shown.sampling_logprobs, ref_logprobs=shown.ref_logprobs, entropies=entropies[:number]
+        logprobs=shown.sampling_logprobs,
+        ref_logprobs=shown.ref_logprobs,
+        teacher_logprobs=shown.teacher_outputs if settings.divergence == "sampled" else None,
+        entropies=entropies[:number],
     )
     rewards, advantages = scored.rewards.flatten().tolist(), shown.advantages.tolist()
     for i, completion in enumerate(shown.completions()):

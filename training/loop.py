@@ -25,6 +25,7 @@ from runs.loading import (
     load_into,
     load_optimizer,
     load_reference,
+    load_teacher,
     load_weights,
     restore_generators,
     trained,
@@ -77,6 +78,7 @@ def train(prepared, title, iterate, device, processes, lock):
         print(f"loading {source.path}", flush=True)
     with MemoryMeter(device) as meter:
         reference = processes.shard(load_reference(prepared, processes.loads_on(device)), device)
+        teacher = processes.shard(load_teacher(prepared, processes.loads_on(device)), device)
         model, optimizer, start = begin(prepared, device, processes)  # last: it restores the generators
         moved = None
         if lock and resume is None:
@@ -87,6 +89,7 @@ def train(prepared, title, iterate, device, processes, lock):
         with (NoLog if processes.rank else RunLog)(settings, title, start) as log:
             meter.show = log.show
             training = make_training(prepared, model, reference, optimizer, meter, log, processes, start)
+            training.teacher = teacher
             introduce(title, training, start, moved)
             log.memory([meter.line("after init")])
             finished = iterations(iterate, training)

@@ -36,6 +36,7 @@ class Training:
     guard: Guard
     saver: Saver
     limits: Limits
+    teacher: GPT | None = None
     # Dynamic sampling uses more than batch_size prompts in an iteration: so many more until now. A checkpoint keeps it.
     extra_prompts: int = 0
     started: float = 0.0  # when the iteration began, as time.perf_counter() has it

@@ -1,0 +1,599 @@
+"""A teacher: divergences and their gradients against float64 loops, what is held in memory, and whole runs."""
+
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import DEVICE, figures, make_flat_model, make_model
+from interpreted import (
+    CAPABILITIES,
+    INTERPRETED,
+    SHARED,
+    compiles,
+    cubin_resources,
+    forbid_plain_torch,
+    run_interpreted,
+)
+from padded import a_few, padded
+from test_grpo import never_stop
+from test_packed import BUDGETS, K, N, assert_same, make_rollouts
+from test_plan import COMMON, GRPO
+
+import grpo
+import lora
+import train_sft
+from batch import Cut
+from device.host import HOST, stream_from_host
+from device.kinds import MIB
+from kernels import triton
+from logprobs import Teacher, divergence, head_logprobs, head_loss, rows
+from loss import group_advantages, policy_loss
+from memory.ledger import LiveBytes
+from memory.limits import Limits
+from memory.plan import plan
+from options import SnugError
+from pretrained.tensors import save_pretrained
+from runs.log import read_lines, read_log
+from runs.prepare import prepare
+from settings import GRPOSettings, SFTSettings
+from training.dry_run import DryRun
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+EXACT = divergence.NAMES
+ALL = ("sampled", *EXACT)
+plain_only = pytest.mark.skipif(INTERPRETED, reason="plain torch on a CPU: not again in the interpreter's process")
+
+
+@compiles
+@pytest.mark.skipif(triton is None, reason="Triton is not installed")
+def test_the_kernel_in_the_interpreter(request):
+    """The tests of values, again with Triton's kernel."""
+    assert run_interpreted(__file__, request) >= 20
+
+
+@pytest.fixture(autouse=True)
+def only_the_kernel(monkeypatch):
+    forbid_plain_torch(monkeypatch, (divergence, "divergence_torch"))
+
+
+def slowly(logits, teacher_logits, name, temperature=1.0):
+    """The oracle: definitions of the divergences, a row and a token at a time, in float64 -> (M,), differentiable."""
+    values = []
+    for z, teacher_z in zip(logits.double(), teacher_logits.double(), strict=True):
+        p, q = torch.softmax(z / temperature, 0), torch.softmax(teacher_z / temperature, 0)
+        if name == "reverse_kl":
+            values.append(sum(a * torch.log(a / b) for a, b in zip(p, q, strict=True)))
+        elif name == "forward_kl":
+            values.append(sum(b * torch.log(b / a) for a, b in zip(p, q, strict=True)))
+        else:
+            pairs = [(a, b, (a + b) / 2) for a, b in zip(p, q, strict=True)]
+            values.append(sum(a * torch.log(a / m) + b * torch.log(b / m) for a, b, m in pairs) / 2)
+    return torch.stack(values)
+
+
+def test_the_numbers_of_the_docstring():
+    log_p, log_q = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()[:, None]
+    found = [float(divergence.divergence_of(log_p, log_q, name)[0]) for name in EXACT]
+    assert found == pytest.approx([0.511, 0.368, 0.102], abs=5e-4)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("M, V, V_T, n_vocab, temperature, dtype", [
+    (9, 67, 70, 67, 1.0, F32), (5, 80, 67, 67, 0.7, F32), (1, 1, 1, 1, 1.0, F32), (4, 80, 96, 70, 0.7, BF16),
+    (3, 64, 64, 64, 2.0, F16), (6, 67, 80, 60, 0.7, F64), (2, 3000, 3000, 3000, 1.0, F32),
+])  # fmt: skip
+def test_rows_against_float64(name, M, V, V_T, n_vocab, temperature, dtype):
+    draw = torch.Generator().manual_seed(V)
+    logits, teacher_logits = (3 * torch.randn(M, width, generator=draw).to(DEVICE, dtype) for width in (V, V_T))
+    logits[:, n_vocab:], teacher_logits[:, n_vocab:] = torch.nan, torch.nan  # what padding happens to hold
+    exact = logits.double()[:, :n_vocab].requires_grad_()
+    expected = slowly(exact, teacher_logits[:, :n_vocab], name, temperature)
+    expected.sum().backward()
+    options = rows.Options(temperature, n_vocab, False, dtype)
+    found = torch.empty(M, dtype=F64 if dtype == F64 else F32, device=DEVICE)
+    divergence.divergence_rows(logits, teacher_logits, options, name, found)
+    exactly = 1e-12 if dtype == F64 else 2e-5
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=exactly, atol=exactly)
+    rounded = max(exactly, 2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(teacher_logits[:, :n_vocab].double(), exact.grad, rtol=rounded, atol=rounded)
+
+
+def test_rows_of_logits_far_apart_are_finite():
+    """Tokens whose probability is 0 in float32 for one model or for both."""
+    for name in EXACT:
+        logits = torch.tensor([[0.0, -300, -300, 80], [500, 0, -500, 0]], device=DEVICE)
+        teacher_logits = torch.tensor([[0.0, 300, -300, -80], [-500, 0, -500, 0]], device=DEVICE)
+        expected = {"jsd": math.log(2)}.get(name)
+        found = torch.empty(2, device=DEVICE)
+        options = rows.Options(1.0, 4, False, F32)
+        divergence.divergence_rows(logits, teacher_logits, options, name, found)
+        assert found.isfinite().all() and teacher_logits.isfinite().all() and (found > 0.6).all()
+        assert expected is None or found.tolist() == pytest.approx([expected, expected], rel=1e-5)
+
+
+@compiles
+@pytest.mark.skipif(triton is None, reason="Triton is not installed")
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_kernel_compiles_without_spills(name, capability, tmp_path):
+    pointers = dict(logits="*bf16", teacher="*bf16", divergence="*fp32")
+    used, _ = cubin_resources(
+        divergence.divergence_kernel, capability, pointers, dict(NAME=name, BLOCK=2048),
+        ("row_stride", "teacher_stride"), 8, tmp_path,
+    )  # fmt: skip
+    assert used["LOCAL"] == 0 and used["STACK"] <= 32 and used["REG"] <= 128 and used["SHARED"] <= SHARED[capability]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The head
+
+
+@plain_only
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("chunk_size", [1, 4, 100])
+def test_heads_against_float64(name, chunk_size):
+    """Log-probs, entropies and divergences weighed together, in one visit and in two; another width and padding."""
+    draw, n_vocab = torch.Generator().manual_seed(1), 60
+    hidden, weight, theirs, their_weight = (
+        torch.randn(*shape, generator=draw, dtype=F64) for shape in ((13, 8), (67, 8), (13, 12), (80, 12))
+    )
+    hidden.requires_grad_()
+    weight, targets = torch.nn.Parameter(weight), torch.randint(n_vocab, (13,), generator=draw)
+    a, b, c = torch.randn(3, 13, generator=draw, dtype=F64)
+    logits = (hidden @ weight.T)[:, :n_vocab]
+    logprobs = torch.log_softmax(logits / 0.7, -1)
+    entropies, chosen = -(logprobs.exp() * logprobs).sum(-1), logprobs.gather(1, targets[:, None])[:, 0]
+    apart = slowly(logits, (theirs @ their_weight.T)[:, :n_vocab], name, 0.7)
+    plainly = (a * chosen + b * apart).sum()
+    truth = torch.autograd.grad(plainly, (hidden, weight), retain_graph=True)
+    with_entropy = torch.autograd.grad(plainly + (c * entropies).sum(), (hidden, weight))
+    teacher = Teacher(theirs, their_weight, name)
+    options = dict(temperature=0.7, chunk_size=chunk_size, n_vocab=n_vocab, teacher=teacher)
+    loss, ours, entropy = head_loss(
+        hidden, weight, targets, lambda q, part, d: (a[part] * q + b[part] * d).sum(), entropy=True, **options
+    )
+    loss.backward()
+    found = [(hidden.grad, weight.grad)]
+    values = head_logprobs(hidden, weight, targets, entropy=True, **options)
+    for value, right in zip(values, (chosen, entropies, apart), strict=True):
+        torch.testing.assert_close(value, right, rtol=0, atol=1e-11)
+    torch.testing.assert_close((loss, ours, entropy), (plainly, chosen, entropies), rtol=0, atol=1e-11)
+    found.append(torch.autograd.grad((a * values[0] + b * values[2]).sum(), (hidden, weight)))
+    again = head_logprobs(hidden, weight, targets, entropy=True, **options)
+    found.append(torch.autograd.grad((a * again[0] + c * again[1] + b * again[2]).sum(), (hidden, weight)))
+    for gradients, right in zip(found, (truth, truth, with_entropy), strict=True):
+        torch.testing.assert_close(tuple(gradients), right, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_head_in_lower_precision(dtype):
+    """In one visit: as near to float64 as numbers of this type are."""
+    draw = torch.Generator().manual_seed(1)
+    hidden, weight, theirs, their_weight = (
+        torch.randn(*shape, generator=draw).to(DEVICE, dtype) for shape in ((7, 8), (67, 8), (7, 12), (67, 12))
+    )
+    targets = torch.randint(67, (7,), generator=draw).to(DEVICE)
+    for name in EXACT:
+        exact = hidden.double().requires_grad_()
+        apart = slowly(exact @ weight.double().T, theirs.double() @ their_weight.double().T, name)
+        apart.mean().backward()
+        x, head = hidden.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
+        teacher = Teacher(theirs, their_weight, name)
+        loss, _ = head_loss(
+            x, head, targets, lambda q, part, d: d.sum() / 7 + 0 * q.sum(), chunk_size=3, teacher=teacher
+        )
+        loss.backward()
+        rounding = dict(rtol=2e-5, atol=2e-5) if dtype == F32 else dict(rtol=0.05, atol=0.05)
+        torch.testing.assert_close(loss.double(), apart.mean().detach(), **rounding)
+        torch.testing.assert_close(x.grad.double(), exact.grad, **rounding)
+
+
+@plain_only
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts CPU storages")
+@pytest.mark.parametrize("name", EXACT)
+def test_logits_of_both_models_are_never_alive(name):
+    """(M, V) of either would be 31 MiB: the visit's peak is two chunks, slabs, and gradients of (V, C)."""
+    M, C, V, chunk_mb = 400, 8, 20_000, 2
+    hidden, weight = torch.randn(M, C, requires_grad=True), torch.nn.Parameter(torch.randn(V, C))
+    teacher = Teacher(torch.randn(M, 2 * C), torch.randn(V, 2 * C), name)
+    weight.grad, targets = torch.zeros_like(weight), torch.randint(V, (M,))
+    with LiveBytes() as live:
+        loss, _ = head_loss(
+            hidden, weight, targets, lambda q, part, d: (q + d).sum() / M, chunk_mb=chunk_mb, teacher=teacher
+        )
+        loss.backward()
+    scratch = (rows.SCRATCH + V * divergence.TEMPORARIES) * 4 / MIB
+    assert live.peak / MIB < chunk_mb + scratch + 2 < M * V * 4 / MIB / 4
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+@plain_only
+def test_sampled_advantages_by_hand():
+    """Two completions of 2 and 1 tokens, advantages 1 and -1, teacher_coef 0.5; every ratio is 1."""
+    logprobs = torch.tensor([-1.0, -2.0, -0.5], dtype=F64, requires_grad=True)
+    old, teacher_logprobs = logprobs.detach(), torch.tensor([-0.6, -4.0, -0.5], dtype=F64)
+    loss, metrics = policy_loss(
+        logprobs, old, torch.tensor([1.0, -1.0], dtype=F64), torch.tensor([0, 0, 1]), torch.tensor([2, 1]),
+        options=GRPOSettings(teacher_coef=0.5), num_tokens=3, num_sequences=2, teacher_logprobs=teacher_logprobs,
+    )  # fmt: skip
+    loss.backward()
+    # Advantages 1 + 0.5 * 0.4, 1 + 0.5 * -2, -1 + 0
+    assert float(loss) == pytest.approx(-(1.2 + 0 - 1) / 3)
+    assert logprobs.grad.tolist() == pytest.approx([-1.2 / 3, 0, 1 / 3])
+    assert float(metrics["divergence"]) == pytest.approx((-0.4 + 2 + 0) / 3)
+
+
+@plain_only
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gmpo"])
+def test_an_exact_divergence_is_weighed_as_the_loss_weighs_tokens(loss_type):
+    """Beside every loss: the gradient for the divergence is teacher_coef times that of a token's weight."""
+    level = "sequence" if loss_type == "luspo" else "token"
+    options = GRPOSettings(loss_type=loss_type, importance_sampling_level=level, teacher_coef=0.3, max_new_tokens=12)
+    if loss_type == "cispo":
+        options.epsilon_high = 5.0
+    lengths = torch.tensor([5, 1, 3])
+    sequence = torch.arange(3).repeat_interleave(lengths)
+    logprobs = -torch.rand(9, dtype=F64)
+    apart = torch.rand(9, dtype=F64, requires_grad=True)
+    counts = dict(num_tokens=20, num_sequences=4)
+    arguments = logprobs, logprobs + 0.1, torch.zeros(3, dtype=F64), sequence, lengths
+    loss, metrics = policy_loss(*arguments, options=options, divergence=apart, **counts)
+    loss.backward()
+    weights = dict.fromkeys(("dapo", "cispo", "vespo"), [1 / 20] * 9) | dict(bnpo=[1 / 9] * 9, luspo=[1 / 4] * 9)
+    weights |= dict.fromkeys(("grpo", "sapo", "gmpo"), [1 / 20] * 5 + [1 / 4] + [1 / 12] * 3)
+    weights["dr_grpo"] = [1 / 48] * 9
+    assert apart.grad.tolist() == pytest.approx([0.3 * weight for weight in weights[loss_type]])
+    assert float(metrics["divergence"]) == pytest.approx(float(apart.sum()) / 20)
+
+
+@plain_only
+def test_sampled_and_exact_agree_in_expectation():
+    """Over all tokens of a small vocabulary: the mean gradient of the sampled form is that of the exact reverse KL."""
+    draw = torch.Generator().manual_seed(0)
+    z, teacher_z = torch.randn(2, 11, generator=draw, dtype=F64)
+    z.requires_grad_()
+    logprobs, teacher_logprobs = torch.log_softmax(z, -1), torch.log_softmax(teacher_z, -1)
+    sequence, lengths, nothing = torch.arange(11), torch.ones(11), torch.zeros(11, dtype=F64)
+    options, p = GRPOSettings(loss_type="dr_grpo", max_new_tokens=1), logprobs.detach().exp()
+    gradients = []
+    for token in range(11):
+        loss, _ = policy_loss(
+            logprobs[[token]], logprobs[[token]].detach(), nothing[:1], sequence[:1], lengths[:1],
+            options=options, num_tokens=1, num_sequences=1, teacher_logprobs=teacher_logprobs[[token]],
+        )  # fmt: skip
+        gradients.append(torch.autograd.grad(loss, z, retain_graph=True)[0])
+    mean = (p[:, None] * torch.stack(gradients)).sum(0)
+    exact = torch.autograd.grad(slowly(z[None], teacher_z[None], "reverse_kl").sum(), z)[0]
+    torch.testing.assert_close(mean, exact, rtol=0, atol=1e-12)
+
+
+@plain_only
+def test_beta_1_with_k1_in_the_reward_is_the_sampled_form():
+    """Reference = teacher. The tokens' advantages add up to the reward's -KL; for completions of one token they are equal,
+    but for the group's mean, and so are the gradients."""
+    for lengths in ([3, 9, 1, 4], [1, 1, 1, 1]):
+        rollouts = make_rollouts([(5, lengths), (2, lengths)])
+        rollouts.sampling_logprobs = rollouts.old_logprobs
+        options = GRPOSettings(beta=1.0, kl_estimator="k1", use_kl_in_reward=True, scale_rewards="none")
+        of_tokens = (rollouts.ref_logprobs - rollouts.old_logprobs) * rollouts.mask  # the sampled form's advantages
+        of_rewards = -grpo.sequence_kl(rollouts, options).view(2, 4)
+        torch.testing.assert_close(of_tokens.sum(1).view(2, 4).cpu(), of_rewards, rtol=0, atol=1e-12)
+        centred = group_advantages(of_rewards, "none").flatten()
+    model = make_flat_model(dtype=F64)  # completions of one token
+    rollouts.advantages = centred.to(DEVICE)
+    rollouts.old_logprobs = grpo.trainer_logprobs(model, rollouts, Cut(rollouts), options)
+    expected = gradient_of(model, rollouts, Cut(rollouts), GRPOSettings())
+    means = of_tokens.view(2, 4).mean(1, keepdim=True).repeat(1, 4).flatten()
+    rollouts.advantages = -means.to(DEVICE)  # a baseline of the group
+    rollouts.teacher_outputs = rollouts.old_logprobs + of_tokens
+    found = gradient_of(model, rollouts, Cut(rollouts), GRPOSettings(teacher="x"))
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-10, atol=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The gradient of a step
+
+
+def gradient_of(model, rollouts, cut, options, teacher=None):
+    model.zero_grad(set_to_none=True)
+    metrics = grpo.accumulate_gradient(model, rollouts, cut, 0, options, None, teacher)
+    return metrics, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def oracle(model, teacher, rollouts, options):
+    """A loop over sequences, each alone, no chunks, no packing -> (the divergence's token mean, {name: gradient})."""
+    model.zero_grad(set_to_none=True)
+    total, num_tokens = 0.0, int(rollouts.mask.sum())
+    for i in range(len(rollouts.tokens)):
+        p, c = int(rollouts.prompt_lengths[i]), int(rollouts.completion_lengths[i])
+        ids, sampled = rollouts.tokens[i : i + 1, : p + c], rollouts.mask[i, :c] == 1
+        logits = model.logits(model(ids))[0, p - 1 : -1][sampled]  # (c, V)
+        with torch.no_grad():
+            teacher_logits = teacher.logits(teacher(ids))[0, p - 1 : -1][sampled]
+        n, targets, T = model.config.n_vocab, ids[0, p:][sampled], options.temperature
+        logprobs = torch.log_softmax(logits[:, :n] / T, -1).gather(1, targets[:, None])[:, 0]
+        advantages, old = rollouts.advantages[i], rollouts.old_logprobs[i, :c][sampled]
+        if options.divergence == "sampled":
+            theirs = torch.log_softmax(teacher_logits[:, :n] / T, -1).gather(1, targets[:, None])[:, 0]
+            advantages, apart = advantages + options.teacher_coef * (theirs - old), logprobs.detach() - theirs
+        else:
+            apart = slowly(logits[:, :n], teacher_logits[:, :n], options.divergence, T)
+        ratio = torch.exp(logprobs - old)
+        clipped = ratio.clamp(1 - options.epsilon, 1 + options.epsilon)
+        loss = -torch.min(ratio * advantages, clipped * advantages).sum()
+        if options.divergence != "sampled":
+            loss = loss + options.teacher_coef * apart.sum()
+        (loss / num_tokens).backward()
+        total += float(apart.detach().sum()) / num_tokens
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def taught(model, teacher, rollouts, cut, options):
+    """Let the teacher read the rollouts, as a run does."""
+    limits = SimpleNamespace(reference_batches=4, max_tokens_per_micro_batch=20)
+    training = SimpleNamespace(settings=options, teacher=teacher, model=model, limits=limits)
+    rollouts.teacher_outputs = grpo.teacher_outputs(training, rollouts, cut)
+    return teacher if options.divergence != "sampled" else None
+
+
+@plain_only
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("shape, other", [("gpt2", "llama"), ("llama", "gpt2")])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_the_gradient_against_a_float64_loop(name, shape, other, place):
+    """1e-10: packed, cut, checkpointed, with adapters; a tied student of an untied teacher and the other way round; another
+    width, depth and padding; episodes; resident and streamed."""
+    model = make_flat_model(shape, dtype=F64, vocab_size=20, n_vocab=16)
+    teacher = make_flat_model(other, seed=3, dtype=F64, vocab_size=24, n_vocab=16, n_embd=48, n_layer=3)
+    teacher.requires_grad_(False)
+    rollouts = make_rollouts(episodes=shape == "llama")
+    options = dict(teacher="x", divergence=name, teacher_coef=0.7, teacher_device=place, temperature=0.8)
+    options = GRPOSettings(max_new_tokens=12, batch_size=6, group_size=K, logits_chunk_mb=2e-3, **options)
+    expected = oracle(model, teacher, rollouts, options)
+    if place == "host":
+        stream_from_host(teacher, teacher.blocks, teacher.device, teacher.embedding if teacher.head else None)
+    for budget in BUDGETS.values():
+        cut = Cut(rollouts, 0, budget, K)
+        head = taught(model, teacher, rollouts, cut, options)
+        metrics, gradients = gradient_of(model, rollouts, cut, options, head)
+        assert metrics["divergence"] == pytest.approx(expected[0], rel=1e-10)
+        assert gradients.keys() == expected[1].keys()
+        for parameter, value in expected[1].items():
+            torch.testing.assert_close(gradients[parameter], value, rtol=1e-10, atol=1e-10)
+    with padded():
+        padded_gradient = gradient_of(model, rollouts, a_few(cut, 4), options, head)
+    assert_same((metrics, gradients), padded_gradient)
+    assert all(not hasattr(p, "host") for p in teacher.parameters())
+    for kept in ("block", "selective"):
+        model.checkpoint_blocks = kept
+        assert_same(gradient_of(model, rollouts, cut, options, head), (metrics, gradients))
+    model.checkpoint_blocks = "none"
+    lora.add(model, 4, 8.0, list(lora.TARGETS)).double()
+    for module in lora.adapted(model):
+        torch.nn.init.normal_(module.lora_B, std=0.1)
+    expected = oracle(model, teacher_at_home(teacher), rollouts, options)
+    metrics, gradients = gradient_of(model, rollouts, cut, options, head)
+    assert gradients.keys() == expected[1].keys() and len(gradients) == 2 * 4 * 2
+    for parameter, value in expected[1].items():
+        torch.testing.assert_close(gradients[parameter], value, rtol=1e-10, atol=1e-10)
+
+
+def teacher_at_home(teacher):
+    """On a CPU a streamed teacher's host weights can be used where they are."""
+    for block in teacher.blocks:
+        block._forward_pre_hooks.clear(), block._forward_hooks.clear()
+    return teacher
+
+
+@plain_only
+@pytest.mark.parametrize("options", [
+    dict(importance_sampling_level="sequence", entropy_coef=0.1), dict(loss_type="gmpo", epsilon=0.4),
+    dict(importance_sampling_cap=1.5, importance_sampling_mode="sequence_mask", beta=0.1), dict(entropy_coef=0.1),
+    dict(mask_truncated_completions=True, loss_type="grpo"), dict(loss_type="vespo"), dict(reward_coef=0.0),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["sampled", "jsd"])
+def test_a_teacher_beside_every_kind_of_loss(name, options):
+    """Packed and cut = padded, where the head is visited twice too."""
+    model, teacher = make_flat_model("llama", dtype=F64), make_flat_model("gpt2", seed=3, dtype=F64)
+    options = GRPOSettings(max_new_tokens=12, teacher="x", divergence=name, logits_chunk_mb=2e-3, **options)
+    rollouts = make_rollouts()
+    head = taught(model, teacher, rollouts, Cut(rollouts, group_size=K), options)
+    with padded(poison=7):
+        expected = gradient_of(model, rollouts, a_few(Cut(rollouts), 4), options, head)
+    for budget in BUDGETS.values():
+        assert_same(gradient_of(model, rollouts, Cut(rollouts, 0, budget, K), options, head), expected)
+
+
+@plain_only
+def test_a_teacher_equal_to_the_student_teaches_nothing():
+    model, rollouts = make_flat_model("llama", dtype=F64), make_rollouts()
+    rollouts.advantages = torch.zeros_like(rollouts.advantages)
+    for name in ALL:
+        options = GRPOSettings(max_new_tokens=12, teacher="x", divergence=name)
+        assert grpo.teaches(rollouts, range(N), options)
+        rollouts.old_logprobs = grpo.trainer_logprobs(model, rollouts, Cut(rollouts), options)
+        head = taught(model, model, rollouts, Cut(rollouts), options)
+        metrics, gradients = gradient_of(model, rollouts, Cut(rollouts), options, head)
+        assert abs(metrics["divergence"]) < 1e-12 and max(float(g.abs().max()) for g in gradients.values()) < 1e-10
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole runs
+
+
+RUN = dict(digits=1, device="cpu", eval_prompts=8, batch_size=4, save_interval=1, max_iters=2, n_layer=2, n_embd=32)
+RUN |= dict(block_size=40, max_new_tokens=12, group_size=4, max_tokens_per_micro_batch=60)
+WIDE = dict(n_layer=3, n_embd=48, norm="rmsnorm", position="rotary", mlp="swiglu", tie_embeddings=False, n_kv_head=2)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A student and a teacher of another shape, runs of one step each."""
+    folder = tmp_path_factory.mktemp("teacher")
+    shape = {name: value for name, value in RUN.items() if name not in ("max_new_tokens", "group_size")}
+    for name, changes in (("student", dict()), ("teacher", WIDE | dict(vocab_size=260, seed=2))):
+        options = shape | changes | dict(out_dir=str(folder / name), max_iters=1, eval_prompts=0)
+        train_sft.main(prepare(SFTSettings(**options)))
+    return folder
+
+
+def run(places, out_dir, **changes):
+    """Train -> (the log without what is measured, the last checkpoint's weights)."""
+    options = RUN | dict(init_from=str(places / "student"), teacher=str(places / "teacher"), out_dir=str(out_dir))
+    settings = GRPOSettings(**options | changes)
+    settings.check()
+    grpo.main(prepare(settings))
+    weights = sorted(out_dir.glob("checkpoint-*"))[-1] / "model.safetensors"
+    return figures(out_dir), weights.read_bytes()
+
+
+@plain_only
+@pytest.mark.parametrize("name, place", [("sampled", "host"), ("jsd", "host"), ("reverse_kl", "device")])
+def test_a_run_goes_on_bit_for_bit(places, tmp_path, name, place):
+    """Killed after the first iteration; and a streamed teacher is the resident one."""
+    whole = run(places, tmp_path / "whole", divergence=name, teacher_device=place)
+    options = dict(divergence=name, teacher_device=place)
+    run(places, tmp_path / "stopped", max_iters=1, **options)
+    assert run(places, tmp_path / "stopped", resume="auto", **options)[1] == whole[1]
+    log, other = whole[0], "host" if place == "device" else "device"
+    assert all(record["divergence"] > 0.01 for record in log)
+    elsewhere = run(places, tmp_path / "elsewhere", divergence=name, teacher_device=other)[0]
+    for ours, theirs in zip(log, elsewhere, strict=True):
+        assert ours["divergence"] == pytest.approx(theirs["divergence"], abs=1e-5)
+    record = read_log(tmp_path / "whole")[0]
+    assert record["time_teacher_s"] > 0 and record["mem_max_alloc_mb_teacher"] > 0 and "frac_reward_zero_std" in record
+    sample = next(read_lines(tmp_path / "whole" / "samples.jsonl"))
+    assert ("teacher_logprobs" in sample) == (name == "sampled")
+    assert "hints" not in record or "frac_reward_zero_std" not in record["hints"]
+
+
+@plain_only
+def test_a_teacher_alone_needs_no_reward(places, tmp_path, monkeypatch):
+    """Prompts without answers, groups of one; the figures of rewards and evaluations are not there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(dict(prompt=f"{i}+1=")) + "\n" for i in range(50)))
+    options = dict(task="jsonl", data_file="prompts.jsonl", reward_coef=0.0, group_size=1, max_tokens_per_micro_batch=0)
+    log, _ = run(places, tmp_path / "alone", **options)
+    assert not any("reward" in name or "pass" in name for name in log[-1]) and log[-1]["divergence"] > 0
+    text = (tmp_path / "alone" / "log.txt").read_text()
+    assert "  divergence " in text and "  reward " not in text
+    with pytest.raises(SnugError, match="no column answer to score by"):
+        run(places, tmp_path / "none", **options | dict(teacher="", reward_coef=1.0, group_size=2))
+
+
+@plain_only
+def test_reward_coef_0_leaves_the_teacher(places, tmp_path):
+    """The gradient is that of rewards that are all equal; the log still has the rewards."""
+    rewards = {"differ": lambda prompts, **_: [float(i % 2) for i in range(len(prompts))]}
+    rewards["same"] = lambda prompts, **_: [0.0 for _ in prompts]
+    weights = {}
+    for name, coef in (("differ", 0.0), ("same", 1.0), ("differ", 1.0)):
+        options = RUN | dict(init_from=str(places / "student"), teacher=str(places / "teacher"), eval_prompts=0)
+        settings = GRPOSettings(**options, out_dir=str(tmp_path / f"{name}{coef}"), reward_coef=coef)
+        prepared = prepare(settings)
+        prepared.reward_funcs = [rewards[name]]
+        grpo.main(prepared)
+        weights[name, coef] = (tmp_path / f"{name}{coef}" / "checkpoint-000002/model.safetensors").read_bytes()
+        mean = read_log(tmp_path / f"{name}{coef}")[0]["reward_mean"]
+        assert mean == (0.5 if name == "differ" else 0)
+    assert weights["differ", 0.0] == weights["same", 1.0] != weights["differ", 1.0]
+
+
+@plain_only
+@pytest.mark.parametrize("name", ["sampled", "forward_kl"])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_the_plan_is_what_a_run_takes(places, name, place, tmp_path, monkeypatch):
+    """Device and host within 0.1 %, phase by phase, where memory is large enough for bytes to count."""
+    never_stop(monkeypatch)
+    shape = dict(vocab_size=4080, n_layer=3, n_embd=96, block_size=64)
+    for folder, changes in (("student", dict()), ("teacher", WIDE | dict(n_embd=192, n_layer=4))):
+        options = COMMON | shape | changes | dict(max_iters=1, eval_prompts=0, batch_size=2)
+        train_sft.main(prepare(SFTSettings(**options, out_dir=str(tmp_path / folder))))
+    options = COMMON | GRPO | dict(max_tokens_per_micro_batch=102, teacher=str(tmp_path / "teacher"), divergence=name)
+    options |= dict(init_from=str(tmp_path / "student"), out_dir=str(tmp_path / "run"), teacher_device=place)
+    prepared = prepare(GRPOSettings(**options))
+    planned, before = plan(DryRun(prepared, grpo.iterate), prepared.settings), HOST.current
+    grpo.main(prepared)
+    record = read_log(tmp_path / "run")[-1]
+    for phase in ("teacher", "train", "optimizer"):
+        assert planned.phases[phase][0] / MIB == pytest.approx(record[f"mem_max_alloc_mb_{phase}"], rel=1e-3), phase
+    assert ("teacher" in planned.phases["rollout"][1]) == (place == "device")
+    if place == "host":
+        assert planned.host == pytest.approx(record["mem_max_host_mb"] * MIB - before, rel=1e-3)
+
+
+@plain_only
+def test_out_of_memory_in_the_teacher_is_survived(places):
+    said = []
+    settings = GRPOSettings(max_tokens_per_micro_batch=100, teacher="x", teacher_device="host")
+    limits = Limits(settings, said.append)
+    assert limits.reference_batches == 4
+    limits.make_smaller("teacher", "out of memory", 1)
+    assert said == ["out of memory; going on with 2 micro-batches of the teacher at once"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def refused(places, tmp_path, **changes):
+    with pytest.raises(SnugError) as caught:
+        run(places, tmp_path / "refused", **changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@plain_only
+def test_other_vocabularies_are_refused(places, tmp_path):
+    """Another number of ids, other ids of the same number, too few rows, too short; padded rows are fine."""
+    student = prepare(GRPOSettings(**RUN | dict(init_from=str(places / "student"))))
+    model = make_model("gpt2", vocab_size=300, n_vocab=257, block_size=64)
+    save_pretrained(model, tmp_path / "hf", student.tokenizer)
+    assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 257
+    for changes in (dict(), dict(teacher_device="host", divergence="jsd")):
+        run(places, tmp_path / "padded", teacher=str(tmp_path / "hf"), max_iters=1, **changes)
+    swapped = json.loads((tmp_path / "hf/tokenizer.json").read_text())
+    vocab = swapped["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    shutil.copytree(tmp_path / "hf", tmp_path / "other")
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(swapped))
+    found = refused(places, tmp_path, teacher=str(tmp_path / "other"))
+    assert "'a' is id 97" in found and "name a teacher with the same tokenizer" in found
+    swapped["added_tokens"].append(dict(swapped["added_tokens"][0], id=257, content="<more>"))
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(swapped))
+    assert "with 258 ids is not the model's bytes with 257" in refused(
+        places, tmp_path, teacher=str(tmp_path / "other")
+    )
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | dict(n_positions=14)))
+    assert "257 ids and 14 tokens; it needs 257 ids, and" in refused(places, tmp_path, teacher=str(tmp_path / "hf"))
+
+
+@plain_only
+def test_missing_teachers_are_refused(places, tmp_path):
+    assert "there is no such run or model" in refused(places, tmp_path, teacher=str(tmp_path / "nowhere"))
+    shutil.copytree(places / "teacher", tmp_path / "damaged")
+    next(tmp_path.glob("damaged/checkpoint-*/model.safetensors")).write_bytes(b"\0")
+    assert "not what was written" in refused(places, tmp_path, teacher=str(tmp_path / "damaged"))
+    inside = dict(teacher=str(places / "teacher"), out_dir=str(places))
+    with pytest.raises(SnugError, match="teacher=.* is in out_dir=.*choose another"):
+        prepare(GRPOSettings(**RUN | dict(init_from="") | inside))
+
+
+@plain_only
+@pytest.mark.parametrize("changes, text", [
+    (dict(reward_coef=0.5), "teacher= needs reward_coef=1.0"),
+    (dict(group_size=1), "group_size=1 compares nothing"),
+    (dict(group_size=1, teacher="x"), "group_size=1 compares nothing"),
+    (dict(parallel="fsdp", teacher="x", teacher_device="host"), "teacher_device='host' does not work with parallel='fsdp'"),
+])  # fmt: skip
+def test_options_that_do_not_fit_are_refused(changes, text):
+    with pytest.raises(SnugError, match=text):
+        GRPOSettings(**changes).check()
