@@ -49,6 +49,8 @@ CHECKS = {
     "no variance": dict(max_iters=2),
     "reference": dict(beta=0.1, init_from="none1/sft", checkpoint_blocks="block", max_iters=2),
     "lora": dict(beta=0.1, init_from="none1/sft", lora_rank=4, optimizer_device="host", max_iters=2),
+    "teacher": dict(teacher="none1/sft", divergence="sampled", importance_sampling_level="sequence", max_iters=2),
+    "divergence": dict(teacher="none1/sft", divergence="jsd", max_tokens_per_micro_batch=60, max_iters=2),
     "offload": dict(param_offload=True, beta=0.1, init_from="none1/sft", max_tokens_per_micro_batch=60),
     # Large enough that weights are most of the memory.
     "memory": dict(n_layer=4, n_embd=128, vocab_size=1001, batch_size=4, max_iters=2, eval_prompts=0),
@@ -72,8 +74,8 @@ def same(prompts, completions, **columns):
 
 
 def train(folder, name, size, options, rewards=(letters,), resume="never"):
-    if "init_from" in options:
-        options = options | dict(init_from=f"{folder}/../{options['init_from']}")
+    for place in options.keys() & {"init_from", "teacher"}:
+        options = options | {place: f"{folder}/../{options[place]}"}
     if os.environ["PARALLEL"] not in ("fsdp", "hsdp"):
         options = options | dict(param_offload=False)
     settings = GRPOSettings(

@@ -28,8 +28,10 @@ from training.parallel import Processes, merged
 long = pytest.mark.long
 ALL = ["sft", *CHECKS]
 ALIVE = [name for name in ALL if name not in ("host", "out of memory")]  # an out-of-memory ends sharded processes
-SHORT = dict(ddp2=["dapo", "host", "out of memory", "memory"], ddp4=["uneven"], fsdp1=["offload"], hsdp4=["uneven"])
-SHORT |= dict(fsdp2=["plain", "reference", "dropped", "memory"])
+SHORT = dict(
+    ddp2=["dapo", "host", "out of memory", "memory", "divergence"], ddp4=["uneven"], fsdp1=["offload"], hsdp4=["uneven"]
+)
+SHORT |= dict(fsdp2=["plain", "reference", "dropped", "memory", "divergence"])
 WHOLE = [name for name in ALL if name != "offload"]
 LONG = dict(ddp2=WHOLE, ddp4=WHOLE, fsdp1=["offload", "lora"], fsdp2=ALIVE, fsdp4=ALIVE, hsdp4=ALIVE)
 CASES = [
