@@ -20,6 +20,24 @@ HOME = Path(__file__).parent.parent
 # what is planted: (name, file, text, what it becomes, the tests that should notice)
 MUTANTS = [
     ("wrong-sign advantage", "loss.py", "return -torch.min(bounded, clipped), clipped < bounded", "return torch.min(bounded, clipped), clipped < bounded", "test_loss.py"),
+    ("teacher: forward and reverse swapped", "logprobs/divergence.py", 'if name == "forward_kl":\n        return', 'if name == "reverse_kl":\n        return', "test_teacher.py"),
+    ("teacher: the gradient without its mean", "logprobs/divergence.py", "p * (gap - divergence[:, None])", "p * gap", "test_teacher.py"),
+    ("teacher: half of jsd's gradient", "logprobs/divergence.py", "p * (gap - own[:, None]) / 2", "p * (gap - own[:, None]) / 4", "test_teacher.py"),
+    ("teacher: the gradient for logits / temperature", "logprobs/divergence.py", "= gradient / options.temperature", "= gradient", "test_teacher.py"),
+    ("teacher: the teacher's own temperature", "logprobs/divergence.py", "torch.log_softmax(teacher_z / options.temperature, -1)", "torch.log_softmax(teacher_z, -1)", "test_teacher.py"),
+    ("teacher: padding in the kernel's sums", "logprobs/divergence.py", "known = start + lane < n_vocab\n", "known = start + lane < n_vocab + 4\n", "test_teacher.py"),
+    ("teacher: the kernel's gradient without its mean", "logprobs/divergence.py", "d = p * (gap - own)\n", "d = p * gap\n", "test_teacher.py"),
+    ("teacher: every chunk has the first rows' teacher", "logprobs/head.py", "hidden = self.teacher.hidden[rows]", "hidden = self.teacher.hidden[: rows.stop - rows.start]", "test_teacher.py"),
+    ("teacher: all tokens' divergences weigh alike", "logprobs/head.py", ".mul_(of_divergence[:, None])", ".mul_(of_divergence.mean())", "test_teacher.py"),
+    ("teacher: log-probs unscaled beside a divergence", "logprobs/head.py", "gradient[:, :n_vocab].mul_(coefficients[:, None])", "gradient[:, :n_vocab]", "test_teacher.py"),
+    ("teacher: dislikes are taught", "loss.py", "(teacher_logprobs - old_logprobs)", "(old_logprobs - teacher_logprobs)", "test_teacher.py"),
+    ("teacher: its weight ignored", "loss.py", "per_token = per_token + options.teacher_coef * divergence", "per_token = per_token + divergence", "test_teacher.py"),
+    ("teacher: rewards taught all the same", "grpo.py", "settings.reward_coef * advantages.flatten()", "advantages.flatten()", "test_teacher.py"),
+    ("teacher: steps without rewards are skipped", "grpo.py", "settings.entropy_coef or settings.teacher", "settings.entropy_coef", "test_teacher.py"),
+    ("teacher: another tokenizer passes", "runs/prepare.py", "    if differ:\n        text, i", "    if False:\n        text, i", "test_teacher.py"),
+    ("teacher: too short a teacher passes", "runs/prepare.py", ' or shape["block_size"] < length', "", "test_teacher.py"),
+    ("teacher: hidden states of some completions planned", "grpo.py", "N = max(len(rollouts.tokens), settings.sequences_per_rollout)", "N = len(rollouts.tokens)", "test_teacher.py"),
+    ("teacher: its logits beside the chunk's budget", "logprobs/head.py", "(len(teacher.weight) if teacher else 0)", "0", "test_teacher.py"),
     ("off-by-one shift", "batch.py", "[sequence] + place) - 1", "[sequence] + place)", "test_grpo.py"),
     ("stop token out of the mask", "sample.py", "is_stop.int().argmax(1) + 1", "is_stop.int().argmax(1)", "test_sample.py test_grpo.py"),
     ("prompt in the mask", "batch.py", "prompt[sequence] + place", "prompt[sequence] - 1 + place", "test_batch.py test_grpo.py"),
@@ -302,7 +320,7 @@ def main(only):
     with tempfile.TemporaryDirectory() as home:
         copy = Path(home) / "copy"
         shutil.copytree(
-            HOME, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".pytest_cache")
+            HOME, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out", "models", "__pycache__", ".pytest_cache")
         )
         chosen = [mutant for mutant in MUTANTS if only in mutant[0]]
         needed = " ".join(sorted({name for mutant in chosen for name in mutant[4].split()}))
