@@ -30,9 +30,8 @@ from batch import gather
 from data.episodes import Episodes
 from data.rewards import repeat_columns
 from device.cuda import empty_cache
-from device.host import borrowed, new_on_host
-from logprobs import Teacher, head_logprobs, head_loss, head_loss_in_two_visits
-from lora import adapters_off
+from device.host import borrowed
+from logprobs import Teacher, head_loss, head_loss_in_two_visits
 from loss import decoupled_advantages, group_advantages, kl_divergence, overlong_punishment, policy_loss
 from memory.ledger import component
 from model import autocast
@@ -47,9 +46,12 @@ from training import (
     learning_rate_at,
     mean_of_steps,
     notebook,
+    reference_logprobs,
     rollout_metrics,
     run,
     score_together,
+    teacher_outputs,
+    trainer_logprobs,
 )
 
 
@@ -164,7 +166,7 @@ def collect_groups(iteration, training):
         punishment = overlong_punishment(lengths, settings.max_new_tokens, cache)
         scored = scored._replace(rewards=rewards + punishment)
     metrics = rollout_metrics(scored) | dict(gen_batches=len(rounds))
-    if scored.by_function:
+    if scored.by_function and settings.group_size > 1:
         metrics["frac_reward_zero_std"] = float((~varied).float().mean())
     if len(rounds) > 1:
         scored = scored.select((~varied).int().argsort(stable=True)[: settings.batch_size].sort().values)
@@ -221,75 +223,6 @@ def score(rollouts, episodes, prepared) -> Scored:
 def has_variance(rewards):
     """rewards (P, k) -> (P,) booleans: do the rewards of the group differ? NaN is "not scored" and does not count."""
     return rewards.nan_to_num(nan=-torch.inf).amax(1) > rewards.nan_to_num(nan=torch.inf).amin(1)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 4: log-probs without gradient
-
-
-@component("rollouts")
-@torch.no_grad()
-def trainer_logprobs(model, rollouts, cut, settings, states=None):
-    """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32, 0 after the end.
-
-    states: (N, T_c, C) zeros, which get the hidden states instead. Each process fills in the sequences that it ran.
-    """
-    outputs = torch.zeros_like(rollouts.sampling_logprobs) if states is None else states
-    for indices in cut.dealt([indices for step in cut.steps for indices in step], model):
-        micro = gather(rollouts, indices, cut)
-        with autocast(settings.dtype, model):
-            hidden = model(micro.tokens, micro.positions, mask=micro.mask)  # (1, T, C)
-            values = hidden = micro.completion_hidden(hidden)  # (M, C)
-            if states is None:
-                values = head_logprobs(  # (M,)
-                    hidden,
-                    model.lm_head_weight,
-                    micro.targets,
-                    settings.temperature,
-                    n_vocab=model.config.n_vocab,
-                    chunk_mb=settings.logits_chunk_mb,
-                )
-        rows, places = micro.index[micro.sequence], micro.place
-        outputs[rows.to(outputs.device), places.to(outputs.device)] = values.to(outputs)
-        del hidden, values  # before the next forward
-    return outputs
-
-
-@component("reference")
-def reference_logprobs(training, rollouts, cut):
-    """The same of the reference: the model without its adapters, or a model whose weights may wait on the host."""
-    settings, reference = training.settings, training.reference or training.model
-    with adapters_off(reference), borrowed(reference):
-        cut = wider(cut, settings.reference, training.limits)
-        return trainer_logprobs(reference, rollouts, cut, settings)
-
-
-def wider(cut, place, limits):
-    """The cut for a model whose weights are on the host: larger micro-batches, which hide the copies."""
-    if place == "device":
-        return cut
-    return cut.again(limits.reference_batches * limits.max_tokens_per_micro_batch)
-
-
-@component("teacher outputs")
-def teacher_outputs(training, rollouts, cut):
-    """What the teacher thinks of every sampled token -> its log-probs (N, T_c); or its hidden states (N, T_c, C_T), beside
-    its weights, from which the head makes the teacher's logits again, a chunk at a time (logprobs/divergence.py)."""
-    settings, teacher = training.settings, training.teacher
-    states = None
-    if settings.divergence != "sampled":
-        # A planner runs on some of an iteration's completions.
-        N = max(len(rollouts.tokens), settings.sequences_per_rollout)
-        shape = N, rollouts.sampling_logprobs.shape[1], teacher.config.n_embd
-        like = rollouts.tokens.new_empty(1).expand(shape)
-        options = dict(dtype=teacher.lm_head_weight.dtype)
-        if settings.teacher_device == "host":
-            states = new_on_host(like, keep=True, **options).zero_()
-        else:
-            states = torch.zeros(shape, device=like.device, **options)
-    with borrowed(teacher):
-        cut = wider(cut, settings.teacher_device, training.limits)
-        return trainer_logprobs(teacher, rollouts, cut, settings, states)
 
 
 def sequence_kl(rollouts, settings):

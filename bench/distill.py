@@ -44,11 +44,11 @@ def run(out, name, seed):
     if (folder / "cpu_seconds").exists():
         return
     options = VARIANTS[name] | dict(seed=seed, init_from=out / f"sft_{seed}", out_dir=folder, save_interval=0)
-    if "teacher" in name or "both" in name:
-        options["teacher"] = out / "teacher"
     script, config = ["grpo.py"], "config/grpo_small.py"
     if name.startswith("SFT"):
         script, config = ["bench/distill.py", "--from_teacher"], "config/sft_small.py"
+    elif not name.startswith("GRPO"):
+        options["teacher"] = out / "teacher"
     start(folder, [*script, config], options)
 
 

@@ -16,6 +16,7 @@ import torch
 import grpo
 import train_sft
 from batch import MicroBatch
+from training import forward
 
 
 class PaddedBatch(MicroBatch):
@@ -64,5 +65,9 @@ def a_few(cut, n):
 def padded(poison=0):
     """Within this context the loops gather padded micro-batches."""
     other = partial(gather, poison=poison)
-    with patch.object(grpo, "gather", other), patch.object(train_sft, "gather", other):
+    with (
+        patch.object(grpo, "gather", other),
+        patch.object(train_sft, "gather", other),
+        patch.object(forward, "gather", other),
+    ):
         yield
