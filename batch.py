@@ -164,7 +164,8 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     """The MicroBatch of the sequences `indices`, groups together. It copies: make one at a time.
 
     sequences: tokens (N, width) and, where wanted, advantages (N,), sampling_logprobs, old_logprobs, ref_logprobs
-    (N, T_c), teacher_outputs (N, T_c) or (N, T_c, C_T), perhaps on the host. The tables are made on the host, which knows the lengths, and uploaded together.
+    (N, T_c), teacher_outputs (N, T_c) or (N, T_c, C_T), perhaps on the host. The tables are made on the host, which
+    knows the lengths, and uploaded together.
     """
     width, groups = sequences.tokens.shape[1], cut.groups(indices)
     sizes = [(cut.prompt_lengths[g[0]], [cut.completion_lengths[i] - 1 for i in g]) for g in groups]

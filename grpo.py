@@ -257,7 +257,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
     """Forward, head and loss, backward of optimizer step number `step` -> its metrics, token means over the step.
 
     Gradients are added to the parameters' .grad. Counts are those of the whole step, so the gradient does not depend on
-    how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token. teacher: for an exact divergence.
+    how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token. teacher: for its head.
     """
     kept = [trainable(rollouts, indices, settings) for indices in cut.steps[step]]
     micro_batches = [indices for indices in kept if indices]

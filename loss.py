@@ -225,7 +225,8 @@ def policy_loss(
 
     These may be some of the tokens, with the lengths and counts of all, unless options.needs_whole_sequences. Right
     after a rollout every ratio is 1 and a group's advantages add up to 0: the surrogate is often 0, its gradient not.
-    metrics: `kl`, `divergence`, `clip_fraction`, token means over the step, without gradient; the shares of micro-batches add up.
+    metrics: `kl`, `divergence`, `clip_fraction`, token means over the step, without gradient; the shares of
+    micro-batches add up.
     """
     lengths = lengths.to(logprobs.dtype)
     token_advantages = advantages[sequence]  # (M,)

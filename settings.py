@@ -405,8 +405,8 @@ class TeacherOptions:
 
     teacher: str = option(
         "",
-        "the teacher: a run's folder, or a Hugging Face model (its id on the hub, or a folder), with the same tokenizer; "
-        "empty: none",
+        "the teacher: a run's folder, or a Hugging Face model (its id on the hub, or a folder), with the same "
+        "tokenizer; empty: none",
     )
     divergence: str = option(
         "sampled",

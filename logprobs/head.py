@@ -74,8 +74,8 @@ def head_options(
 class Chunks:
     """logits = hidden @ weight.T, a chunk of rows at a time, in one buffer that all chunks share.
 
-    logprobs, lse, entropy or None (M,): `forward` fills them chunk by chunk. divergence (M,), or None without a teacher:
-    `diverge` fills it before.
+    logprobs, lse, entropy or None (M,): `forward` fills them chunk by chunk. divergence (M,), or None without a
+    teacher: `diverge` fills it before.
     """
 
     def __init__(self, hidden, weight, targets, options: Options, keep_logits=False, teacher=None):
@@ -348,7 +348,7 @@ class HeadLoss(torch.autograd.Function):
 
 
 def differentiate(token_loss, rows, values):
-    """values: log-probs (m,), perhaps divergences (m,) -> the loss of these rows, and its derivatives for each value."""
+    """values: log-probs (m,), perhaps divergences (m,) -> the loss of these rows, and its derivatives for each."""
     with torch.enable_grad():
         leaves = [value.detach().requires_grad_() for value in values]
         loss = token_loss(leaves[0], rows, *leaves[1:])

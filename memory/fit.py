@@ -131,7 +131,8 @@ def apply(dry_run, settings, device, say):
         if planned.host > host:
             raise SnugError(
                 f"the plan takes {planned.host / GIB:.3g} GiB of the host, which has {host / GIB:.3g} GiB left; "
-                "use the device for more (optimizer_device, grad_offload, reference, teacher_device), or a host with more memory"
+                "use the device for more (optimizer_device, grad_offload, reference, teacher_device), "
+                "or a host with more memory"
             )
         raise SnugError(too_large(dry_run, fitted, planned, change, budget))
     if change:

@@ -90,7 +90,7 @@ def load_reference(prepared, device, weights: bool = True) -> GPT | None:
 
 
 def load_teacher(prepared, device, weights: bool = True) -> GPT | None:
-    """The teacher's frozen weights, in the type of a forward pass, on the device or the host. None without a teacher."""
+    """The teacher's frozen weights in the type of a forward pass, on the device or the host. None without a teacher."""
     settings = prepared.settings
     if not settings.teacher:
         return None

@@ -111,8 +111,8 @@ def prepare(
     reward_funcs, weights = rewards_of(settings, task, functions, toolbox)
     if grpo and not reward_funcs and (not settings.teacher or settings.use_kl_in_reward):
         raise SnugError(
-            f"data_file={settings.data_file} has no column answer to score by; add it, reward_funcs, --answer_column or "
-            "a --teacher"
+            f"data_file={settings.data_file} has no column answer to score by; add it, reward_funcs, --answer_column "
+            "or a --teacher"
         )
     block_size = settings.block_size if "block_size" in chosen else shape["block_size"]
     resolved = {name: shape[name] for name in SHAPE if name in shape} | {"block_size": block_size}
@@ -198,7 +198,7 @@ def refuse_places(settings):
 
 
 def find_teacher(prepared: Prepared, read_tensors: bool) -> Checkpoint:
-    """The teacher's weights. Raises SnugError if they are missing, or if their ids mean other texts than the model's."""
+    """The teacher's weights. Raises SnugError if they are missing, or if their ids mean other texts than ours."""
     name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
     teacher = find_run(name, read_tensors)
     theirs, shape = tokenizer_of(*teacher), teacher.state["model_config"]
@@ -207,8 +207,9 @@ def find_teacher(prepared: Prepared, read_tensors: bool) -> Checkpoint:
     if differ:
         text, i = differ[0]
         raise SnugError(
-            f"teacher={name}: its tokenizer {theirs.name} with {theirs.n_vocab} ids is not the model's {tokenizer.name} "
-            f"with {tokenizer.n_vocab}: {text!r} is id {i} in one alone; name a teacher with the same tokenizer"
+            f"teacher={name}: its tokenizer {theirs.name} with {theirs.n_vocab} ids is not the model's "
+            f"{tokenizer.name} with {tokenizer.n_vocab}: {text!r} is id {i} in one alone; "
+            "name a teacher with the same tokenizer"
         )
     if shape["vocab_size"] < tokenizer.n_vocab or shape["block_size"] < length:
         raise SnugError(

@@ -67,8 +67,8 @@ def wider(cut, place, limits):
 def teacher_outputs(training, rollouts, cut):
     """The teacher's log-probs of all sampled tokens (N, T_c); for an exact divergence its hidden states (N, T_c, C_T).
 
-    From the states the head makes the teacher's logits again, a chunk at a time (logprobs/divergence.py). They are where
-    the teacher's weights are.
+    From the states the head makes the teacher's logits again, a chunk at a time (logprobs/divergence.py). They are
+    where the teacher's weights are.
     """
     settings, teacher = training.settings, training.teacher
     with borrowed(teacher):
