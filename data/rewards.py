@@ -219,31 +219,14 @@ class OutOfTime(BaseException):
 def call(function: Callable, arguments: dict[str, list], timeout: float):
     """What the function returns. Raises OutOfTime after `timeout` seconds (0: never).
 
-    An alarm raises OutOfTime inside the function, and again every AGAIN seconds, in case the function catches it. Each
-    alarm after the first also raises it 1, 2, 3, ... lines of Python later: one of these is outside of any `try`.
-    A function that no alarm stops, such as a regular expression that runs for hours, ends the process after GRACE.
+    An alarm raises OutOfTime inside the function, and again every AGAIN seconds, in case the function catches it. A
+    function that no alarm stops, such as a regular expression that runs for hours, ends the process after GRACE.
     """
     returned, limited = False, timeout > 0 and threading.current_thread() is threading.main_thread()
-    alarms, lines, tracer = 0, 0, sys.gettrace()
 
     def late(number, frame):
-        nonlocal alarms, lines
-        if returned:  # the alarm and the result may come at the same time
-            return
-        alarms, lines = alarms + 1, alarms
-        sys.settrace(later)
-        while frame and frame.f_code is not call.__code__:
-            frame.f_trace = later
-            frame = frame.f_back
-        raise OutOfTime
-
-    def later(frame, event, argument):
-        nonlocal lines
-        if event == "line":
-            lines -= 1
-            if lines == 0:
-                raise OutOfTime  # this ends the tracing
-        return later
+        if not returned:  # the alarm and the result may come at the same time
+            raise OutOfTime
 
     if limited:
         handler = signal.signal(signal.SIGALRM, late)
@@ -257,7 +240,6 @@ def call(function: Callable, arguments: dict[str, list], timeout: float):
             returned = True
     finally:
         if limited:
-            sys.settrace(tracer)
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
             faulthandler.cancel_dump_traceback_later()

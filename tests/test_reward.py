@@ -174,36 +174,17 @@ def deaf():
 
 
 def stubborn():
-    """Catches everything, in a line that sleeps."""
-    while True:
-        try:
-            time.sleep(1000)
-        except:  # noqa: E722
-            pass
-
-
-def stubborn_twice():
-    while True:
-        try:
-            try:
-                time.sleep(1000)
-            except BaseException:
-                sum(range(10))
-        except BaseException:
-            sum(range(10))
-
-
-def suppressing():
-    while True:
-        with contextlib.suppress(BaseException):
-            time.sleep(1000)
+    """Catches the first alarm, not the second."""
+    with contextlib.suppress(BaseException):
+        time.sleep(1000)
+    time.sleep(1000)
 
 
 def reading():
     os.read(os.pipe()[0], 1)
 
 
-@pytest.mark.parametrize("how", [endless, deaf, stubborn, stubborn_twice, suppressing, reading])
+@pytest.mark.parametrize("how", [endless, deaf, stubborn, reading])
 def test_a_function_past_its_time_limit_is_named_and_its_place_is_kept(how, monkeypatch):
     monkeypatch.setattr(rewards, "AGAIN", 0.05)
     calls = []
@@ -212,12 +193,12 @@ def test_a_function_past_its_time_limit_is_named_and_its_place_is_kept(how, monk
         calls.append(completions)
         how()
 
-    before = signal.getsignal(signal.SIGALRM), sys.gettrace()
+    before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(SnugError) as error:
         call_all([mine], ARGUMENTS, timeout=0.2)
     assert str(error.value) == "reward function mine took longer than reward_timeout=0.2 seconds"
     assert f"in {how.__name__}\n" in told(error.value) and calls == [COMPLETIONS]
-    assert (signal.getsignal(signal.SIGALRM), sys.gettrace()) == before
+    assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
@@ -250,11 +231,18 @@ def test_a_limit_that_is_nearly_reached_leaves_nothing():
         assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
-@pytest.mark.parametrize("body, code", [("sum(itertools.repeat(1))", 1), ("return [0.0]", 0)])
+CATCHES = """
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("body, code", [("sum(itertools.repeat(1))", 1), (CATCHES, 1), ("return [0.0]", 0)])
 def test_a_function_that_no_alarm_stops_ends_the_process(body, code):
     """After the grace the process is gone, and says where it was. A loop in C never returns to the interpreter."""
     script = f"""
-import itertools, time
+import contextlib, itertools, time
 from data import rewards
 rewards.GRACE = 0.3
 def mine(prompts, completions):
@@ -284,7 +272,7 @@ def slow(prompts, completions, **columns):
     while len(calls) > 1:
         try:
             time.sleep(1000)
-        except BaseException:
+        except Exception:
             pass
     return [float(len(text)) for text in completions]
 """
@@ -314,7 +302,7 @@ def test_the_traceback_of_a_function_is_in_log_txt_and_on_the_console(tmp_path):
     assert "in failing\n    return [1 / 0]" in err and (folder / "log.txt").read_text().endswith(err)
 
 
-def test_a_slow_function_that_catches_everything_ends_a_run_that_is_saved(tmp_path):
+def test_a_slow_function_that_catches_its_errors_ends_a_run_that_is_saved(tmp_path):
     words = ["--eval_prompts=0", "--reward_timeout=0.5", "--save_interval=0"]
     code, _, err, folder = trained_with(tmp_path, "slow", *words)
     assert code == 2 and err.endswith("\nerror: reward function slow took longer than reward_timeout=0.5 seconds\n")
