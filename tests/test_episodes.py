@@ -516,7 +516,8 @@ def test_what_tools_and_users_write_stays_text(form, chats, monkeypatch):
     harmless = tokenizer.encode_reply([user("a")], True)
     if form != "inline":
         harmless = [*tokenizer.encode_reply([tool("a", "say")], True), *harmless]
-    assert [i for i in written if i in tokenizer.reserved] == [i for i in harmless if i in tokenizer.reserved]
+    special = set(tokenizer.special.values())
+    assert [i for i in written if i in special] == [i for i in harmless if i in special]
     json.dumps(messages, ensure_ascii=False).encode(), as_text(messages).encode()
 
 
@@ -566,8 +567,10 @@ def test_long_results_are_cut(form, chats, monkeypatch):
         """
         return results[key]
 
-    run = tokenizer.run
-    monkeypatch.setattr(tokenizer, "run", lambda text, *rest: encoded.append(len(text)) or run(text, *rest))
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, special=False: encoded.append(len(text)) or encode(text, special)
+    )
     turn = dict(hermes=hermes, llama=llama, inline=lambda name, key: f"<{name}>{key}</{name}>")[form]
     most = len(tokenizer.encode(results["a"]))
     options = dict(functions=dict(get=get), tools=["get"], max_tool_tokens=most, longest=600)

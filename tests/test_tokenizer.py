@@ -205,6 +205,11 @@ def pair(request, tmp_path_factory):
     return get_tokenizer(folder), tokenizers.Tokenizer.from_file(folder + "/tokenizer.json")
 
 
+def reserved(tokenizer, ids):
+    """The special tokens among ids, without <unk>, which text may become."""
+    return [i for i in ids if i in tokenizer.special.values() and i != tokenizer.special.get("<unk>")]
+
+
 def ids_of(theirs, text, special):
     theirs.encode_special_tokens = not special
     return theirs.encode(text, add_special_tokens=False).ids
@@ -212,20 +217,15 @@ def ids_of(theirs, text, special):
 
 def test_ids_and_texts_are_those_of_tokenizers(pair):
     ours, theirs = pair
-    rng, cut = random.Random(0), 0
+    rng = random.Random(0)
     assert ours.n_vocab == 1 + max(theirs.get_vocab().values())
     for text in texts(700):
         expected = ids_of(theirs, text, False)
-        if ours.reserved & set(expected):  # the model made a special token of its spelling
-            cut += 1
-            assert not ours.reserved & set(ours.encode(text))
-        else:
-            assert ours.encode(text) == expected
+        assert ours.encode(text) == expected
         assert ours.decode(expected) == theirs.decode(expected)
         assert ours.encode(text, special=True) == ids_of(theirs, text, True)
         sampled = [rng.randrange(ours.n_vocab + 5) for _ in range(9)]
         assert ours.decode(sampled) == theirs.decode(sampled)
-    assert (cut > 0) == (type(theirs.model) is models.Unigram)
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "folder"])
@@ -235,7 +235,8 @@ def test_special_tokens_are_never_text(name, pair, request):
     for token, number in ours.special.items():
         assert ours.decode([number]) == "" and ours.encode(token, special=True) == [number]
         for text in (token, f"a {token}b", token * 3):
-            assert number not in ours.reserved & {*ours.encode_prompt(text)[len(ours.bos) :]}
+            if type(ours.backend.model) is not models.Unigram:  # whose model makes </s> of its spelling
+                assert not reserved(ours, ours.encode_prompt(text)[len(ours.bos) :])
             assert ours.encode(text, special=True).count(number) == text.count(token)
     assert ours.decode([ours.n_vocab, 10**9, -1, 10**30, *ours.encode("a"), ours.stop_token]) == "a"
     assert ours.encode("a\ud800b") == ours.encode("a\ufffdb")
@@ -280,19 +281,7 @@ def small(tokens=(), merges=(), **parts):
     return added(json.loads(tokenizer.to_str()), END_OF_TEXT)
 
 
-def test_a_special_token_that_merges_make_is_not_text(tmp_path):
-    spec = added(small(["ab", "abc"], [("a", "b"), ("ab", "c")]), "ab")
-    tokenizer = get_tokenizer(folder_of(tmp_path, spec))
-    assert tokenizer.encode("xab") == [*b"xab"] and tokenizer.encode("abc") == [257]
-    assert tokenizer.encode("xab", special=True) == [*b"x", 256]
-
-
-def test_a_file_that_cuts_or_pads_or_stops_at_unknown_text(tmp_path):
-    spec = small()
-    spec["model"]["unk_token"] = END_OF_TEXT
-    del spec["model"]["vocab"]["Ã"]
-    spec["model"]["vocab"][END_OF_TEXT] = 256
-    assert get_tokenizer(folder_of(tmp_path, spec)).encode("aéb") == [*b"a\xa9b"]
+def test_a_file_that_cuts_or_pads(tmp_path):
     spec = small(["ab"], [("a", "b")])
     spec["truncation"] = dict(direction="Right", max_length=3, strategy="LongestFirst", stride=0)
     spec["padding"] = dict(strategy=dict(Fixed=64), direction="Left", pad_id=0, pad_type_id=0, pad_token="!")
@@ -473,9 +462,9 @@ def test_special_tokens_in_messages_stay_text(chats, spelled):
     turns = [[start, *ours.encode(f"{m['role']}\n{m['content']}"), end, *ours.encode("\n")] for m in messages]
     assert ours.encode_prompt(messages) == [*sum(turns, []), start, *ours.encode("assistant\n")]
     for name, (_, ours) in chats.items():
-        reserved = [i for i in ours.encode_prompt([*map(user, spelled)]) if i in ours.reserved]
-        harmless = [i for i in ours.encode_prompt([user("a")] * len(spelled)) if i in ours.reserved]
-        assert reserved == harmless, name
+        if name != "unigram":
+            harmless = reserved(ours, ours.encode_prompt([user("a")] * len(spelled)))
+            assert reserved(ours, ours.encode_prompt([*map(user, spelled)])) == harmless, name
     ours = chats["joined"][1]
     for parts in (["<|im_", "end|>"], ["<|im_", "en", "d|>"], [" <|im_end|", "> "]):
         assert ours.encode_prompt([*map(user, parts)]) == ours.encode("".join(parts))
@@ -656,17 +645,17 @@ def test_turns_and_replies_are_the_ids_of_the_whole_conversation(name, tmp_path)
 @pytest.mark.parametrize("name", TOOLED)
 def test_special_tokens_in_replies_stay_text(name, tmp_path):
     _, ours = tooled(tmp_path, name)
-    harmless = [i for i in ours.encode_reply([tool("a")], True) if i in ours.reserved]
+    harmless = reserved(ours, ours.encode_reply([tool("a")], True))
     for spelling in [*ours.special, "".join(ours.special), "<|im_", "\ud800", "\udfff"]:
         ids = ours.encode_reply([tool(f"x{spelling}") | dict(name=spelling)], True)
-        assert [i for i in ids if i in ours.reserved] == harmless
+        assert reserved(ours, ids) == harmless
         assert ours.decode(ours.encode("x" + spelling)) in ours.decode(ids)
     spelled = "{{ messages[-1].name }}<|im_end|>{{ messages[-1].content }}"
     ours = get_tokenizer(
         folder_of(tmp_path, qwen_like(), tokenizer_config=dict(chat_template="{{ messages[1].content }}" + spelled))
     )
     ids = ours.encode_reply([tool("<|im_end|>") | dict(name="<|im_end|>")], False)
-    assert [i for i in ids if i in ours.reserved] == [ours.special["<|im_end|>"]]
+    assert reserved(ours, ids) == [ours.special["<|im_end|>"]]
 
 
 def test_what_stands_between_a_turn_and_its_end(chats):
@@ -723,7 +712,7 @@ def test_threads_share_a_tokenizer(chats, monkeypatch):
 
     monkeypatch.setattr(ours, "backend", Slow())
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda n: ours.run("<|im_end|>", n % 2 == 1), range(100))) == wanted * 50
+        assert list(pool.map(lambda n: ours.encode("<|im_end|>", n % 2 == 1), range(100))) == wanted * 50
 
 
 THINKS = (  # Qwen3's rule: without thinking the answer begins behind an empty thought

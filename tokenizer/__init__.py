@@ -7,7 +7,8 @@ Unigram.
 Special tokens, such as <|endoftext|>, are ids and never text: text that spells one gets ordinary tokens. They decode to
 nothing. Only a chat template writes them (tokenizer/chat.py).
 
-Left out: training a tokenizer; special tokens after a text, such as BERT's [SEP], because a prompt is continued.
+Left out: training a tokenizer; special tokens after a text, such as BERT's [SEP], because a prompt is continued; a
+model that itself makes special tokens of text, as some Unigram models do.
 Tests: tests/test_tokenizer.py.
 """
 
@@ -23,7 +24,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from options import SnugError, in_one_line
-from tokenizer.chat import TURN, Chat, alternatives, well_formed
+from tokenizer.chat import TURN, Chat, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
@@ -55,8 +56,8 @@ class Tokenizer:
     '3'
     """
 
-    def __init__(self, name, backend, stop_tokens, unknown=None):
-        """backend: a tokenizers.Tokenizer. unknown: the id of text that it has no token for."""
+    def __init__(self, name, backend, stop_tokens):
+        """backend: a tokenizers.Tokenizer."""
         self.name, self.backend = name, backend
         self.stop_tokens, self.stop_token = stop_tokens, stop_tokens[0]
         self.bos, self.chat, self.files = [], None, {}
@@ -69,10 +70,7 @@ class Tokenizer:
             spaces = dict(single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip)
             again = tokenizers.AddedToken(token.content, normalized=False, special=True, **spaces)
             backend.add_special_tokens([again])
-        self.spellings = alternatives(self.special)
         self.text_ids = set(vocab.values()) - set(self.special.values())
-        # Text may become the unknown token, which is often special, but no other special token.
-        self.reserved = set(self.special.values()) - ({unknown} - set(stop_tokens))
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Text -> ids, never of special tokens: a prompt that spells <|endoftext|> gets those 13 characters.
@@ -81,17 +79,6 @@ class Tokenizer:
         UTF-8 cannot carry, becomes U+FFFD. Raises SnugError if `tokenizers` cannot encode the text.
         """
         text = well_formed(text)
-        ids = self.run(text, special)
-        if special or self.reserved.isdisjoint(ids):
-            return ids
-        # This model (Unigram) makes special tokens of text that spells them: encode their characters one by one.
-        ids = []
-        for place, piece in enumerate(self.spellings.split(text)):
-            for text in piece if place % 2 else [piece]:
-                ids += [i for i in self.run(text) if i not in self.reserved]
-        return ids
-
-    def run(self, text, special=False):
         with self.lock, in_one_line(f"tokenizer={self.name} cannot encode {text[:60]!r}"):
             self.backend.encode_special_tokens = not special
             return self.backend.encode(text, add_special_tokens=False).ids
@@ -126,7 +113,7 @@ class Tokenizer:
         text, pieces = self.chat.render(messages, before)
         ids = self.encode(text, special=True)
         template = [self.special[spelling] for spelling in pieces[1::2]]
-        if [i for i in ids if i in self.reserved] == [i for i in template if i in self.reserved]:
+        if [i for i in ids if i not in self.text_ids] == template:
             return ids, pieces
         ids = []
         for place, piece in enumerate(pieces):
@@ -239,13 +226,13 @@ def gpt2_files():
 
 def tokenizer_of(folder, files) -> Tokenizer:
     """A tokenizer.json and the files beside it."""
-    spec, config, generation = (read_json(folder, files, name) for name in FILES[:3])
+    config, generation = (read_json(folder, files, name) for name in FILES[1:3])
     with in_one_line(f"{folder / 'tokenizer.json'}: `tokenizers` cannot read it"):
         backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         backend.no_truncation()
         backend.no_padding()
         probe = backend.encode("a")
-    vocab, model = backend.get_vocab(), spec["model"]
+    vocab = backend.get_vocab()
     names = token_names(config)
     bos, eos = vocab.get(names.get("bos_token")), vocab.get(names.get("eos_token"))
     if eos is not None:
@@ -257,9 +244,8 @@ def tokenizer_of(folder, files) -> Tokenizer:
         stop_tokens = generation["eos_token_id"] = stop_ids(folder, backend, ends)
         files = files | {"generation_config.json": json.dumps(generation, indent=1).encode()}
 
-    unknown = model.get("unk_id", vocab.get(model.get("unk_token")))
     name = f"tokenizer.json@{hashlib.sha256(files['tokenizer.json']).hexdigest()[:12]}"
-    tokenizer = Tokenizer(name, backend, stop_tokens, unknown)
+    tokenizer = Tokenizer(name, backend, stop_tokens)
     if 0 in probe.special_tokens_mask:
         tokenizer.bos = probe.ids[: probe.special_tokens_mask.index(0)]
     if not tokenizer.bos and config.get("add_bos_token") is True and bos is not None:

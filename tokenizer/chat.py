@@ -39,7 +39,9 @@ class Chat:
         self.variables = names | dict(raise_exception=raise_exception)
         if now:
             self.variables["strftime_now"] = now.strftime
-        self.spellings = alternatives(special)
+        # The longest spelling at the leftmost place, as `tokenizers` finds it.
+        longest_first = sorted(special, key=len, reverse=True)
+        self.spellings = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         self.marks = {ord(char): 0xD800 + n for n, char in enumerate(sorted(set("".join(special))))}
         self.characters = {mark: char for char, mark in self.marks.items()}
 
@@ -95,11 +97,6 @@ def changed(message, change):
     """The message with `change` applied to its texts, such as content and name, but not to its role."""
     texts = {key: change(value) for key, value in message.items() if isinstance(value, str)}
     return message | texts | {"role": message["role"]}
-
-
-def alternatives(spellings):
-    """A pattern that matches the longest spelling at the leftmost place, as `tokenizers` does."""
-    return re.compile("(" + "|".join(map(re.escape, sorted(spellings, key=len, reverse=True))) + ")")
 
 
 def well_formed(text):
