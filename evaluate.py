@@ -154,7 +154,7 @@ from data.task import text_of
 from memory import Limits
 from model import autocast
 from runs.loading import generator_state, load_run, restore_generators
-from sample import encode_prompts, sample_groups, sampling_options
+from sample import check_prompts, encode_prompts, sample_groups, sampling_options
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Completions and their rewards
@@ -299,7 +299,9 @@ def run_scores(of_processes: list[tuple[list[dict], list[dict]]]):
 def run_evaluation(model, prepared, options: EvaluateSettings):
     """-> (the first line of the file, the samples: for each prompt the greedy one, then num_samples)."""
     settings, longest = prepared.settings, prepared.longest()[1]
-    check_room(prepared, longest, model.config.block_size)
+    rows = prepared.task.prompts("test", range(settings.eval_prompts))
+    prompts = encode_prompts(rows, settings, prepared.tokenizer)
+    check_prompts(prompts, longest, model.config.block_size)  # all of them, before the first is sampled
     limits = Limits(settings, partial(print, file=sys.stderr))
 
     n, temperature, seed = options.num_samples, options.temperature, options.seed
@@ -313,18 +315,6 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     for first in greedy:
         samples += [first, *islice(others, n)]
     return summary | summarize(greedy, sampled), samples
-
-
-def check_room(prepared, longest: int, block_size: int):
-    """Raises SnugError if a completion of `longest` tokens does not fit behind every prompt."""
-    settings = prepared.settings
-    rows = prepared.task.prompts("test", range(settings.eval_prompts))
-    prompt = max(map(len, encode_prompts(rows, settings, prepared.tokenizer)))
-    left = block_size - prompt
-    if left < longest:
-        problem = f"prompts have up to {prompt} tokens, and completions up to {longest}"
-        advice = f"try --max_new_tokens={left}" if left > 0 else "evaluate shorter prompts"
-        raise SnugError(f"{problem}; this model takes {block_size} in all; {advice}")
 
 
 def main(options: EvaluateSettings, prepared: Prepared, file: Path | None):

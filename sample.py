@@ -202,7 +202,7 @@ def check_prompts(prompts, max_new_tokens, block_size):
         raise ValueError(f"max_new_tokens={max_new_tokens}: a completion has at least one token")
     if longest + max_new_tokens > block_size:
         total = f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens}"
-        advice = "--max_prompt_length cuts what an environment adds"
+        advice = "lower max_new_tokens, or take shorter prompts; --max_prompt_length cuts them in a run"
         raise SnugError(f"{total} is longer than block_size={block_size}; {advice}")
 
 
@@ -299,25 +299,20 @@ def complete(settings, run, functions=NONE):
     row = dict(prompt=settings.prompt)
     if not settings.prompt:
         [row] = make_task(run.settings).prompts("test", [settings.seed])
-    elif settings.chat or run.settings.chat:
+    elif settings.chat or settings.system_prompt or run.settings.chat:
         system_prompt = settings.system_prompt or run.settings.system_prompt
         row = dict(prompt=as_messages(settings.prompt, system_prompt))
-    elif settings.system_prompt:
-        raise SnugError("system_prompt is a message of a chat; add --chat")
     run.tokenizer.set_template_kwargs(settings.chat_template_kwargs)
     toolbox = make_toolbox(either(settings, run.settings), run.tokenizer, functions)
     episodes = Episodes(toolbox, run.tokenizer, [row], settings.num_samples, settings.stop_string)
     prompt = (row if episodes.rows[1:] else episodes.rows[0])["prompt"]
     ids = [run.tokenizer.encode_prompt(each["prompt"]) for each in episodes.rows]
-    length, block_size = max(map(len, ids)), run.model.config.block_size
-    if not 1 <= length < block_size:
-        raise SnugError(f"the prompt has {length} tokens; this model takes 1 to {block_size - 1}")
+    room = run.model.config.block_size - max(map(len, ids))
     options = sampling_options(settings, episodes)
     options |= dict(temperature=settings.temperature, seed=settings.seed)
     longest = settings.max_new_tokens or run.settings.max_new_tokens or PRETRAINED_LENGTH
-    longest = min(longest, block_size - length)
     with autocast(run.settings.dtype, run.model):
-        rollouts = sample_groups(run.model, ids, episodes.k, longest, **options)
+        rollouts = sample_groups(run.model, ids, episodes.k, max(1, min(longest, room)), **options)
     texts = []
     for completion, stopped in zip(episodes.finish(rollouts), rollouts.stopped.tolist(), strict=True):
         text = completion if isinstance(completion, str) else as_text(completion)

@@ -157,7 +157,7 @@ def test_from_warm_start_to_sample(tmp_path):
     completions = [line.split("   [")[0] for line in out.splitlines()]
     assert code == 0 and out.count("1+2=") == 3 and "3" not in "".join(completions)
     code, _, err = command(HOME / "sample.py", "a/grpo", "--prompt=" + "1" * 16, cwd=tmp_path)
-    assert code == 2 and "this model takes 1 to 15" in err
+    assert code == 2 and "a prompt of 16 tokens + max_new_tokens=1 is longer than block_size=16" in err
     code, out, _ = command(HOME / "report.py", "a/grpo", "a/sft", cwd=tmp_path)
     assert code == 0 and "mem_max_alloc_mb_train" in out and "mem_max_alloc_mb_rollout" in out
     assert "Memory timeline, grpo" in (tmp_path / "a/grpo/report.html").read_text()
