@@ -24,7 +24,7 @@ from options import SnugError
 from page.charts import charts_of
 from page.runs import Run, logged, logged_names
 from page.write import write_page
-from runs.log import values_of
+from runs.log import change
 
 MEMORY = ["mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]
 SCORES = ["reward_mean", "eval_reward_mean", "pass_at_1", "pass_at_1_sampled", "task_pass_at_1"]
@@ -62,7 +62,7 @@ def cells_of(runs: list[Run]) -> list[list[str]]:
     for name in ["time_s", *[f"  time_{phase}_s" for phase in PHASES], "tokens_per_second"]:
         add(f"{name} (median)", middle, name.strip())
     for name in SCORES + TOOLS + logged_names(runs, "reward/") + logged_names(runs, "metric/"):
-        add(f"{name} (first -> last)", first_and_last, name)
+        add(f"{name} (first -> last)", lambda run, name: change(run.records, name) or "-", name)
     return rows
 
 
@@ -76,11 +76,6 @@ def middle(run: Run, name: str) -> str:
     values = logged(run.records[1:], name) or logged(run.records, name)
     digits = 0 if name == "tokens_per_second" else 3
     return f"{median(values):,.{digits}f}" if values else "-"
-
-
-def first_and_last(run: Run, name: str) -> str:
-    values = [value for _, value in values_of(run.records, name)]
-    return f"{values[0]:.3f} -> {values[-1]:.3f}" if values else "-"
 
 
 def table(runs: list[Run]) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from runs.checkpoint import checkpoints
-from runs.log import read_log, values_of
+from runs.log import change, read_log
 from settings import SFTSettings
 
 PEAK = "mem_max_alloc_mb"
@@ -40,7 +40,7 @@ def ending(title: str, settings, scored: bool, stopped: bool):
         scores = {"eval reward": "eval_reward_mean"} | scores
     if isinstance(settings, SFTSettings):  # its loss falls; the loss of a policy says little
         scores["loss"] = "loss"
-    rows = [(text, first_and_last(records, name)) for text, name in scores.items()]
+    rows = [(text, with_sampled(records, name)) for text, name in scores.items()]
     rows.append(("log", f"{folder}/log.jsonl, samples.jsonl, log.txt"))
     rows.append(("checkpoint", newest_and_best(folder)))
     commands = next_commands(settings, scored, stopped)
@@ -48,13 +48,9 @@ def ending(title: str, settings, scored: bool, stopped: bool):
     return [first] + [f"  {name:11} {text}" for name, text in rows if text]
 
 
-def first_and_last(records: list[dict], name: str):
-    """-> "0.048 -> 1.000", "0.048" if there is only one value, or "". Values of `name`_sampled follow in brackets."""
-    values = [f"{value:.3f}" for _, value in values_of(records, name)]
-    if not values:
-        return ""
-    text = values[0] if len(values) == 1 else f"{values[0]} -> {values[-1]}"
-    sampled = first_and_last(records, f"{name}_sampled")
+def with_sampled(records: list[dict], name: str) -> str:
+    """The change of a figure, and in brackets that of `name`_sampled, if it is logged."""
+    text, sampled = change(records, name), change(records, f"{name}_sampled")
     return f"{text} (sampled {sampled})" if sampled else text
 
 

@@ -191,10 +191,9 @@ class RunLog:
         The console shows every log_interval iterations, the first, the last, and those with an evaluation.
         """
         record = finite(record)
-        self.append("log.jsonl", json.dumps(record, allow_nan=False))
+        self.append("log.jsonl", json.dumps(record))
         for sample in samples:
-            sample = finite({"iter": record["iter"]} | sample)
-            self.append("samples.jsonl", json.dumps(sample, allow_nan=False))
+            self.append("samples.jsonl", json.dumps(finite({"iter": record["iter"]} | sample)))
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         self.call_services("log", numbers)
         done = record["iter"] + 1
@@ -278,6 +277,12 @@ def values_of(records: list[dict], name: str):
     values = [(-1, record.get(f"before/{name}")) for record in records[:1]]
     values += [(record["iter"], record.get(name)) for record in records]
     return [(iteration, value) for iteration, value in values if value is not None]
+
+
+def change(records: list[dict], name: str) -> str:
+    """The first and the last value of a figure: "0.048 -> 1.000"; "0.048" if there is only one; "" if there is none."""
+    values = [f"{value:.3f}" for _, value in values_of(records, name)]
+    return " -> ".join(values[:1] + values[1:][-1:])
 
 
 class TensorBoard:
