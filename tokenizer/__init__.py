@@ -24,7 +24,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from options import SnugError, in_one_line
-from tokenizer.chat import TURN, Chat, well_formed
+from tokenizer.chat import BREAK, TURN, Chat, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
@@ -99,26 +99,25 @@ class Tokenizer:
         messages: such as [{"role": "tool", "name": "calc", "content": "5"}]. stopped: a stop token ended the turn, so
         the ids begin behind the template's own; otherwise they begin with it. Raises SnugError.
         """
-        ids, pieces = self.encode_messages(messages, TURN)
-        end = self.special.get("".join(pieces[1:2]))
+        ids, text = self.encode_messages(messages, TURN)
+        first = self.chat.spellings.search(text)
+        end = self.special[first[0]] if first else None
         return ids[ids.index(end) + 1 :] if stopped and end in self.stop_tokens else ids
 
     def encode_messages(self, messages, before=()):
-        """-> (ids, what the template writes, as in Chat.render)."""
+        """-> (ids, what the template writes: Chat.render)."""
         if self.chat is None:
             raise SnugError(
                 f"tokenizer={self.name} has no chat template for a prompt of messages: write the prompts as text, or "
                 "name a folder whose tokenizer has one"
             )
-        text, pieces = self.chat.render(messages, before)
-        ids = self.encode(text, special=True)
-        template = [self.special[spelling] for spelling in pieces[1::2]]
-        if [i for i in ids if i not in self.text_ids] == template:
-            return ids, pieces
+        text = self.chat.render(messages, before)
+        if BREAK not in text:
+            return self.encode(text, special=True), text
         ids = []
-        for place, piece in enumerate(pieces):
-            ids += [self.special[piece]] if place % 2 else self.encode(piece)
-        return ids, pieces
+        for piece in self.chat.spellings.split(text):
+            ids += self.encode(piece.replace(BREAK, ""), special=piece in self.special)
+        return ids, text
 
     @property
     def call_form(self) -> str:

@@ -3,11 +3,12 @@
 The template runs in jinja's sandbox, sees the messages and the names of tokens, and writes what `transformers` would
 get. Like the weights, it is trusted with time and memory; only a range is limited, to 100,000 numbers.
 
-Only the template may write special tokens. To tell them from text that spells one, messages are rendered twice: the
-second time their contents have marks instead of all characters of special tokens. Every special token of that text is
-the template's. Marks are lone surrogates, which no other text has.
+Only the template may write special tokens. Where a message's text spells one, BREAK stands between its characters, so
+every special token that the template's text spells is the template's. BREAK is a lone surrogate, which no other text
+has.
 
-Left out: documents, images; marks in the tool_calls of a message. Tests: tests/test_tokenizer.py.
+Left out: documents, images; breaks in the tool_calls of a message; two texts that a template joins into a special token.
+Tests: tests/test_tokenizer.py.
 """
 
 import json
@@ -22,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from options import SnugError, in_one_line
 
+BREAK = "\udffe"
 # A turn of the assistant that other messages answer. END is a lone surrogate too, so no other text has it.
 END = "\udfff"
 TURN = (dict(role="user", content="x"), dict(role="assistant", content=END))
@@ -42,8 +44,6 @@ class Chat:
         # The longest spelling at the leftmost place, as `tokenizers` finds it.
         longest_first = sorted(special, key=len, reverse=True)
         self.spellings = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
-        self.marks = {ord(char): 0xD800 + n for n, char in enumerate(sorted(set("".join(special))))}
-        self.characters = {mark: char for char, mark in self.marks.items()}
 
     def set_defaults(self, variables: dict):
         """Values of the template's variables, where the caller gives none. They become part of `source`.
@@ -68,35 +68,34 @@ class Chat:
             names = meta.find_undeclared_variables(make_environment().parse(self.source))
         return "llama" if "tools" in names else "inline"
 
-    def render(self, messages: list[dict], before: Iterable[dict] = ()):
-        """[{"role": "user", "content": "Hi"}, ...] -> (text, [text, special token, text, ..., text]).
+    def render(self, messages: list[dict], before: Iterable[dict] = ()) -> str:
+        """[{"role": "user", "content": "Hi"}, ...] -> what the template writes, with BREAK where a message spells a
+        special token.
 
-        The special tokens in the list are the template's; its texts may spell others. before=TURN: only what the
-        template writes behind END. Raises SnugError for a role that is not a word or a template that fails.
+        before=TURN: only what it writes behind END. Raises SnugError for a role that is not a word or a template that
+        fails.
         """
         for message in messages:
             if not re.fullmatch(r"[A-Za-z0-9_-]+", message["role"]):
                 role = message["role"]
                 raise SnugError(f"a message's role must be a word, such as user, not {role!r:.60}")
-        messages = [changed(message, well_formed) for message in messages]
-        marked = [changed(message, lambda text: text.translate(self.marks)) for message in messages]
-        text, marked = (self.run([*before, *each]) for each in (messages, marked))
-        if before and not (END in text and END in marked):
-            raise SnugError("the chat template fails (it leaves out the text of the assistant)")
-        pieces = self.spellings.split(marked.rpartition(END)[2])
-        return text.rpartition(END)[2], [piece.translate(self.characters) for piece in pieces]
-
-    def run(self, messages: list[dict]) -> str:
+        messages = [*before, *map(self.broken, messages)]
         values = dict(messages=messages, tools=self.tools, documents=None, add_generation_prompt=True)
         with in_one_line("the chat template fails"):
             self.template = self.template or make_environment().from_string(self.source)
-            return self.template.render(**self.variables | values)
+            text = self.template.render(**self.variables | values)
+        if before and END not in text:
+            raise SnugError("the chat template fails (it leaves out the text of the assistant)")
+        return text.rpartition(END)[2]
 
-
-def changed(message, change):
-    """The message with `change` applied to its texts, such as content and name, but not to its role."""
-    texts = {key: change(value) for key, value in message.items() if isinstance(value, str)}
-    return message | texts | {"role": message["role"]}
+    def broken(self, message: dict) -> dict:
+        """The message with breaks in its texts, such as content and name."""
+        texts = {key: well_formed(value) for key, value in message.items() if isinstance(value, str)}
+        broken = {
+            key: self.spellings.sub(lambda found: BREAK.join(found[0]), text)
+            for key, text in texts.items()
+        }
+        return message | broken
 
 
 def well_formed(text):
