@@ -71,22 +71,18 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
     demonstrations=True: every row must have one (SFT). Raises SnugError if the options leave no usable task.
     """
     task = TASKS[settings.task](settings, demonstrations)
-    reads_files = isinstance(task, FileTask)
-    for name, fits, why in (
-        ("data_file", reads_files, "the tasks jsonl and gsm8k read files"),
-        ("test_file", reads_files, "the tasks jsonl and gsm8k read files"),
-        ("drop_long_prompts", reads_files, "the tasks jsonl and gsm8k read files"),
-        ("system_prompt", settings.chat, "it is a message; add --chat"),
-        ("format_reward", task.has_form, "its answers have no form to reward; leave it out"),
-        (
-            "demonstration_noise",
-            task.has_noise,
-            "nothing adds errors to its demonstrations; leave it out",
-        ),
-    ):
+    fits = dict.fromkeys(("data_file", "test_file", "drop_long_prompts"), isinstance(task, FileTask))
+    fits |= dict(
+        system_prompt=settings.chat, format_reward=task.has_form, demonstration_noise=task.has_noise
+    )
+    advice = dict(
+        data_file="the tasks jsonl and gsm8k read files", system_prompt="it is a message; add --chat"
+    )
+    for name, it_fits in fits.items():
         value = getattr(settings, name)
-        if value and not fits:
-            raise SnugError(f"{name}={value!r:.60} does not fit task={settings.task!r}: {why}")
+        if value and not it_fits:
+            problem = f"{name}={value!r:.60} does not fit task={settings.task!r}"
+            raise SnugError(f"{problem}: {advice.get(name, 'leave it out')}")
     task.survey()
     return task
 

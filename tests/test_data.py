@@ -146,7 +146,7 @@ def test_nothing_is_longer_than_the_longest(options):
     "options, message",
     [
         (dict(task="countdown", countdown_numbers="2", countdown_max_number=2), "no test prompt in 20,000 tries"),
-        (dict(format_reward=0.1), "format_reward=0.1 does not fit task='addition': its answers have no form"),
+        (dict(format_reward=0.1), "format_reward=0.1 does not fit task='addition': leave it out"),
         (dict(task="countdown", format_reward=0.1), "format_reward=0.1 does not fit task='countdown'"),
         (dict(system_prompt="Be brief."), "system_prompt='Be brief.' does not fit .* it is a message; add --chat"),
         (dict(data_file="a"), "data_file='a' does not fit task='addition': the tasks jsonl and gsm8k read files"),
