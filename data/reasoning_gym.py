@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from data.answers import in_answer_tags
 from data.task import Task
-from options import SnugError, option
+from options import SnugError, in_one_line, option
 from sandbox import Sandbox
 
 SEEDS = 2**32  # numpy requires smaller ones
@@ -54,7 +54,7 @@ class GymOptions:
     )
     gym_config: str = option(
         "",
-        'options of the generator: {"max_terms": 3}; of several: {"chain_sum": {"max_terms": 3}, "gcd": ...}',
+        'options of all generators: {"max_terms": 3}; of each: {"chain_sum": {"max_terms": 3}, "gcd": ...}',
     )
 
 
@@ -146,15 +146,11 @@ def size(text: str) -> int:
     return len(text.encode())
 
 
-def read_options(text: str, names: list[str]):
-    """JSON -> {generator: {option: value}}. Raises SnugError."""
-    try:
+def read_options(text: str, names: list[str]) -> dict[str, dict]:
+    """JSON -> {generator: {option: value}}: by name, or the same for all of them. Raises SnugError."""
+    with in_one_line(f"gym_config={text!r:.80} is no JSON object of options"):
         options = json.loads(text or "{}")
-    except ValueError:
-        options = None
-    by_name = options if len(names) > 1 else {names[0]: options}
-    if type(by_name) is dict and all(type(options) is dict for options in by_name.values()):
-        if by_name.keys() <= set(names):
-            return {name: by_name.get(name, {}) for name in names}
-    example = f'{{"{names[0]}": {{"max_terms": 3}}}}' if len(names) > 1 else '{"max_terms": 3}'
-    raise SnugError(f"gym_config={text!r:.80} is no JSON object of options, such as {example}")
+        by_name = options if options.keys() & set(names) else dict.fromkeys(names, options)
+        if other := by_name.keys() - set(names):
+            raise SnugError(f"gym_dataset has no {min(other)}")
+        return {name: dict(by_name.get(name, {})) for name in names}

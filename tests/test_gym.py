@@ -302,9 +302,10 @@ def test_what_is_longer_than_the_survey_saw_is_skipped(pretend, name):
     [
         (dict(gym_dataset=" , "), "task='reasoning_gym' needs generators, such as --gym_dataset=leg_counting"),
         (dict(demonstration_noise=0.5), "demonstration_noise=0.5 does not fit task='reasoning_gym'"),
-        (dict(gym_config="a=1"), """gym_config='a=1' is no JSON object of options, such as {"max_terms": 3}"""),
-        (dict(gym_config='{"a": 1}', gym_dataset="gcd,lcm"), 'is no JSON object of options, such as {"gcd": {"'),
-        (dict(gym_config='{"a": {}}', gym_dataset="gcd,lcm"), "is no JSON object"),
+        (dict(gym_config="a=1"), "gym_config='a=1' is no JSON object of options .JSONDecodeError"),
+        (dict(gym_config="[1]"), "gym_config='.1.' is no JSON object of options .AttributeError"),
+        (dict(gym_config='{"gcd": 1}', gym_dataset="gcd,lcm"), "is no JSON object of options .TypeError"),
+        (dict(gym_config='{"gcd": {}, "lmc": {}}', gym_dataset="gcd,lcm"), "gym_dataset has no lmc"),
     ],
 )
 def test_options_that_cannot_be(pretend, options, message):
@@ -316,6 +317,7 @@ def test_options_that_cannot_be(pretend, options, message):
 def test_ways_to_write_options():
     assert read_options("", ["a"]) == {"a": {}}
     assert read_options('{"x": [1, "b"], "y": 2}', ["a"]) == {"a": {"x": [1, "b"], "y": 2}}
+    assert read_options('{"x": 1}', ["a", "b"]) == {"a": {"x": 1}, "b": {"x": 1}}
     assert read_options('{"a": {"x": 1}, "b": {"x": 2}}', ["a", "b", "c"]) == {"a": {"x": 1}, "b": {"x": 2}, "c": {}}
 
 
