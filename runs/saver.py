@@ -25,7 +25,7 @@ import torch
 from device.processes import OneProcess
 from memory.ledger import component
 from options import SnugError, in_one_line
-from runs.checkpoint import PREFIX, checkpoints, damage, iteration_of, write
+from runs.checkpoint import PREFIX, checkpoints, iteration_of, write
 from runs.loading import generator_state, tensors_of
 from runs.log import read_log
 
@@ -57,22 +57,12 @@ class Saver:
         self.saved = start  # iterations done by the newest checkpoint
         self.scores = {}  # iterations done -> score, None without an evaluation
         if self.processes.rank == 0:
-            self.scores = self.scores_in_log()
+            if (self.folder / "log.jsonl").exists():
+                self.scores = {
+                    record["iter"] + 1: self.score_of(record) for record in read_log(self.folder)
+                }
             for folder in self.folder.glob(f".tmp-{PREFIX}*"):  # a killed process left it
                 shutil.rmtree(folder, ignore_errors=True)
-
-    def scores_in_log(self) -> dict[int, float | None]:
-        """{iterations done: score, or None without an evaluation}. A damaged best checkpoint has no score."""
-        if not (self.folder / "log.jsonl").exists():
-            return {}
-        scores = {record["iter"] + 1: self.score_of(record) for record in read_log(self.folder)}
-        while best := best_of(checkpoints(self.folder), scores):
-            wrong = damage(best) if iteration_of(best) != self.saved else None
-            if not wrong:
-                break
-            self.say(f"warning: {wrong}; it is not the best any more")
-            del scores[iteration_of(best)]
-        return scores
 
     def score_of(self, record: dict) -> float | None:
         """The best checkpoint has the largest: the mean held-out reward if the run has reward_funcs, else pass@1."""

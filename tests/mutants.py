@@ -231,7 +231,6 @@ MUTANTS = [
     ("the first scores overwritten", "training/state.py", 'f"before/{name}": score', 'f"{name}": score', "test_log.py"),
     ("an evaluation that failed is not repeated", "training/loop.py", "training.make_up_evaluation(log.start)", "pass", "test_log.py"),
     ("evaluations make the rollouts smaller", "memory/limits.py", 'self.halve_decoding("max_eval_batch", self', 'self.halve_decoding("max_rollout_batch", self', "test_oom.py"),
-    ("a damaged best stays the best", "runs/saver.py", "damage(best) if iteration_of(best) != self.saved else None", "None", "test_saver.py"),
     ("two runs in one folder", "runs/lock.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "test_lock.py"),
     ("tensors are read before options are checked", "runs/prepare.py", "task, config, read_tensors=False)", "task, config, read_tensors=True)", "test_checkpoint.py"),
     ("evaluations ask a prompt twice", "runs/prepare.py", "held_out < settings.eval_prompts:", "held_out == 0:", "test_jsonl.py"),
