@@ -23,6 +23,7 @@ Test: pytest tests/test_sample.py
 import gc
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 
@@ -126,6 +127,7 @@ class DecodeBatch:
         self.turn = np.zeros_like(self.prompt_slot)
         self.checked = np.zeros_like(self.prompt_slot)
         self.slot_of_prompt = {}  # prompts in the cache: number -> prompt slot
+        self.next_prompt = 0  # the first that has not been in the cache
         self.ends = {}
         self.asked = {}  # sequences that wait -> (slot, length, Future of the reply)
         self.next_sequence = 0  # the first that waits
@@ -254,24 +256,22 @@ class DecodeBatch:
 
     def admit(self, room: int, sequences: np.ndarray):
         """-> the next waiting sequences, at most `room`, with prompts in the cache. Prefills missing prompts."""
-        new = range(self.next_sequence, min(self.next_sequence + room, self.N))
-        if any(i // self.k not in self.slot_of_prompt for i in new):
+        stop = min(self.next_sequence + room, self.N)
+        if stop > self.next_prompt * self.k:
             busy = set((sequences[sequences < self.N] // self.k).tolist())
             waiting = self.next_sequence // self.k
-            for p in list(self.slot_of_prompt):
-                if p not in busy and p < waiting:
-                    del self.slot_of_prompt[p]
+            stays = {p: slot for p, slot in self.slot_of_prompt.items() if p in busy or p >= waiting}
             # The lowest free prompt slots first, so that those in use lie together.
-            free = sorted(set(range(len(self.prompt_hidden))) - set(self.slot_of_prompt.values()))
+            free = sorted(set(range(len(self.prompt_hidden))) - set(stays.values()))
             # Prefill a few prompts ahead: one at a time is slow, and to fill all free slots is too early.
-            ahead = (new.stop - 1) // self.k + 1 + math.ceil(len(sequences) / self.k / 4)
-            prompts = range(waiting, min(ahead, len(self.prompts)))
-            missing = [p for p in prompts if p not in self.slot_of_prompt]
-            self.prefill(missing[: len(free)], free[: len(missing)])
-        without_prompt = (i for i in new if i // self.k not in self.slot_of_prompt)
-        return range(new.start, next(without_prompt, new.stop))
+            ahead = (stop - 1) // self.k + 1 + math.ceil(len(sequences) / self.k / 4)
+            missing = range(self.next_prompt, min(ahead, len(self.prompts)))[: len(free)]
+            self.slot_of_prompt = stays
+            self.prefill(missing, free[: len(missing)])
+            self.next_prompt += len(missing)
+        return range(self.next_sequence, min(stop, self.next_prompt * self.k))
 
-    def prefill(self, prompts: list[int], prompt_slots: list[int]):
+    def prefill(self, prompts: range, prompt_slots: Sequence[int]):
         """Read the prompts with these numbers into these prompt slots, PREFILL_TOKENS at a time."""
         self.slot_of_prompt |= zip(prompts, prompt_slots, strict=True)
         n = self.prompts_at_once()

@@ -103,7 +103,7 @@ MUTANTS = [
     ("prompts stay where they were", "decoding/kvcache.py", "prompt[: len(prompt_slots)] = prompt[prompt_slots]", "pass", "test_kvcache.py test_sample.py"),
     ("columns read that nobody wrote", "decoding/kvcache.py", "return torch.zeros(shape", "return torch.empty(shape", "test_kvcache.py"),
     ("scores rounded to bfloat16", "decoding/kvcache.py", "dtype = torch.promote_types(self.dtype, torch.float32)", "dtype = self.dtype", "test_sample.py"),
-    ("prompts read ahead are forgotten", "decoding/decode_batch.py", "if p not in busy and p < waiting:", "if p not in busy:", "test_sample.py"),
+    ("prompts read ahead are forgotten", "decoding/decode_batch.py", "if p in busy or p >= waiting}", "if p in busy}", "test_sample.py"),
     ("positions one too far", "decoding/decode_batch.py", "(self.prompt_length + self.t)", "(self.prompt_length + self.t + 1)", "test_sample.py"),
     ("slots are not filled again", "decoding/decode_batch.py", "            if not new and not replied:", "            if not replied and (not new or len(idle) < len(sequences)):", "test_sample.py"),
     ("text looked for after the stop token", "decoding/decode_batch.py", "if ids[n - 1] in self.stop_tokens or", "if", "test_sample.py"),
