@@ -238,7 +238,7 @@ def test_special_tokens_are_never_text(name, pair, request):
             if type(ours.backend.model) is not models.Unigram:  # whose model makes </s> of its spelling
                 assert not reserved(ours, ours.encode_prompt(text)[len(ours.bos) :])
             assert ours.encode(text, special=True).count(number) == text.count(token)
-    assert ours.decode([ours.n_vocab, 10**9, -1, 10**30, *ours.encode("a"), ours.stop_token]) == "a"
+    assert ours.decode([ours.n_vocab, 10**9, *ours.encode("a"), ours.stop_token]) == "a"
     assert ours.encode("a\ud800b") == ours.encode("a\ufffdb")
     assert ours.encode("a\ud83d\ude42") == ours.encode("a🙂")  # a pair that belongs together is its character
 
@@ -486,13 +486,6 @@ def test_a_content_within_what_the_template_writes(tmp_path):
     for role in ("user\n", "", "üser", "<b>"):
         with pytest.raises(SnugError, match="a message's role must be a word, such as user, not"):
             chat_of(tmp_path, "x").encode_prompt([user("", role)])
-
-
-def test_what_a_normalizer_makes_of_a_content_is_no_special_token(tmp_path):
-    """\u212a, the sign of kelvin, is a K to NFC."""
-    spec = added(small(normalizer=normalizers.NFC()), "<K>", normalized=True)
-    ours = get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=dict(chat_template="<K>{{ messages[0].content }}")))
-    assert ours.encode_prompt([user("<\u212a>")]) == [257, *b"<K>"] and ours.encode("<\u212a>") == [*b"<K>"]
 
 
 USES = {  # template -> text, for the message a<b>c

@@ -62,15 +62,11 @@ class Tokenizer:
         self.stop_tokens, self.stop_token = stop_tokens, stop_tokens[0]
         self.bos, self.chat, self.files = [], None, {}
         self.lock = threading.Lock()  # of the backend, from its flag to its ids
-        vocab, added = backend.get_vocab(), backend.get_added_tokens_decoder()
-        self.n_vocab = 1 + max(vocab.values())
-        # A stop token is special, whatever its flags say. Special tokens are found in text before it is normalized.
-        self.special = {t.content: i for i, t in added.items() if t.special or i in stop_tokens}
-        for token in [added[i] for i in self.special.values()]:
-            spaces = dict(single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip)
-            again = tokenizers.AddedToken(token.content, normalized=False, special=True, **spaces)
-            backend.add_special_tokens([again])
-        self.text_ids = set(vocab.values()) - set(self.special.values())
+        self.n_vocab = 1 + max(backend.get_vocab().values())
+        added = backend.get_added_tokens_decoder()
+        # A stop token is special, whatever its flags say.
+        backend.add_special_tokens([added[i].content for i in stop_tokens if not added[i].special])
+        self.special = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Text -> ids, never of special tokens: a prompt that spells <|endoftext|> gets those 13 characters.
@@ -139,7 +135,7 @@ class Tokenizer:
 
         Sentencepiece tokenizers drop a space at the beginning: a completion reads "4", not " 4", as in TRL.
         """
-        return self.backend.decode([i for i in ids if i in self.text_ids])
+        return self.backend.decode(ids)
 
     def stopper(self, texts: Sequence[str]):
         """-> a function of a completion's ids, called after each token: does the last one complete one of `texts`?
@@ -152,9 +148,10 @@ class Tokenizer:
         if not texts:
             return None
         window = max(len(text.encode(errors="replace")) for text in texts) + 1
+        special = set(self.special.values())
 
         def is_over(ids):
-            last = list(islice((i for i in reversed(ids) if i in self.text_ids), window + 3))[::-1]
+            last = list(islice((i for i in reversed(ids) if i not in special), window + 3))[::-1]
             for n in range(window, window + 4):
                 tail = self.backend.decode(last[-n:])
                 found = any(text in tail for text in texts)
