@@ -230,22 +230,20 @@ def tokenizer_of(folder, files) -> Tokenizer:
         probe = backend.encode("a")
     vocab = backend.get_vocab()
     names = token_names(config)
-    bos, eos = vocab.get(names.get("bos_token")), vocab.get(names.get("eos_token"))
-    if eos is not None:
-        stop_tokens = stop_ids(folder, backend, [eos, generation.get("eos_token_id")])
-    else:
-        # config.json may name it. That file is not kept beside a checkpoint, but generation_config.json is.
-        model_config = read_json(folder, read_files(folder, ["config.json"]), "config.json")
-        ends = [model_config.get("eos_token_id"), generation.get("eos_token_id")]
-        stop_tokens = generation["eos_token_id"] = stop_ids(folder, backend, ends)
+    model_config = read_json(folder, read_files(folder, ["config.json"]), "config.json")
+    eos = vocab.get(names.get("eos_token"), model_config.get("eos_token_id"))
+    stop_tokens = stop_ids(folder, backend, [eos, generation.get("eos_token_id")])
+    if names.get("eos_token") not in vocab:
+        # config.json, which may name it, is not kept beside a checkpoint, but generation_config.json is.
+        generation["eos_token_id"] = stop_tokens
         files = files | {"generation_config.json": json.dumps(generation, indent=1).encode()}
 
     name = f"tokenizer.json@{hashlib.sha256(files['tokenizer.json']).hexdigest()[:12]}"
     tokenizer = Tokenizer(name, backend, stop_tokens)
     if 0 in probe.special_tokens_mask:
         tokenizer.bos = probe.ids[: probe.special_tokens_mask.index(0)]
-    if not tokenizer.bos and config.get("add_bos_token") is True and bos is not None:
-        tokenizer.bos = [bos]
+    if not tokenizer.bos and config.get("add_bos_token") is True and names.get("bos_token") in vocab:
+        tokenizer.bos = [vocab[names["bos_token"]]]
 
     template = template_of(folder, files, config)
     now = None
