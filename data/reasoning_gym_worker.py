@@ -13,7 +13,7 @@ from importlib.metadata import version
 import numpy
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from options import SnugError, did_you_mean
+from options import SnugError, described, did_you_mean
 
 SPAN = 10  # items of a dataset that makes a list of them at once
 CACHED = 4096  # items
@@ -41,8 +41,7 @@ class Gym:
         try:
             return create_dataset(name, seed=seed, size=size, **options)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise SnugError(f"gym_config: {name} refuses {options} ({problem})") from None
+            raise SnugError(f"gym_config: {name} refuses {options} ({described(error)})") from None
 
     def make_item(self, name: str, seed: int) -> dict:
         """Most generators make item i from the dataset's seed + i. A generator with a list raises IndexError."""
@@ -60,7 +59,7 @@ class Gym:
         try:
             item = self.item(name, seed)
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"[:200]}
+            return {"error": described(error)[:200]}
         answer = item["answer"]
         return {"question": str(item["question"]), "answer": None if answer is None else str(answer)}
 

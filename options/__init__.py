@@ -44,6 +44,12 @@ def told(error: SnugError) -> str:
     return "\n".join([*getattr(error, "__notes__", []), f"error: {error}"])
 
 
+def described(error: BaseException) -> str:
+    """Kind and text of an error, on one line: "ValueError: bad luck". Of a SnugError its text alone."""
+    kind = "" if isinstance(error, SnugError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}"[:1000].split())
+
+
 def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
@@ -303,9 +309,7 @@ def in_one_line(problem: str):
         is_panic = type(error).__name__ == "PanicException"  # of a library in Rust
         if not (isinstance(error, Exception) or is_panic):
             raise
-        kind = "" if isinstance(error, SnugError) else f"{type(error).__name__}: "
-        text = " ".join(str(error).split())[:300]
-        raise SnugError(f"{problem} ({kind}{text})") from None
+        raise SnugError(f"{problem} ({described(error)[:300]})") from None
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from options import SnugError, did_you_mean, fields, find_path
+from options import SnugError, described, did_you_mean, fields, find_path
 from pretrained.hub import hub_name, local_folder
 from pretrained.shapes import is_pretrained, read_shape
 from pretrained.tensors import fingerprint, look_at_weights
@@ -91,7 +91,7 @@ def damage(path: Path, read_tensors: bool = True):
             if not intact:
                 return f"checkpoint {path}: {name} is not what was written"
     except Exception as error:
-        return f"checkpoint {path}: cannot be read ({type(error).__name__}: {error})"
+        return f"checkpoint {path}: cannot be read ({described(error)})"
     return None
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from options import SnugError, told
+from options import SnugError, described, told
 
 IS_IT_BROKEN = """\
 note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the
@@ -178,8 +178,7 @@ class RunLog:
                 getattr(service, method)(*arguments)
             except (Exception, SystemExit) as error:
                 del self.services[name]
-                problem = f"{type(error).__name__}: {error}"
-                self.say(f"warning: {name} failed ({problem}); going on without it")
+                self.say(f"warning: {name} failed ({described(error)}); going on without it")
 
     def place(self, iteration: int) -> str:
         """`[GRPO step 000/079]`"""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from options import SnugError
+from options import described
 from sandbox.channel import Channel, Lost
 from sandbox.confine import EXECUTED, PIPE, Confinement, die_with
 
@@ -42,12 +42,7 @@ def keep(file: int, parent: int):
             for value in values:
                 channel.send(["value", value])
     except Exception as error:
-        channel.send(["error", one_line(error)])
-
-
-def one_line(error: Exception) -> str:
-    text = str(error) if isinstance(error, SnugError) else f"{type(error).__name__}: {error}"
-    return " ".join(text[:1000].split())
+        channel.send(["error", described(error)])
 
 
 def results(method: Callable, tasks: list, seconds: float, confinement: Confinement) -> Iterator[list]:
@@ -106,7 +101,7 @@ def work(method: Callable, tasks: list, file: int, confinement: Confinement):
             try:
                 line = json.dumps([method(*task), ""])
             except Exception as error:  # SystemExit and KeyboardInterrupt end the process
-                line = json.dumps([None, one_line(error)])
+                line = json.dumps([None, described(error)])
             os.write(PIPE, line.encode() + b"\n")
     finally:
         os._exit(0)
