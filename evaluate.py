@@ -21,10 +21,10 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 
 from data import TaskOptions, make_task
 from data.episodes import EpisodeOptions, Episodes, make_toolbox
+from data.tools import NONE
 from options import SnugError, fields, friendly_errors, in_one_line, read_settings
 from pretrained.hub import SNAPSHOT, hub_name
 from pretrained.shapes import is_pretrained
@@ -33,7 +33,6 @@ from runs.log import finite, write_whole
 from runs.prepare import Prepared, pretrained_length, refuse_contradictions, rewards_of
 from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
 
-NONE = MappingProxyType({})
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -233,12 +232,12 @@ def score(prepared, prompts: list, completions: list, columns: dict[str, list]):
     least = pass_reward(prepared)
     if least is None:  # the first function gives 1 for a right completion
         right = [reward == 1 for reward in next(iter(rewards.values()))]
-        return dict(right=right, reward=totals) | (rewards if len(rewards) > 1 else {}) | extra
-    right = [total is not None and total >= least - ROUNDING * abs(least) for total in totals]
-    scored = dict(right=right, reward=totals) | rewards | extra
-    if prepared.task.scored:
-        scored["task_reward"] = prepared.task.rewards(prompts, completions, **columns)
-    return scored
+        rewards = rewards if len(rewards) > 1 else {}
+    else:
+        right = [total is not None and total >= least - ROUNDING * abs(least) for total in totals]
+        if prepared.task.scored:
+            extra["task_reward"] = prepared.task.rewards(prompts, completions, **columns)
+    return dict(right=right, reward=totals) | rewards | extra
 
 
 def pass_reward(prepared: Prepared) -> float | None:
