@@ -1,4 +1,4 @@
-"""On-policy distillation on a laptop's CPU in half a minute: the warm start learns from the model of config/grpo_small.py.
+"""On-policy distillation on a laptop in half a minute: the warm start learns from the model of config/grpo_small.py.
 
 `make run` makes that teacher first. Rewards are logged and not learned from, so each prompt has one completion.
 """

@@ -7,7 +7,7 @@ Only the template may write special tokens. Where a message's text spells one, B
 every special token that the template's text spells is the template's. BREAK is a lone surrogate, which no other text
 has.
 
-Left out: documents, images; breaks in the tool_calls of a message; two texts that a template joins into a special token.
+Left out: documents, images; breaks in the tool_calls of a message; texts that a template joins into a special token.
 Tests: tests/test_tokenizer.py.
 """
 
