@@ -124,8 +124,9 @@ def iterate(iteration, training, collect=None):
             skipped += 1
             continue
         # 7. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
-        arguments = rollouts, cut, step, settings, entropies, teacher
-        sums = training.run("train", accumulate_gradient, model, *arguments)
+        sums = training.run(
+            "train", accumulate_gradient, model, rollouts, cut, step, settings, entropies, teacher
+        )
         # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
         taken.append(training.update(sums, learning_rate, iteration, rollouts, select))
 
@@ -277,8 +278,9 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
             with autocast(settings.dtype, model):
                 hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
                 # Head and loss. A chunk of logits becomes its own gradient and is gone.
-                results = loss_of_head(model, hidden, micro, counts, settings, totals, teacher)
-            loss, logprobs, entropy = results
+                loss, logprobs, entropy = loss_of_head(
+                    model, hidden, micro, counts, settings, totals, teacher
+                )
             # Backward, through the blocks.
             loss.backward()
             add_metrics(totals, loss, logprobs, entropy, micro, counts["num_tokens"])
