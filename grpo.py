@@ -285,8 +285,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
             loss.backward()
             add_metrics(totals, loss, logprobs, entropy, micro, counts["num_tokens"])
             if entropies is not None:
-                values = entropy.detach().to(entropies.dtype)
-                entropies[micro.index[micro.sequence], micro.place] = values
+                entropies[micro.index[micro.sequence], micro.place] = entropy.detach().to(entropies.dtype)
     return as_floats(totals)
 
 
