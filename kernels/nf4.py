@@ -1,0 +1,175 @@
+"""NF4, QLoRA's 4-bit type (Dettmers et al. 2023, arXiv 2305.14314), value for value as bitsandbytes has it.
+
+    quantize        a matrix -> codes and scales          NF4         a layer's weight, in such parts
+    dequantize      the other way, TABLE[code] * scale    NF4Linear   the product: W is there only while it is used
+
+The row-major values are cut into blocks of 64. A block has a scale, its largest absolute value, and each value divided
+by it becomes the code of the nearest of 16 numbers, the quantiles of a normal distribution. Double quantization: the
+scales, less their mean, are cut into blocks of 256, and become 8-bit codes of the same kind. Bits a value:
+4 + 8 / 64 + 32 / (64 * 256) = 4.127; without double quantization 4.5.
+
+We choose the nearest number, as bitsandbytes' kernels for any device do. Its CPU kernel for scales first rounds to
+multiples of 2^-15, so one scale in 500 gets a neighbour's code there. What is quantized already is read bit for bit.
+
+Left out: FP4, other block sizes. A Triton kernel would stand in for `dequantize`. Test: pytest tests/test_nf4.py
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from device.cpu import linear
+from device.kinds import kind_of
+from memory.ledger import COMPONENTS, component
+
+COMPONENTS[__name__] = "dequantized weights"
+BLOCK, SCALE_BLOCK = 64, 256
+TABLE = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
+TABLE += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
+TABLE += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
+TABLE += [0.7229568362236023, 1.0]
+PIECES = {"cpu": 2**20, "cuda": 2**24}  # values dequantized at a time, each takes 6 bytes meanwhile
+
+
+class Quantized(NamedTuple):
+    """A matrix of n values in blocks = n / 64 blocks, both rounded up."""
+
+    codes: torch.Tensor  # (n / 2,) uint8; the first of two values has the upper four bits
+    scales: torch.Tensor  # (blocks,) uint8; float32 without double quantization, which lacks the rest
+    scale_map: torch.Tensor | None = None  # (256,) float32: the number of each code of `scales`
+    scale_scales: torch.Tensor | None = None  # (blocks / 256,) float32
+    offset: torch.Tensor | None = None  # () float32
+
+
+def numbers_of_nf4(device) -> torch.Tensor:
+    return torch.tensor(TABLE, dtype=torch.float32, device=device)
+
+
+def dynamic_map() -> torch.Tensor:
+    """(256,) float32, sorted: the 8-bit dynamic type (Dettmers et al. 2021, arXiv 2110.02861), as bitsandbytes makes it.
+
+    Each power of ten from 1e-6 to 1 has twice as many fractions between 0.1 and 1 as the one before.
+    """
+    numbers = [0.0, 1.0]
+    for i in range(7):
+        bounds = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
+        means = 10.0 ** (i - 6) * ((bounds[:-1] + bounds[1:]) / 2)
+        numbers += [*means.tolist(), *(-means).tolist()]
+    return torch.tensor(sorted(numbers), dtype=torch.float32)
+
+
+def in_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
+    """(n,) -> (n / size, size), the same memory; if the last block is not full, a copy with zeros behind it."""
+    missing = -len(values) % size
+    return (F.pad(values, (0, missing)) if missing else values).view(-1, size)
+
+
+def blockwise(values, numbers, size):
+    """values (n,) float32, sorted numbers (k,) -> codes (n,) int32 of the nearest numbers, scales (n / size,)."""
+    blocks = in_blocks(values, size)
+    scales = blocks.abs().amax(-1)
+    unit = (blocks * (1 / scales.clamp(min=1e-38))[:, None]).clamp(-1, 1)
+    codes = torch.bucketize(unit, (numbers[:-1] + numbers[1:]) / 2, out_int32=True)
+    return codes.flatten()[: len(values)], scales
+
+
+@component("weights")
+@torch.no_grad()
+def quantize(weight: torch.Tensor, double: bool = True) -> Quantized:
+    """weight (rows, columns) -> Quantized on its device. double: quantize the scales, too."""
+    values = weight.reshape(-1).float()
+    codes, scales = blockwise(values, numbers_of_nf4(values.device), BLOCK)
+    codes = F.pad(codes, (0, len(codes) % 2)).to(torch.uint8)
+    codes = codes[::2] << 4 | codes[1::2]
+    if not double:
+        return Quantized(codes, scales)
+    offset, numbers = scales.mean(), dynamic_map().to(scales.device)
+    scale_codes, scale_scales = blockwise(scales - offset, numbers, SCALE_BLOCK)
+    return Quantized(codes, scale_codes.to(torch.uint8), numbers, scale_scales, offset)
+
+
+def scales_of(q: Quantized) -> torch.Tensor:
+    """-> (blocks,) float32"""
+    if q.offset is None:
+        return q.scales
+    blocks = in_blocks(q.scale_map[q.scales.int()], SCALE_BLOCK)
+    return blocks.mul_(q.scale_scales[:, None]).add_(q.offset).flatten()[: len(q.scales)]
+
+
+def dequantize(q: Quantized, pairs: torch.Tensor, out: torch.Tensor):
+    """Write the values into out (rows, columns), piece by piece. pairs (256,) int64: the two float32 of each byte."""
+    flat, scales = out.view(-1), scales_of(q)
+    step = PIECES[kind_of(out)]
+    for start in range(0, len(flat), step):
+        piece = flat[start : start + step]
+        codes = q.codes[start // 2 : (start + step) // 2].int()
+        blocks = in_blocks(pairs.index_select(0, codes).view(torch.float32)[: len(piece)], BLOCK)
+        blocks.mul_(scales[start // BLOCK : (start + step) // BLOCK, None])
+        piece.copy_(blocks.flatten()[: len(piece)])
+
+
+@component("weights")
+class NF4:
+    """A frozen matrix (rows, columns) in the place of an nn.Linear's weight. It is empty until `copy_`.
+
+    No nn.Parameter: it never trains, a checkpoint leaves it out, and `to` neither moves nor casts it. A folder has
+    several matrices where the model has one, such as q, k and v. Each is quantized by itself, as bitsandbytes does.
+    """
+
+    dtype = torch.uint8
+
+    def __init__(self, shape, device):
+        self.shape, self.device = torch.Size(shape), torch.device(device)
+        numbers = numbers_of_nf4(device)
+        # (256,) int64: a CPU looks up one number of 8 bytes four times as fast as two of 4.
+        self.pairs = torch.cartesian_prod(numbers, numbers).view(torch.int64).flatten()
+        self.parts = {}  # first row -> Quantized
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def copy_(self, weight: "torch.Tensor | Quantized", start: int = 0, double: bool = True):
+        """Quantize weight (some rows, columns) on the device, or take what is quantized, as the rows from `start` on.
+
+        -> self. Raises ValueError if the matrix has NaN or infinity.
+        """
+        if not isinstance(weight, Quantized):
+            weight = quantize(weight.to(self.device), double)
+        part = Quantized(*(tensor if tensor is None else tensor.to(self.device) for tensor in weight))
+        if not all(tensor.isfinite().all() for tensor in part if tensor is not None):
+            raise ValueError("has NaN or infinity")
+        self.parts[start] = part
+        return self
+
+    @component("dequantized weights")
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """-> a new tensor (rows, columns)"""
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        starts = sorted(self.parts)
+        for start, end in zip(starts, [*starts[1:], len(out)], strict=True):
+            dequantize(self.parts[start], self.pairs, out[start:end])
+        return out
+
+
+@component("activations")
+class NF4Linear(torch.autograd.Function):
+    """y = x W^T + b, dx = dy W with a frozen W, which exists only while it is used: nothing is saved for backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        """x (..., columns), weight: an NF4, bias (rows,) or None -> (..., rows), in autocast's type inside autocast."""
+        kind, ctx.weight, ctx.dtype = x.device.type, weight, x.dtype
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return linear(x, weight.dequantized(dtype), bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return linear(dy, ctx.weight.dequantized(dy.dtype).t()).to(ctx.dtype), None, None
+
+
+def weights_of(model: torch.nn.Module) -> dict:
+    """{name: parameter or NF4} of all weights."""
+    layers = {f"{name}.weight": getattr(layer, "weight", None) for name, layer in model.named_modules()}
+    matrices = {name: weight for name, weight in layers.items() if isinstance(weight, NF4)}
+    return dict(model.named_parameters()) | matrices
