@@ -7,7 +7,8 @@
         ...
     merge(model)                    # W += (alpha / rank) * B A, and the adapters are gone
 
-Adapters are float32 beside weights of any type: they are small, and bfloat16 would round their updates away. Left out:
+W may be in 4 bits (QLoRA, kernels/nf4.py). Adapters are float32 beside weights of any type: they are small, and
+bfloat16 would round their updates away. Left out:
 dropout, other initialisations, adapters of embeddings and norms, adapter files of other libraries (merge, then export).
 Test: pytest tests/test_lora.py
 """
@@ -20,6 +21,7 @@ from torch import nn
 
 from device.cpu import linear
 from kernels.layers import Linear
+from kernels.nf4 import NF4
 from memory.ledger import COMPONENTS
 from model import GPT
 
@@ -83,10 +85,18 @@ def adapters_off(model: GPT):
 
 @torch.no_grad()
 def merge(model: GPT) -> GPT:
-    """Add the adapters' products to the weights, in float32 and rounded once, and remove them. All weights train."""
-    for module in adapted(model):
-        change = module.lora_B @ module.lora_A
-        module.weight.copy_(module.weight.float().add_(change, alpha=module.scale))
-        module.lora_A = module.lora_B = None
-        module.enabled = False
+    """Add the adapters' products to the weights, in float32 and rounded once, and remove them. All weights train.
+
+    A matrix in NF4 becomes a parameter of the other weights' type.
+    """
+    for layer in model.modules():
+        if isinstance(getattr(layer, "weight", None), NF4):
+            layer.weight = nn.Parameter(layer.weight.dequantized(torch.float32))
+        if isinstance(layer, LoRALinear) and layer.lora_A is not None:
+            change = layer.lora_B @ layer.lora_A
+            layer.weight.copy_(layer.weight.float().add_(change, alpha=layer.scale))
+            layer.lora_A = layer.lora_B = None
+            layer.enabled = False
+        if isinstance(layer, Linear | LoRALinear):
+            layer.weight.data = layer.weight.to(model.embedding.weight.dtype)
     return model.requires_grad_(True)

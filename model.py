@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from device import cpu
 from device.kinds import kind_of
-from kernels.layers import BlockInputs, Embed, Linear, RMSNorm
+from kernels.layers import BlockInputs, Embed, Linear, RMSNorm, hold_in_nf4
 from kernels.rotary import Rotary, rotary_table
 from kernels.segments import Segments, attend
 from kernels.swiglu import SwiGLU
@@ -279,8 +279,13 @@ class GPT(nn.Module):
 
 
 @component("weights")
-def make_model(shape: dict, device, dtype: str = "float32", initialise: bool = True) -> GPT:
-    """GPTConfig's keywords -> a GPT; with initialise=False its weights are empty memory, to load. Raises SnugError."""
+def make_model(
+    shape: dict, device, dtype: str = "float32", initialise: bool = True, base_dtype: str = ""
+) -> GPT:
+    """GPTConfig's keywords -> a GPT; with initialise=False its weights are empty memory, to load. Raises SnugError.
+
+    base_dtype="nf4": the blocks' matrices are in NF4.
+    """
     with in_one_line("not the shape of a model"):
         config = GPTConfig(**shape)
     default = torch.get_default_dtype()
@@ -288,6 +293,8 @@ def make_model(shape: dict, device, dtype: str = "float32", initialise: bool = T
     try:
         with torch.device(device if initialise else "meta"):  # no second copy on the host or in float32
             model = GPT(config)
+        if base_dtype:
+            hold_in_nf4(model, device, empty=not initialise)
         return model if initialise else model.to_empty(device=device)
     finally:
         torch.set_default_dtype(default)

@@ -171,6 +171,12 @@ class TrainOptions:
         "LoRA: the matrices that get adapters, comma-separated",
         choices=("qkv", "proj", "up", "down"),
     )
+    base_dtype: str = option(
+        "",
+        "LoRA: dtype of the blocks' frozen matrices, for the sampler, the trainer and the reference; nf4: QLoRA's 4 "
+        "bits, as bitsandbytes makes them; empty: param_dtype",
+        choices=("", "nf4"),
+    )
 
 
 @dataclass
@@ -512,8 +518,9 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
                 "each needs at least one prompt"
             )
         if self.parallel in ("fsdp", "hsdp"):
-            on_device = dict(reference="device", teacher_device="device")
-            for name, value in (on_device | dict(grad_offload=False, memory_budget_gb="")).items():
+            alone = dict(reference="device", teacher_device="device", base_dtype="")
+            alone |= dict(grad_offload=False, memory_budget_gb="")
+            for name, value in alone.items():
                 if getattr(self, name, value) != value:
                     raise SnugError(
                         f"{name}={getattr(self, name)!r} does not work with parallel={self.parallel!r}; "
@@ -526,6 +533,10 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
         if self.lora_rank and not self.init_from:
             raise SnugError(
                 f"lora_rank={self.lora_rank} trains adapters of init_from's weights; name a run or a model there"
+            )
+        if self.base_dtype and not self.lora_rank:
+            raise SnugError(
+                f"base_dtype={self.base_dtype!r} freezes the weights; add adapters, such as --lora_rank=16, or leave it out"
             )
 
     @property

@@ -12,6 +12,7 @@ from device import cpu
 from device.host import new_on_host
 from device.kinds import kind_of
 from device.streams import aside
+from kernels.nf4 import NF4, NF4Linear
 from memory.ledger import component
 
 
@@ -20,6 +21,9 @@ class Linear(nn.Linear):
 
     def forward(self, x, residual=None):
         """x (..., in), residual (..., out) or None -> (..., out). Without gradients it may overwrite the residual."""
+        if isinstance(self.weight, NF4):
+            y = NF4Linear.apply(x, self.weight, self.bias)
+            return y if residual is None else residual + y
         if residual is None:
             return cpu.linear(x, self.weight, self.bias)
         same = x.dtype == residual.dtype == self.weight.dtype  # not under autocast
@@ -28,6 +32,21 @@ class Linear(nn.Linear):
         # On CUDA the product adds, and rounds once. With gradients it adds to a copy, as the norm keeps the residual.
         addmm = torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
         return addmm(residual.flatten(0, -2), x.flatten(0, -2), self.weight.t()).view_as(residual)
+
+
+@torch.no_grad()
+def hold_in_nf4(model: nn.Module, device, empty: bool = False, double: bool = True):
+    """Hold the weights of all `Linear` layers in NF4, on `device`. empty: without values, to load.
+
+    double: quantize the scales, too.
+    """
+    for layer in model.modules():
+        if isinstance(layer, Linear) and not isinstance(layer.weight, NF4):
+            weight = layer.weight
+            del layer.weight  # the parameter
+            layer.weight = NF4(weight.shape, device)
+            if not empty:
+                layer.weight.copy_(weight, double=double)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -23,7 +23,7 @@ from device.cpu import linear
 from device.kinds import kind_of
 from memory.ledger import COMPONENTS, component
 
-COMPONENTS[__name__] = "dequantized weights"
+COMPONENTS[__name__] = "weights"
 BLOCK, SCALE_BLOCK = 64, 256
 TABLE = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
 TABLE += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
@@ -74,7 +74,6 @@ def blockwise(values, numbers, size):
     return codes.flatten()[: len(values)], scales
 
 
-@component("weights")
 @torch.no_grad()
 def quantize(weight: torch.Tensor, double: bool = True) -> Quantized:
     """weight (rows, columns) -> Quantized on its device. double: quantize the scales, too."""
@@ -89,6 +88,7 @@ def quantize(weight: torch.Tensor, double: bool = True) -> Quantized:
     return Quantized(codes, scale_codes.to(torch.uint8), numbers, scale_scales, offset)
 
 
+@component("dequantized weights")
 def scales_of(q: Quantized) -> torch.Tensor:
     """-> (blocks,) float32"""
     if q.offset is None:
@@ -97,6 +97,7 @@ def scales_of(q: Quantized) -> torch.Tensor:
     return blocks.mul_(q.scale_scales[:, None]).add_(q.offset).flatten()[: len(q.scales)]
 
 
+@component("dequantized weights")
 def dequantize(q: Quantized, pairs: torch.Tensor, out: torch.Tensor):
     """Write the values into out (rows, columns), piece by piece. pairs (256,) int64: the two float32 of each byte."""
     flat, scales = out.view(-1), scales_of(q)
@@ -109,7 +110,6 @@ def dequantize(q: Quantized, pairs: torch.Tensor, out: torch.Tensor):
         piece.copy_(blocks.flatten()[: len(piece)])
 
 
-@component("weights")
 class NF4:
     """A frozen matrix (rows, columns) in the place of an nn.Linear's weight. It is empty until `copy_`.
 

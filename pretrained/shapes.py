@@ -69,10 +69,27 @@ def read_config(folder: str | Path) -> dict:
             f"{path}: model_type={family!r:.40} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
     if config.get("quantization_config") is not None:
-        raise SnugError(
-            f"{path}: quantization_config is not supported; use the folder with the bfloat16 weights"
-        )
+        check_quantization(config, path)
     return config
+
+
+def check_quantization(config: dict, path: Path):
+    """Refuse all but NF4 of bitsandbytes, which holds GPT-2's matrices the other way round. Raises SnugError."""
+    values = Fields(config, path).get("quantization_config", dict)
+    defaults = dict(load_in_4bit=False, bnb_4bit_quant_type="fp4")
+    fields = Fields(defaults | values, f"{path}: quantization_config")
+    Fields(config, fields.path).want("model_type", *{*ARCHITECTURES} - {"gpt2"})
+    fields.want("quant_method", "bitsandbytes")
+    fields.want("load_in_8bit", False)
+    fields.want("load_in_4bit", True)
+    fields.want("bnb_4bit_quant_type", "nf4")
+    fields.want("bnb_4bit_quant_storage", "uint8")
+
+
+def double_quant(folder: str | Path) -> bool | None:
+    """Are the scales of a folder in NF4 quantized, too? None: the folder is not quantized. Raises SnugError."""
+    quantization = read_config(folder).get("quantization_config")
+    return quantization and bool(quantization.get("bnb_4bit_use_double_quant"))
 
 
 def stored_dtype(folder: str | Path) -> str | None:

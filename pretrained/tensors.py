@@ -7,7 +7,7 @@
 `entries` says which tensor holds which rows of which parameter, for both directions. `look_at_weights` checks names
 and shapes by the files' headers. Then tensors are copied one by one and cast.
 
-Left out: pickles, quantised weights, YaRN, mixtures of experts. Tests: tests/test_pretrained.py.
+Left out: pickles, quantized weights except NF4 (bitsandbytes.py), YaRN, mixtures of experts. Tests: tests/test_pretrained.py.
 """
 
 import hashlib
@@ -21,13 +21,21 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from options import SnugError, in_one_line
-from pretrained.shapes import ARCHITECTURES, config_of, family_of, read_config, read_shape
+from pretrained.bitsandbytes import read_matrix, tensors_of
+from pretrained.shapes import (
+    ARCHITECTURES,
+    config_of,
+    double_quant,
+    family_of,
+    read_config,
+    read_shape,
+)
 
 MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
 MAX_LAYERS = 10_000
-TYPES = ["F32", "F16", "BF16", "F64"]  # integers and 8-bit floats are quantized and need scales
+TYPES = "F32", "F16", "BF16", "F64"  # integers and 8-bit floats are quantized and need scales
 # Older versions saved these with the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -40,6 +48,11 @@ class Entry(NamedTuple):
     ours: str
     start: int
     transposed: bool  # GPT-2's matrices are (in, out)
+    types: tuple = TYPES
+
+    @property
+    def is_matrix(self):
+        return self.ours.startswith("blocks.") and len(self.shape) == 2
 
 
 def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
@@ -132,6 +145,10 @@ def look_at_weights(folder: str | Path):
     if shape["n_layer"] > MAX_LAYERS:  # too many to list their tensors
         raise SnugError(f"{folder}: config.json says {shape['n_layer']} layers; at most {MAX_LAYERS}")
     prefix, needed = PREFIXES[family], entries(shape, family, shape["vocab_size"])
+    double = double_quant(folder)
+    if double is not None:
+        packed = [tensors_of(entry, double) if entry.is_matrix else [entry] for entry in needed]
+        needed = sum(packed, [])
     by_name = {entry.name.removeprefix(prefix): entry for entry in needed}
     places, surplus = {}, []
     for file in weight_files(folder):
@@ -141,12 +158,12 @@ def look_at_weights(folder: str | Path):
                 size, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
                 if entry := by_name.get(bare):
                     places[entry] = name, file
-                    if size != entry.shape:
+                    if entry.shape and size != entry.shape:
                         raise SnugError(f"{file}: {name} has shape {size}, config.json says {entry.shape}")
-                    if dtype not in TYPES:
+                    if dtype not in entry.types:
                         advice = "use the folder with the bfloat16 weights"
                         raise SnugError(
-                            f"{file}: {name} has the type {dtype}, not one of {TYPES}; {advice}"
+                            f"{file}: {name} has the type {dtype}, not one of {entry.types}; {advice}"
                         )
                 elif not bare.endswith(BUFFERS) and bare != "lm_head.weight":
                     surplus.append(name)
@@ -183,14 +200,36 @@ def load_pretrained(folder: str | Path, device="cpu", dtype: str = "float32", **
 
 
 def read_weights(folder: str | Path, model):
-    """Copy a folder's tensors, one at a time, into the parameters of a GPT of its shape. Raises SnugError."""
+    """Copy a folder's matrices, one at a time, into the weights of a GPT of its shape. Raises SnugError.
+
+    A matrix in NF4 gets what the folder has in NF4, or quantizes what it has. A parameter gets it dequantized.
+    """
     import torch
 
-    parameters = dict(model.named_parameters())
-    for entry, (name, file) in look_at_weights(folder).items():
-        with opened(file, "pt") as tensors, torch.no_grad():
-            tensor = tensors.get_tensor(name)
-            rows_of(parameters[entry.ours], entry).copy_(tensor.t() if entry.transposed else tensor)
+    from kernels.nf4 import NF4, weights_of
+
+    weights, shape, double = weights_of(model), read_shape(folder), double_quant(folder)
+    places = {entry.name: place for entry, place in look_at_weights(folder).items()}
+
+    def tensor(name):
+        there, file = places[name]
+        with opened(file, "pt") as tensors:
+            return tensors.get_tensor(there)
+
+    for entry in entries(shape, read_config(folder)["model_type"], shape["vocab_size"]):
+        ours = weights[entry.ours]
+        with torch.no_grad(), in_one_line(f"{folder}: {entry.name} cannot be read"):
+            if double is not None and entry.is_matrix:
+                value = read_matrix(entry, tensor, double)
+                if not isinstance(ours, NF4):
+                    value = NF4(entry.shape, ours.device).copy_(value).dequantized(torch.float32)
+            else:
+                value = tensor(entry.name)
+                value = value.t() if entry.transposed else value
+            if isinstance(ours, NF4):
+                ours.copy_(value, entry.start)
+            else:
+                rows_of(ours, entry).copy_(value)
 
 
 def rows_of(parameter, entry: Entry):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from options import SnugError, described, did_you_mean, fields, find_path
 from pretrained.hub import hub_name, local_folder
-from pretrained.shapes import is_pretrained, read_shape
+from pretrained.shapes import double_quant, is_pretrained, read_shape
 from pretrained.tensors import fingerprint, look_at_weights
 from settings import PRETRAINED_LENGTH, GRPOSettings, SFTSettings
 from tokenizer import Tokenizer, get_tokenizer
@@ -123,11 +123,12 @@ def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
         return open_checkpoint(folder, read_tensors)
     if read_tensors:
         look_at_weights(folder)
+    stored = "" if double_quant(folder) is None else "nf4"
     state = {
         "iteration": 0,
         "model_config": read_shape(folder),
         "tokenizer": "tokenizer.json",
-        "settings": vars(GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH)),
+        "settings": vars(GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, base_dtype=stored)),
     }
     return Checkpoint(folder, state)
 

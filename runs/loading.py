@@ -18,8 +18,10 @@ import lora
 from device.host import stream_from_host
 from device.pick import pick_device
 from kernels import warn_without_kernels
+from kernels.layers import hold_in_nf4
+from kernels.nf4 import weights_of
 from model import GPT, make_model
-from options import SnugError
+from options import SnugError, in_one_line
 from pretrained.shapes import is_pretrained, stored_dtype
 from pretrained.tensors import opened, read_weights
 from runs.checkpoint import Checkpoint, base_of, find_run, settings_of, tokenizer_of
@@ -45,7 +47,9 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     if is_pretrained(path) and device.type == "cuda" and stored_dtype(path) == "bfloat16":
         settings.dtype = settings.param_dtype = "bfloat16"
     shape = state["model_config"] | {"n_vocab": tokenizer.n_vocab}
-    model = make_model(shape, device, settings.param_dtype, initialise=False)
+    model = make_model(
+        shape, device, settings.param_dtype, initialise=False, base_dtype=settings.base_dtype
+    )
     load_with_adapters(checkpoint, model)
     return Run(model, tokenizer, settings, state["iteration"], path)
 
@@ -64,17 +68,21 @@ def load_with_adapters(checkpoint: Checkpoint, model: GPT):
     """Load a checkpoint or a Hugging Face folder into a plain model. If it has adapters, add them, not merged."""
     if is_pretrained(checkpoint.path):
         return read_weights(checkpoint.path, model)
-    settings = settings_of(checkpoint.state)
-    if settings.lora_rank:
-        load_weights(base_of(checkpoint), model)
-        give_adapters(model, settings)
-    load_into(checkpoint.path / "model.safetensors", trained(model))
+    settings, file = settings_of(checkpoint.state), checkpoint.path / "model.safetensors"
+    if not settings.lora_rank:
+        return load_into(file, weights_of(model))
+    if settings.base_dtype:
+        hold_in_nf4(model, model.device, empty=True)
+    load_weights(base_of(checkpoint), model)
+    give_adapters(model, settings)
+    load_into(file, trained(model))
 
 
 def load_weights(weights: Checkpoint, model: GPT):
-    """`load_with_adapters`, and merge them. Raises SnugError."""
+    """`load_with_adapters`, and merge them, if there are any. Raises SnugError."""
     load_with_adapters(weights, model)
-    lora.merge(model)
+    if lora.adapted(model):
+        lora.merge(model)
 
 
 def load_reference(prepared, device, weights: bool = True) -> GPT | None:
@@ -140,7 +148,8 @@ def load_into(path: Path, tensors: dict[str, torch.Tensor], rows: dict | None = 
             if value.shape != tensors[name].shape:
                 shapes = f"{list(value.shape)}, but the model needs {list(tensors[name].shape)}"
                 raise SnugError(f"{path}: {name} has the shape {shapes}")
-            tensors[name].copy_(value)
+            with in_one_line(f"{path}: {name} cannot be read"):
+                tensors[name].copy_(value)
 
 
 def tensors_of(model: GPT, optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:

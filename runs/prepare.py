@@ -39,7 +39,7 @@ from tokenizer import Tokenizer, get_tokenizer
 SHAPE = list(fields(ModelOptions))
 PROBLEM = [name for name in fields(TaskOptions) if name != "tokenizer"]
 CALLED = ["tools", "environment"]
-ADAPTERS = ["lora_rank", "lora_alpha", "lora_target_modules"]
+ADAPTERS = ["lora_rank", "lora_alpha", "lora_target_modules", "base_dtype"]
 
 
 @dataclass
@@ -238,6 +238,11 @@ def find_weights(settings, task: Task, config: str, read_tensors: bool):
             origin = find_run(init_from, read_tensors)
         if config and (not origin or origin.state["iteration"] < settings_of(origin.state).max_iters):
             origin, warm_start = None, prepare_warm_start(settings, config, read_tensors)
+    if origin and settings.base_dtype and settings_of(origin.state).lora_rank:
+        raise SnugError(
+            f"base_dtype={settings.base_dtype!r}, but {init_from} has adapters, which would be rounded to 4 bits; name "
+            "its base weights there, or make a folder of it: python -m tools.export"
+        )
     return resume, origin, warm_start
 
 

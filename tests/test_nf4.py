@@ -4,22 +4,54 @@ tests/data/nf4.safetensors and the folders beside it were made by bitsandbytes 0
 `python tests/test_nf4.py` writes them again.
 """
 
+import gc
 import hashlib
 import json
 import math
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HOME
+from conftest import DEVICE, HOME, make_flat_model, make_model
+from padded import a_few, padded
 from safetensors.torch import load_file, save_file
+from test_grpo import never_stop
+from test_lora import COMMON, run_grpo
+from test_lora import rewards as varied_rewards
+from test_packed import WAYS, K, gradient, make_rollouts
+from test_packed import assert_same as assert_same_gradient
+from test_plan import differ
 
+import grpo
+import lora
+import train_sft
+from batch import Cut
+from device.kinds import MIB
 from kernels import nf4
-from kernels.nf4 import NF4, Quantized, dynamic_map, quantize, scales_of
+from kernels.layers import hold_in_nf4
+from kernels.nf4 import NF4, Quantized, dynamic_map, quantize, scales_of, weights_of
+from memory import MemoryMeter
+from memory.plan import plan
+from model import make_model as make_gpt
+from options import SnugError, read_settings
+from pretrained.bitsandbytes import STATE as nf4_state
+from pretrained.shapes import read_shape
+from pretrained.tensors import load_pretrained, read_weights, save_pretrained
+from runs.checkpoint import newest, open_checkpoint, seal
+from runs.loading import load_run, load_weights
+from runs.log import read_log
+from runs.prepare import prepare
+from settings import ExportSettings, GRPOSettings, SFTSettings
+from tokenizer import get_tokenizer
+from tools import export
+from training.dry_run import DryRun
 
 DATA = HOME / "tests/data"
 GOLDEN, FOLDERS = DATA / "nf4.safetensors", {True: DATA / "nf4_double", False: DATA / "nf4_single"}
 FIELDS = Quantized._fields
+TARGETS = list(lora.TARGETS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,6 +192,404 @@ def test_nan_is_refused():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The layer
+
+
+def pair_of_models(shape, dtype=torch.float64, make=make_flat_model, targets=TARGETS, **changes):
+    """-> a model in NF4, and a plain one whose matrices have the same values; both with the same adapters."""
+    models = [make(shape, dtype=dtype, **changes) for _ in range(2)]
+    hold_in_nf4(models[0], DEVICE)
+    with torch.no_grad():
+        for name, weight in weights_of(models[0]).items():
+            if isinstance(weight, NF4):
+                models[1].get_parameter(name).copy_(weight.dequantized(dtype))
+    for model in models:
+        torch.manual_seed(5)
+        lora.add(model, 4, 8.0, targets)
+        for module in lora.adapted(model):
+            torch.nn.init.normal_(module.lora_B, std=0.1)
+            if dtype == torch.float64:
+                module.double()
+    return models
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_the_same_values_in_float64(shape, way):
+    """Packed in two ways and padded, blocks kept in every way, with the KL to a reference; to 1e-10."""
+    ours, plain = pair_of_models(shape, n_layer=3)
+    rollouts, options = make_rollouts(), GRPOSettings(max_new_tokens=12, beta=0.1)
+    training = SimpleNamespace(settings=options, reference=None, limits=None)
+    references = []
+    for training.model in (ours, plain):
+        references.append(grpo.reference_logprobs(training, rollouts, Cut(rollouts, 0, 14, K)))
+    torch.testing.assert_close(*references, rtol=0, atol=1e-12)
+    rollouts.ref_logprobs = references[0]
+    with padded():
+        oracle = gradient(plain, rollouts, a_few(Cut(rollouts), 6), options)
+    assert len(oracle[1]) == 3 * 4 * 2 and all(value.abs().max() > 1e-6 for value in oracle[1].values())
+    for name, value in WAYS[way].items():
+        setattr(ours, name, value)
+    for budget in (0, 14):
+        assert_same_gradient(gradient(ours, rollouts, Cut(rollouts, 0, budget, K), options), oracle)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_in_float32_and_autocast_it_is_the_plain_layer(shape, cast):
+    ours, plain = pair_of_models(shape, torch.float32, make_model)
+    tokens, found = torch.arange(40, device=DEVICE).view(2, 20), []
+    for model in (ours, plain):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=cast):
+            logits = model.logits(model(tokens))
+        logits.float().square().mean().backward()
+        gradients = [p.grad for module in lora.adapted(model) for p in (module.lora_A, module.lora_B)]
+        with torch.no_grad(), lora.adapters_off(model):
+            found.append([logits, model(tokens), *gradients])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert found[0][0].dtype == (torch.bfloat16 if cast else torch.float32)
+
+
+def test_nothing_of_a_matrix_is_kept_for_backward():
+    ours, plain = pair_of_models("llama", torch.float32, n_embd=64)
+    tokens, kept = torch.arange(10, device=DEVICE)[None], []
+    for model in (ours, plain):
+        matrices = {
+            weight.shape for name, weight in weights_of(model).items() if "lora" not in name and "block" in name
+        }
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, shapes=shapes: shapes.append(t.shape) or t, lambda t: t
+        ):
+            model(tokens)
+        kept.append(
+            sum(
+                shape in matrices and min(shape) >= 64 or shape[::-1] in matrices
+                for shape in map(tuple, shapes)
+                if len(shape) == 2
+            )
+        )
+    assert kept[0] == 0 < kept[1]
+
+
+@pytest.mark.parametrize("targets", [TARGETS, ["qkv"]])
+def test_merged_is_the_same_function(targets):
+    ours, _ = pair_of_models("llama", torch.float32, make_model, targets)
+    tokens = torch.arange(20, device=DEVICE)[None]
+    expected = ours(tokens).detach()
+    lora.merge(ours)
+    torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
+    names = dict(make_model("llama").named_parameters()).keys()
+    assert dict(ours.named_parameters()).keys() == names and all(p.requires_grad for p in ours.parameters())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Folders
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_a_folder_of_bitsandbytes_is_read_bit_for_bit(double):
+    """q, k, v and gate, up are parts of one matrix here. Read into NF4, or dequantized."""
+    folder = FOLDERS[double]
+    expected = json.loads((folder / "dequantized.json").read_text())
+    model = make_gpt(read_shape(folder), "cpu", "bfloat16", initialise=False, base_dtype="nf4")
+    read_weights(folder, model)
+    weights, plain = weights_of(model), dict(load_pretrained(folder, dtype="bfloat16").named_parameters())
+    rows = dict(q=(0, 64), k=(64, 96), v=(96, 128), o=(0, 64), gate=(0, 128), up=(128, 256), down=(0, 64))
+    ours = dict(
+        q="attention.qkv",
+        k="attention.qkv",
+        v="attention.qkv",
+        o="attention.proj",
+        gate="mlp.up",
+        up="mlp.up",
+        down="mlp.down",
+    )
+    for name, digest_there in expected.items():
+        short = name.split(".")[-2].removesuffix("_proj")
+        matrix = f"blocks.0.{ours[short]}.weight"
+        values = weights[matrix].dequantized(torch.bfloat16)
+        assert digest(values[slice(*rows[short])]) == digest_there, name
+        assert torch.equal(plain[matrix], values)
+    assert len(expected) == 7 and weights["embedding.weight"].dtype == torch.bfloat16
+
+
+def test_a_plain_folder_becomes_what_bitsandbytes_makes_of_each_matrix(tmp_path):
+    save_pretrained(make_model("llama", qk_norm=False, proj_bias=False), tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    ours = make_gpt(read_shape(tmp_path / "plain"), "cpu", initialise=False, base_dtype="nf4")
+    read_weights(tmp_path / "plain", ours)
+    for i, block in enumerate(ours.blocks):
+        for matrix, names in (
+            (block.attention.qkv, ["q_proj", "k_proj", "v_proj"]),
+            (block.mlp.up, ["gate_proj", "up_proj"]),
+        ):
+            half = "self_attn" if len(names) == 3 else "mlp"
+            parts = [tensors[f"model.layers.{i}.{half}.{name}.weight"] for name in names]
+            expected = torch.cat([values_of(quantize(part), part.shape) for part in parts])
+            assert torch.equal(matrix.weight.dequantized(torch.float32), expected)
+    assert torch.equal(ours.blocks[0].attention.qkv.bias[:32], tensors["model.layers.0.self_attn.q_proj.bias"])
+
+
+def test_a_gpt2s_matrices_are_turned(tmp_path):
+    model = make_model("gpt2")
+    save_pretrained(model, tmp_path / "plain")
+    ours = make_gpt(read_shape(tmp_path / "plain"), "cpu", initialise=False, base_dtype="nf4")
+    read_weights(tmp_path / "plain", ours)
+    for name, weight in weights_of(ours).items():
+        there = model.get_parameter(name).detach()
+        values = weight.dequantized(torch.float32) if isinstance(weight, NF4) else weight
+        expected = values_of(quantize(there), there.shape) if isinstance(weight, NF4) else there
+        assert torch.equal(values, expected), name
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_a_whole_model_is_never_there_at_once(double, tmp_path):
+    """Nor on the host: at the peak of loading there are the 4 bits, the other weights and what one matrix needs."""
+    model = make_model("llama", dtype=torch.bfloat16, n_layer=8, n_embd=256, n_head=4, qk_norm=False, proj_bias=False)
+    save_pretrained(model, tmp_path / "plain")
+    whole = sum(p.nbytes for p in model.parameters())
+    largest = max(p.numel() for p in model.parameters())
+    del model
+    gc.collect()
+    with MemoryMeter("cpu") as meter:
+        held = make_gpt(read_shape(tmp_path / "plain"), "cpu", "bfloat16", initialise=False, base_dtype="nf4")
+        read_weights(tmp_path / "plain", held)
+        after, peak = meter.allocated(), meter.peak_since_reset()
+    assert after < 0.35 * whole and peak < after + 24 * largest < whole
+
+
+BROKEN = {  # what is said: (changes of quantization_config, of tensors, of the matrix's state)
+    "quant_method='gptq' is not supported": (dict(quant_method="gptq"), {}, {}),
+    "bnb_4bit_quant_type='fp4' is not supported; only 'nf4'": (dict(bnb_4bit_quant_type="fp4"), {}, {}),
+    "bnb_4bit_quant_type='fp4'": (dict(bnb_4bit_quant_type=None), {}, {}),
+    "load_in_8bit=True is not supported": (dict(load_in_8bit=True, load_in_4bit=False), {}, {}),
+    "bnb_4bit_quant_storage='bfloat16'": (dict(bnb_4bit_quant_storage="bfloat16"), {}, {}),
+    "missing 1 ['model.layers.0.mlp.up_proj.weight.absmax']": ({}, {".absmax": None}, {}),
+    "absmax has shape (127,), config.json says (128,)": ({}, {".absmax": lambda t: t[:-1]}, {}),
+    "absmax has the type F32": ({}, {".absmax": lambda t: t.float()}, {}),
+    "up_proj.weight has shape (128, 64), config.json says (4096, 1)": ({}, {"": lambda t: torch.zeros(128, 64)}, {}),
+    "up_proj.weight has the type I8": ({}, {"": lambda t: t.to(torch.int8)}, {}),
+    "absmax has the type U8, not one of ('F32',)": (dict(bnb_4bit_use_double_quant=False), {}, {}),
+    "up_proj.weight cannot be read (ValueError: has NaN": ({}, {".nested_absmax": lambda t: t * math.nan}, {}),
+    "(ValueError: quant_map is not the 16 numbers": ({}, {".quant_map": lambda t: t.flip(0)}, {}),
+    "blocksize=128 is not supported; only 64": ({}, {}, dict(blocksize=128)),
+    "nested_blocksize=None is not supported": ({}, {}, dict(nested_blocksize=None)),
+    "quant_type='fp4' is not supported": ({}, {}, dict(quant_type="fp4")),
+    "shape=[64, 128] is not supported; only [128, 64]": ({}, {}, dict(shape=[64, 128])),
+    "(ValueError: has NaN or infinity": ({}, {}, dict(nested_offset=math.inf)),
+    "(KeyError": ({}, {}, dict(nested_offset="gone")),
+    "(JSONDecodeError": ({}, {nf4_state: lambda t: t[:-20]}, {}),
+    "(UnicodeDecodeError": ({}, {nf4_state: lambda t: 0 * t + 200}, {}),
+}
+
+
+@pytest.mark.parametrize("said", BROKEN)
+def test_what_is_broken_is_one_line(said, tmp_path):
+    changes, tensors, state = BROKEN[said]
+    folder = Path(shutil.copytree(FOLDERS[True], tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config["quantization_config"] | changes
+    config["quantization_config"] = {name: value for name, value in quantization.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored, name = load_file(folder / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    for end, change in tensors.items():
+        value = stored.pop(name + end)
+        if change:
+            stored[name + end] = change(value).contiguous()
+    if state:
+        words = {k: v for k, v in (json.loads(bytes(stored[name + nf4_state].numpy())) | state).items() if v != "gone"}
+        stored[name + nf4_state] = torch.tensor(list(json.dumps(words).encode()), dtype=torch.uint8)
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(SnugError) as error:
+        load_pretrained(folder)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_cut_off_files_and_mixed_folders_are_refused(tmp_path):
+    folder = Path(shutil.copytree(FOLDERS[True], tmp_path / "model"))
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(SnugError, match="cannot be read"):
+        load_pretrained(folder)
+    stored = {name: t for name, t in load_file(FOLDERS[True] / "model.safetensors").items() if "up_proj" not in name}
+    save_file(stored | {"model.layers.0.mlp.up_proj.weight": torch.zeros(128, 64)}, folder / "model.safetensors")
+    with pytest.raises(SnugError, match=r"up_proj.weight has shape \(128, 64\), config.json says \(4096, 1\)"):
+        load_pretrained(folder)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In a run
+
+LORA = ["--lora_rank=4", "--lora_alpha=8", "--base_dtype=nf4"]
+HALF = ["--dtype=bfloat16", "--param_dtype=bfloat16"]
+rewards = varied_rewards  # the fixture
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory):
+    """-> the folder of a short SFT run, to begin from."""
+    folder = tmp_path_factory.mktemp("runs") / "sft"
+    words = "--max_iters=10 --batch_size=32 --n_embd=64 --n_head=2 --block_size=24 --save_interval=0"
+    train_sft.main(prepare(*read_settings(SFTSettings, [*COMMON, *words.split(), f"--out_dir={folder}"])[:2]))
+    return folder
+
+
+def values_in(model):
+    """{name: the matrix's or the parameter's values} in float32."""
+    weights = weights_of(model).items()
+    return {n: w.dequantized(torch.float32) if isinstance(w, NF4) else w.detach().float() for n, w in weights}
+
+
+@pytest.mark.parametrize("half", [[], ["--dtype=bfloat16"], HALF])
+def test_a_run_moves_adapters_alone(half, sft, tmp_path, rewards):
+    """The sampler and the trainer round alike, as without quantization; the base stays, bit for bit."""
+    options = ["--reward_funcs=lora_rewards:varied", "--max_iters=3", *half]
+    log = run_grpo(sft, tmp_path / "run", *LORA, *options)
+    plain = run_grpo(sft, tmp_path / "plain", *LORA[:2], *options)
+    assert log[0]["kl"] == pytest.approx(0, abs=1e-3 if half else 0) and log[-1]["kl"] > 0
+    assert all(record["grad_norm"] > 0 for record in log)
+    for ours, theirs in zip(log, plain, strict=True):
+        assert ours["logprob_diff_max"] < (2 * theirs["logprob_diff_max"] if half else 1e-5)
+    weights = load_file(newest(tmp_path / "run") / "model.safetensors")
+    assert len(weights) == 16 and all("lora" in name for name in weights)
+    run, base = load_run(tmp_path / "run").model, load_run(sft).model
+    names = {name for name, weight in weights_of(run).items() if isinstance(weight, NF4)}
+    assert len(names) == 8
+    trained, values = values_in(run), values_in(base)
+    for name, value in values.items():
+        expected = values_of(quantize(value), value.shape) if name in names else value
+        if half == HALF and name not in names:
+            expected = value.bfloat16().float()
+        assert torch.equal(trained[name], expected), name
+    assert all(module.lora_B.any() for module in lora.adapted(run))
+
+
+def test_stopped_and_resumed_is_the_same_run(sft, tmp_path):
+    options = [*LORA, "--entropy_coef=0.1", "--checkpoint_blocks=block"]
+    run_grpo(sft, tmp_path / "whole", *options, "--max_iters=2")
+    run_grpo(sft, tmp_path / "halves", *options, "--max_iters=1")
+    run_grpo(sft, tmp_path / "halves", *options, "--max_iters=2", "--resume=auto")
+    whole, halves = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("whole", "halves"))
+    assert all(torch.equal(whole[name], halves[name]) for name in whole)
+    assert any(value.any() for name, value in whole.items() if name.endswith("lora_B"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_export_is_the_model_that_trained(dtype, sft, tmp_path):
+    run_grpo(sft, tmp_path / "run", *LORA, "--lora_target_modules=qkv,up", "--entropy_coef=0.1")
+    export.main(ExportSettings(to=str(tmp_path / "export"), dtype=dtype), str(tmp_path / "run"))
+    model, tokens = load_run(tmp_path / "run", "cpu").model, torch.arange(20)[None]
+    expected = model.logits(model(tokens))
+    exported = load_pretrained(tmp_path / "export", dtype=dtype)
+    assert exported.blocks[0].mlp.up.weight.dtype == getattr(torch, dtype)
+    tolerance = 1e-5 if dtype == "float32" else 0.1
+    torch.testing.assert_close(exported.logits(exported(tokens)).float(), expected, atol=tolerance, rtol=tolerance)
+    with lora.adapters_off(model):
+        assert (model.logits(model(tokens)) - expected).abs().max() > 2 * tolerance
+
+
+def test_a_plain_run_goes_on_from_it(sft, tmp_path):
+    """From the dequantized weights with the adapters added, which are its reference, too. 4 bits would round them away."""
+    run_grpo(sft, tmp_path / "run", *LORA, "--entropy_coef=0.1", "--lora_target_modules=qkv,up")
+    log = run_grpo(tmp_path / "run", tmp_path / "plain", "--entropy_coef=0.1")
+    assert log[0]["kl"] == 0
+    merged = lora.merge(load_run(tmp_path / "run", "cpu").model)
+    begin = make_gpt(vars(merged.config), "cpu", initialise=False)
+    load_weights(open_checkpoint(tmp_path / "run"), begin)
+    assert all(torch.equal(p, q) for p, q in zip(values_in(begin).values(), values_in(merged).values(), strict=True))
+    with pytest.raises(SnugError, match="has adapters, which would be rounded to 4 bits; name its base weights"):
+        run_grpo(tmp_path / "run", tmp_path / "second", *LORA)
+
+
+def test_what_is_broken_on_the_way_in_is_one_line(sft, tmp_path):
+    """A weight of the SFT run is NaN, with checksums that fit."""
+    path = Path(shutil.copytree(sft, tmp_path / "sft")) / newest(sft).name
+    weights = load_file(path / "model.safetensors")
+    weights["blocks.0.mlp.up.weight"][0, 0] = math.nan
+    save_file(weights, path / "model.safetensors")
+    seal(path)
+    with pytest.raises(SnugError, match="blocks.0.mlp.up.weight cannot be read .*NaN or infinity"):
+        run_grpo(tmp_path / "sft", tmp_path / "run", *LORA)
+
+
+def assert_planned(prepared):
+    """Plan and run it: within a thousandth of the meter, phase by phase, or 8 KiB as without NF4. -> the plan."""
+    prepared.reward_funcs = [differ]
+    planned = plan(DryRun(prepared, grpo.iterate), prepared.settings)
+    grpo.main(prepared)
+    record = read_log(prepared.settings.out_dir)[-1]
+    for phase, (peak, _) in planned.phases.items():
+        assert peak / MIB == pytest.approx(record["mem_max_alloc_mb_" + phase], rel=1e-3, abs=0.008), phase
+    return planned
+
+
+PLANS = {
+    "plain": ["--eval_prompts=16"],
+    "block": ["--checkpoint_blocks=block", "--max_tokens_per_micro_batch=204", "--eval_prompts=16"],
+    "bfloat16": ["--max_tokens_per_micro_batch=306", *HALF, "--optimizer_dtype=bfloat16"],
+    "autocast": ["--dtype=bfloat16", "--beta=0.1", "--max_tokens_per_micro_batch=102"],
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
+    never_stop(monkeypatch)
+    common = f"--digits=4 --device=cpu --eval_prompts=0 --save_interval=0 --out_dir={tmp_path}/"
+    shape = "--n_layer=3 --n_embd=192 --block_size=64 --norm=rmsnorm --position=rotary --mlp=swiglu --n_kv_head=2"
+    words = f"{common}sft {shape} --max_iters=1 --batch_size=2".split()
+    train_sft.main(prepare(*read_settings(SFTSettings, words)[:2]))
+    words = f"{common}run --init_from={tmp_path}/sft --batch_size=6 --group_size=4 --max_new_tokens=24 --max_iters=2"
+    planned = assert_planned(prepare(*read_settings(GRPOSettings, [*words.split(), *LORA, *PLANS[name]])[:2]))
+    rollout = planned.phases["rollout"][1]
+    up, width = 1024 * 192, 2 if name in ("bfloat16", "autocast") else 4  # the largest matrix, and a piece of it
+    assert rollout["weights"] < 1.5 * 2**20 and width * up < rollout["dequantized weights"] < (width + 6.1) * up
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_a_run_from_bitsandbytes_folder(double, tmp_path, monkeypatch):
+    """It trains, as planned; sampled and evaluated, the folder itself is in NF4, too. Without base_dtype it is plain."""
+    never_stop(monkeypatch)
+    monkeypatch.setattr(nf4, "PIECES", {"cpu": 2048})  # smaller than q, k and v, of which a plan knows only the whole
+    folder = Path(shutil.copytree(FOLDERS[double], tmp_path / "model"))
+    get_tokenizer("bytes").save(folder)
+    words = f"--init_from={folder} --digits=2 --device=cpu --eval_prompts=0 --max_iters=2 --batch_size=2 --group_size=4"
+    words = [*words.split(), "--max_new_tokens=8", "--beta=0.1", "--learning_rate=0.01", f"--out_dir={tmp_path}/run"]
+    prepared = prepare(*read_settings(GRPOSettings, [*words, *LORA])[:2])
+    planned = assert_planned(prepared)
+    assert prepared.settings.base_dtype == "nf4"
+    log = read_log(tmp_path / "run")
+    assert log[0]["kl"] == 0 < log[-1]["kl"] and log[0]["grad_norm"] > 0
+    values = values_in(load_run(str(folder), "cpu").model)
+    weights = weights_of(load_run(tmp_path / "run", "cpu").model)
+    matrices = {name: weight for name, weight in weights.items() if isinstance(weight, NF4)}
+    assert len(matrices) == 4
+    assert all(torch.equal(weight.dequantized(torch.float32), values[name]) for name, weight in matrices.items())
+    bits = 8 * sum(t.nbytes for m in matrices.values() for q in m.parts.values() for t in q[:2])
+    assert bits / sum(m.numel() for m in matrices.values()) == (4.125 if double else 4.5)
+    plain = prepare(*read_settings(GRPOSettings, words)[:2])
+    assert (
+        plan(DryRun(plain, grpo.iterate), plain.settings).phases["train"][1]["weights"]
+        > planned.phases["train"][1]["weights"]
+    )
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--base_dtype=nf4"], "base_dtype='nf4' freezes the weights; add adapters, such as --lora_rank=16"),
+        ([*LORA, "--init_from=x", "--parallel=fsdp"], "base_dtype='nf4' does not work with parallel='fsdp'"),
+        ([*LORA, "--init_from=x", "--parallel=hsdp"], "base_dtype='nf4' does not work with parallel='hsdp'"),
+        (["--base_dtype=fp4"], "base_dtype='fp4' is not one of"),
+    ],
+)
+def test_options_that_cannot_be(words, said):
+    with pytest.raises(SnugError, match=said):
+        read_settings(GRPOSettings, words)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Written by bitsandbytes
 
 
@@ -182,7 +612,7 @@ def write_golden():
             state.dtype = dtype
             golden[f"{double}.{dtype}"] = theirs.dequantize_4bit(q.codes[:, None], state)[:rows].clone()
     save_file(golden, GOLDEN)
-    shape = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
+    shape = dict(vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
     shape |= dict(num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=True)
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).bfloat16()

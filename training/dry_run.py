@@ -13,9 +13,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from batch import Sequences
 from decoding import DecodeBatch, cached_casts
+from kernels.layers import hold_in_nf4
 from memory.ledger import component
 from memory.limits import Limits, reference_batches
 from model import autocast, make_model
+from pretrained.shapes import double_quant, is_pretrained
 from runs.loading import configure, load_reference, load_teacher
 from runs.log import NoLog
 from sample import Rollouts
@@ -49,7 +51,12 @@ class DryRun:
         teacher = load_teacher(prepared, device, weights=False)
         if teacher is not None:
             meter.label("teacher", teacher.named_parameters())
-        model = configure(make_model(shape, device, settings.param_dtype), settings)
+        model = make_model(shape, device, settings.param_dtype)
+        if settings.base_dtype:
+            origin = prepared.origin  # a folder in NF4 may have plain scales
+            stored = double_quant(origin.path) if origin and is_pretrained(origin.path) else None
+            hold_in_nf4(model, device, double=stored is not False)
+        configure(model, settings)
         optimizer = make_optimizer(model, settings)
         meter.label("weights", model.named_parameters())
         log = NoLog(settings)

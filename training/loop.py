@@ -14,6 +14,7 @@ import torch
 from device.pick import notes, pick_device
 from device.processes import ONE_PROCESS
 from kernels import warn_without_kernels
+from kernels.nf4 import weights_of
 from memory import Limits, MemoryMeter
 from memory.fit import apply, show
 from memory.plan import kind_planned
@@ -140,7 +141,11 @@ def begin(prepared, device, processes=ONE_PROCESS):
     settings, resume = prepared.settings, prepared.resume
     weights = resume if resume and not settings.lora_rank else prepared.origin
     model = make_model(
-        prepared.shape, processes.loads_on(device), settings.param_dtype, initialise=weights is None
+        prepared.shape,
+        processes.loads_on(device),
+        settings.param_dtype,
+        initialise=weights is None,
+        base_dtype=settings.base_dtype,
     )
     if weights is not None:
         load_weights(weights, model)
@@ -160,7 +165,7 @@ def introduce(title, training, start, moved):
     """The first lines of a run's log. moved: where an earlier run in the folder is now, or None."""
     prepared, settings, model = training.prepared, training.settings, training.model
     task, say, before = prepared.task, training.log.say, prepared.resume
-    size = sum(p.numel() for p in model.parameters())
+    size = sum(weight.numel() for weight in weights_of(model).values())
     trained_size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trains = f", of which {trained_size:,} train," if trained_size < size else ""
     say(f"{title} on {settings.task}: {size:,} parameters{trains} on {model.device}, {settings.out_dir}")
