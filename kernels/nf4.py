@@ -33,12 +33,12 @@ PIECES = {"cpu": 2**20, "cuda": 2**24}  # values dequantized at a time, each tak
 
 
 class Quantized(NamedTuple):
-    """A matrix of n values in blocks = n / 64 blocks, both rounded up."""
+    """A matrix of n values, a multiple of 64."""
 
     codes: torch.Tensor  # (n / 2,) uint8; the first of two values has the upper four bits
-    scales: torch.Tensor  # (blocks,) uint8; float32 without double quantization, which lacks the rest
+    scales: torch.Tensor  # (n / 64,) uint8; float32 without double quantization, which lacks the rest
     scale_map: torch.Tensor | None = None  # (256,) float32: the number of each code of `scales`
-    scale_scales: torch.Tensor | None = None  # (blocks / 256,) float32
+    scale_scales: torch.Tensor | None = None  # (n / 64 / 256,) float32, rounded up
     offset: torch.Tensor | None = None  # () float32
 
 
@@ -59,55 +59,42 @@ def dynamic_map() -> torch.Tensor:
     return torch.tensor(sorted(numbers), dtype=torch.float32)
 
 
-def in_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """(n,) -> (n / size, size), the same memory; if the last block is not full, a copy with zeros behind it."""
-    missing = -len(values) % size
-    return (F.pad(values, (0, missing)) if missing else values).view(-1, size)
-
-
 def blockwise(values, numbers, size):
-    """values (n,) float32, sorted numbers (k,) -> codes (n,) int32 of the nearest numbers, scales (n / size,)."""
-    blocks = in_blocks(values, size)
+    """values (n,) float32, sorted numbers (k,) -> codes (n,) uint8 of the nearest numbers, scales (n / size,)."""
+    blocks = F.pad(values, (0, -len(values) % size)).view(-1, size)
     scales = blocks.abs().amax(-1)
-    unit = (blocks * (1 / scales.clamp(min=1e-38))[:, None]).clamp(-1, 1)
-    codes = torch.bucketize(unit, (numbers[:-1] + numbers[1:]) / 2, out_int32=True)
-    return codes.flatten()[: len(values)], scales
+    unit = blocks * (1 / scales.clamp(min=1e-38))[:, None]
+    codes = torch.bucketize(unit.flatten(), (numbers[:-1] + numbers[1:]) / 2, out_int32=True)
+    return codes[: len(values)].to(torch.uint8), scales
 
 
 @torch.no_grad()
 def quantize(weight: torch.Tensor, double: bool = True) -> Quantized:
-    """weight (rows, columns) -> Quantized on its device. double: quantize the scales, too."""
+    """weight (rows, columns) -> Quantized on its device. double: quantize the scales, too. Raises ValueError."""
     values = weight.reshape(-1).float()
+    if len(values) % BLOCK:
+        raise ValueError(f"{len(values)} values are no multiple of {BLOCK}")
     codes, scales = blockwise(values, numbers_of_nf4(values.device), BLOCK)
-    codes = F.pad(codes, (0, len(codes) % 2)).to(torch.uint8)
     codes = codes[::2] << 4 | codes[1::2]
     if not double:
         return Quantized(codes, scales)
     offset, numbers = scales.mean(), dynamic_map().to(scales.device)
-    scale_codes, scale_scales = blockwise(scales - offset, numbers, SCALE_BLOCK)
-    return Quantized(codes, scale_codes.to(torch.uint8), numbers, scale_scales, offset)
-
-
-@component("dequantized weights")
-def scales_of(q: Quantized) -> torch.Tensor:
-    """-> (blocks,) float32"""
-    if q.offset is None:
-        return q.scales
-    blocks = in_blocks(q.scale_map[q.scales.int()], SCALE_BLOCK)
-    return blocks.mul_(q.scale_scales[:, None]).add_(q.offset).flatten()[: len(q.scales)]
+    scales, scale_scales = blockwise(scales - offset, numbers, SCALE_BLOCK)
+    return Quantized(codes, scales, numbers, scale_scales, offset)
 
 
 @component("dequantized weights")
 def dequantize(q: Quantized, pairs: torch.Tensor, out: torch.Tensor):
     """Write the values into out (rows, columns), piece by piece. pairs (256,) int64: the two float32 of each byte."""
-    flat, scales = out.view(-1), scales_of(q)
-    step = PIECES[kind_of(out)]
+    flat, step, scales = out.view(-1), PIECES[kind_of(out)], q.scales
+    if q.offset is not None:
+        scales = q.scale_map[scales.int()]
+        scales.mul_(q.scale_scales.repeat_interleave(SCALE_BLOCK)[: len(scales)]).add_(q.offset)
     for start in range(0, len(flat), step):
-        piece = flat[start : start + step]
+        piece = flat[start : start + step].view(-1, BLOCK)
         codes = q.codes[start // 2 : (start + step) // 2].int()
-        blocks = in_blocks(pairs.index_select(0, codes).view(torch.float32)[: len(piece)], BLOCK)
-        blocks.mul_(scales[start // BLOCK : (start + step) // BLOCK, None])
-        piece.copy_(blocks.flatten()[: len(piece)])
+        values = pairs.index_select(0, codes).view(torch.float32).view(-1, BLOCK)
+        piece.copy_(values.mul_(scales[start // BLOCK : (start + step) // BLOCK, None]))
 
 
 class NF4:
@@ -116,8 +103,6 @@ class NF4:
     No nn.Parameter: it never trains, a checkpoint leaves it out, and `to` neither moves nor casts it. A folder has
     several matrices where the model has one, such as q, k and v. Each is quantized by itself, as bitsandbytes does.
     """
-
-    dtype = torch.uint8
 
     def __init__(self, shape, device):
         self.shape, self.device = torch.Size(shape), torch.device(device)
@@ -130,16 +115,15 @@ class NF4:
         return self.shape.numel()
 
     def copy_(self, weight: "torch.Tensor | Quantized", start: int = 0, double: bool = True):
-        """Quantize weight (some rows, columns) on the device, or take what is quantized, as the rows from `start` on.
+        """The rows from `start` on: weight (some rows, columns) quantized, or what is quantized and on the device.
 
         -> self. Raises ValueError if the matrix has NaN or infinity.
         """
         if not isinstance(weight, Quantized):
             weight = quantize(weight.to(self.device), double)
-        part = Quantized(*(tensor if tensor is None else tensor.to(self.device) for tensor in weight))
-        if not all(tensor.isfinite().all() for tensor in part if tensor is not None):
+        if not all(tensor.isfinite().all() for tensor in weight if tensor is not None):
             raise ValueError("has NaN or infinity")
-        self.parts[start] = part
+        self.parts[start] = weight
         return self
 
     @component("dequantized weights")

@@ -44,6 +44,8 @@ LLAMA3_ROPE = {
     "rope_low_freq_factor": ("low_freq_factor", float),
     "rope_high_freq_factor": ("high_freq_factor", float),
 }
+NF4 = dict(quant_method="bitsandbytes", load_in_8bit=False, load_in_4bit=True)
+NF4 |= dict(bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage="uint8")
 FAMILIES = {  # (bias, qkv_bias, proj_bias, qk_norm) -> who has them
     (0, 0, 0, 0): "llama",
     (1, 0, 0, 0): "llama",
@@ -74,16 +76,11 @@ def read_config(folder: str | Path) -> dict:
 
 
 def check_quantization(config: dict, path: Path):
-    """Refuse all but NF4 of bitsandbytes, which holds GPT-2's matrices the other way round. Raises SnugError."""
+    """Refuse all but NF4 of bitsandbytes. Raises SnugError."""
     values = Fields(config, path).get("quantization_config", dict)
-    defaults = dict(load_in_4bit=False, bnb_4bit_quant_type="fp4")
-    fields = Fields(defaults | values, f"{path}: quantization_config")
-    Fields(config, fields.path).want("model_type", *{*ARCHITECTURES} - {"gpt2"})
-    fields.want("quant_method", "bitsandbytes")
-    fields.want("load_in_8bit", False)
-    fields.want("load_in_4bit", True)
-    fields.want("bnb_4bit_quant_type", "nf4")
-    fields.want("bnb_4bit_quant_storage", "uint8")
+    fields = Fields({"bnb_4bit_quant_type": "fp4"} | values, f"{path}: quantization_config")
+    for name, value in NF4.items():
+        fields.want(name, value)
 
 
 def double_quant(folder: str | Path) -> bool | None:

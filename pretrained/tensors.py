@@ -144,11 +144,9 @@ def look_at_weights(folder: str | Path):
     family, shape = read_config(folder)["model_type"], read_shape(folder)
     if shape["n_layer"] > MAX_LAYERS:  # too many to list their tensors
         raise SnugError(f"{folder}: config.json says {shape['n_layer']} layers; at most {MAX_LAYERS}")
-    prefix, needed = PREFIXES[family], entries(shape, family, shape["vocab_size"])
-    double = double_quant(folder)
-    if double is not None:
-        packed = [tensors_of(entry, double) if entry.is_matrix else [entry] for entry in needed]
-        needed = sum(packed, [])
+    prefix, double = PREFIXES[family], double_quant(folder)
+    whole = entries(shape, family, shape["vocab_size"])
+    needed = [tensor for entry in whole for tensor in tensors_of(entry, double)]
     by_name = {entry.name.removeprefix(prefix): entry for entry in needed}
     places, surplus = {}, []
     for file in weight_files(folder):
@@ -217,19 +215,16 @@ def read_weights(folder: str | Path, model):
             return tensors.get_tensor(there)
 
     for entry in entries(shape, read_config(folder)["model_type"], shape["vocab_size"]):
-        ours = weights[entry.ours]
+        ours, packed = weights[entry.ours], double is not None and entry.is_matrix
         with torch.no_grad(), in_one_line(f"{folder}: {entry.name} cannot be read"):
-            if double is not None and entry.is_matrix:
-                value = read_matrix(entry, tensor, double)
-                if not isinstance(ours, NF4):
-                    value = NF4(entry.shape, ours.device).copy_(value).dequantized(torch.float32)
-            else:
-                value = tensor(entry.name)
-                value = value.t() if entry.transposed else value
+            value = read_matrix(entry, tensor, double, ours.device) if packed else tensor(entry.name)
+            value = value.t() if entry.transposed else value
             if isinstance(ours, NF4):
                 ours.copy_(value, entry.start)
-            else:
-                rows_of(ours, entry).copy_(value)
+                continue
+            if packed:
+                value = NF4(entry.shape, ours.device).copy_(value).dequantized(torch.float32)
+            rows_of(ours, entry).copy_(value)
 
 
 def rows_of(parameter, entry: Entry):

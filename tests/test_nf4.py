@@ -31,7 +31,7 @@ from batch import Cut
 from device.kinds import MIB
 from kernels import nf4
 from kernels.layers import hold_in_nf4
-from kernels.nf4 import NF4, Quantized, dynamic_map, quantize, scales_of, weights_of
+from kernels.nf4 import NF4, Quantized, dynamic_map, quantize, weights_of
 from memory import MemoryMeter
 from memory.plan import plan
 from model import make_model as make_gpt
@@ -110,28 +110,27 @@ def test_the_numbers_are_bitsandbytes_own():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bitsandbytes_agrees(dtype):
-    """Bit for bit, what is quantized and what comes back; its CPU kernel of scales chooses a neighbour now and then."""
+    """Bit for bit, what is quantized and what comes back; its CPU kernel of scales chooses other numbers nearby."""
     theirs = pytest.importorskip("bitsandbytes.functional", reason="pip install bitsandbytes")
     assert torch.equal(dynamic_map(), theirs.create_dynamic_map())
     assert torch.equal(torch.tensor(nf4.TABLE), theirs.get_4bit_type("nf4", "cpu"))
-    for shape in ((192, 576), (64, 64), (100, 192), (37, 100), (3, 62)):
+    for shape in ((192, 576), (64, 64), (100, 192), (48, 100)):
         weight = weights_in(dtype, shape)
         for double in (True, False):
-            if math.prod(shape) % 64 == 0:  # its kernel for any device divides the rest of a block, others multiply
-                assert_same(quantize(weight, double), their_quantize(weight, double))
+            assert_same(quantize(weight, double), their_quantize(weight, double))
             codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=double)
             parts = [codes.flatten(), state.absmax]
             if double:
                 parts += [state.state2.code, state.state2.absmax, state.offset]
-                neighbours = (quantize(weight).scales.int() - state.absmax.int()).abs()
-                assert neighbours.max() <= 1 and neighbours.float().mean() < 0.05
+                ours, there = (dynamic_map()[scales.int()] for scales in (quantize(weight).scales, state.absmax))
+                assert (ours - there).abs().max() < 0.0142 and (ours != there).float().mean() < 0.05
             for out in (torch.float32, torch.bfloat16, torch.float16):
                 state.dtype = out
                 expected = theirs.dequantize_4bit(codes, state).view(shape)
                 assert torch.equal(values_of(Quantized(*parts), shape, out), expected)
 
 
-@pytest.mark.parametrize("shape", [(5, 64), (64, 48), (37, 33), (300, 64), (1, 3)])
+@pytest.mark.parametrize("shape", [(5, 64), (64, 48), (32, 34), (300, 64)])
 @pytest.mark.parametrize("double", [True, False])
 def test_value_by_value(shape, double):
     """The slow twin: each value to the nearest number times its block's scale; each scale likewise."""
@@ -139,8 +138,14 @@ def test_value_by_value(shape, double):
     q, flat = quantize(weight, double), weight.flatten()
     assert len(q.codes) == math.ceil(len(flat) / 2) and len(q.scales) == math.ceil(len(flat) / 64)
     exact = torch.stack([block.abs().max() for block in flat.split(64)])
-    scales = scales_of(q)
+    scales = q.scales
     if double:
+        scales = torch.tensor(
+            [
+                float(q.scale_map[code]) * float(q.scale_scales[i // 256]) + float(q.offset)
+                for i, code in enumerate(q.scales.tolist())
+            ]
+        )
         blocks = (exact - exact.mean()).split(256)
         for block, approximate in zip(blocks, scales.split(256), strict=True):
             unit = dynamic_map()[(block[:, None] / block.abs().max() - dynamic_map()).abs().argmin(1)]
@@ -153,11 +158,11 @@ def test_value_by_value(shape, double):
     distance = (unit[:, None] - table).abs()
     assert (distance.gather(1, nibbles[:, None].long())[:, 0] - distance.min(1)[0]).max() < 1e-6
     expected = table[nibbles] * scales.repeat_interleave(64)[: len(flat)]
-    assert torch.equal(values_of(q, shape), expected.view(shape))
+    torch.testing.assert_close(values_of(q, shape), expected.view(shape), rtol=1e-5, atol=1e-8)
 
 
 def test_pieces_are_the_whole(monkeypatch):
-    q, shape = quantize(weights_in(torch.bfloat16, (37, 100))), (37, 100)
+    q, shape = quantize(weights_in(torch.bfloat16, (48, 100))), (48, 100)
     whole = values_of(q, shape)
     monkeypatch.setattr(nf4, "PIECES", {"cpu": 128})
     assert torch.equal(values_of(q, shape), whole)
@@ -165,12 +170,12 @@ def test_pieces_are_the_whole(monkeypatch):
 
 def test_a_matrix_of_several_parts():
     """q, k and v of different sizes: each has its own mean and its own last block."""
-    parts = [weights_in(torch.float32, (rows, 33), seed) for seed, rows in enumerate((20, 6, 7))]
-    matrix = NF4((33, 33), "cpu")
-    for start, part in zip((26, 0, 20), (parts[2], parts[0], parts[1]), strict=True):
+    parts = [weights_in(torch.float32, (rows, 48), seed) for seed, rows in enumerate((20, 4, 8))]
+    matrix = NF4((32, 48), "cpu")
+    for start, part in zip((24, 0, 20), (parts[2], parts[0], parts[1]), strict=True):
         matrix.copy_(part, start)
     expected = torch.cat([values_of(quantize(part), part.shape) for part in parts])
-    assert torch.equal(matrix.dequantized(torch.float32), expected) and matrix.numel() == 33 * 33
+    assert torch.equal(matrix.dequantized(torch.float32), expected) and matrix.numel() == 32 * 48
 
 
 def test_bytes():
@@ -183,7 +188,9 @@ def test_bytes():
     assert bits == [pytest.approx(4.127 + 8 * 1028 / 2**20, abs=1e-3), 4.5]
 
 
-def test_nan_is_refused():
+def test_what_has_no_nf4_is_refused():
+    with pytest.raises(ValueError, match="1221 values are no multiple of 64"):
+        quantize(torch.ones(33, 37))
     weight = torch.ones(64, 64)
     for value in (math.nan, math.inf):
         weight[3, 5] = value
