@@ -56,6 +56,7 @@ LADDER = {
     "masters": BFLOAT16,
     "bfloat16": BFLOAT16 | dict(optimizer_dtype="bfloat16"),
     "LoRA": dict(lora_rank=4),
+    "QLoRA": dict(lora_rank=4, base_dtype="nf4"),
     "reference": dict(beta=0.04),
     "trainer's log-probs": dict(importance_sampling_cap=2.0),
     "sequence level": dict(importance_sampling_level="sequence"),
@@ -163,7 +164,8 @@ def known(count, value):
 
 def make_training(prepared, reference=None):
     settings, device = prepared.settings, torch.device("gpu")
-    model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
+    model = make_model(prepared.shape, device, settings.param_dtype, base_dtype=settings.base_dtype)
+    configure(model, settings)
     log = NoLog(settings)
     parts = PlanMeter(PlannedHost()), log, Guard(settings, log.say), None, Limits(settings, log.say)
     optimizer = make_optimizer(model, settings)
