@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DEVICE, HOME, make_flat_model, make_model
+from conftest import DEVICE, HOME, SHAPES, make_flat_model, make_model
 from padded import a_few, padded
 from safetensors.torch import load_file, save_file
 from test_grpo import never_stop
@@ -166,6 +166,13 @@ def test_pieces_are_the_whole(monkeypatch):
     whole = values_of(q, shape)
     monkeypatch.setattr(nf4, "PIECES", {"cpu": 128})
     assert torch.equal(values_of(q, shape), whole)
+
+
+def test_a_model_in_bfloat16_has_scales_in_float32():
+    """It is made with another default type."""
+    model = make_gpt(SHAPES["gpt2"], "cpu", "bfloat16", base_dtype="nf4")
+    assert {t.dtype for t in model.blocks[0].mlp.up.weight.parts[0][2:]} == {torch.float32}
+    assert model.blocks[0].norm_1.weight.dtype == torch.bfloat16
 
 
 def test_a_matrix_of_several_parts():
@@ -481,6 +488,8 @@ def test_stopped_and_resumed_is_the_same_run(sft, tmp_path):
     whole, halves = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("whole", "halves"))
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
     assert any(value.any() for name, value in whole.items() if name.endswith("lora_B"))
+    with pytest.raises(SnugError, match="base_dtype was 'nf4', is ''; put it back"):
+        run_grpo(sft, tmp_path / "halves", *options, "--max_iters=3", "--resume=auto", "--base_dtype=")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
