@@ -728,6 +728,7 @@ class ExportSettings:
 
     to: str = option("", "the new folder")
     dtype: str = option("", "dtype of the weights; empty: as in the run", choices=("", *DTYPES))
+    adapters: bool = option(False, "write only the adapters of a run with lora_rank, as PEFT does")
 
     def check(self):
         if not self.to:
@@ -739,3 +740,4 @@ class FromGGUFSettings(ExportSettings):
     """A GGUF file as a Hugging Face folder: the options of tools/from_gguf.py."""
 
     dtype: str = option("float32", "dtype of the weights", choices=DTYPES)
+    adapters: ClassVar[bool] = False

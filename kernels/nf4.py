@@ -143,13 +143,13 @@ class NF4Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         """x (..., columns), weight: an NF4, bias (rows,) or None -> (..., rows), in autocast's type inside autocast."""
-        kind, ctx.weight, ctx.dtype = x.device.type, weight, x.dtype
+        kind, ctx.weight = x.device.type, weight
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         return linear(x, weight.dequantized(dtype), bias)
 
     @staticmethod
     def backward(ctx, dy):
-        return linear(dy, ctx.weight.dequantized(dy.dtype).t()).to(ctx.dtype), None, None
+        return linear(dy, ctx.weight.dequantized(dy.dtype).t()), None, None
 
 
 def weights_of(model: torch.nn.Module) -> dict:

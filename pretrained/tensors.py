@@ -274,7 +274,7 @@ def appearing(folder: str | Path):
         temporary.mkdir(parents=True)
         yield temporary
         for file in temporary.iterdir():  # safetensors writes files that only their owner can read
-            shutil.copymode(temporary / "config.json", file)
+            shutil.copymode(next(temporary.glob("*config.json")), file)
         os.rename(temporary, folder)  # or over an empty one
     except (OSError, SafetensorError) as error:
         raise SnugError(f"{folder}: cannot be written ({error})") from None

@@ -38,7 +38,7 @@ from model import make_model as make_gpt
 from options import SnugError, read_settings
 from pretrained.bitsandbytes import STATE as nf4_state
 from pretrained.shapes import read_shape
-from pretrained.tensors import load_pretrained, read_weights, save_pretrained
+from pretrained.tensors import entries, load_pretrained, read_weights, rows_of, save_pretrained
 from runs.checkpoint import newest, open_checkpoint, seal
 from runs.loading import load_run, load_weights
 from runs.log import read_log
@@ -506,6 +506,57 @@ def test_export_is_the_model_that_trained(dtype, sft, tmp_path):
         assert (model.logits(model(tokens)) - expected).abs().max() > 2 * tolerance
 
 
+PEFT_CASES = {
+    "gpt2, all": ("gpt2", []),
+    "gpt2, one c_proj": ("gpt2", ["--lora_target_modules=qkv,down"]),
+    "llama, all": ("llama", []),
+    "llama, half": ("llama", ["--lora_target_modules=qkv,up", "--base_dtype="]),
+}
+
+
+@pytest.mark.parametrize("case", PEFT_CASES)
+def test_adapters_are_exported_as_peft_has_them(case, tmp_path):
+    """PEFT's logits beside the base, here dequantized; without PEFT: the products of A and B, matrix by matrix."""
+    shape, options = PEFT_CASES[case]
+    base = make_model(shape, vocab_size=257, **dict(qk_norm=False, proj_bias=False) if shape == "llama" else {})
+    save_pretrained(base, tmp_path / "base")
+    get_tokenizer("bytes").save(tmp_path / "base")
+    run_grpo(tmp_path / "base", tmp_path / "run", *LORA, *options, "--entropy_coef=0.1")
+    export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
+    model, tokens = load_run(tmp_path / "run", "cpu").model, torch.arange(20)[None]
+    expected = model.logits(model(tokens)).detach()
+    with lora.adapters_off(model):
+        assert (model.logits(model(tokens)) - expected).abs().max() > 1e-3
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base") and (config["r"], config["lora_alpha"]) == (
+        4,
+        8.0,
+    )
+    written = load_file(tmp_path / "peft/adapter_model.safetensors")
+    for entry in entries(vars(model.config), "gpt2" if shape == "gpt2" else "qwen2", 257):
+        layer = model.get_submodule(entry.ours.rpartition(".")[0])
+        name = f"base_model.model.{entry.name.removesuffix('.weight')}.lora_"
+        if entry.is_matrix and isinstance(layer, lora.LoRALinear):
+            a, b = written.pop(f"{name}A.weight"), written.pop(f"{name}B.weight")
+            assert torch.equal(b @ a, rows_of(layer.lora_B, entry) @ layer.lora_A)
+    assert not written
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    transformers = pytest.importorskip("transformers")
+    for module in lora.adapted(model):  # of the 4-bit values, in float32
+        module.lora_B.data.zero_()
+    save_pretrained(lora.merge(model), tmp_path / "dequantized")
+    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantized")
+    there = peft.PeftModel.from_pretrained(there, tmp_path / "peft").eval()
+    torch.testing.assert_close(there(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_that_peft_cannot_have_are_refused(sft, tmp_path):
+    run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
+    for folder, said in ((tmp_path / "run", "is no Hugging Face folder; leave"), (sft, "has no adapters; leave")):
+        with pytest.raises(SnugError, match=said):
+            export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(folder))
+
+
 def test_a_plain_run_goes_on_from_it(sft, tmp_path):
     """From the dequantized weights with the adapters added, which are its reference, too. 4 bits would round them away."""
     run_grpo(sft, tmp_path / "run", *LORA, "--entropy_coef=0.1", "--lora_target_modules=qkv,up")
@@ -582,6 +633,10 @@ def test_a_run_from_bitsandbytes_folder(double, tmp_path, monkeypatch):
     matrices = {name: weight for name, weight in weights.items() if isinstance(weight, NF4)}
     assert len(matrices) == 4
     assert all(torch.equal(weight.dequantized(torch.float32), values[name]) for name, weight in matrices.items())
+    held = [t for m in matrices.values() for q in m.parts.values() for t in (*q, m.pairs) if t is not None]
+    held = sum({id(t): t.nbytes for t in [*held, *load_run(tmp_path / "run", "cpu").model.parameters()]}.values())
+    maps = 3 * 1032 if double else 0  # of three parts more than in the plan
+    assert held - maps == planned.phases["optimizer"][1]["weights"]
     bits = 8 * sum(t.nbytes for m in matrices.values() for q in m.parts.values() for t in q[:2])
     assert bits / sum(m.numel() for m in matrices.values()) == (4.125 if double else 4.5)
     plain = prepare(*read_settings(GRPOSettings, words)[:2])

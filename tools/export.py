@@ -1,8 +1,9 @@
 """Convert a run's newest checkpoint to a Hugging Face folder, adapters merged, for transformers and others.
 
     python -m tools.export out/grpo_gsm8k --to=export/mine [--dtype=bfloat16]
+    python -m tools.export out/grpo_gsm8k --to=export/adapters --adapters       # PEFT's folder, beside the base weights
 
-Left out: adapters as a folder of their own. Tests: tests/test_models.py.
+Tests: tests/test_models.py, tests/test_nf4.py.
 """
 
 import sys
@@ -10,9 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also as a script: python tools/export.py
 
-from options import friendly_errors, read_settings
+from options import SnugError, friendly_errors, read_settings
+from pretrained.adapters import save_adapters
+from pretrained.hub import hub_name
+from pretrained.shapes import is_pretrained
 from pretrained.tensors import new_folder, save_pretrained
-from runs.checkpoint import find_run
+from runs.checkpoint import Checkpoint, base_of, find_run, settings_of
 from settings import ExportSettings
 
 
@@ -20,6 +24,8 @@ def main(settings: ExportSettings, folder: str):
     """Raises SnugError if `folder` has no run or settings.to exists."""
     new_folder(settings.to)  # refuses a bad name before torch is imported
     checkpoint = find_run(folder)
+    if settings.adapters:
+        return export_adapters(settings, checkpoint)
     from lora import merge
     from runs.loading import load_run
 
@@ -28,6 +34,22 @@ def main(settings: ExportSettings, folder: str):
         run.model.float()
     save_pretrained(merge(run.model), settings.to, run.tokenizer, settings.dtype or None)
     print(f"{run.path} is now {settings.to}, a folder for transformers' AutoModelForCausalLM")
+
+
+def export_adapters(settings: ExportSettings, checkpoint: Checkpoint):
+    if "base" not in checkpoint.state:
+        raise SnugError(f"{checkpoint.path} has no adapters; leave --adapters out")
+    base, ours = base_of(checkpoint), settings_of(checkpoint.state)
+    if not is_pretrained(base.path):
+        raise SnugError(
+            f"the adapters' base, {base.path}, is no Hugging Face folder; leave --adapters out"
+        )
+    from runs.loading import load_run
+
+    save_adapters(load_run(checkpoint, "cpu").model, settings.to, hub_name(base.path), ours)
+    print(
+        f"the adapters of {checkpoint.path} are now in {settings.to}, for PEFT beside {hub_name(base.path)}"
+    )
 
 
 if __name__ == "__main__":
