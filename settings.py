@@ -463,6 +463,7 @@ eval_strategy: eval_interval
 generation_batch_size: batch_size, in prompts, not completions
 gradient_accumulation_steps: max_tokens_per_micro_batch, which does not change the result
 gradient_checkpointing: checkpoint_blocks=block
+load_in_4bit: base_dtype, such as nf4, with lora_rank
 log_completions: samples_per_iteration
 logging_steps: log_interval
 lora_r: lora_rank
@@ -536,7 +537,7 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
             )
         if self.base_dtype and not self.lora_rank:
             raise SnugError(
-                f"base_dtype={self.base_dtype!r} freezes the weights; add adapters, such as --lora_rank=16, or leave it out"
+                f"base_dtype={self.base_dtype!r} freezes the weights; add adapters (--lora_rank=16), or leave it out"
             )
 
     @property

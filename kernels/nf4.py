@@ -47,7 +47,7 @@ def numbers_of_nf4(device) -> torch.Tensor:
 
 
 def dynamic_map() -> torch.Tensor:
-    """(256,) float32, sorted: the 8-bit dynamic type (Dettmers et al. 2021, arXiv 2110.02861), as bitsandbytes makes it.
+    """(256,) float32, sorted: the 8-bit dynamic type (Dettmers et al. 2021, arXiv 2110.02861), by bitsandbytes' steps.
 
     Each power of ten from 1e-6 to 1 has twice as many fractions between 0.1 and 1 as the one before.
     """

@@ -1,8 +1,8 @@
 """Matrices in NF4 in a folder of transformers with bitsandbytes: which tensors each has, and reading them.
 
 Beside X.weight, the packed codes, there are X.weight.absmax (the blocks' scales), .quant_map (the 16 numbers) and
-.quant_state.bitsandbytes__nf4 (JSON); with double quantization also .nested_absmax and .nested_quant_map. kernels/nf4.py
-has the format, shapes.py checks quantization_config. Test: pytest tests/test_nf4.py
+.quant_state.bitsandbytes__nf4 (JSON); with double quantization also .nested_absmax and .nested_quant_map.
+kernels/nf4.py has the format, shapes.py checks quantization_config. Test: pytest tests/test_nf4.py
 """
 
 import json

@@ -7,7 +7,8 @@
 `entries` says which tensor holds which rows of which parameter, for both directions. `look_at_weights` checks names
 and shapes by the files' headers. Then tensors are copied one by one and cast.
 
-Left out: pickles, quantized weights except NF4 (bitsandbytes.py), YaRN, mixtures of experts. Tests: tests/test_pretrained.py.
+Left out: pickles, quantized weights except NF4 (bitsandbytes.py), YaRN, mixtures of experts. Tests:
+tests/test_pretrained.py.
 """
 
 import hashlib

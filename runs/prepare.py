@@ -238,7 +238,8 @@ def find_weights(settings, task: Task, config: str, read_tensors: bool):
             origin = find_run(init_from, read_tensors)
         if config and (not origin or origin.state["iteration"] < settings_of(origin.state).max_iters):
             origin, warm_start = None, prepare_warm_start(settings, config, read_tensors)
-    if origin and settings.base_dtype and settings_of(origin.state).lora_rank:
+    begin = warm_start.settings if warm_start else origin and settings_of(origin.state)
+    if begin and settings.base_dtype and begin.lora_rank:
         raise SnugError(
             f"base_dtype={settings.base_dtype!r}, but {init_from} has adapters, which would be rounded to 4 bits; name "
             "its base weights there, or make a folder of it: python -m tools.export"

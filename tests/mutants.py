@@ -83,7 +83,7 @@ MUTANTS = [
     ("NF4: FP4 is the default nobody wrote", "pretrained/shapes.py", '{"bnb_4bit_quant_type": "fp4"} | values', "values", "test_nf4.py"),
     ("NF4: a plan with double quantization always", "training/dry_run.py", "double=stored is not False", "double=True", "test_nf4.py"),
     ("NF4: resumed without it", "runs/prepare.py", '"lora_target_modules", "base_dtype"]', '"lora_target_modules"]', "test_nf4.py test_lora.py"),
-    ("NF4: begins from adapters", "runs/prepare.py", "if origin and settings.base_dtype and", "if False and", "test_nf4.py"),
+    ("NF4: begins from adapters", "runs/prepare.py", "if begin and settings.base_dtype and", "if False and", "test_nf4.py"),
     ("NF4: a folder in 4 bits is evaluated plain", "runs/checkpoint.py", 'stored = "" if double_quant(folder) is None else "nf4"', 'stored = ""', "test_nf4.py"),
     ("NF4: fsdp", "settings.py", 'memory_budget_gb="", base_dtype="")', 'memory_budget_gb="")', "test_nf4.py"),
     ("PEFT: q, k and v have all of B", "pretrained/adapters.py", "rows_of(layer.lora_B, entry)", "layer.lora_B", "test_nf4.py"),
