@@ -128,7 +128,7 @@ class Sandbox:
         """Kill the keeper and its process group. The next request starts another keeper."""
         process, self.process = self.process, None
         if process is not None:
-            self.channel.close()
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            self.channel.close()

@@ -15,6 +15,7 @@ from interpreted import (
     compiles,
     cubin_resources,
     forbid_plain_torch,
+    long,
     run_interpreted,
 )
 from padded import a_few, padded
@@ -346,8 +347,15 @@ def taught(model, teacher, rollouts, cut, options):
 
 @plain_only
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("shape, other", [("gpt2", "llama"), ("llama", "gpt2")])
-@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize(
+    "shape, other, place",
+    [
+        ("gpt2", "llama", "host"),
+        ("llama", "gpt2", "device"),
+        long("gpt2", "llama", "device"),
+        long("llama", "gpt2", "host"),
+    ],
+)
 def test_the_gradient_against_a_float64_loop(name, shape, other, place):
     """1e-10: packed, cut, checkpointed, with adapters; a tied student of an untied teacher and the other way round; another
     width, depth and padding; episodes; resident and streamed."""
@@ -508,8 +516,10 @@ def test_reward_coef_0_leaves_the_teacher(places, tmp_path):
 
 
 @plain_only
-@pytest.mark.parametrize("name", ["sampled", "forward_kl"])
-@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize(
+    "name, place",
+    [("sampled", "device"), ("forward_kl", "host"), long("sampled", "host"), long("forward_kl", "device")],
+)
 def test_the_plan_is_what_a_run_takes(places, name, place, tmp_path, monkeypatch):
     """Device and host within 0.1 %, phase by phase, where memory is large enough for bytes to count."""
     never_stop(monkeypatch)
