@@ -221,7 +221,9 @@ class MemoryOptions:
         False, "move each gradient to the host as soon as backward has made it, and accumulate there"
     )
     memory_budget_gb: str = option(
-        "", "GiB for the run, or auto: all free memory. snug chooses the cheapest options that fit"
+        "",
+        "GiB for the run, or auto: all free memory. snug chooses the fastest options that fit, among those that do not "
+        "change results (docs/memory.md), whatever the config or the command line say, and prints what it changed",
     )
     plan: bool = option(False, "print the memory that an iteration needs, then stop; needs no GPU")
     num_processes: int = option(

@@ -1,6 +1,7 @@
-"""The cheapest options that fit a memory budget, found with the planner. docs/memory.md: what each saves and costs."""
+"""The fastest options that fit a memory budget, found with the planner. docs/memory.md: what each saves and costs."""
 
 import math
+from bisect import bisect_left
 from dataclasses import replace
 
 import torch
@@ -15,32 +16,32 @@ CHANGES_ROUNDING = {
     "optimizer_dtype": "bfloat16",
     "dtype": "bfloat16",
 }  # never chosen for the user
+PLACES = ["device", "host"]
 
 
-def cheaper(settings, kind, prompt=1, completion=1):
-    """The ladder: (option, value) pairs that each need less, cheapest first. prompt, completion: longest, tokens."""
+def ladder(settings, kind, prompt=1, completion=1) -> dict:
+    """{option: its values, from the fastest to the one that needs least}; options that cost little time first.
+
+    prompt, completion: longest, tokens. No value changes results: docs/memory.md.
+    """
     tokens = settings.tokens_per_step(prompt, completion)
-    tokens = min(settings.max_tokens_per_micro_batch or tokens, tokens)
-    for fewer in halves(tokens, prompt + completion - 1):
-        yield "max_tokens_per_micro_batch", fewer
-    for less in halves(logits_budget(settings.logits_chunk_mb, kind), 16):
-        yield "logits_chunk_mb", float(less)
-    for fewer in halves(settings.max_rollout_batch or settings.sequences_per_rollout, 1):
-        yield "max_rollout_batch", fewer
-    if settings.checkpoint_blocks == "none":
-        yield "checkpoint_blocks", "selective"
-    if settings.checkpoint_blocks != "block":
-        yield "checkpoint_blocks", "block"
-    if settings.needs_reference and settings.reference == "device":
-        yield "reference", "host"
-    if settings.teacher and settings.teacher_device == "device":
-        yield "teacher_device", "host"
-    if settings.optimizer_device == "device":
-        yield "optimizer_device", "host"
-    if not settings.activation_offload:
-        yield "activation_offload", True
-    if not settings.grad_offload:
-        yield "grad_offload", True
+    default = logits_budget(0, kind)
+    steps = {
+        "max_tokens_per_micro_batch": [0, *halves(tokens, prompt + completion - 1)],
+        "logits_chunk_mb": [float(mb != default and mb) for mb in halves(8 * default, 16)],
+        "max_rollout_batch": [0, *halves(settings.sequences_per_rollout, 1)],
+        "checkpoint_blocks": ["none", "selective", "block"],
+    }
+    if getattr(settings, "loss_type", "") == "bnpo":  # results depend on its micro-batches
+        del steps["max_tokens_per_micro_batch"]
+    if settings.needs_reference:
+        steps["reference"] = PLACES
+    if settings.teacher:
+        steps["teacher_device"] = PLACES
+    steps["optimizer_device"] = PLACES
+    steps["activation_offload"] = [False, True]
+    steps["grad_offload"] = [False, True]
+    return steps
 
 
 def halves(now, least):
@@ -50,31 +51,36 @@ def halves(now, least):
         yield now
 
 
-def fit(dry_run, settings, first: Plan, budget):
-    """-> (settings that fit `budget` bytes, or come nearest, their Plan). first: the Plan of `settings`.
+def fit(dry_run, settings, budget):
+    """-> (settings that fit `budget` bytes, or come nearest, their Plan).
 
-    It goes down the ladder until the plan fits. Then it goes back up, from the most expensive option to the cheapest,
-    and gives each option its first value on the ladder that fits as well.
+    It starts with the fastest value of each option on the ladder, whatever `settings` have. It gives one option after
+    the other the value that needs least, cheapest first, until the plan fits. Then it goes back and gives each of them
+    its fastest value that fits as well. The most expensive is first: copies from the host can take longer than the
+    computation, recomputing adds a third to it, and smaller pieces cost little, so they get what memory is left.
     """
-    fitted, lowest = settings, first
-    rungs = {}  # option -> its values so far, the user's first
-    for name, value in cheaper(settings, first.kind, *dry_run.longest):
+    steps = ladder(settings, kind_planned(settings.device), *dry_run.longest)
+    fitted = replace(settings, **{name: values[0] for name, values in steps.items()})
+    lowest = plan(dry_run, fitted)
+    lowered = []
+    for name, values in steps.items():
         if lowest.peak <= budget:
             break
-        trial = replace(fitted, **{name: value})
+        trial = replace(fitted, **{name: values[-1]})
         planned = plan(dry_run, trial)
         if planned.peak <= lowest.peak:
-            rungs.setdefault(name, [getattr(settings, name)]).append(value)
             fitted, lowest = trial, planned
+            lowered.append(name)
     enough = max(budget, lowest.peak)
-    for name, values in reversed(rungs.items()):
-        for value in values[:-1]:
-            trial = replace(fitted, **{name: value})
-            planned = plan(dry_run, trial)
-            if planned.peak <= enough:
-                fitted, lowest = trial, planned
-                break
-    return fitted, lowest
+
+    def fits(trial):
+        return plan(dry_run, trial).peak <= enough
+
+    for name in reversed(lowered):
+        fitted, *slower = (replace(fitted, **{name: value}) for value in steps[name])
+        if not fits(fitted):
+            fitted = slower[bisect_left(slower[:-1], True, key=fits)]
+    return fitted, plan(dry_run, fitted)
 
 
 def changes(before, after) -> dict:
@@ -104,10 +110,10 @@ def budget_of(settings, device) -> int | None:
 def show(dry_run, settings) -> str:
     """What --plan prints."""
     budget = budget_of(settings, settings.device if settings.device.startswith("cuda:") else None)
-    planned = plan(dry_run, settings)
     if budget is None:
+        planned = plan(dry_run, settings)
         return f"{planned.text()}\n{planned.line()}"
-    fitted, planned = fit(dry_run, settings, planned, budget)
+    fitted, planned = fit(dry_run, settings, budget)
     change = changes(settings, fitted)
     verdict = f"fits into {budget / GIB:.3g} GiB with {written(change)}"
     if planned.peak > budget:
@@ -120,8 +126,7 @@ def apply(dry_run, settings, device, say):
     budget = budget_of(settings, device)
     if budget is None:
         return settings
-    first = plan(dry_run, settings)
-    fitted, planned = fit(dry_run, settings, first, budget)
+    fitted, planned = fit(dry_run, settings, budget)
     change = changes(settings, fitted)
     host = available_on_host()
     if planned.kind == "cpu":  # a CPU is its own host
@@ -136,8 +141,7 @@ def apply(dry_run, settings, device, say):
             )
         raise SnugError(too_large(dry_run, fitted, planned, change, budget))
     if change:
-        before = f"planned peak {first.peak / GIB:.3f} GiB in {first.phase}"
-        say(f"{before}, {budget / GIB:.3f} GiB may be used: changed {written(change)}")
+        say(f"{budget / GIB:.3f} GiB may be used: changed {written(change)}")
     say(f"planned: {planned.line()}")
     return fitted
 

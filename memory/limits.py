@@ -12,7 +12,7 @@ import torch
 from device.cuda import empty_cache
 from device.processes import ONE_PROCESS
 from device.streams import settle
-from memory.fit import CHANGES_ROUNDING, cheaper, written
+from memory.fit import CHANGES_ROUNDING, ladder, written
 from memory.plan import kind_planned
 from options import SnugError, first_line
 
@@ -142,8 +142,11 @@ class Limits:
         settings, advice = self.settings, "a smaller model, or shorter sequences"
         if "float32" in (settings.param_dtype, settings.optimizer_dtype):
             advice = f"{written(CHANGES_ROUNDING)}, with --resume=auto"
-        for name, value in cheaper(settings, kind_planned(settings.device)):
-            if name not in ("max_rollout_batch", "max_tokens_per_micro_batch"):  # these were halved
-                advice = f"{written({name: value})}, with --resume=auto"
+        for name, values in ladder(settings, kind_planned(settings.device)).items():
+            halved = name in ("max_rollout_batch", "max_tokens_per_micro_batch")
+            now = getattr(settings, name)
+            if not halved and now in values[:-1]:
+                less = values[values.index(now) + 1]
+                advice = f"{written({name: less})}, with --resume=auto"
                 break
         return f"out of memory, {problem}; next: {advice}; --plan shows the biggest tensors"

@@ -20,7 +20,7 @@ from data.task import Task
 from device.host import HOST
 from device.kinds import MIB
 from memory import plan as planning
-from memory.fit import apply, changes, fit, show
+from memory.fit import apply, changes, fit, ladder, show
 from memory.ledger import component, component_of
 from memory.plan import GIB, plan
 from options import SnugError
@@ -301,43 +301,83 @@ def test_the_configs_of_the_repository_hold_what_they_promise():
 
 
 def fitted_into(share, tmp_path, **options):
-    """-> (settings, the settings that fit this share of their peak, their peak, function of settings: the share they need)."""
+    """-> (settings, the settings that fit this share of their peak, their peak, function of changes: the share they need)."""
     prepared, settings = prepared_run(tmp_path, **options)
     make = dry_run(prepared)
     first = plan(make, settings)
-    fitted, planned = fit(make, settings, first, share * first.peak)
-    return settings, fitted, planned.peak / first.peak, lambda other: plan(make, other).peak / first.peak
+    fitted, planned = fit(make, settings, share * first.peak)
+    fitted.check()
+    assert planned.peak / first.peak <= share
+    assert planned.line() == plan(make, fitted).line()
+    return settings, fitted, lambda **other: plan(make, dataclasses.replace(fitted, **other)).peak / first.peak
 
 
 @pytest.mark.parametrize("share", [1, 0.9, 0.3])
 def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(share, tmp_path):
-    settings, fitted, needed, need_of = fitted_into(share, tmp_path, batch_size=16, n_layer=1, eval_prompts=0)
-    fitted.check()
-    assert need_of(fitted) == needed <= share
+    options = dict(batch_size=16, n_layer=1, eval_prompts=0, logits_chunk_mb=64.0)
+    settings, fitted, need_of = fitted_into(share, tmp_path, **options)
     changed = changes(settings, fitted)
     assert bool(changed) == (share < 1) == ("max_tokens_per_micro_batch" in changed)
     cheap = {"max_tokens_per_micro_batch", "logits_chunk_mb", "max_rollout_batch", "checkpoint_blocks"}
     assert set(changed) <= cheap | {"activation_offload", "grad_offload"}
     for name in changed if share < 0.9 else ():  # each is needed
-        assert need_of(dataclasses.replace(fitted, **{name: getattr(settings, name)})) > share
+        assert need_of(**{name: getattr(settings, name)}) > share
 
 
 def test_fit_takes_the_first_value_that_fits(tmp_path):
-    settings, fitted, needed, need_of = fitted_into(0.8, tmp_path, batch_size=16, n_layer=1, eval_prompts=0)
-    assert needed <= 0.8 and set(changes(settings, fitted)) == {"max_tokens_per_micro_batch"}
-    assert need_of(dataclasses.replace(fitted, max_tokens_per_micro_batch=2 * fitted.max_tokens_per_micro_batch)) > 0.8
+    options = dict(batch_size=16, n_layer=1, eval_prompts=0, logits_chunk_mb=64.0)
+    settings, fitted, need_of = fitted_into(0.8, tmp_path, **options)
+    assert set(changes(settings, fitted)) == {"max_tokens_per_micro_batch"}
+    assert need_of(max_tokens_per_micro_batch=2 * fitted.max_tokens_per_micro_batch) > 0.8
 
 
-@pytest.mark.parametrize(
-    "bounds",
-    [dict(max_rollout_batch=9000), pytest.param(dict(max_tokens_per_micro_batch=100_000), marks=pytest.mark.long)],
-)
-def test_fit_begins_with_what_binds(bounds, tmp_path):
-    """A bound far above what there is does not keep the ladder from its first rungs."""
-    options = dict(n_layer=1, batch_size=24, max_tokens_per_micro_batch=100) | bounds
-    settings, fitted, needed, _ = fitted_into(0.7, tmp_path, **options)
-    assert needed <= 0.7
-    assert set(changes(settings, fitted)) <= {"max_rollout_batch", "max_tokens_per_micro_batch"}
+SLOWEST = dict(max_tokens_per_micro_batch=33, logits_chunk_mb=16.0, max_rollout_batch=1, checkpoint_blocks="block")
+SLOWEST |= dict(optimizer_device="host", activation_offload=True, grad_offload=True)
+
+
+@pytest.mark.parametrize("share, options", [(1.5, dict()), (50, dict(beta=0.04, reference="host"))])
+def test_fit_spends_what_is_left(share, options, tmp_path):
+    """Options that were chosen for a smaller device become faster, as far as the budget goes, and nothing else changes."""
+    slowest = SLOWEST | options
+    settings, fitted, need_of = fitted_into(share, tmp_path, n_layer=1, eval_prompts=0, **slowest)
+    fastest = {name: values[0] for name, values in ladder(settings, "cpu").items()}
+    changed = changes(settings, fitted)
+    assert set(changed) <= set(slowest) - {"beta"} == set(fastest)
+    if share == 50:  # room for everything
+        assert changed == fastest
+    else:
+        assert changed and changed != fastest
+        for name, value in fastest.items():  # none has room to be faster
+            assert getattr(fitted, name) == value or need_of(**{name: value}) > share
+
+
+def test_a_budget_finds_the_same_wherever_it_begins(tmp_path):
+    """So a resumed run, which begins with what was found, has it again."""
+    prepared, settings = prepared_run(tmp_path, n_layer=1, eval_prompts=0, **SLOWEST)
+    make = dry_run(prepared)
+    budget = 2 * plan(make, settings).peak
+    fitted, planned = fit(make, settings, budget)
+    again, _ = fit(make, fitted, budget)
+    assert again == fitted != settings and planned.peak <= budget
+
+
+def test_a_budget_does_not_cut_what_depends_on_the_cut(tmp_path):
+    """bnpo averages over each micro-batch."""
+    _, settings = prepared_run(tmp_path, **SMALL)
+    for loss, cut in (("dapo", True), ("bnpo", False)):
+        steps = ladder(dataclasses.replace(settings, loss_type=loss), "cpu")
+        assert ("max_tokens_per_micro_batch" in steps) == cut
+
+
+def test_a_config_for_a_small_device_uses_a_large_one():
+    from options import read_settings
+
+    words = ["config/grpo_qwen2_1.5b.py", "--device=cuda"]
+    prepared = prepare(*read_settings(GRPOSettings, words)[:2])
+    fitted, planned = fit(dry_run(prepared), prepared.settings, 80 * GIB)
+    faster = dict(max_tokens_per_micro_batch=0, checkpoint_blocks="none", logits_chunk_mb=1024.0)
+    assert changes(prepared.settings, fitted) == faster
+    assert 40 * GIB < planned.peak <= 80 * GIB
 
 
 def test_a_budget_bounds_the_run_and_says_so(tmp_path, capsys):
@@ -359,7 +399,8 @@ def test_what_cannot_fit_is_refused_before_the_first_step(tmp_path, capsys):
 
 
 def test_a_host_that_is_too_small_is_refused(tmp_path, monkeypatch):
-    prepared, settings = prepared_run(tmp_path, memory_budget_gb="4", optimizer_device="host")
+    prepared, settings = prepared_run(tmp_path, n_layer=1, eval_prompts=0, **SLOWEST)
+    settings.memory_budget_gb = f"{1.01 * plan(dry_run(prepared), settings).peak / GIB:f}"
     monkeypatch.setattr("memory.fit.available_on_host", lambda: 1000)
     with pytest.raises(SnugError, match="GiB of the host, which has 0 GiB left"):
         apply(dry_run(prepared), settings, torch.device("cpu"), print)
@@ -385,7 +426,8 @@ def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):
     assert "GiB may be used: changed --" in capsys.readouterr().out
     assert read_log(settings.out_dir)[-1]["mem_max_alloc_mb"] <= 0.95 * peak / MIB
     monkeypatch.undo()
-    assert "changed" not in show(dry_run(prepared), settings)  # here there is enough
+    # here there is enough
+    assert "GiB with --logits_chunk_mb=64.0\n" in show(dry_run(prepared), settings)
 
 
 def test_the_allocator_is_set_before_torch_is_imported(monkeypatch):
