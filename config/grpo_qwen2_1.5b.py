@@ -1,6 +1,7 @@
 """GRPO on the shape of Qwen2.5-1.5B, all parameters, on a 16 GB device: planned peak 11.9 GiB. Others measured 21.4.
 
     python grpo.py config/grpo_qwen2_1.5b.py --plan --device=cuda
+    python grpo.py config/grpo_qwen2_1.5b.py --memory_budget_gb=auto    # a larger device: micro-batches that use it
 
 16 completions (4 prompts of up to 256 tokens x 4) of up to 1,024 tokens, one sequence a micro-batch. Weights, gradients
 and moments are in bfloat16, rounded stochastically. Random weights and countdown, unless init_from names a run.
