@@ -11,7 +11,7 @@ scales, less their mean, are cut into blocks of 256, and become 8-bit codes of t
 We choose the nearest number, as bitsandbytes' kernels for any device do. Its CPU kernel for scales first rounds to
 multiples of 2^-15, so one scale in 500 gets a neighbour's code there. What is quantized already is read bit for bit.
 
-Left out: FP4, other block sizes. A Triton kernel would stand in for `dequantize`. Test: pytest tests/test_nf4.py
+Left out: FP4, other block sizes, a product that reads 4 bits. Test: pytest tests/test_nf4.py
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from device.cpu import linear
-from device.kinds import kind_of
+from kernels import nothing_to_do, triton, uses_triton
 from memory.ledger import COMPONENTS, component
 
 COMPONENTS[__name__] = "weights"
@@ -29,7 +29,31 @@ TABLE = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -
 TABLE += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
 TABLE += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
 TABLE += [0.7229568362236023, 1.0]
-PIECES = {"cpu": 2**20, "cuda": 2**24}  # values dequantized at a time, each takes 6 bytes meanwhile
+PIECE = 2**14  # blocks that plain torch dequantizes at a time, each value takes 6 bytes meanwhile
+ROWS = 16  # blocks of a kernel's program: 8 values a lane
+
+if triton is not None:
+    import triton.language as tl
+
+    @triton.jit
+    def dequantize_kernel(
+        codes, scales, scale_map, scale_scales, offset, pairs, out, blocks, ROWS: tl.constexpr
+    ):
+        """One program per ROWS blocks of 64 values. A lane reads 4 bytes of codes and writes 8 values side by side.
+
+        Code i's number is the second of pairs[i]: all 16 are in a line of the first cache. scale_map stays there, too.
+        """
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = row < blocks
+        scale = tl.load(scales + row, mask)
+        if offset is not None:
+            scale = tl.load(scale_map + scale) * tl.load(scale_scales + row // 256, mask) + tl.load(offset)
+        row, mask = row[:, None], mask[:, None]
+        byte = tl.load(codes + row * 32 + tl.arange(0, 32), mask)
+        # What lanes beyond the end have is below 16, too.
+        code = tl.join(byte // 16, byte % 16).reshape(ROWS, 64)
+        values = tl.load(pairs + code * 2 + 1) * scale[:, None]
+        tl.store(out + row * 64 + tl.arange(0, 64), values.to(out.dtype.element_ty), mask)
 
 
 class Quantized(NamedTuple):
@@ -83,18 +107,30 @@ def quantize(weight: torch.Tensor, double: bool = True) -> Quantized:
     return Quantized(codes, scales, numbers, scale_scales, offset)
 
 
-@component("dequantized weights")
 def dequantize(q: Quantized, pairs: torch.Tensor, out: torch.Tensor):
-    """Write the values into out (rows, columns), piece by piece. pairs (256,) int64: the two float32 of each byte."""
-    flat, step, scales = out.view(-1), PIECES[kind_of(out)], q.scales
+    """Write the values into out (rows, columns). pairs (256,) int64: the two float32 of each byte."""
+    if not uses_triton(out):
+        dequantize_torch(q, pairs, out)
+    elif not nothing_to_do(out):
+        blocks = out.numel() // BLOCK
+        # The twin rounds scale * number + offset twice. A fused product, which is switched off, would round once.
+        with torch.cuda.device_of(out):
+            dequantize_kernel[(triton.cdiv(blocks, ROWS),)](
+                *q, pairs.view(torch.float32), out, blocks, ROWS, enable_fp_fusion=False
+            )
+
+
+@component("dequantized weights")
+def dequantize_torch(q, pairs, out):
+    """The kernel's twin: bit for bit the same values, piece by piece."""
+    scales = q.scales
     if q.offset is not None:
         scales = q.scale_map[scales.int()]
         scales.mul_(q.scale_scales.repeat_interleave(SCALE_BLOCK)[: len(scales)]).add_(q.offset)
-    for start in range(0, len(flat), step):
-        piece = flat[start : start + step].view(-1, BLOCK)
-        codes = q.codes[start // 2 : (start + step) // 2].int()
-        values = pairs.index_select(0, codes).view(torch.float32).view(-1, BLOCK)
-        piece.copy_(values.mul_(scales[start // BLOCK : (start + step) // BLOCK, None]))
+    blocks = out.view(-1, BLOCK), q.codes.view(-1, BLOCK // 2), scales[:, None]
+    for piece, codes, scale in zip(*(x.split(PIECE) for x in blocks), strict=True):
+        code = codes.flatten().int()
+        piece.copy_(pairs.index_select(0, code).view(torch.float32).view_as(piece).mul_(scale))
 
 
 class NF4:

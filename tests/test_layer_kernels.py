@@ -1,4 +1,4 @@
-"""The kernels of a layer, rotary and SwiGLU, against float64; residual adds; and what a layer keeps for backward.
+"""The kernels of a layer, rotary and SwiGLU, against float64; NF4; residual adds; what a layer keeps for backward.
 
 As in test_kernels.py, the tests of values run again in Triton's interpreter, and on CUDA."""
 
@@ -18,6 +18,7 @@ from interpreted import (
     compiles,
     cubin_resources,
     forbid_plain_torch,
+    in_kernels,
     long,
     run_interpreted,
 )
@@ -30,13 +31,15 @@ import model as gpt
 from device.host import HostLedger
 from device.kinds import PlanningMode
 from kernels import layers as lean
-from kernels import triton
+from kernels import nf4, triton
+from kernels.nf4 import NF4, Quantized
 from kernels.rotary import Rotary, rotate
 from kernels.swiglu import SwiGLU
 from memory.ledger import LiveBytes
 from model import GPTConfig, rotary_table
 from model import make_model as new_model
 
+DEQUANTIZE_TORCH = nf4.dequantize_torch
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
@@ -133,6 +136,56 @@ def test_swiglu_and_its_gradient(shape, dtype):
     for ours, truth in ((y.detach(), expected.detach()), (leaf.grad, exact.grad)):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), truth, **tolerance)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# NF4.
+
+
+def rounded(values, dtype):
+    """float32 -> dtype, as the kernel does: Triton's interpreter cuts to bfloat16."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        values = (values.view(torch.int32) & -(2**16)).view(torch.float32)
+    return values.to(dtype)
+
+
+@in_kernels
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("rows", [[1], [16], [17, 300, 2]])
+def test_nf4_is_its_twin_bit_for_bit(rows, double, dtype, monkeypatch):
+    """One matrix of several parts, as q, k and v are; the last program of each has blocks beyond its end."""
+    matrix, start = NF4((sum(rows), 64), DEVICE), 0
+    for n in rows:
+        matrix.copy_(torch.randn(n, 64) * torch.rand(n, 1) + torch.tensor([3.0] + 63 * [0]), start, double)
+        start += n
+    for q in matrix.parts.values():
+        q.codes[:32] = torch.arange(32, device=DEVICE) * 8 + torch.arange(32, device=DEVICE) % 16
+        assert not double or len(q.scales) < 16 or q.scales.min() < 128 < q.scales.max()
+    expected = [torch.empty(n, 64, device=DEVICE) for n in rows]
+    for part, q in zip(expected, matrix.parts.values(), strict=True):
+        DEQUANTIZE_TORCH(q, matrix.pairs, part)
+    monkeypatch.setattr(nf4, "dequantize_torch", lambda *_: pytest.fail("plain torch ran"))
+    out = torch.full((sum(rows) + 16, 64), 7.0, dtype=dtype, device=DEVICE)
+    monkeypatch.setattr(nf4.torch, "empty", lambda shape, **_: out[: shape[0]])
+    values = matrix.dequantized(dtype)
+    monkeypatch.undo()
+    assert values.equal(rounded(torch.cat(expected), dtype)) and (out[sum(rows) :] == 7).all()
+
+
+@pytest.mark.skipif(triton is None, reason="Triton is not installed")
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_planned_nf4_matrix_takes_pieces_without_kernels_alone(kind):
+    """6 bytes a value of a piece, and the scales in float32."""
+    with PlanningMode(kind, HostLedger()), LiveBytes() as live:
+        matrix = NF4((4096, 1024), "cpu")
+        parts = torch.empty(2**21), torch.empty(2**16), torch.empty(256), torch.empty(256), torch.empty(())
+        matrix.parts[0] = Quantized(parts[0].to(torch.uint8), parts[1].to(torch.uint8), *parts[2:])
+        del parts
+        before = live.peak = live.current
+        matrix.dequantized(torch.bfloat16)
+    taken = live.peak - before - 2 * 2**22
+    assert taken == 0 if kind == "cuda" or INTERPRETED else 6 * 2**20 < taken < 7 * 2**20
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -387,3 +440,41 @@ def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
             assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= most
             if constants.get("M") != 1:  # 16 bytes at a time; of one head there are not enough for all threads
                 assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+
+
+@compiles
+@pytest.mark.skipif(triton is None or sys.platform != "linux", reason="Triton ships its assembler for Linux")
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", long("fp32"), long("fp16")])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiled_nf4_rounds_as_its_twin(capability, dtype, double, tmp_path, monkeypatch):
+    """It multiplies, rounds, adds and rounds: there is no fused product in the binary, as there is without the option
+    that the launch gives. That GPUs round alike is not tested without one."""
+    options, out = {}, torch.empty(32, 64)
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *_, **given: options.update(given, grid=grid)
+
+    monkeypatch.setattr(nf4, "uses_triton", lambda _: True)
+    kernel = nf4.dequantize_kernel
+    monkeypatch.setattr(nf4, "dequantize_kernel", Launch())
+    matrix = NF4((32, 64), "cpu").copy_(torch.randn(32, 64))
+    nf4.dequantize(matrix.parts[0], matrix.pairs, out)
+    assert options.pop("grid") == (2,)
+    pointers = dict(codes="*u8", scales="*u8", scale_map="*fp32", scale_scales="*fp32", offset="*fp32", pairs="*fp32")
+    pointers, constants = pointers | dict(out="*" + dtype), dict(ROWS=nf4.ROWS)
+    if not double:
+        pointers["scales"], none = "*fp32", ("scale_map", "scale_scales", "offset")
+        pointers = {name: pointers[name] for name in pointers if name not in none}
+        constants |= dict.fromkeys(none)
+    fused = []
+    for chosen in (options, {}):
+        used, ptx = cubin_resources(kernel, capability, pointers, constants, ["blocks"], 4, tmp_path, **chosen)
+        print(f"sm_{capability} {dtype} {double=} {chosen}", used)
+        assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 40
+        assert len(re.findall("ld.global.b8", ptx)) <= 2 and "st.global.v4" in ptx  # 16 bytes at a time
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [tool, "-sass", tmp_path / "kernel.cubin"]
+        fused.append("FFMA" in subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert fused == [False, double]
