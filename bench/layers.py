@@ -1,11 +1,11 @@
-"""What a layer of Qwen2.5-1.5B launches and moves on CUDA, in a decode step and in a training step: counted, not timed.
+"""What a layer of Qwen2.5 launches and moves on CUDA, in a decode step and in a training step: counted, not timed.
 
-    python bench/layers.py [--rows=64] [--tokens=4096]
+    python bench/layers.py [--model=1.5B] [--base_dtype=nf4] [--rows=64] [--tokens=4096]
 
 The model runs on a planner's CUDA tensors, which have no data, at two depths: the difference is a layer. A dispatch
 mode sees every ATen op; views launch nothing. Bytes: each op reads its arguments once and writes its results once.
 
-floor    the bytes of matrix products and attention alone: as if all else happened within them
+floor    the bytes of matrix products and attention alone: as if all else happened within them; of bfloat16 matrices
 
 The training step is one packed row of a prompt. Some ops differ on CUDA, which this file corrects: the fused RMS norm
 and its backward (2 kernels), a product that adds to a copy (2), and Triton's kernels (3 in attention's backward).
@@ -17,19 +17,20 @@ import sys
 import common  # noqa: F401  puts the project on the path
 import numpy as np
 import torch
-from shapes import QWEN_15B
+from shapes import QWEN_7B, QWEN_15B
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoding import kvcache
 from device.host import HostLedger
 from device.kinds import PlanningMode
-from kernels import layers
+from kernels import layers, nf4
 from kernels.segments import Segments
 from model import make_model
 
-SHAPE = QWEN_15B | dict(vocab_size=8, block_size=32768)
+SHAPES = {"1.5B": QWEN_15B, "7B": QWEN_7B}
 PROMPTS, PROMPT_WIDTH, WIDTH = 4, 256, 256  # of the KV cache, which is full
-TRITON = "kernels.rotary", "kernels.swiglu", "kernels.flash", "decoding.kvcache"  # kernels if not `nothing_to_do`
+# where kernels are launched if not `nothing_to_do`
+TRITON = "kernels.rotary", "kernels.swiglu", "kernels.flash", "kernels.nf4", "decoding.kvcache"
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "device")
 
 
@@ -41,7 +42,8 @@ class Count(TorchDispatchMode):
         self.launches = self.bytes = self.floor = 0
 
     def add(self, launches, tensors, floor=False):
-        size = sum(tensor.nbytes for tensor in tensors)
+        # What is expanded is read once. Without data a product of one token a row is one of expanded matrices.
+        size = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
         self.launches, self.bytes, self.floor = self.launches + launches, self.bytes + size, self.floor + floor * size
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -53,7 +55,7 @@ class Count(TorchDispatchMode):
             return result
         adds = name == "addmm" and args[0].dim() == 2
         copies = outputs + outputs if adds else []
-        self.add(1 + adds, inputs + outputs + copies, name in ("mm", "addmm", "addmm_"))
+        self.add(1 + adds, inputs + outputs + copies, name in ("mm", "bmm", "addmm", "addmm_"))
         return result
 
 
@@ -97,10 +99,34 @@ def counted(count):
     return True
 
 
-def run(what, n_layer, rows, tokens) -> Count:
+def hold_in_nf4(model):
+    """Each matrix of a folder by itself: q, k and v are three."""
+    layers.hold_in_nf4(model, "cpu", empty=True)
+    c, rows = model.config, {}
+    for block in model.blocks:
+        kv = c.n_kv_head * c.head_size
+        rows[block.attention.qkv], rows[block.mlp.up] = [c.n_head * c.head_size, kv, kv], [c.n_hidden] * 2
+        rows[block.attention.proj], rows[block.mlp.down] = [c.n_embd], [c.n_embd]
+    for layer, parts in rows.items():
+        for start, n in zip(np.cumsum([0, *parts]).tolist(), parts, strict=False):
+            layer.weight.parts[start] = fake_nf4(n * layer.weight.shape[1])
+
+
+def fake_nf4(n):
+    """-> Quantized of n values, without data."""
+    blocks, numbers = n // nf4.BLOCK, dict(dtype=torch.float32)
+    scales = torch.empty(256, **numbers), torch.empty(-(-blocks // nf4.SCALE_BLOCK), **numbers)
+    codes = torch.empty(n // 2, dtype=torch.uint8), torch.empty(blocks, dtype=torch.uint8)
+    return nf4.Quantized(*codes, *scales, torch.empty((), **numbers))
+
+
+def run(what, n_layer, rows, tokens, model, base_dtype) -> Count:
     """Count one decode step, or one forward and backward, of a model this deep."""
     with PlanningMode("cuda", HostLedger()):
-        model, count = make_model(SHAPE | dict(n_layer=n_layer), "cpu", "bfloat16"), Count()
+        shape = SHAPES[model] | dict(vocab_size=8, block_size=32768, n_layer=n_layer)
+        model, count = make_model(shape, "cpu", "bfloat16"), Count()
+        if base_dtype:
+            hold_in_nf4(model)
         model.checkpoint_blocks = what
         FusedNorm.count, layers.LeanRMSNorm = count, FusedNorm
         for name in TRITON:
@@ -124,6 +150,8 @@ def run(what, n_layer, rows, tokens) -> Count:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="1.5B", help="Qwen2.5")
+    parser.add_argument("--base_dtype", choices=["", "nf4"], default="", help="of the frozen matrices")
     parser.add_argument("--rows", type=int, default=64, help="of the decode batch")
     parser.add_argument("--tokens", type=int, default=4096, help="of the micro-batch")
     sizes = vars(parser.parse_args())
