@@ -16,6 +16,7 @@ CHANGES_ROUNDING = {
     "optimizer_dtype": "bfloat16",
     "dtype": "bfloat16",
 }  # never chosen for the user
+NF4 = {"base_dtype": "nf4"}  # nor is this
 PLACES = ["device", "host"]
 
 
@@ -150,8 +151,10 @@ def too_large(dry_run, fitted, planned: Plan, change, budget) -> str:
     """One line: what is missing, and the smallest change that would do."""
     problem = f"the plan takes {planned.peak / GIB:.3g} GiB in {planned.phase} even with {written(change)}"
     problem += f"; {budget / GIB:.3g} GiB may be used"
-    if fitted.param_dtype == "float32":
-        rounded = plan(dry_run, replace(fitted, **CHANGES_ROUNDING))
+    shorter = CHANGES_ROUNDING if fitted.param_dtype == "float32" else {}
+    in_nf4 = shorter | NF4 if fitted.lora_rank and fitted.parallel in ("none", "ddp") else {}
+    for rounding in filter(None, (shorter, in_nf4)):
+        rounded = plan(dry_run, replace(fitted, **rounding))
         if rounded.peak <= budget:
-            return f"{problem}; {written(CHANGES_ROUNDING)} would make it {rounded.peak / GIB:.3g}"
+            return f"{problem}; {written(rounding)} would make it {rounded.peak / GIB:.3g}"
     return f"{problem}; the biggest is {planned.biggest[0][1]}: use a smaller model, or shorter sequences"

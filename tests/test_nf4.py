@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ from kernels import nf4
 from kernels.layers import hold_in_nf4
 from kernels.nf4 import NF4, Quantized, dynamic_map, quantize, weights_of
 from memory import MemoryMeter
+from memory.fit import CHANGES_ROUNDING, too_large
 from memory.plan import plan
 from model import make_model as make_gpt
 from options import SnugError, read_settings
@@ -715,3 +717,24 @@ def digest(matrix):
 
 if __name__ == "__main__":
     write_golden()
+
+
+def test_a_budget_that_only_nf4_fits_names_it(tmp_path):
+    """The search never chooses what rounds. It says which rounding would do, and 4 bits only where less does not."""
+    shape = "--n_layer=8 --n_embd=192 --block_size=64 --norm=rmsnorm --position=rotary --mlp=swiglu --digits=4"
+    common = f"--device=cpu --eval_prompts=0 --save_interval=0 --out_dir={tmp_path}/"
+    train_sft.main(
+        prepare(*read_settings(SFTSettings, f"{common}sft {shape} --max_iters=1 --batch_size=2".split())[:2])
+    )
+    words = f"{common}run --digits=4 --init_from={tmp_path}/sft --batch_size=2 --group_size=2 --lora_rank=4".split()
+    prepared = prepare(*read_settings(GRPOSettings, words)[:2])
+    dry_run = DryRun(prepared, grpo.iterate)
+    fitted, planned = prepared.settings, plan(dry_run, prepared.settings)
+    half = plan(dry_run, replace(fitted, **CHANGES_ROUNDING)).peak
+    quarter = plan(dry_run, replace(fitted, **CHANGES_ROUNDING, base_dtype="nf4")).peak
+    assert quarter < half < planned.peak and not fitted.base_dtype
+    texts = [too_large(dry_run, fitted, planned, {}, budget) for budget in (half, quarter, quarter - 1)]
+    assert [text.count("--base_dtype=nf4 would make it") for text in texts] == [0, 1, 0]
+    assert "--dtype=bfloat16 would make it" in texts[0] and "use a smaller model" in texts[2]
+    sharded = too_large(dry_run, replace(fitted, parallel="fsdp"), planned, {}, quarter)
+    assert "nf4" not in sharded
