@@ -36,6 +36,7 @@ MUTANTS = [
     ("teacher: steps without rewards are skipped", "grpo.py", "settings.entropy_coef or settings.teacher", "settings.entropy_coef", "test_teacher.py"),
     ("teacher: another tokenizer passes", "runs/prepare.py", "    if differ:\n        text, i", "    if False:\n        text, i", "test_teacher.py"),
     ("teacher: too short a teacher passes", "runs/prepare.py", ' or shape["block_size"] < length', "", "test_teacher.py"),
+    ("teacher: too few rows pass", "runs/prepare.py", 'shape["vocab_size"] < tokenizer.n_vocab or ', "", "test_teacher.py"),
     ("teacher: hidden states of some completions planned", "training/forward.py", "N = max(len(logprobs), settings.sequences_per_rollout)", "N = len(logprobs)", "test_teacher.py"),
     ("teacher: its logits beside the chunk's budget", "logprobs/head.py", "(len(teacher.weight) if teacher else 0)", "0", "test_teacher.py"),
     ("off-by-one shift", "batch.py", "[sequence] + place) - 1", "[sequence] + place)", "test_grpo.py"),

@@ -621,7 +621,7 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
 def test_a_run_from_bitsandbytes_folder(double, tmp_path, monkeypatch):
     """It trains, as planned; sampled and evaluated, the folder itself is in NF4, too. Without base_dtype it is plain."""
     never_stop(monkeypatch)
-    monkeypatch.setattr(nf4, "PIECE", 32)  # smaller than q, k and v, of which a plan knows only the whole
+    monkeypatch.setattr(nf4, "PIECE", 32)  # smaller than q, k and v; a plan knows only their fused matrix
     folder = Path(shutil.copytree(FOLDERS[double], tmp_path / "model"))
     get_tokenizer("bytes").save(folder)
     words = f"--init_from={folder} --digits=2 --device=cpu --eval_prompts=0 --max_iters=2 --batch_size=2 --group_size=4"
