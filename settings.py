@@ -433,7 +433,7 @@ class TeacherOptions:
     )
 
 
-# What does not fit together: a choice, what it needs, perhaps why.
+# What does not fit together: a choice, what it needs, perhaps why. SFT does not have all of these options.
 NEEDS = """\
 param_dtype=bfloat16 needs dtype=bfloat16
 checkpoint_blocks=none needs activation_offload=False because no block's input is kept; try --checkpoint_blocks=block
@@ -453,6 +453,20 @@ teacher= needs reward_coef=1.0 because nothing else teaches; or name a --teacher
 scale_rewards=group needs use_kl_in_reward=False because scaling cancels beta; try --scale_rewards=none
 scale_rewards=mean needs use_kl_in_reward=False because a mean below 0 is no scale
 scale_rewards=mean needs soft_punish_cache=0 because a mean below 0 is no scale
+beta=0.0 needs use_kl_in_reward=False because the KL has no weight; give it one, for example --beta=0.01
+init_from= needs lora_rank=0 because adapters belong to the weights of init_from; name a run or a model there
+parallel=none needs param_offload=False because it is FSDP's; start with torchrun --nproc_per_node=1 and --parallel=fsdp
+parallel=ddp needs param_offload=False because it is FSDP's; try --parallel=fsdp
+parallel=fsdp needs reference=device or --parallel=ddp
+parallel=fsdp needs teacher_device=device or --parallel=ddp
+parallel=fsdp needs base_dtype= or --parallel=ddp
+parallel=fsdp needs grad_offload=False or --parallel=ddp
+parallel=fsdp needs memory_budget_gb= or --parallel=ddp
+parallel=hsdp needs reference=device or --parallel=ddp
+parallel=hsdp needs teacher_device=device or --parallel=ddp
+parallel=hsdp needs base_dtype= or --parallel=ddp
+parallel=hsdp needs grad_offload=False or --parallel=ddp
+parallel=hsdp needs memory_budget_gb= or --parallel=ddp
 """
 OTHER_NAMES = """\
 bf16: dtype=bfloat16
@@ -506,11 +520,12 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
     def check(self):
         for options in (LogOptions, ModelOptions, MemoryOptions):
             options.check(self)
-        chosen = {f"{name}={value}" for name, value in vars(self).items()}
+        chosen = {name: f"{name}={value}" for name, value in vars(self).items()}
         for line in NEEDS.splitlines():
             choice, _, needed, *_ = line.split()
-            if choice in chosen and needed not in chosen:
-                raise SnugError(line)
+            now = chosen.get(needed.partition("=")[0], needed)
+            if choice in chosen.values() and now != needed:
+                raise SnugError(f"{now}: {line}")
         if self.num_processes > 1 and self.parallel == "none":
             raise SnugError(
                 f"num_processes={self.num_processes} with parallel='none'; add --parallel=ddp or fsdp"
@@ -519,23 +534,6 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
             raise SnugError(
                 f"batch_size={self.batch_size} is less than {self.num_processes} processes; "
                 "each needs at least one prompt"
-            )
-        if self.parallel in ("fsdp", "hsdp"):
-            alone = dict(reference="device", teacher_device="device", base_dtype="")
-            alone |= dict(grad_offload=False, memory_budget_gb="")
-            for name, value in alone.items():
-                if getattr(self, name, value) != value:
-                    raise SnugError(
-                        f"{name}={getattr(self, name)!r} does not work with parallel={self.parallel!r}; "
-                        "leave it out, or use --parallel=ddp"
-                    )
-        elif self.param_offload:
-            raise SnugError(
-                "param_offload=True needs FSDP: start with torchrun --nproc_per_node=1 and --parallel=fsdp"
-            )
-        if self.lora_rank and not self.init_from:
-            raise SnugError(
-                f"lora_rank={self.lora_rank} trains adapters of init_from's weights; name a run or a model there"
             )
         if self.base_dtype and not self.lora_rank:
             raise SnugError(
@@ -586,18 +584,19 @@ class SFTSettings(LoopSettings):
     batch_size: int = option(128, "demonstrations per optimizer step", minimum=1)
 
     # GRPO's options that code for both loops reads. SFT samples only in evaluations, one completion per prompt.
-    group_size: ClassVar[int] = 1
-    train_batch_size: ClassVar[int] = 0
-    beta: ClassVar[float] = 0.0
-    teacher: ClassVar[str] = ""
-    max_prompt_length: ClassVar[int] = 0
-    max_new_tokens: ClassVar[int] = 0  # the length of the task's longest answer
-    stop_string: ClassVar[str] = ""
-    tools: ClassVar[list[str]] = []
-    environment: ClassVar[str] = ""
-    reward_funcs: ClassVar[list[str]] = []
-    pass_reward: ClassVar[None] = None
-    reward_timeout: ClassVar[float] = RewardOptions.reward_timeout
+    # Without types they are no options.
+    group_size = 1
+    train_batch_size = 0
+    beta = 0.0
+    teacher = ""
+    max_prompt_length = 0
+    max_new_tokens = 0  # the length of the task's longest answer
+    stop_string = ""
+    tools = []
+    environment = ""
+    reward_funcs = []
+    pass_reward = None
+    reward_timeout = RewardOptions.reward_timeout
 
 
 @dataclass
@@ -651,10 +650,6 @@ class GRPOSettings(
             raise SnugError(
                 "group_size=1 compares nothing: take 2 or more, or learn from a --teacher alone with --reward_coef=0"
             )
-        if self.use_kl_in_reward and not self.beta:
-            raise SnugError(
-                "use_kl_in_reward=True, but beta=0: give the KL a weight, for example --beta=0.01"
-            )
 
 
 @dataclass
@@ -679,7 +674,7 @@ class SampleSettings(EpisodeOptions):
     enforce_eager: bool = option(False, "do not use CUDA graphs")
     device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
 
-    logits_chunk_mb: ClassVar[float] = 0.0  # the device's default
+    logits_chunk_mb = 0.0  # no option: the device's default
 
     def check(self):
         if (self.chat or self.system_prompt) and not self.prompt:

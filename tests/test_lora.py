@@ -296,7 +296,7 @@ def test_frozen_weights_are_cast_once_while_sampling(device):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--lora_rank=4"], "lora_rank=4 trains adapters of init_from's weights"),
+        (["--lora_rank=4"], "lora_rank=4: init_from= needs lora_rank=0 because adapters"),
         (["--lora_rank=4", "--init_from=x", "--reference=host", "--beta=0.1"], "reference='host' with lora_rank"),
         (["--lora_target_modules=up,q_proj"], "lora_target_modules='q_proj' is not one of qkv, proj, up, down"),
     ],

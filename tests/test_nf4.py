@@ -655,8 +655,14 @@ def test_a_run_from_bitsandbytes_folder(double, tmp_path, monkeypatch):
     "words, said",
     [
         (["--base_dtype=nf4"], "base_dtype='nf4' freezes the weights; add adapters \\(--lora_rank=16\\)"),
-        ([*LORA, "--init_from=x", "--parallel=fsdp"], "base_dtype='nf4' does not work with parallel='fsdp'"),
-        ([*LORA, "--init_from=x", "--parallel=hsdp"], "base_dtype='nf4' does not work with parallel='hsdp'"),
+        (
+            [*LORA, "--init_from=x", "--parallel=fsdp"],
+            "base_dtype=nf4: parallel=fsdp needs base_dtype= or --parallel=ddp",
+        ),
+        (
+            [*LORA, "--init_from=x", "--parallel=hsdp"],
+            "base_dtype=nf4: parallel=hsdp needs base_dtype= or --parallel=ddp",
+        ),
         (["--base_dtype=fp4"], "base_dtype='fp4' is not one of"),
     ],
 )

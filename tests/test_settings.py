@@ -335,7 +335,11 @@ def test_the_commands_of_the_documents_are_right():
             "--activation_offload",
             "activation_offload=False because no block's input is kept; try --checkpoint",
         ),
-        (GRPOSettings, "--use_kl_in_reward --scale_rewards=none", "use_kl_in_reward=True, but beta=0"),
+        (
+            GRPOSettings,
+            "--use_kl_in_reward --scale_rewards=none",
+            "use_kl_in_reward=True: beta=0.0 needs use_kl_in_reward=False",
+        ),
         (GRPOSettings, "--use_kl_in_reward --beta=0.1", "scale_rewards=group needs use_kl_in_reward=False"),
         (
             GRPOSettings,
