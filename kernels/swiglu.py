@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer 2020): silu(gate) * up in one kernel, and its gradient in another. Backward keeps only the input.
+"""SwiGLU (Shazeer 2020): silu(gate) * up, and its gradient, in one kernel. Backward keeps only the input.
 
 Test: pytest tests/test_layer_kernels.py
 """
@@ -16,43 +16,34 @@ if triton is not None:
     from kernels import LOG2E
 
     @triton.jit
-    def forward_kernel(x, y, n, blocks, BLOCK: constexpr):
-        """One program per block of a row: x (rows, 2 n) -> y (rows, n)."""
+    def swiglu_kernel(x, dy, out, n, blocks, BLOCK: constexpr):
+        """One program per block of a row: x (rows, 2 n) -> out (rows, n). With dy (rows, n): dx (rows, 2 n) -> out."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         mask = column < n
         x += row * 2 * n + column
         gate = tl.load(x, mask, 0.0).to(tl.float32)
         up = tl.load(x + n, mask, 0.0).to(tl.float32)
-        value = gate / (1 + tl.exp2(-gate * LOG2E)) * up
-        tl.store(y + row * n + column, value.to(y.dtype.element_ty), mask)
-
-    @triton.jit
-    def backward_kernel(x, dy, dx, n, blocks, BLOCK: constexpr):
-        """One program per block of a row: x (rows, 2 n), dy (rows, n) -> dx (rows, 2 n)."""
-        row = (tl.program_id(0) // blocks).to(tl.int64)
-        column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-        mask = column < n
-        x += row * 2 * n + column
-        dx += row * 2 * n + column
-        gate = tl.load(x, mask, 0.0).to(tl.float32)
-        up = tl.load(x + n, mask, 0.0).to(tl.float32)
-        d = tl.load(dy + row * n + column, mask, 0.0).to(tl.float32)
-        sigmoid = 1 / (1 + tl.exp2(-gate * LOG2E))
-        dgate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-        dup = d * gate * sigmoid
-        tl.store(dx, dgate.to(dx.dtype.element_ty), mask)
-        tl.store(dx + n, dup.to(dx.dtype.element_ty), mask)
+        if dy is None:
+            value = gate / (1 + tl.exp2(-gate * LOG2E)) * up
+            tl.store(out + row * n + column, value.to(out.dtype.element_ty), mask)
+        else:
+            out += row * 2 * n + column
+            d = tl.load(dy + row * n + column, mask, 0.0).to(tl.float32)
+            sigmoid = 1 / (1 + tl.exp2(-gate * LOG2E))
+            dgate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
+            dup = d * gate * sigmoid
+            tl.store(out, dgate.to(out.dtype.element_ty), mask)
+            tl.store(out + n, dup.to(out.dtype.element_ty), mask)
 
 
-def launch(kernel, *tensors):
-    """Run a kernel over the rows of its tensors. The first is x (rows, 2 n), the last is what it writes."""
-    x = tensors[0]
+def launch(x, dy, out):
+    """Run the kernel over the rows of x."""
     n = x.shape[-1] // 2
     block = min(1024, triton.next_power_of_2(n))
     blocks = triton.cdiv(n, block)
     with torch.cuda.device_of(x):
-        kernel[(x.numel() // (2 * n) * blocks,)](*tensors, n, blocks, BLOCK=block)
+        swiglu_kernel[(x.numel() // (2 * n) * blocks,)](x, dy, out, n, blocks, BLOCK=block)
 
 
 def forward_torch(x):
@@ -81,7 +72,7 @@ class SwiGLU(torch.autograd.Function):
             return forward_torch(x)
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
         if not nothing_to_do(x):
-            launch(forward_kernel, x, y)
+            launch(x, None, y)
         return y
 
     @staticmethod
@@ -92,5 +83,5 @@ class SwiGLU(torch.autograd.Function):
         if not uses_triton(x):
             backward_torch(x, dy, dx)
         elif not nothing_to_do(x):
-            launch(backward_kernel, x, dy.contiguous(), dx)
+            launch(x, dy.contiguous(), dx)
         return dx
