@@ -1,4 +1,4 @@
-"""Attention of packed groups on CUDA: one kernel forward, three backward. segments.py says which token sees which.
+"""Attention of packed groups on CUDA: a kernel forward and backward, two more backward. segments.py: who sees whom.
 
 H query heads, G key heads; R = H / G query heads share a key head. D numbers per head, DP the next power of two.
 Scores and probabilities exist only as blocks of M x N in registers (Dao 2023, FlashAttention-2). A program reads only
@@ -42,77 +42,14 @@ if triton is not None:
 
     # T differs in every micro-batch. Without this, T = 1 or a multiple of 16 would compile the kernel again.
     @triton.jit(do_not_specialize=["T"])
-    def forward_kernel(
-        q,
-        k,
-        v,
-        y,
-        lse,
-        start,
-        tiles,
-        scale,
-        T,
-        H,
-        q_head,
-        q_time,
-        k_head,
-        k_time,
-        v_head,
-        v_time,
-        R: constexpr,
-        D: constexpr,
-        DP: constexpr,
-        PARTS: constexpr,
-        M: constexpr,
-        N: constexpr,
-    ):
-        """One program per tile of queries and head. The last tiles run first: prompts' tiles see the fewest keys."""
-        program = tl.num_programs(0) - 1 - tl.program_id(0)
-        line, h, first, end = tile_of(tiles, program, H, PARTS, M)
-        if first >= end:
-            return
-        prompt = tl.load(line + 2).to(tl.int32)
-        prompt_end = tl.load(line + 3).to(tl.int32)
-        begin = tl.load(start + first).to(tl.int32)
-        token = first + tl.arange(0, M)[:, None]  # (M, 1)
-        d = tl.arange(0, DP)[None, :]  # (1, DP)
-        mask = (token < end) & (d < D)
-        low = tl.load(start + token, token < end, 0).to(tl.int32)  # (M, 1), as top, total and lse
-        x = tl.load(q + h * q_head + token * q_time + d, mask, 0.0)
-        k += h // R * k_head
-        v += h // R * v_head
-        scale = scale * LOG2E
-        top = tl.full((M, 1), LOW, tl.float32)
-        total = tl.zeros((M, 1), tl.float32)
-        acc = tl.zeros((M, DP), tl.float32)
-        # The online softmax (Milakov and Gimelshein 2018) over blocks of the prompt, then of the queries' segments.
-        blocks = tl.cdiv(prompt_end - prompt, N)
-        for i in range(blocks + tl.cdiv(end - begin, N)):
-            in_prompt = i < blocks
-            key = tl.where(in_prompt, prompt + i * N, begin + (i - blocks) * N) + tl.arange(0, N)
-            key_mask = (key < tl.where(in_prompt, prompt_end, end))[:, None] & (d < D)
-            keys = tl.load(k + key[:, None] * k_time + d, key_mask, 0.0)
-            values = tl.load(v + key[:, None] * v_time + d, key_mask, 0.0)
-            last = tl.where(in_prompt, prompt_end - 1, token)
-            z = scores(x, keys, key[None, :], tl.where(in_prompt, prompt, low), last)  # (M, N)
-            higher = tl.maximum(top, tl.max(z, 1, keep_dims=True) * scale)
-            p = tl.exp2(z * scale - higher)
-            shrunk = tl.exp2(top - higher)
-            acc = tl.dot(p.to(values.dtype), values, acc * shrunk, input_precision="ieee")
-            total = total * shrunk + tl.sum(p, 1, keep_dims=True)
-            top = higher
-        tl.store(y + h * D + token * (H * D) + d, (acc / total).to(y.dtype.element_ty), mask)
-        tl.store(lse + h * T + token, (top + tl.log2(total)) * LN2, token < end)
-
-    @triton.jit(do_not_specialize=["T"])
     def queries_kernel(
-        dy,
         q,
         k,
         v,
         y,
-        dq,
         lse,
+        dy,
+        dq,
         delta,
         start,
         tiles,
@@ -131,8 +68,12 @@ if triton is not None:
         PARTS: constexpr,
         M: constexpr,
         N: constexpr,
+        BACKWARD: constexpr,
     ):
-        """dq, and delta (H, T): the sum of dy * y over D. Programs as in `forward_kernel`."""
+        """y and lse; or BACKWARD: dq, and delta (H, T), the sum of dy * y over D. The other pointers may be None.
+
+        One program per tile of queries and head. The last tiles run first: prompts' tiles see the fewest keys.
+        """
         program = tl.num_programs(0) - 1 - tl.program_id(0)
         line, h, first, end = tile_of(tiles, program, H, PARTS, M)
         if first >= end:
@@ -143,21 +84,24 @@ if triton is not None:
         token = first + tl.arange(0, M)[:, None]  # (M, 1)
         d = tl.arange(0, DP)[None, :]  # (1, DP)
         mask = (token < end) & (d < D)
-        low = tl.load(start + token, token < end, 0).to(tl.int32)  # (M, 1), as log_sum and slope
-        dy += h * D
+        low = tl.load(start + token, token < end, 0).to(tl.int32)  # (M, 1)
         y += h * D
-        dq += h * D
         place = token * (H * D) + d
         x = tl.load(q + h * q_head + token * q_time + d, mask, 0.0)
-        dx = tl.load(dy + place, mask, 0.0)
-        out = tl.load(y + place, mask, 0.0)
         k += h // R * k_head
         v += h // R * v_head
         exponent = scale * LOG2E
-        log_sum = tl.load(lse + h * T + token, token < end, 0.0) * LOG2E
-        slope = tl.sum(dx.to(tl.float32) * out.to(tl.float32), 1, keep_dims=True)
-        tl.store(delta + h * T + token, slope, token < end)
         acc = tl.zeros((M, DP), tl.float32)
+        if BACKWARD:
+            dx = tl.load(dy + h * D + place, mask, 0.0)
+            out = tl.load(y + place, mask, 0.0)
+            log_sum = tl.load(lse + h * T + token, token < end, 0.0) * LOG2E
+            slope = tl.sum(dx.to(tl.float32) * out.to(tl.float32), 1, keep_dims=True)
+            tl.store(delta + h * T + token, slope, token < end)
+        else:
+            top = tl.full((M, 1), LOW, tl.float32)
+            total = tl.zeros((M, 1), tl.float32)
+        # Blocks of the prompt, then of the queries' segments.
         blocks = tl.cdiv(prompt_end - prompt, N)
         for i in range(blocks + tl.cdiv(end - begin, N)):
             in_prompt = i < blocks
@@ -167,10 +111,22 @@ if triton is not None:
             values = tl.load(v + key[:, None] * v_time + d, key_mask, 0.0)
             last = tl.where(in_prompt, prompt_end - 1, token)
             z = scores(x, keys, key[None, :], tl.where(in_prompt, prompt, low), last)  # (M, N)
-            p = tl.exp2(z * exponent - log_sum)
-            dp = tl.dot(dx, tl.trans(values), input_precision="ieee")
-            acc = tl.dot((p * (dp - slope)).to(keys.dtype), keys, acc, input_precision="ieee")
-        tl.store(dq + place, (acc * scale).to(dq.dtype.element_ty), mask)
+            if BACKWARD:
+                p = tl.exp2(z * exponent - log_sum)
+                dp = tl.dot(dx, tl.trans(values), input_precision="ieee")
+                acc = tl.dot((p * (dp - slope)).to(keys.dtype), keys, acc, input_precision="ieee")
+            else:  # the online softmax (Milakov and Gimelshein 2018)
+                higher = tl.maximum(top, tl.max(z, 1, keep_dims=True) * exponent)
+                p = tl.exp2(z * exponent - higher)
+                shrunk = tl.exp2(top - higher)
+                acc = tl.dot(p.to(values.dtype), values, acc * shrunk, input_precision="ieee")
+                total = total * shrunk + tl.sum(p, 1, keep_dims=True)
+                top = higher
+        if BACKWARD:
+            tl.store(dq + h * D + place, (acc * scale).to(dq.dtype.element_ty), mask)
+        else:
+            tl.store(y + place, (acc / total).to(y.dtype.element_ty), mask)
+            tl.store(lse + h * T + token, (top + tl.log2(total)) * LN2, token < end)
 
     @triton.jit(do_not_specialize=["T"])
     def keys_kernel(
@@ -317,8 +273,23 @@ def forward(q, k, v, y, lse, segments):
     assert T * max(q.stride(2), k.stride(2), v.stride(2)) < 2**31, f"{T} tokens in a row"
     shape = constants(q, k)
     with torch.cuda.device_of(q):
-        forward_kernel[(len(tiles) * shape["PARTS"] * H,)](
-            q, k, v, y, lse, start, tiles, D**-0.5, T, H, *strides(q, k, v), **shape
+        queries_kernel[(len(tiles) * shape["PARTS"] * H,)](
+            q,
+            k,
+            v,
+            y,
+            lse,
+            None,
+            None,
+            None,
+            start,
+            tiles,
+            D**-0.5,
+            T,
+            H,
+            *strides(q, k, v),
+            **shape,
+            BACKWARD=False,
         )
 
 
@@ -340,7 +311,22 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
     programs = len(tiles) * shape["PARTS"] * H
     with torch.cuda.device_of(q):
         queries_kernel[(programs,)](
-            dy, q, k, v, y, dq, lse, delta, start, tiles, scale, T, H, *strides(q, k, v), **shape
+            q,
+            k,
+            v,
+            y,
+            lse,
+            dy,
+            dq,
+            delta,
+            start,
+            tiles,
+            scale,
+            T,
+            H,
+            *strides(q, k, v),
+            **shape,
+            BACKWARD=True,
         )
         keys_kernel[(programs,)](
             dy,
