@@ -453,8 +453,11 @@ teacher= needs reward_coef=1.0 because nothing else teaches; or name a --teacher
 scale_rewards=group needs use_kl_in_reward=False because scaling cancels beta; try --scale_rewards=none
 scale_rewards=mean needs use_kl_in_reward=False because a mean below 0 is no scale
 scale_rewards=mean needs soft_punish_cache=0 because a mean below 0 is no scale
+reference=host needs lora_rank=0 because with adapters the reference is the model without them; leave it out
+group_size=1 needs reward_coef=0.0 because one reward compares nothing; take 2 or more, or a --teacher alone
 beta=0.0 needs use_kl_in_reward=False because the KL has no weight; give it one, for example --beta=0.01
 init_from= needs lora_rank=0 because adapters belong to the weights of init_from; name a run or a model there
+parallel=none needs num_processes=1 because one process runs; add --parallel=ddp or fsdp
 parallel=none needs param_offload=False because it is FSDP's; start with torchrun --nproc_per_node=1 and --parallel=fsdp
 parallel=ddp needs param_offload=False because it is FSDP's; try --parallel=fsdp
 parallel=fsdp needs reference=device or --parallel=ddp
@@ -526,10 +529,6 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
             now = chosen.get(needed.partition("=")[0], needed)
             if choice in chosen.values() and now != needed:
                 raise SnugError(f"{now}: {line}")
-        if self.num_processes > 1 and self.parallel == "none":
-            raise SnugError(
-                f"num_processes={self.num_processes} with parallel='none'; add --parallel=ddp or fsdp"
-            )
         if self.num_processes > self.batch_size:
             raise SnugError(
                 f"batch_size={self.batch_size} is less than {self.num_processes} processes; "
@@ -640,16 +639,8 @@ class GRPOSettings(
                 f"train_batch_size={self.train_batch_size} does not divide the {self.sequences_per_rollout} "
                 f"completions of a rollout, batch_size={self.batch_size} * group_size={self.group_size}"
             )
-        if self.lora_rank and self.reference == "host":
-            raise SnugError(
-                "reference='host' with lora_rank: the reference is the model without adapters; leave it out"
-            )
         if self.soft_punish_cache >= self.max_new_tokens:
             raise SnugError(f"soft_punish_cache={self.soft_punish_cache} must be below max_new_tokens")
-        if self.group_size == 1 and (not self.teacher or self.reward_coef):
-            raise SnugError(
-                "group_size=1 compares nothing: take 2 or more, or learn from a --teacher alone with --reward_coef=0"
-            )
 
 
 @dataclass

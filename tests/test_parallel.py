@@ -155,7 +155,7 @@ def test_plans_of_a_process_of_several(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     hsdp = plan(rehearse, replace(settings, batch_size=16, parallel="hsdp", num_processes=4))
     assert hsdp.phases["train"][1]["weights"] == weights // 2 and hsdp.phases["rollout"] == fsdp.phases["rollout"]
-    with pytest.raises(SnugError, match="num_processes=2 with parallel='none'"):
+    with pytest.raises(SnugError, match="num_processes=2: parallel=none needs num_processes=1"):
         GRPOSettings(num_processes=2).check()
     with pytest.raises(SnugError, match="batch_size=4 is less than 8 processes"):
         GRPOSettings(parallel="ddp", num_processes=8, batch_size=4).check()
