@@ -93,10 +93,7 @@ def share_cores():
 
     The thread and its idle team end before the interpreter does. A thread in a torch operation would abort the process.
     """
-    over = threading.Event()
-    thread = threading.Thread(target=watch, args=(over,), daemon=True)
-    thread.start()
-    atexit.register(lambda: (over.set(), thread.join()))
+    atexit.register(Background(watch).end)
 
 
 def watch(over: threading.Event):
@@ -112,7 +109,7 @@ def watch(over: threading.Event):
         now = preemptions()
         crowded, before = now - before > PREEMPTED, now
         if crowded and team is None:
-            team = IdleTeam()
+            team = Background(idle)
         elif not crowded and team is not None:
             team.end()
             team = None
@@ -124,17 +121,19 @@ def preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-class IdleTeam:
-    """OpenMP threads that wait. They belong to the thread that ran an operation, and end with it."""
+def idle(over: threading.Event):
+    """Make OpenMP threads that wait. They belong to the thread that ran an operation, and end with it."""
+    torch.zeros(2**20).add_(1)  # large enough for a team
+    over.wait()
 
-    def __init__(self):
+
+class Background:
+    """A thread that runs work(over) until `end` sets the event `over`."""
+
+    def __init__(self, work):
         self.over = threading.Event()
-        self.thread = threading.Thread(target=self.idle, name="idle team", daemon=True)
+        self.thread = threading.Thread(target=work, args=(self.over,), daemon=True)
         self.thread.start()
-
-    def idle(self):
-        torch.zeros(2**20).add_(1)  # large enough for a team
-        self.over.wait()
 
     def end(self):
         self.over.set()

@@ -231,7 +231,7 @@ MUTANTS = [
     ("small products take oneDNN too", "device/cpu.py", "LARGE = 2**23", "LARGE = 2**5", "test_cpu.py"),
     ("oneDNN stays on after an error", "device/cpu.py", "    try:\n        yield\n    finally:\n        allow_bfloat16(False)", "    yield\n    allow_bfloat16(False)", "test_cpu.py"),
     ("the idle team stays", "device/cpu.py", "            team.end()\n            team = None", "            team = None", "test_cpu.py"),
-    ("a thread of ours outlives the command", "device/cpu.py", "(over.set(), thread.join())", "over.set()", "test_cpu.py"),
+    ("a thread of ours outlives the command", "device/cpu.py", "        self.over.set()\n        self.thread.join()", "        self.over.set()", "test_cpu.py"),
     ("gpu: compute uses weights on their way", "device/host.py", "    block.arrival.wait()\n    fetch(following, device)", "    fetch(following, device)", "test_streams.py"),
     ("gpu: no weights are fetched ahead", "device/host.py", "    block.arrival.wait()\n    fetch(following, device)", "    block.arrival.wait()", "test_streams.py"),
     ("gpu: a block's input goes during its copy", "kernels/layers.py", "            before.copied.wait()\n", "", "test_streams.py"),

@@ -97,12 +97,13 @@ def test_an_idle_team_lives_while_we_are_preempted_often(monkeypatch):
             alive.append(sum(team.thread.is_alive() for team in teams))
             return len(alive) == 6
 
-    class Team(cpu.IdleTeam):
-        def __init__(self):
-            super().__init__()
+    class Team(cpu.Background):
+        def __init__(self, work):
+            assert work is cpu.idle
+            super().__init__(work)
             teams.append(self)
 
-    monkeypatch.setattr(cpu, "IdleTeam", Team)
+    monkeypatch.setattr(cpu, "Background", Team)
     monkeypatch.setattr(cpu, "preemptions", lambda: next(counts) if threading.get_ident() == here else 0)
     cpu.watch(Clock())
     assert alive == [0, 0, 1, 1, 0, 0]
@@ -115,13 +116,13 @@ from device import cpu
 cpu.PREEMPTED = -1
 started = threading.Event()
 
-def busy(self):  # as long as the interpreter takes to end
+def busy(over):  # as long as the interpreter takes to end
     started.set()
     for _ in range(200):
         torch.zeros(2**20).add_(1)
-    self.over.wait()
+    over.wait()
 
-cpu.IdleTeam.idle = busy
+cpu.idle = busy
 cpu.share_cores()
 assert started.wait(60)
 """
