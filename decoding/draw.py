@@ -101,20 +101,16 @@ def sample_tokens(model, hidden, u, temperature: float, chunk_mb: float = 0):
     see logits_budget).
     """
     N, vocab_size = len(hidden), model.config.vocab_size
-    kernel = temperature > 0 and uses_triton(hidden)
-    if kernel:
-        row_bytes = vocab_size * hidden.element_size()
+    if temperature > 0 and uses_triton(hidden):
+        draw, row_bytes = draw_triton, vocab_size * hidden.element_size()
     else:  # three float32 rows at a time: logits, log-probs, probabilities
-        row_bytes = vocab_size * 12
+        draw, row_bytes = draw_torch, vocab_size * 12
     n = max(1, int(logits_budget(chunk_mb, kind_of(hidden)) * MIB) // row_bytes)
     tokens = torch.empty(N, dtype=torch.long, device=hidden.device)
     logprobs = torch.empty(N, dtype=torch.float32, device=hidden.device)
     for start in range(0, n if is_planned(hidden) else N, n):  # a planner's chunks are all alike
         rows = slice(start, start + n)
-        if kernel:
-            draw_triton(model, hidden[rows], u[rows], temperature, tokens[rows], logprobs[rows])
-        else:
-            draw_torch(model, hidden[rows], u[rows], temperature, tokens[rows], logprobs[rows])
+        draw(model, hidden[rows], u[rows], temperature, tokens[rows], logprobs[rows])
     return tokens, logprobs
 
 
