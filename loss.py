@@ -33,7 +33,7 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
                 [1, 0, 0, 0] by "mean" -> [.75, -.25, -.25, -.25] / .25 = [3, -1, -1, -1]
     """
     rewards = torch.as_tensor(rewards)
-    dtype = rewards.dtype if rewards.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
     rewards = rewards.double()  # rewards 1e8 apart from 0 differ by less than float32 can tell
     scored = ~rewards.isnan()
     count = scored.sum(1, keepdim=True)  # (P, 1)
@@ -151,11 +151,9 @@ def surrogate(ratio, logprobs, advantages, options):
         t = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
         return -torch.sigmoid(t * (ratio - 1)) * 4 / t * advantages, torch.zeros_like(ratio)
     clipped = ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon) * advantages
-    if options.delta is None:
-        bounded = ratio * advantages
-        return -torch.min(bounded, clipped), clipped < bounded
-    bounded = ratio.clamp(max=options.delta) * advantages
-    stopped = (clipped < bounded) | ((ratio > options.delta) & (advantages < 0))
+    delta = torch.inf if options.delta is None else options.delta
+    bounded = ratio.clamp(max=delta) * advantages
+    stopped = (clipped < bounded) | ((ratio > delta) & (advantages < 0))
     return -torch.min(bounded, clipped), stopped
 
 

@@ -89,7 +89,7 @@ class Chunks:
         self.logprobs, self.lse, self.entropy = new_rows(M, options, hidden.device)
         chunks = max(1, -(-M // options.chunk_size))
         size = -(-M // chunks)  # chunks of about equal length
-        self.slices = [slice(i, min(i + size, M)) for i in range(0, M, max(1, size))]
+        self.slices = [slice(i, i + size) for i in range(0, M, max(1, size))]
         if is_planned(hidden):
             self.slices = self.slices[:2]  # a planner's chunks are all alike
         self.buffer = self.new_buffer(size, V)

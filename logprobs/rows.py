@@ -38,7 +38,7 @@ def slab_rows(width: int, buffers: int = 1):
 def slabs(M: int, width: int, buffers: int = 1):
     """-> slices of M rows, `slab_rows` each."""
     rows = slab_rows(width, buffers)
-    return [slice(i, min(i + rows, M)) for i in range(0, M, rows)]
+    return [slice(i, i + rows) for i in range(0, M, rows)]
 
 
 def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient):
@@ -165,7 +165,7 @@ def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy
 
 def accumulator(dtype: torch.dtype):
     """-> the type of sums, log-probs and entropies."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.promote_types(dtype, torch.float32)
 
 
 def new_rows(M: int, options: Options, device):

@@ -19,7 +19,7 @@ HOME = Path(__file__).parent.parent
 
 # what is planted: (name, file, text, what it becomes, the tests that should notice)
 MUTANTS = [
-    ("wrong-sign advantage", "loss.py", "return -torch.min(bounded, clipped), clipped < bounded", "return torch.min(bounded, clipped), clipped < bounded", "test_loss.py"),
+    ("wrong-sign advantage", "loss.py", "return -torch.min(bounded, clipped), stopped", "return torch.min(bounded, clipped), stopped", "test_loss.py"),
     ("teacher: forward and reverse swapped", "logprobs/divergence.py", 'if name == "forward_kl":\n        return', 'if name == "reverse_kl":\n        return', "test_teacher.py"),
     ("teacher: the gradient without its mean", "logprobs/divergence.py", "p * (gap - divergence[:, None])", "p * gap", "test_teacher.py"),
     ("teacher: half of jsd's gradient", "logprobs/divergence.py", "p * (gap - own[:, None]) / 2", "p * (gap - own[:, None]) / 4", "test_teacher.py"),
@@ -99,7 +99,7 @@ MUTANTS = [
     ("entropy's gradient without log p", "logprobs/rows.py", "share.add_(entropy[rows, None]).mul_(", "share.zero_().add_(entropy[rows, None]).mul_(", "test_logprobs.py"),
     ("lower clip at 1 + epsilon", "loss.py", "ratio.clamp(1 - options.epsilon, 1 +", "ratio.clamp(1 + options.epsilon, 1 +", "test_loss.py"),
     ("epsilon_high ignored", "settings.py", "self.epsilon if self.epsilon_high is None else self.epsilon_high", "self.epsilon", "test_loss.py"),
-    ("delta ignored", "loss.py", "bounded = ratio.clamp(max=options.delta) * advantages", "bounded = ratio * advantages", "test_loss.py"),
+    ("delta ignored", "loss.py", "ratio.clamp(max=delta) * advantages", "ratio * advantages", "test_loss.py"),
     ("CISPO's weight differentiated", "loss.py", "ratio.clamp(max=options.epsilon_high).detach()", "ratio.clamp(max=options.epsilon_high)", "test_loss.py"),
     ("a sequence's ratio by its sum", "loss.py", "sequence_sum(log_ratio, sequence, lengths) / lengths)", "sequence_sum(log_ratio, sequence, lengths))", "test_loss.py"),
     ("losses: SAPO's temperatures swapped", "loss.py", "t = torch.where(advantages > 0,", "t = torch.where(advantages < 0,", "test_loss.py"),
