@@ -91,20 +91,10 @@ def worst_case_groups(settings, iteration, training):
     prompt, completion = training.prepared.longest()
     if settings.environment:  # each completion may have its own prompt
         settings = replace(settings, batch_size=settings.sequences_per_rollout, group_size=1)
-    P, k, chunk_mb = settings.batch_size, settings.group_size, settings.logits_chunk_mb
-    episodes = training.prepared.toolbox is not None
-    with training.meter.phase("rollout"), autocast(settings.dtype, training.model):
+    k = settings.group_size
+    with training.meter.phase("rollout"):
         rounds = [
-            worst_case_rollouts(
-                training.model,
-                prompt,
-                P,
-                k,
-                completion,
-                settings.max_rollout_batch,
-                chunk_mb,
-                episodes,
-            )
+            training.rollouts(settings.batch_size, k, settings.max_rollout_batch)
             for _ in range(settings.max_num_gen_batches)
         ]
         if len(rounds) > 1:  # dynamic sampling holds them all, joins them and selects from them
@@ -119,7 +109,7 @@ def worst_case_groups(settings, iteration, training):
         None,  # all are sampled
         *columns([True] * n),
     )
-    scored = Scored(learned, torch.zeros(n // k, k), {"": [0.0] * n}, {}, {}, {}, settings.group_size)
+    scored = Scored(learned, torch.zeros(n // k, k), {"": [0.0] * n}, {}, {}, {}, k)
     return scored, dict(tokens=0, gen_batches=1)
 
 
@@ -162,13 +152,16 @@ class DryTraining(Training):
     """A Training that evaluates the worst case, and neither logs nor saves."""
 
     def evaluate_if_due(self, done):
-        settings, (prompt, completion) = self.settings, self.prepared.longest()
-        if done == 0 and settings.eval_prompts:
-            P, limits = settings.eval_prompts, (self.limits.max_eval_batch, settings.logits_chunk_mb)
-            with self.meter.phase("eval"), autocast(settings.dtype, self.model):
-                episodes = self.prepared.toolbox is not None
-                worst_case_rollouts(self.model, prompt, P, 1, completion, *limits, episodes)
+        if done == 0 and self.settings.eval_prompts:
+            with self.meter.phase("eval"):
+                self.rollouts(self.settings.eval_prompts, 1, self.limits.max_eval_batch)
         return {}
+
+    def rollouts(self, P, k, max_batch):
+        prompt, completion = self.prepared.longest()
+        chunk_mb, episodes = self.settings.logits_chunk_mb, self.prepared.toolbox is not None
+        with autocast(self.settings.dtype, self.model):
+            return worst_case_rollouts(self.model, prompt, P, k, completion, max_batch, chunk_mb, episodes)
 
     def update(self, *args):
         named = self.model.named_parameters()
