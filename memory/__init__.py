@@ -9,4 +9,4 @@ Left out: what an iteration is. The planner is given a function that runs one.
 
 from memory.ledger import LiveBytes
 from memory.limits import Limits
-from memory.meter import MemoryMeter, resident_bytes, tensor_bytes
+from memory.meter import MemoryMeter

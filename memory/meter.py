@@ -131,8 +131,3 @@ def resident_bytes():
         import resource  # not on every platform; ru_maxrss is in bytes on macOS, the one that lacks /proc
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def tensor_bytes(tensors):
-    """Bytes of the distinct storages of some tensors."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

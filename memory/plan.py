@@ -230,7 +230,7 @@ def plan(dry_run, settings) -> Plan:
     ]
     if sharded:  # how large a process's share of a tensor is, depends on the tensor
         biggest = [(bytes_, name) for name, bytes_ in components.items()]
-    biggest = sorted(biggest, key=lambda item: item[0], reverse=True)[:6]
+    biggest = sorted(biggest, reverse=True)[:6]
     return Plan(kind, peak, sum(on_host.values()), binding, phases, biggest, on_host)
 
 
@@ -256,12 +256,10 @@ def share(phases: dict, on_host: dict, highest: dict, settings):
     def shares(components):
         return {name: size // n if name in SHARDED else size for name, size in components.items()}
 
-    phases, on_host = (
-        {phase: shares(components) for phase, components in phases.items()},
-        shares(on_host),
-    )
+    phases = {phase: shares(components) for phase, components in phases.items()}
+    on_host = shares(on_host)
     for phase, components in phases.items():
-        for name in ("weights", "gradients", "reference", "teacher") if settings.param_offload else ():
+        for name in SHARDED if settings.param_offload else ():
             if name in components:
                 on_host[name] = max(components.pop(name), on_host.get(name, 0))
         components["gathered weights"] = gathered.get(phase, 0)

@@ -93,3 +93,8 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="a long check: --long runs it"))
+
+
+def tensor_bytes(tensors):
+    """Bytes of the distinct storages of some tensors."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, make_flat_model, make_model
+from conftest import DEVICE, make_flat_model, make_model, tensor_bytes
 
 import grpo
 import train_sft
@@ -18,7 +18,6 @@ from batch import Cut, Sequences
 from device.kinds import MIB
 from loss import group_advantages, policy_loss
 from memory.ledger import LiveBytes
-from memory.meter import tensor_bytes
 from options import SnugError
 from runs.checkpoint import newest
 from runs.log import read_log

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, tensor_bytes
 
 import grpo
 import train_sft
 from batch import Cut
 from evaluate import run_scores, sample_held_out
 from memory import Limits
-from memory.meter import MemoryMeter, tensor_bytes
+from memory.meter import MemoryMeter
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings

@@ -4,12 +4,12 @@ import gc
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import make_model, tensor_bytes
 from torch.profiler import ProfilerActivity, profile
 
 from device.kinds import MIB
 from memory.ledger import LiveBytes
-from memory.meter import MemoryMeter, tensor_bytes
+from memory.meter import MemoryMeter
 
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the allocator's own counters are used")
 

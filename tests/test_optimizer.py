@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from conftest import DEVICE, make_model
+from conftest import DEVICE, make_model, tensor_bytes
 from streams import COMPUTE, Race, fake_streams, forgotten_waits
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -12,7 +12,6 @@ from device.host import HOST
 from device.kinds import PlanningMode
 from memory import Limits
 from memory.ledger import LiveBytes
-from memory.meter import tensor_bytes
 from memory.plan import PlanMeter, PlannedHost
 from settings import SFTSettings
 from training import optimizer as optimizer_module
