@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from device.cuda import padded, upload
-from device.processes import OneProcess
+from device.processes import ONE_PROCESS
 from kernels.segments import Segments
 from memory.ledger import COMPONENTS
 
@@ -72,13 +72,13 @@ class Cut:
         max_tokens 0 or 20: [[[0, 1, 2, 3]]]    10: [[[0, 1], [2, 3]]]    8: [[[2], [1], [0, 3]]], prompts repeated
     """
 
-    def __init__(self, sequences, step_size=0, max_tokens=0, group_size=1, processes=None):
+    def __init__(self, sequences, step_size=0, max_tokens=0, group_size=1, processes=ONE_PROCESS):
         """sequences: Rollouts or Sequences, N of them. step_size: sequences of an optimizer step; 0: N."""
         self.prompt_lengths = sequences.prompt_lengths.tolist()
         self.completion_lengths = sequences.completion_lengths.tolist()
         self.places = places_of(sequences)
         self.group_size, self.step_size = group_size, step_size or len(self.prompt_lengths)
-        self.processes = processes or OneProcess()
+        self.processes = processes
         self.longest = max(map(sum, zip(self.prompt_lengths, self.completion_lengths, strict=True))) - 1
         self.into(max_tokens)
 

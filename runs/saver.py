@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from device.processes import OneProcess
+from device.processes import ONE_PROCESS
 from memory.ledger import component
 from options import SnugError, in_one_line
 from runs.checkpoint import PREFIX, checkpoints, iteration_of, write
@@ -43,7 +43,7 @@ class Saver:
         optimizer,
         say: Callable[[str], None],
         start=None,
-        processes=None,
+        processes=ONE_PROCESS,
         **constants,
     ):
         """start: iterations done before this run. constants: `data` and, for LoRA, `base` of state.json.
@@ -52,7 +52,7 @@ class Saver:
         """
         self.settings, self.tokenizer, self.say = settings, tokenizer, say
         self.model, self.optimizer, self.device = model, optimizer, model.device
-        self.processes = processes or OneProcess()
+        self.processes = processes
         self.folder, self.constants = Path(settings.out_dir), constants
         self.saved = start  # iterations done by the newest checkpoint
         self.scores = {}  # iterations done -> score, None without an evaluation
