@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import fmean
 
 from data import TaskOptions, make_task
-from data.episodes import EpisodeOptions, Episodes, make_toolbox
+from data.episodes import EpisodeOptions, make_toolbox
 from data.tools import NONE
 from options import SnugError, fields, friendly_errors, in_one_line, read_settings
 from pretrained.hub import SNAPSHOT, hub_name
@@ -151,9 +151,8 @@ from data.rewards import repeat_columns
 from data.scores import pass_rates, reward_means, summarize, table
 from data.task import text_of
 from memory import Limits
-from model import autocast
 from runs.loading import generator_state, load_run, restore_generators
-from sample import check_prompts, encode_prompts, sample_groups, sampling_options
+from sample import check_prompts, encode_prompts, sample_episodes
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Completions and their rewards
@@ -194,12 +193,8 @@ def sample_and_score(model, prepared, rows, group_size, temperature, **options):
     there is none or the completion was cut off; right, reward and more of `score`; stopped; length in tokens with the
     stop token; greedy; logprob: natural, of the completion at this temperature (greedy: at 1).
     """
-    settings, tokenizer = prepared.settings, prepared.tokenizer
-    episodes = Episodes(prepared.toolbox, tokenizer, rows, group_size, settings.stop_string)
-    ids = encode_prompts(episodes.rows, settings, tokenizer)
-    options |= sampling_options(settings, episodes) | dict(temperature=temperature)
-    with autocast(settings.dtype, model):
-        rollouts = sample_groups(model, ids, episodes.k, **options)
+    options |= dict(temperature=temperature)
+    rollouts, episodes = sample_episodes(model, prepared, rows, group_size, **options)
     ids, stopped = rollouts.completions(), rollouts.stopped.tolist()
     prompts = [row["prompt"] for row in episodes.rows for _ in range(episodes.k)]
     completions = episodes.finish(rollouts)
@@ -207,7 +202,7 @@ def sample_and_score(model, prepared, rows, group_size, temperature, **options):
     columns |= dict(stopped=stopped, completion_ids=ids)
     figures = dict(
         prompt=prompts,
-        completion=list(map(tokenizer.decode, ids)),
+        completion=list(map(prepared.tokenizer.decode, ids)),
         answer=prepared.task.answers_of(list(map(text_of, completions)), stopped),
         **score(prepared, prompts, completions, columns),
         **episodes.figures(),

@@ -27,7 +27,6 @@ import torch
 
 import train_sft
 from batch import gather
-from data.episodes import Episodes
 from data.rewards import repeat_columns
 from device.cuda import empty_cache
 from device.host import borrowed
@@ -37,7 +36,7 @@ from memory.ledger import component
 from model import autocast
 from runs.checkpoint import open_checkpoint
 from runs.log import IS_IT_BROKEN
-from sample import encode_prompts, sample_groups, sampling_options
+from sample import sample_episodes
 from training import (
     Scored,
     as_floats,
@@ -86,8 +85,7 @@ def iterate(iteration, training, collect=None):
     training.begin_iteration(iteration)
 
     # 1. Sample k completions of each of P prompts from the model's own weights. 2. Score them.
-    collect = collect or collect_groups
-    scored, metrics = collect(iteration, training)
+    scored, metrics = (collect or collect_groups)(iteration, training)
     rollouts, rewards = scored.rollouts, scored.rewards  # N completions; (P, k)
 
     # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
@@ -118,7 +116,7 @@ def iterate(iteration, training, collect=None):
     learning_rate, taken, skipped = learning_rate_at(iteration, settings), [], 0
     entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
     teacher = training.teacher if settings.divergence != "sampled" else None  # its head
-    for step in [step for _ in range(settings.num_iterations) for step in range(len(cut.steps))]:
+    for step in [*range(len(cut.steps))] * settings.num_iterations:
         select = cut.sequences(step)
         if not teaches(rollouts, select, settings):
             skipped += 1
@@ -131,7 +129,7 @@ def iterate(iteration, training, collect=None):
         taken.append(training.update(sums, learning_rate, iteration, rollouts, select))
 
     # 9. Evaluate where it is due, log, save.
-    training.prompts_used(metrics["gen_batches"])
+    training.extra_prompts += (metrics["gen_batches"] - 1) * settings.batch_size
     training.processes.add(entropies)
     samples = training.samples(scored._replace(rewards=rewards), entropies)
     del scored, rollouts, entropies  # before the evaluation samples its own
@@ -194,17 +192,18 @@ def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0):
     """k completions of each task row's prompt -> (Rollouts, their Episodes).
 
     before: prompts of the iteration that came before these."""
-    settings, tokenizer = prepared.settings, prepared.tokenizer
-    episodes = Episodes(prepared.toolbox, tokenizer, rows, settings.group_size, settings.stop_string)
-    prompts = encode_prompts(episodes.rows, settings, tokenizer)
-    options = sampling_options(settings, episodes) | dict(
+    settings, k = prepared.settings, prepared.settings.group_size
+    return sample_episodes(
+        model,
+        prepared,
+        rows,
+        k,
+        max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         seed=settings.seed * 2**32 + iteration,
-        first_row=before * settings.group_size,
+        first_row=before * k,
         max_batch=max_batch,
     )
-    with autocast(settings.dtype, model):
-        return sample_groups(model, prompts, episodes.k, settings.max_new_tokens, **options), episodes
 
 
 def score(rollouts, episodes, prepared) -> Scored:
@@ -247,8 +246,8 @@ def trainable(rollouts, indices, settings) -> list[int]:
 def teaches(rollouts, select, settings) -> bool:
     """Can the gradient be anything but 0? A batch that is not finite is not skipped: the guard reports it."""
     sequences = trainable(rollouts, select, settings)
-    always = settings.entropy_coef or settings.teacher
-    always = always or (settings.beta and not settings.use_kl_in_reward)
+    kl_in_loss = settings.beta and not settings.use_kl_in_reward
+    always = settings.entropy_coef or settings.teacher or kl_in_loss
     learns = sequences and (always or rollouts.advantages[sequences].any())
     return bool(learns) or not finite_columns(rollouts, select)
 
@@ -341,10 +340,10 @@ def add_metrics(totals, loss, logprobs, entropy, micro, num_tokens):
     """Add a micro-batch's loss and, as token means over the step, its entropy and its distance to the sampler."""
     difference = (logprobs - micro.sampling_logprobs).abs()
     mismatch = kl_divergence(micro.sampling_logprobs.double(), logprobs.double())
-    totals["loss"] = totals["loss"] + loss.detach()
+    totals["loss"] += loss.detach()
     means = dict(entropy=entropy, logprob_diff_mean=difference, mismatch_kl=mismatch)
     for name, values in means.items():
-        totals[name] = totals[name] + values.sum() / num_tokens
+        totals[name] += values.sum() / num_tokens
     totals["logprob_diff_max"] = difference.max().clamp(min=totals["logprob_diff_max"])
 
 

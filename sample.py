@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
@@ -85,8 +85,7 @@ class Rollouts:
 
     def columns(self) -> dict[str, torch.Tensor]:
         """{name: tensor} of the columns that are there."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: column for name, column in vars(self).items() if column is not None}
 
     def select(self, sequences) -> "Rollouts":
         """The completions with these numbers, a tensor or a list, in that order."""
@@ -121,6 +120,16 @@ def encode_prompts(rows: list[dict], settings, tokenizer) -> list[list[int]]:
     """The ids of each task row's prompt: the last max_prompt_length, or all if that is 0."""
     prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
     return [ids[-settings.max_prompt_length :] for ids in prompts]  # [-0:] is all
+
+
+def sample_episodes(model, prepared, rows, k, **options):
+    """k completions of each task row's prompt -> (Rollouts, their Episodes). options: of sample_groups."""
+    settings, tokenizer = prepared.settings, prepared.tokenizer
+    episodes = Episodes(prepared.toolbox, tokenizer, rows, k, settings.stop_string)
+    prompts = encode_prompts(episodes.rows, settings, tokenizer)
+    options |= sampling_options(settings, episodes)
+    with autocast(settings.dtype, model):
+        return sample_groups(model, prompts, episodes.k, **options), episodes
 
 
 @torch.no_grad()

@@ -134,7 +134,7 @@ def draw_scripted(model, hidden, u, temperature, tokens, logprobs):
 
 def run_snug(prepared, script):
     """-> (a line for each iteration, [prompt, completion, mask] of each row)."""
-    rows, sample_groups = [], grpo.sample_groups
+    rows, sample_groups = [], sample.sample_groups
 
     def recorded(*args, **kwargs):
         rollouts = sample_groups(*args, **kwargs)
@@ -143,7 +143,7 @@ def run_snug(prepared, script):
             rows.append([ids[:start], ids[start:][:n], mask[:n]])
         return rollouts
 
-    grpo.sample_groups = recorded
+    sample.sample_groups = recorded
     follow(script, prepared.settings.max_new_tokens)
     grpo.main(prepared)
     return [json.loads(line) for line in open(f"{prepared.settings.out_dir}/log.jsonl")], rows

@@ -18,6 +18,7 @@ from common import DEVICE, begin, chosen, end, going_on, parser, result
 from shapes import GPT2, QWEN, QWEN_05B, QWEN_15B
 
 import grpo
+import sample
 from device.cuda import empty_cache
 from device.kinds import MIB
 from device.pick import pick_device
@@ -100,7 +101,7 @@ def longest(sample_groups, length, model, prompts, *arguments, stop_token, is_ov
 
 def run(prepared, iterations=2, iterate=grpo.iterate):
     """Iterations from random weights, as training/loop.py runs them -> the log's last record."""
-    settings, device, sample_groups = prepared.settings, pick_device(DEVICE), grpo.sample_groups
+    settings, device, sample_groups = prepared.settings, pick_device(DEVICE), sample.sample_groups
     torch.manual_seed(0)
     with MemoryMeter(device) as meter:
         reference = load_reference(prepared, device, weights=False)
@@ -109,12 +110,12 @@ def run(prepared, iterations=2, iterate=grpo.iterate):
         guard, limits = Guard(settings, print), Limits(settings, print)
         parts = meter, NoLog(settings), guard, None, limits
         training = Measured(prepared, model, reference, optimizer, *parts)
-        grpo.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)
+        sample.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)
         try:
             for iteration in range(iterations):
                 iterate(iteration, training)
         finally:
-            grpo.sample_groups = sample_groups
+            sample.sample_groups = sample_groups
     return training.record
 
 

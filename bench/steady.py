@@ -16,6 +16,7 @@ from statistics import median
 from common import result
 
 import grpo
+import sample
 import train_sft
 from device.kinds import MIB
 from memory.meter import resident_bytes
@@ -44,8 +45,8 @@ def main(iterations, report_to, folder):
         )
 
     original, grpo.iterate = grpo.iterate, iterate
-    sampler = grpo.sample_groups
-    grpo.sample_groups = lambda *arguments, stop_token, **rest: sampler(*arguments, stop_token=None, **rest)
+    sampler = sample.sample_groups
+    sample.sample_groups = lambda *arguments, stop_token, **rest: sampler(*arguments, stop_token=None, **rest)
     train_sft.main(prepare(sft))
     prepared = prepare(GRPOSettings(**common, **options, init_from=sft.out_dir, out_dir=f"{folder}/grpo"))
     prepared.reward_funcs = [lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 / 7 for c in completions]]

@@ -48,7 +48,7 @@ def breaks(original, what, calls):
     return function
 
 
-PLACES = dict(rollout=(grpo, "sample_groups"), train=(grpo, "head_loss"), save=(saver.Saver, "write"))
+PLACES = dict(rollout=(grpo, "sample_episodes"), train=(grpo, "head_loss"), save=(saver.Saver, "write"))
 
 if __name__ == "__main__":
     what, where, who, *words = sys.argv[1:]

@@ -156,7 +156,7 @@ def measured():
 
 def out_of_memory_once():
     """In this process the first sampling, the first gradient and the first log-probs without gradient fail."""
-    for module, function in ((grpo, "sample_groups"), (grpo, "head_loss")):
+    for module, function in ((grpo, "sample_episodes"), (grpo, "head_loss")):
         original, failed = getattr(module, function), []
 
         def fails(*arguments, original=original, failed=failed, **options):

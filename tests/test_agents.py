@@ -22,7 +22,6 @@ from test_episodes import CHATS, hermes, sampled, user
 from test_parallel import assert_same_weights, told
 from test_tokenizer import folder_of
 
-import evaluate
 import grpo
 from data.episodes import EpisodeOptions, Episodes, make_toolbox
 from data.tools import parse_calls, schema_of
@@ -314,7 +313,7 @@ def test_selected_groups_keep_their_episodes(found):
 @cpu_only
 def test_an_out_of_memory_in_a_rollout_plays_the_episodes_again(tmp_path, monkeypatch):
     """With fewer slots, and environments that are reset again: the same result. In float64, to 1e-9."""
-    outs, resets, real = [], [], grpo.sample_groups
+    outs, resets, real = [], [], sample_groups
     for fails in (False, True):
         failed = []
 
@@ -325,7 +324,7 @@ def test_an_out_of_memory_in_a_rollout_plays_the_episodes_again(tmp_path, monkey
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
             return rollouts
 
-        monkeypatch.setattr(grpo, "sample_groups", sampled)
+        monkeypatch.setattr("sample.sample_groups", sampled)
         monkeypatch.setattr(agents.Game, "resets", 0)
         settings = settings_of(tmp_path, str(fails), eval_prompts=0, max_iters=2)
         settings.param_dtype = settings.optimizer_dtype = "float64"
@@ -380,8 +379,7 @@ def test_a_plan_covers_what_tools_write(slots, tmp_path, monkeypatch):
         def sampled(*arguments, change=change, **options):
             return sample_groups(*arguments, **options | dict(stop_token=None) | change(60))
 
-        monkeypatch.setattr(grpo, "sample_groups", sampled)
-        monkeypatch.setattr(evaluate, "sample_groups", sampled)
+        monkeypatch.setattr("sample.sample_groups", sampled)
         grpo.main(prepared)
         record = read_log(settings.out_dir)[-1]
         for phase in ("rollout", "eval"):

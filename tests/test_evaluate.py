@@ -29,6 +29,7 @@ from pretrained.tensors import save_pretrained
 from runs.checkpoint import Checkpoint, newest
 from runs.loading import load_run
 from runs.prepare import Prepared, prepare
+from sample import sample_groups
 from settings import EvaluateSettings, GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
 
@@ -195,7 +196,7 @@ def test_the_logprob_is_the_whole_completions_at_its_temperature():
 def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys):
     """A rollout's completions at a time, 8 or 40, and a device on which three are too many to decode."""
     wanted = run_evaluation(*hex_run(run=run_settings(8)))
-    calls, sample_groups = [], evaluate.sample_groups
+    calls = []
 
     def small_device(model, prompts, group_size, max_batch, **options):
         calls.append((len(prompts), group_size, max_batch))
@@ -204,7 +205,7 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         return sample_groups(model, prompts, group_size, max_batch=max_batch, **options)
 
-    monkeypatch.setattr(evaluate, "sample_groups", small_device)
+    monkeypatch.setattr("sample.sample_groups", small_device)
     most = 5
     summary, samples = run_evaluation(*hex_run(run=run_settings(40)))
     assert calls == [(13, 1, size) for size in (40, 20, 10, 5)] + [(6, 6, 5), (6, 6, 5), (1, 6, 5)]

@@ -387,9 +387,9 @@ def test_zero_variance_groups_leave_the_weights_alone():
 
 def never_stop(monkeypatch):
     """Every completion is as long as it may be, as the planner takes it to be."""
-    original = grpo.sample_groups
+    original = sample_groups
     endless = lambda *args, stop_token, **options: original(*args, stop_token=None, **options)  # noqa: E731
-    monkeypatch.setattr(grpo, "sample_groups", endless)
+    monkeypatch.setattr("sample.sample_groups", endless)
 
 
 def peaks(tmp_path, name, **changes):

@@ -20,6 +20,7 @@ from runs.checkpoint import newest
 from runs.loading import load_run
 from runs.log import read_log
 from runs.prepare import prepare
+from sample import sample_groups
 from settings import ExportSettings, GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
 from tools.export import main
@@ -90,13 +91,13 @@ def test_the_config_for_gsm8k_on_a_folder_with_a_reference(folder, tmp_path, rew
 
 def test_only_ids_of_the_tokenizer_are_sampled_and_any_stop_token_ends(folder, tmp_path, rewards, monkeypatch):
     """The model has 272 rows and the tokenizer 259 ids; 258 and 256 end a completion."""
-    rounds, sample_groups = [], grpo.sample_groups
+    rounds = []
 
     def keep(*args, **options):
         rounds.append(sample_groups(*args, **options))
         return rounds[-1]
 
-    monkeypatch.setattr(grpo, "sample_groups", keep)
+    monkeypatch.setattr("sample.sample_groups", keep)
     gsm8k(folder, tmp_path / "run", "--group_size=128", "--max_iters=1", "--eval_interval=0")
     rollouts = rounds[0]
     T = rollouts.mask.shape[1]

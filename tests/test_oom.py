@@ -113,7 +113,7 @@ def test_a_resumed_run_remembers(tmp_path, capsys):
 def test_an_evaluation_has_a_limit_of_its_own(tmp_path, monkeypatch, capsys):
     """It is smaller after an out-of-memory, also after a resume. The rollouts' limit stays."""
     prepared, settings = prepared_run(tmp_path, eval_prompts=8, max_iters=1, save_interval=1, **SMALL)
-    real, decoded = evaluate.sample_groups, []
+    real, decoded = evaluate.sample_episodes, []
 
     def sampled(*arguments, max_batch, **options):
         decoded.append(max_batch)
@@ -121,7 +121,7 @@ def test_an_evaluation_has_a_limit_of_its_own(tmp_path, monkeypatch, capsys):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(*arguments, max_batch=max_batch, **options)
 
-    monkeypatch.setattr(evaluate, "sample_groups", sampled)
+    monkeypatch.setattr(evaluate, "sample_episodes", sampled)
     grpo.main(prepared)
     assert decoded[:3] == [3, 2, 1] and set(decoded[3:]) == {1}  # batch_size 3, then half, rounded up
     assert read_state(newest(settings.out_dir))["after_oom"] == {"max_eval_batch": [3, 1]}
@@ -136,12 +136,12 @@ def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     for where, said in (
-        ("sample_groups", "decoding one completion at a time"),
-        ("accumulate_gradient", "one sequence of "),
+        ("sample.sample_groups", "decoding one completion at a time"),
+        ("grpo.accumulate_gradient", "one sequence of "),
     ):
         prepared, _ = prepared_run(tmp_path, eval_prompts=0)
         with monkeypatch.context() as patch:
-            patch.setattr(grpo, where, no_memory)
+            patch.setattr(where, no_memory)
             with pytest.raises(SnugError) as caught:
                 grpo.main(prepared)
         text = str(caught.value)

@@ -26,6 +26,7 @@ from memory.plan import GIB, plan
 from options import SnugError
 from runs.log import read_log
 from runs.prepare import Prepared, prepare
+from sample import sample_groups
 from settings import GRPOSettings, SFTSettings
 from tokenizer import get_tokenizer
 from training.dry_run import DryRun
@@ -76,14 +77,14 @@ def prepared_run(tmp_path, **changes):
 def ragged(monkeypatch):
     """No completion stops, and each is cut somewhere."""
     never_stop(monkeypatch)
-    original, draw = grpo.sample_groups, random.Random(0)
+    original, draw = sample_groups, random.Random(0)
 
     def cut_somewhere(*args, **options):
         rollouts = original(*args, **options)
         rollouts.completion_lengths = torch.tensor([draw.randint(1, int(n)) for n in rollouts.completion_lengths])
         return rollouts
 
-    monkeypatch.setattr(grpo, "sample_groups", cut_somewhere)
+    monkeypatch.setattr("sample.sample_groups", cut_somewhere)
 
 
 def differ(prompts, completions, **columns):

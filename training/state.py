@@ -57,10 +57,6 @@ class Training:
         first = (iteration + turn) * P + self.extra_prompts
         return range(first, first + P)
 
-    def prompts_used(self, rollouts: int):
-        """Call this after each iteration. rollouts: how many it sampled."""
-        self.extra_prompts += (rollouts - 1) * self.settings.batch_size
-
     def cut(self, sequences, step_size=0, group_size=1) -> Cut:
         """Cut Rollouts or Sequences into optimizer steps and micro-batches, within the limits."""
         max_tokens = self.limits.max_tokens_per_micro_batch
