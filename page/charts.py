@@ -115,7 +115,7 @@ def timeline(run: Run) -> Chart:
             after.append((i + (place + 1) * width, run.memory[i][phase], f"iteration {i}, after {phase}"))
 
     x, sizes, labels = zip(*sorted(after), strict=True)
-    allocated, reserved = [size.allocated for size in sizes], [size.reserved for size in sizes]
+    allocated, reserved, _ = map(list, zip(*sizes, strict=True))
     # The process's resident memory is far above the peaks, and this line would flatten all others.
     name, style = ("reserved", "line") if run.device == "cuda" else ("resident", "hidden")
     series.append(Series("allocated", x, allocated, "line", 7, labels))

@@ -168,9 +168,10 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
         )
         if scored.episodes:
             record |= dict(
-                messages=scored.episodes["messages"][i], tool_errors=scored.episodes["tool_errors"][i]
+                messages=scored.episodes["messages"][i],
+                tool_errors=scored.episodes["tool_errors"][i],
+                mask=shown.mask[i, :length].tolist(),
             )
-            record["mask"] = shown.mask[i, :length].tolist()
         if isinstance(asked, list):
             record["question"] = asked[-1]["content"]
         for name, values in per_token.items():
