@@ -232,8 +232,9 @@ def policy_loss(
         token_advantages = token_advantages + options.teacher_coef * (teacher_logprobs - old_logprobs)
     ratio = importance_ratio(logprobs, old_logprobs, sequence, lengths, options.importance_sampling_level)
     if options.loss_type in ("gmpo", "vespo"):
-        columns = logprobs, old_logprobs, token_advantages, sequence
-        per_token, clipped = sequence_surrogate(*columns, lengths, options)
+        per_token, clipped = sequence_surrogate(
+            logprobs, old_logprobs, token_advantages, sequence, lengths, options
+        )
     else:
         per_token, clipped = surrogate(ratio, logprobs, token_advantages, options)
     if options.importance_sampling_cap is not None:

@@ -22,7 +22,6 @@ import torch
 from kernels import LOG2_OF_E, nothing_to_do, triton, uses_triton
 from logprobs.rows import accumulator, slabs
 
-NAMES = ("reverse_kl", "forward_kl", "jsd")
 TEMPORARIES = 8  # tensors of a slab's size that plain torch holds at a time
 
 
@@ -31,7 +30,7 @@ class Teacher(NamedTuple):
 
     hidden: torch.Tensor  # (M, C_T), the teacher's states at the student's tokens
     weight: torch.Tensor  # (V_T, C_T), its head
-    divergence: str  # of NAMES
+    divergence: str  # reverse_kl, forward_kl or jsd
 
 
 def divergence_of(log_p, log_q, name: str):
