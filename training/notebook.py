@@ -45,11 +45,11 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
         return spec_of(value)
 
     if reward_funcs is not None:
-        options = options | dict(reward_funcs=reward_funcs)
+        options["reward_funcs"] = reward_funcs
     for option in {"reward_funcs", "tools"} & options.keys():
-        options = options | {option: list(map(name, options[option]))}
+        options[option] = list(map(name, options[option]))
     if "environment" in options:
-        options = options | dict(environment=name(options["environment"]))
+        options["environment"] = name(options["environment"])
     if prompts is not None:
         file = write_prompts(prompts, make_settings(cls, config, options)[0].out_dir)
         options = dict(task="jsonl", test_file="") | options | dict(data_file=file)

@@ -218,7 +218,7 @@ class SlabAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, scale=1.0):
-        names = "weight", "gradient", "exp_avg", "exp_avg_sq", "master"
+        names = "weight", "gradient", *STATE
         slabs = self.slabs(*names)
         ring = self.ring(slabs)
         scratch = new_scratch(ring[0].get("weight", self.largest()))
