@@ -91,6 +91,7 @@ MUTANTS = [
     ("NF4: resumed without it", "runs/prepare.py", '"lora_target_modules", "base_dtype"]', '"lora_target_modules"]', "test_nf4.py test_lora.py"),
     ("NF4: begins from adapters", "runs/prepare.py", "if begin and settings.base_dtype and", "if False and", "test_nf4.py"),
     ("NF4: a folder in 4 bits is evaluated plain", "runs/checkpoint.py", 'stored = "" if double_quant(folder) is None else "nf4"', 'stored = ""', "test_nf4.py"),
+    ("rules: SFT needs what it does not have", "settings.py", 'needed.partition("=")[0], needed)', 'needed.partition("=")[0], "")', "test_settings.py"),
     ("NF4: fsdp", "settings.py", "parallel=fsdp needs base_dtype= or --parallel=ddp\n", "", "test_nf4.py"),
     ("PEFT: q, k and v have all of B", "pretrained/adapters.py", "rows_of(layer.lora_B, entry)", "layer.lora_B", "test_nf4.py"),
     ("PEFT: GPT-2's two c_proj", "pretrained/adapters.py", '-2 if family == "gpt2" else -1', "-1", "test_nf4.py"),

@@ -379,6 +379,12 @@ def test_whatever_cannot_be_is_refused_by_name(seed):
         pytest.fail(f"taken: {words}")
 
 
+def test_rules_for_options_of_grpo_leave_sft_alone():
+    SFTSettings(parallel="fsdp").check()  # it has no reference that could be on the host
+    with pytest.raises(SnugError, match="grad_offload=True: parallel=fsdp needs grad_offload=False"):
+        SFTSettings(parallel="fsdp", grad_offload=True).check()
+
+
 def test_text_with_a_nul_and_a_number_without_end(tmp_path):
     path = config(tmp_path, 'out_dir = "a\\0b"')
     assert refused(read_config, SFTSettings, path) == f"{path}:1: out_dir='a\\x00b' has a NUL character; remove it"
