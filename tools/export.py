@@ -16,7 +16,7 @@ from pretrained.adapters import save_adapters
 from pretrained.hub import hub_name
 from pretrained.shapes import is_pretrained
 from pretrained.tensors import new_folder, save_pretrained
-from runs.checkpoint import Checkpoint, base_of, find_run, settings_of
+from runs.checkpoint import Checkpoint, base_of, find_run
 from settings import ExportSettings
 
 
@@ -24,32 +24,29 @@ def main(settings: ExportSettings, folder: str):
     """Raises SnugError if `folder` has no run or settings.to exists."""
     new_folder(settings.to)  # refuses a bad name before torch is imported
     checkpoint = find_run(folder)
-    if settings.adapters:
-        return export_adapters(settings, checkpoint)
+    base = base_name(checkpoint) if settings.adapters else ""
     from lora import merge
     from runs.loading import load_run
 
     run = load_run(checkpoint, "cpu")
+    if base:
+        save_adapters(run.model, settings.to, base, run.settings)
+        print(f"the adapters of {run.path} are now in {settings.to}, for PEFT beside {base}")
+        return
     if settings.dtype == "float32":  # before adapters are merged and rounded
         run.model.float()
     save_pretrained(merge(run.model), settings.to, run.tokenizer, settings.dtype or None)
     print(f"{run.path} is now {settings.to}, a folder for transformers' AutoModelForCausalLM")
 
 
-def export_adapters(settings: ExportSettings, checkpoint: Checkpoint):
+def base_name(checkpoint: Checkpoint) -> str:
+    """The Hugging Face model that a checkpoint's adapters are for. Raises SnugError if there is none."""
     if "base" not in checkpoint.state:
         raise SnugError(f"{checkpoint.path} has no adapters; leave --adapters out")
-    base, ours = base_of(checkpoint), settings_of(checkpoint.state)
-    if not is_pretrained(base.path):
-        raise SnugError(
-            f"the adapters' base, {base.path}, is no Hugging Face folder; leave --adapters out"
-        )
-    from runs.loading import load_run
-
-    save_adapters(load_run(checkpoint, "cpu").model, settings.to, hub_name(base.path), ours)
-    print(
-        f"the adapters of {checkpoint.path} are now in {settings.to}, for PEFT beside {hub_name(base.path)}"
-    )
+    path = base_of(checkpoint).path
+    if not is_pretrained(path):
+        raise SnugError(f"the adapters' base, {path}, is no Hugging Face folder; leave --adapters out")
+    return hub_name(path)
 
 
 if __name__ == "__main__":
