@@ -87,7 +87,10 @@ class RunOptions:
     seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
     device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
     dtype: str = option(
-        "float32", "dtype of the forward pass; bfloat16: autocast over float32 weights", choices=DTYPES
+        "auto",
+        "dtype of the forward pass. bfloat16: autocast over float32 weights; auto: bfloat16 on a GPU with tensor cores "
+        "for it (A100, RTX 30 and newer) and with param_dtype=bfloat16, else float32; a resumed run keeps its own",
+        choices=("auto", *DTYPES),
     )
     parallel: str = option(
         "none",
@@ -199,7 +202,7 @@ class MemoryOptions:
         False, "keep block inputs on the host until backward; needs checkpoint_blocks"
     )
     param_dtype: str = option(
-        "float32", "dtype of weights and gradients; bfloat16 needs dtype=bfloat16", choices=DTYPES
+        "float32", "dtype of weights and gradients; bfloat16 needs dtype=bfloat16 or auto", choices=DTYPES
     )
     optimizer_dtype: str = option(
         "float32",
@@ -435,7 +438,7 @@ class TeacherOptions:
 
 # What does not fit together: a choice, what it needs, perhaps why. SFT does not have all of these options.
 NEEDS = """\
-param_dtype=bfloat16 needs dtype=bfloat16
+dtype=float32 needs param_dtype=float32 because bfloat16 weights compute in bfloat16; try --dtype=bfloat16
 checkpoint_blocks=none needs activation_offload=False because no block's input is kept; try --checkpoint_blocks=block
 loss_type=cispo needs delta=None
 loss_type=sapo needs delta=None

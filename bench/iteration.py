@@ -62,8 +62,11 @@ PHASES = ("time_s", "time_rollout_s", "time_reference_s", "time_train_s", "time_
 GPT2_124M = GPT2 | dict(vocab_size=50257, bias=True)
 SMALL = dict(vocab_size=256, n_layer=4, n_head=4, n_embd=256, block_size=512, bias=True)
 TINY = dict(vocab_size=64, n_layer=2, n_head=2, n_embd=16, block_size=64)
-REAL = (HOME / "models/smollm2-135m-instruct", [str(HOME / "config/grpo_real.py"), "--data_file=data/sums.jsonl"])
-FLOAT32 = ["--beta=0.04", "--learning_rate=1e-6"]
+REAL = (
+    HOME / "models/smollm2-135m-instruct",
+    [str(HOME / "config/grpo_real.py"), "--data_file=data/sums.jsonl", "--dtype=float32"],
+)
+FLOAT32 = ["--beta=0.04", "--learning_rate=1e-6", "--dtype=float32"]
 BFLOAT16 = [*FLOAT32, "--dtype=bfloat16", "--param_dtype=bfloat16", "--optimizer_dtype=bfloat16"]
 # name: (shape, prompts, tokens a prompt, completions a prompt, mean length or 0: never stops, longest, snug's words),
 # or (folder, snug's words)

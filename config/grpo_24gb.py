@@ -29,7 +29,6 @@ max_new_tokens = 1024
 learning_rate = 1e-6
 eval_prompts = 16
 
-dtype = "bfloat16"
 param_dtype = "bfloat16"
 checkpoint_blocks = "block"
 max_tokens_per_micro_batch = 1280

@@ -2,9 +2,9 @@
 
     python grpo.py config/grpo_chat.py --data_file=prompts.jsonl --out_dir=out/mine
 
-If the rows have no answers, add --reward_funcs=my_rewards:short. A smaller max_new_tokens is faster. On a GPU add
---dtype=bfloat16. All weights train, at the rate of config/grpo_real.py. A larger model needs less, about
---learning_rate=1e-6, or adapters: --lora_rank=16 --dtype=bfloat16 --param_dtype=bfloat16. No size was tuned here.
+If the rows have no answers, add --reward_funcs=my_rewards:short. A smaller max_new_tokens is faster. All weights
+train, at the rate of config/grpo_real.py. A larger model needs less, about --learning_rate=1e-6, or adapters:
+--lora_rank=16 --param_dtype=bfloat16. No size was tuned here.
 """
 
 out_dir = "out/grpo_chat"

@@ -3,6 +3,8 @@
 Left out: how its memory is counted and filled (memory/), what runs on it (kernels/).
 """
 
+from dataclasses import replace
+
 import torch
 
 from device.cpu import share_cores, stays_float32
@@ -51,6 +53,15 @@ def configure_cuda(tf32: bool):
     # On Hopper and Blackwell torch prefers cuDNN's attention in bfloat16. It builds a plan for every new shape, which
     # takes 0.05 to 1 s, and keeps all plans in host memory. Flash attention, the next in line, needs no plans.
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def with_dtype(settings, kind: str):
+    """-> settings with a dtype in place of "auto". kind: "cuda" or "cpu"; a GPU that is only planned for has bfloat16."""
+    if settings.dtype != "auto":
+        return settings
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    fast = kind == "cuda" and not old
+    return replace(settings, dtype="bfloat16" if fast else settings.param_dtype)
 
 
 def notes(device: torch.device, settings) -> list[str]:

@@ -128,7 +128,9 @@ def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
         "iteration": 0,
         "model_config": read_shape(folder),
         "tokenizer": "tokenizer.json",
-        "settings": vars(GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, base_dtype=stored)),
+        "settings": vars(
+            GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, dtype="float32", base_dtype=stored)
+        ),
     }
     return Checkpoint(folder, state)
 

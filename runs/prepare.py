@@ -87,6 +87,7 @@ def prepare(
     grpo = isinstance(settings, GRPOSettings)
     if settings.resume not in ("never", "auto"):
         settings, chosen = continued(settings, chosen), chosen | {"block_size"}
+    settings = decided(settings)
     task = make_task(settings, demonstrations=not grpo)
     config = settings.init_from if grpo and settings.init_from.endswith(".py") else ""
     if config:
@@ -145,11 +146,25 @@ def prepare(
 def with_commit(settings, option: str):
     """init_from or teacher; of a model on the hub with its newest commit, or with that of the run that resumes."""
     name = getattr(settings, option)
-    if settings.resume == "auto" and checkpoints(settings.out_dir):
-        before = open_checkpoint(settings.out_dir, False).state["settings"].get(option, "")
-        if before.startswith(f"{name}@"):
-            return before
+    before = resumed(settings).get(option, "")
+    if before.startswith(f"{name}@"):
+        return before
     return name if Path(name).is_dir() else hub_name(local_folder(name, weights=False))
+
+
+def resumed(settings) -> dict:
+    """The options of the run in out_dir that goes on; {} if there is none."""
+    if settings.resume == "auto" and checkpoints(settings.out_dir):
+        return vars(settings_of(open_checkpoint(settings.out_dir, False).state))
+    return {}
+
+
+def decided(settings):
+    """A run that goes on keeps its dtype, if the user chose none. Raises SnugError if that does not fit the options."""
+    if settings.dtype == "auto":
+        settings = replace(settings, dtype=resumed(settings).get("dtype", "auto"))
+        settings.check()
+    return settings
 
 
 def continued(settings, chosen: Set[str]):

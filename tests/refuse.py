@@ -28,7 +28,7 @@ BOTH = [  # words, the option that has to be named, values of {n}
     ("--adam_beta1={n}", "adam_beta1", [1, 1.5]),
     ("--adam_beta2={n}", "adam_beta2", [1, 1.5]),
     ("--activation_offload --logits_chunk_mb={n}", "activation_offload", [1, 99]),
-    ("--param_dtype=bfloat16 --seed={n}", "param_dtype", [3]),
+    ("--param_dtype=bfloat16 --dtype=float{n}", "param_dtype", [32]),
     ("--memory_budget_gb={n}", "memory_budget_gb", ["-1", "0", "much", "nan", "inf", "8GB"]),
     ("--task=countdown --countdown_numbers={n}", "countdown_numbers", [1, 11, "4-3"]),
     ("--task=countdown --countdown_operators={n}", "countdown_operators", ["", "%", "+-^", "plus"]),

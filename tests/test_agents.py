@@ -44,7 +44,7 @@ LOGGED = {"turns", "tool_calls", "tool_errors", "written_fraction", "tool_second
 
 
 def settings_of(tmp_path, name="run", **changes):
-    return GRPOSettings(**agents.options(tmp_path, name, **dict(device=DEVICE) | changes))
+    return GRPOSettings(**agents.options(tmp_path, name, **dict(device=DEVICE, dtype="float32") | changes))
 
 
 def samples_of(folder):
@@ -247,7 +247,9 @@ def test_functions_and_a_class_of_a_cell(tmp_path, capsys):
         pass
 
     options = {name: value for name, value in agents.options(tmp_path, "run").items() if name != "data_file"}
-    options |= dict(tools=[f], environment=Cell, reward_funcs=[agents.twice], max_iters=2, device=DEVICE)
+    options |= dict(
+        tools=[f], environment=Cell, reward_funcs=[agents.twice], max_iters=2, device=DEVICE, dtype="float32"
+    )
     prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     result = grpo.train(prompts=prompts, **options)
     assert result.finished and called and {"reward/Cell", "tool_calls"} <= result.log[0].keys()

@@ -316,6 +316,24 @@ def test_bad_input_is_answered_before_tensors_are_read(tmp_path, monkeypatch):
     assert read.count("model.safetensors") == 2  # to resume, and the reference
 
 
+@pytest.mark.parametrize("dtype, other", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_run_keeps_its_dtype_unless_another_is_named(dtype, other, tmp_path):
+    """On any device: prepared, it is no longer "auto", so no device is asked."""
+    sft = dataclasses.replace(tiny(tmp_path)[0], dtype="auto", device="cpu", max_iters=1, eval_prompts=0)
+    train_sft.main(prepare(dataclasses.replace(sft, dtype=dtype)))
+    again = dataclasses.replace(sft, resume="auto", max_iters=2)
+    assert prepare(sft).settings.dtype == "auto" and prepare(again).settings.dtype == dtype
+    assert prepare(dataclasses.replace(again, dtype=other)).settings.dtype == other
+    train_sft.main(prepare(again))
+    log = (Path(sft.out_dir) / "log.txt").read_text()
+    assert log.count(f" parameters on cpu in {dtype}, ") == 2 and "dtype was" not in log
+    assert json.loads((Path(sft.out_dir) / "settings.json").read_text())["dtype"] == dtype
+    assert loading.load_run(sft.out_dir, "cpu").settings.dtype == dtype
+    if dtype == "float32":
+        with pytest.raises(SnugError, match="dtype=float32 needs param_dtype=float32 because"):
+            prepare(dataclasses.replace(again, param_dtype="bfloat16"))
+
+
 def test_a_run_goes_on_by_the_name_of_its_folder(tmp_path):
     """With its own options; those that are given replace them."""
     sft, settings = tiny(tmp_path, max_iters=2, save_interval=1, eval_prompts=0)

@@ -21,7 +21,7 @@ from settings import GRPOSettings
 from training import Training
 
 STOP = 3
-TINY = dict(digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0)
+TINY = dict(digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, dtype="float32", eval_prompts=0)
 TINY |= dict(batch_size=4, group_size=4, max_new_tokens=8, max_iters=3)
 
 

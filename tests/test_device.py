@@ -16,7 +16,7 @@ import training.loop
 from device.cpu import stays_float32
 from device.host import HostLedger
 from device.kinds import PlanningMode
-from device.pick import notes, pick_device
+from device.pick import notes, pick_device, with_dtype
 from kernels import uses_triton, why_no_kernels
 from logprobs.head import ALREADY_ADDED
 from options import SnugError
@@ -128,6 +128,16 @@ def test_a_t4_is_told_not_to_use_bfloat16(h100):
     assert line.startswith("warning: Tesla T4 (sm_75) has neither bfloat16 units nor fused attention in bfloat16")
     assert "--plan does not count" in line and line.endswith("use --dtype=float32 --param_dtype=float32")
     assert noted(h100, (7, 5), dtype="float32") == []
+
+
+@pytest.mark.parametrize("capability, fast", [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
+def test_the_default_dtype_is_what_the_device_is_fast_in(h100, capability, fast):
+    h100.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    half = GRPOSettings(param_dtype="bfloat16")
+    assert with_dtype(GRPOSettings(), "cuda").dtype == fast and with_dtype(GRPOSettings(), "cpu").dtype == "float32"
+    assert with_dtype(half, "cuda").dtype == with_dtype(half, "cpu").dtype == "bfloat16"
+    for chosen in ("float32", "bfloat16"):
+        assert with_dtype(GRPOSettings(dtype=chosen), "cuda").dtype == chosen
 
 
 def test_float32_on_a_gpu_with_tensor_cores_for_it_is_told_of_tf32(h100):

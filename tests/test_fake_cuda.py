@@ -135,6 +135,7 @@ def register():
 def iterate(mode, shape, options, micro_batches):
     """An iteration of GRPO of 8 sequences -> the waits of its training phase."""
     common = dict(device="cuda", task="addition", digits=1, eval_prompts=0, batch_size=2, group_size=4)
+    common["dtype"] = "float32"
     tokens = 8 // micro_batches * (PROMPT + COMPLETION)
     settings = GRPOSettings(**common | shape | options, max_tokens_per_micro_batch=tokens, max_new_tokens=COMPLETION)
     with unset_fake_temporarily():

@@ -172,6 +172,7 @@ def test_entropies_stand_at_their_tokens():
 def tiny(tmp_path, **changes):
     """Settings of a run of two-digit additions that takes a second or two."""
     common = dict(digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, eval_prompts=20, save_interval=2)
+    common["dtype"] = "float32"
     sft = SFTSettings(**common, out_dir=str(tmp_path / "sft"), max_iters=4, batch_size=16, demonstration_noise=0.5)
     options = dict(out_dir=str(tmp_path / "grpo"), init_from=sft.out_dir, max_iters=4, beta=0.04)
     options |= dict(batch_size=4, group_size=4, max_new_tokens=12)
@@ -400,7 +401,7 @@ def peaks(tmp_path, name, **changes):
     common = dict(
         digits=4, n_layer=2, n_embd=64, block_size=146, device=DEVICE, eval_prompts=0, save_interval=0, max_iters=3
     )
-    common |= dict(max_tokens_per_micro_batch=14 * 146)
+    common |= dict(max_tokens_per_micro_batch=14 * 146, dtype="float32")
     sft = SFTSettings(**common, out_dir=str(tmp_path / f"sft_{name}"), batch_size=28)
     options = dict(out_dir=str(tmp_path / f"grpo_{name}"), init_from=sft.out_dir, batch_size=28, group_size=8)
     settings = GRPOSettings(**common | options | dict(max_new_tokens=18, beta=0.04) | changes)

@@ -17,6 +17,7 @@ from training.loop import begin
 from training.optimizer import optimizer_step
 
 COMMON = dict(digits=2, n_layer=2, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0, save_interval=0, seed=3)
+COMMON["dtype"] = "float32"  # on a GPU too
 SFT = COMMON | dict(max_iters=8, batch_size=16, learning_rate=3e-3, demonstration_noise=0.5)
 GRPO = COMMON | dict(max_iters=8, batch_size=4, group_size=4, max_new_tokens=10, learning_rate=3e-4, beta=0.04)
 FLOAT32 = dict(param_dtype="float32", optimizer_dtype="float32")

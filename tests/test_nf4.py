@@ -41,7 +41,7 @@ from options import SnugError, read_settings
 from pretrained.bitsandbytes import STATE as nf4_state
 from pretrained.shapes import read_shape
 from pretrained.tensors import entries, load_pretrained, read_weights, rows_of, save_pretrained
-from runs.checkpoint import newest, open_checkpoint, seal
+from runs.checkpoint import find_run, newest, open_checkpoint, seal
 from runs.loading import load_run, load_weights
 from runs.log import read_log
 from runs.prepare import prepare
@@ -631,7 +631,8 @@ def test_a_run_from_bitsandbytes_folder(double, tmp_path, monkeypatch):
     assert prepared.settings.base_dtype == "nf4"
     log = read_log(tmp_path / "run")
     assert log[0]["kl"] == 0 < log[-1]["kl"] and log[0]["grad_norm"] > 0
-    itself = load_run(str(folder), "cpu").model
+    itself, _, settings, *_ = load_run(str(folder), "cpu")
+    assert settings.dtype == find_run(folder).state["settings"]["dtype"] == "float32"  # what evaluate.py reads
     assert isinstance(itself.blocks[0].mlp.up.weight, NF4)
     values = values_in(itself)
     weights = weights_of(load_run(tmp_path / "run", "cpu").model)

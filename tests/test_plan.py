@@ -23,7 +23,7 @@ from memory import plan as planning
 from memory.fit import apply, changes, fit, ladder, show
 from memory.ledger import component, component_of
 from memory.plan import GIB, plan
-from options import SnugError
+from options import SnugError, read_settings
 from runs.log import read_log
 from runs.prepare import Prepared, prepare
 from sample import sample_groups
@@ -36,7 +36,9 @@ pytestmark = pytest.mark.skipif(
 )
 LLAMA = dict(norm="rmsnorm", position="rotary", mlp="swiglu", n_kv_head=2, tie_embeddings=False)
 COMMON = dict(digits=4, device="cpu", eval_prompts=16, eval_interval=2, save_interval=0, max_iters=2)
-COMMON |= dict(n_layer=3, n_embd=96, block_size=64)  # deeper: test_a_deep_models_plan_is_that_of_all_its_blocks
+COMMON |= dict(
+    dtype="float32", n_layer=3, n_embd=96, block_size=64
+)  # deeper: test_a_deep_models_plan_is_that_of_all_its_blocks
 GRPO = dict(batch_size=6, group_size=4, max_new_tokens=24)
 BF16 = dict(param_dtype="bfloat16", dtype="bfloat16", optimizer_dtype="bfloat16")
 SMALL = dict(n_layer=1, batch_size=4, eval_prompts=0)
@@ -287,14 +289,22 @@ def test_grpo_is_planned_to_need_what_sft_needs(name):
 
 def test_the_configs_of_the_repository_hold_what_they_promise():
     """Planned peaks, all parameters: 1.5B in 12.2 GiB, in 6.6 with the optimizer on the host; 7B in 18."""
-    from options import read_settings
-
     small, large = "config/grpo_qwen2_1.5b.py", "config/grpo_24gb.py"
     for words, most in (([small], 12.2), ([small, "--optimizer_device=host"], 6.6), ([large], 18.0)):
         prepared = prepare(*read_settings(GRPOSettings, [*words, "--device=cuda"])[:2])
         its_plan = plan(dry_run(prepared), prepared.settings)
         assert 0.5 * most * GIB < its_plan.peak <= most * GIB, (words, its_plan.line())
         assert (its_plan.host > 0) == (len(words) > 1 or "24gb" in words[0])
+
+
+def test_a_gpus_plan_is_in_bfloat16_and_a_cpus_in_float32(capsys):
+    def shown(*words):
+        grpo.main(prepare(*read_settings(GRPOSettings, ["config/grpo_small.py", "--plan", *words])[:2]))
+        return capsys.readouterr().out
+
+    for device, default, other in (("cuda", "bfloat16", "float32"), ("cpu", "float32", "bfloat16")):
+        plans = [shown(f"--device={device}", *words) for words in ([], [f"--dtype={default}"], [f"--dtype={other}"])]
+        assert plans[0] == plans[1] != plans[2], device
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -371,8 +381,6 @@ def test_a_budget_does_not_cut_what_depends_on_the_cut(tmp_path):
 
 
 def test_a_config_for_a_small_device_uses_a_large_one():
-    from options import read_settings
-
     words = ["config/grpo_qwen2_1.5b.py", "--device=cuda"]
     prepared = prepare(*read_settings(GRPOSettings, words)[:2])
     fitted, planned = fit(dry_run(prepared), prepared.settings, 80 * GIB)

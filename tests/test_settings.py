@@ -329,7 +329,7 @@ def test_the_commands_of_the_documents_are_right():
             "--multi_objective_aggregation=normalize_then_sum --scale_rewards=none",
             "needs scale_rewards=group",
         ),
-        (GRPOSettings, "--param_dtype=bfloat16", "param_dtype=bfloat16 needs dtype=bfloat16"),
+        (GRPOSettings, "--dtype=float32 --param_dtype=bfloat16", "dtype=float32 needs param_dtype=float32 because"),
         (
             GRPOSettings,
             "--activation_offload",

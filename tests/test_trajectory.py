@@ -67,7 +67,7 @@ def test_the_trajectory_tells_ways_apart():
 def test_a_free_run_is_itself_again(tmp_path):
     logs = []
     for name in "ab":
-        options = dict(device=DEVICE, beta=0.0, max_iters=8, out_dir=str(tmp_path / name))
+        options = dict(device=DEVICE, dtype="float32", beta=0.0, max_iters=8, out_dir=str(tmp_path / name))
         prepared = prepare(GRPOSettings(**trajectory.SHAPE | trajectory.TRAIN | options))
         prepared.reward_funcs = [lambda prompts, completions, **columns: [len(set(c)) / 10 for c in completions]]
         grpo.main(prepared)

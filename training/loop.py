@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
-from device.pick import notes, pick_device
+from device.pick import notes, pick_device, with_dtype
 from device.processes import ONE_PROCESS
 from kernels import warn_without_kernels
 from kernels.nf4 import weights_of
@@ -50,14 +50,16 @@ def run(prepared, title, iterate) -> bool:
     rehearse = DryRun(prepared, iterate)
     settings = prepared.settings
     if settings.plan:
-        if kind_planned(settings.device) == "cuda":
+        kind = kind_planned(settings.device)
+        if kind == "cuda":
             warn_without_kernels()  # the plan is without them too
-        print(show(rehearse, settings))
+        print(show(rehearse, with_dtype(settings, kind)))
         return True
     processes = parallel.start(settings)
     device = pick_device(processes.device(settings.device), settings.tf32)
     warn_without_kernels()
     with processes:
+        settings = with_dtype(settings, device.type)
         prepared.settings = processes.first(apply(rehearse, settings, device, print))
         with ExitStack() as stack:
             lock = None if processes.rank else FolderLock(settings.out_dir)
@@ -168,7 +170,10 @@ def introduce(title, training, start, moved):
     size = sum(weight.numel() for weight in weights_of(model).values())
     trained_size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trains = f", of which {trained_size:,} train," if trained_size < size else ""
-    say(f"{title} on {settings.task}: {size:,} parameters{trains} on {model.device}, {settings.out_dir}")
+    say(
+        f"{title} on {settings.task}: {size:,} parameters{trains} "
+        f"on {model.device} in {settings.dtype}, {settings.out_dir}"
+    )
     if count := task.size("train"):
         say(
             f"data_file={settings.data_file}: {count:,} prompts for training, "
