@@ -16,7 +16,7 @@ CHANGES_ROUNDING = {
     "optimizer_dtype": "bfloat16",
     "dtype": "bfloat16",
 }  # never chosen for the user
-NF4 = {"base_dtype": "nf4"}  # nor is this
+NF4 = {"base_dtype": "nf4"}  # nor is this, unless the user says base_dtype=auto
 PLACES = ["device", "host"]
 
 
@@ -59,7 +59,13 @@ def fit(dry_run, settings, budget):
     the other the value that needs least, cheapest first, until the plan fits. Then it goes back and gives each of them
     its fastest value that fits as well. The most expensive is first: copies from the host can take longer than the
     computation, recomputing adds a third to it, and smaller pieces cost little, so they get what memory is left.
+    base_dtype="auto": all this without NF4, and if that does not fit, with it.
     """
+    if settings.base_dtype == "auto":
+        fitted, planned = fit(dry_run, replace(settings, base_dtype=""), budget)
+        if planned.peak <= budget:
+            return fitted, planned
+        settings = replace(settings, **NF4)
     steps = ladder(settings, kind_planned(settings.device), *dry_run.longest)
     fitted = replace(settings, **{name: values[0] for name, values in steps.items()})
     lowest = plan(dry_run, fitted)
@@ -85,8 +91,8 @@ def fit(dry_run, settings, budget):
 
 
 def changes(before, after) -> dict:
-    """The options of `after` that differ from `before`."""
-    return {name: value for name, value in vars(after).items() if value != getattr(before, name)}
+    """The options of `after` that differ from `before`. Only a base_dtype of "auto" can become "": no change."""
+    return {name: value for name, value in vars(after).items() if value not in ("", getattr(before, name))}
 
 
 def written(change: dict) -> str:

@@ -160,10 +160,14 @@ def resumed(settings) -> dict:
 
 
 def decided(settings):
-    """A run that goes on keeps its dtype, if the user chose none. Raises SnugError if that does not fit the options."""
-    if settings.dtype == "auto":
-        settings = replace(settings, dtype=resumed(settings).get("dtype", "auto"))
-        settings.check()
+    """A run that goes on has values for "auto". Otherwise dtype waits for the device, and base_dtype for the budget, if
+    there is one. Raises SnugError if the values do not fit the options."""
+    undecided = dict(dtype="auto", base_dtype=settings.memory_budget_gb and "auto")
+    before = undecided | resumed(settings)
+    for name in undecided:
+        if getattr(settings, name) == "auto":
+            settings = replace(settings, **{name: before[name]})
+            settings.check()
     return settings
 
 
