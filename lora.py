@@ -8,9 +8,8 @@
     merge(model)                    # W += (alpha / rank) * B A, and the adapters are gone
 
 W may be in 4 bits (QLoRA, kernels/nf4.py). Adapters are float32 beside weights of any type: they are small, and
-bfloat16 would round their updates away. Left out: dropout, other initialisations, adapters of embeddings and norms,
-reading adapter files of other libraries.
-Test: pytest tests/test_lora.py
+bfloat16 would round their updates away. Left out: dropout, other initialisations, adapters of embeddings and norms.
+pretrained/adapters.py reads and writes PEFT's files. Test: pytest tests/test_lora.py
 """
 
 import math

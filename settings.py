@@ -80,8 +80,8 @@ class RunOptions:
     )
     init_from: str = option(
         "",
-        "initial weights, and GRPO's reference: a run's folder, a Hugging Face model (its id on the hub, perhaps with "
-        "@revision, or a folder), or the config of an SFT run: "
+        "initial weights, and GRPO's reference: a run's folder, a Hugging Face model or PEFT's adapters (the id on the "
+        "hub, perhaps with @revision, or a folder), or the config of an SFT run: "
         "grpo.py trains it first if it is missing or unfinished; empty: random weights",
     )
     seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)

@@ -56,8 +56,9 @@ FAMILIES = {  # (bias, qkv_bias, proj_bias, qk_norm) -> who has them
 
 
 def is_pretrained(folder: str | Path) -> bool:
-    """Is it a Hugging Face folder? Folders of runs and checkpoints have no config.json."""
-    return bool(folder) and (Path(folder) / "config.json").is_file()
+    """Is it a Hugging Face folder, of a model or of adapters? Folders of runs and checkpoints have neither config."""
+    names = "config.json", "adapter_config.json"
+    return bool(folder) and any((Path(folder) / name).is_file() for name in names)
 
 
 def read_config(folder: str | Path) -> dict:

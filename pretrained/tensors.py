@@ -198,10 +198,12 @@ def load_pretrained(folder: str | Path, device="cpu", dtype: str = "float32", **
     return model
 
 
-def read_weights(folder: str | Path, model):
+def read_weights(folder: str | Path, model, adapters=None, rank=0, scale=0.0):
     """Copy a folder's matrices, one at a time, into the weights of a GPT of its shape. Raises SnugError.
 
     A matrix in NF4 gets what the folder has in NF4, or quantizes what it has. A parameter gets it dequantized.
+    adapters: a file for these weights, as adapters.find_base has it; each becomes part of its matrix: W + scale * B A,
+    in float32 and rounded once.
     """
     import torch
 
@@ -209,9 +211,11 @@ def read_weights(folder: str | Path, model):
 
     weights, shape, double = weights_of(model), read_shape(folder), double_quant(folder)
     places = {entry.name: place for entry, place in look_at_weights(folder).items()}
+    if adapters:
+        places |= {name: (name, adapters) for name in opened(adapters).keys()}
 
     def tensor(name):
-        there, file = places[name]
+        there, file = places.pop(name)
         with opened(file, "pt") as tensors:
             return tensors.get_tensor(there)
 
@@ -225,7 +229,16 @@ def read_weights(folder: str | Path, model):
                 continue
             if packed:
                 value = NF4(entry.shape, ours.device).copy_(value).dequantized(torch.float32)
+            pair = [f"base_model.model.{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
+            if pair[0] in places:
+                value = value.float()
+                A, B = (tensor(name).to(value) for name in pair)
+                value.add_(B @ A, alpha=scale)
+                if len(A) != rank or not value.isfinite().all():
+                    raise ValueError(f"in {adapters} it has r={len(A)}, not {rank}, or NaN or infinity")
             rows_of(ours, entry).copy_(value)
+    if places:
+        raise SnugError(f"{adapters}: {folder} has no place for {len(places)} tensors, {[*places][:3]}")
 
 
 def rows_of(parameter, entry: Entry):

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from options import SnugError, described, did_you_mean, fields, find_path
+from pretrained.adapters import find_base
 from pretrained.hub import hub_name, local_folder
 from pretrained.shapes import double_quant, is_pretrained, read_shape
 from pretrained.tensors import fingerprint, look_at_weights
@@ -114,6 +115,7 @@ def read_state(path: Path) -> dict:
 def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
     """`open_checkpoint`, or a Hugging Face folder whose tensors have the right names and shapes. Raises SnugError.
 
+    A folder of adapters comes with its base, which has the shape; the tokenizer may be beside the adapters.
     A model on the hub is downloaded; with read_tensors=False perhaps without its weights.
     """
     if not folder:
@@ -121,16 +123,19 @@ def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
     folder = find_path(local_folder(folder, read_tensors))
     if not is_pretrained(folder):
         return open_checkpoint(folder, read_tensors)
+    weights = base, _, rank, _ = find_base(folder, read_tensors)
     if read_tensors:
-        look_at_weights(folder)
-    stored = "" if double_quant(folder) is None else "nf4"
+        look_at_weights(base)
+    stored = "" if rank or double_quant(base) is None else "nf4"
+    settings = GRPOSettings(
+        task="", max_new_tokens=PRETRAINED_LENGTH, dtype="float32", base_dtype=stored, lora_rank=rank
+    )
     state = {
         "iteration": 0,
-        "model_config": read_shape(folder),
-        "tokenizer": "tokenizer.json",
-        "settings": vars(
-            GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, dtype="float32", base_dtype=stored)
-        ),
+        "model_config": read_shape(base),
+        "weights": weights,  # what read_weights takes
+        "tokenizer": str(folder if (folder / "tokenizer.json").is_file() else base),
+        "settings": vars(settings),
     }
     return Checkpoint(folder, state)
 
@@ -151,7 +156,7 @@ def tokenizer_of(path: Path, state: dict) -> Tokenizer:
 def base_record(base: Checkpoint, out_dir: str) -> dict:
     """What state.json says about the base weights of a LoRA run, so that `base_of` can find them again."""
     path = hub_name(base.path)
-    return dict(path=path, from_run=os.path.relpath(path, out_dir), fingerprint=identity(base.path))
+    return dict(path=path, from_run=os.path.relpath(path, out_dir), fingerprint=identity(base))
 
 
 def base_of(checkpoint: Checkpoint, init_from: str = "", read_tensors: bool = True) -> Checkpoint:
@@ -163,21 +168,25 @@ def base_of(checkpoint: Checkpoint, init_from: str = "", read_tensors: bool = Tr
     base, problem = checkpoint.state["base"], "are not there"
     init_from = Path(init_from or checkpoint.state["settings"]["init_from"])
     places = [Path(base["path"]), checkpoint.path.parent / base["from_run"], init_from]
-    for place in places:
-        if place.exists():
-            weights, problem = find_run(place, read_tensors), "are others now"
-            if identity(weights.path) == base["fingerprint"]:
-                return weights
-    if "@" in base["path"]:
-        return find_run(base["path"])
+    on_hub = [base["path"]] if "@" in base["path"] else []
+    for place in [*filter(Path.exists, places), *on_hub]:
+        whole = (
+            read_tensors or place in on_hub or is_pretrained(place)
+        )  # no part of it is still on the hub
+        weights, problem = find_run(place, whole), "are others now"
+        if identity(weights) == base["fingerprint"]:
+            return weights
     raise SnugError(
         f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {problem}; put them back"
     )
 
 
-def identity(path: Path) -> str:
-    """A fingerprint of the weights in a checkpoint or a Hugging Face folder."""
-    return fingerprint(path) if is_pretrained(path) else sha256(path / "manifest.json")
+def identity(weights: Checkpoint) -> str:
+    """A fingerprint of the weights in a checkpoint or a Hugging Face folder; of adapters and their base."""
+    path, state = weights
+    if not is_pretrained(path):
+        return sha256(path / "manifest.json")
+    return fingerprint(state["weights"][0]) + "".join(map(sha256, sorted(path.glob("adapter_*.*"))))
 
 
 def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes]):

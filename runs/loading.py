@@ -44,7 +44,7 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     settings, tokenizer = settings_of(state), tokenizer_of(path, state)
     device = pick_device(device, settings.tf32)
     warn_without_kernels()
-    if is_pretrained(path) and device.type == "cuda" and stored_dtype(path) == "bfloat16":
+    if is_pretrained(path) and device.type == "cuda" and stored_dtype(state["weights"][0]) == "bfloat16":
         settings.dtype = settings.param_dtype = "bfloat16"
     shape = state["model_config"] | {"n_vocab": tokenizer.n_vocab}
     model = make_model(
@@ -65,9 +65,10 @@ def trained(model: GPT) -> dict[str, torch.nn.Parameter]:
 
 
 def load_with_adapters(checkpoint: Checkpoint, model: GPT):
-    """Load a checkpoint or a Hugging Face folder into a plain model. If it has adapters, add them, not merged."""
+    """Load a checkpoint or a Hugging Face folder into a plain model. Of a checkpoint adapters are added, not merged."""
     if is_pretrained(checkpoint.path):
-        return read_weights(checkpoint.path, model)
+        base, *adapters = checkpoint.state["weights"]
+        return read_weights(base, model, *adapters)
     settings, file = settings_of(checkpoint.state), checkpoint.path / "model.safetensors"
     if not settings.lora_rank:
         return load_into(file, weights_of(model))

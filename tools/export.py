@@ -43,10 +43,12 @@ def base_name(checkpoint: Checkpoint) -> str:
     """The Hugging Face model that a checkpoint's adapters are for. Raises SnugError if there is none."""
     if "base" not in checkpoint.state:
         raise SnugError(f"{checkpoint.path} has no adapters; leave --adapters out")
-    path = base_of(checkpoint).path
-    if not is_pretrained(path):
-        raise SnugError(f"the adapters' base, {path}, is no Hugging Face folder; leave --adapters out")
-    return hub_name(path)
+    base = base_of(checkpoint)
+    if not is_pretrained(base.path) or base.state["weights"][1]:
+        raise SnugError(
+            f"the adapters' base, {base.path}, is no Hugging Face folder; leave --adapters out"
+        )
+    return hub_name(base.path)
 
 
 if __name__ == "__main__":

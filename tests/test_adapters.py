@@ -1,0 +1,409 @@
+"""Folders of adapters as PEFT writes them: read, merged, refused, resumed; each is a model wherever a folder is one."""
+
+import gc
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import HOME, make_model
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from test_grpo import never_stop
+from test_hub import NEW, OLD, put
+from test_lora import COMMON, LORA, run_grpo
+from test_nf4 import assert_planned
+
+import evaluate
+import lora
+import sample
+import train_sft
+from memory import MemoryMeter
+from model import make_model as make_gpt
+from options import SnugError, read_settings
+from pretrained.adapters import find_base
+from pretrained.shapes import read_shape
+from pretrained.tensors import load_pretrained, read_weights, save_pretrained
+from runs.checkpoint import find_run, newest
+from runs.loading import load_run
+from runs.prepare import prepare
+from settings import EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
+from tokenizer import get_tokenizer
+from tools import export
+
+NF4 = HOME / "tests/data/nf4_double"
+QWEN = dict(qk_norm=False, proj_bias=False)
+TOKENS = torch.arange(20)[None]
+MODULE = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make_base(folder, shape="llama", **changes):
+    options = QWEN | dict(vocab_size=257) if shape == "llama" else dict(vocab_size=257)
+    save_pretrained(make_model(shape, **options | changes).cpu(), folder, get_tokenizer("bytes"))
+    return folder
+
+
+def make_adapters(folder, base, *targets, r=4, **changes):
+    """A folder as PEFT writes it, for the base's matrices of these names; B is random."""
+    tensors = {}
+    for name, weight in load_file(base / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if module.endswith(targets) and weight.dim() == 2:
+            rows, columns = weight.shape[::-1] if "transformer." in name else weight.shape
+            for letter, size in dict(A=(r, columns), B=(rows, r)).items():
+                tensors[f"base_model.model.{module}.lora_{letter}.weight"] = 0.1 * torch.randn(size)
+    config = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=str(base), revision=None, r=r)
+    config |= dict(lora_alpha=8, bias="none", target_modules=list(targets), fan_in_fan_out="c_attn" in targets)
+    config |= dict(use_rslora=False, use_dora=False, modules_to_save=None, rank_pattern={}, alpha_pattern={})
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config | dict(init_lora_weights=True) | changes))
+    return folder
+
+
+def change(folder, **changes):
+    """Values of adapter_config.json."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def merged_by_hand(base, adapters, scale, folder):
+    """-> the base with W + scale * B A in float64, matrix by matrix, from its files."""
+    shutil.copytree(base, folder)
+    tensors, pairs = load_file(base / "model.safetensors"), load_file(adapters / "adapter_model.safetensors")
+    for name in [name for name in pairs if "lora_A" in name]:
+        product = scale * pairs[name.replace("lora_A", "lora_B")].double() @ pairs[name].double()
+        theirs = name.removeprefix("base_model.model.").replace("lora_A.", "")
+        product = product.t() if "transformer." in name else product
+        assert product.abs().max() > 0.01
+        tensors[theirs] = (tensors[theirs].double() + product).float()
+    save_file(tensors, folder / "model.safetensors")
+    return load_pretrained(folder)
+
+
+def logits_of(model):
+    model.double()
+    return model.logits(model(TOKENS)).detach()
+
+
+ROUND_TRIPS = {"gpt2": ("gpt2", []), "qwen2": ("llama", []), "half": ("llama", ["--lora_target_modules=qkv,down"])}
+
+
+@pytest.mark.parametrize("case", ROUND_TRIPS)
+def test_what_snug_wrote_is_read(case, tmp_path):
+    """In float64 the logits are those of the run's own model, its adapters merged."""
+    shape, options = ROUND_TRIPS[case]
+    base = make_base(tmp_path / "base", shape)
+    run_grpo(base, tmp_path / "run", *LORA, *options, "--entropy_coef=0.1")
+    export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
+    run = load_run(tmp_path / "run", "cpu").model
+    assert all(module.lora_B.any() for module in lora.adapted(run))
+    ours = load_run(tmp_path / "peft", "cpu").model
+    assert not lora.adapted(ours)
+    torch.testing.assert_close(logits_of(ours), logits_of(lora.merge(run)), rtol=0, atol=1e-12)
+
+
+TARGETS = {  # PEFT's defaults, all, one of two of a fused matrix; an untied head has adapters, too
+    "llama": [("q_proj", "v_proj"), ("gate_proj", "down_proj", "o_proj"), ("k_proj", "lm_head")],
+    "gpt2": [("c_attn",), ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")],
+}
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("shape, targets", [(shape, targets) for shape in TARGETS for targets in TARGETS[shape]])
+def test_each_matrix_gets_its_product(shape, targets, rslora, tmp_path):
+    base = make_base(tmp_path / "base", shape)
+    before = (base / "model.safetensors").read_bytes()
+    adapters = make_adapters(tmp_path / "peft", base, *targets, use_rslora=rslora)
+    expected = merged_by_hand(base, adapters, 4.0 if rslora else 2.0, tmp_path / "merged")
+    ours = dict(load_run(adapters, "cpu").model.named_parameters())
+    for name, value in expected.named_parameters():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6)
+    assert (base / "model.safetensors").read_bytes() == before
+
+
+def test_the_sum_is_rounded_once(tmp_path):
+    """A base in bfloat16: the sum is float32 until the parameter's type rounds it."""
+    make_base(tmp_path / "base")
+    save_pretrained(load_pretrained(tmp_path / "base"), tmp_path / "half", dtype="bfloat16")
+    adapters = make_adapters(tmp_path / "peft", tmp_path / "half", "q_proj", lora_alpha=0.04)
+    base, *rest = find_base(adapters)
+    models = [make_gpt(read_shape(base), "cpu", dtype, initialise=False) for dtype in ("float32", "bfloat16")]
+    for model in models:
+        read_weights(base, model, *rest)
+    exact, rounded = (model.blocks[1].attention.qkv.weight for model in models)
+    before = load_pretrained(base).blocks[1].attention.qkv.weight
+    assert not torch.equal(exact[:32], exact[:32].bfloat16()) and torch.equal(exact[32:], before[32:])
+    assert torch.equal(exact.bfloat16(), rounded)
+
+
+def test_a_base_in_4_bits_is_dequantized(tmp_path):
+    base = Path(shutil.copytree(NF4, tmp_path / "base"))
+    get_tokenizer("bytes").save(base)
+    save_pretrained(load_pretrained(base), tmp_path / "plain", get_tokenizer("bytes"))
+    adapters = make_adapters(tmp_path / "peft", tmp_path / "plain", "q_proj", "up_proj")
+    expected = load_run(adapters, "cpu").model
+    change(adapters, base_model_name_or_path=str(base))
+    run = load_run(adapters, "cpu")
+    assert run.settings.base_dtype == ""
+    ours = dict(run.model.named_parameters())
+    assert ours.keys() == dict(expected.named_parameters()).keys()
+    for name, value in expected.named_parameters():
+        torch.testing.assert_close(ours[name][:257], value[:257], rtol=0, atol=1e-6)
+
+
+def test_loading_holds_no_second_model(tmp_path):
+    shape = dict(n_layer=8, n_embd=256, n_head=4)
+    base = make_base(tmp_path / "base", **shape)
+    adapters = make_adapters(tmp_path / "peft", base, "_proj")
+    whole = sum(tensor.nbytes for tensor in load_file(base / "model.safetensors").values())
+    gc.collect()
+    with MemoryMeter("cpu") as meter:
+        held = make_gpt(read_shape(base), "cpu", "float32", initialise=False)
+        weights, *rest = find_base(adapters)
+        read_weights(weights, held, *rest)
+        after, peak = meter.allocated(), meter.peak_since_reset()
+    assert len(load_file(adapters / "adapter_model.safetensors")) == 8 * 7 * 2
+    assert after < 1.01 * whole and peak < after + 5 * 4 * 4 * 256 * 256 < 2 * whole
+
+
+def tensor(**named):
+    """A change of the file: with `half` as a new or another tensor of the first q_proj; None: gone."""
+
+    def changed(tensors):
+        for half, value in named.items():
+            tensors.pop(f"{MODULE}{half}.weight", None)
+            if value is not None:
+                tensors[f"{MODULE}{half}.weight"] = value
+        return tensors
+
+    return changed
+
+
+def add(name):
+    return lambda tensors: tensors | {f"base_model.model.{name}": torch.ones(4, 32)}
+
+
+REFUSED = {  # what is said: changes of the config, or of the tensors
+    "peft_type='LOHA' is not supported; only 'LORA'": dict(peft_type="LOHA"),
+    "bias='all' is not supported": dict(bias="all"),
+    "use_dora=True is not supported": dict(use_dora=True),
+    "modules_to_save=['lm_head'] is not supported": dict(modules_to_save=["lm_head"]),
+    "rank_pattern={'q_proj': 8} is not supported": dict(rank_pattern={"q_proj": 8}),
+    "alpha_pattern={'q_proj': 8} is not supported": dict(alpha_pattern={"q_proj": 8}),
+    "alora_invocation_tokens=[1] is not supported": dict(alora_invocation_tokens=[1]),
+    "init_lora_weights='pissa' is not supported": dict(init_lora_weights="pissa"),
+    "r=0 is not a count": dict(r=0),
+    "r='4' is not a count": dict(r="4"),
+    "r=2.5 is not a count": dict(r=2.5),
+    "lora_alpha=nan is not a positive number": dict(lora_alpha=math.nan),
+    "use_rslora='yes' is not true or false": dict(use_rslora="yes"),
+    "it has r=4, not 8,": dict(r=8),
+    "nowhere/config.json: cannot be read": dict(base_model_name_or_path="nowhere"),
+    "adapter_config.json: cannot be used (TypeError": dict(base_model_name_or_path=7),
+    "no place for 1 tensors, ['base_model.model.lm_head.lora_A": add("lm_head.lora_A.weight"),
+    "1 tensors, ['base_model.model.model.embed_tokens.lora_emb": add("model.embed_tokens.lora_embedding_A"),
+    "has no place for 1 tensors, ['base_model.model.lm_head.base": add("lm_head.base_layer.weight"),
+    "has no place for 1 tensors, ['base_model.model.model.embed_tokens.w": add("model.embed_tokens.weight"),
+    "no place for 1 tensors, ['base_model.model.model.layers.9.": add("model.layers.9.mlp.up_proj.lora_A.weight"),
+    f"q_proj.weight cannot be read (KeyError: '{MODULE}B": tensor(B=None),
+    f"has no place for 1 tensors, ['{MODULE}B": tensor(A=None),
+    "(RuntimeError: mat1 and mat2 shapes": tensor(A=torch.ones(3, 32)),
+    "(RuntimeError: The size of tensor a (32)": tensor(A=torch.ones(4, 33)),
+    "(RuntimeError: The size of tensor a (32) must": tensor(B=torch.ones(16, 4)),
+    "NaN or infinity": tensor(A=torch.full((4, 32), math.nan)),
+    "or NaN or infinity": tensor(B=torch.full((32, 4), math.inf)),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_would_load_wrongly_is_one_line(said, tmp_path):
+    base = make_base(tmp_path / "base", tie_embeddings=True)
+    adapters, wrong = make_adapters(tmp_path / "peft", base, "q_proj"), REFUSED[said]
+    load_run(adapters, "cpu")
+    if callable(wrong):
+        file = adapters / "adapter_model.safetensors"
+        save_file(wrong(load_file(file)), file)
+    else:
+        change(adapters, **wrong)
+    with pytest.raises(SnugError) as error:
+        load_run(adapters, "cpu")
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_damaged_folders_are_one_line(tmp_path):
+    base = make_base(tmp_path / "base", tie_embeddings=True)
+    adapters, other = (make_adapters(tmp_path / name, base, "q_proj") for name in ("peft", "other"))
+    file, config = adapters / "adapter_model.safetensors", other / "adapter_config.json"
+    wider = make_base(tmp_path / "wider", n_embd=64, tie_embeddings=True)
+    for text, place in {"[]": "", "{": "JSONDecodeError", "": "JSONDecodeError"}.items():
+        config.write_text(text)
+        with pytest.raises(SnugError, match=f"adapter_config.json: cannot be used .*{place}"):
+            find_run(other)
+    change(adapters, base_model_name_or_path=str(wider))
+    with pytest.raises(SnugError, match="q_proj.weight cannot be read .*size of tensor"):
+        load_run(adapters, "cpu")
+    change(adapters, base_model_name_or_path=str(other))
+    with pytest.raises(
+        SnugError, match=r"peft/adapter_config.json: cannot be used .*other/config.json: cannot be read"
+    ):
+        find_run(adapters)
+    change(adapters, base_model_name_or_path=str(base))
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(SnugError, match="adapter_model.safetensors cannot be read"):
+        load_run(adapters, "cpu")
+    file.rename(adapters / "adapter_model.bin")
+    with pytest.raises(SnugError, match="adapter_model.safetensors cannot be read"):
+        load_run(adapters, "cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In a run
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """-> a base and adapters for it."""
+    base = make_base(tmp_path / "base")
+    return base, make_adapters(tmp_path / "peft", base, "q_proj", "v_proj")
+
+
+@pytest.mark.parametrize("options", [[], LORA])
+def test_a_run_begins_from_it(options, folders, tmp_path):
+    """Its reference is the base with the adapters; so is the base of its own adapters."""
+    base, adapters = folders
+    log = run_grpo(adapters, tmp_path / "run", *options, "--entropy_coef=0.1")
+    assert log[0]["kl"] == pytest.approx(0, abs=1e-6) and log[1]["kl"] > 1e-5
+    if options:
+        run, begin = load_run(tmp_path / "run", "cpu").model, load_run(adapters, "cpu").model
+        for name, value in begin.named_parameters():
+            assert torch.equal(run.get_parameter(name), value), name
+        with pytest.raises(SnugError, match="is no Hugging Face folder; leave --adapters out"):
+            export.main(ExportSettings(to=str(tmp_path / "export"), adapters=True), str(tmp_path / "run"))
+    with pytest.raises(SnugError, match="has adapters, which would be rounded to 4 bits; name its base weights"):
+        run_grpo(adapters, tmp_path / "second", *LORA, "--base_dtype=nf4")
+
+
+def test_stopped_and_resumed_is_the_same_run(folders, tmp_path):
+    """A change of the adapters, or of their base, is noticed."""
+    base, adapters = folders
+    options = [*LORA, "--entropy_coef=0.1"]
+    run_grpo(adapters, tmp_path / "whole", *options, "--max_iters=2")
+    run_grpo(adapters, tmp_path / "halves", *options, "--max_iters=1")
+    run_grpo(adapters, tmp_path / "halves", *options, "--max_iters=2", "--resume=auto")
+    whole, halves = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("whole", "halves"))
+    assert whole and all(torch.equal(whole[name], halves[name]) for name in whole)
+    again = [*options, "--max_iters=3", "--resume=auto"]
+    for file in (adapters / "adapter_model.safetensors", base / "model.safetensors"):
+        before = file.read_bytes()
+        file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+        with pytest.raises(SnugError, match="has adapters for the weights in .*peft, which are others now"):
+            run_grpo(adapters, tmp_path / "halves", *again)
+        file.write_bytes(before)
+    change(adapters, lora_alpha=9)
+    with pytest.raises(SnugError, match="which are others now; put them back"):
+        load_run(tmp_path / "halves", "cpu")
+    change(adapters, lora_alpha=8)
+    assert len(run_grpo(adapters, tmp_path / "halves", *again)) == 3
+
+
+def test_every_command_takes_it(folders, tmp_path, monkeypatch, capsys):
+    """Beside the merged model as a plain folder: the same samples, the same scores, the same teacher."""
+    base, adapters = folders
+    monkeypatch.chdir(tmp_path)
+    export.main(ExportSettings(to="merged"), "peft")
+    assert "merged" in capsys.readouterr().out and (tmp_path / "merged/tokenizer.json").exists()
+    found, texts = [], []
+    for name in ("peft", "merged"):
+        settings, given, _ = read_settings(SampleSettings, [name, "--prompt=1+2=", "--max_new_tokens=9"], "folder")
+        sample.main(settings, find_run(name))
+        texts.append(capsys.readouterr().out)
+        words = [name, *COMMON[2:], "--task=addition", "--num_prompts=4", "--max_new_tokens=4"]
+        options, given, _ = read_settings(EvaluateSettings, words, "folder")
+        prepared, file = evaluate.prepare_evaluation(options, given, name)
+        evaluate.main(options, prepared, file)
+        log = run_grpo(base, tmp_path / f"taught_{name}", f"--teacher={name}", "--max_iters=1", "--beta=0")
+        scores = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  pass@")]
+        found.append([scores, log[0]["grad_norm"], log[0]["divergence"]])
+    assert texts[0] == texts[1]
+    assert found[0][0] == found[1][0] != [] and found[0][2] > 0
+    assert found[0][1:] == pytest.approx(found[1][1:], rel=1e-4)
+    assert list((tmp_path / "peft").glob("evaluation*")) and not list(base.glob("evaluation*"))
+    words = [*COMMON, "--max_iters=1", "--batch_size=2", f"--init_from={adapters}", "--out_dir=sft"]
+    train_sft.main(prepare(*read_settings(SFTSettings, words)[:2]))
+    assert newest("sft")
+
+
+def test_a_tokenizer_beside_the_adapters_wins(folders):
+    base, adapters = folders
+    assert find_run(adapters).state["tokenizer"] == str(base)
+    get_tokenizer("bytes").save(adapters)
+    (adapters / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert load_run(adapters, "cpu").tokenizer.chat and not load_run(base, "cpu").tokenizer.chat
+
+
+def test_on_the_hub(folders, tmp_path, monkeypatch):
+    """Both in the cache; the base by owner/name, with a revision and without. Another newest commit is noticed."""
+    base, adapters = folders
+    place, expected = tmp_path / "hub", logits_of(load_run(adapters, "cpu").model)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(place))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+
+    def put_base(folder, commit):
+        shutil.rmtree(place / "models--tiny--base", ignore_errors=True)
+        put(tmp_path / commit, folder, commit)
+        shutil.move(tmp_path / commit / "models--tiny--model", place / "models--tiny--base")
+
+    put_base(base, OLD)
+    for revision in (OLD, None):
+        change(adapters, base_model_name_or_path="tiny/base", revision=revision)
+        shutil.rmtree(place / "models--tiny--model", ignore_errors=True)
+        put(place, adapters, NEW)
+        assert torch.equal(logits_of(load_run("tiny/model", "cpu").model), expected)
+    run_grpo("tiny/model", tmp_path / "run", *LORA, "--max_iters=1")
+    load_run("run", "cpu")
+    put_base(make_base(tmp_path / "other", seed=3), "c" * 40)
+    with pytest.raises(SnugError, match=f"in tiny/model@{NEW}, which are others now"):
+        load_run("run", "cpu")
+
+
+def test_the_plan_is_what_a_run_takes(folders, tmp_path, monkeypatch):
+    never_stop(monkeypatch)
+    base, adapters = folders
+    words = f"--init_from={adapters} --out_dir={tmp_path}/run --digits=2 --device=cpu --eval_prompts=0 --max_iters=2"
+    words = [*words.split(), "--batch_size=4", "--group_size=4", "--max_new_tokens=8", "--beta=0.1"]
+    assert_planned(prepare(*read_settings(GRPOSettings, [*words, *LORA])[:2]))
+    assert_planned(prepare(*read_settings(GRPOSettings, [*words, f"--out_dir={tmp_path}/all"])[:2]))
+
+
+PEFT_CASES = {
+    "gpt2": dict(shape="gpt2", target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
+    "llama, PEFT's default": dict(shape="llama"),
+    "llama, all": dict(shape="llama", target_modules="all-linear", use_rslora=True),
+    "llama, head": dict(shape="llama", target_modules=["k_proj", "lm_head", "up_proj"]),
+}
+
+
+@pytest.mark.parametrize("case", PEFT_CASES)
+def test_peft_agrees(case, tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    transformers = pytest.importorskip("transformers")
+    options = dict(PEFT_CASES[case])
+    base = make_base(tmp_path / "base", options.pop("shape"))
+    torch.manual_seed(3)
+    there = transformers.AutoModelForCausalLM.from_pretrained(base)
+    before = there(TOKENS).logits.detach()
+    there = peft.get_peft_model(there, peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **options)).eval()
+    for name, value in there.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.1)
+    there.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    expected, ours = there(TOKENS).logits.detach(), load_run(tmp_path / "peft", "cpu").model
+    assert (expected - before).abs().max() > 0.1
+    difference = (ours.logits(ours(TOKENS)).detach() - expected).abs().max()
+    print(f"{case}: {float(difference):.2g} of {float(expected.abs().max()):.3g}")
+    assert difference < 1e-5
