@@ -20,7 +20,7 @@ from torch import nn
 
 from device.cpu import linear
 from kernels.layers import Linear
-from kernels.nf4 import NF4
+from kernels.nf4 import NF4, product, takes_product
 from memory.ledger import COMPONENTS
 from model import GPT
 
@@ -36,6 +36,7 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.enabled, self.scale = True, alpha / rank
+        self.cast = None  # (A, B) in the type of products, while the model samples
         rows, columns = linear.weight.shape
         options = dict(dtype=torch.float32, device=linear.weight.device)
         self.lora_A = nn.Parameter(torch.empty(rank, columns, **options))
@@ -44,14 +45,18 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
 
     def forward(self, x, residual=None):
-        if self.enabled and residual is not None and residual.dtype != x.dtype:
+        if not self.enabled:
+            return Linear.forward(self, x, residual)
+        A, B = self.cast or (self.lora_A.to(x.dtype), self.lora_B)
+        h = linear(x, A)  # (..., rank)
+        if takes_product(x, self.weight):
+            return product(x, self.weight, self.bias, residual, h, B, self.scale)
+        if residual is not None and residual.dtype != x.dtype:
             return residual + self.forward(x)  # autocast would round the sum
         y = Linear.forward(self, x, residual)
-        if not self.enabled:
-            return y
-        h = linear(x, self.lora_A.to(x.dtype)).flatten(0, -2)  # (..., rank)
-        B = self.lora_B.to(h.dtype)
-        return torch.addmm(y.flatten(0, -2), h, B.t(), alpha=self.scale).view_as(y)
+        # Without gradients y is ours.
+        addmm = torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
+        return addmm(y.flatten(0, -2), h.flatten(0, -2), B.to(h.dtype).t(), alpha=self.scale).view_as(y)
 
 
 def add(model: GPT, rank: int, alpha: float, targets: list[str]):

@@ -1,11 +1,12 @@
 """What a layer of Qwen2.5 launches and moves on CUDA, in a decode step and in a training step: counted, not timed.
 
-    python bench/layers.py [--model=1.5B] [--base_dtype=nf4] [--rows=64] [--tokens=4096]
+    python bench/layers.py [--model=1.5B] [--lora_rank=16] [--base_dtype=nf4] [--rows=64] [--tokens=4096]
 
 The model runs on a planner's CUDA tensors, which have no data, at two depths: the difference is a layer. A dispatch
 mode sees every ATen op; views launch nothing. Bytes: each op reads its arguments once and writes its results once.
 
-floor    the bytes of matrix products and attention alone: as if all else happened within them; of bfloat16 matrices
+floor    the bytes of matrix products and attention alone: as if all else happened within them. What is dequantized
+         from NF4 counts as bfloat16 in a product
 
 The training step is one packed row of a prompt. Some ops differ on CUDA, which this file corrects: the fused RMS norm
 and its backward (2 kernels), a product that adds to a copy (2), and Triton's kernels (3 in attention's backward).
@@ -20,7 +21,8 @@ import torch
 from shapes import QWEN_7B, QWEN_15B
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decoding import kvcache
+import lora
+from decoding import cached_casts, kvcache
 from device.host import HostLedger
 from device.kinds import PlanningMode
 from kernels import layers, nf4
@@ -95,7 +97,14 @@ def counted(count):
     if cache is not None:
         tensors += [cache.completion[0], cache.prompt[0]]
     flash = frame.f_globals["__name__"] == "kernels.flash"
-    count.add(3 if flash and frame.f_code.co_name == "backward" else 1, tensors, floor=flash or cache is not None)
+    product = frame.f_code.co_name == "product"
+    if product:
+        names = "x part bias residual h B parts parts"  # parts are written and read
+        tensors = tensors_in([frame.f_locals[name] for name in names.split()])
+        tensors.append(frame.f_locals["y"][..., frame.f_locals["start"] : frame.f_locals["end"]])
+    count.add(
+        3 if flash and frame.f_code.co_name == "backward" else 1, tensors, floor=flash or product or cache is not None
+    )
     return True
 
 
@@ -120,13 +129,15 @@ def fake_nf4(n):
     return nf4.Quantized(*codes, *scales, torch.empty((), **numbers))
 
 
-def run(what, n_layer, rows, tokens, model, base_dtype) -> Count:
+def run(what, n_layer, rows, tokens, model, lora_rank, base_dtype) -> Count:
     """Count one decode step, or one forward and backward, of a model this deep."""
     with PlanningMode("cuda", HostLedger()):
         shape = SHAPES[model] | dict(vocab_size=8, block_size=32768, n_layer=n_layer)
         model, count = make_model(shape, "cpu", "bfloat16"), Count()
         if base_dtype:
             hold_in_nf4(model)
+        if lora_rank:
+            lora.add(model, lora_rank, 32.0, list(lora.TARGETS))
         model.checkpoint_blocks = what
         FusedNorm.count, layers.LeanRMSNorm = count, FusedNorm
         for name in TRITON:
@@ -138,7 +149,7 @@ def run(what, n_layer, rows, tokens, model, base_dtype) -> Count:
             )
             cache.assign(np.arange(rows) % PROMPTS)
             cache.begin_step(torch.zeros(rows, dtype=torch.long), WIDTH, True)
-            with torch.no_grad(), count:
+            with torch.no_grad(), cached_casts(model), count:
                 model(torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1, dtype=torch.long), cache)
         else:
             with count:
@@ -151,6 +162,7 @@ def run(what, n_layer, rows, tokens, model, base_dtype) -> Count:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, default="1.5B", help="Qwen2.5")
+    parser.add_argument("--lora_rank", type=int, default=0, help="of adapters beside all matrices; 0: none")
     parser.add_argument("--base_dtype", choices=["", "nf4"], default="", help="of the frozen matrices")
     parser.add_argument("--rows", type=int, default=64, help="of the decode batch")
     parser.add_argument("--tokens", type=int, default=4096, help="of the micro-batch")

@@ -38,6 +38,8 @@ from device import cuda
 from device.cuda import upload
 from device.kinds import kind_of
 from kernels import uses_triton
+from kernels.nf4 import NF4
+from lora import adapted
 from memory.ledger import COMPONENTS
 from model import GPT
 from options import first_line
@@ -438,8 +440,12 @@ def capture_stream(device):
 
 @contextmanager
 def cached_casts(model: GPT):
-    """Let autocast keep its bfloat16 copies of frozen weights from step to step. It does so only for weights that
-    require a gradient, so here they do."""
+    """Keep bfloat16 copies from step to step: of adapters, and autocast's of frozen weights. It does so only for weights
+    that require a gradient, so here they do."""
+    for layer in adapted(model):
+        A, B = layer.lora_A.to(model.compute_dtype), layer.lora_B
+        # The product of a matrix in NF4 casts B itself.
+        layer.cast = A, B if isinstance(layer.weight, NF4) else B.to(A.dtype)
     casts = torch.is_autocast_enabled(model.device.type)
     frozen = [p for p in model.parameters() if casts and not p.requires_grad]
     for p in frozen:
@@ -449,6 +455,8 @@ def cached_casts(model: GPT):
     finally:
         for p in frozen:
             p.requires_grad_(False)
+        for layer in adapted(model):
+            layer.cast = None
 
 
 def as_tuple(stop_token):

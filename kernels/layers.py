@@ -12,7 +12,7 @@ from device import cpu
 from device.host import new_on_host
 from device.kinds import kind_of
 from device.streams import aside
-from kernels.nf4 import NF4, NF4Linear
+from kernels.nf4 import NF4, NF4Linear, product, takes_product
 from memory.ledger import component
 
 
@@ -21,6 +21,8 @@ class Linear(nn.Linear):
 
     def forward(self, x, residual=None):
         """x (..., in), residual (..., out) or None -> (..., out). Without gradients it may overwrite the residual."""
+        if takes_product(x, self.weight):
+            return product(x, self.weight, self.bias, residual)
         if isinstance(self.weight, NF4):
             y = NF4Linear.apply(x, self.weight, self.bias)
             return y if residual is None else residual + y

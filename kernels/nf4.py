@@ -2,6 +2,7 @@
 
     quantize        a matrix -> codes and scales          NF4         a layer's weight, in such parts
     dequantize      the other way, TABLE[code] * scale    NF4Linear   the product: W is there only while it is used
+    product         of few rows, by a Triton kernel that reads W as 4 bits
 
 The row-major values are cut into blocks of 64. A block has a scale, its largest absolute value, and each value divided
 by it becomes the code of the nearest of 16 numbers, the quantiles of a normal distribution. Double quantization: the
@@ -11,7 +12,9 @@ scales, less their mean, are cut into blocks of 256, and become 8-bit codes of t
 We choose the nearest number, as bitsandbytes' kernels for any device do. Its CPU kernel for scales first rounds to
 multiples of 2^-15, so one scale in 500 gets a neighbour's code there. What is quantized already is read bit for bit.
 
-Left out: FP4, other block sizes, a product that reads 4 bits. Test: pytest tests/test_nf4.py
+A decode step has few rows and reads all weights. Through a dequantized W it moves 4.5 bytes a weight, by `product` 0.5.
+
+Left out: FP4, other block sizes. Test: pytest tests/test_nf4.py
 """
 
 from typing import NamedTuple
@@ -31,6 +34,9 @@ TABLE += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.56261
 TABLE += [0.7229568362236023, 1.0]
 PIECE = 2**14  # blocks that plain torch dequantizes at a time, each value takes 6 bytes meanwhile
 ROWS = 16  # blocks of a kernel's program: 8 values a lane
+FEW = 128  # rows of x for `product`: for more, tensor cores make up for a dequantized W
+# Of `product`, two for each of an H200's 132 multiprocessors: with fewer tiles, W's rows are split among programs.
+PROGRAMS = 264
 
 if triton is not None:
     import triton.language as tl
@@ -45,15 +51,108 @@ if triton is not None:
         """
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = row < blocks
-        scale = tl.load(scales + row, mask)
-        if offset is not None:
-            scale = tl.load(scale_map + scale) * tl.load(scale_scales + row // 256, mask) + tl.load(offset)
+        scale = scale_of(scales, scale_map, scale_scales, offset, row, mask)
         row, mask = row[:, None], mask[:, None]
         byte = tl.load(codes + row * 32 + tl.arange(0, 32), mask)
         # What lanes beyond the end have is below 16, too.
         code = tl.join(byte // 16, byte % 16).reshape(ROWS, 64)
         values = tl.load(pairs + code * 2 + 1) * scale[:, None]
         tl.store(out + row * 64 + tl.arange(0, 64), values.to(out.dtype.element_ty), mask)
+
+    @triton.jit
+    def scale_of(scales, scale_map, scale_scales, offset, block, mask):
+        scale = tl.load(scales + block, mask)
+        if offset is not None:
+            of_block = tl.load(scale_scales + block // 256, mask)
+            scale = tl.load(scale_map + scale) * of_block + tl.load(offset)
+        return scale
+
+    @triton.jit(do_not_specialize=["n", "start"])
+    def product_kernel(
+        x,
+        codes,
+        scales,
+        scale_map,
+        scale_scales,
+        offset,
+        pairs,
+        bias,
+        residual,
+        h,
+        B,
+        alpha,
+        parts,
+        counters,
+        y,
+        n,
+        start,
+        rows,
+        all_rows,
+        columns,
+        rank,
+        splits,
+        chunk,
+        M: tl.constexpr,
+        ROWS: tl.constexpr,
+        RANK: tl.constexpr,
+    ):
+        """One program per ROWS rows of W, M rows of x, and `chunk` blocks of W's rows. codes are of `rows` rows of W,
+        from `start` on.
+
+        A byte has two columns of W, an even and an odd one: each meets its own of x, in two products. The bytes of the
+        next block are read before this block's product. The parts of a sum are joined as in decoding/attention.py.
+        """
+        tile, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        row, m = tile * ROWS + tl.arange(0, ROWS), batch * M + tl.arange(0, M)
+        in_w, in_x = row < rows, m < n
+        block = split * chunk
+        end = tl.minimum(block + chunk, columns // 64)
+        place = row.to(tl.int64) * (columns // 64) + block
+        x += m[:, None] * columns + tl.arange(0, 64)
+        codes += place[:, None] * 32 + tl.arange(0, 32)
+        total = tl.zeros([ROWS, M], tl.float32)
+        byte = tl.load(codes, in_w[:, None])
+        scale = scale_of(scales, scale_map, scale_scales, offset, place, in_w)
+        for i in range(block, end):
+            even, odd = tl.split(tl.load(x + i * 64, in_x[:, None]).reshape(M, 32, 2))
+            more = in_w & (i + 1 < end)
+            codes += 32
+            place += 1
+            next_byte = tl.load(codes, more[:, None])
+            next_scale = scale_of(scales, scale_map, scale_scales, offset, place, more)
+            high = tl.load(pairs + byte // 16 * 2 + 1) * scale[:, None]
+            low = tl.load(pairs + byte % 16 * 2 + 1) * scale[:, None]
+            total = tl.dot(high.to(even.dtype), even.trans(), total)
+            total = tl.dot(low.to(odd.dtype), odd.trans(), total)
+            byte, scale = next_byte, next_scale
+        last = split == 0  # without parts
+        if splits > 1:
+            which = batch * tl.num_programs(0) + tile
+            size = tl.num_programs(0) * tl.num_programs(2) * ROWS * M
+            mine = parts + which * ROWS * M + tl.arange(0, ROWS)[:, None] * M + tl.arange(0, M)
+            tl.store(mine + split * size, total)
+            tl.debug_barrier()
+            last = tl.atomic_add(counters + which, 1, sem="acq_rel") == splits - 1
+            tl.debug_barrier()
+            if last:
+                total = tl.zeros([ROWS, M], tl.float32)
+                for _ in range(splits):
+                    total += tl.load(mine)
+                    mine += size
+                tl.store(counters + which, 0)
+        row += start
+        if B is not None:
+            r = tl.arange(0, RANK)
+            thin = tl.load(h + m[:, None] * rank + r, in_x[:, None] & (r < rank), 0.0)
+            b = tl.load(B + row[:, None] * rank + r, in_w[:, None] & (r < rank), 0.0)
+            total += alpha * tl.dot(b.to(thin.dtype), thin.trans())
+        if bias is not None:
+            total += tl.load(bias + row, in_w)[:, None]
+        at = m * all_rows + row[:, None]
+        mask = in_w[:, None] & in_x & last
+        if residual is not None:
+            total += tl.load(residual + at, mask)
+        tl.store(y + at, total.to(y.dtype.element_ty), mask)
 
 
 class Quantized(NamedTuple):
@@ -146,6 +245,8 @@ class NF4:
         # (256,) int64: a CPU looks up one number of 8 bytes four times as fast as two of 4.
         self.pairs = torch.cartesian_prod(numbers, numbers).view(torch.int64).flatten()
         self.parts = {}  # first row -> Quantized
+        # Of `product`, 0 between launches
+        self.counters = torch.zeros(shape[0] // 64 + 2, dtype=torch.int32, device=device)
 
     def numel(self) -> int:
         return self.shape.numel()
@@ -162,14 +263,25 @@ class NF4:
         self.parts[start] = weight
         return self
 
+    def by_rows(self):
+        """Yield (first row, end, Quantized) of each part."""
+        starts = sorted(self.parts)
+        for start, end in zip(starts, [*starts[1:], self.shape[0]], strict=True):
+            yield start, end, self.parts[start]
+
     @component("dequantized weights")
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """-> a new tensor (rows, columns)"""
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        starts = sorted(self.parts)
-        for start, end in zip(starts, [*starts[1:], len(out)], strict=True):
-            dequantize(self.parts[start], self.pairs, out[start:end])
+        for start, end, part in self.by_rows():
+            dequantize(part, self.pairs, out[start:end])
         return out
+
+
+def dtype_of(x) -> torch.dtype:
+    """The type of x's products: autocast's inside autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 @component("activations")
@@ -179,13 +291,74 @@ class NF4Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         """x (..., columns), weight: an NF4, bias (rows,) or None -> (..., rows), in autocast's type inside autocast."""
-        kind, ctx.weight = x.device.type, weight
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return linear(x, weight.dequantized(dtype), bias)
+        ctx.weight = weight
+        return linear(x, weight.dequantized(dtype_of(x)), bias)
 
     @staticmethod
     def backward(ctx, dy):
         return linear(dy, ctx.weight.dequantized(dy.dtype).t()), None, None
+
+
+def takes_product(x, weight) -> bool:
+    """Is x W^T for `product`: without gradients, few rows, 16 bits?"""
+    if not isinstance(weight, NF4) or torch.is_grad_enabled() or not uses_triton(x):
+        return False
+    few = x.numel() <= FEW * x.shape[-1]
+    return few and dtype_of(x).itemsize == 2 and x.shape[-1] % BLOCK == 0
+
+
+@component("activations")
+def product(x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha: float = 1.0) -> torch.Tensor:
+    """x W^T + b + residual + alpha h B^T -> (..., rows), in the residual's type, or `dtype_of(x)`.
+
+    x (..., columns), residual (..., rows), an adapter's h (..., rank) and B (rows, rank). Its twins are NF4Linear and
+    lora.py. It rounds W and B as they do, adds in float32 and rounds the sum once.
+    """
+    dtype, columns = dtype_of(x), weight.shape[1]
+    x = x.to(dtype).contiguous()
+    n, blocks = x.numel() // columns, columns // BLOCK
+    y_dtype = dtype if residual is None else residual.dtype
+    y = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=y_dtype)
+    M = min(64, max(16, triton.next_power_of_2(n)))
+    tile, batches = max(64, 2 * M), triton.cdiv(n, M)
+    rank = 1 if B is None else B.shape[1]
+    for start, end, part in weight.by_rows():
+        tiles = triton.cdiv(end - start, tile)
+        # A program has at least 8 blocks of a row.
+        chunk = triton.cdiv(blocks, max(1, min(PROGRAMS // (tiles * batches), blocks // 8)))
+        splits = triton.cdiv(blocks, chunk)
+        parts = x.new_empty(splits if splits > 1 else 0, batches * tiles, tile, M, dtype=torch.float32)
+        if nothing_to_do(x):
+            continue
+        with torch.cuda.device_of(x):
+            product_kernel[tiles, splits, batches](
+                x,
+                *part,
+                weight.pairs.view(torch.float32),
+                bias,
+                residual,
+                h,
+                B,
+                alpha,
+                parts,
+                weight.counters,
+                y,
+                n,
+                start,
+                end - start,
+                weight.shape[0],
+                columns,
+                rank,
+                splits,
+                chunk,
+                M,
+                tile,
+                max(16, triton.next_power_of_2(rank)),
+                num_warps=tile // 16,
+                num_stages=1,
+                enable_fp_fusion=False,
+            )
+    return y
 
 
 def weights_of(model: torch.nn.Module) -> dict:

@@ -307,3 +307,31 @@ def test_frozen_weights_are_cast_once_while_sampling(device):
 def test_options_that_cannot_be(options, said):
     with pytest.raises(SnugError, match=said):
         read_settings(GRPOSettings, options)
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of these tensors to bfloat16."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.places, self.count = {tensor.data_ptr() for tensor in tensors}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        casts = torch.ops.aten._to_copy, torch.ops.aten.to  # the second in inference mode
+        if func.overloadpacket in casts and result.dtype == torch.bfloat16:
+            self.count += args[0].data_ptr() in self.places
+        return result
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [2, 9])
+def test_adapters_are_cast_once_in_a_rollout(length, weights):
+    """However many steps there are, also under autocast; afterwards the sampler's copies are gone."""
+    model = with_adapters("llama", dtype=weights)
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    inside = torch.autocast(DEVICE, torch.bfloat16, enabled=weights == torch.float32)
+    with inside, Casts(adapters) as casts:
+        sample_groups(model, [[1, 2]], 2, length)
+    assert casts.count == len(adapters) == 16
+    assert not any(layer.cast for layer in lora.adapted(model))

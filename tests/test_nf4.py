@@ -458,6 +458,44 @@ def values_in(model):
     return {n: w.dequantized(torch.float32) if isinstance(w, NF4) else w.detach().float() for n, w in weights}
 
 
+@pytest.mark.long
+def test_fifty_steps_are_those_of_the_dequantized_weights(sft, tmp_path, monkeypatch, rewards):
+    """A run in NF4 beside one from a checkpoint of the same values, all in float64, the adapters too."""
+    init = lora.LoRALinear.__init__
+
+    def in_float64(layer, *args):
+        init(layer, *args)
+        layer.lora_A.data, layer.lora_B.data = layer.lora_A.data.double(), layer.lora_B.data.double()
+
+    monkeypatch.setattr(lora.LoRALinear, "__init__", in_float64)
+    plain = Path(shutil.copytree(sft, tmp_path / "sft")) / newest(sft).name
+    weights = load_file(plain / "model.safetensors")
+    for name, weight in weights.items():
+        if name.startswith("blocks.") and weight.dim() == 2:
+            weights[name] = values_of(quantize(weight), weight.shape)
+    save_file(weights, plain / "model.safetensors")
+    seal(plain)
+    logs, adapters = [], []
+    for base, options in ((sft, LORA), (tmp_path / "sft", LORA[:2])):
+        options = [*options, "--reward_funcs=lora_rewards:varied"]
+        out = tmp_path / f"run{len(logs)}"
+        words = (
+            f"--init_from={base} --out_dir={out} --batch_size=4 --group_size=4 --max_iters=50 --save_interval=0".split()
+        )
+        words += (
+            "--max_new_tokens=8 --beta=0.1 --learning_rate=0.003 --checkpoint_blocks=block --eval_prompts=0".split()
+        )
+        prepared = prepare(*read_settings(GRPOSettings, [*COMMON, *words, *options])[:2])
+        prepared.settings.param_dtype = prepared.settings.optimizer_dtype = "float64"
+        grpo.main(prepared)
+        logs.append(read_log(out))
+        adapters.append(load_file(newest(out) / "model.safetensors"))
+    assert len(logs[0]) == 50 and logs[0][-1]["kl"] > 1e-4
+    for name in ("loss", "kl", "grad_norm", "reward_mean"):
+        assert max(abs(a[name] - b[name]) for a, b in zip(*logs, strict=True)) <= 1e-10
+    assert all((a - adapters[1][name]).abs().max() <= 1e-10 for name, a in adapters[0].items())
+
+
 @pytest.mark.parametrize("half", [[], ["--dtype=bfloat16"], HALF])
 def test_a_run_moves_adapters_alone(half, sft, tmp_path, rewards):
     """The sampler and the trainer round alike, as without quantization; the base stays, bit for bit."""
@@ -585,13 +623,13 @@ def test_what_is_broken_on_the_way_in_is_one_line(sft, tmp_path):
 
 
 def assert_planned(prepared):
-    """Plan and run it: within a thousandth of the meter, phase by phase, or 8 KiB as without NF4. -> the plan."""
+    """Plan and run it: within a thousandth of the meter, phase by phase, or 10 KiB, for tensors of indices. -> the plan."""
     prepared.reward_funcs = [differ]
     planned = plan(DryRun(prepared, grpo.iterate), prepared.settings)
     grpo.main(prepared)
     record = read_log(prepared.settings.out_dir)[-1]
     for phase, (peak, _) in planned.phases.items():
-        assert peak / MIB == pytest.approx(record["mem_max_alloc_mb_" + phase], rel=1e-3, abs=0.008), phase
+        assert peak / MIB == pytest.approx(record["mem_max_alloc_mb_" + phase], rel=1e-3, abs=0.01), phase
     return planned
 
 
@@ -639,7 +677,7 @@ def test_a_run_from_bitsandbytes_folder(double, tmp_path, monkeypatch):
     matrices = {name: weight for name, weight in weights.items() if isinstance(weight, NF4)}
     assert len(matrices) == 4
     assert all(torch.equal(weight.dequantized(torch.float32), values[name]) for name, weight in matrices.items())
-    held = [t for m in matrices.values() for q in m.parts.values() for t in (*q, m.pairs) if t is not None]
+    held = [t for m in matrices.values() for q in m.parts.values() for t in (*q, m.pairs, m.counters) if t is not None]
     held = sum({id(t): t.nbytes for t in [*held, *load_run(tmp_path / "run", "cpu").model.parameters()]}.values())
     maps = 3 * 1032 if double else 0  # of three parts more than in the plan
     assert held - maps == planned.phases["optimizer"][1]["weights"]

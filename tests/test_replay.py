@@ -16,6 +16,7 @@ import lora
 from decoding import decode_batch
 from decoding.kvcache import KVCache
 from device import cuda
+from kernels.layers import hold_in_nf4
 from sample import generate_naive, sample_groups
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -35,10 +36,12 @@ def device(monkeypatch):
     return replay.graphs(monkeypatch)
 
 
-def model_of(shape, adapters=False):
+def model_of(shape, adapters=False, in_nf4=False):
     """A small one whose last 8 ids are padding; adapters: with LoRA on all four matrices, which changes the samples."""
     heads = dict(n_head=2, n_kv_head=dict(gpt2=2, llama=1)[shape])
-    model = make_flat_model(shape, n_layer=1, n_embd=16, vocab_size=24, n_vocab=16, **heads)
+    model = make_flat_model(shape, n_layer=1, n_embd=64 if in_nf4 else 16, vocab_size=24, n_vocab=16, **heads)
+    if in_nf4:
+        hold_in_nf4(model, DEVICE)
     if adapters:
         lora.add(model, rank=2, alpha=8, targets=list(lora.TARGETS))
         for p in model.parameters():
@@ -97,17 +100,18 @@ def test_replayed_steps_equal_the_naive_generator(case, device):
 
 
 @interpreted
-@pytest.mark.parametrize("shape", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
-def test_replayed_steps_under_autocast_are_the_steps_as_they_are(shape, monkeypatch):
-    """To the bit: the same ops in the same order."""
-    model = model_of(shape, adapters=True)
+@pytest.mark.parametrize("shape, in_nf4", [("gpt2", False), long("llama", False), ("llama", True)])
+def test_replayed_steps_under_autocast_are_the_steps_as_they_are(shape, in_nf4, monkeypatch):
+    """To the bit: the same ops in the same order. In NF4 by the kernel that reads 4 bits."""
+    model, products, product = model_of(shape, True, in_nf4), [], lora.product
+    monkeypatch.setattr(lora, "product", lambda *args: products.append(args) or product(*args))
     with monkeypatch.context() as patch, torch.autocast("cpu", torch.float16):
         replay.as_on_cuda(patch)
         expected = sampled(model)
     device = replay.graphs(monkeypatch)
     with torch.autocast("cpu", torch.float16):
         rollouts = sampled(model)
-    assert device.replays > 3
+    assert device.replays > 3 and bool(products) == in_nf4
     assert rollouts.tokens.equal(expected.tokens) and rollouts.sampling_logprobs.equal(expected.sampling_logprobs)
 
 
