@@ -4,6 +4,7 @@
 
 attention   relative errors of packed attention's output and gradients against float64, beside PyTorch's own attention
 ceilings    a large copy, a large product, and the products of a decode step, each over more weights than caches hold
+nf4         those products with matrices of 7B in 4 bits: by the kernel that reads them, dequantized, and in bfloat16
 decode      a step by batch and length, the first step and the recording, and the kernels of a step
 train       a micro-batch by size: the device's time and the host's, without and with checkpoints, and its kernels
 optimizer   a step of AdamW
@@ -34,6 +35,7 @@ from device.cuda import empty_cache
 from device.kinds import MIB
 from grpo import trainer_logprobs
 from kernels import flash, segments
+from kernels.nf4 import NF4, NF4Linear, product
 from kernels.segments import Segments, attend, attend_dense
 from logprobs import head_loss
 from model import make_model
@@ -49,6 +51,7 @@ SIZES = {
         groups=[(256, [200] * 8), (77, [31, 1, 64, 129]), (1, [3]), (300, [100, 65, 63])],
         heads=[(12, 2, 128), (14, 2, 64), (8, 8, 40)],
         copy=2**30, product=8192, rows=(16, 64, 256), cache=2**28,  # bytes of weights that no cache holds
+        matrices=[(3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)],
         prompts=(4, 256), decode=[(64, 256), (64, 1024), (16, 1024), (256, 512)],  # rows, longest completion
         train=[(1, 1, 1024), (2, 8, 200), (8, 8, 200)],  # prompts, completions of each, their length
         sampled=(8, 200),  # completions a prompt, their length
@@ -60,6 +63,7 @@ SIZES = {
         groups=[(7, [5, 3]), (1, [3])],
         heads=[(4, 2, 16)],
         copy=2**16, product=64, rows=(2,), cache=2**12,
+        matrices=[(32, 64)],
         prompts=(2, 6), decode=[(8, 32)],
         train=[(1, 2, 6)],
         sampled=(2, 6),
@@ -162,6 +166,32 @@ def ceilings(sizes):
         x, turn = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16), itertools.cycle(weights)
         us = without_launches(lambda x=x, turn=turn: F.linear(x, next(turn)), count)
         result(f"{rows} rows, {name} {out} x {width}", us, "us", tb_per_s=2 * out * width / us / 1e6)
+
+
+@torch.inference_mode()
+def nf4(sizes):
+    for rows, (out, width) in itertools.product(sizes["rows"], sizes["matrices"]):
+        x, count = (
+            torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16),
+            1 + 2 * sizes["cache"] // (out * width),
+        )
+        weights = [NF4((out, width), DEVICE).copy_(torch.randn(out, width, device=DEVICE)) for _ in range(count)]
+        values = [weight.dequantized(torch.bfloat16) for weight in weights[: 1 + count // 4]]
+        exact, name = x.double() @ values[0].double().t(), f"NF4, {rows} rows, {out} x {width}"
+        y = (product if CUDA else dequantized)(x, weights[0])  # the kernel runs on CUDA alone
+        error, peer = ((each - exact).norm() / exact.norm() for each in (y, F.linear(x, values[0])))
+        result(f"{name}: error / bfloat16's", float(error / peer), "x", at_most=1.1, error=float(error))
+        ways = dict(dequantized=(weights, dequantized), bfloat16=(values, F.linear))
+        if CUDA:
+            ways["4 bits"] = weights, product
+        for way, (matrices, multiply) in ways.items():
+            turn = itertools.cycle(matrices)
+            us = without_launches(lambda x=x, turn=turn, f=multiply: f(x, next(turn)), len(matrices))
+            result(f"{name}: {way}", us, "us", tb_per_s=out * width * 4.127 / 8 / us / 1e6)
+
+
+def dequantized(x, weight):
+    return NF4Linear.apply(x, weight, None)
 
 
 @torch.inference_mode()
@@ -277,7 +307,7 @@ def attention_speed(name, function, qkv, packed, flop):
     result(f"{name}: forward", flop / forward / 1e6, "TFLOP/s", backward=2.5 * flop / backward / 1e6)
 
 
-SECTIONS = (attention, ceilings, decode, train, optimizer, mismatch, tune)
+SECTIONS = (attention, ceilings, nf4, decode, train, optimizer, mismatch, tune)
 
 
 def main(arguments):

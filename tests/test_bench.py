@@ -180,7 +180,7 @@ def test_an_iteration_is_measured(iteration, capsys):
     assert min(phases) > 0 and line["floor_s"] < line["time_s"]
 
 
-AIMS = dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4, gpu=8)
+AIMS = dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4, gpu=9)
 
 
 @pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration", "gpu"])
