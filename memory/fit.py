@@ -61,11 +61,9 @@ def fit(dry_run, settings, budget):
     computation, recomputing adds a third to it, and smaller pieces cost little, so they get what memory is left.
     base_dtype="auto": all this without NF4, and if that does not fit, with it.
     """
-    if settings.base_dtype == "auto":
-        fitted, planned = fit(dry_run, replace(settings, base_dtype=""), budget)
-        if planned.peak <= budget:
-            return fitted, planned
-        settings = replace(settings, **NF4)
+    may_round = settings.base_dtype == "auto"
+    if may_round:
+        settings = replace(settings, base_dtype="")
     steps = ladder(settings, kind_planned(settings.device), *dry_run.longest)
     fitted = replace(settings, **{name: values[0] for name, values in steps.items()})
     lowest = plan(dry_run, fitted)
@@ -78,6 +76,8 @@ def fit(dry_run, settings, budget):
         if planned.peak <= lowest.peak:
             fitted, lowest = trial, planned
             lowered.append(name)
+    if may_round and lowest.peak > budget:
+        return fit(dry_run, replace(settings, **NF4), budget)
     enough = max(budget, lowest.peak)
 
     def fits(trial):
