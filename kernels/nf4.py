@@ -67,7 +67,7 @@ if triton is not None:
             scale = tl.load(scale_map + scale) * of_block + tl.load(offset)
         return scale
 
-    @triton.jit(do_not_specialize=["n", "start"])
+    @triton.jit(do_not_specialize=["n", "start", "chunk"])
     def product_kernel(
         x,
         codes,
