@@ -32,7 +32,7 @@ TABLE = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -
 TABLE += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
 TABLE += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
 TABLE += [0.7229568362236023, 1.0]
-PIECE = 2**14  # blocks that plain torch dequantizes at a time, each value takes 6 bytes meanwhile
+PIECE = 2**14  # blocks that plain torch takes at a time; to dequantize a value takes 6 bytes meanwhile
 ROWS = 16  # blocks of a kernel's program: 8 values a lane
 FEW = 128  # rows of x for `product`: for more, tensor cores make up for a dequantized W
 # Of `product`, two for each of an H200's 132 multiprocessors: with fewer tiles, W's rows are split among programs.
@@ -183,18 +183,25 @@ def dynamic_map() -> torch.Tensor:
 
 
 def blockwise(values, numbers, size):
-    """values (n,) float32, sorted numbers (k,) -> codes (n,) uint8 of the nearest numbers, scales (n / size,)."""
-    blocks = F.pad(values, (0, -len(values) % size)).view(-1, size)
-    scales = blocks.abs().amax(-1)
-    unit = blocks * (1 / scales.clamp(min=1e-38))[:, None]
-    codes = torch.bucketize(unit.flatten(), (numbers[:-1] + numbers[1:]) / 2, out_int32=True)
-    return codes[: len(values)].to(torch.uint8), scales
+    """values (n,), sorted numbers (k,) -> codes (n,) uint8 of the nearest numbers, scales (n / size,) float32.
+
+    In pieces: of a whole matrix float32 values and int32 codes would take four times its bytes in bfloat16 and more.
+    """
+    codes, scales = [], []
+    for piece in values.split(PIECE * size):
+        blocks = F.pad(piece.float(), (0, -len(piece) % size)).view(-1, size)
+        scale = blocks.abs().amax(-1)
+        unit = blocks * (1 / scale.clamp(min=1e-38))[:, None]
+        code = torch.bucketize(unit.flatten(), (numbers[:-1] + numbers[1:]) / 2, out_int32=True)
+        codes.append(code[: len(piece)].to(torch.uint8))
+        scales.append(scale)
+    return torch.cat(codes), torch.cat(scales)
 
 
 @torch.no_grad()
 def quantize(weight: torch.Tensor, double: bool = True) -> Quantized:
     """weight (rows, columns) -> Quantized on its device. double: quantize the scales, too. Raises ValueError."""
-    values = weight.reshape(-1).float()
+    values = weight.reshape(-1)
     if len(values) % BLOCK:
         raise ValueError(f"{len(values)} values are no multiple of {BLOCK}")
     codes, scales = blockwise(values, numbers_of_nf4(values.device), BLOCK)

@@ -361,19 +361,21 @@ def test_a_gpt2s_matrices_are_turned(tmp_path):
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_a_whole_model_is_never_there_at_once(double, tmp_path):
-    """Nor on the host: at the peak of loading there are the 4 bits, the other weights and what one matrix needs."""
+def test_a_whole_model_is_never_there_at_once(double, tmp_path, monkeypatch):
+    """Nor on the host: at the peak of loading there are the 4 bits, the other weights and one matrix of a folder, in
+    bfloat16 and as codes of a byte, twice; it is quantized in pieces."""
+    monkeypatch.setattr(nf4, "PIECE", 64)
     model = make_model("llama", dtype=torch.bfloat16, n_layer=8, n_embd=256, n_head=4, qk_norm=False, proj_bias=False)
     save_pretrained(model, tmp_path / "plain")
     whole = sum(p.nbytes for p in model.parameters())
-    largest = max(p.numel() for p in model.parameters())
+    largest = max(p.numel() for p in model.blocks.parameters()) // 2  # gate, of gate and up
     del model
     gc.collect()
     with MemoryMeter("cpu") as meter:
         held = make_gpt(read_shape(tmp_path / "plain"), "cpu", "bfloat16", initialise=False, base_dtype="nf4")
         read_weights(tmp_path / "plain", held)
         after, peak = meter.allocated(), meter.peak_since_reset()
-    assert after < 0.35 * whole and peak < after + 24 * largest < whole
+    assert after < 0.35 * whole and peak < after + 5 * largest < whole
 
 
 BROKEN = {  # what is said: (changes of quantization_config, of tensors, of the matrix's state)
