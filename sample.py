@@ -35,9 +35,9 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from batch import Sequences
 from data.episodes import Episodes, as_text, either, make_toolbox
 from data.tools import NONE
 from decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
@@ -244,12 +244,10 @@ def assemble(prompts, k, tokens, logprobs, stop_token, ends, written):
     mask = torch.arange(T_c, device=device) < lengths[:, None]  # (N, T_c)
     if written is not None:
         mask &= ~written[: len(tokens), :T_c]
-    completions = zip(tokens.tolist(), lengths.tolist(), strict=True)
-    rows = [torch.tensor(prompts[i // k] + ids[:n]) for i, (ids, n) in enumerate(completions)]
+    repeated = [prompt for prompt in prompts for _ in range(k)]
+    completions = [ids[:n] for ids, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return Rollouts(
-        tokens=pad_sequence(rows, batch_first=True).to(device),
-        prompt_lengths=torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(k),
-        completion_lengths=lengths,
+        **vars(Sequences.from_lists(repeated, completions, device)),
         sampling_logprobs=logprobs[:, :T_c] * mask,
         mask=mask.long(),
         stopped=stopped,
@@ -268,7 +266,7 @@ def generate_naive(
     row: int = 0,
     is_over=None,
     respond=None,
-) -> tuple[list[int], list[float | None]]:
+):
     """Row `row` of sample_groups without cache and batch, every token from a whole forward -> (ids, log-probs; None:
     written by `respond`)."""
     tokens, logprobs, begin = list(prompt), [], len(prompt)
