@@ -240,7 +240,7 @@ def pass_reward(prepared: Prepared) -> float | None:
     settings = prepared.settings
     if not settings.reward_funcs or settings.pass_reward is not None:
         return settings.pass_reward
-    return sum(prepared.reward_weights or [1.0] * len(prepared.reward_funcs))
+    return sum(prepared.reward_weights)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

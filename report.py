@@ -27,8 +27,15 @@ from page.write import write_page
 from runs.log import change
 
 MEMORY = ["mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]
-SCORES = ["reward_mean", "eval_reward_mean", "pass_at_1", "pass_at_1_sampled", "task_pass_at_1"]
-TOOLS = ["tool_calls", "tool_errors"]
+SCORES = [
+    "reward_mean",
+    "eval_reward_mean",
+    "pass_at_1",
+    "pass_at_1_sampled",
+    "task_pass_at_1",
+    "tool_calls",
+    "tool_errors",
+]
 
 
 def main(runs: list[Run]):
@@ -61,7 +68,7 @@ def cells_of(runs: list[Run]) -> list[list[str]]:
         add(name, largest, name.strip())
     for name in ["time_s", *[f"  time_{phase}_s" for phase in PHASES], "tokens_per_second"]:
         add(f"{name} (median)", middle, name.strip())
-    for name in SCORES + TOOLS + logged_names(runs, "reward/") + logged_names(runs, "metric/"):
+    for name in SCORES + logged_names(runs, "reward/") + logged_names(runs, "metric/"):
         add(f"{name} (first -> last)", lambda run, name: change(run.records, name) or "-", name)
     return rows
 

@@ -96,7 +96,7 @@ def load_reward_function(spec: str, functions: dict[str, Callable], columns: Ite
     advice = "write module:function, such as my_rewards:is_short"
     if "/" in spec:
         advice = "reward models are not supported; call yours in a function, module:function"
-    function = functions.get(spec) or imported(spec, "reward_funcs", advice)
+    function = imported(spec, "reward_funcs", advice, functions)
     name = spec.partition(":")[2]
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -111,11 +111,13 @@ def load_reward_function(spec: str, functions: dict[str, Callable], columns: Ite
     return function
 
 
-def imported(spec: str, option: str, advice: str) -> Callable:
-    """ "module:name" -> what a module has by this name. option: the one that has the spec, for messages.
+def imported(spec: str, option: str, advice: str, functions) -> Callable:
+    """ "module:name" -> what a module has by this name, or `functions`. option: what the spec is of, for messages.
 
     advice: for a spec that is not of this form. Raises SnugError, as load_reward_function.
     """
+    if spec in functions:
+        return functions[spec]
     module_name, _, name = spec.partition(":")
     problem = f"{option}={spec!r}"
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):

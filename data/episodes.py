@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 
-from data.tools import NONE, call_tool, load_environment, load_tools, methods_of, parse_calls, schema_of
+from data import imported
+from data.tools import NONE, call_tool, load_tools, methods_of, parse_calls, schema_of
 from options import SnugError, option
 
 CUT = " [cut]"
@@ -67,7 +68,8 @@ class Toolbox:
         self.make_environment, self.environments = None, []
         known = dict(self.functions)
         if settings.environment:
-            self.make_environment = load_environment(settings.environment, functions)
+            advice = "write module:Class, such as my_game:Game"
+            self.make_environment = imported(settings.environment, "environment", advice, functions)
             [environment] = self.some_environments(1)
             known |= methods_of(environment)
         self.schemas = [schema_of(function) for function in known.values()]

@@ -184,18 +184,12 @@ def load_tools(specs: Sequence[str], functions: Mapping[str, Callable] = NONE) -
     tools, known = {}, {**TOOLS, **functions}
     advice = f"write {', '.join(TOOLS)}, or module:function, such as my_tools:search"
     for spec in specs:
-        tool = known.get(spec) or imported(spec, "tools", advice)
+        tool = imported(spec, "tools", advice, known)
         name = schema_of(tool)["function"]["name"]
         if name in tools:
             raise SnugError(f"tools={spec!r}: another tool has the name {name}; rename one")
         tools[name] = tool
     return tools
-
-
-def load_environment(spec: str, functions: Mapping[str, Callable] = NONE) -> Callable:
-    """ "module:Class" -> what makes an environment when it is called without arguments. Raises SnugError."""
-    advice = "write module:Class, such as my_game:Game"
-    return functions.get(spec) or imported(spec, "environment", advice)
 
 
 def methods_of(environment) -> dict[str, Callable]:

@@ -50,7 +50,7 @@ class Prepared:
     shape: dict  # GPTConfig's keywords
     # Of the training and of evaluations; empty: SFT of a task that scores nothing.
     reward_funcs: list[Callable]
-    reward_weights: list[float]  # of reward_funcs; empty: 1 each
+    reward_weights: list[float]  # of reward_funcs
     # The SFT run that makes init_from, if that is missing or not finished.
     warm_start: "Prepared | None" = None
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
@@ -344,18 +344,17 @@ def rewards_of(
     functions: Mapping[str, Callable],
     toolbox: Toolbox | None = None,
 ):
-    """-> the functions that score completions, and their weights (empty: 1 each): the user's and the environment's, or
+    """-> the functions that score completions, and their weights: the user's and the environment's, or
     else the task's, if any."""
     own = toolbox.reward_functions() if toolbox else []
     if settings.reward_funcs or own:
         [row] = task.prompts("train", [0])
         loaded = [load_reward_function(spec, functions, row) for spec in settings.reward_funcs]
-        weights = settings.reward_weights
-        return loaded + own, weights and weights + [1.0] * len(own)
+        weights = settings.reward_weights or [1.0] * len(loaded)
+        return loaded + own, weights + [1.0] * len(own)
     if not task.scored:
         return [], []
-    own, weights = map(list, zip(*task.reward_functions(), strict=True))
-    return own, [] if set(weights) == {1.0} else weights
+    return map(list, zip(*task.reward_functions(), strict=True))
 
 
 def refuse_lengths(prepared: Prepared):

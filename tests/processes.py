@@ -84,7 +84,7 @@ def train(folder, name, size, options, rewards=(letters,), resume="never"):
     )
     settings.param_dtype = settings.optimizer_dtype = "float64"
     prepared = prepare(settings)
-    prepared.reward_funcs = list(rewards)
+    prepared.reward_funcs, prepared.reward_weights = list(rewards), [1.0] * len(rewards)
     return grpo.main(prepared)
 
 

@@ -270,7 +270,7 @@ def test_parts_of_the_reward_and_their_weights(tmp_path):
     made = [prepare(one) for one in (plain, parts, theirs, unweighted)]
     names = [[function.__name__ for function in prepared.reward_funcs] for prepared in made]
     assert names == [["rewards"], ["correct", "formatted"], ["Namespace"] * 2, ["Namespace"]]
-    assert [p.reward_weights for p in made] == [[], [1.0, 0.25], [2.0, 0.5], []]
+    assert [p.reward_weights for p in made] == [[1.0], [1.0, 0.25], [2.0, 0.5], [1.0]]
     expressions = ["<answer>5*3+7", "<answer>5*3*7", "5*3+7", "<answer>5*3+7=22", "<answer>5*3+7"]
     completions = [f"{text}</answer>" for text in expressions]
     columns = dict(numbers=[[3, 5, 7]] * 5, target=[22] * 5, stopped=[True] * 4 + [False])

@@ -304,7 +304,7 @@ def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
     def second(prompts, completions, **kwargs):
         return (0.25, None, None, 1.0)
 
-    prepared.reward_funcs = [first, second]
+    prepared.reward_funcs, prepared.reward_weights = [first, second], [1.0, 1.0]
     model = make_model("gpt2", vocab_size=257)
     rows = prepared.task.prompts("train", range(2))
     rollouts, episodes = grpo.sample_rows(model, prepared, rows, 0)

@@ -242,7 +242,7 @@ def test_a_function_gets_as_many_completions_as_in_training(run_folder):
     run = load_run(run_folder[0])
     for n, sizes in ((1, [16, 8, 16, 8]), (6, [16, 8] + [12] * 12), (20, [16, 8] + [20] * 24)):
         prepared, options, _ = prepared_by(run_folder[0], "--num_prompts=24", f"--num_samples={n}")
-        prepared.reward_funcs, prepared.reward_weights = [count], []
+        prepared.reward_funcs, prepared.reward_weights = [count], [1.0]
         calls.clear()
         evaluate.run_evaluation(run.model, prepared, options)
         assert calls == sizes

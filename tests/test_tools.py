@@ -12,8 +12,10 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from data.tools import TOOLS, call_tool, load_environment, load_tools, methods_of, parse_calls, schema_of
+from data.episodes import EpisodeOptions, make_toolbox
+from data.tools import TOOLS, call_tool, load_tools, methods_of, parse_calls, schema_of
 from options import SnugError
+from tokenizer import get_tokenizer
 
 
 def bare():
@@ -163,10 +165,12 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
         with pytest.raises(SnugError) as error:
             load_tools(specs)
         assert message in str(error.value)
-    assert methods_of(load_environment("snug_test_tools:Game")()) == {}
-    assert load_environment("Counter", {"Counter": Counter}) is Counter
+    tokenizer = get_tokenizer("bytes")
+    assert make_toolbox(EpisodeOptions(environment="snug_test_tools:Game"), tokenizer).schemas == []
+    toolbox = make_toolbox(EpisodeOptions(environment="Counter"), tokenizer, {"Counter": Counter})
+    assert toolbox.make_environment is Counter
     with pytest.raises(SnugError, match="environment='Game': write module:Class"):
-        load_environment("Game")
+        make_toolbox(EpisodeOptions(environment="Game"), tokenizer)
 
 
 def test_methods_of_an_environment():
