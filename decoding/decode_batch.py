@@ -440,8 +440,8 @@ def capture_stream(device):
 
 @contextmanager
 def cached_casts(model: GPT):
-    """Keep bfloat16 copies from step to step: of adapters, and autocast's of frozen weights. It does so only for weights
-    that require a gradient, so here they do."""
+    """Keep bfloat16 copies from step to step: of adapters, and autocast's of frozen weights. Autocast does so only for
+    weights that require a gradient, so here they do."""
     for layer in adapted(model):
         A, B = layer.lora_A.to(model.compute_dtype), layer.lora_B
         # The product of a matrix in NF4 casts B itself.

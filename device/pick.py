@@ -56,7 +56,7 @@ def configure_cuda(tf32: bool):
 
 
 def with_dtype(settings, kind: str):
-    """-> settings with a dtype in place of "auto". kind: "cuda" or "cpu"; a GPU that is only planned for has bfloat16."""
+    """-> settings with a dtype in place of "auto". kind: "cuda" or "cpu". A planned GPU has bfloat16."""
     if settings.dtype != "auto":
         return settings
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
