@@ -186,9 +186,10 @@ def blockwise(values, numbers, size):
     """values (n,), sorted numbers (k,) -> codes (n,) uint8 of the nearest numbers, scales (n / size,) float32.
 
     In pieces: of a whole matrix float32 values and int32 codes would take four times its bytes in bfloat16 and more.
+    The pieces are large because a plan does this, too, and takes as long for a small one.
     """
     codes, scales = [], []
-    for piece in values.split(PIECE * size):
+    for piece in values.split(8 * PIECE * size):
         blocks = F.pad(piece.float(), (0, -len(piece) % size)).view(-1, size)
         scale = blocks.abs().amax(-1)
         unit = blocks * (1 / scale.clamp(min=1e-38))[:, None]

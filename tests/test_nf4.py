@@ -364,7 +364,7 @@ def test_a_gpt2s_matrices_are_turned(tmp_path):
 def test_a_whole_model_is_never_there_at_once(double, tmp_path, monkeypatch):
     """Nor on the host: at the peak of loading there are the 4 bits, the other weights and one matrix of a folder, in
     bfloat16 and as codes of a byte, twice; it is quantized in pieces."""
-    monkeypatch.setattr(nf4, "PIECE", 64)
+    monkeypatch.setattr(nf4, "PIECE", 8)
     model = make_model("llama", dtype=torch.bfloat16, n_layer=8, n_embd=256, n_head=4, qk_norm=False, proj_bias=False)
     save_pretrained(model, tmp_path / "plain")
     whole = sum(p.nbytes for p in model.parameters())
