@@ -573,14 +573,14 @@ def test_compiled_nf4_product_stays_in_registers(capability, n, rank, tmp_path, 
             return lambda *args, **given: options.update(given, args=args)
 
     monkeypatch.setattr(nf4, "product_kernel", Launch())
-    matrix, B = NF4((3584, 3584), "cpu"), torch.empty(3584, rank, dtype=torch.bfloat16)
+    matrix, B = NF4((3584, 3584), "cpu"), torch.empty(3584, rank)
     matrix.parts[0] = Quantized(*[None] * 5)
     x, h = torch.empty(n, 3584, dtype=torch.bfloat16), torch.empty(n, rank, dtype=torch.bfloat16)
     nf4.product(x, matrix, None, x, h, B)
     constants = dict(zip(("M", "ROWS", "RANK"), options.pop("args")[-3:], strict=True))
     warps = options.pop("num_warps")
-    pointers = dict.fromkeys(("x", "bias", "residual", "h", "B", "y"), "*bf16") | dict(codes="*u8", scales="*u8")
-    pointers |= dict.fromkeys(("scale_map", "scale_scales", "offset", "pairs", "parts"), "*fp32")
+    pointers = dict.fromkeys(("x", "bias", "residual", "h", "y"), "*bf16") | dict(codes="*u8", scales="*u8")
+    pointers |= dict.fromkeys(("B", "scale_map", "scale_scales", "offset", "pairs", "parts"), "*fp32")
     pointers |= dict(alpha="fp32", counters="*i32")
     aligned = ["rows", "all_rows", "columns", "rank"]
     used, ptx = cubin_resources(kernel, capability, pointers, constants, aligned, warps, tmp_path, **options)
