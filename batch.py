@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from device.cuda import padded, upload
 from device.processes import ONE_PROCESS
@@ -54,8 +55,12 @@ class MicroBatch:
     teacher_outputs: torch.Tensor | None = None  # (M,) log-probs, or (M, C_T) hidden states
 
     def completion_hidden(self, hidden: torch.Tensor):
-        """hidden (1, T, C) -> (M, C), the states that predict completion tokens."""
-        return hidden[0].index_select(0, self.states)
+        """hidden (1, T, C) -> (M, C), the states that predict completion tokens.
+
+        A prompt's last state is there for each of its completions. Their gradients are added in a fixed order, which
+        `index_select` would not do on CUDA.
+        """
+        return F.embedding(self.states, hidden[0])
 
 
 class Cut:

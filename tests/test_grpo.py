@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE, make_flat_model, make_model, tensor_bytes
+from test_loss import LOSS_TYPES
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import train_sft
@@ -134,6 +136,41 @@ def test_the_gradient_is_the_plain_one(select, vocab_size, variant):
     assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
     for name, p in model.named_parameters():
         torch.testing.assert_close(ours[name], p.grad, rtol=0, atol=1e-10)
+
+
+class OneValueAPlace(TorchDispatchMode):
+    """Refuses what on CUDA adds several floats to one place, in any order. -> how many such operations were seen."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, kwargs = func(*args, **(kwargs or {})), kwargs or {}
+        name, indices = func.overloadpacket.__name__.strip("_"), []
+        if name in ("index_add", "scatter_add", "index_reduce", "scatter_reduce"):
+            indices = [args[2]]
+        elif name in ("index_put", "index_put_impl") and (args[3:] or [kwargs.get("accumulate")])[0]:
+            indices = [index for index in args[1] if index is not None]
+        if indices and args[0].is_floating_point():
+            self.seen += 1
+            places = torch.stack([index.flatten() for index in indices], 1)
+            assert len(places.unique(dim=0)) == len(places), f"{func} adds several values to one place"
+        return out
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_step_adds_floats_in_a_fixed_order(loss_type, level):
+    """So that it repeats bit for bit on CUDA. A prompt's last state, and what a sequence's tokens share, get several."""
+    model = make_flat_model("gpt2", dtype=torch.float64, vocab_size=200, n_vocab=16)
+    options = dict(importance_sampling_level=level, importance_sampling_cap=1.1)
+    options["importance_sampling_mode"] = f"{level}_truncate"
+    settings = GRPOSettings(loss_type=loss_type, beta=0.04, epsilon_high=1.1, max_new_tokens=12, **options)
+    rollouts = some_rollouts(model)
+    with OneValueAPlace() as adding:
+        gradient(model, rollouts, settings)
+        with pytest.raises(AssertionError, match="index_add.* adds several values to one place"):
+            torch.zeros(3).index_add(0, torch.tensor([1, 1]), torch.ones(2))
+    assert adding.seen == 2  # the embedding's, with a row a value, and this one
 
 
 def test_the_stop_token_is_learned_and_what_follows_it_is_not():
