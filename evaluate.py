@@ -312,8 +312,9 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
 
 
 def main(options: EvaluateSettings, prepared: Prepared, file: Path | None):
-    model = load_run(prepared.origin, options.device).model
-    summary, samples = run_evaluation(model, prepared, options)
+    run = load_run(prepared.origin, options.device)
+    prepared.settings.dtype = run.settings.dtype
+    summary, samples = run_evaluation(run.model, prepared, options)
     try:
         if file:  # before the console, which may be gone
             lines = [json.dumps(finite(record)) + "\n" for record in [summary, *samples]]

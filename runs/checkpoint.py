@@ -127,9 +127,7 @@ def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
     if read_tensors:
         look_at_weights(base)
     stored = "" if rank or double_quant(base) is None else "nf4"
-    settings = GRPOSettings(
-        task="", max_new_tokens=PRETRAINED_LENGTH, dtype="float32", base_dtype=stored, lora_rank=rank
-    )
+    settings = GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, base_dtype=stored, lora_rank=rank)
     state = {
         "iteration": 0,
         "model_config": read_shape(base),

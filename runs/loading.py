@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import lora
 from device.host import stream_from_host
-from device.pick import pick_device
+from device.pick import pick_device, with_dtype
 from kernels import warn_without_kernels
 from kernels.layers import hold_in_nf4
 from kernels.nf4 import weights_of
@@ -38,14 +38,18 @@ class Run(NamedTuple):
 
 
 def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
-    """A run's folder, a checkpoint's, a Hugging Face model's, or what `find_run` returned -> Run. Raises SnugError."""
+    """A run's folder, a checkpoint's, a Hugging Face model's, or what `find_run` returned -> Run. Raises SnugError.
+
+    A Hugging Face model computes in the type in which it would train here; in bfloat16 its weights stay so.
+    """
     checkpoint = run if isinstance(run, Checkpoint) else find_run(run)
     path, state = checkpoint
     settings, tokenizer = settings_of(state), tokenizer_of(path, state)
     device = pick_device(device, settings.tf32)
     warn_without_kernels()
-    if is_pretrained(path) and device.type == "cuda" and stored_dtype(state["weights"][0]) == "bfloat16":
-        settings.dtype = settings.param_dtype = "bfloat16"
+    settings = with_dtype(settings, device.type)
+    if is_pretrained(path) and settings.dtype == stored_dtype(state["weights"][0]) == "bfloat16":
+        settings.param_dtype = "bfloat16"
     shape = state["model_config"] | {"n_vocab": tokenizer.n_vocab}
     model = make_model(
         shape, device, settings.param_dtype, initialise=False, base_dtype=settings.base_dtype

@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import evaluate
 import grpo
+import runs.loading
 import tokenizer
 import train_sft
+from device.pick import with_dtype
 from model import GPT, GPTConfig
 from options import SnugError, read_settings
 from pretrained.tensors import load_pretrained, save_pretrained
@@ -20,8 +23,8 @@ from runs.checkpoint import newest
 from runs.loading import load_run
 from runs.log import read_log
 from runs.prepare import prepare
-from sample import sample_groups
-from settings import ExportSettings, GRPOSettings, SFTSettings
+from sample import complete, sample_groups
+from settings import EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
 from tokenizer import get_tokenizer
 from tools.export import main
 
@@ -273,3 +276,23 @@ def test_the_notebook_of_the_first_hour(folder, tmp_path):
         and "GRPO is done: 4 iterations" in shown[-1]
     )
     assert "<iframe srcdoc" in shown[-2] and len(read_log(tmp_path / "out/first_hour")) == 4
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind, computed", [("cuda", "bfloat16"), ("cpu", "float32")])
+def test_a_folder_is_evaluated_and_sampled_in_the_type_in_which_it_would_train(
+    stored, kind, computed, tmp_path, monkeypatch
+):
+    """On a GPU float32 weights under autocast, bfloat16 weights as they are. The CPU plays the GPU for this rule."""
+    monkeypatch.setattr(runs.loading, "with_dtype", lambda settings, _: with_dtype(settings, kind))
+    forward, seen = GPT.forward, set()
+    monkeypatch.setattr(GPT, "forward", lambda model, *a, **k: seen.add(model.compute_dtype) or forward(model, *a, **k))
+    save_pretrained(GPT(GPTConfig(**QWEN)), tmp_path / "folder", get_tokenizer("bytes"), stored)
+    options = EvaluateSettings(task="addition", num_prompts=2, num_samples=1, max_new_tokens=3, device="cpu")
+    prepared, _ = evaluate.prepare_evaluation(options, {"task"}, tmp_path / "folder")
+    evaluate.main(options, prepared, None)
+    loaded = load_run(tmp_path / "folder", "cpu")
+    complete(SampleSettings(prompt="1+1=", max_new_tokens=3), loaded)
+    assert seen == {getattr(torch, computed)} and loaded.settings.dtype == computed
+    weights = stored if kind == "cuda" else "float32"
+    assert loaded.model.embedding.weight.dtype == getattr(torch, weights)
