@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from device.cpu import linear
-from kernels import nothing_to_do, triton, uses_triton
+from kernels import has_tensor_cores, nothing_to_do, triton, uses_triton
 from memory.ledger import COMPONENTS, component
 
 COMPONENTS[__name__] = "weights"
@@ -308,8 +308,10 @@ class NF4Linear(torch.autograd.Function):
 
 
 def takes_product(x, weight) -> bool:
-    """Is x W^T for `product`: without gradients, few rows, 16 bits?"""
+    """Is x W^T for `product`: without gradients, few rows, 16 bits? Without tensor cores its sums spill."""
     if not isinstance(weight, NF4) or torch.is_grad_enabled() or not uses_triton(x):
+        return False
+    if x.is_cuda and not has_tensor_cores(x.device):
         return False
     few = x.numel() <= FEW * x.shape[-1]
     return few and dtype_of(x).itemsize == 2 and x.shape[-1] % BLOCK == 0

@@ -24,15 +24,16 @@ from test_lora import rewards as varied_rewards
 from test_packed import WAYS, K, gradient, make_rollouts
 from test_packed import assert_same as assert_same_gradient
 from test_plan import differ
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grpo
 import lora
 import train_sft
 from batch import Cut
 from device.kinds import MIB
-from kernels import nf4
+from kernels import nf4, triton
 from kernels.layers import hold_in_nf4
-from kernels.nf4 import NF4, Quantized, dynamic_map, quantize, weights_of
+from kernels.nf4 import NF4, Quantized, dynamic_map, quantize, takes_product, weights_of
 from memory import MemoryMeter
 from memory.fit import CHANGES_ROUNDING, changes, fit, show, too_large
 from memory.plan import GIB, plan
@@ -209,6 +210,17 @@ def test_what_has_no_nf4_is_refused():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The layer
+
+
+@pytest.mark.skipif(triton is None, reason="Triton is not installed")
+@pytest.mark.parametrize("capability, taken", [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_a_gpu_without_units_for_bfloat16_dequantizes(capability, taken, monkeypatch):
+    """There the product's kernel has 704 bytes of stack. Tensors are fake: there may be no GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode(), torch.no_grad():
+        x = torch.empty(4, 128, dtype=torch.bfloat16, device="cuda")
+        assert takes_product(x, NF4((64, 128), "cuda")) == taken
+        assert not takes_product(x.float(), NF4((64, 128), "cuda"))
 
 
 def pair_of_models(shape, dtype=torch.float64, make=make_flat_model, targets=TARGETS, **changes):
