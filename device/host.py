@@ -105,6 +105,8 @@ def new_on_host(like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool
 def pinned_in_place(shape, dtype) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A reward function may fork this process. The kernel would copy all pinned pages, which no fork needs.
+    pages.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(pages, dtype=dtype).view(shape)
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))

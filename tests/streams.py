@@ -230,6 +230,19 @@ def is_mapped(address, size):
     return any(start <= address and address + size <= end for start, end in ranges)
 
 
+def flags_of(address):
+    """-> the kernel's flags of the mapping that holds this address, such as ["rd", "wr", "dc"]."""
+    inside = False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            first, *rest = line.split()
+            if not first.endswith(":"):
+                start, end = (int(number, 16) for number in first.split("-"))
+                inside = start <= address < end
+            elif inside and first == "VmFlags:":
+                return rest
+
+
 class Pinnable:
     """What new_on_host asks of a tensor on CUDA."""
 

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -326,6 +327,16 @@ def test_every_pinned_page_is_unpinned_once_before_it_goes(held, shape, dtype):
         del tensor
         assert cudart.pinned == {} and HOST.current == before
     assert [name for name, _ in cudart.calls] == ["register", "unregister"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux for a mapping's flags")
+def test_a_fork_does_not_copy_what_is_pinned():
+    """dc: the kernel does not copy this mapping on a fork."""
+    with fake_pinning():
+        pinned, plain = new_on_host(Pinnable([MIB], torch.float32), keep=True), torch.zeros(MIB)
+        flags = [streams.flags_of(tensor.data_ptr() + 4096) for tensor in (pinned, plain)]
+        del pinned
+    assert "dc" in flags[0] and "dc" not in flags[1]
 
 
 def test_a_small_or_short_lived_tensor_is_not_pinned_in_place(monkeypatch):
