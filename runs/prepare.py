@@ -285,10 +285,14 @@ def refuse_changes(settings, task: Task, resume: Checkpoint):
 
 
 def prepare_warm_start(settings: GRPOSettings, config: str, read_tensors: bool) -> Prepared:
-    """The SFT run of this config, with this run's seed and device; resumed if it was stopped. Raises SnugError."""
-    words = [f"--{name}={getattr(settings, name)}" for name in ("seed", "device", "parallel")]
-    if settings.memory_budget_gb:
-        words.append(f"--memory_budget_gb={settings.memory_budget_gb}")
+    """The SFT run of this config; resumed if it was stopped. Raises SnugError.
+
+    It has this run's seed and device, and what else this run asks of the device, such as dtype.
+    """
+    names = ["seed", "device", "parallel"]
+    more = ("dtype", "tf32", "enforce_eager", "memory_budget_gb")
+    names += [name for name in more if getattr(settings, name) != getattr(SFTSettings, name)]
+    words = [f"--{name}={getattr(settings, name)}" for name in names]
     sft, chosen, _ = read_settings(SFTSettings, [config, *words, "--resume=auto"])
     warm_start = prepare(sft, chosen, read_tensors)
     for name in PROBLEM:
