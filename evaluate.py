@@ -149,7 +149,6 @@ if __name__ == "__main__":
 
 from data.rewards import repeat_columns
 from data.scores import pass_rates, reward_means, summarize, table
-from data.task import text_of
 from memory import Limits
 from runs.loading import generator_state, load_run, restore_generators
 from sample import check_prompts, encode_prompts, sample_episodes
@@ -203,7 +202,7 @@ def sample_and_score(model, prepared, rows, group_size, temperature, **options):
     figures = dict(
         prompt=prompts,
         completion=list(map(prepared.tokenizer.decode, ids)),
-        answer=prepared.task.answers_of(list(map(text_of, completions)), stopped),
+        answer=prepared.task.answers_of(completions, stopped),
         **score(prepared, prompts, completions, columns),
         **episodes.figures(),
         stopped=stopped,

@@ -101,16 +101,15 @@ class ReasoningGym(Task):
     def answer_of(self, completion):
         return in_answer_tags(completion)
 
-    def rewards(self, prompts, completions, **columns):
-        """As Task.rewards. The sandbox scores all answers in one request, equal answers to an item once."""
-        answers = self.answers_of(completions, columns.get("stopped"))
-        pairs = zip(columns["item"], answers, strict=True)
+    def are_right(self, completions, stopped, items):
+        """The sandbox scores all answers in one request, equal answers to an item once."""
+        pairs = zip(items, self.answers_of(completions, stopped), strict=True)
         tasks = [(*item, answer) for item, answer in pairs]  # (generator, seed, answer)
         asked = list({task for task in tasks if task[-1] is not None})
         results = self.sandbox.run("score", asked)
         scores = {task: result.value for task, result in zip(asked, results, strict=True)}
         # Code in an answer may fake a score, of any type.
-        return [float(type(score) is float and score >= RIGHT) for score in map(scores.get, tasks)]
+        return [type(score) is float and score >= RIGHT for score in map(scores.get, tasks)]
 
     def survey(self):
         """Look at SURVEY items of each generator. Raises SnugError if it cannot be used."""

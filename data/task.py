@@ -138,23 +138,28 @@ class Task:
         A reward function as any other (data/rewards.py): `columns` are named as in the rows.
         Column `stopped`: which completions ended with the stop token (missing: all). Unknown columns are ignored.
         """
-        stopped = columns.get("stopped", [True] * len(completions))
-        texts = map(text_of, completions)
-        values = zip(texts, stopped, *(columns[name] for name in self.columns), strict=True)
-        return [float(ended and self.is_right(text, *answer)) for text, ended, *answer in values]
+        texts = list(map(text_of, completions))
+        stopped = columns.get("stopped", [True] * len(texts))
+        right = self.are_right(texts, stopped, *(columns[name] for name in self.columns))
+        return list(map(float, right))
+
+    def are_right(self, completions: list[str], stopped: list[bool], *columns):
+        """-> a boolean for each completion: stopped and right? columns: lists of the columns in `self.columns`."""
+        rows = zip(completions, stopped, *columns, strict=True)
+        return [ended and self.is_right(text, *answer) for text, ended, *answer in rows]
 
     def correct(self, prompts, completions, **columns):
         return self.rewards(prompts, completions, **columns)
 
     def formatted(self, prompts, completions, **columns):
         """1.0 for each completion that stopped and gives an answer in the right form, right or wrong; else 0.0."""
-        answers = self.answers_of(list(map(text_of, completions)), columns.get("stopped"))
+        answers = self.answers_of(completions, columns.get("stopped"))
         return [float(answer is not None) for answer in answers]
 
-    def answers_of(self, completions: list[str], stopped: list[bool] | None = None) -> list[str | None]:
+    def answers_of(self, completions: list, stopped: list[bool] | None = None) -> list[str | None]:
         """The answer of each completion; None if there is none or the completion did not stop."""
         pairs = zip(completions, stopped or [True] * len(completions), strict=True)
-        return [self.answer_of(text) if ended else None for text, ended in pairs]
+        return [self.answer_of(text_of(each)) if ended else None for each, ended in pairs]
 
     def survey(self):
         """Raises SnugError if the options leave a split empty. Called before anything else."""

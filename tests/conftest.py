@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
+from pretrained.tensors import save_pretrained
 from runs.log import read_log
+from tokenizer import get_tokenizer
 
 HOME = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -16,6 +18,12 @@ GPT2 = dict(vocab_size=67, block_size=32, n_layer=2, n_head=4, n_embd=32, bias=T
 LLAMA = dict(n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", qk_norm=True, tie_embeddings=False)
 LLAMA = GPT2 | LLAMA | dict(bias=False, qkv_bias=True, proj_bias=True)
 SHAPES = {"gpt2": GPT2, "llama": LLAMA}
+QWEN = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, mlp="swiglu", qkv_bias=True)
+QWEN |= dict(norm="rmsnorm", norm_eps=1e-6, position="rotary", rope_theta=1e6, vocab_size=272, block_size=32768)
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes whose threads wait for one another crawl
     torch.set_num_threads(1)
@@ -41,6 +49,22 @@ def make_flat_model(shape="gpt2", **changes):
     with torch.no_grad():
         model.norm.weight *= 0.3
     return model
+
+
+def make_chat_model(path, template=CHATML):
+    """Write a Qwen2.5 of random weights: more rows than ids, <|im_end|> as the end and <|endoftext|> beside it."""
+    torch.manual_seed(2)
+    save_pretrained(GPT(GPTConfig(**QWEN)), path, get_tokenizer("bytes"))
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    spec = json.loads((path / "tokenizer.json").read_text())
+    added = spec["added_tokens"][0]
+    spec["added_tokens"] = [added | dict(id=256 + i, content=text) for i, text in enumerate(tokens)]
+    (path / "tokenizer.json").write_text(json.dumps(spec))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config |= dict(eos_token="<|im_end|>", chat_template=template)
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[258, 256])))
+    return path
 
 
 def rows_of(rollouts):

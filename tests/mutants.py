@@ -239,6 +239,8 @@ MUTANTS = [
     ("a sign after a digit", "data/answers.py", r'(?<![0-9A-Za-z_)', r'(?<![A-Za-z_)', "test_gsm8k.py"),
     ("a sign is never one", "data/answers.py", r"%+\u2212-])[-+\u2212])?", r"%+\u2212-])[-+\u2212]{9})?", "test_jsonl.py"),
     ("part of a number is one", "data/answers.py", "if PART.search(", "if not PART.search(", "test_gsm8k.py"),
+    ("a chat's completions are scored as messages", "data/task.py", "texts = list(map(text_of, completions))", "texts = list(completions)", "test_data.py"),
+    ("votes of a chat are messages", "data/task.py", "self.answer_of(text_of(each))", "self.answer_of(each)", "test_data.py"),
     ("a training prompt is a test prompt", "data/task.py", "split_of(self.identity(row)) == split", "split", "test_data.py"),
     ("sandbox: a worker goes on after executed code", "sandbox/child.py", "return [value, error], executed", "return [value, error], False", "test_sandbox.py"),
     ("sandbox: without the audit hook too", "sandbox/child.py", 'if "audit" in confinement.layers else 1', "", "test_sandbox.py"),

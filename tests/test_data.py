@@ -7,15 +7,22 @@ import sys
 
 import pytest
 import tiktoken
+from conftest import HOME, make_chat_model
 from exploits import dressed, harmless
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_episodes import HERMES, Script, hermes, says
 from test_grpo import tiny
+from test_gym import needs_package
 
+import data
+import evaluate
+import grpo
 from data import load_reward_function, make_task
 from data.rewards import total_rewards
 from data.task import Task, split_of
 from options import SnugError
+from pretrained.tensors import load_pretrained
 from runs.prepare import prepare
 from settings import GRPOSettings
 
@@ -46,6 +53,68 @@ def test_right_demonstrations_score_one(name, split):
     assert rewards(task, rows, demonstrations, stopped=[i % 2 == 0 for i in range(300)]) == [1.0, 0.0] * 150
     others = demonstrations[1:] + demonstrations[:1]  # the next row's answer is not this row's
     assert sum(rewards(task, rows, others)) < 5
+
+
+class Asks:
+    """An environment that answers the first turn."""
+
+    def reset(self, **row):
+        self.replies = ["Go on."]
+
+    def reply(self, text):
+        return self.replies.pop() if self.replies else None
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """-> its folder, the model"""
+    folder = make_chat_model(tmp_path_factory.mktemp("chat") / "model", HERMES)
+    return str(folder), load_pretrained(folder)
+
+
+# task: its options, the text of a right answer; None: the demonstration
+EVERY = {name: (options, None) for name, options in TASKS.items()}
+EVERY |= {
+    "lookup": (dict(task="lookup"), "{answer}"),
+    "gsm8k": (dict(task="gsm8k", data_file=str(HOME / "tests/gsm8k_sample.jsonl")), "#### {answer}"),
+    "jsonl": (dict(task="jsonl", data_file=str(HOME / "data/sums.jsonl")), "it is {answer}"),
+    "gym": (dict(task="reasoning_gym", gym_dataset="chain_sum"), None),
+}
+
+
+def test_every_task_is_among_these():
+    assert {options.get("task", "addition") for options, _ in EVERY.values()} == set(data.TASKS)
+
+
+CALL = hermes("calc", expression="1+1")
+BEGIN = {("tools", False): ["<calc>1+1</calc>"], ("tools", True): [CALL]}  # the first turn
+BEGIN |= {("environment", False): ["wait"], ("environment", True): ["wait"], ("", False): [], ("", True): []}
+
+
+@pytest.mark.parametrize("others, chat", BEGIN)
+@pytest.mark.parametrize("name", [*list(EVERY)[:-1], pytest.param("gym", marks=needs_package)])
+def test_training_and_evaluations_score_every_task(name, others, chat, chat_model, monkeypatch):
+    """In text and in a chat, in one turn and behind a call or a reply: of two completions one is right."""
+    (folder, model), (options, right) = chat_model, EVERY[name]
+    options = options | dict(tools=["calc"] * (others == "tools"), environment="Asks" * (others == "environment"))
+    options |= dict(chat=chat, max_new_tokens=300, batch_size=2, group_size=2, eval_prompts=1, device="cpu")
+    settings = GRPOSettings(init_from=folder, **options)
+    prepared = prepare(settings, functions=dict(Asks=Asks))
+    task, tokenizer = prepared.task, prepared.tokenizer
+    rows = task.prompts("train", range(2))
+    texts = [right.format(**row) if right else task.demonstration(row, random.Random(0)) for row in rows]
+    begin = says(tokenizer, *BEGIN[others, chat])
+    if (others, chat) == ("tools", False):
+        begin[0].pop()  # a call in a prompt of text ends the turn by itself
+    turns = [begin + says(tokenizer, text) for row in texts for text in (row, "no #### 1.5 <answer>1.5</answer>")]
+
+    Script.follow_episodes(monkeypatch, turns)
+    scored = grpo.score(*grpo.sample_rows(model, prepared, rows, 0), prepared)
+    assert scored.rewards.tolist() == [[1.0, 0.0], [1.0, 0.0]]
+    Script.follow_episodes(monkeypatch, turns)
+    samples = evaluate.sample_and_score(model, prepared, rows, 2, 1.0, max_new_tokens=300)
+    assert [sample["right"] for sample in samples] == [True, False] * 2
+    assert [sample["answer"] for sample in samples[::2]] == [task.answer_of(text) for text in texts]
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -300,6 +300,16 @@ class Script:
 
         return respond and answer
 
+    @classmethod
+    def follow_episodes(cls, monkeypatch, turns):
+        """The completions of the next `sample_episodes` have these turns."""
+        script = cls(monkeypatch, turns)
+
+        def scripted(*args, respond, **options):
+            return sample_groups(*args, respond=script.follow(respond), **options)
+
+        monkeypatch.setattr(sample, "sample_groups", scripted)
+
 
 def says(tokenizer, *texts):
     """The ids of turns that end with a stop token."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import CHATML, QWEN, make_chat_model
 
 import evaluate
 import grpo
@@ -30,31 +31,12 @@ from tools.export import main
 
 HERE = Path(__file__).parent
 HOME = Path(__file__).parent.parent
-QWEN = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, mlp="swiglu", qkv_bias=True)
-QWEN |= dict(norm="rmsnorm", norm_eps=1e-6, position="rotary", rope_theta=1e6, vocab_size=272, block_size=32768)
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 SMALL = "--device=cpu --dtype=float32 --batch_size=2 --group_size=4 --max_new_tokens=6 --eval_prompts=2".split()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """-> a Qwen2.5-shaped model of random weights: more rows than ids, ChatML, <|im_end|> as the end and <|endoftext|> beside it."""
-    path = tmp_path_factory.mktemp("models") / "qwen"
-    torch.manual_seed(2)
-    save_pretrained(GPT(GPTConfig(**QWEN)), path, get_tokenizer("bytes"))
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    spec = json.loads((path / "tokenizer.json").read_text())
-    added = spec["added_tokens"][0]
-    spec["added_tokens"] = [added | dict(id=256 + i, content=text) for i, text in enumerate(tokens)]
-    (path / "tokenizer.json").write_text(json.dumps(spec))
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    config |= dict(eos_token="<|im_end|>", chat_template=TEMPLATE)
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    (path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[258, 256])))
-    return path
+    return make_chat_model(tmp_path_factory.mktemp("models") / "qwen")
 
 
 @pytest.fixture
@@ -136,7 +118,7 @@ def test_settings_have_the_models_shape(folder, tmp_path, rewards, capsys):
 def test_the_date_in_prompts_is_the_day_on_which_the_run_began(folder, tmp_path, rewards, monkeypatch):
     shutil.copytree(folder, tmp_path / "model")
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config |= dict(chat_template="{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
+    config |= dict(chat_template="{{ strftime_now('%d %b %Y') }}" + CHATML)
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
 
     def set_clock(day):
