@@ -50,7 +50,7 @@ SIZES = {
         model=QWEN_15B | dict(block_size=4096),
         groups=[(256, [200] * 8), (77, [31, 1, 64, 129]), (1, [3]), (300, [100, 65, 63])],
         heads=[(12, 2, 128), (14, 2, 64), (8, 8, 40)],
-        copy=2**30, product=8192, rows=(16, 64, 256), cache=2**28,  # bytes of weights that no cache holds
+        copy=2**30, product=8192, rows=(16, 64, 128), cache=2**28,  # bytes of weights that no cache holds
         matrices=[(3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)],
         prompts=(4, 256), decode=[(64, 256), (64, 1024), (16, 1024), (256, 512)],  # rows, longest completion
         train=[(1, 1, 1024), (2, 8, 200), (8, 8, 200)],  # prompts, completions of each, their length

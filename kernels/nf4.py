@@ -321,12 +321,13 @@ def takes_product(x, weight) -> bool:
 def product(x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha: float = 1.0) -> torch.Tensor:
     """x W^T + b + residual + alpha h B^T -> (..., rows), in the residual's type, or `dtype_of(x)`.
 
-    x (..., columns), residual (..., rows), an adapter's h (..., rank) and B (rows, rank). Its twins are NF4Linear and
-    lora.py. It rounds W and B as they do, adds in float32 and rounds the sum once.
+    x (..., columns) has at most FEW rows; residual (..., rows), an adapter's h (..., rank) and B (rows, rank). Its twins
+    are NF4Linear and lora.py. It rounds W and B as they do, adds in float32 and rounds the sum once.
     """
     dtype, columns = dtype_of(x), weight.shape[1]
     x = x.to(dtype).contiguous()
     n, blocks = x.numel() // columns, columns // BLOCK
+    assert n <= FEW, f"{n} rows: there are counters for {FEW}"
     y_dtype = dtype if residual is None else residual.dtype
     y = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=y_dtype)
     M = min(64, max(16, triton.next_power_of_2(n)))

@@ -80,6 +80,8 @@ MUTANTS = [
     ("product: odd columns meet even ones", "kernels/nf4.py", "tl.dot(low.to(odd.dtype), odd.trans(), total)", "tl.dot(low.to(odd.dtype), even.trans(), total)", "test_layer_kernels.py"),
     ("product: the last part alone", "kernels/nf4.py", "total += tl.load(mine)", "total = tl.load(mine)", "test_layer_kernels.py"),
     ("product: counters are not reset", "kernels/nf4.py", "                tl.store(counters + which, 0)\n", "", "test_layer_kernels.py"),
+    ("product: too few counters", "kernels/nf4.py", "shape[0] // 64 + 2", "shape[0] // 128 + 1", "test_layer_kernels.py"),
+    ("product: more rows than counters", "kernels/nf4.py", "assert n <= FEW,", "assert n,", "test_layer_kernels.py"),
     ("product: every part's rows are the first", "kernels/nf4.py", "        row += start\n", "        row += 0\n", "test_layer_kernels.py"),
     ("product: adapters without their scale", "kernels/nf4.py", "total += alpha * tl.dot(b", "total += tl.dot(b", "test_layer_kernels.py"),
     ("product: scales of the block before", "kernels/nf4.py", "            place += 1\n", "", "test_layer_kernels.py"),

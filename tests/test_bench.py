@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from device.pick import pick_device
+from kernels.nf4 import FEW
 from model import make_model
 
 HOME = Path(__file__).parent.parent
@@ -196,6 +197,10 @@ def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
     runpy.run_path(str(HOME / words[0]), run_name="__main__")
     results = driver.results_of(name, path)
     assert results and sum("aim" in row for row in results) == AIMS.get(name, 0) and driver.common.DEVICE in devices
+
+
+def test_bench_gpu_gives_the_product_no_more_rows_than_it_takes(bench):
+    assert max(importlib.import_module("gpu").SIZES["cuda"]["rows"]) <= FEW
 
 
 @pytest.mark.long

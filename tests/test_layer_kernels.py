@@ -236,6 +236,22 @@ def test_nf4_product_is_exact_but_for_one_rounding(n, rows, columns, rank, doubl
 
 
 @in_kernels
+@pytest.mark.parametrize("rows", [[65], [129, 1]], ids=str)
+def test_nf4_product_uses_its_own_counters_alone(rows):
+    """What lies behind them is not zero, and stays as it is. For more rows of x there are too few."""
+    matrix = nf4_matrix(rows, 1024)
+    memory = torch.full((len(matrix.counters) + 64,), 7, dtype=torch.int32, device=DEVICE)
+    matrix.counters, behind = memory[: len(matrix.counters)].zero_(), memory[len(matrix.counters) :]
+    W = matrix.dequantized(torch.float16)
+    for n in (33, nf4.FEW):
+        x = random(n, 1024)
+        torch.testing.assert_close(nf4.product(x, matrix), x @ W.t(), rtol=3e-3, atol=0.1)
+        assert (behind == 7).all() and not matrix.counters.any()
+    with pytest.raises(AssertionError, match="129 rows: there are counters for 128"):
+        nf4.product(random(nf4.FEW + 1, 1024), matrix)
+
+
+@in_kernels
 def test_few_rows_without_gradients_take_the_product(monkeypatch):
     """With adapters and without: the values of the twin, which rounds three times. Also inside autocast."""
     taken, product = [], nf4.product
