@@ -2,7 +2,7 @@
 
     curl --create-dirs --output-dir data/gsm8k --remote-name-all \\
         https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{train,test}.jsonl
-    python grpo.py --task=gsm8k --data_file=data/gsm8k/train.jsonl --test_file=data/gsm8k/test.jsonl
+    python grpo.py config/grpo_gsm8k.py --init_from=Qwen/Qwen2.5-0.5B-Instruct
 
     {"question": "Natalia sold clips ...", "answer": "... she sold 48/2 = <<48/2=24>>24 clips in May.\\n#### 72"}
 

@@ -321,7 +321,7 @@ def takes_product(x, weight) -> bool:
 def product(x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha: float = 1.0) -> torch.Tensor:
     """x W^T + b + residual + alpha h B^T -> (..., rows), in the residual's type, or `dtype_of(x)`.
 
-    x (..., columns) has at most FEW rows; residual (..., rows), an adapter's h (..., rank) and B (rows, rank). Its twins
+    x (..., columns), at most FEW rows; residual (..., rows); an adapter's h (..., rank) and B (rows, rank). Its twins
     are NF4Linear and lora.py. It rounds W and B as they do, adds in float32 and rounds the sum once.
     """
     dtype, columns = dtype_of(x), weight.shape[1]

@@ -51,10 +51,19 @@ def make_flat_model(shape="gpt2", **changes):
     return model
 
 
-def make_chat_model(path, template=CHATML):
-    """Write a Qwen2.5 of random weights: more rows than ids, <|im_end|> as the end and <|endoftext|> beside it."""
+def make_chat_model(path, template=CHATML, brief=False):
+    """Write a Qwen2.5 of random weights: more rows than ids, <|im_end|> as the end and <|endoftext|> beside it.
+
+    brief: <|im_end|> is the likeliest token, about one in four.
+    """
     torch.manual_seed(2)
-    save_pretrained(GPT(GPTConfig(**QWEN)), path, get_tokenizer("bytes"))
+    model = GPT(GPTConfig(**QWEN))
+    if brief:
+        with torch.no_grad():  # the first coordinate is the largest by far, behind all tokens
+            model.embedding.weight *= 0.02
+            model.embedding.weight[:, 0] = 1
+            model.embedding.weight[258, 0] = 1.8
+    save_pretrained(model, path, get_tokenizer("bytes"))
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     spec = json.loads((path / "tokenizer.json").read_text())
     added = spec["added_tokens"][0]

@@ -46,9 +46,9 @@ def folders(tmp_path_factory):
     return result
 
 
-def put(cache, folder, commit):
+def put(cache, folder, commit, name=NAME):
     """A snapshot: files are links to blobs, which have their hashes as names; refs/main is the commit."""
-    repository = cache / "models--tiny--model"
+    repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / commit
     for place in (repository / "blobs", repository / "refs", snapshot):
         place.mkdir(parents=True, exist_ok=True)

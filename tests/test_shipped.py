@@ -1,0 +1,322 @@
+"""What is shipped runs: every config, and every command line of the texts, with tiny models and without a network.
+
+The folder `work` is a user's: commands look there for configs first, and find copies of ours whose last lines shrink the
+run. It has a model, a hub's cache, and the files that the texts name. A run's folder in out/ that a command reads is
+made by the command that makes it in the texts.
+"""
+
+import ast
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import HOME, make_chat_model
+from huggingface_hub import constants
+from test_episodes import HERMES
+from test_gym import is_installed
+from test_house import source_files
+from test_hub import put
+from torch.distributed.run import get_args_parser
+
+from options import read_config
+from runs.log import read_lines, read_log
+from settings import GRPOSettings, SFTSettings
+
+CONFIGS = sorted(HOME.glob("config/*.py"))
+TEXTS = [HOME / "README.md", HOME / "CONTRIBUTING.md", *sorted(HOME.glob("docs/*.md"))]
+SOURCES = [*CONFIGS, *source_files().values(), *sorted(HOME.glob("bench/*.py"))]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Runs that the texts name without the command that makes them.
+MAKERS = {
+    "out/sft_two_digits": "python train_sft.py config/sft_small.py --digits=2",
+    "out/short_answers": "python grpo.py config/grpo_chat.py --data_file=prompts.jsonl --reward_funcs=my_rewards:short",
+    "out/my-sft-lora": "python train_sft.py --task=gsm8k --chat --data_file=data/gsm8k/train.jsonl --lora_rank=2 "
+    "--test_file=data/gsm8k/test.jsonl --init_from=models/smollm2-135m-instruct",
+    "out/X": "python train_sft.py config/sft_small.py",
+}
+NOT_RUN = {  # what a command begins with: why it does not run here. Its file and its options must exist.
+    "python -m pytest": "the tests themselves",
+    "python tests/": "long forms of the tests",
+    "python bench/": "test_bench.py runs them",
+    "python -m sandbox.child": "Sandbox starts it, with a socket",
+    "python -m tools.export": "a name within a sentence; others have arguments",
+    "make ": "installs packages; what it runs afterwards is here",
+}
+GONE = {"python tests/kill_rank.py --kills=20 --seed=1": "of an old commit, and the text says so"}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command lines of the texts
+
+
+def commands_in(text):
+    """Yield the command lines of a text: lines, also after a prompt, and code within a sentence."""
+    for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines():
+        for code in [re.sub(r"^\s*(\$|next|srun)? *(\.venv/bin/)?", "", line), *re.findall(r"`([^`]+)`", line)]:
+            if re.match(r"(python3?(?! -m pip)|make|torchrun(?= --)) ", code) and "$(" not in code:
+                yield tidy(code)
+
+
+def tidy(line):
+    """Without comments, pipes and remarks in another column. [--option] is given. <run> is one of ours."""
+    line = re.sub(r"\s(#|\||&).*|\s{3,}[a-zA-Z0-9\"].*$", "", line.strip())
+    line = re.sub("^python3 ", "python ", line)
+    line = re.sub(r"\s*\[(--[^\]|]+)\]", r" \1", line)
+    line = re.sub(r"\s*\[[^\]]*\]|\s\.\.\.", "", line)
+    names = {"<run>": "grpo_small", "<other>": "sft_small", "$SLURM_NNODES": "4", "$head": "HOST", "$SLURM_JOB_ID": "1"}
+    for name, value in names.items():
+        line = line.replace(name, value)
+    return " ".join(shlex.quote(word) if " " in word else word for word in shlex.split(line))
+
+
+def docstring_of(path):
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+def found_commands():
+    """-> {command line: the text that has it}"""
+    texts = {path: path.read_text() for path in TEXTS}
+    texts |= {path: docstring_of(path) for path in SOURCES}
+    if shutil.which("make"):
+        recipes = ["make", "-n", "run", "real", "tools"]
+        texts[HOME / "Makefile"] = subprocess.run(recipes, cwd=HOME, capture_output=True, text=True).stdout
+    found = {}
+    for path, text in texts.items():
+        for line in commands_in(text):
+            found.setdefault(line, str(path.relative_to(HOME)))
+    return found
+
+
+def is_only_named(line):
+    first = next((first for first in NOT_RUN if line.startswith(first)), None)
+    return first and (first != "python -m tools.export" or line == first) and line not in GONE
+
+
+FOUND = found_commands()
+WORDS = {word.partition("=")[2] or word for line in FOUND for word in shlex.split(line)}
+NAMED = [line for line in FOUND if is_only_named(line)]
+SEVERAL = [line for line in FOUND if line.startswith("torchrun")]
+RUN = [line for line in FOUND if line not in [*NAMED, *SEVERAL, *GONE]]
+ON_HUB = sorted(word for word in WORDS if re.fullmatch(r"[A-Z]\w+/[\w.-]+", word))
+
+
+def script_of(config):
+    return "train_sft.py" if config.name.startswith("sft") else "grpo.py"
+
+
+def values_of(config):
+    return read_config(SFTSettings if script_of(config) == "train_sft.py" else GRPOSettings, str(config))
+
+
+def command_of(config):
+    """The command that starts a config: its docstring may say what it needs. It trains; it does not plan."""
+    lines = [line for line in commands_in(docstring_of(config)) if config.name in line]
+    line = next(iter(lines), f"python {script_of(config)} config/{config.name}")
+    return re.sub(" --plan.*", "", line)
+
+
+def test_the_texts_have_commands_of_every_kind():
+    for script in ("grpo.py", "train_sft.py", "evaluate.py", "sample.py", "report.py", "-m tools.export"):
+        assert any(line.startswith(f"python {script} ") for line in FOUND), script
+    assert len(RUN) > 50 and len(SEVERAL) > 3 and GONE.keys() <= FOUND.keys()
+    assert all(any(line.startswith(first) for line in NAMED) for first in NOT_RUN)
+    assert "Qwen/Qwen2.5-0.5B-Instruct" in ON_HUB
+    assert tidy('python a.py --x=1 [--y=2] [--z=a|b] "c  d"     [a remark] # why') == "python a.py --x=1 --y=2 'c  d'"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A user's folder
+
+
+def shrunk(config):
+    """The text of a config, and lines that shrink it."""
+    values = values_of(config)
+    small = dict(max_iters=1, batch_size=2, eval_prompts=2, eval_interval=1, save_interval=0, device="cpu")
+    if script_of(config) == "grpo.py":
+        small |= dict(group_size=min(values.get("group_size", 2), 2), max_new_tokens=8)
+        small |= dict(entropy_coef=0.01)  # so that a step is taken although all rewards are equal
+    if "init_from" not in values and "--init_from" not in command_of(config):
+        small |= dict(n_layer=1, n_embd=16, n_head=4)
+        small |= {name: value for name, value in dict(n_kv_head=2, n_hidden=32, vocab_size=0).items() if name in values}
+    lines = [f"{name} = {value!r}\n" for name, value in small.items()]
+    return config.read_text() + "\n" + "".join(lines)
+
+
+def python_blocks(text):
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def block_with(document, words):
+    """The block of Python in a document that defines this."""
+    return next(block for block in python_blocks((HOME / document).read_text()) if words in block)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("work")
+    for name in ("config", "models", "data/gsm8k", "hub"):
+        (folder / name).mkdir(parents=True)
+    for config in CONFIGS:
+        (folder / "config" / config.name).write_text(shrunk(config))
+    model = make_chat_model(folder / "models/smollm2-135m-instruct", HERMES, brief=True)
+    for name in ON_HUB:
+        put(folder / "hub", model, "a" * 40, name)
+    lines = (HOME / "tests/gsm8k_sample.jsonl").read_text().splitlines(keepends=True)
+    (folder / "data/gsm8k/train.jsonl").write_text("".join(lines[:10]))
+    (folder / "data/gsm8k/test.jsonl").write_text("".join(lines[10:]))
+    rows = [f'{{"prompt": "What is {a} + 3?", "answer": {a + 3}}}\n' for a in range(60)]
+    (folder / "prompts.jsonl").write_text("".join(rows))
+    (folder / "my_rewards.py").write_text(block_with("README.md", "def short("))
+    (folder / "my_tools.py").write_text(block_with("docs/tools.md", "def search("))
+    (folder / "my_game.py").write_text(block_with("docs/tools.md", "class Game"))
+    return folder
+
+
+@pytest.fixture
+def there(work, monkeypatch):
+    """The user is in the folder. There is no network."""
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(work / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield work
+    for name in ("my_rewards", "my_tools", "my_game"):
+        sys.modules.pop(name, None)
+
+
+def last_words(script, words):
+    """Options that shrink a command: of two that are equal the last one counts."""
+    if script == "evaluate.py":
+        return ["--num_prompts=2", "--num_samples=2", "--max_new_tokens=8", "--device=cpu"]
+    if script == "sample.py":
+        return ["--num_samples=2", "--max_new_tokens=8", "--device=cpu"]
+    if script not in ("grpo.py", "train_sft.py") or "--help" in words:
+        return []
+    small, start = ["--max_iters=1"], words[0]
+    if start.startswith("--") and not start.startswith("--resume="):
+        small += ["--batch_size=2", "--eval_prompts=2", "--device=cpu"]
+        small += ["--group_size=2", "--max_new_tokens=8"] if script == "grpo.py" else []
+        if "--init_from" not in " ".join(words):
+            small += ["--n_layer=1", "--n_embd=16"]
+    if "--train_batch_size" in " ".join(words):
+        small += ["--train_batch_size=2"]
+    return small
+
+
+def run(line, monkeypatch):
+    """Run `python script words` in this process -> its exit code. The runs that it reads are made first."""
+    module, script, words = re.fullmatch(r"python (-m )?(\S+) ?(.*)", line).groups()
+    words = shlex.split(words)
+    places = [word.removeprefix(f"--{name}=") for word in words for name in ("init_from", "teacher", "resume")]
+    if words and words[0].endswith(".py"):
+        places += [values_of(HOME / words[0]).get(name, "") for name in ("init_from", "teacher")]
+    for place in places:
+        need(place, monkeypatch)
+    for word in words:
+        if word.endswith(".gguf"):
+            write_gguf(word)
+        elif word.startswith("--to="):
+            shutil.rmtree(word.removeprefix("--to="), ignore_errors=True)
+    monkeypatch.setattr(sys, "argv", [script, *words, *last_words(script, words)])
+    path = f"{script.replace('.', '/')}.py" if module else script
+    try:
+        runpy.run_path(str(HOME / path), run_name="__main__")
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+def write_gguf(name):
+    from test_from_gguf import write  # skips without transformers
+
+    write(name)
+
+
+def need(place, monkeypatch):
+    """If it is in a run's folder that is missing, make the run."""
+    folder = re.match(r"(out/[^/]+)|", place)[1]
+    if not folder or os.path.isdir(folder):
+        return
+    of_texts = {line.partition("--out_dir=")[2]: line for line in reversed(FOUND)}
+    of_configs = {values_of(config).get("out_dir"): command_of(config) for config in CONFIGS}
+    maker = (of_texts | of_configs | MAKERS)[folder]
+    assert run(f"{maker} --out_dir={folder}", monkeypatch) == 0, maker
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Everything runs
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_every_config_trains_and_evaluates(config, there, monkeypatch, capsys):
+    if "gym" in config.name and not is_installed:
+        pytest.skip("reasoning_gym is not installed")
+    code = run(f"{command_of(config)} --out_dir=out/of_config", monkeypatch)
+    assert code == 0, capsys.readouterr().err
+    [record] = [record for record in read_log("out/of_config") if record["iter"] == 0]
+    assert record["pass_at_1"] >= 0 and record["grad_norm"] > 0
+    if "chat" in values_of(config):
+        samples = list(read_lines(there / "out/of_config/samples.jsonl"))
+        assert any(sample["stopped"] for sample in samples)  # tasks look at these alone
+
+
+@pytest.mark.parametrize("line", RUN, ids=str)
+def test_every_command_of_the_texts_runs(line, there, monkeypatch, capsys):
+    if "gym" in line and not is_installed:
+        pytest.skip("reasoning_gym is not installed")
+    assert run(line, monkeypatch) == 0, f"{FOUND[line]}: {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("line", SEVERAL, ids=str)
+def test_every_command_with_several_processes_is_planned(line, there, monkeypatch, capsys):
+    """torchrun's options are read by its own parser, and the run is planned for as many processes."""
+    options = get_args_parser().parse_args(shlex.split(line)[1:])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", options.nproc_per_node)
+    number = int(options.nnodes.partition(":")[0]) * int(options.nproc_per_node)
+    words = [*options.training_script_args, "--plan", f"--num_processes={number}", f"--batch_size={number}"]
+    code = run(f"python {options.training_script} {shlex.join(words)}", monkeypatch)
+    assert code == 0, f"{FOUND[line]}: {capsys.readouterr().err}"
+    assert "peak_gib=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", NAMED, ids=str)
+def test_what_other_commands_name_exists(line):
+    """Files, targets, and options, which stand in the file or in what benches share."""
+    first, *words = shlex.split(line)
+    if first == "make":
+        targets = re.findall(r"^([\w/.-]+):", (HOME / "Makefile").read_text(), re.MULTILINE)
+        assert words[0] in targets
+        return
+    files = [HOME / word for word in words if word.endswith(".py")]
+    if words[0] == "-m" and "." in words[1]:
+        files = [HOME / f"{words[1].replace('.', '/')}.py"]
+    assert all(file.exists() for file in files), files
+    options = {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")}
+    known = "".join(file.read_text() for file in [*files, HOME / "bench/common.py", HOME / "tests/conftest.py"])
+    assert all(re.search(rf'"--{option}"|\b{option}=', known) for option in options), options
+
+
+@pytest.mark.parametrize(
+    "config", [path for path in CONFIGS if "--plan" in path.read_text()], ids=lambda path: path.name
+)
+def test_the_plan_of_a_config_for_a_gpu_is_what_the_texts_say(config, there, monkeypatch, capsys):
+    assert run(f"python grpo.py {config} --plan --device=cuda", monkeypatch) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    peak = float(re.match(r"peak_gib=(\S+) host_gib=\S+ phase=train$", line)[1])
+    assert f"planned peak {peak:.1f} GiB" in config.read_text()
+    for path in TEXTS:
+        shown = re.findall(rf"{config.name} --plan --device=cuda.*\n(peak_gib.*)", path.read_text())
+        assert all(each == line for each in shown), path
+
+
+def test_the_readmes_python_trains_samples_and_evaluates(there, monkeypatch, capsys):
+    others = ", ".join(f'{{"prompt": "What is {a} + 3?"}}' for a in range(60))
+    text, names = block_with("README.md", "from grpo import train").replace("…", others), {}
+    exec(block_with("README.md", "def short("), names)
+    exec(text, names)
+    assert names["run"].finished and len(names["run"].log) == 1
