@@ -1,12 +1,17 @@
-"""Files of rows. The ending says what is in one: .json (a list, or lines), .csv, .parquet, otherwise JSON lines.
+"""Files of rows. The ending says what is in one: .csv, .tsv, .parquet; otherwise JSON.
 
     read_file("prompts.csv")  # -> [("prompts.csv:2", {"prompt": "2+2=", "answer": 4}), ...]
 
-The first line of a CSV file names the columns. A column becomes numbers if all its cells are JSON numbers. If a row has
-several lines, errors name the last. Left out: files that do not fit in memory. Tests: tests/test_jsonl.py.
+JSON: lines, or one list of rows, perhaps in {"data": [...]}.
+
+The first line of a CSV file names the columns. If it has more semicolons or tabs than commas, these separate the cells.
+A column becomes numbers if all its cells are JSON numbers. If a row of CSV has several lines, errors name the last.
+
+Left out: files that do not fit in memory. Tests: tests/test_jsonl.py.
 """
 
 import csv
+import io
 import json
 import re
 from importlib.util import find_spec
@@ -15,6 +20,7 @@ from options import SnugError, find_path, in_one_line
 
 # JSON's, as long as Python reads them.
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,999})(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+A_LIST = re.compile(r'\s*(\[|\{\s*"data"\s*:\s*\[)')
 
 
 def read_file(path: str, remedy: str = ""):
@@ -24,32 +30,46 @@ def read_file(path: str, remedy: str = ""):
     """
     path = find_path(path)
     kind = path.suffix.lower()
-    if kind == ".csv":
-        return csv_rows(path)
     with in_one_line(f"{path}: cannot be read{remedy}"):
         if kind == ".parquet":
             if not find_spec("pyarrow"):
                 raise SnugError("Parquet needs a package: pip install pyarrow")
             from pyarrow.parquet import read_table
 
-            rows = read_table(path).to_pylist()
-        else:
-            content = path.read_bytes()
-            if kind != ".json" or not content.lstrip().startswith(b"["):
-                lines = enumerate(content.split(b"\n"), start=1)
-                return [(f"{path}:{number}", line) for number, line in lines if line.strip()]
-            rows = json.loads(content)
+            return numbered(path, read_table(path).to_pylist())
+        content = path.read_bytes()
+    try:
+        text = content.decode(json.detect_encoding(content))  # UTF-8, or UTF-16 as Windows writes it
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        advice = f"if it is Latin-1: iconv -f latin1 -t utf-8 {path} > utf8{kind}"
+        raise SnugError(f"{path}:{line}: is not UTF-8; {advice}") from None
+    if kind in (".csv", ".tsv"):
+        return csv_rows(path, text)
+    if A_LIST.match(text):
+        with in_one_line(f"{path}: not JSON"):
+            rows = json.loads(text)
+        return numbered(path, rows if isinstance(rows, list) else rows["data"])
+    lines = enumerate(text.split("\n"), start=1)
+    return [(f"{path}:{number}", line.encode()) for number, line in lines if line.strip()]
+
+
+def numbered(path, rows):
     return [(f"{path}: row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
-def csv_rows(path):
-    with in_one_line(f"{path}: cannot be read"), open(path, newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
+def csv_rows(path, text):
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    with in_one_line(f"{path}: cannot be read"):
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         rows = [(f"{path}:{reader.line_num}", row) for row in reader]
     for place, row in rows:
         if None in [*row, *row.values()]:
             raise SnugError(f"{place}: has not as many cells as the first line; quote cells with commas")
-    for name in rows and rows[0][1]:
+    names = reader.fieldnames or []
+    for name in names:
+        if names.count(name) > 1:
+            raise SnugError(f"{path}: has {names.count(name)} columns {name}; rename them")
         if all(NUMBER.fullmatch(row[name]) for _, row in rows):
             for _, row in rows:
                 row[name] = json.loads(row[name])

@@ -16,7 +16,7 @@ Left out: the calculator, the Socratic version, few-shot examples in the prompt.
 import re
 
 from data.answers import number_after_marker
-from data.rows import FileTask, has_texts
+from data.rows import FileTask
 
 INSTRUCTION = (
     "Reason step by step, and give the final answer on a line of its own, as #### and then one number."
@@ -28,21 +28,24 @@ class GSM8K(FileTask):
     remedy = "; data/gsm8k.py says how to download it"
     wanted = f"name GSM8K's train.jsonl{remedy}"
 
-    def row_of(self, value, like):
+    def row_of(self, value):
         """-> {"prompt", "question", "answer": the number as text, "demonstration": the worked answer}"""
-        if not has_texts(value, {"question", "answer"}):
-            raise ValueError(f'must be {{"question": text, "answer": text}}, not {value!r:.60}')
-        if not value["question"].strip():
+        match value:
+            case {"question": str(question), "answer": str(worked), **others} if not others:
+                number = number_after_marker(worked)
+            case _:
+                raise ValueError(f'must be {{"question": text, "answer": text}}, not {value!r:.60}')
+        if not question.strip():
             raise ValueError("has no question")
-        if number_after_marker(value["answer"]) is None:
-            raise ValueError(f"its answer has no number after ####: {value['answer'][-40:]!r}")
+        if number is None:
+            raise ValueError(f"its answer has no number after ####: {worked[-40:]!r}")
         # Without messages a newline separates the answer from the prompt.
         ending = "" if self.chat else "\n"
         return {
-            "prompt": f"{value['question']}\n{INSTRUCTION}{ending}",
-            "question": value["question"],
-            "answer": number_after_marker(value["answer"]),
-            "demonstration": re.sub("<<[^<>]*>>", "", value["answer"]),
+            "prompt": f"{question}\n{INSTRUCTION}{ending}",
+            "question": question,
+            "answer": number,
+            "demonstration": re.sub("<<[^<>]*>>", "", worked),
         }
 
     def identity(self, row):

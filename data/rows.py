@@ -1,8 +1,9 @@
 """Tasks whose problems are the rows of a file: splits, epochs, and checks of each row.
 
 data_file has the training rows and test_file the held-out rows. Without test_file, a hash of each row's identity holds
-out one in ten of data_file's rows. Every row is checked before anything else; errors name file and line. files.py says
-what a file may be. Tests: tests/test_jsonl.py.
+out one in ten of data_file's rows.
+Every row is checked before anything else; errors name file and line. files.py says what a file may be.
+Tests: tests/test_jsonl.py.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ class FileOptions:
 
     data_file: str = option(
         "",
-        'jsonl: JSON lines, {"prompt": ..., "answer": ...}, or .json, .csv, .parquet; gsm8k: its train.jsonl',
+        'jsonl: JSON lines, {"prompt": ..., "answer": ...}, or .json, .csv, .tsv, .parquet; gsm8k: its train.jsonl',
     )
     test_file: str = option("", "held-out prompts; empty: one in ten rows of data_file")
     prompt_column: str = option("prompt", "jsonl: the files' column with the prompt")
@@ -46,25 +47,24 @@ class FileTask(Task):
     wanted = ""  # what data_file should be, for the error message if there is none
     remedy = ""  # what to do if it cannot be read
 
-    def row_of(self, value, like: dict | None) -> dict:
-        """What a file has for a row -> the row. like: the file's first row. Raises ValueError if it is wrong."""
+    def row_of(self, value) -> dict:
+        """What a file has for a row -> the row. Raises ValueError if it is wrong."""
         raise NotImplementedError
 
-    def read(self, path: str, like: dict | None = None):
-        """A file -> its rows, at least one. like: a row of data_file, when test_file is read. Raises SnugError."""
+    def read(self, path: str):
+        """A file -> its rows, at least one. Raises SnugError."""
         rows = []
         for place, value in read_file(path, self.remedy):
             with in_one_line(f"{place}: not JSON"):
                 if isinstance(value, bytes):
-                    value = json.loads(value.decode())
+                    value = json.loads(value)
                 # Not possible with a date, or with half of a surrogate pair.
                 json.dumps(value, ensure_ascii=False).encode()
             try:
-                row = Row(self.row_of(value, like))
+                row = Row(self.row_of(value))
             except ValueError as error:
                 raise SnugError(f"{place}: {error}") from None
             row.place = place
-            like = like or row
             rows.append(row)
         if not rows:
             raise SnugError(f"{path}: has no rows")
@@ -75,14 +75,18 @@ class FileTask(Task):
         path = settings.data_file
         if not path:
             raise SnugError(f"task={settings.task!r} needs data_file: {self.wanted}")
-        self.rows = {"train": [], "test": []}
+        rows, self.rows = self.read(path), {"train": [], "test": []}
         if settings.test_file:
-            self.rows["train"] = self.read(path)
-            self.rows["test"] = self.read(settings.test_file, self.rows["train"][0])
-            self.refuse_shared(settings.test_file)
+            self.rows = {"train": rows, "test": self.read(settings.test_file)}
+            train, test = ({self.identity(row) for row in each} for each in self.rows.values())
+            if shared := train & test:
+                example = f"{len(shared)} prompts of data_file, such as {min(shared)!r:.60}"
+                raise SnugError(f"test_file={settings.test_file} has {example}; remove them")
         else:
-            for row in self.read(path):
+            for row in rows:
                 self.rows[split_of(self.identity(row))].append(row)
+        # A row has None where it lacks a column of others.
+        self.blank = dict.fromkeys(name for row in rows + self.rows["test"] for name in row)
         self.data = dict(self.rows)  # for the fingerprint, with the rows that are dropped later
         self.file, self.evaluated = path, settings.eval_prompts
         self.bounds = None  # result of `longest`
@@ -101,14 +105,6 @@ class FileTask(Task):
         """-> how many its prompt and its demonstration have."""
         return len(encode(self.as_prompt(row["prompt"]))), len(encode(self.demonstration(row, None)))
 
-    def refuse_shared(self, test_file: str):
-        """Raises SnugError if a training prompt is in test_file."""
-        train, test = ({self.identity(row) for row in rows} for rows in self.rows.values())
-        shared = train & test
-        if shared:
-            example = f"{len(shared)} prompts of data_file, such as {min(shared)!r:.60}"
-            raise SnugError(f"test_file={test_file} has {example}; remove them")
-
     def row(self, split, number):
         """Training rows come epoch by epoch, each in another order; test rows in the file's order, again and again."""
         rows = self.rows[split]
@@ -117,7 +113,7 @@ class FileTask(Task):
         epoch, place = divmod(number, len(rows))
         if split == "train":
             place = shuffled(len(rows), f"{self.seed} {epoch}")[place]
-        return rows[place]
+        return self.blank | rows[place]
 
     def size(self, split):
         return len(self.rows[split])
@@ -131,7 +127,7 @@ class FileTask(Task):
         return self.bounds
 
     def fingerprint(self):
-        text = json.dumps([self.data["train"], self.data["test"]], sort_keys=True)
+        text = json.dumps([*self.data.values()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def survey(self):
@@ -151,9 +147,3 @@ def shuffled(count: int, seed: str) -> list[int]:
     numbers = list(range(count))
     random.Random(seed).shuffle(numbers)
     return numbers
-
-
-def has_texts(value, names: set[str]) -> bool:
-    """Is it an object with exactly these names, each a text?"""
-    is_like_that = isinstance(value, dict) and value.keys() == names
-    return is_like_that and all(isinstance(text, str) for text in value.values())

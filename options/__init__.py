@@ -129,7 +129,7 @@ def make_settings(cls, config: str, values: dict):
 def read_config(cls, path: str):
     """A file of `name = literal` lines -> {name: value}. Raises SnugError."""
     try:
-        tree = ast.parse(find_path(path).read_text())
+        tree = ast.parse(find_path(path).read_bytes())
     except OSError as error:
         configs = [str(file) for file in sorted(Path("config").glob("*.py"))]
         raise SnugError(f"config {path}: {error.strerror}{did_you_mean(path, configs)}") from None

@@ -32,7 +32,7 @@ def find_base(folder: Path, weights: bool = True):
         return folder, None, 0, 0.0
     path = folder / "adapter_config.json"
     with in_one_line(f"{path}: cannot be used"):
-        config = Fields(json.loads(path.read_text()), "PEFT")
+        config = Fields(json.loads(path.read_bytes()), "PEFT")
         config.want("peft_type", "LORA")
         config.want("init_lora_weights", True, False, "gaussian")  # pissa and others change the base
         for name in NOTHING.split():

@@ -65,7 +65,7 @@ def read_config(folder: str | Path) -> dict:
     """config.json of a supported architecture. Raises SnugError."""
     path = Path(folder) / "config.json"
     with in_one_line(f"{path}: cannot be read"):
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_bytes())
     family = Fields(config, path).get("model_type", str, "")
     if family not in ARCHITECTURES:
         raise SnugError(

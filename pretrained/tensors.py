@@ -124,7 +124,7 @@ def weight_files(folder: str | Path) -> list[Path]:
             "are never loaded: convert them to safetensors"
         )
     with in_one_line(f"{index}: cannot be read"):
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
         if any(name != Path(name).name for name in names):
             raise ValueError("weight_map names files outside this folder")
     return sorted(folder / name for name in names)

@@ -197,7 +197,7 @@ def test_a_question_in_both_files_is_refused_however_it_is_set(tmp_path):
 
 
 BAD = [  # Lines of JSON. test_jsonl.py has lines that are not JSON.
-    (b"[]", 'must be {"question": text, "answer": text}, not \\[]'),
+    (b"5", 'must be {"question": text, "answer": text}, not 5'),
     (b'{"prompt": "a", "answer": "#### 1"}', "must be .* not {'prompt': 'a', "),
     (b'{"question": "a", "answer": 1}', "must be .* not {'question': 'a', 'answer': 1}"),
     (b'{"question": " ", "answer": "#### 1"}', "has no question"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -39,7 +40,7 @@ def task_of(path, cls=SFTSettings, **options):
 GOOD = [{"prompt": f"{i}=", "answer": i} for i in range(50)]
 BAD = [
     (b'{"prompt": "a"', r"not JSON \(JSONDecodeError: Expecting"),
-    (b"\xff\xfe", r"not JSON \(UnicodeDecodeError: 'utf-8' codec"),
+    (b'{"prompt": "caf\xe9"}', "is not UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 .*data.jsonl > utf8.jsonl"),
     (b"[" * 100_000, r"not JSON \("),
     (b'{"prompt": "a", "answer": NaN}', "answer nan is no number of at most 200 digits; write it as text"),
     (b"[1]", "not an object but .1."),
@@ -52,11 +53,15 @@ BAD = [
     (b'{"prompt": [], "answer": 1}', r"prompt must be text or messages, not \[\]"),
     (b'{"prompt": ["a"], "answer": 1}', """a message must be {"role": text, "content": text}, not 'a'"""),
     (b'{"prompt": [{"role": "user"}], "answer": 1}', "a message must be .* not {'role': 'user'}"),
-    (b'{"prompt": [{"role": "assistant", "content": "a"}], "answer": 1}', "the last message is the assistant's"),
+    (b'{"prompt": [{"role": "user", "content": ["a"]}], "answer": 1}', "a message must be .*'content': .'a'.}"),
+    (
+        b'{"messages": [{"role": "assistant", "content": "a"}], "answer": 1}',
+        r"prompt must be text or messages, not \[\]",
+    ),
     (b'{"prompt": "a", "answer": [1]}', r"answer must be text, a number or a boolean, not \[1\]"),
     (b'{"prompt": "a", "answer": 1e999}', "answer inf is no number of at most 200"),
     (b'{"prompt": "a", "answer": 1, "demonstration": 5}', "demonstration must be text, not 5"),
-    (b'{"prompt": "a"}', "has the columns prompt, and the rows before have prompt, answer"),
+    (b'{"prompt": "a"}', "answer must be text, a number or a boolean, not None; rows need an answer, or else"),
     (b'{"prompt": "\\ud800", "answer": 1}', "not JSON .*surrogates not allowed"),
 ]
 
@@ -64,7 +69,7 @@ BAD = [
 def test_a_bad_row_is_named_with_file_and_line(tmp_path):
     for number, (line, message) in enumerate(BAD):
         place = (1, 20, 50)[number % 3]
-        path = written(tmp_path, [*GOOD[:place], line, *GOOD[place:], b"?"])
+        path = written(tmp_path, [*GOOD[:place], line, *GOOD[place:]])
         with pytest.raises(SnugError, match=f"{path}:{place + 1}: {message}") as error:
             task_of(path)
         assert "\n" not in str(error.value)
@@ -90,6 +95,124 @@ def test_other_files_have_the_same_rows(tmp_path, name, content, last):
     if name == "rows.CSV":  # 01 is no JSON number, and text that is equal to a number of another row is text
         expected = [dict(prompt=f'a, {i}\r\nb "c" ü', answer=i, level=f"0{i}") for i in range(50)]
     assert rows == expected and rows[-1].place == f"{tmp_path / name}{last}"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("kind", ["lines", "CRLF", "list", "indented", "data", "csv", "semicolons", "tsv"])
+def test_files_that_people_have_have_the_same_rows(tmp_path, kind, encoding):
+    """With a mark at their start, too. A list in .jsonl; what Excel writes in Europe; lines of Windows."""
+    rows = [dict(prompt=f"a, b; é {i}", answer=i) for i in range(10)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    quoted = [f'"{row["prompt"]}"|{row["answer"]}' for row in [dict(prompt="prompt", answer="answer"), *rows]]
+    name, content = {
+        "lines": ("a.jsonl", "\n".join(lines)),
+        "CRLF": ("a.jsonl", "\r\n".join([*lines, "", ""])),
+        "list": ("a.jsonl", f"[{','.join(lines)}]\n"),
+        "indented": ("a.jsonl", json.dumps(rows, indent=2, ensure_ascii=False)),
+        "data": ("a.json", json.dumps({"data": rows}, indent=2)),
+        "csv": ("a.csv", "\n".join(quoted).replace("|", ",")),
+        "semicolons": ("a.csv", "\r\n".join(quoted).replace("|", ";")),
+        "tsv": ("a.tsv", "\n".join(quoted).replace("|", "\t")),
+    }[kind]
+    (tmp_path / name).write_bytes(content.encode(encoding))
+    assert rows_of(tmp_path / name) == rows
+
+
+def test_the_advice_for_latin_1_is_a_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_bytes(b"prompt,answer\n" + "".join(f"é{i},{i}\n" for i in range(9)).encode("latin1"))
+    with pytest.raises(SnugError) as error:
+        task_of("a.csv")
+    subprocess.run(str(error.value).partition("Latin-1: ")[2], shell=True, check=True)
+    assert rows_of("utf8.csv", eval_prompts=0) == [dict(prompt=f"é{i}", answer=i) for i in range(9)]
+
+
+def conversations(n, answer):
+    for i in range(n):
+        yield [
+            dict(role="system", content="Add."),
+            dict(role="user", content=f"{i}="),
+            dict(role="assistant", content=answer),
+        ]
+
+
+def test_a_conversation_is_a_prompt_and_its_last_message_the_demonstration(tmp_path):
+    """For SFT and for GRPO, whatever the column's name is. With another last message there is no demonstration."""
+    for column, options in (("messages", {}), ("prompt", {}), ("chat", dict(prompt_column="chat"))):
+        rows = [{column: messages, "level": 2} for messages in conversations(30, "x")]
+        path = written(tmp_path, rows)
+        for cls, more in ((SFTSettings, {}), (GRPOSettings, dict(reward_funcs=["a:b"]))):
+            task = task_of(path, cls, **options, **more)
+            found = sorted(sum(task.rows.values(), []), key=lambda row: int(row["prompt"][1]["content"][:-1]))
+            assert found == [dict(prompt=row[column][:-1], level=2, demonstration="x") for row in rows]
+            assert task.demonstration(found[0], None) == "x"
+    rows = [dict(messages=messages[:-1], prompt=f"p{i}", answer=1) for i, messages in enumerate(conversations(30, "x"))]
+    assert all(row["prompt"][0] == "p" and row["messages"] for row in rows_of_any(written(tmp_path, rows)))
+    asked = rows_of_any(written(tmp_path, [dict(messages=row["messages"], answer=1) for row in rows]))
+    assert all(row.keys() == {"prompt", "answer"} and row["prompt"][-1]["role"] == "user" for row in asked)
+
+
+def test_messages_may_have_null_keys_and_a_part_of_text(tmp_path):
+    """Arrow gives all messages of a column the same keys. Pictures and calls of tools are refused by line."""
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    for parts in (False, True):
+        rows = []
+        for i, messages in enumerate(conversations(20, "x")):
+            messages[0]["name"] = "someone" if i == 40 else None
+            texts = [message["content"] for message in messages]
+            if parts:
+                texts = [[dict(type="text", text=text, image=None)] for text in texts]
+            rows.append(
+                dict(messages=[message | dict(content=text) for message, text in zip(messages, texts, strict=True)])
+            )
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+        read = parquet.read_table(tmp_path / "a.parquet").to_pylist()
+        assert read[0]["messages"][1]["name"] is None  # as it is in the file
+        found = sum(task_of(str(tmp_path / "a.parquet")).rows.values(), [])
+        assert sorted(row["prompt"][1]["content"] for row in found) == sorted(f"{i}=" for i in range(20))
+        assert all(row["prompt"][0] == dict(role="system", content="Add.") for row in found)
+    for bad in (dict(content=[dict(type="image")]), dict(tool_calls=[1]), dict(content=None)):
+        rows = [dict(prompt=[dict(role="user", content="x") | bad], answer=1)]
+        with pytest.raises(SnugError, match="data.jsonl:1: a message must be"):
+            task_of(written(tmp_path, rows))
+
+
+ANSWERS = [[1, [2]], {"a": {"b": None}}, True, None, "text", 5, float("inf")]
+
+
+def test_with_reward_functions_an_answer_may_be_anything(tmp_path):
+    """Parquet, too. The task itself scores only if it can score by all answers."""
+    rows = [dict(prompt=f"{i}=", answer=ANSWERS[i % len(ANSWERS)]) for i in range(30)]
+    path, free = written(tmp_path, rows), dict(reward_funcs=["a:b"])
+    found = rows_of_any_of(task_of(path, GRPOSettings, **free))
+    assert found == {row["prompt"]: row["answer"] for row in rows}
+    assert not task_of(path, GRPOSettings, **free).scored
+    assert task_of(written(tmp_path, GOOD, "good.jsonl"), GRPOSettings, **free).scored
+    assert rows_of_any_of(task_of(path, GRPOSettings, environment="a:b")) == found
+    with pytest.raises(SnugError, match="answer must be text, a number or a boolean, not"):
+        task_of(path, GRPOSettings)
+
+
+def rows_of_any_of(task):
+    rows = {split: task.prompts(split, range(task.size(split))) for split in ("train", "test")}
+    return {row["prompt"]: row["answer"] for row in rows["train"] + rows["test"]}
+
+
+def test_a_row_without_a_column_of_others_has_none_there(tmp_path):
+    rows = [dict(prompt=f"{i}=", answer=i) | (dict(level=i) if i % 3 else {}) for i in range(30)]
+    task = task_of(written(tmp_path, rows))
+    for split in ("train", "test"):
+        for row in task.prompts(split, range(task.size(split))):
+            assert row["level"] == (row["answer"] if row["answer"] % 3 else None)
+    test_file = written(tmp_path, [dict(prompt="x", hard=True)], "test.jsonl")
+    task = task_of(written(tmp_path, rows), GRPOSettings, test_file=test_file, reward_funcs=["a:b"])
+    assert task.prompts("test", [0]) == [dict(prompt="x", answer=None, level=None, hard=True)]
+    assert task.prompts("train", [0])[0]["hard"] is None
+    rows = [row | dict(solution=1) if i else row for i, row in enumerate(rows)]
+    options = dict(answer_column="solution", reward_funcs=["a:b"])
+    task_of(written(tmp_path, rows), GRPOSettings, **options)
+    with pytest.raises(SnugError, match="data.jsonl:1: has no column solution; it has prompt, answer"):
+        task_of(written(tmp_path, rows), GRPOSettings, answer_column="solution")
 
 
 def test_columns_of_other_names(tmp_path):
@@ -141,13 +264,20 @@ def test_parquet(tmp_path, monkeypatch):
     "name, content, message",
     [
         ("a.json", '[{"prompt": "x"}, 5]', "a.json: row 2: not an object but 5"),
-        ("a.json", '[{"prompt": "x"}', "a.json: cannot be read .JSONDecodeError"),
+        ("a.json", '[{"prompt": "x"}', "a.json: not JSON .JSONDecodeError"),
+        ("a.jsonl", '[\n{"prompt": "x"},\n]', "a.jsonl: not JSON .JSONDecodeError: .*: line [23] column"),
+        ("a.jsonl", '{"prompt": "x"},\n{"prompt": "y"}', "a.jsonl:1: not JSON .JSONDecodeError: Extra data"),
         ("a.json", "[]", "a.json: has no rows"),
         ("a.csv", "prompt,answer\nx,1\ny,2,3\n", "a.csv:3: has not as many cells as the first line; quote cells with"),
         ("a.csv", "prompt,answer\nx,1\n\ny\n", "a.csv:4: has not as many cells"),
         ("a.csv", "prompt,answer\nx,1\n,2\n", "a.csv:3: prompt must be text or messages, not ''"),
         ("a.csv", 'prompt,answer\n"x,1\n', "a.csv: cannot be read .Error: unexpected end of data"),
-        ("a.csv", b"prompt\n\xff\n", "a.csv: cannot be read .UnicodeDecodeError"),
+        (
+            "a.csv",
+            b"prompt\n\xff\n",
+            "a.csv:2: is not UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 .*a.csv > utf8.csv",
+        ),
+        ("a.csv", "prompt,answer,answer\nx,1,2\n", "a.csv: has 2 columns answer; rename them"),
         ("a.csv", "", "a.csv: has no rows"),
         ("no.csv", None, "no.csv: cannot be read .FileNotFoundError"),
     ],
@@ -198,8 +328,8 @@ def test_what_cannot_be_scored_is_not_evaluated(tmp_path):
     train_sft.main(prepare(dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0)))
     assert not any("pass_at_1" in record for record in read_log(sft.out_dir))
     assert not (Path(sft.out_dir) / "best").exists()
-    with pytest.raises(SnugError, match="no column demonstration and no column answer to learn"):
-        task_of(written(tmp_path, [{"prompt": str(i)} for i in range(50)]))
+    with pytest.raises(SnugError, match="data.jsonl:1: answer must be .* not None; rows need .* a demonstration .SFT"):
+        task_of(written(tmp_path, [{"prompt": "1"}, {"prompt": "2", "demonstration": "x"}]))
 
 
 def test_an_evaluation_asks_no_prompt_twice(tmp_path):
@@ -211,11 +341,16 @@ def test_an_evaluation_asks_no_prompt_twice(tmp_path):
     assert prepare(SFTSettings(out_dir=str(tmp_path / "run"))).settings.eval_prompts == 500  # computed: no end
 
 
-def long_rows(tmp_path, name="data.jsonl", long=(), empty=""):
-    """50 prompts of two or three bytes each, those in `long` of 30, without those that the hash puts into `empty`."""
+def long_rows(tmp_path, name="data.jsonl", long=()):
+    """50 prompts of two or three bytes each, those in `long` of 30."""
     prompts = [f"{i}=".rjust(30) if i in long else f"{i}=" for i in range(50)]
-    rows = [dict(prompt=prompt, answer=str(i)) for i, prompt in enumerate(prompts)]
-    return written(tmp_path, [row for row in rows if split_of(row["prompt"]) != empty], name)
+    return written(tmp_path, [dict(prompt=prompt, answer=str(i)) for i, prompt in enumerate(prompts)], name)
+
+
+def few_rows(tmp_path, split):
+    """Four prompts, all of this split. Of fewer than five none is held out that the hash does not hold out."""
+    rows = [row for row in GOOD if split_of(row["prompt"]) == split]
+    return written(tmp_path, rows[:4])
 
 
 def test_the_longest_prompt_is_named(tmp_path):
@@ -293,17 +428,18 @@ def test_a_split_without_rows(tmp_path):
         SnugError, match="no row is in the train split, 50 too long and dropped; shorten them, or raise"
     ):
         prepare(run)
-    training = long_rows(tmp_path, empty="test")
-    run = SFTSettings(task="jsonl", data_file=training, out_dir=out_dir, block_size=40, eval_prompts=1)
+    run = SFTSettings(
+        task="jsonl", data_file=few_rows(tmp_path, "train"), out_dir=out_dir, block_size=40, eval_prompts=1
+    )
     with pytest.raises(SnugError, match="in the test split; name a test_file, or evaluate nothing: eval_prompts=0"):
         prepare(run)
     with pytest.raises(SnugError, match="no row is in the train split; name a test_file"):
-        prepare(dataclasses.replace(run, data_file=long_rows(tmp_path, empty="train"), eval_prompts=0))
+        prepare(dataclasses.replace(run, data_file=few_rows(tmp_path, "test"), eval_prompts=0))
 
 
 def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
     sft, grpo = tiny(tmp_path)
-    changes = dict(task="jsonl", data_file=long_rows(tmp_path, empty="test"), eval_prompts=0, max_iters=1)
+    changes = dict(task="jsonl", data_file=few_rows(tmp_path, "train"), eval_prompts=0, max_iters=1)
     sft = dataclasses.replace(sft, demonstration_noise=0.0, **changes)
     train_sft.main(prepare(sft))
     main(prepare(dataclasses.replace(grpo, **changes)))
@@ -337,7 +473,7 @@ def test_splits_share_nothing_and_miss_nothing(tmp_path):
     own = task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x", "answer": 1}], "test.jsonl"))
     assert own.prompts("test", range(3)) == [{"prompt": "x", "answer": 1}] * 3 and len(own.rows["train"]) == 50
     with pytest.raises(
-        SnugError, match="test.jsonl:1: has the columns prompt, and the rows before have prompt, answer"
+        SnugError, match="test.jsonl:1: answer must be text, a number or a boolean, not None; rows need an answer"
     ):
         task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x"}], "test.jsonl"))
 

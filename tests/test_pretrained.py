@@ -264,6 +264,13 @@ def test_configs_that_do_not_fit_are_named(said, folder):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_config_may_have_a_mark_at_its_start(folder):
+    """As an editor on Windows writes it."""
+    shape, file = read_shape(folder), folder / "config.json"
+    file.write_bytes(file.read_text().encode("utf-8-sig"))
+    assert read_shape(folder) == shape
+
+
 def test_a_broken_config_is_one_line(folder):
     for text in ("", "[]", "{", '{"model_type": "gpt2", "vocab_size": 1e99}'):
         (folder / "config.json").write_text(text)

@@ -256,6 +256,15 @@ countdown_operators = '+' '-'
     assert read_config(GRPOSettings, config(tmp_path, "")) == {}
 
 
+def test_a_config_is_utf_8_with_a_mark_or_without_and_the_line_of_another_letter_is_named(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_bytes("seed = 3\nout_dir = 'é'\n".encode("utf-8-sig"))
+    assert read_config(GRPOSettings, str(path)) == dict(seed=3, out_dir="é")
+    path.write_bytes("seed = 3\nout_dir = 'é'\n".encode("latin1"))
+    assert "'utf-8' codec can't decode byte 0xe9" in (said := refused(read_config, GRPOSettings, str(path)))
+    assert "line 2" in said
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -292,7 +292,7 @@ def read_files(folder, names):
 def read_json(folder, files, name):
     """-> the object in that file, empty if there is no such file."""
     with in_one_line(f"{folder / name}: not JSON"):
-        value = json.loads(files.get(name, b"{}").decode())
+        value = json.loads(files.get(name, b"{}"))
     if not isinstance(value, dict):
         raise SnugError(f"{folder / name}: must be an object, not {type(value).__name__}")
     return value
