@@ -172,9 +172,14 @@ def text_of(completion: str | list[dict]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
+def hash_of(identity: str) -> int:
+    """CRC-32, which unlike hash() is the same in every process."""
+    return zlib.crc32(identity.encode())
+
+
 def split_of(identity: str):
-    """-> "train" or "test", by the text's CRC-32, which unlike hash() is the same in every process."""
-    return "test" if zlib.crc32(identity.encode()) % TEST_SHARE == 0 else "train"
+    """-> "train" or "test"."""
+    return "test" if hash_of(identity) % TEST_SHARE == 0 else "train"
 
 
 def as_messages(prompt: str | list[dict], system_prompt: str = "") -> list[dict]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import zlib
 from fractions import Fraction
 from pathlib import Path
 
@@ -213,6 +214,25 @@ def test_a_row_without_a_column_of_others_has_none_there(tmp_path):
     task_of(written(tmp_path, rows), GRPOSettings, **options)
     with pytest.raises(SnugError, match="data.jsonl:1: has no column solution; it has prompt, answer"):
         task_of(written(tmp_path, rows), GRPOSettings, answer_column="solution")
+
+
+@pytest.mark.parametrize("n, least", [(4, 0), (5, 1), (64, 12), (100, 20), (150, 20), (1000, 20)])
+def test_of_a_small_file_a_fifth_or_twenty_rows_are_held_out(tmp_path, n, least):
+    """First the tenth that the hash names, then the next by hash. Where that tenth is enough, it is all."""
+    rows = [dict(prompt=f"{i} + {i} =", answer=2 * i) for i in range(n)]
+    task = task_of(written(tmp_path, rows), eval_prompts=0)
+    test, train = ({row["prompt"] for row in task.rows[split]} for split in ("test", "train"))
+    tenth = {row["prompt"] for row in rows if split_of(row["prompt"]) == "test"}
+    assert tenth <= test and len(test) == max(least, len(tenth)) and not test & train and len(test | train) == n
+    others = {zlib.crc32(prompt.encode()) for prompt in test - tenth}
+    assert not others or max(others) < min(zlib.crc32(prompt.encode()) for prompt in train)
+    assert (n < 1000) == (len(tenth) < 20)
+    twice = task_of(written(tmp_path, [*rows, *reversed(rows)]), eval_prompts=0)  # a prompt stays on one side
+    assert not {row["prompt"] for row in twice.rows["test"]} & {row["prompt"] for row in twice.rows["train"]}
+    assert len(twice.rows["test"]) >= min(2 * n // 5, 20)
+    same = next(row for row in rows if row["prompt"] not in tenth)
+    same = task_of(written(tmp_path, [same] * n), eval_prompts=0)
+    assert len(same.rows["train"]) == n
 
 
 def test_columns_of_other_names(tmp_path):

@@ -142,6 +142,11 @@ RECORD |= dict(completion_length_mean=18, tokens_per_second=51804, mem_alloc_mb=
         ),
         (
             105,
+            dict(pass_at_1=0.5, pass_at_1_interval=[0.1505, 0.8495], pass_at_1_sampled=0.4),
+            "iter  7/80  reward 0.250  loss -0.0010  kl 0.0200  peak 39 MiB  2.30 s  pass@1 0.500 (0.15 to 0.85)",
+        ),
+        (
+            105,
             dict(skipped_steps=3, kl=None),
             "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  peak 39 MiB  2.30 s  steps with nothing to learn: 3",
         ),
@@ -177,6 +182,7 @@ def test_a_pipe_says_what_is_going_on_before_the_first_iteration(tmp_path, capsy
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"loading {sft.out_dir}/checkpoint-000004" and lines[1].startswith("GRPO on addition")
     assert lines[2] == "evaluating before training: 20 prompts" and lines[3].startswith("before training  pass@1")
+    assert re.search(r"pass@1 (\d.\d{3}) \(\d.\d\d to \d.\d\d\) \(sampled", lines[3])  # of 20 prompts
     grpo.main(prepare(replace(settings, resume="auto", max_iters=5)))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"loading {settings.out_dir}/checkpoint-000004"
