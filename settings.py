@@ -12,7 +12,6 @@ options/ reads both. Nothing here imports torch, so that a typo is reported at o
 
 import importlib.util
 import math
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -95,8 +94,8 @@ class RunOptions:
     parallel: str = option(
         "none",
         "use several processes, started by torchrun. ddp: each has the full model; fsdp: weights, gradients and "
-        "moments are sharded over all processes; hsdp: over the processes of a machine",
-        choices=("none", "ddp", "fsdp", "hsdp"),
+        "moments are sharded over all processes",
+        choices=("none", "ddp", "fsdp"),
     )
     tf32: bool = option(
         False,
@@ -468,11 +467,6 @@ parallel=fsdp needs teacher_device=device or --parallel=ddp
 parallel=fsdp needs base_dtype= or --parallel=ddp
 parallel=fsdp needs grad_offload=False or --parallel=ddp
 parallel=fsdp needs memory_budget_gb= or --parallel=ddp
-parallel=hsdp needs reference=device or --parallel=ddp
-parallel=hsdp needs teacher_device=device or --parallel=ddp
-parallel=hsdp needs base_dtype= or --parallel=ddp
-parallel=hsdp needs grad_offload=False or --parallel=ddp
-parallel=hsdp needs memory_budget_gb= or --parallel=ddp
 """
 OTHER_NAMES = """\
 bf16: dtype=bfloat16
@@ -541,11 +535,6 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
             raise SnugError(
                 f"base_dtype={self.base_dtype!r} freezes the weights; add adapters (--lora_rank=16), or leave it out"
             )
-
-    @property
-    def processes_per_machine(self) -> int:
-        """torchrun says it. A plan without torchrun is for one machine."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
 
     @property
     def sequences_per_rollout(self) -> int:

@@ -219,7 +219,7 @@ def plan(dry_run, settings) -> Plan:
     always = {"cuBLAS workspace": CUDA_EXTRA} if kind == "cuda" else {}
     phases = {phase: always | peak.components for phase, peak in highest.items()}
     on_host = host["all"].components if host else {}
-    sharded = settings.parallel in ("fsdp", "hsdp")
+    sharded = settings.parallel == "fsdp"
     if sharded:
         phases, on_host = share(phases, on_host, highest, settings)
     phases = {phase: (sum(components.values()), components) for phase, components in phases.items()}
@@ -235,14 +235,14 @@ def plan(dry_run, settings) -> Plan:
 
 
 def share(phases: dict, on_host: dict, highest: dict, settings):
-    """{phase: components} and the host's components of whole weights -> the same for one process of fsdp or hsdp.
+    """{phase: components} and the host's components of whole weights -> the same for one process of fsdp.
 
-    fsdp shards over all processes, hsdp over those of a machine. This is not run, but added up. While the model runs,
+    fsdp shards over all processes. This is not run, but added up. While the model runs,
     two blocks and the weights outside the blocks are gathered; in a rollout all weights. In training there are the
     gradients of a block and of the weights outside, and a float32 copy of those that are reduced.
     tests/test_parallel.py compares this with what runs need.
     """
-    n = settings.processes_per_machine if settings.parallel == "hsdp" else settings.num_processes
+    n = settings.num_processes
     tensors = [s for peak in highest.values() for s in peak.largest.values()]
     sizes = {s.name: s.size for s in tensors if s.component == "weights"}
     block = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))

@@ -77,7 +77,7 @@ def same(prompts, completions, **columns):
 def train(folder, name, size, options, rewards=(letters,), resume="never"):
     for place in options.keys() & {"init_from", "teacher"}:
         options = options | {place: f"{folder}/../{options[place]}"}
-    if os.environ["PARALLEL"] not in ("fsdp", "hsdp"):
+    if os.environ["PARALLEL"] != "fsdp":
         options = options | dict(param_offload=False)
     settings = GRPOSettings(
         **GRPO | options | dict(out_dir=f"{folder}/{name}", resume=resume, parallel=os.environ["PARALLEL"])
@@ -185,7 +185,7 @@ def fork(size, kind, work, output):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), WORLD_SIZE=str(size))
-    os.environ |= dict(PARALLEL=kind, LOCAL_WORLD_SIZE="2" if kind == "hsdp" else str(size))
+    os.environ |= dict(PARALLEL=kind, LOCAL_WORLD_SIZE=str(size))
     children = []
     for rank in range(size):
         children.append(os.fork())

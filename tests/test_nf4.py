@@ -797,10 +797,6 @@ def test_a_run_is_in_4_bits_if_the_budget_says_so_and_stays(folder, tmp_path, ca
             [*LORA, "--init_from=x", "--parallel=fsdp"],
             "base_dtype=nf4: parallel=fsdp needs base_dtype= or --parallel=ddp",
         ),
-        (
-            [*LORA, "--init_from=x", "--parallel=hsdp"],
-            "base_dtype=nf4: parallel=hsdp needs base_dtype= or --parallel=ddp",
-        ),
         (["--base_dtype=fp4"], "base_dtype='fp4' is not one of"),
         (["--base_dtype=auto"], "base_dtype='auto' freezes the weights; add adapters"),
         (

@@ -276,7 +276,6 @@ def test_every_command_of_the_texts_runs(line, there, monkeypatch, capsys):
 def test_every_command_with_several_processes_is_planned(line, there, monkeypatch, capsys):
     """torchrun's options are read by its own parser, and the run is planned for as many processes."""
     options = get_args_parser().parse_args(shlex.split(line)[1:])
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", options.nproc_per_node)
     number = int(options.nnodes.partition(":")[0]) * int(options.nproc_per_node)
     words = [*options.training_script_args, "--plan", f"--num_processes={number}", f"--batch_size={number}"]
     code = run(f"python {options.training_script} {shlex.join(words)}", monkeypatch)

@@ -172,13 +172,9 @@ class ShardedProcesses(Processes):
             )
         # No block's output is changed in place while gradients are on.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-        near = settings.processes_per_machine if settings.parallel == "hsdp" else self.size
-        shape, names = (near,), ("near",)
-        if near < self.size:
-            shape, names = (self.size // near, near), ("nodes", "near")
-        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        mesh = init_device_mesh(device.type, (self.size,))
         reduce_dtype = None if settings.param_dtype == "float64" else torch.float32
-        options = dict(mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
         if settings.param_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         for block in model.blocks:
@@ -189,12 +185,11 @@ class ShardedProcesses(Processes):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         model.set_reduce_scatter_unused_params(True)  # the filler of `dealt` does not reach the head
-        rank = self.mesh["near"].get_local_rank()
         model.shards, model.rows, model.runs_on = {}, {}, device
         for name, p in model.named_parameters():
             if p.requires_grad:
                 model.shards[name] = torch.nn.Parameter(p.to_local().detach())
-                model.rows[name] = rows_of(p, rank, near)
+                model.rows[name] = rows_of(p, self.rank, self.size)
         return model
 
     def dealt(self, batches, rank_of, model):
@@ -216,7 +211,7 @@ class ShardedProcesses(Processes):
 
     def norm(self, norm):
         squares = norm.double() ** 2
-        dist.all_reduce(squares, group=self.mesh["near"].get_group())
+        dist.all_reduce(squares)
         return squares.sqrt().to(norm.dtype)
 
     @contextmanager
@@ -239,7 +234,7 @@ class ShardedProcesses(Processes):
                 shards = [None] * self.size
                 dist.all_gather_object(shards, rows.cpu())
                 if not self.rank:
-                    files[file][name] = torch.cat(shards[: self.mesh["near"].size()])
+                    files[file][name] = torch.cat(shards)
         return files
 
 
