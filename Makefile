@@ -19,8 +19,9 @@ lint: .venv/dev
 bench: .venv/dev
 	$(BIN)/python bench/all.py --device=cpu $(ARGS)
 
-bench-gpu: .venv/dev
-	$(BIN)/python bench/all.py --device=cuda $(ARGS)
+# With the virtual environment if there is one; it installs nothing.
+bench-gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/all.py --device=cuda $(ARGS)
 
 real: models/smollm2-135m-instruct
 	$(BIN)/python evaluate.py $< --task=jsonl --data_file=data/sums.jsonl --chat --system_prompt="Answer with a number." \

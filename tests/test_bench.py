@@ -3,7 +3,9 @@
 import importlib
 import json
 import os
+import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,6 +131,26 @@ def test_without_a_gpu_it_says_so(tmp_path):
     command = [sys.executable, "bench/all.py", "--device=cuda", f"--folder={tmp_path}/here"]
     result = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True)
     assert result.returncode == 2 and "sees no CUDA device" in result.stderr and not [*tmp_path.iterdir()]
+
+
+def test_every_test_of_a_kernel_runs_on_a_gpu(bench):
+    """Files with tests that run in the interpreter, or on CUDA alone."""
+    marks = re.compile("INTERPRETED|in_kernels|skipif\\(DEVICE == .cpu.")
+    files = [path for path in HOME.glob("tests/test_*.py") if path != Path(__file__)]
+    needed = {path.stem.removeprefix("test_") for path in files if marks.search(path.read_text())}
+    driver = importlib.import_module("all")
+    assert len(needed) > 7 and needed <= set(driver.TESTS)
+    assert all((HOME / f"tests/test_{name}.py").exists() for name in driver.TESTS)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+def test_make_bench_gpu_installs_nothing(tmp_path):
+    """Also where nothing is installed yet, and without the virtual environment."""
+    shutil.copy(HOME / "Makefile", tmp_path)
+    said = subprocess.run(
+        ["make", "-n", "bench-gpu", "PYTHON=python3"], cwd=tmp_path, capture_output=True, text=True
+    ).stdout
+    assert said == "python3 bench/all.py --device=cuda \n"
 
 
 @pytest.fixture
