@@ -3,6 +3,7 @@
     python bench/distill.py                        five seeds, one thread: about 40 minutes
     python bench/distill.py --seeds=1 --only="reverse_kl"
     python bench/distill.py --table                only what is done
+    python bench/distill.py --shapes=tiny          only shows that it runs
 
 Student: a warm start of config/sft_small.py for each seed. Teacher: config/grpo_small.py of seed 1. Every run is evaluated on
 the same 500 held-out prompts, every 1,024 samples. Seconds are the process's CPU seconds on one thread, evaluations
@@ -25,6 +26,8 @@ SHIPPED = dict(eval_interval=1)  # config/grpo_small.py: 80 iterations of 64 pro
 SMALL = dict(max_iters=80, learning_rate=1e-3, beta=0.0, eval_interval=4)
 GROUPS = SMALL | dict(batch_size=16, group_size=16)
 ALONE = SMALL | dict(batch_size=256, group_size=1, reward_coef=0.0)
+TINY = dict(max_iters=1, batch_size=2, eval_prompts=2, eval_interval=1)
+limits = {}  # options of all runs: TINY, or none
 VARIANTS = {
     "GRPO, config/grpo_small.py": SHIPPED,
     "GRPO, 16 x 16, 1e-3": GROUPS,
@@ -55,6 +58,7 @@ def run(out, name, seed):
 def start(folder, words, options):
     environment = os.environ | dict(OMP_NUM_THREADS="1", TEACHER=str(folder.parent / "teacher"))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    options = options | limits
     words = [*words, "--device=cpu", "--overwrite", *[f"--{name}={value}" for name, value in options.items()]]
     subprocess.run([sys.executable, *words], cwd=HOME, stdout=subprocess.DEVNULL, env=environment, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -131,6 +135,8 @@ def main(arguments):
     out = Path(arguments.out_dir).absolute()
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     names = [name for name in VARIANTS if chosen(name, arguments.only)]
+    if arguments.shapes == "tiny":
+        limits.update(TINY)
     if not arguments.table:
         prepare_models(out, seeds)
         for seed in seeds:

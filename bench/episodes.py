@@ -48,7 +48,6 @@ from model import GPT
 from pretrained.tensors import load_pretrained
 from tokenizer import get_tokenizer
 
-MODEL = HOME / "models/smollm2-135m-instruct"
 TURNS = 3
 SIZES = "rounds=3 iterations=2 prompts=4 completions=8 prompt=120 turn=40 reply=10 ragged=0 sequences=8"
 SHARES = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
@@ -84,7 +83,7 @@ def count(tokens):
 def make_folder(folder, options):
     """The model with a template for tools, and prompts."""
     (folder / "model").mkdir()
-    for path in MODEL.resolve().iterdir():
+    for path in Path(options.model).resolve().iterdir():
         (folder / "model" / path.name).symlink_to(path)
     (folder / "model/chat_template.jinja").unlink(missing_ok=True)
     (folder / "model/chat_template.jinja").write_text(TEMPLATE)
@@ -244,7 +243,7 @@ def compare(options):
 def wait(options):
     """Rollouts for each share of rows that must wait before replies are read. The shares take turns."""
     pick_device(DEVICE)
-    model, tokenizer = load_pretrained(str(MODEL), DEVICE, "float32").eval(), get_tokenizer(str(MODEL))
+    model, tokenizer = load_pretrained(options.model, DEVICE, "float32").eval(), get_tokenizer(options.model)
     script, longest = make_script(tokenizer, options)
     follow(script, longest)
     prompts = [tokenizer.encode(words(random.Random(i), options.prompt)) for i in range(options.prompts)]
@@ -271,6 +270,7 @@ def wait(options):
 if __name__ == "__main__":
     known = argparse.ArgumentParser(description="Episodes with a tool, beside TRL's.")
     known.add_argument("--trl_python", default=sys.executable, help="a python that has TRL")
+    known.add_argument("--model", default=str(HOME / "models/smollm2-135m-instruct"), help="a folder; reads ChatML")
     known.add_argument("--wait", action="store_true", help="measure REPLY_AT")
     for size in SIZES.split():
         known.add_argument(f"--{size.partition('=')[0]}", type=int, default=size.partition("=")[2])

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ EXPERIMENTS = {
     "countdown": ("config/sft_countdown", "config/grpo_countdown", {}, (1, 2, 3, 4, 5)),
 }
 SCORES = ("pass_at_1", "pass_at_1_sampled")
-TINY = dict(max_iters=2, eval_prompts=4, eval_interval=1)
+TINY = dict(max_iters=2, batch_size=2, eval_prompts=4, eval_interval=1)
 limits = dict(end=float("inf"), options={})  # the time at which runs are stopped, and options of all of them
 
 
@@ -106,6 +107,16 @@ def one(name, seed, out):
     if not (more / "bench_done").exists():  # of the first loss type that is run
         options = dict(seed=seed + 1000, init_from=warm, max_iters=iterations, eval_interval=100)
         run("train_sft.py", sft, more, options)  # fresh demonstrations
+
+
+def run_chain(out, chain):
+    """chain: ((SFT config, seed), names of rows)."""
+    (_, seed), names = chain
+    try:
+        for name in names:
+            one(name, seed, out)
+    except OutOfTime:
+        print("stopped after --seconds")
 
 
 def row(name, seed, out):
@@ -181,15 +192,8 @@ def main(arguments):
         for name, seed in pairs:
             chains.setdefault((EXPERIMENTS[name][0], seed), []).append(name)
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            done = [
-                pool.submit(lambda key=key, names=names: [one(name, key[1], out) for name in names])
-                for key, names in chains.items()
-            ]
-            for future in done:
-                try:
-                    future.result()
-                except OutOfTime:
-                    print(f"stopped after {arguments.seconds} s")
+            run_all = pool.map if arguments.jobs > 1 else map
+            list(run_all(partial(run_chain, out), chains.items()))
     rows = [numbers for name, seed in pairs if (numbers := row(name, seed, out))]
     if not rows:
         print(f"no row is complete in {out}")

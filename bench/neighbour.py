@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-from common import HOME, in_a_process, median_result
+from common import in_a_process, median_result
 
 import device.pick
 import grpo
@@ -36,7 +36,7 @@ def arm(without, iterations):
         device.pick.share_cores = lambda: None
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--out_dir={folder}/run", f"--max_iters={iterations}", "--eval_prompts=0", "--device=cpu"]
-        prepared = prepare(*read_settings(GRPOSettings, [str(HOME / "config/grpo_small.py"), *words])[:2])
+        prepared = prepare(*read_settings(GRPOSettings, ["config/grpo_small.py", *words])[:2])
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             grpo.main(prepared)
         lines = [json.loads(line) for line in open(f"{folder}/run/log.jsonl")][2:]

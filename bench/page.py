@@ -2,20 +2,19 @@
 
     python grpo.py config/grpo_small.py --samples_per_iteration=64 --out_dir=out/many       # 5,120 completions
     python report.py out/many
-    python bench/page.py out/many/report.html
+    python bench/page.py out/many/report.html [--rounds=7]
 
 Needs playwright and Chromium (CONTRIBUTING.md). A new browser each time, the window 1400 x 900; medians.
 """
 
+import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 from statistics import median
 
 from playwright.sync_api import sync_playwright
 
-ROUNDS = 7
 WATCH = """
   window.times = {};
   const note = (name) => times[name] ??= performance.now() / 1000;
@@ -29,11 +28,11 @@ WATCH = """
 """
 
 
-def main(path):
+def main(path, count):
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     rounds = []
     with sync_playwright() as playwright:
-        for _ in range(ROUNDS):
+        for _ in range(count):
             browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             tab = browser.new_page(viewport=dict(width=1400, height=900))
             tab.add_init_script(WATCH)
@@ -49,4 +48,8 @@ def main(path):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    options = argparse.ArgumentParser(description="Seconds until Chromium shows a report.")
+    options.add_argument("page", type=Path, help="a run's report.html")
+    options.add_argument("--rounds", type=int, default=7, help="browsers, one after the other")
+    arguments = options.parse_args()
+    main(arguments.page, arguments.rounds)

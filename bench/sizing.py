@@ -1,12 +1,13 @@
 """What one device needs, planned: models x devices x places of weights and optimizer. Prints the table of docs/scaling.md.
 
-    python bench/sizing.py              five minutes on a CPU; needs no GPU
+    python bench/sizing.py [--only=7B]      five minutes on a CPU; needs no GPU
+    python bench/sizing.py --shapes=tiny     only shows that it runs
 
 The batch grows with the devices: four prompts of up to 256 tokens per device, four completions of up to 1,024 tokens per
 prompt. Blocks are checkpointed, a micro-batch is one sequence, weights and gradients are in bfloat16.
 """
 
-import common  # noqa: F401  puts the project on the path
+from common import chosen, parser
 from shapes import QWEN, QWEN_05B, QWEN_15B
 
 import grpo
@@ -50,11 +51,17 @@ def cell(shape, devices, rung):
     return f"{planned.peak / GIB:.1f} {planned.phase}" + (f" + {planned.host / GIB:.0f} host" if planned.host else "")
 
 
-if __name__ == "__main__":
+def main(arguments):
+    models = MODELS
+    if arguments.shapes == "tiny":
+        models = {"tiny": UNTIED | dict(vocab_size=512, n_layer=4, n_head=4, n_kv_head=2, n_embd=64, n_hidden=128)}
     print("| model | devices | " + " | ".join(RUNGS) + " |\n" + "|---" * (2 + len(RUNGS)) + "|")
-    for model, shape in MODELS.items():
+    for model, shape in models.items():
         for devices, options in DEVICES.items():
-            print(
-                f"| {model} | {devices} | " + " | ".join(cell(shape, options, rung) for rung in RUNGS) + " |",
-                flush=True,
-            )
+            if chosen(f"{model}, {devices}", arguments.only):
+                cells = " | ".join(cell(shape, options, rung) for rung in RUNGS)
+                print(f"| {model} | {devices} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(parser("Plans of models on several devices.").parse_args())

@@ -1,10 +1,14 @@
 """bench/all.py without a GPU: limits, results of a bench that was stopped, a dry run. bench/iteration.py: what it compares."""
 
+import contextlib
 import importlib
+import io
 import json
 import os
+import pkgutil
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,6 +19,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import make_chat_model
+from test_house import source_files
+from test_report import CHROMIUM, make_run, make_samples, page_of
+from test_shipped import write_shrunk_configs
 from torch.utils.flop_counter import FlopCounterMode
 
 from device.pick import pick_device
@@ -203,7 +211,107 @@ def test_an_iteration_is_measured(iteration, capsys):
     assert min(phases) > 0 and line["floor_s"] < line["time_s"]
 
 
+# A bench's words for its smallest shape. MODEL and PAGE are made here.
+SMALLEST = {
+    "all": "--table",
+    "distill": "--shapes=tiny --seeds=1 --only=config/,reverse_kl,SFT --out_dir=out",
+    "episodes": "--trl_python=false --rounds=1 --prompts=2 --completions=2 --prompt=600 --turn=4 --reply=2 --model=MODEL",
+    "layers": "--rows=4 --tokens=128",
+    "learning": "--shapes=tiny --only=countdown --seeds=1 --jobs=1 --out_dir=out",
+    "neighbour": "--rounds=1 --iterations=3",
+    "page": "PAGE --rounds=1",
+    "sft": "--shapes=tiny --rounds=1",
+    "sizing": "--shapes=tiny --only=1",
+    "steady": "--iterations=20",
+}
 AIMS = dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4, gpu=9)
+# What benches replace in their own process: put back, because here it is this one.
+REPLACED = ["sample.uniforms", "sample.sample_groups", "decoding.draw.draw_torch", "model.GPT.forward", "grpo.iterate"]
+REPLACED += ["train_sft.demonstrations", "device.cpu.stays_float32", "device.pick.share_cores"]
+REPLACED += ["kernels.layers.LeanRMSNorm", "decoding.kvcache.nothing_to_do"]
+REPLACED += [f"kernels.{name}.nothing_to_do" for name in ("rotary", "swiglu", "flash", "nf4")]
+
+
+class InThisProcess:
+    """In place of subprocess.Popen: scripts of the project run at once and here, because each start imports torch."""
+
+    def __init__(self, args, env=None, stdout=None, **options):
+        self.args, self.stdout = args, io.TextIOWrapper(io.BytesIO(), write_through=True)
+        with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(self.stdout):
+            for name, value in (env or {}).items():
+                patched.setenv(name, value)
+            patched.setattr(sys, "argv", [str(word) for word in args[1:]])
+            self.returncode = run_script(HOME / args[1])
+
+    def poll(self):
+        return self.returncode
+
+    def kill(self):
+        pass
+
+
+def run_script(path):
+    """-> its exit code"""
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+@pytest.fixture
+def in_this_process(tmp_path, monkeypatch, bench):
+    """Scripts that a bench starts run in this process, in a folder whose configs are shrunk."""
+    popen, run = subprocess.Popen, subprocess.run
+
+    def is_ours(args):
+        return args[0] == sys.executable and str(args[1]).endswith(".py")
+
+    def run_here(args, **options):
+        if not is_ours(args):
+            return run(args, **options)
+        done = InThisProcess(args, **options)
+        assert done.returncode == 0, args
+        return subprocess.CompletedProcess(args, done.returncode, done.stdout.buffer.getvalue().decode(), "")
+
+    monkeypatch.setattr(subprocess, "run", run_here)
+    monkeypatch.setattr(subprocess, "Popen", lambda args, **o: (InThisProcess if is_ours(args) else popen)(args, **o))
+    before = functions()
+    for place in REPLACED:
+        monkeypatch.setattr(place, pkgutil.resolve_name(place))
+    monkeypatch.setenv("BENCH_ITERATIONS", "2")
+    monkeypatch.chdir(tmp_path)
+    write_shrunk_configs(tmp_path)
+    yield
+    monkeypatch.undo()
+    after = functions()
+    assert not [name for name in before if after[name] is not before[name]], "add these to REPLACED"
+
+
+def functions():
+    """-> {(module, name): function or class} of the project's modules that are imported."""
+    modules = {name: vars(sys.modules[name]) for name in source_files() if name in sys.modules}
+    return {(name, key): value for name, names in modules.items() for key, value in names.items() if callable(value)}
+
+
+def test_every_bench_is_here():
+    programs = {path.stem for path in HOME.glob("bench/*.py")} - {"common", "shapes"}
+    assert programs == SMALLEST.keys() | {"logprobs", "sampling", "iteration", "gpu", "memory"}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_bench_runs_its_smallest_shape(name, in_this_process, tmp_path, monkeypatch, capsys):
+    words = SMALLEST[name]
+    if "MODEL" in words:
+        words = words.replace("MODEL", str(make_chat_model(tmp_path / "model")))
+    if "PAGE" in words:
+        pytest.importorskip("playwright", reason="playwright is not installed")
+        if CHROMIUM is None:
+            pytest.skip("there is no chromium")
+        words = words.replace("PAGE", str(page_of([make_run(tmp_path / "run", samples=make_samples(1))])))
+    monkeypatch.setattr(sys, "argv", [f"bench/{name}.py", *shlex.split(words)])
+    assert run_script(HOME / f"bench/{name}.py") == 0, capsys.readouterr()
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration", "gpu"])

@@ -147,6 +147,12 @@ def shrunk(config):
     return config.read_text() + "\n" + "".join(lines)
 
 
+def write_shrunk_configs(folder):
+    (folder / "config").mkdir()
+    for config in CONFIGS:
+        (folder / "config" / config.name).write_text(shrunk(config))
+
+
 def python_blocks(text):
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
@@ -159,10 +165,9 @@ def block_with(document, words):
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
-    for name in ("config", "models", "data/gsm8k", "hub"):
+    for name in ("models", "data/gsm8k", "hub"):
         (folder / name).mkdir(parents=True)
-    for config in CONFIGS:
-        (folder / "config" / config.name).write_text(shrunk(config))
+    write_shrunk_configs(folder)
     model = make_chat_model(folder / "models/smollm2-135m-instruct", HERMES, brief=True)
     for name in ON_HUB:
         put(folder / "hub", model, "a" * 40, name)
