@@ -200,7 +200,8 @@ def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0):
         k,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
-        seed=settings.seed * 2**32 + iteration,
+        # Evaluations and evaluate.py have the keys below 2**32, and no other seed has this one's.
+        seed=(settings.seed or 2**31) * 2**32 + iteration,
         first_row=before * k,
         max_batch=max_batch,
     )

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import train_sft
 from batch import Cut, Sequences
+from decoding import uniforms
 from device.kinds import MIB
 from loss import group_advantages, policy_loss
 from memory.ledger import LiveBytes
@@ -243,6 +244,21 @@ def check_sample(sample, settings):
 LOGGED = """iter reward_mean reward_std frac_reward_zero_std loss kl entropy clip_fraction grad_norm learning_rate completion_length_mean
 truncated_fraction logprob_diff_mean logprob_diff_max tokens_per_second time_rollout_s time_reward_s time_reference_s time_train_s
 time_optimizer_s mem_alloc_mb mem_reserved_mb mem_max_alloc_mb mem_max_alloc_mb_rollout mem_max_alloc_mb_train""".split()
+
+
+def test_no_two_uses_draw_with_the_same_key(tmp_path, monkeypatch):
+    """Iterations of any seed, 0 too, and evaluations. The first evaluation would ask for the first rollout's numbers."""
+    keys = []
+    monkeypatch.setattr("sample.uniforms", lambda seed, *rest: keys.append(seed) or uniforms(seed, *rest))
+    model = make_model("gpt2", vocab_size=257, n_vocab=257)
+    for seed in (0, 1, 2, 2**31 - 1):
+        prepared = prepare(tiny(tmp_path, init_from="", beta=0.0, seed=seed)[1])
+        rows = prepared.task.prompts("train", range(2))
+        for iteration in (0, 1, 2**32 - 1):
+            grpo.sample_rows(model, prepared, rows, iteration)
+    assert keys[3:5] == [2**32, 2**32 + 1]  # as it always was
+    evaluations = range(2**32)  # evaluate.py --seed, 0 in a run
+    assert len({key % 2**64 for key in keys}) == 12 and not any(key in evaluations for key in keys)
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):
