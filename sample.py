@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import chdir, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -125,10 +125,10 @@ def encode_prompts(rows: list[dict], settings, tokenizer) -> list[list[int]]:
 def sample_episodes(model, prepared, rows, k, **options):
     """k completions of each task row's prompt -> (Rollouts, their Episodes). options: of sample_groups."""
     settings, tokenizer = prepared.settings, prepared.tokenizer
-    episodes = Episodes(prepared.toolbox, tokenizer, rows, k, settings.stop_string)
-    prompts = encode_prompts(episodes.rows, settings, tokenizer)
-    options |= sampling_options(settings, episodes)
-    with autocast(settings.dtype, model):
+    with autocast(settings.dtype, model), chdir("."):  # a tool may change the directory
+        episodes = Episodes(prepared.toolbox, tokenizer, rows, k, settings.stop_string)
+        prompts = encode_prompts(episodes.rows, settings, tokenizer)
+        options |= sampling_options(settings, episodes)
         return sample_groups(model, prompts, episodes.k, **options), episodes
 
 

@@ -247,7 +247,10 @@ class RewardOptions:
         [], "reward functions to add up: module:function,...; empty: the task's functions"
     )
     reward_weights: list[float] = option(
-        [], "weights of reward_funcs, comma-separated; empty: each has weight 1", minimum=-1e9
+        [],
+        "weights of reward_funcs, comma-separated; empty: each has weight 1",
+        minimum=-1e9,
+        maximum=1e9,
     )
     reward_timeout: float = option(
         300.0, "stop the run if a reward function takes longer for a batch; 0: no limit", "s"

@@ -93,21 +93,16 @@ def load_reward_function(spec: str, functions: dict[str, Callable], columns: Ite
     The module is also looked for in the current directory. columns: of the task's rows. Raises SnugError if there is no
     such module or function, or if it wants other columns. An error inside the module keeps its traceback.
     """
-    advice = "write module:function, such as my_rewards:is_short"
-    if "/" in spec:
-        advice = "reward models are not supported; call yours in a function, module:function"
+    advice = "write module:function, such as my_rewards:is_short; call a reward model in such a function"
     function = imported(spec, "reward_funcs", advice, functions)
-    name = spec.partition(":")[2]
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        advice = "add it; if it makes a reward function, call it in a file of yours and name the result"
-        raise SnugError(f"reward_funcs={spec!r}: {name} takes no **columns; {advice}")
-    wanted = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
-    if missing := sorted(wanted - ARGUMENTS - {*columns}):
-        problem = f"{name} wants the column {missing[0]}, and the rows have {', '.join(columns)}"
-        raise SnugError(
-            f"reward_funcs={spec!r}: {problem}; rename a column, or give the argument a default"
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(sorted(ARGUMENTS | {*columns})))
+    except TypeError as error:
+        advice = (
+            f"it must take **columns, and the rows have {', '.join(columns)}; if it makes a reward function, call it "
+            "in a file of yours and name the result"
         )
+        raise SnugError(f"reward_funcs={spec!r}: {error}; {advice}") from None
     return function
 
 
@@ -120,6 +115,9 @@ def imported(spec: str, option: str, advice: str, functions) -> Callable:
         return functions[spec]
     module_name, _, name = spec.partition(":")
     problem = f"{option}={spec!r}"
+    if ".py:" in spec:
+        module = spec.replace(".py:", ":").removeprefix("./").replace("/", ".")
+        raise SnugError(f"{problem}: name the module, not its file: {module}")
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
         raise SnugError(f"{problem}: {advice}")
     folder = os.getcwd()

@@ -13,9 +13,12 @@ besides
     log_metric     log_metric("name", number): log.jsonl has the mean as metric/name; evaluations do not log it
     log_extra      log_extra("column", values), a value for each completion: samples.jsonl has it
 
-`async def` functions run concurrently, after the others, with one time limit for all. A function that raises, returns
-something else or takes longer than reward_timeout ends the run with one line that names it. It is not called again,
-because a call may cost money. Its traceback is a note of the error: options and runs/log.py show it.
+Each function gets copies, which it may change. The working directory is put back after it; so is the mode of gradients,
+when the training goes on. `async def` functions run concurrently, after the others, with one time limit for all.
+
+A function that raises, returns something else or takes longer than reward_timeout ends the run with one line that
+names it. It is not called again, because a call may cost money. Its traceback is a note of the error: options and
+runs/log.py show it.
 
 The time limit is an alarm (SIGALRM) in the main thread. A function that sets alarms itself, as math_verify does,
 replaces it. Left out: reward models by name; a separate process. A function can do whatever Python can, so name only
@@ -31,9 +34,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,17 +44,9 @@ from options import SnugError
 
 GRACE = 60.0  # seconds after the limit until the process ends, if no alarm can stop the function
 AGAIN = 1.0  # seconds between alarms after the first
-LARGEST = 1e38  # rewards become float32
-ARGUMENTS = {
-    "prompts",
-    "completions",
-    "completion_ids",
-    "environments",
-    "stopped",
-    "trainer_state",
-    "log_metric",
-    "log_extra",
-}
+LARGEST = 1e25  # rewards with weights of up to 1e9 are added up and become float32, which ends at 3e38
+OURS = {"environments", "trainer_state", "log_metric", "log_extra"}
+ARGUMENTS = OURS | {"prompts", "completions", "completion_ids", "stopped"}
 
 
 def repeat_columns(rows: list[dict], k: int = 1):
@@ -111,7 +106,7 @@ def total_rewards(
         metrics.setdefault(str(name), []).append(float(value))
 
     arguments = columns | dict(
-        prompts=list(prompts),
+        prompts=prompts,
         completions=list(map(as_completion, prompts, completions)),
         trainer_state=state or TrainerState(),
         log_extra=log_extra,
@@ -131,36 +126,37 @@ def total_rewards(
 
 def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list[list[float | None]]:
     """Each function's rewards, a finite number or None per completion. Raises SnugError that names the function."""
-    answers, waiting = {}, {i: function for i, function in enumerate(functions) if is_async(function)}
+    answers = {}
     for i, function in enumerate(functions):
-        if i not in waiting:
-            with blaming([function], timeout):
-                answers[i] = call(function, arguments, timeout)
+        with blaming([function], timeout, arguments):
+            answers[i] = call(function, own_copy(arguments), timeout)
+    waiting = [i for i, answer in answers.items() if inspect.isawaitable(answer)]
     if waiting:
-        together = partial(in_a_loop, list(waiting.values()))
-        with blaming(waiting.values(), timeout):
-            answers |= zip(waiting, call(together, arguments, timeout), strict=True)
+        coroutines = dict(coroutines=[answers[i] for i in waiting])
+        with blaming([functions[i] for i in waiting], timeout, arguments):
+            answers |= zip(waiting, call(in_a_loop, coroutines, timeout), strict=True)
     rewards = []
     for i, function in enumerate(functions):
-        if isinstance(answers[i], Exception):
-            with blaming([function], timeout):
+        with blaming([function], timeout, arguments):
+            if isinstance(answers[i], Exception):
                 raise answers[i]
-        rewards.append(checked(function, answers[i], arguments["completions"]))
+            rewards.append(checked(function, answers[i], arguments["completions"]))
     return rewards
 
 
-def is_async(function: Callable) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+def own_copy(arguments: dict) -> dict:
+    """A function may change its arguments. So it gets a copy of each completion's values, which others see unchanged."""
+    return {
+        name: value if name in OURS else [deepcopy(each) for each in value]
+        for name, value in arguments.items()
+    }
 
 
-def in_a_loop(functions, **arguments) -> list:
-    """What these `async def` functions return or raise, in a thread of its own: a notebook has a loop in this one."""
-
-    async def one(function):
-        return await function(**arguments)
+def in_a_loop(coroutines) -> list:
+    """What these return or raise, in a thread of its own: a notebook has a loop in this one."""
 
     async def gather():
-        return await asyncio.gather(*map(one, functions), return_exceptions=True)
+        return await asyncio.gather(*coroutines, return_exceptions=True)
 
     answers = []
     thread = threading.Thread(target=lambda: answers.extend(asyncio.run(gather())), daemon=True)
@@ -170,19 +166,35 @@ def in_a_loop(functions, **arguments) -> list:
 
 
 @contextmanager
-def blaming(functions, timeout: float):
-    """What is raised inside becomes a SnugError that names the functions and the line, with the traceback as a note."""
+def blaming(functions, timeout: float, arguments: dict):
+    """What is raised inside becomes a SnugError that names the functions and the line, with the traceback as a note.
+
+    Afterwards the working directory is the one before."""
     try:
-        yield
+        with chdir("."):
+            yield
+    except SnugError:
+        raise
     except (Exception, SystemExit, OutOfTime) as error:
         problem = f"took longer than reward_timeout={timeout:g} seconds"
         if not isinstance(error, OutOfTime):
             place = traceback.extract_tb(error.__traceback__)[-1]
             problem = f"raised {type(error).__name__}: {str(error)[:200]!r}"
-            problem += f" at {Path(place.filename).name}:{place.lineno}"
+            problem += f" at {Path(place.filename).name}:{place.lineno}{hint_of(error, arguments)}"
         failure = SnugError(f"reward function {', '.join(map(name_of, functions))} {problem}")
         failure.add_note("".join(traceback.format_exception(error)).rstrip())
         raise failure from None
+
+
+def hint_of(error: BaseException, arguments: dict) -> str:
+    """The end of an error message: what there is, if the function may have expected something else."""
+    if isinstance(error, KeyError):
+        return f"; it gets {', '.join(arguments)}"
+    if not isinstance(error, AttributeError | TypeError):
+        return ""
+    if isinstance(arguments["completions"][0], str):
+        return "; here a completion is a text"
+    return '; here a completion is messages, and its text is completion[0]["content"]'
 
 
 def checked(function: Callable, rewards, completions: list) -> list[float | None]:
@@ -190,16 +202,17 @@ def checked(function: Callable, rewards, completions: list) -> list[float | None
     name = f"reward function {name_of(function)}"
     if hasattr(rewards, "tolist"):  # a tensor or an array
         rewards = rewards.tolist()
-    count = len(completions)
-    if not isinstance(rewards, list | tuple) or len(rewards) != count:
-        shown = f"{len(rewards)} of them" if isinstance(rewards, list | tuple) else repr(rewards)[:60]
+    count, is_list = len(completions), isinstance(rewards, list | tuple)
+    if not is_list or len(rewards) != count:
+        shown = f"{len(rewards)} of them" if is_list else repr(rewards)[:60]
         wanted = f"a list of {count} numbers, one per completion"
         raise SnugError(f"{name} must return {wanted}, not {shown}")
     numbers = []
     for completion, reward in zip(completions, rewards, strict=True):
         numbers.append(None if reward is None else as_float(reward))
         if reward is not None and not abs(numbers[-1]) < LARGEST:
-            problem = f"returned {reward!r:.60} for the completion {completion!r:.60}"
+            shown = f"{'the text ' if isinstance(reward, str) else ''}{reward!r:.60}"
+            problem = f"returned {shown} for the completion {completion!r:.60}"
             raise SnugError(f"{name} {problem}; return None or a number below {LARGEST:g}")
     return numbers
 

@@ -36,6 +36,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
+from copy import deepcopy
 from fractions import Fraction
 
 from data import imported
@@ -272,7 +273,7 @@ def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> 
             if name not in functions:
                 problem = f"there is no tool {name:.60}; the tools are {', '.join(functions)}"
                 raise ValueError(call.get("error", problem))
-            result = functions[name](**arguments)
+            result = functions[name](**deepcopy(arguments))  # of a row or of a message, which stay
             if not inspect.iscoroutine(result):
                 return answers.append((as_text(result), False))
             # A second later, so that the text for the model is always the one below.

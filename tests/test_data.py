@@ -419,6 +419,7 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "snug_test_rewards.py").write_text(
         "def is_short(prompts, completions, **columns):\n    return [1.0]\nlength = 3\n"
         "def wants(completions, solution, stopped, other=1, **columns): pass\n"
+        "def narrow(prompts, completions): pass\n"
     )
     (tmp_path / "snug_test_broken.py").write_text("import no_such_module_at_all\n")
     monkeypatch.chdir(tmp_path)
@@ -426,9 +427,13 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
     assert load_reward_function("snug_test_rewards:is_short", {}, [])(["1"], ["2"]) == [1.0]
     for spec, message in {
         "snug_test_rewards:is_shrt": "has no function is_shrt; did you mean is_short?",
-        "math:sqrt": "sqrt takes no **columns; add it; if it makes a reward function, call it in a file",
-        "snug_test_rewards:wants": "wants the column solution, and the rows have prompt, answer; rename a column",
-        "Qwen/Qwen-RM": "reward models are not supported; call yours in a function",
+        "math:sqrt": "it must take **columns, and the rows have prompt, answer; if it makes a reward function, call it in",
+        "snug_test_rewards:wants": "missing a required argument: 'solution'; it must take **columns, and the rows have pro",
+        "snug_test_rewards:narrow": "got an unexpected keyword argument 'answer'; it must take **columns",
+        "Qwen/Qwen-RM": "write module:function, such as my_rewards:is_short; call a reward model in such a function",
+        "snug_test_rewards.py:is_short": "name the module, not its file: snug_test_rewards:is_short",
+        "./sub/snug_test.py:f": "name the module, not its file: sub.snug_test:f",
+        "snug_test_rewards.py": "write module:function",
         "snug_test_rewards:length": "has no function length",
         "snug_test_absent:f": "no module snug_test_absent in",
         "snug_test_rewards.inner:f": "no module snug_test_rewards.inner in",

@@ -80,7 +80,7 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
     for wrong, message in (
         (dict(learning_rat=1.0), "unknown option learning_rat; did you mean learning_rate?"),
         (dict(learning_rate="fast"), "learning_rate takes a number, not 'fast'"),
-        (dict(reward_funcs=[lambda completions: [0]]), "takes no ..columns"),
+        (dict(reward_funcs=[lambda completions: [0]]), "must take ..columns"),
         (dict(prompts=[{"prompt": object()}]), "prompts must be a list of dicts that JSON can hold"),
     ):
         with pytest.raises(SnugError, match=message):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -15,11 +16,16 @@ import numpy as np
 import pytest
 import torch
 from test_commands import HOME, command
+from test_grpo import tiny
 
+import grpo
 from data import rewards
 from data.rewards import OutOfTime, TrainerState, call, call_all, repeat_columns, total_rewards
-from options import SnugError, told
+from options import SnugError, parse_value, told
 from runs.checkpoint import newest
+from runs.log import read_log
+from runs.prepare import prepare
+from settings import GRPOSettings
 
 PROMPTS, COMPLETIONS, COLUMNS = ["a", "b", "c"], ["x", "yy", "zzz"], {"answer": [1, 2, 3]}
 ARGUMENTS = dict(prompts=PROMPTS, completions=COMPLETIONS, **COLUMNS)
@@ -30,8 +36,11 @@ ARGUMENTS = dict(prompts=PROMPTS, completions=COMPLETIONS, **COLUMNS)
     [
         ([1.0], "must return a list of 3 numbers, one per completion, not 1 of them"),
         (None, "not None"),
-        ([0, 10**400, 0], "returned 1000.* for the completion 'yy'; return None or a number below 1e\\+38"),
-        (["1", 0, 0], "returned '1' for the completion 'x'"),
+        ([0, 10**400, 0], "returned 1000.* for the completion 'yy'; return None or a number below 1e\\+25"),
+        ([0, 2e25, 0], "returned 2e\\+25 for the completion 'yy'"),
+        (["1", 0, 0], "returned the text '1' for the completion 'x'; return None or a number"),
+        ("abc", "must return a list of 3 numbers, one per completion, not 'abc'"),
+        (torch.empty(3, device="meta"), "raised NotImplementedError: .*meta"),
         ([0, [1.0], 0], r"returned \[1.0\] for the completion 'yy'"),
         ([Decimal("nan"), 0, 0], r"returned Decimal\('NaN'\) for the completion 'x'"),
         ([0, 0, -float("inf")], "returned -inf for the completion 'zzz'"),
@@ -48,6 +57,7 @@ def test_a_wrong_reward_names_the_function_and_the_completion(wrong, message):
 
 
 RETURNED = [(1, None, 0.5), np.array([1, 0, 0.5]), torch.tensor([1, 0, 0.5])]
+RETURNED += [torch.tensor([1, 0, 0.5], requires_grad=True)]
 RETURNED += [[np.bool_(True), np.int64(0), Fraction(1, 2)], [torch.tensor(1), np.array(0), Decimal("0.5")]]
 
 
@@ -88,6 +98,93 @@ def test_what_functions_get_and_log():
     assert seen[2][1] == ["x", *messages[1:]]
     with pytest.raises(SnugError, match="raised ValueError: \"log_extra.'a'. has 1 values for 3 completions"):
         total_rewards([lambda log_extra, **_: log_extra("a", [1])], PROMPTS, COMPLETIONS, COLUMNS)
+
+
+def test_the_largest_rewards_with_the_largest_weights_stay_within_float32():
+    """One that is larger is refused, and so is a larger weight. So a sum of them never is infinite."""
+    functions = [lambda **_: [0.99e25] * 3] * 50
+    totals = total_rewards(functions, PROMPTS, COMPLETIONS, COLUMNS, weights=[1e9] * 50).totals
+    assert torch.tensor(totals).isfinite().all() and totals[0] > 4e35
+    with pytest.raises(SnugError, match="reward_weights=1000000001.0 is above 1000000000.0"):
+        parse_value(GRPOSettings, "reward_weights", "1,1000000001")
+
+
+def test_a_function_that_changes_its_arguments_changes_nothing_for_others():
+    """Also two completions of one row, whose lists the columns share; async functions too. Environments are themselves."""
+    cards, environments, seen = [1, [2]], [object(), object(), object()], []
+
+    def changing(prompts, completions, cards, environments, **columns):
+        seen.append([json.dumps([prompts, completions, cards]), environments])
+        for card, prompt in zip(cards, prompts, strict=True):
+            assert card.pop().pop() == 2 and prompt.pop()
+        return [len(completions.pop(0)[0].pop("content")) for _ in range(3)]
+
+    async def later(**columns):
+        return changing(**columns)
+
+    columns = dict(cards=[cards] * 3, environments=environments)
+    functions = [changing, later, changing, later]
+    assert total_rewards(functions, [CHAT[0]] * 3, COMPLETIONS, columns).totals == [4.0, 8.0, 12.0]
+    assert len({text for text, _ in seen}) == 1 and cards == [1, [2]] and CHAT[0][0]["content"] == "a"
+    assert all(each[i] is environments[i] for _, each in seen for i in range(3))
+
+
+def test_completions_are_counted_before_the_call():
+    def mine(completions, **columns):
+        return [0.0 for _ in iter(completions.pop, COMPLETIONS[0])]
+
+    with pytest.raises(SnugError, match="must return a list of 3 numbers, one per completion, not 2 of them"):
+        total_rewards([mine], PROMPTS, COMPLETIONS, COLUMNS)
+
+
+HINTS = [
+    (CHAT, lambda c, columns: c.split(), """'list' object has no attribute 'split'.* is completion.0.."content".$"""),
+    (
+        CHAT,
+        lambda c, columns: re.search("1", c),
+        'here a completion is messages, and its text is completion.0.."content"',
+    ),
+    (PROMPTS, lambda c, columns: c[0]["content"], "here a completion is a text$"),
+    (
+        PROMPTS,
+        lambda c, columns: columns["levle"],
+        "'levle'.*; it gets answer, level, prompts, completions, trainer_state,",
+    ),
+    (PROMPTS, lambda c, columns: 1 / 0, r"at test_reward.py:\d+$"),
+]
+
+
+@pytest.mark.parametrize("prompts, body, said", HINTS)
+def test_an_error_says_what_the_function_gets(prompts, body, said):
+    def mine(completions, **columns):
+        return [body(completion, columns) for completion in completions]
+
+    with pytest.raises(SnugError) as error:
+        total_rewards([mine], prompts, COMPLETIONS, COLUMNS | dict(level=[1, 2, 3]))
+    assert re.search(said, str(error.value)) and "\n" not in str(error.value)
+
+
+def test_what_a_function_changes_in_the_process_is_put_back(tmp_path, monkeypatch):
+    """The working directory, which out_dir is relative to, and gradients, also if they are off when the run starts."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def rude(completions, **columns):
+        assert os.getcwd() == str(tmp_path)
+        os.chdir("elsewhere")
+        torch.set_grad_enabled(False)
+        return [float(i % 3) for i, _ in enumerate(completions)]
+
+    settings = tiny(tmp_path, out_dir="run", init_from="", beta=0.0, max_iters=2, eval_interval=1, save_interval=1)[1]
+    prepared = prepare(settings)
+    prepared.reward_funcs, prepared.reward_weights = [rude, rude], [1.0, 1.0]
+    try:
+        grpo.main(prepared)
+    finally:
+        torch.set_grad_enabled(True)
+    assert os.getcwd() == str(tmp_path) and not list((tmp_path / "elsewhere").iterdir())
+    assert newest(tmp_path / "run").name == "checkpoint-000002"
+    assert all(record["grad_norm"] > 0 for record in read_log("run"))
 
 
 class Judge:
@@ -137,7 +234,8 @@ def test_async_functions_that_fail_are_named(how):
     message = str(error.value)
     if how == "raises":
         line = bad.__code__.co_firstlineno + 2
-        assert message == f"reward function bad raised KeyError: \"'why'\" at test_reward.py:{line}"
+        said = f"reward function bad raised KeyError: \"'why'\" at test_reward.py:{line}; it gets answer, prompts, "
+        assert message.startswith(said)
     else:
         assert message == "reward function good, bad took longer than reward_timeout=0.2 seconds"
 

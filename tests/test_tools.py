@@ -477,6 +477,12 @@ def test_what_a_call_answers(tool_call, text, failed):
     assert call_tool(FUNCTIONS, tool_call, 10) == (text, failed)
 
 
+def test_a_tool_that_changes_its_arguments_does_not_change_the_transcript():
+    made = call("ordered", numbers=[3, 1, 2])
+    assert call_tool(dict(ordered=lambda numbers: numbers.sort() or numbers), made, 5) == ("[1, 2, 3]", False)
+    assert made == call("ordered", numbers=[3, 1, 2])
+
+
 def test_big_texts_and_names():
     assert len(call_tool(FUNCTIONS, call("big"), 10)[0]) == 10**7
     assert len(call_tool(FUNCTIONS, call("x" * 10**6), 10)[0]) < 600

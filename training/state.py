@@ -70,7 +70,8 @@ class Training:
         """
 
         def attempt():
-            with self.meter.phase(phase):
+            # A module of reward functions may have switched gradients off.
+            with self.meter.phase(phase), torch.enable_grad():
                 if phase == "train":
                     self.optimizer.zero_grad(set_to_none=True)  # what a failed attempt has added
                 return function(*arguments)
