@@ -2,6 +2,8 @@
 
 import json
 import socket
+import time
+from contextlib import suppress
 
 from options import SnugError
 
@@ -15,10 +17,9 @@ class Lost(SandboxError):
 
 
 class Channel:
-    """seconds: the time limit of a read; None: no limit. A message may be several reads."""
+    """seconds: the time limit of a message, however many pieces it comes in."""
 
-    def __init__(self, end: socket.socket, seconds: float | None = None):
-        end.settimeout(seconds)
+    def __init__(self, end: socket.socket, seconds: float = 1e6):
         self.seconds = seconds
         self.socket = end
         self.lines = end.makefile("rb")
@@ -30,20 +31,25 @@ class Channel:
         except OSError as error:
             raise Lost(f"the process does not listen ({error})") from None
 
-    def receive(self, longest: int = -1):
-        """The next message, of at most `longest` bytes (-1: any). Raises Lost; then nothing more can be received."""
-        try:
-            line = self.lines.readline(longest)
-        except TimeoutError:
-            raise Lost(f"took longer than {self.seconds:g} seconds") from None
-        except OSError:
-            line = b""
-        if not line.endswith(b"\n"):
-            raise Lost("the process ended, or its message is too long")
+    def receive(self, longest: int = 2**62, deadline=None):
+        """The next message, of at most `longest` bytes. Raises Lost; then nothing more can be received.
+
+        deadline: of several messages together, by time.monotonic().
+        """
+        deadline = deadline or time.monotonic() + self.seconds
+        line, piece = b"", b"?"
+        with suppress(OSError):
+            while piece and not line.endswith(b"\n") and (left := deadline - time.monotonic()) > 0:
+                self.socket.settimeout(left)
+                # peek waits for the first byte only.
+                piece = self.lines.readline(min(len(self.lines.peek()), longest - len(line)))
+                line += piece
         try:
             return json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise Lost(f"the process sent no JSON ({error})") from None
+        except (ValueError, RecursionError):
+            if time.monotonic() >= deadline:
+                raise Lost(f"took longer than {self.seconds:g} seconds") from None
+            raise Lost("the process ended, or its message is too long or no JSON") from None
 
     def close(self):
         self.lines.close()

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -71,11 +72,12 @@ def results(method: Callable, tasks: list, seconds: float, confinement: Confinem
 
 def result_of(channel: Channel):
     """-> ([value, error] of a worker's next task, must the worker end?)."""
+    deadline = time.monotonic() + channel.seconds  # of the task as a whole
     try:
-        message = channel.receive(LONGEST)
+        message = channel.receive(LONGEST, deadline)
         executed = message == EXECUTED
         if executed:
-            message = channel.receive(LONGEST)
+            message = channel.receive(LONGEST, deadline)
         value, error = message
         if isinstance(value, str | float | int | None) and isinstance(error, str):
             return [value, error], executed

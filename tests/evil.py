@@ -58,5 +58,9 @@ class Evil:
         exec(text, names)
         return names["result"]
 
+    def sleepy(self, text):
+        time.sleep(0.4)
+        return self.execute(text)
+
     def any(self, kind, text):
         return getattr(self, kind)(text)

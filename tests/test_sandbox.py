@@ -181,6 +181,16 @@ def test_what_never_ends_is_ended(box, place):
     assert pid(box) == keeper and processes() == [keeper]
 
 
+def test_a_task_has_one_time_limit_however_it_writes(monkeypatch):
+    """A byte now and then does not lengthen it, nor does code that is executed late."""
+    monkeypatch.setattr(sandbox, "LIMIT", 20.0)
+    drip = "import os, time\nwhile os.write(3, b' '): time.sleep(0.05)"
+    sleep = "import time; time.sleep(0.4)"  # sleepy has slept as long before
+    with evil() as box:
+        results = box.run("any", [("execute", drip), ("sleepy", sleep), ("plain", "4")])
+    assert results == [Result(None, "took longer than 0.5 seconds")] * 2 + [Result(True, "")]
+
+
 @LINUX
 def test_a_process_that_gets_away_is_killed_with_its_group():
     """With nothing that refuses a fork: all that is still in the group of a worker is killed when it has answered."""
@@ -255,9 +265,9 @@ def test_root_becomes_nobody(monkeypatch):
     [
         ("evaluate", "'é' * 3", "ééé", ""),
         ("evaluate", "1 / 0", None, "ZeroDivisionError: division by zero"),
-        ("evaluate", "'a' * 2**20", None, "the process ended, or its message is too long"),
+        ("evaluate", "'a' * 2**20", None, "the process ended, or its message is too long or no JSON"),
         ("evaluate", "[1]", None, "the result is no text, number, boolean or None"),
-        ("evaluate", "exit()", None, "the process ended, or its message is too long"),
+        ("evaluate", "exit()", None, "the process ended, or its message is too long or no JSON"),
         ("number", "0.25", 0.25, ""),
         ("plain", "\ud800\0é" * 3000, False, ""),
     ],
