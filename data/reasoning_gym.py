@@ -30,7 +30,6 @@ import hashlib
 import importlib.util
 import json
 import random
-import sys
 from dataclasses import dataclass
 
 from data.answers import in_answer_tags
@@ -125,8 +124,6 @@ class ReasoningGym(Task):
             surveyed += made
             rows += usable
         self.digest = hashlib.sha256(json.dumps(surveyed).encode()).hexdigest()
-        if missing := self.sandbox.missing:
-            print(f"reasoning_gym: scorers run without seccomp: {missing}", file=sys.stderr)
         self.prompt_bytes = max(size(row["prompt"]) for row in rows)
         self.answer_bytes = max(size(self.demonstration(row, rng)) for row in rows)
         super().survey()

@@ -143,7 +143,7 @@ def python(code: str) -> str:
     """Run Python code and return what it prints.
 
     Args:
-        code: the code; it cannot write files, start processes or use the network
+        code: the code; it can import installed packages, and cannot use other files, processes or the network
     """
     [(text, error)] = POOL.submit(lambda: THREAD.sandbox.run("run", [[code]])).result()
     if error:
@@ -180,7 +180,8 @@ class Interpreter:
 def load_tools(specs: Sequence[str], functions: Mapping[str, Callable] = NONE) -> dict[str, Callable]:
     """["calc", "module:function", ...] -> {name: function}, in this order.
 
-    functions: those of a caller, by their specs. Raises SnugError, also for a tool without a schema.
+    functions: those of a caller, by their specs. `python` starts its first sandbox. Raises SnugError, also for a tool
+    without a schema.
     """
     tools, known = {}, {**TOOLS, **functions}
     advice = f"write {', '.join(TOOLS)}, or module:function, such as my_tools:search"
@@ -190,6 +191,8 @@ def load_tools(specs: Sequence[str], functions: Mapping[str, Callable] = NONE) -
         if name in tools:
             raise SnugError(f"tools={spec!r}: another tool has the name {name}; rename one")
         tools[name] = tool
+        if tool is python:
+            POOL.submit(lambda: THREAD.sandbox.start()).result()
     return tools
 
 

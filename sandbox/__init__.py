@@ -13,8 +13,8 @@ There are three processes. Only the keeper and the workers import the target:
     this one    sends requests to the keeper and receives replies. This file.
     the keeper  makes the target: it calls "module:function" once. `call` runs the target's methods here, without any
                 confinement, on trusted arguments. child.py.
-    a worker    a fork of the keeper, which confines itself (confine.py, seccomp.py) before it sees the first task.
-                `run` runs the target's methods here. A task that is late, dies or runs out of memory has no value.
+    a worker    a fork of the keeper, which confines itself (confine.py) before it sees the first task. `run` runs the
+                target's methods here. A task that is late, dies or runs out of memory has no value.
 
 Code that a task executes may change anything in its process. So no result comes from a process that executed code in a
 task before: Python announces the first execution (the audit event "exec"), the keeper then takes the result of this
@@ -22,17 +22,30 @@ task and kills the worker. A fork costs some milliseconds. Tasks that execute no
 
 The layers of the confinement. Each stops most attacks alone:
 
-    user      root becomes the user nobody, if nobody can read the files of Python and the target
+    user      root becomes the user nobody, if nobody can read the folders below: a Python in /root cannot have it
     limits    memory, empty files only, few open files, no processes, no core dumps
-    audit     a Python audit hook allows reading files, importing, compiling and executing; it misses os.mkfifo
+    audit     a Python audit hook allows importing, compiling, executing and reading in the folders below; it misses
+              what Python does not announce: os.mkfifo, files that C code opens (readline, Tcl, packages)
+    landlock  the kernel (Linux since 5.13, where it is enabled) opens files in the folders below only
     seccomp   a kernel filter (Linux on x86_64 and aarch64) allows a list of system calls, and opens files to read only
 
-What this does not stop: executed code can read all files that its user can read, can find secrets in the memory of its
-process, such as the right answer, and can fake the result of its task (never of another task). Without seccomp, code
-that gets around the audit hook can do what `user` and `limits` allow. If the user is not root, it can change anything
-of that user. A Sandbox is not thread-safe. Tests: tests/test_sandbox.py, with the exploits.
+Executed code reads files of Python, of packages and of shared libraries: `lib` of Python and of the system, the time
+zones, and the folders of sys.path with the name site-packages or dist-packages. It can import what lies there.
+
+On Linux a worker has no capabilities, even if it stays root. The keeper and the process that opens a Sandbox cannot be
+traced by their own user from then on, so code cannot read their memory and environment by way of /proc. This costs
+core dumps, and a debugger or profiler that attaches to them, such as py-spy, needs root.
+
+A layer that does not work here is left out, and the first start prints a note with its name.
+
+What this does not stop: executed code can ask for the size and date of any file whose name it knows, can find secrets
+in the memory of its process, such as the right answer, and can fake the result of its task (never of another task).
+Without seccomp and landlock, code that gets around the audit hook can do what `user` and `limits` allow; if the user is
+not root, it can read and change all that this user can. A Sandbox is not thread-safe.
+Tests: tests/test_sandbox.py, with tests/attacks.py.
 """
 
+import functools
 import os
 import signal
 import socket
@@ -41,9 +54,11 @@ import sys
 from contextlib import suppress
 from typing import NamedTuple
 
+from sandbox import linux
 from sandbox.channel import Channel, Lost, SandboxError
 
-LAYERS = ("user", "limits", "audit", "seccomp")
+LAYERS = ("user", "limits", "audit", "landlock", "seccomp")
+note = functools.cache(functools.partial(print, file=sys.stderr))  # each text once in this process
 LIMIT = 120.0  # seconds for imports and for a trusted task; for an untrusted one beyond its timeout
 
 
@@ -55,15 +70,17 @@ class Result(NamedTuple):
 class Sandbox:
     """target: "module:function", arguments: its keywords, timeout: seconds for a task, memory_mb: MiB that it may take.
 
-    The keeper starts with the first request, and again if it was lost. It dies with this process. `missing`: why there
-    is no seccomp; "" if there is. It is known after the start.
+    The keeper starts with the first request, and again if it was lost. It dies with this process. `missing`: names of
+    the layers that do not work here, known after the start.
     """
 
     def __init__(self, target: str, arguments=None, timeout=5.0, memory_mb=2048, layers=LAYERS):
-        self.config = dict(target=target, arguments=arguments or {}, timeout=timeout)
-        self.config |= dict(memory_mb=memory_mb, layers=layers)
+        arguments = arguments or {}
+        self.config = dict(
+            target=target, arguments=arguments, timeout=timeout, memory_mb=memory_mb, layers=layers
+        )
         self.process = None
-        self.missing = ""
+        self.missing = []
 
     def call(self, method: str, tasks: list) -> list:
         """Run a method of the target on each list of arguments, not confined -> what it returns: JSON values.
@@ -85,7 +102,7 @@ class Sandbox:
                 self.request("run", method, tasks[len(replies) :], replies)
             except Lost as error:
                 replies.append([None, str(error)])
-        return [Result(value, error) for value, error in replies]
+        return [Result(*reply) for reply in replies]
 
     def request(self, kind: str, method: str, tasks: list, replies: list):
         """Append a reply for each task to `replies`. After an error the keeper is killed: it may still send replies."""
@@ -108,21 +125,26 @@ class Sandbox:
     def start(self):
         """Start the keeper. It gets sys.path, but no environment and no open files. Raises SandboxError."""
         self.close()
-        environment = dict(PYTHONPATH=os.pathsep.join(map(os.path.abspath, sys.path)))
-        environment |= dict(PYTHONHASHSEED="0", PYTHONUTF8="1")
-        environment |= dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        if sys.platform == "linux":
+            linux.called("prctl", 4, 0)  # PR_SET_DUMPABLE
+        path = os.pathsep.join(map(os.path.abspath, sys.path))
+        environment = dict(PYTHONPATH=path, PYTHONHASHSEED="0", PYTHONUTF8="1", OMP_NUM_THREADS="1")
         end, theirs = socket.socketpair()
         self.channel = Channel(end, self.config["timeout"] + LIMIT)
         command = [sys.executable, "-P", "-m", "sandbox.child", str(theirs.fileno()), str(os.getpid())]
-        options = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        options |= dict(env=environment, cwd="/", pass_fds=[theirs.fileno()], start_new_session=True)
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        options = dict(env=environment, cwd="/", pass_fds=[theirs.fileno()], start_new_session=True)
         try:
             with theirs:
-                self.process = subprocess.Popen(command, **options)
+                self.process = subprocess.Popen(command, **streams, **options)
             self.channel.send(self.config)
             self.missing = self.reply()
         except (OSError, Lost) as error:
             raise SandboxError(f"the sandbox does not start: {error}") from None
+        if self.missing:
+            note(
+                f"note: the sandbox runs without {', '.join(self.missing)}; sandbox/__init__.py describes its layers"
+            )
 
     def close(self):
         """Kill the keeper and its process group. The next request starts another keeper."""

@@ -4,9 +4,9 @@
 """
 
 import gc
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import socket
 import sys
@@ -27,8 +27,7 @@ def keep(file: int, parent: int):
     channel = Channel(socket.socket(fileno=file))
     try:
         config = channel.receive()
-        module, _, function = config["target"].partition(":")
-        target = getattr(importlib.import_module(module), function)(**config["arguments"])
+        target = pkgutil.resolve_name(config["target"])(**config["arguments"])
         confinement = Confinement(config["layers"], config["memory_mb"])
         gc.collect()
         gc.freeze()  # the collector does not write to these objects any more, so forks share their memory
@@ -75,7 +74,7 @@ def result_of(channel: Channel):
     deadline = time.monotonic() + channel.seconds  # of the task as a whole
     try:
         message = channel.receive(LONGEST, deadline)
-        executed = message == EXECUTED
+        executed = message == json.loads(EXECUTED)
         if executed:
             message = channel.receive(LONGEST, deadline)
         value, error = message
@@ -98,7 +97,7 @@ def kill(worker: int):
 def work(method: Callable, tasks: list, file: int, confinement: Confinement):
     """What a worker does: it writes [value, error] for each task. Never returns."""
     try:
-        confinement.apply(file)
+        confinement.apply(file, confinement.layers)
         for task in tasks:
             try:
                 line = json.dumps([method(*task), ""])

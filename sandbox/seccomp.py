@@ -7,9 +7,9 @@ import ctypes
 import os
 import platform
 import struct
-import sys
 
-libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+from sandbox import linux
+
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the kernel's AUDIT_ARCH_...
 ALLOWED = """
@@ -25,47 +25,34 @@ ALLOWED = """
     exit 60 93, exit_group 231 94, rseq 334 293"""  # name, number on x86_64, on aarch64
 OPENING = {"x86_64": {2: 1, 257: 2}, "aarch64": {56: 2}}  # open, openat: which argument has the flags
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # instructions of classic BPF
-PASS, REFUSE = 0x7FFF0000, 0x00050001  # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO | EPERM
+PASS = (RETURN, 0, 0, 0x7FFF0000)  # SECCOMP_RET_ALLOW
+REFUSE = (RETURN, 0, 0, 0x00050001)  # SECCOMP_RET_ERRNO | EPERM
 
 
 def program() -> list[tuple[int, int, int, int]]:
-    """(instruction, operand, instructions to skip if true, if false) each. Raises KeyError on an unknown machine.
+    """(instruction, instructions to skip if true, if false, operand) each. Raises KeyError on an unknown machine.
 
     The program finds the number of the system call at offset 0, the machine at 4 and the low halves of the arguments at
     16, 24, 32, ...
     """
     machine = platform.machine()
-    lines = [
-        (LOAD, 4, 0, 0),
-        (EQUAL, MACHINES[machine], 1, 0),
-        (RETURN, REFUSE, 0, 0),
-        (LOAD, 0, 0, 0),
-    ]
+    lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, MACHINES[machine]), REFUSE, (LOAD, 0, 0, 0)]
     for call in ALLOWED.split(","):
         number = call.split()[1 + list(MACHINES).index(machine)]
         if number != "-":
-            lines += [(EQUAL, int(number), 0, 1), (RETURN, PASS, 0, 0)]
+            lines += [(EQUAL, 0, 1, int(number)), PASS]
     for number, argument in OPENING[machine].items():
-        lines += [(EQUAL, number, 0, 4), (LOAD, 16 + 8 * argument, 0, 0), (ANY_BIT, WRITING, 1, 0)]
-        lines += [(RETURN, PASS, 0, 0), (RETURN, REFUSE, 0, 0)]
-    return lines + [(RETURN, REFUSE, 0, 0)]
+        lines += [(EQUAL, 0, 4, number), (LOAD, 0, 0, 16 + 8 * argument), (ANY_BIT, 1, 0, WRITING)]
+        lines += [PASS, REFUSE]
+    return lines + [REFUSE]
 
 
-def install(lines: list[tuple[int, int, int, int]]):
-    """From here on the filter is in force, in this process and its children. Raises OSError if the kernel has none."""
-    packed = [struct.pack("=HBBI", kind, true, false, operand) for kind, operand, true, false in lines]
-    buffer = ctypes.create_string_buffer(b"".join(packed))
+def install():
+    """From here on the filter is in force, in this process and its children. Needs linux.drop_privileges() before.
+
+    Raises OSError if the kernel has no filters, KeyError on an unknown machine.
+    """
+    lines = program()
+    buffer = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
     header = struct.pack("@HP", len(lines), ctypes.addressof(buffer))
-    no_new_privileges = libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    if no_new_privileges or libc.prctl(22, 2, header, 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-        raise OSError(ctypes.get_errno(), "the kernel takes no filter")
-
-
-def refuses_to_write() -> bool:
-    """Does the filter work here? Afterwards it is in force, so call this in a fork."""
-    install(program())
-    try:
-        os.open("/dev/null", os.O_WRONLY)
-    except PermissionError:
-        return True
-    return False
+    linux.called("prctl", 22, 2, header)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

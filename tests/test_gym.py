@@ -206,8 +206,6 @@ print("done")
 class Pretended:
     """A sandbox whose generators have `number` questions. Right is the question's number; *0.5 has the score 0.5."""
 
-    missing = ""
-
     def __init__(self, number=10**12, **changes):
         self.number, self.changes, self.scored = number, changes, []
 
@@ -271,13 +269,6 @@ def test_a_generator_that_cannot_be_used_is_refused(pretend, box, message):
     with pytest.raises(SnugError, match=message) as error:
         pretend(box)
     assert "\n" not in str(error.value)
-
-
-def test_a_missing_filter_is_reported(pretend, capsys):
-    box = Pretended()
-    box.missing = "the kernel takes no filter"
-    pretend(box)
-    assert "scorers run without seccomp: the kernel takes no filter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["question", "answer"])
