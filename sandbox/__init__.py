@@ -38,8 +38,8 @@ core dumps, and a debugger or profiler that attaches to them, such as py-spy, ne
 
 A layer that does not work here is left out, and the first start prints a note with its name.
 
-What this does not stop: executed code can ask for the size and date of any file whose name it knows, can find secrets
-in the memory of its process, such as the right answer, and can fake the result of its task (never of another task).
+What this does not stop: executed code can ask for the size, the date and the link of any path that it knows, can find
+secrets in the memory of its process, such as the right answer, and can fake the result of its task (of no other task).
 Without seccomp and landlock, code that gets around the audit hook can do what `user` and `limits` allow; if the user is
 not root, it can read and change all that this user can. A Sandbox is not thread-safe.
 Tests: tests/test_sandbox.py, with tests/attacks.py.

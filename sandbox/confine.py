@@ -87,7 +87,7 @@ def become_nobody():
 def readable() -> tuple[str, ...]:
     """All that executed code may read: folders of Python, its packages and shared libraries, each with a "/" behind."""
     places = [f"{sys.base_prefix}/lib", "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"]
-    places += [place for place in sys.path if place.endswith("-packages")]
+    places += [place for place in sys.path if place.endswith(("/site-packages", "/dist-packages"))]
     return tuple(f"{place}/" for place in places if os.access(place, os.R_OK))
 
 
@@ -103,7 +103,8 @@ def taken() -> int:
 # The audit hook
 
 HARMLESS = frozenset(
-    "import compile marshal.loads builtins.id sys._getframe sys._getframemodulename".split()
+    """import compile marshal.loads builtins.id sys._getframe sys._getframemodulename array.__new__ os.putenv
+    os.unsetenv""".split()
 )
 
 
