@@ -313,8 +313,9 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     return summary | summarize(greedy, sampled), samples
 
 
-def main(options: EvaluateSettings, prepared: Prepared, file: Path | None):
-    run = load_run(prepared.origin, options.device)
+def main(options: EvaluateSettings, prepared: Prepared, file: Path | None, run=None):
+    """Print the table, write the file -> its first line. run: default the one of prepared.origin."""
+    run = run or load_run(prepared.origin, options.device)
     prepared.settings.dtype = run.settings.dtype
     summary, samples = run_evaluation(run.model, prepared, options)
     try:
@@ -326,6 +327,7 @@ def main(options: EvaluateSettings, prepared: Prepared, file: Path | None):
         print("\n".join(table(summary)), flush=True)
     if file:
         print(f"samples in {file}", flush=True)
+    return summary
 
 
 if __name__ == "__main__":

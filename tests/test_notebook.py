@@ -87,6 +87,19 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
             grpo.train(**options | wrong)
 
 
+def test_options_beside_prompts_are_taken(tmp_path, capsys):
+    """A test_file is one of them; `data_file` is the prompts' own."""
+    test_file = tmp_path / "test.jsonl"
+    test_file.write_text('{"prompt": "a", "answer": "b"}\n')
+    options = SMALL | dict(out_dir=str(tmp_path / "run"), test_file=str(test_file), data_file="nowhere.jsonl")
+    options |= dict(max_iters=1, eval_prompts=1, beta=0.0)
+    run = grpo.train(prompts=PROMPTS, **options)
+    assert run.settings.test_file == str(test_file) and run.settings.task == "jsonl"
+    run.evaluate(num_prompts=9, samples_file=str(tmp_path / "samples.jsonl"))
+    [summary, *samples] = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert {sample["prompt"] for sample in samples} == {"a"}
+
+
 def test_an_interrupt_keeps_the_run_and_a_second_call_works(tmp_path, capsys):
     """The first ends the run after its iteration, saved; after a second one the folder is free too."""
     handler, presses = signal.getsignal(signal.SIGINT), [1, 2]

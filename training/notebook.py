@@ -22,8 +22,8 @@ from functools import cached_property
 from pathlib import Path
 
 from data.rewards import name_of
-from evaluate import prepare_evaluation, run_evaluation
-from evaluate import table as scores_table
+from evaluate import main as evaluate
+from evaluate import prepare_evaluation
 from options import SnugError, in_one_line, make_settings
 from page.runs import read_runs
 from report import make_page
@@ -102,10 +102,8 @@ class FinishedRun:
     def evaluate(self, **options) -> dict[str, float]:
         """Print the table of evaluate.py -> {score: value}. options: those of evaluate.py. Raises SnugError."""
         settings, given = make_settings(EvaluateSettings, "", dict(samples_file="none") | options)
-        prepared, _ = prepare_evaluation(settings, given, self.folder, self.functions)
-        summary, _ = run_evaluation(self.loaded.model, prepared, settings)
-        print("\n".join(scores_table(summary)))
-        return summary["scores"]
+        prepared, file = prepare_evaluation(settings, given, self.folder, self.functions)
+        return evaluate(settings, prepared, file, self.loaded)["scores"]
 
     def __repr__(self):
         return f"<run {self.folder}, {len(self.log)} of {self.settings.max_iters} iterations>"
