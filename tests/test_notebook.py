@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,13 @@ def test_two_trainings_in_a_process_give_what_two_processes_give(tmp_path, capsy
         assert weights(first.folder) == weights(folder) and figures(first.folder) == figures(folder)
 
 
+def renamed(function):
+    """-> another function of the same name."""
+    other = partial(function)
+    other.__name__, other.__module__ = function.__name__, function.__module__
+    return other
+
+
 def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
     calls = []
 
@@ -81,6 +89,7 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
         (dict(learning_rat=1.0), "unknown option learning_rat; did you mean learning_rate?"),
         (dict(learning_rate="fast"), "learning_rate takes a number, not 'fast'"),
         (dict(reward_funcs=[lambda completions: [0]]), "must take ..columns"),
+        (dict(reward_funcs=[short, renamed(short)]), "^two functions have the name test_notebook:short: rename one$"),
         (dict(prompts=[{"prompt": object()}]), "prompts must be a list of dicts that JSON can hold"),
     ):
         with pytest.raises(SnugError, match=message):

@@ -41,8 +41,10 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
     def name(value):
         if not callable(value):
             return value
-        functions[spec_of(value)] = value
-        return spec_of(value)
+        spec = spec_of(value)
+        if functions.setdefault(spec, value) is not value:
+            raise SnugError(f"two functions have the name {spec}: rename one")
+        return spec
 
     if reward_funcs is not None:
         options["reward_funcs"] = reward_funcs
