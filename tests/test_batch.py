@@ -62,6 +62,8 @@ def test_cut_by_example():
     assert two.steps == [[[1], [0]], [[3], [2]]] and two.sequences(1) == range(2, 4)
     two.into(12)
     assert two.steps == [[[1, 0]], [[3, 2]]] and two.largest == 12
+    assert two.again(11).steps == [[[1], [0]], [[3], [2]]] and two.steps == [[[1, 0]], [[3, 2]]]
+    assert Cut(lengths_of((1, 9), (1, 4)), step_size=1).largest == 9  # of all steps
 
 
 def test_a_group_of_half_the_tokens_stays_whole():
@@ -70,6 +72,17 @@ def test_a_group_of_half_the_tokens_stays_whole():
     processes.size = 2
     cut = Cut(lengths_of((4, 3), (4, 5), (4, 3), (4, 4)), group_size=2, processes=processes)
     assert cut.steps == [[[0, 1], [2, 3]]] and cut.rank_of == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def test_each_process_has_about_as_many_tokens():
+    """The next group goes to the process with the fewest so far: 9 + 3 and 8 + 4. A large group is shared."""
+    processes = OneProcess()
+    processes.size = 2
+    cut = Cut(lengths_of(*((1, length) for length in (3, 9, 4, 8))), processes=processes)
+    assert cut.steps == [[[1, 0], [3, 2]]] and cut.rank_of == {1: 0, 0: 0, 3: 1, 2: 1}
+    for max_tokens in (0, 100):
+        cut = Cut(lengths_of(*[(4, 5)] * 4), max_tokens=max_tokens, group_size=4, processes=processes)
+        assert sorted(cut.rank_of.values()) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("max_tokens", [2048, 8192])

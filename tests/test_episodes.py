@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DEVICE, HOME, make_flat_model, make_model, rows_of
-from test_tokenizer import folder_of, llama3_like, qwen_like
+from test_tokenizer import added, folder_of, llama3_like, qwen_like, tooled
 
 import grpo
 import lora
@@ -375,6 +375,18 @@ TURNS = {  # form, turns, the messages, how many calls failed
         ],
         1,
     ),
+    "hermes, a good call behind two bad ones": (
+        "hermes",
+        [hermes("sum", a=1) + hermes("calc", expression="1/0"), hermes("calc", expression="6*7"), "42."],
+        [
+            assistant("", call("sum", a=1), call("calc", expression="1/0")),
+            tool("{'error': 'there is no tool sum; the tools are calc'}", "sum"),
+            tool("{'error': 'division by zero'}"),
+            assistant("", SUM),
+            *ANSWER,
+        ],
+        2,
+    ),
     "hermes, not readable": (
         "hermes",
         ["<tool_call>{calc</tool_call>", "Sorry."],
@@ -432,6 +444,37 @@ def test_what_is_said_and_called(case, as_a_text, chats, monkeypatch):
         written = tokenizer.decode([i for i, drawn in zip(ids, mask, strict=True) if not drawn])
         assert written == "".join(f"<result>{message['content']}</result>" for message in results)
     assert as_text(messages).count("  -> ") == sum(len(message.get("tool_calls", [])) for message in messages)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_turn_may_end_with_any_of_the_stop_tokens(which, tmp_path, monkeypatch):
+    """The answer is written behind it, without a second end of the turn."""
+    spec = qwen_like()
+    ids = {each["content"]: each["id"] for each in spec["added_tokens"]}
+    files = dict(tokenizer_config=dict(chat_template=HERMES, eos_token="<|im_end|>"))
+    files |= dict(generation_config=dict(eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]]))
+    tokenizer = get_tokenizer(folder_of(tmp_path, spec, **files))
+    turn = [*tokenizer.encode(hermes("calc", expression="6*7")), tokenizer.stop_tokens[which]]
+    messages, rollouts, _ = talk(monkeypatch, tokenizer, turn, "42.")
+    assert messages == [assistant("", SUM), *ANSWER] and rollouts.stopped.all()
+    said = [*turn, *tokenizer.encode_reply([tool("42")], True), *says(tokenizer, "42.")[0]]
+    assert rows_of(rollouts)[0][0] == said
+
+
+def test_an_inline_call_of_any_tool_ends_a_turn_in_any_row(chats, monkeypatch):
+    """Beside rows of chats, which call otherwise, and beside the run's stop string."""
+    tokenizer = chats["hermes"]
+    options = EpisodeOptions(tools=["calc", "search"])
+    toolbox = make_toolbox(options, tokenizer, dict(search=search))
+    rows = [dict(prompt="How much? "), dict(prompt=QUESTION)]
+    episodes = Episodes(toolbox, tokenizer, rows, 3, stop_string="END")
+    first, second, third = map(tokenizer.encode, ("<calc>6*7</calc>", "<search>a</search>", "c END"))
+    turns = [[first, "42."], [second, "b"], [third], *[["a"]] * 3]
+    rollouts = sampled(monkeypatch, tokenizer, episodes, turns, 99)
+    completions = episodes.finish(rollouts)
+    assert completions[0] == [assistant("", SUM), *ANSWER] and rollouts.stopped.all()
+    found = [assistant("", call("search", query="a")), tool('3 of "a"\n', "search"), assistant("b")]
+    assert completions[1:] == [found, [assistant("c END")], *[[assistant("a")]] * 3]
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama"])
@@ -567,7 +610,7 @@ def test_an_environment_says_no_more_after_max_turns(chats, monkeypatch):
 def test_long_results_are_cut(form, chats, monkeypatch):
     """To max_tool_tokens tokens, with a mark. Of 10 MB only what may be needed is encoded."""
     tokenizer, encoded = chats[form], []
-    results = dict(a="9" * 12, b="9" * 13, c="x y" * 10**7)
+    results = dict(a="9" * 36, b="9" * 37, c="x y" * 10**7)
 
     def get(key: str) -> str:
         """Get.
@@ -591,6 +634,67 @@ def test_long_results_are_cut(form, chats, monkeypatch):
         kept = content.removesuffix(CUT)
         assert results[key].startswith(kept) and tokenizer.encode(kept) == tokenizer.encode(results[key][:99])[:most]
     assert max(encoded) <= max(most * LONGEST_TOKEN, 2000) and rollouts.stopped.all()
+
+
+def test_a_result_of_long_tokens_is_cut(tmp_path, monkeypatch):
+    """A token of 64 characters: the beginning that is encoded has fewer tokens than allowed, and the result has more."""
+    spec = added(qwen_like(), "=" * 64, special=False)
+    config = dict(chat_template=HERMES, eos_token="<|im_end|>")
+    tokenizer = get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=config))
+
+    def lines(count: int) -> str:
+        """Lines.
+
+        Args:
+            count: how many
+        """
+        return "=" * 64 * count
+
+    turns = [hermes("lines", count=1), hermes("lines", count=3), "end"]
+    options = dict(functions=dict(lines=lines), tools=["lines"], max_tool_tokens=2)
+    messages, *_ = talk(monkeypatch, tokenizer, *turns, **options)
+    contents = [message["content"] for message in messages if message["role"] == "tool"]
+    assert contents[0] == lines(1) and contents[1].endswith(CUT) and len(contents[1]) < len(lines(3))
+
+
+def test_the_seconds_of_all_calls_are_added_up(chats, monkeypatch):
+    def wait(seconds: float) -> None:
+        """Wait.
+
+        Args:
+            seconds: how long
+        """
+        time.sleep(seconds)
+
+    turns = [hermes("wait", seconds=0.2), hermes("wait", seconds=0.0), "end"]
+    options = dict(functions=dict(wait=wait), tools=["wait"])
+    *_, episodes = talk(monkeypatch, chats["hermes"], *turns, **options)
+    assert episodes.figures()["tool_seconds"][0] >= 0.2
+
+
+def test_a_second_reply_without_room_is_not_in_the_messages(chats, monkeypatch):
+    """It is shorter than the first, which stays."""
+    tokenizer = chats["hermes"]
+    turns = [hermes("calc", expression="9**99"), hermes("calc", expression="1")]
+    whole, rollouts, _ = talk(monkeypatch, tokenizer, *turns, "end", longest=600)
+    ends = len(says(tokenizer, "end")[0]) + len(tokenizer.encode_reply([tool("1")], True))
+    longest = int(rollouts.completion_lengths[0]) - ends + 1
+    messages, rollouts, _ = talk(monkeypatch, tokenizer, *turns, "end", longest=longest)
+    assert messages == whole[:3] and not rollouts.stopped.any()
+
+
+def test_long_answers_of_a_user_are_cut(chats, monkeypatch):
+    kind = type("User", (), dict(reset=lambda self, **columns: None, reply=lambda self, text: "9" * 99))
+    options = dict(functions=dict(E=kind), tools=[], environment="E", max_tool_tokens=9, max_turns=2)
+    messages, *_ = talk(monkeypatch, chats["hermes"], "a", "b", **options)
+    assert messages == [assistant("a"), user("9" * 9 + CUT), assistant("b")]
+
+
+def test_a_person_reads_all_arguments_of_all_calls():
+    calls = [call("search", query="a b", top=2), call("calc", expression="1")]
+    messages = [assistant("Hm.", *calls), tool("2", "search"), tool("1"), user("Why?"), assistant("")]
+    shown = ["Hm.", '  -> search(query="a b", top=2)', '  -> calc(expression="1")', "  search: 2", "  calc: 1"]
+    assert as_text(messages).split("\n") == [*shown, "  user: Why?", ""]
 
 
 def test_a_reply_without_room_is_not_in_the_messages(chats, monkeypatch):
@@ -647,15 +751,23 @@ def test_the_first_text_of_an_environment_is_in_the_prompt(chats):
         seen.append((prompt, level, columns))
         return f" Level {level}." if level else None
 
-    system = dict(role="system", content="Be brief.")
-    rows = [dict(prompt=[system, *QUESTION], level=1, a=2), dict(prompt="2+2=", level=0, a=3)]
+    system = [dict(role="system", content="Be brief."), user("Hi."), assistant("Hi.")]
+    rows = [dict(prompt=[*system, *QUESTION], level=1, a=2), dict(prompt="2+2=", level=0, a=3)]
     before = json.dumps(rows)
     episodes = episodes_of(chats["hermes"], made_of(reset), rows, 2)
-    assert [row["prompt"] for row in episodes.rows] == [[system, user("How much? Level 1.")], "2+2="]
+    assert [row["prompt"] for row in episodes.rows] == [[*system, user("How much? Level 1.")], "2+2="]
     assert [row["level"] for row in episodes.rows] == [1, 0] and json.dumps(rows) == before
     assert seen == [(rows[0]["prompt"], 1, dict(a=2))] * 2 + [("2+2=", 0, dict(a=3))] * 2
     episodes = episodes_of(chats["hermes"], made_of(reset), [dict(prompt="2+2=", level=3)])
     assert episodes.rows == [dict(prompt="2+2= Level 3.", level=3)]
+
+
+def test_an_environment_without_tools_leaves_the_prompt_as_it_is(tmp_path):
+    """Llama 3.1's template writes other prompts wherever there is a list of tools, even an empty one."""
+    _, tokenizer = tooled(tmp_path, "llama3.1")
+    before = tokenizer.encode_prompt(QUESTION)
+    make_toolbox(EpisodeOptions(environment="E"), tokenizer, dict(E=Simulator))
+    assert tokenizer.encode_prompt(QUESTION) == before
 
 
 def test_an_environment_is_made_once_and_reset_for_each_episode(chats):

@@ -21,6 +21,7 @@ import sample
 import tokenizer
 from options import SnugError, read_settings
 from pretrained import hub, tensors
+from pretrained.adapters import find_base
 from pretrained.tensors import save_pretrained
 from runs.checkpoint import find_run, newest, read_state
 from runs.loading import load_run
@@ -108,6 +109,19 @@ def test_adapters_find_their_base_in_another_cache(cache, folders, monkeypatch):
     shutil.rmtree("moved")
     with pytest.raises(SnugError, match=f"{NAME}@{OLD}: is no folder here and not in the hub's cache"):
         load_run("out/run", "cpu")
+
+
+def test_exported_adapters_are_for_the_commit_of_their_base(cache, folders):
+    """Also once the branch has another."""
+    grpo.main(prepared_by("--lora_rank=2"))
+    put(cache, folders[NEW], NEW)
+    export.main(ExportSettings(to="adapters", adapters=True), "out/run")
+    file = Path("adapters/adapter_config.json")
+    config = json.loads(file.read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (NAME, OLD)
+    assert find_base(file.parent)[0].name == OLD
+    file.write_text(json.dumps(config | dict(revision=None)))
+    assert find_base(file.parent)[0].name == NEW
 
 
 def test_the_commands_write_nothing_into_the_cache(cache, capsys):
@@ -247,6 +261,8 @@ def test_what_is_downloaded(server, tmp_path, name):
     code, out, err = python(["-c", STEPS, name], tmp_path, server.address)
     assert (code, out) == (0, f"{name}@{NEW} {' '.join(sorted(ours | weights))}\n"), err
     assert {path.rpartition("/")[2] for path in server.asked if "/resolve/" in path} == weights
+    branch = [path for path in server.asked if path.endswith("/main")]
+    assert len(branch) == 1  # its commit is that of the weights, wherever the branch goes meanwhile
     server.asked.clear()
     code, again, err = python(["-c", STEPS, f"{name}@{NEW}"], tmp_path, server.address)
     assert (code, again, server.asked) == (0, out, []), err

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import signal
 import socket
 import subprocess
@@ -72,6 +73,12 @@ def test_the_lock_goes_with_the_name_of_the_folder(tmp_path):
             pass
     with FolderLock(folder):
         pass
+
+
+def test_the_lock_names_its_last_holder_alone(tmp_path):
+    (tmp_path / "lock").write_text("process 12345678901234567890 on another machine")
+    with FolderLock(tmp_path):
+        assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, capsys):

@@ -64,7 +64,8 @@ def test_nothing_to_learn_is_exactly_zero(scale):
     nan = math.nan
     for eps in (0.0, 1e-4):
         for baseline in ("mean", "leave_one_out"):
-            for rewards in ([[2.0, 2.0], [2.0, 2.0]], [[nan, nan], [nan, 0.1]], [[nan, 1 / 3, 1 / 3, 1 / 3]], [[7.0]]):
+            ragged = [[nan, nan], [nan, 0.1]], [[nan, *[0.1] * 13]]
+            for rewards in ([[2.0, 2.0], [2.0, 2.0]], *ragged, [[7.0]]):
                 assert group_advantages(rewards, scale, eps, baseline).abs().max() == 0
 
 
@@ -181,6 +182,7 @@ def evaluate(case, options):
     options["importance_sampling_mode"] = options.pop("mode", "token_truncate")
     leaf = case["logprobs"].detach().requires_grad_()
     value, metrics = policy_loss(**case | {"logprobs": leaf}, **options)
+    assert not any(metric.requires_grad for metric in metrics.values())
     return value.detach(), torch.autograd.grad(value, leaf)[0], metrics
 
 
@@ -189,7 +191,7 @@ def evaluate(case, options):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_policy_loss_equals_the_loop(loss_type, level, scale):
     """Every loss_type x level x scaling, in each of six variants: value and gradient in float64."""
-    rewards = [[1.0, 0.0, 0.25, -1.0], [0.5, 3.0, 0.0, 0.0]]
+    rewards = [[1.0, 0.0, 0.0, -1.0], [0.5, 3.0, 0.0, 0.0]]  # 0 is the first group's mean: two advantages of 0
     for variant in VARIANTS.values():
         for baseline in ("mean", "leave_one_out"):
             case = make_case([5, 1, 9, 3, 2, 2, 7, 4])
@@ -257,7 +259,7 @@ def test_the_tokens_of_a_sequence_may_come_in_parts():
 # advantage, ratio -> the factor of advantage * ratio in -gradient: plain clipping, delta=2, cispo with epsilon_high=1.2 (epsilon 0.2)
 CLIPPING = [(1, 1.0, 1, 1, 1), (1, 1.3, 0, 0, 1.2 / 1.3), (1, 2.5, 0, 0, 1.2 / 2.5), (1, 0.7, 1, 1, 1)]
 CLIPPING += [(-1, 1.0, 1, 1, 1), (-1, 1.3, 1, 1, 1.2 / 1.3), (-1, 2.5, 1, 0, 1.2 / 2.5), (-1, 0.7, 0, 0, 1)]
-CLIPPING += [(0, 1.3, 0, 0, 0)]
+CLIPPING += [(0, 1.3, 0, 0, 0), (0, 2.5, 0, 0, 0)]
 
 
 @pytest.mark.parametrize("advantage, ratio, plain, bounded, cispo", CLIPPING)
@@ -362,6 +364,19 @@ def test_importance_correction_by_example():
         options = GRPOSettings(importance_sampling_cap=2.0, importance_sampling_mode=mode)
         torch.testing.assert_close(importance_correction(*columns, options), torch.tensor(expected))
         assert options.needs_whole_sequences == mode.startswith("sequence")
+        at_the_cap = GRPOSettings(importance_sampling_cap=1.0, importance_sampling_mode=mode)
+        assert importance_correction(old, old, *columns[2:], at_the_cap).tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("name", ["teacher_logprobs", "divergence"])
+def test_metrics_of_a_teacher_keep_no_graph(name):
+    """It would hold the activations of every micro-batch until the step ends."""
+    case = make_case([5, 1])
+    case.pop("sampling_logprobs")
+    leaf = case["logprobs"].requires_grad_()
+    column = {name: leaf * 2 if name == "divergence" else leaf.detach() - 1}
+    value, metrics = loss.policy_loss(**case, **column, options=GRPOSettings())
+    assert value.requires_grad and not metrics["divergence"].requires_grad and metrics["divergence"] != 0
 
 
 def test_the_worked_numbers_of_the_page():

@@ -647,7 +647,7 @@ def test_special_tokens_in_replies_stay_text(name, tmp_path):
     assert reserved(ours, ids) == [ours.special["<|im_end|>"]]
 
 
-def test_what_stands_between_a_turn_and_its_end(chats):
+def test_what_stands_between_a_turn_and_its_end(chats, tmp_path):
     """Llama 2's template has a space before </s>, which no model that ended its turn has written."""
     ours = chats["llama2"][1]
     ids = ours.encode_reply([user("a")], True)
@@ -655,6 +655,8 @@ def test_what_stands_between_a_turn_and_its_end(chats):
     assert ours.stop_token not in ids and ours.decode(ids).strip() == "[INST] a [/INST]"
     ours = chats["joined"][1]  # has no ends
     assert ours.encode_reply([user("a b")], True) == ours.encode_reply([user("a b")], False) == ours.encode("a b")
+    ours = chat_of(tmp_path, "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}")  # beginnings alone
+    assert ours.encode_reply([user("a")], True) == ours.encode_reply([user("a")], False) == [257, *b"a"]
 
 
 def test_replies_that_a_template_refuses(tmp_path):
