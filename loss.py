@@ -35,14 +35,12 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
     """
     rewards = torch.as_tensor(rewards)
     dtype = torch.promote_types(rewards.dtype, torch.float32)
-    rewards = rewards.double()  # rewards 1e8 apart from 0 differ by less than float32 can tell
+    # Rewards 1e8 apart from 0 differ by less than float32 can tell; and the mean of equal float32 rewards is exact.
+    rewards = rewards.double()
     scored = ~rewards.isnan()
     count = scored.sum(1, keepdim=True)  # (P, 1)
     mean = rewards.nansum(1, keepdim=True) / count
     centred = (rewards - mean).masked_fill(~scored, 0)
-    # A mean of equal rewards can be off by one rounding, which a standard deviation near 0 would blow up.
-    first = rewards.gather(1, scored.int().argmax(1, keepdim=True))
-    centred = torch.where(((rewards == first) | ~scored).all(1, keepdim=True), 0, centred)
     if scale_rewards == "group":
         scale = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     elif scale_rewards == "batch":

@@ -58,8 +58,9 @@ def test_advantages_equal_the_loop(scale, baseline):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_nothing_to_learn_is_exactly_zero(scale):
-    """Equal rewards whose mean rounds (0.1 thirteen times), groups of one, and no NaN anywhere."""
-    assert group_advantages([[0.1] * 13, [1 / 3] * 13], scale, eps=1e-9).abs().max() == 0
+    """Equal rewards, whose mean in float32 would round; groups of one; and no NaN anywhere."""
+    for n in range(2, 65):
+        assert group_advantages([[0.1] * n, [1 / 3] * n, [-1e8 / 3] * n], scale, eps=1e-9).abs().max() == 0
     assert group_advantages([[3.0], [5.0]], scale).tolist() == [[0.0], [0.0]]
     nan = math.nan
     for eps in (0.0, 1e-4):
