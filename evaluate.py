@@ -25,7 +25,7 @@ from statistics import fmean
 from data import TaskOptions, make_task
 from data.episodes import EpisodeOptions, make_toolbox
 from data.tools import NONE
-from options import SnugError, fields, friendly_errors, in_one_line, read_settings
+from options import SnugError, fields, friendly_errors, in_one_line, plain, read_settings
 from pretrained.hub import SNAPSHOT, hub_name
 from pretrained.shapes import is_pretrained
 from runs.checkpoint import find_run, settings_of, tokenizer_of
@@ -324,7 +324,7 @@ def main(options: EvaluateSettings, prepared: Prepared, file: Path | None, run=N
             with in_one_line(f"{file} cannot be written"):
                 write_whole(file, "".join(lines))
     finally:  # a full disk does not lose the scores
-        print("\n".join(table(summary)), flush=True)
+        print(plain("\n".join(table(summary))), flush=True)
     if file:
         print(f"samples in {file}", flush=True)
     return summary

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         runs = read_runs(parser.parse_args().folders)
 
 from memory.meter import PHASES
-from options import SnugError
+from options import SnugError, plain
 from page.charts import charts_of
 from page.runs import Run, logged, logged_names
 from page.write import write_page
@@ -40,7 +40,7 @@ SCORES = [
 
 def main(runs: list[Run]):
     """Print the table, then write the page. Raises SnugError."""
-    print("\n".join(table(runs)), flush=True)
+    print(plain("\n".join(table(runs))), flush=True)
     print(f"page: {make_page(runs)}")
 
 

@@ -44,12 +44,9 @@ from decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
 from device.kinds import kind_of
 from memory.ledger import unwatched
 from model import GPT, autocast
-from options import SnugError
+from options import SnugError, plain
 
 REPLIES = 16  # calls of `respond` at a time
-
-# What a model writes may hold codes that change a terminal's title or clipboard: they are shown as text, such as \x1b.
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 @dataclass
@@ -336,7 +333,7 @@ def main(settings, run):
 
     shown, texts = complete(settings, load_run(run, settings.device))
     for text in texts:
-        print((shown + text).translate(CONTROLS))
+        print(plain(shown + text))
 
 
 if __name__ == "__main__":

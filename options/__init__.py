@@ -23,6 +23,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 import types
 import typing
@@ -41,7 +42,15 @@ class SnugError(Exception):
 
 def told(error: SnugError) -> str:
     """What people read: the notes, then the line."""
-    return "\n".join([*getattr(error, "__notes__", []), f"error: {error}"])
+    return plain("\n".join([*getattr(error, "__notes__", []), f"error: {error}"]))
+
+
+def plain(text: str) -> str:
+    """The text as a terminal may get it: codes that could change its title or clipboard are text, such as \\x1b.
+
+    For what a model, a file or a user's function may have written.
+    """
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
 def described(error: BaseException) -> str:

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from options import SnugError, described, did_you_mean, fields, find_path
+from options import SnugError, described, did_you_mean, fields, find_path, plain
 from pretrained.adapters import find_base
 from pretrained.hub import hub_name, local_folder
 from pretrained.shapes import double_quant, is_pretrained, read_shape
@@ -73,7 +73,7 @@ def newest(folder: str | Path, read_tensors: bool = True):
         if not problem:
             return path
         if read_tensors and path != paths[0]:
-            print(f"note: {problem}; the one before is used", file=sys.stderr)
+            print(plain(f"note: {problem}; the one before is used"), file=sys.stderr)
     raise SnugError(f"{problem}; {folder} has no undamaged checkpoint")
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from options import SnugError, described, told
+from options import SnugError, described, plain, told
 
 IS_IT_BROKEN = """\
 note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the
@@ -146,6 +146,7 @@ class RunLog:
 
     def say(self, text: str):
         """A line for log.txt and the console."""
+        text = plain(text)
         self.memory([text])
         self.show_line(text)
 

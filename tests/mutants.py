@@ -205,7 +205,7 @@ MUTANTS = [
     ("lora: merged twice over", "lora.py", "add_(change, alpha=layer.scale)", "add_(change, alpha=2 * layer.scale)", "test_lora.py"),
     ("lora: the base trains too", "lora.py", "    model.requires_grad_(False)\n", "    model.requires_grad_(True)\n", "test_lora.py"),
     ("lora: A begins at zero too", "lora.py", "nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))", "nn.init.zeros_(self.lora_A)", "test_lora.py"),
-    ("a completion commands the terminal", "sample.py", "(shown + text).translate(CONTROLS)", "shown + text", "test_sample.py"),
+    ("a completion commands the terminal", "sample.py", "plain(shown + text)", "shown + text", "test_sample.py"),
     ("a prompt's date is today's", "tokenizer/__init__.py", "files = {DATE: today.encode()} | files", "files = files | {DATE: today.encode()}", "test_models.py"),
     ("settings.json has the options' shape", "runs/prepare.py", "settings = replace(settings, **resolved)", "settings = replace(settings)", "test_models.py"),
     ("lora: another base goes unnoticed", "runs/checkpoint.py", 'identity(weights) == base["fingerprint"]', "True", "test_lora.py"),

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import termios
 import time
+import unicodedata
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,17 +20,19 @@ from conftest import HOME, figures
 from test_grpo import tiny
 from tqdm import tqdm
 
+import evaluate
 import grpo
+import report
 import train_sft
-from options import SnugError, read_settings
-from page.runs import read_run
+from options import SnugError, friendly_errors, read_settings
+from page.runs import read_run, read_runs
 from runs import log
 from runs.checkpoint import newest
 from runs.ending import ending
 from runs.loading import load_run
 from runs.log import RunLog, console_line, read_lines, read_log
 from runs.prepare import prepare
-from settings import GRPOSettings, SFTSettings
+from settings import EvaluateSettings, GRPOSettings, SFTSettings
 from training import state
 
 
@@ -362,3 +366,34 @@ def test_a_bar_in_a_terminal(tmp_path):
     assert sum(bool(re.match(r"iter .*tok/s  mem \d+ MiB  peak", line)) for line in logged) == 5
     bars = re.findall(r"SFT:[^\r\n]*/5 \[[^\r\n]*", text)
     assert max(map(len, bars)) <= 80 and {"train", "optimizer", "eval"} <= set(re.findall(r", (\w+) *\]", text))
+
+
+def test_a_name_that_a_reward_function_gives_commands_no_terminal(tmp_path, capsys):
+    """Titles and clipboards stay: a run, its evaluation, its report and an error show escape sequences as text."""
+    name = "\x1b]0;mine\x07\x9b2J"
+
+    def good(prompts, completions, log_metric, **columns):
+        log_metric(name, 1.0)
+        return [float(len(completion)) for completion in completions]
+
+    def bad(prompts, completions, **columns):
+        raise ValueError(name)
+
+    functions = {}
+    for spec, function in {"m:good": good, "m:bad": bad, "m:same": partial(good)}.items():
+        function.__name__ = name
+        functions[spec] = function
+    settings = tiny(tmp_path, init_from="", beta=0.0, max_iters=1, eval_prompts=2)[1]
+    settings = replace(settings, reward_funcs=["m:good", "m:same"])
+    grpo.main(prepare(settings, functions=functions))
+    options = EvaluateSettings(num_prompts=2, samples_file="none")
+    evaluate.main(options, *evaluate.prepare_evaluation(options, set(), settings.out_dir, functions))
+    report.main(read_runs([settings.out_dir]))
+    with pytest.raises(SystemExit), friendly_errors():
+        grpo.main(prepare(replace(settings, reward_funcs=["m:bad"]), functions=functions))
+    out, err = capsys.readouterr()
+    text = (Path(settings.out_dir) / "log.txt").read_text()
+    assert out.count(r"\x1b]0;mine\x07\x9b2J") == 5 and rf"{name}" not in out
+    assert r"error: reward function \x1b]0;mine" in err and r"error: reward function \x1b]0;mine" in text
+    for shown in (out, err.rpartition("\r")[2], text):
+        assert {char for char in shown if unicodedata.category(char) == "Cc"} <= {"\n", "\t"}
