@@ -167,7 +167,7 @@ class TrainOptions:
     lora_rank: int = option(
         0, "LoRA: freeze the weights of init_from and train adapters of this rank; 0: train all weights"
     )
-    lora_alpha: float = option(32.0, "LoRA: scale adapters by lora_alpha / lora_rank")
+    lora_alpha: float = option(32.0, "LoRA: scale adapters by lora_alpha / lora_rank", minimum=1e-3)
     lora_target_modules: list[str] = option(
         ["qkv", "proj", "up", "down"],
         "LoRA: the matrices that get adapters, comma-separated",
@@ -350,8 +350,8 @@ class LossOptions:
     delta: float | None = option(
         None, "largest ratio where the advantage is negative; none: no limit", minimum=1
     )
-    sapo_temperature_pos: float = option(1.0, "sapo: sharpness of the gate where A > 0")
-    sapo_temperature_neg: float = option(1.05, "sapo: sharpness of the gate elsewhere")
+    sapo_temperature_pos: float = option(1.0, "sapo: sharpness of the gate where A > 0", minimum=1e-3)
+    sapo_temperature_neg: float = option(1.05, "sapo: sharpness of the gate elsewhere", minimum=1e-3)
     vespo_k_pos: float = option(2.0, "vespo: power of small sequence ratios where A > 0")
     vespo_lambda_pos: float = option(3.0, "vespo: decay for large ratios where A > 0")
     vespo_k_neg: float = option(3.0, "vespo: power of small sequence ratios where A < 0")

@@ -46,7 +46,9 @@ class EpisodeOptions:
     )
     max_turns: int = option(0, "turns of the model in a completion; 0: no limit", "turns")
     max_tool_tokens: int = option(256, "cut off longer results of tools", "tokens", minimum=1)
-    tool_timeout: float = option(10.0, "a call that takes longer is an error that the model reads", "s")
+    tool_timeout: float = option(
+        10.0, "a call that takes longer is an error that the model reads", "s", minimum=1e-3
+    )
 
 
 def either(settings, others) -> EpisodeOptions:
