@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from data import TASKS, TaskOptions
 from data.episodes import EpisodeOptions
-from options import SnugError, option, option_of
+from options import ELSEWHERE, SnugError, option, option_of
 
 DTYPES = ("float32", "bfloat16")
 PLACES = ("device", "host")
@@ -170,7 +170,7 @@ class TrainOptions:
     lora_alpha: float = option(32.0, "LoRA: scale adapters by lora_alpha / lora_rank", minimum=1e-3)
     lora_target_modules: list[str] = option(
         ["qkv", "proj", "up", "down"],
-        "LoRA: the matrices that get adapters, comma-separated",
+        "LoRA: the matrices that get adapters, comma-separated; PEFT's names of whole matrices, and all-linear, work too",
         choices=("qkv", "proj", "up", "down"),
     )
     base_dtype: str = option(
@@ -464,6 +464,7 @@ beta=0.0 needs use_kl_in_reward=False because the KL has no weight; give it one,
 init_from= needs lora_rank=0 because adapters belong to the weights of init_from; name a run or a model there
 parallel=none needs num_processes=1 because one process runs; add --parallel=ddp or fsdp
 parallel=none needs param_offload=False because it is FSDP's; start with torchrun --nproc_per_node=1 and --parallel=fsdp
+lora_rank=0 needs base_dtype= because weights in 4 bits do not train; add adapters, --lora_rank=16, or leave it out
 parallel=ddp needs param_offload=False because it is FSDP's; try --parallel=fsdp
 parallel=fsdp needs reference=device or --parallel=ddp
 parallel=fsdp needs teacher_device=device or --parallel=ddp
@@ -471,54 +472,14 @@ parallel=fsdp needs base_dtype= or --parallel=ddp
 parallel=fsdp needs grad_offload=False or --parallel=ddp
 parallel=fsdp needs memory_budget_gb= or --parallel=ddp
 """
-OTHER_NAMES = """\
-bf16: dtype=bfloat16
-config: the first word, without dashes, such as config/grpo_small.py
-dataset: data_file, with --task=jsonl
-dataset_name: data_file, with --task=jsonl
-environment_factory: environment
-eval_steps: eval_interval
-eval_strategy: eval_interval
-generation_batch_size: batch_size, in prompts, not completions
-gradient_accumulation_steps: max_tokens_per_micro_batch, which does not change the result
-gradient_checkpointing: checkpoint_blocks=block
-load_in_4bit: base_dtype, such as nf4, with lora_rank
-log_completions: samples_per_iteration
-logging_steps: log_interval
-lora_r: lora_rank
-lr_scheduler_type: lr_schedule
-max_completion_length: max_new_tokens
-max_grad_norm: grad_clip
-max_length: block_size
-max_steps: max_iters
-max_tool_calling_iterations: max_turns, one more than the rounds of calls
-model: init_from
-model_name_or_path: init_from
-num_generations: group_size
-num_train_epochs: max_iters, in iterations, not epochs
-output_dir: out_dir
-per_device_train_batch_size: batch_size, in prompts, not completions
-resume_from_checkpoint: resume=auto
-save_steps: save_interval
-teacher_model: teacher
-teacher_model_name_or_path: teacher
-steps_per_generation: train_batch_size, in completions of an optimizer step
-torch_dtype: param_dtype
-use_peft: lora_rank, such as 16
-vllm_importance_sampling_cap: importance_sampling_cap
-vllm_importance_sampling_clip_max: importance_sampling_cap
-vllm_importance_sampling_mode: importance_sampling_mode
-warmup_ratio: warmup_iters, in iterations
-warmup_steps: warmup_iters
-"""
 
 
 @dataclass
 class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptions, MemoryOptions):
     """What SFT and GRPO share."""
 
-    # What users of TRL may write -> what to write here.
-    other_names = dict(line.split(": ") for line in OTHER_NAMES.splitlines())
+    # What users of TRL and PEFT may write -> the answer.
+    other_names = ELSEWHERE["options"]
 
     def check(self):
         for options in (LogOptions, ModelOptions, MemoryOptions):
@@ -533,10 +494,6 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
             raise SnugError(
                 f"batch_size={self.batch_size} is less than {self.num_processes} processes; "
                 "each needs at least one prompt"
-            )
-        if self.base_dtype and not self.lora_rank:
-            raise SnugError(
-                f"base_dtype={self.base_dtype!r} freezes the weights; add adapters (--lora_rank=16), or leave it out"
             )
 
     @property

@@ -25,12 +25,16 @@ import math
 import os
 import re
 import sys
+import tomllib
 import types
 import typing
 from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+
+# What users of other projects may write.
+ELSEWHERE = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
 
 
 class SnugError(Exception):
@@ -40,17 +44,17 @@ class SnugError(Exception):
     """
 
 
-def told(error: SnugError) -> str:
-    """What people read: the notes, then the line."""
-    return plain("\n".join([*getattr(error, "__notes__", []), f"error: {error}"]))
-
-
 def plain(text: str) -> str:
     """The text as a terminal may get it: codes that could change its title or clipboard are text, such as \\x1b.
 
     For what a model, a file or a user's function may have written.
     """
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+
+
+def told(error: SnugError) -> str:
+    """What people read: the notes, then the line."""
+    return plain("\n".join([*getattr(error, "__notes__", []), f"error: {error}"]))
 
 
 def described(error: BaseException) -> str:
@@ -168,11 +172,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_option(cls, name: str, shown: str) -> SnugError:
-    """shown: the name as the user wrote it. cls.other_names, if there is one: {a name elsewhere: what it is here}."""
+    """shown: the name as the user wrote it. cls.other_names, if there is one: {a name elsewhere: the answer to it}."""
     hint = did_you_mean(name, fields(cls)) or "; --help=all lists all options"
     other_names = getattr(cls, "other_names", {})
     if name in other_names:
-        hint = f"; here it is {other_names[name]}"
+        hint = f"; {other_names[name]}"
     return SnugError(f"unknown option {shown}{hint}")
 
 
@@ -228,9 +232,12 @@ def check_value(cls, name: str, value, where: str):
         raise SnugError(f"{where} takes {KINDS[kind][0]}, not {value!r}")
     limits = fields(cls)[name].metadata
     choices, minimum, maximum = limits["choices"], limits["minimum"], limits["maximum"]
+    if choices:
+        items = in_our_words(items)
     for item in items:
         if choices and item not in choices:
-            hint = did_you_mean(item, choices)
+            answer = ELSEWHERE["options"].get(item)
+            hint = f"; {answer}" if answer else did_you_mean(item, choices)
             raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")
         if element is str and "\0" in item:
             raise SnugError(f"{where}={item!r:.60} has a NUL character; remove it")
@@ -240,6 +247,14 @@ def check_value(cls, name: str, value, where: str):
             limit = f"below {minimum}" if item < minimum else f"above {maximum}"
             raise SnugError(f"{where}={item} is {limit}")
     return items if is_list else items[0]
+
+
+def in_our_words(items: list[str]) -> list[str]:
+    """Choices as other projects name them -> ours: ["q_proj", "k_proj", "v_proj"] -> ["qkv"]; q_proj alone stays."""
+    for theirs, ours in ELSEWHERE["choices"]:
+        if set(theirs) <= set(items):
+            items = [item for item in items if item not in theirs] + ours
+    return items
 
 
 class Parser(argparse.ArgumentParser):

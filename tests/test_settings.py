@@ -140,10 +140,74 @@ def test_names_of_trl_are_answered_with_ours(tmp_path):
         path = config(tmp_path, "max_steps = 3\n")
         assert refused(read_config, cls, path) == f"unknown option {path}:1: max_steps; here it is max_iters"
     known = options.fields(GRPOSettings)
-    for theirs, ours in GRPOSettings.other_names.items():
-        name, _, value = ours.partition(",")[0].partition("=")
-        assert theirs not in known and (name in known or theirs == "config")
-        assert not value or read_settings(GRPOSettings, ["--seed=3", f"--{name}={value}"])
+    for theirs, answer in GRPOSettings.other_names.items():
+        assert theirs not in known
+        if here := re.match(r"here it is (\w+)(?:=(\w+))?", answer):
+            name, value = here.groups()
+            assert name in known or theirs in ("config", "project")
+            assert not value or read_settings(GRPOSettings, ["--seed=3", f"--{name}={value}"])
+        else:
+            assert re.match(r"not needed: |not there: |.*\w+_proj and \w+_proj are one matrix here", answer)
+
+
+def test_every_field_of_trls_config_is_an_option_or_has_an_answer():
+    """The list is that of TRL 1.16's dataclass: tests/test_trl.py compares them."""
+    names = (HOME / "tests/data/trl_grpo_config.txt").read_text().split()
+    assert len(names) > 180
+    for name in [*names, *"lr tokenizer peft_config lora_dropout epochs train_dataset ref_model callbacks".split()]:
+        if name not in options.fields(GRPOSettings):
+            message = refused(read_settings, GRPOSettings, [f"--{name}=1"])
+            assert re.match(rf"unknown option --{name}; (here it is \w|not needed: |not there: )", message), message
+
+
+QKV = "q_proj, k_proj and v_proj are one matrix here, with one adapter: write qkv"
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    {
+        "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj": "qkv proj up down",
+        "o_proj,v_proj,q_proj,k_proj": "qkv proj",
+        "gate_proj,up_proj,qkv": "qkv up",
+        "c_attn": "qkv",
+        "c_fc,c_proj": "up proj down",  # GPT-2 has a c_proj in both halves of a block
+        "attn.c_proj": "proj",
+        "mlp.c_proj": "down",
+        "all-linear": "qkv proj up down",
+        "up,qkv": "up qkv",
+    }.items(),
+)
+def test_whole_matrices_may_have_the_names_that_peft_has(tmp_path, theirs, ours):
+    wanted = ours.split()
+    assert parse_value(GRPOSettings, "lora_target_modules", theirs) == wanted
+    path = config(tmp_path, f"lora_target_modules = {theirs.split(',')}")
+    assert read_config(SFTSettings, path) == dict(lora_target_modules=wanted)
+
+
+@pytest.mark.parametrize("theirs", ["q_proj", "q_proj,v_proj", "k_proj,o_proj", "all-linear,v_proj"])
+def test_a_part_of_a_matrix_is_refused_with_the_whole(theirs):
+    message = refused(parse_value, GRPOSettings, "lora_target_modules", theirs)
+    assert message.endswith(f"_proj' is not one of qkv, proj, up, down; {QKV}")
+    assert "gate_proj and up_proj are one matrix" in refused(
+        parse_value, GRPOSettings, "lora_target_modules", "up_proj"
+    )
+
+
+def test_other_words_for_types_are_taken_or_answered():
+    assert parse_value(GRPOSettings, "dtype", "bf16") == "bfloat16"
+    assert parse_value(GRPOSettings, "lr_schedule", "constant_with_warmup") == "constant"
+    assert "the range of float16 is too small" in refused(parse_value, GRPOSettings, "dtype", "fp16")
+    assert parse_value(SampleSettings, "prompt", "bf16") == "bf16"  # text is text
+
+
+def test_what_divides_is_not_zero():
+    """temperature of a rollout, SAPO's gates, LoRA's alpha / rank, a limit that every call would break"""
+    names = (
+        "temperature sapo_temperature_pos sapo_temperature_neg lora_alpha rope_theta tool_timeout group_size".split()
+    )
+    for name in names:
+        assert f"--{name}=" in refused(parse_value, GRPOSettings, name, "0")
+        assert parse_value(GRPOSettings, name, "2") == 2
 
 
 # -----------------------------------------------------------------------------
