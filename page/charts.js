@@ -27,7 +27,7 @@ const trace = (series) => {
   const hover = series.labels.length ? "%{text}: %{y:,.4~g}<extra></extra>" : "%{x}: %{y:,.4~g}<extra>%{fullData.name}</extra>";
   const x = series.x.map((place) => (typeof place === "string" ? escaped(place) : place));
   const common = { name: escaped(series.name), x, y: series.y, text: series.labels, hovertemplate: hover, textposition: "none" };
-  const few = series.x.length > 2 && series.x.length < 30;
+  const few = series.x.length < 30;
   const line = { type: "scatter", mode: few ? "lines+markers" : "lines", cliponaxis: false, line: { color: tint, width: 2, dash: DASHES[series.style] }, marker: { size: 5, color: tint } };
   switch (series.style) {
     case "hidden": return { ...common, ...line, visible: "legendonly" };

@@ -54,8 +54,10 @@ class Run:
 
     @property
     def changed(self) -> list[str]:
-        """The options that differ from the defaults, but not the shape of init_from."""
+        """The options that differ from the defaults, but not the shape of init_from; and max_new_tokens, whose default
+        depends on the model."""
         defaults = vars(GRPOSettings() if self.kind == "GRPO" else SFTSettings())
+        defaults["max_new_tokens"] = None
         hidden = {"out_dir", "init_from", "resume"}
         if self.settings.get("init_from"):
             hidden |= fields(ModelOptions).keys()

@@ -146,7 +146,7 @@ def test_the_top_says_the_model_its_size_and_what_is_not_default(tmp_path):
     new = make_run(tmp_path / "a", **defaults | dict(n_layer=3, seed=7, resume="auto"))
     assert top_of([new]) == (
         [["model", "new: n_layer=3 n_head=4 n_embd=64"], ["parameters", "100"]],
-        ["max_iters=4", "n_layer=3", "seed=7"],
+        ["max_iters=4", "n_layer=3", "seed=7", "max_new_tokens=32"],
     )
     shaped = dict(init_from="models/<b>x", n_layer=9, beta=0.5, learning_rate=2.0, reward_funcs=["a.py:<i>"])
     other = make_run(tmp_path / "b", **defaults | shaped)
@@ -160,8 +160,12 @@ def test_the_top_says_the_model_its_size_and_what_is_not_default(tmp_path):
             ["parameters", "100", "1,234"],
             ["learning_rate", "2.0", "0.001"],
         ],
-        ["max_iters=4", "beta=0.5", "reward_funcs=[&#34;a.py:&lt;i&gt;&#34;]"],
+        ["max_iters=4", "beta=0.5", "reward_funcs=[&#34;a.py:&lt;i&gt;&#34;]", "max_new_tokens=32"],
     )
+    # A Hugging Face model has another default than a new one: max_new_tokens is always there.
+    assert ["max_new_tokens", "32", "256"] in top_of(
+        [other, make_run(tmp_path / "d", **defaults | dict(max_new_tokens=256))]
+    )[0]
     warm = make_run(tmp_path / "warm", kind="SFT", **vars(SFTSettings()) | dict(max_iters=4))
     assert ["beta", "0.5", "-"] in top_of([other, warm])[0]
     log.unlink()
@@ -430,6 +434,32 @@ def test_the_browser_shows_turns_and_replies(chromium, tmp_path):
     assert not tab.is_visible("#written") and parts.evaluate_all(f"parts => parts.map((part) => {label})") == ["none"]
     assert tab.locator("#detail h3").nth(1).inner_text() == "Completion" and "replies" not in tab.inner_text("#detail")
     assert tab.evaluate("window.hacked") is None and wrong == []
+
+
+def test_the_table_of_contents_stays_in_view_and_lines_of_few_points_have_markers(chromium, tmp_path):
+    page = page_of([make_run(tmp_path / "a", iterations=2, samples=make_samples(1))])
+    tab = chromium.new_page(viewport=dict(width=390, height=700), reduced_motion="reduce")
+    tab.goto(f"file://{page}")
+    tab.locator(".chart").last.locator(".main-svg").first.wait_for()
+    points = {
+        title: tab.locator(".chart", has_text=title).first.locator(".scatterlayer .point").count()
+        for title in ("Reward", "KL to the reference", "pass@1")
+    }
+    assert points == {"Reward": 2, "KL to the reference": 1, "pass@1": 2}  # a point of each of two lines
+    links = tab.locator("nav a")
+    assert links.all_inner_texts() == ["Learning", "Memory", "Time", "Rollouts", "Figures"]
+    for width in (390, 1280):
+        tab.set_viewport_size(dict(width=width, height=700))
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        for i in (4, 1):  # to the end and back
+            links.nth(i).click()
+            box = tab.locator("nav").bounding_box()
+            heading = tab.locator("h2", has_text=links.nth(i).inner_text()).bounding_box()
+            assert tab.evaluate("scrollY") > 500 and 0 <= box["y"] <= 20 and 0 <= box["x"] <= width - box["width"]
+            assert heading["y"] >= box["y"] + box["height"]
+    tab.emulate_media(media="print")
+    assert not tab.is_visible("nav") and tab.is_visible("h1")
+    tab.close()
 
 
 @pytest.mark.parametrize("drawn", [True, False])
