@@ -1,14 +1,18 @@
-"""A hint for each figure that is not well, once a run, and none for one that is."""
+"""A hint for each figure that is not well, once a run, and none for one that is. Cases with other causes have other hints."""
 
 import re
 from pathlib import Path
 
-from options import fields
-from runs import hints as module
-from runs.hints import hints
-from settings import GRPOSettings
+import pytest
+import torch
 
-WELL = dict(reward_mean=0.5, frac_reward_zero_std=0.3, entropy=0.5, kl=0.05)
+from options import fields
+from runs.hints import HINTS, hints
+from sample import Rollouts
+from settings import GRPOSettings
+from training.figures import Scored, rollout_metrics
+
+WELL = dict(reward_mean=0.5, reward_std=0.4, frac_reward_zero_std=0.3, entropy=0.5, kl=0.05)
 WELL |= dict(truncated_fraction=0.02, mismatch_kl=1e-9, clip_fraction=0.01)
 ILL = dict(
     frac_reward_zero_std=0.95, entropy=0.004, kl=3.0, truncated_fraction=0.8, mismatch_kl=0.02, clip_fraction=0.5
@@ -16,18 +20,56 @@ ILL = dict(
 
 
 def test_each_figure_has_its_hint():
-    assert hints(WELL) == {} and hints({}) == {} and hints(dict.fromkeys(WELL)) == {}
+    assert hints(WELL) == {} and hints({}) == {} and hints(dict.fromkeys(WELL, float("nan"))) == {}
+    assert hints(dict(loss=0.1, entropy=0.004)) == {}  # SFT's
     for name, value in ILL.items():
-        assert hints({"loss": 0.1, name: value}) == {}  # SFT's
         found = hints(WELL | {name: value})
-        assert set(found) == {name} and f"{value:.3g}" in found[name] and "\n" not in found[name]
+        assert set(found) == {name} and f"{value:.3g}: " in found[name] and "\n" not in found[name]
+
+
+def test_equal_rewards_have_three_causes():
+    none, same, most = (
+        hints(WELL | dict(frac_reward_zero_std=share, reward_std=deviation, reward_mean=mean))["frac_reward_zero_std"]
+        for share, deviation, mean in ((1, 0, 0), (1, 0, 1), (0.9, 0.2, 0.1))
+    )
+    assert "every reward is 0" in none and "whether the reward function finds the answers" in none
+    assert "every reward is the same" in same and "the prompts are solved, or the reward function" in same
+    assert "always solved, or never" in most and "max_num_gen_batches" in most
+    assert not any("too easy or too hard" in text for text in (none, same, most))
+    taught = dict(frac_reward_zero_std=1, reward_std=0, reward_mean=0, divergence=0.3)
+    assert hints(WELL | taught) == {}  # a teacher teaches without rewards
+
+
+def scored(lengths, rewards, most):
+    """Groups of 4 completions with these lengths and rewards; those of `most` tokens were cut off."""
+    lengths = torch.tensor(lengths)
+    tokens = torch.zeros(len(lengths), most + 1, dtype=torch.long)
+    mask = (torch.arange(most) < lengths[:, None]).long()
+    rollouts = Rollouts(tokens, torch.ones_like(lengths), lengths, mask.float(), mask, lengths < most)
+    rewards = torch.tensor(rewards, dtype=torch.float32)
+    return Scored(rollouts, rewards.view(-1, 4), dict(f=rewards.tolist()), {}, {}, {}, 4)
+
+
+@pytest.mark.parametrize(
+    "lengths, reward, rising",
+    [
+        ([*range(4, 16)] + [16] * 20, lambda n: -n, False),
+        ([*range(4, 16)] + [16] * 20, lambda n: max(0.0, 1 - n / 12), False),  # most have 0
+        ([*range(4, 16)] + [16] * 20, lambda n: float(n < 16 and n % 3 == 0), True),  # right or wrong, 0 if cut off
+        ([9, 11, 12, *[16] * 29], lambda n: float(n < 16), True),  # hardly any ended
+        ([16] * 32, lambda n: 0.0, True),
+    ],
+)
+def test_a_reward_that_falls_with_length_asks_for_no_longer_completions(lengths, reward, rising):
+    metrics = rollout_metrics(scored(lengths, list(map(reward, lengths)), 16))
+    text = hints(metrics)["truncated_fraction"]
+    assert ("raise max_new_tokens" in text) == rising and ("shorter ones have higher rewards" in text) != rising
 
 
 def test_hints_name_options_that_there_are():
-    names, _, _, texts = zip(*(line.split(maxsplit=3) for line in module.HINTS.splitlines()), strict=True)
-    text = " ".join(texts)
-    named = set(re.findall(r"--(\w+)", text)) | set(re.findall(r"\b[a-z]+_[a-z_]+\b", text))
+    text = " ".join(hint["text"] for hint in HINTS)
+    named = set(re.findall(r"--(\w+)", text)) | set(re.findall(r"\b[a-z]+_[a-z_]+\b", text)) - {"train_sft"}
     assert len(named) >= 8 and named <= set(fields(GRPOSettings))
-    assert sorted(names) == sorted(ILL)
+    assert {next(iter(hint["where"])) for hint in HINTS} == set(ILL)
     page = (Path(__file__).parent.parent / "docs/algorithm.md").read_text()
-    assert all(f"`{name}`" in page for name in ILL)
+    assert all(f"`{name}`" in page for hint in HINTS for name in hint["where"])

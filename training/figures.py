@@ -85,6 +85,10 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
     if scored.by_function:  # not with a teacher alone
         deviation = float(rewards.std()) if len(rewards) > 1 else 0.0
         metrics = dict(reward_mean=float(rewards.mean()), reward_std=deviation)
+        both = torch.stack([scored.rewards.flatten(), rollouts.completion_lengths.cpu()])  # (2, N)
+        both = both[:, rollouts.stopped.cpu()]
+        if both.shape[1] > 8:  # fewer say little
+            metrics["reward_length_correlation"] = float(torch.corrcoef(both)[0, 1])
     metrics |= dict(
         completion_length_mean=float(rollouts.completion_lengths.float().mean()),
         truncated_fraction=float((~rollouts.stopped).float().mean()),

@@ -17,7 +17,6 @@ from runs.hints import hints
 from runs.log import RunLog
 from runs.prepare import Prepared
 from runs.saver import Saver
-from settings import GRPOSettings
 from training.figures import sample_records
 from training.guard import Guard, finite_columns
 from training.optimizer import gradients_of, optimizer_step
@@ -98,18 +97,6 @@ class Training:
         self.before = {f"before/{name}": score for name, score in scores.items()}
         if scores:
             self.log.scores(scores)
-            self.warn_if_cut_off(scores["eval_truncated_fraction"])
-
-    def warn_if_cut_off(self, share: float):
-        """Before training, if most completions of a pretrained policy did not end by themselves."""
-        settings, length = self.settings, self.prepared.longest()[1]
-        room = settings.block_size - self.prepared.longest()[0]
-        if share > 0.5 and settings.init_from and isinstance(settings, GRPOSettings):
-            advice = (
-                f"try --max_new_tokens={min(4 * length, room)}" if room > length else "use shorter prompts"
-            )
-            cut = f"{share:.0%} of the completions of this evaluation were cut off at max_new_tokens={length}"
-            self.log.say(f"warning: {cut}, and an answer that is cut off is usually wrong; {advice}")
 
     def evaluate_if_due(self, done: int):
         """After `done` iterations -> the evaluation's entries for the log, or {}."""
