@@ -18,6 +18,7 @@ import re
 from data.answers import number_after_marker
 from data.rows import FileTask
 
+FILES = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{train,test}.jsonl"
 INSTRUCTION = (
     "Reason step by step, and give the final answer on a line of its own, as #### and then one number."
 )
@@ -25,7 +26,7 @@ INSTRUCTION = (
 
 class GSM8K(FileTask):
     columns, has_form = ("answer",), True
-    remedy = "; data/gsm8k.py says how to download it"
+    remedy = f"; download it: curl --create-dirs --output-dir data/gsm8k --remote-name-all {FILES}"
     wanted = f"name GSM8K's train.jsonl{remedy}"
 
     def row_of(self, value):

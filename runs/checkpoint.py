@@ -62,6 +62,12 @@ def newest(folder: str | Path, read_tensors: bool = True):
     if not folder.is_dir():
         hint = did_you_mean(str(folder), [str(place) for place in folder.parent.glob("*/")])
         advice = "train_sft.py and grpo.py make runs; a model is a Hugging Face folder, or owner/name on the hub"
+        config = f"config/{folder.name}.py"
+        if find_path(config).exists():
+            script = "train_sft.py" if folder.name.startswith("sft") else "grpo.py"
+            hint = f"; python {script} {config} makes out/{folder.name}"
+        elif folder.name == "smollm2-135m-instruct":
+            hint = f"; make models/{folder.name} makes it"
         raise SnugError(f"{folder}: there is no such run or model{hint or f'; {advice}'}")
     paths = checkpoints(folder)
     if folder.resolve().name.startswith(PREFIX):  # out/run/best is a link to one

@@ -10,10 +10,10 @@ import pytest
 from test_checkpoint import saved
 
 from data import make_task
-from options import find_path, read_settings
+from options import SnugError, find_path, read_settings
 from runs.checkpoint import newest
 from runs.prepare import prepare
-from settings import GRPOSettings
+from settings import GRPOSettings, SFTSettings
 
 HOME = Path(__file__).parent.parent
 PROBE = """
@@ -97,6 +97,38 @@ def test_what_configs_name_is_found_from_any_folder(tmp_path, monkeypatch):
     task = make_task(read_settings(GRPOSettings, [*words, "--eval_prompts=0"])[0])
     assert [row["prompt"] for row in task.rows["train"]] == ["2+2="]
     assert find_path("no/such/file") == Path("no/such/file") and find_path(HOME / "data") == HOME / "data"
+
+
+SMALL = "models/smollm2-135m-instruct"
+MISSING = {  # what is missing -> how the line ends
+    "--init_from=out/grpo_small": "; python grpo.py config/grpo_small.py makes out/grpo_small",
+    "--init_from=out/sft_small": "; python train_sft.py config/sft_small.py makes out/sft_small",
+    "config/distill_small.py": "; python grpo.py config/grpo_small.py makes out/grpo_small",  # its teacher
+    "config/grpo_real.py": f"{SMALL}: there is no such run or model; make {SMALL} makes it",
+    "config/grpo_gym.py": "need a model with a chat template: name one, such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
+    "config/grpo_gsm8k.py": "; download it: curl --create-dirs --output-dir data/gsm8k --remote-name-all https://raw",
+    "--task=gsm8k": "; download it: curl --create-dirs --output-dir data/gsm8k --remote-name-all https://raw",
+}
+
+
+@pytest.mark.parametrize("words, end", MISSING.items())
+def test_what_is_missing_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch, words, end):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/smollm2").mkdir(parents=True)  # similar, but not it
+    if words == "config/grpo_gym.py":
+        pytest.importorskip("reasoning_gym", reason="pip install reasoning_gym")
+    with pytest.raises(SnugError) as error:
+        prepare(*read_settings(GRPOSettings, words.split())[:2])
+    assert end in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_of_a_config_has_its_name():
+    """So that a missing run can be answered with the command that makes it."""
+    for path in sorted((HOME / "config").glob("*.py")):
+        cls = SFTSettings if path.stem.startswith("sft") else GRPOSettings
+        assert read_settings(cls, [str(path)])[0].out_dir == f"out/{path.stem}"
+    makefile = (HOME / "Makefile").read_text()
+    assert f"\n{SMALL}:" in makefile
 
 
 def test_an_unreadable_checkpoint_is_named_before_torch_is_imported(tmp_path):

@@ -509,7 +509,9 @@ def test_where_templates_stand(tmp_path):
     templates = [dict(name="tool_use", template="tool"), dict(name="default", template="the default")]
     assert rendered(tmp_path, templates) == "the default"
     for tokenizer in (chat_of(tmp_path, templates[:1]), chat_of(tmp_path, None), BYTES):
-        with pytest.raises(SnugError, match="has no chat template for a prompt of messages: write the prompts as text"):
+        with pytest.raises(
+            SnugError, match="prompts of messages need a model with a chat template: name one, such as --init_from="
+        ):
             tokenizer.encode_prompt([user("")])
     with pytest.raises(SnugError, match="the chat template fails"):
         rendered(tmp_path, 5)
@@ -671,7 +673,7 @@ def test_replies_that_a_template_refuses(tmp_path):
         "{{ messages[-1].content }}", "the chat template fails .it leaves out the text of the assistant", [tool("5")]
     )
     raises("{{ messages }}", "a message's role must be a word", [user("5", "a b")])
-    with pytest.raises(SnugError, match="has no chat template"):
+    with pytest.raises(SnugError, match="need a model with a chat template"):
         BYTES.encode_reply([tool("5")], True)
     with pytest.raises(SnugError, match="the chat template fails"):
         chat_of(tmp_path, "{% if %}").call_form  # noqa: B018

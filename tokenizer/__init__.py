@@ -104,8 +104,8 @@ class Tokenizer:
         """-> (ids, what the template writes: Chat.render)."""
         if self.chat is None:
             raise SnugError(
-                f"tokenizer={self.name} has no chat template for a prompt of messages: write the prompts as text, or "
-                "name a folder whose tokenizer has one"
+                "prompts of messages need a model with a chat template: name one, such as "
+                f"--init_from=Qwen/Qwen2.5-0.5B-Instruct, or write text: --chat=false (tokenizer={self.name})"
             )
         text = self.chat.render(messages, before)
         if BREAK not in text:
