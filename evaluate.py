@@ -152,7 +152,7 @@ from data.rewards import repeat_columns
 from data.scores import pass_rates, reward_means, summarize, table, wilson
 from memory import Limits
 from runs.loading import generator_state, load_run, restore_generators
-from sample import check_prompts, encode_prompts, sample_episodes
+from sample import check_prompts, sample_episodes
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Completions and their rewards
@@ -296,7 +296,7 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     """-> (the first line of the file, the samples: for each prompt the greedy one, then num_samples)."""
     settings, longest = prepared.settings, prepared.longest()[1]
     rows = prepared.task.prompts("test", range(settings.eval_prompts))
-    prompts = encode_prompts(rows, settings, prepared.tokenizer)
+    prompts = [prepared.encode(row["prompt"]) for row in rows]
     check_prompts(prompts, longest, model.config.block_size)  # all of them, before the first is sampled
     limits = Limits(settings, partial(print, file=sys.stderr))
 

@@ -113,18 +113,12 @@ def sampling_options(settings, episodes) -> dict:
     )
 
 
-def encode_prompts(rows: list[dict], settings, tokenizer) -> list[list[int]]:
-    """The ids of each task row's prompt: the last max_prompt_length, or all if that is 0."""
-    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
-    return [ids[-settings.max_prompt_length :] for ids in prompts]  # [-0:] is all
-
-
 def sample_episodes(model, prepared, rows, k, **options):
     """k completions of each task row's prompt -> (Rollouts, their Episodes). options: of sample_groups."""
     settings, tokenizer = prepared.settings, prepared.tokenizer
     with autocast(settings.dtype, model), chdir("."):  # a tool may change the directory
         episodes = Episodes(prepared.toolbox, tokenizer, rows, k, settings.stop_string)
-        prompts = encode_prompts(episodes.rows, settings, tokenizer)
+        prompts = [prepared.encode(row["prompt"]) for row in episodes.rows]
         options |= sampling_options(settings, episodes)
         return sample_groups(model, prompts, episodes.k, **options), episodes
 

@@ -287,7 +287,9 @@ class RolloutOptions:
         "", "text that also ends a completion, for example </answer>; empty: only the stop token"
     )
     max_prompt_length: int = option(
-        0, "cut off the beginning of longer prompts (or drop_long_prompts); 0: never cut", "tokens"
+        0,
+        "cut off the beginning of longer prompts of text, and refuse longer messages (or drop_long_prompts); 0: never",
+        "tokens",
     )
     temperature: float = option(1.0, "divides the logits, in the sampler and in training", minimum=1e-3)
     max_num_gen_batches: int = option(
@@ -462,9 +464,9 @@ reference=host needs lora_rank=0 because with adapters the reference is the mode
 group_size=1 needs reward_coef=0.0 because one reward compares nothing; take 2 or more, or a --teacher alone
 beta=0.0 needs use_kl_in_reward=False because the KL has no weight; give it one, for example --beta=0.01
 init_from= needs lora_rank=0 because adapters belong to the weights of init_from; name a run or a model there
+lora_rank=0 needs base_dtype= because weights in 4 bits do not train; add adapters, --lora_rank=16, or leave it out
 parallel=none needs num_processes=1 because one process runs; add --parallel=ddp or fsdp
 parallel=none needs param_offload=False because it is FSDP's; start with torchrun --nproc_per_node=1 and --parallel=fsdp
-lora_rank=0 needs base_dtype= because weights in 4 bits do not train; add adapters, --lora_rank=16, or leave it out
 parallel=ddp needs param_offload=False because it is FSDP's; try --parallel=fsdp
 parallel=fsdp needs reference=device or --parallel=ddp
 parallel=fsdp needs teacher_device=device or --parallel=ddp

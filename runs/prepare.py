@@ -58,16 +58,29 @@ class Prepared:
     teacher: Checkpoint | None = None
     trainer_state: TrainerState = field(default_factory=TrainerState)  # for reward functions
     toolbox: Toolbox | None = None  # what the model may call
+    cut: int = 0  # how many prompts `encode` has cut
 
     def score(self, prompts: list, completions: list, columns: dict[str, list]) -> Scores:
         """Call the reward functions."""
         functions, weights, limit = self.reward_funcs, self.reward_weights, self.settings.reward_timeout
         return total_rewards(functions, prompts, completions, columns, limit, weights, self.trainer_state)
 
+    def encode(self, prompt: str | list[dict]) -> list[int]:
+        """A row's prompt -> its last max_prompt_length ids, or all if that is 0. Raises SnugError for cut messages."""
+        ids, most = self.tokenizer.encode_prompt(prompt), self.settings.max_prompt_length
+        if 0 < most < len(ids):
+            self.cut += 1
+            if not isinstance(prompt, str):
+                raise SnugError(
+                    f"max_prompt_length={most} cuts a prompt of {len(ids)} tokens, which loses the head of its chat "
+                    "template; raise it, or drop such rows of a file: --drop_long_prompts"
+                )
+        return ids[-most:]  # [-0:] is all
+
     def longest(self):
         """-> tokens of the longest prompt and of the longest completion."""
         settings = self.settings
-        prompt, answer = self.task.longest(self.tokenizer.encode_prompt)
+        prompt, answer = self.task.longest(self.encode)
         prompt, completion = settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
         if settings.drop_long_prompts and not settings.max_new_tokens:
             # SFT: each demonstration fits behind its own prompt.
@@ -197,7 +210,8 @@ def pretrained_length(settings, task: Task, tokenizer: Tokenizer) -> int:
     """PRETRAINED_LENGTH, or what the longest prompt leaves of block_size. Long prompts may be dropped."""
     room = settings.block_size // 2
     if not settings.drop_long_prompts:
-        room = settings.block_size - task.longest(tokenizer.encode_prompt)[0]
+        prompt = settings.max_prompt_length or task.longest(tokenizer.encode_prompt)[0]
+        room = settings.block_size - prompt
     return max(1, min(PRETRAINED_LENGTH, room))
 
 

@@ -441,6 +441,70 @@ def test_dropped_prompts_are_counted_in_the_log_and_not_evaluated(tmp_path, caps
     assert prepare(dataclasses.replace(sft, resume="auto", max_iters=2)).resume
 
 
+TINY = dict(n_layer=1, n_embd=16, batch_size=8, group_size=2, max_iters=1, max_new_tokens=4, eval_prompts=0)
+
+
+def cut_run(tmp_path, **options):
+    """25 of 50 prompts have 30 bytes, the others 2 or 3."""
+    path = long_rows(tmp_path, long=range(0, 50, 2))
+    options = TINY | dict(out_dir=str(tmp_path / "run"), block_size=40, dtype="float32") | options
+    return GRPOSettings(task="jsonl", data_file=path, **options)
+
+
+def test_prompts_that_lose_their_beginning_are_counted_at_the_start_and_in_the_log(tmp_path, capsys):
+    prepared = prepare(cut_run(tmp_path, max_prompt_length=3))
+    first = prepared.task.prompts("train", range(8))
+    main(prepared)
+    said = "max_prompt_length=3 cuts off the beginning of 25 of these 50 prompts; --drop_long_prompts drops them"
+    assert said in capsys.readouterr().out and said in (tmp_path / "run/log.txt").read_text()
+    (record,) = read_log(tmp_path / "run")
+    assert record["prompts_cut"] == sum(len(row["prompt"]) > 3 for row in first) > 0
+    for changes, cut in (
+        (dict(max_prompt_length=30), 0),
+        (dict(max_prompt_length=3, drop_long_prompts=True), 0),
+        ({}, None),
+    ):
+        main(prepare(cut_run(tmp_path, **changes)))
+        assert read_log(tmp_path / "run")[0].get("prompts_cut") == cut
+        assert "cuts off" not in capsys.readouterr().out
+
+
+def test_prompts_that_a_task_makes_are_counted_in_the_log(tmp_path, capsys):
+    prepared = prepare(GRPOSettings(**TINY, task="addition", max_prompt_length=4, out_dir=str(tmp_path / "run")))
+    first = prepared.task.prompts("train", range(8))
+    main(prepared)
+    assert read_log(tmp_path / "run")[0]["prompts_cut"] == sum(len(row["prompt"]) > 4 for row in first) > 0
+    assert "cuts off" not in capsys.readouterr().out  # before the first prompt it is not known
+
+
+def chat_tokenizer(tmp_path):
+    """Bytes, with a chat template: 16 bytes around a question, and the head of the answer."""
+    get_tokenizer("bytes").save(tmp_path / "chat")
+    template = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}[answer] "
+    (tmp_path / "chat/chat_template.jinja").write_text(template)
+    return str(tmp_path / "chat")
+
+
+def test_messages_are_not_cut(tmp_path):
+    """Their chat template would lose its head. A file's prompts are seen before the run, others when they are made."""
+    chat = dict(chat=True, tokenizer=chat_tokenizer(tmp_path), block_size=80)
+    message = (
+        "max_prompt_length=20 cuts a prompt of 47 tokens, which loses the head of its chat template; raise it, or dr"
+    )
+    with pytest.raises(SnugError, match=message):
+        prepare(cut_run(tmp_path, **chat, max_prompt_length=20))
+    prepare(cut_run(tmp_path, **chat, max_prompt_length=47))
+    prepared = prepare(cut_run(tmp_path, **chat, max_prompt_length=20, drop_long_prompts=True))
+    assert len(prompts_of(prepared)) == 25
+    made = GRPOSettings(**TINY | chat | dict(task="addition", max_prompt_length=26, out_dir=str(tmp_path / "run")))
+    with pytest.raises(SnugError, match="max_prompt_length=26 cuts a prompt of 27 tokens"):
+        main(prepare(made))
+    evaluation = prepare(dataclasses.replace(made, max_prompt_length=0))
+    evaluation.settings.max_prompt_length = 20
+    with pytest.raises(SnugError, match="cuts a prompt"):
+        evaluation.encode(evaluation.task.prompts("test", [0])[0]["prompt"])
+
+
 def test_a_split_without_rows(tmp_path):
     path, out_dir = long_rows(tmp_path, long=range(50)), str(tmp_path / "run")
     run = GRPOSettings(task="jsonl", data_file=path, out_dir=out_dir, drop_long_prompts=True, block_size=40)

@@ -179,6 +179,11 @@ def introduce(title, training, start, moved):
             f"data_file={settings.data_file}: {count:,} prompts for training, "
             f"{task.size('test'):,} held out{task.dropped}"
         )
+    if prepared.cut:
+        say(
+            f"max_prompt_length={settings.max_prompt_length} cuts off the beginning of {prepared.cut:,} of these "
+            f"{count + task.size('test'):,} prompts; --drop_long_prompts drops them"
+        )
     for note in notes(model.device, settings):
         say(note)
     if moved:
