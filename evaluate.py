@@ -25,7 +25,7 @@ from statistics import fmean
 from data import TaskOptions, make_task
 from data.episodes import EpisodeOptions, make_toolbox
 from data.tools import NONE
-from options import SnugError, fields, friendly_errors, in_one_line, plain, read_settings
+from options import SnugError, fields, friendly_errors, in_one_line, merge_options, plain, read_settings
 from pretrained.hub import SNAPSHOT, hub_name
 from pretrained.shapes import is_pretrained
 from runs.checkpoint import find_run, settings_of, tokenizer_of
@@ -97,22 +97,15 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
 
     If reward functions are given, the run's other reward options do not apply. -> GRPOSettings, also for an SFT run.
     """
-    shared = {name: getattr(run, name) for name in fields(GRPOSettings) if hasattr(run, name)}
-    task = options.task or run.task
-    changes = {}
+    task, changes = options.task or run.task, {}
     if task != run.task:
         changes = asdict(TaskOptions()) | dict(max_prompt_length=0)
         if run.task:
             changes["max_new_tokens"] = 0
     if task != run.task or "reward_funcs" in given:
         changes |= asdict(RewardOptions())
-    if options.max_new_tokens:
-        changes["max_new_tokens"] = options.max_new_tokens
-    replaceable = {*fields(TaskOptions), *fields(EpisodeOptions), *fields(RewardOptions)}
-    changes |= {name: getattr(options, name) for name in given & replaceable}
-    return GRPOSettings(
-        **shared | changes | dict(task=task, tokenizer=run.tokenizer, eval_prompts=options.num_prompts)
-    )
+    changes |= dict(task=task, tokenizer=run.tokenizer, eval_prompts=options.num_prompts, max_iters=0)
+    return merge_options(GRPOSettings, run, options, given - {"task"}, **changes)
 
 
 def refuse_training_data(settings, given: set[str], run, folder: str | Path):

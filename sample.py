@@ -29,7 +29,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     from settings import SampleSettings
 
     with friendly_errors():
-        settings, _, folder = read_settings(SampleSettings, sys.argv[1:], positional="folder")
+        settings, given, folder = read_settings(SampleSettings, sys.argv[1:], positional="folder")
         run = find_run(folder)
 
 import numpy as np
@@ -38,13 +38,16 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from batch import Sequences
-from data.episodes import Episodes, as_text, either, make_toolbox
+from data import make_task
+from data.episodes import Episodes, as_text, make_toolbox
+from data.task import as_messages
 from data.tools import NONE
 from decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
 from device.kinds import kind_of
 from memory.ledger import unwatched
 from model import GPT, autocast
-from options import SnugError, plain
+from options import SnugError, merge_options, plain
+from settings import PRETRAINED_LENGTH, GRPOSettings
 
 REPLIES = 16  # calls of `respond` at a time
 
@@ -284,52 +287,50 @@ def generate_naive(
     return tokens[len(prompt) :], logprobs
 
 
-def complete(settings, run, functions=NONE):
-    """Complete settings.prompt or a held-out one -> (prompt or last message, texts; … ends one that is cut off).
+def complete(settings, given, run, functions=NONE):
+    """Complete settings.prompt or a held-out one -> (prompt or last message, completions; … ends one that is cut off).
 
-    functions: tools and environments by their names, as for runs.prepare."""
-    from data import make_task
-    from data.task import as_messages
-    from settings import PRETRAINED_LENGTH
-
-    if not settings.prompt and not run.settings.task:
+    given: names of the options given; the others are the run's. functions: tools and environments by their names, as
+    for runs.prepare."""
+    merged = merge_options(GRPOSettings, run.settings, settings, given, max_iters=0)
+    if not settings.prompt and not merged.task:
         raise SnugError(f"{run.path} has no task to take a prompt from; give --prompt=...")
     row = dict(prompt=settings.prompt)
     if not settings.prompt:
-        [row] = make_task(run.settings).prompts("test", [settings.seed])
-    elif settings.chat or settings.system_prompt or run.settings.chat:
-        system_prompt = settings.system_prompt or run.settings.system_prompt
-        row = dict(prompt=as_messages(settings.prompt, system_prompt))
-    run.tokenizer.set_template_kwargs(settings.chat_template_kwargs)
-    toolbox = make_toolbox(either(settings, run.settings), run.tokenizer, functions)
-    episodes = Episodes(toolbox, run.tokenizer, [row], settings.num_samples, settings.stop_string)
+        [row] = make_task(merged).prompts("test", [settings.seed])
+    elif merged.chat or merged.system_prompt:
+        row = dict(prompt=as_messages(settings.prompt, merged.system_prompt))
+    run.tokenizer.set_template_kwargs(merged.chat_template_kwargs)
+    toolbox = make_toolbox(merged, run.tokenizer, functions)
+    episodes = Episodes(toolbox, run.tokenizer, [row], settings.num_samples, merged.stop_string)
     prompt = (row if episodes.rows[1:] else episodes.rows[0])["prompt"]
     ids = [run.tokenizer.encode_prompt(each["prompt"]) for each in episodes.rows]
     room = run.model.config.block_size - max(map(len, ids))
-    options = sampling_options(settings, episodes)
+    options = sampling_options(merged, episodes)
     options |= dict(temperature=settings.temperature, seed=settings.seed)
-    longest = settings.max_new_tokens or run.settings.max_new_tokens or PRETRAINED_LENGTH
+    longest = merged.max_new_tokens or PRETRAINED_LENGTH
     with autocast(run.settings.dtype, run.model):
         rollouts = sample_groups(run.model, ids, episodes.k, max(1, min(longest, room)), **options)
     texts = []
     for completion, stopped in zip(episodes.finish(rollouts), rollouts.stopped.tolist(), strict=True):
-        text = completion if isinstance(completion, str) else as_text(completion)
-        text = text.split(settings.stop_string)[0] if settings.stop_string else text
+        text = as_text(completion) if toolbox else completion
+        if merged.stop_string and not toolbox:
+            text = text.split(merged.stop_string)[0]
         texts.append(text if stopped else f"{text} …")
     if isinstance(prompt, str):
         return prompt + "\n" * bool(toolbox), texts
     return f"{prompt[-1]['content']}\n", texts
 
 
-def main(settings, run):
+def main(settings, given, run):
     """run: what find_run returned."""
     from runs.loading import load_run
 
-    shown, texts = complete(settings, load_run(run, settings.device))
+    shown, texts = complete(settings, given, load_run(run, settings.device))
     for text in texts:
         print(plain(shown + text))
 
 
 if __name__ == "__main__":
     with friendly_errors():
-        main(settings, run)
+        main(settings, given, run)

@@ -603,23 +603,21 @@ class SampleSettings(EpisodeOptions):
 
     prompt: str = option("", "text to complete; empty: a held-out prompt of the run's task")
     chat: bool = option(
-        False, "write the prompt as a message in the chat template; always on for runs with chat"
+        False, "write the prompt as a message in the chat template; left out: as in the run"
     )
     system_prompt: str = option(
         "", "chat: system message before the prompt; empty: the run's, if it has one"
     )
     num_samples: int = option(1, "number of completions", minimum=1)
-    max_new_tokens: int = option(0, "longest completion; 0: as in the run, or 256", "tokens")
+    max_new_tokens: int = option(0, "longest completion; left out: as in the run, or 256", "tokens")
     temperature: float = option(1.0, "divides the logits; 0: always take the most likely token")
     stop_string: str = option(
-        "", "text that also ends a completion and is not printed; empty: only the stop token ends it"
+        "", "text that also ends a completion and is not printed; left out: the run's"
     )
     chat_template_kwargs: dict = option_of(TaskOptions, "chat_template_kwargs", default={})
     seed: int = option(1, "the same seed gives the same completions")
     enforce_eager: bool = option(False, "do not use CUDA graphs")
     device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
-
-    logits_chunk_mb = 0.0  # no option: the device's default
 
     def check(self):
         if (self.chat or self.system_prompt) and not self.prompt:
@@ -648,7 +646,7 @@ class EvaluateSettings(TaskOptions, EpisodeOptions, RewardOptions):
     )
     max_new_tokens: int = option(
         0,
-        "longest completion; 0: the run's, a Hugging Face model's 256, or another task's longest answer",
+        "longest completion; left out: the run's, a Hugging Face model's 256, or another task's longest answer",
         "tokens",
     )
     samples_file: str = option(

@@ -51,15 +51,6 @@ class EpisodeOptions:
     )
 
 
-def either(settings, others) -> EpisodeOptions:
-    """Each option as in `settings` or, where that is its default, as in `others`, which need not have it."""
-    options = EpisodeOptions()
-    for name, default in vars(options).items():
-        value = getattr(settings, name)
-        setattr(options, name, getattr(others, name, default) if value == default else value)
-    return options
-
-
 class Toolbox:
     """What the model may call: functions, and the environments with their methods. Raises SnugError."""
 

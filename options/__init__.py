@@ -139,6 +139,12 @@ def make_settings(cls, config: str, values: dict):
     return settings, set(values)
 
 
+def merge_options(cls, run, settings, given: set[str], **changes):
+    """-> a cls: an option as it was `given` in `settings`, or as in `changes`, or as in `run`, or its default."""
+    values = {name: getattr(run, name) for name in fields(cls) if hasattr(run, name)} | changes
+    return cls(**values | {name: getattr(settings, name) for name in given & fields(cls).keys()})
+
+
 def read_config(cls, path: str):
     """A file of `name = literal` lines -> {name: value}. Raises SnugError."""
     try:

@@ -319,7 +319,7 @@ def test_every_command_takes_it(folders, tmp_path, monkeypatch, capsys):
     found, texts = [], []
     for name in ("peft", "merged"):
         settings, given, _ = read_settings(SampleSettings, [name, "--prompt=1+2=", "--max_new_tokens=9"], "folder")
-        sample.main(settings, find_run(name))
+        sample.main(settings, given, find_run(name))
         texts.append(capsys.readouterr().out)
         words = [name, *COMMON[2:], "--task=addition", "--num_prompts=4", "--max_new_tokens=4"]
         options, given, _ = read_settings(EvaluateSettings, words, "folder")

@@ -142,12 +142,12 @@ def test_evaluations_with_and_without_tools(run, tmp_path):
 
 def test_the_sampler_shows_turns(run):
     options = SampleSettings(num_samples=60)
-    prompt, texts = complete(options, loading.load_run(run.out_dir, DEVICE))
+    prompt, texts = complete(options, set(), loading.load_run(run.out_dir, DEVICE))
     assert prompt.endswith("?\n") and len(texts) == 60
     shown = "\n".join(texts)
     assert "  user: ?" in shown and "\n  f: " in shown and '  -> f(text="' in shown
     options = dataclasses.replace(options, max_turns=1)
-    _, texts = complete(options, loading.load_run(run.out_dir, DEVICE))
+    _, texts = complete(options, {"max_turns"}, loading.load_run(run.out_dir, DEVICE))
     assert "  user: ?" not in "\n".join(texts)
 
 
@@ -539,7 +539,7 @@ def test_each_completion_may_have_its_own_prompt(tmp_path, monkeypatch):
     for sample in shown:
         count, goal = sum(m["role"] == "tool" for m in sample["messages"]), int(sample["prompt"][-2])
         assert sample["reward"] == pytest.approx(-abs(goal - count) + 0.01 * goal) or not sample["stopped"]
-    prompt, texts = complete(SampleSettings(num_samples=3), loading.load_run(tmp_path / "run", DEVICE))
+    prompt, texts = complete(SampleSettings(num_samples=3), set(), loading.load_run(tmp_path / "run", DEVICE))
     assert prompt.endswith("=\n") and len(texts) == 3
     measured = read_log(tmp_path / "run")[0]["mem_max_alloc_mb"]
     monkeypatch.setattr(grpo, "accumulate_gradient", accumulate)

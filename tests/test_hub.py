@@ -131,7 +131,8 @@ def test_the_commands_write_nothing_into_the_cache(cache, capsys):
     evaluate.main(options, *evaluate.prepare_evaluation(options, given, folder))
     summary = json.loads(Path("out/model/evaluation-addition-test.jsonl").read_text().splitlines()[0])
     assert summary["checkpoint"] == f"{NAME}@{OLD}" and f"{NAME}@{OLD}: addition" in capsys.readouterr().out
-    sample.main(SampleSettings(prompt="1+1=", max_new_tokens=2, device="cpu"), find_run(f"{NAME}@main"))
+    settings = SampleSettings(prompt="1+1=", max_new_tokens=2, device="cpu")
+    sample.main(settings, {"max_new_tokens"}, find_run(f"{NAME}@main"))
     assert capsys.readouterr().out.startswith("1+1=")
     export.main(ExportSettings(to="mine"), NAME)
     assert Path("mine/model.safetensors").is_file()

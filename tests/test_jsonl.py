@@ -533,7 +533,7 @@ def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
     with pytest.raises(SnugError, match="no row is in the test split; name a test_file"):
         prepare_evaluation(EvaluateSettings(), set(), sft.out_dir)
     with pytest.raises(SnugError, match="no row is held out; give --prompt="):
-        sample.main(SampleSettings(), sft.out_dir)
+        sample.main(SampleSettings(), set(), sft.out_dir)
 
 
 def test_a_resumed_run_keeps_its_data(tmp_path):

@@ -15,7 +15,7 @@ from model import autocast
 from options import SnugError
 from runs import loading
 from sample import generate_naive, sample_groups
-from settings import SampleSettings, SFTSettings
+from settings import GRPOSettings, SampleSettings, SFTSettings
 from tokenizer import get_tokenizer
 from training.dry_run import worst_case_rollouts
 
@@ -312,7 +312,27 @@ def test_control_characters_are_shown_as_text(monkeypatch, capsys):
     """A model of random weights writes them too."""
     run = loading.Run(make_model(vocab_size=257), get_tokenizer("bytes"), SFTSettings(device=DEVICE), 0, Path("run"))
     monkeypatch.setattr(loading, "load_run", lambda *_: run)
-    sample.main(SampleSettings(prompt="\x1b]0;a\x9b\n\té", num_samples=20), None)
+    sample.main(SampleSettings(prompt="\x1b]0;a\x9b\n\té", num_samples=20), set(), None)
     shown = capsys.readouterr().out
     assert shown.count("\\x1b]0;a\\x9b\n\té") == 20
     assert {char for char in shown if unicodedata.category(char) == "Cc"} == {"\n", "\t"}
+
+
+def test_the_runs_options_hold_unless_others_are_given():
+    """Also where what is given is the default: --tools= and --stop_string= take them away."""
+    settings = GRPOSettings(device=DEVICE, tools=["calc"], stop_string="e", max_new_tokens=40)
+    run = loading.Run(make_model(vocab_size=257), get_tokenizer("bytes"), settings, 0, Path("run"))
+
+    def completed(**options):
+        options |= dict(prompt="1+1=", num_samples=50)
+        return sample.complete(SampleSettings(**options), set(options), run)
+
+    prompt, texts = completed()
+    assert prompt == "1+1=\n"  # what follows is an episode
+    whole = "".join(text.removesuffix(" …") for text in texts)
+    assert "e" in whole and all("e" not in text[:-1] for text in texts if not text.endswith("…"))
+    prompt, texts = completed(tools=[])
+    assert prompt == "1+1=" and "e" not in "".join(texts)
+    assert any(len(text) < 30 for text in texts) and not all(text.endswith("…") for text in texts)
+    assert "e" in "".join(completed(tools=[], stop_string="")[1])
+    assert all(len(text) <= 5 for text in completed(tools=[], max_new_tokens=3)[1])

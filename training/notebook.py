@@ -99,7 +99,7 @@ class FinishedRun:
     def sample(self, prompt: str = "", n: int = 1, **options) -> list[str]:
         """n completions of a prompt, or of a held-out one. options: those of sample.py. Raises SnugError."""
         values = dict(prompt=prompt, num_samples=n) | options
-        return complete(make_settings(SampleSettings, "", values)[0], self.loaded, self.functions)[1]
+        return complete(*make_settings(SampleSettings, "", values), self.loaded, self.functions)[1]
 
     def evaluate(self, **options) -> dict[str, float]:
         """Print the table of evaluate.py -> {score: value}. options: those of evaluate.py. Raises SnugError."""
