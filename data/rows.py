@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from data.files import read_file
 from data.task import Task, hash_of, split_of
-from options import SnugError, in_one_line, option
+from options import SnugError, find_path, in_one_line, option
 
 ENOUGH = 20  # test rows
 
@@ -79,13 +79,16 @@ class FileTask(Task):
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
         path = settings.data_file
+        if settings.test_file and not settings.max_iters and not find_path(path).is_file():
+            path = settings.test_file  # nothing is trained, and the training file is somewhere else
         if not path:
             raise SnugError(f"task={settings.task!r} needs data_file: {self.wanted}")
         rows, self.rows = self.read(path), {"train": [], "test": []}
         if settings.test_file:
             self.rows = {"train": rows, "test": self.read(settings.test_file)}
             train, test = ({self.identity(row) for row in each} for each in self.rows.values())
-            if shared := train & test:
+            compared = settings.max_iters or path != settings.test_file
+            if compared and (shared := train & test):
                 example = f"{len(shared)} prompts of data_file, such as {min(shared)!r:.60}"
                 raise SnugError(f"test_file={settings.test_file} has {example}; remove them")
         else:
