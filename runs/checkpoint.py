@@ -166,18 +166,20 @@ def base_record(base: Checkpoint, out_dir: str) -> dict:
 def base_of(checkpoint: Checkpoint, init_from: str = "", read_tensors: bool = True) -> Checkpoint:
     """Open the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
 
-    Looks where they were, as seen from the working folder and from the run's folder, in init_from (default: the run's),
-    and on the hub.
+    Looks where they were, as seen from the working folder and from the run's folder, in the run's init_from, and on the
+    hub. Another init_from must have them.
     """
     base, problem = checkpoint.state["base"], "are not there"
-    init_from = Path(init_from or checkpoint.state["settings"]["init_from"])
-    places = [Path(base["path"]), checkpoint.path.parent / base["from_run"], init_from]
+    own = checkpoint.state["settings"]["init_from"]
+    places = [Path(base["path"]), checkpoint.path.parent / base["from_run"], Path(own)]
     on_hub = [base["path"]] if "@" in base["path"] else []
+    if init_from not in ("", own):
+        places, on_hub = [], [init_from]
     for place in [*filter(Path.exists, places), *on_hub]:
         whole = (
             read_tensors or place in on_hub or is_pretrained(place)
         )  # no part of it is still on the hub
-        weights, problem = find_run(place, whole), "are others now"
+        weights, problem = find_run(place, whole), f"{place} does not have"
         if identity(weights) == base["fingerprint"]:
             return weights
     raise SnugError(

@@ -8,13 +8,13 @@ tensors and writes nothing. If grpo.py has to make its warm start first, that is
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from data import load_reward_function, make_task
 from data.episodes import Toolbox, make_toolbox
 from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
-from options import SnugError, fields, read_settings
+from data.tools import NONE
+from options import SnugError, fields, find_path, make_settings, merge_options
 from pretrained.hub import hub_name, local_folder
 from pretrained.shapes import is_pretrained
 from runs.checkpoint import (
@@ -92,24 +92,25 @@ def prepare(
     settings: SFTSettings | GRPOSettings,
     chosen: Set[str] = frozenset(),
     read_tensors: bool = True,
-    functions: Mapping[str, Callable] = MappingProxyType({}),
+    functions: Mapping[str, Callable] = NONE,
 ) -> Prepared:
     """chosen: names of the options that the user set. read_tensors: verify every byte at the end. functions: reward
     functions, tools and environments that are not imported, by their names in the settings. Raises SnugError.
     """
     grpo = isinstance(settings, GRPOSettings)
+    before = resumed(settings)
     if settings.resume not in ("never", "auto"):
-        settings, chosen = continued(settings, chosen), chosen | {"block_size"}
-    settings = decided(settings)
+        settings, chosen = continued(settings, chosen, before), chosen | {"block_size"}
+    settings = decided(settings, before)
     task = make_task(settings, demonstrations=not grpo)
     config = settings.init_from if grpo and settings.init_from.endswith(".py") else ""
     if config:
-        init_from = read_settings(SFTSettings, [config])[0].out_dir
+        init_from = make_settings(SFTSettings, config, {})[0].out_dir
     else:
-        init_from = with_commit(settings, "init_from")
+        init_from = with_commit(settings, "init_from", before)
     settings = replace(settings, init_from=init_from)
     if settings.teacher:
-        settings = replace(settings, teacher=with_commit(settings, "teacher"))
+        settings = replace(settings, teacher=with_commit(settings, "teacher", before))
     refuse_places(settings)
     resume, origin, warm_start = find_weights(settings, task, config, read_tensors=False)
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
@@ -132,9 +133,10 @@ def prepare(
     resolved = {name: shape[name] for name in SHAPE if name in shape} | {"block_size": block_size}
     settings = replace(settings, **resolved)  # for settings.json; a smaller block_size is the user's
     if grpo and "max_new_tokens" not in chosen and settings.max_new_tokens == GRPOSettings.max_new_tokens:
-        settings = replace(
-            settings, max_new_tokens=default_length(settings, task, tokenizer, resume, origin)
-        )
+        length = before.max_new_tokens if before else settings.max_new_tokens
+        if not before and origin and is_pretrained(origin.path):
+            length = pretrained_length(settings, task, tokenizer)
+        settings = replace(settings, max_new_tokens=length)
     if settings.drop_long_prompts:
         task.drop_long(tokenizer.encode_prompt, settings)
     held_out = task.size("test")
@@ -156,54 +158,51 @@ def prepare(
     return prepared
 
 
-def with_commit(settings, option: str):
-    """init_from or teacher; of a model on the hub with its newest commit, or with that of the run that resumes."""
-    name = getattr(settings, option)
-    before = resumed(settings).get(option, "")
-    if before.startswith(f"{name}@"):
-        return before
-    return name if Path(name).is_dir() else hub_name(local_folder(name, weights=False))
-
-
-def resumed(settings) -> dict:
-    """The options of the run in out_dir that goes on; {} if there is none."""
-    if settings.resume == "auto" and checkpoints(settings.out_dir):
-        return vars(settings_of(open_checkpoint(settings.out_dir, False).state))
-    return {}
-
-
-def decided(settings):
-    """A run that goes on has values for "auto". Otherwise dtype waits for the device, and base_dtype for the budget, if
-    there is one. Raises SnugError if the values do not fit the options."""
-    undecided = dict(dtype="auto", base_dtype=settings.memory_budget_gb and "auto")
-    before = undecided | resumed(settings)
-    for name in undecided:
-        if getattr(settings, name) == "auto":
-            settings = replace(settings, **{name: before[name]})
-            settings.check()
-    return settings
-
-
-def continued(settings, chosen: Set[str]):
-    """The settings of the run in the folder `resume`; those that the user chose replace them. Raises SnugError."""
-    folder = settings.resume
-    before = settings_of(open_checkpoint(folder, read_tensors=False).state)
+def resumed(settings):
+    """The settings of the run that goes on, in the folder `resume` or in out_dir; None if there is none. Raises
+    SnugError."""
+    folder = settings.out_dir if settings.resume == "auto" else settings.resume
+    if folder == "never" or settings.resume == "auto" and not checkpoints(folder):
+        return None
+    before = settings_of(open_checkpoint(folder, False).state)
     if type(before) is not type(settings):
         script = "grpo.py" if isinstance(before, GRPOSettings) else "train_sft.py"
-        raise SnugError(f"resume={folder} is a run of {script}; continue it with python {script}")
-    changes = {name: getattr(settings, name) for name in chosen} | dict(out_dir=folder, resume="auto")
-    settings = replace(before, **changes)
+        raise SnugError(f"{folder} is a run of {script}; continue it with python {script}")
+    return before
+
+
+def continued(settings, chosen: Set[str], before):
+    """The settings of the run in the folder `resume`; those that the user chose replace them. Raises SnugError."""
+    settings = merge_options(
+        type(settings),
+        before,
+        settings,
+        chosen - {"out_dir", "resume"},
+        out_dir=settings.resume,
+        resume="auto",
+    )
     settings.check()
     return settings
 
 
-def default_length(settings, task: Task, tokenizer: Tokenizer, resume, origin):
-    """max_new_tokens, where the user did not choose it: the resumed run's, or a Hugging Face model's default."""
-    if resume:
-        return settings_of(resume.state).max_new_tokens
-    if origin and is_pretrained(origin.path):
-        return pretrained_length(settings, task, tokenizer)
-    return settings.max_new_tokens
+def decided(settings, before):
+    """A run that goes on has values for "auto". Otherwise dtype waits for the device, and base_dtype for the budget, if
+    there is one. Raises SnugError if the values do not fit the options."""
+    undecided = dict(dtype="auto", base_dtype=settings.memory_budget_gb and "auto")
+    for name, value in undecided.items():
+        if getattr(settings, name) == "auto":
+            settings = replace(settings, **{name: getattr(before, name, value)})
+            settings.check()
+    return settings
+
+
+def with_commit(settings, option: str, before):
+    """init_from or teacher; of a model on the hub with its newest commit. A run that goes on keeps its commit, and its
+    init_from if none is named."""
+    name, was = getattr(settings, option), getattr(before, option, "")
+    if not name or was.startswith(f"{name}@"):
+        return was
+    return name if Path(name).is_dir() else hub_name(local_folder(name, weights=False))
 
 
 def pretrained_length(settings, task: Task, tokenizer: Tokenizer) -> int:
@@ -281,7 +280,9 @@ def find_weights(settings, task: Task, config: str, read_tensors: bool):
 
 
 def refuse_changes(settings, task: Task, resume: Checkpoint):
-    """A resumed run keeps its task, its data and its adapters. Raises SnugError."""
+    """A resumed run keeps its task, its data, its adapters and its model. Raises SnugError.
+
+    Weights that are no longer where they were may have moved to init_from. base_of looks at those of adapters."""
     before = settings_of(resume.state)
     adapters = ADAPTERS if settings.lora_rank or before.lora_rank else []
     differ = [
@@ -289,8 +290,12 @@ def refuse_changes(settings, task: Task, resume: Checkpoint):
         for name in PROBLEM + CALLED + adapters
         if getattr(before, name) != getattr(settings, name)
     ]
+    was, now = find_path(before.init_from), find_path(settings.init_from)
+    stays = "@" in before.init_from or was.exists()
+    if stays and was.resolve() != now.resolve() and not adapters:
+        differ.append(f"init_from was {before.init_from!r}, is {settings.init_from!r}")
     if differ:
-        problem = f"is of another task: {'; '.join(differ)}"
+        problem = f"cannot go on with other options: {'; '.join(differ)}"
     elif task.fingerprint() != resume.state["data"]:
         problem = "is of other data: data_file, test_file or the generators' package has changed"
     else:
@@ -306,8 +311,8 @@ def prepare_warm_start(settings: GRPOSettings, config: str, read_tensors: bool) 
     names = ["seed", "device", "parallel"]
     more = ("dtype", "tf32", "enforce_eager", "memory_budget_gb")
     names += [name for name in more if getattr(settings, name) != getattr(SFTSettings, name)]
-    words = [f"--{name}={getattr(settings, name)}" for name in names]
-    sft, chosen, _ = read_settings(SFTSettings, [config, *words, "--resume=auto"])
+    values = {name: getattr(settings, name) for name in names} | dict(resume="auto")
+    sft, chosen = make_settings(SFTSettings, config, values)
     warm_start = prepare(sft, chosen, read_tensors)
     for name in PROBLEM:
         value, other = getattr(settings, name), getattr(warm_start.settings, name)

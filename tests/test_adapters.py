@@ -300,11 +300,11 @@ def test_stopped_and_resumed_is_the_same_run(folders, tmp_path):
     for file in (adapters / "adapter_model.safetensors", base / "model.safetensors"):
         before = file.read_bytes()
         file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-        with pytest.raises(SnugError, match="has adapters for the weights in .*peft, which are others now"):
+        with pytest.raises(SnugError, match="has adapters for the weights in .*peft, which .*peft does not have"):
             run_grpo(adapters, tmp_path / "halves", *again)
         file.write_bytes(before)
     change(adapters, lora_alpha=9)
-    with pytest.raises(SnugError, match="which are others now; put them back"):
+    with pytest.raises(SnugError, match="which .* does not have; put them back"):
         load_run(tmp_path / "halves", "cpu")
     change(adapters, lora_alpha=8)
     assert len(run_grpo(adapters, tmp_path / "halves", *again)) == 3
@@ -367,7 +367,7 @@ def test_on_the_hub(folders, tmp_path, monkeypatch):
     run_grpo("tiny/model", tmp_path / "run", *LORA, "--max_iters=1")
     load_run("run", "cpu")
     put_base(make_base(tmp_path / "other", seed=3), "c" * 40)
-    with pytest.raises(SnugError, match=f"in tiny/model@{NEW}, which are others now"):
+    with pytest.raises(SnugError, match=f"in tiny/model@{NEW}, which .* does not have"):
         load_run("run", "cpu")
 
 

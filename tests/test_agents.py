@@ -153,7 +153,7 @@ def test_the_sampler_shows_turns(run):
 
 def test_other_tools_do_not_continue_a_run(run):
     for change in (dict(tools=["calc"]), dict(tools=[]), dict(environment="")):
-        with pytest.raises(SnugError, match="is of another task: (tools|environment) was .*; put it back, or") as error:
+        with pytest.raises(SnugError, match="other options: (tools|environment) was .*; put it back, or") as error:
             prepare(dataclasses.replace(run, resume="auto", **change))
         assert "\n" not in str(error.value)
     prepare(dataclasses.replace(run, resume="auto", max_turns=3, max_tool_tokens=9))

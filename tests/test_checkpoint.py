@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
 def test_a_resumed_run_keeps_its_task_and_tells_what_else_changed(tmp_path, capsys):
     sft, _ = tiny(tmp_path)
     train_sft.main(prepare(sft))
-    with pytest.raises(SnugError, match="is of another task: digits was 2, is 3; put it back"):
+    with pytest.raises(SnugError, match="cannot go on with other options: digits was 2, is 3; put it back"):
         prepare(dataclasses.replace(sft, resume="auto", digits=3))
     capsys.readouterr()
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=5, learning_rate=5e-4)))
@@ -352,3 +352,47 @@ def test_a_run_goes_on_by_the_name_of_its_folder(tmp_path):
         prepare(*read_settings(GRPOSettings, words[:1])[:2])
     with pytest.raises(SnugError, match="there is no such run"):
         prepare(*read_settings(SFTSettings, [f"--resume={tmp_path}/none"])[:2])
+
+
+def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
+    """The model, its shape, the tokenizer and the task, by the folder's name and with resume=auto."""
+    sft, settings = tiny(tmp_path, max_iters=1, eval_prompts=0)
+    for each in (sft, dataclasses.replace(sft, out_dir=f"{tmp_path}/other", seed=2)):
+        train_sft.main(prepare(dataclasses.replace(each, max_iters=1, eval_prompts=0)))
+    grpo.main(prepare(settings))
+    get_tokenizer("bytes").save(tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer/tokenizer.json"
+    file.write_text(file.read_text().replace('"normalizer":null', '"normalizer":{"type":"NFC"}'))
+    for name, value, said in (
+        ("init_from", f"{tmp_path}/other", f"init_from was '{sft.out_dir}', is '{tmp_path}/other'; put it back, or"),
+        ("n_layer", 3, "n_layer=3, but .*checkpoint-000001 has 1; leave n_layer out"),
+        (
+            "tokenizer",
+            f"{tmp_path}/tokenizer",
+            "tokenizer='.*', but .*checkpoint-000001 has 'bytes'; leave tokenizer out",
+        ),
+        ("digits", 3, "cannot go on with other options: digits was 2, is 3"),
+        ("tools", ["calc"], "cannot go on with other options: tools was .., is .'calc'."),
+    ):
+        word = f"--{name}={','.join(value) if isinstance(value, list) else value}"
+        by_name, given, _ = read_settings(GRPOSettings, [f"--resume={settings.out_dir}", word])
+        again = dataclasses.replace(settings, resume="auto", **{name: value})
+        for changed, chosen in ((by_name, given), (again, {name})):
+            with pytest.raises(SnugError, match=said) as caught:
+                prepare(changed, chosen)
+            assert "\n" not in str(caught.value)
+    again = dataclasses.replace(settings, resume="auto", max_iters=2)
+    prepare(dataclasses.replace(again, init_from=f"{tmp_path}/other/../sft", teacher=sft.out_dir))  # spelled otherwise
+    assert prepare(dataclasses.replace(again, init_from="")).settings.init_from == sft.out_dir
+    (tmp_path / "sft").rename(tmp_path / "moved")
+    moved = prepare(dataclasses.replace(again, init_from=f"{tmp_path}/moved"))
+    assert moved.origin.path == tmp_path / "moved/checkpoint-000001"
+
+
+def test_another_script_does_not_go_on_with_a_run(tmp_path):
+    sft, settings = tiny(tmp_path, max_iters=1, eval_prompts=0)
+    train_sft.main(prepare(sft))
+    with pytest.raises(
+        SnugError, match=f"{sft.out_dir} is a run of train_sft.py; continue it with python train_sft.py"
+    ):
+        prepare(dataclasses.replace(settings, out_dir=sft.out_dir, init_from="", beta=0.0, resume="auto"))

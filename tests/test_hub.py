@@ -92,8 +92,9 @@ def test_a_run_keeps_its_commit(cache, folders):
     for name, commit in ((NAME, NEW), (f"{NAME}@{OLD}", OLD), (f"{NAME}@main", NEW)):
         other = prepared_by("--out_dir=out/other", f"--init_from={name}")
         assert (other.settings.init_from, other.origin.path.name) == (f"{NAME}@{commit}", commit)
-    chosen = prepared_by("--beta=0.1", f"--init_from={NAME}@{NEW}")
-    assert chosen.settings.init_from == f"{NAME}@{NEW}" and chosen.origin.path.name == NEW
+    for beta in ("--beta=0.1", "--beta=0"):
+        with pytest.raises(SnugError, match=f"init_from was '{NAME}@{OLD}', is '{NAME}@{NEW}'"):
+            prepared_by(beta, f"--init_from={NAME}@{NEW}")
     shutil.rmtree(cache)  # without a reference a run needs its own checkpoint only
     assert prepared_by("--max_iters=3").settings.init_from == f"{NAME}@{OLD}"
 

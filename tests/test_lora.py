@@ -220,7 +220,7 @@ def test_adapters_whose_weights_changed_broke_or_went_are_refused(sft, tmp_path)
     path = newest(tmp_path / "base")
     manifest = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(manifest + " ")
-    others = "has adapters for the weights in .*base/checkpoint-000010, which are others now"
+    others = "has adapters for the weights in .*base/checkpoint-000010, which .* does not have"
     with pytest.raises(SnugError, match=others):
         load_run(tmp_path / "run")
     (path / "manifest.json").write_text(manifest)
@@ -335,3 +335,14 @@ def test_adapters_are_cast_once_in_a_rollout(length, weights):
         sample_groups(model, [[1, 2]], 2, length)
     assert casts.count == len(adapters) == 16
     assert not any(layer.cast for layer in lora.adapted(model))
+
+
+def test_a_resumed_run_with_adapters_keeps_its_base(sft, tmp_path):
+    """Another model in init_from is refused, though the base is where it was; the base under another name is not."""
+    run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
+    shutil.copytree(sft, tmp_path / "same")
+    run_grpo(sft, tmp_path / "other", "--max_iters=1")
+    again = ["--resume=auto", "--max_iters=2"]
+    with pytest.raises(SnugError, match=f"has adapters for the weights in .*, which {tmp_path}/other does not have"):
+        run_grpo(tmp_path / "other", tmp_path / "run", *LORA, *again)
+    run_grpo(tmp_path / "same", tmp_path / "run", *LORA, *again)
