@@ -27,10 +27,8 @@ def ending(title: str, settings, scored: bool, stopped: bool):
     """-> lines. scored: are completions scored? stopped: a signal ended the run early."""
     records, folder = read_log(settings.out_dir), Path(settings.out_dir)
     seconds = tqdm.format_interval(sum(record["time_s"] for record in records))
-    if stopped:
-        first = f"{title} is stopped: {len(records)} of {settings.max_iters} iterations in {seconds}"
-    else:
-        first = f"{title} is done: {len(records)} iterations in {seconds}"
+    done = f"stopped: {len(records)} of {settings.max_iters}" if stopped else f"done: {len(records)}"
+    first = f"{title} is {done} iterations in {seconds}"
     if records:
         highest = max(records, key=lambda record: record[PEAK])
         phase = max((name for name in highest if name.startswith(f"{PEAK}_")), key=highest.get)

@@ -22,10 +22,11 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from traceback import format_exception
 
 from tqdm import tqdm
 
-from options import SnugError, described, plain, told
+from options import SnugError, described, in_one_line, plain, told
 
 IS_IT_BROKEN = """\
 note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the
@@ -99,7 +100,7 @@ class RunLog:
         self.not_shown = {} if settings.reward_funcs else {"eval_reward_mean": None}
         self.files, self.warned = {}, set()
         folder = Path(settings.out_dir)
-        try:
+        with in_one_line(f"out_dir={settings.out_dir} cannot be written to"):
             for name in ("log.jsonl", "samples.jsonl"):
                 keep_before(folder / name, start)
             for name in ("log.jsonl", "samples.jsonl", "log.txt"):
@@ -107,9 +108,6 @@ class RunLog:
                 options = dict(buffering=1, encoding="utf-8", errors="replace")
                 self.files[name] = open(folder / name, "a", **options)
             write_whole(folder / "settings.json", json.dumps(vars(settings), indent=2) + "\n")
-        except OSError as error:
-            problem = f"out_dir={settings.out_dir} cannot be written to: {error.strerror}"
-            raise SnugError(problem) from None
         self.bar = tqdm(
             total=self.max_iters,
             initial=start,
@@ -126,8 +124,10 @@ class RunLog:
         return self
 
     def __exit__(self, kind, error, trace):
-        if isinstance(error, SnugError):
-            self.memory([told(error)])
+        if error:
+            self.memory(
+                [told(error) if isinstance(error, SnugError) else "".join(format_exception(error))]
+            )
         self.call_services("close")
         self.bar.close()
         for file in self.files.values():

@@ -397,3 +397,13 @@ def test_a_name_that_a_reward_function_gives_commands_no_terminal(tmp_path, caps
     assert r"error: reward function \x1b]0;mine" in err and r"error: reward function \x1b]0;mine" in text
     for shown in (out, err.rpartition("\r")[2], text):
         assert {char for char in shown if unicodedata.category(char) == "Cc"} <= {"\n", "\t"}
+
+
+@pytest.mark.parametrize(
+    "error, last", [(ZeroDivisionError("by 0"), "ZeroDivisionError: by 0"), (SnugError("b"), "error: b")]
+)
+def test_the_log_has_the_error_that_ended_the_run(tmp_path, error, last):
+    with pytest.raises(type(error)), RunLog(SFTSettings(out_dir=str(tmp_path)), "SFT"):
+        raise error
+    lines = (tmp_path / "log.txt").read_text().rstrip().splitlines()
+    assert lines[-1] == last and (lines[0].startswith("Traceback") or len(lines) == 1)
