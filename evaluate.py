@@ -211,12 +211,15 @@ def score(prepared, prompts: list, completions: list, columns: dict[str, list]):
     """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's, ...}.
 
     A reward is None if the completion was not scored. task_reward exists only with reward_funcs; reward/<function>
-    with reward_funcs or with several functions; extra/<column> if a function logged it.
+    with reward_funcs or with several functions; extra/<column> and metric/<name> if a function logged them; a metric is
+    that of all these completions.
     """
     scores = prepared.score(prompts, completions, columns)
     totals = [None if math.isnan(total) else total for total in scores.totals]
     rewards = {f"reward/{name}": values for name, values in scores.by_function.items()}
     extra = {f"extra/{name}": values for name, values in scores.extra.items()}
+    for name, values in scores.metrics.items():
+        extra[f"metric/{name}"] = [fmean(values)] * len(completions)
     least = pass_reward(prepared)
     if least is None:  # the first function gives 1 for a right completion
         right = [reward == 1 for reward in next(iter(rewards.values()))]
@@ -265,8 +268,9 @@ def run_scores(of_processes: list[tuple[list[dict], list[dict]]]):
     """What sample_held_out returned in each process -> entries of the log.
 
     pass_at_1; task_pass_at_1 with reward_funcs and a task that scores; eval_reward_mean; and these with _sampled.
-    pass_at_1_interval, if there are fewer than FEW prompts: the greedy one's, [low, high]. eval_reward/<function> of greedy completions if there are several functions. eval_truncated_fraction: how many
-    completions did not stop.
+    pass_at_1_interval, if there are fewer than FEW prompts: the greedy one's, [low, high].
+    eval_reward/<function> and eval_metric/<name> of greedy completions if there are several functions or metrics.
+    eval_truncated_fraction: how many completions did not stop.
     """
     greedy, sampled = [sum(samples, []) for samples in zip(*of_processes, strict=True)]
     means = reward_means(greedy)

@@ -232,7 +232,7 @@ MUTANTS = [
     ("evaluations: all completions at a time", "evaluate.py", "rows[first : first + size]", "rows[first:]", "test_scoring.py"),
     ("evaluations: the task's functions, not the user's", "runs/prepare.py", "functions, weights, limit = self.reward_funcs,", "functions, weights, limit = [self.task.rewards],", "test_scoring.py"),
     ("evaluations: any task's reward is 1", "data/scores.py", 'sample["task_reward"] == 1', 'sample["task_reward"] is not None', "test_scoring.py"),
-    ("evaluations: None is 0 in the mean", "data/scores.py", "mean_of([s[name] for s in samples if s[name] is not None])", "mean_of([s[name] or 0.0 for s in samples])", "test_scoring.py"),
+    ("evaluations: None is 0 in the mean", "data/scores.py", "mean_of([s[name] for s in samples if s.get(name) is not None])", "mean_of([s.get(name) or 0.0 for s in samples])", "test_scoring.py"),
     ("evaluations move the generators", "evaluate.py", "    restore_generators(generators, model.device)\n", "", "test_scoring.py"),
     ("evaluate.py forgets the run's functions", "evaluate.py", 'if task != run.task or "reward_funcs" in given', "if True", "test_scoring.py"),
     ("evaluate.py gives other functions the run's weights", "evaluate.py", ' or "reward_funcs" in given', "", "test_scoring.py"),
