@@ -169,7 +169,7 @@ def test_a_resumed_run_keeps_its_task_and_tells_what_else_changed(tmp_path, caps
     capsys.readouterr()
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=5, learning_rate=5e-4)))
     changed = "resumed after 4 iterations, learning_rate was 0.001, is 0.0005, max_iters was 4, is 5\n"
-    assert changed in capsys.readouterr().out
+    assert f"{changed}learning rate: 0.001 in iteration 3, 0.0005 in iteration 4\n" in capsys.readouterr().out
 
 
 def test_signals_are_noted_until_the_second_ctrl_c():
@@ -396,3 +396,29 @@ def test_another_script_does_not_go_on_with_a_run(tmp_path):
         SnugError, match=f"{sft.out_dir} is a run of train_sft.py; continue it with python train_sft.py"
     ):
         prepare(dataclasses.replace(settings, out_dir=sft.out_dir, init_from="", beta=0.0, resume="auto"))
+
+
+def test_a_schedule_that_changes_says_both_learning_rates(tmp_path, capsys):
+    """Of the last iteration done and of the next. A warmup that does not end is told too."""
+    sft = dataclasses.replace(tiny(tmp_path)[0], lr_schedule="linear", eval_prompts=0, max_iters=3, save_interval=1)
+    train_sft.main(prepare(sft))
+    shutil.rmtree(Path(sft.out_dir) / "checkpoint-000003")
+    again = dataclasses.replace(sft, resume="auto")
+    train_sft.main(prepare(again))
+    assert "resumed after 2 iterations\nlearning rate: 0.000667 in iteration 1, 0.000333" in capsys.readouterr().out
+    for changes, last, rate in (
+        (dict(max_iters=4), "0.000333 in iteration 2", "0.00025 in iteration 3"),
+        (
+            dict(max_iters=5, learning_rate=0.1, lr_schedule="cosine"),
+            "0.00025 in iteration 3",
+            "0.00955 in iteration 4",
+        ),
+        (dict(max_iters=6, warmup_iters=9), "0.00955 in iteration 4", "0.0667 in iteration 5"),
+    ):
+        again = dataclasses.replace(again, **changes)
+        train_sft.main(prepare(again))
+        shown = capsys.readouterr().out
+        assert f"\nlearning rate: {last}, {rate}\n" in shown
+        logged = [f"{record['learning_rate']:.3g}" for record in read_log(sft.out_dir)[-2:]]
+        assert logged == [last.split()[0], rate.split()[0]]
+    assert "warning: warmup_iters=9 is more than max_iters=6: the learning rate does not reach 0.1\n" in shown

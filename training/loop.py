@@ -19,7 +19,7 @@ from memory import Limits, MemoryMeter
 from memory.fit import apply, show
 from memory.plan import kind_planned
 from model import make_model
-from runs.checkpoint import base_record, checkpoints
+from runs.checkpoint import base_record, checkpoints, settings_of
 from runs.ending import ending
 from runs.loading import (
     configure,
@@ -38,7 +38,7 @@ from runs.saver import Saver
 from training import parallel
 from training.dry_run import DryRun
 from training.guard import Guard
-from training.optimizer import make_optimizer
+from training.optimizer import learning_rate_at, make_optimizer
 from training.state import Training
 
 
@@ -192,6 +192,15 @@ def introduce(title, training, start, moved):
         )
     if start:
         say(f"resumed after {start} iterations{changes_since(before.state['settings'], settings)}")
+        say(
+            f"learning rate: {learning_rate_at(start - 1, settings_of(before.state)):.3g} in iteration {start - 1}, "
+            f"{learning_rate_at(start, settings):.3g} in iteration {start}"
+        )
+    if settings.warmup_iters > settings.max_iters:
+        say(
+            f"warning: warmup_iters={settings.warmup_iters} is more than max_iters={settings.max_iters}: "
+            f"the learning rate does not reach {settings.learning_rate:g}"
+        )
     if start >= settings.max_iters:
         say(f"no iteration is left to do: max_iters={settings.max_iters}; a larger one goes on")
 
