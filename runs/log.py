@@ -174,10 +174,11 @@ class RunLog:
                 self.show_line(f"warning: {name} cannot be written ({error.strerror}); lines are lost")
 
     def call_services(self, method: str, *arguments):
-        """Call TensorBoard and W&B. One that fails is not called again."""
+        """Call TensorBoard and W&B, and say what they return. One that fails is not called again."""
         for name, service in list(self.services.items()):
             try:
-                getattr(service, method)(*arguments)
+                if note := getattr(service, method)(*arguments):
+                    self.say(note)
             except (Exception, SystemExit) as error:
                 del self.services[name]
                 self.say(f"warning: {name} failed ({described(error)}); going on without it")
@@ -323,6 +324,8 @@ class WandB:
             resume="allow",
             settings=wandb.Settings(console="off"),
         )
+        if self.run.step > start:
+            return f"note: W&B keeps its iterations {start} to {self.run.step - 1}; log.jsonl has the new figures"
 
     def log(self, record: dict):
         self.run.log(record, step=record["iter"])

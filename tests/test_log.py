@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import termios
@@ -14,6 +15,7 @@ import unicodedata
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import HOME, figures
@@ -407,3 +409,34 @@ def test_the_log_has_the_error_that_ended_the_run(tmp_path, error, last):
         raise error
     lines = (tmp_path / "log.txt").read_text().rstrip().splitlines()
     assert lines[-1] == last and (lines[0].startswith("Traceback") or len(lines) == 1)
+
+
+def test_what_wandb_keeps_of_repeated_iterations_is_said(tmp_path, monkeypatch):
+    """A stand-in that drops what is not later than what it has, as the service does."""
+    kept = {}
+
+    class Kept:
+        finish = lambda self: None  # noqa: E731
+        step = property(lambda self: max(kept, default=-1) + 1)
+
+        def log(self, record, step):
+            if step >= self.step:
+                kept[step] = record["loss"]
+
+    wandb = SimpleNamespace(init=lambda **_: Kept(), Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sft = replace(tiny(tmp_path)[0], eval_prompts=0, save_total_limit=9)
+
+    def trained(**changes):
+        prepared = prepare(replace(sft, resume="auto", **changes))
+        prepared.settings.report_to = ["wandb"]
+        train_sft.main(prepared)
+        return (Path(sft.out_dir) / "log.txt").read_text()
+
+    assert "note: W&B" not in trained() and "note: W&B" not in trained(max_iters=5)
+    for name in ("checkpoint-000004", "checkpoint-000005"):
+        shutil.rmtree(Path(sft.out_dir) / name)
+    note = "note: W&B keeps its iterations 2 to 4; log.jsonl has the new figures"
+    assert trained(max_iters=6, learning_rate=0.1).count(note) == 1
+    records = {record["iter"]: record["loss"] for record in read_log(sft.out_dir)}
+    assert [step for step in kept if kept[step] != records[step]] == [3, 4]  # the first of them began equal
