@@ -23,7 +23,8 @@ from pretrained.tensors import weight_files
 NAME = re.compile(r"(?!out/|models/)((\w[\w.-]*)/\w[\w.-]*)(?:@(.+))?")
 SNAPSHOT = re.compile(".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")  # in the cache
 FILES = """config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
-chat_template.jinja model.safetensors.index.json adapter_config.json adapter_model.safetensors""".split()
+chat_template.jinja additional_chat_templates/*.jinja model.safetensors.index.json adapter_config.json
+adapter_model.safetensors""".split()
 ADVICE = {  # the name of an error -> what is wrong and what to do; {0}: the repository, {1}: the error's first line
     "ModuleNotFoundError": "huggingface_hub cannot be imported ({1}): pip install huggingface_hub",
     "GatedRepoError": "is gated: accept its licence on https://huggingface.co/{0}, then run `hf auth login`",

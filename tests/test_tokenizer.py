@@ -508,14 +508,15 @@ def test_what_templates_can_use(tmp_path, source):
 def test_where_templates_stand(tmp_path):
     templates = [dict(name="tool_use", template="tool"), dict(name="default", template="the default")]
     assert rendered(tmp_path, templates) == "the default"
-    for tokenizer in (chat_of(tmp_path, templates[:1]), chat_of(tmp_path, None), BYTES):
+    assert rendered(tmp_path, templates[:1]) == "tool"  # rather than none
+    for tokenizer in (chat_of(tmp_path, [dict(name="rag", template="a")]), chat_of(tmp_path, None), BYTES):
         with pytest.raises(
             SnugError, match="prompts of messages need a model with a chat template: name one, such as --init_from="
         ):
             tokenizer.encode_prompt([user("")])
     with pytest.raises(SnugError, match="the chat template fails"):
         rendered(tmp_path, 5)
-    with pytest.raises(SnugError, match="tokenizer_config.json: chat_template must be a text or a list of named"):
+    with pytest.raises(SnugError, match="chat_template must be a text or a list of named"):
         chat_of(tmp_path, [{}])
     folder = folder_of(tmp_path, small(), chat_template="the file", tokenizer_config=dict(chat_template="the config"))
     ours = get_tokenizer(folder)
@@ -676,8 +677,8 @@ def test_replies_that_a_template_refuses(tmp_path):
     with pytest.raises(SnugError, match="need a model with a chat template"):
         BYTES.encode_reply([tool("5")], True)
     with pytest.raises(SnugError, match="the chat template fails"):
-        chat_of(tmp_path, "{% if %}").call_form  # noqa: B018
-    assert BYTES.call_form == chat_of(tmp_path, "{# tools #}tools").call_form == "inline"
+        chat_of(tmp_path, "{% if %}").chat.call_form  # noqa: B018
+    assert chat_of(tmp_path, "{# tools #}tools").chat.call_form == "inline"
 
 
 def test_prompts_may_be_transcripts(chats):
@@ -750,3 +751,61 @@ def test_template_variables_are_those_of_transformers_and_travel(tmp_path):
     ):
         with pytest.raises(SnugError, match="chat template has no variable|has no chat template"):
             tokenizer.set_template_kwargs({name: False})
+
+
+# -----------------------------------------------------------------------------
+# Several templates, the forms of calls, the end of a turn
+
+TOOL_USE = "{{- bos_token }}{%- macro said(m) %}{{ m.role + ': ' + m.content }}{%- endmacro %}"
+TOOL_USE += "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
+TOOL_USE += "{%- for t in tools %}{{ t | tojson }}\n{% endfor %}{%- for m in messages %}"
+TOOL_USE += "{%- if m.tool_calls %}<tool_call>{{ m.tool_calls[0].function | tojson }}</tool_call>"
+TOOL_USE += (
+    "{%- else %}{{ said(m) }}{%- endif %}<|user|>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}\n"
+)
+SHORT = "{%- macro said(m) %}{{ m.content }}{%- endmacro %}{% for m in messages %}<|user|>{{ said(m) }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("layout", ["a list", "files", "files before a list"])
+def test_with_tools_the_template_tool_use_is_taken(tmp_path, layout):
+    """As transformers does; also in what a run keeps and exports, with variables. It is said which are there."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    named = dict(default=SHORT, rag="{{ documents }}", tool_use=TOOL_USE)
+    listed = [dict(name=name, template=text) for name, text in named.items()]
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, bos_token="<b>")
+    parts = dict(tokenizer_config=config | dict(chat_template=listed))
+    if layout != "a list":
+        (tmp_path / "in/additional_chat_templates").mkdir(parents=True)
+        for name in ("rag", "tool_use"):
+            (tmp_path / f"in/additional_chat_templates/{name}.jinja").write_text(named[name])
+        parts = dict(tokenizer_config=config, chat_template=SHORT)
+    if layout == "files before a list":
+        parts["tokenizer_config"] = config | dict(chat_template=[dict(name="tool_use", template="the list")])
+    folder = folder_of(tmp_path / "in", added(small(), "<b>", "<|user|>"), **parts)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), get_tokenizer(folder)
+    [note] = [note for note in ours.notes if "templates" in note]
+    assert note.startswith("chat templates ") and note.endswith(": tool_use is for prompts with tools")
+    assert all(name in note for name in named)
+    ours.save(tmp_path / "out")
+    kept, exported = get_tokenizer(tmp_path / "out"), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    changed = get_tokenizer(folder)
+    changed.set_template_kwargs(dict(add_generation_prompt=False))  # which a prompt sets
+    messages = [user("Hi"), user("Ho", "assistant"), user("a")]
+    options = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
+    for tools in (None, [SCHEMA]):
+        expected = theirs.apply_chat_template(messages, tools=tools, **options)
+        for tokenizer in (ours, kept, changed):
+            tokenizer.chat.tools = tools
+            assert tokenizer.encode_prompt(messages) == expected
+        assert exported.apply_chat_template(messages, tools=tools, **options) == expected
+    assert ours.chat.call_form == "hermes" and "calc" in ours.decode(expected)
+
+
+def test_only_a_file_for_tools(tmp_path):
+    (tmp_path / "in/additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "in/additional_chat_templates/tool_use.jinja").write_text("{{ tools is none }}")
+    ours = get_tokenizer(folder_of(tmp_path / "in", small()))
+    ours.save(tmp_path / "out")
+    for tokenizer in (ours, get_tokenizer(tmp_path / "out")):
+        assert tokenizer.decode(tokenizer.encode_prompt([user("a")])) == "True"
+    assert ours.notes == ["chat templates tool_use: tool_use is for prompts with tools"]

@@ -46,6 +46,7 @@ class Tokenizer:
     bos          ids before a prompt of text
     files        {file name: bytes} to keep beside a checkpoint; empty for bytes and gpt2
     chat         writes messages as text; None without a chat template
+    notes        lines for a run's log
 
     Threads may share it.
 
@@ -60,7 +61,7 @@ class Tokenizer:
         """backend: a tokenizers.Tokenizer."""
         self.name, self.backend = name, backend
         self.stop_tokens, self.stop_token = stop_tokens, stop_tokens[0]
-        self.bos, self.chat, self.files = [], None, {}
+        self.bos, self.chat, self.files, self.notes = [], None, {}, []
         self.lock = threading.Lock()  # of the backend, from its flag to its ids
         self.n_vocab = 1 + max(backend.get_vocab().values())
         added = backend.get_added_tokens_decoder()
@@ -245,7 +246,10 @@ def tokenizer_of(folder, files) -> Tokenizer:
     if not tokenizer.bos and config.get("add_bos_token") is True and names.get("bos_token") in vocab:
         tokenizer.bos = [vocab[names["bos_token"]]]
 
-    template = template_of(folder, files, config)
+    template, several = template_of(folder, files, config)
+    if several:
+        files = files | {"chat_template.jinja": template.encode()}
+        tokenizer.notes.append(f"chat templates {several}: tool_use is for prompts with tools")
     now = None
     if "strftime_now" in str(template):
         today = datetime.now().date().isoformat()
@@ -272,15 +276,23 @@ def stop_ids(folder, backend, values):
 
 
 def template_of(folder, files, config):
-    """-> the chat template in chat_template.jinja or tokenizer_config.json, or None."""
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode(errors="replace")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        problem = "chat_template must be a text or a list of named ones"
-        with in_one_line(f"{folder / 'tokenizer_config.json'}: {problem}"):
-            return {item["name"]: item["template"] for item in template}.get("default")
-    return template
+    """-> (the chat template or None, the names if there are several); files come first, as for transformers.
+
+    Of several, one template is made that does what transformers does: tool_use with tools, otherwise default.
+    """
+    with in_one_line(f"{folder}: chat_template must be a text or a list of named ones"):
+        more = folder.glob("additional_chat_templates/*.jinja")
+        named = {file.stem: file.read_text(errors="replace") for file in more}
+        if "chat_template.jinja" in files:
+            named["default"] = files["chat_template.jinja"].decode(errors="replace")
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            named, template = named or {item["name"]: item["template"] for item in template}, None
+    default, tool_use = named.get("default"), named.get("tool_use")
+    if tool_use:
+        both = f"{{%- if tools %}}{tool_use}{{%- else %}}{default or tool_use}{{%- endif %}}"
+        return both, ", ".join(named)
+    return default or template, ""
 
 
 def read_files(folder, names):

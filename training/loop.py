@@ -184,7 +184,7 @@ def introduce(title, training, start, moved):
             f"max_prompt_length={settings.max_prompt_length} cuts off the beginning of {prepared.cut:,} of these "
             f"{count + task.size('test'):,} prompts; --drop_long_prompts drops them"
         )
-    for note in notes(model.device, settings):
+    for note in [*notes(model.device, settings), *prepared.tokenizer.notes]:
         say(note)
     if moved:
         say(
