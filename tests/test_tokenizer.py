@@ -670,9 +670,7 @@ def test_replies_that_a_template_refuses(tmp_path):
 
     only = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no\ntools') }}{% endif %}{{ m.content }}{% endfor %}"
     raises(only, "the chat template fails .TemplateError: no tools", [tool("5")])
-    raises(
-        "{{ messages[-1].content }}", "the chat template fails .it leaves out the text of the assistant", [tool("5")]
-    )
+    raises("{{ messages[-1].content }}", "the chat template fails .it leaves out a message", [tool("5")])
     raises("{{ messages }}", "a message's role must be a word", [user("5", "a b")])
     with pytest.raises(SnugError, match="need a model with a chat template"):
         BYTES.encode_reply([tool("5")], True)
@@ -809,3 +807,34 @@ def test_only_a_file_for_tools(tmp_path):
     for tokenizer in (ours, get_tokenizer(tmp_path / "out")):
         assert tokenizer.decode(tokenizer.encode_prompt([user("a")])) == "True"
     assert ours.notes == ["chat templates tool_use: tool_use is for prompts with tools"]
+
+
+def test_what_the_template_writes_behind_an_answer_ends_a_completion(tmp_path):
+    """A base model with ChatML, whose files name only <|endoftext|>. A checkpoint and an export keep it."""
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, chat_template=QWEN25)
+    generation = dict(
+        eos_token_id=tokenizers.Tokenizer.from_str(json.dumps(qwen_like())).token_to_id(END_OF_TEXT), top_k=5
+    )
+    folder = folder_of(tmp_path / "in", qwen_like(), tokenizer_config=config, generation_config=generation)
+    ours = get_tokenizer(folder)
+    first, end = ours.special[END_OF_TEXT], ours.special["<|im_end|>"]
+    assert ours.stop_tokens == (first, end) and ours.stop_token == first  # which training teaches
+    assert ours.notes == ["<|im_end|> ends a completion, too: the chat template writes it behind an answer"]
+    ours.save(tmp_path / "out")
+    kept = get_tokenizer(tmp_path / "out")
+    assert kept.stop_tokens == (first, end) and kept.notes == []
+    assert json.loads(kept.files["generation_config.json"]) == dict(eos_token_id=[first, end], top_k=5)
+    reply = ours.encode_reply([user("b")], True)
+    assert ours.encode_reply([user("b")], False) == [end, *reply]
+
+
+@pytest.mark.parametrize("name", TOOLED)
+def test_an_instruct_model_ends_as_its_files_say(tmp_path, name):
+    _, ours = tooled(tmp_path, name)
+    assert ours.stop_tokens == (ours.special[TOOLED[name][2]],) and ours.notes == []
+
+
+def test_a_template_without_an_end_adds_no_stop_token(tmp_path):
+    for source in (JOINED, "{% if %}", "{{ raise_exception('no') }}", "{{ messages[0].content }}<|user|>"):
+        ours = chat_of(tmp_path, source)
+        assert ours.stop_tokens == (256,) and ours.notes == []

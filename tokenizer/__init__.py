@@ -88,7 +88,7 @@ class Tokenizer:
         """
         if isinstance(prompt, str):
             return [*self.bos, *self.encode(prompt)]
-        return self.encode_messages(prompt)[0]
+        return self.encode_messages(prompt)
 
     def encode_reply(self, messages: list[dict], stopped: bool) -> list[int]:
         """Messages that answer a turn of the assistant -> the ids between this turn and the assistant's next one.
@@ -96,13 +96,11 @@ class Tokenizer:
         messages: such as [{"role": "tool", "name": "calc", "content": "5"}]. stopped: a stop token ended the turn, so
         the ids begin behind the template's own; otherwise they begin with it. Raises SnugError.
         """
-        ids, text = self.encode_messages(messages, TURN)
-        first = self.chat.spellings.search(text)
-        end = self.special[first[0]] if first else None
-        return ids[ids.index(end) + 1 :] if stopped and end in self.stop_tokens else ids
+        ids, end = self.encode_messages(messages, TURN), self.special.get(self.chat.end)
+        return ids[ids.index(end) + 1 :] if stopped and end in ids else ids
 
     def encode_messages(self, messages, before=()):
-        """-> (ids, what the template writes: Chat.render)."""
+        """-> the ids of what the template writes: Chat.render."""
         if self.chat is None:
             raise SnugError(
                 "prompts of messages need a model with a chat template: name one, such as "
@@ -110,11 +108,11 @@ class Tokenizer:
             )
         text = self.chat.render(messages, before)
         if BREAK not in text:
-            return self.encode(text, special=True), text
+            return self.encode(text, special=True)
         ids = []
         for piece in self.chat.spellings.split(text):
             ids += self.encode(piece.replace(BREAK, ""), special=piece in self.special)
-        return ids, text
+        return ids
 
     @property
     def call_form(self) -> str:
@@ -234,11 +232,6 @@ def tokenizer_of(folder, files) -> Tokenizer:
     model_config = read_json(folder, read_files(folder, ["config.json"]), "config.json")
     eos = vocab.get(names.get("eos_token"), model_config.get("eos_token_id"))
     stop_tokens = stop_ids(folder, backend, [eos, generation.get("eos_token_id")])
-    if names.get("eos_token") not in vocab:
-        # config.json, which may name it, is not kept beside a checkpoint, but generation_config.json is.
-        generation["eos_token_id"] = stop_tokens
-        files = files | {"generation_config.json": json.dumps(generation, indent=1).encode()}
-
     name = f"tokenizer.json@{hashlib.sha256(files['tokenizer.json']).hexdigest()[:12]}"
     tokenizer = Tokenizer(name, backend, stop_tokens)
     if 0 in probe.special_tokens_mask:
@@ -257,6 +250,16 @@ def tokenizer_of(folder, files) -> Tokenizer:
         now = datetime.fromisoformat(files[DATE].decode())
     if template:
         tokenizer.chat = Chat(template, names, tokenizer.special, now)
+        end = tokenizer.special.get(tokenizer.chat.end)
+        if end not in (None, *stop_tokens):
+            tokenizer.stop_tokens += (end,)
+            tokenizer.notes.append(
+                f"{tokenizer.chat.end} ends a completion, too: the chat template writes it behind an answer"
+            )
+    if names.get("eos_token") not in vocab or tokenizer.stop_tokens != stop_tokens:
+        # config.json, which may name it, is not kept beside a checkpoint, but generation_config.json is.
+        generation["eos_token_id"] = tokenizer.stop_tokens
+        files = files | {"generation_config.json": json.dumps(generation, indent=1).encode()}
     tokenizer.files = files
     return tokenizer
 

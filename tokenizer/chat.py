@@ -14,8 +14,9 @@ Tests: tests/test_tokenizer.py.
 import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 
 from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -68,24 +69,30 @@ class Chat:
             names = meta.find_undeclared_variables(make_environment().parse(self.source))
         return "llama" if "tools" in names else "inline"
 
-    def render(self, messages: list[dict], before: Iterable[dict] = ()) -> str:
+    @cached_property
+    def end(self) -> str | None:
+        """The first special token that the template writes behind an answer, if there is one."""
+        with suppress(SnugError, TypeError):
+            return self.spellings.search(self.render([], TURN, opens=False))[0]
+
+    def render(self, messages: list[dict], before: Iterable[dict] = (), opens=True) -> str:
         """[{"role": "user", "content": "Hi"}, ...] -> what the template writes, with BREAK where a message spells a
         special token.
 
-        before=TURN: only what it writes behind END. Raises SnugError for a role that is not a word or a template that
-        fails.
+        before=TURN: only what it writes behind END. opens: with the beginning of an answer. Raises SnugError for
+        a role that is not a word or a template that fails.
         """
         for message in messages:
             if not re.fullmatch(r"[A-Za-z0-9_-]+", message["role"]):
                 role = message["role"]
                 raise SnugError(f"a message's role must be a word, such as user, not {role!r:.60}")
         messages = [*before, *map(self.broken, messages)]
-        values = dict(messages=messages, tools=self.tools, documents=None, add_generation_prompt=True)
+        values = dict(messages=messages, tools=self.tools, documents=None, add_generation_prompt=opens)
         with in_one_line("the chat template fails"):
             self.template = self.template or make_environment().from_string(self.source)
             text = self.template.render(**self.variables | values)
         if before and END not in text:
-            raise SnugError("the chat template fails (it leaves out the text of the assistant)")
+            raise SnugError("the chat template fails (it leaves out a message)")
         return text.rpartition(END)[2]
 
     def broken(self, message: dict) -> dict:
