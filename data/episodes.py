@@ -106,7 +106,8 @@ class Episode:
         self.toolbox, self.tokenizer, self.environment = toolbox, toolbox.tokenizer, environment
         self.functions = toolbox.functions | ({} if environment is None else methods_of(environment))
         self.prompt = row["prompt"]
-        self.form = "inline" if isinstance(self.prompt, str) else self.tokenizer.call_form
+        is_text = isinstance(self.prompt, str) or not toolbox.schemas
+        self.form = "inline" if is_text else self.tokenizer.chat.call_form
         self.messages, self.turns = [], 0
         self.sampled = 0  # tokens that are in the messages
         self.written = 0  # tokens of answers

@@ -574,6 +574,34 @@ def test_what_tools_and_users_write_stays_text(form, chats, monkeypatch):
     json.dumps(messages, ensure_ascii=False).encode(), as_text(messages).encode()
 
 
+MISTRAL = """{{- bos_token }}{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+        {{- '[INST] ' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls %}
+        {{- '[TOOL_CALLS] [' }}{%- for call in message.tool_calls %}{{- call.function | tojson }}{%- endfor %}{{- ']</s>' }}
+    {%- else %}{{- ' ' + message.content + '</s>' }}{%- endif %}
+{%- endfor %}
+"""
+
+
+def test_a_template_with_another_form_of_calls_is_refused_at_the_start(tmp_path):
+    """By what it writes. Behind prompts of text, and without tools, it does not matter."""
+    config = dict(chat_template=MISTRAL, eos_token="<|im_end|>")
+    folder = folder_of(tmp_path / "mistral", qwen_like(), tokenizer_config=config)
+    wanted = r"^tools: the chat template ends a call as in 'OL_CALLS. .*arguments.*.</s>', a form that is not read here; leave out --"
+    with pytest.raises(SnugError, match=wanted):
+        prepared_for(tmp_path, folder, {}, tools=["calc"])
+    prepared_for(tmp_path, folder, {})
+    prepared = prepared_for(tmp_path, folder, {}, prompt="2+2=", tools=["calc"])
+    [row] = prepared.task.prompts("train", [0])
+    assert Episodes(prepared.toolbox, prepared.tokenizer, [row], 1).episodes[0].form == "inline"
+    talks = made_of(lambda self, **columns: None, reply=lambda self, text: "And?")
+    prepared = prepared_for(tmp_path, folder, dict(E=talks), environment="E")
+    [row] = prepared.task.prompts("train", [0])
+    assert Episodes(prepared.toolbox, prepared.tokenizer, [row], 1).episodes[0].form == "inline"  # no tools to call
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Limits
 

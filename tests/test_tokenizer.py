@@ -576,6 +576,10 @@ LLAMA31 = """{{- bos_token }}
 {%- for message in messages %}
     {%- if message.role == 'tool' %}
         {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}{{- message.content | tojson }}{{- '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + message.tool_calls[0].function.name + '", ' }}
+        {{- '"parameters": ' }}{{- message.tool_calls[0].function.arguments | tojson }}{{- '}<|eot_id|>' }}
     {%- else %}
         {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
     {%- endif %}
@@ -610,7 +614,7 @@ def test_turns_and_replies_are_the_ids_of_the_whole_conversation(name, tmp_path)
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     folder, ours = tooled(tmp_path, name)
     theirs, rng = transformers.AutoTokenizer.from_pretrained(folder), random.Random(7)
-    assert ours.call_form == TOOLED[name][-1]
+    assert ours.chat.call_form == TOOLED[name][-1]
     for trial in range(30):
         tools = [[SCHEMA], None][trial % 2]
         ours.chat.tools = tools
@@ -807,6 +811,57 @@ def test_only_a_file_for_tools(tmp_path):
     for tokenizer in (ours, get_tokenizer(tmp_path / "out")):
         assert tokenizer.decode(tokenizer.encode_prompt([user("a")])) == "True"
     assert ours.notes == ["chat templates tool_use: tool_use is for prompts with tools"]
+
+
+START = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% if m.tool_calls %}"
+    "{{ 'assistant\n\n' }}{% for c in m.tool_calls %}{% set f = c.function %}"
+)
+FINISH = (
+    "{% endfor %}{% else %}{{ m.role + ' ' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+WRITTEN = {  # family: how its template writes a call, the form or what the refusal shows
+    "Qwen2.5": (
+        r"""{{ '<tool_call>\n{"name": "' + f.name + '", "arguments": ' }}{{ f.arguments | tojson }}{{ '}\n</tool_call>' }}""",
+        "hermes",
+    ),
+    "Hermes 3": ("<tool_call>\n{{ f | tojson }}\n</tool_call>", "hermes"),
+    "Llama 3.2": ("""{{ '{"name": "' + f.name + '", "parameters": ' }}{{ f.arguments | tojson }}{{ '}' }}""", "llama"),
+    "SmolLM3": ("{# <tool_call> #}", "hermes"),
+    "Mistral": ("[TOOL_CALLS] [{{ f | tojson }}]", "arguments"),
+    "DeepSeek V3.1": ("<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}", "tool▁sep"),
+    "DeepSeek V3": ("{{ '```json\n' + f.arguments }}", "the chat template fails .TypeError"),
+    "gpt-oss": (
+        "to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}",
+        "<.message.>",
+    ),
+    "Granite 3": ("<|tool_call|>[{{ f | tojson }}]", "arguments"),
+    "Phi-4-mini": ("<|tool_call|>{{ f | tojson }}<|/tool_call|>", "/tool_call"),
+    "functools": ("""functools[{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}]""", "parameters"),
+    "Qwen3-Coder": (
+        "<tool_call>\n<function={{ f.name }}>\n<parameter=key>\n5\n</parameter>\n</function>\n</tool_call>",
+        "</fu",
+    ),
+    "GLM 4.5": ("<tool_call>{{ f.name }}\n<arg_key>key</arg_key>\n<arg_value>5</arg_value>\n</tool_call>", "arg_value"),
+    "LFM2": ("<|tool_call_start|>[{{ f.name }}(key='5')]<|tool_call_end|>", "tool_call_end"),
+    "no calls": ("", "assistant"),
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_the_form_of_calls_is_what_the_template_writes(tmp_path, family):
+    """Another form is refused in one line that shows it, where a prompt describes tools. Other prompts may use it."""
+    written, expected = WRITTEN[family]
+    ours = chat_of(tmp_path, START + written + FINISH)
+    without = ours.encode_prompt([user("a")])
+    ours.chat.tools = [SCHEMA]
+    if expected in ("hermes", "llama"):
+        assert ours.chat.call_form == expected and len(ours.encode_prompt([user("a")])) > len(without)
+        return
+    with pytest.raises(SnugError, match=expected) as error:
+        ours.encode_prompt([user("a")])
+    assert "\n" not in str(error.value) and len(str(error.value)) < 260
 
 
 def test_what_the_template_writes_behind_an_answer_ends_a_completion(tmp_path):

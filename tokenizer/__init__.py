@@ -114,11 +114,6 @@ class Tokenizer:
             ids += self.encode(piece.replace(BREAK, ""), special=piece in self.special)
         return ids
 
-    @property
-    def call_form(self) -> str:
-        """How the model writes calls of tools: hermes, llama or inline; see data/tools.py. Raises SnugError."""
-        return self.chat.call_form if self.chat else "inline"
-
     def set_template_kwargs(self, variables: dict):
         """Set variables of the chat template, such as {"enable_thinking": False}, for prompts and for `files`."""
         if variables and self.chat is None:

@@ -29,6 +29,13 @@ BREAK = "\udffe"
 END = "\udfff"
 TURN = (dict(role="user", content="x"), dict(role="assistant", content=END))
 
+PROBE = dict(name="probe", arguments=dict(key="5"))
+CALL = dict(role="assistant", content="", tool_calls=[dict(id="call00000", function=PROBE)])
+FORMS = {  # what a template writes for CALL
+    "hermes": r'<tool_call>\s*{[^<]*"probe"[^<]*}\s*</tool_call>',
+    "llama": r'\s{"name": "probe", "parameters": ',
+}
+
 
 class Chat:
     """source: the template. names: {"bos_token": "<s>", ...} for it. special: spellings of special tokens.
@@ -60,14 +67,27 @@ class Chat:
         if not self.source.startswith(defaults):  # a resumed run's template has them already
             self.source, self.template = defaults + self.source, None
 
-    @property
+    @cached_property
     def call_form(self) -> str:
-        """How the model writes calls of tools, by its template: hermes, llama or inline; see data/tools.py."""
-        if "<tool_call>" in self.source:
-            return "hermes"
+        """How the model writes calls of tools, as the template itself does: hermes, llama or inline; see data/tools.py.
+
+        Raises SnugError for another form.
+        """
         with in_one_line("the chat template fails"):
             names = meta.find_undeclared_variables(make_environment().parse(self.source))
-        return "llama" if "tools" in names else "inline"
+        if "tools" not in names:
+            return "inline"
+        text = self.render([TURN[0], CALL], opens=False)
+        for form, pattern in FORMS.items():
+            if re.search(pattern, text):
+                return form
+        # SmolLM3's template only describes calls.
+        if "probe" not in text and "<tool_call>" in self.source:
+            return "hermes"
+        raise SnugError(
+            f"tools: the chat template ends a call as in {text[-60:]!r}, a form that is not read here; leave out --tools "
+            "and --environment, or write the prompts as text"
+        )
 
     @cached_property
     def end(self) -> str | None:
@@ -86,6 +106,8 @@ class Chat:
             if not re.fullmatch(r"[A-Za-z0-9_-]+", message["role"]):
                 role = message["role"]
                 raise SnugError(f"a message's role must be a word, such as user, not {role!r:.60}")
+        if self.tools and opens:
+            assert self.call_form  # refuses another form
         messages = [*before, *map(self.broken, messages)]
         values = dict(messages=messages, tools=self.tools, documents=None, add_generation_prompt=opens)
         with in_one_line("the chat template fails"):
