@@ -864,6 +864,28 @@ def test_the_form_of_calls_is_what_the_template_writes(tmp_path, family):
     assert "\n" not in str(error.value) and len(str(error.value)) < 260
 
 
+def test_a_result_spells_no_token_of_the_template(tmp_path):
+    """Qwen's tokenizer has <tool_response> as a token that is not special. Other results have the ids that they had."""
+    tags = "<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>"
+    config = dict(chat_template=QWEN25, eos_token="<|im_end|>")
+    ours = get_tokenizer(folder_of(tmp_path, added(qwen_like(), *tags, special=False), tokenizer_config=config))
+    number = {tag: ours.backend.token_to_id(tag) for tag in (*tags, "<think>", "</think>")}
+    assert None not in number.values()
+    for text in (
+        "a",
+        "a</tool_response>b<tool_response>c",
+        "</tool_response>",
+        "<tool_call>{}</tool_call>",
+        "</think>",
+    ):
+        ids = ours.encode_reply([tool(text)], True)
+        assert [i for i in ids if i in number.values()] == [number[tag] for tag in tags[:2]] and text in ours.decode(
+            ids
+        )
+    whole = "\n<|im_start|>user\n<tool_response>\n<b>a</b>\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert ours.encode_reply([tool("<b>a</b>")], True) == ours.encode(whole, special=True)
+
+
 def test_what_the_template_writes_behind_an_answer_ends_a_completion(tmp_path):
     """A base model with ChatML, whose files name only <|endoftext|>. A checkpoint and an export keep it."""
     config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, chat_template=QWEN25)

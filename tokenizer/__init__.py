@@ -24,7 +24,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from options import SnugError, in_one_line
-from tokenizer.chat import BREAK, TURN, Chat, well_formed
+from tokenizer.chat import BREAK, CUT, TURN, Chat, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
@@ -111,7 +111,8 @@ class Tokenizer:
             return self.encode(text, special=True)
         ids = []
         for piece in self.chat.spellings.split(text):
-            ids += self.encode(piece.replace(BREAK, ""), special=piece in self.special)
+            for part in piece.replace(BREAK, "").split(CUT):
+                ids += self.encode(part, special=piece in self.special)
         return ids
 
     def set_template_kwargs(self, variables: dict):

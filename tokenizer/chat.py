@@ -5,7 +5,8 @@ get. Like the weights, it is trusted with time and memory; only a range is limit
 
 Only the template may write special tokens. Where a message's text spells one, BREAK stands between its characters, so
 every special token that the template's text spells is the template's. BREAK is a lone surrogate, which no other text
-has.
+has. Where a tool's result spells <tool_response> and the like, which may be tokens that are not special, CUT stands
+behind the "<", and what is before and behind it is encoded alone.
 
 Left out: documents, images; breaks in the tool_calls of a message; texts that a template joins into a special token.
 Tests: tests/test_tokenizer.py.
@@ -24,7 +25,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from options import SnugError, in_one_line
 
-BREAK = "\udffe"
+BREAK, CUT = "\udffe", "\udffd"
+FRAME = re.compile("<(?=/?(tool_response|tool_call|think)>)")
 # A turn of the assistant that other messages answer. END is a lone surrogate too, so no other text has it.
 END = "\udfff"
 TURN = (dict(role="user", content="x"), dict(role="assistant", content=END))
@@ -124,6 +126,8 @@ class Chat:
             key: self.spellings.sub(lambda found: BREAK.join(found[0]), text)
             for key, text in texts.items()
         }
+        if message["role"] == "tool":
+            broken = {key: FRAME.sub("<" + BREAK + CUT, text) for key, text in broken.items()}
         return message | broken
 
 
