@@ -149,7 +149,8 @@ class Episode:
     def listen(self, ids):
         """Add a turn to the messages."""
         text = self.tokenizer.decode(ids)
-        content, calls = parse_calls(text, self.form, self.toolbox.schemas)
+        thinks = self.form != "inline" and self.tokenizer.chat.thinks
+        content, calls = parse_calls(text, self.form, self.toolbox.schemas, thinks)
         turn = dict(role="assistant", content=content)
         self.messages.append(turn | dict(tool_calls=calls) if calls else turn)
         self.turns += 1

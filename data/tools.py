@@ -8,11 +8,14 @@
 A tool has type hints and a docstring with "Args:", as for TRL and transformers. `calc` and `python` are built in.
 An environment is an object with state, one for each completion: its public methods are its tools, as in TRL.
 
-A model writes a call in the form that its chat template teaches (Chat.call_form):
+A model writes a call in the form that its chat template writes (Chat.call_form):
 
     hermes  <tool_call>{"name": "calc", "arguments": {"expression": "1+1"}}</tool_call>, any number of them
     llama   {"name": "calc", "parameters": {"expression": "1+1"}}, and nothing else in the turn; several behind ";"
     inline  <calc>1+1</calc> at the end of the turn
+
+What a model writes is read leniently where only one reading is possible: read_calls. In hermes and llama a thought has
+no calls. It begins with <think>, before any call or at the end of the prompt, and ends with the last </think>.
 
 Left out: hints of tuples, Enums and unions, "(choices: ...)" in docstrings; other forms of calls, such as Mistral's;
 checks of an argument's type. A tool can do whatever Python can, so name only code that you trust.
@@ -33,6 +36,7 @@ import threading
 import traceback
 import types
 import typing
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -211,50 +215,84 @@ def methods_of(environment) -> dict[str, Callable]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Calls in text
 
+DECODER = json.JSONDecoder(strict=False)  # code in a string may have raw newlines
+BETWEEN = re.compile(r"[\s;,}]*")  # models may close one brace too many
+FENCE = re.compile(r"\A\s*```\w*|```\s*\Z")
+warnings.filterwarnings("ignore", module="<unknown>")  # of literal_eval
 
-def parse_calls(text: str, form: str, schemas: Sequence[dict]) -> tuple[str, list[dict]]:
+
+def parse_calls(text: str, form: str, schemas: Sequence[dict], thinks=False) -> tuple[str, list[dict]]:
     """What a model wrote -> (the text outside calls, [{"type": "function", "function": {"name", "arguments"}}, ...]).
 
-    form: Chat.call_form. schemas: those of the tools. A call that cannot be read has the name "" and a further key
-    "error", a text for the model. The text is untrusted; the time grows with its length. Never raises.
+    form: Chat.call_form. schemas: those of the tools. thinks: the prompt ends with <think>. A call that cannot be read
+    has the name "" and a further key "error", a text for the model. The text is untrusted; the time grows with its
+    length. Never raises.
     """
+    if form == "inline":
+        return parse_inline(text, schemas)
+    thought = ""
+    if thinks or "<think>" in text.partition("<tool_call>")[0].partition('{"')[0]:
+        before, end, text = text.rpartition("</think>")
+        thought = before + end
+        if not end:  # the thought goes on
+            return text.strip(), []
     if form == "hermes":
         pieces = re.split(r"(?s)<tool_call>(.*?)(?:</tool_call>|\Z)", text)
-        return "".join(pieces[::2]).strip(), [call for block in pieces[1::2] for call in read_calls(block)]
-    if form == "llama":
-        calls = read_calls(text.strip().removeprefix("<|python_tag|>"))
-        return (text.strip(), []) if "error" in calls[0] else ("", calls)
-    # inline: at most one call, the last, because the turn ends where it does
+        calls = [call for block in pieces[1::2] for call in read_calls(block)]
+        return (thought + "".join(pieces[::2])).strip(), calls
+    calls = read_calls(text.strip().removeprefix("<|python_tag|>"))
+    return ((thought + text).strip(), []) if "error" in calls[0] else (thought.strip(), calls)
+
+
+def parse_inline(text: str, schemas) -> tuple[str, list[dict]]:
+    """At most one call, the last, because the turn ends where it does."""
+    start, _, rest = text.rpartition("</")
+    name = rest.partition(">")[0]
+    before, tag, argument = start.rpartition(f"<{name}>")
     tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
-    end, name = max(((text.rfind(f"</{name}>"), name) for name in tools), default=(-1, ""))
-    before, tag, argument = text[: max(end, 0)].rpartition(f"<{name}>")
-    if not tag:
+    if not tag or name not in tools:
         return text.strip(), []
-    kinds = tools[name]["properties"].items()
-    texts = [key for key, kind in kinds if kind.get("type") == "string"]
-    if texts and len(tools[name].get("required", [])) < 2:
-        argument = json.dumps({texts[0]: argument})
-    return before.strip(), read_calls(f'{{"name": "{name}", "arguments": {argument}}}')
+    calls = read_calls(f'{{"name": "{name}", "arguments": {argument}}}')
+    properties, required = tools[name]["properties"], tools[name].get("required", [])
+    texts = [key for key in required or properties if properties[key].get("type") == "string"]
+    if texts and len(required) < 2 and not properties.keys() & calls[0]["function"]["arguments"]:
+        calls = read_calls(json.dumps(dict(name=name, arguments={texts[0]: argument})))
+    return before.strip(), calls
 
 
 def read_calls(text: str) -> list[dict]:
-    """JSON objects with a name and arguments, separated by ";" -> calls; one call with an error if that fails."""
-    text, at, calls = text.strip(), 0, []
-    try:
-        while at < len(text) or not calls:
-            value, at = json.JSONDecoder().raw_decode(text, at)
-            value = value if isinstance(value, dict) else {}
-            name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                raise ValueError
-            # Files of a run can hold neither NaN nor a lone surrogate.
-            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-            calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
-            at = re.compile(r"[\s;]*").match(text, at).end()
-        return calls
-    except (ValueError, RecursionError):
-        problem = 'a call must be a JSON object with "name" and "arguments", which must be an object'
-        return [{"type": "function", "function": {"name": "", "arguments": {}}, "error": problem}]
+    """JSON objects with a name and arguments -> calls; one call with an error if that fails.
+
+    Also as Python prints them, with single quotes, or with a comma behind the last item. Nothing is executed.
+    """
+    text = FENCE.sub("", text).strip("[],; \n\r\t")  # it may be a list
+    for read in (json_values, lambda text: ast.literal_eval(f"({text},)")):
+        with suppress(Exception):
+            return list(map(call_of, read(text)))
+    problem = 'a call must be a JSON object with "name" and "arguments", which must be an object'
+    return [{"type": "function", "function": {"name": "", "arguments": {}}, "error": problem}]
+
+
+def json_values(text: str) -> list:
+    """Raises an error if there is none, or other text."""
+    values, at = [], 0
+    while at < len(text) or not values:
+        value, at = DECODER.raw_decode(text, at)
+        values.append(value)
+        at = BETWEEN.match(text, at).end()
+    return values
+
+
+def call_of(value: dict) -> dict:
+    """An object with a name and arguments, as models write it -> a call. Raises an error for other values."""
+    value = value.get("function", value)
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = DECODER.decode(arguments)
+    function = dict(name=value["name"] + "", arguments={**arguments})
+    # Files of a run can hold neither NaN nor a lone surrogate.
+    text = json.dumps(function, allow_nan=False, ensure_ascii=False).encode()
+    return {"type": "function", "function": json.loads(text)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -574,6 +574,19 @@ def test_what_tools_and_users_write_stays_text(form, chats, monkeypatch):
     json.dumps(messages, ensure_ascii=False).encode(), as_text(messages).encode()
 
 
+def test_a_call_in_a_thought_is_not_made(folders, tmp_path, monkeypatch):
+    """Whether the model opened it, or the template, as R1's does. What was written stays in the message."""
+    opening = HERMES.replace("assistant\\n' }}{%- endif %}\n", "assistant\\n<think>\\n' }}{%- endif %}\n")
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=opening, eos_token="<|im_end|>")
+    opens = get_tokenizer(folder_of(tmp_path, qwen_like(), tokenizer_config=config))
+    aside, real = hermes("calc", expression="1+1"), hermes("calc", expression="6*7")
+    for tokenizer, begin in ((get_tokenizer(folders["hermes"]), "<think>"), (opens, "")):
+        thought = f"{begin}maybe {aside} or <tool_call> then</think>"
+        messages, _, episodes = talk(monkeypatch, tokenizer, f"{thought}\n{real}", f"{begin}so {aside}")
+        assert messages == [assistant(thought, SUM), tool("42"), assistant(f"{begin}so {aside}")]
+        assert episodes.figures()["tool_errors"] == [0]
+
+
 MISTRAL = """{{- bos_token }}{%- for message in messages %}
     {%- if message.role == 'user' %}
         {%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}

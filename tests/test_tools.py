@@ -378,6 +378,251 @@ def test_every_form_of_every_value_is_read():
         assert parse_calls(f"x <search>{texts[1]}</search>", "inline", SCHEMAS) == ("x", wanted[1:])
 
 
+# What models write, as their cards, the parsers of servers and reports about them have it; SUM is the right reading, UNREAD
+# the error that the model reads. F: the start of an object, up to its arguments.
+SUM, CODE, UNREAD = (
+    call("calc", expression="1+1"),
+    call("python", code="a=1\nprint(a)\t#"),
+    "a call must be a JSON object",
+)
+F, ARGS = '{"name": "calc", "arguments": ', '{"expression": "1+1"}'
+CORPUS = [  # what it is, form, text, content, calls or an error
+    ("Qwen2.5, Qwen3, Hermes", "hermes", f"<tool_call>\n{F}{ARGS}}}\n</tool_call>", "", [SUM]),
+    ("text before", "hermes", f"Let me see.\n\n<tool_call>\n{F}{ARGS}}}\n</tool_call>", "Let me see.", [SUM]),
+    ("text behind", "hermes", f"<tool_call>{F}{ARGS}}}</tool_call>\nDone.", "Done.", [SUM]),
+    ("two blocks", "hermes", f"<tool_call>{F}{ARGS}}}</tool_call>\n<tool_call>{F}{ARGS}}}</tool_call>", "", [SUM] * 2),
+    ("two calls in a block", "hermes", f"<tool_call>\n{F}{ARGS}}}\n{F}{ARGS}}}\n</tool_call>", "", [SUM] * 2),
+    ("a comma between them", "hermes", f"<tool_call>{F}{ARGS}}},\n{F}{ARGS}}}</tool_call>", "", [SUM] * 2),
+    ("a list of calls", "hermes", f"<tool_call>[{F}{ARGS}}}, {F}{ARGS}}}]</tool_call>", "", [SUM] * 2),
+    ("no closing tag", "hermes", f"<tool_call>\n{F}{ARGS}}}", "", [SUM]),
+    (
+        "Hermes 2 Pro: arguments first",
+        "hermes",
+        f'<tool_call>{{"arguments": {ARGS}, "name": "calc"}}</tool_call>',
+        "",
+        [SUM],
+    ),
+    ("parameters", "hermes", f'<tool_call>{{"name": "calc", "parameters": {ARGS}}}</tool_call>', "", [SUM]),
+    ("arguments as a text", "hermes", f"<tool_call>{F}{json.dumps(ARGS)}}}</tool_call>", "", [SUM]),
+    ("a text that is no object", "hermes", f'<tool_call>{F}"1+1"}}</tool_call>', "", UNREAD),
+    ("OpenAI's object", "hermes", f'<tool_call>{{"type": "function", "function": {F}{ARGS}}}}}</tool_call>', "", [SUM]),
+    ("a code fence", "hermes", f"<tool_call>\n```json\n{F}{ARGS}}}\n```\n</tool_call>", "", [SUM]),
+    ("one brace too many", "hermes", f"<tool_call>{F}{ARGS}}}}}\n</tool_call>", "", [SUM]),
+    (
+        "a comma behind the last item",
+        "hermes",
+        '<tool_call>{"name": "calc", "arguments": {"expression": "1+1",},}</tool_call>',
+        "",
+        [SUM],
+    ),
+    (
+        "single quotes",
+        "hermes",
+        "<tool_call>{'name': 'calc', 'arguments': {'expression': '1+1'}}</tool_call>",
+        "",
+        [SUM],
+    ),
+    (
+        "single quotes, two calls",
+        "hermes",
+        f"<tool_call>[{SUM['function']}, {SUM['function']}]</tool_call>",
+        "",
+        [SUM] * 2,
+    ),
+    (
+        "Python's None and tuple",
+        "hermes",
+        "<tool_call>{'name': 'f', 'arguments': {'a': (None, True)}}</tool_call>",
+        "",
+        [call("f", a=[None, True])],
+    ),
+    (
+        "an escape that JSON lacks",
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "\\d"}}</tool_call>',
+        "",
+        [call("f", a="\\d")],
+    ),
+    (
+        "raw newline and tab",
+        "hermes",
+        '<tool_call>{"name": "python", "arguments": {"code": "a=1\nprint(a)\t#"}}</tool_call>',
+        "",
+        [CODE],
+    ),
+    (
+        "raw newline in a text",
+        "hermes",
+        '<tool_call>{"name": "python", "arguments": "{\\"code\\": \\"a=1\nprint(a)\t#\\"}"}</tool_call>',
+        "",
+        [CODE],
+    ),
+    (
+        "quotes without a backslash",
+        "hermes",
+        '<tool_call>{"name": "python", "arguments": {"code": "print("a")"}}</tool_call>',
+        "",
+        UNREAD,
+    ),
+    ("cut off", "hermes", '<tool_call>{"name": "calc", "arguments": {"expression": "1+', "", UNREAD),
+    ("no name", "hermes", f'<tool_call>{{"arguments": {ARGS}}}</tool_call>', "", UNREAD),
+    ("no arguments", "hermes", '<tool_call>{"name": "calc"}</tool_call>', "", UNREAD),
+    ("NaN", "hermes", f'<tool_call>{F}{{"expression": NaN}}}}</tool_call>', "", UNREAD),
+    ("deep", "hermes", f"<tool_call>{F}{'[' * 9999}</tool_call>", "", UNREAD),
+    (
+        "code, not data",
+        "hermes",
+        "<tool_call>{'name': 'f', 'arguments': {'a': open('/tmp/x', 'w')}}</tool_call>",
+        "",
+        UNREAD,
+    ),
+    (
+        "Qwen3-Coder",
+        "hermes",
+        "<tool_call><function=calc><parameter=expression>1+1</parameter></function></tool_call>",
+        "",
+        UNREAD,
+    ),
+    (
+        "a tool that does not exist",
+        "hermes",
+        f'<tool_call>{{"name": "sum", "arguments": {ARGS}}}</tool_call>',
+        "",
+        "there is no tool sum; the tools are calc, python",
+    ),
+    (
+        "an argument that does not exist",
+        "hermes",
+        f'<tool_call>{F}{{"text": "1+1"}}}}</tool_call>',
+        "",
+        "unexpected keyword argument 'text'",
+    ),
+    ("Llama 3.1", "llama", f'{{"name": "calc", "parameters": {ARGS}}}', "", [SUM]),
+    ("Llama 3.1, a tag", "llama", f'<|python_tag|>{{"name": "calc", "parameters": {ARGS}}}', "", [SUM]),
+    (
+        "Llama 3.2, two calls",
+        "llama",
+        f'{{"name": "calc", "parameters": {ARGS}}}; {{"name": "calc", "parameters": {ARGS}}}',
+        "",
+        [SUM] * 2,
+    ),
+    ("Llama 3.1, a type", "llama", f'{{"type": "function", "name": "calc", "parameters": {ARGS}}}', "", [SUM]),
+    ("Llama 4, a list", "llama", f'[{{"name": "calc", "parameters": {ARGS}}}]', "", [SUM]),
+    ("Llama, a code fence", "llama", f'```json\n{{"name": "calc", "parameters": {ARGS}}}\n```', "", [SUM]),
+    ("Llama, raw newline", "llama", '{"name": "python", "parameters": {"code": "a=1\nprint(a)\t#"}}', "", [CODE]),
+    ("Llama, an answer in JSON", "llama", '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
+    ("Llama, cut off", "llama", '{"name": "calc", "para', '{"name": "calc", "para', []),
+    ("inline", "inline", "1+1 = <calc>1+1</calc>", "1+1 =", [SUM]),
+    ("inline, an object", "inline", f"<calc>{ARGS}</calc>", "", [SUM]),
+    ("inline, code", "inline", "<python>a=1\nprint(a)\t#</python>", "", [CODE]),
+    ("inline, a dictionary in code", "inline", '<python>{"a": 1}</python>', "", [call("python", code='{"a": 1}')]),
+]
+
+
+@pytest.mark.parametrize("form, text, content, expected", [row[1:] for row in CORPUS], ids=[row[0] for row in CORPUS])
+def test_what_models_write_is_read_or_answered_with_an_error(form, text, content, expected):
+    functions = dict(calc=TOOLS["calc"], python=TOOLS["python"])
+    found, calls = parse_calls(text, form, list(map(schema_of, functions.values())))
+    assert found == content
+    if isinstance(expected, list):
+        assert calls == expected
+    else:
+        [bad] = calls
+        answer, failed = call_tool(functions, bad, 5)
+        assert failed and expected in answer and len(answer) < 200
+
+
+def test_reading_a_call_prints_nothing():
+    """Python warns of escapes that it does not know, and of other text."""
+    code = "from data.tools import read_calls\nfor text in TEXTS:\n    print(read_calls(text)[0]['function'])"
+    texts = ['{"name": "f", "arguments": {"a": "\\d"}}', "1if 1else 1"]
+    code = code.replace("TEXTS", repr(texts))
+    done = subprocess.run([sys.executable, "-W", "default", "-c", code], text=True, capture_output=True, check=True)
+    assert done.stdout.splitlines() == [str(dict(name="f", arguments=dict(a="\\d"))), str(dict(name="", arguments={}))]
+    assert not done.stderr
+
+
+REAL, ASIDE = hermes("calc", expression="2+2"), hermes("calc", expression="1+1")
+TWO = [call("calc", expression="2+2")]
+LLAMA = [json.dumps(dict(name="calc", parameters=dict(expression=text))) for text in ("1+1", "2+2")]
+THOUGHTS = [  # form, does the prompt end with <think>, text, content, calls
+    ("hermes", False, f"<think>maybe {ASIDE}</think>{REAL}", f"<think>maybe {ASIDE}</think>", TWO),
+    ("hermes", True, f"maybe {ASIDE}</think>\n\n{REAL}", f"maybe {ASIDE}</think>", TWO),
+    (
+        "hermes",
+        False,
+        f"<think>I write <tool_call> now.</think>\n{REAL} ok",
+        "<think>I write <tool_call> now.</think>\n ok",
+        TWO,
+    ),
+    ("hermes", True, f"I write <tool_call> now.</think>{REAL}", "I write <tool_call> now.</think>", TWO),
+    (
+        "hermes",
+        False,
+        f"<think>a</think>b<think>{ASIDE}</think>{REAL}",
+        f"<think>a</think>b<think>{ASIDE}</think>",
+        TWO,
+    ),
+    ("hermes", False, f"So. <think>hm {REAL}", f"So. <think>hm {REAL}", []),
+    ("hermes", True, f"hm {REAL}", f"hm {REAL}", []),
+    ("hermes", True, "hm</think>4", "hm</think>4", []),
+    ("hermes", False, "<think>\n\n</think>\n\n" + REAL, "<think>\n\n</think>", TWO),
+    # No thought was opened: the tags are what the call is about.
+    ("hermes", False, hermes("f", code="'</think>'"), "", [call("f", code="'</think>'")]),
+    ("hermes", False, hermes("f", code="'<think>'"), "", [call("f", code="'<think>'")]),
+    ("llama", False, f"<think>maybe {LLAMA[0]}</think>\n{LLAMA[1]}", f"<think>maybe {LLAMA[0]}</think>", TWO),
+    ("llama", True, f"{LLAMA[0]}</think>{LLAMA[1]}", f"{LLAMA[0]}</think>", TWO),
+    ("llama", True, LLAMA[0], LLAMA[0], []),
+    ("llama", False, '{"name": "f", "parameters": {"a": "<think>"}}', "", [call("f", a="<think>")]),
+    ("inline", True, "hm <calc>2+2</calc>", "hm", TWO),  # the turn ends there, in a thought, too
+]
+
+
+@pytest.mark.parametrize("form, thinks, text, content, calls", THOUGHTS)
+def test_a_thought_has_no_calls(form, thinks, text, content, calls):
+    """It ends with the last </think>."""
+    assert parse_calls(text, form, SCHEMAS, thinks) == (content, calls)
+
+
+def two(a: int, b: str = "x"):
+    """Two.
+
+    Args:
+        a: a number
+        b: a text
+    """
+
+
+def named(query: str, top: int = 3, place: str = ""):
+    """Search.
+
+    Args:
+        query: words
+        top: how many
+        place: where
+    """
+
+
+INLINE = [
+    ('<two>{"a":1}</two>', call("two", a=1)),
+    ('<two>{"a": 1, "b": "y"}</two>', call("two", a=1, b="y")),
+    ("<named>a b</named>", call("named", query="a b")),
+    ('<named>{"top": 5, "query": "q"}</named>', call("named", query="q", top=5)),
+    ('<named>{"other": 5}</named>', call("named", query='{"other": 5}')),
+    ("<named>{}</named>", call("named", query="{}")),
+]
+
+
+@pytest.mark.parametrize("text, expected", INLINE)
+def test_the_text_of_a_tag_is_the_required_argument_or_all_arguments(text, expected):
+    assert parse_calls(text, "inline", [schema_of(two), schema_of(named)])[1] == [expected]
+
+
+def test_a_text_for_a_number_is_an_error():
+    [bad] = parse_calls("<two>five</two>", "inline", [schema_of(two)])[1]
+    assert "a call must be a JSON object" in bad["error"]
+
+
 DEEP = '{"name": "f", "arguments": {"a": ' + "[" * 50_000
 BAD = [
     "",
@@ -392,7 +637,7 @@ BAD = [
     '{"name": "f", "arguments": []}',
 ]
 BAD += [
-    '{"name": "f", "arguments": "{}"}',
+    '{"name": "f", "arguments": "[]"}',
     '{"name": null, "arguments": {}}',
     DEEP,
     '{"name": "\\ud800", "arguments": {}}',

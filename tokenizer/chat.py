@@ -92,6 +92,11 @@ class Chat:
         )
 
     @cached_property
+    def thinks(self) -> bool:
+        """Does a prompt end within a thought?"""
+        return self.render([TURN[0]]).rstrip().endswith("<think>")
+
+    @cached_property
     def end(self) -> str | None:
         """The first special token that the template writes behind an answer, if there is one."""
         with suppress(SnugError, TypeError):
