@@ -28,7 +28,7 @@ from itertools import compress
 
 from data import imported
 from data.tools import NONE, call_tool, load_tools, methods_of, parse_calls, schema_of
-from options import SnugError, option
+from options import SnugError, in_one_line, option
 
 CUT = " [cut]"
 LONGEST_TOKEN = 32  # characters; encoding 10 MB would take long
@@ -73,8 +73,9 @@ class Toolbox:
         """They are made once and reset for each episode, as in TRL. Without a class: None each."""
         if self.make_environment is None:
             return [None] * n
-        while len(self.environments) < n:
-            self.environments.append(self.make_environment())
+        with in_one_line(f"environment={self.settings.environment}: cannot be made"):
+            while len(self.environments) < n:
+                self.environments.append(self.make_environment())
         return self.environments[:n]
 
     def reward_functions(self) -> list[Callable]:
@@ -172,10 +173,11 @@ class Episode:
         return self.tokenizer.decode(ids[:most]) + CUT
 
     def encode(self, answers: list[dict], stopped: bool) -> list[int]:
-        if isinstance(self.prompt, str) or self.form == "inline" and answers[0]["role"] == "tool":
-            is_result = answers[0]["role"] == "tool"  # of the one call of the turn
-            text = answers[0]["content"]
-            return self.tokenizer.encode(f"<result>{text}</result>" if is_result else text)
+        text = answers[0]["content"]
+        if self.form == "inline" and answers[0]["role"] == "tool":  # of the one call of the turn
+            return self.tokenizer.encode(f"<result>{text}</result>")
+        if isinstance(self.prompt, str):
+            return self.tokenizer.encode(text)
         return self.tokenizer.encode_reply(answers, stopped)
 
     def finish(self, sampled: list[int], written: int):

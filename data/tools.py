@@ -25,12 +25,10 @@ Tests: tests/test_tools.py.
 import ast
 import asyncio
 import ctypes
-import functools
 import inspect
 import io
 import json
 import operator
-import os
 import re
 import threading
 import traceback
@@ -39,7 +37,7 @@ import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from fractions import Fraction
 
@@ -56,7 +54,7 @@ MAX_OUTPUT = 10_000  # characters that the code prints
 MAX_ERROR = 500  # characters of an error
 NO_TOOLS = ("reset", "get_reward", "reply")  # methods of an environment
 NONE = types.MappingProxyType({})
-LOCK = threading.Lock()  # so that there is one event loop
+LOCK, LOOPS = threading.Lock(), []  # of coroutines; the last one is in use
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Schemas
@@ -152,7 +150,14 @@ def python(code: str) -> str:
     [(text, error)] = POOL.submit(lambda: THREAD.sandbox.run("run", [[code]])).result()
     if error:
         raise ValueError(error)
-    return text
+    printed, problem = json.loads(text)
+    if problem:
+        raise Problem(printed + problem)
+    return printed
+
+
+class Problem(Exception):
+    """Of a tool: the model reads its text as it is."""
 
 
 def enter_pool():
@@ -174,7 +179,7 @@ class Interpreter:
                 exec(code, {"__name__": "__main__"})
         except BaseException as error:
             problem = traceback.format_exception_only(error)[-1]
-        return printed.getvalue()[:MAX_OUTPUT] + problem[:MAX_ERROR]
+        return json.dumps([printed.getvalue()[:MAX_OUTPUT], problem[:MAX_ERROR]])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -304,28 +309,26 @@ def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> 
 
     The text is str(what the function returns), of any length, or None; or str({"error": ...}) if the call cannot be
     made or the function raises, as in TRL. A function that is late gets an exception; what it returns then is dropped.
-    Coroutines of `async def` functions share one event loop, in a thread.
+    Coroutines of `async def` functions share one event loop, in a thread, except one that blocks it.
     """
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     answers = []
 
     def work():
-        with answering(answers):
+        try:
             if name not in functions:
                 problem = f"there is no tool {name:.60}; the tools are {', '.join(functions)}"
                 raise ValueError(call.get("error", problem))
             result = functions[name](**deepcopy(arguments))  # of a row or of a message, which stay
-            if not inspect.iscoroutine(result):
-                return answers.append((as_text(result), False))
-            # A second later, so that the text for the model is always the one below.
-            waiting = asyncio.wait_for(awaited(result), seconds + 1)
-            with LOCK:
-                loop = event_loop()
-            asyncio.run_coroutine_threadsafe(waiting, loop).result()
-
-    async def awaited(coroutine):
-        with answering(answers):
-            answers.append((as_text(await coroutine), False))
+            if inspect.iscoroutine(result):
+                # A second later, so that the text for the model is always the one below.
+                waiting = asyncio.wait_for(result, seconds + 1)
+                result = asyncio.run_coroutine_threadsafe(waiting, free_loop(seconds)).result()
+            answers.append((as_text(result), False))
+        except Problem as problem:
+            answers.append((str(problem), True))
+        except BaseException as error:
+            answers.append((error_text(str(error) or type(error).__name__), True))
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -337,19 +340,6 @@ def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> 
     return error_text(f"{name} took longer than {seconds:g} seconds"), True
 
 
-@contextmanager
-def answering(answers: list):
-    """What is raised inside becomes an answer. A fork of this process, made by a tool, ends here."""
-    process = os.getpid()
-    try:
-        yield
-    except BaseException as error:
-        answers.append((error_text(str(error) or type(error).__name__), True))
-    finally:
-        if os.getpid() != process:
-            os._exit(0)
-
-
 def as_text(result) -> str | None:
     return None if result is None else well_formed(str(result))
 
@@ -358,8 +348,13 @@ def error_text(problem: str) -> str:
     return str({"error": problem[:MAX_ERROR]})
 
 
-@functools.cache
-def event_loop():
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
+def free_loop(seconds: float):
+    """An event loop that coroutines share. If one of them blocks it, later ones get another."""
+    answers = threading.Event()
+    with LOCK:
+        if LOOPS:
+            LOOPS[-1].call_soon_threadsafe(answers.set)
+        if not (LOOPS and answers.wait(min(1, seconds / 2))):
+            LOOPS.append(asyncio.new_event_loop())
+            threading.Thread(target=LOOPS[-1].run_forever, daemon=True).start()
+        return LOOPS[-1]

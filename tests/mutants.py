@@ -364,7 +364,7 @@ MUTANTS = [
     ("episodes: a turn that is cut off is lost", "data/episodes.py", "if self.sampled < len(sampled):", "if False:", "test_episodes.py"),
     ("episodes: a reply without room stays", "data/episodes.py", "if written < self.written:", "if False:", "test_episodes.py"),
     ("episodes: a template's special tokens in a result", "tokenizer/__init__.py", "special=piece in self.special)", "special=True)", "test_episodes.py"),
-    ("episodes: special tokens in a result in tags", "data/episodes.py", '</result>" if is_result else text)', '</result>" if is_result else text, special=True)', "test_episodes.py"),
+    ("episodes: special tokens in a result in tags", "data/episodes.py", '{text}</result>")', '{text}</result>", special=True)', "test_episodes.py"),
     ("episodes: a reply says None", "data/tools.py", "return None if result is None else", "return", "test_episodes.py"),
     ("episodes: messages of groups that were not selected", "training/figures.py", "chosen(self.episodes),", "self.episodes,", "test_agents.py"),
     ("episodes: another environment's turns go on", "runs/prepare.py", "PROBLEM + CALLED + adapters", "PROBLEM + adapters", "test_agents.py"),

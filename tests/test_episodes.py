@@ -587,6 +587,19 @@ def test_a_call_in_a_thought_is_not_made(folders, tmp_path, monkeypatch):
         assert episodes.figures()["tool_errors"] == [0]
 
 
+def test_code_that_fails_is_an_error_of_a_tool(chats, monkeypatch):
+    """The model reads what was printed and what was raised; both calls are counted."""
+    turns = [
+        hermes("python", code="print(6)\n1/0") + hermes("python", code="x"),
+        hermes("python", code="print(7)"),
+        "7",
+    ]
+    messages, _, episodes = talk(monkeypatch, chats["hermes"], *turns, tools=["python"], longest=600)
+    results = [message["content"] for message in messages if message["role"] == "tool"]
+    assert results[0] == "6\nZeroDivisionError: division by zero\n" and results[2] == "7\n"
+    assert results[1].startswith("NameError: ") and episodes.figures()["tool_errors"] == [2]
+
+
 MISTRAL = """{{- bos_token }}{%- for message in messages %}
     {%- if message.role == 'user' %}
         {%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
@@ -857,6 +870,19 @@ def test_a_reset_that_fails_is_one_line(reset, message, chats):
     with pytest.raises(SnugError, match=message) as error:
         episodes_of(chats["hermes"], kind, [dict(prompt="a")], 4, tool_timeout=0.05)
     assert "\n" not in str(error.value)
+
+
+class Unmade:
+    def __init__(self):
+        raise OSError("no\nserver")
+
+    def reset(self, **columns):
+        pass
+
+
+def test_an_environment_that_cannot_be_made_is_one_line(chats):
+    with pytest.raises(SnugError, match=r"^environment=E: cannot be made .OSError: no server.$"):
+        episodes_of(chats["hermes"], Unmade, [dict(prompt="a")])
 
 
 def test_a_reply_that_fails_is_one_line(chats, monkeypatch):
