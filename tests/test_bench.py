@@ -214,7 +214,7 @@ def test_an_iteration_is_measured(iteration, capsys):
 # A bench's words for its smallest shape. MODEL and PAGE are made here.
 SMALLEST = {
     "all": "--table",
-    "distill": "--shapes=tiny --seeds=1 --only=config/,reverse_kl,SFT --out_dir=out",
+    "distill": "--shapes=tiny --seeds=1 --only=config/,jsd,SFT --out_dir=out",
     "episodes": "--trl_python=false --rounds=1 --prompts=2 --completions=2 --prompt=600 --turn=4 --reply=2 --model=MODEL",
     "layers": "--rows=4 --tokens=128",
     "learning": "--shapes=tiny --only=countdown --seeds=1 --jobs=1 --out_dir=out",
@@ -222,7 +222,7 @@ SMALLEST = {
     "page": "PAGE --rounds=1",
     "sft": "--shapes=tiny --rounds=1",
     "sizing": "--shapes=tiny --only=1",
-    "steady": "--iterations=20",
+    "steady": "--iterations=10",
 }
 AIMS = dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4, gpu=9)
 # What benches replace in their own process: put back, because here it is this one.

@@ -223,7 +223,7 @@ def run(line, monkeypatch):
     for place in places:
         need(place, monkeypatch)
     for word in words:
-        if word.endswith(".gguf"):
+        if word.endswith(".gguf") and not os.path.exists(word):
             write_gguf(word)
         elif word.startswith("--to="):
             shutil.rmtree(word.removeprefix("--to="), ignore_errors=True)
