@@ -275,6 +275,24 @@ def test_what_is_downloaded(server, tmp_path, name):
     assert (code, again, {*server.asked}) == (0, out, {f"{name}/resolve/{NEW}/{lost.name}"}), err
 
 
+BASE = """
+from pathlib import Path
+from pretrained.adapters import find_base
+for weights in (False, True):
+    print(*sorted(file.name for file in find_base(Path("adapters"), weights)[0].iterdir()))
+"""
+
+
+def test_the_weights_of_an_adapters_base_are_downloaded_when_they_are_wanted(server, tmp_path):
+    (tmp_path / "adapters").mkdir()
+    config = dict(peft_type="LORA", r=2, lora_alpha=4, init_lora_weights=True, base_model_name_or_path="tiny/model")
+    (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(config))
+    small = sorted(file.name for file in server.root.glob("tiny/model/*.json"))
+    code, out, err = python(["-c", BASE], tmp_path, server.address)
+    assert (code, out.split("\n")[0].split()) == (0, small), err
+    assert out.split("\n")[1].split() == sorted([*small, "model.safetensors"])
+
+
 REFUSED = """
 import sys
 from options import SnugError

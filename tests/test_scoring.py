@@ -268,6 +268,13 @@ def test_a_total_that_is_too_small_by_rounding_is_right(rewards, weights, least,
     assert evaluate.score(prepared, [""], [""], {})["right"] == [right]
 
 
+def test_the_first_of_a_tasks_functions_says_what_is_right():
+    """The second gives a reward for the form."""
+    functions = [lambda **_: [1.0, 0.0, 0.5], lambda **_: [0.0, 1.0, 1.0]]
+    prepared = Prepared(GRPOSettings(), SimpleNamespace(scored=True), None, {}, functions, [1.0, 0.5])
+    assert evaluate.score(prepared, [""] * 3, [""] * 3, {})["right"] == [True, False, False]
+
+
 def test_a_completion_that_nobody_scores_is_wrong_and_in_no_mean():
     samples = [dict(right=False, reward=None), dict(right=True, reward=1.0), dict(right=False, reward=0.5)]
     assert pass_rates(samples) == {"pass_at_1": 1 / 3} and reward_means(samples) == {"reward": 0.75}
