@@ -416,6 +416,12 @@ MUTANTS = [
     ("evaluations: the first process's samples", "evaluate.py", "[sum(samples, []) for samples in", "[samples[0] for samples in", "test_evaluate.py"),
     ("PEFT: the base's weights before they are wanted", "pretrained/adapters.py", 'local_folder("@".join(filter(None, names)), weights)', 'local_folder("@".join(filter(None, names)))', "test_hub.py"),
     ("PEFT: the base's weights never", "pretrained/adapters.py", 'local_folder("@".join(filter(None, names)), weights)', 'local_folder("@".join(filter(None, names)), False)', "test_hub.py"),
+    ("a bos of the configuration replaces the file's", "tokenizer/__init__.py", "if not tokenizer.bos and config", "if config", "test_tokenizer.py"),
+    ("a bos that is no token", "tokenizer/__init__.py", ' and names.get("bos_token") in vocab:', ":", "test_tokenizer.py"),
+    ("the first of two tokens before a prompt", "tokenizer/__init__.py", "[*self.bos, *self.encode(prompt)]", "[*self.bos[:1], *self.encode(prompt)]", "test_tokenizer.py"),
+    ("special tokens hide a stop string", "tokenizer/__init__.py", "(i for i in reversed(ids) if i not in special)", "reversed(ids)", "test_tokenizer.py"),
+    ("a checkpoint keeps a generation_config.json without stop tokens", "tokenizer/__init__.py", 'files = files | {"generation_config.json": json.dumps(generation, indent=1).encode()}', 'files = {"generation_config.json": json.dumps(generation, indent=1).encode()} | files', "test_tokenizer.py"),
+    ("run.sample ignores its prompt", "training/notebook.py", "dict(prompt=prompt, num_samples=n) | options", "dict(num_samples=n) | options", "test_notebook.py"),
 ]  # fmt: skip
 
 

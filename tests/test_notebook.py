@@ -73,6 +73,8 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
     assert run.log[0]["reward_mean"] < 1 and repr(run) == f"<run {tmp_path}/run, 2 of 2 iterations>"
     texts = run.sample("2+3=", n=3, max_new_tokens=2)
     assert len(texts) == 3 and all(isinstance(text, str) for text in texts) and run.sample(n=1)
+    with pytest.raises(SnugError, match="block_size"):
+        run.sample("1" * 999)
     scores = run.evaluate(num_prompts=5)
     assert scores["pass_at_1"] <= 1 and "  pass@1" in capsys.readouterr().out
     page = run._repr_html_()

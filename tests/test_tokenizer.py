@@ -257,6 +257,11 @@ def test_a_stop_string_is_found_where_it_ends(pair, text):
         assert [is_over(ids[:n]) for n in range(first + 1)] == decoded[: first + 1]
 
 
+def test_special_tokens_within_a_stop_string_do_not_hide_it():
+    is_over, stop = BYTES.stopper(["ab"]), BYTES.stop_token
+    assert is_over([*b"a", *[stop] * 9, *b"b"]) and not is_over([*b"a", *[stop] * 9])
+
+
 def test_the_first_of_several_stop_strings(pair):
     ours, rng, stops = pair[0], random.Random(1), ["</calc>", "🙂\n", "", "b"]
     is_over = ours.stopper(stops)
@@ -296,6 +301,7 @@ STOPS = [  # files -> the ids that end a completion; <|endoftext|> is 256, <b> 2
     (dict(tokenizer_config=dict(eos_token="<b>"), generation_config=dict(eos_token_id=258)), (257, 258)),
     (dict(tokenizer_config=dict(eos_token="<b>"), generation_config=dict(eos_token_id=[258, 257, 999])), (257, 258)),
     (dict(config=dict(eos_token_id=[258, 257])), (258, 257)),
+    (dict(config=dict(eos_token_id=[258, 257]), generation_config=dict(top_k=5)), (258, 257)),
     (dict(generation_config=dict(eos_token_id=257)), (257,)),
     (dict(generation_config=dict(eos_token_id=[True, "x", [], 10**30, 97])), (256,)),
     (dict(tokenizer_config=b"{"), "tokenizer_config.json: not JSON"),
@@ -323,6 +329,13 @@ def test_what_a_text_begins_with(tmp_path):
     by_config = get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=config))
     plain = get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=config | dict(add_bos_token=False)))
     assert plain.encode_prompt("a<b>") == [*b"a<b>"] and by_config.encode_prompt("a<b>") == [257, *b"a<b>"]
+    for unknown in (dict(add_bos_token=True), dict(add_bos_token=True, bos_token="<c>")):
+        assert get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=unknown)).encode_prompt("a") == [*b"a"]
+    ends = [("<b>", 257), (END_OF_TEXT, 256)]
+    two = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    two.post_processor = processors.TemplateProcessing(single=["<b>", END_OF_TEXT, "$A"], special_tokens=ends)
+    by_file = get_tokenizer(folder_of(tmp_path, json.loads(two.to_str()), tokenizer_config=config))
+    assert by_file.encode_prompt("a") == [257, 256, *b"a"]  # also where the configuration adds one
     for family, bos in ((llama3_like, ["<s>"]), (unigram, []), (qwen_like, [])):
         ours = get_tokenizer(folder_of(tmp_path, family(), tokenizer_config=dict(eos_token=STOP[family])))
         theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a b")
