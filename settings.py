@@ -170,7 +170,7 @@ class TrainOptions:
     lora_alpha: float = option(32.0, "LoRA: scale adapters by lora_alpha / lora_rank", minimum=1e-3)
     lora_target_modules: list[str] = option(
         ["qkv", "proj", "up", "down"],
-        "LoRA: the matrices that get adapters, comma-separated; PEFT's names of whole matrices, and all-linear, work too",
+        "LoRA: the matrices that get adapters, comma-separated; PEFT's names of whole matrices work too",
         choices=("qkv", "proj", "up", "down"),
     )
     base_dtype: str = option(

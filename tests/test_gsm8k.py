@@ -218,8 +218,8 @@ def test_a_bad_line_is_named_with_file_and_line(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(data_file=""), "task='gsm8k' needs data_file: name GSM8K's train.jsonl; data/gsm8k.py says how to"),
-        (dict(data_file="no/train.jsonl"), r"no/train.jsonl: cannot be read; data/gsm8k.py says .*No such file"),
+        (dict(data_file=""), "task='gsm8k' needs data_file: name GSM8K's train.jsonl; download it: curl --create"),
+        (dict(data_file="no/train.jsonl"), r"no/train.jsonl: cannot be read; download it: curl .*No such file"),
         (dict(demonstration_noise=0.5), "demonstration_noise=0.5 does not fit task='gsm8k'"),
     ],
 )
