@@ -138,6 +138,18 @@ def test_the_date_in_prompts_is_the_day_on_which_the_run_began(folder, tmp_path,
     assert text_of(get_tokenizer(str(tmp_path / "model"))).startswith("02 Feb 2031")
 
 
+def test_a_base_model_says_what_else_ends_a_completion(folder, tmp_path, rewards):
+    """At the start of its first run; its checkpoints know it."""
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | dict(eos_token="<|endoftext|>")
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(dict(eos_token_id=256)))
+    gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
+    line = "<|im_end|> ends a completion, too: the chat template writes it behind an answer"
+    assert (tmp_path / "run/log.txt").read_text().splitlines().count(line) == 1
+    assert load_run(tmp_path / "run").tokenizer.stop_tokens == (256, 258)
+
+
 def test_out_again_to_transformers(folder, tmp_path, rewards):
     """Of a run with adapters, which are merged."""
     transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
