@@ -429,6 +429,8 @@ MUTANTS = [
     ("special tokens hide a stop string", "tokenizer/__init__.py", "(i for i in reversed(ids) if i not in special)", "reversed(ids)", "test_tokenizer.py"),
     ("a checkpoint keeps a generation_config.json without stop tokens", "tokenizer/__init__.py", 'files = files | {"generation_config.json": json.dumps(generation, indent=1).encode()}', 'files = {"generation_config.json": json.dumps(generation, indent=1).encode()} | files', "test_tokenizer.py"),
     ("run.sample ignores its prompt", "training/notebook.py", "dict(prompt=prompt, num_samples=n) | options", "dict(num_samples=n) | options", "test_notebook.py"),
+    ("evaluate.py leaves an empty file", "evaluate.py", "        if not existed:\n            file.unlink()\n", "", "test_evaluate.py"),
+    ("evaluate.py deletes an earlier file at once", "evaluate.py", "        if not existed:\n", "        if True:\n", "test_evaluate.py"),
 ]  # fmt: skip
 
 

@@ -399,6 +399,8 @@ def test_the_file_is_replaced_whole_or_not_at_all(run_folder, tmp_path, monkeypa
         raise error
 
     file = tmp_path / "samples.jsonl"
+    prepared_by(run_folder, f"--samples_file={file}", "--num_prompts=5")
+    assert not file.exists()  # before there are samples
     file.write_text("what was there\n")
     prepared, options, place = prepared_by(run_folder, f"--samples_file={file}", "--num_prompts=5")
     assert place == file and file.read_text() == "what was there\n" and len(list(tmp_path.iterdir())) == 1
