@@ -431,6 +431,7 @@ MUTANTS = [
     ("run.sample ignores its prompt", "training/notebook.py", "dict(prompt=prompt, num_samples=n) | options", "dict(num_samples=n) | options", "test_notebook.py"),
     ("evaluate.py leaves an empty file", "evaluate.py", "        if not existed:\n            file.unlink()\n", "", "test_evaluate.py"),
     ("evaluate.py deletes an earlier file at once", "evaluate.py", "        if not existed:\n", "        if True:\n", "test_evaluate.py"),
+    ("the second earlier run onto the first", "runs/lock.py", "next(path for path in map(self.folder.with_name, names) if not path.exists())", "next(map(self.folder.with_name, names))", "test_lock.py"),
 ]  # fmt: skip
 
 

@@ -71,6 +71,7 @@ def test_the_lock_goes_with_the_name_of_the_folder(tmp_path):
         assert moved == tmp_path / "run.1"
         with FolderLock(moved), pytest.raises(SnugError, match="is in use by process"), FolderLock(folder):
             pass
+        assert lock.move_aside() == tmp_path / "run.2"
     with FolderLock(folder):
         pass
 
