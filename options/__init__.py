@@ -11,8 +11,8 @@
 
 An option's type is bool, int, float, str, dict, list[str] or list[float]; `| None` allows None. A config is a file of
 plain assignments, read by ast.literal_eval and never executed. Every user error raises SnugError. Nothing here imports
-torch, so that a typo is reported in 0.2 s. Left out: nested options, environment variables. Tests: test_settings.py,
-refuse.py.
+torch, so that a typo is reported in 0.2 s. other_names.toml has the words of other projects, with the answer to each.
+Left out: nested options, environment variables. Tests: test_settings.py, refuse.py.
 """
 
 import argparse
