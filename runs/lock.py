@@ -49,6 +49,11 @@ class FolderLock:
                 file=sys.stderr,
             )
 
+    def is_lost(self) -> bool:
+        """Was the folder moved or deleted? There may be another of its name."""
+        file = self.folder / "lock"
+        return not file.exists() or file.stat().st_ino != os.fstat(self.file.fileno()).st_ino
+
     def move_aside(self):
         """Rename the folder, with the earlier run in it, and lock a new one of its name -> the earlier run's folder.
 

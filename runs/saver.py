@@ -31,10 +31,12 @@ from runs.log import read_log
 
 
 class UnsafeState(SnugError):
-    """The run stops, and its state must not be saved: the weights may be finite and ruined all the same."""
+    """The run stops, and its state must not be saved: the weights may be ruined, or it is saved somewhere else."""
 
 
 class Saver:
+    lock = None  # the folder's, on rank 0
+
     def __init__(
         self,
         settings,
@@ -71,8 +73,16 @@ class Saver:
     def after(self, done: int, progress: dict, scores: dict):
         """Save after `done` iterations if it is time. scores: the log's, of an evaluation now.
 
-        After a dropped step nothing is saved, except at the end. Raises SnugError if the last save fails.
+        After a dropped step nothing is saved, except at the end. Raises SnugError if the last save fails, or if the
+        folder was moved or deleted; then the state is saved beside it, in <folder>.lost.
         """
+        if self.processes.first(self.lock and self.lock.is_lost()):
+            self.folder = Path(f"{self.folder}.lost")
+            self.write(done, progress, last=True)
+            raise UnsafeState(
+                f"out_dir={self.settings.out_dir} was moved or deleted; {PREFIX}{done:06d} is in {self.folder}: "
+                f"move it into the run's folder, or go on with --resume={self.folder}"
+            )
         score, interval = self.score_of(scores), self.settings.save_interval
         best = best_of(checkpoints(self.folder), self.scores)
         is_best = score is not None and (best is None or score > self.scores[iteration_of(best)])

@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +15,9 @@ from pathlib import Path
 
 import pytest
 from test_grpo import tiny
+from test_notebook import SMALL, weights
 
+import grpo
 import train_sft
 from options import SnugError
 from runs.lock import FolderLock
@@ -96,3 +100,33 @@ def test_an_earlier_run_is_deleted_where_that_is_asked_for(tmp_path, capsys):
     for overwrite in (False, True):
         train_sft.main(prepare(replace(sft, overwrite=overwrite)))
     assert "was deleted" in capsys.readouterr().out and not Path(f"{sft.out_dir}.1").exists()
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
+def test_a_run_whose_folder_is_gone_saves_beside_it_and_stops(tmp_path, how, capsys):
+    """Its lock is void: a second run may be there, which stays as it is."""
+    folder, moved, lost = (tmp_path / name for name in ("run", "moved", "run.lost"))
+
+    def moving(completions, trainer_state, **columns):
+        if trainer_state.global_step == 1 and not lost.exists() and how:
+            shutil.rmtree(folder) if how == "deleted" else folder.rename(moved)
+            if how == "replaced":
+                folder.mkdir()
+                (folder / "lock").touch()
+        return [float(len(text)) for text in completions]
+
+    options = SMALL | dict(max_iters=3, eval_prompts=0, reward_funcs=[moving])
+    said = f"out_dir={folder} was moved or deleted; checkpoint-000002 is in {lost}: move it into the run's folder, or go on"
+    with pytest.raises(SnugError, match=re.escape(f"{said} with --resume={lost}")):
+        grpo.train(out_dir=str(folder), **options)
+    assert [path.name for path in lost.iterdir() if path.is_dir() and not path.is_symlink()] == ["checkpoint-000002"]
+    assert [path.name for path in folder.glob("*")] == (["lock"] if how == "replaced" else [])
+    if how != "deleted":
+        assert said in (moved / "log.txt").read_text()
+        (lost / "checkpoint-000002").rename(moved / "checkpoint-000002")
+        lost = moved
+    resumed, how = grpo.train(resume=str(lost), reward_funcs=[moving]), ""
+    assert [record["iter"] for record in resumed.log] == ([2] if lost.name == "run.lost" else [0, 1, 2])
+    shutil.rmtree(folder, ignore_errors=True)
+    whole = grpo.train(out_dir=str(folder), **options)
+    assert weights(whole.folder) == weights(resumed.folder)

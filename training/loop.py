@@ -92,7 +92,7 @@ def train(prepared, title, iterate, device, processes, lock):
         with (NoLog if processes.rank else RunLog)(settings, title, start) as log:
             meter.show = log.show
             training = make_training(prepared, model, reference, optimizer, meter, log, processes, start)
-            training.teacher = teacher
+            training.teacher, training.saver.lock = teacher, lock
             introduce(title, training, start, moved)
             log.memory([meter.line("after init")])
             finished = iterations(iterate, training)
