@@ -19,13 +19,18 @@ from pretrained.tensors import new_folder, save_pretrained
 from runs.checkpoint import Checkpoint, base_of, find_run
 from settings import ExportSettings
 
+TEXT = "A train leaves at 9:40 and arrives at 11:05. How long is the ride? From 9:40 to 11:05 it is 1 h 25 min."
+# Rounding to bfloat16 moves a weight by up to 1/512 of it, however little the adapters change it. It matters if it moves
+# the logits by more than a tenth of what the adapters do. A KL grows as the square of that.
+MOST_LOST = 0.01
+
 
 def main(settings: ExportSettings, folder: str):
     """Raises SnugError if `folder` has no run or settings.to exists."""
     new_folder(settings.to)  # refuses a bad name before torch is imported
     checkpoint = find_run(folder)
     base = base_name(checkpoint) if settings.adapters else ""
-    from lora import merge
+    from lora import adapters_off, merge
     from runs.loading import load_run
 
     run = load_run(checkpoint, "cpu")
@@ -35,8 +40,33 @@ def main(settings: ExportSettings, folder: str):
         return
     if settings.dtype == "float32":  # before adapters are merged and rounded
         run.model.float()
-    save_pretrained(merge(run.model), settings.to, run.tokenizer, settings.dtype or None)
+    learned = logprobs(run)
+    with adapters_off(run.model):
+        base = logprobs(run)
+    merge(run.model)
+    if settings.dtype == "bfloat16":
+        run.model.bfloat16()
+    save_pretrained(run.model, settings.to, run.tokenizer)
     print(f"{run.path} is now {settings.to}, a folder for transformers' AutoModelForCausalLM")
+    merged = logprobs(run)
+    lost, taught = (float((learned.exp() * (learned - other)).sum(1).mean()) for other in (merged, base))
+    if taught:  # there are adapters
+        print(
+            f"merged: log-probs moved by up to {(merged - learned).abs().max():.1e}, "
+            f"KL {lost:.1e} nats a token; the adapters' own KL is {taught:.1e}"
+        )
+        if lost > MOST_LOST * taught:
+            print("warning: rounding loses much of what was learned; try --adapters or --dtype=float32")
+
+
+def logprobs(run):
+    """-> (T, V) in float64, for each token of TEXT those of the next."""
+    import torch
+
+    model = run.model
+    with torch.no_grad():
+        ids = torch.tensor([run.tokenizer.encode(TEXT)[: model.config.block_size]])
+        return model.logits(model(ids))[0, :, : model.config.n_vocab].double().log_softmax(-1)
 
 
 def base_name(checkpoint: Checkpoint) -> str:
