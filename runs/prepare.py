@@ -168,6 +168,8 @@ def resumed(settings):
     if type(before) is not type(settings):
         script = "grpo.py" if isinstance(before, GRPOSettings) else "train_sft.py"
         raise SnugError(f"{folder} is a run of {script}; continue it with python {script}")
+    if not checkpoints(folder):
+        raise SnugError(f"resume={folder} is a checkpoint; name the run's folder, {Path(folder).parent}")
     return before
 
 

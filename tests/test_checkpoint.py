@@ -398,6 +398,14 @@ def test_another_script_does_not_go_on_with_a_run(tmp_path):
         prepare(dataclasses.replace(settings, out_dir=sft.out_dir, init_from="", beta=0.0, resume="auto"))
 
 
+def test_a_checkpoints_folder_is_no_run_that_begins_anew(tmp_path):
+    sft = tiny(tmp_path, max_iters=1)[0]
+    train_sft.main(prepare(dataclasses.replace(sft, max_iters=1, eval_prompts=0)))
+    folder = checkpoint.newest(sft.out_dir)
+    with pytest.raises(SnugError, match=f"resume={folder} is a checkpoint; name the run's folder, {sft.out_dir}"):
+        prepare(*read_settings(SFTSettings, [f"--resume={folder}"])[:2])
+
+
 def test_a_schedule_that_changes_says_both_learning_rates(tmp_path, capsys):
     """Of the last iteration done and of the next. A warmup that does not end is told too."""
     sft = dataclasses.replace(tiny(tmp_path)[0], lr_schedule="linear", eval_prompts=0, max_iters=3, save_interval=1)
