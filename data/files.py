@@ -42,7 +42,7 @@ def read_file(path: str, remedy: str = ""):
         text = content.decode(json.detect_encoding(content))  # UTF-8, or UTF-16 as Windows writes it
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        advice = f"if it is Latin-1: iconv -f latin1 -t utf-8 {path} > utf8{kind}"
+        advice = f"if it is Latin-1: iconv -f latin1 -t utf-8 {str(path)!r} > utf8{kind}"
         raise SnugError(f"{path}:{line}: is not UTF-8; {advice}") from None
     if kind in (".csv", ".tsv"):
         return csv_rows(path, text)

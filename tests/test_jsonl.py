@@ -41,7 +41,7 @@ def task_of(path, cls=SFTSettings, **options):
 GOOD = [{"prompt": f"{i}=", "answer": i} for i in range(50)]
 BAD = [
     (b'{"prompt": "a"', r"not JSON \(JSONDecodeError: Expecting"),
-    (b'{"prompt": "caf\xe9"}', "is not UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 .*data.jsonl > utf8.jsonl"),
+    (b'{"prompt": "caf\xe9"}', "is not UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 .*data.jsonl. > utf8.jsonl"),
     (b"[" * 100_000, r"not JSON \("),
     (b'{"prompt": "a", "answer": NaN}', "answer nan is no number of at most 200 digits; write it as text"),
     (b"[1]", "not an object but .1."),
@@ -121,9 +121,11 @@ def test_files_that_people_have_have_the_same_rows(tmp_path, kind, encoding):
 
 def test_the_advice_for_latin_1_is_a_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.csv").write_bytes(b"prompt,answer\n" + "".join(f"é{i},{i}\n" for i in range(9)).encode("latin1"))
+    (tmp_path / "my rows.csv").write_bytes(
+        b"prompt,answer\n" + "".join(f"é{i},{i}\n" for i in range(9)).encode("latin1")
+    )
     with pytest.raises(SnugError) as error:
-        task_of("a.csv")
+        task_of("my rows.csv")
     subprocess.run(str(error.value).partition("Latin-1: ")[2], shell=True, check=True)
     assert rows_of("utf8.csv", eval_prompts=0) == [dict(prompt=f"é{i}", answer=i) for i in range(9)]
 
@@ -295,7 +297,7 @@ def test_parquet(tmp_path, monkeypatch):
         (
             "a.csv",
             b"prompt\n\xff\n",
-            "a.csv:2: is not UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 .*a.csv > utf8.csv",
+            "a.csv:2: is not UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 .*a.csv. > utf8.csv",
         ),
         ("a.csv", "prompt,answer,answer\nx,1,2\n", "a.csv: has 2 columns answer; rename them"),
         ("a.csv", "", "a.csv: has no rows"),
