@@ -432,6 +432,9 @@ MUTANTS = [
     ("evaluate.py leaves an empty file", "evaluate.py", "        if not existed:\n            file.unlink()\n", "", "test_evaluate.py"),
     ("evaluate.py deletes an earlier file at once", "evaluate.py", "        if not existed:\n", "        if True:\n", "test_evaluate.py"),
     ("the second earlier run onto the first", "runs/lock.py", "next(path for path in map(self.folder.with_name, names) if not path.exists())", "next(map(self.folder.with_name, names))", "test_lock.py"),
+    ("PEFT: GPT-2's matrices do not lie", "pretrained/adapters.py", 'fan_in_fan_out=family == "gpt2"', "fan_in_fan_out=False", "test_adapters.py"),
+    ("PEFT: adapters that began as a normal distribution", "pretrained/adapters.py", 'True, False, "gaussian")', "True)", "test_adapters.py"),
+    ("prompts from Python overwrite an earlier run's", "training/notebook.py", ".prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl", ".prompts.jsonl", "test_notebook.py"),
 ]  # fmt: skip
 
 

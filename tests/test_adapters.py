@@ -99,6 +99,8 @@ def test_what_snug_wrote_is_read(case, tmp_path):
     base = make_base(tmp_path / "base", shape)
     run_grpo(base, tmp_path / "run", *LORA, *options, "--entropy_coef=0.1")
     export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert config["fan_in_fan_out"] == (shape == "gpt2")
     run = load_run(tmp_path / "run", "cpu").model
     assert all(module.lora_B.any() for module in lora.adapted(run))
     ours = load_run(tmp_path / "peft", "cpu").model
@@ -117,7 +119,8 @@ TARGETS = {  # PEFT's defaults, all, one of two of a fused matrix; an untied hea
 def test_each_matrix_gets_its_product(shape, targets, rslora, tmp_path):
     base = make_base(tmp_path / "base", shape)
     before = (base / "model.safetensors").read_bytes()
-    adapters = make_adapters(tmp_path / "peft", base, *targets, use_rslora=rslora)
+    begun = "gaussian" if rslora else False  # other ways to begin, which leave the base as it is
+    adapters = make_adapters(tmp_path / "peft", base, *targets, use_rslora=rslora, init_lora_weights=begun)
     expected = merged_by_hand(base, adapters, 4.0 if rslora else 2.0, tmp_path / "merged")
     ours = dict(load_run(adapters, "cpu").model.named_parameters())
     for name, value in expected.named_parameters():

@@ -375,18 +375,6 @@ TURNS = {  # form, turns, the messages, how many calls failed
         ],
         1,
     ),
-    "hermes, a good call behind two bad ones": (
-        "hermes",
-        [hermes("sum", a=1) + hermes("calc", expression="1/0"), hermes("calc", expression="6*7"), "42."],
-        [
-            assistant("", call("sum", a=1), call("calc", expression="1/0")),
-            tool("{'error': 'there is no tool sum; the tools are calc'}", "sum"),
-            tool("{'error': 'division by zero'}"),
-            assistant("", SUM),
-            *ANSWER,
-        ],
-        2,
-    ),
     "hermes, not readable": (
         "hermes",
         ["<tool_call>{calc</tool_call>", "Sorry."],
@@ -405,6 +393,16 @@ TURNS = {  # form, turns, the messages, how many calls failed
         [assistant("", SUM, call("calc", expression="1/0")), tool("42"), tool("{'error': 'division by zero'}")]
         + ANSWER[1:],
         1,
+    ),
+    "llama, a good call behind two bad ones": (
+        "llama",
+        ["; ".join(llama("calc", expression=text) for text in ("1/0", "1//0", "6*7")), "42."],
+        [
+            assistant("", call("calc", expression="1/0"), call("calc", expression="1//0"), SUM),
+            *[tool("{'error': 'division by zero'}")] * 2,
+            *ANSWER,
+        ],
+        2,
     ),
     "llama, a text with a call": ("llama", ["I " + llama("calc", expression="1")], None, 0),
     "inline": ("inline", ["6*7 = <calc>6*7</calc>", "42."], [assistant("6*7 =", SUM), *ANSWER], 0),

@@ -15,6 +15,7 @@ import grpo
 import train_sft
 from options import SnugError
 from runs.checkpoint import newest
+from training.notebook import write_prompts
 
 SMALL = dict(n_layer=1, n_embd=16, batch_size=2, group_size=4, max_new_tokens=4, max_iters=2, eval_prompts=4)
 SMALL |= dict(device="cpu", save_interval=1, learning_rate=0.01)
@@ -96,6 +97,12 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
     ):
         with pytest.raises(SnugError, match=message):
             grpo.train(**options | wrong)
+
+
+def test_each_list_of_prompts_has_its_own_file(tmp_path):
+    """An earlier run, which was moved aside, keeps its prompts."""
+    first, second, again = (write_prompts(rows, f"{tmp_path}/run") for rows in (PROMPTS, PROMPTS[1:], PROMPTS))
+    assert first == again != second and len(Path(first).read_text().splitlines()) == 81
 
 
 def test_options_beside_prompts_are_taken(tmp_path, capsys):
