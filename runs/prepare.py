@@ -306,13 +306,9 @@ def refuse_changes(settings, task: Task, resume: Checkpoint):
 
 
 def prepare_warm_start(settings: GRPOSettings, config: str, read_tensors: bool) -> Prepared:
-    """The SFT run of this config; resumed if it was stopped. Raises SnugError.
-
-    It has this run's seed and device, and what else this run asks of the device, such as dtype.
-    """
-    names = ["seed", "device", "parallel"]
-    more = ("dtype", "tf32", "enforce_eager", "memory_budget_gb")
-    names += [name for name in more if getattr(settings, name) != getattr(SFTSettings, name)]
+    """The SFT run of this config, with this run's seed, device and dtype; resumed if it was stopped. Raises SnugError."""
+    names = ["seed", "device", "parallel", "dtype", "tf32", "enforce_eager"]
+    names += ["memory_budget_gb"] if settings.memory_budget_gb else []
     values = {name: getattr(settings, name) for name in names} | dict(resume="auto")
     sft, chosen = make_settings(SFTSettings, config, values)
     warm_start = prepare(sft, chosen, read_tensors)

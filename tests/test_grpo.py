@@ -323,14 +323,13 @@ def test_a_missing_warm_start_is_made_first(tmp_path, capsys):
 
 
 def test_a_warm_start_has_what_the_run_asks_of_the_device(tmp_path):
-    """What the run leaves at its default is the config's own."""
     sft, settings = tiny(tmp_path, dtype="auto")
     (tmp_path / "sft.py").write_text(
         f'digits = 2\ndtype = "float32"\nmemory_budget_gb = "3"\nout_dir = {sft.out_dir!r}'
     )
     settings.init_from = str(tmp_path / "sft.py")
     made = prepare(settings).warm_start.settings
-    assert (made.dtype, made.tf32, made.enforce_eager, made.memory_budget_gb) == ("float32", False, False, "3")
+    assert (made.dtype, made.tf32, made.enforce_eager, made.memory_budget_gb) == ("auto", False, False, "3")
     asked = dict(dtype="bfloat16", tf32=True, enforce_eager=True, memory_budget_gb="5", seed=7)
     made = vars(prepare(dataclasses.replace(settings, **asked)).warm_start.settings)
     assert {name: made[name] for name in asked} == asked and made["param_dtype"] == "float32"
