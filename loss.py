@@ -9,7 +9,6 @@ Left out: models, sampling, anything of size V; critics and rewards of single to
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from memory.ledger import COMPONENTS
 
@@ -111,9 +110,10 @@ def sequence_sum(values, lengths):
     return torch.segment_reduce(values, "sum", lengths=lengths.long(), unsafe=True)
 
 
-def at_tokens(values, sequence):
-    """values (S,), sequence (M,) -> values[sequence] (M,). Their gradients are added in a fixed order too."""
-    return F.embedding(sequence, values[:, None]).squeeze(1)
+def sequence_ratio(log_ratio, sequence, lengths):
+    """exp of the mean of a sequence's log ratios, at each of its tokens (M,). Gradients too add in a fixed order."""
+    ratio = torch.exp(sequence_sum(log_ratio, lengths) / lengths)  # (S,)
+    return torch.embedding(ratio[:, None], sequence).squeeze(1)
 
 
 def importance_ratio(logprobs, old_logprobs, sequence, lengths, level="token"):
@@ -124,7 +124,7 @@ def importance_ratio(logprobs, old_logprobs, sequence, lengths, level="token"):
     """
     log_ratio = logprobs - old_logprobs
     if level == "sequence":
-        return at_tokens(torch.exp(sequence_sum(log_ratio, lengths) / lengths), sequence)
+        return sequence_ratio(log_ratio, sequence, lengths)
     return torch.exp(log_ratio)
 
 
@@ -177,7 +177,7 @@ def sequence_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, op
     if options.loss_type == "gmpo":
         low, high = change.clamp(min=-options.epsilon), change.clamp(max=options.upper_epsilon)
         bounded = torch.where(advantages > 0, high, low)
-        ratio = at_tokens(torch.exp(sequence_sum(bounded, lengths) / lengths), sequence)
+        ratio = sequence_ratio(bounded, sequence, lengths)
         return -ratio * advantages, (bounded != change) & (advantages != 0)
     log_w = sequence_sum(change.detach(), lengths)[sequence]
     k = torch.where(advantages < 0, options.vespo_k_neg, options.vespo_k_pos)
