@@ -12,7 +12,6 @@ from itertools import groupby
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from device.cuda import padded, upload
 from device.processes import ONE_PROCESS
@@ -48,6 +47,7 @@ class MicroBatch:
     place: torch.Tensor  # (M,) within its completion: 0 is its first token
     lengths: torch.Tensor  # (S,) sampled tokens
     index: torch.Tensor  # (S,) which of the sequences these are
+    row: torch.Tensor  # (M,) the same of each target's: index[sequence]
     advantages: torch.Tensor | None = None  # (S,)
     sampling_logprobs: torch.Tensor | None = None  # (M,)
     old_logprobs: torch.Tensor | None = None  # (M,)
@@ -60,7 +60,7 @@ class MicroBatch:
         A prompt's last state is there for each of its completions. Their gradients are added in a fixed order, which
         `index_select` would not do on CUDA.
         """
-        return F.embedding(self.states, hidden[0])
+        return torch.embedding(hidden[0], self.states)
 
 
 class Cut:
@@ -174,14 +174,12 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     """
     width, groups = sequences.tokens.shape[1], cut.groups(indices)
     sizes = [(cut.prompt_lengths[g[0]], [cut.completion_lengths[i] - 1 for i in g]) for g in groups]
-    # The row is made of segments: each prompt, then its completions. A segment copies a sequence from `first` on.
-    copied_from = [i for group in groups for i in (group[0], *group)]
-    first = [position for prompt, lengths in sizes for position in (0, *[prompt] * len(lengths))]
     T = sum(prompt + sum(lengths) for prompt, lengths in sizes)
     padding = padded(T, sequences.tokens) - T  # prompts of one token, without completions
     sizes += [(1, [])] * padding
-    copied_from = np.array(copied_from + indices[:1] * padding)
-    first = np.array(first + [0] * padding)
+    # The row is made of segments: each prompt, then its completions. A segment copies a sequence from `first` on.
+    copied_from = np.array([i for group in groups for i in (group[0], *group)] + indices[:1] * padding)
+    first = np.array([position for prompt, lengths in sizes for position in (0, *[prompt] * len(lengths))])
     spans = np.array([span for prompt, lengths in sizes for span in (prompt, *lengths)])
     begins = spans.cumsum() - spans
     positions = np.arange(spans.sum()) - (begins - first).repeat(spans)
@@ -195,6 +193,7 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     lengths = np.array(list(map(len, places)))  # (S,)
     sequence = np.arange(len(index)).repeat(lengths)  # (M,)
     place = np.concatenate(places)
+    row = index[sequence]
     prompt_end = (begins + spans)[~completion][: len(groups)].repeat([len(group) for group in groups])
     states = np.where(place == 0, prompt_end[sequence], begins[completion][sequence] + place) - 1
     tables = dict(
@@ -203,11 +202,12 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
         start=mask.start(),
         tiles=mask.tiles().ravel(),
         states=states,
-        target=index[sequence] * width + prompt[sequence] + place,
+        target=row * width + prompt[sequence] + place,
         sequence=sequence,
         place=place,
         lengths=lengths,
         index=index,
+        row=row,
     )
     table = upload(np.concatenate(list(tables.values())), sequences.tokens.device)
     on_device = dict(zip(tables, table.split([len(numbers) for numbers in tables.values()]), strict=True))
@@ -220,11 +220,13 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
         targets=tokens[on_device.pop("target")],
         **on_device,
     )
-    which = micro.index[micro.sequence], micro.place  # (M,) each
     for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs", "teacher_outputs"):
         if (values := getattr(sequences, name, None)) is not None:
-            here = (indices.to(values.device) for indices in which)
-            setattr(micro, name, values[*here].to(tokens.device))
+            if values.device == tokens.device:
+                values = values[micro.row, micro.place]
+            else:  # the host has both, and so waits for neither
+                values = upload(values[row, place], tokens.device, values.dtype)
+            setattr(micro, name, values)
     if (advantages := getattr(sequences, "advantages", None)) is not None:
         micro.advantages = advantages[micro.index]
     return micro

@@ -288,7 +288,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
             loss.backward()
             add_metrics(totals, loss, logprobs, entropy, micro, counts["num_tokens"])
             if entropies is not None:
-                entropies[micro.index[micro.sequence], micro.place] = entropy.detach().to(entropies.dtype)
+                entropies[micro.row, micro.place] = entropy.detach().to(entropies.dtype)
     return as_floats(totals)
 
 

@@ -16,6 +16,7 @@ import traceback
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from device.kinds import PlanningMode
 from memory import Limits
 from memory.plan import PlanMeter, PlannedHost
 from model import make_model
-from runs.loading import configure, load_reference
+from runs.loading import configure, load_reference, load_teacher
 from runs.log import NoLog
 from runs.prepare import prepare
 from sample import Rollouts
@@ -58,6 +59,8 @@ LADDER = {
     "LoRA": dict(lora_rank=4),
     "QLoRA": dict(lora_rank=4, base_dtype="nf4"),
     "reference": dict(beta=0.04),
+    "teacher": dict(teacher="t"),
+    "teacher on the host": dict(teacher="t", divergence="jsd", teacher_device="host"),
     "trainer's log-probs": dict(importance_sampling_cap=2.0),
     "sequence level": dict(importance_sampling_level="sequence"),
     "entropy": dict(entropy_coef=0.01),
@@ -139,9 +142,13 @@ def iterate(mode, shape, options, micro_batches):
     tokens = 8 // micro_batches * (PROMPT + COMPLETION)
     settings = GRPOSettings(**common | shape | options, max_tokens_per_micro_batch=tokens, max_new_tokens=COMPLETION)
     with unset_fake_temporarily():
-        prepared = prepare(replace(settings, beta=0.0))
+        prepared = prepare(replace(settings, beta=0.0, teacher=""))
+    # A parameter of a fake device cannot move to the host: of such a teacher only the outputs are there.
+    prepared.settings = replace(settings, teacher_device="device")
+    prepared.teacher = SimpleNamespace(state=dict(model_config=prepared.shape))
+    models = [load(prepared, torch.device("gpu")) for load in (load_reference, load_teacher)]
     prepared.settings = settings
-    training = make_training(prepared, load_reference(prepared, torch.device("gpu"), weights=False))
+    training = make_training(prepared, *models)
 
     def collect(iteration, training):
         tokens = torch.zeros(8, PROMPT + COMPLETION, dtype=torch.long, device="gpu")
@@ -163,14 +170,14 @@ def known(count, value):
     return column
 
 
-def make_training(prepared, reference=None):
+def make_training(prepared, reference=None, teacher=None):
     settings, device = prepared.settings, torch.device("gpu")
     model = make_model(prepared.shape, device, settings.param_dtype, base_dtype=settings.base_dtype)
     configure(model, settings)
     log = NoLog(settings)
-    parts = PlanMeter(PlannedHost()), log, Guard(settings, log.say), None, Limits(settings, log.say)
+    parts = PlanMeter(PlannedHost()), log, Guard(settings, log.say), None, Limits(prepared, log.say)
     optimizer = make_optimizer(model, settings)
-    return DryTraining(prepared, model, reference, optimizer, *parts)
+    return DryTraining(prepared, model, reference, optimizer, *parts, teacher=teacher)
 
 
 def two_and_four(iteration, *arguments):

@@ -143,11 +143,14 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
     """
     k, records, rollouts = settings.group_size, [], scored.rollouts
     number = min(-(-settings.samples_per_iteration // k) * k, len(rollouts.tokens))
-    shown = moved(rollouts.select(slice(number)), "cpu")
+    shown = rollouts.select(slice(number))
+    if settings.divergence != "sampled":
+        shown.teacher_outputs = None  # hidden states
+    shown = moved(shown, "cpu")
     per_token = dict(
         logprobs=shown.sampling_logprobs,
         ref_logprobs=shown.ref_logprobs,
-        teacher_logprobs=shown.teacher_outputs if settings.divergence == "sampled" else None,
+        teacher_logprobs=shown.teacher_outputs,
         entropies=entropies[:number],
     )
     rewards, advantages = scored.rewards.flatten().tolist(), shown.advantages.tolist()

@@ -21,7 +21,7 @@ def trainer_logprobs(model, rollouts, cut, settings):
     Each process fills in the sequences that it ran.
     """
     logprobs = torch.zeros_like(rollouts.sampling_logprobs)
-    for micro, hidden in states(model, rollouts, cut, settings):
+    for _, micro, hidden in states(model, rollouts, cut, settings):
         with autocast(settings.dtype, model):
             values = head_logprobs(  # (M,)
                 hidden,
@@ -31,19 +31,19 @@ def trainer_logprobs(model, rollouts, cut, settings):
                 n_vocab=model.config.n_vocab,
                 chunk_mb=settings.logits_chunk_mb,
             )
-        logprobs[micro.index[micro.sequence], micro.place] = values.to(logprobs.dtype)
+        logprobs[micro.row, micro.place] = values.to(logprobs.dtype)
         del hidden  # before the next forward
     return logprobs
 
 
 def states(model, rollouts, cut, settings):
-    """Yield each micro-batch, and the hidden states (M, C) that predict its completion tokens."""
-    for indices in cut.dealt([indices for step in cut.steps for indices in step], model):
+    """Yield each micro-batch, as numbers and tensors, and the states (M, C) that predict its completion tokens."""
+    for indices in cut.dealt(sum(cut.steps, []), model):
         micro = gather(rollouts, indices, cut)
         with autocast(settings.dtype, model):
             hidden = model(micro.tokens, micro.positions, mask=micro.mask)  # (1, T, C)
             hidden = micro.completion_hidden(hidden)
-        yield micro, hidden
+        yield indices, micro, hidden
         del hidden
 
 
@@ -73,9 +73,8 @@ def teacher_outputs(training, rollouts, cut):
     settings, teacher = training.settings, training.teacher
     with borrowed(teacher):
         cut = wider(cut, settings.teacher_device, training.limits)
-        if settings.divergence == "sampled":
-            return trainer_logprobs(teacher, rollouts, cut, settings)
-        return teacher_states(teacher, rollouts, cut, settings)
+        run = trainer_logprobs if settings.divergence == "sampled" else teacher_states
+        return run(teacher, rollouts, cut, settings)
 
 
 @torch.no_grad()
@@ -84,14 +83,24 @@ def teacher_states(teacher, rollouts, cut, settings):
     logprobs = rollouts.sampling_logprobs
     # A planner runs on some of an iteration's completions.
     N = max(len(logprobs), settings.sequences_per_rollout)
-    dtype = teacher.lm_head_weight.dtype
-    empty = logprobs.new_empty(1, dtype=dtype).expand(N, logprobs.shape[1], teacher.config.n_embd)
+    empty = teacher.lm_head_weight.new_empty(1).expand(N, logprobs.shape[1], teacher.config.n_embd)
     if settings.teacher_device == "host":
         outputs = new_on_host(empty, keep=True).zero_()
     else:
         outputs = torch.zeros_like(empty, memory_format=torch.contiguous_format)
-    for micro, hidden in states(teacher, rollouts, cut, settings):
-        rows, places = micro.index[micro.sequence], micro.place
-        outputs[rows.to(outputs.device), places.to(outputs.device)] = hidden.to(outputs)
+    for indices, micro, hidden in states(teacher, rollouts, cut, settings):
+        write_states(outputs, cut, indices, micro.place, hidden)
         del hidden  # before the next forward
     return outputs
+
+
+def write_states(outputs, cut, indices, places, hidden):
+    """hidden (M, C_T) at places (M,) into outputs (N, T_c, C_T), a sequence at a time.
+
+    The host does not wait for copies. The meter does, at the end of the phase, before the host reads outputs.
+    """
+    sizes = [len(cut.places[i]) for i in indices]
+    for i, place, values in zip(indices, places.split(sizes), hidden.split(sizes), strict=True):
+        row = hidden.new_zeros(outputs.shape[1:])
+        row[place] = values
+        outputs[i].copy_(row, non_blocking=True)
