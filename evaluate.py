@@ -295,7 +295,7 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     rows = prepared.task.prompts("test", range(settings.eval_prompts))
     prompts = [prepared.encode(row["prompt"]) for row in rows]
     check_prompts(prompts, longest, model.config.block_size)  # all of them, before the first is sampled
-    limits = Limits(settings, partial(print, file=sys.stderr))
+    limits = Limits(prepared, partial(print, file=sys.stderr))
 
     n, temperature, seed = options.num_samples, options.temperature, options.seed
     sample = partial(sample_held_out, model, prepared, limits, n, temperature, seed)

@@ -104,10 +104,10 @@ def run(prepared, iterations=2, iterate=grpo.iterate):
     settings, device, sample_groups = prepared.settings, pick_device(DEVICE), sample.sample_groups
     torch.manual_seed(0)
     with MemoryMeter(device) as meter:
-        reference = load_reference(prepared, device, weights=False)
+        reference = load_reference(prepared, device)
         model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
         optimizer = make_optimizer(model, settings)
-        guard, limits = Guard(settings, print), Limits(settings, print)
+        guard, limits = Guard(settings, print), Limits(prepared, print)
         parts = meter, NoLog(settings), guard, None, limits
         training = Measured(prepared, model, reference, optimizer, *parts)
         sample.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)

@@ -44,20 +44,29 @@ class Limits:
     """How many completions are decoded at a time, and how many tokens a micro-batch has; 0: all at once.
 
     max_rollout_batch and max_tokens_per_micro_batch begin as the settings say. max_eval_batch, the limit of
-    evaluations, begins as the smaller of batch_size and max_rollout_batch. An out-of-memory halves one of them.
+    evaluations, begins with as many as a rollout has memory for: there a group shares its prompt, and prompts of an
+    evaluation are all different. An out-of-memory halves one of them.
+
+        4 prompts of 256 tokens, 4 completions of 1,024 each: (4 * 4 * 256 + 16 * 1,024) // (4 * 256 + 1,024) = 10
+
     `halved` is what a checkpoint keeps: {name: [how it began, what it is now]}.
     """
 
     cut = None  # the batch.Cut that is trained on: an out-of-memory cuts it again
 
-    def __init__(self, settings, say, halved=None, processes=ONE_PROCESS):
+    def __init__(self, prepared, say, halved=None, processes=ONE_PROCESS):
         """say: reports a change. halved: of the checkpoint to resume; it holds if the settings ask for the same."""
+        settings = prepared.settings
         self.settings, self.say, self.halved = settings, say, {}
         self.processes = processes
         share = range(settings.batch_size)[processes.part(settings.batch_size)]
         self.completions = len(share) * settings.group_size  # of a rollout, on this process
         self.max_rollout_batch = settings.max_rollout_batch
-        self.max_eval_batch = min(settings.batch_size, settings.max_rollout_batch or settings.batch_size)
+        rows = min(settings.max_rollout_batch or self.completions, self.completions)
+        groups = -(-rows // settings.group_size)
+        prompt, completion = prepared.longest()
+        prompt *= 4  # while it is read, its activations take about three times its place in the cache
+        self.max_eval_batch = (groups * prompt + rows * completion) // (prompt + completion)
         self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch
         self.reference_batches = reference_batches(settings)
         for name, (began, value) in (halved or {}).items():
@@ -100,9 +109,9 @@ class Limits:
     def make_smaller(self, phase, failure, failures):
         """Halve the limit of a phase. failures: how often it has run out of memory, one after the other."""
         if phase == "rollout":
-            self.halve_decoding("max_rollout_batch", self.completions, failure)
+            self.halve_decoding("max_rollout_batch", failure)
         elif phase == "eval":
-            self.halve_decoding("max_eval_batch", self.max_eval_batch, failure)
+            self.halve_decoding("max_eval_batch", failure)
         elif phase in ("reference", "teacher") and self.reference_batches > 1:
             self.reference_batches //= 2
             self.say(
@@ -113,8 +122,8 @@ class Limits:
         elif failures > 1 or self.processes.sharded:  # an optimizer step has no limit: one more try
             raise SnugError(self.at_the_floor(f"in the optimizer step: {failure}"))
 
-    def halve_decoding(self, name, completions, failure):
-        now = min(getattr(self, name) or completions, completions)
+    def halve_decoding(self, name, failure):
+        now = min(getattr(self, name) or self.completions, self.completions)
         if now == 1:
             problem = f"decoding one completion at a time: {failure}"
             if name == "max_eval_batch":

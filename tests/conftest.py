@@ -3,10 +3,12 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from memory import Limits
 from model import GPT, GPTConfig
 from pretrained.tensors import save_pretrained
 from runs.log import read_log
@@ -80,6 +82,11 @@ def rows_of(rollouts):
     """-> N pairs (ids, log-probs) of the completions, the stop token included."""
     columns = rollouts.tokens, rollouts.sampling_logprobs, rollouts.prompt_lengths, rollouts.completion_lengths
     return [(row[p : p + c].tolist(), values[:c].tolist()) for row, values, p, c in zip(*columns, strict=True)]
+
+
+def limits_of(settings, say=print, longest=(1, 1)):
+    """The Limits of a run with these settings; longest: tokens of its longest prompt and completion."""
+    return Limits(SimpleNamespace(settings=settings, longest=lambda: longest), say)
 
 
 def figures(folder):

@@ -311,7 +311,7 @@ def test_without_options_it_is_the_loops_own_evaluation(run_folder):
     prepared, options, file = prepared_by(run_folder, "--num_prompts=40", "--samples_file=none")
     summary, samples = run_evaluation(run.model, prepared, options)
     prepared.settings = replace(run.settings, eval_prompts=prepared.settings.eval_prompts)
-    both = evaluate.sample_held_out(run.model, prepared, Limits(run.settings, print))
+    both = evaluate.sample_held_out(run.model, prepared, Limits(prepared, print))
     assert [sample for pair in zip(*both, strict=True) for sample in pair] == samples
     assert max(sample["length"] for sample in both[1]) == 3  # the longest answer and the stop token
     scores = summary["scores"]

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from conftest import DEVICE, tensor_bytes
+from conftest import DEVICE, limits_of, tensor_bytes
 
 import grpo
 import train_sft
 from batch import Cut
 from evaluate import run_scores, sample_held_out
-from memory import Limits
 from memory.meter import MemoryMeter
+from model import GPT
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
@@ -131,9 +131,40 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
 
 
 def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
-    for batch, expected in ((0, 16), (128, 16), (4, 4)):
-        settings = GRPOSettings(batch_size=16, max_rollout_batch=batch)
-        assert Limits(settings, print).max_eval_batch == expected
+    """Evaluations decode as many completions at a time as a rollout's cache has room for, each behind its own prompt."""
+    for batch, longest, expected in (
+        (0, (1, 10_000), 127),  # of 16 prompts with 8 completions each
+        (128, (1, 10_000), 127),
+        (999, (1, 10_000), 127),
+        (0, (256, 1024), 72),  # (16 * 1,024 + 128 * 1,024) / 2,048
+        (0, (10_000, 1), 16),
+        (4, (256, 1024), 2),
+        (1, (10_000, 1), 1),
+    ):
+        settings = GRPOSettings(batch_size=16, group_size=8, max_rollout_batch=batch)
+        assert limits_of(settings, longest=longest).max_eval_batch == expected
+    assert limits_of(SFTSettings(batch_size=16), longest=(256, 1024)).max_eval_batch == 16
+
+
+def test_an_evaluation_decodes_as_many_at_a_time_as_a_rollout(tmp_path, monkeypatch):
+    """Counted in forwards; what it scores is the same, because a row's luck is its own."""
+    prepared = prepare(
+        GRPOSettings(**GRPO | dict(out_dir=str(tmp_path), beta=0.0, batch_size=2, group_size=8, eval_prompts=12))
+    )
+    model, prompt, completion = begin(prepared, torch.device(DEVICE))[0], *prepared.longest()
+    limits, forward, rows = limits_of(prepared.settings, longest=(prompt, completion)), GPT.forward, []
+    monkeypatch.setattr(GPT, "forward", lambda model, x, *a, **k: rows.append(len(x)) or forward(model, x, *a, **k))
+    assert limits.max_eval_batch == (8 * prompt + 16 * completion) // (4 * prompt + completion) > 4
+
+    def scored(at_once):
+        rows.clear()
+        limits.max_eval_batch = at_once
+        greedy, sampled = sample_held_out(model, prepared, limits)
+        return [sample["completion"] for sample in greedy + sampled], len(rows)
+
+    texts, forwards = scored(limits.max_eval_batch)
+    fewer_at_once, more_forwards = scored(2)
+    assert texts == fewer_at_once and forwards < more_forwards / 2
 
 
 def test_evaluations_cut_long_prompts_too(tmp_path):
@@ -141,7 +172,7 @@ def test_evaluations_cut_long_prompts_too(tmp_path):
     settings = GRPOSettings(**GRPO | options)
     prepared = prepare(settings)
     model = begin(prepared, torch.device(DEVICE))[0]
-    limits = Limits(settings, print)
+    limits = limits_of(settings, longest=prepared.longest())
     prepared.settings.eval_prompts = 5
     scores = run_scores([sample_held_out(model, prepared, limits)])
     rates = {"pass_at_1", "pass_at_1_sampled", "eval_truncated_fraction"}

@@ -5,15 +5,14 @@ import weakref
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, limits_of
 from test_plan import prepared_run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import evaluate
 import grpo
-from memory import Limits
-from memory.limits import is_out_of_memory
+from memory.limits import Limits, is_out_of_memory
 from options import SnugError
 from runs.checkpoint import newest, read_state
 from runs.log import read_log
@@ -123,12 +122,14 @@ def test_an_evaluation_has_a_limit_of_its_own(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(evaluate, "sample_episodes", sampled)
     grpo.main(prepared)
-    assert decoded[:3] == [3, 2, 1] and set(decoded[3:]) == {1}  # batch_size 3, then half, rounded up
-    assert read_state(newest(settings.out_dir))["after_oom"] == {"max_eval_batch": [3, 1]}
+    first = limits_of(settings, longest=prepared.longest()).max_eval_batch
+    halves = [-(-first // 2**i) for i in range(5)]  # rounded up
+    assert decoded[: len(halves)] == halves and halves[-1] == 1 and set(decoded[len(halves) :]) == {1}
+    assert read_state(newest(settings.out_dir))["after_oom"] == {"max_eval_batch": [first, 1]}
     rollouts, real_rows = [], grpo.sample_rows
     monkeypatch.setattr(grpo, "sample_rows", lambda *a: rollouts.append(a[-1]) or real_rows(*a))
     grpo.main(prepare(dataclasses.replace(settings, resume="auto", max_iters=2)))
-    assert set(decoded[3:]) == {1} and rollouts == [0]
+    assert set(decoded[5:]) == {1} and rollouts == [0]
 
 
 def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
@@ -203,5 +204,5 @@ def test_an_optimizer_step_is_tried_once_more():
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(SnugError, match="in the optimizer step: CUDA out of memory.; next: "):
-        Limits(GRPOSettings(), print).run("optimizer", step)
+        limits_of(GRPOSettings()).run("optimizer", step)
     assert len(calls) == 2

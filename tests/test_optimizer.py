@@ -4,13 +4,12 @@ import gc
 
 import pytest
 import torch
-from conftest import DEVICE, make_model, tensor_bytes
+from conftest import DEVICE, limits_of, make_model, tensor_bytes
 from streams import COMPUTE, Race, fake_streams, forgotten_waits
 from torch.utils._python_dispatch import _disable_current_modes
 
 from device.host import HOST
 from device.kinds import PlanningMode
-from memory import Limits
 from memory.ledger import LiveBytes
 from memory.plan import PlanMeter, PlannedHost
 from settings import SFTSettings
@@ -324,7 +323,7 @@ def test_after_an_out_of_memory_in_backward_the_next_attempt_has_its_own_gradien
         for batch in (tokens, tokens.flip(1)):
             model(batch).square().sum().backward()
 
-    Limits(SFTSettings(), print).run("optimizer", accumulate)  # which is tried once more
+    limits_of(SFTSettings()).run("optimizer", accumulate)  # which is tried once more
     assert len(passes) == 4
     found = optimizer.gradients()
     assert found.keys() == expected.keys() and all(found[p].equal(expected[p]) for p in found)

@@ -2,6 +2,7 @@
 
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from runs import loading
 from sample import generate_naive, sample_groups
 from settings import GRPOSettings, SampleSettings, SFTSettings
 from tokenizer import get_tokenizer
-from training.dry_run import worst_case_rollouts
+from training.dry_run import DryTraining
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 STOP = 3
@@ -260,7 +261,9 @@ def test_no_lengths_take_more_than_is_rehearsed(k, P, slots, dtype):
             result = call()
             return meter.peak_since_reset(), result
 
-    planned, _ = peak(lambda: worst_case_rollouts(model, 12, P, k, 50, slots, 0))
+    prepared = SimpleNamespace(longest=lambda: (12, 50), toolbox=None)
+    planner = SimpleNamespace(model=model, settings=GRPOSettings(dtype=dtype), prepared=prepared)
+    planned, _ = peak(lambda: DryTraining.rollouts(planner, P, k, slots))
     taken, rollouts = peak(lambda: sample_groups(model, prompts, k, 50, stop_token=STOP, seed=1, max_batch=slots))
     assert planned / 2 < taken <= planned and rollouts.completion_lengths.max() == 50
 

@@ -13,18 +13,21 @@ from types import SimpleNamespace
 import pytest
 import streams
 import torch
-from conftest import DEVICE, make_flat_model, make_model
+from conftest import DEVICE, limits_of, make_flat_model, make_model
 from streams import COMPUTE, Pinnable, Race, fake_pinning, fake_streams, forgotten_waits
 from test_grpo import some_rollouts
 
 import grpo
+import train_sft
 from batch import Cut
 from device.host import HOST, UNUSED, borrowed, new_on_host, stream_from_host
 from device.kinds import MIB
 from device.streams import aside, settle
-from memory import Limits
 from options import SnugError
-from settings import GRPOSettings
+from runs.checkpoint import find_run
+from runs.loading import load_frozen
+from runs.prepare import prepare
+from settings import GRPOSettings, SFTSettings
 
 CPU = torch.device("cpu")
 
@@ -126,7 +129,7 @@ def reference_on_host(n_layer=4, max_tokens=20):
     wanted = grpo.trainer_logprobs(reference, rollouts, Cut(rollouts), settings)
     model = make_flat_model("llama", dtype=torch.float64, n_layer=1)
     stream_from_host(reference, reference.blocks, reference.device)
-    limits = Limits(settings, said.append)
+    limits = limits_of(settings, said.append)
     return SimpleNamespace(settings=settings, model=model, reference=reference, limits=limits), rollouts, wanted
 
 
@@ -207,9 +210,9 @@ def test_streamed_weights_take_larger_micro_batches():
     """Up to four at once, to 8,192 tokens. A resident reference takes what training takes."""
     for most, expected in ((0, 1), (100, 4), (1280, 4), (4096, 2), (10_000, 1)):
         settings = GRPOSettings(max_tokens_per_micro_batch=most, beta=0.04, init_from="x", reference="host")
-        assert Limits(settings, print).reference_batches == expected
+        assert limits_of(settings).reference_batches == expected
         settings.reference = "device"
-        assert Limits(settings, print).reference_batches == 1
+        assert limits_of(settings).reference_batches == 1
     training, rollouts, _ = reference_on_host(n_layer=1)
     cut, seen = Cut(rollouts, 0, 20), []
     training.reference.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
@@ -295,7 +298,7 @@ def test_after_an_out_of_memory_half_way_the_next_attempt_is_right(where, kind_o
     def nothing_is_left(phase, failure, failures):
         assert HOST.current == before
 
-    limits = Limits(GRPOSettings(), print)
+    limits = limits_of(GRPOSettings())
     limits.make_smaller = nothing_is_left
     model.blocks[2].register_forward_pre_hook(run_out)
     with kind_of_streams():
@@ -327,6 +330,20 @@ def test_every_pinned_page_is_unpinned_once_before_it_goes(held, shape, dtype):
         del tensor
         assert cudart.pinned == {} and HOST.current == before
     assert [name for name, _ in cudart.calls] == ["register", "unregister"]
+
+
+def test_a_streamed_model_is_never_on_the_device_while_it_loads(tmp_path):
+    """It has the same weights bit for bit, adapters merged. The device "meta" stands for one without any memory."""
+    for name, options in (("plain", dict()), ("adapted", dict(lora_rank=2, init_from=str(tmp_path / "plain")))):
+        shape = dict(digits=1, n_layer=2, n_embd=32, device="cpu", max_iters=1, batch_size=2, eval_prompts=0)
+        folder = str(tmp_path / name)
+        train_sft.main(prepare(SFTSettings(**shape, out_dir=folder, learning_rate=0.1, **options)))
+        origin = find_run(folder)
+        whole = load_frozen(origin.state["model_config"], origin, CPU, "float32", "device")
+        streamed = load_frozen(origin.state["model_config"], origin, torch.device("meta"), "float32", "host")
+        assert streamed.device.type == "meta"
+        for ours, theirs in zip(streamed.parameters(), whole.parameters(), strict=True):
+            assert ours.device == CPU and id(ours.untyped_storage()) in HOST.sizes and torch.equal(ours, theirs)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux for a mapping's flags")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DEVICE, figures, make_flat_model, make_model
+from conftest import DEVICE, figures, limits_of, make_flat_model, make_model
 from interpreted import (
     CAPABILITIES,
     INTERPRETED,
@@ -34,7 +34,6 @@ from logprobs import Teacher, divergence, head_logprobs, head_loss, rows
 from loss import group_advantages, policy_loss
 from memory.fit import ladder
 from memory.ledger import LiveBytes
-from memory.limits import Limits
 from memory.plan import plan
 from options import SnugError
 from pretrained.tensors import save_pretrained
@@ -544,13 +543,13 @@ def test_the_plan_is_what_a_run_takes(places, name, place, tmp_path, monkeypatch
 def test_out_of_memory_in_the_teacher_is_survived(places):
     said = []
     settings = GRPOSettings(max_tokens_per_micro_batch=100, teacher="x", teacher_device="host")
-    limits = Limits(settings, said.append)
+    limits = limits_of(settings, said.append)
     assert limits.reference_batches == 4
     limits.make_smaller("teacher", "out of memory", 1)
     assert said == ["out of memory; going on with 2 micro-batches of the teacher at once"]
     on_device = GRPOSettings(teacher="x")
     assert ladder(on_device, "cuda")["teacher_device"] == ["device", "host"]
-    assert Limits(on_device, said.append).reference_batches == 1
+    assert limits_of(on_device, said.append).reference_batches == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def make_training(prepared, model, reference, optimizer, meter, log, processes, 
             processes,
             **constants,
         ),
-        limits=Limits(settings, log.say, state.get("after_oom"), processes),
+        limits=Limits(prepared, log.say, state.get("after_oom"), processes),
         extra_prompts=state.get("extra_prompts", 0),
     )
 
