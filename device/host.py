@@ -80,8 +80,11 @@ def available_on_host() -> int:
     return max(0, min(free, left))
 
 
-def new_on_host(like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool = False) -> torch.Tensor:
-    """An empty tensor in host memory of the shape of `like`; pinned, for fast copies, if `like` is on CUDA or pinned.
+def new_on_host(
+    like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool = False, device=None
+) -> torch.Tensor:
+    """An empty tensor in host memory of the shape of `like`; pinned, for fast copies, if `like` is pinned or `device`,
+    default its own, is CUDA.
 
     keep: it is large and lives long. Then pages are mapped for it and pinned in place. PyTorch's allocator of pinned
     memory rounds every block up to a power of two, at worst twice the bytes, and torch 2.11 cannot turn that off.
@@ -89,7 +92,7 @@ def new_on_host(like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool
     """
     mode, dtype = planning_mode(like), dtype or like.dtype
     ledger = mode.host if mode else HOST
-    pin = like.device.type == "cuda" or like.is_pinned()
+    pin = (device or like.device).type == "cuda" or like.is_pinned()
     ledger.making = True
     try:
         if pin and keep and math.prod(like.shape) * dtype.itemsize >= MIB:
@@ -167,7 +170,7 @@ def stream_from_host(model, blocks, device, at_home=None):
     at_home: a module that runs on the host, such as an embedding that is not the head.
     """
     for p in model.parameters():
-        p.data = new_on_host(p, keep=True).copy_(p.data, non_blocking=True)
+        p.data = new_on_host(p, keep=True, device=device).copy_(p.data, non_blocking=True)
     for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
         block.register_forward_pre_hook(partial(arrive, following, device))
         block.register_forward_hook(lambda block, *_: unload(block))

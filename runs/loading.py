@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import lora
 from device.host import stream_from_host
+from device.kinds import is_planned
 from device.pick import pick_device, with_dtype
 from kernels import warn_without_kernels
 from kernels.layers import hold_in_nf4
@@ -90,37 +91,38 @@ def load_weights(weights: Checkpoint, model: GPT):
         lora.merge(model)
 
 
-def load_reference(prepared, device, weights: bool = True) -> GPT | None:
-    """The frozen weights of init_from, on the device or the host. weights=False: random weights.
+def load_reference(prepared, device) -> GPT | None:
+    """The frozen weights of init_from, on the device or the host.
 
     None if beta is 0, or with LoRA: then the reference is the model without adapters.
     """
     settings = prepared.settings
     if not settings.needs_reference:
         return None
-    origin = prepared.origin if weights else None
-    return load_frozen(prepared.shape, origin, device, settings.param_dtype, settings.reference)
+    return load_frozen(prepared.shape, prepared.origin, device, settings.param_dtype, settings.reference)
 
 
-def load_teacher(prepared, device, weights: bool = True) -> GPT | None:
+def load_teacher(prepared, device) -> GPT | None:
     """The teacher's frozen weights in the type of a forward pass, on the device or the host. None without a teacher."""
     settings = prepared.settings
     if not settings.teacher:
         return None
     shape = prepared.teacher.state["model_config"] | {"n_vocab": prepared.tokenizer.n_vocab}
-    origin = prepared.teacher if weights else None
-    return load_frozen(shape, origin, device, settings.dtype, settings.teacher_device)
+    return load_frozen(shape, prepared.teacher, device, settings.dtype, settings.teacher_device)
 
 
 def load_frozen(shape: dict, origin: Checkpoint | None, device, dtype: str, place: str) -> GPT:
-    """A model that does not train. place: "device", or "host": its blocks are streamed. No origin: random weights."""
-    model = make_model(shape, device, dtype, initialise=origin is None)
-    if origin:
+    """A model that does not train. place: "device", or "host": it is loaded there, then pinned, tensor by tensor, and its
+    blocks are streamed. No origin: random weights. A planner's have no values.
+    """
+    on_host = place == "host"
+    fresh = not origin or is_planned(torch.empty(0))
+    model = make_model(shape, "cpu" if on_host else device, dtype, initialise=fresh)
+    if not fresh:
         load_weights(origin, model)
     model.requires_grad_(False)
-    if place == "host":
-        at_home = None if model.head is None else model.embedding
-        stream_from_host(model, model.blocks, device, at_home)
+    if on_host:
+        stream_from_host(model, model.blocks, device, model.head and model.embedding)
     return model
 
 

