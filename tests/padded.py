@@ -44,7 +44,9 @@ def gather(sequences, indices, cut, poison=0):
             place.append(t)
     lengths = [int(mask[i].sum()) for i in indices]
     numbers = (torch.tensor(x, device=sequences.tokens.device) for x in (states, targets, sequence, place, lengths))
-    micro = PaddedBatch(tokens.to(sequences.tokens.device), None, None, *numbers, torch.tensor(indices))
+    index = torch.tensor(indices)
+    rows = index[sequence].to(sequences.tokens.device)
+    micro = PaddedBatch(tokens.to(sequences.tokens.device), None, None, *numbers, index, rows)
     if getattr(sequences, "advantages", None) is not None:
         micro.advantages = sequences.advantages[indices]
     for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs", "teacher_outputs"):

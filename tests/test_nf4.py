@@ -645,7 +645,7 @@ def assert_planned(prepared):
     for phase, (peak, _) in planned.phases.items():
         measured = measured_peak(phase, record, prepared.settings.out_dir)
         if phase == "load":  # a plan quantizes the largest matrix once more, whole, beside all others
-            assert measured - 0.06 <= peak / MIB <= 1.6 * measured
+            assert measured - 0.06 <= peak / MIB <= 1.6 * measured + 0.3
         else:
             assert peak / MIB == pytest.approx(measured, rel=1e-3, abs=0.01), phase
     return planned
