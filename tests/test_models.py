@@ -282,10 +282,10 @@ def test_a_folder_is_evaluated_and_sampled_in_the_type_in_which_it_would_train(
     monkeypatch.setattr(GPT, "forward", lambda model, *a, **k: seen.add(model.compute_dtype) or forward(model, *a, **k))
     save_pretrained(GPT(GPTConfig(**QWEN)), tmp_path / "folder", get_tokenizer("bytes"), stored)
     options = EvaluateSettings(task="addition", num_prompts=2, num_samples=1, max_new_tokens=3, device="cpu")
-    prepared, _ = evaluate.prepare_evaluation(options, {"task"}, tmp_path / "folder")
+    prepared, _ = evaluate.prepare_evaluation(options, {"task", "max_new_tokens"}, tmp_path / "folder")
     evaluate.main(options, prepared, None)
     loaded = load_run(tmp_path / "folder", "cpu")
-    complete(SampleSettings(prompt="1+1=", max_new_tokens=3), loaded)
+    complete(SampleSettings(prompt="1+1=", max_new_tokens=3), {"prompt", "max_new_tokens"}, loaded)
     assert seen == {getattr(torch, computed)} and loaded.settings.dtype == computed
     weights = stored if kind == "cuda" else "float32"
     assert loaded.model.embedding.weight.dtype == getattr(torch, weights)
