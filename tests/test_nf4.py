@@ -754,7 +754,7 @@ def test_auto_takes_4_bits_only_where_nothing_else_fits(folder, tmp_path, short_
     assert auto.base_dtype == "auto" and 1.5 * least_in_4_bits < least
     for budget, settings in ((GIB, plain), (least, plain), (least - 1, in_4_bits), (least_in_4_bits, in_4_bits)):
         assert fit(dry_run, auto, budget) == fit(dry_run, settings, budget)
-        text = show(dry_run, replace(auto, memory_budget_gb=f"{budget / GIB:.12f}"))
+        text = show(dry_run, replace(auto, memory_budget_gb=f"{(budget + 0.5) / GIB:.12f}"))
         assert (
             ("--base_dtype=nf4" in text) == (settings is in_4_bits)
             and "--base_dtype=\n" not in text
@@ -770,7 +770,7 @@ def test_a_run_is_in_4_bits_if_the_budget_says_so_and_stays(folder, tmp_path, ca
     """The budget decides before the weights are read: the folder's values are in 4 bits at once."""
     dry_run = DryRun(prepared := prepared_on_auto(folder, tmp_path / "run", "--memory_budget_gb=1"), grpo.iterate)
     least = fit(dry_run, replace(prepared.settings, base_dtype=""), 1)[1].peak
-    small, large = f"--memory_budget_gb={(least - 1) / GIB:.12f}", "--memory_budget_gb=1"
+    small, large = f"--memory_budget_gb={(least - 0.5) / GIB:.12f}", "--memory_budget_gb=1"
     for name, budgets, expected in (("small", [small, large, ""], "nf4"), ("large", [large, small, ""], "")):
         for n, budget in enumerate(budgets, 1):
             words = [f"--max_iters={n}", "--resume=auto", *filter(None, [budget])]
