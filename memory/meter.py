@@ -91,13 +91,16 @@ class MemoryMeter:
 
     def stats(self):
         """Figures since the last `reset`, for the log: MiB and seconds."""
-        peaks = {name: entry["peak"] for name, entry in self.phases.items()}
+        peaks = [entry["peak"] for entry in self.phases.values()]
         sizes = {
             "mem_alloc_mb": self.allocated(),
             "mem_reserved_mb": self.reserved(),
-            "mem_max_alloc_mb": max(self.peak, self.peak_since_reset(), *peaks.values()),
+            "mem_max_alloc_mb": max(self.peak, self.peak_since_reset(), *peaks),
         }
-        sizes |= {f"mem_max_alloc_mb_{name}": peak for name, peak in peaks.items()}
+        for name, entry in self.phases.items():
+            sizes[f"mem_max_alloc_mb_{name}"] = entry["peak"]
+            sizes[f"mem_alloc_mb_{name}"] = entry["current"]
+            sizes[f"mem_reserved_mb_{name}"] = entry["reserved"]
         if HOST.peak:
             sizes["mem_max_host_mb"] = HOST.peak
         stats = {name: round(size / MIB, 3) for name, size in sizes.items()}

@@ -63,7 +63,7 @@ def charts_of(runs: list[Run]) -> list[Chart]:
     figures = [*LEARNING, ("Reward by function", "mean before weights", functions)]
     figures += [(name, "mean", {name: ""}) for name in logged_names(runs, "metric/")]
     learning = [chart for figure in figures for chart in by_kind("Learning", *figure, runs)]
-    memory = [timeline(run) for run in runs if run.memory]
+    memory = [timeline(run) for run in runs]
     memory += by_kind("Memory", "Memory of each iteration", "MiB", MEMORY, runs)
     memory.append(peaks(runs))
     time = by_kind("Time", "Speed", "tokens per second", {"tokens_per_second": ""}, runs)
@@ -100,30 +100,34 @@ def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:
 
 
 def timeline(run: Run) -> Chart:
-    """A block for each phase of an iteration, as high as the phase's peak."""
-    iterations = sorted(run.memory)[-MOST:]
-    phases = [phase for phase in PHASES if any(phase in run.memory[i] for i in iterations)]
-    width = 1 / len(phases)
-    series, after = [], []
-    for place, phase in enumerate(phases):
-        measured = [i for i in iterations if phase in run.memory[i]]
-        x = [i + place * width for i in measured]
-        y = [run.memory[i][phase].peak for i in measured]
-        labels = [f"iteration {i}, peak of {phase}" for i in measured]
-        series.append(Series(phase, x, y, "block", PHASES.index(phase), labels, width))
-        for i in measured:
-            after.append((i + (place + 1) * width, run.memory[i][phase], f"iteration {i}, after {phase}"))
+    """A block for each phase of an iteration, as high as the phase's peak, and lines through the memory after it.
 
-    x, sizes, labels = zip(*sorted(after), strict=True)
-    allocated, reserved, _ = map(list, zip(*sizes, strict=True))
+    The log of an older version has no figures for the lines.
+    """
+    records = run.records[-MOST:]
+    phases = [phase for phase in PHASES if logged(records, f"mem_max_alloc_mb_{phase}")]
+    width = 1 / len(phases)
+    blocks = [Series(phase, [], [], "block", PHASES.index(phase), width=width) for phase in phases]
+    allocated = Series("allocated", [], [], "line", 7)
     # The process's resident memory is far above the peaks, and this line would flatten all others.
     name, style = ("reserved", "line") if run.device == "cuda" else ("resident", "hidden")
-    series.append(Series("allocated", x, allocated, "line", 7, labels))
-    series.append(Series(name, x, reserved, style, 5, labels))
-
-    end = iterations[-1] + 1
-    window = (max(iterations[0], end - SHOWN), end)
-    return Chart("Memory", f"Memory timeline, {run.name}", "iteration", "MiB", series, window)
+    held = Series(name, [], [], style, 5)
+    for record in records:
+        for place, block in enumerate(blocks):
+            for series, figure, x, label in (
+                (block, "mem_max_alloc_mb", place, "peak of"),
+                (allocated, "mem_alloc_mb", place + 1, "after"),
+                (held, "mem_reserved_mb", place + 1, "after"),
+            ):
+                size = record.get(f"{figure}_{block.name}")
+                if size is not None:
+                    series.x.append(record["iter"] + x * width)
+                    series.y.append(size)
+                    series.labels.append(f"iteration {record['iter']}, {label} {block.name}")
+    drawn = [series for series in (*blocks, allocated, held) if series.x]
+    end = records[-1]["iter"] + 1
+    window = (max(records[0]["iter"], end - SHOWN), end)
+    return Chart("Memory", f"Memory timeline, {run.name}", "iteration", "MiB", drawn, window)
 
 
 def peaks(runs: list[Run]) -> Chart:

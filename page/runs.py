@@ -1,4 +1,4 @@
-"""What a run's folder says: log.jsonl, samples.jsonl, the [MEM] lines of log.txt, settings.json.
+"""What a run's folder says: log.jsonl, samples.jsonl, the first line of log.txt, settings.json.
 
 Nothing here imports torch, so a wrong folder is refused at once. Left out: checkpoints.
 """
@@ -7,7 +7,6 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from options import SnugError, fields, in_one_line
 from runs.log import read_lines, read_log
@@ -15,18 +14,6 @@ from settings import GRPOSettings, ModelOptions, SFTSettings
 
 MOST_BYTES = 40_000_000  # of samples.jsonl in a page
 FIRST_LINE = re.compile(r"^\w+ on \w+: ([\d,]+) parameters.*? on (cpu|cuda)", re.MULTILINE)
-MEMORY_LINE = re.compile(
-    r"\[MEM\] \[\w+ step (\d+)/\d+\] after (\w+): "
-    r"current=([\d.]+)MiB reserved=([\d.]+)MiB peak_since_reset=([\d.]+)MiB"
-)
-
-
-class PhaseMemory(NamedTuple):
-    """MiB: allocated and reserved after a phase, and its peak."""
-
-    allocated: float
-    reserved: float
-    peak: float
 
 
 @dataclass
@@ -39,7 +26,6 @@ class Run:
     records: list[dict]  # log.jsonl; never empty
     samples: list[dict]  # samples.jsonl: every n-th iteration and the last one
     every: int  # this n
-    memory: dict[int, dict[str, PhaseMemory]]  # iteration -> phase -> MiB
     settings: dict  # settings.json; {} if it is missing
 
     @property
@@ -83,16 +69,13 @@ def read_run(folder: Path, name: str, most_bytes: int) -> Run:
         records = read_log(folder)
     if not records:
         raise SnugError(f"{folder}: log.jsonl has no iteration yet; try again later")
-    text = text_of(folder / "log.txt")
     kind = "GRPO" if any({"reward_mean", "divergence"} & record.keys() for record in records) else "SFT"
-    first = FIRST_LINE.search(text)
+    first = FIRST_LINE.search(text_of(folder / "log.txt"))
     size, device = first.groups() if first else ("-", "cpu")
-    last = records[-1]["iter"]
-    samples, every = read_samples(folder / "samples.jsonl", last, most_bytes)
+    samples, every = read_samples(folder / "samples.jsonl", records[-1]["iter"], most_bytes)
     with in_one_line(f"{folder}/settings.json: cannot be read"):
         settings = json.loads(text_of(folder / "settings.json") or "{}")
-    memory = memory_of(text, last)
-    return Run(folder, name, kind, size, device, records, samples, every, memory, settings)
+    return Run(folder, name, kind, size, device, records, samples, every, settings)
 
 
 def read_samples(path: Path, last: int, most_bytes: int):
@@ -103,15 +86,6 @@ def read_samples(path: Path, last: int, most_bytes: int):
     with in_one_line(f"{path}: cannot be read"):
         samples = [s for s in read_lines(path) if s["iter"] % every == 0 or s["iter"] == last]
     return samples, every
-
-
-def memory_of(text: str, last: int) -> dict[int, dict[str, PhaseMemory]]:
-    """The [MEM] lines of log.txt, up to iteration `last`. A resumed run repeats iterations: the later line counts."""
-    memory = {}
-    for step, phase, *sizes in MEMORY_LINE.findall(text):
-        if int(step) <= last:
-            memory.setdefault(int(step), {})[phase] = PhaseMemory(*map(float, sizes))
-    return memory
 
 
 def logged(records: list[dict], name: str) -> list[float]:

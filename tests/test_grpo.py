@@ -243,7 +243,8 @@ def check_sample(sample, settings):
 
 LOGGED = """iter reward_mean reward_std frac_reward_zero_std loss kl entropy clip_fraction grad_norm learning_rate completion_length_mean
 truncated_fraction logprob_diff_mean logprob_diff_max tokens_per_second time_rollout_s time_reward_s time_reference_s time_train_s
-time_optimizer_s mem_alloc_mb mem_reserved_mb mem_max_alloc_mb mem_max_alloc_mb_rollout mem_max_alloc_mb_train""".split()
+time_optimizer_s mem_alloc_mb mem_reserved_mb mem_max_alloc_mb mem_max_alloc_mb_rollout mem_max_alloc_mb_train
+mem_alloc_mb_rollout mem_alloc_mb_train mem_reserved_mb_rollout mem_reserved_mb_train""".split()
 
 
 def test_no_two_uses_draw_with_the_same_key(tmp_path, monkeypatch):

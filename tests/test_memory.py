@@ -77,6 +77,7 @@ def test_phases_have_their_own_peaks():
         stats = meter.stats()
         assert stats["mem_max_alloc_mb_rollout"] == 4 and stats["mem_max_alloc_mb_train"] == 2
         assert stats["mem_max_alloc_mb"] == 4 and stats["mem_alloc_mb"] == 2
+        assert stats["mem_alloc_mb_train"] == 2 and stats["mem_reserved_mb_train"] > 50
         assert stats["mem_reserved_mb"] > 50 and stats["time_rollout_s"] >= 0
         lines = meter.lines("[GRPO step 000/079]")
         assert lines[1].startswith("[MEM] [GRPO step 000/079] after train: current=2.0MiB reserved=")

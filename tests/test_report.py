@@ -12,6 +12,7 @@ from options import SnugError
 from page.charts import charts_of
 from page.runs import read_run, read_runs
 from page.write import island, tiles, write_page
+from runs.log import RunLog
 from settings import GRPOSettings, SFTSettings
 
 PHASES = [phase for phase in meter.PHASES if phase != "teacher"]
@@ -22,7 +23,7 @@ HOSTILE += ["\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton", "<b>bold</b>\
 def make_run(folder, iterations=4, samples=(), kind="GRPO", **settings):
     """A run's folder with figures that are easy to foresee."""
     folder.mkdir(parents=True)
-    records, lines = [], [f"{kind} on addition: 100 parameters on cpu, {folder}"]
+    records = []
     phases = PHASES[:5] if kind == "GRPO" else ("train", "optimizer")
     for i in range(iterations):
         record = dict(iter=i, loss=1 / (i + 1), entropy=0.5, grad_norm=2.0 + i, tokens_per_second=1000.0, time_s=10.0)
@@ -31,12 +32,11 @@ def make_run(folder, iterations=4, samples=(), kind="GRPO", **settings):
         record |= dict(mem_alloc_mb=1.0, mem_reserved_mb=900.0, mem_max_alloc_mb=50.0)
         for n, phase in enumerate(phases):
             record |= {f"mem_max_alloc_mb_{phase}": 10.0 * n + i, f"time_{phase}_s": 1.0 + n}
-            start = f"[MEM] [{kind} step {i:03d}/{iterations - 1:03d}] after {phase}"
-            lines.append(f"{start}: current={n}.5MiB reserved=900.0MiB peak_since_reset={10 * n + i}.0MiB")
+            record |= {f"mem_alloc_mb_{phase}": n + 0.5, f"mem_reserved_mb_{phase}": 900.0}
         records.append(record)
     (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    (folder / "log.txt").write_text("\n".join(lines))
+    (folder / "log.txt").write_text(f"{kind} on addition: 100 parameters on cpu, {folder}")
     (folder / "settings.json").write_text(json.dumps(dict(max_iters=iterations, task="addition") | settings))
     return str(folder)
 
@@ -73,7 +73,6 @@ def island_of(text):
 
 def test_charts_have_the_logs_figures(tmp_path):
     runs = read_runs([make_run(tmp_path / "a"), make_run(tmp_path / "warm", kind="SFT", iterations=3)])
-    runs[0].records[-1]["mem_max_alloc_mb_train"] = 1.0  # the largest is not the last
     charts = charts_of(runs)
     reward = chart(charts, "Reward, GRPO")["training, sampled"]
     assert (reward.x, reward.y) == ([0, 1, 2, 3], [0, 0.1, 0.2, 0.3])
@@ -86,7 +85,8 @@ def test_charts_have_the_logs_figures(tmp_path):
     assert timeline["train"].x == pytest.approx([0.6, 1.6, 2.6, 3.6]) and timeline["train"].width == 0.2
     assert timeline["allocated"].y[:5] == [0.5, 1.5, 2.5, 3.5, 4.5]
     assert timeline["resident"].style == "hidden" and set(timeline["resident"].y) == {900}
-    peaks = chart(charts, "Peak of each phase")
+    runs[0].records[-1]["mem_max_alloc_mb_train"] = 1.0  # the largest is not the last
+    peaks = chart(charts_of(runs), "Peak of each phase")
     assert dict(zip(peaks["a"].x, peaks["a"].y, strict=True)) == dict(zip(PHASES[:5], [3, 13, 23, 32, 43], strict=True))
     assert (peaks["warm"].x, peaks["warm"].y) == (["train", "optimizer"], [2, 12])
     assert "Reward, SFT" not in [chart.title for chart in charts]
@@ -201,13 +201,26 @@ def test_runs_of_a_kind_share_charts(tmp_path):
 
 
 def test_a_resumed_runs_memory_is_the_later_one(tmp_path):
-    folder = make_run(tmp_path / "a", iterations=1)
-    with open(f"{folder}/log.txt", "a") as file:
-        for step in (0, 1):  # iteration 1 was done before the resume, and is not repeated yet
-            start = f"[MEM] [GRPO step 00{step}/001] after train"
-            file.write(f"\n{start}: current=1.0MiB reserved=2.0MiB peak_since_reset=77.0MiB")
+    folder = make_run(tmp_path / "a", iterations=2)  # iteration 1 was done before the resume, and is not repeated yet
+    record = read_runs([folder])[0].records[0] | dict(mem_max_alloc_mb_train=77.0)
+    with RunLog(GRPOSettings(out_dir=folder, max_iters=2), "GRPO") as log:
+        log.iteration(record)
     train = chart(charts_of(read_runs([folder])), "Memory timeline, a")["train"]
     assert train.y == [77] and train.x == pytest.approx([0.6])
+
+
+def test_a_timeline_has_the_phases_that_were_measured_and_of_an_older_log_the_blocks_alone(tmp_path):
+    (run,) = read_runs([make_run(tmp_path / "a")])
+    for name in ("mem_max_alloc_mb", "mem_alloc_mb", "mem_reserved_mb"):
+        run.records[2][f"{name}_eval"] = 5.0
+    timeline = chart(charts_of([run]), "Memory timeline, a")
+    assert timeline["eval"].y == [5] and timeline["eval"].x == pytest.approx([2 + 5 / 6])
+    assert timeline["eval"].labels == ["iteration 2, peak of eval"] and len(timeline["allocated"].x) == 4 * 5 + 1
+    assert timeline["allocated"].labels[4:6] == ["iteration 0, after optimizer", "iteration 1, after rollout"]
+    for record in run.records:
+        for name in [name for name in record if name.startswith(("mem_alloc_mb_", "mem_reserved_mb_"))]:
+            del record[name]
+    assert list(chart(charts_of([run]), "Memory timeline, a")) == [*PHASES[:5], "eval"]
 
 
 def test_a_completion_ends_no_script_and_the_page_needs_no_network(tmp_path):
@@ -230,7 +243,7 @@ def test_runs_that_are_not_finished_or_empty(tmp_path):
     for name in ("samples.jsonl", "log.txt", "settings.json"):
         (tmp_path / "a" / name).unlink()
     charts = charts_of(read_runs([folder]))
-    assert not any("timeline" in chart.title for chart in charts) and island_of(page_of([folder]).read_text())["charts"]
+    assert any("timeline" in chart.title for chart in charts) and island_of(page_of([folder]).read_text())["charts"]
     (tmp_path / "a/log.jsonl").write_text("")
     with pytest.raises(SnugError, match="log.jsonl has no iteration yet"):
         read_runs([folder])
