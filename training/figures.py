@@ -49,19 +49,19 @@ def join(parts: list[Scored]) -> Scored:
         torch.cat([part.rewards for part in parts]),
         concatenated(parts, "by_function"),
         concatenated(parts, "columns"),
-        concatenated(parts, "metrics", lacking=0),
+        concatenated(parts, "metrics"),
         concatenated(parts, "episodes"),
         min(part.shared for part in parts),
     )
 
 
-def concatenated(parts: list[Scored], column: str, lacking=1) -> dict[str, list]:
-    """{name: the values of all parts}. Where a part lacks a name: None for each completion; lacking=0: nothing."""
+def concatenated(parts: list[Scored], column: str) -> dict[str, list]:
+    """{name: the values of all parts}. Where a part lacks a name: None for each completion."""
     lists = {}
     for name in dict.fromkeys(name for part in parts for name in getattr(part, column)):
         lists[name] = []
         for part in parts:
-            none = [None] * part.rewards.numel() * lacking
+            none = [None] * part.rewards.numel()
             lists[name] += getattr(part, column).get(name, none)
     return lists
 
