@@ -39,9 +39,10 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
     functions = {}
 
     def name(value):
+        """The name of a function or class in the settings."""
         if not callable(value):
             return value
-        spec = spec_of(value)
+        spec = f"{value.__module__}:{name_of(value)}"
         if functions.setdefault(spec, value) is not value:
             raise SnugError(f"two functions have the name {spec}: rename one")
         return spec
@@ -63,11 +64,6 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
             None
         ) from None  # a notebook would keep the frames, and the model in them
     return FinishedRun(prepared.settings, functions, finished)
-
-
-def spec_of(function) -> str:
-    """The name of a function or class in the settings."""
-    return f"{function.__module__}:{name_of(function)}"
 
 
 def write_prompts(prompts: list[dict], out_dir: str) -> str:
