@@ -125,9 +125,7 @@ class RunLog:
 
     def __exit__(self, kind, error, trace):
         if error:
-            self.memory(
-                [told(error) if isinstance(error, SnugError) else "".join(format_exception(error))]
-            )
+            self.memory(told(error) if isinstance(error, SnugError) else "".join(format_exception(error)))
         self.call_services("close")
         self.bar.close()
         for file in self.files.values():
@@ -147,7 +145,7 @@ class RunLog:
     def say(self, text: str):
         """A line for log.txt and the console."""
         text = plain(text)
-        self.memory([text])
+        self.memory(text)
         self.show_line(text)
 
     def show_line(self, text: str):
@@ -157,12 +155,11 @@ class RunLog:
             sys.stdout.flush()
         except OSError as error:  # its reader is gone, as in `| head`
             sys.stdout = open(os.devnull, "w")  # Python flushes it again at exit
-            self.memory([f"warning: the console failed ({error.strerror}); going on without it"])
+            self.memory(f"warning: the console failed ({error.strerror}); going on without it")
 
-    def memory(self, lines: Iterable[str]):
+    def memory(self, text: str):
         """Lines for log.txt alone."""
-        for line in lines:
-            self.append("log.txt", line)
+        self.append("log.txt", text)
 
     def append(self, name: str, line: str):
         """A line for a file of the folder. Where that fails, warn once and go on."""
@@ -206,7 +203,7 @@ class RunLog:
     def scores(self, record: dict):
         """A console line for these figures of the log. Without "iter" they are of the model before training."""
         record = record | self.not_shown
-        self.memory([console_line(record, self.max_iters)])
+        self.memory(console_line(record, self.max_iters))
         self.show_line(console_line(record, self.max_iters, console_width()))
 
     def left(self, done: int):

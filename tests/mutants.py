@@ -300,7 +300,7 @@ MUTANTS = [
     ("report: the lines of functions look alike", "page/charts.py", "STYLES[place % len(STYLES)]", "STYLES[0]", "test_report.py"),
     ("report: the prompt among a sample's columns", "training/figures.py", 'columns.pop("prompt", "")', 'columns.get("prompt", "")', "test_grpo.py"),
     ("log: a narrow terminal gets whole lines", "runs/log.py", "self.max_iters, console_width())", "self.max_iters)", "test_log.py"),
-    ("log: a narrow line goes to the file", "runs/log.py", "[console_line(record, self.max_iters)]", "[console_line(record, self.max_iters, 80)]", "test_log.py"),
+    ("log: a narrow line goes to the file", "runs/log.py", "self.memory(console_line(record, self.max_iters))", "self.memory(console_line(record, self.max_iters, 80))", "test_log.py"),
     ("log: the bar names no phase", "training/loop.py", "meter.show = log.show", "pass", "test_log.py"),
     ("the first scores overwritten", "training/state.py", 'f"before/{name}": score', 'f"{name}": score', "test_log.py"),
     ("an evaluation that failed is not repeated", "training/loop.py", "training.make_up_evaluation(log.start)", "pass", "test_log.py"),

@@ -94,7 +94,7 @@ def train(prepared, title, iterate, device, processes, lock):
             training = make_training(prepared, model, reference, optimizer, meter, log, processes, start)
             training.teacher, training.saver.lock = teacher, lock
             introduce(title, training, start, moved)
-            log.memory([meter.line("after init")])
+            log.memory(meter.line("after init"))
             finished = iterations(iterate, training)
             if not processes.rank:
                 for line in ending(title, settings, bool(prepared.reward_funcs), not finished):

@@ -115,8 +115,8 @@ class Training:
         if done and not made and is_due(done, self.prepared):
             self.meter.reset()
             scores = self.evaluate_if_due(done)
-            seconds = {"time_s": self.meter.stats()["time_eval_s"]}
-            self.log.iteration({"iter": done - 1} | scores | seconds | self.meter.stats())
+            stats = self.meter.stats()
+            self.log.iteration({"iter": done - 1} | scores | stats | {"time_s": stats["time_eval_s"]})
             self.saver.after(done, self.progress(), scores)
 
     def update(self, metrics, learning_rate, iteration, sequences, select):
@@ -160,9 +160,10 @@ class Training:
             time_s=time.perf_counter() - self.started, dropped_steps=self.guard.health["dropped_steps"]
         )
         record |= self.meter.stats()
-        found = hints(record)
-        self.log.iteration(record | ({"hints": sorted(found)} if found else {}), samples)
+        if found := hints(record):
+            record["hints"] = sorted(found)
+        self.log.iteration(record, samples)
         for name in sorted(found.keys() - self.shown_hints):
             self.log.say(f"hint: {found[name]}")
         self.shown_hints |= found.keys()
-        self.log.memory(self.meter.lines(self.log.place(record["iter"])))
+        self.log.memory("\n".join(self.meter.lines(self.log.place(record["iter"]))))
