@@ -134,7 +134,10 @@ def peaks(runs: list[Run]) -> Chart:
     """A bar for each run and phase."""
     bars = []
     for number, run in enumerate(runs):
-        sizes = {phase: logged(run.records, f"mem_max_alloc_mb_{phase}") for phase in PHASES}
-        largest = {phase: max(values) for phase, values in sizes.items() if values}
+        largest = {
+            phase: max(values)
+            for phase in PHASES
+            if (values := logged(run.records, f"mem_max_alloc_mb_{phase}"))
+        }
         bars.append(Series(run.name, list(largest), list(largest.values()), "bar", number))
     return Chart("Memory", "Peak of each phase", "", "MiB", bars)

@@ -292,7 +292,7 @@ MUTANTS = [
     ("report: tiles backwards", "page/write.py", "{values[0]:.3f} → {values[-1]:.3f}", "{values[-1]:.3f} → {values[0]:.3f}", "test_report.py"),
     ("report: medians with the first iteration", "report.py", "logged(run.records[1:], name) or logged", "logged", "test_report.py"),
     ("report: a phase's last peak, in the table", "report.py", "{max(values):.1f}", "{values[-1]:.1f}", "test_report.py"),
-    ("report: a phase's last peak, in the chart", "page/charts.py", "{phase: max(values) for", "{phase: values[-1] for", "test_report.py"),
+    ("report: a phase's last peak, in the chart", "page/charts.py", "phase: max(values)", "phase: values[-1]", "test_report.py"),
     ("meter: a phase's last peak", "memory/meter.py", 'entry["peak"] = max(entry["peak"], self.peak_since_reset())', 'entry["peak"] = self.peak_since_reset()', "test_memory.py"),
     ("report: memory of iterations that are repeated", "runs/log.py", 'if record["iter"] < start]', "]", "test_report.py"),
     ("report: the last iteration's completions are thinned out", "page/runs.py", ' or s["iter"] == last]', "]", "test_report.py"),
