@@ -142,7 +142,7 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
     without entropies if no step was taken on the completion.
     """
     k, records, rollouts = settings.group_size, [], scored.rollouts
-    number = min(-(-settings.samples_per_iteration // k) * k, len(rollouts.tokens))
+    number = -(-settings.samples_per_iteration // k) * k
     shown = rollouts.select(slice(number))
     if settings.divergence != "sampled":
         shown.teacher_outputs = None  # hidden states
