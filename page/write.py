@@ -27,9 +27,11 @@ def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[lis
     loader = jinja2.FileSystemLoader(HERE)
     template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     options, same = options_of(runs)
+    rollouts = [dict(run=r.name, samples=r.samples, every=r.every) for r in runs if r.samples]
+    data = dict(palette=PALETTE, charts=[asdict(chart) for chart in charts], rollouts=rollouts)
     page = template.get_template("page.html").render(
         plotly=Markup(get_plotlyjs()),
-        island=Markup(island(content(runs, charts))),
+        island=Markup(island(data)),
         css=Markup((HERE / "page.css").read_text()),
         scripts=[Markup((HERE / name).read_text()) for name in ("charts.js", "rollouts.js")],
         nonce=secrets.token_urlsafe(16),
@@ -41,12 +43,6 @@ def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[lis
         cells=cells,
     )
     write_whole(path, page)
-
-
-def content(runs: list[Run], charts: list[Chart]) -> dict:
-    """The scripts' data."""
-    rollouts = [dict(run=r.name, samples=r.samples, every=r.every) for r in runs if r.samples]
-    return dict(palette=PALETTE, charts=[asdict(chart) for chart in charts], rollouts=rollouts)
 
 
 def island(data) -> str:
@@ -61,7 +57,7 @@ def tiles(run: Run) -> list[tuple[str, str]]:
         iterations += f" of {run.settings['max_iters']:,}"
     figures = {"reward": "reward_mean", "pass@1": "pass_at_1"}
     if run.kind == "SFT":
-        figures = {"pass@1": "pass_at_1", "loss": "loss"}
+        figures["loss"] = "loss"
     tiles = [("iterations", iterations)]
     for name, figure in figures.items():
         values = [value for _, value in values_of(run.records, figure)]
