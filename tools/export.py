@@ -20,8 +20,8 @@ from runs.checkpoint import Checkpoint, base_of, find_run
 from settings import ExportSettings
 
 TEXT = "A train leaves at 9:40 and arrives at 11:05. How long is the ride? From 9:40 to 11:05 it is 1 h 25 min."
-# Rounding to bfloat16 moves a weight by up to 1/512 of it, however little the adapters change it. It matters if it moves
-# the logits by more than a tenth of what the adapters do. A KL grows as the square of that.
+# Rounding to bfloat16 moves a weight by up to 1/512 of it, however little the adapters change it. It matters if it
+# moves the logits by more than a tenth of what the adapters do. A KL grows as the square of that.
 MOST_LOST = 0.01
 
 
