@@ -155,23 +155,19 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
     )
     rewards, advantages = scored.rewards.flatten().tolist(), shown.advantages.tolist()
     for i, completion in enumerate(shown.completions()):
-        ids, start, length = (
-            shown.tokens[i].tolist(),
-            shown.prompt_lengths[i],
-            shown.completion_lengths[i],
-        )
+        prompt, length = shown.tokens[i, : shown.prompt_lengths[i]].tolist(), len(completion)
         columns = {name: values[i] for name, values in scored.columns.items()}
         asked = columns.pop("prompt", "")
         record = dict(
             group=i // k,
-            prompt=tokenizer.decode(ids[:start]),
+            prompt=tokenizer.decode(prompt),
             completion=tokenizer.decode(completion),
             reward=rewards[i],
             rewards={name: values[i] for name, values in scored.by_function.items()},
             columns=columns,
             advantage=advantages[i],
             stopped=bool(shown.stopped[i]),
-            tokens=texts_of(ids[start : start + length], tokenizer.decode),
+            tokens=texts_of(completion, tokenizer.decode),
         )
         if scored.episodes:
             record |= dict(
