@@ -54,9 +54,7 @@ class Guard:
 def columns_of(sequences: Rollouts | Sequences, select: range) -> dict[str, torch.Tensor]:
     """{name: tensor} of the sequences `select`."""
     part = slice(select.start, select.stop)
-    return {
-        name: tensor[part] for name, tensor in vars(sequences).items() if isinstance(tensor, torch.Tensor)
-    }
+    return {name: tensor[part] for name, tensor in vars(sequences).items() if tensor is not None}
 
 
 def finite_columns(sequences, select: range) -> bool:
