@@ -256,8 +256,6 @@ def call(function: Callable, arguments: dict[str, list], timeout: float):
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
             faulthandler.cancel_dump_traceback_later()
-        if sys.stdout.closed:  # by the function
-            sys.stdout = open(1, "w", errors="replace", closefd=False)
 
 
 def name_of(function: Callable) -> str:
