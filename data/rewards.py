@@ -235,27 +235,26 @@ def call(function: Callable, arguments: dict[str, list], timeout: float):
     An alarm raises OutOfTime inside the function, and again every AGAIN seconds, in case the function catches it. A
     function that no alarm stops, such as a regular expression that runs for hours, ends the process after GRACE.
     """
-    returned, limited = False, timeout > 0 and threading.current_thread() is threading.main_thread()
+    if timeout <= 0 or threading.current_thread() is not threading.main_thread():
+        return function(**arguments)
+    returned = False
 
     def late(number, frame):
         if not returned:  # the alarm and the result may come at the same time
             raise OutOfTime
 
-    if limited:
-        handler = signal.signal(signal.SIGALRM, late)
-        faulthandler.dump_traceback_later(timeout + GRACE, exit=True, file=sys.__stderr__)
+    handler = signal.signal(signal.SIGALRM, late)
+    faulthandler.dump_traceback_later(timeout + GRACE, exit=True, file=sys.__stderr__)
     try:
         try:
-            if limited:
-                signal.setitimer(signal.ITIMER_REAL, timeout, AGAIN)
+            signal.setitimer(signal.ITIMER_REAL, timeout, AGAIN)
             return function(**arguments)
         finally:
             returned = True
     finally:
-        if limited:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, handler)
-            faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def name_of(function: Callable) -> str:

@@ -227,7 +227,7 @@ MUTANTS = [
     ("evaluations: unscored completions are right", "evaluate.py", "total is not None and total >= least", "total is None or total >= least", "test_scoring.py"),
     ("evaluations: float32's 0.9 is below 0.9", "evaluate.py", " - ROUNDING * abs(least)", "", "test_scoring.py"),
     ("evaluations: 0 is as good as a small threshold", "evaluate.py", "ROUNDING * abs(least)", "ROUNDING", "test_scoring.py"),
-    ("rewards: the end of the grace stays", "data/rewards.py", "            faulthandler.cancel_dump_traceback_later()\n", "", "test_reward.py"),
+    ("rewards: the end of the grace stays", "data/rewards.py", "        faulthandler.cancel_dump_traceback_later()\n", "", "test_reward.py"),
     ("rewards: Python's generator is not seeded", "training/loop.py", "    random.seed(seed)", "    pass", "test_scoring.py"),
     ("rewards: NumPy's generator is not seeded", "training/loop.py", "    np.random.seed(seed)", "    pass", "test_scoring.py"),
     ("evaluations: weights left out", "runs/prepare.py", "functions, weights, limit = self.reward_funcs, self.reward_weights,", "functions, weights, limit = self.reward_funcs, [],", "test_scoring.py"),
