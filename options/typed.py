@@ -25,14 +25,14 @@ class Fields:
             raise SnugError(f"{path}: {values!r:.40} is not an object")
         self.values, self.path = values, path
 
-    def get(self, name: str, kind: type, default: Any = None, zero: bool = False):
-        """-> the value of `name`, or `default` if it is missing. zero: 0 is allowed. An integer may become a float."""
+    def get(self, name: str, kind: type, default: Any = None):
+        """-> the value of `name`, or `default` if it is missing. An integer may become a float."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default
         fits = type(value) is kind or kind is float and type(value) is int
         if fits and kind in (int, float):
-            fits = 0 < value < LIMIT or zero and value == 0
+            fits = 0 < value < LIMIT
         if not fits:
             raise SnugError(f"{self.path}: {name}={value!r:.40} is not {KINDS[kind]}")
         return float(value) if kind is float else value
