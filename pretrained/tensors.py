@@ -160,9 +160,9 @@ def look_at_weights(folder: str | Path):
                     if entry.shape and size != entry.shape:
                         raise SnugError(f"{file}: {name} has shape {size}, config.json says {entry.shape}")
                     if dtype not in entry.types:
-                        advice = "use the folder with the bfloat16 weights"
                         raise SnugError(
-                            f"{file}: {name} has the type {dtype}, not one of {entry.types}; {advice}"
+                            f"{file}: {name} has the type {dtype}, not one of {entry.types}; "
+                            "use the folder with the bfloat16 weights"
                         )
                 elif not bare.endswith(BUFFERS) and bare != "lm_head.weight":
                     surplus.append(name)
@@ -247,21 +247,19 @@ def rows_of(parameter, entry: Entry):
     return parameter[entry.start : entry.start + size]
 
 
-def save_pretrained(model, folder: str | Path, tokenizer=None, dtype: str | None = None):
+def save_pretrained(model, folder: str | Path, tokenizer=None):
     """Write a folder that transformers' AutoModelForCausalLM (and AutoTokenizer, with a Tokenizer) load.
 
-    dtype: "float32" or "bfloat16"; default: the dtype of the weights. The folder must be new or empty, and appears
-    complete or not at all. A GPT-2 without biases gets biases of 0: the architecture has them. Raises SnugError.
+    The folder must be new or empty, and appears complete or not at all. A GPT-2 without biases gets biases of 0: the
+    architecture has them. Raises SnugError.
     """
-    import torch
-
     from lora import adapted
 
     if adapted(model):
         raise SnugError(
             "the model has adapters, which such a folder cannot hold: call lora.merge(model) first"
         )
-    dtype = getattr(torch, dtype) if dtype else model.embedding.weight.dtype
+    dtype = model.embedding.weight.dtype
     config = config_of(model.config, str(dtype).removeprefix("torch."))
     with appearing(folder) as temporary:
         write_weights(model, temporary, dtype)

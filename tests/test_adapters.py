@@ -131,7 +131,7 @@ def test_each_matrix_gets_its_product(shape, targets, rslora, tmp_path):
 def test_the_sum_is_rounded_once(tmp_path):
     """A base in bfloat16: the sum is float32 until the parameter's type rounds it."""
     make_base(tmp_path / "base")
-    save_pretrained(load_pretrained(tmp_path / "base"), tmp_path / "half", dtype="bfloat16")
+    save_pretrained(load_pretrained(tmp_path / "base", dtype="bfloat16"), tmp_path / "half")
     adapters = make_adapters(tmp_path / "peft", tmp_path / "half", "q_proj", lora_alpha=0.04)
     base, *rest = find_base(adapters)
     models = [make_gpt(read_shape(base), "cpu", dtype, initialise=False) for dtype in ("float32", "bfloat16")]

@@ -280,7 +280,7 @@ def test_a_folder_is_evaluated_and_sampled_in_the_type_in_which_it_would_train(
     monkeypatch.setattr(runs.loading, "with_dtype", lambda settings, _: with_dtype(settings, kind))
     forward, seen = GPT.forward, set()
     monkeypatch.setattr(GPT, "forward", lambda model, *a, **k: seen.add(model.compute_dtype) or forward(model, *a, **k))
-    save_pretrained(GPT(GPTConfig(**QWEN)), tmp_path / "folder", get_tokenizer("bytes"), stored)
+    save_pretrained(GPT(GPTConfig(**QWEN)).to(getattr(torch, stored)), tmp_path / "folder", get_tokenizer("bytes"))
     options = EvaluateSettings(task="addition", num_prompts=2, num_samples=1, max_new_tokens=3, device="cpu")
     prepared, _ = evaluate.prepare_evaluation(options, {"task", "max_new_tokens"}, tmp_path / "folder")
     evaluate.main(options, prepared, None)
