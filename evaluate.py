@@ -66,9 +66,9 @@ def prepare_evaluation(
     toolbox = make_toolbox(settings, tokenizer, functions)
     reward_funcs, weights = rewards_of(settings, task, functions, toolbox)
     if not reward_funcs:
-        problem = f"task={settings.task!r} of {folder}: its data_file has no column answer to score by"
         raise SnugError(
-            f"{problem}; name it with --answer_column, or add --reward_funcs=my_rewards:is_short"
+            f"task={settings.task!r} of {folder}: its data_file has no column answer to score by; "
+            "name it with --answer_column, or add --reward_funcs=my_rewards:is_short"
         )
     settings.block_size = state["model_config"]["block_size"]
     if is_pretrained(path) and not options.max_new_tokens:
@@ -114,11 +114,14 @@ def refuse_training_data(settings, given: set[str], run, folder: str | Path):
         return
     file = settings.test_file or settings.data_file
     if file and Path(file).resolve() == Path(run.data_file).resolve():
-        problem = f"{folder} was trained on all of data_file={run.data_file}"
-        raise SnugError(f"{problem}; give a --test_file with other prompts")
+        raise SnugError(
+            f"{folder} was trained on all of data_file={run.data_file}; give a --test_file with other prompts"
+        )
     if "data_file" in given and "test_file" not in given:
-        problem = f"data_file={settings.data_file} is given, but the prompts are in the run's"
-        raise SnugError(f"{problem} test_file={run.test_file}; give --test_file too")
+        raise SnugError(
+            f"data_file={settings.data_file} is given, but the prompts are in the run's test_file={run.test_file}; "
+            "give --test_file too"
+        )
 
 
 def samples_file(options: EvaluateSettings, settings: GRPOSettings, folder: Path) -> Path | None:

@@ -204,9 +204,10 @@ def check_prompts(prompts, max_new_tokens, block_size):
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: a completion has at least one token")
     if longest + max_new_tokens > block_size:
-        total = f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens}"
-        advice = "lower max_new_tokens, or take shorter prompts; --max_prompt_length cuts them in a run"
-        raise SnugError(f"{total} is longer than block_size={block_size}; {advice}")
+        raise SnugError(
+            f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens} is longer than block_size={block_size}; "
+            "lower max_new_tokens, or take shorter prompts; --max_prompt_length cuts them in a run"
+        )
 
 
 def decode(batch, bar):

@@ -659,8 +659,10 @@ class EvaluateSettings(TaskOptions, EpisodeOptions, RewardOptions):
 
     def check(self):
         if self.num_samples > 1 and self.temperature == 0:
-            seen = f"temperature=0 with num_samples={self.num_samples} is the same completion each time"
-            raise SnugError(f"{seen}; leave num_samples out, or try --temperature=1")
+            raise SnugError(
+                f"temperature=0 with num_samples={self.num_samples} is the same completion each time; "
+                "leave num_samples out, or try --temperature=1"
+            )
 
 
 @dataclass

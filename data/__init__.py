@@ -81,8 +81,9 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
     for name, it_fits in fits.items():
         value = getattr(settings, name)
         if value and not it_fits:
-            problem = f"{name}={value!r:.60} does not fit task={settings.task!r}"
-            raise SnugError(f"{problem}: {advice.get(name, 'leave it out')}")
+            raise SnugError(
+                f"{name}={value!r:.60} does not fit task={settings.task!r}: {advice.get(name, 'leave it out')}"
+            )
     task.survey()
     return task
 

@@ -68,8 +68,9 @@ class Countdown(Task):
         self.operators = settings.countdown_operators
         self.has_form = settings.countdown_form == "tags"
         if not self.operators or set(self.operators) - set(ARITHMETIC):
-            example = "choose from + - * /, such as --countdown_operators=+-"
-            raise SnugError(f"countdown_operators={self.operators!r}: {example}")
+            raise SnugError(
+                f"countdown_operators={self.operators!r}: choose from + - * /, such as --countdown_operators=+-"
+            )
 
     def propose(self, rng):
         """{"prompt": "3 5 7=22:", "numbers": [3, 5, 7], "target": 22, "solution": "5*3+7"}, or None (see `join`)."""

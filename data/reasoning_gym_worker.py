@@ -35,8 +35,10 @@ class Gym:
         known = sorted(DATASETS.keys() - LEFT_OUT)
         if name not in known:
             hint = did_you_mean(name, known) or f", such as {', '.join(known[:5])}"
-            package = f"the {len(known)} of reasoning_gym {version('reasoning_gym')}"
-            raise SnugError(f"gym_dataset={name!r} is not one of {package}{hint}")
+            raise SnugError(
+                f"gym_dataset={name!r} is not one of the {len(known)} of reasoning_gym "
+                f"{version('reasoning_gym')}{hint}"
+            )
         options = self.options[name]
         try:
             return create_dataset(name, seed=seed, size=size, **options)

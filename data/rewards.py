@@ -205,15 +205,16 @@ def checked(function: Callable, rewards, completions: list) -> list[float | None
     count, is_list = len(completions), isinstance(rewards, list | tuple)
     if not is_list or len(rewards) != count:
         shown = f"{len(rewards)} of them" if is_list else repr(rewards)[:60]
-        wanted = f"a list of {count} numbers, one per completion"
-        raise SnugError(f"{name} must return {wanted}, not {shown}")
+        raise SnugError(f"{name} must return a list of {count} numbers, one per completion, not {shown}")
     numbers = []
     for completion, reward in zip(completions, rewards, strict=True):
         numbers.append(None if reward is None else as_float(reward))
         if reward is not None and not abs(numbers[-1]) < LARGEST:
             shown = f"{'the text ' if isinstance(reward, str) else ''}{reward!r:.60}"
-            problem = f"returned {shown} for the completion {completion!r:.60}"
-            raise SnugError(f"{name} {problem}; return None or a number below {LARGEST:g}")
+            raise SnugError(
+                f"{name} returned {shown} for the completion {completion!r:.60}; "
+                f"return None or a number below {LARGEST:g}"
+            )
     return numbers
 
 

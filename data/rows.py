@@ -89,8 +89,10 @@ class FileTask(Task):
             train, test = ({self.identity(row) for row in each} for each in self.rows.values())
             compared = settings.max_iters or path != settings.test_file
             if compared and (shared := train & test):
-                example = f"{len(shared)} prompts of data_file, such as {min(shared)!r:.60}"
-                raise SnugError(f"test_file={settings.test_file} has {example}; remove them")
+                raise SnugError(
+                    f"test_file={settings.test_file} has {len(shared)} prompts of data_file, such as "
+                    f"{min(shared)!r:.60}; remove them"
+                )
         else:
             ranks = [(split_of(text), hash_of(text)) for text in map(self.identity, rows)]  # test first
             first = {*sorted(ranks)[: min(len(rows) // 5, ENOUGH)]} - {max(ranks)}  # one is to train

@@ -126,8 +126,10 @@ def calc(expression: str) -> str:
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     except (SyntaxError, ValueError, OverflowError):
-        problem = f"no expression of numbers and + - * / // % ** ( ), up to {MAX_CHARS} characters"
-        raise ValueError(f"{problem}, or a number is too large") from None
+        raise ValueError(
+            f"no expression of numbers and + - * / // % ** ( ), up to {MAX_CHARS} characters, "
+            "or a number is too large"
+        ) from None
 
 
 def power(base: Fraction, exponent: Fraction) -> Fraction:

@@ -63,8 +63,9 @@ class Chat:
         defaults = ""
         for name, value in variables.items():
             if not re.search(rf"\b{re.escape(name)}\b", self.source):
-                problem = f"the chat template has no variable {name!r:.60}; leave it out"
-                raise SnugError(f"chat_template_kwargs: {problem}")
+                raise SnugError(
+                    f"chat_template_kwargs: the chat template has no variable {name!r:.60}; leave it out"
+                )
             defaults += f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
         if not self.source.startswith(defaults):  # a resumed run's template has them already
             self.source, self.template = defaults + self.source, None
@@ -111,8 +112,9 @@ class Chat:
         """
         for message in messages:
             if not re.fullmatch(r"[A-Za-z0-9_-]+", message["role"]):
-                role = message["role"]
-                raise SnugError(f"a message's role must be a word, such as user, not {role!r:.60}")
+                raise SnugError(
+                    f"a message's role must be a word, such as user, not {message['role']!r:.60}"
+                )
         if self.tools and opens:
             assert self.call_form  # refuses another form
         messages = [*before, *map(self.broken, messages)]
