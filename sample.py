@@ -269,11 +269,11 @@ def generate_naive(
     while len(logprobs) < max_new_tokens:
         hidden = model(torch.tensor([tokens], device=model.device))[0, -1]  # (C,)
         logits = model.logits(hidden).float()  # (V,)
-        logp = torch.log_softmax(logits / temperature if temperature else logits, -1)
+        logp = torch.log_softmax(logits / (temperature or 1), -1)
         if temperature:
             cdf = logp.exp().cumsum(-1)
-            u = torch.tensor(float(uniform[len(logprobs)]))
-            token = int(torch.searchsorted(cdf, u * cdf[-1], right=True))
+            drawn = float(uniform[len(logprobs)]) * cdf[-1]
+            token = int(torch.searchsorted(cdf, drawn, right=True))
         else:
             token = int(logits.argmax())
         tokens.append(token)
