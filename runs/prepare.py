@@ -62,8 +62,15 @@ class Prepared:
 
     def score(self, prompts: list, completions: list, columns: dict[str, list]) -> Scores:
         """Call the reward functions."""
-        functions, weights, limit = self.reward_funcs, self.reward_weights, self.settings.reward_timeout
-        return total_rewards(functions, prompts, completions, columns, limit, weights, self.trainer_state)
+        return total_rewards(
+            self.reward_funcs,
+            prompts,
+            completions,
+            columns,
+            self.settings.reward_timeout,
+            self.reward_weights,
+            self.trainer_state,
+        )
 
     def encode(self, prompt: str | list[dict]) -> list[int]:
         """A row's prompt -> its last max_prompt_length ids, or all if that is 0. Raises SnugError for cut messages."""
@@ -116,11 +123,11 @@ def prepare(
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
     tokenizer.set_template_kwargs(settings.chat_template_kwargs)
     toolbox = make_toolbox(settings, tokenizer, functions)
-    shape = shape | {"vocab_size": shape["vocab_size"] or tokenizer.n_vocab}
-    shape["n_vocab"] = tokenizer.n_vocab
-    if shape["vocab_size"] < tokenizer.n_vocab:
+    vocab_size = shape["vocab_size"] or tokenizer.n_vocab
+    shape = shape | dict(vocab_size=vocab_size, n_vocab=tokenizer.n_vocab)
+    if vocab_size < tokenizer.n_vocab:
         raise SnugError(
-            f"vocab_size={shape['vocab_size']}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; "
+            f"vocab_size={vocab_size}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; "
             "leave vocab_size out"
         )
     reward_funcs, weights = rewards_of(settings, task, functions, toolbox)
@@ -147,14 +154,15 @@ def prepare(
     )
     prepared.toolbox = toolbox
     if settings.teacher:
-        prepared.teacher = find_teacher(prepared, read_tensors=False)
+        prepared.teacher = find_teacher(prepared)
     prepared.trainer_state.max_steps = settings.max_iters
     refuse_lengths(prepared)
     if read_tensors and not settings.plan:
-        verified = find_weights(settings, task, config, read_tensors=True)
-        prepared.resume, prepared.origin, prepared.warm_start = verified
+        prepared.resume, prepared.origin, prepared.warm_start = find_weights(
+            settings, task, config, read_tensors=True
+        )
         if settings.teacher:
-            prepared.teacher = find_teacher(prepared, read_tensors=True)
+            prepared.teacher = find_run(settings.teacher)
     return prepared
 
 
@@ -231,10 +239,10 @@ def refuse_places(settings):
             )
 
 
-def find_teacher(prepared: Prepared, read_tensors: bool) -> Checkpoint:
-    """The teacher's weights. Raises SnugError if they are missing, or if their ids mean other texts than ours."""
+def find_teacher(prepared: Prepared) -> Checkpoint:
+    """The teacher, before every byte is read. Raises SnugError if they are missing, or if their ids mean other texts than ours."""
     name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
-    teacher = find_run(name, read_tensors)
+    teacher = find_run(name, read_tensors=False)
     theirs, shape = tokenizer_of(*teacher), teacher.state["model_config"]
     ours, other = (each.backend.get_vocab() for each in (tokenizer, theirs))
     differ = sorted(ours.items() ^ other.items(), key=lambda item: item[::-1])
