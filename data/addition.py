@@ -27,14 +27,10 @@ class Addition(Task):
     columns = ("answer",)
     has_noise = True
 
-    def __init__(self, settings, demonstrations=False):
-        super().__init__(settings, demonstrations)
-        self.digits = settings.digits
-
     def propose(self, rng):
         """Two numbers of exactly `digits` digits: {"prompt": "6025+3528=", "numbers": [6025, 3528], "answer": 9553}."""
-        smallest = 0 if self.digits == 1 else 10 ** (self.digits - 1)
-        a, b = (rng.randrange(smallest, 10**self.digits) for _ in range(2))
+        smallest = 0 if self.settings.digits == 1 else 10 ** (self.settings.digits - 1)
+        a, b = (rng.randrange(smallest, 10**self.settings.digits) for _ in range(2))
         return {"prompt": f"{a}+{b}=", "numbers": [a, b], "answer": a + b}
 
     def identity(self, row):
@@ -49,21 +45,21 @@ class Addition(Task):
         columns, carry = [], 0
         for x, y in zip(*(reversed(str(number)) for number in row["numbers"]), strict=True):
             columns.append(int(x) + int(y) + carry)
-            carry = columns[-1] // 10 if rng.random() >= self.demonstration_noise else 0
+            carry = columns[-1] // 10 if rng.random() >= self.settings.demonstration_noise else 0
         answer = str(carry) + "".join(str(column % 10) for column in reversed(columns))
         return ",".join(f"{column:02d}" for column in columns) + f">{answer}"
 
     def answer_of(self, completion):
         """The digits after the last `>`, without leading zeros: ">09553" -> "9553"; None if anything else is there."""
         _, arrow, text = completion.rpartition(">")
-        is_number = len(text) <= self.digits + 1 and text.isascii() and text.isdigit()
+        is_number = len(text) <= self.settings.digits + 1 and text.isascii() and text.isdigit()
         return str(int(text)) if arrow and is_number else None
 
     def is_right(self, completion, answer):
         return self.answer_of(completion) == str(answer)
 
     def longest_prompt(self):
-        return f"{'9' * self.digits}+{'9' * self.digits}="
+        return f"{'9' * self.settings.digits}+{'9' * self.settings.digits}="
 
     def longest_answer(self):
-        return ",".join(["19"] * self.digits) + ">" + "9" * (self.digits + 1)
+        return ",".join(["19"] * self.settings.digits) + ">" + "9" * (self.settings.digits + 1)

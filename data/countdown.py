@@ -92,7 +92,7 @@ class Countdown(Task):
             f"{last} 3</answer>."
         )
         # Without messages a newline separates the answer from the prompt.
-        return text if self.chat else text + "\n"
+        return text if self.settings.chat else text + "\n"
 
     def identity(self, row):
         return f"{sorted(row['numbers'])}={row['target']}"
@@ -102,7 +102,7 @@ class Countdown(Task):
 
         A model that imitates this can find most solutions, but its most likely answer is often the lazy, wrong one.
         """
-        if rng.random() < self.demonstration_noise:
+        if rng.random() < self.settings.demonstration_noise:
             return self.in_form(self.operators[0].join(map(str, row["numbers"])))
         return self.in_form(row["solution"])
 

@@ -41,7 +41,7 @@ class GSM8K(FileTask):
         if number is None:
             raise ValueError(f"its answer has no number after ####: {worked[-40:]!r}")
         # Without messages a newline separates the answer from the prompt.
-        ending = "" if self.chat else "\n"
+        ending = "" if self.settings.chat else "\n"
         return {
             "prompt": f"{question}\n{INSTRUCTION}{ending}",
             "question": question,

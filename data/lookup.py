@@ -33,7 +33,7 @@ class Lookup(Task):
         return row["key"]
 
     def demonstration(self, row: dict, rng: random.Random) -> str:
-        if rng.random() < self.demonstration_noise:
+        if rng.random() < self.settings.demonstration_noise:
             return f"{rng.randrange(10_000):04}"
         return f"<get>{row['key']}</get><result>{row['answer']}</result>{row['answer']}"
 

@@ -101,7 +101,7 @@ class FileTask(Task):
         # A row has None where it lacks a column of others.
         self.blank = dict.fromkeys(name for row in rows + self.rows["test"] for name in row)
         self.data = dict(self.rows)  # for the fingerprint, with the rows that are dropped later
-        self.file, self.evaluated = path, settings.eval_prompts
+        self.file = path
         self.bounds = None  # result of `longest`
 
     def drop_long(self, encode, settings):
@@ -125,7 +125,7 @@ class FileTask(Task):
             raise SnugError(f"data_file={self.file}: no row is held out; give --prompt=...")
         epoch, place = divmod(number, len(rows))
         if split == "train":
-            place = shuffled(len(rows), f"{self.seed} {epoch}")[place]
+            place = shuffled(len(rows), f"{self.settings.seed} {epoch}")[place]
         return self.blank | rows[place]
 
     def size(self, split):
@@ -148,7 +148,7 @@ class FileTask(Task):
         if self.dropped:
             advice = "shorten them, or raise what limits them: block_size, max_prompt_length"
         for split, rows in self.rows.items():
-            if not rows and (split == "train" or self.evaluated):
+            if not rows and (split == "train" or self.settings.eval_prompts):
                 raise SnugError(
                     f"data_file={self.file}: no row is in the {split} split{self.dropped}; {advice}"
                 )

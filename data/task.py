@@ -37,11 +37,7 @@ class Task:
 
     def __init__(self, settings, demonstrations: bool = False):
         """settings: TaskOptions with a `seed`. demonstrations=True: every row must have a demonstration."""
-        self.seed = settings.seed
-        self.demonstration_noise = settings.demonstration_noise
-        self.format_reward = settings.format_reward
-        self.chat = settings.chat
-        self.system_prompt = settings.system_prompt
+        self.settings = settings
 
     # A subclass defines these
 
@@ -94,7 +90,7 @@ class Task:
         " [/INST]") differently, and that text has fewer than MARGIN bytes up to the next special token.
         """
         prompt, answer = len(self.longest_prompt().encode()), len(self.longest_answer().encode())
-        if self.chat:
+        if self.settings.chat:
             prompt += len(encode(self.as_prompt("x"))) + MARGIN
         return prompt, answer
 
@@ -109,12 +105,12 @@ class Task:
 
     def as_prompt(self, prompt: str | list[dict]) -> str | list[dict]:
         """A row's prompt as the model gets it: text, unless settings.chat is on or it is messages already."""
-        if self.chat or not isinstance(prompt, str):
-            return as_messages(prompt, self.system_prompt)
+        if self.settings.chat or not isinstance(prompt, str):
+            return as_messages(prompt, self.settings.system_prompt)
         return prompt
 
     def row(self, split: str, number: int) -> dict:
-        stream = {"train": f"train {self.seed}", "test": "test"}[split]
+        stream = {"train": f"train {self.settings.seed}", "test": "test"}[split]
         rng = random.Random(f"{type(self).__name__} {stream} {number}")
         for _ in range(MAX_PROPOSALS):
             row = self.propose(rng)
@@ -129,7 +125,7 @@ class Task:
         The log has them under their names: reward/correct, reward/formatted.
         """
         if self.has_form:
-            return [(self.correct, 1.0), (self.formatted, self.format_reward)]
+            return [(self.correct, 1.0), (self.formatted, self.settings.format_reward)]
         return [(self.rewards, 1.0)]
 
     def rewards(self, prompts: list, completions: list, **columns: list) -> list[float]:

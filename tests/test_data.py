@@ -313,7 +313,7 @@ pieces = st.text(alphabet="user\n0123456789+-=<>answMk ", min_size=2, max_size=4
 @given(st.sampled_from(sorted(TASKS)), st.lists(pieces, max_size=40), st.sampled_from(["", "sum:", "Think of 7"]))
 def test_no_prompt_in_a_template_has_more_tokens_than_the_longest(name, merges, system_prompt):
     task, encode = CHATS[name], encoder(merges)
-    task.system_prompt = system_prompt
+    task.settings.system_prompt = system_prompt
     prompt, answer = task.longest(encode)
     rows = task.prompts("train", range(30))
     assert max(len(encode(row["prompt"])) for row in rows) <= prompt
