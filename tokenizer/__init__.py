@@ -182,9 +182,11 @@ def get_tokenizer(name: str) -> Tokenizer:
         return byte_level(name, dict(zip(symbols, order, strict=True)), [])
     if name == "gpt2":
         return byte_level(name, *gpt2_files())
-    files = read_files(Path(name), FILES)
+    folder = Path(name)
+    with in_one_line(f"{folder}: cannot be read"):
+        files = {file: (folder / file).read_bytes() for file in FILES if (folder / file).is_file()}
     if name and "tokenizer.json" in files:
-        return tokenizer_of(Path(name), files)
+        return tokenizer_of(folder, files)
     raise SnugError(
         f"tokenizer={name!r} is not one of bytes, gpt2, or a folder that has a tokenizer.json "
         "(AutoTokenizer of transformers makes one of a tokenizer.model)"
@@ -217,7 +219,7 @@ def gpt2_files():
 
 def tokenizer_of(folder, files) -> Tokenizer:
     """A tokenizer.json and the files beside it."""
-    config, generation = (read_json(folder, files, name) for name in FILES[1:3])
+    config, generation = (read_json(folder / name) for name in FILES[1:3])
     with in_one_line(f"{folder / 'tokenizer.json'}: `tokenizers` cannot read it"):
         backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         backend.no_truncation()
@@ -225,8 +227,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
         probe = backend.encode("a")
     vocab = backend.get_vocab()
     names = token_names(config)
-    model_config = read_json(folder, read_files(folder, ["config.json"]), "config.json")
-    eos = vocab.get(names.get("eos_token"), model_config.get("eos_token_id"))
+    eos = vocab.get(names.get("eos_token"), read_json(folder / "config.json").get("eos_token_id"))
     stop_tokens = stop_ids(folder, backend, [eos, generation.get("eos_token_id")])
     name = f"tokenizer.json@{hashlib.sha256(files['tokenizer.json']).hexdigest()[:12]}"
     tokenizer = Tokenizer(name, backend, stop_tokens)
@@ -294,18 +295,12 @@ def template_of(folder, files, config):
     return default or template, ""
 
 
-def read_files(folder, names):
-    """-> {name: bytes} of the files that the folder has."""
-    with in_one_line(f"{folder}: cannot be read"):
-        return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-
-
-def read_json(folder, files, name):
+def read_json(file):
     """-> the object in that file, empty if there is no such file."""
-    with in_one_line(f"{folder / name}: not JSON"):
-        value = json.loads(files.get(name, b"{}"))
+    with in_one_line(f"{file}: not JSON"):
+        value = json.loads(file.read_bytes()) if file.is_file() else {}
     if not isinstance(value, dict):
-        raise SnugError(f"{folder / name}: must be an object, not {type(value).__name__}")
+        raise SnugError(f"{file}: must be an object, not {type(value).__name__}")
     return value
 
 
