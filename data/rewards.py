@@ -36,7 +36,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import chdir, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,8 +53,7 @@ def repeat_columns(rows: list[dict], k: int = 1):
     return {name: [row[name] for row in rows for _ in range(k)] for name in rows[0] if name != "prompt"}
 
 
-@dataclass
-class TrainerState:
+class TrainerState(NamedTuple):
     """How far a run is, under TRL's names."""
 
     global_step: int = 0

@@ -6,7 +6,7 @@ tensors and writes nothing. If grpo.py has to make its warm start first, that is
 """
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import load_reward_function, make_task
@@ -56,7 +56,7 @@ class Prepared:
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
     origin: Checkpoint | None = None  # the initial or reference weights
     teacher: Checkpoint | None = None
-    trainer_state: TrainerState = field(default_factory=TrainerState)  # for reward functions
+    global_step: int = 0  # of the run, for reward functions
     toolbox: Toolbox | None = None  # what the model may call
     cut: int = 0  # how many prompts `encode` has cut
 
@@ -69,7 +69,7 @@ class Prepared:
             columns,
             self.settings.reward_timeout,
             self.reward_weights,
-            self.trainer_state,
+            TrainerState(self.global_step, self.settings.max_iters),
         )
 
     def encode(self, prompt: str | list[dict]) -> list[int]:
@@ -140,10 +140,11 @@ def prepare(
     resolved = {name: shape[name] for name in SHAPE if name in shape} | {"block_size": block_size}
     settings = replace(settings, **resolved)  # for settings.json; a smaller block_size is the user's
     if grpo and "max_new_tokens" not in chosen and settings.max_new_tokens == GRPOSettings.max_new_tokens:
-        length = before.max_new_tokens if before else settings.max_new_tokens
-        if not before and origin and is_pretrained(origin.path):
+        if before:
+            settings = replace(settings, max_new_tokens=before.max_new_tokens)
+        elif origin and is_pretrained(origin.path):
             length = pretrained_length(settings, task, tokenizer)
-        settings = replace(settings, max_new_tokens=length)
+            settings = replace(settings, max_new_tokens=length)
     if settings.drop_long_prompts:
         task.drop_long(tokenizer.encode_prompt, settings)
     held_out = task.size("test")
@@ -155,7 +156,6 @@ def prepare(
     prepared.toolbox = toolbox
     if settings.teacher:
         prepared.teacher = find_teacher(prepared)
-    prepared.trainer_state.max_steps = settings.max_iters
     refuse_lengths(prepared)
     if read_tensors and not settings.plan:
         prepared.resume, prepared.origin, prepared.warm_start = find_weights(

@@ -336,7 +336,7 @@ MUTANTS = [
     ("two threads free memory and one is not counted", "device/host.py", "        size = self.sizes.pop(key)[1]\n        self.current -= size", "        self.current -= self.sizes.pop(key)[1]", "test_memory.py"),
     ("a function's rewards of the first part alone", "training/figures.py", "lists[name] += getattr(part, column).get(name, none)", "lists[name] += getattr(parts[0], column).get(name, none)", "test_parallel.py"),
     ("texts behind messages", "data/rewards.py", "if isinstance(prompt, str) or isinstance(completion, list):", "if True:", "test_reward.py"),
-    ("the trainer's step stands still", "training/state.py", "        self.prepared.trainer_state.global_step = iteration\n", "", "test_notebook.py"),
+    ("the trainer's step stands still", "training/state.py", "        self.prepared.global_step = iteration\n", "", "test_notebook.py"),
     ("a missing column found late", "data/__init__.py", "signature(function).bind(", "signature(function).bind_partial(", "test_data.py"),
     ("template variables are not set", "tokenizer/chat.py", "self.source, self.template = defaults + self.source, None", "self.template = None", "test_tokenizer.py"),
     ("template variables set again and again", "tokenizer/chat.py", "if not self.source.startswith(defaults):", "if True:", "test_tokenizer.py"),

@@ -92,7 +92,7 @@ class Training:
         """Start the meter and the clock; before the first iteration evaluate."""
         self.meter.reset()
         self.started = time.perf_counter()
-        self.prepared.trainer_state.global_step = iteration
+        self.prepared.global_step = iteration
         scores = self.evaluate_if_due(0) if iteration == 0 else {}
         self.before = {f"before/{name}": score for name, score in scores.items()}
         if scores:
@@ -103,7 +103,7 @@ class Training:
         p = self.prepared
         if not is_due(done, p):
             return {}
-        p.trainer_state.global_step = done
+        p.global_step = done
         if not done:
             self.log.say(f"evaluating before training: {p.settings.eval_prompts:,} prompts")
         with self.saver.keeping(done, self.progress()):
