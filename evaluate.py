@@ -85,7 +85,7 @@ def prepare_evaluation(
         tokenizer,
         {},
         reward_funcs,
-        reward_weights=weights,
+        weights,
         origin=checkpoint,
         toolbox=toolbox,
     )

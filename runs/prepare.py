@@ -371,7 +371,7 @@ def rewards_of(
     settings: RewardOptions | SFTSettings,
     task: Task,
     functions: Mapping[str, Callable],
-    toolbox: Toolbox | None = None,
+    toolbox: Toolbox | None,
 ):
     """-> the functions that score completions, and their weights: the user's and the environment's, or
     else the task's, if any."""
