@@ -392,9 +392,8 @@ def refuse_lengths(prepared: Prepared):
     prompt, completion = prepared.longest()
     if prompt + completion <= settings.block_size:
         return
-    what = f"demonstrations of up to {completion} tokens"
-    if isinstance(settings, GRPOSettings):
-        what = f"max_new_tokens={settings.max_new_tokens}"
+    length = settings.max_new_tokens
+    what = f"max_new_tokens={length}" if length else f"demonstrations of up to {completion} tokens"
     problem = (
         f"prompts of {settings.task} have up to {prompt} tokens; with {what} that is {prompt + completion}, "
         f"more than block_size={settings.block_size}"

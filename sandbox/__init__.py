@@ -75,9 +75,8 @@ class Sandbox:
     """
 
     def __init__(self, target: str, arguments=None, timeout=5.0, memory_mb=2048, layers=LAYERS):
-        arguments = arguments or {}
         self.config = dict(
-            target=target, arguments=arguments, timeout=timeout, memory_mb=memory_mb, layers=layers
+            target=target, arguments=arguments or {}, timeout=timeout, memory_mb=memory_mb, layers=layers
         )
         self.process = None
         self.missing = []
