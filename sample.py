@@ -126,7 +126,6 @@ def sample_episodes(model, prepared, rows, k, **options):
         return sample_groups(model, prompts, episodes.k, **options), episodes
 
 
-@torch.no_grad()
 def sample_groups(
     model: GPT,
     prompts: list[list[int]],
