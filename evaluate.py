@@ -182,14 +182,13 @@ def sample_held_out(model, prepared, limits: Limits, n=1, temperature=1.0, seed=
     return sample(1, 0.0), sample(n, temperature) if temperature else []
 
 
-def sample_and_score(model, prepared, rows, group_size, temperature, **options):
+def sample_and_score(model, prepared, rows, group_size, **options):
     """`group_size` completions of each task row's prompt -> a sample each, groups adjacent, in the rows' order.
 
     options: of sample_groups. A sample is a dict: prompt, completion; answer: what a majority vote counts, None if
     there is none or the completion was cut off; right, reward and more of `score`; stopped; length in tokens with the
     stop token; greedy; logprob: natural, of the completion at this temperature (greedy: at 1).
     """
-    options |= dict(temperature=temperature)
     rollouts, episodes = sample_episodes(model, prepared, rows, group_size, **options)
     ids, stopped = rollouts.completions(), rollouts.stopped.tolist()
     prompts = [row["prompt"] for row in episodes.rows for _ in range(episodes.k)]
@@ -204,7 +203,7 @@ def sample_and_score(model, prepared, rows, group_size, temperature, **options):
         **episodes.figures(),
         stopped=stopped,
         length=rollouts.completion_lengths.tolist(),
-        greedy=[temperature == 0] * len(ids),
+        greedy=[options["temperature"] == 0] * len(ids),
         logprob=rollouts.sampling_logprobs.double().sum(1).tolist(),
     )
     return [dict(zip(figures, values, strict=True)) for values in zip(*figures.values(), strict=True)]

@@ -112,7 +112,7 @@ def test_training_and_evaluations_score_every_task(name, others, chat, chat_mode
     scored = grpo.score(*grpo.sample_rows(model, prepared, rows, 0), prepared)
     assert scored.rewards.tolist() == [[1.0, 0.0], [1.0, 0.0]]
     Script.follow_episodes(monkeypatch, turns)
-    samples = evaluate.sample_and_score(model, prepared, rows, 2, 1.0, max_new_tokens=300)
+    samples = evaluate.sample_and_score(model, prepared, rows, 2, temperature=1.0, max_new_tokens=300)
     assert [sample["right"] for sample in samples] == [True, False] * 2
     assert [sample["answer"] for sample in samples[::2]] == [task.answer_of(text) for text in texts]
 
