@@ -174,8 +174,9 @@ def config_of(c, dtype: str):
     config |= {theirs: getattr(c, ours) for ours, (theirs, *_) in table.items()}
     config["vocab_size"] = c.n_vocab
     if family == "gpt2":
-        no_dropout = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-        return config | dict(activation_function="gelu_new") | no_dropout
+        return config | dict(
+            activation_function="gelu_new", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+        )
     config |= dict(hidden_act="silu", rope_theta=c.rope_theta)
     if family == "llama":
         config |= dict(attention_bias=c.bias or c.proj_bias, mlp_bias=c.bias)

@@ -160,8 +160,11 @@ class Tokenizer:
         """Write `files` into the folder; for bytes and gpt2, files of the same tokenizer for `transformers`."""
         files = self.files
         if not files:
-            config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT)
-            config["clean_up_tokenization_spaces"] = False
+            config = dict(
+                tokenizer_class="PreTrainedTokenizerFast",
+                eos_token=END_OF_TEXT,
+                clean_up_tokenization_spaces=False,
+            )
             files = {"tokenizer.json": self.backend.to_str(pretty=True).encode()}
             files["tokenizer_config.json"] = json.dumps(config, indent=1).encode()
         folder = Path(folder)

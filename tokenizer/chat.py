@@ -144,9 +144,8 @@ def well_formed(text):
 
 
 def make_environment():
-    extensions = [Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     # jinja's own tojson escapes for HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
