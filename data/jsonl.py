@@ -1,19 +1,20 @@
-"""Your own prompts, from a file of JSON lines. A JSON list, CSV, TSV or Parquet may have the same columns: data/files.py.
+"""Your own prompts, from a file of JSON lines. A JSON list, CSV, TSV or Parquet may have the same columns: files.py.
 
     {"prompt": "What is 2+2?", "answer": "4"}
     {"prompt": "What is the capital of France?", "answer": "Paris", "demonstration": "It is Paris."}
     {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}], "answer": 4}
 
 prompt: text, or messages, which the tokenizer's chat template writes. The content of a message is text, or one part
-of text: [{"type": "text", "text": ...}]. If the last message is the assistant's, it is the demonstration and not part of
-the prompt. A column messages is the prompt if there is no column prompt.
+of text: [{"type": "text", "text": ...}]. If the last message is the assistant's, it is the demonstration and not part
+of the prompt. A column messages is the prompt if there is no column prompt.
 answer: text, a number or a boolean. The task's own reward is 1 if the completion is exactly that text (true, false).
 With a number (5, not "5") it is 1 if the last number in the completion equals it: "29 + 21 = 50." is right for 50.
 data/answers.py says what a number is. If reward_funcs score, the answer may be anything, or missing.
 demonstration: what train_sft.py learns, if not the answer. All other columns go to the reward functions.
 prompt_column and answer_column name the first two if they have other names in your file.
 
-Without test_file one prompt in ten is held out, or more of a small file: rows.py. Left out: completions of several messages, tool calls.
+Without test_file one prompt in ten is held out, or more of a small file: rows.py.
+Left out: completions of several messages, tool calls.
 Tests: tests/test_jsonl.py.
 """
 
@@ -111,8 +112,11 @@ def problem_of(answer) -> str:
 
 
 def as_message(message) -> dict:
-    """A message of a file -> {"role": text, "content": text}. Content may be one part, [{"type": "text", "text": text}].
-    Other keys must be empty: Arrow adds such keys. Raises ValueError."""
+    """A message of a file -> {"role": text, "content": text}.
+
+    Content may be one part, [{"type": "text", "text": text}]. Other keys must be empty: Arrow adds such keys. Raises
+    ValueError.
+    """
     match message:
         case {"role": str(role), "content": str(text) | [{"text": str(text)}], **others}:
             if not any(others.values()):

@@ -143,7 +143,7 @@ def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list
 
 
 def own_copy(arguments: dict) -> dict:
-    """A function may change its arguments. So it gets a copy of each completion's values, which others see unchanged."""
+    """A function may change its arguments. So it gets a copy of each completion's values; others see them unchanged."""
     return {
         name: value if name in OURS else [deepcopy(each) for each in value]
         for name, value in arguments.items()

@@ -240,7 +240,7 @@ def refuse_places(settings):
 
 
 def find_teacher(prepared: Prepared) -> Checkpoint:
-    """The teacher, before every byte is read. Raises SnugError if they are missing, or if their ids mean other texts than ours."""
+    """The teacher, before every byte is read. Raises SnugError if it is missing, or if its ids mean other texts."""
     name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
     teacher = find_run(name, read_tensors=False)
     theirs, shape = tokenizer_of(*teacher), teacher.state["model_config"]

@@ -88,8 +88,8 @@ class Chat:
         if "probe" not in text and "<tool_call>" in self.source:
             return "hermes"
         raise SnugError(
-            f"tools: the chat template ends a call as in {text[-60:]!r}, a form that is not read here; leave out --tools "
-            "and --environment, or write the prompts as text"
+            f"tools: the chat template ends a call as in {text[-60:]!r}, a form that is not read here; leave out "
+            "--tools and --environment, or write the prompts as text"
         )
 
     @cached_property
