@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_checkpoint import saved
+from test_gym import is_installed
 
 from data import make_task
 from options import SnugError, find_path, read_settings
@@ -113,10 +114,15 @@ MISSING = {  # what is missing -> how the line ends
 
 @pytest.mark.parametrize("words, end", MISSING.items())
 def test_what_is_missing_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch, words, end):
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "models/smollm2").mkdir(parents=True)  # similar, but not it
-    if words == "config/grpo_gym.py":
-        pytest.importorskip("reasoning_gym", reason="pip install reasoning_gym")
+    (tmp_path / "data").mkdir()
+    for name in ("config", "data/sums.jsonl"):
+        (tmp_path / name).symlink_to(HOME / name)
+    monkeypatch.chdir(tmp_path)
+    # A project in which nobody has made a run, a model or data yet.
+    monkeypatch.setattr("options.__file__", str(tmp_path / "options/__init__.py"))
+    if words == "config/grpo_gym.py" and not is_installed:
+        pytest.skip("reasoning_gym is not installed")
     with pytest.raises(SnugError) as error:
         prepare(*read_settings(GRPOSettings, words.split())[:2])
     assert end in str(error.value) and "\n" not in str(error.value)

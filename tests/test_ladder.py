@@ -175,7 +175,7 @@ def test_evaluations_cut_long_prompts_too(tmp_path):
     limits = limits_of(settings, longest=prepared.longest())
     prepared.settings.eval_prompts = 5
     scores = run_scores([sample_held_out(model, prepared, limits)])
-    rates = {"pass_at_1", "pass_at_1_sampled", "eval_truncated_fraction"}
+    rates = {"pass_at_1", "pass_at_1_sampled", "pass_at_1_interval", "eval_truncated_fraction"}
     assert set(scores) == rates | {"eval_reward_mean", "eval_reward_mean_sampled"}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,7 +155,7 @@ class Counted(Limits):
     """Limits of which nothing is halved: `failures` has the first line of each out-of-memory."""
 
     def __init__(self):
-        super().__init__(GRPOSettings(), print)
+        super().__init__(SimpleNamespace(settings=GRPOSettings(), longest=lambda: (1, 1)), print)
         self.failures = []
 
     def make_smaller(self, phase, failure, failures):

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -175,7 +176,7 @@ def test_a_deep_models_plan_is_that_of_all_its_blocks(name, tmp_path, monkeypatc
     whole = plan(dry_run(prepared), settings)
     for name, (peak, parts) in whole.phases.items():
         assert shallow.phases[name][0] == peak
-        assert {k: v for k, v in shallow.phases[name][1].items() if v} == parts
+        assert +Counter(shallow.phases[name][1]) == +Counter(parts)  # without zeros
     assert shallow.host == whole.host and shallow.line() == whole.line()
     assert shallow.biggest[0][0] == whole.biggest[0][0]
 

@@ -83,7 +83,8 @@ def teacher_states(teacher, rollouts, cut, settings):
     logprobs = rollouts.sampling_logprobs
     # A planner runs on some of an iteration's completions.
     N = max(len(logprobs), settings.sequences_per_rollout)
-    empty = teacher.lm_head_weight.new_empty(1).expand(N, logprobs.shape[1], teacher.config.n_embd)
+    dtype = teacher.lm_head_weight.dtype  # sharded, it makes no plain tensors
+    empty = logprobs.new_empty(1, dtype=dtype).expand(N, logprobs.shape[1], teacher.config.n_embd)
     if settings.teacher_device == "host":
         outputs = new_on_host(empty, keep=True).zero_()
     else:
