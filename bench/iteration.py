@@ -104,8 +104,9 @@ def make_folder(case, folder):
     torch.manual_seed(0)
     model = make_model(shape, DEVICE)
     set_stop_probability(model, shape["vocab_size"] - 1, 1 / mean if mean else 1e-9)
-    dtype = "bfloat16" if words is BFLOAT16 else "float32"
-    save_pretrained(model, folder / "model", make_tokenizer(folder / "tokenizer", shape["vocab_size"]), dtype)
+    if words is BFLOAT16:
+        model.bfloat16()
+    save_pretrained(model, folder / "model", make_tokenizer(folder / "tokenizer", shape["vocab_size"]))
     rows = [" ".join(str(random.randrange(shape["vocab_size"] - 1)) for _ in range(T)) for _ in range(100)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(dict(prompt=row)) + "\n" for row in rows))
     sizes = [f"--batch_size={P}", f"--group_size={k}", f"--max_new_tokens={longest}"]

@@ -112,8 +112,9 @@ def load_teacher(prepared, device) -> GPT | None:
 
 
 def load_frozen(shape: dict, origin: Checkpoint | None, device, dtype: str, place: str) -> GPT:
-    """A model that does not train. place: "device", or "host": it is loaded there, then pinned, tensor by tensor, and its
-    blocks are streamed. No origin: random weights. A planner's have no values.
+    """A model that does not train. No origin: random weights. A planner's have no values.
+
+    place: "device", or "host": it is loaded there, then pinned, tensor by tensor, and its blocks are streamed.
     """
     on_host = place == "host"
     fresh = not origin or is_planned(torch.empty(0))

@@ -314,7 +314,7 @@ def refuse_changes(settings, task: Task, resume: Checkpoint):
 
 
 def prepare_warm_start(settings: GRPOSettings, config: str, read_tensors: bool) -> Prepared:
-    """The SFT run of this config, with this run's seed, device and dtype; resumed if it was stopped. Raises SnugError."""
+    """The SFT run of this config, with this run's seed, device and dtype, resumed if it stopped. Raises SnugError."""
     names = ["seed", "device", "parallel", "dtype", "tf32", "enforce_eager"]
     names += ["memory_budget_gb"] if settings.memory_budget_gb else []
     values = {name: getattr(settings, name) for name in names} | dict(resume="auto")

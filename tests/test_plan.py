@@ -261,7 +261,7 @@ SHAPES = {
 class LongTask:
     """Prompts of so many tokens, and answers of 768."""
 
-    chat = False
+    settings = SFTSettings()
 
     def __init__(self, prompt):
         self.prompt = prompt
