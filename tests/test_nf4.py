@@ -23,7 +23,7 @@ from test_lora import COMMON, run_grpo
 from test_lora import rewards as varied_rewards
 from test_packed import WAYS, K, gradient, make_rollouts
 from test_packed import assert_same as assert_same_gradient
-from test_plan import differ, measured_peak
+from test_plan import differ, measured_peak, plan_once, plans_once, short_ladder  # noqa: F401, fixtures
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grpo
@@ -728,23 +728,7 @@ def prepared_on_auto(folder, out, *words):
     return prepare(*read_settings(GRPOSettings, words)[:2])
 
 
-@pytest.fixture
-def short_ladder(monkeypatch):
-    """So that a search is a few plans, each made once."""
-    steps = dict(max_rollout_batch=[0, 2, 1], checkpoint_blocks=["none", "selective", "block"])
-    monkeypatch.setattr("memory.fit.ladder", lambda *args: steps)
-    known = {}
-
-    def planned(dry_run, settings):
-        key = str(replace(settings, memory_budget_gb=""))
-        if key not in known:
-            known[key] = plan(dry_run, settings)
-        return known[key]
-
-    monkeypatch.setattr("memory.fit.plan", planned)
-
-
-def test_auto_takes_4_bits_only_where_nothing_else_fits(folder, tmp_path, short_ladder):
+def test_auto_takes_4_bits_only_where_nothing_else_fits(folder, tmp_path, short_ladder):  # noqa: F811
     """Without a budget it is param_dtype. With 4 bits the search begins again from the fastest options."""
     assert prepared_on_auto(folder, tmp_path / "run").settings.base_dtype == ""
     prepared = prepared_on_auto(folder, tmp_path / "run", "--memory_budget_gb=1")
@@ -766,7 +750,7 @@ def test_auto_takes_4_bits_only_where_nothing_else_fits(folder, tmp_path, short_
     assert "does not fit: the plan takes 0" in show(dry_run, replace(auto, memory_budget_gb="0.0001"))
 
 
-def test_a_run_is_in_4_bits_if_the_budget_says_so_and_stays(folder, tmp_path, capsys, short_ladder):
+def test_a_run_is_in_4_bits_if_the_budget_says_so_and_stays(folder, tmp_path, capsys, short_ladder):  # noqa: F811
     """The budget decides before the weights are read: the folder's values are in 4 bits at once."""
     dry_run = DryRun(prepared := prepared_on_auto(folder, tmp_path / "run", "--memory_budget_gb=1"), grpo.iterate)
     least = fit(dry_run, replace(prepared.settings, base_dtype=""), 1)[1].peak
@@ -871,7 +855,7 @@ if __name__ == "__main__":
     write_golden()
 
 
-def test_a_budget_that_only_nf4_fits_names_it(tmp_path):
+def test_a_budget_that_only_nf4_fits_names_it(tmp_path, plans_once):  # noqa: F811
     """The search never chooses what rounds. It says which rounding would do, and 4 bits only where less does not."""
     shape = "--n_layer=8 --n_embd=192 --block_size=64 --norm=rmsnorm --position=rotary --mlp=swiglu --digits=4"
     common = f"--device=cpu --eval_prompts=0 --save_interval=0 --out_dir={tmp_path}/"
@@ -881,9 +865,9 @@ def test_a_budget_that_only_nf4_fits_names_it(tmp_path):
     words = f"{common}run --digits=4 --init_from={tmp_path}/sft --batch_size=2 --group_size=2 --lora_rank=4".split()
     prepared = prepare(*read_settings(GRPOSettings, words)[:2])
     dry_run = DryRun(prepared, grpo.iterate)
-    fitted, planned = prepared.settings, plan(dry_run, prepared.settings)
-    half = plan(dry_run, replace(fitted, **CHANGES_ROUNDING)).peak
-    quarter = plan(dry_run, replace(fitted, **CHANGES_ROUNDING, base_dtype="nf4")).peak
+    fitted, planned = prepared.settings, plan_once(dry_run, prepared.settings)
+    half = plan_once(dry_run, replace(fitted, **CHANGES_ROUNDING)).peak
+    quarter = plan_once(dry_run, replace(fitted, **CHANGES_ROUNDING, base_dtype="nf4")).peak
     assert quarter < half < planned.peak and not fitted.base_dtype
     texts = [too_large(dry_run, fitted, planned, {}, budget) for budget in (half, quarter, quarter - 1)]
     assert [text.count("--base_dtype=nf4 would make it") for text in texts] == [0, 1, 0]

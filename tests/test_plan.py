@@ -311,7 +311,13 @@ def test_the_configs_of_the_repository_hold_what_they_promise():
 
 def test_a_gpus_plan_is_in_bfloat16_and_a_cpus_in_float32(capsys):
     def shown(*words):
-        grpo.main(prepare(*read_settings(GRPOSettings, ["config/grpo_small.py", "--plan", *words])[:2]))
+        grpo.main(
+            prepare(
+                *read_settings(
+                    GRPOSettings, ["config/grpo_small.py", "--plan", "--batch_size=4", "--eval_prompts=4", *words]
+                )[:2]
+            )
+        )
         return capsys.readouterr().out
 
     for device, default, other in (("cuda", "bfloat16", "float32"), ("cpu", "float32", "bfloat16")):
@@ -322,21 +328,44 @@ def test_a_gpus_plan_is_in_bfloat16_and_a_cpus_in_float32(capsys):
 # ----------------------------------------------------------------------------------------------------------------------
 # What fits.
 
+MADE = {}  # plans of searches
+
+
+def plan_once(dry_run, settings):
+    """A search asks for many plans, and tests search alike: where a run is and how far it goes changes no plan."""
+    alike = dataclasses.replace(settings, memory_budget_gb="", out_dir="", resume="never", max_iters=1)
+    key = str((alike, dry_run.longest, dry_run.prepared.shape))
+    if key not in MADE:
+        MADE[key] = plan(dry_run, settings)
+    return MADE[key]
+
+
+@pytest.fixture
+def plans_once(monkeypatch):
+    monkeypatch.setattr("memory.fit.plan", plan_once)
+
+
+@pytest.fixture
+def short_ladder(monkeypatch, plans_once):
+    """So that a search is a few plans."""
+    steps = dict(max_rollout_batch=[0, 2, 1], checkpoint_blocks=["none", "selective", "block"])
+    monkeypatch.setattr("memory.fit.ladder", lambda *args: steps)
+
 
 def fitted_into(share, tmp_path, **options):
     """-> (settings, the settings that fit this share of their peak, their peak, function of changes: the share they need)."""
     prepared, settings = prepared_run(tmp_path, **options)
     make = dry_run(prepared)
-    first = plan(make, settings)
+    first = plan_once(make, settings)
     fitted, planned = fit(make, settings, share * first.peak)
     fitted.check()
     assert planned.peak / first.peak <= share
     assert planned.line() == plan(make, fitted).line()
-    return settings, fitted, lambda **other: plan(make, dataclasses.replace(fitted, **other)).peak / first.peak
+    return settings, fitted, lambda **other: plan_once(make, dataclasses.replace(fitted, **other)).peak / first.peak
 
 
 @pytest.mark.parametrize("share", [1, 0.9, 0.3])
-def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(share, tmp_path):
+def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(share, tmp_path, plans_once):
     options = dict(batch_size=16, n_layer=1, eval_prompts=0, logits_chunk_mb=64.0)
     settings, fitted, need_of = fitted_into(share, tmp_path, **options)
     changed = changes(settings, fitted)
@@ -347,7 +376,7 @@ def test_fit_takes_the_cheapest_and_takes_back_what_is_not_needed(share, tmp_pat
         assert need_of(**{name: getattr(settings, name)}) > share
 
 
-def test_fit_takes_the_first_value_that_fits(tmp_path):
+def test_fit_takes_the_first_value_that_fits(tmp_path, plans_once):
     options = dict(batch_size=16, n_layer=1, eval_prompts=0, logits_chunk_mb=64.0)
     settings, fitted, need_of = fitted_into(0.8, tmp_path, **options)
     assert set(changes(settings, fitted)) == {"max_tokens_per_micro_batch"}
@@ -359,7 +388,7 @@ SLOWEST |= dict(optimizer_device="host", activation_offload=True, grad_offload=T
 
 
 @pytest.mark.parametrize("share, options", [(1.5, dict()), (50, dict(beta=0.04, reference="host"))])
-def test_fit_spends_what_is_left(share, options, tmp_path):
+def test_fit_spends_what_is_left(share, options, tmp_path, plans_once):
     """Options that were chosen for a smaller device become faster, as far as the budget goes, and nothing else changes."""
     slowest = SLOWEST | options
     settings, fitted, need_of = fitted_into(share, tmp_path, n_layer=1, eval_prompts=0, **slowest)
@@ -374,7 +403,7 @@ def test_fit_spends_what_is_left(share, options, tmp_path):
             assert getattr(fitted, name) == value or need_of(**{name: value}) > share
 
 
-def test_a_budget_finds_the_same_wherever_it_begins(tmp_path):
+def test_a_budget_finds_the_same_wherever_it_begins(tmp_path, plans_once):
     """So a resumed run, which begins with what was found, has it again."""
     prepared, settings = prepared_run(tmp_path, n_layer=1, eval_prompts=0, **SLOWEST)
     make = dry_run(prepared)
@@ -401,7 +430,7 @@ def test_a_config_for_a_small_device_uses_a_large_one():
     assert 40 * GIB < planned.peak <= 80 * GIB
 
 
-def test_a_budget_bounds_the_run_and_says_so(tmp_path, capsys):
+def test_a_budget_bounds_the_run_and_says_so(tmp_path, capsys, plans_once):
     prepared, settings = prepared_run(tmp_path, n_layer=1, eval_prompts=0)
     peak = plan(dry_run(prepared), settings).peak
     settings.memory_budget_gb = str(0.6 * peak / GIB)
@@ -412,14 +441,14 @@ def test_a_budget_bounds_the_run_and_says_so(tmp_path, capsys):
     assert json.loads((tmp_path / "run/settings.json").read_text())["max_tokens_per_micro_batch"] > 0
 
 
-def test_what_cannot_fit_is_refused_before_the_first_step(tmp_path, capsys):
+def test_what_cannot_fit_is_refused_before_the_first_step(tmp_path, capsys, plans_once):
     prepared, settings = prepared_run(tmp_path, memory_budget_gb="0.0001", **SMALL | dict(batch_size=1))
     with pytest.raises(SnugError, match=r"the plan takes 0\.\d+ GiB in \w+ even with --.*: use a smaller model"):
         grpo.main(prepared)
     assert "together" in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
-def test_a_host_that_is_too_small_is_refused(tmp_path, monkeypatch):
+def test_a_host_that_is_too_small_is_refused(tmp_path, monkeypatch, short_ladder):
     prepared, settings = prepared_run(tmp_path, n_layer=1, eval_prompts=0, **SLOWEST)
     settings.memory_budget_gb = f"{1.01 * plan(dry_run(prepared), settings).peak / GIB:f}"
     monkeypatch.setattr("memory.fit.available_on_host", lambda: 1000)
@@ -427,7 +456,7 @@ def test_a_host_that_is_too_small_is_refused(tmp_path, monkeypatch):
         apply(dry_run(prepared), settings, torch.device("cpu"), print)
 
 
-def test_show_ends_with_the_line(tmp_path):
+def test_show_ends_with_the_line(tmp_path, plans_once):
     prepared, settings = prepared_run(tmp_path, **SMALL)
     budget = 0.8 * plan(dry_run(prepared), settings).peak / GIB
     settings.memory_budget_gb = f"{budget:f}"
@@ -439,7 +468,7 @@ def test_show_ends_with_the_line(tmp_path):
     assert "\ndoes not fit: the plan takes 0." in show(dry_run(prepared), prepared.settings)
 
 
-def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys):
+def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys, plans_once):
     prepared, settings = prepared_run(tmp_path, eval_prompts=0, memory_budget_gb="auto", max_iters=1, n_layer=1)
     peak = plan(dry_run(prepared), settings).peak
     monkeypatch.setattr("memory.fit.available_on_host", lambda: peak)  # of which a twentieth is left alone
