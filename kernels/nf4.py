@@ -169,8 +169,8 @@ def numbers_of_nf4(device) -> torch.Tensor:
     return torch.tensor(TABLE, dtype=torch.float32, device=device)
 
 
-def dynamic_map() -> torch.Tensor:
-    """(256,) float32, sorted: the 8-bit dynamic type (Dettmers et al. 2021, arXiv 2110.02861), by bitsandbytes' steps.
+def dynamic_map() -> list[float]:
+    """256 numbers, sorted: the 8-bit dynamic type (Dettmers et al. 2021, arXiv 2110.02861), by bitsandbytes' steps.
 
     Each power of ten from 1e-6 to 1 has twice as many fractions between 0.1 and 1 as the one before.
     """
@@ -179,7 +179,10 @@ def dynamic_map() -> torch.Tensor:
         bounds = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
         means = 10.0 ** (i - 6) * ((bounds[:-1] + bounds[1:]) / 2)
         numbers += [*means.tolist(), *(-means).tolist()]
-    return torch.tensor(sorted(numbers), dtype=torch.float32)
+    return sorted(numbers)
+
+
+DYNAMIC_MAP = dynamic_map()  # once: on tensors without data it takes long
 
 
 def blockwise(values, numbers, size):
@@ -209,7 +212,7 @@ def quantize(weight: torch.Tensor, double: bool = True) -> Quantized:
     codes = codes[::2] << 4 | codes[1::2]
     if not double:
         return Quantized(codes, scales)
-    offset, numbers = scales.mean(), dynamic_map().to(scales.device)
+    offset, numbers = scales.mean(), scales.new_tensor(DYNAMIC_MAP)
     scales, scale_scales = blockwise(scales - offset, numbers, SCALE_BLOCK)
     return Quantized(codes, scales, numbers, scale_scales, offset)
 

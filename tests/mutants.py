@@ -75,7 +75,7 @@ MUTANTS = [
     ("NF4: NaN passes", "kernels/nf4.py", "if not all(tensor.isfinite()", "if False and not all(tensor.isfinite()", "test_nf4.py"),
     ("NF4: parts in the order of the file", "kernels/nf4.py", "starts = sorted(self.parts)", "starts = list(self.parts)", "test_nf4.py"),
     ("NF4: a matrix is quantized at once", "kernels/nf4.py", "values.split(8 * PIECE * size)", "[values]", "test_nf4.py"),
-    ("NF4: quantized in the model's type", "kernels/nf4.py", "torch.tensor(sorted(numbers), dtype=torch.float32)", "torch.tensor(sorted(numbers))", "test_nf4.py"),
+    ("NF4: quantized in the model's type", "kernels/nf4.py", "scales.new_tensor(DYNAMIC_MAP)", "torch.tensor(DYNAMIC_MAP)", "test_nf4.py"),
     ("NF4: the matrix is kept for backward", "kernels/nf4.py", "        return linear(x, weight.dequantized(dtype_of(x)), bias)\n", "        w = weight.dequantized(dtype_of(x))\n        ctx.save_for_backward(w)\n        return linear(x, w, bias)\n", "test_nf4.py"),
     ("product: odd columns meet even ones", "kernels/nf4.py", "tl.dot(low.to(odd.dtype), odd.trans(), total)", "tl.dot(low.to(odd.dtype), even.trans(), total)", "test_layer_kernels.py"),
     ("product: the last part alone", "kernels/nf4.py", "total += tl.load(mine)", "total = tl.load(mine)", "test_layer_kernels.py"),

@@ -33,7 +33,7 @@ from batch import Cut
 from device.kinds import MIB
 from kernels import nf4, triton
 from kernels.layers import hold_in_nf4
-from kernels.nf4 import NF4, Quantized, dynamic_map, quantize, takes_product, weights_of
+from kernels.nf4 import DYNAMIC_MAP, NF4, Quantized, quantize, takes_product, weights_of
 from memory import MemoryMeter
 from memory.fit import CHANGES_ROUNDING, changes, fit, show, too_large
 from memory.plan import GIB, plan
@@ -54,6 +54,7 @@ from training.dry_run import DryRun
 DATA = HOME / "tests/data"
 GOLDEN, FOLDERS = DATA / "nf4.safetensors", {True: DATA / "nf4_double", False: DATA / "nf4_single"}
 FIELDS = Quantized._fields
+NUMBERS = torch.tensor(DYNAMIC_MAP, dtype=torch.float32)  # of the scales
 TARGETS = list(lora.TARGETS)
 
 
@@ -115,7 +116,7 @@ def test_the_numbers_are_bitsandbytes_own():
 def test_bitsandbytes_agrees(dtype):
     """Bit for bit, what is quantized and what comes back; its CPU kernel of scales chooses other numbers nearby."""
     theirs = pytest.importorskip("bitsandbytes.functional", reason="pip install bitsandbytes")
-    assert torch.equal(dynamic_map(), theirs.create_dynamic_map())
+    assert torch.equal(NUMBERS, theirs.create_dynamic_map())
     assert torch.equal(torch.tensor(nf4.TABLE), theirs.get_4bit_type("nf4", "cpu"))
     for shape in ((192, 576), (64, 64), (100, 192), (48, 100)):
         weight = weights_in(dtype, shape)
@@ -125,7 +126,7 @@ def test_bitsandbytes_agrees(dtype):
             parts = [codes.flatten(), state.absmax]
             if double:
                 parts += [state.state2.code, state.state2.absmax, state.offset]
-                ours, there = (dynamic_map()[scales.int()] for scales in (quantize(weight).scales, state.absmax))
+                ours, there = (NUMBERS[scales.int()] for scales in (quantize(weight).scales, state.absmax))
                 assert (ours - there).abs().max() < 0.0142 and (ours != there).float().mean() < 0.05
             for out in (torch.float32, torch.bfloat16, torch.float16):
                 state.dtype = out
@@ -151,7 +152,7 @@ def test_value_by_value(shape, double):
         )
         blocks = (exact - exact.mean()).split(256)
         for block, approximate in zip(blocks, scales.split(256), strict=True):
-            unit = dynamic_map()[(block[:, None] / block.abs().max() - dynamic_map()).abs().argmin(1)]
+            unit = NUMBERS[(block[:, None] / block.abs().max() - NUMBERS).abs().argmin(1)]
             torch.testing.assert_close(approximate, unit * block.abs().max() + exact.mean(), atol=1e-6, rtol=1e-6)
     else:
         assert torch.equal(scales, exact)
