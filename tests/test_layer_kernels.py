@@ -494,7 +494,7 @@ def test_the_fused_norm_is_outside_autocast_and_of_one_type(monkeypatch):
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
     "words, decode, train, recomputed",
-    [("", 8, 33, 42), ("--lora_rank=16", 16, 84, 113), ("--lora_rank=16 --base_dtype=nf4", 15, 98, 134)],
+    [("", 8, 33, 42), long("--lora_rank=16", 16, 84, 113), ("--lora_rank=16 --base_dtype=nf4", 15, 98, 134)],
 )
 def test_launches_of_a_layer(words, decode, train, recomputed):
     """norm, qkv, attention, proj, norm, up, swiglu, down; in training 11 forward, 22 backward, 9 of 11 again.

@@ -116,7 +116,11 @@ def dry_run(prepared):
     return DryRun(prepared, grpo.iterate)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Other tests plan like these: of streamed models, of NF4, of a CUDA device.
+RARE = ("selective", "autocast", "long rollouts")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in RARE)) for n in CONFIGS])
 def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
     """Within 2 % of the meter, phase by phase, and of the profiler's trace of the whole run; the host's bytes exactly.
 

@@ -100,7 +100,7 @@ def test_replayed_steps_equal_the_naive_generator(case, device):
 
 
 @interpreted
-@pytest.mark.parametrize("shape, in_nf4", [("gpt2", False), long("llama", False), ("llama", True)])
+@pytest.mark.parametrize("shape, in_nf4", [("gpt2", False), long("llama", False), long("llama", True)])
 def test_replayed_steps_under_autocast_are_the_steps_as_they_are(shape, in_nf4, monkeypatch):
     """To the bit: the same ops in the same order. In NF4 by the kernel that reads 4 bits."""
     model, products, product = model_of(shape, True, in_nf4), [], lora.product
