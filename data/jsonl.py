@@ -58,9 +58,8 @@ class Jsonl(FileTask):
             elif name == "prompt" and "messages" in row:
                 row[name] = row.pop("messages")
             elif name == "prompt" or column != "answer" and not self.free:
-                other = next((name for name in value if name not in self.names.values()), "NAME")
                 raise ValueError(
-                    f"has no column {column}; it has {', '.join(value)}; name it with --{name}_column={other}"
+                    f"has no column {column}; it has {', '.join(value)}; name it with --{name}_column=NAME"
                 )
         prompt = row["prompt"]
         if isinstance(prompt, list):

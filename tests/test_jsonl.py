@@ -48,7 +48,7 @@ BAD = [
     (b'{"answer": 1}', "has no column prompt; it has answer; name it with --prompt_column=NAME"),
     (
         b'{"answer": 1, "question": "a", "level": 2}',
-        "has no column prompt; it has answer, question, level; name it with --prompt_column=question",
+        "has no column prompt; it has answer, question, level; name it with --prompt_column=NAME",
     ),
     (b'{"prompt": "", "answer": 1}', "prompt must be text or messages, not ''"),
     (b'{"prompt": [], "answer": 1}', r"prompt must be text or messages, not \[\]"),
@@ -247,7 +247,7 @@ def test_columns_of_other_names(tmp_path):
     path = written(tmp_path, [dict(prompts=f"{i}=", solution=i) for i in range(50)])
     assert task_of(path, test_file=test_file, **names).rows["test"] == [dict(prompt="x", answer=1)]
     wrong = names | dict(answer_column="solutoin")
-    message = "data.jsonl:1: has no column solutoin; it has prompts, solution; name it with --answer_column=solution"
+    message = "data.jsonl:1: has no column solutoin; it has prompts, solution; name it with --answer_column=NAME"
     with pytest.raises(SnugError, match=message):
         task_of(path, **wrong)
 
