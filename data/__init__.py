@@ -99,11 +99,13 @@ def load_reward_function(spec: str, functions: dict[str, Callable], columns: Ite
     try:
         inspect.signature(function).bind(**dict.fromkeys(sorted(ARGUMENTS | {*columns})))
     except TypeError as error:
-        advice = (
-            f"it must take **columns, and the rows have {', '.join(columns)}; if it makes a reward function, call it "
-            "in a file of yours and name the result"
-        )
-        raise SnugError(f"reward_funcs={spec!r}: {error}; {advice}") from None
+        advice = "it must take **columns"
+        if str(error).startswith("missing"):
+            advice = "rename a column, or give the argument a default"
+        raise SnugError(
+            f"reward_funcs={spec!r}: {error}; {advice}; the rows have {', '.join(columns)}; if it makes a reward "
+            "function, call it in a file of yours and name the result"
+        ) from None
     return function
 
 

@@ -427,9 +427,9 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
     assert load_reward_function("snug_test_rewards:is_short", {}, [])(["1"], ["2"]) == [1.0]
     for spec, message in {
         "snug_test_rewards:is_shrt": "has no function is_shrt; did you mean is_short?",
-        "math:sqrt": "it must take **columns, and the rows have prompt, answer; if it makes a reward function, call it in",
-        "snug_test_rewards:wants": "missing a required argument: 'solution'; it must take **columns, and the rows have pro",
-        "snug_test_rewards:narrow": "got an unexpected keyword argument 'answer'; it must take **columns",
+        "math:sqrt": "the rows have prompt, answer; if it makes a reward function, call it in a file of yours and name the result",
+        "snug_test_rewards:wants": "missing a required argument: 'solution'; rename a column, or give the argument a default; the rows have pro",
+        "snug_test_rewards:narrow": "got an unexpected keyword argument 'answer'; it must take **columns; the rows have prompt",
         "Qwen/Qwen-RM": "write module:function, such as my_rewards:is_short; call a reward model in such a function",
         "snug_test_rewards.py:is_short": "name the module, not its file: snug_test_rewards:is_short",
         "./sub/snug_test.py:f": "name the module, not its file: sub.snug_test:f",
