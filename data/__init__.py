@@ -119,8 +119,9 @@ def imported(spec: str, option: str, advice: str, functions) -> Callable:
     module_name, _, name = spec.partition(":")
     problem = f"{option}={spec!r}"
     if ".py:" in spec:
-        module = spec.replace(".py:", ":").removeprefix("./").replace("/", ".")
-        raise SnugError(f"{problem}: name the module, not its file: {module}")
+        folder, _, file = module_name.rpartition("/")
+        place = folder and f", and run with PYTHONPATH={folder}"
+        raise SnugError(f"{problem}: name the module, not its file: {file[:-3]}:{name}{place}")
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
         raise SnugError(f"{problem}: {advice}")
     folder = os.getcwd()
