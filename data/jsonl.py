@@ -65,7 +65,8 @@ class Jsonl(FileTask):
         if isinstance(prompt, list):
             row["prompt"] = prompt = list(map(as_message, prompt))
             if prompt and prompt[-1]["role"] == "assistant":
-                row.setdefault("demonstration", prompt.pop()["content"])
+                last = prompt.pop()["content"]
+                row["demonstration"] = row.get("demonstration") or last
         if not prompt or not isinstance(prompt, str | list):
             raise ValueError(f"prompt must be text or messages, not {prompt!r:.40}")
         if not isinstance(row.get("demonstration"), str | None):

@@ -151,6 +151,9 @@ def test_a_conversation_is_a_prompt_and_its_last_message_the_demonstration(tmp_p
             assert task.demonstration(found[0], None) == "x"
     rows = [dict(messages=messages[:-1], prompt=f"p{i}", answer=1) for i, messages in enumerate(conversations(30, "x"))]
     assert all(row["prompt"][0] == "p" and row["messages"] for row in rows_of_any(written(tmp_path, rows)))
+    for empty in (None, ""):
+        blank = [dict(messages=messages, demonstration=empty) for messages in conversations(30, "x")]
+        assert {row["demonstration"] for row in rows_of_any(written(tmp_path, blank))} == {"x"}
     asked = rows_of_any(written(tmp_path, [dict(messages=row["messages"], answer=1) for row in rows]))
     assert all(row.keys() == {"prompt", "answer"} and row["prompt"][-1]["role"] == "user" for row in asked)
 
