@@ -82,7 +82,8 @@ def console_line(record: dict, total: int, width=math.inf) -> str:
 
 def console_width():
     """The terminal's columns, at least 80. No limit if the console is none."""
-    return max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else math.inf
+    is_terminal = not sys.stdout.closed and sys.stdout.isatty()
+    return max(80, shutil.get_terminal_size().columns) if is_terminal else math.inf
 
 
 class RunLog:
@@ -153,9 +154,9 @@ class RunLog:
         try:
             tqdm.write(text)
             sys.stdout.flush()
-        except OSError as error:  # its reader is gone, as in `| head`
+        except (OSError, ValueError) as error:  # its reader is gone, as in `| head`; or it is closed
             sys.stdout = open(os.devnull, "w")  # Python flushes it again at exit
-            self.memory(f"warning: the console failed ({error.strerror}); going on without it")
+            self.memory(f"warning: the console failed ({described(error)}); going on without it")
 
     def memory(self, text: str):
         """Lines for log.txt alone."""

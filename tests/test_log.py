@@ -74,15 +74,14 @@ def test_a_run_finishes_whatever_its_services_do(tmp_path, monkeypatch, where, h
     assert (Path(sft.out_dir) / "log.txt").read_text().count(warning) == 1
 
 
-def test_a_console_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
-    class Closed:
-        def write(self, text):
-            raise OSError(32, "Broken pipe")
-
-        flush = isatty = lambda self: False
-
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_console_that_fails_does_not_end_the_run(tmp_path, monkeypatch, closed):
+    """Its reader is gone, or a function of the user's has closed it."""
+    console = open("/dev/full", "w")
+    if closed:
+        console.close()
     sft, _ = tiny(tmp_path)
-    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(sys, "stdout", console)
     train_sft.main(prepare(replace(sft, eval_prompts=0)))
     monkeypatch.undo()
     assert len(read_log(sft.out_dir)) == 4
