@@ -1,5 +1,6 @@
 """A hint for each figure that is not well, once a run, and none for one that is. Cases with other causes have other hints."""
 
+import math
 import re
 from pathlib import Path
 
@@ -62,6 +63,9 @@ def scored(lengths, rewards, most):
 )
 def test_a_reward_that_falls_with_length_asks_for_no_longer_completions(lengths, reward, rising):
     metrics = rollout_metrics(scored(lengths, list(map(reward, lengths)), 16))
+    unscored = scored([*lengths, *lengths[:4]], [*map(reward, lengths), *[math.nan] * 4], 16)
+    name = "reward_length_correlation"
+    assert repr(rollout_metrics(unscored).get(name)) == repr(metrics.get(name))
     text = hints(metrics)["truncated_fraction"]
     assert ("raise max_new_tokens" in text) == rising and ("shorter ones have higher rewards" in text) != rising
 

@@ -86,7 +86,7 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         deviation = float(rewards.std()) if len(rewards) > 1 else 0.0
         metrics = dict(reward_mean=float(rewards.mean()), reward_std=deviation)
         both = torch.stack([scored.rewards.flatten(), rollouts.completion_lengths.cpu()])  # (2, N)
-        both = both[:, rollouts.stopped.cpu()]
+        both = both[:, rollouts.stopped.cpu() & ~both[0].isnan()]
         if both.shape[1] > 8:  # fewer say little
             metrics["reward_length_correlation"] = float(torch.corrcoef(both)[0, 1])
     metrics |= dict(
