@@ -239,7 +239,7 @@ def check_value(cls, name: str, value, where: str):
     limits = fields(cls)[name].metadata
     choices, minimum, maximum = limits["choices"], limits["minimum"], limits["maximum"]
     if choices:
-        items = in_our_words(items)
+        items = in_our_words(items, choices)
     for item in items:
         if choices and item not in choices:
             answer = ELSEWHERE["options"].get(item)
@@ -255,12 +255,15 @@ def check_value(cls, name: str, value, where: str):
     return items if is_list else items[0]
 
 
-def in_our_words(items: list[str]) -> list[str]:
-    """Choices as other projects name them -> ours: ["q_proj", "k_proj", "v_proj"] -> ["qkv"]; q_proj alone stays."""
+def in_our_words(items: list[str], choices) -> list[str]:
+    """Choices as other projects name them -> ours: ["q_proj", "k_proj", "v_proj"] -> ["qkv"]; q_proj alone stays.
+
+    Each is named once. A word for what is no choice of this option stays, too.
+    """
     for theirs, ours in ELSEWHERE["choices"]:
-        if set(theirs) <= set(items):
+        if set(theirs) <= set(items) and set(ours) <= set(choices):
             items = [item for item in items if item not in theirs] + ours
-    return items
+    return [*dict.fromkeys(items)]
 
 
 class Parser(argparse.ArgumentParser):

@@ -348,7 +348,7 @@ MUTANTS = [
     ("a reward that falls with length goes unseen", "training/figures.py", "corrcoef(both)[0, 1]", "corrcoef(both)[0, 0]", "test_hints.py"),
     ("completions that were cut off say how the reward falls", "training/figures.py", "rollouts.stopped.cpu() & ~both", "~both", "test_hints.py"),
     ("of two hints for a figure the second counts", "runs/hints.py", "lines.setdefault(figure, ", "lines.__setitem__(figure, ", "test_hints.py"),
-    ("a part of a matrix is the matrix", "options/__init__.py", "if set(theirs) <= set(items):", "if set(theirs) & set(items):", "test_settings.py"),
+    ("a part of a matrix is the matrix", "options/__init__.py", "if set(theirs) <= set(items)", "if set(theirs) & set(items)", "test_settings.py"),
     ("a name commands the terminal", "runs/log.py", "        text = plain(text)\n", "", "test_log.py"),
     ("an error commands the terminal", "options/__init__.py", "return plain(", "return (", "test_log.py"),
     ("an earlier run is kept", "training/loop.py", "if settings.overwrite:", "if False:", "test_lock.py"),

@@ -173,6 +173,8 @@ QKV = "q_proj, k_proj and v_proj are one matrix here, with one adapter: write qk
         "c_fc,c_proj": "up proj down",  # GPT-2 has a c_proj in both halves of a block
         "attn.c_proj": "proj",
         "mlp.c_proj": "down",
+        "attn.c_proj,c_proj": "proj down",
+        "o_proj,proj": "proj",
         "all-linear": "qkv proj up down",
         "up,qkv": "up qkv",
     }.items(),
@@ -196,6 +198,8 @@ def test_a_part_of_a_matrix_is_refused_with_the_whole(theirs):
 def test_other_words_for_types_are_taken_or_answered():
     assert parse_value(GRPOSettings, "dtype", "bf16") == "bfloat16"
     assert parse_value(GRPOSettings, "lr_schedule", "constant_with_warmup") == "constant"
+    message = refused(parse_value, GRPOSettings, "loss_type", "all-linear")
+    assert message.startswith("--loss_type='all-linear' is not one of dapo")
     assert "the range of float16 is too small" in refused(parse_value, GRPOSettings, "dtype", "fp16")
     assert parse_value(SampleSettings, "prompt", "bf16") == "bf16"  # text is text
 
