@@ -464,7 +464,6 @@ reference=host needs lora_rank=0 because with adapters the reference is the mode
 group_size=1 needs reward_coef=0.0 because one reward compares nothing; take 2 or more, or a --teacher alone
 beta=0.0 needs use_kl_in_reward=False because the KL has no weight; give it one, for example --beta=0.01
 init_from= needs lora_rank=0 because adapters belong to the weights of init_from; name a run or a model there
-lora_rank=0 needs base_dtype= because weights in 4 bits do not train; add adapters, --lora_rank=16, or leave it out
 parallel=none needs num_processes=1 because one process runs; add --parallel=ddp or fsdp
 parallel=none needs param_offload=False because it is FSDP's; start with torchrun --nproc_per_node=1 and --parallel=fsdp
 parallel=ddp needs param_offload=False because it is FSDP's; try --parallel=fsdp
@@ -492,6 +491,10 @@ class LoopSettings(RunOptions, LogOptions, TrainOptions, TaskOptions, ModelOptio
             now = chosen.get(needed.partition("=")[0], needed)
             if choice in chosen.values() and now != needed:
                 raise SnugError(f"{now}: {line}")
+        if self.base_dtype and not self.lora_rank:
+            raise SnugError(
+                f"base_dtype={self.base_dtype!r} freezes the weights; add adapters (--lora_rank=16), or leave it out"
+            )
         if self.num_processes > self.batch_size:
             raise SnugError(
                 f"batch_size={self.batch_size} is less than {self.num_processes} processes; "

@@ -784,14 +784,14 @@ def test_a_run_is_in_4_bits_if_the_budget_says_so_and_stays(folder, tmp_path, ca
     [
         (
             ["--base_dtype=nf4"],
-            "base_dtype=nf4: lora_rank=0 needs base_dtype= because weights in 4 bits do not train; add adapters, --lora",
+            "base_dtype='nf4' freezes the weights; add adapters .--lora_rank=16., or leave it out",
         ),
         (
             [*LORA, "--init_from=x", "--parallel=fsdp"],
             "base_dtype=nf4: parallel=fsdp needs base_dtype= or --parallel=ddp",
         ),
         (["--base_dtype=fp4"], "base_dtype='fp4' is not one of"),
-        (["--base_dtype=auto"], "base_dtype=auto: lora_rank=0 needs base_dtype= because"),
+        (["--base_dtype=auto"], "base_dtype='auto' freezes the weights"),
         (
             ["--base_dtype=auto", "--lora_rank=4", "--init_from=x", "--parallel=fsdp"],
             "base_dtype=auto: parallel=fsdp needs base_dtype= or --parallel=ddp",
