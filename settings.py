@@ -615,7 +615,7 @@ class SampleSettings(EpisodeOptions):
     max_new_tokens: int = option(0, "longest completion; left out: as in the run, or 256", "tokens")
     temperature: float = option(1.0, "divides the logits; 0: always take the most likely token")
     stop_string: str = option(
-        "", "text that also ends a completion and is not printed; left out: the run's"
+        "", "text that also ends a completion and, without tools, is not printed; left out: the run's"
     )
     chat_template_kwargs: dict = option_of(TaskOptions, "chat_template_kwargs", default={})
     seed: int = option(1, "the same seed gives the same completions")
