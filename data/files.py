@@ -62,11 +62,13 @@ def csv_rows(path, text):
     separator = max(",;\t", key=text.partition("\n")[0].count)
     with in_one_line(f"{path}: cannot be read"):
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+        names = reader.fieldnames or []
+        while names and not names[-1]:  # Excel writes commas after the last column
+            names.pop()  # from the reader's own list
         rows = [(f"{path}:{reader.line_num}", row) for row in reader]
     for place, row in rows:
-        if None in [*row, *row.values()]:
+        if any(row.pop(None, [])) or None in row.values():
             raise SnugError(f"{place}: has not as many cells as the first line; quote cells with commas")
-    names = reader.fieldnames or []
     for name in names:
         if names.count(name) > 1:
             raise SnugError(f"{path}: has {names.count(name)} columns {name}; rename them")

@@ -99,7 +99,9 @@ def test_other_files_have_the_same_rows(tmp_path, name, content, last):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-@pytest.mark.parametrize("kind", ["lines", "CRLF", "list", "indented", "data", "csv", "semicolons", "tsv"])
+@pytest.mark.parametrize(
+    "kind", ["lines", "CRLF", "list", "indented", "data", "csv", "Excel", "semicolons", "tsv"]
+)
 def test_files_that_people_have_have_the_same_rows(tmp_path, kind, encoding):
     """With a mark at their start, too. A list in .jsonl; what Excel writes in Europe; lines of Windows."""
     rows = [dict(prompt=f"a, b; é {i}", answer=i) for i in range(10)]
@@ -112,6 +114,7 @@ def test_files_that_people_have_have_the_same_rows(tmp_path, kind, encoding):
         "indented": ("a.jsonl", json.dumps(rows, indent=2, ensure_ascii=False)),
         "data": ("a.json", json.dumps({"data": rows}, indent=2)),
         "csv": ("a.csv", "\n".join(quoted).replace("|", ",")),
+        "Excel": ("a.csv", ",,\n".join([*quoted, ""]).replace("|", ",")),
         "semicolons": ("a.csv", "\r\n".join(quoted).replace("|", ";")),
         "tsv": ("a.tsv", "\n".join(quoted).replace("|", "\t")),
     }[kind]
@@ -294,6 +297,7 @@ def test_parquet(tmp_path, monkeypatch):
         ("a.jsonl", '{"prompt": "x"},\n{"prompt": "y"}', "a.jsonl:1: not JSON .JSONDecodeError: Extra data"),
         ("a.json", "[]", "a.json: has no rows"),
         ("a.csv", "prompt,answer\nx,1\ny,2,3\n", "a.csv:3: has not as many cells as the first line; quote cells with"),
+        ("a.csv", "prompt,answer,,\nx,1,,\ny,2,note,\n", "a.csv:3: has not as many cells as the first line"),
         ("a.csv", "prompt,answer\nx,1\n\ny\n", "a.csv:4: has not as many cells"),
         ("a.csv", "prompt,answer\nx,1\n,2\n", "a.csv:3: prompt must be text or messages, not ''"),
         ("a.csv", 'prompt,answer\n"x,1\n', "a.csv: cannot be read .Error: unexpected end of data"),
