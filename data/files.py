@@ -14,17 +14,17 @@ import csv
 import io
 import json
 import re
+from contextlib import suppress
 from importlib.util import find_spec
 
 from options import SnugError, find_path, in_one_line
 
 # JSON's, as long as Python reads them.
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,999})(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-A_LIST = re.compile(r'\s*(\[|\{\s*"data"\s*:\s*\[)')
 
 
 def read_file(path: str, remedy: str = ""):
-    """-> (where it is, what is there) for each row; a line of JSON is not parsed yet. Raises SnugError.
+    """-> (where it is, what is there) for each row. Raises SnugError.
 
     remedy: what to do if the file cannot be read.
     """
@@ -46,12 +46,19 @@ def read_file(path: str, remedy: str = ""):
         raise SnugError(f"{path}:{line}: is not UTF-8; {advice}") from None
     if kind in (".csv", ".tsv"):
         return csv_rows(path, text)
-    if A_LIST.match(text):
+    if text.lstrip().startswith("["):
         with in_one_line(f"{path}: not JSON"):
-            rows = json.loads(text)
-        return numbered(path, rows if isinstance(rows, list) else rows["data"])
-    lines = enumerate(text.split("\n"), start=1)
-    return [(f"{path}:{number}", line.encode()) for number, line in lines if line.strip()]
+            return numbered(path, json.loads(text))
+    with suppress(ValueError, RecursionError):  # lines
+        match json.loads(text):
+            case {"data": [*rows], **others} if not others:
+                return numbered(path, rows)
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            with in_one_line(f"{path}:{number}: not JSON"):
+                rows.append((f"{path}:{number}", json.loads(line)))
+    return rows
 
 
 def numbered(path, rows):

@@ -62,8 +62,6 @@ class FileTask(Task):
         rows = []
         for place, value in read_file(path, self.remedy):
             with in_one_line(f"{place}: not JSON"):
-                if isinstance(value, bytes):
-                    value = json.loads(value)
                 # Not possible with a date, or with half of a surrogate pair.
                 json.dumps(value, ensure_ascii=False).encode()
             try:

@@ -100,11 +100,13 @@ def test_other_files_have_the_same_rows(tmp_path, name, content, last):
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 @pytest.mark.parametrize(
-    "kind", ["lines", "CRLF", "list", "indented", "data", "csv", "Excel", "semicolons", "tsv"]
+    "kind", ["lines", "CRLF", "list", "indented", "data", "column", "csv", "Excel", "semicolons", "tsv"]
 )
 def test_files_that_people_have_have_the_same_rows(tmp_path, kind, encoding):
     """With a mark at their start, too. A list in .jsonl; what Excel writes in Europe; lines of Windows."""
     rows = [dict(prompt=f"a, b; é {i}", answer=i) for i in range(10)]
+    if kind == "column":  # of this name, and no list of rows
+        rows = [dict(data=[1, 2]) | row for row in rows]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     quoted = [f'"{row["prompt"]}"|{row["answer"]}' for row in [dict(prompt="prompt", answer="answer"), *rows]]
     name, content = {
@@ -113,6 +115,7 @@ def test_files_that_people_have_have_the_same_rows(tmp_path, kind, encoding):
         "list": ("a.jsonl", f"[{','.join(lines)}]\n"),
         "indented": ("a.jsonl", json.dumps(rows, indent=2, ensure_ascii=False)),
         "data": ("a.json", json.dumps({"data": rows}, indent=2)),
+        "column": ("a.jsonl", "\n".join(lines)),
         "csv": ("a.csv", "\n".join(quoted).replace("|", ",")),
         "Excel": ("a.csv", ",,\n".join([*quoted, ""]).replace("|", ",")),
         "semicolons": ("a.csv", "\r\n".join(quoted).replace("|", ";")),
@@ -296,6 +299,8 @@ def test_parquet(tmp_path, monkeypatch):
         ("a.jsonl", '[\n{"prompt": "x"},\n]', "a.jsonl: not JSON .JSONDecodeError: .*: line [23] column"),
         ("a.jsonl", '{"prompt": "x"},\n{"prompt": "y"}', "a.jsonl:1: not JSON .JSONDecodeError: Extra data"),
         ("a.json", "[]", "a.json: has no rows"),
+        ("a.jsonl", '{"data": [1, 2], "prompt": "x"}', "a.jsonl:1: answer must be text"),
+        ("a.jsonl", '{"data": [{"prompt": "x"}', "a.jsonl:1: not JSON .JSONDecodeError"),
         ("a.csv", "prompt,answer\nx,1\ny,2,3\n", "a.csv:3: has not as many cells as the first line; quote cells with"),
         ("a.csv", "prompt,answer,,\nx,1,,\ny,2,note,\n", "a.csv:3: has not as many cells as the first line"),
         ("a.csv", "prompt,answer\nx,1\n\ny\n", "a.csv:4: has not as many cells"),
