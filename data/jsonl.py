@@ -55,7 +55,7 @@ class Jsonl(FileTask):
         for name, column in self.names.items():
             if column in row:
                 row[name] = row.pop(column)
-            elif name == "prompt" and "messages" in row:
+            elif column == "prompt" and "messages" in row:
                 row[name] = row.pop("messages")
             elif name == "prompt" or column != "answer" and not self.free:
                 raise ValueError(
