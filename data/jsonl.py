@@ -24,7 +24,7 @@ from decimal import Decimal
 from data.answers import MAX_ANSWER, last_number
 from data.rewards import ARGUMENTS
 from data.rows import FileTask
-from options import SnugError
+from options import SnugError, did_you_mean
 
 NUMBERS = (int, float)  # bool is none
 
@@ -38,6 +38,9 @@ class Jsonl(FileTask):
         self.names = dict(prompt=settings.prompt_column, answer=settings.answer_column)
         self.free = bool(settings.reward_funcs or settings.environment)  # the answers are not for us
         super().__init__(settings, demonstrations)
+        column = settings.answer_column
+        if column != "answer" and "answer" not in self.blank:
+            raise SnugError(f"answer_column={column!r}: no row has it{did_you_mean(column, self.blank)}")
         rows = self.rows["train"] + self.rows["test"]
         for row in rows:
             problem = problem_of(row.get("answer"))
@@ -61,6 +64,8 @@ class Jsonl(FileTask):
                 raise ValueError(
                     f"has no column {column}; it has {', '.join(value)}; name it with --{name}_column=NAME"
                 )
+            else:
+                row.pop(name, None)  # the file's own, if another is named
         prompt = row["prompt"]
         if isinstance(prompt, list):
             row["prompt"] = prompt = list(map(as_message, prompt))

@@ -259,6 +259,11 @@ def test_columns_of_other_names(tmp_path):
     message = "data.jsonl:1: has no column solutoin; it has prompts, solution; name it with --answer_column=NAME"
     with pytest.raises(SnugError, match=message):
         task_of(path, **wrong)
+    with pytest.raises(SnugError, match="answer_column='solutoin': no row has it; did you mean solution?"):
+        task_of(path, GRPOSettings, reward_funcs=["a:b"], **wrong)
+    path = written(tmp_path, [row | dict(answer="no") for row in rows])
+    with pytest.raises(SnugError, match="answer_column='solutoin': no row has it"):  # its own answer is another
+        task_of(path, GRPOSettings, reward_funcs=["a:b"], **wrong)
     path = written(tmp_path, [dict(messages=messages) for messages in conversations(30, "x")])
     with pytest.raises(
         SnugError, match="data.jsonl:1: has no column chat; it has messages; name it with --prompt_colu"
