@@ -237,9 +237,9 @@ def plan(dry_run, settings) -> Plan:
 def share(phases: dict, on_host: dict, highest: dict, settings):
     """{phase: components} and the host's components of whole weights -> the same for one process of fsdp.
 
-    fsdp shards over all processes. This is not run, but added up. While the model runs,
-    two blocks and the weights outside the blocks are gathered; in a rollout all weights. In training there are the
-    gradients of a block and of the weights outside, and a float32 copy of those that are reduced.
+    fsdp shards over all processes. This is not run, but added up. While the model runs, two blocks and the weights
+    outside the blocks are gathered; in a rollout all weights. In training there are the gradients of a block and of
+    the weights outside, and a float32 copy of those that are reduced.
     tests/test_parallel.py compares this with what runs need.
     """
     n = settings.num_processes

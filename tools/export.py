@@ -42,14 +42,16 @@ def main(settings: ExportSettings, folder: str):
         run.model.float()
     learned = logprobs(run)
     with adapters_off(run.model):
-        base = logprobs(run)
+        untaught = logprobs(run)
     merge(run.model)
     if settings.dtype == "bfloat16":
         run.model.bfloat16()
     save_pretrained(run.model, settings.to, run.tokenizer)
     print(f"{run.path} is now {settings.to}, a folder for transformers' AutoModelForCausalLM")
     merged = logprobs(run)
-    lost, taught = (float((learned.exp() * (learned - other)).sum(1).mean()) for other in (merged, base))
+    lost, taught = (
+        float((learned.exp() * (learned - other)).sum(1).mean()) for other in (merged, untaught)
+    )
     if taught:  # there are adapters
         print(
             f"merged: log-probs moved by up to {(merged - learned).abs().max():.1e}, "

@@ -55,9 +55,8 @@ class DryRun:
             hold_in_nf4(model, device, double=stored is not False)
         with meter.phase("load"):
             torch.empty(0)  # a phase without any tensor has no peak
-            if (
-                settings.base_dtype
-            ):  # the largest matrix on its way from float32 to 4 bits, beside all others
+            if settings.base_dtype:
+                # The largest matrix on its way from float32 to 4 bits, beside all others.
                 quantize(torch.empty(model.blocks[0].mlp.up.weight.shape))
             configure(model, settings)
             optimizer = make_optimizer(model, settings)
