@@ -152,9 +152,8 @@ class Limits:
         if "float32" in (settings.param_dtype, settings.optimizer_dtype):
             advice = f"{written(CHANGES_ROUNDING)}, with --resume=auto"
         for name, values in ladder(settings, kind_planned(settings.device)).items():
-            halved = name in ("max_rollout_batch", "max_tokens_per_micro_batch")
             now = getattr(settings, name)
-            if not halved and now in values[:-1]:
+            if name not in ("max_rollout_batch", "max_tokens_per_micro_batch") and now in values[:-1]:
                 less = values[values.index(now) + 1]
                 advice = f"{written({name: less})}, with --resume=auto"
                 break

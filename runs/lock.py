@@ -20,7 +20,7 @@ class FolderLock:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
 
-    def __enter__(self) -> "FolderLock":
+    def __enter__(self):
         """Raises SnugError if another process has the lock, or if the folder cannot be written to."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,6 @@ class FolderLock:
             self.file.flush()
         except OSError as error:
             raise SnugError(f"out_dir={self.folder} cannot be written to: {error.strerror}") from None
-        return self
 
     def __exit__(self, *error):
         self.file.close()

@@ -70,7 +70,8 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(tmp_path, c
 def test_the_lock_goes_with_the_name_of_the_folder(tmp_path):
     """It is taken again where the earlier run was moved away, and the moved folder is free."""
     folder = tmp_path / "run"
-    with FolderLock(folder) as lock:
+    lock = FolderLock(folder)
+    with lock:
         moved = lock.move_aside()
         assert moved == tmp_path / "run.1"
         with FolderLock(moved), pytest.raises(SnugError, match="is in use by process"), FolderLock(folder):
