@@ -153,7 +153,6 @@ def collect_groups(iteration, training):
     fewer, groups with equal rewards fill up.
     """
     settings, rounds = training.settings, []
-    training.prepared.cut = 0
     for turn in range(settings.max_num_gen_batches):
         rounds.append(sample_and_score(iteration, turn, training))
         rewards = torch.cat([scored.rewards for scored in rounds])  # (rounds * P, k)
@@ -168,8 +167,9 @@ def collect_groups(iteration, training):
     metrics = rollout_metrics(scored) | dict(gen_batches=len(rounds))
     if scored.by_function and settings.group_size > 1:
         metrics["frac_reward_zero_std"] = float((~varied).float().mean())
-    if settings.max_prompt_length:
-        metrics["prompts_cut"] = sum(training.processes.gather(lambda: training.prepared.cut))
+    if most := settings.max_prompt_length:
+        prompts = map(training.prepared.whole, scored.columns["prompt"][:: scored.shared])
+        metrics["prompts_cut"] = sum(len(prompt) > most for prompt in prompts)
     if len(rounds) > 1:
         scored = scored.select((~varied).int().argsort(stable=True)[: settings.batch_size].sort().values)
     return scored, metrics

@@ -85,8 +85,7 @@ class FileTask(Task):
         if settings.test_file:
             self.rows = {"train": rows, "test": self.read(settings.test_file)}
             train, test = ({self.identity(row) for row in each} for each in self.rows.values())
-            compared = settings.max_iters or path != settings.test_file
-            if compared and (shared := train & test):
+            if (settings.max_iters or path != settings.test_file) and (shared := train & test):
                 raise SnugError(
                     f"test_file={settings.test_file} has {len(shared)} prompts of data_file, such as "
                     f"{min(shared)!r:.60}; remove them"
@@ -100,15 +99,15 @@ class FileTask(Task):
         self.blank = dict.fromkeys(name for row in rows + self.rows["test"] for name in row)
         self.data = dict(self.rows)  # for the fingerprint, with the rows that are dropped later
         self.file = path
-        self.bounds = None  # result of `longest`
 
     def drop_long(self, encode, settings):
         """drop_long_prompts. A completion has max_new_tokens or, for SFT, the demonstration and a stop token."""
         room = settings.max_prompt_length or settings.block_size - (settings.max_new_tokens or 1)
         parts = 1 if settings.max_new_tokens else 2
+        count = 0
         for split, rows in self.data.items():
             self.rows[split] = [row for row in rows if sum(self.tokens(row, encode)[:parts]) <= room]
-        count = sum(len(rows) - len(self.rows[split]) for split, rows in self.data.items())
+            count += len(rows) - len(self.rows[split])
         self.dropped = f", {count:,} too long and dropped"
         self.survey()
 
@@ -130,12 +129,12 @@ class FileTask(Task):
         return len(self.rows[split])
 
     def longest(self, encode):
-        if not self.bounds:  # a run has one tokenizer
+        if not self.prompt_lengths:  # a run has one tokenizer
             rows = self.rows["train"] + self.rows["test"]
-            prompts, answers = zip(*(self.tokens(row, encode) for row in rows), strict=True)
+            prompts, self.answer_lengths = zip(*(self.tokens(row, encode) for row in rows), strict=True)
             self.longest_at = rows[prompts.index(max(prompts))].place
-            self.bounds = max(prompts), max(answers)
-        return self.bounds
+            self.prompt_lengths = prompts
+        return max(self.prompt_lengths), max(self.answer_lengths)
 
     def fingerprint(self):
         text = json.dumps([*self.data.values()], sort_keys=True)

@@ -32,6 +32,7 @@ class Task:
     scored = True  # can the task say whether a completion is right?
     has_noise = False  # do demonstrations err with probability demonstration_noise?
     longest_at = ""  # file and line of the longest prompt, once `longest` has seen it
+    prompt_lengths = ()  # tokens of each of a file's prompts, from then on
     dropped = ""  # how many rows were too long, in words: drop_long_prompts
     has_form = False  # has an answer a form, such as <answer> tags, that can be rewarded separately?
 

@@ -58,7 +58,6 @@ class Prepared:
     teacher: Checkpoint | None = None
     global_step: int = 0  # of the run, for reward functions
     toolbox: Toolbox | None = None  # what the model may call
-    cut: int = 0  # how many prompts `encode` has cut
 
     def score(self, prompts: list, completions: list, columns: dict[str, list]) -> Scores:
         """Call the reward functions."""
@@ -72,22 +71,24 @@ class Prepared:
             TrainerState(self.global_step, self.settings.max_iters),
         )
 
-    def encode(self, prompt: str | list[dict]) -> list[int]:
-        """A row's prompt -> its last max_prompt_length ids, or all if that is 0. Raises SnugError for cut messages."""
+    def encode(self, prompt) -> list[int]:
+        """Text or messages -> the last max_prompt_length ids, or all if that is 0. Raises SnugError for cut messages."""
+        return self.whole(prompt)[-self.settings.max_prompt_length :]  # [-0:] is all
+
+    def whole(self, prompt):
+        """-> all its ids. Raises SnugError for messages that `encode` would cut."""
         ids, most = self.tokenizer.encode_prompt(prompt), self.settings.max_prompt_length
-        if 0 < most < len(ids):
-            self.cut += 1
-            if not isinstance(prompt, str):
-                raise SnugError(
-                    f"max_prompt_length={most} cuts a prompt of {len(ids)} tokens, which loses the head of its chat "
-                    "template; raise it, or drop such rows of a file: --drop_long_prompts"
-                )
-        return ids[-most:]  # [-0:] is all
+        if 0 < most < len(ids) and not isinstance(prompt, str):
+            raise SnugError(
+                f"max_prompt_length={most} cuts a prompt of {len(ids)} tokens, which loses the head of its chat "
+                "template; raise it in the run, or drop such rows of a file: --drop_long_prompts"
+            )
+        return ids
 
     def longest(self):
         """-> tokens of the longest prompt and of the longest completion."""
         settings = self.settings
-        prompt, answer = self.task.longest(self.encode)
+        prompt, answer = self.task.longest(self.whole)
         prompt, completion = settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
         if settings.drop_long_prompts and not settings.max_new_tokens:
             # SFT: each demonstration fits behind its own prompt.
@@ -231,8 +232,7 @@ def refuse_places(settings):
     out_dir = Path(settings.out_dir).resolve()
     for option in ("init_from", "teacher"):
         name = getattr(settings, option)
-        source = Path(name).resolve()
-        if name and out_dir in (source, *source.parents):
+        if name and Path(name).resolve().is_relative_to(out_dir):
             raise SnugError(
                 f"{option}={name} is in out_dir={settings.out_dir}, which a new run moves away; "
                 "choose another out_dir"
@@ -245,8 +245,7 @@ def find_teacher(prepared: Prepared) -> Checkpoint:
     teacher = find_run(name, read_tensors=False)
     theirs, shape = tokenizer_of(*teacher), teacher.state["model_config"]
     ours, other = (each.backend.get_vocab() for each in (tokenizer, theirs))
-    differ = sorted(ours.items() ^ other.items(), key=lambda item: item[::-1])
-    if differ:
+    if differ := sorted(ours.items() ^ other.items(), key=lambda item: item[::-1]):
         text, i = differ[0]
         raise SnugError(
             f"teacher={name}: its tokenizer {theirs.name} with {theirs.n_vocab} ids is not the model's "
@@ -307,7 +306,10 @@ def refuse_changes(settings, task: Task, resume: Checkpoint):
     if differ:
         problem = f"cannot go on with other options: {'; '.join(differ)}"
     elif task.fingerprint() != resume.state["data"]:
-        problem = "is of other data: data_file, test_file or the generators' package has changed"
+        problem = (
+            "is of other data: data_file, test_file or the generators' package has changed, "
+            "or an older version split this file"
+        )
     else:
         return
     raise SnugError(f"{resume.path} {problem}; put it back, or start anew in another out_dir")

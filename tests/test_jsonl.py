@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
 from exploits import dressed, harmless
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -493,6 +494,30 @@ def test_prompts_that_lose_their_beginning_are_counted_at_the_start_and_in_the_l
         assert "cuts off" not in capsys.readouterr().out
 
 
+def test_long_demonstrations_do_not_count_as_cut_prompts(tmp_path, capsys):
+    rows = [dict(prompt=f"{i:04}=", answer="a" * 20) for i in range(64)]
+    settings = cut_run(tmp_path, max_prompt_length=8)
+    prepared = prepare(dataclasses.replace(settings, data_file=written(tmp_path, rows)))
+    assert prepared.task.longest(prepared.encode) == (5, 20)
+    main(prepared)
+    assert "cuts off" not in capsys.readouterr().out and read_log(tmp_path / "run")[0]["prompts_cut"] == 0
+
+
+def test_a_rollout_that_is_repeated_counts_its_prompts_once(tmp_path, monkeypatch):
+    prepared, real, failures = prepare(cut_run(tmp_path, max_prompt_length=3)), sample.sample_groups, [1]
+    first = prepared.task.prompts("train", range(8))
+
+    def sampled(*arguments, **options):
+        if failures and failures.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(sample, "sample_groups", sampled)
+    main(prepared)
+    assert not failures
+    assert read_log(tmp_path / "run")[0]["prompts_cut"] == sum(len(row["prompt"]) > 3 for row in first) > 0
+
+
 def test_prompts_that_a_task_makes_are_counted_in_the_log(tmp_path, capsys):
     prepared = prepare(GRPOSettings(**TINY, task="addition", max_prompt_length=4, out_dir=str(tmp_path / "run")))
     first = prepared.task.prompts("train", range(8))
@@ -512,9 +537,7 @@ def chat_tokenizer(tmp_path):
 def test_messages_are_not_cut(tmp_path):
     """Their chat template would lose its head. A file's prompts are seen before the run, others when they are made."""
     chat = dict(chat=True, tokenizer=chat_tokenizer(tmp_path), block_size=80)
-    message = (
-        "max_prompt_length=20 cuts a prompt of 47 tokens, which loses the head of its chat template; raise it, or dr"
-    )
+    message = "max_prompt_length=20 cuts a prompt of 47 tokens, which loses the head of its chat template; raise it in"
     with pytest.raises(SnugError, match=message):
         prepare(cut_run(tmp_path, **chat, max_prompt_length=20))
     prepare(cut_run(tmp_path, **chat, max_prompt_length=47))
@@ -567,7 +590,7 @@ def test_a_resumed_run_keeps_its_data(tmp_path):
     train_sft.main(prepare(sft))
     prepare(dataclasses.replace(sft, resume="auto"))
     written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
-    with pytest.raises(SnugError, match="is of other data"):
+    with pytest.raises(SnugError, match="is of other data.*, or an older version split this file; put it back"):
         prepare(dataclasses.replace(sft, resume="auto"))
 
 

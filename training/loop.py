@@ -63,13 +63,8 @@ def run(prepared, title, iterate) -> bool:
         prepared.settings = processes.first(apply(rehearse, settings, device, print))
         with ExitStack() as stack:
             lock = None if processes.rank else FolderLock(settings.out_dir)
-            processes.gather(lambda: claim(lock, stack))  # if rank 0 is refused, all end
+            processes.gather(lambda: lock and stack.enter_context(lock))  # if rank 0 is refused, all end
             return train(prepared, title, iterate, device, processes, lock)
-
-
-def claim(lock, stack):
-    if lock:
-        stack.enter_context(lock)
 
 
 def train(prepared, title, iterate, device, processes, lock):
@@ -179,9 +174,9 @@ def introduce(title, training, start, moved):
             f"data_file={settings.data_file}: {count:,} prompts for training, "
             f"{task.size('test'):,} held out{task.dropped}"
         )
-    if prepared.cut:
+    if cut := sum(length > settings.max_prompt_length > 0 for length in task.prompt_lengths):
         say(
-            f"max_prompt_length={settings.max_prompt_length} cuts off the beginning of {prepared.cut:,} of these "
+            f"max_prompt_length={settings.max_prompt_length} cuts off the beginning of {cut:,} of these "
             f"{count + task.size('test'):,} prompts; --drop_long_prompts drops them"
         )
     for note in [*notes(model.device, settings), *prepared.tokenizer.notes]:
@@ -207,11 +202,12 @@ def introduce(title, training, start, moved):
 
 def changes_since(before: dict, settings):
     """-> ", learning_rate was 0.001, is 0.0001", or "": options that a resumed run has changed. Its shape stays."""
-    now, text = vars(settings), ""
-    for name in sorted(before.keys() & now.keys() - {"resume", "out_dir", "plan", *SHAPE}):
-        if before[name] != now[name]:
-            text += f", {name} was {before[name]!r}, is {now[name]!r}"
-    return text
+    now = vars(settings)
+    return "".join(
+        f", {name} was {before[name]!r}, is {now[name]!r}"
+        for name in sorted(before.keys() & now.keys() - {"resume", "out_dir", "plan", *SHAPE})
+        if before[name] != now[name]
+    )
 
 
 def iterations(iterate, training):
