@@ -63,6 +63,13 @@ def prepare_evaluation(
     if settings.task == run.task:
         refuse_training_data(settings, given, run, folder)
     task = make_task(settings)
+    own_file = settings.data_file == run.data_file != "" and not run.test_file
+    if own_file and task.fingerprint() != state["data"]:
+        print(
+            f"warning: data_file={run.data_file} has changed since this run, or an older version split it: "
+            "held-out prompts may have been trained on",
+            file=sys.stderr,
+        )
     toolbox = make_toolbox(settings, tokenizer, functions)
     reward_funcs, weights = rewards_of(settings, task, functions, toolbox)
     if not reward_funcs:
@@ -128,8 +135,7 @@ def samples_file(options: EvaluateSettings, settings: GRPOSettings, folder: Path
     """Where the samples go; None for --samples_file=none. Raises SnugError now if it cannot be written, not later."""
     if options.samples_file == "none":
         return None
-    name = f"evaluation-{settings.task}-test.jsonl"
-    file = Path(options.samples_file or folder / name)
+    file = Path(options.samples_file or folder / f"evaluation-{settings.task}-test.jsonl")
     existed = file.exists()
     with in_one_line(f"samples_file={file} cannot be written; name another, or --samples_file=none"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -298,6 +304,8 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     prompts = [prepared.encode(row["prompt"]) for row in rows]
     check_prompts(prompts, longest, model.config.block_size)  # all of them, before the first is sampled
     limits = Limits(prepared, partial(print, file=sys.stderr))
+    # The run's rollouts may have had shorter completions. A Hugging Face model had none.
+    limits.max_eval_batch = min(limits.max_eval_batch, settings.batch_size)
 
     n, temperature, seed = options.num_samples, options.temperature, options.seed
     sample = partial(sample_held_out, model, prepared, limits, n, temperature, seed)

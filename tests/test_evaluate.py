@@ -24,6 +24,7 @@ from data.scores import Z, group_scores, majority, pass_at, powers, table, wilso
 from data.task import Task
 from evaluate import evaluation_settings, prepare_evaluation, refuse_training_data, run_evaluation
 from memory import Limits
+from model import GPT
 from options import SnugError, read_settings
 from pretrained.tensors import save_pretrained
 from runs.checkpoint import Checkpoint, newest
@@ -217,6 +218,14 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
     said = r"decoding one completion at a time: CUDA out of memory.*; evaluate shorter completions \(max_new_tokens\)"
     with pytest.raises(SnugError, match=said):
         run_evaluation(*hex_run())
+
+
+def test_the_command_decodes_no_more_completions_at_a_time_than_a_batch_has_prompts(monkeypatch):
+    """The settings of a Hugging Face model are defaults, and its completions may be longer than any rollout's."""
+    forward, rows = GPT.forward, []
+    monkeypatch.setattr(GPT, "forward", lambda model, x, *a, **k: rows.append(len(x)) or forward(model, x, *a, **k))
+    run_evaluation(*hex_run(P=30, num_samples=2, run=replace(run_settings(4), group_size=16)))
+    assert max(rows) == 4
 
 
 def test_repeated_prompts_make_no_interval_narrower():
@@ -439,3 +448,24 @@ def test_a_test_file_is_enough_where_nothing_is_trained(tmp_path, gsm8k):
             prepare(again)
     with pytest.raises(SnugError, match="needs data_file"):
         prepare(replace(settings, data_file=""))
+
+
+def test_a_data_file_that_is_not_the_runs_is_a_warning(tmp_path, capsys):
+    rows, file = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)], tmp_path / "rows.jsonl"
+    for name in ("rows", "other"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = dict(n_layer=1, n_embd=16, block_size=16, device="cpu", max_iters=1, batch_size=2, eval_prompts=0)
+    settings = SFTSettings(task="jsonl", data_file=str(file), out_dir=str(tmp_path / "run"), **options)
+    train_sft.main(prepare(settings))
+    capsys.readouterr()
+    prepared_by(tmp_path / "run")
+    assert capsys.readouterr().err == ""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    prepared_by(tmp_path / "run", f"--data_file={tmp_path}/other.jsonl")
+    prepared_by(tmp_path / "run", "--task=addition")
+    assert capsys.readouterr().err == ""
+    prepared_by(tmp_path / "run")
+    assert capsys.readouterr().err == (
+        f"warning: data_file={file} has changed since this run, or an older version split it: "
+        "held-out prompts may have been trained on\n"
+    )
