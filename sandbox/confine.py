@@ -36,7 +36,8 @@ class Confinement:
     def apply(self, file: int, layers):
         """Confine this process for good, with the layers named. `file` becomes the file PIPE. Raises if one fails."""
         os.setpgid(0, 0)
-        address_space = taken() + self.memory
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1] % 2**64  # no limit is -1
+        address_space = min(taken() + self.memory, hard)
         if "user" in layers and os.geteuid() == 0:
             become_nobody()
         # This raises an error if the user nobody cannot read them.
