@@ -108,7 +108,10 @@ def prepare(
     grpo = isinstance(settings, GRPOSettings)
     before = resumed(settings)
     if settings.resume not in ("never", "auto"):
-        settings, chosen = continued(settings, chosen, before), chosen | {"block_size"}
+        place = dict(out_dir=settings.resume, resume="auto")
+        merged = merge_options(type(settings), before, settings, chosen - place.keys(), **place)
+        settings, _ = make_settings(type(settings), "", vars(merged))  # refuses what is no choice now
+        chosen |= {"block_size"}
     settings = decided(settings, before)
     task = make_task(settings, demonstrations=not grpo)
     config = settings.init_from if grpo and settings.init_from.endswith(".py") else ""
@@ -180,20 +183,6 @@ def resumed(settings):
     if not checkpoints(folder):
         raise SnugError(f"resume={folder} is a checkpoint; name the run's folder, {Path(folder).parent}")
     return before
-
-
-def continued(settings, chosen: Set[str], before):
-    """The settings of the run in the folder `resume`; those that the user chose replace them. Raises SnugError."""
-    settings = merge_options(
-        type(settings),
-        before,
-        settings,
-        chosen - {"out_dir", "resume"},
-        out_dir=settings.resume,
-        resume="auto",
-    )
-    settings.check()
-    return settings
 
 
 def decided(settings, before):

@@ -342,7 +342,7 @@ MUTANTS = [
     ("a missing column found late", "data/__init__.py", "signature(function).bind(", "signature(function).bind_partial(", "test_data.py"),
     ("template variables are not set", "tokenizer/chat.py", "self.source, self.template = defaults + self.source, None", "self.template = None", "test_tokenizer.py"),
     ("template variables set again and again", "tokenizer/chat.py", "if not self.source.startswith(defaults):", "if True:", "test_tokenizer.py"),
-    ("a folder's own options lost", "runs/prepare.py", "        before,\n        settings,\n        chosen", "        settings,\n        settings,\n        chosen", "test_checkpoint.py"),
+    ("a folder's own options lost", "runs/prepare.py", "before, settings, chosen", "settings, settings, chosen", "test_checkpoint.py"),
     ("a resume takes another model", "runs/prepare.py", "if stays and was.resolve() != now.resolve() and not adapters:", "if False:", "test_checkpoint.py"),
     ("a resume takes another base", "runs/checkpoint.py", 'if init_from not in ("", own):', "if False:", "test_lora.py"),
     ("a moved model is refused", "runs/prepare.py", 'stays = "@" in before.init_from or was.exists()', "stays = True", "test_checkpoint.py"),

@@ -354,6 +354,20 @@ def test_a_run_goes_on_by_the_name_of_its_folder(tmp_path):
         prepare(*read_settings(SFTSettings, [f"--resume={tmp_path}/none"])[:2])
 
 
+def test_a_value_of_an_older_version_that_is_no_choice_now_is_refused_until_another_is_given(tmp_path):
+    sft, _ = tiny(tmp_path, max_iters=1, eval_prompts=0)
+    train_sft.main(prepare(sft))
+    path = checkpoint.newest(sft.out_dir)
+    state = json.loads((path / "state.json").read_text())
+    state["settings"]["parallel"] = "hsdp"
+    (path / "state.json").write_text(json.dumps(state))
+    checkpoint.seal(path)
+    words = [f"--resume={sft.out_dir}"]
+    with pytest.raises(SnugError, match="parallel='hsdp' is not one of none, ddp, fsdp; did you mean fsdp?"):
+        prepare(*read_settings(SFTSettings, words)[:2])
+    assert prepare(*read_settings(SFTSettings, [*words, "--parallel=fsdp"])[:2]).settings.parallel == "fsdp"
+
+
 def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
     """The model, its shape, the tokenizer and the task, by the folder's name and with resume=auto."""
     sft, settings = tiny(tmp_path, max_iters=1, eval_prompts=0)
