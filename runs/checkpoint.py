@@ -174,16 +174,18 @@ def base_of(checkpoint: Checkpoint, init_from: str = "", read_tensors: bool = Tr
     places = [Path(base["path"]), checkpoint.path.parent / base["from_run"], Path(own)]
     on_hub = [base["path"]] if "@" in base["path"] else []
     if init_from not in ("", own):
-        places, on_hub = [], [init_from]
+        # It may be the same folder in other words.
+        places = [p for p in places if p.resolve().is_relative_to(Path(init_from).resolve())]
+        on_hub = [init_from]
     for place in [*filter(Path.exists, places), *on_hub]:
-        whole = (
-            read_tensors or place in on_hub or is_pretrained(place)
-        )  # no part of it is still on the hub
+        # Otherwise a part of it may still be on the hub.
+        whole = read_tensors or place in on_hub or is_pretrained(place)
         weights, problem = find_run(place, whole), f"{place} does not have"
         if identity(weights) == base["fingerprint"]:
             return weights
     raise SnugError(
-        f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {problem}; put them back"
+        f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {problem}; "
+        "put them back, or leave --init_from out"
     )
 
 
