@@ -24,6 +24,8 @@ class FolderLock:
         """Raises SnugError if another process has the lock, or if the folder cannot be written to."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.place = self.folder.absolute()
+            self.descriptor = os.open(self.place, os.O_RDONLY)
             self.file = open(self.folder / "lock", "a+")
             self.lock()
             self.file.truncate(0)
@@ -33,6 +35,7 @@ class FolderLock:
             raise SnugError(f"out_dir={self.folder} cannot be written to: {error.strerror}") from None
 
     def __exit__(self, *error):
+        os.close(self.descriptor)
         self.file.close()
 
     def lock(self):
@@ -40,8 +43,9 @@ class FolderLock:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.file.seek(0)
-            holder = self.file.read()
-            raise SnugError(f"{self.folder} is in use by {holder}; choose another out_dir") from None
+            raise SnugError(
+                f"{self.folder} is in use by {self.file.read()}; choose another out_dir"
+            ) from None
         except OSError as error:
             print(
                 f"warning: {self.file.name} cannot be locked ({error.strerror}); start no second run here",
@@ -50,8 +54,7 @@ class FolderLock:
 
     def is_lost(self) -> bool:
         """Was the folder moved or deleted? There may be another of its name."""
-        file = self.folder / "lock"
-        return not file.exists() or file.stat().st_ino != os.fstat(self.file.fileno()).st_ino
+        return not (self.place.exists() and os.path.samefile(self.place, self.descriptor))
 
     def move_aside(self):
         """Rename the folder, with the earlier run in it, and lock a new one of its name -> the earlier run's folder.
@@ -61,7 +64,7 @@ class FolderLock:
         names = (f"{self.folder.name}.{n}" for n in count(1))
         free = next(path for path in map(self.folder.with_name, names) if not path.exists())
         moved = self.folder.rename(free)
-        self.file.close()
+        self.__exit__()
         (moved / "lock").unlink()
         self.__enter__()
         return moved

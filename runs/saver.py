@@ -15,7 +15,8 @@ The newest save_total_limit checkpoints are kept, and the one with the best scor
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -55,7 +56,8 @@ class Saver:
         self.settings, self.tokenizer, self.say = settings, tokenizer, say
         self.model, self.optimizer, self.device = model, optimizer, model.device
         self.processes = processes
-        self.folder, self.constants = Path(settings.out_dir), constants
+        # Absolute: a tool or a reward function may change the working folder.
+        self.folder, self.constants = Path(settings.out_dir).absolute(), constants
         self.saved = start  # iterations done by the newest checkpoint
         self.scores = {}  # iterations done -> score, None without an evaluation
         if self.processes.rank == 0:
@@ -73,16 +75,8 @@ class Saver:
     def after(self, done: int, progress: dict, scores: dict):
         """Save after `done` iterations if it is time. scores: the log's, of an evaluation now.
 
-        After a dropped step nothing is saved, except at the end. Raises SnugError if the last save fails, or if the
-        folder was moved or deleted; then the state is saved beside it, in <folder>.lost.
+        After a dropped step nothing is saved, except at the end. Raises SnugError if the last save fails.
         """
-        if self.processes.first(self.lock and self.lock.is_lost()):
-            self.folder = Path(f"{self.folder}.lost")
-            self.write(done, progress, last=True)
-            raise UnsafeState(
-                f"out_dir={self.settings.out_dir} was moved or deleted; {PREFIX}{done:06d} is in {self.folder}: "
-                f"move it into the run's folder, or go on with --resume={self.folder}"
-            )
         score, interval = self.score_of(scores), self.settings.save_interval
         best = best_of(checkpoints(self.folder), self.scores)
         is_best = score is not None and (best is None or score > self.scores[iteration_of(best)])
@@ -97,10 +91,11 @@ class Saver:
         """Save the state after `done` iterations. If that fails, warn; last: raise SnugError."""
         if not self.processes.first(self.saved == done):
             self.write(done, progress, last)
-        elif self.processes.rank == 0:
-            self.prune(done)  # its score may be new
+        if self.processes.rank == 0:
+            self.prune(done)  # also without a write: its score may be new
 
     def write(self, done: int, progress: dict, last: bool):
+        """If the folder was moved or deleted, write beside it, in <folder>.lost, and raise UnsafeState."""
         tensors = self.processes.gathered(self.model, tensors_of(self.model, self.optimizer))
         if self.processes.rank:
             return
@@ -115,19 +110,26 @@ class Saver:
             **progress,
         }
         name = f"{PREFIX}{done:06d}"
+        if lost := self.lock and self.lock.is_lost():
+            self.folder = Path(f"{self.lock.place}.lost")
         try:
-            if bad := not_finite({name: t for named in tensors.values() for name, t in named.items()}):
+            if bad := not_finite(ChainMap(*tensors.values())):
                 raise SnugError(f"{name} is not written: {bad}")
             with in_one_line(f"{name} cannot be written into {self.folder}"):
                 write(self.folder, state, tensors, self.tokenizer.files)
         except SnugError as error:
             if last:
-                newest = newest_name(self.folder)
-                raise SnugError(f"{error}; --resume=auto goes on from {newest}") from None
+                raise SnugError(
+                    f"{error}; --resume=auto goes on from {newest_name(self.folder)}"
+                ) from None
             self.say(f"warning: {error}; the training goes on, and the next save tries again")
             return
         self.saved = done
-        self.prune(done)
+        if lost:
+            raise UnsafeState(
+                f"out_dir={self.settings.out_dir} was moved or deleted; {name} is in {self.settings.out_dir}.lost: "
+                f"move it into the run's folder, or go on with --resume={self.settings.out_dir}.lost"
+            )
 
     def prune(self, done: int):
         """Keep the newest save_total_limit checkpoints and the best one, and link `best` to that.
@@ -172,7 +174,7 @@ class Saver:
 
 
 @component("loss")
-def not_finite(named: dict[str, torch.Tensor]):
+def not_finite(named: Mapping[str, torch.Tensor]):
     """{name: tensor} -> "embedding.weight has NaN or infinity" of the first that has, or None. Copies nothing."""
     for name, tensor in named.items():
         if tensor.numel() and tensor.is_floating_point():

@@ -103,6 +103,30 @@ def test_an_earlier_run_is_deleted_where_that_is_asked_for(tmp_path, capsys):
     assert "was deleted" in capsys.readouterr().out and not Path(f"{sft.out_dir}.1").exists()
 
 
+def test_a_run_without_its_lock_file_goes_on(tmp_path):
+    def deletes(completions, **columns):
+        (tmp_path / "run/lock").unlink(missing_ok=True)
+        return [float(len(text)) for text in completions]
+
+    done = grpo.train(out_dir=str(tmp_path / "run"), **SMALL | dict(eval_prompts=0, reward_funcs=[deletes]))
+    assert len(done.log) == 2 and not (tmp_path / "run.lost").exists()
+
+
+def test_an_error_in_the_iteration_in_which_the_folder_goes_saves_beside_it_too(tmp_path, capsys):
+    folder = tmp_path / "run"
+
+    def fails(completions, trainer_state, **columns):
+        if trainer_state.global_step == 1:
+            folder.rename(tmp_path / "moved")
+            raise ZeroDivisionError("none")
+        return [float(len(text)) for text in completions]
+
+    with pytest.raises(SnugError, match="fails raised ZeroDivisionError"):
+        grpo.train(out_dir=str(folder), **SMALL | dict(save_interval=0, eval_prompts=0, reward_funcs=[fails]))
+    assert not folder.exists() and (tmp_path / "run.lost/checkpoint-000001").is_dir()
+    assert f"warning: out_dir={folder} was moved or deleted; checkpoint-000001 is in" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
 def test_a_run_whose_folder_is_gone_saves_beside_it_and_stops(tmp_path, how, capsys):
     """Its lock is void: a second run may be there, which stays as it is."""
