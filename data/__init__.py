@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import chdir
 from dataclasses import dataclass
 
 from data.addition import Addition, AdditionOptions
@@ -128,7 +129,8 @@ def imported(spec: str, option: str, advice: str, functions) -> Callable:
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there hides no other module
     try:
-        module = importlib.import_module(module_name)
+        with chdir("."):  # back behind it: the run's folders are relative to this one
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if f"{module_name}.".startswith(f"{error.name}."):
             raise SnugError(

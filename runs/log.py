@@ -291,7 +291,9 @@ class TensorBoard:
     def start(self, settings, title: str, start: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(Path(settings.out_dir) / "tensorboard", purge_step=start or None)
+        self.writer = SummaryWriter(
+            Path(settings.out_dir).absolute() / "tensorboard", purge_step=start or None
+        )
 
     def log(self, record: dict):
         for name, value in record.items():
@@ -308,7 +310,7 @@ class WandB:
     def start(self, settings, title: str, start: int):
         import wandb
 
-        folder = Path(settings.out_dir)
+        folder = Path(settings.out_dir).absolute()
         id_file = folder / "wandb.txt"
         if not start or not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12])

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,6 +187,29 @@ def test_what_a_function_changes_in_the_process_is_put_back(tmp_path, monkeypatc
     assert os.getcwd() == str(tmp_path) and not list((tmp_path / "elsewhere").iterdir())
     assert newest(tmp_path / "run").name == "checkpoint-000002"
     assert all(record["grad_norm"] > 0 for record in read_log("run"))
+
+
+def test_a_module_and_a_tool_that_change_the_working_folder_do_not_move_the_run(tmp_path, monkeypatch):
+    """The module when it is imported; the environment late, in each episode."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    source = """
+import os
+os.chdir("elsewhere")
+class Rude:
+    def reset(self, **columns):
+        os.chdir(f"{os.path.dirname(__file__)}/elsewhere")
+def mine(completions, **columns):
+    return [float(i % 3) for i, _ in enumerate(completions)]
+"""
+    (tmp_path / "rude_module.py").write_text(source)
+    settings = tiny(tmp_path, out_dir="run", init_from="", beta=0.0, max_iters=2, eval_prompts=0, save_interval=1)[1]
+    options = dict(reward_funcs=["rude_module:mine"], environment="rude_module:Rude", report_to=["tensorboard"])
+    grpo.main(prepare(replace(settings, **options)))
+    assert os.getcwd() == str(tmp_path) and not list((tmp_path / "elsewhere").iterdir())
+    assert newest("run").name == "checkpoint-000002" and len(read_log("run")) == 2
+    assert json.loads(Path("run/settings.json").read_text())["out_dir"] == "run"
 
 
 class Judge:

@@ -6,7 +6,7 @@ Left out: what an iteration is. grpo.py and train_sft.py say that, in `iterate`.
 import random
 import shutil
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, chdir
 
 import numpy as np
 import torch
@@ -211,9 +211,9 @@ def changes_since(before: dict, settings):
 
 
 def iterations(iterate, training):
-    """-> False if a signal stopped them."""
+    """-> False if a signal stopped them. Afterwards the working directory is the one before."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
-    with training.processes.connected(), StopAfterIteration() as stop:
+    with training.processes.connected(), StopAfterIteration() as stop, chdir("."):
         training.make_up_evaluation(log.start)
         for iteration in log.iterations():
             with saver.keeping(iteration, training.progress()):
