@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -15,6 +17,7 @@ import pytest
 import requests
 import tiktoken
 import tokenizers
+from conftest import HOME
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -677,6 +680,17 @@ def test_what_stands_between_a_turn_and_its_end(chats, tmp_path):
     assert ours.encode_reply([user("a b")], True) == ours.encode_reply([user("a b")], False) == ours.encode("a b")
     ours = chat_of(tmp_path, "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}")  # beginnings alone
     assert ours.encode_reply([user("a")], True) == ours.encode_reply([user("a")], False) == [257, *b"a"]
+
+
+def test_a_form_of_calls_that_is_not_read_is_refused_also_under_python_o():
+    code = """
+from tokenizer.chat import Chat
+chat = Chat("{{ tools }}{{ messages[0].content }}", {}, ["<s>"])
+chat.tools = [{}]
+chat.render([dict(role="user", content="a")])
+"""
+    done = subprocess.run([sys.executable, "-O", "-c", code], cwd=HOME, capture_output=True, text=True)
+    assert "a form that is not read here; leave out --tools and --environment" in done.stderr
 
 
 def test_replies_that_a_template_refuses(tmp_path):

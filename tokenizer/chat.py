@@ -116,7 +116,7 @@ class Chat:
                     f"a message's role must be a word, such as user, not {message['role']!r:.60}"
                 )
         if self.tools and opens:
-            assert self.call_form  # refuses another form
+            _ = self.call_form  # it refuses a form that is not read here
         messages = [*before, *map(self.broken, messages)]
         values = dict(messages=messages, tools=self.tools, documents=None, add_generation_prompt=opens)
         with in_one_line("the chat template fails"):
