@@ -291,9 +291,7 @@ class TensorBoard:
     def start(self, settings, title: str, start: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(
-            Path(settings.out_dir).absolute() / "tensorboard", purge_step=start or None
-        )
+        self.writer = SummaryWriter(Path(settings.out_dir) / "tensorboard", purge_step=start or None)
 
     def log(self, record: dict):
         for name, value in record.items():
@@ -310,7 +308,7 @@ class WandB:
     def start(self, settings, title: str, start: int):
         import wandb
 
-        folder = Path(settings.out_dir).absolute()
+        folder = Path(settings.out_dir)
         id_file = folder / "wandb.txt"
         if not start or not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12])
