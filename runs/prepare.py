@@ -72,7 +72,7 @@ class Prepared:
         )
 
     def encode(self, prompt) -> list[int]:
-        """Text or messages -> the last max_prompt_length ids, or all if that is 0. Raises SnugError for cut messages."""
+        """Text or messages -> the last max_prompt_length ids; all if that is 0. Raises SnugError for cut messages."""
         return self.whole(prompt)[-self.settings.max_prompt_length :]  # [-0:] is all
 
     def whole(self, prompt):

@@ -27,6 +27,7 @@ from options import SnugError, parse_value, told
 from runs.checkpoint import newest
 from runs.log import read_log
 from runs.prepare import prepare
+from runs.saver import Saver
 from settings import GRPOSettings
 
 PROMPTS, COMPLETIONS, COLUMNS = ["a", "b", "c"], ["x", "yy", "zzz"], {"answer": [1, 2, 3]}
@@ -190,7 +191,14 @@ def test_what_a_function_changes_in_the_process_is_put_back(tmp_path, monkeypatc
 
 
 def test_a_module_and_a_tool_that_change_the_working_folder_do_not_move_the_run(tmp_path, monkeypatch):
-    """The module when it is imported; the environment late, in each episode."""
+    """The module when it is imported, the environment in each episode, and a tool that is late before a save."""
+    after = Saver.after
+
+    def late(saver, *arguments):
+        os.chdir(tmp_path / "elsewhere")
+        after(saver, *arguments)
+
+    monkeypatch.setattr(Saver, "after", late)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
