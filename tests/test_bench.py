@@ -91,6 +91,7 @@ def test_a_step_is_stopped_at_its_limit_and_keeps_its_results(tmp_path):
     assert table[1].endswith("MISSED") and "at most 2" in table[3] and not table[3].endswith("MISSED")
 
 
+@pytest.mark.long  # of one step: the test above
 def test_all_steps_together_have_a_limit(tmp_path):
     process = start(tmp_path, [("slow", SLOW, 600), ("good", GOOD, 60)], "--seconds=3")
     assert process.wait(600) == 1
@@ -156,7 +157,10 @@ def test_make_bench_gpu_installs_nothing(tmp_path):
     """Also where nothing is installed yet, and without the virtual environment."""
     shutil.copy(HOME / "Makefile", tmp_path)
     said = subprocess.run(
-        ["make", "-n", "bench-gpu", "PYTHON=python3"], cwd=tmp_path, capture_output=True, text=True
+        ["make", "-n", "--no-print-directory", "bench-gpu", "PYTHON=python3", "ARGS="],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     ).stdout
     assert said == "python3 bench/all.py --device=cuda \n"
 
@@ -203,6 +207,7 @@ def test_the_floor_counts_forward_passes(iteration, case):
             assert iteration.floor_flops(model.config, P, T, k, length, passes == 5) == passes * forward
 
 
+@pytest.mark.long  # a bench runs: this one too
 def test_an_iteration_is_measured(iteration, capsys):
     iteration.main(SimpleNamespace(shapes="tiny", rounds=1, only="uniform", snug="", sequences=0))
     (line,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]["uniform"]["rounds"]["snug"]

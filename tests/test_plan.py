@@ -391,7 +391,9 @@ SLOWEST = dict(max_tokens_per_micro_batch=33, logits_chunk_mb=16.0, max_rollout_
 SLOWEST |= dict(optimizer_device="host", activation_offload=True, grad_offload=True)
 
 
-@pytest.mark.parametrize("share, options", [(1.5, dict()), (50, dict(beta=0.04, reference="host"))])
+@pytest.mark.parametrize(
+    "share, options", [(1.5, dict()), pytest.param(50, dict(beta=0.04, reference="host"), marks=pytest.mark.long)]
+)
 def test_fit_spends_what_is_left(share, options, tmp_path, plans_once):
     """Options that were chosen for a smaller device become faster, as far as the budget goes, and nothing else changes."""
     slowest = SLOWEST | options
