@@ -413,7 +413,7 @@ def test_the_log_has_the_error_that_ended_the_run(tmp_path, error, last):
 
 
 def test_what_wandb_keeps_of_repeated_iterations_is_said(tmp_path, monkeypatch):
-    """A stand-in that drops what is not later than what it has, as the service does."""
+    """A stand-in for W&B: it drops a line whose step is not above its last step."""
     kept = {}
 
     class Kept:

@@ -24,7 +24,7 @@ with closing(Sandbox("evil:Evil")) as first:
     MISSING = first.missing
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SECCOMP = [("seccomp",)] * ("seccomp" not in MISSING)
-STRICT = [("audit",), *SECCOMP, LAYERS]  # each of these refuses what is not harmless
+STRICT = [("audit",), *SECCOMP, LAYERS]  # each of these refuses harmful code
 TIMEOUT = 0.5  # seconds; an honest task takes milliseconds, a fork on a busy machine some hundredths of a second
 
 
