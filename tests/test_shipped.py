@@ -220,6 +220,10 @@ def run(line, monkeypatch):
     places = [word.removeprefix(f"--{name}=") for word in words for name in ("init_from", "teacher", "resume")]
     if words and words[0].endswith(".py"):
         places += [values_of(HOME / words[0]).get(name, "") for name in ("init_from", "teacher")]
+    if "--adapters" in words:  # whichever command made the run last
+        shutil.rmtree(words[0], ignore_errors=True)
+        maker = f"python grpo.py config/grpo_gsm8k.py --init_from={ON_HUB[0]} --lora_rank=2 --out_dir={words[0]}"
+        assert run(maker, monkeypatch) == 0, maker
     for place in places:
         need(place, monkeypatch)
     for word in words:
