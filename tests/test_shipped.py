@@ -192,6 +192,7 @@ def there(work, monkeypatch):
     yield work
     for name in ("my_rewards", "my_tools", "my_game"):
         sys.modules.pop(name, None)
+    shutil.rmtree(work / "out", ignore_errors=True)  # so that the order of the tests does not matter
 
 
 def last_words(script, words):
@@ -254,7 +255,11 @@ def need(place, monkeypatch):
     of_texts = {line.partition("--out_dir=")[2]: line for line in reversed(FOUND)}
     of_configs = {values_of(config).get("out_dir"): command_of(config) for config in CONFIGS}
     maker = (of_texts | of_configs | MAKERS)[folder]
+    if os.path.isdir(f"made/{folder}"):
+        shutil.copytree(f"made/{folder}", "out", dirs_exist_ok=True)
+        return
     assert run(f"{maker} --out_dir={folder}", monkeypatch) == 0, maker
+    shutil.copytree("out", f"made/{folder}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
