@@ -1,7 +1,7 @@
 """Sequences into optimizer steps and packed micro-batches, by token budget, for both loops.
 
 A micro-batch is one row of tokens without padding. A group's prompt is in it once, and its completions behind it: each
-sees the prompt and itself (kernels/segments.py). SFT's groups have one completion each.
+sees the prompt and itself (snug/kernels/segments.py). SFT's groups have one completion each.
 
 Left out: prompts that share a beginning. Test: pytest tests/test_batch.py
 """
@@ -13,10 +13,10 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from device.cuda import padded, upload
-from device.processes import ONE_PROCESS
-from kernels.segments import Segments
-from memory.ledger import COMPONENTS
+from snug.device.cuda import padded, upload
+from snug.device.processes import ONE_PROCESS
+from snug.kernels.segments import Segments
+from snug.memory.ledger import COMPONENTS
 
 COMPONENTS[__name__] = "micro-batch"  # the name in --plan's table
 

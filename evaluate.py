@@ -25,13 +25,21 @@ from statistics import fmean
 from data import TaskOptions, make_task
 from data.episodes import EpisodeOptions, make_toolbox
 from data.tools import NONE
-from options import SnugError, fields, friendly_errors, in_one_line, merge_options, plain, read_settings
-from pretrained.hub import SNAPSHOT, hub_name
-from pretrained.shapes import is_pretrained
 from runs.checkpoint import find_run, settings_of, tokenizer_of
 from runs.log import finite, write_whole
 from runs.prepare import Prepared, pretrained_length, refuse_contradictions, rewards_of
 from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
+from snug.options import (
+    SnugError,
+    fields,
+    friendly_errors,
+    in_one_line,
+    merge_options,
+    plain,
+    read_settings,
+)
+from snug.pretrained.hub import SNAPSHOT, hub_name
+from snug.pretrained.shapes import is_pretrained
 
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
 FEW = 30  # prompts: a score of fewer is logged with its interval
@@ -152,9 +160,9 @@ if __name__ == "__main__":
 
 from data.rewards import repeat_columns
 from data.scores import pass_rates, reward_means, summarize, table, wilson
-from memory import Limits
 from runs.loading import generator_state, load_run, restore_generators
 from sample import check_prompts, sample_episodes
+from snug.memory import Limits
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Completions and their rewards

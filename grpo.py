@@ -15,9 +15,9 @@ import math
 import sys
 from functools import partial
 
-from options import friendly_errors, read_settings
 from runs.prepare import prepare
 from settings import GRPOSettings
+from snug.options import friendly_errors, read_settings
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
@@ -28,15 +28,15 @@ import torch
 import train_sft
 from batch import gather
 from data.rewards import repeat_columns
-from device.cuda import empty_cache
-from device.host import borrowed
-from logprobs import Teacher, head_loss, head_loss_in_two_visits
 from loss import decoupled_advantages, group_advantages, kl_divergence, overlong_punishment, policy_loss
-from memory.ledger import component
 from model import autocast
 from runs.checkpoint import open_checkpoint
 from runs.log import IS_IT_BROKEN
 from sample import sample_episodes
+from snug.device.cuda import empty_cache
+from snug.device.host import borrowed
+from snug.logprobs import Teacher, head_loss, head_loss_in_two_visits
+from snug.memory.ledger import component
 from training import (
     Scored,
     as_floats,

@@ -10,7 +10,7 @@ Left out: models, sampling, anything of size V; critics and rewards of single to
 import numpy as np
 import torch
 
-from memory.ledger import COMPONENTS
+from snug.memory.ledger import COMPONENTS
 
 COMPONENTS[__name__] = "loss"  # the name in --plan's table
 

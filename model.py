@@ -11,6 +11,7 @@ Test: pytest tests/test_model.py
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +19,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from device import cpu
-from device.kinds import kind_of
-from kernels.layers import BlockInputs, Embed, Linear, RMSNorm, hold_in_nf4
-from kernels.rotary import Rotary, rotary_table
-from kernels.segments import Segments, attend
-from kernels.swiglu import SwiGLU
-from memory.ledger import COMPONENTS, component
-from options import in_one_line
+from snug.device import cpu
+from snug.device.kinds import kind_of
+from snug.kernels.layers import BlockInputs, Embed, Linear, RMSNorm, hold_in_nf4
+from snug.kernels.rotary import Rotary, rotary_table
+from snug.kernels.segments import Segments, attend
+from snug.kernels.swiglu import SwiGLU
+from snug.memory.ledger import COMPONENTS, component
+from snug.options import in_one_line
+from snug.pretrained.hub import local_folder
+from snug.pretrained.shapes import read_shape
+from snug.pretrained.tensors import look_at_weights, read_weights, save_pretrained
 
 COMPONENTS[__name__] = "activations"  # the name in --plan's table
 
@@ -197,6 +201,22 @@ class GPT(nn.Module):
                 scale = math.sqrt(2 * self.config.n_layer) if residual else 1
                 nn.init.normal_(weight, std=std / scale)
 
+    @classmethod
+    def from_pretrained(cls, name: str | Path, device="cpu", dtype: str = "float32", **overrides) -> "GPT":
+        """A Hugging Face folder, or owner/name[@revision] on the hub -> its GPT, weights in `dtype`.
+
+        overrides: GPTConfig's keywords. Raises SnugError.
+        """
+        folder = local_folder(name)
+        look_at_weights(folder)  # before there is memory for a model of another size
+        model = make_model(read_shape(folder) | overrides, device, dtype, initialise=False)
+        read_weights(folder, model)
+        return model
+
+    def save_pretrained(self, folder: str | Path, tokenizer=None):
+        """Write a new folder that transformers' AutoModelForCausalLM loads, and AutoTokenizer with a Tokenizer."""
+        save_pretrained(self, folder, tokenizer)
+
     @property
     def lm_head_weight(self) -> nn.Parameter:
         """(V, C)"""
@@ -221,7 +241,7 @@ class GPT(nn.Module):
         positions (B, T), or (1, T) for all rows; default 0, 1, 2, ... mask: what each token sees; Segments of a packed
         row (B = 1), or boolean, broadcast to (B, n_head, T, T); default causal. last (B,): return only this row of each
         sequence, (B, 1, C).
-        cache: a KVCache (decoding/kvcache.py); a prefill takes prompts (P, T_p), a step one token a row (n, 1).
+        cache: a KVCache (snug/decoding/kvcache.py); a prefill takes prompts (P, T_p), a step one token a row (n, 1).
         Raises ValueError if T is longer than block_size.
         """
         T, block_size = tokens.shape[1], self.config.block_size

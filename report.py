@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
-    from options import Parser, friendly_errors
-    from page.runs import read_runs
+    from runs.page.runs import read_runs
+    from snug.options import Parser, friendly_errors
 
     usage = "python report.py FOLDER [FOLDER ...]"
     parser = Parser(usage=usage, description=__doc__.partition("\n")[0])
@@ -19,12 +19,12 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     with friendly_errors():
         runs = read_runs(parser.parse_args().folders)
 
-from memory.meter import PHASES
-from options import SnugError, plain
-from page.charts import charts_of
-from page.runs import Run, logged, logged_names
-from page.write import write_page
 from runs.log import change
+from runs.page.charts import charts_of
+from runs.page.runs import Run, logged, logged_names
+from runs.page.write import write_page
+from snug.memory.meter import PHASES
+from snug.options import SnugError, plain
 
 MEMORY = ["mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]
 SCORES = [

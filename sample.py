@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from functools import partial
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
-    from options import friendly_errors, read_settings
     from runs.checkpoint import find_run
     from settings import SampleSettings
+    from snug.options import friendly_errors, read_settings
 
     with friendly_errors():
         settings, given, folder = read_settings(SampleSettings, sys.argv[1:], positional="folder")
@@ -42,12 +42,12 @@ from data import make_task
 from data.episodes import Episodes, as_text, make_toolbox
 from data.task import as_messages
 from data.tools import NONE
-from decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
-from device.kinds import kind_of
-from memory.ledger import unwatched
 from model import GPT, autocast
-from options import SnugError, merge_options, plain
 from settings import PRETRAINED_LENGTH, GRPOSettings
+from snug.decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
+from snug.device.kinds import kind_of
+from snug.memory.ledger import unwatched
+from snug.options import SnugError, merge_options, plain
 
 REPLIES = 16  # calls of `respond` at a time
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from data import TASKS, TaskOptions
 from data.episodes import EpisodeOptions
-from options import ELSEWHERE, SnugError, option, option_of
+from snug.options import ELSEWHERE, SnugError, option, option_of
 
 DTYPES = ("float32", "bfloat16")
 PLACES = ("device", "host")
@@ -670,7 +670,7 @@ class EvaluateSettings(TaskOptions, EpisodeOptions, RewardOptions):
 
 @dataclass
 class ExportSettings:
-    """A run's newest checkpoint as a Hugging Face folder: the options of tools/export.py."""
+    """A run's newest checkpoint as a Hugging Face folder: the options of runs/export.py."""
 
     to: str = option("", "the new folder")
     dtype: str = option("", "dtype of the weights; empty: as in the run", choices=("", *DTYPES))
@@ -683,7 +683,7 @@ class ExportSettings:
 
 @dataclass
 class FromGGUFSettings(ExportSettings):
-    """A GGUF file as a Hugging Face folder: the options of tools/from_gguf.py."""
+    """A GGUF file as a Hugging Face folder: the options of runs/from_gguf.py."""
 
     dtype: str = option("float32", "dtype of the weights", choices=DTYPES)
     adapters: ClassVar[bool] = False

@@ -9,18 +9,18 @@ Left out: data sets on disk.
 import random
 import sys
 
-from options import friendly_errors, read_settings
 from runs.prepare import prepare
 from settings import SFTSettings
+from snug.options import friendly_errors, read_settings
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
         prepared = prepare(*read_settings(SFTSettings, sys.argv[1:])[:2])
 
 from batch import Sequences, gather
-from logprobs import head_loss
-from memory.ledger import component
 from model import autocast
+from snug.logprobs import head_loss
+from snug.memory.ledger import component
 from training import as_floats, learning_rate_at, notebook, run
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(HOME))
 
 import torch  # noqa: E402
 
-from device.pick import pick_device  # noqa: E402
+from snug.device.pick import pick_device  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

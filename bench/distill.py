@@ -79,11 +79,11 @@ def prepare_models(out, seeds):
 def sft_from_teacher(words):
     """train_sft.py, but each demonstration is drawn from the teacher, at temperature 1."""
     import train_sft
-    from options import read_settings
     from runs.loading import load_run
     from runs.prepare import prepare
     from sample import sample_groups
     from settings import SFTSettings
+    from snug.options import read_settings
 
     teacher = load_run(os.environ["TEACHER"], "cpu").model
 

@@ -42,11 +42,10 @@ from iteration import ITERATIONS, prepared_run, reward, trl_config, watched
 import grpo
 import sample
 from data.tools import schema_of
-from decoding import decode_batch, draw
-from device.pick import pick_device
 from model import GPT
-from pretrained.tensors import load_pretrained
-from tokenizer import get_tokenizer
+from snug.decoding import decode_batch, draw
+from snug.device.pick import pick_device
+from snug.tokenizer import get_tokenizer
 
 TURNS = 3
 SIZES = "rounds=3 iterations=2 prompts=4 completions=8 prompt=120 turn=40 reply=10 ragged=0 sequences=8"
@@ -124,7 +123,7 @@ def follow(script, longest):
 
 
 def draw_scripted(model, hidden, u, temperature, tokens, logprobs):
-    """decoding.draw.draw_torch, but u is the token: all of its work except the search."""
+    """snug.decoding.draw.draw_torch, but u is the token: all of its work except the search."""
     logp = torch.log_softmax(model.logits(hidden).float(), -1)
     logp.exp().cumsum_(-1)
     tokens.copy_(u)
@@ -243,7 +242,7 @@ def compare(options):
 def wait(options):
     """Rollouts for each share of rows that must wait before replies are read. The shares take turns."""
     pick_device(DEVICE)
-    model, tokenizer = load_pretrained(options.model, DEVICE, "float32").eval(), get_tokenizer(options.model)
+    model, tokenizer = GPT.from_pretrained(options.model, DEVICE, "float32").eval(), get_tokenizer(options.model)
     script, longest = make_script(tokenizer, options)
     follow(script, longest)
     prompts = [tokenizer.encode(words(random.Random(i), options.prompt)) for i in range(options.prompts)]

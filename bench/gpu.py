@@ -30,17 +30,17 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from batch import Cut, Sequences, gather
-from decoding import DecodeBatch
-from device.cuda import empty_cache
-from device.kinds import MIB
 from grpo import trainer_logprobs
-from kernels import flash, segments
-from kernels.nf4 import NF4, NF4Linear, product
-from kernels.segments import Segments, attend, attend_dense
-from logprobs import head_loss
 from model import make_model
 from sample import sample_groups
 from settings import GRPOSettings, SFTSettings
+from snug.decoding import DecodeBatch
+from snug.device.cuda import empty_cache
+from snug.device.kinds import MIB
+from snug.kernels import flash, segments
+from snug.kernels.nf4 import NF4, NF4Linear, product
+from snug.kernels.segments import Segments, attend, attend_dense
+from snug.logprobs import head_loss
 from training.optimizer import make_optimizer, optimizer_step
 
 CUDA = DEVICE == "cuda"

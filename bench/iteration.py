@@ -14,7 +14,7 @@ token has the same probability at each token. Its text is numbers: "7 12" is the
 Contenders are processes that take turns. A process's figure is the median of its iterations without the first two; a
 ratio is the median of the pairs. For TRL, train includes the rewards; optimizer is all that happens outside
 training_step. TRL's micro-batches have 8, 16, 32 or 64 sequences, whichever was fastest. Peaks are over all iterations
-and include weights, moments and the reference: on CUDA the allocator's; on a CPU live tensor bytes by memory/meter.py.
+and include weights, moments and the reference: on CUDA the allocator's; on a CPU live tensor bytes by snug/memory/meter.py.
 The meter slows TRL down, so another process measures TRL's peak. There TRL's buffer for logits, always 32,768 columns
 wide, is not wider than the vocabulary: the rest is never written.
 
@@ -45,16 +45,16 @@ from common import DEVICE, HOME, begin, chosen, clocked, commit, in_a_process, m
 from shapes import GPT2, QWEN, QWEN_05B, QWEN_15B
 
 import grpo
-from device import cpu
-from device.kinds import MIB
-from memory import MemoryMeter
-from model import GPTConfig, make_model
-from options import read_settings
-from pretrained.shapes import read_shape
-from pretrained.tensors import load_pretrained, save_pretrained
+from model import GPT, GPTConfig, make_model
 from runs.prepare import prepare
 from settings import GRPOSettings
-from tokenizer import END_OF_TEXT, get_tokenizer
+from snug.device import cpu
+from snug.device.kinds import MIB
+from snug.memory import MemoryMeter
+from snug.options import read_settings
+from snug.pretrained.shapes import read_shape
+from snug.pretrained.tensors import save_pretrained
+from snug.tokenizer import END_OF_TEXT, get_tokenizer
 
 PACKAGES = ("torch", "transformers", "trl", "liger_kernel")
 ITERATIONS, UNCOUNTED = int(os.environ.get("BENCH_ITERATIONS", 5)), 2  # of a process
@@ -223,7 +223,7 @@ def trl_config(s, sequences, folder, **more):
 
 def check_same_model(peer, s):
     """Do both compute the same log-probs from the folder? Otherwise nothing would be compared."""
-    model = load_pretrained(s.init_from, DEVICE, s.param_dtype)
+    model = GPT.from_pretrained(s.init_from, DEVICE, s.param_dtype)
     tokens = torch.randint(model.config.vocab_size - 1, (2, 32), device=DEVICE)
     with torch.no_grad():
         pair = [logits.float().log_softmax(-1) for logits in (model.logits(model(tokens)), peer(tokens).logits)]

@@ -21,18 +21,18 @@ import torch
 from shapes import QWEN_7B, QWEN_15B
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import lora
-from decoding import cached_casts, kvcache
-from device.host import HostLedger
-from device.kinds import PlanningMode
-from kernels import layers, nf4
-from kernels.segments import Segments
 from model import make_model
+from snug import lora
+from snug.decoding import cached_casts, kvcache
+from snug.device.host import HostLedger
+from snug.device.kinds import PlanningMode
+from snug.kernels import layers, nf4
+from snug.kernels.segments import Segments
 
 SHAPES = {"1.5B": QWEN_15B, "7B": QWEN_7B}
 PROMPTS, PROMPT_WIDTH, WIDTH = 4, 256, 256  # of the KV cache, which is full
 # where kernels are launched if not `nothing_to_do`
-TRITON = "kernels.rotary", "kernels.swiglu", "kernels.flash", "kernels.nf4", "decoding.kvcache"
+TRITON = "snug.kernels.rotary", "snug.kernels.swiglu", "snug.kernels.flash", "snug.kernels.nf4", "snug.decoding.kvcache"
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "device")
 
 
@@ -96,7 +96,7 @@ def counted(count):
     tensors, cache = tensors_in(list(frame.f_locals.values())), frame.f_locals.get("self")
     if cache is not None:
         tensors += [cache.completion[0], cache.prompt[0]]
-    flash = frame.f_globals["__name__"] == "kernels.flash"
+    flash = frame.f_globals["__name__"] == "snug.kernels.flash"
     product = frame.f_code.co_name == "product"
     if product:
         names = "x part bias residual h B parts parts"  # parts are written and read

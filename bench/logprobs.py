@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from common import DEVICE, begin, chosen, clocked, parser, result, synchronize
 
-from device.kinds import MIB
-from logprobs.head import head_logprobs, head_loss
-from logprobs.rows import Options, backward_rows, forward_rows, new_rows, new_scratch, token_logprobs
-from memory.ledger import LiveBytes
+from snug.device.kinds import MIB
+from snug.logprobs.head import head_logprobs, head_loss
+from snug.logprobs.rows import Options, backward_rows, forward_rows, new_rows, new_scratch, token_logprobs
+from snug.memory.ledger import LiveBytes
 
 SHAPES = {  # logits (M, V), head (M, C, V), dtype, chunk_mb's, rounds
     "cuda": ((8192, 151936), (8192, 4096, 128256), torch.bfloat16, (16, 256, 512, 1024), 15),

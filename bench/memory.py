@@ -19,17 +19,17 @@ from shapes import GPT2, QWEN, QWEN_05B, QWEN_15B
 
 import grpo
 import sample
-from device.cuda import empty_cache
-from device.kinds import MIB
-from device.pick import pick_device
-from memory import Limits, MemoryMeter
-from memory.plan import GIB, plan
 from model import make_model
-from options import read_settings
 from runs.loading import configure, load_reference
 from runs.log import NoLog
 from runs.prepare import prepare
 from settings import GRPOSettings
+from snug.device.cuda import empty_cache
+from snug.device.kinds import MIB
+from snug.device.pick import pick_device
+from snug.memory import Limits, MemoryMeter
+from snug.memory.plan import GIB, plan
+from snug.options import read_settings
 from training.dry_run import DryRun
 from training.guard import Guard
 from training.optimizer import make_optimizer

@@ -3,7 +3,7 @@
     python train_sft.py config/sft_small.py     # once: the warm start
     python bench/neighbour.py [--rounds=3] [--iterations=8]
 
-With device/cpu.py as it is, with all float32 products by MKL, and with OpenMP's default, threads that spin. The six
+With snug/device/cpu.py as it is, with all float32 products by MKL, and with OpenMP's default, threads that spin. The six
 cases take turns, each in a process. A process's figure is the median of its iterations without the first two.
 """
 
@@ -18,12 +18,11 @@ import tempfile
 
 from common import in_a_process, median_result
 
-import device.pick
 import grpo
-from device import cpu
-from options import read_settings
 from runs.prepare import prepare
 from settings import GRPOSettings
+from snug.device import cpu, pick
+from snug.options import read_settings
 
 ARMS = {"snug": "nothing", "products by MKL": "mkl", "spinning": "spin"}
 
@@ -33,7 +32,7 @@ def arm(without, iterations):
     if without == "mkl":
         cpu.stays_float32 = lambda: False
     if without == "spin":
-        device.pick.share_cores = lambda: None
+        pick.share_cores = lambda: None
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--out_dir={folder}/run", f"--max_iters={iterations}", "--eval_prompts=0", "--device=cpu"]
         prepared = prepare(*read_settings(GRPOSettings, ["config/grpo_small.py", *words])[:2])

@@ -23,13 +23,13 @@ from iteration import set_stop_probability
 from shapes import GPT2, QWEN, QWEN_15B
 
 from model import autocast, make_model
-from options import read_settings
-from pretrained.shapes import config_of, family_of
-from pretrained.tensors import entries, rows_of
 from runs.loading import load_run
 from runs.prepare import prepare
 from sample import sample_groups
 from settings import GRPOSettings
+from snug.options import read_settings
+from snug.pretrained.shapes import config_of, family_of
+from snug.pretrained.tensors import entries, rows_of
 
 REAL = HOME / "models/smollm2-135m-instruct"
 

@@ -11,9 +11,9 @@ from common import chosen, parser
 from shapes import QWEN, QWEN_05B, QWEN_15B
 
 import grpo
-from memory.plan import GIB, plan
 from runs.prepare import prepare
 from settings import GRPOSettings
+from snug.memory.plan import GIB, plan
 from training.dry_run import DryRun
 
 BATCH = dict(

@@ -18,10 +18,10 @@ from common import result
 import grpo
 import sample
 import train_sft
-from device.kinds import MIB
-from memory.meter import resident_bytes
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
+from snug.device.kinds import MIB
+from snug.memory.meter import resident_bytes
 
 
 def main(iterations, report_to, folder):

@@ -25,7 +25,7 @@ from data.reasoning_gym import GymOptions, ReasoningGym
 from data.rewards import ARGUMENTS
 from data.rows import FileOptions, FileTask
 from data.task import Task
-from options import SnugError, did_you_mean, option
+from snug.options import SnugError, did_you_mean, option
 
 TASKS = {
     "addition": Addition,

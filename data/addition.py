@@ -13,7 +13,7 @@ Left out: reward for right column sums, more than two numbers, negative numbers.
 from dataclasses import dataclass
 
 from data.task import Task
-from options import option
+from snug.options import option
 
 
 @dataclass

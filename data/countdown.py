@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from data.answers import in_answer_tags
 from data.task import Task
-from options import SnugError, option
+from snug.options import SnugError, option
 
 MAX_VALUE = 9999  # of a target and of the intermediate values of a solution
 MAX_CHARS = 200  # of an expression, bounds the recursion; a solution with ten numbers of four digits has at most 65

@@ -28,7 +28,7 @@ from itertools import compress
 
 from data import imported
 from data.tools import NONE, call_tool, load_tools, methods_of, parse_calls, schema_of
-from options import SnugError, in_one_line, option
+from snug.options import SnugError, in_one_line, option
 
 CUT = " [cut]"
 LONGEST_TOKEN = 32  # characters; encoding 10 MB would take long

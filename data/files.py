@@ -17,7 +17,7 @@ import re
 from contextlib import suppress
 from importlib.util import find_spec
 
-from options import SnugError, find_path, in_one_line
+from snug.options import SnugError, find_path, in_one_line
 
 # JSON's, as long as Python reads them.
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,999})(\.[0-9]+)?([eE][+-]?[0-9]+)?")

@@ -24,7 +24,7 @@ from decimal import Decimal
 from data.answers import MAX_ANSWER, last_number
 from data.rewards import ARGUMENTS
 from data.rows import FileTask
-from options import SnugError, did_you_mean
+from snug.options import SnugError, did_you_mean
 
 NUMBERS = (int, float)  # bool is none
 

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 
 from data.answers import in_answer_tags
 from data.task import Task
-from options import SnugError, in_one_line, option
-from sandbox import Sandbox
+from snug.options import SnugError, in_one_line, option
+from snug.sandbox import Sandbox
 
 SEEDS = 2**32  # numpy requires smaller ones
 SURVEY = 100  # items of each generator that are looked at first

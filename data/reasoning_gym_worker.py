@@ -13,7 +13,7 @@ from importlib.metadata import version
 import numpy
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from options import SnugError, described, did_you_mean
+from snug.options import SnugError, described, did_you_mean
 
 SPAN = 10  # items of a dataset that makes a list of them at once
 CACHED = 4096  # items

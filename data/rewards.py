@@ -39,7 +39,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
-from options import SnugError
+from snug.options import SnugError
 
 GRACE = 60.0  # seconds after the limit until the process ends, if no alarm can stop the function
 AGAIN = 1.0  # seconds between alarms after the first

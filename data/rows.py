@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from data.files import read_file
 from data.task import Task, hash_of, split_of
-from options import SnugError, find_path, in_one_line, option
+from snug.options import SnugError, find_path, in_one_line, option
 
 ENOUGH = 20  # test rows
 

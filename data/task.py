@@ -18,7 +18,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterable
 
-from options import SnugError
+from snug.options import SnugError
 
 TEST_SHARE = 10  # one problem in 10 is a test problem
 MAX_PROPOSALS = 20_000  # to find one row

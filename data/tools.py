@@ -44,9 +44,9 @@ from fractions import Fraction
 from data import imported
 from data.countdown import MAX_CHARS, NODES, value_of
 from data.rewards import OutOfTime, name_of
-from options import SnugError, in_one_line
-from sandbox import Sandbox
-from tokenizer.chat import well_formed
+from snug.options import SnugError, in_one_line
+from snug.sandbox import Sandbox
+from snug.tokenizer.chat import well_formed
 
 MAX_BITS = 4000  # of a power in `calc`
 PYTHON_SECONDS = 5.0  # for the code of one call

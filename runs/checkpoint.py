@@ -22,13 +22,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from options import SnugError, described, did_you_mean, fields, find_path, plain
-from pretrained.adapters import find_base
-from pretrained.hub import hub_name, local_folder
-from pretrained.shapes import double_quant, is_pretrained, read_shape
-from pretrained.tensors import fingerprint, look_at_weights
 from settings import PRETRAINED_LENGTH, GRPOSettings, SFTSettings
-from tokenizer import Tokenizer, get_tokenizer
+from snug.options import SnugError, described, did_you_mean, fields, find_path, plain
+from snug.pretrained.adapters import find_base
+from snug.pretrained.hub import hub_name, local_folder
+from snug.pretrained.shapes import double_quant, is_pretrained, read_shape
+from snug.pretrained.tensors import fingerprint, look_at_weights
+from snug.tokenizer import Tokenizer, get_tokenizer
 
 PREFIX = "checkpoint-"
 

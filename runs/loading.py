@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-import lora
-from device.host import stream_from_host
-from device.kinds import is_planned
-from device.pick import pick_device, with_dtype
-from kernels import warn_without_kernels
-from kernels.layers import hold_in_nf4
-from kernels.nf4 import weights_of
 from model import GPT, make_model
-from options import SnugError, in_one_line
-from pretrained.shapes import is_pretrained, stored_dtype
-from pretrained.tensors import opened, read_weights
 from runs.checkpoint import Checkpoint, base_of, find_run, settings_of, tokenizer_of
 from settings import GRPOSettings, SFTSettings
-from tokenizer import Tokenizer
+from snug import lora
+from snug.device.host import stream_from_host
+from snug.device.kinds import is_planned
+from snug.device.pick import pick_device, with_dtype
+from snug.kernels import warn_without_kernels
+from snug.kernels.layers import hold_in_nf4
+from snug.kernels.nf4 import weights_of
+from snug.options import SnugError, in_one_line
+from snug.pretrained.shapes import is_pretrained, stored_dtype
+from snug.pretrained.tensors import opened, read_weights
+from snug.tokenizer import Tokenizer
 
 
 class Run(NamedTuple):

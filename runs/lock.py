@@ -11,7 +11,7 @@ import sys
 from itertools import count
 from pathlib import Path
 
-from options import SnugError
+from snug.options import SnugError
 
 
 class FolderLock:

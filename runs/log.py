@@ -26,7 +26,7 @@ from traceback import format_exception
 
 from tqdm import tqdm
 
-from options import SnugError, described, in_one_line, plain, told
+from snug.options import SnugError, described, in_one_line, plain, told
 
 IS_IT_BROKEN = """\
 note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the

@@ -14,9 +14,6 @@ from data.episodes import Toolbox, make_toolbox
 from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
 from data.tools import NONE
-from options import SnugError, fields, find_path, make_settings, merge_options
-from pretrained.hub import hub_name, local_folder
-from pretrained.shapes import is_pretrained
 from runs.checkpoint import (
     Checkpoint,
     base_of,
@@ -34,7 +31,10 @@ from settings import (
     SFTSettings,
     TaskOptions,
 )
-from tokenizer import Tokenizer, get_tokenizer
+from snug.options import SnugError, fields, find_path, make_settings, merge_options
+from snug.pretrained.hub import hub_name, local_folder
+from snug.pretrained.shapes import is_pretrained
+from snug.tokenizer import Tokenizer, get_tokenizer
 
 SHAPE = list(fields(ModelOptions))
 PROBLEM = [name for name in fields(TaskOptions) if name != "tokenizer"]
@@ -272,7 +272,7 @@ def find_weights(settings, task: Task, config: str, read_tensors: bool):
     if begin and settings.base_dtype and begin.lora_rank:
         raise SnugError(
             f"base_dtype={settings.base_dtype!r}, but {init_from} has adapters, which would be rounded to 4 bits; name "
-            "its base weights there, or make a folder of it: python -m tools.export"
+            "its base weights there, or make a folder of it: python -m runs.export"
         )
     return resume, origin, warm_start
 

@@ -23,12 +23,12 @@ from pathlib import Path
 
 import torch
 
-from device.processes import ONE_PROCESS
-from memory.ledger import component
-from options import SnugError, in_one_line
 from runs.checkpoint import PREFIX, checkpoints, iteration_of, write
 from runs.loading import generator_state, tensors_of
 from runs.log import read_log
+from snug.device.processes import ONE_PROCESS
+from snug.memory.ledger import component
+from snug.options import SnugError, in_one_line
 
 
 class UnsafeState(SnugError):

@@ -44,7 +44,7 @@ OPEN = {
     "a text that lies": "class S(str):\n __format__ = __str__ = __add__ = lambda *_: inside\n startswith = lambda *_: True\n __contains__ = lambda *_: False\nresult = open(S(secret)).read()",
     "another builtin str": "import builtins as b\nold = b.str, b.type\nclass S(str):\n __format__ = lambda *_: inside\n __contains__ = lambda *_: False\nb.str = b.type = S\ntry: result = open(S(secret)).read()\nfinally: b.str, b.type = old",
     "the hook's variables": "try: open(secret)\nexcept PermissionError as error:\n f = error.__traceback__.tb_next.tb_frame\n f.f_locals['folders'] = ('/',)\n f.f_globals['type'] = lambda x: x.__class__\nresult = open(secret).read()",
-    "the hook's module": "try:\n import sandbox.confine as c, sandbox.seccomp as s\n c.readable = lambda: ('/',); s.WRITING = 0; c.make_hook = print; c.HARMLESS = {'open'}\nexcept ImportError: pass\nresult = open(secret).read()",
+    "the hook's module": "try:\n import snug.sandbox.confine as c, snug.sandbox.seccomp as s\n c.readable = lambda: ('/',); s.WRITING = 0; c.make_hook = print; c.HARMLESS = {'open'}\nexcept ImportError: pass\nresult = open(secret).read()",
     "FileIO": "result = io.FileIO(secret).read()",
     "open_code": "result = io.open_code(secret).read()",
     "an opener": "result = open(inside, opener=lambda *_: os.open(secret, 0)).read()",
@@ -99,7 +99,7 @@ PROCESSES = {
     "a fork": "r, w = os.pipe()\nif os.fork() == 0:\n os.write(w, open(secret, 'rb').read())\n os._exit(0)\nresult = os.read(r, 100)",
     "a socket": "import socket\nsocket.socket(socket.AF_UNIX).connect(folder + '/socket')\nresult = 'connected'",
     "a function of C": "import ctypes\nlibc = ctypes.CDLL(None)\nresult = os.read(libc.open(secret.encode(), 0), 100)",
-    "a function of the sandbox": "try: from sandbox import linux\nexcept ImportError: import ctypes as linux; linux.called = lambda *a: linux.CDLL(None).open(*a[1:])\nresult = os.read(linux.called('open', secret.encode(), 0), 100)",
+    "a function of the sandbox": "try: from snug.sandbox import linux\nexcept ImportError: import ctypes as linux; linux.called = lambda *a: linux.CDLL(None).open(*a[1:])\nresult = os.read(linux.called('open', secret.encode(), 0), 100)",
 }
 ALWAYS = {  # the kernel refuses these without any layer: the processes are not dumpable
     "the keeper's root": "result = open(f'/proc/{keeper}/root' + secret).read()",

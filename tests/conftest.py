@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memory import Limits
 from model import GPT, GPTConfig
-from pretrained.tensors import save_pretrained
 from runs.log import read_log
-from tokenizer import get_tokenizer
+from snug.memory import Limits
+from snug.pretrained.tensors import save_pretrained
+from snug.tokenizer import get_tokenizer
 
 HOME = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

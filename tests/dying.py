@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import grpo
-from options import friendly_errors, read_settings
 from runs import saver
 from runs.prepare import prepare
 from settings import GRPOSettings
+from snug.options import friendly_errors, read_settings
 
 OPTIONS = (
     "--digits=2 --n_layer=1 --n_embd=32 --block_size=24 --batch_size=4 --group_size=4 --max_new_tokens=8 --device=cpu"

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from options import SnugError
+from snug.options import SnugError
 
 
 class Evil:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import DEVICE
 
-from kernels import triton
+from snug.kernels import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = INTERPRETED or DEVICE == "cuda"

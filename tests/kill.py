@@ -33,10 +33,10 @@ from processes import fork
 from safetensors.torch import load_file
 
 import grpo
-from options import friendly_errors, read_settings
 from runs import checkpoint, saver
 from runs.prepare import prepare
 from settings import GRPOSettings
+from snug.options import friendly_errors, read_settings
 from training.state import Training
 
 ITERATIONS, PATIENCE = 5, 60  # seconds

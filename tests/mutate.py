@@ -27,10 +27,10 @@ sys.path[:0] = [str(HOME), str(HOME / "tests")]
 import torch  # noqa: E402
 
 import train_sft  # noqa: E402
-from options import SnugError  # noqa: E402
 from runs import checkpoint  # noqa: E402
 from runs.prepare import prepare  # noqa: E402
 from settings import SFTSettings  # noqa: E402
+from snug.options import SnugError  # noqa: E402
 from training.loop import begin  # noqa: E402
 
 NAMES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]

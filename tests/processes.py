@@ -26,11 +26,11 @@ import trajectory
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 import grpo
-import memory.meter
 import train_sft
-from memory.ledger import LiveBytes, unwatched
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
+from snug.memory import meter
+from snug.memory.ledger import LiveBytes, unwatched
 from training import parallel
 from training.state import Training
 
@@ -121,7 +121,7 @@ def measured():
     gloo's threads drop the tensors of a message at any time after the wait for it has ended: they get uncounted copies.
     """
     live, figures, resizes = LiveBytes(), [], ("alloc_storage", "free_storage")
-    originals = memory.meter.LiveBytes, Training.end_iteration
+    originals = meter.LiveBytes, Training.end_iteration
     messages = {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single", "all_reduce")}
 
     def followed(resize):
@@ -142,14 +142,14 @@ def measured():
         figures.append({name: dict(entry) for name, entry in self.meter.phases.items()})
         originals[1](self, *arguments)
 
-    memory.meter.LiveBytes, Training.end_iteration = lambda: live, end_iteration
+    meter.LiveBytes, Training.end_iteration = lambda: live, end_iteration
     for module, name in ((module, name) for module in (_fsdp_param, _fsdp_param_group) for name in resizes):
         if hasattr(module, name):
             setattr(module, name, followed(getattr(module, name)))
     for name, send in messages.items():
         setattr(dist, name, copied(send))
     yield figures
-    memory.meter.LiveBytes, Training.end_iteration = originals
+    meter.LiveBytes, Training.end_iteration = originals
     for name, send in messages.items():
         setattr(dist, name, send)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 HOME = Path(__file__).parent.parent
 sys.path.insert(0, str(HOME))
 
-from options import fields, type_of  # noqa: E402
 from settings import GRPOSettings, SFTSettings  # noqa: E402
+from snug.options import fields, type_of  # noqa: E402
 
 BOTH = [  # words, the option that has to be named, values of {n}
     ("--n_embd={n} --n_head=7", "n_head", [15, 29, 64, 100]),

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from decoding import decode_batch
-from device import cuda
+from snug.decoding import decode_batch
+from snug.device import cuda
 
 aten = torch.ops.aten
 RECORDING = []  # the graph that is recorded now

@@ -1,6 +1,6 @@
 """CUDA's streams and pinned memory on a CPU, for tests of copies that run beside compute.
 
-    with fake_streams() as races:      # device/streams.py uses streams that only keep books
+    with fake_streams() as races:      # snug/device/streams.py uses streams that only keep books
         run()                          # raises Race where a GPU might read or write too early
     races.log                          # [Op], in the order of issue
 
@@ -25,7 +25,7 @@ from torch.cuda._sanitizer import StreamSynchronizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from device.host import HOST
+from snug.device.host import HOST
 
 COMPUTE = 0
 
@@ -167,19 +167,19 @@ class Stream:
 
 @contextmanager
 def fake_streams():
-    """-> Races. device/streams.py inside takes the CPU for a device with streams. Skips the test on CUDA, where kernels
+    """-> Races. snug/device/streams.py inside takes the CPU for a device with streams. Skips the test on CUDA, where kernels
     run that the books do not see."""
     if torch.cuda.is_available():
         pytest.skip("the books know PyTorch's ops alone; on CUDA kernels run, too")
     races = Races()
-    with patch.multiple("device.streams", cuda=races.cuda, has_streams=lambda device: True, SIDES={}), races:
+    with patch.multiple("snug.device.streams", cuda=races.cuda, has_streams=lambda device: True, SIDES={}), races:
         yield races
 
 
 forgotten_waits = pytest.mark.parametrize(
     "forgotten",
     [
-        pytest.param(("device.streams.Done.wait", lambda self: None), id="compute does not wait for a copy"),
+        pytest.param(("snug.device.streams.Done.wait", lambda self: None), id="compute does not wait for a copy"),
         pytest.param(("streams.Stream.wait_stream", lambda self, other: None), id="a copy does not wait for compute"),
     ],
 )  # arguments of monkeypatch.setattr

@@ -8,8 +8,8 @@ import torch
 from conftest import DEVICE
 from interpreted import CAPABILITIES, INTERPRETED, compiles, cubin_resources, in_kernels, run_interpreted
 
-from kernels import adamw as module
-from kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, noises, numbers_of
+from snug.kernels import adamw as module
+from snug.kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, noises, numbers_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 F32, BF16 = torch.float32, torch.bfloat16

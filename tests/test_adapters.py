@@ -17,21 +17,22 @@ from test_lora import COMMON, LORA, run_grpo
 from test_nf4 import assert_planned
 
 import evaluate
-import lora
 import sample
 import train_sft
-from memory import MemoryMeter
+from model import GPT
 from model import make_model as make_gpt
-from options import SnugError, read_settings
-from pretrained.adapters import find_base
-from pretrained.shapes import read_shape
-from pretrained.tensors import load_pretrained, read_weights, save_pretrained
+from runs import export
 from runs.checkpoint import find_run, newest
 from runs.loading import load_run
 from runs.prepare import prepare
 from settings import EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
-from tokenizer import get_tokenizer
-from tools import export
+from snug import lora
+from snug.memory import MemoryMeter
+from snug.options import SnugError, read_settings
+from snug.pretrained.adapters import find_base
+from snug.pretrained.shapes import read_shape
+from snug.pretrained.tensors import read_weights, save_pretrained
+from snug.tokenizer import get_tokenizer
 
 NF4 = HOME / "tests/data/nf4_double"
 QWEN = dict(qk_norm=False, proj_bias=False)
@@ -81,7 +82,7 @@ def merged_by_hand(base, adapters, scale, folder):
         assert product.abs().max() > 0.01
         tensors[theirs] = (tensors[theirs].double() + product).float()
     save_file(tensors, folder / "model.safetensors")
-    return load_pretrained(folder)
+    return GPT.from_pretrained(folder)
 
 
 def logits_of(model):
@@ -131,14 +132,14 @@ def test_each_matrix_gets_its_product(shape, targets, rslora, tmp_path):
 def test_the_sum_is_rounded_once(tmp_path):
     """A base in bfloat16: the sum is float32 until the parameter's type rounds it."""
     make_base(tmp_path / "base")
-    save_pretrained(load_pretrained(tmp_path / "base", dtype="bfloat16"), tmp_path / "half")
+    save_pretrained(GPT.from_pretrained(tmp_path / "base", dtype="bfloat16"), tmp_path / "half")
     adapters = make_adapters(tmp_path / "peft", tmp_path / "half", "q_proj", lora_alpha=0.04)
     base, *rest = find_base(adapters)
     models = [make_gpt(read_shape(base), "cpu", dtype, initialise=False) for dtype in ("float32", "bfloat16")]
     for model in models:
         read_weights(base, model, *rest)
     exact, rounded = (model.blocks[1].attention.qkv.weight for model in models)
-    before = load_pretrained(base).blocks[1].attention.qkv.weight
+    before = GPT.from_pretrained(base).blocks[1].attention.qkv.weight
     assert not torch.equal(exact[:32], exact[:32].bfloat16()) and torch.equal(exact[32:], before[32:])
     assert torch.equal(exact.bfloat16(), rounded)
 
@@ -146,7 +147,7 @@ def test_the_sum_is_rounded_once(tmp_path):
 def test_a_base_in_4_bits_is_dequantized(tmp_path):
     base = Path(shutil.copytree(NF4, tmp_path / "base"))
     get_tokenizer("bytes").save(base)
-    save_pretrained(load_pretrained(base), tmp_path / "plain", get_tokenizer("bytes"))
+    save_pretrained(GPT.from_pretrained(base), tmp_path / "plain", get_tokenizer("bytes"))
     adapters = make_adapters(tmp_path / "peft", tmp_path / "plain", "q_proj", "up_proj")
     expected = load_run(adapters, "cpu").model
     change(adapters, base_model_name_or_path=str(base))

@@ -25,17 +25,17 @@ from test_tokenizer import folder_of
 import grpo
 from data.episodes import EpisodeOptions, Episodes, make_toolbox
 from data.tools import parse_calls, schema_of
-from device.kinds import MIB
 from evaluate import prepare_evaluation, run_evaluation
-from memory.plan import plan
-from options import SnugError
 from runs import loading
 from runs.checkpoint import newest
 from runs.log import read_lines, read_log
 from runs.prepare import prepare
 from sample import complete, sample_groups
 from settings import EvaluateSettings, GRPOSettings, SampleSettings
-from tokenizer import get_tokenizer
+from snug.device.kinds import MIB
+from snug.memory.plan import plan
+from snug.options import SnugError
+from snug.tokenizer import get_tokenizer
 from training.dry_run import DryRun
 
 cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="gloo, and the meter of a CPU")

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import train_sft
 from batch import Cut, Sequences, gather
-from device.cuda import MULTIPLE, padded, upload
-from device.processes import OneProcess
 from settings import GRPOSettings, SFTSettings
+from snug.device.cuda import MULTIPLE, padded, upload
+from snug.device.processes import OneProcess
 from training import as_floats
 
 
@@ -98,7 +98,7 @@ def test_ragged_groups_fill_micro_batches(max_tokens):
 
 def as_on_cuda(multiple=MULTIPLE):
     """Rows are rounded as on CUDA."""
-    return patch.multiple("device.cuda", kind_of=lambda tensor: "cuda", MULTIPLE=multiple)
+    return patch.multiple("snug.device.cuda", kind_of=lambda tensor: "cuda", MULTIPLE=multiple)
 
 
 @given(
@@ -213,7 +213,7 @@ def test_a_micro_batch_waits_for_no_value_and_uploads_once(variant):
 
 def test_an_upload_to_cuda_is_pinned():
     assert upload([3, 1, 2], torch.device("cpu")).tolist() == [3, 1, 2]
-    with patch("device.cuda.torch.as_tensor") as tensor:
+    with patch("snug.device.cuda.torch.as_tensor") as tensor:
         upload([3, 1, 2], torch.device("cuda"))
     tensor.assert_called_once_with([3, 1, 2], dtype=torch.long)
     tensor.return_value.pin_memory.return_value.to.assert_called_once_with(torch.device("cuda"), non_blocking=True)

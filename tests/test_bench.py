@@ -25,9 +25,9 @@ from test_report import CHROMIUM, make_run, make_samples, page_of
 from test_shipped import write_shrunk_configs
 from torch.utils.flop_counter import FlopCounterMode
 
-from device.pick import pick_device
-from kernels.nf4 import FEW
 from model import make_model
+from snug.device.pick import pick_device
+from snug.kernels.nf4 import FEW
 
 HOME = Path(__file__).parent.parent
 # Programs of steps that replace the real ones. `tell` does what bench/common.py's `result` does.
@@ -231,9 +231,15 @@ SMALLEST = {
 }
 AIMS = dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4, gpu=9)
 # What benches replace in their own process: put back, because here it is this one.
-REPLACED = ["sample.uniforms", "sample.sample_groups", "decoding.draw.draw_torch", "model.GPT.forward", "grpo.iterate"]
-REPLACED += ["train_sft.demonstrations", "device.cpu.stays_float32", "device.pick.share_cores"]
-REPLACED += ["kernels.layers.LeanRMSNorm", "decoding.kvcache.nothing_to_do"]
+REPLACED = [
+    "sample.uniforms",
+    "sample.sample_groups",
+    "snug.decoding.draw.draw_torch",
+    "model.GPT.forward",
+    "grpo.iterate",
+]
+REPLACED += ["train_sft.demonstrations", "snug.device.cpu.stays_float32", "snug.device.pick.share_cores"]
+REPLACED += ["snug.kernels.layers.LeanRMSNorm", "snug.decoding.kvcache.nothing_to_do"]
 REPLACED += [f"kernels.{name}.nothing_to_do" for name in ("rotary", "swiglu", "flash", "nf4")]
 
 

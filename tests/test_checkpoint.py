@@ -22,13 +22,13 @@ from test_grpo import run, tiny
 
 import grpo
 import train_sft
-from options import SnugError, read_settings
 from runs import checkpoint, loading
 from runs.log import read_log
 from runs.prepare import prepare
 from runs.saver import Saver
 from settings import GRPOSettings, SFTSettings
-from tokenizer import get_tokenizer
+from snug.options import SnugError, read_settings
+from snug.tokenizer import get_tokenizer
 from training.guard import Guard
 from training.loop import StopAfterIteration
 from training.optimizer import make_optimizer, optimizer_step

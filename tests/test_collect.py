@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import grpo
 from batch import Cut
-from options import SnugError
 from runs.checkpoint import newest, read_state
 from runs.log import read_log
 from runs.prepare import prepare
 from sample import Rollouts, sample_groups
 from settings import GRPOSettings
+from snug.options import SnugError
 from training import Training
 
 STOP = 3

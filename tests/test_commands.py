@@ -11,10 +11,10 @@ from test_checkpoint import saved
 from test_gym import is_installed
 
 from data import make_task
-from options import SnugError, find_path, read_settings
 from runs.checkpoint import newest
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
+from snug.options import SnugError, find_path, read_settings
 
 HOME = Path(__file__).parent.parent
 PROBE = """
@@ -75,8 +75,8 @@ def test_bad_input_is_one_line_and_exit_code_2(line, message):
     "line, message",
     [
         ("grpo.py config/grpo_small.py --n_embd=65", "n_head=4 does not divide n_embd=65"),  # after the config
-        ("tools/export.py out/nowhere --to=x", "out/nowhere: there is no such run"),
-        ("tools/from_gguf.py no.gguf --to=x", "no.gguf: is not there; name a GGUF file"),
+        ("runs/export.py out/nowhere --to=x", "out/nowhere: there is no such run"),
+        ("runs/from_gguf.py no.gguf --to=x", "no.gguf: is not there; name a GGUF file"),
     ],
 )
 def test_commands_work_from_any_folder(tmp_path, line, message):
@@ -120,7 +120,7 @@ def test_what_is_missing_is_named_with_the_command_that_makes_it(tmp_path, monke
         (tmp_path / name).symlink_to(HOME / name)
     monkeypatch.chdir(tmp_path)
     # A project in which nobody has made a run, a model or data yet.
-    monkeypatch.setattr("options.__file__", str(tmp_path / "options/__init__.py"))
+    monkeypatch.setattr("snug.options.__file__", str(tmp_path / "snug/options/__init__.py"))
     if words == "config/grpo_gym.py" and not is_installed:
         pytest.skip("reasoning_gym is not installed")
     with pytest.raises(SnugError) as error:

@@ -1,4 +1,4 @@
-"""device/cpu.py: float32 products by oneDNN, and cores that other processes want."""
+"""snug/device/cpu.py: float32 products by oneDNN, and cores that other processes want."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from device import cpu
+from snug.device import cpu
 
 HOME = Path(cpu.__file__).parent.parent
 
@@ -111,7 +111,7 @@ def test_an_idle_team_lives_while_we_are_preempted_often(monkeypatch):
 
 END_WHILE_THE_TEAM_STARTS = """
 import threading, torch
-from device import cpu
+from snug.device import cpu
 
 cpu.PREEMPTED = -1
 started = threading.Event()

@@ -21,10 +21,10 @@ import grpo
 from data import load_reward_function, make_task
 from data.rewards import total_rewards
 from data.task import Task, split_of
-from options import SnugError
-from pretrained.tensors import load_pretrained
+from model import GPT
 from runs.prepare import prepare
 from settings import GRPOSettings
+from snug.options import SnugError
 
 FIELD = dict(task="countdown", countdown_form="tags", countdown_max_number=99, countdown_max_target=99)
 TASKS = {"addition": {}, "countdown": dict(task="countdown"), "tags": FIELD}
@@ -69,7 +69,7 @@ class Asks:
 def chat_model(tmp_path_factory):
     """-> its folder, the model"""
     folder = make_chat_model(tmp_path_factory.mktemp("chat") / "model", HERMES)
-    return str(folder), load_pretrained(folder)
+    return str(folder), GPT.from_pretrained(folder)
 
 
 # task: its options, the text of a right answer; None: the demonstration

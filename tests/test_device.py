@@ -9,19 +9,19 @@ import torch
 from conftest import DEVICE, HOME
 from interpreted import compiles, cubin_resources
 
-import kernels
 import runs.loading
 import train_sft
 import training.loop
-from device.cpu import stays_float32
-from device.host import HostLedger
-from device.kinds import PlanningMode
-from device.pick import notes, pick_device, with_dtype
-from kernels import uses_triton, why_no_kernels
-from logprobs.head import ALREADY_ADDED
-from options import SnugError
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
+from snug import kernels
+from snug.device.cpu import stays_float32
+from snug.device.host import HostLedger
+from snug.device.kinds import PlanningMode
+from snug.device.pick import notes, pick_device, with_dtype
+from snug.kernels import uses_triton, why_no_kernels
+from snug.logprobs.head import ALREADY_ADDED
+from snug.options import SnugError
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real GPU answers otherwise than the faked ones")
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update it\nmore"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import DEVICE, make_model
 
-from decoding.draw import sample_tokens, uniforms
+from snug.decoding.draw import sample_tokens, uniforms
 
 
 def test_uniforms_depend_on_seed_row_and_step_alone():

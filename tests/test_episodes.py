@@ -18,16 +18,16 @@ from conftest import DEVICE, HOME, make_flat_model, make_model, rows_of
 from test_tokenizer import added, folder_of, llama3_like, qwen_like, tooled
 
 import grpo
-import lora
 import sample
 from data.episodes import CUT, LONGEST_TOKEN, EpisodeOptions, Episodes, as_text, make_toolbox
-from decoding import decode_batch
-from decoding.kvcache import KVCache
-from options import SnugError
 from runs.prepare import prepare
 from sample import generate_naive, sample_groups
 from settings import GRPOSettings
-from tokenizer import get_tokenizer
+from snug import lora
+from snug.decoding import decode_batch
+from snug.decoding.kvcache import KVCache
+from snug.options import SnugError
+from snug.tokenizer import get_tokenizer
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 STOP = 3

@@ -23,16 +23,16 @@ from data import make_task
 from data.scores import Z, group_scores, majority, pass_at, powers, table, wilson
 from data.task import Task
 from evaluate import evaluation_settings, prepare_evaluation, refuse_training_data, run_evaluation
-from memory import Limits
 from model import GPT
-from options import SnugError, read_settings
-from pretrained.tensors import save_pretrained
 from runs.checkpoint import Checkpoint, newest
 from runs.loading import load_run
 from runs.prepare import Prepared, prepare
 from sample import complete, sample_groups
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
-from tokenizer import get_tokenizer
+from snug.memory import Limits
+from snug.options import SnugError, read_settings
+from snug.pretrained.tensors import save_pretrained
+from snug.tokenizer import get_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,16 +27,16 @@ from torch.utils._pytree import tree_leaves
 import grpo
 import train_sft
 from batch import Sequences
-from decoding import DecodeBatch, decode_batch
-from device.kinds import PlanningMode
-from memory import Limits
-from memory.plan import PlanMeter, PlannedHost
 from model import make_model
 from runs.loading import configure, load_reference, load_teacher
 from runs.log import NoLog
 from runs.prepare import prepare
 from sample import Rollouts
 from settings import GRPOSettings, SFTSettings
+from snug.decoding import DecodeBatch, decode_batch
+from snug.device.kinds import PlanningMode
+from snug.memory import Limits
+from snug.memory.plan import PlanMeter, PlannedHost
 from training.dry_run import DryTraining
 from training.figures import Scored
 from training.guard import Guard

@@ -9,11 +9,11 @@ import torch
 from conftest import DEVICE
 from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, cubin_resources, in_kernels, long, run_interpreted
 
-from device.host import HostLedger
-from device.kinds import PlanningMode
-from kernels import flash, segments
-from kernels.segments import Segments, attend, attend_dense
-from memory.ledger import LiveBytes
+from snug.device.host import HostLedger
+from snug.device.kinds import PlanningMode
+from snug.kernels import flash, segments
+from snug.kernels.segments import Segments, attend, attend_dense
+from snug.memory.ledger import LiveBytes
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -8,11 +8,11 @@ import torch
 from test_pretrained import SMALL, logits_of
 from test_tokenizer import STOP, folder_of, llama3_like, qwen_like, smollm2_like, texts
 
-from options import SnugError, read_settings
-from pretrained.tensors import load_pretrained
+from model import GPT
+from runs import from_gguf
 from settings import FromGGUFSettings
-from tokenizer import get_tokenizer
-from tools import from_gguf
+from snug.options import SnugError, read_settings
+from snug.tokenizer import get_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
 gguf = pytest.importorskip("gguf", reason="pip install -r requirements-dev.txt")
@@ -90,7 +90,7 @@ def test_weights_and_ids_are_those_that_went_in(architecture, tmp_path, capsys):
     tokens = torch.randint(1000, (2, 40), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = theirs(tokens).logits
-    torch.testing.assert_close(logits_of(load_pretrained(tmp_path / "out"), tokens), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits_of(GPT.from_pretrained(tmp_path / "out"), tokens), expected, atol=1e-5, rtol=1e-5)
     ours, family = get_tokenizer(str(tmp_path / "out")), CASES[architecture][1]
     original = get_tokenizer(folder_of(tmp_path / "in", spec, tokenizer_config=dict(eos_token=STOP[family])))
     alone = [original.decode([i]) for i in range(original.n_vocab)]
@@ -107,7 +107,7 @@ def test_weights_and_ids_are_those_that_went_in(architecture, tmp_path, capsys):
 def test_bfloat16_and_several_stop_tokens(tmp_path):
     write(tmp_path / "a.gguf", **{"tokenizer.ggml.eot_token_id": 2})
     convert(tmp_path / "a.gguf", tmp_path / "out", "--dtype=bfloat16")
-    assert {p.dtype for p in load_pretrained(tmp_path / "out", dtype="bfloat16").parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in GPT.from_pretrained(tmp_path / "out", dtype="bfloat16").parameters()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert get_tokenizer(str(tmp_path / "out")).stop_tokens == (0, 2)
     with pytest.raises(SnugError, match="is there already"):

@@ -17,16 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import train_sft
 from batch import Cut, Sequences
-from decoding import uniforms
-from device.kinds import MIB
 from loss import group_advantages, policy_loss
-from memory.ledger import LiveBytes
-from options import SnugError
 from runs.checkpoint import newest
 from runs.log import read_log
 from runs.prepare import prepare
 from sample import Rollouts, sample_groups
 from settings import GRPOSettings, SFTSettings
+from snug.decoding import uniforms
+from snug.device.kinds import MIB
+from snug.memory.ledger import LiveBytes
+from snug.options import SnugError
 from training import state
 from training.figures import sample_records
 from training.optimizer import make_optimizer, optimizer_step

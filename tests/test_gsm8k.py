@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from data import make_task
 from data.answers import MAX_ANSWER, MAX_COMPLETION, in_answer_tags, last_number, number_after_marker
 from data.task import split_of
-from options import SnugError
 from settings import GRPOSettings, SFTSettings
+from snug.options import SnugError
 
 SAMPLE = Path(__file__).parent / "gsm8k_sample.jsonl"
 LINES = SAMPLE.read_text().splitlines()

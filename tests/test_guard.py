@@ -11,12 +11,12 @@ from test_grpo import tiny
 
 import grpo
 import train_sft
-from decoding import decode_batch
-from options import SnugError
 from runs import checkpoint
 from runs.loading import tensors_of
 from runs.log import read_log
 from runs.prepare import prepare
+from snug.decoding import decode_batch
+from snug.options import SnugError
 from training import state
 from training.optimizer import gradients_of
 

@@ -16,9 +16,9 @@ from test_sandbox import place as folder  # noqa: F401, a fixture
 
 from data import make_task, reasoning_gym
 from data.reasoning_gym import REQUEST, ReasoningGym, read_options
-from options import SnugError
-from sandbox import Result, Sandbox
 from settings import GRPOSettings, SFTSettings
+from snug.options import SnugError
+from snug.sandbox import Result, Sandbox
 
 HOME = Path(__file__).parent.parent
 WORKER = "data.reasoning_gym_worker:Gym"
@@ -177,7 +177,7 @@ def test_the_worker():
     program = """
 import json, re, sys
 from data.reasoning_gym_worker import Gym
-from options import SnugError
+from snug.options import SnugError
 for name, options, message in json.loads(sys.argv[1]):
     try:
         Gym({name: options})

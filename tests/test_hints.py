@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from options import fields
 from runs.hints import HINTS, hints
 from sample import Rollouts
 from settings import GRPOSettings
+from snug.options import fields
 from training.figures import Scored, rollout_metrics
 
 WELL = dict(reward_mean=0.5, reward_std=0.4, frac_reward_zero_std=0.3, entropy=0.5, kl=0.05)

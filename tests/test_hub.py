@@ -18,17 +18,17 @@ from huggingface_hub import constants
 import evaluate
 import grpo
 import sample
-import tokenizer
-from options import SnugError, read_settings
-from pretrained import hub, tensors
-from pretrained.adapters import find_base
-from pretrained.tensors import save_pretrained
+from runs import export
 from runs.checkpoint import find_run, newest, read_state
 from runs.loading import load_run
 from runs.prepare import prepare
 from settings import EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings
-from tokenizer import get_tokenizer
-from tools import export
+from snug import tokenizer
+from snug.options import SnugError, read_settings
+from snug.pretrained import hub, tensors
+from snug.pretrained.adapters import find_base
+from snug.pretrained.tensors import save_pretrained
+from snug.tokenizer import get_tokenizer
 
 HOME = Path(__file__).parent.parent
 OLD, NEW = "a" * 40, "b" * 40  # commits
@@ -243,7 +243,7 @@ def python(words, place, address):
 
 STEPS = """
 import sys
-from pretrained.hub import hub_name, local_folder
+from snug.pretrained.hub import hub_name, local_folder
 for name in sys.argv[1:]:
     folder = local_folder(name.removeprefix("-"), weights=name[0] != "-")
     print(hub_name(folder), *sorted(file.name for file in folder.iterdir()))
@@ -277,7 +277,7 @@ def test_what_is_downloaded(server, tmp_path, name):
 
 BASE = """
 from pathlib import Path
-from pretrained.adapters import find_base
+from snug.pretrained.adapters import find_base
 for weights in (False, True):
     print(*sorted(file.name for file in find_base(Path("adapters"), weights)[0].iterdir()))
 """
@@ -295,7 +295,7 @@ def test_the_weights_of_an_adapters_base_are_downloaded_when_they_are_wanted(ser
 
 REFUSED = """
 import sys
-from options import SnugError
+from snug.options import SnugError
 from runs.checkpoint import find_run
 for name in sys.argv[1:]:
     try:

@@ -22,11 +22,11 @@ from data.jsonl import Jsonl, text_of
 from data.task import split_of
 from evaluate import prepare_evaluation
 from grpo import main
-from options import SnugError
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
-from tokenizer import get_tokenizer
+from snug.options import SnugError
+from snug.tokenizer import get_tokenizer
 
 
 def written(tmp_path, rows, name="data.jsonl"):

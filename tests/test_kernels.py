@@ -20,13 +20,13 @@ from test_draw import rows_with_an_unlikely_end
 from test_kvcache import RAGGED, make_cache, run_rows, step
 from test_logprobs import DEVICE, assert_near, make_rows, plain
 
-from decoding import attention, draw, kvcache
-from decoding import decode_batch as sample
-from decoding.draw import sample_tokens
-from kernels import triton
-from logprobs import kernels, token_logprobs
-from logprobs.kernels import tile
 from sample import generate_naive, sample_groups
+from snug.decoding import attention, draw, kvcache
+from snug.decoding import decode_batch as sample
+from snug.decoding.draw import sample_tokens
+from snug.kernels import triton
+from snug.logprobs import kernels, token_logprobs
+from snug.logprobs.kernels import tile
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -6,11 +6,11 @@ import torch
 from conftest import DEVICE, make_model
 from interpreted import INTERPRETED
 
-from decoding.attention import split_columns, tiles_of
-from decoding.kvcache import KVCache
-from kernels import uses_triton
-from kernels.rotary import rotate
 from model import rotary_table
+from snug.decoding.attention import split_columns, tiles_of
+from snug.decoding.kvcache import KVCache
+from snug.kernels import uses_triton
+from snug.kernels.rotary import rotate
 
 
 def make_cache(

@@ -8,11 +8,11 @@ import grpo
 import train_sft
 from batch import Cut
 from evaluate import run_scores, sample_held_out
-from memory.meter import MemoryMeter
 from model import GPT
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
+from snug.memory.meter import MemoryMeter
 from training.loop import begin
 from training.optimizer import optimizer_step
 

@@ -25,20 +25,18 @@ from interpreted import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels.rotary as rotary
-import kernels.swiglu as swiglu
-import lora
 import model as gpt
-from device.host import HostLedger
-from device.kinds import PlanningMode
-from kernels import layers as lean
-from kernels import nf4, triton
-from kernels.nf4 import NF4, Quantized
-from kernels.rotary import Rotary, rotate
-from kernels.swiglu import SwiGLU
-from memory.ledger import LiveBytes
 from model import GPTConfig, rotary_table
 from model import make_model as new_model
+from snug import lora
+from snug.device.host import HostLedger
+from snug.device.kinds import PlanningMode
+from snug.kernels import layers as lean
+from snug.kernels import nf4, rotary, swiglu, triton
+from snug.kernels.nf4 import NF4, Quantized
+from snug.kernels.rotary import Rotary, rotate
+from snug.kernels.swiglu import SwiGLU
+from snug.memory.ledger import LiveBytes
 
 DEQUANTIZE_TORCH = nf4.dequantize_torch
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

@@ -19,9 +19,9 @@ from test_notebook import SMALL, weights
 
 import grpo
 import train_sft
-from options import SnugError
 from runs.lock import FolderLock
 from runs.prepare import prepare
+from snug.options import SnugError
 
 HOME = Path(__file__).parent.parent
 RUN = """grpo.py --task=addition --beta=0 --n_layer=1 --n_head=1 --n_embd=8 --batch_size=2 --group_size=2

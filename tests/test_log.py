@@ -26,15 +26,15 @@ import evaluate
 import grpo
 import report
 import train_sft
-from options import SnugError, friendly_errors, read_settings
-from page.runs import read_run, read_runs
 from runs import log
 from runs.checkpoint import newest
 from runs.ending import ending
 from runs.loading import load_run
 from runs.log import RunLog, console_line, read_lines, read_log
+from runs.page.runs import read_run, read_runs
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SFTSettings
+from snug.options import SnugError, friendly_errors, read_settings
 from training import state
 
 

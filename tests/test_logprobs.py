@@ -11,12 +11,12 @@ from interpreted import INTERPRETED, KERNELS, compiles, forbid_plain_torch, run_
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-from device.kinds import MIB
-from kernels import triton
-from logprobs import head_logprobs, head_loss, rows, token_logprobs
-from logprobs.head import add_product, rows_per_chunk
-from logprobs.rows import SCRATCH
-from memory.ledger import LiveBytes
+from snug.device.kinds import MIB
+from snug.kernels import triton
+from snug.logprobs import head_logprobs, head_loss, rows, token_logprobs
+from snug.logprobs.head import add_product, rows_per_chunk
+from snug.logprobs.rows import SCRATCH
+from snug.memory.ledger import LiveBytes
 
 plain_only = pytest.mark.skipif(INTERPRETED, reason="plain torch on a CPU: not again in the interpreter's process")
 on_cpu = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="counts CPU storages")
@@ -277,7 +277,7 @@ def test_backward_with_another_gradient_is_refused_where_it_would_be_wrong():
     """In a process of its own: on CUDA the device refuses, and then nothing in the process can use it any more."""
     code = f"""
 import torch
-from logprobs.head import head_loss
+from snug.logprobs.head import head_loss
 hidden, weight = (torch.ones(5, 4, device="{DEVICE}", requires_grad=True) for _ in range(2))
 targets = torch.zeros(5, dtype=torch.long, device="{DEVICE}")
 (head_loss(hidden, weight, targets, lambda logprobs, rows: logprobs.sum())[0] / 2).backward()

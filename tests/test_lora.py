@@ -11,18 +11,19 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
-import lora
 import train_sft
+from model import GPT
 from model import make_model as make_gpt
-from options import SnugError, read_settings
-from pretrained.tensors import load_pretrained, save_pretrained
+from runs import export
 from runs.checkpoint import base_of, newest, open_checkpoint, seal
 from runs.loading import load_run, load_weights
 from runs.prepare import prepare
 from sample import sample_groups
 from settings import ExportSettings, GRPOSettings, SFTSettings
-from tokenizer import get_tokenizer
-from tools import export
+from snug import lora
+from snug.options import SnugError, read_settings
+from snug.pretrained.tensors import save_pretrained
+from snug.tokenizer import get_tokenizer
 
 TARGETS = ["qkv", "proj", "up", "down"]
 SHAPES = ["gpt2", "llama"]
@@ -199,7 +200,9 @@ def test_export_merges(sft, tmp_path):
     with lora.adapters_off(run.model):
         assert (logits_of(run.model, tokens) - expected).abs().max() > 1e-3
     save_pretrained(lora.merge(run.model), tmp_path / "export")
-    torch.testing.assert_close(logits_of(load_pretrained(tmp_path / "export"), tokens), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logits_of(GPT.from_pretrained(tmp_path / "export"), tokens), expected, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_adapters_go_on_from_adapters(sft, tmp_path):
@@ -355,7 +358,7 @@ def test_an_export_says_how_far_a_merge_moves_the_logits(sft, tmp_path, capsys):
             export.main(ExportSettings(to=str(place), dtype=dtype), tmp_path / "run")
             shown = capsys.readouterr().out
             with torch.no_grad():
-                models = (run.model, load_pretrained(place, dtype=dtype))
+                models = (run.model, GPT.from_pretrained(place, dtype=dtype))
                 ours, theirs = (m.logits(m(torch.tensor([ids])))[0, :, :257].double().log_softmax(-1) for m in models)
             kls[dtype, size] = float((ours.exp() * (ours - theirs)).sum(-1).mean())
             assert f"KL {kls[dtype, size]:.1e} nats a token; the adapters' own KL is" in shown

@@ -7,9 +7,9 @@ import torch
 from conftest import make_model, tensor_bytes
 from torch.profiler import ProfilerActivity, profile
 
-from device.kinds import MIB
-from memory.ledger import LiveBytes
-from memory.meter import MemoryMeter
+from snug.device.kinds import MIB
+from snug.memory.ledger import LiveBytes
+from snug.memory.meter import MemoryMeter
 
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the allocator's own counters are used")
 

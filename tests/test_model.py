@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, make_model
 
-from device.host import HOST
-from kernels import segments
-from kernels.layers import Embed, RMSNorm
-from kernels.segments import Segments
-from memory.ledger import LiveBytes
 from model import GPTConfig
+from snug.device.host import HOST
+from snug.kernels import segments
+from snug.kernels.layers import Embed, RMSNorm
+from snug.kernels.segments import Segments
+from snug.memory.ledger import LiveBytes
 
 
 def slow_forward(model, tokens):

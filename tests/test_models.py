@@ -14,20 +14,20 @@ from conftest import CHATML, QWEN, make_chat_model
 import evaluate
 import grpo
 import runs.loading
-import tokenizer
 import train_sft
-from device.pick import with_dtype
 from model import GPT, GPTConfig
-from options import SnugError, read_settings
-from pretrained.tensors import load_pretrained, save_pretrained
 from runs.checkpoint import newest
+from runs.export import main
 from runs.loading import load_run
 from runs.log import read_log
 from runs.prepare import prepare
 from sample import complete, sample_groups
 from settings import EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
-from tokenizer import get_tokenizer
-from tools.export import main
+from snug import tokenizer
+from snug.device.pick import with_dtype
+from snug.options import SnugError, read_settings
+from snug.pretrained.tensors import save_pretrained
+from snug.tokenizer import get_tokenizer
 
 HERE = Path(__file__).parent
 HOME = Path(__file__).parent.parent
@@ -165,7 +165,7 @@ def test_out_again_to_transformers(folder, tmp_path, rewards):
         tokens = torch.tensor([ids])
         ours = loaded.model.logits(loaded.model(tokens))[..., :259]
         torch.testing.assert_close(theirs(tokens).logits, ours, atol=1e-5, rtol=1e-5)
-        before = load_pretrained(folder)
+        before = GPT.from_pretrained(folder)
         assert (before.logits(before(tokens))[..., :259] - ours).abs().max() > 1e-3  # it has learned something
     assert theirs.generation_config.eos_token_id == [258, 256] and their_tokenizer.eos_token == "<|im_end|>"
 

@@ -28,28 +28,29 @@ from test_plan import differ, measured_peak, plan_once, plans_once, short_ladder
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grpo
-import lora
 import train_sft
 from batch import Cut
-from device.kinds import MIB
-from kernels import nf4, triton
-from kernels.layers import hold_in_nf4
-from kernels.nf4 import DYNAMIC_MAP, NF4, Quantized, quantize, takes_product, weights_of
-from memory import MemoryMeter
-from memory.fit import CHANGES_ROUNDING, changes, fit, show, too_large
-from memory.plan import GIB, plan
+from model import GPT
 from model import make_model as make_gpt
-from options import SnugError, read_settings
-from pretrained.bitsandbytes import STATE as nf4_state
-from pretrained.shapes import read_shape
-from pretrained.tensors import entries, load_pretrained, read_weights, rows_of, save_pretrained
+from runs import export
 from runs.checkpoint import find_run, newest, open_checkpoint, seal
 from runs.loading import load_run, load_weights
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import ExportSettings, GRPOSettings, SFTSettings
-from tokenizer import get_tokenizer
-from tools import export
+from snug import lora
+from snug.device.kinds import MIB
+from snug.kernels import nf4, triton
+from snug.kernels.layers import hold_in_nf4
+from snug.kernels.nf4 import DYNAMIC_MAP, NF4, Quantized, quantize, takes_product, weights_of
+from snug.memory import MemoryMeter
+from snug.memory.fit import CHANGES_ROUNDING, changes, fit, show, too_large
+from snug.memory.plan import GIB, plan
+from snug.options import SnugError, read_settings
+from snug.pretrained.bitsandbytes import STATE as nf4_state
+from snug.pretrained.shapes import read_shape
+from snug.pretrained.tensors import entries, read_weights, rows_of, save_pretrained
+from snug.tokenizer import get_tokenizer
 from training.dry_run import DryRun
 
 DATA = HOME / "tests/data"
@@ -325,7 +326,7 @@ def test_a_folder_of_bitsandbytes_is_read_bit_for_bit(double):
     expected = json.loads((folder / "dequantized.json").read_text())
     model = make_gpt(read_shape(folder), "cpu", "bfloat16", initialise=False, base_dtype="nf4")
     read_weights(folder, model)
-    weights, plain = weights_of(model), dict(load_pretrained(folder, dtype="bfloat16").named_parameters())
+    weights, plain = weights_of(model), dict(GPT.from_pretrained(folder, dtype="bfloat16").named_parameters())
     rows = dict(q=(0, 64), k=(64, 96), v=(96, 128), o=(0, 64), gate=(0, 128), up=(128, 256), down=(0, 64))
     ours = dict(
         q="attention.qkv",
@@ -435,7 +436,7 @@ def test_what_is_broken_is_one_line(said, tmp_path):
         stored[name + nf4_state] = torch.tensor(list(json.dumps(words).encode()), dtype=torch.uint8)
     save_file(stored, folder / "model.safetensors")
     with pytest.raises(SnugError) as error:
-        load_pretrained(folder)
+        GPT.from_pretrained(folder)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -444,11 +445,11 @@ def test_cut_off_files_and_mixed_folders_are_refused(tmp_path):
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-100])
     with pytest.raises(SnugError, match="cannot be read"):
-        load_pretrained(folder)
+        GPT.from_pretrained(folder)
     stored = {name: t for name, t in load_file(FOLDERS[True] / "model.safetensors").items() if "up_proj" not in name}
     save_file(stored | {"model.layers.0.mlp.up_proj.weight": torch.zeros(128, 64)}, folder / "model.safetensors")
     with pytest.raises(SnugError, match=r"up_proj.weight has shape \(128, 64\), config.json says \(4096, 1\)"):
-        load_pretrained(folder)
+        GPT.from_pretrained(folder)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -554,7 +555,7 @@ def test_export_is_the_model_that_trained(dtype, sft, tmp_path):
     export.main(ExportSettings(to=str(tmp_path / "export"), dtype=dtype), str(tmp_path / "run"))
     model, tokens = load_run(tmp_path / "run", "cpu").model, torch.arange(20)[None]
     expected = model.logits(model(tokens))
-    exported = load_pretrained(tmp_path / "export", dtype=dtype)
+    exported = GPT.from_pretrained(tmp_path / "export", dtype=dtype)
     assert exported.blocks[0].mlp.up.weight.dtype == getattr(torch, dtype)
     tolerance = 1e-5 if dtype == "float32" else 0.1
     torch.testing.assert_close(exported.logits(exported(tokens)).float(), expected, atol=tolerance, rtol=tolerance)

@@ -13,8 +13,8 @@ from conftest import HOME, figures
 
 import grpo
 import train_sft
-from options import SnugError
 from runs.checkpoint import newest
+from snug.options import SnugError
 from training.notebook import write_prompts
 
 SMALL = dict(n_layer=1, n_embd=16, batch_size=2, group_size=4, max_new_tokens=4, max_iters=2, eval_prompts=4)

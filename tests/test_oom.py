@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 import evaluate
 import grpo
-from memory.limits import Limits, is_out_of_memory
-from options import SnugError
 from runs.checkpoint import newest, read_state
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings
+from snug.memory.limits import Limits, is_out_of_memory
+from snug.options import SnugError
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="allocations are counted by the CPU's meter")
 

@@ -12,13 +12,13 @@ from padded import a_few, padded
 from test_batch import as_on_cuda
 
 import grpo
-import lora
 import train_sft
 from batch import Cut
 from loss import group_advantages
-from memory.ledger import LiveBytes
 from sample import Rollouts
 from settings import GRPOSettings, SFTSettings
+from snug import lora
+from snug.memory.ledger import LiveBytes
 
 # (tokens of the prompt, tokens of each completion): the shortest of each, and each longer than the other.
 GROUPS = [(5, [3, 9, 1]), (1, [1, 1, 1]), (9, [2, 1, 12]), (1, [7, 1, 3]), (2, [11, 4, 4]), (14, [1, 1, 1])]

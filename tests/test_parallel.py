@@ -15,13 +15,13 @@ from test_grpo import some_rollouts
 
 import grpo
 from batch import Cut
-from memory.plan import plan
 from model import make_model as make_model_of_shape
-from options import SnugError
 from runs.checkpoint import newest, read_state
 from runs.log import read_lines
 from runs.prepare import prepare
 from settings import GRPOSettings
+from snug.memory.plan import plan
+from snug.options import SnugError
 from training.dry_run import DryRun
 from training.parallel import Processes, merged
 

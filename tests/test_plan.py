@@ -20,18 +20,18 @@ import grpo
 import runs
 import train_sft
 from data.task import Task
-from device.host import HOST
-from device.kinds import MIB
-from memory import plan as planning
-from memory.fit import apply, changes, fit, ladder, show
-from memory.ledger import component, component_of
-from memory.plan import GIB, plan
-from options import SnugError, read_settings
 from runs.log import read_log
 from runs.prepare import Prepared, prepare
 from sample import sample_groups
 from settings import GRPOSettings, SFTSettings
-from tokenizer import get_tokenizer
+from snug.device.host import HOST
+from snug.device.kinds import MIB
+from snug.memory import plan as planning
+from snug.memory.fit import apply, changes, fit, ladder, show
+from snug.memory.ledger import component, component_of
+from snug.memory.plan import GIB, plan
+from snug.options import SnugError, read_settings
+from snug.tokenizer import get_tokenizer
 from training.dry_run import DryRun
 
 pytestmark = pytest.mark.skipif(
@@ -205,7 +205,7 @@ def test_a_plan_says_whose_the_bytes_are(tmp_path):
 
 def test_the_nearest_mark_says_what_a_tensor_is_for(monkeypatch):
     """A function's mark, its class's, its module's, its package's; a function without a mark counts as its caller."""
-    monkeypatch.setattr("memory.ledger.COMPONENTS", {"room": "package", "room.module": "module"})
+    monkeypatch.setattr("snug.memory.ledger.COMPONENTS", {"room": "package", "room.module": "module"})
 
     def made_in(module, name):
         scope = dict(__name__=module, component=component, look=lambda: component_of(sys._getframe(1)))
@@ -346,14 +346,14 @@ def plan_once(dry_run, settings):
 
 @pytest.fixture
 def plans_once(monkeypatch):
-    monkeypatch.setattr("memory.fit.plan", plan_once)
+    monkeypatch.setattr("snug.memory.fit.plan", plan_once)
 
 
 @pytest.fixture
 def short_ladder(monkeypatch, plans_once):
     """So that a search is a few plans."""
     steps = dict(max_rollout_batch=[0, 2, 1], checkpoint_blocks=["none", "selective", "block"])
-    monkeypatch.setattr("memory.fit.ladder", lambda *args: steps)
+    monkeypatch.setattr("snug.memory.fit.ladder", lambda *args: steps)
 
 
 def fitted_into(share, tmp_path, **options):
@@ -457,7 +457,7 @@ def test_what_cannot_fit_is_refused_before_the_first_step(tmp_path, capsys, plan
 def test_a_host_that_is_too_small_is_refused(tmp_path, monkeypatch, short_ladder):
     prepared, settings = prepared_run(tmp_path, n_layer=1, eval_prompts=0, **SLOWEST)
     settings.memory_budget_gb = f"{1.01 * plan(dry_run(prepared), settings).peak / GIB:f}"
-    monkeypatch.setattr("memory.fit.available_on_host", lambda: 1000)
+    monkeypatch.setattr("snug.memory.fit.available_on_host", lambda: 1000)
     with pytest.raises(SnugError, match="GiB of the host, which has 0 GiB left"):
         apply(dry_run(prepared), settings, torch.device("cpu"), print)
 
@@ -477,7 +477,7 @@ def test_show_ends_with_the_line(tmp_path, plans_once):
 def test_auto_asks_what_is_free(tmp_path, monkeypatch, capsys, plans_once):
     prepared, settings = prepared_run(tmp_path, eval_prompts=0, memory_budget_gb="auto", max_iters=1, n_layer=1)
     peak = plan(dry_run(prepared), settings).peak
-    monkeypatch.setattr("memory.fit.available_on_host", lambda: peak)  # of which a twentieth is left alone
+    monkeypatch.setattr("snug.memory.fit.available_on_host", lambda: peak)  # of which a twentieth is left alone
     grpo.main(prepared)
     assert "GiB may be used: changed --" in capsys.readouterr().out
     assert read_log(settings.out_dir)[-1]["mem_max_alloc_mb"] <= 0.95 * peak / MIB

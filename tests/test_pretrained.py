@@ -15,14 +15,14 @@ from conftest import make_model
 from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig
-from options import SnugError, read_settings
-from pretrained import tensors
-from pretrained.shapes import read_shape
-from pretrained.tensors import load_pretrained, save_pretrained
 from runs.prepare import prepare
 from sample import sample_groups
 from settings import GRPOSettings
-from tokenizer import get_tokenizer
+from snug.options import SnugError, read_settings
+from snug.pretrained import tensors
+from snug.pretrained.shapes import read_shape
+from snug.pretrained.tensors import save_pretrained
+from snug.tokenizer import get_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
 
@@ -88,7 +88,7 @@ def assert_same_continuation(ours, theirs, tokens, length):
 def test_logits_are_transformers_there_and_back(case, tmp_path):
     theirs = their_model(case)
     theirs.save_pretrained(tmp_path / "in")
-    ours = load_pretrained(tmp_path / "in")
+    ours = GPT.from_pretrained(tmp_path / "in")
     tokens = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = theirs(tokens).logits
@@ -110,10 +110,10 @@ def test_tokens_far_apart_are_told_apart_as_there(tmp_path):
     tokens = torch.randint(97, (1, 300), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         expected = theirs(tokens).logits
-    torch.testing.assert_close(logits_of(load_pretrained(tmp_path / "a"), tokens), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits_of(GPT.from_pretrained(tmp_path / "a"), tokens), expected, atol=1e-5, rtol=1e-5)
     changes = dict(rope_factor=1.0, rope_low_freq_factor=2.0, rope_high_freq_factor=8.0, rope_theta=1e4)
     for name, value in changes.items():
-        other = load_pretrained(tmp_path / "a", **{name: value})
+        other = GPT.from_pretrained(tmp_path / "a", **{name: value})
         assert (logits_of(other, tokens) - expected).abs().max() > 1e-3, name
 
 
@@ -138,12 +138,12 @@ def test_a_window_limits_the_block_size(tmp_path):
     theirs = their_model("mistral sliding")
     theirs.save_pretrained(tmp_path / "a")
     tokens = torch.randint(97, (1, 51), generator=torch.Generator().manual_seed(5))
-    ours = load_pretrained(tmp_path / "a", block_size=512)
+    ours = GPT.from_pretrained(tmp_path / "a", block_size=512)
     with torch.no_grad():
         difference = (theirs(tokens).logits - logits_of(ours, tokens)).abs().amax(-1)[0]
     assert difference[:50].max() < 1e-5 and difference[50] > 1e-3
     with pytest.raises(ValueError, match="a sequence of 51 tokens is longer than block_size=50"):
-        load_pretrained(tmp_path / "a")(tokens)
+        GPT.from_pretrained(tmp_path / "a")(tokens)
     for window, positions, block_size in ((None, 512, 512), (600, 512, 512), ("gone", 512, 512), ("gone", 10**5, 4096)):
         change_config(tmp_path / "a", sliding_window=window, max_position_embeddings=positions)
         assert read_shape(tmp_path / "a")["block_size"] == block_size
@@ -169,7 +169,7 @@ def test_older_files_are_read(tmp_path):
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     save_file(tensors, tmp_path / "b" / "model.safetensors")
     tokens = torch.arange(20)[None]
-    ours, expected = logits_of(load_pretrained(tmp_path / "b"), tokens), theirs(tokens).logits.detach()
+    ours, expected = logits_of(GPT.from_pretrained(tmp_path / "b"), tokens), theirs(tokens).logits.detach()
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -177,7 +177,7 @@ def test_types_are_cast_on_the_way(tmp_path):
     theirs = their_model("qwen2").to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "a")
     for dtype in (torch.float32, torch.bfloat16):
-        embedding = load_pretrained(tmp_path / "a", dtype=str(dtype)[6:]).embedding.weight
+        embedding = GPT.from_pretrained(tmp_path / "a", dtype=str(dtype)[6:]).embedding.weight
         assert embedding.dtype == dtype and embedding.equal(theirs.get_input_embeddings().weight.to(dtype))
 
 
@@ -186,7 +186,7 @@ def test_many_files_with_an_index_both_ways(tmp_path, monkeypatch):
     theirs.save_pretrained(tmp_path / "a", max_shard_size="10KB")
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
     monkeypatch.setattr(tensors, "MAX_SHARD_BYTES", 10_000)
-    save_pretrained(load_pretrained(tmp_path / "a"), tmp_path / "b")
+    save_pretrained(GPT.from_pretrained(tmp_path / "a"), tmp_path / "b")
     assert len(list((tmp_path / "b").glob("*.safetensors"))) > 3
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), theirs.parameters(), strict=True))
@@ -210,7 +210,7 @@ def test_one_tensor_at_a_time(folder, monkeypatch):
             yield SimpleNamespace(keys=file.keys, get_slice=file.get_slice, get_tensor=get_tensor)
 
     monkeypatch.setattr(tensors, "opened", watched)
-    load_pretrained(folder)
+    GPT.from_pretrained(folder)
     assert 0 < max(most) <= 2
 
 
@@ -260,7 +260,7 @@ CONFIGS = {
 def test_configs_that_do_not_fit_are_named(said, folder):
     change_config(folder, **CONFIGS[said])
     with pytest.raises(SnugError) as error:
-        load_pretrained(folder)
+        GPT.from_pretrained(folder)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -275,7 +275,7 @@ def test_a_broken_config_is_one_line(folder):
     for text in ("", "[]", "{", '{"model_type": "gpt2", "vocab_size": 1e99}'):
         (folder / "config.json").write_text(text)
         with pytest.raises(SnugError, match="config.json"):
-            load_pretrained(folder)
+            GPT.from_pretrained(folder)
 
 
 def test_broken_weights_are_one_line(folder):
@@ -291,18 +291,18 @@ def test_broken_weights_are_one_line(folder):
         left = {key: value for key, value in (whole | change).items() if value is not None}
         save_file(left, folder / "model.safetensors")
         with pytest.raises(SnugError) as error:
-            load_pretrained(folder)
+            GPT.from_pretrained(folder)
         assert said in str(error.value)
     (folder / "model.safetensors").write_bytes(b"\x80\x04pickle")
     with pytest.raises(SnugError, match="cannot be read"):
-        load_pretrained(folder)
+        GPT.from_pretrained(folder)
 
 
 def test_pickles_are_never_loaded(folder):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(SnugError, match="files are pickles, which are never loaded"):
-        load_pretrained(folder)
+        GPT.from_pretrained(folder)
 
 
 def test_an_index_names_files_of_its_folder_only(folder, tmp_path):
@@ -314,7 +314,7 @@ def test_an_index_names_files_of_its_folder_only(folder, tmp_path):
         (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, file))))
         said = "index.json: cannot be read" if file in outside else "gone.safetensors cannot be read"
         with pytest.raises(SnugError, match=said):
-            load_pretrained(folder)
+            GPT.from_pretrained(folder)
 
 
 def test_shapes_without_an_architecture_are_refused_and_nothing_is_left(tmp_path):
@@ -328,7 +328,7 @@ def test_shapes_without_an_architecture_are_refused_and_nothing_is_left(tmp_path
 def test_a_folder_that_is_there_is_not_overwritten(folder):
     before = sorted(p.name for p in folder.iterdir())
     with pytest.raises(SnugError, match="is there already"):
-        save_pretrained(load_pretrained(folder), folder)
+        save_pretrained(GPT.from_pretrained(folder), folder)
     assert sorted(p.name for p in folder.iterdir()) == before
 
 
@@ -352,7 +352,7 @@ def test_true_shapes(family, tmp_path):
     torch.manual_seed(1)
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     theirs.save_pretrained(tmp_path / "a")
-    ours = load_pretrained(tmp_path / "a")
+    ours = GPT.from_pretrained(tmp_path / "a")
     tokens = torch.randint(50257, (1, 32), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = theirs(tokens).logits

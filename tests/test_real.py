@@ -11,12 +11,13 @@ import torch
 from test_pretrained import logits_of
 from test_tokenizer import AWKWARD, SPELLED, ids_of, texts, user
 
-from device import cpu
-from options import read_settings
-from pretrained.tensors import load_pretrained, save_pretrained
+from model import GPT
 from sample import sample_groups
 from settings import FromGGUFSettings
-from tokenizer import get_tokenizer
+from snug.device import cpu
+from snug.options import read_settings
+from snug.pretrained.tensors import save_pretrained
+from snug.tokenizer import get_tokenizer
 
 HOME = Path(__file__).parent.parent
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
@@ -32,7 +33,7 @@ def folder(tmp_path_factory):
     files = list(Path(package.origin).parent.glob("*.gguf")) if package else []
     if not files or not find_spec("gguf") or not find_spec("accelerate"):
         pytest.skip("make models/smollm2-135m-instruct")
-    from tools import from_gguf
+    from runs import from_gguf
 
     made = tmp_path_factory.getbasetemp() / "smollm2"
     from_gguf.main(*read_settings(FromGGUFSettings, [str(files[0]), f"--to={made}"], positional="file")[::2])
@@ -51,7 +52,7 @@ def theirs(folder):
 
 def test_the_folder_is_smollm2_instruct(folder, ours):
     """Facts of the model's card: a Llama of 135M weights; <|im_end|> ends an answer; each digit is a token."""
-    assert sum(p.numel() for p in load_pretrained(folder).parameters()) == 134_515_008
+    assert sum(p.numel() for p in GPT.from_pretrained(folder).parameters()) == 134_515_008
     assert (ours.n_vocab, ours.stop_tokens, ours.bos) == (49152, (2,), [])
     assert [ours.special[name] for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [0, 1, 2]
     assert [ours.decode([i]) for i in ours.encode("a\n\n12  3")] == ["a", "\n\n", "1", "2", "  ", "3"]
@@ -105,7 +106,7 @@ def test_chats_are_those_of_transformers_and_forge_no_special_token(ours, theirs
 def test_logits_and_greedy_tokens_are_those_of_transformers(folder, ours, tmp_path, monkeypatch):
     """The same products give the same logits. Those by oneDNN differ by float32's rounding, and no more than torch's."""
     their_model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    model = load_pretrained(folder)
+    model = GPT.from_pretrained(folder)
     save_pretrained(model, tmp_path / "out", ours)
     tokens = torch.tensor(ours.encode((HOME / "README.md").read_text())[:200]).view(2, 100)
     with torch.no_grad():

@@ -12,12 +12,12 @@ import torch
 from conftest import DEVICE, make_flat_model, rows_of
 from interpreted import INTERPRETED, compiles, long, run_interpreted
 
-import lora
-from decoding import decode_batch
-from decoding.kvcache import KVCache
-from device import cuda
-from kernels.layers import hold_in_nf4
 from sample import generate_naive, sample_groups
+from snug import lora
+from snug.decoding import decode_batch
+from snug.decoding.kvcache import KVCache
+from snug.device import cuda
+from snug.kernels.layers import hold_in_nf4
 
 pytest.importorskip("triton", reason="Triton is not installed")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")

@@ -7,13 +7,13 @@ import shutil
 import pytest
 
 import report
-from memory import meter
-from options import SnugError
-from page.charts import charts_of
-from page.runs import read_run, read_runs
-from page.write import island, tiles, write_page
 from runs.log import RunLog
+from runs.page.charts import charts_of
+from runs.page.runs import read_run, read_runs
+from runs.page.write import island, tiles, write_page
 from settings import GRPOSettings, SFTSettings
+from snug.memory import meter
+from snug.options import SnugError
 
 PHASES = [phase for phase in meter.PHASES if phase != "teacher"]
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "<!--<script>"]

@@ -23,12 +23,12 @@ from test_grpo import tiny
 import grpo
 from data import rewards
 from data.rewards import OutOfTime, TrainerState, call, call_all, repeat_columns, total_rewards
-from options import SnugError, parse_value, told
 from runs.checkpoint import newest
 from runs.log import read_log
 from runs.prepare import prepare
 from runs.saver import Saver
 from settings import GRPOSettings
+from snug.options import SnugError, parse_value, told
 
 PROMPTS, COMPLETIONS, COLUMNS = ["a", "b", "c"], ["x", "yy", "zzz"], {"answer": [1, 2, 3]}
 ARGUMENTS = dict(prompts=PROMPTS, completions=COMPLETIONS, **COLUMNS)

@@ -10,14 +10,14 @@ import torch
 from conftest import DEVICE, make_flat_model, make_model, rows_of
 
 import sample
-from decoding import decode_batch as batch
-from memory.meter import MemoryMeter
 from model import autocast
-from options import SnugError
 from runs import loading
 from sample import generate_naive, sample_groups
 from settings import GRPOSettings, SampleSettings, SFTSettings
-from tokenizer import get_tokenizer
+from snug.decoding import decode_batch as batch
+from snug.memory.meter import MemoryMeter
+from snug.options import SnugError
+from snug.tokenizer import get_tokenizer
 from training.dry_run import DryTraining
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from attacks import ALWAYS, ATTACKS, ELSEWHERE, MISSED, secrets
 
-import sandbox
-from sandbox import LAYERS, Result, Sandbox, SandboxError, linux, seccomp
+from snug import sandbox
+from snug.sandbox import LAYERS, Result, Sandbox, SandboxError, linux, seccomp
 
 HOME = Path(__file__).parent.parent
 with closing(Sandbox("evil:Evil")) as first:
@@ -67,7 +67,7 @@ def processes(parent=None):
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        if state != "Z" and b"sandbox.child" in words and words[-2] == str(parent or os.getpid()).encode():
+        if state != "Z" and b"snug.sandbox.child" in words and words[-2] == str(parent or os.getpid()).encode():
             numbers.append(int(folder.name))
     return sorted(set(numbers) - OTHERS)
 
@@ -323,7 +323,7 @@ def test_a_worker_has_no_capabilities_even_as_root_and_gains_none_by_a_program()
 
 @LINUX
 def test_this_process_the_keeper_and_workers_are_not_dumpable():
-    code = "from sandbox import linux; result = linux.called('prctl', 3)"  # PR_GET_DUMPABLE
+    code = "from snug.sandbox import linux; result = linux.called('prctl', 3)"  # PR_GET_DUMPABLE
     with evil(layers=()) as box:
         assert box.call("any", [["execute", code]]) == [0] and values(box, ("execute", code)) == [0]
     assert linux.called("prctl", 3) == 0
@@ -332,7 +332,7 @@ def test_this_process_the_keeper_and_workers_are_not_dumpable():
 PROGRAM = """
 import sys
 sys.path[:0] = ["tests", "."]
-from sandbox import linux, seccomp
+from snug.sandbox import linux, seccomp
 
 def refuse(*lines):
     seccomp.program = lambda: [*lines, seccomp.REFUSE, seccomp.PASS]
@@ -356,7 +356,7 @@ def test_each_layer_that_is_missing_is_named_once():
     """On a kernel that has neither Landlock nor filters, as seen from behind a filter."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=HOME, capture_output=True, text=True)
     layers = ", ".join(["user"] * ("user" in MISSING) + ["landlock", "seccomp"])
-    note = f"note: the sandbox runs without {layers}; sandbox/__init__.py describes its layers"
+    note = f"note: the sandbox runs without {layers}; snug/sandbox/__init__.py describes its layers"
     assert done.stderr == f"{note}\nloaded\n"
     assert done.stdout == "1\n" and done.returncode == 0
 
@@ -440,7 +440,7 @@ def test_it_dies_with_its_parent_and_no_ctrl_c_reaches_it():
     program = """
 import os, signal, sys
 sys.path[:0] = ["tests", "."]
-from sandbox import Sandbox
+from snug.sandbox import Sandbox
 box = Sandbox("evil:Evil", {}, timeout=1000)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 keeper = box.call("pid", [[]])

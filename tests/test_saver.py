@@ -18,13 +18,13 @@ from test_grpo import tiny
 
 import grpo
 import train_sft
-from options import SnugError
 from runs import checkpoint
 from runs.log import read_log
 from runs.prepare import prepare
 from runs.saver import Saver, not_finite
 from settings import SFTSettings
-from tokenizer import get_tokenizer
+from snug.options import SnugError
+from snug.tokenizer import get_tokenizer
 from training.guard import Guard
 from training.optimizer import make_optimizer, optimizer_step
 from training.state import Training

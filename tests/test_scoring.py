@@ -19,14 +19,14 @@ import evaluate
 import grpo
 import train_sft
 from data.scores import pass_rates, reward_means, wilson
-from options import SnugError
 from runs import checkpoint
 from runs.loading import load_run
 from runs.log import read_log
 from runs.prepare import Prepared, prepare
 from runs.saver import Saver
 from settings import GRPOSettings, RewardOptions, SFTSettings
-from tokenizer import get_tokenizer
+from snug.options import SnugError
+from snug.tokenizer import get_tokenizer
 from training.guard import Guard
 
 FUNCTIONS = """

@@ -9,8 +9,8 @@ from conftest import DEVICE, make_flat_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import segments as module
-from kernels.segments import Batch, Segments, attend, attend_dense
+from snug.kernels import segments as module
+from snug.kernels.segments import Batch, Segments, attend, attend_dense
 
 EXAMPLE = [(2, [2, 1]), (1, [1])]  # the docstring's: (a b | x y | z) and (c | u)
 GROUPS = {

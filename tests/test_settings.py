@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_house import HOME, our_files, source_files
 
-import options
-from options import SnugError, parse_value, read_config, read_settings
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
+from snug import options
+from snug.options import SnugError, parse_value, read_config, read_settings
 
 CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings)
 EVERY_OPTION = [(cls, name) for cls in CLASSES for name in options.fields(cls)]

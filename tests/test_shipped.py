@@ -23,9 +23,9 @@ from test_house import source_files
 from test_hub import put
 from torch.distributed.run import get_args_parser
 
-from options import read_config
 from runs.log import read_lines, read_log
 from settings import GRPOSettings, SFTSettings
+from snug.options import read_config
 
 CONFIGS = sorted(HOME.glob("config/*.py"))
 TEXTS = [HOME / "README.md", HOME / "CONTRIBUTING.md", *sorted(HOME.glob("docs/*.md"))]
@@ -45,7 +45,7 @@ NOT_RUN = {  # what a command begins with: why it does not run here. Its file an
     "python tests/": "long forms of the tests",
     "python bench/": "test_bench.py runs them",
     "python -m sandbox.child": "Sandbox starts it, with a socket",
-    "python -m tools.export": "a name within a sentence; others have arguments",
+    "python -m runs.export": "a name within a sentence; others have arguments",
     "make ": "installs packages; what it runs afterwards is here",
 }
 GONE = {"python tests/kill_rank.py --kills=20 --seed=1": "of an old commit, and the text says so"}
@@ -94,7 +94,7 @@ def found_commands():
 
 def is_only_named(line):
     first = next((first for first in NOT_RUN if line.startswith(first)), None)
-    return first and (first != "python -m tools.export" or line == first) and line not in GONE
+    return first and (first != "python -m runs.export" or line == first) and line not in GONE
 
 
 FOUND = found_commands()
@@ -121,7 +121,7 @@ def command_of(config):
 
 
 def test_the_texts_have_commands_of_every_kind():
-    for script in ("grpo.py", "train_sft.py", "evaluate.py", "sample.py", "report.py", "-m tools.export"):
+    for script in ("grpo.py", "train_sft.py", "evaluate.py", "sample.py", "report.py", "-m runs.export"):
         assert any(line.startswith(f"python {script} ") for line in FOUND), script
     assert len(RUN) > 50 and len(SEVERAL) > 3 and GONE.keys() <= FOUND.keys()
     assert all(any(line.startswith(first) for line in NAMED) for first in NOT_RUN)

@@ -20,14 +20,14 @@ from test_grpo import some_rollouts
 import grpo
 import train_sft
 from batch import Cut
-from device.host import HOST, UNUSED, borrowed, new_on_host, stream_from_host
-from device.kinds import MIB
-from device.streams import aside, settle
-from options import SnugError
 from runs.checkpoint import find_run
 from runs.loading import load_frozen
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
+from snug.device.host import HOST, UNUSED, borrowed, new_on_host, stream_from_host
+from snug.device.kinds import MIB
+from snug.device.streams import aside, settle
+from snug.options import SnugError
 
 CPU = torch.device("cpu")
 
@@ -405,7 +405,7 @@ calls = []
 atexit.register(lambda: print(*[name for name, _ in calls], len(cudart.pinned)))  # runs last
 from streams import Pinnable, fake_pinning
 import torch
-from device.host import new_on_host
+from snug.device.host import new_on_host
 context = fake_pinning()
 cudart = context.__enter__()
 calls = cudart.calls

@@ -24,22 +24,22 @@ from test_packed import BUDGETS, K, N, assert_same, make_rollouts
 from test_plan import COMMON, GRPO
 
 import grpo
-import lora
 import train_sft
 from batch import Cut
-from device.host import HOST, stream_from_host
-from device.kinds import MIB
-from kernels import triton
-from logprobs import Teacher, divergence, head_logprobs, head_loss, rows
 from loss import group_advantages, policy_loss
-from memory.fit import ladder
-from memory.ledger import LiveBytes
-from memory.plan import plan
-from options import SnugError
-from pretrained.tensors import save_pretrained
 from runs.log import read_lines, read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
+from snug import lora
+from snug.device.host import HOST, stream_from_host
+from snug.device.kinds import MIB
+from snug.kernels import triton
+from snug.logprobs import Teacher, divergence, head_logprobs, head_loss, rows
+from snug.memory.fit import ladder
+from snug.memory.ledger import LiveBytes
+from snug.memory.plan import plan
+from snug.options import SnugError
+from snug.pretrained.tensors import save_pretrained
 from training.dry_run import DryRun
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

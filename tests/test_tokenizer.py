@@ -22,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from options import SnugError
-from tokenizer import END_OF_TEXT, FILES, get_tokenizer
+from snug.options import SnugError
+from snug.tokenizer import END_OF_TEXT, FILES, get_tokenizer
 
 BYTES = get_tokenizer("bytes")
 
@@ -684,7 +684,7 @@ def test_what_stands_between_a_turn_and_its_end(chats, tmp_path):
 
 def test_a_form_of_calls_that_is_not_read_is_refused_also_under_python_o():
     code = """
-from tokenizer.chat import Chat
+from snug.tokenizer.chat import Chat
 chat = Chat("{{ tools }}{{ messages[0].content }}", {}, ["<s>"])
 chat.tools = [{}]
 chat.render([dict(role="user", content="a")])

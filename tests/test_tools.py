@@ -14,8 +14,8 @@ import pytest
 
 from data.episodes import EpisodeOptions, make_toolbox
 from data.tools import TOOLS, call_tool, load_tools, methods_of, parse_calls, schema_of
-from options import SnugError
-from tokenizer import get_tokenizer
+from snug.options import SnugError
+from snug.tokenizer import get_tokenizer
 
 
 def bare():

@@ -7,9 +7,9 @@ import trajectory
 from conftest import DEVICE, figures
 
 import grpo
-from logprobs.head import head_logprobs
 from runs.prepare import prepare
 from settings import GRPOSettings
+from snug.logprobs.head import head_logprobs
 
 WAYS = {
     "whole": dict(),

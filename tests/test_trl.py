@@ -23,10 +23,10 @@ from trl.trainer import grpo_trainer  # noqa: E402
 
 from data import load_reward_function  # noqa: E402
 from data.rewards import TrainerState, repeat_columns, total_rewards  # noqa: E402
-from logprobs import Teacher, head_loss  # noqa: E402
 from loss import decoupled_advantages, group_advantages, policy_loss  # noqa: E402
-from options import SnugError  # noqa: E402
 from settings import GRPOSettings  # noqa: E402
+from snug.logprobs import Teacher, head_loss  # noqa: E402
+from snug.options import SnugError  # noqa: E402
 
 LENGTHS = [5, 1, 9, 3, 7, 2]
 

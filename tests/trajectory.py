@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 
 import grpo
 from batch import Cut
-from device.processes import OneProcess
 from model import make_model
 from runs.checkpoint import newest
 from runs.loading import configure
 from runs.prepare import prepare
 from sample import Rollouts
 from settings import GRPOSettings, SFTSettings
+from snug.device.processes import OneProcess
 from training.optimizer import make_optimizer, optimizer_step
 
 FILE = Path(__file__).parent / "data/trajectory.safetensors"

@@ -12,17 +12,17 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from batch import Sequences
-from decoding import DecodeBatch, cached_casts
-from kernels.layers import hold_in_nf4
-from kernels.nf4 import quantize
-from memory.ledger import component
-from memory.limits import Limits, reference_batches
 from model import autocast, make_model
-from pretrained.shapes import double_quant, is_pretrained
 from runs.loading import configure, load_reference, load_teacher
 from runs.log import NoLog
 from sample import Rollouts
 from settings import GRPOSettings
+from snug.decoding import DecodeBatch, cached_casts
+from snug.kernels.layers import hold_in_nf4
+from snug.kernels.nf4 import quantize
+from snug.memory.ledger import component
+from snug.memory.limits import Limits, reference_batches
+from snug.pretrained.shapes import double_quant, is_pretrained
 from training.figures import Scored
 from training.guard import Guard
 from training.optimizer import make_optimizer

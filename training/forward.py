@@ -6,11 +6,11 @@ N completions, T_c the longest; M completion tokens of a micro-batch. Left out: 
 import torch
 
 from batch import gather
-from device.host import borrowed, new_on_host
-from logprobs import head_logprobs
-from lora import adapters_off
-from memory.ledger import component
 from model import autocast
+from snug.device.host import borrowed, new_on_host
+from snug.logprobs import head_logprobs
+from snug.lora import adapters_off
+from snug.memory.ledger import component
 
 
 @component("rollouts")
@@ -67,7 +67,7 @@ def wider(cut, place, limits):
 def teacher_outputs(training, rollouts, cut):
     """The teacher's log-probs of all sampled tokens (N, T_c); for an exact divergence its hidden states (N, T_c, C_T).
 
-    From the states the head makes the teacher's logits again, a chunk at a time (logprobs/divergence.py). They are
+    From the states the head makes the teacher's logits again, a chunk at a time (snug/logprobs/divergence.py). They are
     where the teacher's weights are.
     """
     settings, teacher = training.settings, training.teacher

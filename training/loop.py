@@ -11,13 +11,6 @@ from contextlib import ExitStack, chdir
 import numpy as np
 import torch
 
-from device.pick import notes, pick_device, with_dtype
-from device.processes import ONE_PROCESS
-from kernels import warn_without_kernels
-from kernels.nf4 import weights_of
-from memory import Limits, MemoryMeter
-from memory.fit import apply, show
-from memory.plan import kind_planned
 from model import make_model
 from runs.checkpoint import base_record, checkpoints, settings_of
 from runs.ending import ending
@@ -35,6 +28,13 @@ from runs.lock import FolderLock
 from runs.log import NoLog, RunLog
 from runs.prepare import SHAPE
 from runs.saver import Saver
+from snug.device.pick import notes, pick_device, with_dtype
+from snug.device.processes import ONE_PROCESS
+from snug.kernels import warn_without_kernels
+from snug.kernels.nf4 import weights_of
+from snug.memory import Limits, MemoryMeter
+from snug.memory.fit import apply, show
+from snug.memory.plan import kind_planned
 from training import parallel
 from training.dry_run import DryRun
 from training.guard import Guard

@@ -24,14 +24,14 @@ from pathlib import Path
 from data.rewards import name_of
 from evaluate import main as evaluate
 from evaluate import prepare_evaluation
-from options import SnugError, in_one_line, make_settings
-from page.runs import read_runs
 from report import make_page
 from runs.loading import Run, load_run
 from runs.log import read_log, write_whole
+from runs.page.runs import read_runs
 from runs.prepare import prepare
 from sample import complete
 from settings import EvaluateSettings, SampleSettings
+from snug.options import SnugError, in_one_line, make_settings
 
 
 def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":

@@ -1,7 +1,7 @@
 """AdamW, clipping and the learning rate's schedule; where the optimizer's state and the gradients live.
 
 Two optimizers, one formula. FusedAdamW is PyTorch's: one pass, in place, no second copy of anything. It takes float32
-weights with float32 state on the device. SlabAdamW takes all else. It is one pass in place too (kernels/adamw.py), its
+weights with float32 state on the device. SlabAdamW takes all else. It is one pass in place too (snug/kernels/adamw.py), its
 state may be in bfloat16, and what is on the host comes to the device a slab at a time.
 
     bytes a weight on the device      weights  gradients  moments  masters
@@ -20,12 +20,12 @@ import weakref
 
 import torch
 
-from device.host import new_on_host
-from device.kinds import is_planned
-from device.streams import Done, aside, settle
-from kernels.adamw import adamw, key_of, new_scratch, numbers_of
-from memory.ledger import COMPONENTS, component
 from runs.loading import trained
+from snug.device.host import new_on_host
+from snug.device.kinds import is_planned
+from snug.device.streams import Done, aside, settle
+from snug.kernels.adamw import adamw, key_of, new_scratch, numbers_of
+from snug.memory.ledger import COMPONENTS, component
 
 COMPONENTS[__name__] = "optimizer's buffers"
 SLAB = 2**21  # weights that come from the host at a time

@@ -26,10 +26,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from device.processes import ONE_PROCESS, OneProcess
 from model import GPT
-from options import SnugError, first_line
 from runs.loading import configure, trained
+from snug.device.processes import ONE_PROCESS, OneProcess
+from snug.options import SnugError, first_line
 from training.figures import join, moved
 from training.optimizer import gradients_of
 

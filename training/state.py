@@ -11,12 +11,12 @@ import torch
 
 from batch import Cut
 from evaluate import evaluate_run, is_due
-from memory import Limits, MemoryMeter
 from model import GPT
 from runs.hints import hints
 from runs.log import RunLog
 from runs.prepare import Prepared
 from runs.saver import Saver
+from snug.memory import Limits, MemoryMeter
 from training.figures import sample_records
 from training.guard import Guard, finite_columns
 from training.optimizer import gradients_of, optimizer_step

@@ -1,0 +1,129 @@
+"use strict";
+// Draws the charts that Python has described (runs/page/charts.py) with plotly, in the page's colours.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+
+const make = (tag, className, text) => {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text;
+  return element;
+};
+
+// A custom property as a colour that plotly understands.
+const colour = (name) => {
+  const probe = make("i");
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const computed = getComputedStyle(probe).color;
+  probe.remove();
+  return computed;
+};
+
+const DASHES = { dashed: "dash", dotted: "dot", dashdot: "dashdot" };
+
+const trace = (series) => {
+  const tint = data.palette[series.color % data.palette.length];
+  const hover = series.labels.length ? "%{text}: %{y:,.4~g}<extra></extra>" : "%{x}: %{y:,.4~g}<extra>%{fullData.name}</extra>";
+  const x = series.x.map((place) => (typeof place === "string" ? escaped(place) : place));
+  const common = { name: escaped(series.name), x, y: series.y, text: series.labels, hovertemplate: hover, textposition: "none" };
+  const few = series.x.length < 30;
+  const line = { type: "scatter", mode: few ? "lines+markers" : "lines", cliponaxis: false, line: { color: tint, width: 2, dash: DASHES[series.style] }, marker: { size: 5, color: tint } };
+  switch (series.style) {
+    case "hidden": return { ...common, ...line, visible: "legendonly" };
+    case "block": return { ...common, type: "bar", width: series.width, offset: 0, marker: { color: tint, line: { width: 0 } } };
+    case "bar": return { ...common, type: "bar", offsetgroup: tint, marker: { color: tint } };
+    default: return { ...common, ...line };
+  }
+};
+
+// plotly reads a few tags in the names that it shows; a run's name is text.
+const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
+
+const mouse = matchMedia("(pointer: fine)"); // a finger that drags over a chart scrolls the page
+
+const layout = (chart) => {
+  const [text, quiet, line] = ["--text", "--quiet", "--line"].map(colour);
+  const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, tickfont: { color: quiet, size: 12 }, automargin: true };
+  const title = (words) => ({ text: words, font: { color: quiet, size: 12 }, standoff: 8 });
+  const styles = new Set(chart.series.map((series) => series.style));
+  const places = chart.series.flatMap((series) => series.x);
+  let range = chart.window;
+  const named = typeof places[0] === "string";
+  if (!range && places.length && !named) range = [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))];
+  return {
+    font: { family: "system-ui, sans-serif", color: text, size: 12 },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { l: 52, r: 14, t: 10, b: 40 }, dragmode: !mouse.matches ? false : chart.window ? "pan" : "zoom", hovermode: "closest", bargap: 0.35,
+    barmode: styles.has("block") ? "overlay" : "group",
+    showlegend: chart.series.length > 1, legend: { orientation: "h", traceorder: "normal", y: -0.22, yanchor: "top", font: { color: quiet, size: 12 } },
+    xaxis: { ...axis, ...(named ? { type: "category" } : {}), title: title(chart.x), showgrid: false, ...(range && range[0] < range[1] ? { range } : {}) },
+    yaxis: { ...axis, title: title(chart.y), rangemode: "tozero", fixedrange: true },
+  };
+};
+
+const draw = (chart, width) => {
+  const traces = chart.series.map(trace);
+  Plotly.react(chart.plot, traces, { ...layout(chart), width }, { displayModeBar: false, responsive: !width });
+};
+
+for (const chart of data.charts) {
+  const card = make("figure", chart.window ? "chart full-width" : "chart");
+  card.style.margin = 0;
+  chart.plot = make("div", "plot");
+  chart.plot.setAttribute("role", "img");
+  chart.plot.setAttribute("aria-label", `${chart.title}; the table at the end has the figures`);
+  card.append(make("h3", "", chart.title), chart.plot);
+  document.querySelector(`.charts[data-section="${chart.section}"]`).append(card);
+}
+
+// Light or dark: the system's choice, until the button is pressed.
+const button = document.getElementById("theme");
+const systemDark = matchMedia("(prefers-color-scheme: dark)");
+const isDark = () => (document.documentElement.dataset.theme || (systemDark.matches ? "dark" : "light")) === "dark";
+const paint = () => {
+  button.textContent = isDark() ? "Light" : "Dark";
+  if (!window.Plotly) return; // not yet
+  for (const chart of data.charts) setTimeout(draw, 0, chart); // the page answers between two charts
+};
+const remember = (name, value) => { try { localStorage.setItem(name, value); } catch { /* a browser may refuse that to files */ } };
+try {
+  const chosen = localStorage.getItem("snug-theme");
+  if (chosen) document.documentElement.dataset.theme = chosen;
+} catch { /* as above */ }
+button.addEventListener("click", () => {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  remember("snug-theme", document.documentElement.dataset.theme);
+  paint();
+});
+systemDark.addEventListener("change", paint);
+
+// plotly's 5 MB stand in the page as text. They become a script once the rest has been painted.
+const { nonce } = document.currentScript;
+const start = () => {
+  if (window.Plotly) return; // a print was faster
+  const script = Object.assign(make("script"), { nonce, text: document.getElementById("plotly").textContent });
+  document.head.append(script);
+  paint();
+};
+addEventListener("DOMContentLoaded", () => requestAnimationFrame(() => setTimeout(start)));
+
+// On paper the charts have another width and the light colours. They must be there when this returns.
+const PAPER = 660; // pixels: A4 and Letter without margins and the card's padding
+addEventListener("beforeprint", () => {
+  document.documentElement.classList.add("paper");
+  if (!window.Plotly) start();
+  for (const chart of data.charts) draw(chart, PAPER);
+});
+addEventListener("afterprint", () => {
+  document.documentElement.classList.remove("paper");
+  paint();
+});
+
+// The address keeps what the browser of completions shows, so a link to a section only scrolls.
+document.querySelector("nav").addEventListener("click", (event) => {
+  const section = event.target.hash && document.querySelector(event.target.hash);
+  if (!section) return;
+  event.preventDefault();
+  section.scrollIntoView();
+});

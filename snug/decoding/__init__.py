@@ -1,0 +1,12 @@
+"""Decoding: many completions at a time, a token per step.
+
+    decode_batch   which sequence is in which slot: prefill, start, step, retire, refill
+    kvcache        keys and values of prompts and completions
+    attention      the Triton kernels of one step
+    draw           one token from each row of logits
+
+Left out: what a rollout is (sample.py).
+"""
+
+from snug.decoding.decode_batch import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts
+from snug.decoding.draw import uniforms

@@ -1,0 +1,302 @@
+"""Keys and values of prompts and of their completions, and the attention of one new token per slot to both.
+
+A prompt is stored once, however many completions share it, and a step reads it for all of them together. When a
+completion ends, another takes its slot. So the slots of one step have different lengths, and the completions of a group
+need not be neighbours.
+
+On CUDA a layer takes one Triton kernel (attention.py): it rotates, writes to the cache and attends. It reads each
+slot's length on the device, so one CUDA graph serves every step. Elsewhere plain torch does it; it is the kernel's
+oracle.
+
+Left out: paging (a slot is as long as the longest completion may be), sliding windows, quantised caches.
+Test: pytest tests/test_kvcache.py, and tests/test_kernels.py for the kernels.
+"""
+
+import math
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from snug.decoding import attention
+from snug.device.cuda import upload
+from snug.device.kinds import kind_of
+from snug.kernels import LOG2_OF_E, nothing_to_do, uses_triton
+from snug.kernels.rotary import rotate
+from snug.memory.ledger import component
+
+
+@component("KV cache")
+class KVCache:
+    """Keys and values. G is n_kv_head, H n_head, R = H / G, D head_size.
+
+    prompt      (n_layer, 2, prompt slots, G, T_p, D)   a prompt in each slot, right-padded
+    completion  (n_layer, 2, slots, G, T_c, D)          a completion in each slot; column t is its t-th token
+
+    Slot s reads prompt slot `prompt_slot[s]` and columns 0 .. t[s] of its completion. Two prompt slots, four slots:
+
+        prompt slot 0: a b c   slots 0, 2: x y . .   t = 1
+        prompt slot 1: d e .   slots 1, 3: z . . .   t = 0
+
+    Prefill: `begin_prefill`, then a forward, whose layers call `write_prompts`. After sequences got slots, left or
+    moved: `assign`. A step: `begin_step`, then a forward, whose layers call `attend`, which writes column t[s] of each
+    slot. A reply, several tokens behind a slot's own: `begin_reply`, then a forward.
+    """
+
+    def __init__(
+        self,
+        config,
+        prompt_slots: int,
+        prompt_width: int,
+        slots: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group_size: int = 1,
+    ):
+        """config: a GPTConfig. prompt_width is T_p, width T_c. About group_size slots read the same prompt."""
+
+        def new(slots, columns):
+            shape = config.n_layer, 2, slots, config.n_kv_head, columns, config.head_size
+            # Columns that nobody has written are read with weight 0, and 0 * NaN is NaN.
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.group_size = group_size
+        self.completion = new(slots, width)
+        self.prompt = new(prompt_slots, prompt_width)
+        self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
+        self.max_length = prompt_width + width
+        self.ragged = False  # is a prompt shorter than T_p?
+        # (P,) the prompt slots that the next forward fills; None: it is a step
+        self.prefill_slots = None
+        self.reply = None  # what the next forward needs to read replies; None: it reads none
+        # For the kernel: attention.tiles_of, and how many parts of each query's softmax are stored (attention.join).
+        self.tiles = None
+        self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
+
+    def begin_prefill(self, prompt_slots: list[int], lengths: list[int]):
+        """The next forward's prompts, of these lengths, go to these prompt slots."""
+        self.ragged |= min(lengths) < self.prompt.shape[4]
+        self.prefill_slots = upload(prompt_slots, self.device)
+        self.prompt_lengths[self.prefill_slots] = upload(lengths, self.device)
+
+    def bias(self, hidden):
+        """-> hidden's shape: -inf where it is True, else 0."""
+        return torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -math.inf)
+
+    def write_prompts(self, layer: int, k, v):
+        """k, v (P, G, T, D) of the prompts, T at most T_p."""
+        for prompt, values in zip(self.prompt[layer], (k, v), strict=True):
+            prompt.narrow(2, 0, values.shape[2])[self.prefill_slots] = values.to(self.dtype)
+
+    def compact(self, slots: np.ndarray, prompt_slots: np.ndarray, columns: int):
+        """Keep only these slots and prompt slots, rising numbers, as 0, 1, 2 ... columns: those in use."""
+        slots = upload(slots, self.device)
+        prompt_slots = upload(prompt_slots, self.device)
+        for layer in range(len(self.completion)):  # indexing makes a copy, here of one layer
+            for completion, prompt in zip(self.completion[layer], self.prompt[layer], strict=True):
+                completion[: len(slots), :, :columns] = completion[slots, :, :columns]
+                if len(prompt_slots) < len(prompt):
+                    prompt[: len(prompt_slots)] = prompt[prompt_slots]
+        self.prompt = self.prompt[:, :, : len(prompt_slots)]
+        self.prompt_lengths = self.prompt_lengths[prompt_slots]
+
+    def assign(self, prompt_slot: np.ndarray):
+        """prompt_slot (n,): the prompt slot that each slot reads; -1: the slot is idle.
+
+        Plain torch multiplies a prompt's keys by all queries that read it in one matmul. Its queries, pairs (slot, key
+        head), are entries of a table (prompt slots in use, G, most): `most` is the largest number of slots that share a
+        prompt slot. In the example above with one head:
+
+            pair_of_entry 0 2 1 3   the slot of each entry; spare entries name slot 0, and their results are not read
+            entry_of_pair 0 2 1 3   the entry of each slot
+
+        The kernel takes `tiles` instead (attention.tiles_of); there an idle slot reads a prompt too.
+        """
+        self.prefill_slots = None
+        active = prompt_slot >= 0
+        first = prompt_slot[active].min()
+        if uses_triton(self.completion):
+            self.set_tiles(np.where(active, prompt_slot, first))
+            return
+        G, n, slots = self.config.n_kv_head, len(prompt_slot), np.flatnonzero(active)
+        line = prompt_slot[slots] - first  # of the table
+        counts = np.bincount(line)
+        most = counts.max()
+        order = np.argsort(line, kind="stable")
+        rank = np.empty_like(line)  # of a slot among those that share its prompt slot
+        rank[order] = np.arange(len(line)) - (counts.cumsum() - counts)[line[order]]
+        entry_of_pair = np.zeros((n, G), dtype=np.int64)
+        entry_of_pair[slots] = (line[:, None] * G + np.arange(G)) * most + rank[:, None]
+        pair_of_entry = np.zeros(len(counts) * G * most, dtype=np.int64)
+        pair_of_entry[entry_of_pair[slots]] = slots[:, None] * G + np.arange(G)
+        self.entry_of_pair = torch.tensor(entry_of_pair.ravel(), device=self.device)
+        self.pair_of_entry = torch.tensor(pair_of_entry, device=self.device)
+        self.prompts_in_use = slice(first, first + len(counts))
+        padding = torch.arange(self.prompt.shape[4], device=self.device) >= self.prompt_lengths[:, None]
+        self.prompt_bias = self.bias(padding)[:, None]  # (prompt slots, 1, T_p)
+        # A layer's completions are a matrix with rows of D: the row of each slot's first column.
+        _, _, S, _, columns, _ = self.completion.shape
+        rows = torch.arange(2 * S * G, device=self.device).view(2, S, G) * columns
+        self.first_row = rows[:, :n]  # (2, n, G)
+
+    def set_tiles(self, prompt_slot):
+        """The kernel's `tiles` for slots that read these prompt slots (n,)."""
+        tile = self.kernel_shape()["TILE"]
+        table = attention.tiles_of(prompt_slot, self.prompt.shape[2], tile)
+        table = upload(table, self.device, torch.int32)
+        if self.tiles is None or table.shape != self.tiles.shape:
+            self.tiles = table
+        else:
+            self.tiles.copy_(table)  # in place: a CUDA graph reads this address
+
+    def begin_step(self, t: torch.Tensor, columns: int, same_t: bool):
+        """t (n,): the column that each slot writes now. columns: at least 1 + the largest t of an active slot.
+        same_t: t is the same in all active slots, so that no column needs to be hidden."""
+        self.t, self.columns, self.same_t = t, columns, same_t
+        self.reply = None
+        if uses_triton(self.completion):
+            return
+        self.write_at = (self.first_row + t[:, None]).view(-1)  # (2 * n * G,)
+        if not same_t:
+            later = torch.arange(columns, device=t.device) > t[:, None]  # (n, columns)
+            bias = self.bias(later).repeat_interleave(self.config.n_kv_head, 0)
+            self.completion_bias = bias[:, None]  # (n * G, 1, columns)
+
+    def begin_reply(self, slots, prompt_slots, t, lengths):
+        """The next forward reads tokens (w, R) of these slots, right-padded; all arguments are arrays (w,).
+
+        lengths: of each slot's tokens, R the largest. They go to column t[s] and those behind it. They see their
+        prompt, the columns before, and each other as far as they are not later. What padding writes is behind them: a
+        step overwrites it before anything sees it. -> columns (w, R), positions (w, R)."""
+        self.prefill_slots = None
+        t, slots, prompt_slots = (upload(values, self.device) for values in (t, slots, prompt_slots))
+        width, T_p = self.completion.shape[4], self.prompt.shape[4]
+        place = torch.arange(max(lengths), device=self.device)
+        columns = (t[:, None] + place).clamp_(max=width - 1)
+        prompt_lengths = self.prompt_lengths[prompt_slots, None]
+        in_prompt = torch.arange(T_p, device=self.device) < prompt_lengths  # (w, T_p)
+        earlier = torch.arange(width, device=self.device) <= columns[..., None]  # (w, R, T_c)
+        sees = torch.cat([in_prompt[:, None].expand(-1, len(place), -1), earlier], 2)
+        self.reply = slots, prompt_slots, columns, sees[:, None]
+        return columns, prompt_lengths + columns
+
+    def attend_reply(self, layer: int, q, k, v, rotary):
+        """q (w, H, R, D), k and v (w, G, R, D) -> (w, H, R, D). Writes the keys and values of the reply."""
+        slots, prompt_slots, columns, sees = self.reply
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        completion = self.completion[layer]
+        new = torch.stack([k, v]).permute(1, 3, 0, 2, 4)  # (w, R, 2, G, D)
+        completion[:, slots[:, None], :, columns] = new.to(self.dtype)
+        k, v = torch.cat([self.prompt[layer][:, prompt_slots], completion[:, slots]], 3)
+        if kind_of(q) == "cuda":  # its fused attention with a mask does not share heads
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q.to(self.dtype), k, v, attn_mask=sees, enable_gqa=True)
+
+    def attend(self, layer: int, q, k, v, rotary=None):
+        """q (n, H, 1, D), k and v (n, G, 1, D), rotary's cos and sin (n, 1, 1, D) -> (n, H, 1, D).
+
+        One softmax over the prompt and the completion of each slot."""
+        if self.reply is not None:
+            return self.attend_reply(layer, q, k, v, rotary)
+        if uses_triton(self.completion):
+            return self.attend_triton(layer, q, k, v, rotary)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        n, H, _, D = q.shape
+        new = torch.stack([k, v]).view(-1, D).to(self.dtype)
+        self.completion[layer].view(-1, D).index_copy_(0, self.write_at, new)
+        # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. In bfloat16 it was 2.5e-4.
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        with nullcontext() if dtype == self.dtype else torch.autocast(q.device.type, enabled=False):
+            q = q.reshape(-1, H // self.config.n_kv_head, D).to(dtype) * D**-0.5  # (n * G, R, D)
+            y = self.attend_torch(layer, q)
+        return y.view(n, H, 1, D).to(self.dtype)
+
+    def attend_torch(self, layer: int, q):
+        """q (n * G, R, D) -> the same."""
+        prompt = self.prompt[layer, :, self.prompts_in_use]
+        _, P, G, T_p, D = prompt.shape
+        R = q.shape[1]
+        prompt_k, prompt_v = prompt.flatten(1, 2).to(q.dtype)  # (P * G, T_p, D) each
+        completion = self.completion[layer, :, : len(self.t), :, : self.columns]
+        k, v = completion.flatten(1, 2).to(q.dtype)  # (n * G, columns, D) each
+        scores = q @ k.mT  # (n * G, R, columns)
+        if not self.same_t:
+            scores += self.completion_bias
+        q_by_prompt = q[self.pair_of_entry].view(P * G, -1, D)  # (P * G, most * R, D)
+        prompt_scores = q_by_prompt @ prompt_k.mT  # (P * G, most * R, T_p)
+        if self.ragged:
+            prompt_scores.view(P, -1, T_p).add_(self.prompt_bias[self.prompts_in_use])
+        prompt_scores = prompt_scores.view(-1, R, T_p)[self.entry_of_pair]  # (n * G, R, T_p)
+        weights = torch.softmax(torch.cat([prompt_scores, scores], -1), -1)
+        prompt_weights = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p)
+        y = (prompt_weights @ prompt_v).view(-1, R, D)[self.entry_of_pair]  # (n * G, R, D)
+        return torch.baddbmm(y, weights[..., T_p:], v)
+
+    def kernel_shape(self) -> dict:
+        c = self.config
+        return attention.kernel_shape(
+            c.n_head, c.n_kv_head, c.head_size, self.dtype.itemsize, self.group_size
+        )
+
+    def attend_triton(self, layer: int, q, k, v, rotary):
+        """`attend` by one kernel. All that it writes to is allocated here, except `counters`, which are 0 between
+        launches and stay where they are."""
+        n, H, _, D = q.shape
+        G = self.config.n_kv_head
+        T_p, T_c = self.prompt.shape[4], self.completion.shape[4]
+        shape = self.kernel_shape()
+        lines = -(-n // shape["TILE"])
+        prompt_splits, prompt_chunk = attention.split_columns(T_p, lines * G, shape["N"])
+        splits, chunk = attention.split_columns(T_c, n * G, shape["N"])
+        parts = torch.empty(prompt_splits + splits, n, H, D, dtype=torch.float32, device=q.device)
+        tops = parts.new_empty(parts.shape[:3])
+        totals = parts.new_empty(parts.shape[:3])
+        y = torch.empty(n, H, 1, D, dtype=self.dtype, device=q.device)
+        if nothing_to_do(q):
+            return y
+        cos, sin = rotary or (q, q)  # pointers that are not read
+        prompt_programs = len(self.tiles) * G * prompt_splits
+        with torch.cuda.device_of(q):
+            attention.attend_kernel[(prompt_programs + n * G * splits,)](
+                q,
+                k,
+                v,
+                cos,
+                sin,
+                *q.stride()[:2],
+                *k.stride()[:2],
+                *v.stride()[:2],
+                *self.prompt[layer],
+                self.tiles,
+                self.prompt_lengths,
+                *self.completion[layer],
+                self.t,
+                parts,
+                tops,
+                totals,
+                self.counters,
+                y,
+                D**-0.5 * LOG2_OF_E,
+                n,
+                T_p,
+                T_c,
+                H,
+                G,
+                D,
+                prompt_programs,
+                prompt_splits,
+                prompt_chunk,
+                splits,
+                chunk,
+                **shape,
+                ROTARY=rotary is not None,
+                maxnreg=attention.REGISTERS,
+            )
+        return y

@@ -1,0 +1,140 @@
+"""How snug uses a CPU: the faster library for float32 products, and cores that it shares with other processes.
+
+    fast_products, linear   float32 products run on oneDNN where it is faster
+    share_cores             OpenMP's threads spin only while no other process wants their cores
+
+Left out: how many threads there are (OMP_NUM_THREADS). Tests: tests/test_cpu.py.
+"""
+
+import atexit
+import resource
+import threading
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from snug.device.kinds import is_planned
+
+# Multiplications of a large product: 0.2 ms of a core with MKL. oneDNN compiles code for each new shape in 0.3 ms.
+LARGE = 2**23
+EXACT = 1e-5  # largest relative error of a float32 product; rounded to bfloat16 it has 2e-3
+# How often a second another process takes a core from us. Alone it is about 20, beside a busy process 200.
+PREEMPTED = 100
+
+
+@contextmanager
+def fast_products(x):
+    """A context in which float32 products on a CPU run on oneDNN.
+
+    It is twice as fast as MKL on AMD's processors with AVX-512. torch uses it only if float32 products may be rounded
+    to bfloat16. oneDNN does that on processors with AMX or ARM's bfloat16, where `stays_float32` says no. Leave
+    F.scaled_dot_product_attention outside: its many small products would be four times slower. It does nothing if x is
+    on another device or a planner's tensor.
+    """
+    if x.device.type != "cpu" or is_planned(x) or not stays_float32():
+        yield
+        return
+    allow_bfloat16(True)
+    try:
+        yield
+    finally:
+        allow_bfloat16(False)
+
+
+def allow_bfloat16(allowed: bool):
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if allowed else "none"
+
+
+@cache
+def stays_float32() -> bool:
+    """Is a float32 product by oneDNN as exact on this processor as float32 is? Tries one."""
+    a, b = (torch.sin(torch.arange(128.0 * 128) * step).view(128, 128) for step in (1.1, 1.7))
+    allow_bfloat16(True)
+    try:
+        product = a @ b
+    finally:
+        allow_bfloat16(False)
+    exact = a.double() @ b.double()
+    return bool((product - exact).norm() < EXACT * exact.norm())
+
+
+def linear(x, weight, bias=None):
+    """F.linear, by fast products if large: x (..., in), weight (out, in), bias (out,) -> (..., out)."""
+    on_cpu = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    if not on_cpu or x.numel() * len(weight) < LARGE:
+        return F.linear(x, weight, bias)
+    return Linear.apply(x, weight, bias)
+
+
+class Linear(torch.autograd.Function):
+    """y = x W^T + b; saved: x and W, as F.linear does. Backward: dx = dy W, dW = dy^T x, db = the sum of dy."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        with fast_products(x):
+            return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        rows = dy.flatten(0, -2)
+        with fast_products(x):
+            dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+            dweight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+@cache
+def share_cores():
+    """Start the thread that watches whether other processes want our cores. Later calls do nothing.
+
+    The thread and its idle team end before the interpreter does. A thread in a torch operation would abort the process.
+    """
+    atexit.register(Background(watch).end)
+
+
+def watch(over: threading.Event):
+    """Until `over`, keep an idle team of OpenMP threads while we are preempted often.
+
+    A thread that has done its share of an operation waits for the others. libgomp, which torch uses on Linux, lets it
+    spin for milliseconds: the fastest way if every thread has a core. If another process has one of the cores, the
+    waiting thread burns the time that the others need, and an iteration takes 4 to 10 times as long. libgomp spins 300
+    times shorter while the process has more OpenMP threads than cores. The threads of the idle team count.
+    """
+    team, before = None, preemptions()
+    while not over.wait(1.0):
+        now = preemptions()
+        crowded, before = now - before > PREEMPTED, now
+        if crowded and team is None:
+            team = Background(idle)
+        elif not crowded and team is not None:
+            team.end()
+            team = None
+    if team is not None:
+        team.end()
+
+
+def preemptions() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def idle(over: threading.Event):
+    """Make OpenMP threads that wait. They belong to the thread that ran an operation, and end with it."""
+    torch.zeros(2**20).add_(1)  # large enough for a team
+    over.wait()
+
+
+class Background:
+    """A thread that runs work(over) until `end` sets the event `over`."""
+
+    def __init__(self, work):
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=work, args=(self.over,), daemon=True)
+        self.thread.start()
+
+    def end(self):
+        self.over.set()
+        self.thread.join()

@@ -1,0 +1,203 @@
+"""Tensors in host memory, and copies from the device to the host and back.
+
+`HOST` counts them, on a CPU too, where "device" and "host" are the same chips. So a CPU can count what an option saves
+on a GPU. A planner's fake tensors are counted by the planner's ledger.
+
+Three users copy beside compute, each in the order in which it needs the tensors: the reference's blocks (below), the
+inputs of blocks (snug/kernels/layers.py), and the optimizer's state and gradients (training/optimizer.py).
+"""
+
+import math
+import mmap
+import os
+import weakref
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from snug.device.kinds import MIB, planning_mode
+from snug.device.streams import aside
+from snug.options import SnugError
+
+UNUSED = []  # (address, pages) of freed tensors whose pages are still pinned
+
+
+class Ledger:
+    """Live storages: their bytes, and the most there have been since `reset_peak`."""
+
+    def __init__(self):
+        super().__init__()
+        self.current = self.peak = 0
+        self.sizes = {}  # id of a storage -> (weak reference, bytes)
+
+    def follow(self, tensor: torch.Tensor):
+        """Count the storage of a tensor, once, for as long as it lives."""
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self.sizes:
+            reference, before = self.sizes[key]
+            self.sizes[key] = (reference, size)  # it may have been resized in place
+            self.current += size - before
+        else:
+            self.sizes[key] = (weakref.ref(storage, lambda _: self.forget(key)), size)
+            self.current += size
+            self.created(key, tensor, size)
+        self.peak = max(self.peak, self.current)
+
+    def created(self, key, tensor, size):
+        """Called for each new storage; the planner overrides it."""
+
+    def forget(self, key):
+        # Two statements: during `pop` another thread may forget another storage.
+        size = self.sizes.pop(key)[1]
+        self.current -= size
+
+    def reset_peak(self):
+        self.peak = self.current
+
+
+class HostLedger(Ledger):
+    making = False  # True while a host tensor is made: LiveBytes must not count it as the device's
+
+
+HOST = HostLedger()
+
+
+def available_on_host() -> int:
+    """Bytes that the host can still give, or this process's container (cgroup v2), whichever is less."""
+    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if meminfo.exists():
+        kib = dict(line.split()[:2] for line in meminfo.read_text().splitlines())["MemAvailable:"]
+        free = 1024 * int(kib)
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        left = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # no container, or "max": no limit
+        return free
+    return max(0, min(free, left))
+
+
+def new_on_host(
+    like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool = False, device=None
+) -> torch.Tensor:
+    """An empty tensor in host memory of the shape of `like`; pinned, for fast copies, if `like` is pinned or `device`,
+    default its own, is CUDA.
+
+    keep: it is large and lives long. Then pages are mapped for it and pinned in place. PyTorch's allocator of pinned
+    memory rounds every block up to a power of two, at worst twice the bytes, and torch 2.11 cannot turn that off.
+    Raises SnugError if the pages cannot be pinned.
+    """
+    mode, dtype = planning_mode(like), dtype or like.dtype
+    ledger = mode.host if mode else HOST
+    pin = (device or like.device).type == "cuda" or like.is_pinned()
+    ledger.making = True
+    try:
+        if pin and keep and math.prod(like.shape) * dtype.itemsize >= MIB:
+            tensor = pinned_in_place(like.shape, dtype)
+        else:
+            tensor = torch.empty(like.shape, dtype=dtype, pin_memory=pin)
+    finally:
+        ledger.making = False
+    ledger.follow(tensor)
+    return tensor
+
+
+def pinned_in_place(shape, dtype) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A reward function may fork this process. The kernel would copy all pinned pages, which no fork needs.
+    pages.madvise(mmap.MADV_DONTFORK)
+    tensor = torch.frombuffer(pages, dtype=dtype).view(shape)
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
+    except RuntimeError as error:
+        raise SnugError(
+            f"the host cannot pin {size / MIB:.0f} MiB for copies to the device: {error}; "
+            "keep less on the host (reference, optimizer_device, grad_offload), or give it more memory"
+        ) from None
+    weakref.finalize(tensor.untyped_storage(), unpin, tensor.data_ptr(), pages)  # at exit too
+    return tensor
+
+
+def unpin(address, pages):
+    """Called when a tensor is freed. While a CUDA graph is recorded the host must not wait: then the next call unpins.
+
+    PyTorch's allocator does not know this memory, so nobody else waits for the copies that are under way.
+    """
+    UNUSED.append((address, pages))
+    if torch.cuda.is_current_stream_capturing():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:  # the device has failed: that error ends the run, and the driver unpins
+        return
+    while UNUSED:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(UNUSED[-1][0]))
+        UNUSED.pop()
+
+
+def fetch(module, device):
+    """Begin to copy a module's weights from the host to the device. Compute may use them after `module.arrival.wait()`.
+
+    They stay until `unload`. Does nothing if they are on the device or on their way.
+    """
+    if hasattr(module, "arrival"):
+        return
+    weights = [torch.empty_like(p, device=device) for p in module.parameters()]
+    with aside(device, to="device") as module.arrival:
+        for p, weight in zip(module.parameters(), weights, strict=True):
+            p.host, p.data = p.data, weight
+            weight.copy_(p.host, non_blocking=True)
+
+
+def unload(module):
+    if hasattr(module, "arrival"):
+        module.arrival.wait()
+        for p in module.parameters():
+            p.data = p.host
+            del p.host
+        del module.arrival
+
+
+def stream_from_host(model, blocks, device, at_home=None):
+    """Keep a frozen model's weights on the host. `blocks`, a ModuleList in it, are on the device while they run.
+
+    They run in this order, and again from the first. While one runs, the weights of the next are on their way: two
+    blocks are on the device at once. The other weights are on the device inside `borrowed`: run the model only there.
+    at_home: a module that runs on the host, such as an embedding that is not the head.
+    """
+    for p in model.parameters():
+        p.data = new_on_host(p, keep=True, device=device).copy_(p.data, non_blocking=True)
+    for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
+        block.register_forward_pre_hook(partial(arrive, following, device))
+        block.register_forward_hook(lambda block, *_: unload(block))
+    outside = [module for module in model.children() if module not in (blocks, at_home)]
+    model.streamed, model.runs_on = outside, device
+
+
+def arrive(following, device, block, _):
+    fetch(block, device)
+    block.arrival.wait()
+    fetch(following, device)
+
+
+@contextmanager
+def borrowed(model):
+    """Put it around forwards of a model that `stream_from_host` keeps on the host. Does nothing for other models."""
+    outside = getattr(model, "streamed", None)
+    if outside is None:
+        yield
+        return
+    try:
+        for module in outside:
+            fetch(module, model.runs_on)
+        for module in outside:
+            module.arrival.wait()
+        yield
+    finally:
+        # Blocks too: the one that was fetched last, or those of a forward that ran out of memory.
+        for module in model.modules():
+            unload(module)

@@ -1,0 +1,84 @@
+"""The device of a run: what it must have, torch's switches for it, and what a user should know about it.
+
+Left out: how its memory is counted and filled (memory/), what runs on it (kernels/).
+"""
+
+from dataclasses import replace
+
+import torch
+
+from snug.device.cpu import share_cores, stays_float32
+from snug.options import SnugError, first_line
+
+
+def pick_device(name: str, tf32: bool = False) -> torch.device:
+    """ "auto" is CUDA if torch can use a GPU, else the CPU. tf32: the option. Raises SnugError if it cannot be used."""
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(auto if name == "auto" else name)
+    except RuntimeError as error:
+        raise SnugError(f"device={name!r}: {first_line(error)}") from None
+    if device.type == "cpu":
+        stays_float32()  # looks now, not in the middle of something that is measured
+        share_cores()
+        return device
+    if device.type != "cuda":
+        raise SnugError(f"device={name!r}: snug runs on cpu and cuda")
+    try:
+        torch.cuda.init()  # says why it cannot, and makes the allocator's counters
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise SnugError(
+                f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0"
+            )
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device).add_(1)
+    except (RuntimeError, AssertionError) as error:
+        # There is no GPU, the driver is old, another process has the GPU, or torch has no kernel for it.
+        raise SnugError(
+            f"device={name!r}: {first_line(error)}; use another device, or --device=cpu"
+        ) from None
+    configure_cuda(tf32)
+    return device
+
+
+def configure_cuda(tf32: bool):
+    """torch's switches for products and attention."""
+    products = torch.backends.cuda.matmul
+    # torch's older name: libraries could not read it any more after the newer one, fp32_precision="tf32".
+    products.allow_tf32 = tf32
+    # A product of few rows is a sum of partial sums. If these are rounded to bfloat16, the sampler, which has few rows,
+    # differs more from the trainer.
+    products.allow_bf16_reduced_precision_reduction = False
+    # On Hopper and Blackwell torch prefers cuDNN's attention in bfloat16. It builds a plan for every new shape, which
+    # takes 0.05 to 1 s, and keeps all plans in host memory. Flash attention, the next in line, needs no plans.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def with_dtype(settings, kind: str):
+    """-> settings with a dtype in place of "auto". kind: "cuda" or "cpu". A planned GPU has bfloat16."""
+    if settings.dtype != "auto":
+        return settings
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    fast = kind == "cuda" and not old
+    return replace(settings, dtype="bfloat16" if fast else settings.param_dtype)
+
+
+def notes(device: torch.device, settings) -> list[str]:
+    """Lines for a run's log: what its GPU cannot do in settings.dtype, or could do faster."""
+    if device.type != "cuda":
+        return []
+    major, minor = torch.cuda.get_device_capability(device)
+    gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+    if settings.dtype == "bfloat16" and major < 8:
+        return [
+            f"warning: {gpu} has neither bfloat16 units nor fused attention in bfloat16: "
+            "attention's memory grows with the square of the length, which --plan does not count; "
+            "use --dtype=float32 --param_dtype=float32"
+        ]
+    if settings.dtype == "float32" and major >= 8 and not settings.tf32:
+        return [
+            f"hint: on {gpu} --tf32=true multiplies float32 on tensor cores, faster, "
+            "with relative errors near 1e-3 instead of 1e-7"
+        ]
+    return []

@@ -1,0 +1,84 @@
+"""Triton: when kernels run, and the kernels of the model and the optimizer.
+
+A kernel writes into tensors that its caller allocated, so the meter and the planner see every tensor. On tensors
+without data it is not launched. Each kernel has a twin in plain torch: tests compare the two, and the twin runs where
+no kernel can. Kernels use exp2 and log2, because the hardware has instructions for them.
+
+swiglu, rotary, adamw: one operation each. segments, flash: attention of packed groups. nf4: matrices in 4 bits.
+
+Left out: the kernels of log-probs (snug/logprobs/kernels.py), decode attention and drawing (decoding/).
+Test: pytest tests/test_kernels.py
+"""
+
+import sys
+from functools import cache
+
+import torch
+
+from snug.device.kinds import is_planned, kind_of
+from snug.memory.ledger import COMPONENTS
+from snug.options import first_line
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # plain torch does everything
+    triton = None
+
+COMPONENTS[__name__] = "activations"
+# Below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0.
+LOWEST = -1e30
+LOG2_OF_E = 1.4426950408889634
+
+if triton is not None:
+    LOG2E = tl.constexpr(LOG2_OF_E)
+    LN2 = tl.constexpr(0.6931471805599453)
+    LOW = tl.constexpr(LOWEST)
+
+    @triton.jit
+    def smallest_kernel(n):
+        pass
+
+
+def uses_triton(tensor: torch.Tensor) -> bool:
+    """Kernels run on CUDA, on a planner's fake CUDA tensors, and in Triton's interpreter; not in float64."""
+    if triton is None or tensor.dtype == torch.float64:
+        return False
+    return triton.knobs.runtime.interpret or kind_of(tensor) == "cuda" and not why_no_kernels()
+
+
+@cache
+def why_no_kernels() -> str:
+    """Why kernels cannot run on this machine's GPU, and what may be missing; "" if they can, or without a GPU.
+
+    Runs an empty kernel: before its first kernel Triton builds a launcher, with a C compiler and Python's headers.
+    """
+    if triton is None:
+        return "Triton is missing (pip install triton)"
+    if not torch.cuda.is_available():
+        return ""
+    try:
+        smallest_kernel[(1,)](1)
+        return ""
+    except Exception as error:  # whatever it is, plain torch runs instead
+        advice = "Triton needs a C compiler and Python's headers: apt install gcc python3-dev"
+        return f"{type(error).__name__}: {first_line(error)} ({advice})"
+
+
+def warn_without_kernels():
+    """Print a warning if this machine has a GPU and its kernels cannot run."""
+    if why := why_no_kernels():
+        print(
+            f"warning: kernels are off, sampling has no CUDA graphs, all is slower: {why}",
+            file=sys.stderr,
+        )
+
+
+def has_tensor_cores(device: torch.device) -> bool:
+    """Has the device tensor cores for bfloat16? Ampere and later have."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def nothing_to_do(tensor: torch.Tensor) -> bool:
+    """Has the tensor no data, because it is empty or a planner's?"""
+    return is_planned(tensor) or tensor.is_meta or not tensor.numel()

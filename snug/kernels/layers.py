@@ -1,0 +1,166 @@
+"""Layers that keep fewer bytes than PyTorch's: linear layers that add, the CPU's RMS norm, the embedding; offloaded
+block inputs.
+
+Test: pytest tests/test_model.py tests/test_layer_kernels.py
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from snug.device import cpu
+from snug.device.host import new_on_host
+from snug.device.kinds import kind_of
+from snug.device.streams import aside
+from snug.kernels.nf4 import NF4, NF4Linear, product, takes_product
+from snug.memory.ledger import component
+
+
+class Linear(nn.Linear):
+    """A linear layer that can add its product to a residual."""
+
+    def forward(self, x, residual=None):
+        """x (..., in), residual (..., out) or None -> (..., out). Without gradients it may overwrite the residual."""
+        if takes_product(x, self.weight):
+            return product(x, self.weight, self.bias, residual)
+        if isinstance(self.weight, NF4):
+            y = NF4Linear.apply(x, self.weight, self.bias)
+            return y if residual is None else residual + y
+        if residual is None:
+            return cpu.linear(x, self.weight, self.bias)
+        same = x.dtype == residual.dtype == self.weight.dtype  # not under autocast
+        if kind_of(x) != "cuda" or self.bias is not None or not same:
+            return residual + cpu.linear(x, self.weight, self.bias)
+        # On CUDA the product adds, and rounds once. With gradients it adds to a copy, as the norm keeps the residual.
+        addmm = torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
+        return addmm(residual.flatten(0, -2), x.flatten(0, -2), self.weight.t()).view_as(residual)
+
+
+@torch.no_grad()
+def hold_in_nf4(model: nn.Module, device, empty: bool = False, double: bool = True):
+    """Hold the weights of all `Linear` layers in NF4, on `device`. empty: without values, to load.
+
+    double: quantize the scales, too.
+    """
+    for layer in model.modules():
+        if isinstance(layer, Linear) and not isinstance(layer.weight, NF4):
+            weight = layer.weight
+            del layer.weight  # the parameter
+            layer.weight = NF4(weight.shape, device)
+            if not empty:
+                layer.weight.copy_(weight, double=double)
+
+
+class RMSNorm(nn.RMSNorm):
+    """CUDA has a fused kernel. Elsewhere PyTorch saves several float32 copies of x for backward, LeanRMSNorm only x."""
+
+    def forward(self, x):
+        if x.is_cuda or x.dtype == torch.float64:
+            # x and the weight in one type: for two there is no fused kernel, and autocast would return float32.
+            with torch.autocast(x.device.type, enabled=False):
+                return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return LeanRMSNorm.apply(x, self.weight, self.eps)
+
+
+class LeanRMSNorm(torch.autograd.Function):
+    """y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps), in float32; saved: x and rstd (..., 1)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        x32 = x.float()
+        rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return (x32 * rstd * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        unit, dy = x.float() * rstd, dy.float()
+        dweight = (dy * unit).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        dy = dy * weight
+        dx = (dy - unit * (dy * unit).mean(-1, keepdim=True)).mul_(rstd)
+        return dx.to(x.dtype), None if dweight is None else dweight.to(weight.dtype), None
+
+
+class Embed(torch.autograd.Function):
+    """F.embedding whose backward adds to weight.grad itself, only the rows of its tokens: no second (V, C) buffer.
+
+    Hooks on the weight's gradient do not fire for it. A token's gradients are summed in float32 and rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(tokens)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @component("gradients")
+    def backward(ctx, dx):
+        (tokens,), weight = ctx.saved_tensors, ctx.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        ids, order = tokens.flatten().sort()  # tokens 7 3 7: ids 3 7 7
+        # The bin of each token: 0 1 1
+        bins = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])
+        dx = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))
+        # There are as many bins as tokens; some may be empty. This operation adds in a fixed order.
+        sums = torch.ops.aten.embedding_dense_backward(dx, bins, len(ids), -1, False)
+        # Empty bins add zeros, each to another row of the weight.
+        rows = torch.arange(len(ids), device=ids.device) % len(weight)
+        rows.index_copy_(0, bins, ids)  # 3 7 2
+        weight.grad.index_add_(0, rows, sums.to(weight.dtype))
+        return None, None
+
+
+class BlockInputs:
+    """The inputs of the blocks in one forward, in host memory until backward. Make a new object for each forward."""
+
+    def __init__(self):
+        self.latest = None
+
+    def hooks(self, x):
+        """saved_tensors_hooks for the block with input x. Other saved tensors (rotary tables) stay on the device."""
+        storage = id(x.untyped_storage())
+
+        def pack(tensor):
+            if id(tensor.untyped_storage()) != storage:
+                return tensor
+            self.latest = BlockInput(tensor.detach(), self.latest)
+            return self.latest
+
+        return pack, lambda packed: packed.take() if isinstance(packed, BlockInput) else packed
+
+
+@component("block inputs")
+class BlockInput:
+    """One block's input: a copy on the host, and the tensor on the device while it is going or coming.
+
+    It is copied to the host while its block runs, and freed on the device when the next block begins. Backward begins
+    with the last block, whose input has not left. While a block runs backward, the input of the block before it is
+    fetched: two are on the device at once. torch.autograd.graph.save_on_cpu would wait for each copy.
+    """
+
+    def __init__(self, tensor, before):
+        """before: the BlockInput of the block before."""
+        self.tensor, self.before, self.device = tensor, before, tensor.device
+        self.host = new_on_host(tensor)
+        if before is not None:
+            before.copied.wait()
+            before.tensor = None
+        with aside(self.device, to="host") as self.copied:
+            self.host.copy_(tensor, non_blocking=True)
+
+    def fetch(self):
+        if self.tensor is None:
+            self.tensor = torch.empty_like(self.host, device=self.device)
+            with aside(self.device, to="device") as self.copied:
+                self.tensor.copy_(self.host, non_blocking=True)
+
+    def take(self):
+        self.fetch()
+        self.copied.wait()
+        if self.before is not None:
+            self.before.fetch()
+        tensor, self.tensor = self.tensor, None
+        return tensor

@@ -1,0 +1,382 @@
+"""NF4, QLoRA's 4-bit type (Dettmers et al. 2023, arXiv 2305.14314), value for value as bitsandbytes has it.
+
+    quantize        a matrix -> codes and scales          NF4         a layer's weight, in such parts
+    dequantize      the other way, TABLE[code] * scale    NF4Linear   the product: W is there only while it is used
+    product         of few rows, by a Triton kernel that reads W as 4 bits
+
+The row-major values are cut into blocks of 64. A block has a scale, its largest absolute value, and each value divided
+by it becomes the code of the nearest of 16 numbers, the quantiles of a normal distribution. Double quantization: the
+scales, less their mean, are cut into blocks of 256, and become 8-bit codes of the same kind. Bits a value:
+4 + 8 / 64 + 32 / (64 * 256) = 4.127; without double quantization 4.5.
+
+We choose the nearest number, as bitsandbytes' kernels for any device do. Its CPU kernel for scales first rounds to
+multiples of 2^-15, so one scale in 500 gets a neighbour's code there. What is quantized already is read bit for bit.
+
+A decode step has few rows and reads all weights. Through a dequantized W it moves 4.5 bytes a weight, by `product` 0.5.
+
+Left out: FP4, other block sizes. Test: pytest tests/test_nf4.py
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from snug.device.cpu import linear
+from snug.kernels import has_tensor_cores, nothing_to_do, triton, uses_triton
+from snug.memory.ledger import COMPONENTS, component
+
+COMPONENTS[__name__] = "weights"
+BLOCK, SCALE_BLOCK = 64, 256
+TABLE = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
+TABLE += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
+TABLE += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
+TABLE += [0.7229568362236023, 1.0]
+PIECE = 2**14  # blocks that plain torch takes at a time; to dequantize a value takes 6 bytes meanwhile
+ROWS = 16  # blocks of a kernel's program: 8 values a lane
+FEW = 128  # rows of x for `product`: for more, tensor cores make up for a dequantized W
+# Of `product`, two for each of an H200's 132 multiprocessors: with fewer tiles, W's rows are split among programs.
+PROGRAMS = 264
+
+if triton is not None:
+    import triton.language as tl
+
+    @triton.jit
+    def dequantize_kernel(
+        codes, scales, scale_map, scale_scales, offset, pairs, out, blocks, ROWS: tl.constexpr
+    ):
+        """One program per ROWS blocks of 64 values. A lane reads 4 bytes of codes and writes 8 values side by side.
+
+        Code i's number is the second of pairs[i]: all 16 are in a line of the first cache. scale_map stays there, too.
+        """
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = row < blocks
+        scale = scale_of(scales, scale_map, scale_scales, offset, row, mask)
+        row, mask = row[:, None], mask[:, None]
+        byte = tl.load(codes + row * 32 + tl.arange(0, 32), mask)
+        # What lanes beyond the end have is below 16, too.
+        code = tl.join(byte // 16, byte % 16).reshape(ROWS, 64)
+        values = tl.load(pairs + code * 2 + 1) * scale[:, None]
+        tl.store(out + row * 64 + tl.arange(0, 64), values.to(out.dtype.element_ty), mask)
+
+    @triton.jit
+    def scale_of(scales, scale_map, scale_scales, offset, block, mask):
+        scale = tl.load(scales + block, mask)
+        if offset is not None:
+            of_block = tl.load(scale_scales + block // 256, mask)
+            scale = tl.load(scale_map + scale) * of_block + tl.load(offset)
+        return scale
+
+    @triton.jit(do_not_specialize=["n", "start", "chunk"])
+    def product_kernel(
+        x,
+        codes,
+        scales,
+        scale_map,
+        scale_scales,
+        offset,
+        pairs,
+        bias,
+        residual,
+        h,
+        B,
+        alpha,
+        parts,
+        counters,
+        y,
+        n,
+        start,
+        rows,
+        all_rows,
+        columns,
+        rank,
+        splits,
+        chunk,
+        M: tl.constexpr,
+        ROWS: tl.constexpr,
+        RANK: tl.constexpr,
+    ):
+        """One program per ROWS rows of W, M rows of x, and `chunk` blocks of W's rows. codes are of `rows` rows of W,
+        from `start` on.
+
+        A byte has two columns of W, an even and an odd one: each meets its own of x, in two products. The bytes of the
+        next block are read before this block's product. The parts of a sum are joined as in snug/decoding/attention.py.
+        """
+        tile, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        row, m = tile * ROWS + tl.arange(0, ROWS), batch * M + tl.arange(0, M)
+        in_w, in_x = row < rows, m < n
+        block = split * chunk
+        end = tl.minimum(block + chunk, columns // 64)
+        place = row.to(tl.int64) * (columns // 64) + block
+        x += m[:, None] * columns + tl.arange(0, 64)
+        codes += place[:, None] * 32 + tl.arange(0, 32)
+        total = tl.zeros([ROWS, M], tl.float32)
+        byte = tl.load(codes, in_w[:, None])
+        scale = scale_of(scales, scale_map, scale_scales, offset, place, in_w)
+        for i in range(block, end):
+            even, odd = tl.split(tl.load(x + i * 64, in_x[:, None]).reshape(M, 32, 2))
+            more = in_w & (i + 1 < end)
+            codes += 32
+            place += 1
+            next_byte = tl.load(codes, more[:, None])
+            next_scale = scale_of(scales, scale_map, scale_scales, offset, place, more)
+            high = tl.load(pairs + byte // 16 * 2 + 1) * scale[:, None]
+            low = tl.load(pairs + byte % 16 * 2 + 1) * scale[:, None]
+            total = tl.dot(high.to(even.dtype), even.trans(), total)
+            total = tl.dot(low.to(odd.dtype), odd.trans(), total)
+            byte, scale = next_byte, next_scale
+        last = split == 0  # without parts
+        if splits > 1:
+            which = batch * tl.num_programs(0) + tile
+            size = tl.num_programs(0) * tl.num_programs(2) * ROWS * M
+            mine = parts + which * ROWS * M + tl.arange(0, ROWS)[:, None] * M + tl.arange(0, M)
+            tl.store(mine + split * size, total)
+            tl.debug_barrier()
+            last = tl.atomic_add(counters + which, 1, sem="acq_rel") == splits - 1
+            tl.debug_barrier()
+            if last:
+                total = tl.zeros([ROWS, M], tl.float32)
+                for _ in range(splits):
+                    total += tl.load(mine)
+                    mine += size
+                tl.store(counters + which, 0)
+        row += start
+        if B is not None:
+            r = tl.arange(0, RANK)
+            thin = tl.load(h + m[:, None] * rank + r, in_x[:, None] & (r < rank), 0.0)
+            b = tl.load(B + row[:, None] * rank + r, in_w[:, None] & (r < rank), 0.0)
+            total += alpha * tl.dot(b.to(thin.dtype), thin.trans())
+        if bias is not None:
+            total += tl.load(bias + row, in_w)[:, None]
+        at = m * all_rows + row[:, None]
+        mask = in_w[:, None] & in_x & last
+        if residual is not None:
+            total += tl.load(residual + at, mask)
+        tl.store(y + at, total.to(y.dtype.element_ty), mask)
+
+
+class Quantized(NamedTuple):
+    """A matrix of n values, a multiple of 64."""
+
+    codes: torch.Tensor  # (n / 2,) uint8; the first of two values has the upper four bits
+    scales: torch.Tensor  # (n / 64,) uint8; float32 without double quantization, which lacks the rest
+    scale_map: torch.Tensor | None = None  # (256,) float32: the number of each code of `scales`
+    scale_scales: torch.Tensor | None = None  # (n / 64 / 256,) float32, rounded up
+    offset: torch.Tensor | None = None  # () float32
+
+
+def numbers_of_nf4(device) -> torch.Tensor:
+    return torch.tensor(TABLE, dtype=torch.float32, device=device)
+
+
+def dynamic_map() -> list[float]:
+    """256 numbers, sorted: the 8-bit dynamic type (Dettmers et al. 2021, arXiv 2110.02861), by bitsandbytes' steps.
+
+    Each power of ten from 1e-6 to 1 has twice as many fractions between 0.1 and 1 as the one before.
+    """
+    numbers = [0.0, 1.0]
+    for i in range(7):
+        bounds = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
+        means = 10.0 ** (i - 6) * ((bounds[:-1] + bounds[1:]) / 2)
+        numbers += [*means.tolist(), *(-means).tolist()]
+    return sorted(numbers)
+
+
+DYNAMIC_MAP = dynamic_map()  # once: on tensors without data it takes long
+
+
+def blockwise(values, numbers, size):
+    """values (n,), sorted numbers (k,) -> codes (n,) uint8 of the nearest numbers, scales (n / size,) float32.
+
+    In pieces: of a whole matrix float32 values and int32 codes would take four times its bytes in bfloat16 and more.
+    The pieces are large because a plan does this, too, and takes as long for a small one.
+    """
+    codes, scales = [], []
+    for piece in values.split(8 * PIECE * size):
+        blocks = F.pad(piece.float(), (0, -len(piece) % size)).view(-1, size)
+        scale = blocks.abs().amax(-1)
+        unit = blocks * (1 / scale.clamp(min=1e-38))[:, None]
+        code = torch.bucketize(unit.flatten(), (numbers[:-1] + numbers[1:]) / 2, out_int32=True)
+        codes.append(code[: len(piece)].to(torch.uint8))
+        scales.append(scale)
+    return torch.cat(codes), torch.cat(scales)
+
+
+@torch.no_grad()
+def quantize(weight: torch.Tensor, double: bool = True) -> Quantized:
+    """weight (rows, columns) -> Quantized on its device. double: quantize the scales, too. Raises ValueError."""
+    values = weight.reshape(-1)
+    if len(values) % BLOCK:
+        raise ValueError(f"{len(values)} values are no multiple of {BLOCK}")
+    codes, scales = blockwise(values, numbers_of_nf4(values.device), BLOCK)
+    codes = codes[::2] << 4 | codes[1::2]
+    if not double:
+        return Quantized(codes, scales)
+    offset, numbers = scales.mean(), scales.new_tensor(DYNAMIC_MAP)
+    scales, scale_scales = blockwise(scales - offset, numbers, SCALE_BLOCK)
+    return Quantized(codes, scales, numbers, scale_scales, offset)
+
+
+def dequantize(q: Quantized, pairs: torch.Tensor, out: torch.Tensor):
+    """Write the values into out (rows, columns). pairs (256,) int64: the two float32 of each byte."""
+    if not uses_triton(out):
+        dequantize_torch(q, pairs, out)
+    elif not nothing_to_do(out):
+        blocks = out.numel() // BLOCK
+        # The twin rounds scale * number + offset twice. A fused product, which is switched off, would round once.
+        with torch.cuda.device_of(out):
+            dequantize_kernel[(triton.cdiv(blocks, ROWS),)](
+                *q, pairs.view(torch.float32), out, blocks, ROWS, enable_fp_fusion=False
+            )
+
+
+@component("dequantized weights")
+def dequantize_torch(q, pairs, out):
+    """The kernel's twin: bit for bit the same values, piece by piece."""
+    scales = q.scales
+    if q.offset is not None:
+        scales = q.scale_map[scales.int()]
+        scales.mul_(q.scale_scales.repeat_interleave(SCALE_BLOCK)[: len(scales)]).add_(q.offset)
+    blocks = out.view(-1, BLOCK), q.codes.view(-1, BLOCK // 2), scales[:, None]
+    for piece, codes, scale in zip(*(x.split(PIECE) for x in blocks), strict=True):
+        code = codes.flatten().int()
+        piece.copy_(pairs.index_select(0, code).view(torch.float32).view_as(piece).mul_(scale))
+
+
+class NF4:
+    """A frozen matrix (rows, columns) in the place of an nn.Linear's weight. It is empty until `copy_`.
+
+    No nn.Parameter: it never trains, a checkpoint leaves it out, and `to` neither moves nor casts it. A folder has
+    several matrices where the model has one, such as q, k and v. Each is quantized by itself, as bitsandbytes does.
+    """
+
+    def __init__(self, shape, device):
+        self.shape, self.device = torch.Size(shape), torch.device(device)
+        numbers = numbers_of_nf4(device)
+        # (256,) int64: a CPU looks up one number of 8 bytes four times as fast as two of 4.
+        self.pairs = torch.cartesian_prod(numbers, numbers).view(torch.int64).flatten()
+        self.parts = {}  # first row -> Quantized
+        # Of `product`, 0 between launches
+        self.counters = torch.zeros(shape[0] // 64 + 2, dtype=torch.int32, device=device)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def copy_(self, weight: "torch.Tensor | Quantized", start: int = 0, double: bool = True):
+        """The rows from `start` on: weight (some rows, columns) quantized, or what is quantized and on the device.
+
+        -> self. Raises ValueError if the matrix has NaN or infinity.
+        """
+        if not isinstance(weight, Quantized):
+            weight = quantize(weight.to(self.device), double)
+        if not all(tensor.isfinite().all() for tensor in weight if tensor is not None):
+            raise ValueError("has NaN or infinity")
+        self.parts[start] = weight
+        return self
+
+    def by_rows(self):
+        """Yield (first row, end, Quantized) of each part."""
+        starts = sorted(self.parts)
+        for start, end in zip(starts, [*starts[1:], self.shape[0]], strict=True):
+            yield start, end, self.parts[start]
+
+    @component("dequantized weights")
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """-> a new tensor (rows, columns)"""
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        for start, end, part in self.by_rows():
+            dequantize(part, self.pairs, out[start:end])
+        return out
+
+
+def dtype_of(x) -> torch.dtype:
+    """The type of x's products: autocast's inside autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+@component("activations")
+class NF4Linear(torch.autograd.Function):
+    """y = x W^T + b, dx = dy W with a frozen W, which exists only while it is used: nothing is saved for backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        """x (..., columns), weight: an NF4, bias (rows,) or None -> (..., rows), in autocast's type inside autocast."""
+        ctx.weight = weight
+        return linear(x, weight.dequantized(dtype_of(x)), bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return linear(dy, ctx.weight.dequantized(dy.dtype).t()), None, None
+
+
+def takes_product(x, weight) -> bool:
+    """Is x W^T for `product`: without gradients, few rows, 16 bits? Without tensor cores its sums spill."""
+    if not isinstance(weight, NF4) or torch.is_grad_enabled() or not uses_triton(x):
+        return False
+    if x.is_cuda and not has_tensor_cores(x.device):
+        return False
+    few = x.numel() <= FEW * x.shape[-1]
+    return few and dtype_of(x).itemsize == 2 and x.shape[-1] % BLOCK == 0
+
+
+@component("activations")
+def product(x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha: float = 1.0) -> torch.Tensor:
+    """x W^T + b + residual + alpha h B^T -> (..., rows), in the residual's type, or `dtype_of(x)`.
+
+    x (..., columns), at most FEW rows; residual (..., rows); an adapter's h (..., rank) and B (rows, rank). Its twins
+    are NF4Linear and lora.py. It rounds W and B as they do, adds in float32 and rounds the sum once.
+    """
+    dtype, columns = dtype_of(x), weight.shape[1]
+    x = x.to(dtype).contiguous()
+    n, blocks = x.numel() // columns, columns // BLOCK
+    assert n <= FEW, f"{n} rows: there are counters for {FEW}"
+    y_dtype = dtype if residual is None else residual.dtype
+    y = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=y_dtype)
+    M = min(64, max(16, triton.next_power_of_2(n)))
+    tile, batches = max(64, 2 * M), triton.cdiv(n, M)
+    rank = 1 if B is None else B.shape[1]
+    for start, end, part in weight.by_rows():
+        tiles = triton.cdiv(end - start, tile)
+        # A program has at least 8 blocks of a row.
+        chunk = triton.cdiv(blocks, max(1, min(PROGRAMS // (tiles * batches), blocks // 8)))
+        splits = triton.cdiv(blocks, chunk)
+        parts = x.new_empty(splits if splits > 1 else 0, batches * tiles, tile, M, dtype=torch.float32)
+        if nothing_to_do(x):
+            continue
+        with torch.cuda.device_of(x):
+            product_kernel[tiles, splits, batches](
+                x,
+                *part,
+                weight.pairs.view(torch.float32),
+                bias,
+                residual,
+                h,
+                B,
+                alpha,
+                parts,
+                weight.counters,
+                y,
+                n,
+                start,
+                end - start,
+                weight.shape[0],
+                columns,
+                rank,
+                splits,
+                chunk,
+                M,
+                tile,
+                max(16, triton.next_power_of_2(rank)),
+                num_warps=tile // 16,
+                num_stages=1,
+                enable_fp_fusion=False,
+            )
+    return y
+
+
+def weights_of(model: torch.nn.Module) -> dict:
+    """{name: parameter or NF4} of all weights."""
+    layers = {f"{name}.weight": getattr(layer, "weight", None) for name, layer in model.named_modules()}
+    matrices = {name: weight for name, weight in layers.items() if isinstance(weight, NF4)}
+    return dict(model.named_parameters()) | matrices

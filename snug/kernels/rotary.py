@@ -1,0 +1,145 @@
+"""Rotary positions (Su et al. 2021): a kernel that rotates queries or keys, or rotates their gradients back.
+
+The model rotates in place, in the output of the projection. Attention reads views of it, so backward keeps no rotated
+copy. Left out: decoding's rotation, which goes into the KV cache (snug/decoding/attention.py).
+Test: pytest tests/test_layer_kernels.py
+"""
+
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from snug.kernels import nothing_to_do, triton, uses_triton
+
+if triton is not None:
+    import triton.language as tl
+    from triton.language import constexpr
+
+    @triton.jit
+    def rotary_kernel(
+        x,
+        out,
+        cos,
+        sin,
+        T,
+        heads,
+        D,
+        x_batch,
+        x_head,
+        x_time,
+        out_batch,
+        out_head,
+        out_time,
+        table_batch,
+        table_time,
+        M: constexpr,
+        DP: constexpr,
+        BACK: constexpr,
+    ):
+        """One program per token and M heads. It reads its numbers before it writes them, so `out` may be x."""
+        b = (tl.program_id(0) // T).to(tl.int64)
+        t = (tl.program_id(0) % T).to(tl.int64)
+        head = (tl.program_id(1) * M + tl.arange(0, M))[:, None].to(tl.int64)
+        d = tl.arange(0, DP)[None, :]
+        half = D // 2
+        mask = (head < heads) & (d < half)
+        angle = b * table_batch + t * table_time + d  # both halves of the table are the same
+        c = tl.load(cos + angle, d < half, 1.0)
+        s = tl.load(sin + angle, d < half, 0.0)
+        if BACK:
+            s = -s
+        x += b * x_batch + t * x_time + head * x_head + d
+        left = tl.load(x, mask, 0.0).to(tl.float32)
+        right = tl.load(x + half, mask, 0.0).to(tl.float32)
+        y = out + b * out_batch + t * out_time + head * out_head + d
+        tl.store(y, (left * c - right * s).to(out.dtype.element_ty), mask)
+        tl.store(y + half, (right * c + left * s).to(out.dtype.element_ty), mask)
+
+
+def rotary_frequencies(config, device):
+    """A GPTConfig -> radians per position (head_size / 2,), float32.
+
+    The order of operations is Hugging Face's, so that both round alike."""
+    even = torch.arange(0, config.head_size, 2, device=device, dtype=torch.float32)
+    frequency = 1.0 / config.rope_theta ** (even / config.head_size)
+    if not config.rope_original_block_size:
+        return frequency / config.rope_factor
+    wavelength = 2 * math.pi / frequency
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    kept = (config.rope_original_block_size / wavelength - low) / (high - low)
+    kept = kept.clamp(0, 1)  # 0: a long wavelength, divided by rope_factor; 1: a short one, unchanged
+    return (1 - kept) * (frequency / config.rope_factor) + kept * frequency
+
+
+def rotary_table(config, length: int, device):
+    """-> cos, sin (length, head_size), float32: RoFormer's rotation in Llama's half-split layout."""
+    position = torch.arange(length, device=device)
+    angle = position[:, None] * rotary_frequencies(config, device)  # (T, D/2)
+    angle = torch.cat([angle, angle], -1)  # (T, D)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    """x (B, H, T, D); cos, sin (B, 1, T, D) -> x with each pair (i, i + D/2) rotated by its position's angle."""
+    left, right = x.chunk(2, -1)
+    return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
+
+
+def rotate_into(out, x, cos, sin, back=False):
+    """Write x (B, heads, T, D), rotated, to `out`, which may be x. back: by the negative angles."""
+    if not uses_triton(x):
+        out.copy_(rotate(x, cos, -sin if back else sin))
+        return
+    if nothing_to_do(x):
+        return
+    B, heads, T, D = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    table = cos.expand(B, -1, -1, -1)
+    M = min(16, triton.next_power_of_2(heads))
+    with torch.cuda.device_of(x):
+        rotary_kernel[(B * T, triton.cdiv(heads, M))](
+            x,
+            out,
+            cos,
+            sin,
+            T,
+            heads,
+            D,
+            *x.stride()[:3],
+            *out.stride()[:3],
+            table.stride(0),
+            table.stride(2),
+            M=M,
+            DP=max(16, triton.next_power_of_2(D // 2)),
+            BACK=back,
+        )
+
+
+class Rotary(torch.autograd.Function):
+    """x (B, heads, T, D) -> its queries, keys and values (B, size, T, D), `sizes` heads of each.
+
+    Queries and keys are rotated in place; there may be queries alone. The operation that made x must not keep it for
+    backward; linear layers and norms do not. cos, sin (B or 1, 1, T, D)."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, sizes):
+        ctx.save_for_backward(cos, sin)
+        x = x.detach()
+        rotated = x[:, : sum(sizes[:2])]
+        rotate_into(rotated, rotated, cos, sin)
+        return x.split(sizes, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        cos, sin = ctx.saved_tensors
+        sizes = [gradient.shape[1] for gradient in gradients]
+        B, _, T, D = gradients[0].shape
+        dx = gradients[0].new_empty(B, T, sum(sizes), D).transpose(1, 2)
+        for i, (gradient, place) in enumerate(zip(gradients, dx.split(sizes, 1), strict=True)):
+            if i < 2:
+                rotate_into(place, gradient, cos, sin, back=True)
+            else:
+                place.copy_(gradient)
+        return dx, None, None, None

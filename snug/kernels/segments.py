@@ -1,0 +1,244 @@
+"""Attention of packed groups: a prompt and its k completions in one row, without padding and with the prompt once.
+
+    Segments   which tokens of the row see which
+    attend     attention by them, differentiable: Triton kernels on CUDA (flash.py), a few calls of PyTorch's attention
+               on a CPU, and F.scaled_dot_product_attention with a dense mask elsewhere. The last is the others' oracle.
+
+On a CPU a completion's attention has two parts: to its prompt and to itself. Each part is a softmax by itself; the
+logarithms of their sums tell how to join them. Backward is exact for each part if it gets the joint output and the
+joint log-sum: a probability is exp(score - joint log-sum), whatever the other part holds.
+
+Left out: prompts that share a beginning, and decoding (snug/decoding/attention.py). Test: pytest tests/test_segments.py
+"""
+
+from copy import copy
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from snug.kernels import flash, uses_triton
+from snug.kernels.flash import TILE
+
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+ALONE = 256  # tokens; longer segments are not copied into a batch
+SIMILAR = 0.75  # segments of a batch have at least this share of the longest one's tokens
+MANY = 4  # neighbours of the same length; they are a batch without a copy
+
+
+class Segments:
+    """Which token sees which in a row of T tokens: groups, each a prompt and then its completions.
+
+    A token sees its group's prompt, and its segment up to itself. A prompt with one completion is one segment. Two
+    groups, (a b | x y | z) and (c | u):
+
+        token    a b x y z c u      segments begin at 0 2 4 5
+        start    0 0 2 2 4 5 5      where the token's segment begins
+        groups   (0, 2, 5), (5, 7, 7)     a prompt's first token, its completions' first token, and the group's end
+    """
+
+    def __init__(self, groups: list[tuple[int, list[int]]], device="cpu"):
+        """groups: (length of the prompt, [lengths of its completions, perhaps 0]). A prompt has at least one token."""
+        self.groups = []
+        lengths = []
+        end = 0
+        for prompt, completions in groups:
+            if len(completions) == 1:
+                prompt, completions = prompt + completions[0], []
+            begin, middle = end, end + prompt
+            end = middle + sum(completions)
+            self.groups.append((begin, middle, end))
+            lengths += [prompt, *completions]
+        self.lengths = np.array(lengths)
+        self.begins = self.lengths.cumsum() - self.lengths
+        # The most tokens that one token sees, itself included.
+        self.longest = max(prompt + max(completions, default=0) for prompt, completions in groups)
+        self.device = torch.device(device)
+        self.kept = None
+
+    def start(self):
+        """-> (T,): where each token's segment begins."""
+        return self.begins.repeat(self.lengths)
+
+    def tiles(self):
+        """-> (n, 5): tiles of at most TILE tokens, for the kernels' programs. A tile is of one prompt, or of the
+        completions of one group.
+
+        Columns: its first token, its end, first token and end of the prompt that it sees (0, 0 for a prompt's tile),
+        and the end of the tokens that see it. Prompts come first, because the most tokens see them.
+        """
+        ends = self.begins + self.lengths
+        prompts, completions = [], []
+        for begin, middle, end in self.groups:
+            for first in range(begin, middle, TILE):
+                prompts.append((first, min(first + TILE, middle), 0, 0, end))
+            for first in range(middle, end, TILE):
+                last = min(first + TILE, end)
+                completions.append((first, last, begin, middle, ends[np.searchsorted(ends, last)]))
+        return np.array(prompts + completions)
+
+    def mask(self):
+        """-> (T, T) boolean: True where the row's token sees the column's token."""
+        start = self.start()
+        token = np.arange(len(start))
+        sees = (token >= start[:, None]) & (token <= token[:, None])
+        for begin, middle, end in self.groups:
+            sees[middle:end, begin:middle] = True
+        return torch.from_numpy(sees).to(self.device)
+
+    @cached_property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`start` and `tiles` on the device."""
+        return tuple(torch.from_numpy(table).to(self.device) for table in (self.start(), self.tiles()))
+
+    @cached_property
+    def batches(self) -> list["Batch"]:
+        """The segments in batches of about the same length."""
+        order = np.argsort(-self.lengths, kind="stable")[: np.count_nonzero(self.lengths)]
+        batches = []
+        while len(order):
+            longest = self.lengths[order[0]]
+            n = 1
+            if longest <= ALONE:
+                n = np.count_nonzero(self.lengths[order] >= SIMILAR * longest)
+            similar, order = order[:n], order[n:]
+            gaps = np.flatnonzero(np.diff(self.begins[similar]) != longest) + 1
+            alike = self.lengths[similar[-1]] == longest
+            neighbours = alike and MANY * (len(gaps) + 1) <= n
+            for numbers in np.split(similar, gaps) if neighbours else [similar]:
+                batches.append(Batch(self.begins[numbers], self.lengths[numbers]))
+        return batches
+
+    def keeping(self):
+        """-> a copy that keeps what `attend` computes first, and returns it when a checkpointed block runs again."""
+        segments = copy(self)
+        segments.kept = []
+        return segments
+
+
+class Batch:
+    """Segments of about the same length side by side, right-padded. Real tokens never attend to padding.
+
+    Neighbours of the same length are a view of the row.
+    """
+
+    def __init__(self, begins, lengths):
+        n, longest = len(begins), int(lengths.max())
+        self.shape = n, longest
+        begin = int(begins[0])
+        self.slice = None
+        if (begins == begin + longest * np.arange(n)).all() and (lengths == longest).all():
+            self.slice = slice(begin, begin + n * longest)
+        column = np.arange(longest)
+        index = begins[:, None] + np.minimum(column, lengths[:, None] - 1)  # (n, L)
+        real = (column < lengths[:, None]).ravel()
+        self.index = torch.from_numpy(index.ravel())  # (n * L,), padding repeats a segment's last token
+        self.real = torch.from_numpy(np.flatnonzero(real))
+        self.padding = torch.from_numpy(np.flatnonzero(~real))
+        self.tokens = self.index[self.real]
+
+    def take(self, x):
+        """x (1, H, T, D) or (1, H, T) -> (n, H, L, D) or (n, H, L)."""
+        if self.slice:
+            return x[0, :, self.slice].unflatten(1, self.shape).transpose(0, 1)
+        return x[0].transpose(0, 1)[self.index].unflatten(0, self.shape).transpose(1, 2)
+
+    def put(self, x, row):
+        """Write x (n, H, L, D) or (n, H, L) back to row (1, H, T, D) or (1, H, T), without the padding."""
+        if self.slice:
+            row[0, :, self.slice].unflatten(1, self.shape).copy_(x.transpose(0, 1))
+        else:
+            row[0].transpose(0, 1)[self.tokens] = x.transpose(1, 2).flatten(0, 1)[self.real]
+
+
+def attend(q, k, v, segments: Segments):
+    """q (1, H, T, D), k and v (1, G, T, D) -> (1, H, T, D). H / G query heads share a key head."""
+    if uses_triton(q) or q.device.type == "cpu":
+        return Attend.apply(q, k, v, segments)
+    return attend_dense(q, k, v, segments)
+
+
+def attend_dense(q, k, v, segments):
+    """`attend` with a mask of (T, T) booleans."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=segments.mask(), enable_gqa=grouped)
+
+
+class Attend(torch.autograd.Function):
+    """Saved: q, k, v, the output, and the logarithm of each softmax's sum, (1, H, T) float32."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, segments):
+        if segments.kept:
+            y, lse = segments.kept.pop()
+        else:
+            _, H, T, D = q.shape
+            y = q.new_empty(1, T, H, D).transpose(1, 2)
+            lse = q.new_empty(1, H, T, dtype=torch.promote_types(q.dtype, torch.float32))
+            fill = flash.forward if uses_triton(q) else forward_torch
+            fill(q, k, v, y, lse, segments)
+            if segments.kept is not None:
+                segments.kept.append((y, lse))
+        ctx.save_for_backward(q, k, v, y, lse)
+        ctx.segments = segments
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        q, k, v, y, lse = ctx.saved_tensors
+        _, _, T, D = q.shape
+        dq, dk, dv = (x.new_empty(1, T, x.shape[1], D).transpose(1, 2) for x in (q, k, v))
+        fill = flash.backward if uses_triton(q) else backward_torch
+        fill(dy, q, k, v, y, lse, dq, dk, dv, ctx.segments)
+        return dq, dk, dv, None
+
+
+def forward_torch(q, k, v, y, lse, segments):
+    """Fill y (1, H, T, D) and lse (1, H, T)."""
+    for batch in segments.batches:
+        inputs = [batch.take(x) for x in (q, k, v)]
+        y_batch, lse_batch = cpu_attention(*inputs, 0.0, True)
+        batch.put(y_batch, y)
+        batch.put(lse_batch, lse)
+    for begin, middle, end in segments.groups:
+        if middle == end:
+            continue
+        prompt, completions = slice(begin, middle), slice(middle, end)
+        y_prompt, lse_prompt = cpu_attention(q[:, :, completions], k[:, :, prompt], v[:, :, prompt])
+        lse_own = lse[:, :, completions]
+        share = torch.sigmoid(lse_prompt - lse_own)[..., None].to(y.dtype)  # of the prompt
+        y[:, :, completions].lerp_(y_prompt, share)
+        torch.logaddexp(lse_own, lse_prompt, out=lse_own)
+
+
+def backward_torch(dy, q, k, v, y, lse, dq, dk, dv, segments):
+    """Fill dq (1, H, T, D), dk and dv (1, G, T, D)."""
+    for batch in segments.batches:  # every token is in one batch
+        inputs = [batch.take(x) for x in (dy, q, k, v, y, lse)]
+        if len(batch.padding):
+            inputs[0].transpose(1, 2).flatten(0, 1)[batch.padding] = 0  # a view: `take` made a copy
+        gradients = cpu_attention_backward(*inputs, 0.0, True)
+        for gradient, row in zip(gradients, (dq, dk, dv), strict=True):
+            batch.put(gradient, row)
+    for begin, middle, end in segments.groups:
+        if middle == end:
+            continue
+        prompt, completions = slice(begin, middle), slice(middle, end)
+        dq_prompt, dk_prompt, dv_prompt = cpu_attention_backward(
+            dy[:, :, completions],
+            q[:, :, completions],
+            k[:, :, prompt],
+            v[:, :, prompt],
+            y[:, :, completions],
+            lse[:, :, completions],
+            0.0,
+            False,
+        )
+        dq[:, :, completions] += dq_prompt
+        dk[:, :, prompt] += dk_prompt
+        dv[:, :, prompt] += dv_prompt

@@ -1,0 +1,355 @@
+"""The head without all logits: hidden states in, log-probs or a loss out, a chunk of rows at a time.
+
+    head_logprobs   log-probs; backward computes each chunk's logits again
+    head_loss       a loss; while a chunk's logits exist, their gradient overwrites them
+
+With a Teacher a chunk has its logits too, and both functions also know each token's divergence from it: divergence.py.
+
+M tokens, C width, V vocabulary, m rows of a chunk. What happens to a row of logits is in rows.py.
+
+Left out: ignore_index (select the rows before), label smoothing, a vocabulary split over devices.
+Test: pytest tests/test_logprobs.py tests/test_kernels.py. Time: python bench/logprobs.py
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from snug.device.cpu import fast_products
+from snug.device.kinds import MIB, is_planned, kind_of, logits_budget
+from snug.kernels import has_tensor_cores, nothing_to_do, uses_triton
+from snug.logprobs.divergence import Teacher, divergence_rows
+from snug.logprobs.rows import (
+    SCRATCH,
+    Options,
+    accumulator,
+    backward_rows,
+    check,
+    forward_rows,
+    new_rows,
+    new_scratch,
+    slabs,
+)
+from snug.memory.ledger import component
+
+ALREADY_ADDED = (  # CUDA takes 254 characters
+    "head_loss has already added its gradient to weight.grad, so it cannot multiply it by another number than 1: "
+    "scale inside token_loss, or pass weight.view_as(weight)"
+)
+
+
+def rows_per_chunk(n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type: str = "cpu"):
+    """-> rows of logits that fit chunk_mb MiB together with plain torch's scratch; at least one.
+
+    The products of a chunk read the whole head and add to its whole gradient, so with few rows they are bound by
+    memory, not arithmetic. The default of 16 MiB on a CPU is what a laptop can spare: 73 rows at V = 50,257 in float32;
+    64 MiB are a tenth faster. 256 MiB on CUDA: 876 rows at V = 151,936 in bfloat16. An H200 does 165 FLOP in the time
+    of a byte; products that give hidden states take 165 rows to be bound by arithmetic, the one that adds to dweight
+    330.
+    """
+    budget = logits_budget(chunk_mb, device_type) * MIB
+    return max(1, int(budget - min(4 * SCRATCH, budget / 4)) // (n_vocab * itemsize))
+
+
+def head_options(
+    hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher=None
+) -> Options:
+    """Check the arguments and fill in defaults. Raises ValueError. A teacher's logits share the chunk's memory.
+
+    Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself.
+    """
+    dtype, device = hidden.dtype, hidden.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(device)
+    elif hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
+    n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
+    width = len(weight) + (len(teacher.weight) if teacher else 0)
+    chunk_size = chunk_size or rows_per_chunk(width, dtype.itemsize, chunk_mb, kind_of(hidden))
+    return Options(temperature, n_vocab, entropy, dtype, chunk_size)
+
+
+class Chunks:
+    """logits = hidden @ weight.T, a chunk of rows at a time, in one buffer that all chunks share.
+
+    logprobs, lse, entropy or None (M,): `forward` fills them chunk by chunk. divergence (M,), or None without a
+    teacher: `diverge` fills it before.
+    """
+
+    def __init__(self, hidden, weight, targets, options: Options, keep_logits=False, teacher=None):
+        """hidden (M, C), weight (V, C): cast once if the products run in another dtype. targets (M,). keep_logits:
+        plain torch may not overwrite the logits when it computes log-probs."""
+        M, V = len(hidden), len(weight)
+        self.hidden = hidden
+        self.weight = weight.to(options.dtype)
+        self.targets = targets
+        self.options = options
+        self.logprobs, self.lse, self.entropy = new_rows(M, options, hidden.device)
+        chunks = max(1, -(-M // options.chunk_size))
+        size = -(-M // chunks)  # chunks of about equal length
+        self.slices = [slice(i, i + size) for i in range(0, M, max(1, size))]
+        if is_planned(hidden):
+            self.slices = self.slices[:2]  # a planner's chunks are all alike
+        self.buffer = self.new_buffer(size, V)
+        self.teacher, self.divergence = teacher, None
+        if teacher:
+            self.teacher_weight = teacher.weight.to(options.dtype)
+            self.teacher_buffer = self.new_buffer(size, len(teacher.weight))
+            self.divergence = torch.empty_like(self.logprobs)
+        # Plain torch works in the logits themselves if it can.
+        exact = options.dtype == accumulator(options.dtype)
+        self.in_place = exact and not keep_logits and not uses_triton(self.buffer)
+        self.scratch = new_scratch(self.buffer, not self.in_place, options.entropy)
+
+    def new_buffer(self, size, V):
+        """(size, V or more): the kernels' loads and tensor cores want rows that begin at 16-byte addresses."""
+        width = -(-V // 16) * 16 if kind_of(self.hidden) == "cuda" else V
+        return torch.empty(size, width, dtype=self.options.dtype, device=self.hidden.device)
+
+    def __iter__(self):
+        """-> rows (a slice of the M), their hidden states (m, C), their logits (m, V or more)."""
+        for rows in self.slices:
+            hidden = self.hidden[rows].to(self.weight.dtype)
+            logits = self.buffer[: len(hidden)]
+            torch.mm(hidden, self.weight.t(), out=logits[:, : len(self.weight)])
+            if self.teacher:
+                self.diverge(rows, logits)
+            yield rows, hidden, logits
+
+    def diverge(self, rows, logits):
+        """Fill the chunk's divergence. In the teacher's buffer is its gradient for the logits, until the next chunk."""
+        hidden = self.teacher.hidden[rows].to(self.options.dtype)
+        teacher_logits = self.teacher_buffer[: len(hidden)]
+        torch.mm(hidden, self.teacher_weight.t(), out=teacher_logits[:, : len(self.teacher_weight)])
+        name, divergence = self.teacher.divergence, self.divergence[rows]
+        divergence_rows(logits, teacher_logits, self.options, name, divergence)
+
+    def forward(self, rows, logits, gradient: bool = False):
+        """forward_rows of a chunk."""
+        entropy = None if self.entropy is None else self.entropy[rows]
+        forward_rows(
+            logits,
+            self.targets[rows],
+            self.options,
+            self.logprobs[rows],
+            self.lse[rows],
+            entropy,
+            self.scratch,
+            self.in_place,
+            gradient,
+        )
+
+    def accumulate(self, gradient, hidden, rows, coefficients, dhidden, dweight, of_divergence=None):
+        """dhidden[rows] = c * gradient @ weight; dweight (V, C) += gradient.T @ (c * hidden); either may be None.
+
+        gradient (m, V) of the log-probs; c = coefficients (m,): to scale C columns is cheaper than to scale V.
+        of_divergence (m,): the divergence's coefficients; then both gradients are scaled and added up.
+        """
+        if of_divergence is not None:
+            n_vocab = self.options.n_vocab
+            more = self.teacher_buffer[: len(gradient), :n_vocab].mul_(of_divergence[:, None])
+            gradient[:, :n_vocab].mul_(coefficients[:, None]).add_(more)
+            coefficients = torch.ones_like(coefficients)
+        gradient = gradient[:, : len(self.weight)]
+        c = coefficients[:, None]
+        if dweight is not None:
+            add_product(dweight, gradient, torch.mul(hidden, c, out=torch.empty_like(hidden)))
+        if dhidden is not None:
+            torch.mul(gradient @ self.weight, c, out=dhidden[rows])
+
+
+def add_product(dweight, gradient, hidden):
+    """dweight += gradient.T @ hidden, in the dtype of dweight."""
+    if dweight.dtype == gradient.dtype:
+        dweight.addmm_(gradient.t(), hidden)
+    elif kind_of(dweight) == "cuda" and nothing_to_do(dweight):
+        pass  # a planner's fake CUDA tensor: a CPU cannot run the next line, which allocates nothing
+    elif dweight.dtype == torch.float32 and dweight.is_cuda and has_tensor_cores(dweight.device):
+        torch.addmm(dweight, gradient.t(), hidden, out_dtype=torch.float32, out=dweight)
+    else:  # a product in another dtype is a temporary: slabs of the vocabulary keep it small
+        for ids in slabs(*dweight.shape):
+            dweight[ids] += gradient[:, ids].t() @ hidden
+
+
+def head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    entropy: bool = False,
+    n_vocab: int | None = None,
+    chunk_mb: float = 0,
+    teacher: Teacher | None = None,
+):
+    """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy in nats (M,)].
+
+    With a teacher -> (log-probs, entropies or None, divergences), each (M,) and differentiable.
+    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; default: see rows_per_chunk. n_vocab:
+    ids from n_vocab on are padding, with probability and gradient 0. Backward computes each chunk's logits again (8 M C
+    V FLOP in all). Use it for losses that need all log-probs before any gradient (sequence-level ratios), for a
+    gradient of the entropy, and, without gradient, for a reference model. Saved: the inputs. Backward's extra bytes: a
+    chunk, dhidden, dweight; under autocast also the cast weight. Raises ValueError.
+    """
+    options = head_options(
+        hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher
+    )
+    results = HeadLogprobs.apply(hidden, weight, targets.contiguous(), options, teacher)
+    if teacher:
+        return results
+    return results[:2] if entropy else results[0]
+
+
+class HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, options, teacher):
+        with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
+            chunks = Chunks(hidden, weight, targets, options, teacher=teacher)
+            for rows, _, logits in chunks:
+                chunks.forward(rows, logits)
+        ctx.options, ctx.teacher = options, teacher
+        ctx.set_materialize_grads(False)  # backward gets None for an output that has no gradient
+        ctx.save_for_backward(hidden, weight, targets)
+        return chunks.logprobs, chunks.entropy, chunks.divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, coefficients, dentropy, ddivergence):
+        hidden, weight, targets = ctx.saved_tensors
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        options = ctx.options._replace(entropy=dentropy is not None)
+        with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
+            teacher = ctx.teacher if ddivergence is not None else None
+            chunks = Chunks(hidden, weight, targets, options, options.entropy, teacher)
+            if coefficients is None:
+                coefficients = torch.zeros_like(chunks.lse)
+            for rows, hidden_rows, logits in chunks:
+                chunks.forward(rows, logits, gradient=not options.entropy)
+                c = coefficients[rows]
+                if options.entropy:
+                    backward_rows(
+                        logits,
+                        targets[rows],
+                        options,
+                        chunks.lse[rows],
+                        chunks.entropy[rows],
+                        c,
+                        dentropy[rows],
+                        logits,
+                        chunks.scratch,
+                    )
+                    c = torch.ones_like(c)  # the gradient has them already
+                more = None if ddivergence is None else ddivergence[rows]
+                chunks.accumulate(logits, hidden_rows, rows, c, dhidden, dweight, more)
+        return dhidden, dweight, None, None, None
+
+
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_loss: Callable[..., Tensor],
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    entropy: bool = False,
+    n_vocab: int | None = None,
+    chunk_mb: float = 0,
+    teacher: Teacher | None = None,
+):
+    """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]); only the scalar loss is differentiable.
+
+    It is token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each
+    chunk token_loss(logprobs (m,), rows) -> scalar is called with gradients on; rows is the chunk's slice of the M. Its
+    derivative is each token's coefficient; with it the chunk's logits become their gradient on the spot. With a teacher
+    it is token_loss(logprobs, rows, divergences (m,)).
+
+    If weight is a leaf (a parameter), dweight is added to weight.grad during the visit, before backward, in the dtype
+    of .grad. Other paths to the same weight (a tied embedding) add to it in backward as always. So, while gradients are
+    on:
+      - call loss.backward() exactly once, with gradient 1 (else a RuntimeError): put scales into token_loss;
+      - without a backward, or after a failed visit, zero .grad; torch.autograd.grad does not see dweight;
+      - do not call it inside activation checkpointing, which would visit twice;
+      - hooks on the gradient of a weight that has no other path do not fire.
+    Any other weight, such as weight.view_as(weight), gets dweight through autograd, for one more (V, C) buffer; use
+    that under a wrapper that relies on hooks. A frozen weight costs nothing.
+
+    Extra bytes: a chunk and twice its (m, C), dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype
+    below float32. Under autocast also the cast weight and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
+    """
+    options = head_options(
+        hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher
+    )
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    targets = targets.contiguous()
+    results = HeadLoss.apply(hidden, weight, targets, token_loss, options, with_gradient, teacher)
+    return results if entropy else results[:2]
+
+
+def head_loss_in_two_visits(hidden, weight, targets, token_loss, temperature, entropy_weight, **options):
+    """head_loss for a loss that needs all log-probs at once (a sequence's ratio), or a gradient of the entropy.
+
+    -> loss - entropy_weight * the sum of entropies, log-probs (M,), entropies (M,). Backward makes the logits again.
+    """
+    logprobs, entropy, *divergence = head_logprobs(
+        hidden, weight, targets, temperature, entropy=True, **options
+    )
+    loss = token_loss(logprobs, slice(None), *divergence)
+    if entropy_weight:
+        loss = loss - entropy_weight * entropy.sum()
+    return loss, logprobs, entropy
+
+
+class HeadLoss(torch.autograd.Function):
+    @staticmethod
+    @component("gradients")
+    def forward(ctx, hidden, weight, targets, token_loss, options, with_gradient, teacher):
+        dhidden = torch.empty_like(hidden) if with_gradient and hidden.requires_grad else None
+        dweight = None
+        ctx.into_grad = with_gradient and weight.requires_grad and weight.is_leaf
+        if ctx.into_grad:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            dweight = weight.grad
+        elif with_gradient and weight.requires_grad:
+            dweight = torch.zeros_like(weight)
+        with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
+            chunks = Chunks(hidden, weight, targets, options, teacher=teacher)
+            logprobs, entropy = chunks.logprobs, chunks.entropy
+            loss = logprobs.new_zeros(())
+            for rows, hidden_rows, logits in chunks:
+                chunks.forward(rows, logits, with_gradient)
+                values = [logprobs[rows]] + ([chunks.divergence[rows]] if teacher else [])
+                if with_gradient:
+                    chunk_loss, c, *more = differentiate(token_loss, rows, values)
+                    chunks.accumulate(logits, hidden_rows, rows, c, dhidden, dweight, *more)
+                else:
+                    chunk_loss = token_loss(values[0], rows, *values[1:])
+                loss += chunk_loss
+        ctx.save_for_backward(dhidden, None if ctx.into_grad else dweight)
+        ctx.mark_non_differentiable(*([logprobs] if entropy is None else [logprobs, entropy]))
+        return loss, logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, *_):
+        dhidden, dweight = ctx.saved_tensors
+        if ctx.into_grad:
+            # On CUDA the device checks this, and the host does not wait.
+            torch._assert_async(dloss == 1, ALREADY_ADDED)
+            if dhidden is not None:
+                # A second backward would lack dweight. With another version autograd raises.
+                torch.autograd.graph.increment_version(dhidden)
+        else:
+            dhidden, dweight = (None if d is None else d * dloss for d in (dhidden, dweight))
+        return dhidden, dweight, None, None, None, None, None
+
+
+def differentiate(token_loss, rows, values):
+    """values: log-probs (m,), perhaps divergences (m,) -> the loss of these rows, and its derivatives for each."""
+    with torch.enable_grad():
+        leaves = [value.detach().requires_grad_() for value in values]
+        loss = token_loss(leaves[0], rows, *leaves[1:])
+        return loss.detach(), *torch.autograd.grad(loss, leaves)

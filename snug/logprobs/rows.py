@@ -1,0 +1,228 @@
+"""Rows of logits to log-probs and back: the fused log-softmax and gather, by a Triton kernel or in plain torch.
+
+    forward_rows    logits -> log-prob, log-sum-exp and, if wanted, entropy, in one read. If wanted, the gradient
+                    d logprob / d logits overwrites the logits.
+    backward_rows   the gradient of log-probs and entropies for an upstream gradient that comes later
+    token_logprobs  both, as a differentiable function of logits
+
+The kernels run on CUDA, plain torch elsewhere and in float64. All write into buffers that their caller allocated, so
+a meter or the planner sees every tensor; on fake tensors they do nothing. Sums are float32, or float64 for float64
+logits.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from snug.kernels import LOG2_OF_E, LOWEST, nothing_to_do, uses_triton
+from snug.logprobs.kernels import backward_kernel, forward_kernel, tile
+
+# Numbers that plain torch works on at a time: 2 MiB of float32 stay in the cache from operation to operation.
+SCRATCH = 2**19
+
+
+class Options(NamedTuple):
+    temperature: float
+    n_vocab: int  # ids from here on are padding: probability 0, gradient 0
+    entropy: bool
+    dtype: torch.dtype  # of the logits
+    chunk_size: int = 0  # rows
+
+
+def slab_rows(width: int, buffers: int = 1):
+    """-> rows that plain torch works on at a time, so that each operation finds its input in the cache."""
+    return max(1, SCRATCH // (max(1, buffers) * width))
+
+
+def slabs(M: int, width: int, buffers: int = 1):
+    """-> slices of M rows, `slab_rows` each."""
+    rows = slab_rows(width, buffers)
+    return [slice(i, i + rows) for i in range(0, M, rows)]
+
+
+def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient):
+    """`forward_rows` in plain torch. in_place: overwrite the logits, which saves a copy."""
+    n_vocab = options.n_vocab
+    inverse = 1 / options.temperature
+    for rows in slabs(*logits.shape, len(scratch)):
+        x = logits[rows, :n_vocab]
+        target = targets[rows, None]
+        spare = [buffer[: x.numel()].view(x.shape) for buffer in scratch]
+        z = x if in_place else spare[0].copy_(x)  # (m, n_vocab)
+        if options.temperature != 1:
+            z.mul_(inverse)
+        top = z.amax(-1, keepdim=True)
+        chosen = z.sub_(top).gather(1, target)
+        if entropy is not None:
+            deviation = torch.clamp(z, min=LOWEST, out=spare[-1])
+        total = z.exp_().sum(-1, keepdim=True)
+        logprobs[rows] = (chosen - total.log())[:, 0]
+        lse[rows] = (top + total.log())[:, 0]
+        if entropy is not None:  # - sum p log p, where log p = deviation - log total
+            entropy[rows] = total.log()[:, 0] - deviation.mul_(z).sum(-1) / total[:, 0]
+        if gradient:
+            z.mul_(-1 / (options.temperature * total))
+            z.scatter_(1, target, z.gather(1, target) + inverse)
+            if not in_place:
+                x.copy_(z)
+    if gradient:
+        logits[:, n_vocab:] = 0
+
+
+def backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch):
+    """`backward_rows` in plain torch. coefficients and dentropy are already divided by the temperature."""
+    for rows in slabs(*logits.shape, len(scratch)):
+        x = logits[rows, : options.n_vocab]
+        d = dlogits[rows, : options.n_vocab]
+        c = coefficients[rows, None]
+        spare = [buffer[: x.numel()].view(x.shape) for buffer in scratch]
+        p = d if d.dtype == lse.dtype else spare[0]  # (m, n_vocab)
+        if p.data_ptr() != x.data_ptr():
+            p.copy_(x)
+        if options.temperature != 1:
+            p.mul_(1 / options.temperature)
+        p.sub_(lse[rows, None])
+        share = torch.clamp(p, min=LOWEST, out=spare[-1])  # dH / dz = -p (log p + H)
+        share.add_(entropy[rows, None]).mul_(dentropy[rows, None]).add_(c)
+        p.exp_().mul_(share).neg_().scatter_add_(1, targets[rows, None], c)
+        if p is not d:
+            d.copy_(p)
+    dlogits[:, options.n_vocab :] = 0
+
+
+def forward_rows(
+    logits, targets, options, logprobs, lse, entropy, scratch, in_place=False, gradient=False
+):
+    """Fill logprobs, lse and entropy or None, each (m,), from logits (m, V) and targets (m,).
+
+    scratch: from new_scratch. in_place: plain torch may overwrite the logits. gradient: the logits become d logprob /
+    d logits, which is (onehot(targets) - softmax(logits / temperature)) / temperature.
+    """
+    if nothing_to_do(logits):
+        return
+    if not uses_triton(logits):
+        forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient)
+        return
+    M, width = logits.shape
+    block, warps = tile(width, logits.element_size(), gradient)
+    with torch.cuda.device_of(logits):
+        forward_kernel[(M,)](
+            logits,
+            targets,
+            logprobs,
+            lse,
+            lse if entropy is None else entropy,  # a pointer that is not written to
+            LOG2_OF_E / options.temperature,
+            1 / options.temperature,
+            width,
+            options.n_vocab,
+            logits.stride(0),
+            BLOCK=block,
+            PADDED=options.n_vocab < width,
+            ENTROPY=entropy is not None,
+            GRADIENT=gradient,
+            num_warps=warps,
+        )
+
+
+def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch):
+    """dlogits = (coefficients * (onehot(targets) - p) - dentropy * p * (log p + entropy)) / temperature.
+
+    p = softmax(logits / temperature). coefficients, dentropy (m,): the upstream gradients of the log-probs and of the
+    entropies. dlogits may be the logits.
+    """
+    if nothing_to_do(logits):
+        return
+    coefficients = coefficients / options.temperature
+    dentropy = dentropy / options.temperature
+    if not uses_triton(logits):
+        backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch)
+        return
+    M, width = logits.shape
+    block, warps = tile(width)
+    blocks = -(-width // block)
+    with torch.cuda.device_of(logits):
+        backward_kernel[(M * blocks,)](
+            logits,
+            targets,
+            lse,
+            entropy,
+            coefficients,
+            dentropy,
+            dlogits,
+            LOG2_OF_E / options.temperature,
+            width,
+            options.n_vocab,
+            logits.stride(0),
+            dlogits.stride(0),
+            blocks,
+            BLOCK=block,
+            PADDED=options.n_vocab < width,
+            num_warps=warps,
+        )
+
+
+def accumulator(dtype: torch.dtype):
+    """-> the type of sums, log-probs and entropies."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def new_rows(M: int, options: Options, device):
+    """-> empty logprobs, lse, and entropy or None, each (M,)."""
+    logprobs = torch.empty(M, dtype=accumulator(options.dtype), device=device)
+    entropy = torch.empty_like(logprobs) if options.entropy else None
+    return logprobs, torch.empty_like(logprobs), entropy
+
+
+def new_scratch(logits, copy: bool, entropy: bool = False):
+    """-> (buffers, size): plain torch's work space. copy: with a buffer for a copy of the logits. entropy: with one
+    for entropies."""
+    M, width = logits.shape
+    buffers = 0 if uses_triton(logits) else copy + entropy
+    size = min(M, slab_rows(width, buffers)) * width
+    return torch.empty(buffers, size, dtype=accumulator(logits.dtype), device=logits.device)
+
+
+def check(M: int, width: int, targets, temperature: float, n_vocab: int | None):
+    """-> n_vocab. Raises ValueError before a kernel would read out of bounds."""
+    n_vocab = n_vocab or width
+    if targets.shape != (M,) or not temperature > 0 or not 0 < n_vocab <= width:
+        raise ValueError(
+            f"{M} rows of {width} columns with targets {tuple(targets.shape)}, temperature={temperature}, "
+            f"n_vocab={n_vocab}: give one target per row, a temperature above 0, and n_vocab in 1 to {width}"
+        )
+    return n_vocab
+
+
+def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """log softmax(logits / temperature)[target] of every row -> (M,) float32.
+
+    logits (M, V), copied only if a row is not contiguous; targets (M,) int64. Saved for backward: the logits, (M,)
+    numbers. A target outside [0, V): RuntimeError in plain torch, -inf from the kernel, which cannot raise. Raises
+    ValueError for shapes that do not fit, or a temperature not above 0.
+    """
+    M, V = logits.shape
+    options = Options(temperature, check(M, V, targets, temperature, None), False, logits.dtype)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    return TokenLogprobs.apply(logits, targets.contiguous(), options)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, options):
+        logprobs, lse, _ = new_rows(len(logits), options, logits.device)
+        forward_rows(logits, targets, options, logprobs, lse, None, new_scratch(logits, copy=True))
+        ctx.options = options
+        ctx.save_for_backward(logits, targets, lse)
+        return logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, coefficients):
+        logits, targets, lse = ctx.saved_tensors
+        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        scratch = new_scratch(logits, copy=True, entropy=True)
+        zeros = torch.zeros_like(lse)  # the entropy has no gradient
+        backward_rows(logits, targets, ctx.options, lse, zeros, coefficients, zeros, dlogits, scratch)
+        return dlogits, None, None

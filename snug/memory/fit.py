@@ -1,0 +1,166 @@
+"""The fastest options that fit a memory budget, found with the planner. docs/memory.md: what each saves and costs."""
+
+import math
+from bisect import bisect_left
+from dataclasses import replace
+
+import torch
+
+from snug.device.host import available_on_host
+from snug.device.kinds import logits_budget
+from snug.memory.plan import GIB, Plan, kind_planned, plan
+from snug.options import SnugError
+
+CHANGES_ROUNDING = {
+    "param_dtype": "bfloat16",
+    "optimizer_dtype": "bfloat16",
+    "dtype": "bfloat16",
+}  # never chosen for the user
+NF4 = {"base_dtype": "nf4"}  # nor is this, unless the user says base_dtype=auto
+PLACES = ["device", "host"]
+
+
+def ladder(settings, kind, prompt=1, completion=1) -> dict:
+    """{option: its values, from the fastest to the one that needs least}; options that cost little time first.
+
+    prompt, completion: longest, tokens. No value changes results: docs/memory.md.
+    """
+    tokens = settings.tokens_per_step(prompt, completion)
+    default = logits_budget(0, kind)
+    steps = {
+        "max_tokens_per_micro_batch": [0, *halves(tokens, prompt + completion - 1)],
+        "logits_chunk_mb": [float(mb != default and mb) for mb in halves(8 * default, 16)],
+        "max_rollout_batch": [0, *halves(settings.sequences_per_rollout, 1)],
+        "checkpoint_blocks": ["none", "selective", "block"],
+    }
+    if getattr(settings, "loss_type", "") == "bnpo":  # results depend on its micro-batches
+        del steps["max_tokens_per_micro_batch"]
+    if settings.needs_reference:
+        steps["reference"] = PLACES
+    if settings.teacher:
+        steps["teacher_device"] = PLACES
+    steps["optimizer_device"] = PLACES
+    steps["activation_offload"] = [False, True]
+    steps["grad_offload"] = [False, True]
+    return steps
+
+
+def halves(now, least):
+    """Yield a half, a quarter and so on, and last the least."""
+    while now > least:
+        now = max(least, math.ceil(now / 2))
+        yield now
+
+
+def fit(dry_run, settings, budget):
+    """-> (settings that fit `budget` bytes, or come nearest, their Plan).
+
+    It starts with the fastest value of each option on the ladder, whatever `settings` have. It gives one option after
+    the other the value that needs least, cheapest first, until the plan fits. Then it goes back and gives each of them
+    its fastest value that fits as well. The most expensive is first: copies from the host can take longer than the
+    computation, recomputing adds a third to it, and smaller pieces cost little, so they get what memory is left.
+    base_dtype="auto": all this without NF4, and if that does not fit, with it.
+    """
+    may_round = settings.base_dtype == "auto"
+    if may_round:
+        settings = replace(settings, base_dtype="")
+    steps = ladder(settings, kind_planned(settings.device), *dry_run.longest)
+    fitted = replace(settings, **{name: values[0] for name, values in steps.items()})
+    lowest = plan(dry_run, fitted)
+    lowered = []
+    for name, values in steps.items():
+        if lowest.peak <= budget:
+            break
+        trial = replace(fitted, **{name: values[-1]})
+        planned = plan(dry_run, trial)
+        if planned.peak <= lowest.peak:
+            fitted, lowest = trial, planned
+            lowered.append(name)
+    if may_round and lowest.peak > budget:
+        return fit(dry_run, replace(settings, **NF4), budget)
+    enough = max(budget, lowest.peak)
+
+    def fits(trial):
+        return plan(dry_run, trial).peak <= enough
+
+    for name in reversed(lowered):
+        fitted, *slower = (replace(fitted, **{name: value}) for value in steps[name])
+        if not fits(fitted):
+            fitted = slower[bisect_left(slower[:-1], True, key=fits)]
+    return fitted, plan(dry_run, fitted)
+
+
+def changes(before, after) -> dict:
+    """The options of `after` that differ from `before`. Only a base_dtype of "auto" can become "": no change."""
+    return {name: value for name, value in vars(after).items() if value not in ("", getattr(before, name))}
+
+
+def written(change: dict) -> str:
+    return " ".join(f"--{name}={value}" for name, value in change.items()) or "no change"
+
+
+def budget_of(settings, device) -> int | None:
+    """memory_budget_gb in bytes, or None. auto: what is free on the device, less a twentieth for fragmentation."""
+    if not settings.memory_budget_gb:
+        return None
+    if settings.memory_budget_gb != "auto":
+        return int(float(settings.memory_budget_gb) * GIB)
+    if kind_planned(settings.device) == "cpu":
+        return int(0.95 * available_on_host())
+    if not torch.cuda.is_available():
+        raise SnugError(
+            "memory_budget_gb='auto' asks a CUDA device what is free, and there is none; write GiB, such as 24"
+        )
+    return int(0.95 * torch.cuda.mem_get_info(device)[0])
+
+
+def show(dry_run, settings) -> str:
+    """What --plan prints."""
+    budget = budget_of(settings, settings.device if settings.device.startswith("cuda:") else None)
+    if budget is None:
+        planned = plan(dry_run, settings)
+        return f"{planned.text()}\n{planned.line()}"
+    fitted, planned = fit(dry_run, settings, budget)
+    change = changes(settings, fitted)
+    verdict = f"fits into {budget / GIB:.3g} GiB with {written(change)}"
+    if planned.peak > budget:
+        verdict = f"does not fit: {too_large(dry_run, fitted, planned, change, budget)}"
+    return f"{planned.text()}\n{verdict}\n{planned.line()}"
+
+
+def apply(dry_run, settings, device, say):
+    """Before a run's first step -> settings that fit memory_budget_gb. Says what changed. SnugError if none fit."""
+    budget = budget_of(settings, device)
+    if budget is None:
+        return settings
+    fitted, planned = fit(dry_run, settings, budget)
+    change = changes(settings, fitted)
+    host = available_on_host()
+    if planned.kind == "cpu":  # a CPU is its own host
+        host = max(0, host - planned.peak)
+    if planned.peak > budget or planned.host > host:
+        say(planned.text())
+        if planned.host > host:
+            raise SnugError(
+                f"the plan takes {planned.host / GIB:.3g} GiB of the host, which has {host / GIB:.3g} GiB left; "
+                "use the device for more (optimizer_device, grad_offload, reference, teacher_device), "
+                "or a host with more memory"
+            )
+        raise SnugError(too_large(dry_run, fitted, planned, change, budget))
+    if change:
+        say(f"{budget / GIB:.3f} GiB may be used: changed {written(change)}")
+    say(f"planned: {planned.line()}")
+    return fitted
+
+
+def too_large(dry_run, fitted, planned: Plan, change, budget) -> str:
+    """One line: what is missing, and the smallest change that would do."""
+    problem = f"the plan takes {planned.peak / GIB:.3g} GiB in {planned.phase} even with {written(change)}"
+    problem += f"; {budget / GIB:.3g} GiB may be used"
+    shorter = CHANGES_ROUNDING if fitted.param_dtype == "float32" else {}
+    in_nf4 = shorter | NF4 if fitted.lora_rank and fitted.parallel in ("none", "ddp") else {}
+    for rounding in filter(None, (shorter, in_nf4)):
+        rounded = plan(dry_run, replace(fitted, **rounding))
+        if rounded.peak <= budget:
+            return f"{problem}; {written(rounding)} would make it {rounded.peak / GIB:.3g}"
+    return f"{problem}; the biggest is {planned.biggest[0][1]}: use a smaller model, or shorter sequences"

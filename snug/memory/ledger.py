@@ -1,0 +1,78 @@
+"""Which storages on the device are alive, how many bytes they have, and what they are for.
+
+A CPU has no caching allocator to ask, so a dispatch mode sees what every op returns and holds a weak reference to its
+storage. That is exact for tensors and blind to what an op allocates and frees inside itself. It costs about 10
+microseconds an op.
+
+What a tensor is for follows from the function that made it. Functions, classes, modules and packages say in COMPONENTS
+what a plan calls their tensors:
+
+    COMPONENTS[__name__] = "logits"       # all functions of this module or package, except those with a mark
+
+    @component("gradients")               # this function or class alone
+    def backward(ctx, dy): ...
+"""
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+
+from snug.device.host import HOST, HostLedger, Ledger
+
+# Dotted name of a function, class, module or package -> component. device/ is below, so its mark is here.
+COMPONENTS = {"snug.device.host.fetch": "streamed weights"}
+
+
+def component(name: str):
+    """A decorator: plans count the tensors that this function or class makes as `name`. It costs nothing in a run."""
+
+    def mark(item):
+        COMPONENTS[f"{item.__module__}.{item.__qualname__}"] = name
+        return item
+
+    return mark
+
+
+def component_of(frame):
+    """-> (component, name) of the function with a mark that is nearest to this stack frame; or ("other", "")."""
+    while frame is not None:
+        function = frame.f_code.co_qualname
+        marked = f"{frame.f_globals.get('__name__')}.{function}"
+        while marked:  # a nested function counts as the one around it, a module as its package
+            if marked in COMPONENTS:
+                return COMPONENTS[marked], function
+            marked = marked.rpartition(".")[0]
+        frame = frame.f_back
+    return "other", ""
+
+
+class LiveBytes(Ledger, TorchDispatchMode):
+    """Device bytes: follows what every op returns, except host tensors.
+
+    It does not know storages made before it was entered until an op returns them; `follow` adds them by hand.
+    """
+
+    def __init__(self, host: HostLedger = HOST):
+        super().__init__()
+        self.host = host
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, torch.Tensor) and not (
+                item.is_meta or is_traceable_wrapper_subclass(item)
+            ):
+                self.follow(item)  # a DTensor holds nothing, the tensor in it does
+        return result
+
+    def follow(self, tensor):
+        if not self.host.making and id(tensor.untyped_storage()) not in self.host.sizes:
+            super().follow(tensor)
+
+
+def unwatched():
+    """A context in which LiveBytes sees no op: for many small steps, where 10 microseconds an op are a long time."""
+    return _disable_current_modes()

@@ -1,0 +1,160 @@
+"""How much is decoded and trained on at once; less after an out-of-memory.
+
+    limits.run("rollout", sample_rows, ...)     # calls the function; after an out-of-memory, again with a lower limit
+
+A checkpoint remembers the limits that an out-of-memory has lowered.
+"""
+
+import gc
+
+import torch
+
+from snug.device.cuda import empty_cache
+from snug.device.processes import ONE_PROCESS
+from snug.device.streams import settle
+from snug.memory.fit import CHANGES_ROUNDING, ladder, written
+from snug.memory.plan import kind_planned
+from snug.options import SnugError, first_line
+
+# Parts of the messages of CUDA, its driver and its libraries.
+MESSAGES = "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "error: out of memory"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Did the device run out of memory (on a CPU, the host)?"""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    on_cpu = not torch.cuda.is_initialized() and "can't allocate memory" in str(error)
+    return on_cpu or any(message in str(error) for message in MESSAGES)
+
+
+def reference_batches(settings) -> int:
+    """How many micro-batches a forward of reference or teacher takes: several if weights are copied from the host.
+
+    A block should compute for as long as the next one takes to arrive: about 8,000 tokens, by estimates for several
+    devices. Without backward four micro-batches need about as much memory as one with it.
+    """
+    tokens = settings.max_tokens_per_micro_batch
+    if not tokens or not settings.streams_weights:
+        return 1
+    return max(1, min(4, 8192 // tokens))
+
+
+class Limits:
+    """How many completions are decoded at a time, and how many tokens a micro-batch has; 0: all at once.
+
+    max_rollout_batch and max_tokens_per_micro_batch begin as the settings say. max_eval_batch, the limit of
+    evaluations, begins with as many as a rollout has memory for: there a group shares its prompt, and prompts of an
+    evaluation are all different. An out-of-memory halves one of them.
+
+        4 prompts of 256 tokens, 4 completions of 1,024 each: (4 * 4 * 256 + 16 * 1,024) // (4 * 256 + 1,024) = 10
+
+    `halved` is what a checkpoint keeps: {name: [how it began, what it is now]}.
+    """
+
+    cut = None  # the batch.Cut that is trained on: an out-of-memory cuts it again
+
+    def __init__(self, prepared, say, halved=None, processes=ONE_PROCESS):
+        """say: reports a change. halved: of the checkpoint to resume; it holds if the settings ask for the same."""
+        settings = prepared.settings
+        self.settings, self.say, self.halved = settings, say, {}
+        self.processes = processes
+        share = range(settings.batch_size)[processes.part(settings.batch_size)]
+        self.completions = len(share) * settings.group_size  # of a rollout, on this process
+        self.max_rollout_batch = settings.max_rollout_batch
+        rows = min(settings.max_rollout_batch or self.completions, self.completions)
+        groups = -(-rows // settings.group_size)
+        prompt, completion = prepared.longest()
+        prompt *= 4  # while it is read, its activations take about three times its place in the cache
+        self.max_eval_batch = (groups * prompt + rows * completion) // (prompt + completion)
+        self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch
+        self.reference_batches = reference_batches(settings)
+        for name, (began, value) in (halved or {}).items():
+            if getattr(self, name) == began:
+                self.lower(name, value, "an earlier out-of-memory")
+
+    def run(self, phase, function, *arguments):
+        """function(*arguments); after an out-of-memory, in any process, all call it again with a lower limit.
+
+        phase: the name of a phase, which has a limit: see `make_smaller`. When the limit is lowered the exception is
+        gone, and with it the frames that held the failed call's tensors. Raises SnugError if nothing can be lowered.
+        """
+        failures = 0
+        while True:
+            result = failure = None
+            try:
+                result = function(*arguments)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = first_line(error)
+            if (failure := self.agreed(failure)) is None:
+                return result
+            failures += 1
+            del result
+            settle()
+            gc.collect()
+            empty_cache()
+            self.make_smaller(phase, failure, failures)
+
+    def agreed(self, failure):
+        """This process's out-of-memory, or another's; None if there was none. Raises SnugError if sharded."""
+        if failure and self.processes.sharded:  # the others wait for this process's part of the weights
+            raise SnugError(
+                f"rank {self.processes.rank} is out of memory, which sharded processes cannot repeat: {failure}; "
+                "lower max_tokens_per_micro_batch or max_rollout_batch, with --resume=auto"
+            )
+        return self.processes.agreed(failure)
+
+    def make_smaller(self, phase, failure, failures):
+        """Halve the limit of a phase. failures: how often it has run out of memory, one after the other."""
+        if phase == "rollout":
+            self.halve_decoding("max_rollout_batch", failure)
+        elif phase == "eval":
+            self.halve_decoding("max_eval_batch", failure)
+        elif phase in ("reference", "teacher") and self.reference_batches > 1:
+            self.reference_batches //= 2
+            self.say(
+                f"{failure}; going on with {self.reference_batches} micro-batches of the {phase} at once"
+            )
+        elif phase in ("reference", "teacher", "train"):
+            self.halve_micro_batches(failure)
+        elif failures > 1 or self.processes.sharded:  # an optimizer step has no limit: one more try
+            raise SnugError(self.at_the_floor(f"in the optimizer step: {failure}"))
+
+    def halve_decoding(self, name, failure):
+        now = min(getattr(self, name) or self.completions, self.completions)
+        if now == 1:
+            problem = f"decoding one completion at a time: {failure}"
+            if name == "max_eval_batch":
+                raise SnugError(f"out of memory, {problem}; evaluate shorter completions (max_new_tokens)")
+            raise SnugError(self.at_the_floor(problem))
+        self.lower(name, -(-now // 2), failure)
+
+    def halve_micro_batches(self, failure):
+        cut = self.cut
+        if cut.largest <= cut.longest:
+            raise SnugError(
+                self.at_the_floor(f"one sequence of {cut.longest} tokens at a time: {failure}")
+            )
+        self.lower("max_tokens_per_micro_batch", max(cut.longest, cut.largest // 2), failure)
+        cut.into(self.max_tokens_per_micro_batch)
+
+    def lower(self, name, value, failure):
+        began = self.halved.get(name, [getattr(self, name)])[0]
+        self.halved[name] = [began, value]
+        setattr(self, name, value)
+        self.say(f"{failure}; going on with {name}={value}")
+
+    def at_the_floor(self, problem):
+        """One line: what failed, and the next option to try."""
+        settings, advice = self.settings, "a smaller model, or shorter sequences"
+        if "float32" in (settings.param_dtype, settings.optimizer_dtype):
+            advice = f"{written(CHANGES_ROUNDING)}, with --resume=auto"
+        for name, values in ladder(settings, kind_planned(settings.device)).items():
+            now = getattr(settings, name)
+            if name not in ("max_rollout_batch", "max_tokens_per_micro_batch") and now in values[:-1]:
+                less = values[values.index(now) + 1]
+                advice = f"{written({name: less})}, with --resume=auto"
+                break
+        return f"out of memory, {problem}; next: {advice}; --plan shows the biggest tensors"

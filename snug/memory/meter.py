@@ -1,0 +1,136 @@
+"""Allocated, reserved and peak bytes, and seconds, phase by phase.
+
+    with MemoryMeter(device) as meter:
+        with meter.phase("rollout"):
+            ...
+        meter.stats()  # {"mem_alloc_mb": ..., "mem_max_alloc_mb": ..., "mem_max_alloc_mb_rollout": ..., ...}
+
+On CUDA the figures are the caching allocator's. On a CPU they are the exact bytes of live tensors (ledger.py), and
+"reserved" is the process's resident size. All `*_mb` are MiB (2**20 bytes).
+
+Left out: other devices' counters; memory that is not tensors.
+"""
+
+import os
+import time
+from contextlib import contextmanager
+
+import torch
+
+from snug.device.host import HOST
+from snug.device.kinds import MIB
+from snug.memory.ledger import LiveBytes
+
+PHASES = ("rollout", "reward", "reference", "teacher", "train", "optimizer", "eval")
+
+
+class MemoryMeter:
+    """Allocated, reserved and peak bytes of a device, and seconds, by phase.
+
+    A context manager: on a CPU it counts what is made inside it.
+    """
+
+    def __init__(self, device="cpu"):
+        self.device = torch.device(device)
+        self.live = None if self.device.type == "cuda" else LiveBytes()
+        self.phases = {}  # name -> peak bytes and seconds since the last `stats`
+        self.peak, self.now = 0, None  # now: the phase that is going on
+        self.show = lambda name: None  # gets the name of each phase that begins
+
+    def __enter__(self):
+        if self.live is not None:
+            self.live.__enter__()
+        self.reset()
+        return self
+
+    def __exit__(self, *error):
+        if self.live is not None:
+            self.live.__exit__(*error)
+
+    def allocated(self):
+        """Bytes of live tensors."""
+        return torch.cuda.memory_allocated(self.device) if self.live is None else self.live.current
+
+    def reserved(self):
+        """Bytes held by CUDA's caching allocator; on a CPU the process's resident size."""
+        return torch.cuda.memory_reserved(self.device) if self.live is None else resident_bytes()
+
+    def peak_since_reset(self):
+        return torch.cuda.max_memory_allocated(self.device) if self.live is None else self.live.peak
+
+    def reset_peak(self):
+        if self.live is None:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self.live.reset_peak()
+
+    def reset(self):
+        """Begin a new iteration."""
+        self.phases = {}
+        self.peak = 0
+        self.reset_peak()
+        HOST.reset_peak()
+
+    @contextmanager
+    def phase(self, name):
+        """Peak and seconds inside go to `name` (of PHASES). Entered twice: the larger peak, the sum of the seconds."""
+        self.peak = max(self.peak, self.peak_since_reset())
+        self.reset_peak()
+        started, self.now = time.perf_counter(), name
+        self.show(name)
+        try:
+            yield
+        finally:
+            self.now = None
+            if self.live is None:
+                torch.cuda.synchronize(self.device)
+            entry = self.phases.setdefault(name, {"peak": 0, "seconds": 0.0})
+            entry["seconds"] += time.perf_counter() - started
+            entry["peak"] = max(entry["peak"], self.peak_since_reset())
+            entry["current"], entry["reserved"] = self.allocated(), self.reserved()
+
+    def stats(self):
+        """Figures since the last `reset`, for the log: MiB and seconds."""
+        peaks = [entry["peak"] for entry in self.phases.values()]
+        sizes = {
+            "mem_alloc_mb": self.allocated(),
+            "mem_reserved_mb": self.reserved(),
+            "mem_max_alloc_mb": max(self.peak, self.peak_since_reset(), *peaks),
+        }
+        for name, entry in self.phases.items():
+            sizes[f"mem_max_alloc_mb_{name}"] = entry["peak"]
+            sizes[f"mem_alloc_mb_{name}"] = entry["current"]
+            sizes[f"mem_reserved_mb_{name}"] = entry["reserved"]
+        if HOST.peak:
+            sizes["mem_max_host_mb"] = HOST.peak
+        stats = {name: round(size / MIB, 3) for name, size in sizes.items()}
+        for name, entry in self.phases.items():
+            stats[f"time_{name}_s"] = round(entry["seconds"], 4)
+        return stats
+
+    def lines(self, place):
+        """A line per phase: `[MEM] <place> after rollout: current=1.2MiB reserved=... peak_since_reset=...`"""
+        return [
+            mem_line(f"{place} after {name}", entry["current"], entry["reserved"], entry["peak"])
+            for name, entry in self.phases.items()
+        ]
+
+    def line(self, place):
+        """The same line with the present figures."""
+        return mem_line(place, self.allocated(), self.reserved(), self.peak_since_reset())
+
+
+def mem_line(place, current, reserved, peak):
+    current, reserved, peak = (f"{size / MIB:.1f}MiB" for size in (current, reserved, peak))
+    return f"[MEM] {place}: current={current} reserved={reserved} peak_since_reset={peak}"
+
+
+def resident_bytes():
+    """The process's resident set, from the kernel where there is /proc, else its peak from getrusage."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource  # not on every platform; ru_maxrss is in bytes on macOS, the one that lacks /proc
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,274 @@
+"""Peak bytes of an iteration, before it runs: on any machine, without a GPU, in seconds.
+
+    python grpo.py config/grpo_small.py --plan
+    python grpo.py config/grpo_24gb.py --plan --device=cuda --memory_budget_gb=24
+
+The real code runs on fake tensors, which have shapes and no data: init, then one iteration with the longest possible
+prompts and completions (training/dry_run.py). A ledger follows every storage: when it is alive, and what it is for.
+
+A model's blocks are alike, so two depths are enough: within one stretch of an iteration (a forward, a backward) the
+peak's bytes are a linear function of the depth. `plan` runs DEPTHS blocks and continues the lines.
+
+CUDA_EXTRA has what only CUDA needs. Left out are: blocks are rounded up to 512 bytes, freed ones may not fit the next
+tensor (fragmentation: reserved is more than allocated), the CUDA context takes some 0.5 GiB, and attention's backward
+sums dq in float32. Ops are trusted not to allocate more inside than they return.
+"""
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+
+from snug.device.host import HostLedger
+from snug.device.kinds import MIB, PlanningMode, is_planned
+from snug.memory.ledger import LiveBytes, component_of
+from snug.memory.meter import MemoryMeter
+
+GIB = 2**30
+DEPTHS = 2, 3  # neighbours
+# cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
+CUDA_EXTRA = 3 * 32 * MIB
+SHARDED = (
+    "weights",
+    "gradients",
+    "moments",
+    "reference",
+    "teacher",
+)  # each process of FSDP keeps a share of them
+
+
+@dataclass
+class Storage:
+    """name: the tensor's if it has a label, else that of the function that made it."""
+
+    size: int  # bytes
+    shape: tuple
+    dtype: str
+    component: str
+    name: str
+
+
+class Recorder:
+    """A ledger with it remembers what was alive at the peak of each stretch of the iteration."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.alive = {}  # id of a storage -> Storage
+        self.peaks = {}  # stretch -> (bytes, [Storage])
+
+    def created(self, key, tensor, size):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.alive[key] = Storage(size, tuple(tensor.shape), dtype, *component_of(sys._getframe(1)))
+        stretch = self.current_stretch()
+        if stretch is not None and self.current > self.peaks.get(stretch, (-1, []))[0]:
+            self.peaks[stretch] = self.current, list(self.alive.values())
+
+    def current_stretch(self):
+        return "all"
+
+    def forget(self, key):
+        super().forget(key)
+        self.alive.pop(key, None)
+
+    def label(self, component, named):
+        """Set component and name of the storages of these (name, tensor) pairs, if this ledger follows them."""
+        for name, tensor in named:
+            storage = self.alive.get(id(tensor.untyped_storage()))
+            if storage is not None:
+                storage.component, storage.name = component, name
+
+
+class PlannedHost(Recorder, HostLedger):
+    pass
+
+
+class PlannedBytes(Recorder, LiveBytes):
+    """A stretch is (phase, number). A new one begins wherever backward begins or ends."""
+
+    number, backward = 0, False
+
+    def current_stretch(self):
+        backward = torch._C._current_graph_task_id() != -1
+        if backward != self.backward:
+            self.backward, self.number = backward, self.number + 1
+        return self.meter.now and (self.meter.now, self.number)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and is_planned(args[0]):
+            # `item` of a tensor without data: losses and norms are finite, and there is something to learn
+            if args[0].dtype == torch.bool:
+                return True
+            return 0.0 if args[0].is_floating_point() else 0
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class PlanMeter(MemoryMeter):
+    """A meter of fake tensors."""
+
+    def __init__(self, host):
+        super().__init__("cpu")
+        self.live = PlannedBytes(host)
+        self.live.meter = self
+
+    def label(self, component, named):
+        named = list(named)
+        self.live.label(component, named)
+        self.live.host.label(component, named)
+
+
+class Peak:
+    """What was alive at the peak of a stretch. components: {name: bytes}.
+
+    largest: {(component, name): the largest Storage with both}.
+    """
+
+    def __init__(self, storages):
+        self.components, self.largest = Counter(), {}
+        for s in storages:
+            self.components[s.component] += s.size
+            key = s.component, s.name
+            self.largest[key] = max(s, self.largest.get(key, s), key=lambda s: s.size)
+
+    @property
+    def size(self):
+        return sum(self.components.values())
+
+
+def record(dry_run, settings, kind, n_layer):
+    """-> [{stretch: Peak} of the device, the same of the host]."""
+    host = PlannedHost()
+    with PlanningMode(kind, host), PlanMeter(host) as meter:
+        dry_run(settings, n_layer, meter)
+    return [
+        {stretch: Peak(storages) for stretch, (_, storages) in ledger.peaks.items()}
+        for ledger in (meter.live, host)
+    ]
+
+
+def deepen(shallow: Peak, deep: Peak, depth: int):
+    """The Peaks of the same stretch at the two DEPTHS -> its Peak at another depth, on the line through both."""
+
+    def line(a, b):
+        return a + (b - a) * (depth - DEPTHS[0])
+
+    peak = Peak([])
+    for name in deep.components | shallow.components:
+        peak.components[name] = line(shallow.components[name], deep.components[name])
+    for key, b in deep.largest.items():
+        # A tensor of each block is as large as the others. One for all blocks, such as the KV cache, grows.
+        a = shallow.largest.get(key, b)
+        peak.largest[key] = replace(b, size=line(a.size, b.size), shape=tuple(map(line, a.shape, b.shape)))
+    return peak
+
+
+@dataclass
+class Plan:
+    """Bytes. phases: name -> (peak, {component: bytes}); biggest: (bytes, what), in the phase that has the peak."""
+
+    kind: str  # "cuda" or "cpu"
+    peak: int
+    host: int
+    phase: str
+    phases: dict
+    biggest: list
+    host_components: dict
+
+    def text(self) -> str:
+        """A table of components and phases, then the biggest tensors."""
+        unit, size = ("GiB", GIB) if self.peak >= GIB else ("MiB", MIB)
+
+        def row(name, sizes):
+            return f"{name:22}" + "".join(f"{bytes_ / size:11.2f}" for bytes_ in sizes)
+
+        tables, largest = [Counter(components) for _, components in self.phases.values()], Counter()
+        for components in tables:
+            largest |= components  # the larger of both
+        lines = [f"planned for {self.kind}: {unit} at each phase's peak"]
+        lines.append(f"{'':22}" + "".join(f"{name:>11}" for name in self.phases))
+        for name, most in largest.most_common():
+            if most >= self.peak / 1000:
+                lines.append(row(name, [components[name] for components in tables]))
+        lines.append(row("together", [peak for peak, _ in self.phases.values()]))
+        lines.append(f"the biggest in {self.phase}:")
+        lines += [f"{bytes_ / size:11.2f}  {name}" for bytes_, name in self.biggest]
+        if self.host:
+            each = [f"{name} {bytes_ / size:.2f}" for name, bytes_ in self.host_components.items()]
+            lines.append(f"on the host: {self.host / size:.2f} ({', '.join(each)})")
+        return "\n".join(lines)
+
+    def line(self) -> str:
+        return f"peak_gib={self.peak / GIB:.3f} host_gib={self.host / GIB:.3f} phase={self.phase}"
+
+
+def plan(dry_run, settings) -> Plan:
+    """The Plan of settings.device. dry_run(settings, n_layer, meter) runs init and an iteration of a model so deep."""
+    kind, depth = kind_planned(settings.device), dry_run.n_layer
+    if depth <= DEPTHS[1]:
+        device, host = record(dry_run, settings, kind, depth)
+    else:
+        shallow, deep = (record(dry_run, settings, kind, n_layer) for n_layer in DEPTHS)
+        device, host = (
+            {stretch: deepen(peaks[stretch], deep_peaks[stretch], depth) for stretch in peaks}
+            for peaks, deep_peaks in zip(shallow, deep, strict=True)
+        )
+    highest = {}  # phase -> the Peak of its highest stretch
+    for (phase, _), peak in device.items():
+        if phase not in highest or peak.size > highest[phase].size:
+            highest[phase] = peak
+    always = {"cuBLAS workspace": CUDA_EXTRA} if kind == "cuda" else {}
+    phases = {phase: always | peak.components for phase, peak in highest.items()}
+    on_host = host["all"].components if host else {}
+    sharded = settings.parallel == "fsdp"
+    if sharded:
+        phases, on_host = share(phases, on_host, highest, settings)
+    phases = {phase: (sum(components.values()), components) for phase, components in phases.items()}
+    binding = max(phases, key=lambda phase: phases[phase][0])
+    peak, components = phases[binding]
+    biggest = [
+        (s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}") for s in highest[binding].largest.values()
+    ]
+    if sharded:  # how large a process's share of a tensor is, depends on the tensor
+        biggest = [(bytes_, name) for name, bytes_ in components.items()]
+    biggest = sorted(biggest, reverse=True)[:6]
+    return Plan(kind, peak, sum(on_host.values()), binding, phases, biggest, on_host)
+
+
+def share(phases: dict, on_host: dict, highest: dict, settings):
+    """{phase: components} and the host's components of whole weights -> the same for one process of fsdp.
+
+    fsdp shards over all processes. This is not run, but added up. While the model runs, two blocks and the weights
+    outside the blocks are gathered; in a rollout all weights. In training there are the gradients of a block and of
+    the weights outside, and a float32 copy of those that are reduced.
+    tests/test_parallel.py compares this with what runs need.
+    """
+    n = settings.num_processes
+    tensors = [s for peak in highest.values() for s in peak.largest.values()]
+    sizes = {s.name: s.size for s in tensors if s.component == "weights"}
+    block = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
+    outside = sum(size for name, size in sizes.items() if not name.startswith("blocks."))
+    running = outside + 2 * block
+    everything = max(components["weights"] for components in phases.values())
+    gathered = dict(rollout=everything, eval=everything, reference=running, teacher=running, train=running)
+    width = getattr(torch, settings.param_dtype).itemsize
+    reduced = max(outside, block) * max(4, width) // width
+
+    def shares(components):
+        return {name: size // n if name in SHARDED else size for name, size in components.items()}
+
+    phases = {phase: shares(components) for phase, components in phases.items()}
+    on_host = shares(on_host)
+    for phase, components in phases.items():
+        for name in SHARDED if settings.param_offload else ():
+            if name in components:
+                on_host[name] = max(components.pop(name), on_host.get(name, 0))
+        components["gathered weights"] = gathered.get(phase, 0)
+        if phase == "train" and not settings.lora_rank:
+            components["gathered gradients"] = block + outside + reduced
+    return phases, on_host
+
+
+def kind_planned(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device.partition(":")[0]

@@ -1,0 +1,366 @@
+"""What an option is, and how options are read from a config file and the command line.
+
+    @dataclass
+    class Settings:
+        seed: int = option(1, "seed of every random number", minimum=0)
+
+        def check(self):  # raises SnugError if values do not fit together
+            ...
+
+    settings, names, config = read_settings(Settings, ["config/small.py", "--seed=3"])
+
+An option's type is bool, int, float, str, dict, list[str] or list[float]; `| None` allows None. A config is a file of
+plain assignments, read by ast.literal_eval and never executed. Every user error raises SnugError. Nothing here imports
+torch, so that a typo is reported in 0.2 s. other_names.toml has the words of other projects, with the answer to each.
+Left out: nested options, environment variables. Tests: test_settings.py, refuse.py.
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import os
+import re
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Iterable
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+# What users of other projects may write.
+ELSEWHERE = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
+
+
+class SnugError(Exception):
+    """An error that the user can correct. One line: what is wrong, the value, what to do. Exit code 2.
+
+    A note (`add_note`) is the traceback of the user's own code that failed.
+    """
+
+
+def plain(text: str) -> str:
+    """The text as a terminal may get it: codes that could change its title or clipboard are text, such as \\x1b.
+
+    For what a model, a file or a user's function may have written.
+    """
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+
+
+def told(error: SnugError) -> str:
+    """What people read: the notes, then the line."""
+    return plain("\n".join([*getattr(error, "__notes__", []), f"error: {error}"]))
+
+
+def described(error: BaseException) -> str:
+    """Kind and text of an error, on one line: "ValueError: bad luck". Of a SnugError its text alone."""
+    kind = "" if isinstance(error, SnugError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}"[:1000].split())
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def find_path(path: str | Path) -> Path:
+    """What is not in the current folder may be in the project's: configs name files relative to it."""
+    places = Path(path), Path(__file__).parents[2] / path
+    return next(filter(os.path.exists, places), places[0])
+
+
+def option(
+    default, meaning: str, unit: str = "", choices: tuple[str, ...] = (), minimum=0, maximum=math.inf
+):
+    """A dataclass field. --help shows `meaning` and `unit`; `choices`, `minimum` and `maximum` limit the value."""
+    metadata = dict(meaning=meaning, unit=unit, choices=choices, minimum=minimum, maximum=maximum)
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def option_of(base, name: str, default):
+    """The option `name` of the dataclass `base`, with another default."""
+    return option(default, **fields(base)[name].metadata)
+
+
+def fields(cls) -> dict[str, dataclasses.Field]:
+    return {field.name: field for field in dataclasses.fields(cls)}
+
+
+def type_of(cls, name: str):
+    """-> (type, may it be None?): `float | None` -> (float, True), `list[str]` -> (list[str], False)."""
+    hint = fields(cls)[name].type
+    return (typing.get_args(hint)[0], True) if isinstance(hint, types.UnionType) else (hint, False)
+
+
+def read_settings(cls, argv: list[str], positional: str = "config"):
+    """`argv` (without the program's name) -> (cls instance, names of the options that were set, positional argument).
+
+    positional="config": the argument without dashes is a config file, and the command line overrides it. Otherwise
+    ("folder", "file") it is returned unread, "" if it is missing. --help prints the usual options, --help=all prints
+    all, and both exit with 0. Raises SnugError.
+    """
+    if {"-h", "--help", "--help=all"}.intersection(argv):
+        parser = make_parser(cls, positional, everything="--help=all" in argv)
+        print(parser.format_help(), end="", flush=True)  # flush: see BrokenPipeError below
+        sys.exit(0)
+    if positional == "config" and not argv:
+        raise SnugError("name a config, such as config/grpo_small.py, or options; --help lists them")
+    flags = {f"--{name}" for name in fields(cls) if type_of(cls, name)[0] is bool}
+    argv = [f"{word}=true" if word in flags else word for word in argv]  # --plan
+    namespace, unknown = make_parser(cls, positional).parse_known_args(argv)
+    values = vars(namespace)
+    place = values.pop(positional)
+    for word in unknown:
+        if word.startswith("-"):
+            flag = word.partition("=")[0]
+            raise unknown_option(cls, flag.lstrip("-"), flag)
+    if unknown:
+        words = " ".join([place, *unknown])
+        raise SnugError(f"only one {positional} is possible, not {len(unknown) + 1}: {words}")
+    return *make_settings(cls, place if positional == "config" else "", values), place
+
+
+def make_settings(cls, config: str, values: dict):
+    """A config's options ("": none) and `values`, which override them -> (cls instance, names of the options set)."""
+    for name in values:
+        if name not in fields(cls):
+            raise unknown_option(cls, name, name)
+    values = {name: check_value(cls, name, value, name) for name, value in values.items()}
+    if config:
+        values = read_config(cls, config) | values
+    settings = cls(**values)
+    settings.check()
+    return settings, set(values)
+
+
+def merge_options(cls, run, settings, given: set[str], **changes):
+    """-> a cls: an option as it was `given` in `settings`, or as in `changes`, or as in `run`, or its default."""
+    values = {name: getattr(run, name) for name in fields(cls) if hasattr(run, name)} | changes
+    return cls(**values | {name: getattr(settings, name) for name in given & fields(cls).keys()})
+
+
+def read_config(cls, path: str):
+    """A file of `name = literal` lines -> {name: value}. Raises SnugError."""
+    try:
+        tree = ast.parse(find_path(path).read_bytes())
+    except OSError as error:
+        configs = [str(file) for file in sorted(Path("config").glob("*.py"))]
+        raise SnugError(f"config {path}: {error.strerror}{did_you_mean(path, configs)}") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise SnugError(f"config {path}: {error}") from None
+    values = {}
+    for node in tree.body:
+        where = f"{path}:{node.lineno}"
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+            continue
+        try:
+            [target] = node.targets
+            name, value = target.id, ast.literal_eval(node.value)
+        except (AttributeError, ValueError, TypeError):  # another statement; no literal; {[]}
+            text = ast.unparse(node)[:60]
+            raise SnugError(f"{where}: {text!r} is not name = value with a literal value") from None
+        if name not in fields(cls):
+            raise unknown_option(cls, name, f"{where}: {name}")
+        values[name] = check_value(cls, name, value, f"{where}: {name}")
+    return values
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error message: "; did you mean X?" if X is similar to `word`, else ""."""
+    near = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def unknown_option(cls, name: str, shown: str) -> SnugError:
+    """shown: the name as the user wrote it. cls.other_names, if there is one: {a name elsewhere: the answer to it}."""
+    hint = did_you_mean(name, fields(cls)) or "; --help=all lists all options"
+    other_names = getattr(cls, "other_names", {})
+    if name in other_names:
+        hint = f"; {other_names[name]}"
+    return SnugError(f"unknown option {shown}{hint}")
+
+
+def parse_value(cls, name: str, text: str):
+    """The text after `--name=` -> a value of the option's type. Raises SnugError."""
+    kind, optional = type_of(cls, name)
+    if optional and text.lower() == "none":
+        return None
+    if typing.get_origin(kind) is list:
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        value = [convert(word, typing.get_args(kind)[0]) for word in words]
+    else:
+        value = convert(text, kind)
+    return check_value(cls, name, value, f"--{name}")
+
+
+def convert(text: str, kind: type):
+    """Text -> bool, int, float or str. Text that does not fit stays text; check_value refuses it."""
+    if kind is bool:
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+    try:
+        return json.loads(text) if kind is dict else kind(text)
+    except ValueError:
+        return text
+
+
+KINDS = {  # type -> as error messages name it, as --help does
+    bool: ("true or false", "true|false"),
+    int: ("a whole number", "N"),
+    float: ("a number", "X"),
+    str: ("text", "TEXT"),
+    dict: ("a JSON object", "JSON"),
+    list[str]: ("a list of names", "A,B"),
+    list[float]: ("a list of numbers", "X,Y"),
+}
+
+
+def check_value(cls, name: str, value, where: str):
+    """-> `value` within the option's type and limits; an int may become a float, a tuple a list. Raises SnugError.
+
+    where: start of the error message.
+    """
+    kind, optional = type_of(cls, name)
+    if value is None and optional:
+        return None
+    is_list = isinstance(value, list | tuple)
+    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
+    items = list(value) if is_list else [value]
+    if element is float:
+        # By way of text: 10**400 becomes infinite, where float(10**400) raises.
+        items = [float(str(item)) if type(item) is int else item for item in items]
+    if is_list != (element is not kind) or any(type(item) is not element for item in items):
+        raise SnugError(f"{where} takes {KINDS[kind][0]}, not {value!r}")
+    limits = fields(cls)[name].metadata
+    choices, minimum, maximum = limits["choices"], limits["minimum"], limits["maximum"]
+    if choices:
+        items = in_our_words(items, choices)
+    for item in items:
+        if choices and item not in choices:
+            answer = ELSEWHERE["options"].get(item)
+            hint = f"; {answer}" if answer else did_you_mean(item, choices)
+            raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")
+        if element is str and "\0" in item:
+            raise SnugError(f"{where}={item!r:.60} has a NUL character; remove it")
+        if element is float and not math.isfinite(item):
+            raise SnugError(f"{where} must be finite, not {item}")
+        if element in (int, float) and not minimum <= item <= maximum:
+            limit = f"below {minimum}" if item < minimum else f"above {maximum}"
+            raise SnugError(f"{where}={item} is {limit}")
+    return items if is_list else items[0]
+
+
+def in_our_words(items: list[str], choices) -> list[str]:
+    """Choices as other projects name them -> ours: ["q_proj", "k_proj", "v_proj"] -> ["qkv"]; q_proj alone stays.
+
+    Each is named once. A word for what is no choice of this option stays, too.
+    """
+    for theirs, ours in ELSEWHERE["choices"]:
+        if set(theirs) <= set(items) and set(ours) <= set(choices):
+            items = [item for item in items if item not in theirs] + ours
+    return [*dict.fromkeys(items)]
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise SnugError(f"{message.removeprefix('argument ')}; options are written --name=value")
+
+
+ABOUT = {
+    "config": "a file of `name = value` lines",
+    "folder": "a run's folder, or a model: a Hugging Face folder, or owner/name on the hub",
+    "file": "a GGUF file",
+}
+
+
+def make_parser(cls, positional: str, everything: bool = True) -> Parser:
+    """A parser for the options of `cls`. In the help each class that `cls` inherits from is a topic.
+
+    everything=False: the help shows only the options that `cls.usual` names, if there is such a list.
+    """
+    usual = fields(cls) if everything else getattr(cls, "usual", " ".join(fields(cls))).split()
+    hidden = len(fields(cls)) - len(usual)
+    module = sys.modules["__main__"].__spec__
+    program = f"-m {module.name}" if module else Path(sys.argv[0]).name  # -m runs.export
+    parser = Parser(
+        usage=f"python {program} [{positional}] [--name=value ...]",
+        description=cls.__doc__,
+        epilog=f"{hidden} more options: --help=all" if hidden else None,
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=30),
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument(positional, nargs="?", default="", help=ABOUT[positional])
+    for topic, names in topics(cls).items():
+        title = topic.__name__.removesuffix("Options").removesuffix("Settings")
+        group = parser.add_argument_group(
+            title, topic.__doc__ if everything and topic is not cls else None
+        )
+        for name in names:
+            field = fields(cls)[name]
+            group.add_argument(
+                f"--{name}",
+                type=partial(parse_value, cls, name),
+                default=argparse.SUPPRESS,
+                metavar="|".join(field.metadata["choices"]) or KINDS[type_of(cls, name)[0]][1],
+                help=help_of(field) if name in usual else argparse.SUPPRESS,
+            )
+    return parser
+
+
+def topics(cls) -> dict[type, list[str]]:
+    """{class: names of its options} for `cls` and the classes that it inherits from.
+
+    If a subclass changes a default, --help still lists the option under its base class.
+    """
+    home = {name: base for base in cls.__mro__ for name in inspect.get_annotations(base)}
+    names = {base: [name for name in fields(cls) if home[name] is base] for base in cls.__mro__}
+    return {base: options for base, options in names.items() if options}
+
+
+def help_of(field: dataclasses.Field) -> str:
+    """For example `longest completion (tokens; default: 32)`."""
+    default = field.default
+    if default is dataclasses.MISSING:
+        default = ",".join(field.default_factory())
+    shown = f"{default:g}" if type(default) is float else str(default).lower() or "empty"
+    unit = field.metadata["unit"] and field.metadata["unit"] + "; "
+    return f"{field.metadata['meaning']} ({unit}default: {shown})"
+
+
+@contextmanager
+def in_one_line(problem: str):
+    """If a library fails on a damaged file, raise a SnugError: problem (error's type: error's text)."""
+    try:
+        yield
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"  # of a library in Rust
+        if not (isinstance(error, Exception) or is_panic):
+            raise
+        raise SnugError(f"{problem} ({described(error)[:300]})") from None
+
+
+@contextmanager
+def friendly_errors(advice: str = ""):
+    """SnugError: its notes and one line on stderr, exit code 2. Ctrl-C: one line, 130. A closed pipe: silent.
+
+    advice: end of Ctrl-C's line. A console that cannot show a character shows "?" in its place.
+    """
+    sys.stdout.reconfigure(errors="replace")
+    try:
+        yield
+    except SnugError as error:
+        print(told(error), file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        # Python flushes stdout again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:
+        print(f"stopped{advice}", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,45 @@
+"""Typed reads of a JSON object from a file that may be wrong. Tests: tests/test_pretrained.py."""
+
+from pathlib import Path
+from typing import Any
+
+from snug.options import SnugError
+
+LIMIT = 2**63  # what torch can count
+KINDS = {
+    int: "a count below 2**63",
+    float: "a positive number below 2**63",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+class Fields:
+    """Reads an object's values. Raises SnugError, with file and name, for a wrong type or an unsupported value."""
+
+    def __init__(self, values: dict, path: Path | str):
+        """path: the file, for error messages. Raises SnugError if `values` is not an object."""
+        if type(values) is not dict:
+            raise SnugError(f"{path}: {values!r:.40} is not an object")
+        self.values, self.path = values, path
+
+    def get(self, name: str, kind: type, default: Any = None):
+        """-> the value of `name`, or `default` if it is missing. An integer may become a float."""
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        fits = type(value) is kind or kind is float and type(value) is int
+        if fits and kind in (int, float):
+            fits = 0 < value < LIMIT
+        if not fits:
+            raise SnugError(f"{self.path}: {name}={value!r:.40} is not {KINDS[kind]}")
+        return float(value) if kind is float else value
+
+    def want(self, name: str, *supported):
+        """Raises SnugError if the value is none of `supported`. A missing one is fine."""
+        value = self.values.get(name)
+        if value is not None and value not in supported:
+            only = " or ".join(map(repr, supported))
+            raise SnugError(f"{self.path}: {name}={value!r:.60} is not supported; only {only}")

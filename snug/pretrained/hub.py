@@ -1,0 +1,71 @@
+"""A model's name on the Hugging Face hub -> a local folder, with huggingface_hub and its cache.
+
+    local_folder("Qwen/Qwen2.5-0.5B-Instruct")     # or @ and a branch, a tag, a commit
+    local_folder("models/mine")                    # a path stays what it is
+
+Only files that snug reads are downloaded; the weights may come later, after a run's other options were checked. A
+commit that the cache has makes no request (huggingface_hub 0.36: one). Without a network the cached snapshot is used.
+
+Left out: pickles, uploads, names without an owner. Tests: tests/test_hub.py.
+"""
+
+import os
+import re
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+
+from snug.options import SnugError, first_line
+from snug.pretrained.shapes import read_config
+from snug.pretrained.tensors import weight_files
+
+# Repository, owner, revision. Folders in out/ and models/ are ours, even before there is one.
+NAME = re.compile(r"(?!out/|models/)((\w[\w.-]*)/\w[\w.-]*)(?:@(.+))?")
+SNAPSHOT = re.compile(".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")  # in the cache
+FILES = """config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
+chat_template.jinja additional_chat_templates/*.jinja model.safetensors.index.json adapter_config.json
+adapter_model.safetensors""".split()
+ADVICE = {  # the name of an error -> what is wrong and what to do; {0}: the repository, {1}: the error's first line
+    "ModuleNotFoundError": "huggingface_hub cannot be imported ({1}): pip install huggingface_hub",
+    "GatedRepoError": "is gated: accept its licence on https://huggingface.co/{0}, then run `hf auth login`",
+    "RepositoryNotFoundError": "is no folder here and no public model on the hub: check the name; for a private model "
+    "run `hf auth login`",
+    "RevisionNotFoundError": "{0} has no such revision: name one of its branches, tags or commits after the @",
+    "LocalEntryNotFoundError": "is no folder here and not in the hub's cache, and the hub cannot be reached: check the "
+    "name and the network",
+    "SnugError": "{1}",
+}
+
+
+def local_folder(name: str | Path, weights: bool = True) -> Path:
+    """owner/name or owner/name@revision -> its snapshot in the cache. weights=False: perhaps without the weights.
+
+    Any other name is a path, also if there is a folder `owner`. Raises SnugError.
+    """
+    found = NAME.fullmatch(str(name))
+    if not found or os.path.isdir(found[2]):
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download
+
+        with redirect_stderr(StringIO()):  # no progress bar for small files
+            folder = Path(snapshot_download(found[1], revision=found[3], allow_patterns=FILES))
+        if not (folder / "adapter_config.json").is_file():
+            read_config(folder)  # may refuse the model, before its weights are downloaded
+        files = [folder / "model.safetensors"]
+        if (folder / "model.safetensors.index.json").is_file():
+            files = weight_files(folder)
+        if weights and not all(map(Path.is_file, files)):
+            names = FILES + [file.name for file in files]
+            snapshot_download(found[1], revision=folder.name, allow_patterns=names)
+        return folder
+    except Exception as error:
+        advice = ADVICE.get(
+            type(error).__name__, "cannot be downloaded ({1}): try again, or name a folder"
+        )
+        raise SnugError(f"{name}: {advice.format(found[1], first_line(error))}") from None
+
+
+def hub_name(folder: Path) -> str:
+    """The folder of a snapshot -> owner/name@commit. Any other path stays what it is."""
+    return SNAPSHOT.sub(r"\1/\2@\3", str(folder))

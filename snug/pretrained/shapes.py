@@ -1,0 +1,188 @@
+"""config.json <-> the shape of a GPT, for GPT-2, Llama, Mistral, Qwen2 (and 2.5) and Qwen3.
+
+read_shape returns GPTConfig's keywords and refuses options that GPT does not have. With a sliding window, block_size is
+at most the window, so that it never cuts a sequence. A Mistral is written as a Llama. Left out: the ranges of sizes and
+of rope's numbers, which GPTConfig checks. Tests: tests/test_pretrained.py, against transformers.
+"""
+
+import json
+from pathlib import Path
+
+from snug.options import SnugError, in_one_line
+from snug.options.typed import Fields
+
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+ARCHITECTURES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+GPT2 = {  # GPTConfig's name: (config.json's, type, default; None: must be given)
+    "vocab_size": ("vocab_size", int, None),
+    "block_size": ("n_positions", int, 1024),
+    "n_layer": ("n_layer", int, 12),
+    "n_head": ("n_head", int, 12),
+    "n_embd": ("n_embd", int, 768),
+    "n_hidden": ("n_inner", int, 0),  # 0: 4 * n_embd
+    "norm_eps": ("layer_norm_epsilon", float, 1e-5),
+    "tie_embeddings": ("tie_word_embeddings", bool, True),
+}
+LLAMA = {  # the same of Llama, Mistral, Qwen2 and Qwen3
+    "vocab_size": ("vocab_size", int, None),
+    "block_size": ("max_position_embeddings", int, 2048),
+    "n_layer": ("num_hidden_layers", int, None),
+    "n_head": ("num_attention_heads", int, None),
+    "n_kv_head": ("num_key_value_heads", int, 0),  # 0: n_head
+    "n_embd": ("hidden_size", int, None),
+    "head_size": ("head_dim", int, 0),  # 0: n_embd / n_head; Qwen3: 128
+    "n_hidden": ("intermediate_size", int, None),
+    "norm_eps": ("rms_norm_eps", float, 1e-6),
+    "tie_embeddings": ("tie_word_embeddings", bool, False),
+}
+LLAMA3_ROPE = {
+    "rope_original_block_size": ("original_max_position_embeddings", int),
+    "rope_low_freq_factor": ("low_freq_factor", float),
+    "rope_high_freq_factor": ("high_freq_factor", float),
+}
+NF4 = dict(quant_method="bitsandbytes", load_in_8bit=False, load_in_4bit=True)
+NF4 |= dict(bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage="uint8")
+FAMILIES = {  # (bias, qkv_bias, proj_bias, qk_norm) -> who has them
+    (0, 0, 0, 0): "llama",
+    (1, 0, 0, 0): "llama",
+    (0, 1, 1, 0): "llama",
+    (0, 1, 0, 0): "qwen2",
+    (0, 0, 0, 1): "qwen3",
+}
+
+
+def is_pretrained(folder: str | Path) -> bool:
+    """Is it a Hugging Face folder, of a model or of adapters? Folders of runs and checkpoints have neither config."""
+    names = "config.json", "adapter_config.json"
+    return bool(folder) and any((Path(folder) / name).is_file() for name in names)
+
+
+def read_config(folder: str | Path) -> dict:
+    """config.json of a supported architecture. Raises SnugError."""
+    path = Path(folder) / "config.json"
+    with in_one_line(f"{path}: cannot be read"):
+        config = json.loads(path.read_bytes())
+    family = Fields(config, path).get("model_type", str, "")
+    if family not in ARCHITECTURES:
+        raise SnugError(
+            f"{path}: model_type={family!r:.40} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    if config.get("quantization_config") is not None:
+        check_quantization(config, path)
+    return config
+
+
+def check_quantization(config: dict, path: Path):
+    """Refuse all but NF4 of bitsandbytes. Raises SnugError."""
+    values = Fields(config, path).get("quantization_config", dict)
+    fields = Fields({"bnb_4bit_quant_type": "fp4"} | values, f"{path}: quantization_config")
+    for name, value in NF4.items():
+        fields.want(name, value)
+
+
+def double_quant(folder: str | Path) -> bool | None:
+    """Are the scales of a folder in NF4 quantized, too? None: the folder is not quantized. Raises SnugError."""
+    quantization = read_config(folder).get("quantization_config")
+    return quantization and bool(quantization.get("bnb_4bit_use_double_quant"))
+
+
+def stored_dtype(folder: str | Path) -> str | None:
+    """The dtype of the weights, such as "bfloat16", as config.json says it."""
+    config = read_config(folder)
+    return config.get("dtype", config.get("torch_dtype"))
+
+
+def read_shape(folder: str | Path):
+    """A folder's config.json -> GPTConfig's keywords. Raises SnugError."""
+    config = read_config(folder)
+    fields, family = Fields(config, Path(folder) / "config.json"), config["model_type"]
+    return gpt2_shape(fields) if family == "gpt2" else llama_shape(fields, family)
+
+
+def gpt2_shape(c: Fields) -> dict:
+    c.want("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    c.want("scale_attn_by_inverse_layer_idx", False)
+    shape = {ours: c.get(*theirs) for ours, theirs in GPT2.items()}
+    shape["n_hidden"] = shape["n_hidden"] or 4 * shape["n_embd"]
+    return shape | dict(norm="layernorm", position="learned", mlp="gelu", bias=True)
+
+
+def llama_shape(c: Fields, family: str) -> dict:
+    c.want("hidden_act", "silu")
+    attention_bias = c.get("attention_bias", bool, False)
+    c.want("mlp_bias", *{attention_bias, False})
+    if family != "llama":
+        c.want("attention_bias", False)
+    shape = {ours: c.get(*theirs) for ours, theirs in LLAMA.items()}
+    shape["n_kv_head"] = shape["n_kv_head"] or shape["n_head"]
+    plain_size = 128 if family == "qwen3" else shape["n_embd"] // shape["n_head"]
+    shape["head_size"] = shape["head_size"] or plain_size
+    slides = family == "mistral" or c.get("use_sliding_window", bool, False)
+    layers = {"full_attention", "sliding_attention"} if slides else {"full_attention"}
+    if other := set(map(str, c.get("layer_types", list, []))) - layers:
+        raise SnugError(f"{c.path}: layer_types has {min(other)!r:.40}, which is not supported")
+    if slides and c.values.get("sliding_window", 4096) is not None:
+        shape["block_size"] = min(shape["block_size"], c.get("sliding_window", int, 4096))
+    shape |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", qk_norm=family == "qwen3")
+    shape["bias"] = c.get("mlp_bias", bool, False)
+    shape["proj_bias"] = attention_bias and not shape["bias"]
+    shape["qkv_bias"] = family == "qwen2" or shape["proj_bias"]
+    return shape | rope_shape(c)
+
+
+def rope_shape(c: Fields) -> dict:
+    """Newer files have all in rope_parameters; older ones have rope_theta and rope_scaling at the top."""
+    rope = Fields(c.get("rope_parameters", dict, {}) or c.get("rope_scaling", dict, {}), c.path)
+    if nested := [name for name, value in rope.values.items() if type(value) is dict]:
+        raise SnugError(
+            f"{c.path}: rope_parameters has {nested[0]!r:.40} by itself, which is not supported"
+        )
+    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise SnugError(
+            f"{c.path}: rope_type={kind!r:.40} is not supported; only default, linear and llama3"
+        )
+    shape = dict(rope_theta=rope.get("rope_theta", float, c.get("rope_theta", float, 10000.0)))
+    if kind != "default":
+        shape["rope_factor"] = rope.get("factor", float)
+    if kind == "llama3":
+        shape |= {ours: rope.get(*theirs) for ours, theirs in LLAMA3_ROPE.items()}
+    return shape
+
+
+def family_of(c) -> str:
+    """The architecture of `c`, a GPTConfig. Raises SnugError if there is none."""
+    kind = c.norm, c.position, c.mlp
+    plain_heads = c.n_kv_head == c.n_head and c.head_size * c.n_head == c.n_embd and not c.qk_norm
+    if kind == ("layernorm", "learned", "gelu") and plain_heads:
+        return "gpt2"
+    family = FAMILIES.get((c.bias, c.qkv_bias, c.proj_bias, c.qk_norm))
+    if kind == ("rmsnorm", "rotary", "swiglu") and family:
+        return family
+    raise SnugError(f"no architecture of {', '.join(ARCHITECTURES)} has this shape: {c}")
+
+
+def config_of(c, dtype: str):
+    """GPTConfig -> the content of config.json for transformers 4 and 5, without padding ids (n_vocab and above)."""
+    family = family_of(c)
+    table = GPT2 if family == "gpt2" else LLAMA
+    config = dict(architectures=[ARCHITECTURES[family]], model_type=family, torch_dtype=dtype)
+    config |= {theirs: getattr(c, ours) for ours, (theirs, *_) in table.items()}
+    config["vocab_size"] = c.n_vocab
+    if family == "gpt2":
+        return config | dict(
+            activation_function="gelu_new", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+        )
+    config |= dict(hidden_act="silu", rope_theta=c.rope_theta)
+    if family == "llama":
+        config |= dict(attention_bias=c.bias or c.proj_bias, mlp_bias=c.bias)
+    if c.rope_original_block_size:
+        numbers = {theirs: getattr(c, ours) for ours, (theirs, _) in LLAMA3_ROPE.items()}
+        config["rope_scaling"] = dict(rope_type="llama3", factor=c.rope_factor) | numbers
+    elif c.rope_factor != 1:
+        config["rope_scaling"] = dict(rope_type="linear", type="linear", factor=c.rope_factor)
+    return config

@@ -1,0 +1,317 @@
+"""Text to token ids and back, with the library `tokenizers`.
+
+`bytes` has the 256 bytes as tokens. `gpt2` is OpenAI's; tiktoken downloads its two files once. A folder with a
+tokenizer.json can have any kind: byte-level BPE (GPT-2, SmolLM2, Llama 3, Qwen), sentencepiece BPE (Llama 2, Mistral),
+Unigram.
+
+Special tokens, such as <|endoftext|>, are ids and never text: text that spells one gets ordinary tokens. They decode to
+nothing. Only a chat template writes them (snug/tokenizer/chat.py).
+
+Left out: training a tokenizer; special tokens after a text, such as BERT's [SEP], because a prompt is continued; a
+model that itself makes special tokens of text, as some Unigram models do.
+Tests: tests/test_tokenizer.py.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from snug.options import SnugError, in_one_line
+from snug.tokenizer.chat import BREAK, CUT, TURN, Chat, well_formed
+
+END_OF_TEXT = "<|endoftext|>"
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
+FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+DATE = "chat_date.txt"  # the day on which a run began, if its chat template asks for the date
+FILES += ("chat_template.jinja", DATE)
+GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_VOCAB = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # SHA-256
+GPT2_MERGES = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+
+
+class Tokenizer:
+    """What get_tokenizer returns.
+
+    name         "bytes", "gpt2", or "tokenizer.json@" and the first 12 hex digits of the file's SHA-256
+    n_vocab      ids are 0 .. n_vocab - 1; there may be ids without a token
+    stop_tokens  ids that end a completion; stop_token is the first, which training teaches
+    special      {spelling: id} of the special tokens
+    bos          ids before a prompt of text
+    files        {file name: bytes} to keep beside a checkpoint; empty for bytes and gpt2
+    chat         writes messages as text; None without a chat template
+    notes        lines for a run's log
+
+    Threads may share it.
+
+    >>> tokenizer = get_tokenizer("bytes")
+    >>> tokenizer.encode("1+2=")
+    [49, 43, 50, 61]
+    >>> tokenizer.decode([51, tokenizer.stop_token])
+    '3'
+    """
+
+    def __init__(self, name, backend, stop_tokens):
+        """backend: a tokenizers.Tokenizer."""
+        self.name, self.backend = name, backend
+        self.stop_tokens, self.stop_token = stop_tokens, stop_tokens[0]
+        self.bos, self.chat, self.files, self.notes = [], None, {}, []
+        self.lock = threading.Lock()  # of the backend, from its flag to its ids
+        self.n_vocab = 1 + max(backend.get_vocab().values())
+        added = backend.get_added_tokens_decoder()
+        # A stop token is special, whatever its flags say.
+        backend.add_special_tokens([added[i].content for i in stop_tokens if not added[i].special])
+        self.special = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Text -> ids, never of special tokens: a prompt that spells <|endoftext|> gets those 13 characters.
+
+        special=True: text that spells a special token becomes that token. A lone surrogate such as "\\ud800", which
+        UTF-8 cannot carry, becomes U+FFFD. Raises SnugError if `tokenizers` cannot encode the text.
+        """
+        text = well_formed(text)
+        with self.lock, in_one_line(f"tokenizer={self.name} cannot encode {text[:60]!r}"):
+            self.backend.encode_special_tokens = not special
+            return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, prompt: str | list[dict]) -> list[int]:
+        """Text, or chat messages [{"role": ..., "content": ...}, ...] -> ids.
+
+        Text gets the tokenizer's bos ids in front. The chat template writes messages and opens the answer; special
+        tokens come from the template, never from a content. Raises SnugError.
+        """
+        if isinstance(prompt, str):
+            return [*self.bos, *self.encode(prompt)]
+        return self.encode_messages(prompt)
+
+    def encode_reply(self, messages: list[dict], stopped: bool) -> list[int]:
+        """Messages that answer a turn of the assistant -> the ids between this turn and the assistant's next one.
+
+        messages: such as [{"role": "tool", "name": "calc", "content": "5"}]. stopped: a stop token ended the turn, so
+        the ids begin behind the template's own; otherwise they begin with it. Raises SnugError.
+        """
+        ids, end = self.encode_messages(messages, TURN), self.special.get(self.chat.end)
+        return ids[ids.index(end) + 1 :] if stopped and end in ids else ids
+
+    def encode_messages(self, messages, before=()):
+        """-> the ids of what the template writes: Chat.render."""
+        if self.chat is None:
+            raise SnugError(
+                "prompts of messages need a model with a chat template: name one, such as "
+                f"--init_from=Qwen/Qwen2.5-0.5B-Instruct, or write text: --chat=false (tokenizer={self.name})"
+            )
+        text = self.chat.render(messages, before)
+        if BREAK not in text:
+            return self.encode(text, special=True)
+        ids = []
+        for piece in self.chat.spellings.split(text):
+            for part in piece.replace(BREAK, "").split(CUT):
+                ids += self.encode(part, special=piece in self.special)
+        return ids
+
+    def set_template_kwargs(self, variables: dict):
+        """Set variables of the chat template, such as {"enable_thinking": False}, for prompts and for `files`."""
+        if variables and self.chat is None:
+            raise SnugError(
+                f"chat_template_kwargs={variables}: tokenizer={self.name} has no chat template"
+            )
+        if variables:
+            self.chat.set_defaults(variables)
+            self.files = self.files | {"chat_template.jinja": self.chat.source.encode()}
+
+    def decode(self, ids: list[int]) -> str:
+        """Ids -> text. Special tokens and ids without a token are skipped, and bytes that are not UTF-8 become U+FFFD.
+
+        Sentencepiece tokenizers drop a space at the beginning: a completion reads "4", not " 4", as in TRL.
+        """
+        return self.backend.decode(ids)
+
+    def stopper(self, texts: Sequence[str]):
+        """-> a function of a completion's ids, called after each token: does the last one complete one of `texts`?
+
+        None if they are all empty. A text may span tokens and end within one. So the function decodes a tail: one token
+        for each byte of the longest text, and one more, because a decoder may drop the first space. If the tail begins
+        within a character (U+FFFD), it is up to 3 tokens longer, which are the other bytes of the character.
+        """
+        texts = list(filter(None, texts))
+        if not texts:
+            return None
+        window = max(len(text.encode(errors="replace")) for text in texts) + 1
+        special = set(self.special.values())
+
+        def is_over(ids):
+            last = list(islice((i for i in reversed(ids) if i not in special), window + 3))[::-1]
+            for n in range(window, window + 4):
+                tail = self.backend.decode(last[-n:])
+                found = any(text in tail for text in texts)
+                if found or not tail.startswith("\ufffd"):
+                    return found
+            return False
+
+        return is_over
+
+    def save(self, folder: str | Path):
+        """Write `files` into the folder; for bytes and gpt2, files of the same tokenizer for `transformers`."""
+        files = self.files
+        if not files:
+            config = dict(
+                tokenizer_class="PreTrainedTokenizerFast",
+                eos_token=END_OF_TEXT,
+                clean_up_tokenization_spaces=False,
+            )
+            files = {"tokenizer.json": self.backend.to_str(pretty=True).encode()}
+            files["tokenizer_config.json"] = json.dumps(config, indent=1).encode()
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+
+
+def get_tokenizer(name: str) -> Tokenizer:
+    """The Tokenizer of "bytes" (n_vocab 257, stop_token 256), "gpt2" (50257, 50256) or a folder with a tokenizer.json.
+
+    Raises SnugError for any other name, for damaged files, and if the files of gpt2 cannot be downloaded.
+    """
+    if name == "bytes":
+        # `tokenizers` writes each byte as a printable character. A byte that is printable in Latin-1 stands for itself.
+        symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+        order = sorted(range(256), key=lambda byte: chr(byte) not in symbols)
+        return byte_level(name, dict(zip(symbols, order, strict=True)), [])
+    if name == "gpt2":
+        return byte_level(name, *gpt2_files())
+    folder = Path(name)
+    with in_one_line(f"{folder}: cannot be read"):
+        files = {file: (folder / file).read_bytes() for file in FILES if (folder / file).is_file()}
+    if name and "tokenizer.json" in files:
+        return tokenizer_of(folder, files)
+    raise SnugError(
+        f"tokenizer={name!r} is not one of bytes, gpt2, or a folder that has a tokenizer.json "
+        "(AutoTokenizer of transformers makes one of a tokenizer.model)"
+    )
+
+
+def byte_level(name, vocab, merges):
+    """A Tokenizer as GPT-2 has it; its last id is <|endoftext|>."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END_OF_TEXT])
+    return Tokenizer(name, backend, (backend.token_to_id(END_OF_TEXT),))
+
+
+def gpt2_files():
+    """-> ({token: id}, [(left, right) of each merge])."""
+    from tiktoken.load import read_file_cached
+
+    try:
+        vocab = json.loads(read_file_cached(GPT2 + "encoder.json", GPT2_VOCAB))
+        lines = read_file_cached(GPT2 + "vocab.bpe", GPT2_MERGES).decode().splitlines()
+    except (OSError, ValueError) as error:  # no network (requests raises an OSError), a damaged file
+        raise SnugError(
+            f"the two files of tokenizer=gpt2 cannot be downloaded ({type(error).__name__}): "
+            "set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=bytes"
+        ) from None
+    return vocab, [tuple(line.split()) for line in lines[1:]]  # the first line is a version
+
+
+def tokenizer_of(folder, files) -> Tokenizer:
+    """A tokenizer.json and the files beside it."""
+    config, generation = (read_json(folder / name) for name in FILES[1:3])
+    with in_one_line(f"{folder / 'tokenizer.json'}: `tokenizers` cannot read it"):
+        backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+        backend.no_truncation()
+        backend.no_padding()
+        probe = backend.encode("a")
+    vocab = backend.get_vocab()
+    names = token_names(config)
+    eos = vocab.get(names.get("eos_token"), read_json(folder / "config.json").get("eos_token_id"))
+    stop_tokens = stop_ids(folder, backend, [eos, generation.get("eos_token_id")])
+    name = f"tokenizer.json@{hashlib.sha256(files['tokenizer.json']).hexdigest()[:12]}"
+    tokenizer = Tokenizer(name, backend, stop_tokens)
+    if 0 in probe.special_tokens_mask:
+        tokenizer.bos = probe.ids[: probe.special_tokens_mask.index(0)]
+    if not tokenizer.bos and config.get("add_bos_token") is True and names.get("bos_token") in vocab:
+        tokenizer.bos = [vocab[names["bos_token"]]]
+
+    template, several = template_of(folder, files, config)
+    if several:
+        files = files | {"chat_template.jinja": template.encode()}
+        tokenizer.notes.append(f"chat templates {several}: tool_use is for prompts with tools")
+    now = None
+    if "strftime_now" in str(template):
+        today = datetime.now().date().isoformat()
+        files = {DATE: today.encode()} | files  # a checkpoint keeps the day of its run
+        now = datetime.fromisoformat(files[DATE].decode())
+    if template:
+        tokenizer.chat = Chat(template, names, tokenizer.special, now)
+        end = tokenizer.special.get(tokenizer.chat.end)
+        if end not in (None, *stop_tokens):
+            tokenizer.stop_tokens += (end,)
+            tokenizer.notes.append(
+                f"{tokenizer.chat.end} ends a completion, too: the chat template writes it behind an answer"
+            )
+    if names.get("eos_token") not in vocab or tokenizer.stop_tokens != stop_tokens:
+        # config.json, which may name it, is not kept beside a checkpoint, but generation_config.json is.
+        generation["eos_token_id"] = tokenizer.stop_tokens
+        files = files | {"generation_config.json": json.dumps(generation, indent=1).encode()}
+    tokenizer.files = files
+    return tokenizer
+
+
+def stop_ids(folder, backend, values):
+    """values: ids, lists of ids, None -> the ids that are added tokens, or else one of ENDS. Raises SnugError."""
+    ids = [i for value in values for i in (value if isinstance(value, list) else [value])]
+    added = backend.get_added_tokens_decoder()
+    known = [i for i in ids if type(i) is int and i in added]
+    known = known or [i for i in map(backend.token_to_id, ENDS) if i in added][:1]
+    if not known:
+        raise SnugError(
+            f"{folder}: no added token of tokenizer.json ends a completion; name one as eos_token in "
+            "tokenizer_config.json"
+        )
+    return tuple(dict.fromkeys(known))
+
+
+def template_of(folder, files, config):
+    """-> (the chat template or None, the names if there are several); files come first, as for transformers.
+
+    Of several, one template is made that does what transformers does: tool_use with tools, otherwise default.
+    """
+    with in_one_line(f"{folder}: chat_template must be a text or a list of named ones"):
+        more = folder.glob("additional_chat_templates/*.jinja")
+        named = {file.stem: file.read_text(errors="replace") for file in more}
+        if "chat_template.jinja" in files:
+            named["default"] = files["chat_template.jinja"].decode(errors="replace")
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            named, template = named or {item["name"]: item["template"] for item in template}, None
+    default, tool_use = named.get("default"), named.get("tool_use")
+    if tool_use:
+        both = f"{{%- if tools %}}{tool_use}{{%- else %}}{default or tool_use}{{%- endif %}}"
+        return both, ", ".join(named)
+    return default or template, ""
+
+
+def read_json(file):
+    """-> the object in that file, empty if there is no such file."""
+    with in_one_line(f"{file}: not JSON"):
+        value = json.loads(file.read_bytes()) if file.is_file() else {}
+    if not isinstance(value, dict):
+        raise SnugError(f"{file}: must be an object, not {type(value).__name__}")
+    return value
+
+
+def token_names(config):
+    """A tokenizer_config.json -> {"eos_token": "<|endoftext|>", ...}."""
+    names = {}
+    for key, value in config.items():
+        value = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(value, str):
+            names[key] = value
+    return names

@@ -1,0 +1,167 @@
+"""Chat messages to one text, by the jinja template that a tokenizer comes with.
+
+The template runs in jinja's sandbox, sees the messages and the names of tokens, and writes what `transformers` would
+get. Like the weights, it is trusted with time and memory; only a range is limited, to 100,000 numbers.
+
+Only the template may write special tokens. Where a message's text spells one, BREAK stands between its characters, so
+every special token that the template's text spells is the template's. BREAK is a lone surrogate, which no other text
+has. Where a tool's result spells <tool_response> and the like, which may be tokens that are not special, CUT stands
+behind the "<", and what is before and behind it is encoded alone.
+
+Left out: documents, images; breaks in the tool_calls of a message; texts that a template joins into a special token.
+Tests: tests/test_tokenizer.py.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property, partial
+
+from jinja2 import TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from snug.options import SnugError, in_one_line
+
+BREAK, CUT = "\udffe", "\udffd"
+FRAME = re.compile("<(?=/?(tool_response|tool_call|think)>)")
+# A turn of the assistant that other messages answer. END is a lone surrogate too, so no other text has it.
+END = "\udfff"
+TURN = (dict(role="user", content="x"), dict(role="assistant", content=END))
+
+PROBE = dict(name="probe", arguments=dict(key="5"))
+CALL = dict(role="assistant", content="", tool_calls=[dict(id="call00000", function=PROBE)])
+FORMS = {  # what a template writes for CALL
+    "hermes": r'<tool_call>\s*{[^<]*"probe"[^<]*}\s*</tool_call>',
+    "llama": r'\s{"name": "probe", "parameters": ',
+}
+
+
+class Chat:
+    """source: the template. names: {"bos_token": "<s>", ...} for it. special: spellings of special tokens.
+
+    now: the time for strftime_now: the run's first day, so that its prompts stay the same.
+    tools: JSON schemas of functions (data/tools.py) that the template describes to the model; None: no tools.
+    """
+
+    def __init__(self, source: str, names: dict, special: Iterable[str], now: datetime | None = None):
+        self.source, self.template, self.tools = source, None, None
+        self.variables = names | dict(raise_exception=raise_exception)
+        if now:
+            self.variables["strftime_now"] = now.strftime
+        # The longest spelling at the leftmost place, as `tokenizers` finds it.
+        longest_first = sorted(special, key=len, reverse=True)
+        self.spellings = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+    def set_defaults(self, variables: dict):
+        """Values of the template's variables, where the caller gives none. They become part of `source`.
+
+        Raises SnugError for a variable that the template does not have.
+        """
+        defaults = ""
+        for name, value in variables.items():
+            if not re.search(rf"\b{re.escape(name)}\b", self.source):
+                raise SnugError(
+                    f"chat_template_kwargs: the chat template has no variable {name!r:.60}; leave it out"
+                )
+            defaults += f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
+        if not self.source.startswith(defaults):  # a resumed run's template has them already
+            self.source, self.template = defaults + self.source, None
+
+    @cached_property
+    def call_form(self) -> str:
+        """How the model writes calls of tools, as the template itself does: hermes, llama or inline; see data/tools.py.
+
+        Raises SnugError for another form.
+        """
+        with in_one_line("the chat template fails"):
+            names = meta.find_undeclared_variables(make_environment().parse(self.source))
+        if "tools" not in names:
+            return "inline"
+        text = self.render([TURN[0], CALL], opens=False)
+        for form, pattern in FORMS.items():
+            if re.search(pattern, text):
+                return form
+        # SmolLM3's template only describes calls.
+        if "probe" not in text and "<tool_call>" in self.source:
+            return "hermes"
+        raise SnugError(
+            f"tools: the chat template ends a call as in {text[-60:]!r}, a form that is not read here; leave out "
+            "--tools and --environment, or write the prompts as text"
+        )
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Does a prompt end within a thought?"""
+        return self.render([TURN[0]]).rstrip().endswith("<think>")
+
+    @cached_property
+    def end(self) -> str | None:
+        """The first special token that the template writes behind an answer, if there is one."""
+        with suppress(SnugError, TypeError):
+            return self.spellings.search(self.render([], TURN, opens=False))[0]
+
+    def render(self, messages: list[dict], before: Iterable[dict] = (), opens=True) -> str:
+        """[{"role": "user", "content": "Hi"}, ...] -> what the template writes, with BREAK where a message spells a
+        special token.
+
+        before=TURN: only what it writes behind END. opens: with the beginning of an answer. Raises SnugError for
+        a role that is not a word or a template that fails.
+        """
+        for message in messages:
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", message["role"]):
+                raise SnugError(
+                    f"a message's role must be a word, such as user, not {message['role']!r:.60}"
+                )
+        if self.tools and opens:
+            _ = self.call_form  # it refuses a form that is not read here
+        messages = [*before, *map(self.broken, messages)]
+        values = dict(messages=messages, tools=self.tools, documents=None, add_generation_prompt=opens)
+        with in_one_line("the chat template fails"):
+            self.template = self.template or make_environment().from_string(self.source)
+            text = self.template.render(**self.variables | values)
+        if before and END not in text:
+            raise SnugError("the chat template fails (it leaves out a message)")
+        return text.rpartition(END)[2]
+
+    def broken(self, message: dict) -> dict:
+        """The message with breaks in its texts, such as content and name."""
+        texts = {key: well_formed(value) for key, value in message.items() if isinstance(value, str)}
+        broken = {
+            key: self.spellings.sub(lambda found: BREAK.join(found[0]), text)
+            for key, text in texts.items()
+        }
+        if message["role"] == "tool":
+            broken = {key: FRAME.sub("<" + BREAK + CUT, text) for key, text in broken.items()}
+        return message | broken
+
+
+def well_formed(text):
+    """Lone surrogates, which UTF-8 cannot carry, become U+FFFD; two halves of a pair become their character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def make_environment():
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    # jinja's own tojson escapes for HTML.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    return environment
+
+
+class Generation(Extension):
+    """{% generation %} ... {% endgeneration %} mark the assistant's text. Here they write what is inside."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def raise_exception(message):
+    raise TemplateError(message)
