@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from snug.device import cpu
 
-HOME = Path(cpu.__file__).parent.parent
+HOME = Path(__file__).parent.parent
 
 
 def product_and_gradients(function, x, weight, bias):

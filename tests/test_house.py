@@ -143,9 +143,9 @@ def test_what_counts_as_a_token(tmp_path):
 def test_the_house_keeps_to_its_size():
     everything = [*source_files().values(), *(path for path in our_files() if path.parent == HOME / "config")]
     count, code_lines = tokens(everything)
-    assert count <= 107_222 and count / code_lines <= 9.5
+    assert count <= 107_405 and count / code_lines <= 9.5
     assert len([path for path in our_files() if path.parent == HOME]) <= 9
-    assert sum(len((HOME / name).read_text().splitlines()) for name in STUDENT) <= 1680
+    assert sum(len((HOME / name).read_text().splitlines()) for name in STUDENT) <= 1690
     numbered = [(path, *line) for path in everything for line in enumerate(path.read_text().splitlines(), start=1)]
     wide = [f"{path.name}:{number}" for path, number, line in numbered if len(line) > 120]
     assert not wide, ", ".join(wide)

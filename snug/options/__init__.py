@@ -73,6 +73,21 @@ def find_path(path: str | Path) -> Path:
     return next(filter(os.path.exists, places), places[0])
 
 
+def refuse_namesakes(home: Path, folders: list[str]):
+    """Raises SnugError if a folder other than `home` has a module with the name of one in `home`.
+
+    Python would import one of them for both.
+    """
+    ours = [path.stem for path in home.glob("*.py")] + [
+        path.parent.name for path in home.glob("*/__init__.py")
+    ]
+    for folder in map(Path, folders):
+        for name in ours:
+            for file in (folder / f"{name}.py", folder / name / "__init__.py"):
+                if file.exists() and not folder.samefile(home):
+                    raise SnugError(f"{file} has the name of snug's own module {name}; rename it")
+
+
 def option(
     default, meaning: str, unit: str = "", choices: tuple[str, ...] = (), minimum=0, maximum=math.inf
 ):
