@@ -281,33 +281,35 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
             with autocast(settings.dtype, model):
                 hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
                 # Head and loss. A chunk of logits becomes its own gradient and is gone.
-                loss, logprobs, entropy = loss_of_head(
-                    model, hidden, micro, counts, settings, totals, teacher
+                loss, logprobs, entropy, of_chunks = loss_of_head(
+                    model, hidden, micro, counts, settings, teacher
                 )
             # Backward, through the blocks.
             loss.backward()
-            add_metrics(totals, loss, logprobs, entropy, micro, counts["num_tokens"])
+            of_micro = metrics_of(loss, logprobs, entropy, micro, counts["num_tokens"])
+            for metrics in (*of_chunks, of_micro):
+                add_up(totals, metrics)
             if entropies is not None:
                 entropies[micro.row, micro.place] = entropy.detach().to(entropies.dtype)
     return as_floats(totals)
 
 
-def loss_of_head(model, hidden, micro, counts, settings, totals, teacher=None):
-    """-> (loss, logprobs (M,), entropy (M,)); only the loss has a gradient. Adds policy_loss's metrics to `totals`."""
+def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
+    """-> loss, logprobs (M,), entropy (M,), policy_loss's metrics of each chunk; only the loss has a gradient."""
     if teacher is not None:
         teacher = Teacher(micro.teacher_outputs, teacher.lm_head_weight, settings.divergence)
     arguments = dict(
         hidden=hidden,
         weight=model.lm_head_weight,
         targets=micro.targets,
-        token_loss=partial(token_loss, micro=micro, counts=counts, settings=settings, totals=totals),
+        token_loss=partial(token_loss, micro=micro, counts=counts, settings=settings),
         temperature=settings.temperature,
         n_vocab=model.config.n_vocab,
         chunk_mb=settings.logits_chunk_mb,
         teacher=teacher,
     )
     if not settings.entropy_coef and not settings.needs_whole_sequences:
-        return head_loss(**arguments, entropy=True)
+        return head_loss(**arguments, entropy=True, metrics=True)
     # The bonus needs a second look at the logits.
     per_token = counts["num_tokens"]
     if settings.loss_type == "bnpo":
@@ -315,13 +317,13 @@ def loss_of_head(model, hidden, micro, counts, settings, totals, teacher=None):
     return head_loss_in_two_visits(**arguments, entropy_weight=settings.entropy_coef / per_token)
 
 
-def token_loss(logprobs, chunk, divergence=None, *, micro, counts, settings, totals):
-    """The loss of a chunk, a slice, of the M tokens. The head asks for it while the chunk's logits exist.
+def token_loss(logprobs, chunk, divergence=None, *, micro, counts, settings):
+    """-> (loss, metrics) of a chunk, a slice, of the M tokens. The head asks for it while the chunk's logits exist.
 
-    logprobs, divergence: of the chunk's tokens. Adds the metrics of policy_loss to `totals`.
+    logprobs, divergence: of the chunk's tokens.
     """
     sampled = settings.teacher and divergence is None
-    loss, metrics = policy_loss(
+    return policy_loss(
         logprobs,
         micro.old_logprobs[chunk],
         micro.advantages,
@@ -334,21 +336,27 @@ def token_loss(logprobs, chunk, divergence=None, *, micro, counts, settings, tot
         divergence=divergence,
         **counts,
     )
-    for name, value in metrics.items():
-        totals[name] = totals.get(name, 0) + value
-    return loss
 
 
 @torch.no_grad()
-def add_metrics(totals, loss, logprobs, entropy, micro, num_tokens):
-    """Add a micro-batch's loss and, as token means over the step, its entropy and its distance to the sampler."""
+def metrics_of(loss, logprobs, entropy, micro, num_tokens):
+    """A micro-batch's loss and, as token means over the step, its entropy and its distance to the sampler."""
     difference = (logprobs - micro.sampling_logprobs).abs()
     mismatch = kl_divergence(micro.sampling_logprobs.double(), logprobs.double())
-    totals["loss"] += loss.detach()
-    means = dict(entropy=entropy, logprob_diff_mean=difference, mismatch_kl=mismatch)
-    for name, values in means.items():
-        totals[name] += values.sum() / num_tokens
-    totals["logprob_diff_max"] = difference.max().clamp(min=totals["logprob_diff_max"])
+    return dict(
+        loss=loss.detach(),
+        entropy=entropy.sum() / num_tokens,
+        logprob_diff_mean=difference.sum() / num_tokens,
+        logprob_diff_max=difference.max(),
+        mismatch_kl=mismatch.sum() / num_tokens,
+    )
+
+
+def add_up(totals, metrics):
+    """Add metrics to `totals`; of names in _max keep the largest."""
+    for name, value in metrics.items():
+        before = totals.get(name, 0.0)
+        totals[name] = value.clamp(min=before) if name.endswith("_max") else before + value
 
 
 if __name__ == "__main__":

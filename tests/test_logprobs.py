@@ -237,6 +237,14 @@ def test_head_loss_is_head_logprobs_and_a_loss(chunk_size):
         assert_near(hidden.grad, times * dhidden, 1e-10)
         assert_near(weight.grad, times * dweight, 1e-10)
     assert not logprobs.requires_grad
+
+    def with_metrics(logprobs, rows):
+        return token_loss(logprobs, rows), dict(tokens=len(logprobs))
+
+    again, _, of_chunks = head_loss(hidden, weight, targets, with_metrics, 0.7, chunk_size, metrics=True)
+    assert again.equal(loss) and [of_chunk["tokens"] for of_chunk in of_chunks] == {1: [1] * 29, 10: [10, 10, 9]}.get(
+        chunk_size, [29]
+    )
     hidden.grad = weight.grad = None  # a weight that is no leaf takes autograd's way, where any gradient is right
     (3 * head_loss(hidden, weight.view_as(weight), targets, token_loss, 0.7, chunk_size)[0]).backward()
     assert_near(hidden.grad, 3 * dhidden, 1e-10)

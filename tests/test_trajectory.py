@@ -48,9 +48,10 @@ def test_every_way_takes_the_same_steps(way):
 
 
 def test_recomputing_the_head_takes_the_same_steps(monkeypatch):
-    def recomputed(hidden, weight, targets, token_loss, temperature, **options):
+    def recomputed(hidden, weight, targets, token_loss, temperature, metrics, **options):
         logprobs, entropy = head_logprobs(hidden, weight, targets, temperature, **options)
-        return token_loss(logprobs, slice(None)), logprobs, entropy
+        loss, of_chunk = token_loss(logprobs, slice(None))
+        return loss, logprobs, entropy, [of_chunk]
 
     monkeypatch.setattr(grpo, "head_loss", recomputed)
     assert_same(trajectory.take(trajectory.settings(), DEVICE))

@@ -251,20 +251,23 @@ def head_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    token_loss: Callable[..., Tensor],
+    token_loss: Callable[..., Tensor | tuple[Tensor, dict]],
     temperature: float = 1.0,
     chunk_size: int | None = None,
     entropy: bool = False,
     n_vocab: int | None = None,
     chunk_mb: float = 0,
     teacher: Teacher | None = None,
+    metrics: bool = False,
 ):
-    """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]); only the scalar loss is differentiable.
+    """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)] [, metrics]); only the scalar loss is
+    differentiable.
 
     It is token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each
     chunk token_loss(logprobs (m,), rows) -> scalar is called with gradients on; rows is the chunk's slice of the M. Its
     derivative is each token's coefficient; with it the chunk's logits become their gradient on the spot. With a teacher
-    it is token_loss(logprobs, rows, divergences (m,)).
+    it is token_loss(logprobs, rows, divergences (m,)). With metrics=True it returns (loss, a dict of what else it has to
+    say, without gradient); these dicts, one a chunk, are the list `metrics`.
 
     If weight is a leaf (a parameter), dweight is added to weight.grad during the visit, before backward, in the dtype
     of .grad. Other paths to the same weight (a tied embedding) add to it in backward as always. So, while gradients are
@@ -284,22 +287,32 @@ def head_loss(
     )
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     targets = targets.contiguous()
-    results = HeadLoss.apply(hidden, weight, targets, token_loss, options, with_gradient, teacher)
-    return results if entropy else results[:2]
+    of_chunks = []
+
+    def loss_alone(*arguments):
+        loss, of_chunk = token_loss(*arguments)
+        of_chunks.append(of_chunk)
+        return loss
+
+    loss_of_chunk = loss_alone if metrics else token_loss
+    results = HeadLoss.apply(hidden, weight, targets, loss_of_chunk, options, with_gradient, teacher)
+    results = results if entropy else results[:2]
+    return (*results, of_chunks) if metrics else results
 
 
 def head_loss_in_two_visits(hidden, weight, targets, token_loss, temperature, entropy_weight, **options):
     """head_loss for a loss that needs all log-probs at once (a sequence's ratio), or a gradient of the entropy.
 
-    -> loss - entropy_weight * the sum of entropies, log-probs (M,), entropies (M,). Backward makes the logits again.
+    -> loss - entropy_weight * the sum of entropies, log-probs (M,), entropies (M,), metrics: as head_loss with
+    metrics=True. Backward makes the logits again.
     """
     logprobs, entropy, *divergence = head_logprobs(
         hidden, weight, targets, temperature, entropy=True, **options
     )
-    loss = token_loss(logprobs, slice(None), *divergence)
+    loss, metrics = token_loss(logprobs, slice(None), *divergence)
     if entropy_weight:
         loss = loss - entropy_weight * entropy.sum()
-    return loss, logprobs, entropy
+    return loss, logprobs, entropy, [metrics]
 
 
 class HeadLoss(torch.autograd.Function):
