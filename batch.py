@@ -66,7 +66,7 @@ class MicroBatch:
 class Cut:
     """Which sequences go together: optimizer steps of equally many, each cut into micro-batches.
 
-    Made once, for every pass over the sequences, on the host's numbers. After an out-of-memory `into` cuts them again.
+    Made once, for every pass over the sequences, on the host's numbers; `within` gives the same in other micro-batches.
     Sequences i with the same i // group_size have the same prompt. steps[i][j]: the numbers of the sequences in
     micro-batch j of optimizer step i, groups together. rank_of[i]: which process takes them.
     longest, largest: tokens in the row of the longest sequence and of the largest micro-batch.
@@ -85,23 +85,25 @@ class Cut:
         self.group_size, self.step_size = group_size, step_size or len(self.prompt_lengths)
         self.processes = processes
         self.longest = max(map(sum, zip(self.prompt_lengths, self.completion_lengths, strict=True))) - 1
-        self.into(max_tokens)
+        self.fill(max_tokens)
 
-    def into(self, max_tokens: int):
-        """Cut into micro-batches of max_tokens at most, or of one sequence. 0: a step is one micro-batch."""
-        self.steps, self.largest, self.rank_of = [], 0, {}
+    def within(self, max_tokens: int) -> "Cut":
+        """The same sequences and steps, in micro-batches of max_tokens at most, or of one sequence. 0: one a step."""
+        if max_tokens == self.max_tokens:
+            return self
+        other = copy(self)
+        other.fill(max_tokens)
+        return other
+
+    def fill(self, max_tokens: int):
+        """Make the micro-batches, for the constructor and `within`."""
+        self.max_tokens, self.steps, self.largest, self.rank_of = max_tokens, [], 0, {}
         for first in range(0, len(self.prompt_lengths), self.step_size):
             bins = self.packed(range(first, first + self.step_size), max_tokens)
             self.steps.append([bin.sequences for bin in bins])
             self.largest = max(self.largest, *(bin.tokens for bin in bins))
             for bin in bins:
                 self.rank_of |= dict.fromkeys(bin.sequences, bin.rank)
-
-    def again(self, max_tokens: int) -> "Cut":
-        """The same sequences and steps, in other micro-batches."""
-        other = copy(self)
-        other.into(max_tokens)
-        return other
 
     def packed(self, sequences: range, max_tokens: int) -> list["Bin"]:
         """The largest groups first, each to the process with the fewest tokens, there to the first bin with room."""

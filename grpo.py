@@ -11,9 +11,7 @@ micro-batch, T_c the longest completion. What is large is made and freed inside 
 Left out: an inference server, a reward model, a critic.
 """
 
-import math
 import sys
-from functools import partial
 
 from runs.prepare import prepare
 from settings import GRPOSettings
@@ -26,32 +24,23 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 import torch
 
 import train_sft
-from batch import gather
-from data.rewards import repeat_columns
+from batch import Cut, gather
 from loss import decoupled_advantages, group_advantages, kl_divergence, overlong_punishment, policy_loss
 from model import autocast
 from runs.checkpoint import open_checkpoint
-from runs.log import IS_IT_BROKEN
 from sample import sample_episodes
 from snug.device.cuda import empty_cache
 from snug.device.host import borrowed
-from snug.logprobs import Teacher, head_loss, head_loss_in_two_visits
+from snug.logprobs import Teacher, head_logprobs, head_loss, head_loss_in_two_visits
+from snug.lora import adapters_off
 from snug.memory.ledger import component
-from training import (
-    Scored,
-    as_floats,
-    finite_columns,
-    join,
-    learning_rate_at,
-    mean_of_steps,
-    notebook,
-    reference_logprobs,
-    rollout_metrics,
-    run,
-    score_together,
-    teacher_outputs,
-    trainer_logprobs,
-)
+from training import notebook
+from training.figures import add_up, as_floats, join, mean_of_steps, metrics_of, rollout_metrics, score
+from training.frozen import run_frozen, teacher_states
+from training.guard import finite_columns
+from training.loop import run
+from training.optimizer import learning_rate_at
+from training.parallel import score_together
 
 
 def main(prepared):
@@ -74,10 +63,6 @@ def train(config="", *, prompts=None, reward_funcs=None, **options):
     return notebook.train(GRPOSettings, main, config, prompts, reward_funcs, options)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The algorithm
-
-
 @component("rollouts")  # the name in --plan's table
 def iterate(iteration, training, collect=None):
     """One iteration: a rollout, learned from, and its log line. collect: a planner's stand-in for `collect_groups`."""
@@ -88,22 +73,30 @@ def iterate(iteration, training, collect=None):
     scored, metrics = (collect or collect_groups)(iteration, training)
     rollouts, rewards = scored.rollouts, scored.rewards  # N completions; (P, k)
 
-    # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below.
-    cut = training.cut(rollouts, settings.train_batch_size, scored.shared)
+    # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below. `run` calls
+    #    a function with this cut; after an out-of-memory again, with the same in smaller micro-batches.
+    max_tokens, processes = training.limits.max_tokens_per_micro_batch, training.processes
+    cut = Cut(rollouts, settings.train_batch_size, max_tokens, scored.shared, processes)
 
     # 4. Log-probs before the first step. The model is the sampler, so the sampler's are the old ones, without a forward
     #    pass. importance_sampling_cap corrects for the difference between sampler and trainer: it needs the trainer's.
     rollouts.old_logprobs = rollouts.sampling_logprobs  # (N, T_c)
     if settings.importance_sampling_cap is not None:
-        rollouts.old_logprobs = training.run("reference", trainer_logprobs, model, rollouts, cut, settings)
+        ours = training.run("reference", trainer_logprobs, model, rollouts, cut=cut, settings=settings)
+        rollouts.old_logprobs = processes.add(ours)  # each process fills in its own sequences
     if settings.beta:
-        rollouts.ref_logprobs = training.run("reference", reference_logprobs, training, rollouts, cut)
+        ours = training.run("reference", reference_logprobs, training, rollouts, cut=cut)
+        rollouts.ref_logprobs = processes.add(ours)
     if settings.teacher:
-        rollouts.teacher_outputs = training.run("teacher", teacher_outputs, training, rollouts, cut)
+        ours = training.run("teacher", teacher_outputs, training, rollouts, cut=cut)
+        rollouts.teacher_outputs = processes.add(ours)
 
     # 5. Advantages (P, k): how much better than its group was each completion?
     if settings.use_kl_in_reward:
-        rewards = rewards - settings.beta * sequence_kl(rollouts, settings).view(rewards.shape)
+        kl = kl_divergence(
+            rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator
+        )  # (N, T_c)
+        rewards = rewards - settings.beta * kl.sum(1).cpu().view(rewards.shape)
     if settings.multi_objective_aggregation == "normalize_then_sum":
         weights = training.prepared.reward_weights
         advantages = decoupled_advantages([*scored.by_function.values()], settings.group_size, weights)
@@ -121,24 +114,21 @@ def iterate(iteration, training, collect=None):
         if not teaches(rollouts, select, settings):
             skipped += 1
             continue
-        # 7. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
-        sums = training.run(
-            "train", accumulate_gradient, model, rollouts, cut, step, settings, entropies, teacher
-        )
+        # 7. Forward, head and loss, backward, a micro-batch at a time. `run` sees to it that no gradient is there before.
+        step_of = dict(cut=cut, step=step, settings=settings, entropies=entropies, teacher=teacher)
+        sums = training.run("train", accumulate_gradient, model, rollouts, **step_of)
         # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
         taken.append(training.update(sums, learning_rate, iteration, rollouts, select))
 
     # 9. Evaluate where it is due, log, save.
     training.extra_prompts += (metrics["gen_batches"] - 1) * settings.batch_size
-    training.processes.add(entropies)
+    processes.add(entropies)
     samples = training.samples(scored._replace(rewards=rewards), entropies)
     del scored, rollouts, entropies  # before the evaluation samples its own
-    tokens_per_second = metrics.pop("tokens") / training.meter.stats()["time_rollout_s"]
-    metrics = mean_of_steps(taken) | metrics | dict(skipped_steps=skipped, learning_rate=learning_rate)
-    metrics["tokens_per_second"] = tokens_per_second
-    training.end_iteration({"iter": iteration} | metrics, samples)
-    if iteration == 0 and abs(metrics.get("loss", 1)) < 1e-3:
-        training.log.say(IS_IT_BROKEN)
+    record = {"iter": iteration} | mean_of_steps(taken) | metrics
+    record |= dict(skipped_steps=skipped, learning_rate=learning_rate)
+    record["tokens_per_second"] = record.pop("tokens") / training.meter.stats()["time_rollout_s"]
+    training.end_iteration(record, samples)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,8 +152,8 @@ def collect_groups(iteration, training):
     scored = join(rounds)
     if cache := settings.soft_punish_cache:
         lengths = scored.rollouts.completion_lengths.cpu().view(-1, settings.group_size)
-        punishment = overlong_punishment(lengths, settings.max_new_tokens, cache)
-        scored = scored._replace(rewards=rewards + punishment)
+        rewards = rewards + overlong_punishment(lengths, settings.max_new_tokens, cache)
+        scored = scored._replace(rewards=rewards)
     metrics = rollout_metrics(scored) | dict(gen_batches=len(rounds))
     if scored.by_function and settings.group_size > 1:
         metrics["frac_reward_zero_std"] = float((~varied).float().mean())
@@ -175,12 +165,13 @@ def collect_groups(iteration, training):
     return scored, metrics
 
 
-def sample_and_score(iteration, turn, training) -> Scored:
-    """Rollout `turn` of an iteration: the groups of batch_size prompts. Each process samples some of them."""
-    settings, prepared = training.settings, training.prepared
-    share = training.processes.part(settings.batch_size)
-    rows = prepared.task.prompts("train", training.prompt_numbers(iteration, turn)[share])
-    before = turn * settings.batch_size + share.start
+def sample_and_score(iteration, turn, training):
+    """Rollout `turn` of an iteration, of batch_size prompts -> Scored. Each process samples some of the groups."""
+    prepared, P = training.prepared, training.settings.batch_size
+    share = training.processes.part(P)
+    first = (iteration + turn) * P + training.extra_prompts
+    rows = prepared.task.prompts("train", range(first, first + P)[share])
+    before = turn * P + share.start
 
     def sample():
         with training.processes.whole(training.model) as model:
@@ -192,9 +183,7 @@ def sample_and_score(iteration, turn, training) -> Scored:
 
 
 def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0):
-    """k completions of each task row's prompt -> (Rollouts, their Episodes).
-
-    before: prompts of the iteration that came before these."""
+    """k completions of each row's prompt -> (Rollouts, their Episodes). before: the iteration's prompts before these."""
     settings, k = prepared.settings, prepared.settings.group_size
     return sample_episodes(
         model,
@@ -210,29 +199,52 @@ def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0):
     )
 
 
-def score(rollouts, episodes, prepared) -> Scored:
-    """Decode, ask the reward functions, add up."""
-    k, rows, completions = episodes.k, episodes.rows, episodes.finish(rollouts)
-    prompts = [row["prompt"] for row in rows for _ in range(k)]
-    columns = repeat_columns(rows, k)
-    arguments = columns | episodes.columns()
-    arguments |= dict(stopped=rollouts.stopped.tolist(), completion_ids=rollouts.completions())
-    scores = prepared.score(prompts, completions, arguments)
-    totals = scores.totals or [math.nan] * len(completions)  # a teacher needs no reward functions
-    rewards = torch.tensor(totals).view(-1, prepared.settings.group_size)
-    columns |= scores.extra | dict(prompt=prompts)
-    return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics, episodes.figures(), k)
-
-
 def has_variance(rewards):
     """rewards (P, k) -> (P,) booleans: do the rewards of the group differ? NaN is "not scored" and does not count."""
     return rewards.nan_to_num(nan=-torch.inf).amax(1) > rewards.nan_to_num(nan=torch.inf).amin(1)
 
 
-def sequence_kl(rollouts, settings):
-    """The KL to the reference, summed over each completion -> (N,) on the host."""
-    kl = kl_divergence(rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator)
-    return kl.sum(1).cpu()  # kl (N, T_c) is 0 where both log-probs are 0: what was not sampled
+# ----------------------------------------------------------------------------------------------------------------------
+# 4: forward passes without gradient
+
+
+@component("rollouts")
+@torch.no_grad()
+def trainer_logprobs(model, rollouts, cut, settings):
+    """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32; 0 after the end, and
+    in the sequences of other processes."""
+    logprobs = torch.zeros_like(rollouts.sampling_logprobs)
+    for indices in cut.dealt(sum(cut.steps, []), model):
+        micro = gather(rollouts, indices, cut)
+        with autocast(settings.dtype, model):
+            hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
+            values = head_logprobs(  # (M,)
+                hidden,
+                model.lm_head_weight,
+                micro.targets,
+                settings.temperature,
+                n_vocab=model.config.n_vocab,
+                chunk_mb=settings.logits_chunk_mb,
+            )
+        logprobs[micro.row, micro.place] = values.to(logprobs.dtype)
+        del hidden  # before the next forward
+    return logprobs
+
+
+def reference_logprobs(training, rollouts, cut):
+    """The same of the reference: the model without its adapters, or a model whose weights may wait on the host."""
+    place, reference = training.settings.reference, training.reference or training.model
+    with adapters_off(reference):
+        return run_frozen(trainer_logprobs, reference, place, training, rollouts, cut)
+
+
+def teacher_outputs(training, rollouts, cut):
+    """The same of the teacher; for an exact divergence its hidden states (N, T_c, C_T), where its weights are.
+
+    From the states the head makes the teacher's logits again, a chunk at a time (snug/logprobs/divergence.py).
+    """
+    outputs = trainer_logprobs if training.settings.divergence == "sampled" else teacher_states
+    return run_frozen(outputs, training.teacher, training.settings.teacher_device, training, rollouts, cut)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -250,8 +262,7 @@ def trainable(rollouts, indices, settings) -> list[int]:
 def teaches(rollouts, select, settings) -> bool:
     """Can the gradient be anything but 0? A batch that is not finite is not skipped: the guard reports it."""
     sequences = trainable(rollouts, select, settings)
-    kl_in_loss = settings.beta and not settings.use_kl_in_reward
-    always = settings.entropy_coef or settings.teacher or kl_in_loss
+    always = settings.entropy_coef or settings.teacher or (settings.beta and not settings.use_kl_in_reward)
     learns = sequences and (always or rollouts.advantages[sequences].any())
     return bool(learns) or not finite_columns(rollouts, select)
 
@@ -263,8 +274,8 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
     Gradients are added to the parameters' .grad. Counts are those of the whole step, so the gradient does not depend on
     how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token. teacher: for its head.
     """
-    kept = [trainable(rollouts, indices, settings) for indices in cut.steps[step]]
-    micro_batches = [indices for indices in kept if indices]
+    micro_batches = [trainable(rollouts, indices, settings) for indices in cut.steps[step]]
+    micro_batches = [indices for indices in micro_batches if indices]
     counts = dict(
         num_tokens=sum(len(cut.places[i]) for indices in micro_batches for i in indices),
         num_sequences=cut.step_size,
@@ -272,8 +283,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
     )
     totals = dict(loss=0.0, entropy=0.0, logprob_diff_mean=0.0, logprob_diff_max=0.0, mismatch_kl=0.0)
     if entropies is not None:
-        # An earlier attempt may have dealt the sequences to other processes.
-        entropies[cut.sequences(step)] = 0
+        entropies[cut.sequences(step)] = 0  # an earlier attempt may have dealt them to other processes
     with borrowed(teacher):
         for indices in cut.dealt(micro_batches, model):
             micro = gather(rollouts, indices, cut)
@@ -281,14 +291,13 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
             with autocast(settings.dtype, model):
                 hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
                 # Head and loss. A chunk of logits becomes its own gradient and is gone.
-                loss, logprobs, entropy, of_chunks = loss_of_head(
+                loss, logprobs, entropy, metrics = loss_of_head(
                     model, hidden, micro, counts, settings, teacher
                 )
             # Backward, through the blocks.
             loss.backward()
-            of_micro = metrics_of(loss, logprobs, entropy, micro, counts["num_tokens"])
-            for metrics in (*of_chunks, of_micro):
-                add_up(totals, metrics)
+            metrics.append(metrics_of(loss, logprobs, entropy, micro, counts["num_tokens"]))
+            add_up(totals, metrics)
             if entropies is not None:
                 entropies[micro.row, micro.place] = entropy.detach().to(entropies.dtype)
     return as_floats(totals)
@@ -296,13 +305,31 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
 
 def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
     """-> loss, logprobs (M,), entropy (M,), policy_loss's metrics of each chunk; only the loss has a gradient."""
+
+    def token_loss(logprobs, chunk, divergence=None):
+        """-> (loss, metrics) of a chunk, a slice, of the M tokens. The head asks while the chunk's logits exist."""
+        sampled = settings.teacher and divergence is None
+        return policy_loss(
+            logprobs,
+            micro.old_logprobs[chunk],
+            micro.advantages,
+            micro.sequence[chunk],
+            micro.lengths,
+            None if micro.ref_logprobs is None else micro.ref_logprobs[chunk],
+            options=settings,
+            sampling_logprobs=micro.sampling_logprobs[chunk],
+            teacher_logprobs=micro.teacher_outputs[chunk] if sampled else None,
+            divergence=divergence,
+            **counts,
+        )
+
     if teacher is not None:
         teacher = Teacher(micro.teacher_outputs, teacher.lm_head_weight, settings.divergence)
     arguments = dict(
         hidden=hidden,
         weight=model.lm_head_weight,
         targets=micro.targets,
-        token_loss=partial(token_loss, micro=micro, counts=counts, settings=settings),
+        token_loss=token_loss,
         temperature=settings.temperature,
         n_vocab=model.config.n_vocab,
         chunk_mb=settings.logits_chunk_mb,
@@ -315,48 +342,6 @@ def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
     if settings.loss_type == "bnpo":
         per_token = len(micro.targets) * counts["num_micro_batches"]
     return head_loss_in_two_visits(**arguments, entropy_weight=settings.entropy_coef / per_token)
-
-
-def token_loss(logprobs, chunk, divergence=None, *, micro, counts, settings):
-    """-> (loss, metrics) of a chunk, a slice, of the M tokens. The head asks for it while the chunk's logits exist.
-
-    logprobs, divergence: of the chunk's tokens.
-    """
-    sampled = settings.teacher and divergence is None
-    return policy_loss(
-        logprobs,
-        micro.old_logprobs[chunk],
-        micro.advantages,
-        micro.sequence[chunk],
-        micro.lengths,
-        None if micro.ref_logprobs is None else micro.ref_logprobs[chunk],
-        options=settings,
-        sampling_logprobs=micro.sampling_logprobs[chunk],
-        teacher_logprobs=micro.teacher_outputs[chunk] if sampled else None,
-        divergence=divergence,
-        **counts,
-    )
-
-
-@torch.no_grad()
-def metrics_of(loss, logprobs, entropy, micro, num_tokens):
-    """A micro-batch's loss and, as token means over the step, its entropy and its distance to the sampler."""
-    difference = (logprobs - micro.sampling_logprobs).abs()
-    mismatch = kl_divergence(micro.sampling_logprobs.double(), logprobs.double())
-    return dict(
-        loss=loss.detach(),
-        entropy=entropy.sum() / num_tokens,
-        logprob_diff_mean=difference.sum() / num_tokens,
-        logprob_diff_max=difference.max(),
-        mismatch_kl=mismatch.sum() / num_tokens,
-    )
-
-
-def add_up(totals, metrics):
-    """Add metrics to `totals`; of names in _max keep the largest."""
-    for name, value in metrics.items():
-        before = totals.get(name, 0.0)
-        totals[name] = value.clamp(min=before) if name.endswith("_max") else before + value
 
 
 if __name__ == "__main__":

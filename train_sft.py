@@ -17,11 +17,14 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     with friendly_errors():
         prepared = prepare(*read_settings(SFTSettings, sys.argv[1:])[:2])
 
-from batch import Sequences, gather
+from batch import Cut, Sequences, gather
 from model import autocast
 from snug.logprobs import head_loss
 from snug.memory.ledger import component
-from training import as_floats, learning_rate_at, notebook, run
+from training import notebook
+from training.figures import as_floats
+from training.loop import run
+from training.optimizer import learning_rate_at
 
 
 def main(prepared):
@@ -41,10 +44,10 @@ def iterate(iteration, training, make_batch=None):
 
     # 1. Demonstrations, cut into micro-batches.
     batch = (make_batch or demonstrations)(iteration, training)
-    cut = training.cut(batch)
+    cut = Cut(batch, 0, training.limits.max_tokens_per_micro_batch, 1, training.processes)
 
     # 2. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
-    sums = training.run("train", accumulate_gradient, model, batch, cut, settings)
+    sums = training.run("train", accumulate_gradient, model, batch, cut=cut, settings=settings)
 
     # 3. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
     learning_rate = learning_rate_at(iteration, settings)
@@ -76,8 +79,9 @@ def accumulate_gradient(model, batch, cut, settings):
     for indices in cut.dealt(cut.steps[0], model):
         micro = gather(batch, indices, cut)
         with autocast(settings.dtype, model):
-            hidden = model(micro.tokens, micro.positions, mask=micro.mask)  # (1, T, C)
-            hidden = micro.completion_hidden(hidden)  # (M, C)
+            hidden = micro.completion_hidden(
+                model(micro.tokens, micro.positions, mask=micro.mask)
+            )  # (M, C)
             share, _, entropies = head_loss(
                 hidden,
                 model.lm_head_weight,

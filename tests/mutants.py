@@ -103,22 +103,26 @@ MUTANTS = [
     ("evaluate.py leaves an empty file", "evaluate.py", "        if not existed:\n            file.unlink()\n", "", "test_evaluate.py"),
     ("evaluate.py deletes an earlier file at once", "evaluate.py", "        if not existed:\n", "        if True:\n", "test_evaluate.py"),
     # grpo.py
+    ("lora: reference with adapters", "grpo.py", "with adapters_off(reference):", "if True:", "test_lora.py"),
+    ("temperature missing in the reference", "grpo.py", "                settings.temperature,\n                n_vocab", "                1.0,\n                n_vocab", "test_grpo.py"),
     ("teacher: rewards taught all the same", "grpo.py", "settings.reward_coef * advantages.flatten()", "advantages.flatten()", "test_teacher.py"),
     ("teacher: steps without rewards are skipped", "grpo.py", "settings.entropy_coef or settings.teacher", "settings.entropy_coef", "test_teacher.py"),
     ("temperature missing in training", "grpo.py", "        temperature=settings.temperature,\n        n_vocab", "        temperature=1.0,\n        n_vocab", "test_grpo.py"),
-    ("KL sign in the reward", "grpo.py", "rewards = rewards - settings.beta * sequence_kl", "rewards = rewards + settings.beta * sequence_kl", "test_collect.py"),
+    ("KL sign in the reward", "grpo.py", "rewards = rewards - settings.beta * kl.sum(1)", "rewards = rewards + settings.beta * kl.sum(1)", "test_collect.py"),
     ("GDPO: weights of functions ignored", "grpo.py", "weights = training.prepared.reward_weights", "weights = []", "test_collect.py"),
     ("counts of the micro-batch", "grpo.py", "num_tokens=sum(len(cut.places[i]) for indices in micro_batches for i in indices)", "num_tokens=len(cut.places[0])", "test_grpo.py"),
     ("truncated completions taught", "grpo.py", "return [i for i in indices if stopped[i]]", "return list(indices)", "test_collect.py"),
     ("steps with nothing to learn", "grpo.py", "if not teaches(rollouts, select, settings):", "if False:", "test_collect.py"),
     ("groups without variance kept", "grpo.py", "(~varied).int()", "varied.int()", "test_collect.py"),
     ("refills not remembered", "grpo.py", "training.extra_prompts += (metrics", "training.extra_prompts += 0 * (metrics", "test_collect.py"),
+    ("prompts of refills used again", "grpo.py", "(iteration + turn) * P", "iteration * P", "test_collect.py"),
+    ("log: metrics of the last chunk alone", "grpo.py", "add_up(totals, metrics)", "add_up(totals, metrics[-2:])", "test_grpo.py"),
     ("refills draw with the first round's uniforms", "grpo.py", "first_row=before * k", "first_row=0", "test_grpo.py"),
     ("a prompt counts as cut once for each completion", "grpo.py", '["prompt"][:: scored.shared]', '["prompt"]', "test_jsonl.py"),
     ("every iteration draws the same numbers", "grpo.py", "* 2**32 + iteration", "* 2**32", "test_grpo.py"),
     ("log: entropies of other sequences", "grpo.py", "entropies[micro.row, micro.place]", "entropies[micro.sequence, micro.place]", "test_grpo.py"),
     ("processes: entropies of an earlier attempt", "grpo.py", "entropies[cut.sequences(step)] = 0", "pass", "test_parallel.py"),
-    ("processes: all sample the first rows", "grpo.py", "before = turn * settings.batch_size + share.start", "before = turn * settings.batch_size", "test_parallel.py"),
+    ("processes: all sample the first rows", "grpo.py", "before = turn * P + share.start", "before = turn * P", "test_parallel.py"),
     # loss.py
     ("wrong-sign advantage", "loss.py", "return -torch.min(bounded, clipped), stopped", "return torch.min(bounded, clipped), stopped", "test_loss.py"),
     ("teacher: dislikes are taught", "loss.py", "(teacher_logprobs - old_logprobs)", "(old_logprobs - teacher_logprobs)", "test_teacher.py"),
@@ -381,6 +385,7 @@ MUTANTS = [
     ("a budget gives no option back", "snug/memory/fit.py", "        if not fits(fitted):\n            fitted = slower[bisect_left(slower[:-1], True, key=fits)]", "        fitted = slower[-1]", "test_plan.py"),
     ("a budget cuts what depends on the cut", "snug/memory/fit.py", '== "bnpo"', '== "none"', "test_plan.py"),
     # snug/memory/limits.py
+    ("the next attempt has the same micro-batches", "snug/memory/limits.py", "cut.within(self.max_tokens_per_micro_batch)", "cut", "test_oom.py"),
     ("evaluations make the rollouts smaller", "snug/memory/limits.py", 'self.halve_decoding("max_eval_batch"', 'self.halve_decoding("max_rollout_batch"', "test_oom.py"),
     # snug/memory/meter.py
     ("meter: a phase's last peak", "snug/memory/meter.py", 'entry["peak"] = max(entry["peak"], self.peak_since_reset())', 'entry["peak"] = self.peak_since_reset()', "test_memory.py"),
@@ -476,10 +481,8 @@ MUTANTS = [
     ("a reward that falls with length goes unseen", "training/figures.py", "corrcoef(both)[0, 1]", "corrcoef(both)[0, 0]", "test_hints.py"),
     ("completions that were cut off say how the reward falls", "training/figures.py", "rollouts.stopped.cpu() & ~both", "~both", "test_hints.py"),
     ("episodes: messages of groups that were not selected", "training/figures.py", "chosen(self.episodes),", "self.episodes,", "test_agents.py"),
-    # training/forward.py
-    ("teacher: hidden states of some completions planned", "training/forward.py", "N = max(len(logprobs), settings.sequences_per_rollout)", "N = len(logprobs)", "test_teacher.py"),
-    ("lora: reference with adapters", "training/forward.py", "with adapters_off(reference), borrowed(", "with borrowed(", "test_lora.py"),
-    ("temperature missing in the reference", "training/forward.py", "                settings.temperature,\n                n_vocab", "                1.0,\n                n_vocab", "test_grpo.py"),
+    # training/frozen.py
+    ("teacher: hidden states of some completions planned", "training/frozen.py", "N = max(len(logprobs), settings.sequences_per_rollout)", "N = len(logprobs)", "test_teacher.py"),
     # training/loop.py
     ("lora: resumed without its adapters", "training/loop.py", "    if resume and settings.lora_rank:\n        load_into", "    if False:\n        load_into", "test_lora.py"),
     ("rewards: Python's generator is not seeded", "training/loop.py", "    random.seed(seed)", "    pass", "test_scoring.py"),
@@ -505,7 +508,6 @@ MUTANTS = [
     ("processes: maxima are added up", "training/parallel.py", 'max(values) if name.endswith("_max") else sum(values)', "sum(values)", "test_parallel.py"),
     ("processes: FSDP's norm of a shard alone", "training/parallel.py", "dist.all_reduce(squares)", "pass", "test_parallel.py"),
     # training/state.py
-    ("prompts of refills used again", "training/state.py", "(iteration + turn) * P", "iteration * P", "test_collect.py"),
     ("an attempt's gradient is kept after out-of-memory", "training/state.py", "self.optimizer.zero_grad(set_to_none=True)  # what a failed", "pass  # what a failed", "test_oom.py"),
     ("a failed evaluation loses the step", "training/state.py", "with self.saver.keeping(done,", "with self.saver.keeping(0,", "test_log.py"),
     ("the first scores overwritten", "training/state.py", 'f"before/{name}": score', 'f"{name}": score', "test_log.py"),

@@ -16,7 +16,7 @@ import torch
 import grpo
 import train_sft
 from batch import MicroBatch
-from training import forward
+from training import frozen
 
 
 class PaddedBatch(MicroBatch):
@@ -70,6 +70,6 @@ def padded(poison=0):
     with (
         patch.object(grpo, "gather", other),
         patch.object(train_sft, "gather", other),
-        patch.object(forward, "gather", other),
+        patch.object(frozen, "gather", other),
     ):
         yield

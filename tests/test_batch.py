@@ -17,7 +17,7 @@ from batch import Cut, Sequences, gather
 from settings import GRPOSettings, SFTSettings
 from snug.device.cuda import MULTIPLE, padded, upload
 from snug.device.processes import OneProcess
-from training import as_floats
+from training.figures import as_floats
 
 
 def test_the_docstrings_example():
@@ -60,9 +60,9 @@ def test_cut_by_example():
     assert Cut(alone, max_tokens=13).steps == [[[1, 2], [3, 0]]]
     two = Cut(alone, step_size=2, max_tokens=11)
     assert two.steps == [[[1], [0]], [[3], [2]]] and two.sequences(1) == range(2, 4)
-    two.into(12)
-    assert two.steps == [[[1, 0]], [[3, 2]]] and two.largest == 12
-    assert two.again(11).steps == [[[1], [0]], [[3], [2]]] and two.steps == [[[1, 0]], [[3, 2]]]
+    larger = two.within(12)
+    assert larger.steps == [[[1, 0]], [[3, 2]]] and larger.largest == 12
+    assert larger.within(11).steps == two.steps == [[[1], [0]], [[3], [2]]] and two.within(11) is two
     assert Cut(lengths_of((1, 9), (1, 4)), step_size=1).largest == 9  # of all steps
 
 

@@ -18,7 +18,7 @@ from runs.prepare import prepare
 from sample import Rollouts, sample_groups
 from settings import GRPOSettings
 from snug.options import SnugError
-from training import Training
+from training.state import Training
 
 STOP = 3
 TINY = dict(digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, dtype="float32", eval_prompts=0)

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -191,15 +192,15 @@ def test_after_an_out_of_memory_no_weight_is_left_on_the_device(kind_of_streams)
 
     training.reference.blocks[2].register_forward_pre_hook(run_out)
     limits, make_smaller = training.limits, training.limits.make_smaller
-    limits.cut = Cut(rollouts, 0, 40)
+    cut = Cut(rollouts, 0, 40)
 
-    def smaller(*arguments):
+    def smaller(*arguments, cut):
         assert all_at_home(training.reference)
-        make_smaller(*arguments)
+        make_smaller(*arguments, cut)
 
     limits.make_smaller = smaller
     with kind_of_streams():
-        found = limits.run("reference", grpo.reference_logprobs, training, rollouts, limits.cut)
+        found = limits.run("reference", partial(grpo.reference_logprobs, training, rollouts), cut)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert sizes[:3] == sorted(sizes[:3], reverse=True) and max(sizes[3:]) < sizes[2] < sizes[1] < sizes[0] <= 160
     smaller = [f"{n} micro-batches of the reference at once" for n in (2, 1)] + ["max_tokens_per_micro_batch=20"]

@@ -26,7 +26,7 @@ from test_plan import COMMON, GRPO
 import grpo
 import train_sft
 from batch import Cut
-from loss import group_advantages, policy_loss
+from loss import group_advantages, kl_divergence, policy_loss
 from runs.log import read_lines, read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
@@ -283,7 +283,7 @@ def test_beta_1_with_k1_in_the_reward_is_the_sampled_form():
         rollouts.sampling_logprobs = rollouts.old_logprobs
         options = GRPOSettings(beta=1.0, kl_estimator="k1", use_kl_in_reward=True, scale_rewards="none")
         of_tokens = (rollouts.ref_logprobs - rollouts.old_logprobs) * rollouts.mask  # the sampled form's advantages
-        of_rewards = -grpo.sequence_kl(rollouts, options).view(2, 4)
+        of_rewards = -kl_divergence(rollouts.sampling_logprobs, rollouts.ref_logprobs, "k1").sum(1).view(2, 4)
         torch.testing.assert_close(of_tokens.sum(1).view(2, 4).cpu(), of_rewards, rtol=0, atol=1e-12)
         centred = group_advantages(of_rewards, "none").flatten()
     model = make_flat_model(dtype=F64)  # completions of one token

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from data.rewards import repeat_columns
+from loss import kl_divergence
 from sample import Rollouts
 
 FIRST_STEPS = ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")
@@ -40,6 +42,20 @@ class Scored(NamedTuple):
         )
 
 
+def score(rollouts, episodes, prepared) -> Scored:
+    """Decode, ask the reward functions, add up."""
+    k, rows, completions = episodes.k, episodes.rows, episodes.finish(rollouts)
+    prompts = [row["prompt"] for row in rows for _ in range(k)]
+    columns = repeat_columns(rows, k)
+    arguments = columns | episodes.columns()
+    arguments |= dict(stopped=rollouts.stopped.tolist(), completion_ids=rollouts.completions())
+    scores = prepared.score(prompts, completions, arguments)
+    totals = scores.totals or [math.nan] * len(completions)  # a teacher needs no reward functions
+    rewards = torch.tensor(totals).view(-1, prepared.settings.group_size)
+    columns |= scores.extra | dict(prompt=prompts)
+    return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics, episodes.figures(), k)
+
+
 def join(parts: list[Scored]) -> Scored:
     """Several, one below the other."""
     if len(parts) == 1:
@@ -71,6 +87,27 @@ def as_floats(totals: dict):
     device = next((value.device for value in totals.values() if isinstance(value, torch.Tensor)), "cpu")
     values = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in totals.values()]
     return dict(zip(totals, torch.stack(values).tolist(), strict=True))
+
+
+@torch.no_grad()
+def metrics_of(loss, logprobs, entropy, micro, num_tokens):
+    """A micro-batch's loss and, as token means over the step, its entropy and its distance to the sampler."""
+    difference = (logprobs - micro.sampling_logprobs).abs()
+    mismatch = kl_divergence(micro.sampling_logprobs.double(), logprobs.double())
+    return dict(
+        loss=loss.detach(),
+        entropy=entropy.sum() / num_tokens,
+        logprob_diff_mean=difference.sum() / num_tokens,
+        logprob_diff_max=difference.max(),
+        mismatch_kl=mismatch.sum() / num_tokens,
+    )
+
+
+def add_up(totals: dict, parts: list[dict]):
+    """Add metrics to `totals`; of names in _max keep the largest."""
+    for name, value in (item for metrics in parts for item in metrics.items()):
+        before = totals.get(name, 0.0)
+        totals[name] = value.clamp(min=before) if name.endswith("_max") else before + value
 
 
 def moved(rollouts: Rollouts, device) -> Rollouts:

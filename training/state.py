@@ -6,14 +6,14 @@ Left out: the run around the iterations (loop.py).
 import math
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from batch import Cut
 from evaluate import evaluate_run, is_due
 from model import GPT
 from runs.hints import hints
-from runs.log import RunLog
+from runs.log import IS_IT_BROKEN, RunLog
 from runs.prepare import Prepared
 from runs.saver import Saver
 from snug.memory import Limits, MemoryMeter
@@ -50,35 +50,19 @@ class Training:
     def processes(self):
         return self.limits.processes
 
-    def prompt_numbers(self, iteration: int, turn: int) -> range:
-        """Which of the training prompts rollout `turn` of an iteration uses."""
-        P = self.settings.batch_size
-        first = (iteration + turn) * P + self.extra_prompts
-        return range(first, first + P)
+    def run(self, phase: str, function, *arguments, cut=None, **options):
+        """function(*arguments, **options) as a phase of the meter; after an out-of-memory again, with a lower limit.
 
-    def cut(self, sequences, step_size=0, group_size=1) -> Cut:
-        """Cut Rollouts or Sequences into optimizer steps and micro-batches, within the limits."""
-        max_tokens = self.limits.max_tokens_per_micro_batch
-        self.limits.cut = Cut(sequences, step_size, max_tokens, group_size, self.processes)
-        return self.limits.cut
-
-    def run(self, phase: str, function, *arguments):
-        """function(*arguments) as a phase of the meter; after an out-of-memory again, with a lower limit.
-
-        A tensor that it returns is added up over the processes: each fills in its own sequences.
+        cut: a batch.Cut that the function gets too, each time in micro-batches that are within the limit.
         """
 
-        def attempt():
+        def attempt(**pieces):
             # A module of reward functions may have switched gradients off.
             with self.meter.phase(phase), torch.enable_grad():
-                if phase == "train":
-                    self.optimizer.zero_grad(set_to_none=True)  # what a failed attempt has added
-                return function(*arguments)
+                self.optimizer.zero_grad(set_to_none=True)  # what a failed attempt has added
+                return function(*arguments, **pieces, **options)
 
-        result = self.limits.run(phase, attempt)
-        if isinstance(result, torch.Tensor):
-            self.processes.add(result)
-        return result
+        return self.limits.run(phase, attempt, cut)
 
     def progress(self) -> dict:
         """What a checkpoint keeps beside the model, the optimizer and the settings."""
@@ -130,9 +114,9 @@ class Training:
         # An infinity in the batch need not show in the loss.
         if math.isfinite(metrics["loss"]) and finite_columns(sequences, select):
             clip, norm_of_all = self.settings.grad_clip, self.processes.norm
-            norm = self.run(
-                "optimizer", optimizer_step, model, optimizer, learning_rate, clip, norm_of_all
-            )
+            step = partial(optimizer_step, model, optimizer, learning_rate, clip, norm_of_all)
+            with self.meter.phase("optimizer"):
+                norm = self.limits.run("optimizer", step)
         if math.isfinite(norm):
             self.guard.health["dropped_in_a_row"] = 0
             return metrics | {"grad_norm": norm}
@@ -154,6 +138,8 @@ class Training:
         finally:  # an evaluation that fails loses no line of the log
             self.log_iteration(record | self.before | scores, samples)
         self.saver.after(done, self.progress(), scores)
+        if done == 1 and "reward_mean" in record and abs(record.get("loss", 1)) < 1e-3:
+            self.log.say(IS_IT_BROKEN)
 
     def log_iteration(self, record: dict, samples):
         record |= dict(

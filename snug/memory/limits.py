@@ -1,6 +1,7 @@
 """How much is decoded and trained on at once; less after an out-of-memory.
 
-    limits.run("rollout", sample_rows, ...)     # calls the function; after an out-of-memory, again with a lower limit
+    limits.run("rollout", function)         # calls it; after an out-of-memory, again with a lower limit
+    limits.run("train", function, cut)      # function(cut=cut), with micro-batches within the limit
 
 A checkpoint remembers the limits that an out-of-memory has lowered.
 """
@@ -52,8 +53,6 @@ class Limits:
     `halved` is what a checkpoint keeps: {name: [how it began, what it is now]}.
     """
 
-    cut = None  # the batch.Cut that is trained on: an out-of-memory cuts it again
-
     def __init__(self, prepared, say, halved=None, processes=ONE_PROCESS):
         """say: reports a change. halved: of the checkpoint to resume; it holds if the settings ask for the same."""
         settings = prepared.settings
@@ -73,17 +72,19 @@ class Limits:
             if getattr(self, name) == began:
                 self.lower(name, value, "an earlier out-of-memory")
 
-    def run(self, phase, function, *arguments):
-        """function(*arguments); after an out-of-memory, in any process, all call it again with a lower limit.
+    def run(self, phase, function, cut=None):
+        """function(), or function(cut=cut); after an out-of-memory, in any process, all call it again with a lower limit.
 
-        phase: the name of a phase, which has a limit: see `make_smaller`. When the limit is lowered the exception is
-        gone, and with it the frames that held the failed call's tensors. Raises SnugError if nothing can be lowered.
+        phase: the name of a phase, which has a limit: see `make_smaller`. cut: a batch.Cut; the function gets it in
+        micro-batches within the limit. When the limit is lowered the exception is gone, and with it the frames that
+        held the failed call's tensors. Raises SnugError if nothing can be lowered.
         """
         failures = 0
         while True:
+            pieces = {} if cut is None else {"cut": cut.within(self.max_tokens_per_micro_batch)}
             result = failure = None
             try:
-                result = function(*arguments)
+                result = function(**pieces)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -95,7 +96,7 @@ class Limits:
             settle()
             gc.collect()
             empty_cache()
-            self.make_smaller(phase, failure, failures)
+            self.make_smaller(phase, failure, failures, **pieces)
 
     def agreed(self, failure):
         """This process's out-of-memory, or another's; None if there was none. Raises SnugError if sharded."""
@@ -106,8 +107,10 @@ class Limits:
             )
         return self.processes.agreed(failure)
 
-    def make_smaller(self, phase, failure, failures):
-        """Halve the limit of a phase. failures: how often it has run out of memory, one after the other."""
+    def make_smaller(self, phase, failure, failures, cut=None):
+        """Halve the limit of a phase. failures: how often it has run out of memory, one after the other.
+
+        cut: the batch.Cut that was too large."""
         if phase == "rollout":
             self.halve_decoding("max_rollout_batch", failure)
         elif phase == "eval":
@@ -118,7 +121,7 @@ class Limits:
                 f"{failure}; going on with {self.reference_batches} micro-batches of the {phase} at once"
             )
         elif phase in ("reference", "teacher", "train"):
-            self.halve_micro_batches(failure)
+            self.halve_micro_batches(failure, cut)
         elif failures > 1 or self.processes.sharded:  # an optimizer step has no limit: one more try
             raise SnugError(self.at_the_floor(f"in the optimizer step: {failure}"))
 
@@ -131,14 +134,12 @@ class Limits:
             raise SnugError(self.at_the_floor(problem))
         self.lower(name, -(-now // 2), failure)
 
-    def halve_micro_batches(self, failure):
-        cut = self.cut
+    def halve_micro_batches(self, failure, cut):
         if cut.largest <= cut.longest:
             raise SnugError(
                 self.at_the_floor(f"one sequence of {cut.longest} tokens at a time: {failure}")
             )
         self.lower("max_tokens_per_micro_batch", max(cut.longest, cut.largest // 2), failure)
-        cut.into(self.max_tokens_per_micro_batch)
 
     def lower(self, name, value, failure):
         began = self.halved.get(name, [getattr(self, name)])[0]
