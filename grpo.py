@@ -35,7 +35,7 @@ from snug.logprobs import Teacher, head_logprobs, head_loss, head_loss_in_two_vi
 from snug.lora import adapters_off
 from snug.memory.ledger import component
 from training import notebook
-from training.figures import add_up, as_floats, join, mean_of_steps, metrics_of, rollout_metrics, score
+from training.figures import add_up, join, mean_of_steps, metrics_of, rollout_metrics, score
 from training.frozen import run_frozen, teacher_states
 from training.guard import finite_columns
 from training.loop import run
@@ -73,8 +73,7 @@ def iterate(iteration, training, collect=None):
     scored, metrics = (collect or collect_groups)(iteration, training)
     rollouts, rewards = scored.rollouts, scored.rewards  # N completions; (P, k)
 
-    # 3. Cut the completions into optimizer steps and those into micro-batches, once for both passes below. `run` calls
-    #    a function with this cut; after an out-of-memory again, with the same in smaller micro-batches.
+    # 3. Cut them into optimizer steps, and those into micro-batches: smaller ones after an out-of-memory (`run`, `fill`).
     max_tokens, processes = training.limits.max_tokens_per_micro_batch, training.processes
     cut = Cut(rollouts, settings.train_batch_size, max_tokens, scored.shared, processes)
 
@@ -82,20 +81,17 @@ def iterate(iteration, training, collect=None):
     #    pass. importance_sampling_cap corrects for the difference between sampler and trainer: it needs the trainer's.
     rollouts.old_logprobs = rollouts.sampling_logprobs  # (N, T_c)
     if settings.importance_sampling_cap is not None:
-        ours = training.run("reference", trainer_logprobs, model, rollouts, cut=cut, settings=settings)
-        rollouts.old_logprobs = processes.add(ours)  # each process fills in its own sequences
+        rollouts.old_logprobs = training.fill(
+            "reference", trainer_logprobs, model, rollouts, cut=cut, settings=settings
+        )
     if settings.beta:
-        ours = training.run("reference", reference_logprobs, training, rollouts, cut=cut)
-        rollouts.ref_logprobs = processes.add(ours)
+        rollouts.ref_logprobs = training.fill("reference", reference_logprobs, training, rollouts, cut=cut)
     if settings.teacher:
-        ours = training.run("teacher", teacher_outputs, training, rollouts, cut=cut)
-        rollouts.teacher_outputs = processes.add(ours)
+        rollouts.teacher_outputs = training.fill("teacher", teacher_outputs, training, rollouts, cut=cut)
 
     # 5. Advantages (P, k): how much better than its group was each completion?
     if settings.use_kl_in_reward:
-        kl = kl_divergence(
-            rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator
-        )  # (N, T_c)
+        kl = kl_divergence(rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator)
         rewards = rewards - settings.beta * kl.sum(1).cpu().view(rewards.shape)
     if settings.multi_objective_aggregation == "normalize_then_sum":
         weights = training.prepared.reward_weights
@@ -104,8 +100,7 @@ def iterate(iteration, training, collect=None):
         advantages = group_advantages(rewards, settings.scale_rewards, baseline=settings.baseline)
     rollouts.advantages = settings.reward_coef * advantages.flatten().to(model.device)  # (N,)
 
-    # 6. Learn, num_iterations times over. A step without anything to learn is not taken, so that moments and weight
-    #    decay do not move the weights either.
+    # 6. Learn, num_iterations times over. A step that teaches nothing is not taken: moments and weight decay would move.
     learning_rate, taken, skipped = learning_rate_at(iteration, settings), [], 0
     entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
     teacher = training.teacher if settings.divergence != "sampled" else None  # its head
@@ -157,9 +152,6 @@ def collect_groups(iteration, training):
     metrics = rollout_metrics(scored) | dict(gen_batches=len(rounds))
     if scored.by_function and settings.group_size > 1:
         metrics["frac_reward_zero_std"] = float((~varied).float().mean())
-    if most := settings.max_prompt_length:
-        prompts = map(training.prepared.whole, scored.columns["prompt"][:: scored.shared])
-        metrics["prompts_cut"] = sum(len(prompt) > most for prompt in prompts)
     if len(rounds) > 1:
         scored = scored.select((~varied).int().argsort(stable=True)[: settings.batch_size].sort().values)
     return scored, metrics
@@ -300,7 +292,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
             add_up(totals, metrics)
             if entropies is not None:
                 entropies[micro.row, micro.place] = entropy.detach().to(entropies.dtype)
-    return as_floats(totals)
+    return {name: float(total) for name, total in totals.items()}
 
 
 def loss_of_head(model, hidden, micro, counts, settings, teacher=None):

@@ -2,8 +2,7 @@
 
     python train_sft.py config/sft_small.py
 
-The loop of grpo.py without its rollouts: the same micro-batches, the same head, the same log.
-Left out: data sets on disk.
+The loop of grpo.py without its rollouts: the same micro-batches, the same head, the same log. Left out: data on disk.
 """
 
 import random
@@ -22,7 +21,6 @@ from model import autocast
 from snug.logprobs import head_loss
 from snug.memory.ledger import component
 from training import notebook
-from training.figures import as_floats
 from training.loop import run
 from training.optimizer import learning_rate_at
 
@@ -63,10 +61,10 @@ def iterate(iteration, training, make_batch=None):
 
 def demonstrations(iteration, training) -> Sequences:
     """The batch of an iteration, a function of (seed, iteration). The stop token is learned too."""
-    settings, task, tokenizer = training.settings, training.prepared.task, training.prepared.tokenizer
-    first = iteration * settings.batch_size
-    rows = task.prompts("train", range(first, first + settings.batch_size))
-    rng = random.Random(f"demonstrations {settings.seed} {iteration}")
+    task, tokenizer = training.prepared.task, training.prepared.tokenizer
+    P, seed = training.settings.batch_size, training.settings.seed
+    rows = task.prompts("train", range(iteration * P, (iteration + 1) * P))
+    rng = random.Random(f"demonstrations {seed} {iteration}")
     prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
     answers = [tokenizer.encode(task.demonstration(row, rng)) + [tokenizer.stop_token] for row in rows]
     return Sequences.from_lists(prompts, answers, training.model.device)
@@ -74,26 +72,23 @@ def demonstrations(iteration, training) -> Sequences:
 
 @component("backward")  # the name in --plan's table: autograd's tensors while backward runs
 def accumulate_gradient(model, batch, cut, settings):
-    """The gradient of the mean negative log-prob of completion tokens -> {"loss", "entropy": its token mean}."""
+    """The gradient of the mean negative log-prob of M completion tokens -> {"loss", "entropy": its token mean}."""
     loss, entropy, num_tokens = 0.0, 0.0, sum(map(len, cut.places))
+    options = dict(n_vocab=model.config.n_vocab, chunk_mb=settings.logits_chunk_mb, entropy=True)
+
+    def token_loss(logprobs, chunk):
+        return -logprobs.sum() / num_tokens
+
     for indices in cut.dealt(cut.steps[0], model):
         micro = gather(batch, indices, cut)
         with autocast(settings.dtype, model):
-            hidden = micro.completion_hidden(
-                model(micro.tokens, micro.positions, mask=micro.mask)
-            )  # (M, C)
+            hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
             share, _, entropies = head_loss(
-                hidden,
-                model.lm_head_weight,
-                micro.targets,
-                lambda logprobs, chunk: -logprobs.sum() / num_tokens,
-                n_vocab=model.config.n_vocab,
-                chunk_mb=settings.logits_chunk_mb,
-                entropy=True,
+                hidden, model.lm_head_weight, micro.targets, token_loss, **options
             )
         share.backward()
         loss, entropy = loss + share.detach(), entropy + entropies.sum() / num_tokens
-    return as_floats(dict(loss=loss, entropy=entropy))
+    return dict(loss=float(loss), entropy=float(entropy))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from batch import Cut, Sequences, gather
 from settings import GRPOSettings, SFTSettings
 from snug.device.cuda import MULTIPLE, padded, upload
 from snug.device.processes import OneProcess
-from training.figures import as_floats
 
 
 def test_the_docstrings_example():
@@ -217,9 +216,3 @@ def test_an_upload_to_cuda_is_pinned():
         upload([3, 1, 2], torch.device("cuda"))
     tensor.assert_called_once_with([3, 1, 2], dtype=torch.long)
     tensor.return_value.pin_memory.return_value.to.assert_called_once_with(torch.device("cuda"), non_blocking=True)
-
-
-def test_totals_are_read_in_one_transfer():
-    totals = dict(a=torch.tensor(0.1, device=DEVICE), b=2, c=torch.tensor(1 / 3, dtype=torch.float64, device=DEVICE))
-    assert as_floats(totals) == dict(a=float(totals["a"]), b=2.0, c=1 / 3)
-    assert as_floats(dict(loss=0.0)) == dict(loss=0.0)

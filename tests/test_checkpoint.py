@@ -30,7 +30,7 @@ from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError, read_settings
 from snug.tokenizer import get_tokenizer
 from training.guard import Guard
-from training.loop import StopAfterIteration
+from training.loop import noting_signals
 from training.optimizer import make_optimizer, optimizer_step
 
 
@@ -169,15 +169,15 @@ def test_a_resumed_run_keeps_its_task_and_tells_what_else_changed(tmp_path, caps
     capsys.readouterr()
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=5, learning_rate=5e-4)))
     changed = "resumed after 4 iterations, learning_rate was 0.001, is 0.0005, max_iters was 4, is 5\n"
-    assert f"{changed}learning rate: 0.001 in iteration 3, 0.0005 in iteration 4\n" in capsys.readouterr().out
+    assert changed in capsys.readouterr().out
 
 
 def test_signals_are_noted_until_the_second_ctrl_c():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), StopAfterIteration() as stop:
+    with pytest.raises(KeyboardInterrupt), noting_signals() as noted:
         for number in (signal.SIGTERM, signal.SIGTERM):
             signal.raise_signal(number)
-        assert stop.by == "SIGTERM"
+        assert noted == ["SIGTERM"] * 2
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -418,29 +418,3 @@ def test_a_checkpoints_folder_is_no_run_that_begins_anew(tmp_path):
     folder = checkpoint.newest(sft.out_dir)
     with pytest.raises(SnugError, match=f"resume={folder} is a checkpoint; name the run's folder, {sft.out_dir}"):
         prepare(*read_settings(SFTSettings, [f"--resume={folder}"])[:2])
-
-
-def test_a_schedule_that_changes_says_both_learning_rates(tmp_path, capsys):
-    """Of the last iteration done and of the next. A warmup that does not end is told too."""
-    sft = dataclasses.replace(tiny(tmp_path)[0], lr_schedule="linear", eval_prompts=0, max_iters=3, save_interval=1)
-    train_sft.main(prepare(sft))
-    shutil.rmtree(Path(sft.out_dir) / "checkpoint-000003")
-    again = dataclasses.replace(sft, resume="auto")
-    train_sft.main(prepare(again))
-    assert "resumed after 2 iterations\nlearning rate: 0.000667 in iteration 1, 0.000333" in capsys.readouterr().out
-    for changes, last, rate in (
-        (dict(max_iters=4), "0.000333 in iteration 2", "0.00025 in iteration 3"),
-        (
-            dict(max_iters=5, learning_rate=0.1, lr_schedule="cosine"),
-            "0.00025 in iteration 3",
-            "0.00955 in iteration 4",
-        ),
-        (dict(max_iters=6, warmup_iters=9), "0.00955 in iteration 4", "0.0667 in iteration 5"),
-    ):
-        again = dataclasses.replace(again, **changes)
-        train_sft.main(prepare(again))
-        shown = capsys.readouterr().out
-        assert f"\nlearning rate: {last}, {rate}\n" in shown
-        logged = [f"{record['learning_rate']:.3g}" for record in read_log(sft.out_dir)[-2:]]
-        assert logged == [last.split()[0], rate.split()[0]]
-    assert "warning: warmup_iters=9 is more than max_iters=6: the learning rate does not reach 0.1\n" in shown

@@ -12,6 +12,9 @@ from sample import Rollouts
 FIRST_STEPS = ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")
 
 
+LISTS = "by_function", "columns", "episodes"  # of Scored: {name: N values} each
+
+
 class Scored(NamedTuple):
     """Completions of P prompts, k each, and what they earned. N = P * k."""
 
@@ -27,19 +30,14 @@ class Scored(NamedTuple):
         """The groups with these numbers, a tensor, in that order."""
         k = self.rewards.shape[1]
         sequences = (groups[:, None] * k + torch.arange(k)).flatten()  # (P * k,)
-
-        def chosen(lists):
-            return {name: [values[i] for i in sequences] for name, values in lists.items()}
-
-        return Scored(
-            self.rollouts.select(sequences.to(self.rollouts.tokens.device)),
-            self.rewards[groups],
-            chosen(self.by_function),
-            chosen(self.columns),
-            self.metrics,
-            chosen(self.episodes),
-            self.shared,
-        )
+        rollouts = self.rollouts.select(sequences.to(self.rollouts.tokens.device))
+        chosen = {
+            column: {
+                name: [values[i] for i in sequences] for name, values in getattr(self, column).items()
+            }
+            for column in LISTS
+        }
+        return self._replace(rollouts=rollouts, rewards=self.rewards[groups], **chosen)
 
 
 def score(rollouts, episodes, prepared) -> Scored:
@@ -61,13 +59,10 @@ def join(parts: list[Scored]) -> Scored:
     if len(parts) == 1:
         return parts[0]
     return Scored(
-        Rollouts.joined([part.rollouts for part in parts]),
-        torch.cat([part.rewards for part in parts]),
-        concatenated(parts, "by_function"),
-        concatenated(parts, "columns"),
-        concatenated(parts, "metrics"),
-        concatenated(parts, "episodes"),
-        min(part.shared for part in parts),
+        rollouts=Rollouts.joined([part.rollouts for part in parts]),
+        rewards=torch.cat([part.rewards for part in parts]),
+        shared=min(part.shared for part in parts),
+        **{column: concatenated(parts, column) for column in (*LISTS, "metrics")},
     )
 
 
@@ -80,13 +75,6 @@ def concatenated(parts: list[Scored], column: str) -> dict[str, list]:
             none = [None] * part.rewards.numel()
             lists[name] += getattr(part, column).get(name, none)
     return lists
-
-
-def as_floats(totals: dict):
-    """{name: number or scalar tensor} -> {name: float}, in one transfer: the host waits for the device once."""
-    device = next((value.device for value in totals.values() if isinstance(value, torch.Tensor)), "cpu")
-    values = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in totals.values()]
-    return dict(zip(totals, torch.stack(values).tolist(), strict=True))
 
 
 @torch.no_grad()
@@ -166,7 +154,7 @@ def mean_of_steps(steps):
         return {}
     means = {name: sum(metrics[name] for metrics in taken) / len(taken) for name in taken[0]}
     if steps[0] is not None:
-        means |= {name: steps[0][name] for name in FIRST_STEPS if name in steps[0]}
+        means |= {name: steps[0][name] for name in FIRST_STEPS}
     return means
 
 
@@ -190,7 +178,7 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
         teacher_logprobs=shown.teacher_outputs,
         entropies=entropies[:number],
     )
-    rewards, advantages = scored.rewards.flatten().tolist(), shown.advantages.tolist()
+    rewards = scored.rewards.flatten().tolist()
     for i, completion in enumerate(shown.completions()):
         prompt, length = shown.tokens[i, : shown.prompt_lengths[i]].tolist(), len(completion)
         columns = {name: values[i] for name, values in scored.columns.items()}
@@ -202,7 +190,7 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
             reward=rewards[i],
             rewards={name: values[i] for name, values in scored.by_function.items()},
             columns=columns,
-            advantage=advantages[i],
+            advantage=float(shown.advantages[i]),
             stopped=bool(shown.stopped[i]),
             tokens=texts_of(completion, tokenizer.decode),
         )

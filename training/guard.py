@@ -5,15 +5,9 @@ to reach the step again. After MAX_DROPPED_STEPS in a row the run stops, and its
 ruined although they are finite.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from batch import Sequences
-from model import GPT
 from runs.saver import UnsafeState, newest_name, not_finite
-from sample import Rollouts
 
 MAX_DROPPED_STEPS = 5
 
@@ -21,14 +15,12 @@ MAX_DROPPED_STEPS = 5
 class Guard:
     """health goes into checkpoints: how many steps were dropped, and how many in a row up to now."""
 
-    def __init__(self, settings, say: Callable[[str], None], health: dict | None = None):
+    def __init__(self, settings, say, health=None):
         self.settings, self.say = settings, say
         self.health = health or {"dropped_steps": 0, "dropped_in_a_row": 0}
 
-    def drop(
-        self, iteration: int, model: GPT, gradients, sequences, select: range, loss: float, norm: float
-    ):
-        """Count and report a step on the sequences `select`. Raises UnsafeState after MAX_DROPPED_STEPS in a row.
+    def drop(self, iteration, model, gradients, sequences, select, loss, norm):
+        """Count and report a step on the sequences `select`, a range. Raises UnsafeState after MAX_DROPPED_STEPS in a row.
 
         gradients: {name: tensor}; sequences: Rollouts or Sequences; norm: of the gradient.
         """
@@ -51,13 +43,13 @@ class Guard:
         )
 
 
-def columns_of(sequences: Rollouts | Sequences, select: range) -> dict[str, torch.Tensor]:
-    """{name: tensor} of the sequences `select`."""
+def columns_of(sequences, select):
+    """Rollouts or Sequences -> {name: tensor} of the sequences `select`, a range."""
     part = slice(select.start, select.stop)
     return {name: tensor[part] for name, tensor in vars(sequences).items() if tensor is not None}
 
 
-def finite_columns(sequences, select: range) -> bool:
+def finite_columns(sequences, select) -> bool:
     """Are all figures of the sequences `select` finite?"""
     return not not_finite(columns_of(sequences, select))
 

@@ -6,13 +6,13 @@ Left out: what an iteration is. grpo.py and train_sft.py say that, in `iterate`.
 import random
 import shutil
 import signal
-from contextlib import ExitStack, chdir
+from contextlib import ExitStack, chdir, contextmanager
 
 import numpy as np
 import torch
 
 from model import make_model
-from runs.checkpoint import base_record, checkpoints, settings_of
+from runs.checkpoint import base_record, checkpoints
 from runs.ending import ending
 from runs.loading import (
     configure,
@@ -38,7 +38,7 @@ from snug.memory.plan import kind_planned
 from training import parallel
 from training.dry_run import DryRun
 from training.guard import Guard
-from training.optimizer import learning_rate_at, make_optimizer
+from training.optimizer import make_optimizer
 from training.state import Training
 
 
@@ -70,7 +70,9 @@ def run(prepared, title, iterate) -> bool:
 def train(prepared, title, iterate, device, processes, lock):
     """lock: the folder's, on rank 0. -> False if a signal stopped it."""
     settings, resume = prepared.settings, prepared.resume
-    seed_generators(settings.seed)
+    # The same in every process: a checkpoint keeps the generators of rank 0. A reward function may draw from any.
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(settings.seed)
     source = resume or prepared.origin
     if source and not processes.rank:
         print(f"loading {source.path}", flush=True)
@@ -85,9 +87,34 @@ def train(prepared, title, iterate, device, processes, lock):
                 if settings.overwrite:
                     shutil.rmtree(moved)
         with (NoLog if processes.rank else RunLog)(settings, title, start) as log:
-            meter.show = log.show
-            training = make_training(prepared, model, reference, optimizer, meter, log, processes, start)
-            training.teacher, training.saver.lock = teacher, lock
+            meter.show, state = log.show, resume.state if resume else {}
+            constants = {"data": prepared.task.fingerprint()}
+            if settings.lora_rank:
+                constants["base"] = base_record(prepared.origin, settings.out_dir)
+            saver = Saver(
+                settings,
+                prepared.tokenizer,
+                model,
+                optimizer,
+                log.say,
+                start or None,  # before the first iteration there is no checkpoint
+                processes,
+                **constants,
+            )
+            saver.lock = lock
+            training = Training(
+                prepared,
+                model,
+                reference,
+                optimizer,
+                meter,
+                log,
+                Guard(settings, log.say, state.get("health")),
+                saver,
+                Limits(prepared, log.say, state.get("after_oom"), processes),
+                teacher,
+                state.get("extra_prompts", 0),
+            )
             introduce(title, training, start, moved)
             log.memory(meter.line("after init"))
             finished = iterations(iterate, training)
@@ -95,42 +122,6 @@ def train(prepared, title, iterate, device, processes, lock):
                 for line in ending(title, settings, bool(prepared.reward_funcs), not finished):
                     log.say(line)
             return finished
-
-
-def seed_generators(seed: int):
-    """The same in every process: a checkpoint keeps the generators of rank 0. A reward function may draw from any."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-def make_training(prepared, model, reference, optimizer, meter, log, processes, start) -> Training:
-    settings = prepared.settings
-    state = prepared.resume.state if prepared.resume else {}
-    constants = {"data": prepared.task.fingerprint()}
-    if settings.lora_rank:
-        constants["base"] = base_record(prepared.origin, settings.out_dir)
-    return Training(
-        prepared=prepared,
-        model=model,
-        reference=reference,
-        optimizer=optimizer,
-        meter=meter,
-        log=log,
-        guard=Guard(settings, log.say, state.get("health")),
-        saver=Saver(
-            settings,
-            prepared.tokenizer,
-            model,
-            optimizer,
-            log.say,
-            start or None,  # before the first iteration there is no checkpoint
-            processes,
-            **constants,
-        ),
-        limits=Limits(prepared, log.say, state.get("after_oom"), processes),
-        extra_prompts=state.get("extra_prompts", 0),
-    )
 
 
 def begin(prepared, device, processes=ONE_PROCESS):
@@ -187,15 +178,6 @@ def introduce(title, training, start, moved):
         )
     if start:
         say(f"resumed after {start} iterations{changes_since(before.state['settings'], settings)}")
-        say(
-            f"learning rate: {learning_rate_at(start - 1, settings_of(before.state)):.3g} in iteration {start - 1}, "
-            f"{learning_rate_at(start, settings):.3g} in iteration {start}"
-        )
-    if settings.warmup_iters > settings.max_iters:
-        say(
-            f"warning: warmup_iters={settings.warmup_iters} is more than max_iters={settings.max_iters}: "
-            f"the learning rate does not reach {settings.learning_rate:g}"
-        )
     if start >= settings.max_iters:
         say(f"no iteration is left to do: max_iters={settings.max_iters}; a larger one goes on")
 
@@ -213,12 +195,12 @@ def changes_since(before: dict, settings):
 def iterations(iterate, training):
     """-> False if a signal stopped them. Afterwards the working directory is the one before."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
-    with training.processes.connected(), StopAfterIteration() as stop, chdir("."):
+    with training.processes.connected(), noting_signals() as noted, chdir("."):
         training.make_up_evaluation(log.start)
         for iteration in log.iterations():
             with saver.keeping(iteration, training.progress()):
                 iterate(iteration, training)
-            stopped_by = training.processes.agreed(stop.by)
+            stopped_by = training.processes.agreed(noted[-1] if noted else None)
             if stopped_by and iteration + 1 < max_iters:
                 saver.save(iteration + 1, training.progress(), last=True)
                 log.say(
@@ -228,22 +210,18 @@ def iterations(iterate, training):
     return True
 
 
-class StopAfterIteration:
-    """Inside, SIGTERM and the first Ctrl-C are only noted in `by`; a second Ctrl-C interrupts at once."""
+@contextmanager
+def noting_signals():
+    """Inside, the names of SIGTERM and the first Ctrl-C only go into the list; a second Ctrl-C interrupts at once."""
+    noted = []
 
-    def __init__(self):
-        self.by = None
+    def note(number, frame):
+        noted.append(signal.Signals(number).name)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def __enter__(self):
-        signals = signal.SIGTERM, signal.SIGINT
-        self.before = {number: signal.signal(number, self.note) for number in signals}
-        return self
-
-    def __exit__(self, *error):
-        for number, handler in self.before.items():
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def note(self, number, frame):
-        if self.by and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.by = signal.Signals(number).name

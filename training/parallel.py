@@ -129,7 +129,6 @@ class Processes(OneProcess):
 
     def add(self, tensor):
         dist.all_reduce(tensor)
-        return tensor
 
     def add_up(self, model, optimizer, totals):
         parameters, gradients = trained(model), gradients_of(model, optimizer)

@@ -6,7 +6,6 @@ Left out: the run around the iterations (loop.py).
 import math
 import time
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -64,6 +63,12 @@ class Training:
 
         return self.limits.run(phase, attempt, cut)
 
+    def fill(self, phase: str, function, *arguments, **options):
+        """`run`, for a tensor (N, ...) in which each process fills in its own sequences -> all of them."""
+        result = self.run(phase, function, *arguments, **options)
+        self.processes.add(result)
+        return result
+
     def progress(self) -> dict:
         """What a checkpoint keeps beside the model, the optimizer and the settings."""
         return dict(
@@ -114,9 +119,10 @@ class Training:
         # An infinity in the batch need not show in the loss.
         if math.isfinite(metrics["loss"]) and finite_columns(sequences, select):
             clip, norm_of_all = self.settings.grad_clip, self.processes.norm
-            step = partial(optimizer_step, model, optimizer, learning_rate, clip, norm_of_all)
             with self.meter.phase("optimizer"):
-                norm = self.limits.run("optimizer", step)
+                norm = self.limits.run(
+                    "optimizer", lambda: optimizer_step(model, optimizer, learning_rate, clip, norm_of_all)
+                )
         if math.isfinite(norm):
             self.guard.health["dropped_in_a_row"] = 0
             return metrics | {"grad_norm": norm}

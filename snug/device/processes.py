@@ -46,8 +46,7 @@ class OneProcess:
         return batches
 
     def add(self, tensor):
-        """Replace a tensor by its sum over the processes -> the tensor."""
-        return tensor
+        """Replace a tensor by its sum over the processes."""
 
     def add_up(self, model, optimizer, totals: dict):
         """Replace the gradients by their sums over the processes -> the sums of `totals`; maxima of names in _max."""
