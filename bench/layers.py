@@ -26,13 +26,14 @@ from snug import lora
 from snug.decoding import cached_casts, kvcache
 from snug.device.host import HostLedger
 from snug.device.kinds import PlanningMode
-from snug.kernels import layers, nf4
+from snug.kernels import layers, nf4, rotary
 from snug.kernels.segments import Segments
 
 SHAPES = {"1.5B": QWEN_15B, "7B": QWEN_7B}
 PROMPTS, PROMPT_WIDTH, WIDTH = 4, 256, 256  # of the KV cache, which is full
-# where kernels are launched if not `nothing_to_do`
-TRITON = "snug.kernels.rotary", "snug.kernels.swiglu", "snug.kernels.flash", "snug.kernels.nf4", "snug.decoding.kvcache"
+# where kernels are launched: by `launch`, or if not `nothing_to_do`
+LAUNCH = "snug.kernels.rotary", "snug.kernels.swiglu", "snug.kernels.nf4"
+NOTHING = "snug.kernels.flash", "snug.decoding.kvcache"
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "device")
 
 
@@ -96,16 +97,25 @@ def counted(count):
     tensors, cache = tensors_in(list(frame.f_locals.values())), frame.f_locals.get("self")
     if cache is not None:
         tensors += [cache.completion[0], cache.prompt[0]]
-    flash = frame.f_globals["__name__"] == "snug.kernels.flash"
-    product = frame.f_code.co_name == "product"
-    if product:
-        names = "x part bias residual h B parts parts"  # parts are written and read
-        tensors = tensors_in([frame.f_locals[name] for name in names.split()])
-        tensors.append(frame.f_locals["y"][..., frame.f_locals["start"] : frame.f_locals["end"]])
-    count.add(
-        3 if flash and frame.f_code.co_name == "backward" else 1, tensors, floor=flash or product or cache is not None
-    )
+    count.add(3 if frame.f_code.co_name == "backward" else 1, tensors, floor=True)
     return True
+
+
+def launched(count):
+    """-> in place of a module's `launch`: count a kernel and its tensors."""
+
+    def launch(kernel, grid, *arguments, **constants):
+        tensors, product = tensors_in(arguments), kernel is nf4.product_kernel
+        if product:  # parts are written and read; of y a part
+            named = dict(zip(kernel.arg_names, arguments, strict=False))
+            tensors = tensors_in([named[name] for name in "x codes scales scale_map scale_scales".split()])
+            tensors += tensors_in([named[name] for name in "bias residual h B parts parts".split()])
+            tensors.append(named["y"][..., named["start"] : named["start"] + named["rows"]])
+        if kernel is rotary.rotary_kernel:
+            tensors.append(tensors[0])  # it reads and writes
+        count.add(1, tensors, floor=product)
+
+    return launch
 
 
 def hold_in_nf4(model):
@@ -140,8 +150,10 @@ def run(what, n_layer, rows, tokens, model, lora_rank, base_dtype) -> Count:
             lora.add(model, lora_rank, 32.0, list(lora.TARGETS))
         model.checkpoint_blocks = what
         FusedNorm.count, layers.LeanRMSNorm = count, FusedNorm
-        for name in TRITON:
+        for name in NOTHING:
             sys.modules[name].nothing_to_do = lambda tensor: counted(count)
+        for name in LAUNCH:
+            sys.modules[name].launch = launched(count)
         model.extend_rotary(max(tokens, PROMPT_WIDTH + WIDTH), model.device)
         if what == "decode":
             cache = kvcache.KVCache(

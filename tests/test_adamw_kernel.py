@@ -52,7 +52,8 @@ def twin(monkeypatch):
         *tensors, numbers, key, first = arguments
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "uses_triton", lambda _: False)
-            original(*tensors, *numbers, key, first, new_scratch(tensors[0]))
+            kept = tensors[0] if tensors[4] is None else tensors[4]
+            original(*tensors[:4], kept, tuple(numbers), key, first, new_scratch(kept))
 
     monkeypatch.setattr(module, "adamw_torch", lambda *_: pytest.fail("plain torch ran"))
     return twin

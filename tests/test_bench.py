@@ -240,7 +240,10 @@ REPLACED = [
 ]
 REPLACED += ["train_sft.demonstrations", "snug.device.cpu.stays_float32", "snug.device.pick.share_cores"]
 REPLACED += ["snug.kernels.layers.LeanRMSNorm", "snug.decoding.kvcache.nothing_to_do"]
-REPLACED += [f"snug.kernels.{name}.nothing_to_do" for name in ("rotary", "swiglu", "flash", "nf4")]
+REPLACED += [
+    "snug.kernels.flash.nothing_to_do",
+    *(f"snug.kernels.{name}.launch" for name in ("rotary", "swiglu", "nf4")),
+]
 
 
 class InThisProcess:

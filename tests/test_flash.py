@@ -8,11 +8,12 @@ import pytest
 import torch
 from conftest import DEVICE
 from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, cubin_resources, in_kernels, long, run_interpreted
+from test_segments import attend_dense
 
 from snug.device.host import HostLedger
 from snug.device.kinds import PlanningMode
 from snug.kernels import flash, segments
-from snug.kernels.segments import Segments, attend, attend_dense
+from snug.kernels.segments import Segments, attend
 from snug.memory.ledger import LiveBytes
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -242,13 +243,8 @@ def test_errors_are_those_of_pytorchs_own_attention(groups, R, G, D, dtype):
 # ----------------------------------------------------------------------------------------------------------------------
 # Ahead of time, for devices that are not here.
 
-FORWARD = dict(BACKWARD=False, dy=None, dq=None, delta=None)
-KERNELS = [
-    ("queries_kernel", FORWARD),
-    ("queries_kernel", dict(BACKWARD=True)),
-    ("keys_kernel", {}),
-    ("sum_kernel", {}),
-]
+FORWARD = dict(dy=None, dq=None, delta=None)
+KERNELS = [("queries_kernel", FORWARD), ("queries_kernel", {}), ("keys_kernel", {}), ("sum_kernel", {})]
 
 
 @compiles
@@ -270,20 +266,20 @@ def test_compiled_attention_stays_in_registers(capability, R, G, D, dtype, tmp_p
     """sm_75 multiplies outside of tensor cores and spills hundreds of bytes: it is right and slow there."""
     for name, constants in KERNELS:
         kernel, itemsize = getattr(flash, name), 4 if dtype == "fp32" else 2
-        shape = flash.kernel_shape(D, itemsize, name in ("keys_kernel", "sum_kernel"), capability >= 80)
+        shape = flash.kernel_shape(R, D, itemsize, name in ("keys_kernel", "sum_kernel"), capability >= 80)
         shape = {constant: value for constant, value in shape.items() if constant != "N" or name != "sum_kernel"}
         options = {option: shape.pop(option) for option in ("num_warps", "num_stages")}
         types = dict.fromkeys(("dy", "q", "k", "v", "y", "dq", "dk", "dv"), "*" + dtype)
         types |= dict.fromkeys(("lse", "delta", "dk_shares", "dv_shares"), "*fp32") | dict(start="*i64", tiles="*i64")
         ones = {"G": 1} if G == 1 and "G" in kernel.arg_names else {}  # the launcher makes it a constant
         strides = [arg for arg in kernel.arg_names if arg.endswith(("_head", "_time"))]
-        constants = shape | ones | constants | {"R": R}
+        constants = shape | ones | constants
         pointers = {arg: types[arg] for arg in types if arg in kernel.arg_names and arg not in constants}
         used, ptx = cubin_resources(
             kernel, capability, pointers, constants,
             strides if D % 16 == 0 else [], options.pop("num_warps"), tmp_path, **options,
         )  # fmt: skip
-        print(f"sm_{capability} {name} {constants.get('BACKWARD')} {R * G}/{G} x {D} {dtype}", used)
+        print(f"sm_{capability} {name} {'dy' not in constants} {R * G}/{G} x {D} {dtype}", used)
         assert used["LOCAL"] == 0 and used["SHARED"] <= SHARED[capability]
         products = capability >= 80 and dtype != "fp32" and name != "sum_kernel"
         assert any(word in ptx for word in ("mma", "tcgen05")) == products

@@ -236,7 +236,7 @@ def test_nf4_product_is_exact_but_for_one_rounding(n, rows, columns, rank, doubl
 @in_kernels
 @pytest.mark.parametrize("rows", [[65], [129, 1]], ids=str)
 def test_nf4_product_uses_its_own_counters_alone(rows):
-    """What lies behind them is not zero, and stays as it is. For more rows of x there are too few."""
+    """What lies behind them is not zero, and stays as it is."""
     matrix = nf4_matrix(rows, 1024)
     memory = torch.full((len(matrix.counters) + 64,), 7, dtype=torch.int32, device=DEVICE)
     matrix.counters, behind = memory[: len(matrix.counters)].zero_(), memory[len(matrix.counters) :]
@@ -245,8 +245,6 @@ def test_nf4_product_uses_its_own_counters_alone(rows):
         x = random(n, 1024)
         torch.testing.assert_close(nf4.product(x, matrix), x @ W.t(), rtol=3e-3, atol=0.1)
         assert (behind == 7).all() and not matrix.counters.any()
-    with pytest.raises(AssertionError, match="129 rows: there are counters for 128"):
-        nf4.product(random(nf4.FEW + 1, 1024), matrix)
 
 
 @in_kernels
@@ -492,10 +490,10 @@ def test_the_fused_norm_is_outside_autocast_and_of_one_type(monkeypatch):
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
     "words, decode, train, recomputed",
-    [("", 8, 33, 42), long("--lora_rank=16", 16, 84, 113), ("--lora_rank=16 --base_dtype=nf4", 15, 98, 134)],
+    [("", 8, 32, 41), long("--lora_rank=16", 16, 83, 112), ("--lora_rank=16 --base_dtype=nf4", 15, 97, 133)],
 )
 def test_launches_of_a_layer(words, decode, train, recomputed):
-    """norm, qkv, attention, proj, norm, up, swiglu, down; in training 11 forward, 22 backward, 9 of 11 again.
+    """norm, qkv, attention, proj, norm, up, swiglu, down; in training 11 forward, 21 backward, 9 of 11 again.
 
     In a decode step an adapter adds 2 launches to a matrix; in NF4 1, but q, k, v and gate, up have their own: 3."""
     command = [sys.executable, "bench/layers.py", "--rows=4", "--tokens=32", *words.split()]
@@ -516,9 +514,8 @@ def test_launches_of_a_layer(words, decode, train, recomputed):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
     """At Qwen2.5-1.5B's shape, and with what a step of one row and one token leaves at 1."""
-    x = dict.fromkeys(("out", "x", "y", "dy", "dx"), "*" + dtype) | dict.fromkeys(("cos", "sin"), "*fp32")
-    strides = {f"{name}_{axis}" for name in ("x", "out") for axis in ("batch", "head", "time")}
-    strides |= {"table_batch", "table_time"}
+    x = dict.fromkeys(("out", "x", "dy"), "*" + dtype) | dict.fromkeys(("cos", "sin"), "*fp32")
+    strides = {"x_batch", "x_head", "x_time", "table_batch", "table_time"}
     for kernel, constants, ones, aligned, most in (
         (rotary.rotary_kernel, dict(M=16, DP=64, BACK=False), ("T",), strides | {"D"}, 128),
         (rotary.rotary_kernel, dict(M=16, DP=64, BACK=True), ("T",), strides | {"D", "heads"}, 128),

@@ -74,11 +74,18 @@ def warn_without_kernels():
         )
 
 
-def has_tensor_cores(device: torch.device) -> bool:
-    """Has the device tensor cores for bfloat16? Ampere and later have."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def has_tensor_cores(tensor: torch.Tensor) -> bool:
+    """Has its device tensor cores for bfloat16? Ampere and later have; tests on a CPU compute as if it had."""
+    return not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
 
 def nothing_to_do(tensor: torch.Tensor) -> bool:
     """Has the tensor no data, because it is empty or a planner's?"""
     return is_planned(tensor) or tensor.is_meta or not tensor.numel()
+
+
+def launch(kernel, grid: tuple, tensor: torch.Tensor, *arguments, **constants):
+    """Run a kernel, whose first argument is `tensor`, on its device; for a tensor without data do nothing."""
+    if not nothing_to_do(tensor):
+        with torch.cuda.device_of(tensor):
+            kernel[grid](tensor, *arguments, **constants)

@@ -11,7 +11,7 @@ Test: pytest tests/test_adamw_kernel.py
 import torch
 
 from snug.device.kinds import is_planned
-from snug.kernels import nothing_to_do, triton, uses_triton
+from snug.kernels import launch, triton, uses_triton
 from snug.memory.ledger import COMPONENTS
 
 COMPONENTS[__name__] = "optimizer's buffers"
@@ -30,37 +30,15 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, firs
     the index of the first of these weights in their parameter.
     """
     n = len(weight)
-    if not uses_triton(weight):
-        stop = min(CHUNK, n) if is_planned(weight) else n  # a planner needs one chunk: all are alike
-        for start in range(0, stop, CHUNK):
-            chunk = slice(start, start + CHUNK)
-            adamw_torch(
-                weight[chunk],
-                gradient[chunk],
-                exp_avg[chunk],
-                exp_avg_sq[chunk],
-                None if master is None else master[chunk],
-                *numbers,
-                key,
-                first + start,
-                scratch,
-            )
-    elif not nothing_to_do(weight):
-        with torch.cuda.device_of(weight):
-            adamw_kernel[(triton.cdiv(n, BLOCK),)](
-                weight,
-                gradient,
-                exp_avg,
-                exp_avg_sq,
-                weight if master is None else master,
-                *numbers,
-                key,
-                first,
-                n,
-                HAS_MASTER=master is not None,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-            )
+    tensors = weight, gradient, exp_avg, exp_avg_sq, weight if master is None else master
+    if uses_triton(weight):
+        constants = dict(HAS_MASTER=master is not None, BLOCK=BLOCK, num_warps=WARPS)
+        launch(adamw_kernel, (triton.cdiv(n, BLOCK),), *tensors, *numbers, key, first, n, **constants)
+        return
+    stop = min(CHUNK, n) if is_planned(weight) else n  # a planner needs one chunk: all are alike
+    for start in range(0, stop, CHUNK):
+        chunk = (tensor[start : start + CHUNK] for tensor in tensors)
+        adamw_torch(*chunk, numbers, key, first + start, scratch)
 
 
 def new_scratch(weight):
@@ -87,26 +65,10 @@ def numbers_of(group: dict, steps: int, scale: float):
     return scale, 1 - beta1, 1 - beta2, decay, rate, correction, group["eps"]
 
 
-def adamw_torch(
-    weight,
-    gradient,
-    exp_avg,
-    exp_avg_sq,
-    master,
-    scale,
-    share1,
-    share2,
-    decay,
-    rate,
-    correction,
-    eps,
-    key,
-    first,
-    scratch,
-):
-    """The kernel's formula in plain torch; in float64 if the weights are."""
+def adamw_torch(weight, gradient, exp_avg, exp_avg_sq, kept, numbers, key, first, scratch):
+    """The kernel's formula in plain torch; in float64 if the weights are. kept: master, or weight if there is none."""
+    scale, share1, share2, decay, rate, correction, eps = numbers
     g, m, v, w, bits, spare, noise = (x[: len(weight)] for x in scratch)
-    kept = weight if master is None else master
     g.copy_(gradient).mul_(scale)
     m.copy_(exp_avg).lerp_(g, share1)  # m + share1 * (g - m)
     v.copy_(exp_avg_sq).lerp_(g.square_(), share2)
@@ -120,8 +82,7 @@ def adamw_torch(
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     kept.copy_(w)
-    if master is not None:
-        weight.copy_(w)
+    weight.copy_(w)
 
 
 def noises(key: int, first: int, bits, spare):

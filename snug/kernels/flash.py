@@ -23,8 +23,9 @@ if triton is not None:
     from snug.kernels import LN2, LOG2E, LOW
 
     @triton.jit
-    def tile_of(tiles, program, heads, PARTS: constexpr, M: constexpr):
-        """-> a program's line of `tiles`, its head, its first token, and the end of its tokens.
+    def tile_of(tiles, program, heads, D: constexpr, DP: constexpr, PARTS: constexpr, M: constexpr):
+        """-> a program's head; first token, end of its tokens, and the other columns of its line of `tiles`; its tokens
+        (M, 1), places in a head (1, DP), and which of both there are.
 
         A tile is cut into PARTS of M tokens. A part behind the tile's last token has an end before its first token.
         """
@@ -32,13 +33,43 @@ if triton is not None:
         head = (program % heads).to(tl.int64)
         first = tl.load(line).to(tl.int32) + program // heads % PARTS * M
         end = tl.minimum(first + M, tl.load(line + 1).to(tl.int32))
-        return line, head, first, end
+        prompt, prompt_end = tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32)
+        seen_until = tl.load(line + 4).to(tl.int32)
+        token = first + tl.arange(0, M)[:, None]
+        d = tl.arange(0, DP)[None, :]
+        return head, first, end, prompt, prompt_end, seen_until, token, d, (token < end) & (d < D)
 
     @triton.jit
     def scores(a, b, token, low, high):
         """a (M, DP), b (N, DP) -> their products (M, N), not scaled; LOW unless low <= token <= high."""
         z = tl.dot(a, tl.trans(b), input_precision="ieee")
         return tl.where((token >= low) & (token <= high), z, LOW)
+
+    @triton.jit
+    def keys_of_block(i, prompt, prompt_end, begin, end, low, token, d, D: constexpr, N: constexpr):
+        """-> block i of what queries see: its keys (N, 1), their mask (N, DP), and a query's first and last key (M, 1).
+
+        The prompt's blocks come first, then those of the queries' segments, from `low` to `token`.
+        """
+        blocks = tl.cdiv(prompt_end - prompt, N)
+        in_prompt = i < blocks
+        key = tl.where(in_prompt, prompt + i * N, begin + (i - blocks) * N) + tl.arange(0, N)[:, None]
+        mask = (key < tl.where(in_prompt, prompt_end, end)) & (d < D)
+        return key, mask, tl.where(in_prompt, prompt, low), tl.where(in_prompt, prompt_end - 1, token)
+
+    @triton.jit
+    def online_softmax(z, values, scale, top, total, acc):
+        """One block more (Milakov and Gimelshein 2018)."""
+        higher = tl.maximum(top, tl.max(z, 1, keep_dims=True) * scale)
+        p = tl.exp2(z * scale - higher)
+        shrunk = tl.exp2(top - higher)
+        acc = tl.dot(p.to(values.dtype), values, acc * shrunk, input_precision="ieee")
+        return higher, total * shrunk + tl.sum(p, 1, keep_dims=True), acc
+
+    @triton.jit
+    def put(dk, dv, place, dkeys, dvalues, mask):
+        tl.store(dk + place, dkeys.to(dk.dtype.element_ty), mask)
+        tl.store(dv + place, dvalues.to(dv.dtype.element_ty), mask)
 
     # T differs in every micro-batch. Without this, T = 1 or a multiple of 16 would compile the kernel again.
     @triton.jit(do_not_specialize=["T"])
@@ -53,7 +84,6 @@ if triton is not None:
         delta,
         start,
         tiles,
-        scale,
         T,
         H,
         q_head,
@@ -68,81 +98,56 @@ if triton is not None:
         PARTS: constexpr,
         M: constexpr,
         N: constexpr,
-        BACKWARD: constexpr,
     ):
-        """y and lse; or BACKWARD: dq, and delta (H, T), the sum of dy * y over D. The other pointers may be None.
-
-        One program per tile of queries and head. The last tiles run first: prompts' tiles see the fewest keys.
-        """
+        """y and lse; or, with dy: dq, and delta (H, T), the sum of dy * y over D. One program per tile of queries and
+        head. The last tiles run first: prompts' tiles see the fewest keys."""
         program = tl.num_programs(0) - 1 - tl.program_id(0)
-        line, h, first, end = tile_of(tiles, program, H, PARTS, M)
+        h, first, end, prompt, prompt_end, _, token, d, mask = tile_of(tiles, program, H, D, DP, PARTS, M)
         if first >= end:
             return
-        prompt = tl.load(line + 2).to(tl.int32)
-        prompt_end = tl.load(line + 3).to(tl.int32)
         begin = tl.load(start + first).to(tl.int32)
-        token = first + tl.arange(0, M)[:, None]  # (M, 1)
-        d = tl.arange(0, DP)[None, :]  # (1, DP)
-        mask = (token < end) & (d < D)
         low = tl.load(start + token, token < end, 0).to(tl.int32)  # (M, 1)
-        y += h * D
+        k, v = k + h // R * k_head, v + h // R * v_head
         place = token * (H * D) + d
         x = tl.load(q + h * q_head + token * q_time + d, mask, 0.0)
-        k += h // R * k_head
-        v += h // R * v_head
-        exponent = scale * LOG2E
+        top, total = tl.full((M, 1), LOW, tl.float32), tl.zeros((M, 1), tl.float32)
         acc = tl.zeros((M, DP), tl.float32)
-        if BACKWARD:
+        if dy is not None:
             dx = tl.load(dy + h * D + place, mask, 0.0)
-            out = tl.load(y + place, mask, 0.0)
-            log_sum = tl.load(lse + h * T + token, token < end, 0.0) * LOG2E
-            slope = tl.sum(dx.to(tl.float32) * out.to(tl.float32), 1, keep_dims=True)
-            tl.store(delta + h * T + token, slope, token < end)
-        else:
-            top = tl.full((M, 1), LOW, tl.float32)
-            total = tl.zeros((M, 1), tl.float32)
-        # Blocks of the prompt, then of the queries' segments.
-        blocks = tl.cdiv(prompt_end - prompt, N)
-        for i in range(blocks + tl.cdiv(end - begin, N)):
-            in_prompt = i < blocks
-            key = tl.where(in_prompt, prompt + i * N, begin + (i - blocks) * N) + tl.arange(0, N)
-            key_mask = (key < tl.where(in_prompt, prompt_end, end))[:, None] & (d < D)
-            keys = tl.load(k + key[:, None] * k_time + d, key_mask, 0.0)
-            values = tl.load(v + key[:, None] * v_time + d, key_mask, 0.0)
-            last = tl.where(in_prompt, prompt_end - 1, token)
-            z = scores(x, keys, key[None, :], tl.where(in_prompt, prompt, low), last)  # (M, N)
-            if BACKWARD:
-                p = tl.exp2(z * exponent - log_sum)
-                dp = tl.dot(dx, tl.trans(values), input_precision="ieee")
-                acc = tl.dot((p * (dp - slope)).to(keys.dtype), keys, acc, input_precision="ieee")
-            else:  # the online softmax (Milakov and Gimelshein 2018)
-                higher = tl.maximum(top, tl.max(z, 1, keep_dims=True) * exponent)
-                p = tl.exp2(z * exponent - higher)
-                shrunk = tl.exp2(top - higher)
-                acc = tl.dot(p.to(values.dtype), values, acc * shrunk, input_precision="ieee")
-                total = total * shrunk + tl.sum(p, 1, keep_dims=True)
-                top = higher
-        if BACKWARD:
-            tl.store(dq + h * D + place, (acc * scale).to(dq.dtype.element_ty), mask)
-        else:
-            tl.store(y + place, (acc / total).to(y.dtype.element_ty), mask)
+            top = tl.load(lse + h * T + token, token < end, 0.0) * LOG2E
+            total = tl.sum(dx.to(tl.float32) * tl.load(y + h * D + place, mask, 0.0), 1, keep_dims=True)
+            tl.store(delta + h * T + token, total, token < end)
+        for i in range(tl.cdiv(prompt_end - prompt, N) + tl.cdiv(end - begin, N)):
+            key, inside, seen, last = keys_of_block(i, prompt, prompt_end, begin, end, low, token, d, D, N)
+            keys = tl.load(k + key * k_time + d, inside, 0.0)
+            values = tl.load(v + key * v_time + d, inside, 0.0)
+            z = scores(x, keys, tl.trans(key), seen, last)  # (M, N)
+            if dy is None:
+                top, total, acc = online_softmax(z, values, D**-0.5 * LOG2E, top, total, acc)
+            else:
+                p = tl.exp2(z * (D**-0.5 * LOG2E) - top)
+                dz = p * (tl.dot(dx, tl.trans(values), input_precision="ieee") - total)
+                acc = tl.dot(dz.to(keys.dtype), keys, acc, input_precision="ieee")
+        if dy is None:
             tl.store(lse + h * T + token, (top + tl.log2(total)) * LN2, token < end)
+            tl.store(y + h * D + place, (acc / total).to(y.dtype.element_ty), mask)
+        else:
+            tl.store(dq + h * D + place, (acc * D**-0.5).to(dq.dtype.element_ty), mask)
 
     @triton.jit(do_not_specialize=["T"])
     def keys_kernel(
-        dy,
         q,
         k,
         v,
+        lse,
+        dy,
         dk,
         dv,
-        lse,
         delta,
         dk_shares,
         dv_shares,
         start,
         tiles,
-        scale,
         T,
         H,
         q_head,
@@ -158,53 +163,38 @@ if triton is not None:
         M: constexpr,
         N: constexpr,
     ):
-        """dk and dv. A program takes a tile of completions' keys and adds up the R query heads of its key head.
-
-        All tokens of the group see a prompt's keys, so a prompt's few programs would run for long. Therefore a program
-        takes only one query head there. It writes shares (tokens, H, D), which `sum_kernel` adds up."""
-        line, h, first, end = tile_of(tiles, tl.program_id(0), H, PARTS, M)
-        of_prompt = tl.load(line + 2) == tl.load(line + 3)
-        queries_end = tl.load(line + 4).to(tl.int32)
+        """dk and dv. A program takes a tile of completions' keys and adds up the R query heads of its key head. The
+        whole group sees a prompt's keys, so its few programs would run for long: there a program takes one query head,
+        and writes shares (tokens, H, D), which `sum_kernel` adds up."""
+        program = tl.program_id(0)
+        h, first, end, prompt, prompt_end, stop, key, d, mask = tile_of(tiles, program, H, D, DP, PARTS, M)
+        of_prompt = prompt == prompt_end
         if (first >= end) | ((h % R > 0) & (not of_prompt)):
             return
-        g = h // R
-        m = tl.arange(0, M)[:, None]
-        key = first + m  # (M, 1)
-        d = tl.arange(0, DP)[None, :]  # (1, DP)
-        mask = (key < end) & (d < D)
-        keys = tl.load(k + g * k_head + key * k_time + d, mask, 0.0)
-        values = tl.load(v + g * v_head + key * v_time + d, mask, 0.0)
-        exponent = scale * LOG2E
+        keys = tl.load(k + h // R * k_head + key * k_time + d, mask, 0.0)
+        values = tl.load(v + h // R * v_head + key * v_time + d, mask, 0.0)
         dkeys = tl.zeros((M, DP), tl.float32)
         dvalues = tl.zeros((M, DP), tl.float32)
         for head in range(h, tl.where(of_prompt, h + 1, h + R)):
-            for first_query in range(first, queries_end, N):
+            for first_query in range(first, stop, N):
                 query = first_query + tl.arange(0, N)
-                column = query[:, None]
-                # A token from queries_end on adds 0, because its dy and q are 0.
-                inside = query < queries_end
-                low = tl.load(start + query, inside & (not of_prompt), 0).to(tl.int32)
-                log_sum = tl.load(lse + head * T + query, inside, 0.0) * LOG2E
-                slope = tl.load(delta + head * T + query, inside, 0.0)
-                query_mask = inside[:, None] & (d < D)
-                x = tl.load(q + head * q_head + column * q_time + d, query_mask, 0.0)
-                dx = tl.load(dy + head * D + column * (H * D) + d, query_mask, 0.0)
+                x_mask = (query < stop)[:, None] & (d < D)
+                # A token from `stop` on adds 0, because its dy and q are 0.
+                low = tl.load(start + query, (query < stop) & (not of_prompt), 0).to(tl.int32)
+                log_sum = tl.load(lse + head * T + query, query < stop, 0.0) * LOG2E
+                slope = tl.load(delta + head * T + query, query < stop, 0.0)
+                x = tl.load(q + head * q_head + query[:, None] * q_time + d, x_mask, 0.0)
+                dx = tl.load(dy + head * D + query[:, None] * (H * D) + d, x_mask, 0.0)
                 z = scores(keys, x, key, low[None, :], query[None, :])  # (M, N)
-                p = tl.exp2(z * exponent - log_sum[None, :])
+                p = tl.exp2(z * (D**-0.5 * LOG2E) - log_sum[None, :])
                 dvalues = tl.dot(p.to(dx.dtype), dx, dvalues, input_precision="ieee")
-                dp = tl.dot(values, tl.trans(dx), input_precision="ieee")
-                dz = (p * (dp - slope[None, :])).to(x.dtype)
-                dkeys = tl.dot(dz, x, dkeys, input_precision="ieee")
-        dkeys *= scale
+                dz = p * (tl.dot(values, tl.trans(dx), input_precision="ieee") - slope[None, :])
+                dkeys = tl.dot(dz.to(x.dtype), x, dkeys, input_precision="ieee")
         if of_prompt:
-            row = (tl.program_id(0) // H * M).to(tl.int64) + m
-            place = (row * H + h) * D + d
-            tl.store(dk_shares + place, dkeys, mask)
-            tl.store(dv_shares + place, dvalues, mask)
+            row = (program // H * M).to(tl.int64) + key - first
+            put(dk_shares, dv_shares, (row * H + h) * D + d, dkeys * D**-0.5, dvalues, mask)
         else:
-            place = g * D + (key * (H // R * D) + d)
-            tl.store(dk + place, dkeys.to(dk.dtype.element_ty), mask)
-            tl.store(dv + place, dvalues.to(dv.dtype.element_ty), mask)
+            put(dk, dv, h // R * D + (key * (H // R * D) + d), dkeys * D**-0.5, dvalues, mask)
 
     @triton.jit
     def sum_kernel(
@@ -221,23 +211,19 @@ if triton is not None:
         M: constexpr,
     ):
         """Add up the shares of a prompt's keys: one program per tile and key head."""
-        _, g, first, end = tile_of(tiles, tl.program_id(0), G, PARTS, M)
-        m = tl.arange(0, M)[:, None]
-        d = tl.arange(0, DP)[None, :]
-        mask = (first + m < end) & (d < D)
-        row = (tl.program_id(0) // G * M).to(tl.int64) + m
+        program = tl.program_id(0)
+        g, first, _, _, _, _, key, d, mask = tile_of(tiles, program, G, D, DP, PARTS, M)
+        row = (program // G * M).to(tl.int64) + key - first
         dkeys = tl.zeros((M, DP), tl.float32)
         dvalues = tl.zeros((M, DP), tl.float32)
         for h in range(g * R, g * R + R):
             place = (row * (G * R) + h) * D + d
             dkeys += tl.load(dk_shares + place, mask, 0.0)
             dvalues += tl.load(dv_shares + place, mask, 0.0)
-        place = ((first + m) * G + g) * D + d
-        tl.store(dk + place, dkeys.to(dk.dtype.element_ty), mask)
-        tl.store(dv + place, dvalues.to(dv.dtype.element_ty), mask)
+        put(dk, dv, (key * G + g) * D + d, dkeys, dvalues, mask)
 
 
-def kernel_shape(D: int, itemsize: int, keys: bool = False, tensor_cores: bool = True):
+def kernel_shape(R: int, D: int, itemsize: int, keys: bool = False, tensor_cores: bool = True):
     """-> a kernel's constants, warps and stages. keys: for `keys_kernel`, which holds two sums in registers.
 
     With larger blocks bfloat16 spills on sm_80 or sm_90. float32 is multiplied outside of tensor cores, and so is every
@@ -249,104 +235,46 @@ def kernel_shape(D: int, itemsize: int, keys: bool = False, tensor_cores: bool =
     if DP > 128:
         M //= 2
     M = min(TILE, M)
-    return dict(D=D, DP=DP, PARTS=TILE // M, M=M, N=N, num_warps=warps, num_stages=2)
+    return dict(R=R, D=D, DP=DP, PARTS=TILE // M, M=M, N=N, num_warps=warps, num_stages=2)
 
 
 def constants(q, k, keys: bool = False):
-    """-> `kernel_shape` on q's device, and R."""
-    tensor_cores = not q.is_cuda or has_tensor_cores(q.device)
-    shape = kernel_shape(q.shape[-1], q.itemsize, keys, tensor_cores)
-    return shape | dict(R=q.shape[1] // k.shape[1])
+    """-> `kernel_shape` of (1, H, T, D) and (1, G, T, D)."""
+    _, H, _, D = q.shape
+    return kernel_shape(H // k.shape[1], D, q.itemsize, keys, has_tensor_cores(q))
 
 
-def strides(*tensors):
-    """-> of each tensor (1, heads, T, D), the stride of heads and the stride of tokens."""
-    return [tensor.stride(axis) for tensor in tensors for axis in (1, 2)]
+def common(q, k, v, segments):
+    """-> what the kernels of queries and of keys take behind their tensors."""
+    strides = [tensor.stride(axis) for tensor in (q, k, v) for axis in (1, 2)]
+    return [*segments.tables, q.shape[2], q.shape[1], *strides]
 
 
 def forward(q, k, v, y, lse, segments):
     """Fill y (1, H, T, D) and lse (1, H, T)."""
     if nothing_to_do(q):
         return
-    start, tiles = segments.tables
-    _, H, T, D = q.shape
-    assert T * max(q.stride(2), k.stride(2), v.stride(2)) < 2**31, f"{T} tokens in a row"
-    shape = constants(q, k)
+    shape, others = constants(q, k), common(q, k, v, segments)
+    programs = len(segments.tables[1]) * shape["PARTS"] * q.shape[1]
     with torch.cuda.device_of(q):
-        queries_kernel[(len(tiles) * shape["PARTS"] * H,)](
-            q,
-            k,
-            v,
-            y,
-            lse,
-            None,
-            None,
-            None,
-            start,
-            tiles,
-            D**-0.5,
-            T,
-            H,
-            *strides(q, k, v),
-            **shape,
-            BACKWARD=False,
-        )
+        queries_kernel[(programs,)](q, k, v, y, lse, None, None, None, *others, **shape)
 
 
 def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
     """Fill dq (1, H, T, D), dk and dv (1, G, T, D)."""
-    _, H, T, D = q.shape
-    G = k.shape[1]
+    _, H, _, D = q.shape
     prompt_tiles = sum(-(-(middle - begin) // TILE) for begin, middle, _ in segments.groups)
     delta = torch.empty_like(lse)
-    dk_shares, dv_shares = lse.new_empty(2, prompt_tiles * TILE, H, D)
+    shares = lse.new_empty(2, prompt_tiles * TILE, H, D)
     dy = dy.transpose(1, 2).contiguous()  # (1, T, H, D)
     if nothing_to_do(q):
         return
-    start, tiles = segments.tables
-    scale = D**-0.5
-    shape = constants(q, k)
-    keys_shape = constants(q, k, keys=True)
-    sum_shape = {name: value for name, value in keys_shape.items() if name != "N"}
+    shape, others = constants(q, k), common(q, k, v, segments)
+    tiles, G = segments.tables[1], k.shape[1]
     programs = len(tiles) * shape["PARTS"] * H
     with torch.cuda.device_of(q):
-        queries_kernel[(programs,)](
-            q,
-            k,
-            v,
-            y,
-            lse,
-            dy,
-            dq,
-            delta,
-            start,
-            tiles,
-            scale,
-            T,
-            H,
-            *strides(q, k, v),
-            **shape,
-            BACKWARD=True,
-        )
-        keys_kernel[(programs,)](
-            dy,
-            q,
-            k,
-            v,
-            dk,
-            dv,
-            lse,
-            delta,
-            dk_shares,
-            dv_shares,
-            start,
-            tiles,
-            scale,
-            T,
-            H,
-            *strides(q, k, v),
-            **keys_shape,
-        )
-        sum_kernel[(prompt_tiles * shape["PARTS"] * G,)](
-            dk, dv, dk_shares, dv_shares, tiles, G, **sum_shape
-        )
+        queries_kernel[(programs,)](q, k, v, y, lse, dy, dq, delta, *others, **shape)
+        shape = constants(q, k, keys=True)
+        keys_kernel[(programs,)](q, k, v, lse, dy, dk, dv, delta, *shares, *others, **shape)
+        del shape["N"]
+        sum_kernel[(prompt_tiles * shape["PARTS"] * G,)](dk, dv, *shares, tiles, G, **shape)

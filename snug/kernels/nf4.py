@@ -23,15 +23,29 @@ import torch
 import torch.nn.functional as F
 
 from snug.device.cpu import linear
-from snug.kernels import has_tensor_cores, nothing_to_do, triton, uses_triton
+from snug.kernels import has_tensor_cores, launch, triton, uses_triton
 from snug.memory.ledger import COMPONENTS, component
 
 COMPONENTS[__name__] = "weights"
 BLOCK, SCALE_BLOCK = 64, 256
-TABLE = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
-TABLE += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
-TABLE += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
-TABLE += [0.7229568362236023, 1.0]
+TABLE = [
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+]
 PIECE = 2**14  # blocks that plain torch takes at a time; to dequantize a value takes 6 bytes meanwhile
 ROWS = 16  # blocks of a kernel's program: 8 values a lane
 FEW = 128  # rows of x for `product`: for more, tensor cores make up for a dequantized W
@@ -42,8 +56,18 @@ if triton is not None:
     import triton.language as tl
 
     @triton.jit
+    def read_blocks(codes, scales, scale_map, scale_scales, offset, block, mask):
+        """block (n,) -> the 32 bytes of each, and its scale (n, 1)."""
+        scale = tl.load(scales + block, mask)
+        if offset is not None:
+            scale = tl.load(scale_map + scale) * tl.load(scale_scales + block // 256, mask) + tl.load(
+                offset
+            )
+        return tl.load(codes + block[:, None] * 32 + tl.arange(0, 32), mask[:, None]), scale[:, None]
+
+    @triton.jit
     def dequantize_kernel(
-        codes, scales, scale_map, scale_scales, offset, pairs, out, blocks, ROWS: tl.constexpr
+        out, codes, scales, scale_map, scale_scales, offset, pairs, blocks, ROWS: tl.constexpr
     ):
         """One program per ROWS blocks of 64 values. A lane reads 4 bytes of codes and writes 8 values side by side.
 
@@ -51,21 +75,45 @@ if triton is not None:
         """
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = row < blocks
-        scale = scale_of(scales, scale_map, scale_scales, offset, row, mask)
-        row, mask = row[:, None], mask[:, None]
-        byte = tl.load(codes + row * 32 + tl.arange(0, 32), mask)
+        byte, scale = read_blocks(codes, scales, scale_map, scale_scales, offset, row, mask)
         # What lanes beyond the end have is below 16, too.
         code = tl.join(byte // 16, byte % 16).reshape(ROWS, 64)
-        values = tl.load(pairs + code * 2 + 1) * scale[:, None]
-        tl.store(out + row * 64 + tl.arange(0, 64), values.to(out.dtype.element_ty), mask)
+        values = tl.load(pairs + code * 2 + 1) * scale
+        at = out + row[:, None] * 64 + tl.arange(0, 64)
+        tl.store(at, values.to(out.dtype.element_ty), mask[:, None])
 
     @triton.jit
-    def scale_of(scales, scale_map, scale_scales, offset, block, mask):
-        scale = tl.load(scales + block, mask)
-        if offset is not None:
-            of_block = tl.load(scale_scales + block // 256, mask)
-            scale = tl.load(scale_map + scale) * of_block + tl.load(offset)
-        return scale
+    def sum_parts(total, parts, counters, splits):
+        """-> the sum of all programs' totals, and whether this program is the last that has one: the others' is theirs.
+
+        They are joined as in snug/decoding/attention.py.
+        """
+        ROWS: tl.constexpr = total.shape[0]
+        M: tl.constexpr = total.shape[1]
+        last = tl.program_id(1) == 0  # without parts
+        if splits > 1:
+            which = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+            size = tl.num_programs(0) * tl.num_programs(2) * ROWS * M
+            mine = parts + which * ROWS * M + tl.arange(0, ROWS)[:, None] * M + tl.arange(0, M)
+            tl.store(mine + tl.program_id(1) * size, total)
+            tl.debug_barrier()
+            last = tl.atomic_add(counters + which, 1, sem="acq_rel") == splits - 1
+            tl.debug_barrier()
+            if last:
+                total = tl.zeros_like(total)
+                for _ in range(splits):
+                    total += tl.load(mine)
+                    mine += size
+                tl.store(counters + which, 0)
+        return total, last
+
+    @triton.jit
+    def adapter(h, B, m, row, in_x, in_w, rank, RANK: tl.constexpr):
+        """-> B h^T (rows of W, rows of x)."""
+        r = tl.arange(0, RANK)
+        thin = tl.load(h + m[:, None] * rank + r, in_x[:, None] & (r < rank), 0.0)
+        b = tl.load(B + row[:, None] * rank + r, in_w[:, None] & (r < rank), 0.0)
+        return tl.dot(b.to(thin.dtype), thin.trans())
 
     @triton.jit(do_not_specialize=["n", "start", "chunk"])
     def product_kernel(
@@ -97,55 +145,30 @@ if triton is not None:
         RANK: tl.constexpr,
     ):
         """One program per ROWS rows of W, M rows of x, and `chunk` blocks of W's rows. codes are of `rows` rows of W,
-        from `start` on.
-
-        A byte has two columns of W, an even and an odd one: each meets its own of x, in two products. The bytes of the
-        next block are read before this block's product. The parts of a sum are joined as in snug/decoding/attention.py.
+        from `start` on. A byte has two columns of W, an even and an odd one: each meets its own of x, in two products.
+        The bytes of the next block are read before this block's product.
         """
-        tile, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        row, m = tile * ROWS + tl.arange(0, ROWS), batch * M + tl.arange(0, M)
+        row, m = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(2) * M + tl.arange(0, M)
         in_w, in_x = row < rows, m < n
-        block = split * chunk
-        end = tl.minimum(block + chunk, columns // 64)
-        place = row.to(tl.int64) * (columns // 64) + block
-        x += m[:, None] * columns + tl.arange(0, 64)
-        codes += place[:, None] * 32 + tl.arange(0, 32)
+        first = tl.program_id(1) * chunk
+        end = tl.minimum(first + chunk, columns // 64)
+        block = row.to(tl.int64) * (columns // 64)
         total = tl.zeros([ROWS, M], tl.float32)
-        byte = tl.load(codes, in_w[:, None])
-        scale = scale_of(scales, scale_map, scale_scales, offset, place, in_w)
-        for i in range(block, end):
-            even, odd = tl.split(tl.load(x + i * 64, in_x[:, None]).reshape(M, 32, 2))
+        byte, scale = read_blocks(codes, scales, scale_map, scale_scales, offset, block + first, in_w)
+        for i in range(first, end):
+            of_x = x + m[:, None] * columns + i * 64 + tl.arange(0, 64)
+            even, odd = tl.split(tl.load(of_x, in_x[:, None]).reshape(M, 32, 2))
             more = in_w & (i + 1 < end)
-            codes += 32
-            place += 1
-            next_byte = tl.load(codes, more[:, None])
-            next_scale = scale_of(scales, scale_map, scale_scales, offset, place, more)
-            high = tl.load(pairs + byte // 16 * 2 + 1) * scale[:, None]
-            low = tl.load(pairs + byte % 16 * 2 + 1) * scale[:, None]
-            total = tl.dot(high.to(even.dtype), even.trans(), total)
-            total = tl.dot(low.to(odd.dtype), odd.trans(), total)
-            byte, scale = next_byte, next_scale
-        last = split == 0  # without parts
-        if splits > 1:
-            which = batch * tl.num_programs(0) + tile
-            size = tl.num_programs(0) * tl.num_programs(2) * ROWS * M
-            mine = parts + which * ROWS * M + tl.arange(0, ROWS)[:, None] * M + tl.arange(0, M)
-            tl.store(mine + split * size, total)
-            tl.debug_barrier()
-            last = tl.atomic_add(counters + which, 1, sem="acq_rel") == splits - 1
-            tl.debug_barrier()
-            if last:
-                total = tl.zeros([ROWS, M], tl.float32)
-                for _ in range(splits):
-                    total += tl.load(mine)
-                    mine += size
-                tl.store(counters + which, 0)
+            ahead = read_blocks(codes, scales, scale_map, scale_scales, offset, block + i + 1, more)
+            total = tl.dot(
+                (tl.load(pairs + byte // 16 * 2 + 1) * scale).to(even.dtype), even.trans(), total
+            )
+            total = tl.dot((tl.load(pairs + byte % 16 * 2 + 1) * scale).to(odd.dtype), odd.trans(), total)
+            byte, scale = ahead
+        total, last = sum_parts(total, parts, counters, splits)
         row += start
         if B is not None:
-            r = tl.arange(0, RANK)
-            thin = tl.load(h + m[:, None] * rank + r, in_x[:, None] & (r < rank), 0.0)
-            b = tl.load(B + row[:, None] * rank + r, in_w[:, None] & (r < rank), 0.0)
-            total += alpha * tl.dot(b.to(thin.dtype), thin.trans())
+            total += alpha * adapter(h, B, m, row, in_x, in_w, rank, RANK)
         if bias is not None:
             total += tl.load(bias + row, in_w)[:, None]
         at = m * all_rows + row[:, None]
@@ -163,10 +186,6 @@ class Quantized(NamedTuple):
     scale_map: torch.Tensor | None = None  # (256,) float32: the number of each code of `scales`
     scale_scales: torch.Tensor | None = None  # (n / 64 / 256,) float32, rounded up
     offset: torch.Tensor | None = None  # () float32
-
-
-def numbers_of_nf4(device) -> torch.Tensor:
-    return torch.tensor(TABLE, dtype=torch.float32, device=device)
 
 
 def dynamic_map() -> list[float]:
@@ -208,7 +227,7 @@ def quantize(weight: torch.Tensor, double: bool = True) -> Quantized:
     values = weight.reshape(-1)
     if len(values) % BLOCK:
         raise ValueError(f"{len(values)} values are no multiple of {BLOCK}")
-    codes, scales = blockwise(values, numbers_of_nf4(values.device), BLOCK)
+    codes, scales = blockwise(values, values.new_tensor(TABLE, dtype=torch.float32), BLOCK)
     codes = codes[::2] << 4 | codes[1::2]
     if not double:
         return Quantized(codes, scales)
@@ -221,13 +240,20 @@ def dequantize(q: Quantized, pairs: torch.Tensor, out: torch.Tensor):
     """Write the values into out (rows, columns). pairs (256,) int64: the two float32 of each byte."""
     if not uses_triton(out):
         dequantize_torch(q, pairs, out)
-    elif not nothing_to_do(out):
-        blocks = out.numel() // BLOCK
-        # The twin rounds scale * number + offset twice. A fused product, which is switched off, would round once.
-        with torch.cuda.device_of(out):
-            dequantize_kernel[(triton.cdiv(blocks, ROWS),)](
-                *q, pairs.view(torch.float32), out, blocks, ROWS, enable_fp_fusion=False
-            )
+        return
+    blocks = out.numel() // BLOCK
+    numbers = pairs.view(torch.float32)
+    # The twin rounds scale * number + offset twice. A fused product, which is switched off, would round once.
+    launch(
+        dequantize_kernel,
+        (triton.cdiv(blocks, ROWS),),
+        out,
+        *q,
+        numbers,
+        blocks,
+        ROWS,
+        enable_fp_fusion=False,
+    )
 
 
 @component("dequantized weights")
@@ -252,7 +278,7 @@ class NF4:
 
     def __init__(self, shape, device):
         self.shape, self.device = torch.Size(shape), torch.device(device)
-        numbers = numbers_of_nf4(device)
+        numbers = torch.tensor(TABLE, dtype=torch.float32, device=device)
         # (256,) int64: a CPU looks up one number of 8 bytes four times as fast as two of 4.
         self.pairs = torch.cartesian_prod(numbers, numbers).view(torch.int64).flatten()
         self.parts = {}  # first row -> Quantized
@@ -314,10 +340,8 @@ def takes_product(x, weight) -> bool:
     """Is x W^T for `product`: without gradients, few rows, 16 bits? Without tensor cores its sums spill."""
     if not isinstance(weight, NF4) or torch.is_grad_enabled() or not uses_triton(x):
         return False
-    if x.is_cuda and not has_tensor_cores(x.device):
-        return False
     few = x.numel() <= FEW * x.shape[-1]
-    return few and dtype_of(x).itemsize == 2 and x.shape[-1] % BLOCK == 0
+    return few and dtype_of(x).itemsize == 2 and x.shape[-1] % BLOCK == 0 and has_tensor_cores(x)
 
 
 @component("activations")
@@ -330,7 +354,6 @@ def product(x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha: flo
     dtype, columns = dtype_of(x), weight.shape[1]
     x = x.to(dtype).contiguous()
     n, blocks = x.numel() // columns, columns // BLOCK
-    assert n <= FEW, f"{n} rows: there are counters for {FEW}"
     y_dtype = dtype if residual is None else residual.dtype
     y = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=y_dtype)
     M = min(64, max(16, triton.next_power_of_2(n)))
@@ -342,36 +365,35 @@ def product(x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha: flo
         chunk = triton.cdiv(blocks, max(1, min(PROGRAMS // (tiles * batches), blocks // 8)))
         splits = triton.cdiv(blocks, chunk)
         parts = x.new_empty(splits if splits > 1 else 0, batches * tiles, tile, M, dtype=torch.float32)
-        if nothing_to_do(x):
-            continue
-        with torch.cuda.device_of(x):
-            product_kernel[tiles, splits, batches](
-                x,
-                *part,
-                weight.pairs.view(torch.float32),
-                bias,
-                residual,
-                h,
-                B,
-                alpha,
-                parts,
-                weight.counters,
-                y,
-                n,
-                start,
-                end - start,
-                weight.shape[0],
-                columns,
-                rank,
-                splits,
-                chunk,
-                M,
-                tile,
-                max(16, triton.next_power_of_2(rank)),
-                num_warps=tile // 16,
-                num_stages=1,
-                enable_fp_fusion=False,
-            )
+        launch(
+            product_kernel,
+            (tiles, splits, batches),
+            x,
+            *part,
+            weight.pairs.view(torch.float32),
+            bias,
+            residual,
+            h,
+            B,
+            alpha,
+            parts,
+            weight.counters,
+            y,
+            n,
+            start,
+            end - start,
+            weight.shape[0],
+            columns,
+            rank,
+            splits,
+            chunk,
+            M,
+            tile,
+            max(16, triton.next_power_of_2(rank)),
+            num_warps=tile // 16,
+            num_stages=1,
+            enable_fp_fusion=False,
+        )
     return y
 
 

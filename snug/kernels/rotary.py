@@ -10,7 +10,7 @@ import math
 import torch
 from torch.autograd.function import once_differentiable
 
-from snug.kernels import nothing_to_do, triton, uses_triton
+from snug.kernels import launch, triton, uses_triton
 
 if triton is not None:
     import triton.language as tl
@@ -19,7 +19,6 @@ if triton is not None:
     @triton.jit
     def rotary_kernel(
         x,
-        out,
         cos,
         sin,
         T,
@@ -28,16 +27,13 @@ if triton is not None:
         x_batch,
         x_head,
         x_time,
-        out_batch,
-        out_head,
-        out_time,
         table_batch,
         table_time,
         M: constexpr,
         DP: constexpr,
         BACK: constexpr,
     ):
-        """One program per token and M heads. It reads its numbers before it writes them, so `out` may be x."""
+        """One program per token and M heads, in place."""
         b = (tl.program_id(0) // T).to(tl.int64)
         t = (tl.program_id(0) % T).to(tl.int64)
         head = (tl.program_id(1) * M + tl.arange(0, M))[:, None].to(tl.int64)
@@ -52,9 +48,8 @@ if triton is not None:
         x += b * x_batch + t * x_time + head * x_head + d
         left = tl.load(x, mask, 0.0).to(tl.float32)
         right = tl.load(x + half, mask, 0.0).to(tl.float32)
-        y = out + b * out_batch + t * out_time + head * out_head + d
-        tl.store(y, (left * c - right * s).to(out.dtype.element_ty), mask)
-        tl.store(y + half, (right * c + left * s).to(out.dtype.element_ty), mask)
+        tl.store(x, (left * c - right * s).to(x.dtype.element_ty), mask)
+        tl.store(x + half, (right * c + left * s).to(x.dtype.element_ty), mask)
 
 
 def rotary_frequencies(config, device):
@@ -86,34 +81,30 @@ def rotate(x, cos, sin):
     return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
 
 
-def rotate_into(out, x, cos, sin, back=False):
-    """Write x (B, heads, T, D), rotated, to `out`, which may be x. back: by the negative angles."""
+def rotate_(x, cos, sin, back=False):
+    """Rotate x (B, heads, T, D) in place, whose last stride is 1. back: by the negative angles."""
     if not uses_triton(x):
-        out.copy_(rotate(x, cos, -sin if back else sin))
-        return
-    if nothing_to_do(x):
+        x.copy_(rotate(x, cos, -sin if back else sin))
         return
     B, heads, T, D = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
     table = cos.expand(B, -1, -1, -1)
     M = min(16, triton.next_power_of_2(heads))
-    with torch.cuda.device_of(x):
-        rotary_kernel[(B * T, triton.cdiv(heads, M))](
-            x,
-            out,
-            cos,
-            sin,
-            T,
-            heads,
-            D,
-            *x.stride()[:3],
-            *out.stride()[:3],
-            table.stride(0),
-            table.stride(2),
-            M=M,
-            DP=max(16, triton.next_power_of_2(D // 2)),
-            BACK=back,
-        )
+    launch(
+        rotary_kernel,
+        (B * T, triton.cdiv(heads, M)),
+        x,
+        cos,
+        sin,
+        T,
+        heads,
+        D,
+        *x.stride()[:3],
+        table.stride(0),
+        table.stride(2),
+        M=M,
+        DP=max(16, triton.next_power_of_2(D // 2)),
+        BACK=back,
+    )
 
 
 class Rotary(torch.autograd.Function):
@@ -125,21 +116,14 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, sizes):
         ctx.save_for_backward(cos, sin)
+        ctx.rotated = sum(sizes[:2])
         x = x.detach()
-        rotated = x[:, : sum(sizes[:2])]
-        rotate_into(rotated, rotated, cos, sin)
+        rotate_(x[:, : ctx.rotated], cos, sin)
         return x.split(sizes, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        cos, sin = ctx.saved_tensors
-        sizes = [gradient.shape[1] for gradient in gradients]
-        B, _, T, D = gradients[0].shape
-        dx = gradients[0].new_empty(B, T, sum(sizes), D).transpose(1, 2)
-        for i, (gradient, place) in enumerate(zip(gradients, dx.split(sizes, 1), strict=True)):
-            if i < 2:
-                rotate_into(place, gradient, cos, sin, back=True)
-            else:
-                place.copy_(gradient)
+        dx = torch.cat([gradient.transpose(1, 2) for gradient in gradients], 2).transpose(1, 2)
+        rotate_(dx[:, : ctx.rotated], *ctx.saved_tensors, back=True)
         return dx, None, None, None

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from snug.kernels import nothing_to_do, triton, uses_triton
+from snug.kernels import launch, triton, uses_triton
 
 if triton is not None:
     import triton.language as tl
@@ -37,13 +37,12 @@ if triton is not None:
             tl.store(out + n, dup.to(out.dtype.element_ty), mask)
 
 
-def launch(x, dy, out):
+def on_rows(x, dy, out):
     """Run the kernel over the rows of x."""
     n = x.shape[-1] // 2
     block = min(1024, triton.next_power_of_2(n))
     blocks = triton.cdiv(n, block)
-    with torch.cuda.device_of(x):
-        swiglu_kernel[(x.numel() // (2 * n) * blocks,)](x, dy, out, n, blocks, BLOCK=block)
+    launch(swiglu_kernel, (x.numel() // (2 * n) * blocks,), x, dy, out, n, blocks, BLOCK=block)
 
 
 def forward_torch(x):
@@ -71,8 +70,7 @@ class SwiGLU(torch.autograd.Function):
         if not uses_triton(x):
             return forward_torch(x)
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-        if not nothing_to_do(x):
-            launch(x, None, y)
+        on_rows(x, None, y)
         return y
 
     @staticmethod
@@ -80,8 +78,8 @@ class SwiGLU(torch.autograd.Function):
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
-        if not uses_triton(x):
+        if uses_triton(x):
+            on_rows(x, dy.contiguous(), dx)
+        else:
             backward_torch(x, dy, dx)
-        elif not nothing_to_do(x):
-            launch(x, dy.contiguous(), dx)
         return dx

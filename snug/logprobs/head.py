@@ -166,7 +166,7 @@ def add_product(dweight, gradient, hidden):
         dweight.addmm_(gradient.t(), hidden)
     elif kind_of(dweight) == "cuda" and nothing_to_do(dweight):
         pass  # a planner's fake CUDA tensor: a CPU cannot run the next line, which allocates nothing
-    elif dweight.dtype == torch.float32 and dweight.is_cuda and has_tensor_cores(dweight.device):
+    elif dweight.dtype == torch.float32 and dweight.is_cuda and has_tensor_cores(dweight):
         torch.addmm(dweight, gradient.t(), hidden, out_dtype=torch.float32, out=dweight)
     else:  # a product in another dtype is a temporary: slabs of the vocabulary keep it small
         for ids in slabs(*dweight.shape):
