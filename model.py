@@ -16,11 +16,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from snug.device import cpu
-from snug.device.kinds import kind_of
 from snug.kernels.layers import BlockInputs, Embed, Linear, RMSNorm, hold_in_nf4
 from snug.kernels.rotary import Rotary, rotary_table
 from snug.kernels.segments import Segments, attend
@@ -82,9 +80,6 @@ class GPTConfig:
             raise ValueError(f"n_vocab={self.n_vocab} is more than vocab_size={self.vocab_size}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if low >= high:
-            raise ValueError(f"rope_low_freq_factor={low} must be below rope_high_freq_factor={high}")
 
 
 def autocast(dtype: str, model: "GPT") -> torch.autocast:
@@ -125,21 +120,10 @@ class Attention(nn.Module):
             if rotary is not None and self.q_norm is None:
                 q, k, v = Rotary.apply(qkv, *rotary, self.heads)  # in place: attention keeps no copies
             elif rotary is not None:
-                (q,) = Rotary.apply(q, *rotary, [q.shape[1]])
-                (k,) = Rotary.apply(k, *rotary, [k.shape[1]])
+                q, k = (Rotary.apply(x, *rotary, x.shape[1:2])[0] for x in (q, k))
             if cache is not None:
                 cache.write_prompts(self.layer, k, v)
-            if isinstance(mask, Segments):
-                y = attend(q, k, v, mask)
-            else:
-                # Right padding needs no mask: a causal row never sees what comes after it.
-                grouped = self.config.n_kv_head != self.config.n_head
-                if grouped and q.dtype == torch.float32 and kind_of(q) == "cuda":
-                    # In float32 CUDA's fused attention does not share heads.
-                    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-                y = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-                )
+            y = attend(q, k, v, mask)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1), residual)
 
 
@@ -178,14 +162,12 @@ class GPT(nn.Module):
         # When checkpointing, keep the blocks' inputs in host memory until backward.
         self.activation_offload = False
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        self.position = None
-        if config.position == "learned":
-            self.position = nn.Embedding(config.block_size, config.n_embd)
+        learned = config.position == "learned"
+        self.position = nn.Embedding(config.block_size, config.n_embd) if learned else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config, config.n_embd)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        tied = config.tie_embeddings
+        self.head = None if tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.rotary = None  # cos, sin of the positions used so far (`extend_rotary`); not saved
         self.init_weights()
 
@@ -250,8 +232,7 @@ class GPT(nn.Module):
                 raise ValueError(f"a sequence of {T} tokens is longer than block_size={block_size}")
             positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
         weight = self.embedding.weight
-        trains = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
-        if trains:
+        if torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf:
             x = Embed.apply(tokens, weight)  # (B, T, C)
         else:  # a streamed model's embedding may be on the host
             x = self.embedding(tokens.to(weight.device)).to(tokens.device)
@@ -260,8 +241,7 @@ class GPT(nn.Module):
             x = x + self.position(positions)
         else:
             length = T if cache is None else cache.max_length
-            if isinstance(mask, Segments):
-                length = mask.longest
+            length = mask.longest if isinstance(mask, Segments) else length
             self.extend_rotary(length, tokens.device)
             rotary = [table[positions][:, None] for table in self.rotary]  # (B, 1, T, D) each
         inputs = BlockInputs()
@@ -272,8 +252,6 @@ class GPT(nn.Module):
 
     def extend_rotary(self, length: int, device):
         """Make the rotary tables for positions below `length`. For a block_size of 131,072 they would take 64 MiB."""
-        if self.config.position != "rotary":
-            return
         if self.rotary is None or len(self.rotary[0]) < length or self.rotary[0].device != device:
             length = min(self.config.block_size, 2 ** math.ceil(math.log2(length)))
             with torch.inference_mode(False):  # training reads the tables that sampling makes
@@ -283,11 +261,11 @@ class GPT(nn.Module):
         """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" also attention."""
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
             return block(x, rotary, cache, mask, last)
-        # There is no dropout, so there is no generator to restore.
-        options = dict(use_reentrant=False, preserve_rng_state=False)
         if self.checkpoint_blocks == "selective" and isinstance(mask, Segments):
             mask = mask.keeping()
-        with saved_tensors_hooks(*inputs.hooks(x)) if self.activation_offload else nullcontext():
+        # There is no dropout, so there is no generator to restore.
+        options = dict(use_reentrant=False, preserve_rng_state=False)
+        with inputs.hooks(x) if self.activation_offload else nullcontext():
             return checkpoint(block, x, rotary, cache, mask, last, **options)
 
     def logits(self, hidden):

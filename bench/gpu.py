@@ -39,7 +39,7 @@ from snug.device.cuda import empty_cache
 from snug.device.kinds import MIB
 from snug.kernels import flash, segments
 from snug.kernels.nf4 import NF4, NF4Linear, product
-from snug.kernels.segments import Segments, attend, attend_dense
+from snug.kernels.segments import Segments, attend
 from snug.logprobs import head_loss
 from training.optimizer import make_optimizer, optimizer_step
 
@@ -135,9 +135,9 @@ def attention(sizes):
         T = int(packed.lengths.sum())
         qkv = [torch.randn(1, n, T, D, device=DEVICE).to(dtype) for n in (H, G, G)]
         dy = torch.randn(1, H, T, D, device=DEVICE).to(dtype)
-        exact = with_gradients(attend_dense, [x.double() for x in qkv], dy.double(), packed)
+        exact = with_gradients(attend, [x.double() for x in qkv], dy.double(), packed.mask())
         ours = with_gradients(attend, qkv, dy, packed)
-        theirs = with_gradients(attend_dense, qkv, dy, packed)
+        theirs = with_gradients(attend, qkv, dy, packed.mask())
         for name, a, b, right in zip(("y", "dq", "dk", "dv"), ours, theirs, exact, strict=True):
             error, peer = (float((x - right).norm() / right.norm()) for x in (a, b))
             name = f"attention {H}/{G} x {D}, {str(dtype)[6:]}: error of {name} / PyTorch's"

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from snug.device.cpu import linear
-from snug.kernels.layers import Linear
+from snug.kernels.layers import Linear, add_product
 from snug.kernels.nf4 import NF4, product, takes_product
 from snug.memory.ledger import COMPONENTS
 
@@ -53,9 +53,7 @@ class LoRALinear(nn.Module):
         if residual is not None and residual.dtype != x.dtype:
             return residual + self.forward(x)  # autocast would round the sum
         y = Linear.forward(self, x, residual)
-        # Without gradients y is ours.
-        addmm = torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
-        return addmm(y.flatten(0, -2), h.flatten(0, -2), B.to(h.dtype).t(), alpha=self.scale).view_as(y)
+        return add_product(y, h, B.to(h.dtype), self.scale)
 
 
 def add(model: nn.Module, rank: int, alpha: float, targets: list[str]):

@@ -7,6 +7,7 @@ Test: pytest tests/test_model.py tests/test_layer_kernels.py
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from snug.device import cpu
 from snug.device.host import new_on_host
@@ -31,9 +32,13 @@ class Linear(nn.Linear):
         same = x.dtype == residual.dtype == self.weight.dtype  # not under autocast
         if kind_of(x) != "cuda" or self.bias is not None or not same:
             return residual + cpu.linear(x, self.weight, self.bias)
-        # On CUDA the product adds, and rounds once. With gradients it adds to a copy, as the norm keeps the residual.
-        addmm = torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
-        return addmm(residual.flatten(0, -2), x.flatten(0, -2), self.weight.t()).view_as(residual)
+        return add_product(residual, x, self.weight)  # on CUDA the product adds, and rounds once
+
+
+def add_product(y, x, weight, alpha: float = 1.0):
+    """-> y + alpha x W^T; without gradients in y. With them in a copy, as the norm keeps a residual."""
+    addmm = torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
+    return addmm(y.flatten(0, -2), x.flatten(0, -2), weight.t(), alpha=alpha).view_as(y)
 
 
 @torch.no_grad()
@@ -120,8 +125,8 @@ class BlockInputs:
         self.latest = None
 
     def hooks(self, x):
-        """saved_tensors_hooks for the block with input x. Other saved tensors (rotary tables) stay on the device."""
-        storage = id(x.untyped_storage())
+        """The context of the block with input x. Other saved tensors (rotary tables) stay on the device."""
+        storage = id(x.untyped_storage())  # `pack` lives until backward: it must not hold x
 
         def pack(tensor):
             if id(tensor.untyped_storage()) != storage:
@@ -129,7 +134,9 @@ class BlockInputs:
             self.latest = BlockInput(tensor.detach(), self.latest)
             return self.latest
 
-        return pack, lambda packed: packed.take() if isinstance(packed, BlockInput) else packed
+        return saved_tensors_hooks(
+            pack, lambda kept: kept.take() if isinstance(kept, BlockInput) else kept
+        )
 
 
 @component("block inputs")

@@ -2,7 +2,8 @@
 
     Segments   which tokens of the row see which
     attend     attention by them, differentiable: Triton kernels on CUDA (flash.py), a few calls of PyTorch's attention
-               on a CPU, and F.scaled_dot_product_attention with a dense mask elsewhere. The last is the others' oracle.
+               on a CPU, and F.scaled_dot_product_attention with a dense mask elsewhere. The last is the others' oracle,
+               and attention without segments.
 
 On a CPU a completion's attention has two parts: to its prompt and to itself. Each part is a softmax by itself; the
 logarithms of their sums tell how to join them. Backward is exact for each part if it gets the joint output and the
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from snug.device.kinds import kind_of
 from snug.kernels import flash, uses_triton
 from snug.kernels.flash import TILE
 
@@ -155,17 +157,23 @@ class Batch:
             row[0].transpose(0, 1)[self.tokens] = x.transpose(1, 2).flatten(0, 1)[self.real]
 
 
-def attend(q, k, v, segments: Segments):
-    """q (1, H, T, D), k and v (1, G, T, D) -> (1, H, T, D). H / G query heads share a key head."""
-    if uses_triton(q) or q.device.type == "cpu":
-        return Attend.apply(q, k, v, segments)
-    return attend_dense(q, k, v, segments)
+def attend(q, k, v, mask=None):
+    """q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D). H / G query heads share a key head.
 
-
-def attend_dense(q, k, v, segments):
-    """`attend` with a mask of (T, T) booleans."""
+    mask: Segments (B = 1), or booleans, broadcast to (B, H, T, T). Default: causal. Right padding needs no mask: a
+    causal row never sees what comes after it.
+    """
+    if isinstance(mask, Segments):
+        if uses_triton(q) or q.device.type == "cpu":
+            return Attend.apply(q, k, v, mask)
+        mask = mask.mask()
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=segments.mask(), enable_gqa=grouped)
+    if grouped and q.dtype == torch.float32 and kind_of(q) == "cuda":
+        # In float32 CUDA's fused attention does not share heads.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    )
 
 
 class Attend(torch.autograd.Function):
