@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import make_model
 from snug import lora
 from snug.decoding import cached_casts, kvcache
-from snug.device.host import HostLedger
+from snug.device.host import Ledger
 from snug.device.kinds import PlanningMode
 from snug.kernels import layers, nf4, rotary
 from snug.kernels.segments import Segments
@@ -141,7 +141,7 @@ def fake_nf4(n):
 
 def run(what, n_layer, rows, tokens, model, lora_rank, base_dtype) -> Count:
     """Count one decode step, or one forward and backward, of a model this deep."""
-    with PlanningMode("cuda", HostLedger()):
+    with PlanningMode("cuda", Ledger()):
         shape = SHAPES[model] | dict(vocab_size=8, block_size=32768, n_layer=n_layer)
         model, count = make_model(shape, "cpu", "bfloat16"), Count()
         if base_dtype:

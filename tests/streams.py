@@ -66,7 +66,9 @@ class Races(TorchDispatchMode):
         self.freed = []  # Accesses to storages whose memory compute may get with its next tensor
         self.alive = {}  # key -> (weak reference, whether it is on the host)
         self.cuda = SimpleNamespace(
-            Stream=lambda device=None: Stream(self), current_stream=lambda device=None: Stream(self, self.current)
+            Stream=lambda device=None: Stream(self),
+            Event=lambda: Event(self),
+            current_stream=lambda device=None: Stream(self, self.current),
         )
         self.cuda.stream = self.on_stream
 
@@ -149,20 +151,28 @@ class Stream:
             races.clocks.create_stream(races.streams)
         self.races, self.id = races, races.streams if number is None else number
 
-    def record_event(self):
-        self.races.events += 1
-        self.races.clocks.create_event(self.races.events)
-        self.races.clocks.record_state(self.races.events, self.id)
-        return self.races.events
-
-    def wait_event(self, event):
-        self.races.clocks.stream_wait_for_event(self.id, event)
-
     def wait_stream(self, other):
-        self.wait_event(other.record_event())
+        event = Event(self.races)
+        event.record(other)
+        self.races.clocks.stream_wait_for_event(self.id, event.id)
 
     def synchronize(self):
         self.races.clocks.all_streams_wait_for_stream(self.id)
+
+
+class Event:
+    def __init__(self, races):
+        races.events += 1
+        self.races, self.id, self.recorded = races, races.events, False
+        races.clocks.create_event(self.id)
+
+    def record(self, stream):
+        self.recorded = True
+        self.races.clocks.record_state(self.id, stream.id)
+
+    def wait(self):
+        if self.recorded:
+            self.races.clocks.stream_wait_for_event(self.races.current, self.id)
 
 
 @contextmanager
@@ -179,7 +189,7 @@ def fake_streams():
 forgotten_waits = pytest.mark.parametrize(
     "forgotten",
     [
-        pytest.param(("snug.device.streams.Done.wait", lambda self: None), id="compute does not wait for a copy"),
+        pytest.param(("streams.Event.wait", lambda self: None), id="compute does not wait for a copy"),
         pytest.param(("streams.Stream.wait_stream", lambda self, other: None), id="a copy does not wait for compute"),
     ],
 )  # arguments of monkeypatch.setattr
@@ -251,7 +261,7 @@ class Pinnable:
 
 
 @contextmanager
-def fake_pinning(error=0, capturing=lambda: False, synchronize=lambda: None):
+def fake_pinning(error=0):
     """-> Cudart. Inside, `new_on_host(Pinnable(...), keep=True)` pins with it."""
     cudart = Cudart(error)
 
@@ -259,6 +269,8 @@ def fake_pinning(error=0, capturing=lambda: False, synchronize=lambda: None):
         if code:
             raise RuntimeError(f"CUDA error {code}")
 
-    fakes = dict(cudart=lambda: cudart, check_error=check_error, synchronize=synchronize)
-    with patch.multiple("torch.cuda", is_current_stream_capturing=capturing, **fakes):
+    def synchronize():
+        cudart.calls.append(("synchronize", None))
+
+    with patch.multiple("torch.cuda", cudart=lambda: cudart, check_error=check_error, synchronize=synchronize):
         yield cudart

@@ -3,15 +3,14 @@
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import HOME
 
 from snug.device import cpu
-
-HOME = Path(__file__).parent.parent
 
 
 def product_and_gradients(function, x, weight, bias):
@@ -58,10 +57,11 @@ def test_products_rounded_to_bfloat16_are_refused(monkeypatch):
     """As on a processor with AMX: then the switch is never set."""
     switched = []
 
-    def rounds(allowed):
-        switched.append(allowed)
+    def switch():
+        switched.append(True)
+        return nullcontext()
 
-    monkeypatch.setattr(cpu, "allow_bfloat16", rounds)
+    monkeypatch.setattr(cpu, "bfloat16_allowed", switch)
     real = torch.Tensor.__matmul__
     lossy = lambda a, b: real(a.bfloat16().float(), b) if a.dtype == torch.float32 else real(a, b)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "__matmul__", lossy)

@@ -10,7 +10,7 @@ from conftest import DEVICE
 from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, cubin_resources, in_kernels, long, run_interpreted
 from test_segments import attend_dense
 
-from snug.device.host import HostLedger
+from snug.device.host import Ledger
 from snug.device.kinds import PlanningMode
 from snug.kernels import flash, segments
 from snug.kernels.segments import Segments, attend
@@ -185,7 +185,7 @@ def test_kernels_give_the_logarithm_of_the_sum():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_planned_row_keeps_the_output_and_a_sum_a_head(dtype):
     """Without data: nothing is launched; backward's scratch is one number a token and head."""
-    with PlanningMode("cuda", HostLedger()), LiveBytes() as live:
+    with PlanningMode("cuda", Ledger()), LiveBytes() as live:
         its, x = Segments([(100, [30, 0, 50]), (3, [])]), torch.empty(1, 183, 4 + 2 * 2, 16, dtype=dtype)
         q, k, v = (part.detach().requires_grad_() for part in x.transpose(1, 2).split([4, 2, 2], 1))
         before = live.current

@@ -29,7 +29,7 @@ import model as gpt
 from model import GPTConfig, rotary_table
 from model import make_model as new_model
 from snug import lora
-from snug.device.host import HostLedger
+from snug.device.host import Ledger
 from snug.device.kinds import PlanningMode
 from snug.kernels import layers as lean
 from snug.kernels import nf4, rotary, swiglu, triton
@@ -176,7 +176,7 @@ def test_nf4_is_its_twin_bit_for_bit(rows, double, dtype, monkeypatch):
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_planned_nf4_matrix_takes_pieces_without_kernels_alone(kind):
     """6 bytes a value of a piece, and the scales in float32."""
-    with PlanningMode(kind, HostLedger()), LiveBytes() as live:
+    with PlanningMode(kind, Ledger()), LiveBytes() as live:
         matrix = NF4((4096, 1024), "cpu")
         parts = torch.empty(2**21), torch.empty(2**16), torch.empty(256), torch.empty(256), torch.empty(())
         matrix.parts[0] = Quantized(parts[0].to(torch.uint8), parts[1].to(torch.uint8), *parts[2:])
@@ -426,7 +426,7 @@ def test_rotary_keeps_nothing_of_its_own():
 def planned_forward(kind, dtype, autocast=False, **changes):
     """A model without data -> (its config, bytes kept for backward, names of all ops)."""
     shape = LLAMA | dict(vocab_size=8, n_head=6, n_kv_head=2, n_embd=96, proj_bias=False) | changes
-    with PlanningMode(kind, HostLedger()), LiveBytes() as live, Ops() as ops:
+    with PlanningMode(kind, Ledger()), LiveBytes() as live, Ops() as ops:
         model, tokens = new_model(shape, "cpu", dtype), torch.zeros(2, 16, dtype=torch.long)
         model.extend_rotary(16, tokens.device)
         before = live.current

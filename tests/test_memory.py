@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from conftest import make_model, tensor_bytes
+from conftest import make_model
 from torch.profiler import ProfilerActivity, profile
 
 from snug.device.kinds import MIB
@@ -32,10 +32,8 @@ def test_live_bytes_follow_storages_not_tensors():
         assert live.peak == 4000
         c = torch.stack([b, b])
         assert live.current == 12000
-        c.resize_(9000)
-        assert live.current == 40000
         del b, c
-        assert (live.current, live.peak) == (0, 40000)
+        assert (live.current, live.peak) == (0, 12000)
 
 
 def test_threads_may_free_storages_at_the_same_time():
@@ -68,6 +66,7 @@ def test_live_bytes_see_what_backward_makes():
 @needs_cpu
 def test_phases_have_their_own_peaks():
     with MemoryMeter("cpu") as meter:
+        torch.zeros(5 * MIB // 4)  # before the phases: counts for the iteration
         with meter.phase("rollout"):
             torch.zeros(4 * MIB // 4)
         with meter.phase("train"):
@@ -76,7 +75,7 @@ def test_phases_have_their_own_peaks():
             torch.zeros(MIB // 4)
         stats = meter.stats()
         assert stats["mem_max_alloc_mb_rollout"] == 4 and stats["mem_max_alloc_mb_train"] == 2
-        assert stats["mem_max_alloc_mb"] == 4 and stats["mem_alloc_mb"] == 2
+        assert stats["mem_max_alloc_mb"] == 5 and stats["mem_alloc_mb"] == 2
         assert stats["mem_alloc_mb_train"] == 2 and stats["mem_reserved_mb_train"] > 50
         assert stats["mem_reserved_mb"] > 50 and stats["time_rollout_s"] >= 0
         lines = meter.lines("[GRPO step 000/079]")
@@ -86,14 +85,6 @@ def test_phases_have_their_own_peaks():
         assert meter.stats()["mem_max_alloc_mb"] == 2 and "time_rollout_s" not in meter.stats()
         assert meter.line("after init").startswith("[MEM] after init: current=2.0MiB reserved=")
         del kept
-
-
-def test_between_phases_counts_for_the_iteration():
-    with MemoryMeter("cpu") as meter:
-        torch.zeros(5 * MIB // 4)
-        with meter.phase("train"):
-            pass
-        assert meter.stats()["mem_max_alloc_mb"] == 5 and meter.stats()["mem_max_alloc_mb_train"] == 0
 
 
 def profiled_peak(function):
@@ -138,8 +129,3 @@ def test_the_meter_agrees_with_the_profiler(shape, checkpoint_blocks):
     ours, _ = metered()
     assert ours == pytest.approx(theirs, rel=0.02)
     assert ours > 5e6
-
-
-def test_tensor_bytes_counts_a_storage_once():
-    a = torch.zeros(100)
-    assert tensor_bytes([a, a[3:], torch.zeros(10)]) == 440

@@ -4,8 +4,6 @@ Test: pytest tests/test_streams.py
 """
 
 import gc
-import subprocess
-import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ from runs.checkpoint import find_run
 from runs.loading import load_frozen
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
-from snug.device.host import HOST, UNUSED, borrowed, new_on_host, stream_from_host
+from snug.device.host import HOST, borrowed, new_on_host, stream_from_host
 from snug.device.kinds import MIB
 from snug.device.streams import aside, settle
 from snug.options import SnugError
@@ -64,15 +62,6 @@ def the_host_reads_what_is_on_its_way(mistake, check, races):
         on_host.sum()
 
 
-def the_host_overwrites_what_is_being_copied(mistake, check, races):
-    on_host = new_on_host(torch.empty(8)).fill_(1)
-    weight = copied(on_host, torch.empty(8), "device")
-    if not mistake:
-        assert weight.sum().item() == 8  # waits for the stream
-    with check("the host's fill_ writing while stream 1's copy_ reading"):
-        on_host.fill_(2)
-
-
 def a_source_is_freed_during_its_copy(mistake, check, races):
     x = torch.ones(8)
     on_host = copied(x, new_on_host(x), "host", wait=False)
@@ -83,18 +72,6 @@ def a_source_is_freed_during_its_copy(mistake, check, races):
         assert torch.ones(8).sum().item() == 8 and on_host.sum() == 8
 
 
-def two_copies_of_halves_that_overlap(mistake, check, races):
-    """Two halves of a buffer do not disturb each other; the two directions are not ordered."""
-    buffer, on_host = torch.zeros(8), new_on_host(torch.empty(8)).fill_(1)
-    back, second = new_on_host(buffer), slice(3 if mistake else 4, 8)
-    with aside(CPU, to="host") as gone:
-        back[:4].copy_(buffer[:4], non_blocking=True)
-    with aside(CPU, to="device") as come, check("stream 2's copy_ writing while stream 1's copy_ reading"):
-        buffer[second].copy_(on_host[second], non_blocking=True)
-    gone.wait()
-    come.wait()
-
-
 def a_tensor_is_allocated_aside(mistake, check, races):
     with check(r"\(8,\) is allocated on a side stream"), aside(CPU, to="device") if mistake else nullcontext():
         torch.empty(8)
@@ -102,14 +79,7 @@ def a_tensor_is_allocated_aside(mistake, check, races):
 
 @pytest.mark.parametrize("mistake", [False, True])
 @pytest.mark.parametrize(
-    "scene",
-    [
-        the_host_reads_what_is_on_its_way,
-        the_host_overwrites_what_is_being_copied,
-        a_source_is_freed_during_its_copy,
-        two_copies_of_halves_that_overlap,
-        a_tensor_is_allocated_aside,
-    ],
+    "scene", [the_host_reads_what_is_on_its_way, a_source_is_freed_during_its_copy, a_tensor_is_allocated_aside]
 )
 def test_the_detector_sees(scene, mistake, races):
     scene(mistake, lambda text: pytest.raises(Race, match=text) if mistake else nullcontext(), races)
@@ -139,7 +109,7 @@ def all_at_home(reference):
 
 
 @both
-@pytest.mark.parametrize("n_layer", [1, 2, 4])
+@pytest.mark.parametrize("n_layer", [1, 3])
 def test_a_streamed_reference_is_the_resident_one(n_layer, kind_of_streams):
     training, rollouts, wanted = reference_on_host(n_layer)
     cut = Cut(rollouts, 0, 20)
@@ -203,7 +173,7 @@ def test_after_an_out_of_memory_no_weight_is_left_on_the_device(kind_of_streams)
         found = limits.run("reference", partial(grpo.reference_logprobs, training, rollouts), cut)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert sizes[:3] == sorted(sizes[:3], reverse=True) and max(sizes[3:]) < sizes[2] < sizes[1] < sizes[0] <= 160
-    smaller = [f"{n} micro-batches of the reference at once" for n in (2, 1)] + ["max_tokens_per_micro_batch=20"]
+    smaller = ["reference_batches=2", "reference_batches=1", "max_tokens_per_micro_batch=20"]
     assert [line.partition("going on with ")[2] for line in said[-3:]] == smaller
 
 
@@ -330,7 +300,7 @@ def test_every_pinned_page_is_unpinned_once_before_it_goes(held, shape, dtype):
         assert len(cudart.pinned) == 1 and tensor.detach().flatten()[-1] == 3
         del tensor
         assert cudart.pinned == {} and HOST.current == before
-    assert [name for name, _ in cudart.calls] == ["register", "unregister"]
+    assert [name for name, _ in cudart.calls] == ["register", "synchronize", "unregister"]  # after the copies
 
 
 def test_a_streamed_model_is_never_on_the_device_while_it_loads(tmp_path):
@@ -372,23 +342,6 @@ def test_a_small_or_short_lived_tensor_is_not_pinned_in_place(monkeypatch):
     assert made == [True, True] and cudart.calls == []
 
 
-def test_pages_are_unpinned_after_copies_and_not_while_a_graph_is_recorded():
-    """Then nothing is waited for, either. They are unpinned with the next, and stay mapped until then."""
-    recording, waited = [True], []
-
-    def synchronize():
-        waited.append((list(recording), len(cudart.pinned)))
-
-    with fake_pinning(capturing=lambda: bool(recording), synchronize=synchronize) as cudart:
-        first, second = (new_on_host(Pinnable([MIB], torch.float32), keep=True) for _ in range(2))
-        address = first.data_ptr()
-        del first
-        assert len(cudart.pinned) == 2 and len(UNUSED) == 1 and streams.is_mapped(address, 4 * MIB)
-        recording.clear()
-        del second
-        assert cudart.pinned == {} and UNUSED == [] and waited == [([], 2)]
-
-
 def test_what_cannot_be_pinned_is_said_in_one_line():
     before = HOST.current
     with fake_pinning(error=2) as cudart:
@@ -397,23 +350,3 @@ def test_what_cannot_be_pinned_is_said_in_one_line():
             new_on_host(Pinnable([MIB], torch.float32), keep=True)
     assert "\n" not in str(caught.value) and HOST.current == before and not HOST.making
     assert [name for name, _ in cudart.calls] == ["register"]
-
-
-AT_EXIT = """
-import atexit, sys
-sys.path[:0] = ["tests", "."]
-calls = []
-atexit.register(lambda: print(*[name for name, _ in calls], len(cudart.pinned)))  # runs last
-from streams import Pinnable, fake_pinning
-import torch
-from snug.device.host import new_on_host
-context = fake_pinning()
-cudart = context.__enter__()
-calls = cudart.calls
-kept = [new_on_host(Pinnable([2**20], torch.float32), keep=True) for _ in range(3)]
-"""
-
-
-def test_at_exit_too():
-    run = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=600)
-    assert run.stdout.split() == ["register"] * 3 + ["unregister"] * 3 + ["0"], run.stderr

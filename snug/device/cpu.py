@@ -9,7 +9,7 @@ Left out: how many threads there are (OMP_NUM_THREADS). Tests: tests/test_cpu.py
 import atexit
 import resource
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -24,7 +24,6 @@ EXACT = 1e-5  # largest relative error of a float32 product; rounded to bfloat16
 PREEMPTED = 100
 
 
-@contextmanager
 def fast_products(x):
     """A context in which float32 products on a CPU run on oneDNN.
 
@@ -33,29 +32,25 @@ def fast_products(x):
     F.scaled_dot_product_attention outside: its many small products would be four times slower. It does nothing if x is
     on another device or a planner's tensor.
     """
-    if x.device.type != "cpu" or is_planned(x) or not stays_float32():
-        yield
-        return
-    allow_bfloat16(True)
+    slow = x.device.type != "cpu" or is_planned(x) or not stays_float32()
+    return nullcontext() if slow else bfloat16_allowed()
+
+
+@contextmanager
+def bfloat16_allowed():
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:
         yield
     finally:
-        allow_bfloat16(False)
-
-
-def allow_bfloat16(allowed: bool):
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if allowed else "none"
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
 @cache
 def stays_float32() -> bool:
     """Is a float32 product by oneDNN as exact on this processor as float32 is? Tries one."""
     a, b = (torch.sin(torch.arange(128.0 * 128) * step).view(128, 128) for step in (1.1, 1.7))
-    allow_bfloat16(True)
-    try:
+    with bfloat16_allowed():
         product = a @ b
-    finally:
-        allow_bfloat16(False)
     exact = a.double() @ b.double()
     return bool((product - exact).norm() < EXACT * exact.norm())
 

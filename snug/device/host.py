@@ -9,9 +9,8 @@ inputs of blocks (snug/kernels/layers.py), and the optimizer's state and gradien
 
 import math
 import mmap
-import os
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +20,11 @@ from snug.device.kinds import MIB, planning_mode
 from snug.device.streams import aside
 from snug.options import SnugError
 
-UNUSED = []  # (address, pages) of freed tensors whose pages are still pinned
-
 
 class Ledger:
     """Live storages: their bytes, and the most there have been since `reset_peak`."""
+
+    making = False  # True while a host tensor is made: LiveBytes must not count it as the device's
 
     def __init__(self):
         super().__init__()
@@ -36,15 +35,11 @@ class Ledger:
         """Count the storage of a tensor, once, for as long as it lives."""
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
-        if key in self.sizes:
-            reference, before = self.sizes[key]
-            self.sizes[key] = (reference, size)  # it may have been resized in place
-            self.current += size - before
-        else:
-            self.sizes[key] = (weakref.ref(storage, lambda _: self.forget(key)), size)
+        if key not in self.sizes:
+            self.sizes[key] = weakref.ref(storage, lambda _: self.forget(key)), size
             self.current += size
+            self.peak = max(self.peak, self.current)
             self.created(key, tensor, size)
-        self.peak = max(self.peak, self.current)
 
     def created(self, key, tensor, size):
         """Called for each new storage; the planner overrides it."""
@@ -58,21 +53,13 @@ class Ledger:
         self.peak = self.current
 
 
-class HostLedger(Ledger):
-    making = False  # True while a host tensor is made: LiveBytes must not count it as the device's
-
-
-HOST = HostLedger()
+HOST = Ledger()
 
 
 def available_on_host() -> int:
     """Bytes that the host can still give, or this process's container (cgroup v2), whichever is less."""
-    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-    if meminfo.exists():
-        kib = dict(line.split()[:2] for line in meminfo.read_text().splitlines())["MemAvailable:"]
-        free = 1024 * int(kib)
-    else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kib = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+    free, cgroup = 1024 * int(kib["MemAvailable:"]), Path("/sys/fs/cgroup")
     try:
         left = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
     except (OSError, ValueError):  # no container, or "max": no limit
@@ -123,20 +110,13 @@ def pinned_in_place(shape, dtype) -> torch.Tensor:
 
 
 def unpin(address, pages):
-    """Called when a tensor is freed. While a CUDA graph is recorded the host must not wait: then the next call unpins.
+    """Called when a tensor is freed. pages: they live until they are unpinned.
 
     PyTorch's allocator does not know this memory, so nobody else waits for the copies that are under way.
     """
-    UNUSED.append((address, pages))
-    if torch.cuda.is_current_stream_capturing():
-        return
-    try:
+    with suppress(RuntimeError):  # the device has failed: that error ends the run, and the driver unpins
         torch.cuda.synchronize()
-    except RuntimeError:  # the device has failed: that error ends the run, and the driver unpins
-        return
-    while UNUSED:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(UNUSED[-1][0]))
-        UNUSED.pop()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 def fetch(module, device):

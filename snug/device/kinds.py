@@ -33,6 +33,13 @@ def kind_of(tensor: torch.Tensor) -> str:
     return mode.kind if mode else tensor.device.type
 
 
+def kind_planned(device: str) -> str:
+    """The option `device` -> "cuda" or "cpu"."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device.partition(":")[0]
+
+
 def logits_budget(chunk_mb: float, kind: str):
     """The option logits_chunk_mb -> MiB for a chunk of logits and what is made of it; 0: the device's default."""
     return chunk_mb or (256 if kind == "cuda" else 16)

@@ -8,33 +8,26 @@ from dataclasses import replace
 import torch
 
 from snug.device.cpu import share_cores, stays_float32
+from snug.device.kinds import kind_planned
 from snug.options import SnugError, first_line
 
 
 def pick_device(name: str, tf32: bool = False) -> torch.device:
     """ "auto" is CUDA if torch can use a GPU, else the CPU. tf32: the option. Raises SnugError if it cannot be used."""
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(auto if name == "auto" else name)
-    except RuntimeError as error:
-        raise SnugError(f"device={name!r}: {first_line(error)}") from None
-    if device.type == "cpu":
-        stays_float32()  # looks now, not in the middle of something that is measured
-        share_cores()
-        return device
-    if device.type != "cuda":
-        raise SnugError(f"device={name!r}: snug runs on cpu and cuda")
-    try:
+        device = torch.device(kind_planned(name) if name == "auto" else name)
+        if device.type == "cpu":
+            stays_float32()  # looks now, not in the middle of something that is measured
+            share_cores()
+            return device
+        if device.type != "cuda":
+            raise RuntimeError("snug runs on cpu and cuda")
         torch.cuda.init()  # says why it cannot, and makes the allocator's counters
         device = torch.device("cuda", device.index or 0)
-        if device.index >= torch.cuda.device_count():
-            raise SnugError(
-                f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0"
-            )
         torch.cuda.set_device(device)
         torch.zeros(1, device=device).add_(1)
     except (RuntimeError, AssertionError) as error:
-        # There is no GPU, the driver is old, another process has the GPU, or torch has no kernel for it.
+        # There is no such GPU, the driver is old, another process has the GPU, or torch has no kernel for it.
         raise SnugError(
             f"device={name!r}: {first_line(error)}; use another device, or --device=cpu"
         ) from None
@@ -65,20 +58,13 @@ def with_dtype(settings, kind: str):
 
 
 def notes(device: torch.device, settings) -> list[str]:
-    """Lines for a run's log: what its GPU cannot do in settings.dtype, or could do faster."""
-    if device.type != "cuda":
+    """Lines for a run's log: what its GPU cannot do in settings.dtype."""
+    if device.type != "cuda" or settings.dtype != "bfloat16":
         return []
-    major, minor = torch.cuda.get_device_capability(device)
-    gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
-    if settings.dtype == "bfloat16" and major < 8:
-        return [
-            f"warning: {gpu} has neither bfloat16 units nor fused attention in bfloat16: "
-            "attention's memory grows with the square of the length, which --plan does not count; "
-            "use --dtype=float32 --param_dtype=float32"
-        ]
-    if settings.dtype == "float32" and major >= 8 and not settings.tf32:
-        return [
-            f"hint: on {gpu} --tf32=true multiplies float32 on tensor cores, faster, "
-            "with relative errors near 1e-3 instead of 1e-7"
-        ]
-    return []
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return []
+    return [
+        f"warning: {torch.cuda.get_device_name(device)} has neither bfloat16 units nor fused attention in bfloat16: "
+        "attention's memory grows with the square of the length, which --plan does not count; "
+        "use --dtype=float32 --param_dtype=float32"
+    ]

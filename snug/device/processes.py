@@ -35,11 +35,11 @@ class OneProcess:
 
     def first(self, value):
         """The value that rank 0 gives."""
-        return value
+        return self.gather(lambda: value)[0]
 
     def agreed(self, value):
         """The value of the first process that has one; None if none has."""
-        return value
+        return next((v for v in self.gather(lambda: value) if v is not None), None)
 
     def dealt(self, batches: list, rank_of: dict, model):
         """The micro-batches that this process runs `model` on. rank_of: number of a sequence -> rank."""

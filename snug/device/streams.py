@@ -26,17 +26,11 @@ SIDES = {}  # (device, direction) -> its side stream
 
 
 class Done:
-    """When the copies of one `aside` are done. `wait` may be called again; that costs nothing."""
-
-    event = None  # recorded behind the copies; None on a CPU
-
-    def __init__(self, device):
-        self.device = device
+    """The copies of an `aside` on a CPU, which are done. On CUDA it is an event, whose `wait` is for the current stream:
+    what is issued to it from then on follows the copies, and the host does not wait. `wait` may be called again."""
 
     def wait(self):
-        """What is issued to the device's current stream after this call follows the copies. The host does not wait."""
-        if self.event is not None:
-            cuda.current_stream(self.device).wait_event(self.event)
+        pass
 
 
 def has_streams(device) -> bool:
@@ -45,21 +39,20 @@ def has_streams(device) -> bool:
 
 @contextmanager
 def aside(device, to: str):
-    """What is issued inside runs on a side stream, after what compute has issued so far -> Done. Rules: see above.
-
-    to: "device" or "host", where the copies go.
+    """What is issued inside runs on a side stream, after what compute has issued so far -> Done or an event. Rules: see
+    above. to: "device" or "host", where the copies go.
     """
-    done = Done(device)
     if not has_streams(device):
-        yield done
+        yield Done()
         return
     side = SIDES.get((device, to))
     if side is None:
         side = SIDES[device, to] = cuda.Stream(device)
     side.wait_stream(cuda.current_stream(device))
+    done = cuda.Event()
     with cuda.stream(side):
         yield done
-    done.event = side.record_event()
+    done.record(side)
 
 
 def settle():

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
-from snug.device.host import HOST, HostLedger, Ledger
+from snug.device.host import HOST, Ledger
 
 # Dotted name of a function, class, module or package -> component. device/ is below, so its mark is here.
 COMPONENTS = {"snug.device.host.fetch": "streamed weights"}
@@ -55,7 +55,7 @@ class LiveBytes(Ledger, TorchDispatchMode):
     It does not know storages made before it was entered until an op returns them; `follow` adds them by hand.
     """
 
-    def __init__(self, host: HostLedger = HOST):
+    def __init__(self, host: Ledger = HOST):
         super().__init__()
         self.host = host
 

@@ -11,9 +11,11 @@ On CUDA the figures are the caching allocator's. On a CPU they are the exact byt
 Left out: other devices' counters; memory that is not tensors.
 """
 
-import os
+import resource
 import time
 from contextlib import contextmanager
+from mmap import PAGESIZE
+from pathlib import Path
 
 import torch
 
@@ -33,14 +35,13 @@ class MemoryMeter:
     def __init__(self, device="cpu"):
         self.device = torch.device(device)
         self.live = None if self.device.type == "cuda" else LiveBytes()
-        self.phases = {}  # name -> peak bytes and seconds since the last `stats`
-        self.peak, self.now = 0, None  # now: the phase that is going on
+        self.now = None  # the phase that is going on
         self.show = lambda name: None  # gets the name of each phase that begins
+        self.reset()
 
     def __enter__(self):
         if self.live is not None:
             self.live.__enter__()
-        self.reset()
         return self
 
     def __exit__(self, *error):
@@ -66,8 +67,7 @@ class MemoryMeter:
 
     def reset(self):
         """Begin a new iteration."""
-        self.phases = {}
-        self.peak = 0
+        self.phases, self.peak = {}, 0  # name -> its figures; most bytes before the last phase
         self.reset_peak()
         HOST.reset_peak()
 
@@ -110,17 +110,14 @@ class MemoryMeter:
 
     def lines(self, place):
         """A line per phase: `[MEM] <place> after rollout: current=1.2MiB reserved=... peak_since_reset=...`"""
-        return [
-            mem_line(f"{place} after {name}", entry["current"], entry["reserved"], entry["peak"])
-            for name, entry in self.phases.items()
-        ]
+        return [mem_line(f"{place} after {name}", **entry) for name, entry in self.phases.items()]
 
     def line(self, place):
         """The same line with the present figures."""
         return mem_line(place, self.allocated(), self.reserved(), self.peak_since_reset())
 
 
-def mem_line(place, current, reserved, peak):
+def mem_line(place, current, reserved, peak, seconds=0):
     current, reserved, peak = (f"{size / MIB:.1f}MiB" for size in (current, reserved, peak))
     return f"[MEM] {place}: current={current} reserved={reserved} peak_since_reset={peak}"
 
@@ -128,9 +125,6 @@ def mem_line(place, current, reserved, peak):
 def resident_bytes():
     """The process's resident set, from the kernel where there is /proc, else its peak from getrusage."""
     try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        import resource  # not on every platform; ru_maxrss is in bytes on macOS, the one that lacks /proc
-
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
+    except OSError:  # on macOS, where ru_maxrss is in bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

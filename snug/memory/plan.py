@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from snug.device.host import HostLedger
-from snug.device.kinds import MIB, PlanningMode, is_planned
+from snug.device.host import Ledger
+from snug.device.kinds import MIB, PlanningMode, is_planned, kind_planned
 from snug.memory.ledger import LiveBytes, component_of
 from snug.memory.meter import MemoryMeter
 
@@ -29,13 +29,8 @@ GIB = 2**30
 DEPTHS = 2, 3  # neighbours
 # cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
 CUDA_EXTRA = 3 * 32 * MIB
-SHARDED = (
-    "weights",
-    "gradients",
-    "moments",
-    "reference",
-    "teacher",
-)  # each process of FSDP keeps a share of them
+# Each process of FSDP keeps a share of them.
+SHARDED = "weights", "gradients", "moments", "reference", "teacher"
 
 
 @dataclass
@@ -49,38 +44,29 @@ class Storage:
     name: str
 
 
-class Recorder:
-    """A ledger with it remembers what was alive at the peak of each stretch of the iteration."""
+class Recorder(Ledger):
+    """Remembers what was alive at the peak of each stretch of the iteration. The host has one stretch."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.alive = {}  # id of a storage -> Storage
+        self.made = {}  # id of a storage -> the last Storage that had it
         self.peaks = {}  # stretch -> (bytes, [Storage])
 
     def created(self, key, tensor, size):
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.alive[key] = Storage(size, tuple(tensor.shape), dtype, *component_of(sys._getframe(1)))
+        self.made[key] = Storage(size, tuple(tensor.shape), dtype, *component_of(sys._getframe(1)))
         stretch = self.current_stretch()
         if stretch is not None and self.current > self.peaks.get(stretch, (-1, []))[0]:
-            self.peaks[stretch] = self.current, list(self.alive.values())
+            self.peaks[stretch] = self.current, list(map(self.made.get, self.sizes))
 
     def current_stretch(self):
         return "all"
 
-    def forget(self, key):
-        super().forget(key)
-        self.alive.pop(key, None)
-
     def label(self, component, named):
         """Set component and name of the storages of these (name, tensor) pairs, if this ledger follows them."""
         for name, tensor in named:
-            storage = self.alive.get(id(tensor.untyped_storage()))
-            if storage is not None:
-                storage.component, storage.name = component, name
-
-
-class PlannedHost(Recorder, HostLedger):
-    pass
+            if (key := id(tensor.untyped_storage())) in self.sizes:
+                self.made[key].component, self.made[key].name = component, name
 
 
 class PlannedBytes(Recorder, LiveBytes):
@@ -137,7 +123,7 @@ class Peak:
 
 def record(dry_run, settings, kind, n_layer):
     """-> [{stretch: Peak} of the device, the same of the host]."""
-    host = PlannedHost()
+    host = Recorder()
     with PlanningMode(kind, host), PlanMeter(host) as meter:
         dry_run(settings, n_layer, meter)
     return [
@@ -204,14 +190,12 @@ class Plan:
 def plan(dry_run, settings) -> Plan:
     """The Plan of settings.device. dry_run(settings, n_layer, meter) runs init and an iteration of a model so deep."""
     kind, depth = kind_planned(settings.device), dry_run.n_layer
-    if depth <= DEPTHS[1]:
-        device, host = record(dry_run, settings, kind, depth)
-    else:
-        shallow, deep = (record(dry_run, settings, kind, n_layer) for n_layer in DEPTHS)
-        device, host = (
-            {stretch: deepen(peaks[stretch], deep_peaks[stretch], depth) for stretch in peaks}
-            for peaks, deep_peaks in zip(shallow, deep, strict=True)
-        )
+    depths = DEPTHS if depth > DEPTHS[1] else [depth]
+    recorded = [record(dry_run, settings, kind, n_layer) for n_layer in depths]
+    device, host = (
+        {stretch: deepen(peak, deep[stretch], depth) for stretch, peak in shallow.items()}
+        for shallow, deep in zip(recorded[0], recorded[-1], strict=True)
+    )
     highest = {}  # phase -> the Peak of its highest stretch
     for (phase, _), peak in device.items():
         if phase not in highest or peak.size > highest[phase].size:
@@ -219,19 +203,24 @@ def plan(dry_run, settings) -> Plan:
     always = {"cuBLAS workspace": CUDA_EXTRA} if kind == "cuda" else {}
     phases = {phase: always | peak.components for phase, peak in highest.items()}
     on_host = host["all"].components if host else {}
-    sharded = settings.parallel == "fsdp"
-    if sharded:
+    if settings.parallel == "fsdp":
         phases, on_host = share(phases, on_host, highest, settings)
-    phases = {phase: (sum(components.values()), components) for phase, components in phases.items()}
-    binding = max(phases, key=lambda phase: phases[phase][0])
-    peak, components = phases[binding]
+    sizes = {phase: sum(components.values()) for phase, components in phases.items()}
+    binding = max(sizes, key=sizes.get)
     biggest = [
         (s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}") for s in highest[binding].largest.values()
     ]
-    if sharded:  # how large a process's share of a tensor is, depends on the tensor
-        biggest = [(bytes_, name) for name, bytes_ in components.items()]
-    biggest = sorted(biggest, reverse=True)[:6]
-    return Plan(kind, peak, sum(on_host.values()), binding, phases, biggest, on_host)
+    if settings.parallel == "fsdp":  # how large a process's share of a tensor is, depends on the tensor
+        biggest = [(bytes_, name) for name, bytes_ in phases[binding].items()]
+    return Plan(
+        kind=kind,
+        peak=sizes[binding],
+        host=sum(on_host.values()),
+        phase=binding,
+        phases={phase: (sizes[phase], components) for phase, components in phases.items()},
+        biggest=sorted(biggest, reverse=True)[:6],
+        host_components=on_host,
+    )
 
 
 def share(phases: dict, on_host: dict, highest: dict, settings):
@@ -266,9 +255,3 @@ def share(phases: dict, on_host: dict, highest: dict, settings):
         if phase == "train" and not settings.lora_rank:
             components["gathered gradients"] = block + outside + reduced
     return phases, on_host
-
-
-def kind_planned(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device.partition(":")[0]
