@@ -3,10 +3,12 @@
 import dataclasses
 import weakref
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from conftest import DEVICE, limits_of
+from safetensors.torch import load_file
 from test_plan import prepared_run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -58,22 +60,16 @@ def weights_after(tmp_path, point, **changes):
             modes.append(mode)
             original(iteration, training, *rest)
 
-    grpo.iterate = iterate
-    try:
+    with patch.object(grpo, "iterate", iterate):
         grpo.main(prepared)
-    finally:
-        grpo.iterate = original
-    from safetensors.torch import load_file
-
     return load_file(newest(settings.out_dir) / "model.safetensors"), -modes[0].left, settings
 
 
 # A group takes 10 + 8 * 23 = 194 tokens of the row. Half of that cuts it between completions: 3, 3 and 2 of them.
 GROUPS = dict(batch_size=3, group_size=8, max_tokens_per_micro_batch=200)
 SMALL = dict(n_layer=1, n_embd=32, learning_rate=1e-3, **GROUPS)
-ON_HOST = dict(
-    optimizer_device="host", grad_offload=True, checkpoint_blocks="block", activation_offload=True, n_layer=2
-)
+ON_HOST = dict(optimizer_device="host", grad_offload=True, checkpoint_blocks="block", activation_offload=True)
+ON_HOST["n_layer"] = 2
 LONG = [pytest.param(changes, 25, marks=pytest.mark.long) for changes in (dict(), ON_HOST)]
 
 
@@ -103,9 +99,7 @@ def test_a_resumed_run_remembers(tmp_path, capsys):
     grpo.main(prepare(resumed))
     assert f"an earlier out-of-memory; going on with max_tokens_per_micro_batch={smaller}" in capsys.readouterr().out
     assert read_state(newest(resumed.out_dir))["after_oom"] == {"max_tokens_per_micro_batch": [0, smaller]}
-    own = dataclasses.replace(
-        resumed, max_tokens_per_micro_batch=50, max_iters=4
-    )  # what the user changes is the user's
+    own = dataclasses.replace(resumed, max_tokens_per_micro_batch=50, max_iters=4)  # what the user changes
     grpo.main(prepare(own))
     assert read_state(newest(resumed.out_dir))["after_oom"] == {}
 
@@ -147,7 +141,7 @@ def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
             with pytest.raises(SnugError) as caught:
                 grpo.main(prepared)
         text = str(caught.value)
-        assert said in text and "; next: --checkpoint_blocks=selective, with --resume=auto" in text
+        assert said in text and "; try --resume=auto with --memory_budget_gb=auto, or with fewer GiB" in text
         assert "\n" not in text
 
 
@@ -204,6 +198,6 @@ def test_an_optimizer_step_is_tried_once_more():
         calls.append(None)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    with pytest.raises(SnugError, match="in the optimizer step: CUDA out of memory.; next: "):
+    with pytest.raises(SnugError, match="in the optimizer step: CUDA out of memory.; try "):
         limits_of(GRPOSettings()).run("optimizer", step)
     assert len(calls) == 2

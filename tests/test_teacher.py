@@ -546,9 +546,9 @@ def test_out_of_memory_in_the_teacher_is_survived(places):
     limits = limits_of(settings, said.append)
     assert limits.reference_batches == 4
     limits.make_smaller("teacher", "out of memory", 1)
-    assert said == ["out of memory; going on with 2 micro-batches of the teacher at once"]
+    assert said == ["out of memory; going on with reference_batches=2"]
     on_device = GRPOSettings(teacher="x")
-    assert ladder(on_device, "cuda")["teacher_device"] == ["device", "host"]
+    assert ladder(on_device, "cuda", 1, 1)["teacher_device"] == ["device", "host"]
     assert limits_of(on_device, said.append).reference_batches == 1
 
 

@@ -13,20 +13,16 @@ import torch
 from snug.device.cuda import empty_cache
 from snug.device.processes import ONE_PROCESS
 from snug.device.streams import settle
-from snug.memory.fit import CHANGES_ROUNDING, ladder, written
-from snug.memory.plan import kind_planned
 from snug.options import SnugError, first_line
 
-# Parts of the messages of CUDA, its driver and its libraries.
-MESSAGES = "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "error: out of memory"
+# Parts of the messages of cuBLAS, of CUDA's driver, and of a CPU.
+MESSAGES = "CUBLAS_STATUS_ALLOC_FAILED", "error: out of memory", "can't allocate memory"
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Did the device run out of memory (on a CPU, the host)?"""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    on_cpu = not torch.cuda.is_initialized() and "can't allocate memory" in str(error)
-    return on_cpu or any(message in str(error) for message in MESSAGES)
+    """Did the device or the host run out of memory?"""
+    known = any(message in str(error) for message in MESSAGES)
+    return known or isinstance(error, torch.OutOfMemoryError)
 
 
 def reference_batches(settings) -> int:
@@ -56,8 +52,7 @@ class Limits:
     def __init__(self, prepared, say, halved=None, processes=ONE_PROCESS):
         """say: reports a change. halved: of the checkpoint to resume; it holds if the settings ask for the same."""
         settings = prepared.settings
-        self.settings, self.say, self.halved = settings, say, {}
-        self.processes = processes
+        self.say, self.halved, self.processes = say, {}, processes
         share = range(settings.batch_size)[processes.part(settings.batch_size)]
         self.completions = len(share) * settings.group_size  # of a rollout, on this process
         self.max_rollout_batch = settings.max_rollout_batch
@@ -116,13 +111,10 @@ class Limits:
         elif phase == "eval":
             self.halve_decoding("max_eval_batch", failure)
         elif phase in ("reference", "teacher") and self.reference_batches > 1:
-            self.reference_batches //= 2
-            self.say(
-                f"{failure}; going on with {self.reference_batches} micro-batches of the {phase} at once"
-            )
+            self.lower("reference_batches", self.reference_batches // 2, failure)
         elif phase in ("reference", "teacher", "train"):
             self.halve_micro_batches(failure, cut)
-        elif failures > 1 or self.processes.sharded:  # an optimizer step has no limit: one more try
+        elif failures > 1:  # an optimizer step has no limit: one more try
             raise SnugError(self.at_the_floor(f"in the optimizer step: {failure}"))
 
     def halve_decoding(self, name, failure):
@@ -148,14 +140,8 @@ class Limits:
         self.say(f"{failure}; going on with {name}={value}")
 
     def at_the_floor(self, problem):
-        """One line: what failed, and the next option to try."""
-        settings, advice = self.settings, "a smaller model, or shorter sequences"
-        if "float32" in (settings.param_dtype, settings.optimizer_dtype):
-            advice = f"{written(CHANGES_ROUNDING)}, with --resume=auto"
-        for name, values in ladder(settings, kind_planned(settings.device)).items():
-            now = getattr(settings, name)
-            if name not in ("max_rollout_batch", "max_tokens_per_micro_batch") and now in values[:-1]:
-                less = values[values.index(now) + 1]
-                advice = f"{written({name: less})}, with --resume=auto"
-                break
-        return f"out of memory, {problem}; next: {advice}; --plan shows the biggest tensors"
+        """One line: what failed, and what to do."""
+        return (
+            f"out of memory, {problem}; try --resume=auto with --memory_budget_gb=auto, or with fewer GiB than now; "
+            "--plan shows the biggest tensors"
+        )
