@@ -1,8 +1,8 @@
 """AdamW, clipping and the learning rate's schedule; where the optimizer's state and the gradients live.
 
-Two optimizers, one formula. FusedAdamW is PyTorch's: one pass, in place, no second copy of anything. It takes float32
-weights with float32 state on the device. SlabAdamW takes all else. It is one pass in place too (snug/kernels/adamw.py), its
-state may be in bfloat16, and what is on the host comes to the device a slab at a time.
+One class, one formula. Float32 weights with float32 state on the device take PyTorch's fused step: one pass, in place,
+no second copy of anything. All else is one pass in place too (snug/kernels/adamw.py): its state may be in bfloat16, and
+what is on the host comes to the device a slab at a time.
 
     bytes a weight on the device      weights  gradients  moments  masters
     param_dtype float32                  4         4          8              optimizer_dtype float32
@@ -11,12 +11,13 @@ state may be in bfloat16, and what is on the host comes to the device a slab at 
     optimizer_device host: moments and masters move to the host; grad_offload: so do the gradients; param_offload: all
 
 All state is allocated at the start, so a step allocates almost nothing. Another optimizer is a torch.optim.Optimizer
-that has the methods of FusedAdamW.
+that has `steps`, `gradients`, `gradient_norm`, `step` and `zero_grad` of SlabAdamW.
 Left out: 8-bit state, a step on the host's cores.
 """
 
 import math
 import weakref
+from functools import partial
 
 import torch
 
@@ -41,16 +42,17 @@ def make_optimizer(model, settings):
         {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    everything = settings.param_offload
-    on_host = {"weight"} if everything else set()
-    if everything or settings.optimizer_device == "host":
+    on_host = set()
+    if settings.param_offload:
+        on_host = {"weight", "gradient", *STATE}
+    if settings.optimizer_device == "host":
         on_host.update(STATE)
-    if everything or settings.grad_offload:
+    if settings.grad_offload:
         on_host.add("gradient")
-    if settings.param_dtype == settings.optimizer_dtype != "bfloat16" and not on_host:
-        return FusedAdamW(named.values(), groups, settings)
-    device = getattr(model, "runs_on", next(iter(named.values())).device)
-    return SlabAdamW(groups, settings, on_host, device)
+    parameters = list(named.values())
+    return SlabAdamW(
+        parameters, groups, settings, on_host, getattr(model, "runs_on", parameters[0].device)
+    )
 
 
 def learning_rate_at(iteration: int, settings):
@@ -61,10 +63,9 @@ def learning_rate_at(iteration: int, settings):
     if iteration < settings.warmup_iters:
         return settings.learning_rate * (iteration + 1) / settings.warmup_iters
     done = (iteration - settings.warmup_iters) / max(1, settings.max_iters - settings.warmup_iters)
-    factor = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
-        settings.lr_schedule
-    ]
-    return settings.learning_rate * factor
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    factors = dict(constant=1.0, linear=1 - done, cosine=cosine)
+    return settings.learning_rate * factors[settings.lr_schedule]
 
 
 def optimizer_step(
@@ -95,46 +96,7 @@ def gradients_of(model, optimizer):
     return {name: gradients[p] for name, p in trained(model).items() if p in gradients}
 
 
-class FusedAdamW(torch.optim.AdamW):
-    """PyTorch's AdamW in one pass over the weights, with its state allocated at the start."""
-
-    @component("moments")
-    def __init__(self, parameters, groups, settings):
-        betas = settings.adam_beta1, settings.adam_beta2
-        super().__init__(groups, betas=betas, fused=True)
-        for p in parameters:
-            self.state[p] = {
-                "step": torch.zeros((), device=p.device),
-                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-            }
-
-    @property
-    def steps(self) -> int:
-        """How many steps it has taken."""
-        return int(next(iter(self.state.values()))["step"])
-
-    @steps.setter
-    def steps(self, steps: int):
-        for state in self.state.values():
-            state["step"].fill_(steps)
-
-    def gradients(self):
-        """-> {parameter: its gradient}, on the device or the host, of the parameters that have one."""
-        return {p: p.grad for p in self.state if p.grad is not None}
-
-    def gradient_norm(self):
-        """The norm of all gradients together, a scalar tensor on the device."""
-        return torch.nn.utils.get_total_norm(self.gradients().values())
-
-    def step(self, scale=1.0):
-        """One update. scale: what gradients are multiplied by, to clip them."""
-        if scale < 1:
-            torch._foreach_mul_(list(self.gradients().values()), scale)
-        super().step()
-
-
-class SlabAdamW(torch.optim.Optimizer):
+class SlabAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019) in float32, with a choice of its state's dtype and place.
 
     optimizer_dtype float32: moments in float32 and, beside bfloat16 weights, a float32 master of each weight. bfloat16:
@@ -142,37 +104,30 @@ class SlabAdamW(torch.optim.Optimizer):
     and step.
     on_host: which of weight, gradient and STATE are in pinned host memory. The next slab arrives on the device while
     one is updated and copied back.
-    A step allocates its buffers first: after an out-of-memory nothing has changed.
+    A step allocates its buffers first: after an out-of-memory nothing has changed. `steps`: how many it has taken.
     """
 
     @component("moments")
-    def __init__(self, groups, settings, on_host, device):
-        betas = settings.adam_beta1, settings.adam_beta2
-        super().__init__(groups, dict(lr=settings.learning_rate, betas=betas, eps=1e-8))
-        self.seed, self.steps, self.on_host, self.device = settings.seed, 0, on_host, device
-        self.host_gradients = HostGradients(self.parameters()) if settings.grad_offload else None
-        dtype = getattr(torch, settings.optimizer_dtype)
-        for p in self.parameters():
-            dtypes = {"exp_avg": dtype, "exp_avg_sq": dtype}
-            if p.dtype == torch.bfloat16 != dtype:
-                dtypes["master"] = torch.float32
-            for name, dtype_ in dtypes.items():
-                if name in on_host:
-                    tensor = new_on_host(p, dtype_, keep=True)
-                else:
-                    tensor = torch.empty_like(p, dtype=dtype_)
-                self.state[p][name] = tensor.copy_(p.detach()) if name == "master" else tensor.zero_()
-
-    def parameters(self):
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def largest(self):
-        return max(self.parameters(), key=torch.Tensor.numel)
+    def __init__(self, parameters, groups, settings, on_host, device):
+        self.fused = settings.param_dtype == settings.optimizer_dtype != "bfloat16" and not on_host
+        super().__init__(groups, betas=(settings.adam_beta1, settings.adam_beta2), fused=self.fused)
+        self.parameters, self.on_host, self.device = parameters, on_host, device
+        self.seed, self.steps = settings.seed, 0
+        self.largest = max(parameters, key=torch.Tensor.numel)
+        self.host_gradients = HostGradients(parameters) if settings.grad_offload else None
+        dtype = None if self.fused else getattr(torch, settings.optimizer_dtype)  # None: the weight's
+        new = partial(new_on_host, keep=True) if "exp_avg" in on_host else torch.empty_like
+        for p in parameters:
+            masters = p.dtype == torch.bfloat16 != dtype
+            for name in STATE[: 2 + masters]:
+                tensor = self.state[p][name] = new(p, dtype=dtype)
+                tensor.copy_(p.detach()) if name == "master" else tensor.zero_()
 
     def gradients(self):
+        """-> {parameter: its gradient}, on the device or the host, of the parameters that have one."""
         if self.host_gradients is not None:
             return self.host_gradients.collect()
-        return {p: p.grad for p in self.parameters() if p.grad is not None}
+        return {p: p.grad for p in self.parameters if p.grad is not None}
 
     def slabs(self, *names):
         """-> [(tensors, parameter's group, its number, index of the first weight)] of neighbouring weights.
@@ -180,7 +135,7 @@ class SlabAdamW(torch.optim.Optimizer):
         tensors: {name: (n,)} with these names, on the device or the host. Parameters without a gradient have no slab.
         """
         slabs, gradients, number = [], self.gradients(), 0
-        size = slab_size(self.largest()) if self.on_host.intersection(names) else PIECE
+        size = slab_size(self.largest) if self.on_host.intersection(names) else PIECE
         for group in self.param_groups:
             for p in group["params"]:
                 if p in gradients:
@@ -195,17 +150,20 @@ class SlabAdamW(torch.optim.Optimizer):
     def ring(self, slabs):
         """RING dicts of buffers on the device, {name: (n,)}: one for each tensor of a slab that is on the host."""
         largest = max((tensors for tensors, *_ in slabs), key=lambda tensors: len(tensors["gradient"]))
-        on_host = {name: x for name, x in largest.items() if name in self.on_host}
+        names = [name for name in largest if name in self.on_host]
         return [
-            {name: torch.empty_like(x, device=self.device) for name, x in on_host.items()}
+            {name: torch.empty_like(largest[name], device=self.device) for name in names}
             for _ in range(RING)
         ]
 
     @torch.no_grad()
     def gradient_norm(self):
+        """The norm of all gradients together, a scalar tensor on the device."""
+        if self.fused:
+            return torch.nn.utils.get_total_norm(self.gradients().values())
         slabs = self.slabs("gradient")
         ring = self.ring(slabs)
-        dtype = torch.promote_types(self.largest().dtype, torch.float32)
+        dtype = torch.promote_types(self.largest.dtype, torch.float32)
         # Made here: on a side stream nothing may be allocated.
         norms = torch.zeros(len(slabs), dtype=dtype, device=self.device)
         each = iter(norms)
@@ -218,10 +176,14 @@ class SlabAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, scale=1.0):
+        """One update. scale: what gradients are multiplied by, to clip them."""
+        if self.fused:
+            self.step_of_torch(scale)
+            return
         names = "weight", "gradient", *STATE
         slabs = self.slabs(*names)
         ring = self.ring(slabs)
-        scratch = new_scratch(ring[0].get("weight", self.largest()))
+        scratch = new_scratch(ring[0].get("weight", self.largest))
         self.steps += 1
 
         def update(tensors, group, number, first):
@@ -232,6 +194,15 @@ class SlabAdamW(torch.optim.Optimizer):
         in_turn(self.device, slabs, ring, update).wait()
         # A checkpoint may read the state on the host next, and a host that reads does not wait for copies.
         settle()
+
+    def step_of_torch(self, scale):
+        counts = torch.full((len(self.state),), float(self.steps), device=self.device)
+        for state, count in zip(self.state.values(), counts.unbind(), strict=True):
+            state["step"] = count
+        if scale < 1:
+            torch._foreach_mul_(list(self.gradients().values()), scale)
+        super().step()
+        self.steps += 1
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
@@ -256,7 +227,7 @@ def in_turn(device, slabs, ring, work):
     ring: dicts of buffers on the device. The tensors with these names are on the host: `work` gets copies of them in
     the buffers. What it changes, all but gradients, is copied back.
     """
-    done = Done(device)
+    done = Done()
     free = [done] * len(ring)  # when the work on an entry's buffers is done
     for number, (tensors, *place) in enumerate(slabs):
         turn = number % len(ring)
@@ -288,7 +259,6 @@ class HostGradients:
     """
 
     def __init__(self, parameters):
-        self.parameters = parameters
         self.host = {p: new_on_host(p, keep=True) for p in parameters}
         self.arrived = set()  # parameters whose gradient is on the host, or moving
         self.moving = {}  # parameter -> (Done, tensors to keep until then), the oldest first
@@ -314,7 +284,7 @@ class HostGradients:
         self.moving[p] = done, fresh, ring
         self.arrived.add(p)
         p.grad = None
-        if p is self.parameters[0]:  # the embedding's is the last: no compute is left to overlap with
+        if p is next(iter(self.host)):  # the embedding's is the last: no compute is left to overlap with
             self.land()
 
     def land(self, but=0):
@@ -324,7 +294,7 @@ class HostGradients:
 
     def collect(self):
         """-> {parameter: its gradient on the host}, of the parameters that have one; none is left on the device."""
-        for p in self.parameters:
+        for p in self.host:
             if p.grad is not None:  # written by the head's or the embedding's backward: no hook fires
                 self.take(p)
         self.land()
