@@ -42,7 +42,7 @@ CHECKS = {
     # Most groups are all equal and are refilled; the trainer's log-probs count; a step of two groups, cut by tokens.
     "dapo": dict(
         max_num_gen_batches=3, importance_sampling_cap=1.5, batch_size=6, train_batch_size=8, epsilon_high=0.28,
-        max_tokens_per_micro_batch=60, num_iterations=2, soft_punish_cache=2,
+        max_tokens_per_micro_batch=60, num_iterations=2, soft_punish_cache=2, max_iters=2,
     ),
     # One group of two is a step: of four processes two have nothing to do.
     "uneven": dict(train_batch_size=2, group_size=2, batch_size=6, loss_type="grpo", max_iters=2),
@@ -52,11 +52,13 @@ CHECKS = {
     "teacher": dict(teacher="none1/sft", divergence="sampled", importance_sampling_level="sequence", max_iters=2),
     "divergence": dict(teacher="none1/sft", divergence="jsd", max_tokens_per_micro_batch=60, max_iters=2),
     "nf4": dict(beta=0.1, init_from="none1/sft", lora_rank=4, base_dtype="nf4", max_iters=2),
-    "offload": dict(param_offload=True, beta=0.1, init_from="none1/sft", max_tokens_per_micro_batch=60),
+    "offload": dict(param_offload=True, beta=0.1, init_from="none1/sft", max_tokens_per_micro_batch=60, max_iters=2),
     # Large enough that weights are most of the memory.
     "memory": dict(n_layer=4, n_embd=128, vocab_size=1001, batch_size=4, max_iters=2, eval_prompts=0),
-    "host": dict(optimizer_device="host", grad_offload=True, checkpoint_blocks="block", activation_offload=True),
-    "dropped": dict(max_iters=3),
+    "host": dict(
+        optimizer_device="host", grad_offload=True, checkpoint_blocks="block", activation_offload=True, max_iters=2
+    ),
+    "dropped": dict(max_iters=2),
     "out of memory": dict(max_tokens_per_micro_batch=80, max_iters=2),
 }  # fmt: skip
 
@@ -92,7 +94,8 @@ def run_check(name, folder, size):
     """-> what this process has found, as JSON has it; the runs leave their folders."""
     rank = int(os.environ["RANK"])
     if name.startswith("trajectory"):
-        settings = trajectory.settings(parallel=os.environ["PARALLEL"], max_tokens_per_micro_batch=int(name[10:] or 0))
+        budget = dict(max_tokens_per_micro_batch=int(name[10:] or 0))
+        settings = trajectory.settings(parallel=os.environ["PARALLEL"], max_iters=10, **budget)
         with parallel.start(settings) as processes:
             return trajectory.take(settings, processes=processes)
     if name == "sft":
@@ -125,7 +128,13 @@ def measured():
     messages = {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single", "all_reduce")}
 
     def followed(resize):
-        return lambda tensor: (resize(tensor), live.follow(tensor))
+        def resize_and_follow(tensor):
+            resize(tensor)
+            if id(tensor.untyped_storage()) in live.sizes:
+                live.forget(id(tensor.untyped_storage()))
+            live.follow(tensor)
+
+        return resize_and_follow
 
     def copied(send):
         def message(*tensors, input=None, output=None, async_op=False, **options):

@@ -36,7 +36,7 @@ from settings import GRPOSettings, SFTSettings
 from snug.decoding import DecodeBatch, decode_batch
 from snug.device.kinds import PlanningMode
 from snug.memory import Limits
-from snug.memory.plan import PlanMeter, PlannedHost
+from snug.memory.plan import PlanMeter, Recorder
 from training.dry_run import DryTraining
 from training.figures import Scored
 from training.guard import Guard
@@ -49,21 +49,15 @@ PROMPT, COMPLETION = 9, 6
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
 LADDER = {
     "plain": dict(),
-    "block": dict(checkpoint_blocks="block"),
     "selective": dict(checkpoint_blocks="selective"),
     "activation offload": dict(checkpoint_blocks="block", activation_offload=True),
-    "host optimizer": dict(optimizer_device="host"),
-    "grad offload": dict(optimizer_device="host", grad_offload=True),
+    "host optimizer": dict(optimizer_device="host", grad_offload=True),
     "masters": BFLOAT16,
     "bfloat16": BFLOAT16 | dict(optimizer_dtype="bfloat16"),
-    "LoRA": dict(lora_rank=4),
     "QLoRA": dict(lora_rank=4, base_dtype="nf4"),
-    "reference": dict(beta=0.04),
     "teacher": dict(teacher="t"),
     "teacher on the host": dict(teacher="t", divergence="jsd", teacher_device="host"),
-    "trainer's log-probs": dict(importance_sampling_cap=2.0),
-    "sequence level": dict(importance_sampling_level="sequence"),
-    "entropy": dict(entropy_coef=0.01),
+    "reference": dict(beta=0.04, importance_sampling_cap=2.0, importance_sampling_level="sequence", entropy_coef=0.01),
 }
 SAMPLERS = {"greedy": dict(temperature=0.0), "sampled": dict(), "stop tokens": dict(stop_token=(5, 7))}
 
@@ -72,7 +66,7 @@ class FakeGPU(PlanningMode):
     """Tensors are fake. Values that are read are 0 or True; `waits` counts what made the host wait, by function."""
 
     def __init__(self):
-        super().__init__("cuda", PlannedHost())
+        super().__init__("cuda", Recorder())
         self.waits, self.busy, FakeGPU.now = Counter(), False, self
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -175,15 +169,15 @@ def make_training(prepared, reference=None, teacher=None):
     model = make_model(prepared.shape, device, settings.param_dtype, base_dtype=settings.base_dtype)
     configure(model, settings)
     log = NoLog(settings)
-    parts = PlanMeter(PlannedHost()), log, Guard(settings, log.say), None, Limits(prepared, log.say)
+    parts = PlanMeter(Recorder()), log, Guard(settings, log.say), None, Limits(prepared, log.say)
     optimizer = make_optimizer(model, settings)
     return DryTraining(prepared, model, reference, optimizer, *parts, teacher=teacher)
 
 
-def two_and_four(iteration, *arguments):
-    """-> function: how often the host waited in it, with two micro-batches and with four"""
-    two, four = (Counter(iteration(*arguments, micro_batches)) for micro_batches in (2, 4))
-    return {name: [two[name], four[name]] for name in two | four}
+def one_and_two(iteration, *arguments):
+    """-> function: how often the host waited in it, with one micro-batch and with two"""
+    one, two = (Counter(iteration(*arguments, micro_batches)) for micro_batches in (1, 2))
+    return {name: [one[name], two[name]] for name in one | two}
 
 
 def sft(mode, shape, micro_batches):
@@ -259,10 +253,10 @@ def cases():
     for shape_name, shape in dict(gpt2=GPT2, qwen=QWEN).items():
         for name, options in LADDER.items():
             if shape_name == "qwen" or name == "plain":
-                found[f"train-{shape_name}-{name}"] = lambda mode, s=shape, o=options: two_and_four(iterate, mode, s, o)
+                found[f"train-{shape_name}-{name}"] = lambda mode, s=shape, o=options: one_and_two(iterate, mode, s, o)
         for name, options in SAMPLERS.items() if shape_name == "qwen" else [("sampled", {})]:
             found[f"sample-{shape_name}-{name}"] = lambda mode, s=shape, o=options: sample(mode, s, o)
-        found[f"sft-{shape_name}"] = lambda mode, s=shape: two_and_four(sft, mode, s)
+        found[f"sft-{shape_name}"] = lambda mode, s=shape: one_and_two(sft, mode, s)
     return found
 
 
@@ -298,7 +292,7 @@ def test_no_devices_are_mixed_and_the_host_does_not_wait(name, told):
     elif name.startswith("sample"):
         assert waits == {}  # of a step
     else:
-        grown = {function for function, (two, four) in waits.items() if four > two}
+        grown = {function for function, (one, two) in waits.items() if two > one}
         assert grown <= {"upload"}  # on CUDA from pinned memory, without a wait; the fake device pins nothing
 
 

@@ -44,7 +44,7 @@ def closeness(prompts, completions, answer, **columns):
 
 
 def settings(**changes):
-    return GRPOSettings(**SHAPE | TRAIN | changes, init_from="kept", max_iters=ROLLOUTS)
+    return GRPOSettings(**SHAPE | TRAIN | dict(init_from="kept", max_iters=ROLLOUTS) | changes)
 
 
 def make():
@@ -77,7 +77,7 @@ def make():
 
 
 def take(settings, device="cpu", processes=None):
-    """The fifty steps -> [[loss, gradient norm], ...]. processes: those that share the work."""
+    """Two steps of each of max_iters rollouts -> [[loss, gradient norm], ...]. processes: those that share the work."""
     kept = load_file(FILE)
     weights = {name[6:]: value for name, value in kept.items() if name.startswith("model.")}
     prepared = prepare(GRPOSettings(**SHAPE | TRAIN | dict(beta=0.0)))
@@ -87,7 +87,7 @@ def take(settings, device="cpu", processes=None):
     processes = processes or OneProcess()
     model = processes.shard(configure(model, settings), torch.device(device))
     optimizer, steps = make_optimizer(model, settings), []
-    for iteration in range(ROLLOUTS):
+    for iteration in range(settings.max_iters):
         columns = {name: kept[f"{iteration}.{name}"].to(device) for name in COLUMNS}
         columns |= {name: value.long() for name, value in columns.items() if not value.is_floating_point()}
         columns["stopped"] = columns["stopped"].bool()

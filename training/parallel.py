@@ -111,18 +111,12 @@ class Processes(OneProcess):
         everyones = [None] * self.size
         dist.all_gather_object(everyones, (result, error))
         for rank, (_, error) in enumerate(everyones):
-            if error and self.rank in (0, rank):
+            if error and self.rank not in (0, rank):
+                sys.exit(2)
+            if error:
                 error.args = (f"rank {rank}: {error}",)
                 raise error  # with its notes
-            if error:
-                sys.exit(2)
         return [result for result, _ in everyones]
-
-    def first(self, value):
-        return self.gather(lambda: value)[0]
-
-    def agreed(self, value):
-        return next((v for v in self.gather(lambda: value) if v is not None), None)
 
     def dealt(self, batches, rank_of, model):
         return [batch for batch in batches if rank_of[batch[0]] == self.rank]
@@ -131,9 +125,10 @@ class Processes(OneProcess):
         dist.all_reduce(tensor)
 
     def add_up(self, model, optimizer, totals):
-        parameters, gradients = trained(model), gradients_of(model, optimizer)
-        for name in parameters.keys() - gradients.keys():  # this process had no micro-batch
-            parameters[name].grad = torch.zeros_like(parameters[name])
+        gradients = gradients_of(model, optimizer)
+        for name, p in trained(model).items():
+            if name not in gradients:  # this process had no micro-batch
+                p.grad = torch.zeros_like(p)
         for gradient in gradients_of(model, optimizer).values():
             dist.all_reduce(gradient)
         return merged(self.gather(lambda: totals))
@@ -154,7 +149,6 @@ class ShardedProcesses(Processes):
         return torch.device("cpu")  # a whole model need not fit on the device
 
     def shard(self, model, device):
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             FSDPModule,
@@ -167,20 +161,16 @@ class ShardedProcesses(Processes):
         settings = self.settings
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise SnugError(
-                f"parallel={settings.parallel!r} needs torch 2.13, and torch {torch.__version__} is installed; "
-                "pip install torch==2.13.0, or use --parallel=ddp"
+                f"parallel='fsdp' needs torch 2.13, and this is {torch.__version__}; update it, or use --parallel=ddp"
             )
         # No block's output is changed in place while gradients are on.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-        mesh = init_device_mesh(device.type, (self.size,))
         reduce_dtype = None if settings.param_dtype == "float64" else torch.float32
-        options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        options = dict(mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
         if settings.param_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        for block in model.blocks:
-            fully_shard(block, reshard_after_forward=True, **options)
-        fully_shard(model, reshard_after_forward=False, **options)
         for module in units(model):
+            fully_shard(module, **options)
             # A sum, because our gradients are shares of the whole step's.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -231,8 +221,7 @@ class ShardedProcesses(Processes):
         files = {file: {} for file in tensors}
         for file, named in tensors.items():
             for name, rows in named.items():
-                shards = [None] * self.size
-                dist.all_gather_object(shards, rows.cpu())
+                shards = self.gather(rows.cpu)
                 if not self.rank:
                     files[file][name] = torch.cat(shards)
         return files
