@@ -176,8 +176,8 @@ class TrainOptions:
     base_dtype: str = option(
         "",
         "LoRA: dtype of the blocks' frozen matrices, for the sampler, the trainer and the reference; nf4: QLoRA's 4 "
-        "bits, as bitsandbytes makes them; empty: param_dtype; auto: nf4 only if nothing else fits memory_budget_gb",
-        choices=("", "nf4", "auto"),
+        "bits, as bitsandbytes makes them; empty: param_dtype",
+        choices=("", "nf4"),
     )
 
 

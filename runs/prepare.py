@@ -186,13 +186,11 @@ def resumed(settings):
 
 
 def decided(settings, before):
-    """A run that goes on has values for "auto". Otherwise dtype waits for the device, and base_dtype for the budget, if
-    there is one. Raises SnugError if the values do not fit the options."""
-    undecided = dict(dtype="auto", base_dtype=settings.memory_budget_gb and "auto")
-    for name, value in undecided.items():
-        if getattr(settings, name) == "auto":
-            settings = replace(settings, **{name: getattr(before, name, value)})
-            settings.check()
+    """dtype="auto" waits for the device; a run that goes on keeps its own. Raises SnugError if it does not fit the
+    options."""
+    if settings.dtype == "auto" and before:
+        settings = replace(settings, dtype=before.dtype)
+        settings.check()
     return settings
 
 

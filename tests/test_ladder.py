@@ -81,15 +81,12 @@ def test_grpo_goes_the_same_way(curves, name):
     assert [record["reward_mean"] for record in plain] == [record["reward_mean"] for record in changed]
 
 
-@pytest.mark.parametrize(
-    "changes, most",
-    [
-        (dict(dtype="bfloat16"), 0.01),
-        (dict(optimizer_dtype="bfloat16"), 0.002),
-        (dict(dtype="bfloat16", param_dtype="bfloat16"), 0.03),
-        (dict(dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16"), 0.05),
-    ],
-)
+HALF = dict(dtype="bfloat16", param_dtype="bfloat16")
+ROUNDED = [(dict(dtype="bfloat16"), 0.01), (dict(optimizer_dtype="bfloat16"), 0.002)]
+ROUNDED += [(HALF, 0.03), (HALF | dict(optimizer_dtype="bfloat16"), 0.05)]
+
+
+@pytest.mark.parametrize("changes, most", ROUNDED)
 def test_rounding_moves_the_loss_curve_a_little(curves, changes, most):
     plain, changed = curves("sft", **FLOAT32), curves("sft", **FLOAT32 | changes)
     distance = worst(plain, changed, "loss")
@@ -98,14 +95,12 @@ def test_rounding_moves_the_loss_curve_a_little(curves, changes, most):
 
 
 def test_bfloat16_grpo_runs_and_its_sampler_agrees_with_its_trainer(curves):
-    records = curves(
-        "grpo", dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16", reference="host", max_iters=5
-    )
+    records = curves("grpo", **HALF, optimizer_dtype="bfloat16", reference="host", max_iters=5)
     assert all(record["logprob_diff_max"] < 0.3 and record["logprob_diff_mean"] < 0.02 for record in records)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
-@pytest.mark.parametrize("changes", [dict(), dict(max_rollout_batch=5), dict(dtype="bfloat16", param_dtype="bfloat16")])
+@pytest.mark.parametrize("changes", [dict(max_rollout_batch=5), HALF])
 def test_a_rollout_gives_the_device_back(changes, tmp_path):
     """What an inference server needs a sleep mode for: after the rollout only the Rollouts are left, after the step no gradient."""
     settings = GRPOSettings(**GRPO | changes | dict(out_dir=str(tmp_path), beta=0.0, batch_size=8))
@@ -123,9 +118,8 @@ def test_a_rollout_gives_the_device_back(changes, tmp_path):
         rollouts.advantages, rollouts.old_logprobs = torch.randn(32), rollouts.sampling_logprobs
         before = meter.allocated()
         grpo.accumulate_gradient(model, rollouts, Cut(rollouts), 0, settings)
-        assert (
-            meter.allocated() - before <= tensor_bytes(p.grad for p in model.parameters()) + 4 * 32 + 64
-        )  # lengths of Python's
+        lengths = 4 * 32 + 64  # of Python's
+        assert meter.allocated() - before <= tensor_bytes(p.grad for p in model.parameters()) + lengths
         optimizer_step(model, optimizer, 1e-3, 1.0)
         assert meter.allocated() - before <= 64 and all(p.grad is None for p in model.parameters())
 
@@ -148,9 +142,8 @@ def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
 
 def test_an_evaluation_decodes_as_many_at_a_time_as_a_rollout(tmp_path, monkeypatch):
     """Counted in forwards; what it scores is the same, because a row's luck is its own."""
-    prepared = prepare(
-        GRPOSettings(**GRPO | dict(out_dir=str(tmp_path), beta=0.0, batch_size=2, group_size=8, eval_prompts=12))
-    )
+    changes = dict(out_dir=str(tmp_path), beta=0.0, batch_size=2, group_size=8, eval_prompts=12)
+    prepared = prepare(GRPOSettings(**GRPO | changes))
     model, prompt, completion = begin(prepared, torch.device(DEVICE))[0], *prepared.longest()
     limits, forward, rows = limits_of(prepared.settings, longest=(prompt, completion)), GPT.forward, []
     monkeypatch.setattr(GPT, "forward", lambda model, x, *a, **k: rows.append(len(x)) or forward(model, x, *a, **k))
@@ -180,14 +173,12 @@ def test_evaluations_cut_long_prompts_too(tmp_path):
 
 
 def test_a_resumed_run_may_round_what_it_did_not(tmp_path):
-    """What is advised when memory runs out: other dtypes, from the same checkpoint; masters come and go."""
-    bf16 = dict(dtype="bfloat16", param_dtype="bfloat16")
-    for number, changes in enumerate(
-        (dict(), bf16, bf16 | dict(optimizer_dtype="bfloat16"), bf16, dict(optimizer_device="host")), 1
-    ):
+    """Other dtypes from the same checkpoint: masters come and go."""
+    rounded = HALF | dict(optimizer_dtype="bfloat16")
+    for number, changes in enumerate((dict(), HALF, rounded, HALF, dict(optimizer_device="host")), 1):
         settings = SFTSettings(
-            **SFT | changes | dict(max_iters=20 * number, save_interval=0, resume="auto", out_dir=str(tmp_path))
+            **SFT | changes | dict(max_iters=10 * number, save_interval=0, resume="auto", out_dir=str(tmp_path))
         )
         train_sft.main(prepare(settings))
     losses = [record["loss"] for record in read_log(tmp_path)]
-    assert len(losses) == 100 and sum(losses[90:]) < sum(losses[35:45]) < sum(losses[:10])  # ten each, as they vary
+    assert len(losses) == 50 and sum(losses[40:]) < sum(losses[15:25]) < sum(losses[:10])  # ten each, as they vary

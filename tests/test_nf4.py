@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ from test_lora import COMMON, run_grpo
 from test_lora import rewards as varied_rewards
 from test_packed import WAYS, K, gradient, make_rollouts
 from test_packed import assert_same as assert_same_gradient
-from test_plan import differ, measured_peak, plan_once, plans_once, short_ladder  # noqa: F401, fixtures
+from test_plan import differ, measured_peak
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grpo
@@ -44,8 +43,7 @@ from snug.kernels import nf4, triton
 from snug.kernels.layers import hold_in_nf4
 from snug.kernels.nf4 import DYNAMIC_MAP, NF4, Quantized, quantize, takes_product, weights_of
 from snug.memory import MemoryMeter
-from snug.memory.fit import CHANGES_ROUNDING, changes, fit, show, too_large
-from snug.memory.plan import GIB, plan
+from snug.memory.plan import plan
 from snug.options import SnugError, read_settings
 from snug.pretrained.bitsandbytes import STATE as nf4_state
 from snug.pretrained.shapes import read_shape
@@ -711,75 +709,6 @@ def test_a_run_from_bitsandbytes_folder(double, tmp_path, monkeypatch):
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """-> a Hugging Face folder whose blocks take most of a run's memory."""
-    shape = dict(
-        vocab_size=260, block_size=64, n_layer=8, n_head=4, n_embd=192, norm="rmsnorm", position="rotary", mlp="swiglu"
-    )
-    folder = tmp_path_factory.mktemp("models") / "model"
-    save_pretrained(make_gpt(shape, "cpu"), folder, get_tokenizer("bytes"))
-    return folder
-
-
-AUTO = "--digits=2 --device=cpu --eval_prompts=0 --max_iters=1 --batch_size=2 --group_size=2 --max_new_tokens=8".split()
-AUTO += ["--lora_rank=4", "--beta=0.1", "--entropy_coef=0.1", "--save_interval=0"]
-
-
-def prepared_on_auto(folder, out, *words):
-    words = [*AUTO, f"--init_from={folder}", f"--out_dir={out}", "--base_dtype=auto", *words]
-    return prepare(*read_settings(GRPOSettings, words)[:2])
-
-
-def test_auto_takes_4_bits_only_where_nothing_else_fits(folder, tmp_path, short_ladder):  # noqa: F811
-    """Without a budget it is param_dtype. With 4 bits the search begins again from the fastest options."""
-    assert prepared_on_auto(folder, tmp_path / "run").settings.base_dtype == ""
-    prepared = prepared_on_auto(folder, tmp_path / "run", "--memory_budget_gb=1")
-    dry_run, auto = DryRun(prepared, grpo.iterate), prepared.settings
-    plain, in_4_bits = replace(auto, base_dtype=""), replace(auto, base_dtype="nf4")
-    least, least_in_4_bits = (fit(dry_run, settings, 1)[1].peak for settings in (plain, in_4_bits))
-    assert auto.base_dtype == "auto" and 1.5 * least_in_4_bits < least
-    for budget, settings in ((GIB, plain), (least, plain), (least - 1, in_4_bits), (least_in_4_bits, in_4_bits)):
-        assert fit(dry_run, auto, budget) == fit(dry_run, settings, budget)
-        text = show(dry_run, replace(auto, memory_budget_gb=f"{(budget + 0.5) / GIB:.12f}"))
-        assert (
-            ("--base_dtype=nf4" in text) == (settings is in_4_bits)
-            and "--base_dtype=\n" not in text
-            and "--base_dtype= " not in text
-        )
-    fitted, _ = fit(dry_run, auto, least - 1)
-    fastest, slowest = (fit(dry_run, auto, budget)[0] for budget in (GIB, least))
-    assert changes(fastest, fitted) == {"base_dtype": "nf4"} and changes(fastest, slowest)
-    assert "does not fit: the plan takes 0" in show(dry_run, replace(auto, memory_budget_gb="0.0001"))
-
-
-def test_a_run_is_in_4_bits_if_the_budget_says_so_and_stays(folder, tmp_path, capsys, short_ladder):  # noqa: F811
-    """The budget decides before the weights are read: the folder's values are in 4 bits at once."""
-    dry_run = DryRun(prepared := prepared_on_auto(folder, tmp_path / "run", "--memory_budget_gb=1"), grpo.iterate)
-    least = fit(dry_run, replace(prepared.settings, base_dtype=""), 1)[1].peak
-    small, large = f"--memory_budget_gb={(least - 0.5) / GIB:.12f}", "--memory_budget_gb=1"
-    for name, budgets, expected in (("small", [small, large, ""], "nf4"), ("large", [large, small, ""], "")):
-        for n, budget in enumerate(budgets, 1):
-            words = [f"--max_iters={n}", "--resume=auto", *filter(None, [budget])]
-            if (name, n) == ("large", 2):  # its base is not in 4 bits: too large now
-                with pytest.raises(SnugError, match="the plan takes .* --param_dtype=bfloat16 .* would make it"):
-                    grpo.main(prepared_on_auto(folder, tmp_path / name, *words))
-                continue
-            grpo.main(prepared_on_auto(folder, tmp_path / name, *words))
-            said = capsys.readouterr().out
-            assert ("GiB may be used: changed --base_dtype=nf4" in said) == ((name, n) == ("small", 1))
-            assert "base_dtype was" not in said
-            if budget:
-                limit = float(budget.partition("=")[2]) * GIB / MIB
-                assert read_log(tmp_path / name)[-1]["mem_max_alloc_mb"] <= limit
-            assert json.loads((tmp_path / name / "settings.json").read_text())["base_dtype"] == expected
-            run = load_run(tmp_path / name, "cpu")
-            assert run.settings.base_dtype == expected
-            assert isinstance(run.model.blocks[0].mlp.up.weight, NF4) == bool(expected)
-    with pytest.raises(SnugError, match="base_dtype='auto', but .* has adapters, which would be rounded to 4 bits"):
-        prepared_on_auto(tmp_path / "small", tmp_path / "next", large)
-
-
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -792,11 +721,6 @@ def test_a_run_is_in_4_bits_if_the_budget_says_so_and_stays(folder, tmp_path, ca
             "base_dtype=nf4: parallel=fsdp needs base_dtype= or --parallel=ddp",
         ),
         (["--base_dtype=fp4"], "base_dtype='fp4' is not one of"),
-        (["--base_dtype=auto"], "base_dtype='auto' freezes the weights"),
-        (
-            ["--base_dtype=auto", "--lora_rank=4", "--init_from=x", "--parallel=fsdp"],
-            "base_dtype=auto: parallel=fsdp needs base_dtype= or --parallel=ddp",
-        ),
     ],
 )
 def test_options_that_cannot_be(words, said):
@@ -856,24 +780,3 @@ def digest(matrix):
 
 if __name__ == "__main__":
     write_golden()
-
-
-def test_a_budget_that_only_nf4_fits_names_it(tmp_path, plans_once):  # noqa: F811
-    """The search never chooses what rounds. It says which rounding would do, and 4 bits only where less does not."""
-    shape = "--n_layer=8 --n_embd=192 --block_size=64 --norm=rmsnorm --position=rotary --mlp=swiglu --digits=4"
-    common = f"--device=cpu --eval_prompts=0 --save_interval=0 --out_dir={tmp_path}/"
-    train_sft.main(
-        prepare(*read_settings(SFTSettings, f"{common}sft {shape} --max_iters=1 --batch_size=2".split())[:2])
-    )
-    words = f"{common}run --digits=4 --init_from={tmp_path}/sft --batch_size=2 --group_size=2 --lora_rank=4".split()
-    prepared = prepare(*read_settings(GRPOSettings, words)[:2])
-    dry_run = DryRun(prepared, grpo.iterate)
-    fitted, planned = prepared.settings, plan_once(dry_run, prepared.settings)
-    half = plan_once(dry_run, replace(fitted, **CHANGES_ROUNDING)).peak
-    quarter = plan_once(dry_run, replace(fitted, **CHANGES_ROUNDING, base_dtype="nf4")).peak
-    assert quarter < half < planned.peak and not fitted.base_dtype
-    texts = [too_large(dry_run, fitted, planned, {}, budget) for budget in (half, quarter, quarter - 1)]
-    assert [text.count("--base_dtype=nf4 would make it") for text in texts] == [0, 1, 0]
-    assert "--dtype=bfloat16 would make it" in texts[0] and "use a smaller model" in texts[2]
-    sharded = too_large(dry_run, replace(fitted, parallel="fsdp"), planned, {}, quarter)
-    assert "nf4" not in sharded

@@ -7,20 +7,14 @@ from dataclasses import replace
 import torch
 
 from snug.device.host import available_on_host
-from snug.device.kinds import logits_budget
-from snug.memory.plan import GIB, Plan, kind_planned, plan
+from snug.device.kinds import kind_planned, logits_budget
+from snug.memory.plan import GIB, Plan, plan
 from snug.options import SnugError
 
-CHANGES_ROUNDING = {
-    "param_dtype": "bfloat16",
-    "optimizer_dtype": "bfloat16",
-    "dtype": "bfloat16",
-}  # never chosen for the user
-NF4 = {"base_dtype": "nf4"}  # nor is this, unless the user says base_dtype=auto
 PLACES = ["device", "host"]
 
 
-def ladder(settings, kind, prompt=1, completion=1) -> dict:
+def ladder(settings, kind, prompt, completion) -> dict:
     """{option: its values, from the fastest to the one that needs least}; options that cost little time first.
 
     prompt, completion: longest, tokens. No value changes results: docs/memory.md.
@@ -59,11 +53,7 @@ def fit(dry_run, settings, budget):
     the other the value that needs least, cheapest first, until the plan fits. Then it goes back and gives each of them
     its fastest value that fits as well. The most expensive is first: copies from the host can take longer than the
     computation, recomputing adds a third to it, and smaller pieces cost little, so they get what memory is left.
-    base_dtype="auto": all this without NF4, and if that does not fit, with it.
     """
-    may_round = settings.base_dtype == "auto"
-    if may_round:
-        settings = replace(settings, base_dtype="")
     steps = ladder(settings, kind_planned(settings.device), *dry_run.longest)
     fitted = replace(settings, **{name: values[0] for name, values in steps.items()})
     lowest = plan(dry_run, fitted)
@@ -76,8 +66,6 @@ def fit(dry_run, settings, budget):
         if planned.peak <= lowest.peak:
             fitted, lowest = trial, planned
             lowered.append(name)
-    if may_round and lowest.peak > budget:
-        return fit(dry_run, replace(settings, **NF4), budget)
     enough = max(budget, lowest.peak)
 
     def fits(trial):
@@ -90,13 +78,11 @@ def fit(dry_run, settings, budget):
     return fitted, plan(dry_run, fitted)
 
 
-def changes(before, after) -> dict:
-    """The options of `after` that differ from `before`. Only a base_dtype of "auto" can become "": no change."""
-    return {name: value for name, value in vars(after).items() if value not in ("", getattr(before, name))}
-
-
-def written(change: dict) -> str:
-    return " ".join(f"--{name}={value}" for name, value in change.items()) or "no change"
+def changes(before, after) -> str:
+    """The options of `after` that differ from `before`, as the command line has them."""
+    values = vars(after).items()
+    change = [f"--{name}={value}" for name, value in values if value != getattr(before, name)]
+    return " ".join(change) or "no change"
 
 
 def budget_of(settings, device) -> int | None:
@@ -116,15 +102,15 @@ def budget_of(settings, device) -> int | None:
 
 def show(dry_run, settings) -> str:
     """What --plan prints."""
-    budget = budget_of(settings, settings.device if settings.device.startswith("cuda:") else None)
+    budget = budget_of(settings, settings.device.replace("auto", "cuda"))
     if budget is None:
         planned = plan(dry_run, settings)
         return f"{planned.text()}\n{planned.line()}"
     fitted, planned = fit(dry_run, settings, budget)
     change = changes(settings, fitted)
-    verdict = f"fits into {budget / GIB:.3g} GiB with {written(change)}"
+    verdict = f"fits into {budget / GIB:.3g} GiB with {change}"
     if planned.peak > budget:
-        verdict = f"does not fit: {too_large(dry_run, fitted, planned, change, budget)}"
+        verdict = f"does not fit: {too_large(planned, change, budget)}"
     return f"{planned.text()}\n{verdict}\n{planned.line()}"
 
 
@@ -135,32 +121,30 @@ def apply(dry_run, settings, device, say):
         return settings
     fitted, planned = fit(dry_run, settings, budget)
     change = changes(settings, fitted)
-    host = available_on_host()
-    if planned.kind == "cpu":  # a CPU is its own host
-        host = max(0, host - planned.peak)
-    if planned.peak > budget or planned.host > host:
+    own = planned.peak if planned.kind == "cpu" else 0  # a CPU is its own host
+    host, problem = max(0, available_on_host() - own), ""
+    if planned.host > host:
+        problem = (
+            f"the plan takes {planned.host / GIB:.3g} GiB of the host, which has {host / GIB:.3g} GiB left; "
+            "use the device for more (optimizer_device, grad_offload, reference, teacher_device), "
+            "or a host with more memory"
+        )
+    elif planned.peak > budget:
+        problem = too_large(planned, change, budget)
+    if problem:
         say(planned.text())
-        if planned.host > host:
-            raise SnugError(
-                f"the plan takes {planned.host / GIB:.3g} GiB of the host, which has {host / GIB:.3g} GiB left; "
-                "use the device for more (optimizer_device, grad_offload, reference, teacher_device), "
-                "or a host with more memory"
-            )
-        raise SnugError(too_large(dry_run, fitted, planned, change, budget))
-    if change:
-        say(f"{budget / GIB:.3f} GiB may be used: changed {written(change)}")
+        raise SnugError(problem)
+    if fitted != settings:
+        say(f"{budget / GIB:.3f} GiB may be used: changed {change}")
     say(f"planned: {planned.line()}")
     return fitted
 
 
-def too_large(dry_run, fitted, planned: Plan, change, budget) -> str:
-    """One line: what is missing, and the smallest change that would do."""
-    problem = f"the plan takes {planned.peak / GIB:.3g} GiB in {planned.phase} even with {written(change)}"
-    problem += f"; {budget / GIB:.3g} GiB may be used"
-    shorter = CHANGES_ROUNDING if fitted.param_dtype == "float32" else {}
-    in_nf4 = shorter | NF4 if fitted.lora_rank and fitted.parallel in ("none", "ddp") else {}
-    for rounding in filter(None, (shorter, in_nf4)):
-        rounded = plan(dry_run, replace(fitted, **rounding))
-        if rounded.peak <= budget:
-            return f"{problem}; {written(rounding)} would make it {rounded.peak / GIB:.3g}"
-    return f"{problem}; the biggest is {planned.biggest[0][1]}: use a smaller model, or shorter sequences"
+def too_large(planned: Plan, change: str, budget) -> str:
+    """One line: what is missing, and what would help. Nothing that rounds was tried."""
+    return (
+        f"the plan takes {planned.peak / GIB:.3g} GiB in {planned.phase} even with {change}; "
+        f"{budget / GIB:.3g} GiB may be used; the biggest is {planned.biggest[0][1]}: use fewer bytes a number "
+        "(--param_dtype=bfloat16 --optimizer_dtype=bfloat16, with --lora_rank --base_dtype=nf4), a smaller model, "
+        "or shorter sequences"
+    )
