@@ -277,7 +277,7 @@ def evaluate_run(model, prepared, meter, limits: Limits) -> dict[str, float]:
     generators = generator_state(model.device)
     samples = limits.run("eval", sample)
     restore_generators(generators, model.device)
-    return run_scores(limits.processes.gather(lambda: samples))
+    return run_scores(limits.processes.from_all_ranks(lambda: samples))
 
 
 def run_scores(of_processes: list[tuple[list[dict], list[dict]]]):

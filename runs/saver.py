@@ -96,7 +96,7 @@ class Saver:
 
     def write(self, done: int, progress: dict, last: bool):
         """If the folder was moved or deleted, write beside it, in <folder>.lost, and raise UnsafeState."""
-        tensors = self.processes.gathered(self.model, tensors_of(self.model, self.optimizer))
+        tensors = self.processes.whole_tensors(self.model, tensors_of(self.model, self.optimizer))
         if self.processes.rank:
             return
         state = {

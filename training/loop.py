@@ -63,7 +63,8 @@ def run(prepared, title, iterate) -> bool:
         prepared.settings = processes.first(apply(rehearse, settings, device, print))
         with ExitStack() as stack:
             lock = None if processes.rank else FolderLock(settings.out_dir)
-            processes.gather(lambda: lock and stack.enter_context(lock))  # if rank 0 is refused, all end
+            # If rank 0 is refused, all end.
+            processes.from_all_ranks(lambda: lock and stack.enter_context(lock))
             return train(prepared, title, iterate, device, processes, lock)
 
 

@@ -102,7 +102,7 @@ class Processes(OneProcess):
     def part(self, n):
         return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
 
-    def gather(self, work):
+    def from_all_ranks(self, work):
         result = error = None
         try:
             result = work()
@@ -131,7 +131,7 @@ class Processes(OneProcess):
                 p.grad = torch.zeros_like(p)
         for gradient in gradients_of(model, optimizer).values():
             dist.all_reduce(gradient)
-        return merged(self.gather(lambda: totals))
+        return merged(self.from_all_ranks(lambda: totals))
 
 
 class ShardedProcesses(Processes):
@@ -197,7 +197,7 @@ class ShardedProcesses(Processes):
         for name, p in model.named_parameters():
             if p.grad is not None:
                 model.shards[name].grad, p.grad = p.grad.to_local(), None
-        return merged(self.gather(lambda: totals))
+        return merged(self.from_all_ranks(lambda: totals))
 
     def norm(self, norm):
         squares = norm.double() ** 2
@@ -217,11 +217,11 @@ class ShardedProcesses(Processes):
             setattr(plain.get_submodule(module), leaf, torch.nn.Parameter(weight, requires_grad=False))
         yield plain
 
-    def gathered(self, model, tensors):
+    def whole_tensors(self, model, tensors):
         files = {file: {} for file in tensors}
         for file, named in tensors.items():
             for name, rows in named.items():
-                shards = self.gather(rows.cpu)
+                shards = self.from_all_ranks(rows.cpu)
                 if not self.rank:
                     files[file][name] = torch.cat(shards)
         return files
@@ -251,5 +251,5 @@ def score_together(processes, score, rollouts, episodes, prepared):
     if processes.size == 1:
         return score(rollouts, episodes, prepared)
     device = rollouts.tokens.device
-    together = join(processes.gather(lambda: score(moved(rollouts, "cpu"), episodes, prepared)))
+    together = join(processes.from_all_ranks(lambda: score(moved(rollouts, "cpu"), episodes, prepared)))
     return together._replace(rollouts=moved(together.rollouts, device))

@@ -29,17 +29,17 @@ class OneProcess:
         """Which of n things are this process's."""
         return slice(0, n)
 
-    def gather(self, work) -> list:
+    def from_all_ranks(self, work) -> list:
         """The results of work() in every process, in order of ranks. If one raises, all raise."""
         return [work()]
 
     def first(self, value):
         """The value that rank 0 gives."""
-        return self.gather(lambda: value)[0]
+        return self.from_all_ranks(lambda: value)[0]
 
     def agreed(self, value):
         """The value of the first process that has one; None if none has."""
-        return next((v for v in self.gather(lambda: value) if v is not None), None)
+        return next((v for v in self.from_all_ranks(lambda: value) if v is not None), None)
 
     def dealt(self, batches: list, rank_of: dict, model):
         """The micro-batches that this process runs `model` on. rank_of: number of a sequence -> rank."""
@@ -64,7 +64,7 @@ class OneProcess:
         """A context that gives a model with all weights, to sample from."""
         return nullcontext(model)
 
-    def gathered(self, model, tensors: dict):
+    def whole_tensors(self, model, tensors: dict):
         """{file: {name: tensor}} of runs.loading.tensors_of -> the same with all rows of each, on rank 0 only."""
         return tensors
 
