@@ -8,7 +8,6 @@ import grpo
 import train_sft
 from batch import Cut
 from evaluate import run_scores, sample_held_out
-from model import GPT
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
@@ -138,26 +137,6 @@ def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
         settings = GRPOSettings(batch_size=16, group_size=8, max_rollout_batch=batch)
         assert limits_of(settings, longest=longest).max_eval_batch == expected
     assert limits_of(SFTSettings(batch_size=16), longest=(256, 1024)).max_eval_batch == 16
-
-
-def test_an_evaluation_decodes_as_many_at_a_time_as_a_rollout(tmp_path, monkeypatch):
-    """Counted in forwards; what it scores is the same, because a row's luck is its own."""
-    changes = dict(out_dir=str(tmp_path), beta=0.0, batch_size=2, group_size=8, eval_prompts=12)
-    prepared = prepare(GRPOSettings(**GRPO | changes))
-    model, prompt, completion = begin(prepared, torch.device(DEVICE))[0], *prepared.longest()
-    limits, forward, rows = limits_of(prepared.settings, longest=(prompt, completion)), GPT.forward, []
-    monkeypatch.setattr(GPT, "forward", lambda model, x, *a, **k: rows.append(len(x)) or forward(model, x, *a, **k))
-    assert limits.max_eval_batch == (8 * prompt + 16 * completion) // (4 * prompt + completion) > 4
-
-    def scored(at_once):
-        rows.clear()
-        limits.max_eval_batch = at_once
-        greedy, sampled = sample_held_out(model, prepared, limits)
-        return [sample["completion"] for sample in greedy + sampled], len(rows)
-
-    texts, forwards = scored(limits.max_eval_batch)
-    fewer_at_once, more_forwards = scored(2)
-    assert texts == fewer_at_once and forwards < more_forwards / 2
 
 
 def test_evaluations_cut_long_prompts_too(tmp_path):

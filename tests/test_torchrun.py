@@ -57,13 +57,6 @@ def test_a_dead_process_ends_all_and_a_restart_goes_on(where, who, kind, tmp_pat
 
 
 @long
-def test_deaths_at_random_moments():
-    """The short form; python tests/kill.py is the long one. It starts no torchrun."""
-    done = subprocess.run([sys.executable, HOME / "tests/kill.py", "--kills=1"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count('"kills": 1,') == 9, done.stdout + done.stderr
-
-
-@long
 @pytest.mark.parametrize("what", ["raise", "wait"])
 def test_a_reward_function_that_fails_or_is_late_in_one_process(what, tmp_path, undisturbed):
     code, out, err = run(what, "reward", "1", f"--out_dir={tmp_path}/run", "--save_interval=0", "--parallel=ddp")
