@@ -45,7 +45,6 @@ from data.tools import NONE
 from model import GPT, autocast
 from settings import PRETRAINED_LENGTH, GRPOSettings
 from snug.decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
-from snug.device.kinds import kind_of
 from snug.memory.ledger import unwatched
 from snug.options import SnugError, merge_options, plain
 
@@ -191,9 +190,9 @@ def sample_groups(
         rows = np.arange(first_row, first_row + N)
         batch.u[:N] = torch.from_numpy(uniforms(seed, rows, np.arange(max_new_tokens)))
         decode(batch, bar)
-        tokens, logprobs, written, ends = batch.tokens[:N], batch.logprobs[:N], batch.written, batch.ends
+        tokens, logprobs, turns = batch.tokens[:N], batch.logprobs[:N], batch.turns
         del batch  # the KV cache ends here
-    return assemble(prompts, group_size, tokens, logprobs, stop_token, ends, written)
+    return assemble(prompts, group_size, tokens, logprobs, stop_token, turns)
 
 
 def check_prompts(prompts, max_new_tokens, block_size):
@@ -211,23 +210,23 @@ def check_prompts(prompts, max_new_tokens, block_size):
 
 def decode(batch, bar):
     """Step until all completions are over. bar: shows how many, and tokens per second."""
-    steps, tokens, began = LOOK_EVERY[kind_of(batch.sequences)], 0, time.monotonic()
-    while batch.refill():
+    steps, tokens, began = LOOK_EVERY[batch.kind], 0, time.monotonic()
+    while active := batch.refill():
         for _ in range(steps):
             # Metering costs time on a CPU, and a step's memory changes slowly: meter every 16th step.
             with unwatched() if batch.steps % 16 else nullcontext():
                 batch.step()
-        tokens += batch.active * steps
+        tokens += active * steps
         bar.set_postfix_str(f"{tokens / (time.monotonic() - began):,.0f} tok/s", refresh=False)
-        bar.update(batch.next_sequence - batch.active - bar.n)
+        bar.update(batch.next_sequence - active - bar.n)
 
 
-def assemble(prompts, k, tokens, logprobs, stop_token, ends, written):
-    """tokens, logprobs (N, max_new_tokens) -> Rollouts. ends, written: DecodeBatch's; without ends a row ends with its
-    first stop token."""
+def assemble(prompts, k, tokens, logprobs, stop_token, turns):
+    """tokens, logprobs (N, max_new_tokens) -> Rollouts. turns: DecodeBatch's; if None, a row ends with its first stop
+    token."""
     device = tokens.device
-    if ends:
-        columns = zip(*(ends[row] for row in range(len(tokens))), strict=True)
+    if turns:
+        columns = zip(*(turns.ends[row] for row in range(len(tokens))), strict=True)
         lengths, stopped = (torch.tensor(column, device=device) for column in columns)
     else:
         is_stop = torch.isin(tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device))
@@ -236,8 +235,8 @@ def assemble(prompts, k, tokens, logprobs, stop_token, ends, written):
         lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, tokens.shape[1])  # (N,)
     T_c = int(lengths.max())
     mask = torch.arange(T_c, device=device) < lengths[:, None]  # (N, T_c)
-    if written is not None:
-        mask &= ~written[: len(tokens), :T_c]
+    if turns and turns.ask:
+        mask &= ~turns.written[: len(tokens), :T_c]
     repeated = [prompt for prompt in prompts for _ in range(k)]
     completions = [ids[:n] for ids, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return Rollouts(

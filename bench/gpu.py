@@ -209,7 +209,7 @@ def decode(sizes):
         us = microseconds(batch.step, 10)
         cached = 4 * c.n_layer * c.n_kv_head * c.head_size * (P * T + rows * longest // 2)
         details = dict(tokens_per_s=rows / us * 1e6, floor=f"{100 * (weights + cached) / copy / us * 1e6:.0f} %")
-        result(f"decode {rows} x {longest}: a step", us / 1e3, "ms", **details, graph=batch.graph is not None)
+        result(f"decode {rows} x {longest}: a step", us / 1e3, "ms", **details, graph=batch.recorder.graph is not None)
         result(f"decode {rows} x {longest}: the first step, with a recording", 1e3 * first, "ms")
     print_kernels(f"decode {rows} x {longest}", batch.step)
 

@@ -233,7 +233,7 @@ MUTANTS = [
     ("sampler: lengths by the first stop token", "sample.py", "torch.tensor(as_tuple(stop_token), dtype", "torch.tensor(as_tuple(stop_token)[:1], dtype", "test_sample.py"),
     ("a completion commands the terminal", "sample.py", "plain(shown + text)", "shown + text", "test_sample.py"),
     ("evaluations ignore logits_chunk_mb", "sample.py", "chunk_mb=settings.logits_chunk_mb,", "chunk_mb=0,", "test_evaluate.py"),
-    ("episodes: the mask a token late", "sample.py", "mask &= ~written[: len(tokens), :T_c]", "mask &= ~written[: len(tokens), :T_c].roll(1, 1)", "test_episodes.py"),
+    ("episodes: the mask a token late", "sample.py", "~turns.written[: len(tokens), :T_c]", "~turns.written[: len(tokens), :T_c].roll(1, 1)", "test_episodes.py"),
     ("episodes: written tokens have a log-prob", "sample.py", "sampling_logprobs=logprobs[:, :T_c] * mask", "sampling_logprobs=logprobs[:, :T_c] - 1.0 * ~mask", "test_episodes.py"),
     # settings.py
     ("rules: SFT needs what it does not have", "settings.py", 'needed.partition("=")[0], needed)', 'needed.partition("=")[0], "")', "test_settings.py"),
@@ -249,20 +249,18 @@ MUTANTS = [
     # snug/decoding/decode_batch.py
     ("LoRA: adapters are cast in every step", "snug/decoding/decode_batch.py", "        layer.cast = A,", "        _ = A,", "test_lora.py"),
     ("LoRA: the trainer has the sampler's copies", "snug/decoding/decode_batch.py", "            layer.cast = None\n", "            pass\n", "test_lora.py"),
-    ("prompts read ahead are forgotten", "snug/decoding/decode_batch.py", "if p in busy or p >= waiting}", "if p in busy}", "test_sample.py"),
+    ("prompts read ahead are forgotten", "snug/decoding/decode_batch.py", " | (numbers >= self.next_sequence // self.k)", "", "test_sample.py"),
     ("positions one too far", "snug/decoding/decode_batch.py", "(self.prompt_length + self.t)", "(self.prompt_length + self.t + 1)", "test_sample.py"),
     ("slots are not filled again", "snug/decoding/decode_batch.py", "            if not new and not replied:", "            if not replied and (not new or len(idle) < len(sequences)):", "test_sample.py"),
-    ("text looked for after the stop token", "snug/decoding/decode_batch.py", "if ids[n - 1] in self.stop_tokens or", "if", "test_sample.py"),
     ("sampler: only the first of several stop tokens", "snug/decoding/decode_batch.py", "for stop in self.stop_tokens:", "for stop in self.stop_tokens[:1]:", "test_sample.py"),
-    ("the same t for slots that started later", "snug/decoding/decode_batch.py", "bool((self.started[active] == self.first_start).all())", "True", "test_sample.py"),
+    ("the same t for slots that started later", "snug/decoding/decode_batch.py", "bool((started == self.first_start).all())", "True", "test_sample.py"),
     ("rehearsed with one prompt slot", "snug/decoding/decode_batch.py", "n - (prompt_slots > 1)), 1)", "n), 1)", "test_sample.py"),
     ("gpu: a step waits for the device", "snug/decoding/decode_batch.py", "hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "self.t.max().item()\n        hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "test_replay.py"),
     ("a new sequence goes on at the old one's length", "snug/decoding/decode_batch.py", "self.t[slots] = 0", "pass", "test_sample.py"),
     ("episodes: a row gets its neighbour's reply", "snug/decoding/decode_batch.py", "zip(held, lengths, ends, replies, strict=True)", "zip(held, lengths, ends, replies[1:] + replies[:1], strict=True)", "test_episodes.py"),
-    ("episodes: a tool is asked twice", "snug/decoding/decode_batch.py", "waits = np.isin(self.held, list(self.asked))", "waits = np.isin(self.held, [])", "test_episodes.py"),
-    ("episodes: stop strings of earlier turns", "snug/decoding/decode_batch.py", "self.is_over(ids[begin:n])", "self.is_over(ids[:n])", "test_episodes.py"),
+    ("episodes: a tool is asked twice", "snug/decoding/decode_batch.py", "waits = np.isin(self.held, list(self.turns.waiting))", "waits = np.isin(self.held, [])", "test_episodes.py"),
     ("episodes: a reply's last token is not in the cache", "snug/decoding/decode_batch.py", "lengths - 1, added + 1", "lengths - 1, added", "test_episodes.py"),
-    ("episodes: a step sees too few columns behind a reply", "snug/decoding/decode_batch.py", "self.started[slots] = self.steps - ends", "self.started[slots] = self.steps", "test_episodes.py"),
+    ("episodes: a step sees too few columns behind a reply", "snug/decoding/decode_batch.py", "self.started[held] = self.steps - ends", "self.started[held] = self.steps", "test_episodes.py"),
     # snug/decoding/draw.py
     ("tokens of probability 0", "snug/decoding/draw.py", "cdf[:, -1:], right=True)", "cdf[:, -1:], right=False)", "test_draw.py"),
     ("tokens of probability 0, in the kernel", "snug/decoding/draw.py", "(ends > target) & (p > 0)", "ends >= target", "test_kernels.py"),
@@ -278,6 +276,9 @@ MUTANTS = [
     ("gpu: a graph bakes a buffer that is replaced", "snug/decoding/kvcache.py", "self.tiles.copy_(table)", "self.tiles = table", "test_replay.py"),
     ("completions stay where they were", "snug/decoding/kvcache.py", "completion[: len(slots), :, :columns] = completion[slots, :, :columns]", "pass", "test_kvcache.py test_sample.py"),
     ("episodes: positions of a reply from the prompt's end", "snug/decoding/kvcache.py", "return columns, prompt_lengths + columns", "return columns, prompt_lengths + place", "test_episodes.py"),
+    # snug/decoding/turns.py
+    ("text looked for after the stop token", "snug/decoding/turns.py", "if ids[n - 1] in self.stop_tokens or", "if", "test_sample.py"),
+    ("episodes: stop strings of earlier turns", "snug/decoding/turns.py", "self.is_over(ids[begin:n])", "self.is_over(ids[:n])", "test_episodes.py"),
     # snug/device/cpu.py
     ("products rounded to bfloat16 are float32", "snug/device/cpu.py", "< EXACT * exact.norm()", "< exact.norm()", "test_cpu.py"),
     ("a bias without gradient", "snug/device/cpu.py", "rows.sum(0) if", "None if", "test_cpu.py"),

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from snug.decoding import decode_batch
+from snug.decoding import decode_batch, recorder
 from snug.device import cuda
 
 aten = torch.ops.aten
@@ -270,7 +270,7 @@ def graphs(monkeypatch) -> Device:
     stand_ins |= dict(empty_cache=lambda: device.log.append("empty_cache"))
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(decode_batch, "capture_stream", lambda _: side)
+    monkeypatch.setattr(recorder, "capture_stream", lambda _: side)
     monkeypatch.setattr(cuda, "BROKEN", [])  # of this test alone
     init = decode_batch.DecodeBatch.__init__
     with_graphs = lambda *args, **options: init(*args, **options | {"cuda_graphs": True})  # noqa: E731

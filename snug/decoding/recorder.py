@@ -1,0 +1,98 @@
+"""CUDA graphs of a decode step: recorded once per batch size, then replayed without the Python of the step.
+
+Left out: what a step is (decode_batch.py). Test: pytest tests/test_replay.py
+"""
+
+import gc
+import sys
+from contextlib import suppress
+from functools import cache
+
+import torch
+from tqdm import tqdm
+
+from snug.device import cuda
+from snug.options import first_line
+
+
+class Recorder:
+    """Runs a step as it is, or replays a graph of it.
+
+    The tensors that a step makes are in a memory pool. The graphs of a batch use it one after the other: `drop` a graph
+    before the next one is recorded. The results of a step are written into older tensors, outside the pool."""
+
+    def __init__(self, device: torch.device, enabled: bool):
+        self.device, self.enabled = device, enabled and not cuda.BROKEN
+        self.graph = None
+        # Made with the first graph. It frees its memory when it is deleted after the last graph. Attributes are deleted
+        # in the order of their assignment, so it comes after `graph`.
+        self.pool = None
+
+    def run(self, step):
+        """The first time step() runs as it is, which compiles and warms up its kernels. Then it is recorded, which
+        computes nothing, and later calls replay it."""
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        step()
+        if self.enabled:
+            self.record(step)
+
+    def drop(self):
+        """Forget the graph: the step's tensors have other shapes now."""
+        self.graph = None
+
+    def record(self, step):
+        """Record a step. If that fails, for instance out of memory, go on without graphs."""
+        for emptied in (False, True):
+            try:
+                with torch.cuda.device(self.device):
+                    self.pool = self.pool or torch.cuda.MemPool()
+                    self.graph = graph_of(step, self.pool, capture_stream(self.device))
+                return
+            except RuntimeError as error:
+                reason = first_line(error)
+                out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if emptied or not out_of_memory:
+                break
+            torch.cuda.empty_cache()  # during a recording the allocator cannot free the blocks that it caches
+        if not out_of_memory:
+            cuda.keep_broken(self.pool)
+        self.enabled = False
+        self.pool = None
+        tqdm.write(f"sampling goes on without CUDA graphs: {reason}", file=sys.stderr)
+
+
+def graph_of(step, pool, stream):
+    """-> a graph of what step() does; nothing is computed. torch.cuda.graph would wait for the device and empty the
+    allocator's cache first."""
+    graph = torch.cuda.CUDAGraph()
+    current = torch.cuda.current_stream()
+    collects = gc.isenabled()
+    stream.wait_stream(current)
+    gc.disable()  # a finaliser that waits for the device (device.host.unpin) breaks a recording
+    try:
+        with torch.cuda.stream(stream):  # which restores the current stream after an error
+            # thread_local: a reward function may have left a thread that uses CUDA
+            graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+            try:
+                step()
+            except BaseException:
+                with suppress(RuntimeError):  # of the end, which the first error explains
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    current.wait_stream(stream)
+    return graph
+
+
+@cache
+def capture_stream(device):
+    """-> one stream per device, because each stream that was captured keeps a workspace for its matrix products.
+
+    Some versions of torch free it with any of its graphs, so only one graph may live at a time.
+    """
+    return torch.cuda.Stream(device)
