@@ -242,8 +242,8 @@ MUTANTS = [
     ("losses: GMPO and VESPO by parts of sequences", "settings.py", ' or self.loss_type in ("gmpo", "vespo")', "", "test_packed.py"),
     ("importance: of parts of sequences", "settings.py", "self.importance_sampling_level + self.importance_sampling_mode", "self.importance_sampling_level", "test_packed.py"),
     # snug/decoding/attention.py
-    ("a tile reads another prompt", "snug/decoding/attention.py", "prompt_k += (p * G", "prompt_k += (0 * p * G", "test_kernels.py"),
-    ("the new column is read from the cache too", "snug/decoding/attention.py", "end = tl.minimum((split + 1) * completion_chunk, now)", "end = tl.minimum((split + 1) * completion_chunk, now + 1)", "test_kernels.py"),
+    ("a tile reads another prompt", "snug/decoding/attention.py", "prompt_k + (p * G", "prompt_k + (0 * p * G", "test_kernels.py"),
+    ("the new column is not seen", "snug/decoding/attention.py", "begin + completion_chunk, now + 1)", "begin + completion_chunk, now)", "test_kernels.py"),
     ("counters are not reset", "snug/decoding/attention.py", "tl.store(counters + query, 0, last)", "pass", "test_kernels.py"),
     ("parts joined without their maxima", "snug/decoding/attention.py", "tl.exp2(part_top - higher)", "tl.exp2(part_top * 0)", "test_kernels.py"),
     # snug/decoding/decode_batch.py

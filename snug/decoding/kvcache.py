@@ -78,7 +78,7 @@ class KVCache:
         self.tiles = None
         self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
 
-    def begin_prefill(self, prompt_slots: list[int], lengths: list[int]):
+    def begin_prefill(self, prompt_slots, lengths: list[int]):
         """The next forward's prompts, of these lengths, go to these prompt slots."""
         self.ragged |= min(lengths) < self.prompt.shape[4]
         self.prefill_slots = upload(prompt_slots, self.device)
@@ -255,24 +255,22 @@ class KVCache:
         lines = -(-n // shape["TILE"])
         prompt_splits, prompt_chunk = attention.split_columns(T_p, lines * G, shape["N"])
         splits, chunk = attention.split_columns(T_c, n * G, shape["N"])
-        parts = torch.empty(prompt_splits + splits, n, H, D, dtype=torch.float32, device=q.device)
+        parts = torch.empty(n, H, prompt_splits + splits, D, dtype=torch.float32, device=q.device)
         tops = parts.new_empty(parts.shape[:3])
         totals = parts.new_empty(parts.shape[:3])
         y = torch.empty(n, H, 1, D, dtype=self.dtype, device=q.device)
         if nothing_to_do(q):
             return y
         cos, sin = rotary or (q, q)  # pointers that are not read
-        prompt_programs = len(self.tiles) * G * prompt_splits
+        prompt_programs = len(self.tiles) * prompt_splits
         with torch.cuda.device_of(q):
-            attention.attend_kernel[(prompt_programs + n * G * splits,)](
+            attention.attend_kernel[(prompt_programs + n * splits, G)](
                 q,
                 k,
                 v,
                 cos,
                 sin,
-                *q.stride()[:2],
-                *k.stride()[:2],
-                *v.stride()[:2],
+                *(x.stride(0) for x in (q, k, v)),
                 *self.prompt[layer],
                 self.tiles,
                 self.prompt_lengths,
@@ -284,16 +282,11 @@ class KVCache:
                 self.counters,
                 y,
                 D**-0.5 * LOG2_OF_E,
-                n,
                 T_p,
                 T_c,
-                H,
-                G,
                 D,
                 prompt_programs,
-                prompt_splits,
                 prompt_chunk,
-                splits,
                 chunk,
                 **shape,
                 ROTARY=rotary is not None,
