@@ -16,7 +16,6 @@ Test: pytest tests/test_sample.py
 """
 
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir, nullcontext
@@ -43,6 +42,7 @@ from data.episodes import Episodes, as_text, make_toolbox
 from data.task import as_messages
 from data.tools import NONE
 from model import GPT, autocast
+from runs.loading import load_run
 from settings import PRETRAINED_LENGTH, GRPOSettings
 from snug.decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
 from snug.memory.ledger import unwatched
@@ -163,17 +163,14 @@ def sample_groups(
     N = len(prompts) * group_size
     # Inference mode saves a tenth of a step on a CPU. Autocast would cast the weights in every step in it.
     casts = torch.is_autocast_enabled(model.device.type)
-    bar = tqdm(
-        total=N,
-        bar_format="sampling: {n_fmt}/{total_fmt} completions |{bar}| {elapsed}{postfix}",
-        delay=3,
-        mininterval=0.2,
-        miniters=0,
-        leave=False,
-        disable=not progress or None,
-    )
+    shown = dict(desc="sampling", unit=" completions", delay=3, leave=False, disable=not progress or None)
     no_gradient = torch.no_grad() if casts else torch.inference_mode()
-    with bar, ThreadPoolExecutor(REPLIES) as pool, no_gradient, cached_casts(model):
+    with (
+        tqdm(total=N, **shown) as bar,
+        ThreadPoolExecutor(REPLIES) as pool,
+        no_gradient,
+        cached_casts(model),
+    ):
         batch = DecodeBatch(
             model,
             prompts,
@@ -209,15 +206,12 @@ def check_prompts(prompts, max_new_tokens, block_size):
 
 
 def decode(batch, bar):
-    """Step until all completions are over. bar: shows how many, and tokens per second."""
-    steps, tokens, began = LOOK_EVERY[batch.kind], 0, time.monotonic()
+    """Step until all completions are over. bar: shows how many are."""
     while active := batch.refill():
-        for _ in range(steps):
+        for _ in range(LOOK_EVERY[batch.kind]):
             # Metering costs time on a CPU, and a step's memory changes slowly: meter every 16th step.
             with unwatched() if batch.steps % 16 else nullcontext():
                 batch.step()
-        tokens += active * steps
-        bar.set_postfix_str(f"{tokens / (time.monotonic() - began):,.0f} tok/s", refresh=False)
         bar.update(batch.next_sequence - active - bar.n)
 
 
@@ -226,8 +220,7 @@ def assemble(prompts, k, tokens, logprobs, stop_token, turns):
     token."""
     device = tokens.device
     if turns:
-        columns = zip(*(turns.ends[row] for row in range(len(tokens))), strict=True)
-        lengths, stopped = (torch.tensor(column, device=device) for column in columns)
+        lengths, stopped = torch.tensor([turns.ends[row] for row in range(len(tokens))], device=device).T
     else:
         is_stop = torch.isin(tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device))
         # What follows is zeros, and 0 may be a stop token too.
@@ -243,7 +236,7 @@ def assemble(prompts, k, tokens, logprobs, stop_token, turns):
         **vars(Sequences.from_lists(repeated, completions, device)),
         sampling_logprobs=logprobs[:, :T_c] * mask,
         mask=mask.long(),
-        stopped=stopped,
+        stopped=stopped.bool(),
     )
 
 
@@ -287,7 +280,8 @@ def generate_naive(
 
 
 def complete(settings, given, run, functions=NONE):
-    """Complete settings.prompt or a held-out one -> (prompt or last message, completions; … ends one that is cut off).
+    """Complete settings.prompt or a held-out one -> (prompt or last message, completions). One that was cut off ends
+    with " …".
 
     given: names of the options given; the others are the run's. functions: tools and environments by their names, as
     for runs.prepare."""
@@ -305,17 +299,19 @@ def complete(settings, given, run, functions=NONE):
     prompt = (row if episodes.rows[1:] else episodes.rows[0])["prompt"]
     ids = [run.tokenizer.encode_prompt(each["prompt"]) for each in episodes.rows]
     room = run.model.config.block_size - max(map(len, ids))
-    options = sampling_options(merged, episodes)
-    options |= dict(temperature=settings.temperature, seed=settings.seed)
-    longest = merged.max_new_tokens or PRETRAINED_LENGTH
+    longest = max(1, min(merged.max_new_tokens or PRETRAINED_LENGTH, room))
+    options = sampling_options(merged, episodes) | dict(
+        temperature=settings.temperature, seed=settings.seed
+    )
     with autocast(run.settings.dtype, run.model):
-        rollouts = sample_groups(run.model, ids, episodes.k, max(1, min(longest, room)), **options)
+        rollouts = sample_groups(run.model, ids, episodes.k, longest, **options)
     texts = []
     for completion, stopped in zip(episodes.finish(rollouts), rollouts.stopped.tolist(), strict=True):
-        text = as_text(completion) if toolbox else completion
-        if merged.stop_string and not toolbox:
-            text = text.split(merged.stop_string)[0]
-        texts.append(text if stopped else f"{text} …")
+        if toolbox:
+            completion = as_text(completion)
+        elif merged.stop_string:
+            completion = completion.split(merged.stop_string)[0]
+        texts.append(completion if stopped else f"{completion} …")
     if isinstance(prompt, str):
         return prompt + "\n" * bool(toolbox), texts
     return f"{prompt[-1]['content']}\n", texts
@@ -323,8 +319,6 @@ def complete(settings, given, run, functions=NONE):
 
 def main(settings, given, run):
     """run: what find_run returned."""
-    from runs.loading import load_run
-
     shown, texts = complete(settings, given, load_run(run, settings.device))
     for text in texts:
         print(plain(shown + text))

@@ -127,7 +127,7 @@ def test_errors_are_those_of_rounding(shape, dtype):
     """Bit for bit the same again, and beside a slot of NaN. The kernel rounds probabilities too, hence the 2."""
     dtype = torch.float16 if INTERPRETED and dtype == torch.bfloat16 else dtype  # it has no products of bfloat16
     cache, config, prompts = make_cache(dtype, **shape)
-    assert shape is A_FEW or cache.kernel_shape()["M"] == (16 if dtype == torch.float32 else 32)
+    assert shape is A_FEW or cache.kernel["M"] == (16 if dtype == torch.float32 else 32)
     own, n = cache.completion.normal_().clone(), shape["slots"]
     place, t = [s % 3 for s in range(n)], [5 * s % shape["T_c"] for s in range(n)]
     q, k, v = (torch.randn(n, heads, 1, shape["D"], dtype=dtype, device=DEVICE) for heads in (shape["heads"], 2, 2))

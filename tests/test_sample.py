@@ -314,7 +314,7 @@ def test_the_sampler_is_the_trainers_model(shape, dtype, sharpness, most, most_k
 def test_control_characters_are_shown_as_text(monkeypatch, capsys):
     """A model of random weights writes them too."""
     run = loading.Run(make_model(vocab_size=257), get_tokenizer("bytes"), SFTSettings(device=DEVICE), 0, Path("run"))
-    monkeypatch.setattr(loading, "load_run", lambda *_: run)
+    monkeypatch.setattr(sample, "load_run", lambda *_: run)
     sample.main(SampleSettings(prompt="\x1b]0;a\x9b\n\té", num_samples=20), set(), None)
     shown = capsys.readouterr().out
     assert shown.count("\\x1b]0;a\\x9b\n\té") == 20

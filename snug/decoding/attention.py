@@ -196,11 +196,18 @@ def tiles_of(prompt_slot: np.ndarray, prompt_slots: int, tile: int):
     n = len(prompt_slot)
     lines = (n + min(n, prompt_slots) * (tile - 1)) // tile
     table = np.full((lines, 1 + tile), -1, dtype=np.int32)
-    line = 0
-    for p in np.unique(prompt_slot):
-        slots = np.flatnonzero(prompt_slot == p)
-        for i in range(0, len(slots), tile):
-            readers = slots[i : i + tile]
-            table[line, : 1 + len(readers)] = p, *readers
-            line += 1
+    rank, counts = ranks(prompt_slot)
+    lines_of_prompt = -(-counts // tile)
+    line = (lines_of_prompt.cumsum() - lines_of_prompt)[prompt_slot] + rank // tile
+    table[line, 0] = prompt_slot
+    table[line, 1 + rank % tile] = np.arange(n)
     return table
+
+
+def ranks(prompt_slot: np.ndarray):
+    """-> each slot's rank among those that read the same prompt slot (n,), and how many read each prompt slot."""
+    counts = np.bincount(prompt_slot)
+    order = np.argsort(prompt_slot, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order)) - (counts.cumsum() - counts)[prompt_slot[order]]
+    return rank, counts

@@ -284,7 +284,7 @@ class DecodeBatch:
 
     def shrink(self, active: np.ndarray):
         """Keep only these slots, rising numbers, and the prompt slots that they read."""
-        self.recorder.drop()
+        self.recorder.graph = None
         self.held = self.held[active]
         prompts = self.held // self.k
         prompt_slots, self.prompt_slot[prompts] = np.unique(self.prompt_slot[prompts], return_inverse=True)

@@ -62,10 +62,7 @@ class KVCache:
             # Columns that nobody has written are read with weight 0, and 0 * NaN is NaN.
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.config = config
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.group_size = group_size
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.completion = new(slots, width)
         self.prompt = new(prompt_slots, prompt_width)
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
@@ -74,7 +71,13 @@ class KVCache:
         # (P,) the prompt slots that the next forward fills; None: it is a step
         self.prefill_slots = None
         self.reply = None  # what the next forward needs to read replies; None: it reads none
-        # For the kernel: attention.tiles_of, and how many parts of each query's softmax are stored (attention.join).
+        # For the kernel: its constants, attention.tiles_of, and how many parts of each query's softmax are stored (attention.join).
+        heads = config.n_head, config.n_kv_head, config.head_size
+        self.kernel = (
+            attention.kernel_shape(*heads, dtype.itemsize, group_size)
+            if uses_triton(self.completion)
+            else {}
+        )
         self.tiles = None
         self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
 
@@ -125,11 +128,8 @@ class KVCache:
             return
         G, n, slots = self.config.n_kv_head, len(prompt_slot), np.flatnonzero(active)
         line = prompt_slot[slots] - first  # of the table
-        counts = np.bincount(line)
+        rank, counts = attention.ranks(line)
         most = counts.max()
-        order = np.argsort(line, kind="stable")
-        rank = np.empty_like(line)  # of a slot among those that share its prompt slot
-        rank[order] = np.arange(len(line)) - (counts.cumsum() - counts)[line[order]]
         entry_of_pair = np.zeros((n, G), dtype=np.int64)
         entry_of_pair[slots] = (line[:, None] * G + np.arange(G)) * most + rank[:, None]
         pair_of_entry = np.zeros(len(counts) * G * most, dtype=np.int64)
@@ -146,8 +146,7 @@ class KVCache:
 
     def set_tiles(self, prompt_slot):
         """The kernel's `tiles` for slots that read these prompt slots (n,)."""
-        tile = self.kernel_shape()["TILE"]
-        table = attention.tiles_of(prompt_slot, self.prompt.shape[2], tile)
+        table = attention.tiles_of(prompt_slot, self.prompt.shape[2], self.kernel["TILE"])
         table = upload(table, self.device, torch.int32)
         if self.tiles is None or table.shape != self.tiles.shape:
             self.tiles = table
@@ -239,22 +238,15 @@ class KVCache:
         y = (prompt_weights @ prompt_v).view(-1, R, D)[self.entry_of_pair]  # (n * G, R, D)
         return torch.baddbmm(y, weights[..., T_p:], v)
 
-    def kernel_shape(self) -> dict:
-        c = self.config
-        return attention.kernel_shape(
-            c.n_head, c.n_kv_head, c.head_size, self.dtype.itemsize, self.group_size
-        )
-
     def attend_triton(self, layer: int, q, k, v, rotary):
         """`attend` by one kernel. All that it writes to is allocated here, except `counters`, which are 0 between
         launches and stay where they are."""
         n, H, _, D = q.shape
         G = self.config.n_kv_head
         T_p, T_c = self.prompt.shape[4], self.completion.shape[4]
-        shape = self.kernel_shape()
-        lines = -(-n // shape["TILE"])
-        prompt_splits, prompt_chunk = attention.split_columns(T_p, lines * G, shape["N"])
-        splits, chunk = attention.split_columns(T_c, n * G, shape["N"])
+        lines, block = -(-n // self.kernel["TILE"]), self.kernel["N"]
+        prompt_splits, prompt_chunk = attention.split_columns(T_p, lines * G, block)
+        splits, chunk = attention.split_columns(T_c, n * G, block)
         parts = torch.empty(n, H, prompt_splits + splits, D, dtype=torch.float32, device=q.device)
         tops = parts.new_empty(parts.shape[:3])
         totals = parts.new_empty(parts.shape[:3])
@@ -288,7 +280,7 @@ class KVCache:
                 prompt_programs,
                 prompt_chunk,
                 chunk,
-                **shape,
+                **self.kernel,
                 ROTARY=rotary is not None,
                 maxnreg=attention.REGISTERS,
             )

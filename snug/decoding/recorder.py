@@ -18,7 +18,7 @@ from snug.options import first_line
 class Recorder:
     """Runs a step as it is, or replays a graph of it.
 
-    The tensors that a step makes are in a memory pool. The graphs of a batch use it one after the other: `drop` a graph
+    The tensors that a step makes are in a memory pool. The graphs of a batch use it one after the other: delete a graph
     before the next one is recorded. The results of a step are written into older tensors, outside the pool."""
 
     def __init__(self, device: torch.device, enabled: bool):
@@ -37,10 +37,6 @@ class Recorder:
         step()
         if self.enabled:
             self.record(step)
-
-    def drop(self):
-        """Forget the graph: the step's tensors have other shapes now."""
-        self.graph = None
 
     def record(self, step):
         """Record a step. If that fails, for instance out of memory, go on without graphs."""
@@ -68,7 +64,6 @@ def graph_of(step, pool, stream):
     allocator's cache first."""
     graph = torch.cuda.CUDAGraph()
     current = torch.cuda.current_stream()
-    collects = gc.isenabled()
     stream.wait_stream(current)
     gc.disable()  # a finaliser that waits for the device (device.host.unpin) breaks a recording
     try:
@@ -83,8 +78,7 @@ def graph_of(step, pool, stream):
                 raise
             graph.capture_end()
     finally:
-        if collects:
-            gc.enable()
+        gc.enable()
     current.wait_stream(stream)
     return graph
 
