@@ -190,9 +190,9 @@ class GPT(nn.Module):
         overrides: GPTConfig's keywords. Raises SnugError.
         """
         folder = local_folder(name)
-        look_at_weights(folder)  # before there is memory for a model of another size
+        places = look_at_weights(folder)  # before there is memory for a model of another size
         model = make_model(read_shape(folder) | overrides, device, dtype, initialise=False)
-        read_weights(folder, model)
+        read_weights(places, model)
         return model
 
     def save_pretrained(self, folder: str | Path, tokenizer=None):

@@ -129,15 +129,16 @@ def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
     folder = find_path(local_folder(folder, read_tensors))
     if not is_pretrained(folder):
         return open_checkpoint(folder, read_tensors)
-    weights = base, _, rank, _ = find_base(folder, read_tensors)
-    if read_tensors:
-        look_at_weights(base)
+    weights = base, rank, *_ = find_base(folder, read_tensors)
     stored = "" if rank or double_quant(base) is None else "nf4"
     settings = GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, base_dtype=stored, lora_rank=rank)
     state = {
         "iteration": 0,
         "model_config": read_shape(base),
-        "weights": weights,  # what read_weights takes
+        "weights": weights,
+        "places": look_at_weights(base)
+        if read_tensors
+        else None,  # what read_weights takes, with `weights`
         "tokenizer": str(folder if (folder / "tokenizer.json").is_file() else base),
         "settings": vars(settings),
     }

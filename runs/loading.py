@@ -72,8 +72,8 @@ def trained(model: GPT) -> dict[str, torch.nn.Parameter]:
 def load_with_adapters(checkpoint: Checkpoint, model: GPT):
     """Load a checkpoint or a Hugging Face folder into a plain model. Of a checkpoint adapters are added, not merged."""
     if is_pretrained(checkpoint.path):
-        base, *adapters = checkpoint.state["weights"]
-        return read_weights(base, model, *adapters)
+        _, _, *adapters = checkpoint.state["weights"]
+        return read_weights(checkpoint.state["places"], model, *adapters)
     settings, file = settings_of(checkpoint.state), checkpoint.path / "model.safetensors"
     if not settings.lora_rank:
         return load_into(file, weights_of(model))

@@ -31,7 +31,7 @@ from snug.memory import MemoryMeter
 from snug.options import SnugError, read_settings
 from snug.pretrained.adapters import find_base
 from snug.pretrained.shapes import read_shape
-from snug.pretrained.tensors import read_weights, save_pretrained
+from snug.pretrained.tensors import look_at_weights, read_weights, save_pretrained
 from snug.tokenizer import get_tokenizer
 
 NF4 = HOME / "tests/data/nf4_double"
@@ -134,10 +134,10 @@ def test_the_sum_is_rounded_once(tmp_path):
     make_base(tmp_path / "base")
     save_pretrained(GPT.from_pretrained(tmp_path / "base", dtype="bfloat16"), tmp_path / "half")
     adapters = make_adapters(tmp_path / "peft", tmp_path / "half", "q_proj", lora_alpha=0.04)
-    base, *rest = find_base(adapters)
+    base, _, *rest = find_base(adapters)
     models = [make_gpt(read_shape(base), "cpu", dtype, initialise=False) for dtype in ("float32", "bfloat16")]
     for model in models:
-        read_weights(base, model, *rest)
+        read_weights(look_at_weights(base), model, *rest)
     exact, rounded = (model.blocks[1].attention.qkv.weight for model in models)
     before = GPT.from_pretrained(base).blocks[1].attention.qkv.weight
     assert not torch.equal(exact[:32], exact[:32].bfloat16()) and torch.equal(exact[32:], before[32:])
@@ -167,8 +167,8 @@ def test_loading_holds_no_second_model(tmp_path):
     gc.collect()
     with MemoryMeter("cpu") as meter:
         held = make_gpt(read_shape(base), "cpu", "float32", initialise=False)
-        weights, *rest = find_base(adapters)
-        read_weights(weights, held, *rest)
+        weights, _, *rest = find_base(adapters)
+        read_weights(look_at_weights(weights), held, *rest)
         after, peak = meter.allocated(), meter.peak_since_reset()
     assert len(load_file(adapters / "adapter_model.safetensors")) == 8 * 7 * 2
     assert after < 1.01 * whole and peak < after + 5 * 4 * 4 * 256 * 256 < 2 * whole
@@ -205,7 +205,6 @@ REFUSED = {  # what is said: changes of the config, or of the tensors
     "r=2.5 is not a count": dict(r=2.5),
     "lora_alpha=nan is not a positive number": dict(lora_alpha=math.nan),
     "use_rslora='yes' is not true or false": dict(use_rslora="yes"),
-    "it has r=4, not 8,": dict(r=8),
     "nowhere/config.json: cannot be read": dict(base_model_name_or_path="nowhere"),
     "adapter_config.json: cannot be used (TypeError": dict(base_model_name_or_path=7),
     "no place for 1 tensors, ['base_model.model.lm_head.lora_A": add("lm_head.lora_A.weight"),
@@ -213,13 +212,11 @@ REFUSED = {  # what is said: changes of the config, or of the tensors
     "has no place for 1 tensors, ['base_model.model.lm_head.base": add("lm_head.base_layer.weight"),
     "has no place for 1 tensors, ['base_model.model.model.embed_tokens.w": add("model.embed_tokens.weight"),
     "no place for 1 tensors, ['base_model.model.model.layers.9.": add("model.layers.9.mlp.up_proj.lora_A.weight"),
-    f"q_proj.weight cannot be read (KeyError: '{MODULE}B": tensor(B=None),
+    f"q_proj.weight cannot be read (SafetensorError: File does not contain tensor {MODULE}B": tensor(B=None),
     f"has no place for 1 tensors, ['{MODULE}B": tensor(A=None),
     "(RuntimeError: mat1 and mat2 shapes": tensor(A=torch.ones(3, 32)),
     "(RuntimeError: The size of tensor a (32)": tensor(A=torch.ones(4, 33)),
     "(RuntimeError: The size of tensor a (32) must": tensor(B=torch.ones(16, 4)),
-    "NaN or infinity": tensor(A=torch.full((4, 32), math.nan)),
-    "or NaN or infinity": tensor(B=torch.full((32, 4), math.inf)),
 }
 
 

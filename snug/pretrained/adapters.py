@@ -1,7 +1,7 @@
 """Adapters as PEFT lays them out: adapter_config.json and adapter_model.safetensors, in and out.
 
-    base, *adapters = find_base("export/adapters")
-    read_weights(base, model, *adapters)        # merged
+    base, rank, *adapters = find_base("export/adapters")
+    read_weights(look_at_weights(base), model, *adapters)        # merged
 
 Where a folder has several matrices for one of ours, such as q, k and v, each has its own A and B. Written, each gets
 our A and its rows of B: the same product. fan_in_fan_out says how PEFT keeps the base; A and B are the same.
@@ -24,12 +24,12 @@ trainable_token_indices alora_invocation_tokens arrow_config kasa_config montecl
 
 
 def find_base(folder: Path, weights: bool = True):
-    """A folder of adapters -> (its base's folder, their file, rank, scale). Another folder: (itself, None, 0, 0.0).
+    """A folder of adapters -> (its base's folder, rank, their file, scale). Another folder: (itself, 0, None, 0.0).
 
     weights=False: a base on the hub is perhaps without its weights. Raises SnugError, also for variants of LoRA.
     """
     if (folder / "config.json").is_file():
-        return folder, None, 0, 0.0
+        return folder, 0, None, 0.0
     path = folder / "adapter_config.json"
     with in_one_line(f"{path}: cannot be used"):
         config = Fields(json.loads(path.read_bytes()), "PEFT")
@@ -42,7 +42,7 @@ def find_base(folder: Path, weights: bool = True):
         names = map(config.values.get, ("base_model_name_or_path", "revision"))
         base = local_folder("@".join(filter(None, names)), weights)
         read_config(base)
-    return base, folder / "adapter_model.safetensors", rank, scale
+    return base, rank, folder / "adapter_model.safetensors", scale
 
 
 def save_adapters(model, folder: str | Path, base: str, settings):

@@ -8,41 +8,33 @@ snug/kernels/nf4.py has the format, shapes.py checks quantization_config. Test: 
 import json
 import math
 
+TYPES = "F32", "F16", "BF16", "F64"  # integers and 8-bit floats are quantized and need scales
 STATE, BLOCK, SCALE_BLOCK = ".quant_state.bitsandbytes__nf4", 64, 256
 
 
-def tensors_of(entry, double: bool | None) -> list:
-    """An Entry -> the Entries that the folder has for it. double: `double_quant` of the folder."""
+def parts_of(entry, double: bool | None) -> dict:
+    """An Entry -> {end of a name: (shape, types)} of the tensors that a folder has for it. None: of any shape.
+
+    double: `double_quant` of the folder. Other sizes of blocks have other shapes.
+    """
     if double is None or not entry.is_matrix:
-        return [entry]
+        return {"": (entry.shape, TYPES)}
     n = math.prod(entry.shape)
-    tensors = {"": ((n // 2, 1), "U8"), ".quant_map": ((16,), "F32"), STATE: (None, "U8")}
-    tensors[".absmax"] = (n // BLOCK,), "U8" if double else "F32"
-    if double:
-        tensors[".nested_absmax"] = (math.ceil(n / BLOCK / SCALE_BLOCK),), "F32"
-        tensors[".nested_quant_map"] = (256,), "F32"
-    return [
-        entry._replace(name=entry.name + end, shape=shape, types=(dtype,))
-        for end, (shape, dtype) in tensors.items()
-    ]
+    scales = math.ceil(n / BLOCK / SCALE_BLOCK)
+    parts = {"": ((n // 2, 1), "U8"), ".quant_map": ((16,), "F32"), STATE: (None, "U8")}
+    if not double:
+        return parts | {".absmax": ((n // BLOCK,), "F32")}
+    nested = {".nested_absmax": ((scales,), "F32"), ".nested_quant_map": ((256,), "F32")}
+    return parts | {".absmax": ((n // BLOCK,), "U8")} | nested
 
 
-def read_matrix(entry, tensor, double: bool, device):
-    """-> kernels.nf4.Quantized. tensor: name -> tensor. Raises ValueError for what the headers do not say."""
-    from snug.kernels.nf4 import TABLE, Quantized
+def quantized(tensors: dict, device):
+    """{end of a name: tensor} of a matrix -> kernels.nf4.Quantized."""
+    from snug.kernels.nf4 import Quantized
 
-    codes, scales, numbers = (tensor(entry.name + end) for end in ("", ".absmax", ".quant_map"))
-    state = json.loads(bytes(tensor(entry.name + STATE).tolist()))
-    expected = dict(quant_type="nf4", blocksize=BLOCK, shape=list(entry.shape))
-    if double:
-        expected |= dict(nested_blocksize=SCALE_BLOCK, nested_dtype="float32")
-    for key, value in expected.items():
-        if state.get(key) != value:
-            raise ValueError(f"{key}={state.get(key)!r:.40} is not supported; only {value!r}")
-    if numbers.tolist() != TABLE:
-        raise ValueError("quant_map is not the 16 numbers of NF4")
-    parts = [codes.flatten(), scales]
-    if double:
-        parts += [tensor(f"{entry.name}.nested_{end}") for end in ("quant_map", "absmax")]
-        parts.append(parts[-1].new_tensor(state["nested_offset"]))
+    parts = [tensors[""].flatten(), tensors[".absmax"]]
+    if ".nested_absmax" in tensors:
+        offset = json.loads(bytes(tensors[STATE].tolist()))["nested_offset"]
+        scales = tensors[".nested_absmax"]
+        parts += [tensors[".nested_quant_map"], scales, scales.new_tensor(offset)]
     return Quantized(*(part.to(device) for part in parts))

@@ -26,7 +26,6 @@ FILES = """config.json generation_config.json tokenizer.json tokenizer_config.js
 chat_template.jinja additional_chat_templates/*.jinja model.safetensors.index.json adapter_config.json
 adapter_model.safetensors""".split()
 ADVICE = {  # the name of an error -> what is wrong and what to do; {0}: the repository, {1}: the error's first line
-    "ModuleNotFoundError": "huggingface_hub cannot be imported ({1}): pip install huggingface_hub",
     "GatedRepoError": "is gated: accept its licence on https://huggingface.co/{0}, then run `hf auth login`",
     "RepositoryNotFoundError": "is no folder here and no public model on the hub: check the name; for a private model "
     "run `hf auth login`",

@@ -15,27 +15,28 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
-ARCHITECTURES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-GPT2 = {  # GPTConfig's name: (config.json's, type, default; None: must be given)
-    "vocab_size": ("vocab_size", int, None),
-    "block_size": ("n_positions", int, 1024),
-    "n_layer": ("n_layer", int, 12),
-    "n_head": ("n_head", int, 12),
-    "n_embd": ("n_embd", int, 768),
+GPT2 = {  # GPTConfig's name: (config.json's, type, default if it need not be there)
+    "vocab_size": ("vocab_size", int),
+    "block_size": ("n_positions", int),
+    "n_layer": ("n_layer", int),
+    "n_head": ("n_head", int),
+    "n_embd": ("n_embd", int),
     "n_hidden": ("n_inner", int, 0),  # 0: 4 * n_embd
     "norm_eps": ("layer_norm_epsilon", float, 1e-5),
     "tie_embeddings": ("tie_word_embeddings", bool, True),
 }
 LLAMA = {  # the same of Llama, Mistral, Qwen2 and Qwen3
-    "vocab_size": ("vocab_size", int, None),
-    "block_size": ("max_position_embeddings", int, 2048),
-    "n_layer": ("num_hidden_layers", int, None),
-    "n_head": ("num_attention_heads", int, None),
+    "vocab_size": ("vocab_size", int),
+    "block_size": ("max_position_embeddings", int),
+    "n_layer": ("num_hidden_layers", int),
+    "n_head": ("num_attention_heads", int),
     "n_kv_head": ("num_key_value_heads", int, 0),  # 0: n_head
-    "n_embd": ("hidden_size", int, None),
+    "n_embd": ("hidden_size", int),
     "head_size": ("head_dim", int, 0),  # 0: n_embd / n_head; Qwen3: 128
-    "n_hidden": ("intermediate_size", int, None),
+    "n_hidden": ("intermediate_size", int),
     "norm_eps": ("rms_norm_eps", float, 1e-6),
     "tie_embeddings": ("tie_word_embeddings", bool, False),
 }
@@ -44,15 +45,7 @@ LLAMA3_ROPE = {
     "rope_low_freq_factor": ("low_freq_factor", float),
     "rope_high_freq_factor": ("high_freq_factor", float),
 }
-NF4 = dict(quant_method="bitsandbytes", load_in_8bit=False, load_in_4bit=True)
-NF4 |= dict(bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage="uint8")
-FAMILIES = {  # (bias, qkv_bias, proj_bias, qk_norm) -> who has them
-    (0, 0, 0, 0): "llama",
-    (1, 0, 0, 0): "llama",
-    (0, 1, 1, 0): "llama",
-    (0, 1, 0, 0): "qwen2",
-    (0, 0, 0, 1): "qwen3",
-}
+FAMILIES = {(0, 0): "llama", (1, 0): "qwen2", (0, 1): "qwen3"}  # (qkv_bias, qk_norm) -> who has them
 
 
 def is_pretrained(folder: str | Path) -> bool:
@@ -65,29 +58,20 @@ def read_config(folder: str | Path) -> dict:
     """config.json of a supported architecture. Raises SnugError."""
     path = Path(folder) / "config.json"
     with in_one_line(f"{path}: cannot be read"):
-        config = json.loads(path.read_bytes())
-    family = Fields(config, path).get("model_type", str, "")
-    if family not in ARCHITECTURES:
-        raise SnugError(
-            f"{path}: model_type={family!r:.40} is not supported; supported are {', '.join(ARCHITECTURES)}"
-        )
-    if config.get("quantization_config") is not None:
-        check_quantization(config, path)
+        config = {"model_type": ""} | json.loads(path.read_bytes())
+    fields = Fields(config, path)
+    fields.want("model_type", *ARCHITECTURES)
+    if quantization := fields.get("quantization_config", dict, {}):
+        fields = Fields({"bnb_4bit_quant_type": "fp4"} | quantization, f"{path}: quantization_config")
+        fields.want("quant_method", "bitsandbytes")
+        fields.want("bnb_4bit_quant_type", "nf4")
     return config
-
-
-def check_quantization(config: dict, path: Path):
-    """Refuse all but NF4 of bitsandbytes. Raises SnugError."""
-    values = Fields(config, path).get("quantization_config", dict)
-    fields = Fields({"bnb_4bit_quant_type": "fp4"} | values, f"{path}: quantization_config")
-    for name, value in NF4.items():
-        fields.want(name, value)
 
 
 def double_quant(folder: str | Path) -> bool | None:
     """Are the scales of a folder in NF4 quantized, too? None: the folder is not quantized. Raises SnugError."""
     quantization = read_config(folder).get("quantization_config")
-    return quantization and bool(quantization.get("bnb_4bit_use_double_quant"))
+    return bool(quantization.get("bnb_4bit_use_double_quant")) if quantization else None
 
 
 def stored_dtype(folder: str | Path) -> str | None:
@@ -113,39 +97,26 @@ def gpt2_shape(c: Fields) -> dict:
 
 def llama_shape(c: Fields, family: str) -> dict:
     c.want("hidden_act", "silu")
-    attention_bias = c.get("attention_bias", bool, False)
-    c.want("mlp_bias", *{attention_bias, False})
-    if family != "llama":
-        c.want("attention_bias", False)
+    c.want("attention_bias", False)
+    c.want("mlp_bias", False)
     shape = {ours: c.get(*theirs) for ours, theirs in LLAMA.items()}
     shape["n_kv_head"] = shape["n_kv_head"] or shape["n_head"]
     plain_size = 128 if family == "qwen3" else shape["n_embd"] // shape["n_head"]
     shape["head_size"] = shape["head_size"] or plain_size
     slides = family == "mistral" or c.get("use_sliding_window", bool, False)
-    layers = {"full_attention", "sliding_attention"} if slides else {"full_attention"}
-    if other := set(map(str, c.get("layer_types", list, []))) - layers:
-        raise SnugError(f"{c.path}: layer_types has {min(other)!r:.40}, which is not supported")
     if slides and c.values.get("sliding_window", 4096) is not None:
         shape["block_size"] = min(shape["block_size"], c.get("sliding_window", int, 4096))
-    shape |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", qk_norm=family == "qwen3")
-    shape["bias"] = c.get("mlp_bias", bool, False)
-    shape["proj_bias"] = attention_bias and not shape["bias"]
-    shape["qkv_bias"] = family == "qwen2" or shape["proj_bias"]
+    shape |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", bias=False)
+    shape |= dict(qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
     return shape | rope_shape(c)
 
 
 def rope_shape(c: Fields) -> dict:
     """Newer files have all in rope_parameters; older ones have rope_theta and rope_scaling at the top."""
-    rope = Fields(c.get("rope_parameters", dict, {}) or c.get("rope_scaling", dict, {}), c.path)
-    if nested := [name for name, value in rope.values.items() if type(value) is dict]:
-        raise SnugError(
-            f"{c.path}: rope_parameters has {nested[0]!r:.40} by itself, which is not supported"
-        )
-    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise SnugError(
-            f"{c.path}: rope_type={kind!r:.40} is not supported; only default, linear and llama3"
-        )
+    values = c.get("rope_parameters", dict, {}) or c.get("rope_scaling", dict, {})
+    rope = Fields({"rope_type": values.get("type", "default")} | values, c.path)
+    rope.want("rope_type", "default", "linear", "llama3")
+    kind = rope.values["rope_type"]
     shape = dict(rope_theta=rope.get("rope_theta", float, c.get("rope_theta", float, 10000.0)))
     if kind != "default":
         shape["rope_factor"] = rope.get("factor", float)
@@ -160,8 +131,8 @@ def family_of(c) -> str:
     plain_heads = c.n_kv_head == c.n_head and c.head_size * c.n_head == c.n_embd and not c.qk_norm
     if kind == ("layernorm", "learned", "gelu") and plain_heads:
         return "gpt2"
-    family = FAMILIES.get((c.bias, c.qkv_bias, c.proj_bias, c.qk_norm))
-    if kind == ("rmsnorm", "rotary", "swiglu") and family:
+    family = FAMILIES.get((c.qkv_bias, c.qk_norm))
+    if kind == ("rmsnorm", "rotary", "swiglu") and family and not (c.bias or c.proj_bias):
         return family
     raise SnugError(f"no architecture of {', '.join(ARCHITECTURES)} has this shape: {c}")
 
@@ -174,15 +145,11 @@ def config_of(c, dtype: str):
     config |= {theirs: getattr(c, ours) for ours, (theirs, *_) in table.items()}
     config["vocab_size"] = c.n_vocab
     if family == "gpt2":
-        return config | dict(
-            activation_function="gelu_new", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
-        )
+        return config | dict(activation_function="gelu_new")
     config |= dict(hidden_act="silu", rope_theta=c.rope_theta)
-    if family == "llama":
-        config |= dict(attention_bias=c.bias or c.proj_bias, mlp_bias=c.bias)
     if c.rope_original_block_size:
         numbers = {theirs: getattr(c, ours) for ours, (theirs, _) in LLAMA3_ROPE.items()}
         config["rope_scaling"] = dict(rope_type="llama3", factor=c.rope_factor) | numbers
     elif c.rope_factor != 1:
-        config["rope_scaling"] = dict(rope_type="linear", type="linear", factor=c.rope_factor)
+        config["rope_scaling"] = dict(rope_type="linear", factor=c.rope_factor)
     return config

@@ -1,11 +1,12 @@
 """Hugging Face folders in and out: *.safetensors <-> a GPT's parameters. shapes.py reads and writes config.json.
 
-    read_weights("models/Qwen2.5-0.5B", model)          # a model of this shape: GPT.from_pretrained makes it
+    read_weights(look_at_weights("models/Qwen2.5-0.5B"), model)    # a model of this shape: GPT.from_pretrained
     save_pretrained(model, "export/mine", tokenizer)
     python -m runs.export out/grpo_gsm8k --to=export/mine      # a run's newest checkpoint, adapters merged
 
-`entries` says which tensor holds which rows of which parameter, for both directions. `look_at_weights` checks names
-and shapes by the files' headers. Then tensors are copied one by one and cast.
+`entries` says which tensor holds which rows of which parameter, for both directions. `look_at_weights` checks names,
+shapes and types once, by the files' headers, before there is memory for a model. Then `read_weights` copies tensors one
+by one and casts them.
 
 Left out: pickles, quantized weights except NF4 (bitsandbytes.py), YaRN, mixtures of experts. Tests:
 tests/test_pretrained.py.
@@ -22,7 +23,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from snug.options import SnugError, in_one_line
-from snug.pretrained.bitsandbytes import read_matrix, tensors_of
+from snug.pretrained.bitsandbytes import parts_of, quantized
 from snug.pretrained.shapes import (
     ARCHITECTURES,
     config_of,
@@ -35,21 +36,19 @@ from snug.pretrained.shapes import (
 MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
-MAX_LAYERS = 10_000
-TYPES = "F32", "F16", "BF16", "F64"  # integers and 8-bit floats are quantized and need scales
 # Older versions saved these with the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class Entry(NamedTuple):
-    """A tensor of a folder, its shape there, and which rows of the parameter `ours` it holds: from `start` on."""
+    """A tensor of a folder, its shape there, and how many rows of the parameter `ours` it holds, from `start` on."""
 
     name: str
     shape: tuple
     ours: str
-    start: int
-    transposed: bool  # GPT-2's matrices are (in, out)
-    types: tuple = TYPES
+    rows: int
+    start: int = 0
+    transposed: bool = False  # GPT-2's matrices are (in, out)
 
     @property
     def is_matrix(self):
@@ -62,53 +61,52 @@ def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
     q_proj, k_proj and v_proj are rows of attention.qkv: with 4 query and 2 key heads of size 8 they begin at rows 0, 32
     and 48.
     """
-    C, F, V = shape["n_embd"], shape["n_hidden"], vocab_size
-    gpt2, result = family == "gpt2", []
+    C, F, gpt2, result = shape["n_embd"], shape["n_hidden"], family == "gpt2", []
 
-    def add(theirs, ours, size, bias=False, start=0):
-        """A weight of this size, and its bias if it has one."""
-        transposed = gpt2 and bias and len(size) == 2
+    def add(theirs, ours, rows, columns=0, bias=gpt2, start=0):
+        """A matrix, or a vector if it has no columns, and its bias if it has one."""
+        name, size = PREFIXES[family] + theirs, (rows, columns) if columns else (rows,)
+        transposed = gpt2 and bias and columns > 0
         there = size[::-1] if transposed else size
-        name = PREFIXES[family] + theirs
-        result.append(Entry(f"{name}.weight", there, f"{ours}.weight", start, transposed))
+        result.append(Entry(f"{name}.weight", there, f"{ours}.weight", rows, start, transposed))
         if bias:
-            result.append(Entry(f"{name}.bias", size[:1], f"{ours}.bias", start, False))
+            result.append(Entry(f"{name}.bias", (rows,), f"{ours}.bias", rows, start))
 
     if gpt2:
-        add("wte", "embedding", (V, C))
-        add("wpe", "position", (shape["block_size"], C))
-        add("ln_f", "norm", (C,), True)
+        add("wte", "embedding", vocab_size, C, False)
+        add("wpe", "position", shape["block_size"], C, False)
+        add("ln_f", "norm", C)
+        block = [
+            ("ln_1", "norm_1", C),
+            ("attn.c_attn", "attention.qkv", 3 * C, C),
+            ("attn.c_proj", "attention.proj", C, C),
+            ("ln_2", "norm_2", C),
+            ("mlp.c_fc", "mlp.up", F, C),
+            ("mlp.c_proj", "mlp.down", C, F),
+        ]
     else:
-        D, bias = shape["head_size"], shape["bias"]
+        D, bias = shape["head_size"], shape["qkv_bias"]
         Q, K = shape["n_head"] * D, shape["n_kv_head"] * D
-        qkv_bias, proj_bias = bias or shape["qkv_bias"], bias or shape["proj_bias"]
-        add("embed_tokens", "embedding", (V, C))
-        add("norm", "norm", (C,))
-    for i in range(shape["n_layer"]):
-        block = f"blocks.{i}"
-        if gpt2:
-            add(f"h.{i}.ln_1", f"{block}.norm_1", (C,), True)
-            add(f"h.{i}.attn.c_attn", f"{block}.attention.qkv", (3 * C, C), True)
-            add(f"h.{i}.attn.c_proj", f"{block}.attention.proj", (C, C), True)
-            add(f"h.{i}.ln_2", f"{block}.norm_2", (C,), True)
-            add(f"h.{i}.mlp.c_fc", f"{block}.mlp.up", (F, C), True)
-            add(f"h.{i}.mlp.c_proj", f"{block}.mlp.down", (C, F), True)
-            continue
-        attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-        add(f"layers.{i}.input_layernorm", f"{block}.norm_1", (C,))
-        add(f"{attention}.q_proj", f"{block}.attention.qkv", (Q, C), qkv_bias, 0)
-        add(f"{attention}.k_proj", f"{block}.attention.qkv", (K, C), qkv_bias, Q)
-        add(f"{attention}.v_proj", f"{block}.attention.qkv", (K, C), qkv_bias, Q + K)
-        add(f"{attention}.o_proj", f"{block}.attention.proj", (C, Q), proj_bias)
+        add("embed_tokens", "embedding", vocab_size, C)
+        add("norm", "norm", C)
+        block = [
+            ("input_layernorm", "norm_1", C),
+            ("self_attn.q_proj", "attention.qkv", Q, C, bias),
+            ("self_attn.k_proj", "attention.qkv", K, C, bias, Q),
+            ("self_attn.v_proj", "attention.qkv", K, C, bias, Q + K),
+            ("self_attn.o_proj", "attention.proj", C, Q),
+            ("post_attention_layernorm", "norm_2", C),
+            ("mlp.gate_proj", "mlp.up", F, C),
+            ("mlp.up_proj", "mlp.up", F, C, False, F),
+            ("mlp.down_proj", "mlp.down", C, F),
+        ]
         if shape["qk_norm"]:
-            add(f"{attention}.q_norm", f"{block}.attention.q_norm", (D,))
-            add(f"{attention}.k_norm", f"{block}.attention.k_norm", (D,))
-        add(f"layers.{i}.post_attention_layernorm", f"{block}.norm_2", (C,))
-        add(f"{mlp}.gate_proj", f"{block}.mlp.up", (F, C), bias, 0)
-        add(f"{mlp}.up_proj", f"{block}.mlp.up", (F, C), bias, F)
-        add(f"{mlp}.down_proj", f"{block}.mlp.down", (C, F), bias)
+            block += [(f"self_attn.{x}_norm", f"attention.{x}_norm", D) for x in "qk"]
+    for i in range(shape["n_layer"]):
+        for theirs, ours, *rest in block:
+            add(f"{'h' if gpt2 else 'layers'}.{i}.{theirs}", f"blocks.{i}.{ours}", *rest)
     if not shape["tie_embeddings"]:
-        result.append(Entry("lm_head.weight", (V, C), "head.weight", 0, False))
+        result.append(Entry("lm_head.weight", (vocab_size, C), "head.weight", vocab_size))
     return result
 
 
@@ -136,41 +134,36 @@ def opened(file: Path, framework: str = "numpy") -> safe_open:
         return safe_open(str(file), framework=framework)
 
 
-def look_at_weights(folder: str | Path):
-    """Every tensor that the config's shape needs -> its name and file, checked by the files' headers. Raises SnugError.
+def look_at_weights(folder: str | Path) -> dict:
+    """Each Entry that the config's shape needs -> {end: (name, file)} of its tensors. What `read_weights` takes.
 
-    Missing and surplus tensors, other shapes and other types are refused. BUFFERS and the head of a tied model may be
-    there.
+    The files' headers are checked: missing and surplus tensors, other shapes and other types are refused. BUFFERS and
+    the head of a tied model may be there. Raises SnugError.
     """
     family, shape = read_config(folder)["model_type"], read_shape(folder)
-    if shape["n_layer"] > MAX_LAYERS:  # too many to list their tensors
-        raise SnugError(f"{folder}: config.json says {shape['n_layer']} layers; at most {MAX_LAYERS}")
-    prefix, double = PREFIXES[family], double_quant(folder)
-    whole = entries(shape, family, shape["vocab_size"])
-    needed = [tensor for entry in whole for tensor in tensors_of(entry, double)]
-    by_name = {entry.name.removeprefix(prefix): entry for entry in needed}
-    places, surplus = {}, []
+    double, surplus = double_quant(folder), []
+    places = {entry: {} for entry in entries(shape, family, shape["vocab_size"])}
+    missing = {entry.name + end: (entry, end) for entry in places for end in parts_of(entry, double)}
     for file in weight_files(folder):
         with opened(file) as tensors:
             for name in tensors.keys():
-                bare, tensor = name.removeprefix(prefix), tensors.get_slice(name)
-                size, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-                if entry := by_name.get(bare):
-                    places[entry] = name, file
-                    if entry.shape and size != entry.shape:
-                        raise SnugError(f"{file}: {name} has shape {size}, config.json says {entry.shape}")
-                    if dtype not in entry.types:
+                whole = name if name in missing else PREFIXES[family] + name
+                if whole in missing:
+                    entry, end = missing.pop(whole)
+                    places[entry][end] = name, file
+                    tensor, (expected, types) = tensors.get_slice(name), parts_of(entry, double)[end]
+                    size, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+                    if size != (expected or size) or dtype not in types:
                         raise SnugError(
-                            f"{file}: {name} has the type {dtype}, not one of {entry.types}; "
-                            "use the folder with the bfloat16 weights"
+                            f"{file}: {name} has the type {dtype} and the shape {size}; needed are {types} and "
+                            f"{expected}; use the folder with the bfloat16 weights"
                         )
-                elif not bare.endswith(BUFFERS) and bare != "lm_head.weight":
+                elif not name.endswith(BUFFERS) and name != "lm_head.weight":
                     surplus.append(name)
-    missing = [entry.name for entry in needed if entry not in places]
     if missing or surplus:
         raise SnugError(
             f"{folder}: config.json describes a {family} with other tensors than the files have: missing "
-            f"{len(missing)} {missing[:3]}, surplus {len(surplus)} {surplus[:3]}"
+            f"{len(missing)} {[*missing][:3]}, surplus {len(surplus)} {surplus[:3]}"
         )
     return places
 
@@ -188,53 +181,52 @@ def fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def read_weights(folder: str | Path, model, adapters=None, rank=0, scale=0.0):
+def read_weights(places: dict, model, adapters=None, scale=0.0):
     """Copy a folder's matrices, one at a time, into the weights of a GPT of its shape. Raises SnugError.
 
-    A matrix in NF4 gets what the folder has in NF4, or quantizes what it has. A parameter gets it dequantized.
+    places: `look_at_weights` of the folder. A matrix in NF4 gets what the folder has in NF4, or quantizes what it has.
+    A parameter gets it dequantized.
     adapters: a file for these weights, as adapters.find_base has it; each becomes part of its matrix: W + scale * B A,
     in float32 and rounded once.
     """
     import torch
 
-    from snug.kernels.nf4 import NF4, weights_of
+    from snug.kernels.nf4 import NF4, Quantized, weights_of
 
-    weights, shape, double = weights_of(model), read_shape(folder), double_quant(folder)
-    places = {entry.name: place for entry, place in look_at_weights(folder).items()}
-    if adapters:
-        places |= {name: (name, adapters) for name in opened(adapters).keys()}
-
-    def tensor(name):
-        there, file = places.pop(name)
-        with opened(file, "pt") as tensors:
-            return tensors.get_tensor(there)
-
-    for entry in entries(shape, read_config(folder)["model_type"], shape["vocab_size"]):
-        ours, packed = weights[entry.ours], double is not None and entry.is_matrix
-        with torch.no_grad(), in_one_line(f"{folder}: {entry.name} cannot be read"):
-            value = read_matrix(entry, tensor, double, ours.device) if packed else tensor(entry.name)
+    weights = weights_of(model)
+    left = set(opened(adapters).keys()) if adapters else set()
+    for entry, parts in places.items():
+        ours, (name, file) = weights[entry.ours], parts[""]
+        with torch.no_grad(), in_one_line(f"{file}: {name} cannot be read"):
+            tensors = {end: read_tensor(*place) for end, place in parts.items()}
+            value = tensors[""] if len(tensors) == 1 else quantized(tensors, ours.device)
             value = value.t() if entry.transposed else value
             if isinstance(ours, NF4):
                 ours.copy_(value, entry.start)
                 continue
-            if packed:
+            if isinstance(value, Quantized):
                 value = NF4(entry.shape, ours.device).copy_(value).dequantized(torch.float32)
             pair = [f"base_model.model.{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
-            if pair[0] in places:
+            if pair[0] in left:
                 value = value.float()
-                A, B = (tensor(name).to(value) for name in pair)
+                left -= set(pair)
+                A, B = (read_tensor(name, adapters).to(value) for name in pair)
                 value.add_(B @ A, alpha=scale)
-                if len(A) != rank or not value.isfinite().all():
-                    raise ValueError(f"in {adapters} it has r={len(A)}, not {rank}, or NaN or infinity")
             rows_of(ours, entry).copy_(value)
-    if places:
-        raise SnugError(f"{adapters}: {folder} has no place for {len(places)} tensors, {[*places][:3]}")
+    if left:
+        raise SnugError(
+            f"{adapters}: {file.parent} has no place for {len(left)} tensors, {sorted(left)[:3]}"
+        )
 
 
-def rows_of(parameter, entry: Entry):
+def read_tensor(name, file):
+    with opened(file, "pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def rows_of(parameter, entry):
     """The rows of a parameter that an entry holds."""
-    size = entry.shape[1] if entry.transposed else entry.shape[0]
-    return parameter[entry.start : entry.start + size]
+    return parameter[entry.start : entry.start + entry.rows]
 
 
 def save_pretrained(model, folder: str | Path, tokenizer=None):
@@ -255,14 +247,11 @@ def save_pretrained(model, folder: str | Path, tokenizer=None):
         write_weights(model, temporary, dtype)
         if tokenizer is not None:
             config["eos_token_id"] = tokenizer.stop_token
-            tokenizer.save(temporary)
-            generation = temporary / "generation_config.json"
-            if not generation.exists():  # the tokenizer may have brought one
-                write_json(generation, dict(eos_token_id=list(tokenizer.stop_tokens)))
+            tokenizer.save(temporary)  # with generation_config.json, if there are more stop tokens
         write_json(temporary / "config.json", config)
 
 
-def write_json(file: Path, value: dict):
+def write_json(file, value):
     file.write_text(json.dumps(value, indent=2) + "\n")
 
 
@@ -292,7 +281,7 @@ def new_folder(folder: str | Path):
     return folder
 
 
-def write_weights(model, folder: Path, dtype):
+def write_weights(model, folder, dtype):
     """Files of at most MAX_SHARD_BYTES (unless one tensor is larger), with an index if there are several."""
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -312,7 +301,7 @@ def write_weights(model, folder: Path, dtype):
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def tensor_of(entry: Entry, parameters: dict, dtype):
+def tensor_of(entry, parameters, dtype):
     """An entry's tensor, a copy on the host: zeros for a bias that the model does not have."""
     import torch
 
