@@ -2,13 +2,10 @@
 ids and texts of the library `tokenizers`, and messages get the ids of `transformers`.
 """
 
-import copy
 import hashlib
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -17,7 +14,6 @@ import pytest
 import requests
 import tiktoken
 import tokenizers
-from conftest import HOME
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -222,7 +218,7 @@ def test_ids_and_texts_are_those_of_tokenizers(pair):
     ours, theirs = pair
     rng = random.Random(0)
     assert ours.n_vocab == 1 + max(theirs.get_vocab().values())
-    for text in texts(700):
+    for text in texts(300):
         expected = ids_of(theirs, text, False)
         assert ours.encode(text) == expected
         assert ours.decode(expected) == theirs.decode(expected)
@@ -246,16 +242,16 @@ def test_special_tokens_are_never_text(name, pair, request):
     assert ours.encode("a\ud83d\ude42") == ours.encode("a🙂")  # a pair that belongs together is its character
 
 
-@pytest.mark.parametrize("text", ["</answer>", "\n\n", "🙂", "é", " b a", "🜁"])
-def test_a_stop_string_is_found_where_it_ends(pair, text):
-    """At the first token after which the text of all tokens has it."""
+@pytest.mark.parametrize("stops", [["</answer>"], ["\n\n"], [" b a", "é", "", "🜁"], ["</calc>", "🙂\n", "b"]], ids=str)
+def test_a_stop_string_is_found_where_it_ends(pair, stops):
+    """At the first token after which the text of all tokens has one of them."""
     ours, rng = pair[0], random.Random(0)
-    is_over = ours.stopper([text])
+    is_over = ours.stopper(stops)
     assert ours.stopper([]) is ours.stopper([""]) is None
     for before, after in zip(texts(60, seed=4), texts(60, seed=5), strict=True):
-        ids = ours.encode(before + rng.choice(["", "𝄞"]) + text * rng.randrange(1, 3) + after)
+        ids = ours.encode(before + rng.choice(["", "𝄞"]) + rng.choice(stops) * rng.randrange(1, 3) + after)
         ids.insert(rng.randrange(len(ids)), ours.stop_token)
-        decoded = [text in ours.decode(ids[:n]) for n in range(len(ids) + 1)]
+        decoded = [any(stop in ours.decode(ids[:n]) for stop in stops if stop) for n in range(len(ids) + 1)]
         first = decoded.index(True) if True in decoded else len(ids)
         assert [is_over(ids[:n]) for n in range(first + 1)] == decoded[: first + 1]
 
@@ -263,16 +259,6 @@ def test_a_stop_string_is_found_where_it_ends(pair, text):
 def test_special_tokens_within_a_stop_string_do_not_hide_it():
     is_over, stop = BYTES.stopper(["ab"]), BYTES.stop_token
     assert is_over([*b"a", *[stop] * 9, *b"b"]) and not is_over([*b"a", *[stop] * 9])
-
-
-def test_the_first_of_several_stop_strings(pair):
-    ours, rng, stops = pair[0], random.Random(1), ["</calc>", "🙂\n", "", "b"]
-    is_over = ours.stopper(stops)
-    for before, after in zip(texts(60, seed=6), texts(60, seed=7), strict=True):
-        ids = ours.encode(before + rng.choice(stops) + after)
-        decoded = [any(stop in ours.decode(ids[:n]) for stop in stops if stop) for n in range(len(ids) + 1)]
-        first = decoded.index(True) if True in decoded else len(ids)
-        assert [is_over(ids[:n]) for n in range(first + 1)] == decoded[: first + 1]
 
 
 # -----------------------------------------------------------------------------
@@ -306,9 +292,8 @@ STOPS = [  # files -> the ids that end a completion; <|endoftext|> is 256, <b> 2
     (dict(config=dict(eos_token_id=[258, 257])), (258, 257)),
     (dict(config=dict(eos_token_id=[258, 257]), generation_config=dict(top_k=5)), (258, 257)),
     (dict(generation_config=dict(eos_token_id=257)), (257,)),
-    (dict(generation_config=dict(eos_token_id=[True, "x", [], 10**30, 97])), (256,)),
-    (dict(tokenizer_config=b"{"), "tokenizer_config.json: not JSON"),
-    (dict(generation_config=[]), "generation_config.json: must be an object, not list"),
+    (dict(tokenizer_config=b"{"), "tokenizer_config.json is not JSON"),
+    (dict(generation_config=[]), r"generation_config.json: \[\] is not an object"),
 ]
 
 
@@ -387,26 +372,22 @@ def test_names_of_no_tokenizer(name):
         get_tokenizer(name)
 
 
-NO_TOKENIZER = [b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"{}", b'{"model": {"type": "BPE"}}']
-NO_TOKENIZER.append(small() | dict(added_tokens=[]))
+PANICS = json.loads(json.dumps(llama3_like()))  # in Rust: a BaseException, and no Exception
+PANICS["post_processor"]["single"][0]["SpecialToken"]["id"] = "[NONE]"
+NO_TOKENIZER = {  # what is said: tokenizer.json
+    "ValueError: Cannot instantiate": b"",
+    "ValueError: Cannot instantiate Tokenizer from buffer: invalid type": b"[" * 100_000,
+    "ValueError: Cannot instantiate Tokenizer from buffer: Model missing": b"{}",
+    "no added token ends a completion": small() | dict(added_tokens=[]),
+    "PanicException: no entry found for key": PANICS,
+}
 
 
-@pytest.mark.parametrize("data", NO_TOKENIZER, ids=range(len(NO_TOKENIZER)))
-def test_files_that_are_no_tokenizer(tmp_path, data):
-    wrong = (
-        "tokenizer.json: (not JSON|must be an object|`tokenizers` cannot read it)|no added token of tokenizer.json ends"
-    )
-    with pytest.raises(SnugError, match=wrong) as error:
-        get_tokenizer(folder_of(tmp_path, data))
-    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
-
-
-def test_a_panic_of_the_library_is_one_line(tmp_path):
-    """Of its Rust: a BaseException, and no Exception."""
-    spec = copy.deepcopy(llama3_like())
-    spec["post_processor"]["single"][0]["SpecialToken"]["id"] = "[NONE]"
-    with pytest.raises(SnugError, match="`tokenizers` cannot read it .PanicException: no entry found for key"):
-        get_tokenizer(folder_of(tmp_path, spec))
+@pytest.mark.parametrize("said", NO_TOKENIZER)
+def test_files_that_are_no_tokenizer(tmp_path, said):
+    with pytest.raises(SnugError, match=f"{tmp_path}: has no tokenizer that can be read .{said}") as error:
+        get_tokenizer(folder_of(tmp_path, NO_TOKENIZER[said]))
+    assert "\n" not in str(error.value)
 
 
 # -----------------------------------------------------------------------------
@@ -457,7 +438,7 @@ def test_prompts_are_those_of_transformers(chats, name):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     folder, ours = chats[name]
     theirs, rng = transformers.AutoTokenizer.from_pretrained(folder), random.Random(5)
-    for _ in range(50):
+    for _ in range(25):
         roles = [rng.choice(["system", "user"])] + ["user", "assistant"] * rng.randrange(3) + ["user"]
         contents = rng.choices(["", "<", "> 3", "<tool_response>", *texts(300, spelled=False)], k=len(roles))
         contents = [rng.choice(["", " ", "\n"]) + content for content in contents]
@@ -499,9 +480,6 @@ def test_a_content_within_what_the_template_writes(tmp_path):
     assert chat_of(tmp_path, "{{ bos_token }}a").encode_prompt([user("")]) == [257, *b"a"]
     assert chat_of(tmp_path, "<|{{ messages[0].role }}|>").encode_prompt([user("")]) == [258]
     assert chat_of(tmp_path, "{{ messages[0].content|trim }}").encode_prompt([user("a<|user|> ")]) == [*b"a<|user|>"]
-    for role in ("user\n", "", "üser", "<b>"):
-        with pytest.raises(SnugError, match="a message's role must be a word, such as user, not"):
-            chat_of(tmp_path, "x").encode_prompt([user("", role)])
 
 
 USES = {  # template -> text, for the message a<b>c
@@ -530,10 +508,9 @@ def test_where_templates_stand(tmp_path):
             SnugError, match="prompts of messages need a model with a chat template: name one, such as --init_from="
         ):
             tokenizer.encode_prompt([user("")])
-    with pytest.raises(SnugError, match="the chat template fails"):
-        rendered(tmp_path, 5)
-    with pytest.raises(SnugError, match="chat_template must be a text or a list of named"):
-        chat_of(tmp_path, [{}])
+    for wrong in (5, [{}]):
+        with pytest.raises(SnugError, match="has no tokenizer that can be read"):
+            chat_of(tmp_path, wrong)
     folder = folder_of(tmp_path, small(), chat_template="the file", tokenizer_config=dict(chat_template="the config"))
     ours = get_tokenizer(folder)
     assert ours.decode(ours.encode_prompt([user("")])) == "the file"
@@ -630,7 +607,8 @@ def test_turns_and_replies_are_the_ids_of_the_whole_conversation(name, tmp_path)
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     folder, ours = tooled(tmp_path, name)
     theirs, rng = transformers.AutoTokenizer.from_pretrained(folder), random.Random(7)
-    assert ours.chat.call_form == TOOLED[name][-1]
+    assert ours.chat.call_form == TOOLED[name][-1] and ours.notes == []
+    assert ours.stop_tokens == (ours.special[TOOLED[name][2]],)  # as its files say
     for trial in range(30):
         tools = [[SCHEMA], None][trial % 2]
         ours.chat.tools = tools
@@ -682,17 +660,6 @@ def test_what_stands_between_a_turn_and_its_end(chats, tmp_path):
     assert ours.encode_reply([user("a")], True) == ours.encode_reply([user("a")], False) == [257, *b"a"]
 
 
-def test_a_form_of_calls_that_is_not_read_is_refused_also_under_python_o():
-    code = """
-from snug.tokenizer.chat import Chat
-chat = Chat("{{ tools }}{{ messages[0].content }}", {}, ["<s>"])
-chat.tools = [{}]
-chat.render([dict(role="user", content="a")])
-"""
-    done = subprocess.run([sys.executable, "-O", "-c", code], cwd=HOME, capture_output=True, text=True)
-    assert "a form that is not read here; leave out --tools and --environment" in done.stderr
-
-
 def test_replies_that_a_template_refuses(tmp_path):
     def raises(source, match, messages):
         with pytest.raises(SnugError, match=match) as error:
@@ -702,12 +669,9 @@ def test_replies_that_a_template_refuses(tmp_path):
     only = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no\ntools') }}{% endif %}{{ m.content }}{% endfor %}"
     raises(only, "the chat template fails .TemplateError: no tools", [tool("5")])
     raises("{{ messages[-1].content }}", "the chat template fails .it leaves out a message", [tool("5")])
-    raises("{{ messages }}", "a message's role must be a word", [user("5", "a b")])
     with pytest.raises(SnugError, match="need a model with a chat template"):
         BYTES.encode_reply([tool("5")], True)
-    with pytest.raises(SnugError, match="the chat template fails"):
-        chat_of(tmp_path, "{% if %}").chat.call_form  # noqa: B018
-    assert chat_of(tmp_path, "{# tools #}tools").chat.call_form == "inline"
+    assert chat_of(tmp_path, "{{ builtin_tools }}").chat.call_form == "inline"
 
 
 def test_prompts_may_be_transcripts(chats):
@@ -857,21 +821,12 @@ WRITTEN = {  # family: how its template writes a call, the form or what the refu
     "Llama 3.2": ("""{{ '{"name": "' + f.name + '", "parameters": ' }}{{ f.arguments | tojson }}{{ '}' }}""", "llama"),
     "SmolLM3": ("{# <tool_call> #}", "hermes"),
     "Mistral": ("[TOOL_CALLS] [{{ f | tojson }}]", "arguments"),
-    "DeepSeek V3.1": ("<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}", "tool▁sep"),
     "DeepSeek V3": ("{{ '```json\n' + f.arguments }}", "the chat template fails .TypeError"),
-    "gpt-oss": (
-        "to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}",
-        "<.message.>",
-    ),
-    "Granite 3": ("<|tool_call|>[{{ f | tojson }}]", "arguments"),
-    "Phi-4-mini": ("<|tool_call|>{{ f | tojson }}<|/tool_call|>", "/tool_call"),
-    "functools": ("""functools[{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}]""", "parameters"),
     "Qwen3-Coder": (
         "<tool_call>\n<function={{ f.name }}>\n<parameter=key>\n5\n</parameter>\n</function>\n</tool_call>",
         "</fu",
     ),
     "GLM 4.5": ("<tool_call>{{ f.name }}\n<arg_key>key</arg_key>\n<arg_value>5</arg_value>\n</tool_call>", "arg_value"),
-    "LFM2": ("<|tool_call_start|>[{{ f.name }}(key='5')]<|tool_call_end|>", "tool_call_end"),
     "no calls": ("", "assistant"),
 }
 
@@ -930,12 +885,6 @@ def test_what_the_template_writes_behind_an_answer_ends_a_completion(tmp_path):
     assert json.loads(kept.files["generation_config.json"]) == dict(eos_token_id=[first, end], top_k=5)
     reply = ours.encode_reply([user("b")], True)
     assert ours.encode_reply([user("b")], False) == [end, *reply]
-
-
-@pytest.mark.parametrize("name", TOOLED)
-def test_an_instruct_model_ends_as_its_files_say(tmp_path, name):
-    _, ours = tooled(tmp_path, name)
-    assert ours.stop_tokens == (ours.special[TOOLED[name][2]],) and ours.notes == []
 
 
 def test_a_template_without_an_end_adds_no_stop_token(tmp_path):

@@ -1,4 +1,9 @@
-"""Text to token ids and back, with the library `tokenizers`.
+"""Text and chat messages to token ids and back, with the library `tokenizers`.
+
+    tokenizer = get_tokenizer("models/Qwen2.5-0.5B-Instruct")
+    tokenizer.encode_prompt([{"role": "user", "content": "Hi"}])       # the ids of transformers' apply_chat_template
+
+Names for others: get_tokenizer, the Tokenizer that it returns, its `chat` (chat.Chat), chat.well_formed.
 
 `bytes` has the 256 bytes as tokens. `gpt2` is OpenAI's; tiktoken downloads its two files once. A folder with a
 tokenizer.json can have any kind: byte-level BPE (GPT-2, SmolLM2, Llama 3, Qwen), sentencepiece BPE (Llama 2, Mistral),
@@ -24,9 +29,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from snug.options import SnugError, in_one_line
+from snug.options.typed import Fields
 from snug.tokenizer.chat import BREAK, CUT, TURN, Chat, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
+OWN_CONFIG = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT)
+OWN_CONFIG |= dict(clean_up_tokenization_spaces=False)
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
 DATE = "chat_date.txt"  # the day on which a run began, if its chat template asks for the date
@@ -80,33 +88,20 @@ class Tokenizer:
             self.backend.encode_special_tokens = not special
             return self.backend.encode(text, add_special_tokens=False).ids
 
-    def encode_prompt(self, prompt: str | list[dict]) -> list[int]:
+    def encode_prompt(self, prompt: str | list[dict], before=()) -> list[int]:
         """Text, or chat messages [{"role": ..., "content": ...}, ...] -> ids.
 
         Text gets the tokenizer's bos ids in front. The chat template writes messages and opens the answer; special
-        tokens come from the template, never from a content. Raises SnugError.
+        tokens come from the template, never from a content. before: as for Chat.render. Raises SnugError.
         """
         if isinstance(prompt, str):
             return [*self.bos, *self.encode(prompt)]
-        return self.encode_messages(prompt)
-
-    def encode_reply(self, messages: list[dict], stopped: bool) -> list[int]:
-        """Messages that answer a turn of the assistant -> the ids between this turn and the assistant's next one.
-
-        messages: such as [{"role": "tool", "name": "calc", "content": "5"}]. stopped: a stop token ended the turn, so
-        the ids begin behind the template's own; otherwise they begin with it. Raises SnugError.
-        """
-        ids, end = self.encode_messages(messages, TURN), self.special.get(self.chat.end)
-        return ids[ids.index(end) + 1 :] if stopped and end in ids else ids
-
-    def encode_messages(self, messages, before=()):
-        """-> the ids of what the template writes: Chat.render."""
         if self.chat is None:
             raise SnugError(
                 "prompts of messages need a model with a chat template: name one, such as "
                 f"--init_from=Qwen/Qwen2.5-0.5B-Instruct, or write text: --chat=false (tokenizer={self.name})"
             )
-        text = self.chat.render(messages, before)
+        text = self.chat.render(prompt, before)
         if BREAK not in text:
             return self.encode(text, special=True)
         ids = []
@@ -114,6 +109,15 @@ class Tokenizer:
             for part in piece.replace(BREAK, "").split(CUT):
                 ids += self.encode(part, special=piece in self.special)
         return ids
+
+    def encode_reply(self, messages: list[dict], stopped: bool) -> list[int]:
+        """Messages that answer a turn of the assistant -> the ids between this turn and the assistant's next one.
+
+        messages: such as [{"role": "tool", "name": "calc", "content": "5"}]. stopped: a stop token ended the turn, so
+        the ids begin behind the template's own; otherwise they begin with it. Raises SnugError.
+        """
+        ids, end = self.encode_prompt(messages, TURN), self.special.get(self.chat.end)
+        return ids[ids.index(end) + 1 :] if stopped and end in ids else ids
 
     def set_template_kwargs(self, variables: dict):
         """Set variables of the chat template, such as {"enable_thinking": False}, for prompts and for `files`."""
@@ -123,7 +127,7 @@ class Tokenizer:
             )
         if variables:
             self.chat.set_defaults(variables)
-            self.files = self.files | {"chat_template.jinja": self.chat.source.encode()}
+            self.files["chat_template.jinja"] = self.chat.source.encode()
 
     def decode(self, ids: list[int]) -> str:
         """Ids -> text. Special tokens and ids without a token are skipped, and bytes that are not UTF-8 become U+FFFD.
@@ -158,15 +162,10 @@ class Tokenizer:
 
     def save(self, folder: str | Path):
         """Write `files` into the folder; for bytes and gpt2, files of the same tokenizer for `transformers`."""
-        files = self.files
-        if not files:
-            config = dict(
-                tokenizer_class="PreTrainedTokenizerFast",
-                eos_token=END_OF_TEXT,
-                clean_up_tokenization_spaces=False,
-            )
-            files = {"tokenizer.json": self.backend.to_str(pretty=True).encode()}
-            files["tokenizer_config.json"] = json.dumps(config, indent=1).encode()
+        files = self.files or {
+            "tokenizer.json": self.backend.to_str(pretty=True).encode(),
+            "tokenizer_config.json": json.dumps(OWN_CONFIG, indent=1).encode(),
+        }
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
@@ -186,10 +185,10 @@ def get_tokenizer(name: str) -> Tokenizer:
     if name == "gpt2":
         return byte_level(name, *gpt2_files())
     folder = Path(name)
-    with in_one_line(f"{folder}: cannot be read"):
+    with in_one_line(f"{folder}: has no tokenizer that can be read"):
         files = {file: (folder / file).read_bytes() for file in FILES if (folder / file).is_file()}
-    if name and "tokenizer.json" in files:
-        return tokenizer_of(folder, files)
+        if "tokenizer.json" in files:
+            return tokenizer_of(folder, files)
     raise SnugError(
         f"tokenizer={name!r} is not one of bytes, gpt2, or a folder that has a tokenizer.json "
         "(AutoTokenizer of transformers makes one of a tokenizer.model)"
@@ -209,46 +208,40 @@ def gpt2_files():
     """-> ({token: id}, [(left, right) of each merge])."""
     from tiktoken.load import read_file_cached
 
-    try:
+    with in_one_line(
+        "the two files of tokenizer=gpt2 cannot be downloaded: set TIKTOKEN_CACHE_DIR to a folder that has them, "
+        "or use --tokenizer=bytes"
+    ):
         vocab = json.loads(read_file_cached(GPT2 + "encoder.json", GPT2_VOCAB))
         lines = read_file_cached(GPT2 + "vocab.bpe", GPT2_MERGES).decode().splitlines()
-    except (OSError, ValueError) as error:  # no network (requests raises an OSError), a damaged file
-        raise SnugError(
-            f"the two files of tokenizer=gpt2 cannot be downloaded ({type(error).__name__}): "
-            "set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=bytes"
-        ) from None
     return vocab, [tuple(line.split()) for line in lines[1:]]  # the first line is a version
 
 
 def tokenizer_of(folder, files) -> Tokenizer:
     """A tokenizer.json and the files beside it."""
-    config, generation = (read_json(folder / name) for name in FILES[1:3])
-    with in_one_line(f"{folder / 'tokenizer.json'}: `tokenizers` cannot read it"):
-        backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
-        backend.no_truncation()
-        backend.no_padding()
-        probe = backend.encode("a")
-    vocab = backend.get_vocab()
-    names = token_names(config)
-    eos = vocab.get(names.get("eos_token"), read_json(folder / "config.json").get("eos_token_id"))
-    stop_tokens = stop_ids(folder, backend, [eos, generation.get("eos_token_id")])
-    name = f"tokenizer.json@{hashlib.sha256(files['tokenizer.json']).hexdigest()[:12]}"
-    tokenizer = Tokenizer(name, backend, stop_tokens)
-    if 0 in probe.special_tokens_mask:
-        tokenizer.bos = probe.ids[: probe.special_tokens_mask.index(0)]
-    if not tokenizer.bos and config.get("add_bos_token") is True and names.get("bos_token") in vocab:
+    config, generation, model = (read_json(folder / name) for name in (*FILES[1:3], "config.json"))
+    backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+    backend.no_truncation()
+    backend.no_padding()
+    probe, vocab, names = backend.encode("a"), backend.get_vocab(), token_names(config)
+    eos = vocab.get(names.get("eos_token"), model.get("eos_token_id"))
+    stop_tokens = stop_ids(backend, [eos, generation.get("eos_token_id")])
+    digest = hashlib.sha256(files["tokenizer.json"]).hexdigest()
+    tokenizer = Tokenizer(f"tokenizer.json@{digest[:12]}", backend, stop_tokens)
+    tokenizer.bos = probe.ids[: probe.special_tokens_mask.index(0)]
+    if not tokenizer.bos and config.get("add_bos_token") and names.get("bos_token") in vocab:
         tokenizer.bos = [vocab[names["bos_token"]]]
 
     template, several = template_of(folder, files, config)
     if several:
-        files = files | {"chat_template.jinja": template.encode()}
+        files["chat_template.jinja"] = template.encode()
         tokenizer.notes.append(f"chat templates {several}: tool_use is for prompts with tools")
-    now = None
-    if "strftime_now" in str(template):
-        today = datetime.now().date().isoformat()
-        files = {DATE: today.encode()} | files  # a checkpoint keeps the day of its run
-        now = datetime.fromisoformat(files[DATE].decode())
     if template:
+        now = None
+        if "strftime_now" in template:
+            today = datetime.now().date().isoformat().encode()
+            # A checkpoint keeps the day of its run.
+            now = datetime.fromisoformat(files.setdefault(DATE, today).decode())
         tokenizer.chat = Chat(template, names, tokenizer.special, now)
         end = tokenizer.special.get(tokenizer.chat.end)
         if end not in (None, *stop_tokens):
@@ -259,22 +252,19 @@ def tokenizer_of(folder, files) -> Tokenizer:
     if names.get("eos_token") not in vocab or tokenizer.stop_tokens != stop_tokens:
         # config.json, which may name it, is not kept beside a checkpoint, but generation_config.json is.
         generation["eos_token_id"] = tokenizer.stop_tokens
-        files = files | {"generation_config.json": json.dumps(generation, indent=1).encode()}
+        files["generation_config.json"] = json.dumps(generation, indent=1).encode()
     tokenizer.files = files
     return tokenizer
 
 
-def stop_ids(folder, backend, values):
+def stop_ids(backend, values):
     """values: ids, lists of ids, None -> the ids that are added tokens, or else one of ENDS. Raises SnugError."""
     ids = [i for value in values for i in (value if isinstance(value, list) else [value])]
     added = backend.get_added_tokens_decoder()
-    known = [i for i in ids if type(i) is int and i in added]
+    known = [i for i in ids if i in added]
     known = known or [i for i in map(backend.token_to_id, ENDS) if i in added][:1]
     if not known:
-        raise SnugError(
-            f"{folder}: no added token of tokenizer.json ends a completion; name one as eos_token in "
-            "tokenizer_config.json"
-        )
+        raise SnugError("no added token ends a completion; name one as eos_token in tokenizer_config.json")
     return tuple(dict.fromkeys(known))
 
 
@@ -283,28 +273,24 @@ def template_of(folder, files, config):
 
     Of several, one template is made that does what transformers does: tool_use with tools, otherwise default.
     """
-    with in_one_line(f"{folder}: chat_template must be a text or a list of named ones"):
-        more = folder.glob("additional_chat_templates/*.jinja")
-        named = {file.stem: file.read_text(errors="replace") for file in more}
-        if "chat_template.jinja" in files:
-            named["default"] = files["chat_template.jinja"].decode(errors="replace")
-        template = config.get("chat_template")
-        if isinstance(template, list):
-            named, template = named or {item["name"]: item["template"] for item in template}, None
+    named = {file.stem: file.read_text() for file in folder.glob("additional_chat_templates/*.jinja")}
+    if "chat_template.jinja" in files:
+        named["default"] = files["chat_template.jinja"].decode()
+    template = config.get("chat_template")
+    if isinstance(template, str):
+        template = [dict(name="default", template=template)]
+    named = named or {item["name"]: item["template"] for item in template or []}
     default, tool_use = named.get("default"), named.get("tool_use")
-    if tool_use:
-        both = f"{{%- if tools %}}{tool_use}{{%- else %}}{default or tool_use}{{%- endif %}}"
-        return both, ", ".join(named)
-    return default or template, ""
+    if not tool_use:
+        return default, ""
+    both = f"{{%- if tools %}}{tool_use}{{%- else %}}{default or tool_use}{{%- endif %}}"
+    return both, ", ".join(named)
 
 
 def read_json(file):
     """-> the object in that file, empty if there is no such file."""
-    with in_one_line(f"{file}: not JSON"):
-        value = json.loads(file.read_bytes()) if file.is_file() else {}
-    if not isinstance(value, dict):
-        raise SnugError(f"{file}: must be an object, not {type(value).__name__}")
-    return value
+    with in_one_line(f"{file} is not JSON"):
+        return Fields(json.loads(file.read_bytes()) if file.is_file() else {}, file).values
 
 
 def token_names(config):

@@ -14,13 +14,11 @@ Tests: tests/test_tokenizer.py.
 
 import json
 import re
-from collections.abc import Iterable
 from contextlib import suppress
-from datetime import datetime
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
-from jinja2 import TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from snug.options import SnugError, in_one_line
@@ -31,6 +29,8 @@ FRAME = re.compile("<(?=/?(tool_response|tool_call|think)>)")
 END = "\udfff"
 TURN = (dict(role="user", content="x"), dict(role="assistant", content=END))
 
+# {% generation %} ... {% endgeneration %} mark the assistant's text. Here they write what is inside.
+GENERATION = re.compile(r"({%-?\s*(?:end)?)generation(?=\s*-?%})")
 PROBE = dict(name="probe", arguments=dict(key="5"))
 CALL = dict(role="assistant", content="", tool_calls=[dict(id="call00000", function=PROBE)])
 FORMS = {  # what a template writes for CALL
@@ -42,12 +42,12 @@ FORMS = {  # what a template writes for CALL
 class Chat:
     """source: the template. names: {"bos_token": "<s>", ...} for it. special: spellings of special tokens.
 
-    now: the time for strftime_now: the run's first day, so that its prompts stay the same.
+    now: the datetime for strftime_now: the run's first day, so that its prompts stay the same.
     tools: JSON schemas of functions (data/tools.py) that the template describes to the model; None: no tools.
     """
 
-    def __init__(self, source: str, names: dict, special: Iterable[str], now: datetime | None = None):
-        self.source, self.template, self.tools = source, None, None
+    def __init__(self, source: str, names: dict, special, now=None):
+        self.source, self.tools = source, None
         self.variables = names | dict(raise_exception=raise_exception)
         if now:
             self.variables["strftime_now"] = now.strftime
@@ -68,7 +68,7 @@ class Chat:
                 )
             defaults += f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
         if not self.source.startswith(defaults):  # a resumed run's template has them already
-            self.source, self.template = defaults + self.source, None
+            self.source = defaults + self.source
 
     @cached_property
     def call_form(self) -> str:
@@ -76,9 +76,7 @@ class Chat:
 
         Raises SnugError for another form.
         """
-        with in_one_line("the chat template fails"):
-            names = meta.find_undeclared_variables(make_environment().parse(self.source))
-        if "tools" not in names:
+        if not re.search(r"\btools\b", self.source):
             return "inline"
         text = self.render([TURN[0], CALL], opens=False)
         for form, pattern in FORMS.items():
@@ -103,35 +101,33 @@ class Chat:
         with suppress(SnugError, TypeError):
             return self.spellings.search(self.render([], TURN, opens=False))[0]
 
-    def render(self, messages: list[dict], before: Iterable[dict] = (), opens=True) -> str:
+    def render(self, messages: list[dict], before=(), opens=True) -> str:
         """[{"role": "user", "content": "Hi"}, ...] -> what the template writes, with BREAK where a message spells a
         special token.
 
         before=TURN: only what it writes behind END. opens: with the beginning of an answer. Raises SnugError for
-        a role that is not a word or a template that fails.
+        a template that fails.
         """
-        for message in messages:
-            if not re.fullmatch(r"[A-Za-z0-9_-]+", message["role"]):
-                raise SnugError(
-                    f"a message's role must be a word, such as user, not {message['role']!r:.60}"
-                )
         if self.tools and opens:
             _ = self.call_form  # it refuses a form that is not read here
-        messages = [*before, *map(self.broken, messages)]
-        values = dict(messages=messages, tools=self.tools, documents=None, add_generation_prompt=opens)
         with in_one_line("the chat template fails"):
-            self.template = self.template or make_environment().from_string(self.source)
-            text = self.template.render(**self.variables | values)
+            text = compiled(self.source).render(
+                self.variables,
+                messages=[*before, *map(self.broken, messages)],
+                tools=self.tools,
+                documents=None,
+                add_generation_prompt=opens,
+            )
         if before and END not in text:
             raise SnugError("the chat template fails (it leaves out a message)")
         return text.rpartition(END)[2]
 
     def broken(self, message: dict) -> dict:
         """The message with breaks in its texts, such as content and name."""
-        texts = {key: well_formed(value) for key, value in message.items() if isinstance(value, str)}
         broken = {
-            key: self.spellings.sub(lambda found: BREAK.join(found[0]), text)
-            for key, text in texts.items()
+            key: self.spellings.sub(lambda found: BREAK.join(found[0]), well_formed(value))
+            for key, value in message.items()
+            if isinstance(value, str)
         }
         if message["role"] == "tool":
             broken = {key: FRAME.sub("<" + BREAK + CUT, text) for key, text in broken.items()}
@@ -143,24 +139,14 @@ def well_formed(text):
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def make_environment():
+@cache
+def compiled(source: str):
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     # jinja's own tojson escapes for HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    return environment
-
-
-class Generation(Extension):
-    """{% generation %} ... {% endgeneration %} mark the assistant's text. Here they write what is inside."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
+    return environment.from_string(GENERATION.sub(r"\1with", source))
 
 
 def raise_exception(message):
