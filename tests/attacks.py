@@ -44,7 +44,7 @@ OPEN = {
     "a text that lies": "class S(str):\n __format__ = __str__ = __add__ = lambda *_: inside\n startswith = lambda *_: True\n __contains__ = lambda *_: False\nresult = open(S(secret)).read()",
     "another builtin str": "import builtins as b\nold = b.str, b.type\nclass S(str):\n __format__ = lambda *_: inside\n __contains__ = lambda *_: False\nb.str = b.type = S\ntry: result = open(S(secret)).read()\nfinally: b.str, b.type = old",
     "the hook's variables": "try: open(secret)\nexcept PermissionError as error:\n f = error.__traceback__.tb_next.tb_frame\n f.f_locals['folders'] = ('/',)\n f.f_globals['type'] = lambda x: x.__class__\nresult = open(secret).read()",
-    "the hook's module": "try:\n import snug.sandbox.confine as c, snug.sandbox.seccomp as s\n c.readable = lambda: ('/',); s.WRITING = 0; c.make_hook = print; c.HARMLESS = {'open'}\nexcept ImportError: pass\nresult = open(secret).read()",
+    "the hook's module": "try:\n import snug.sandbox.confine as c, snug.sandbox.linux as s\n c.readable = lambda: ('/',); s.WRITING = 0; c.make_hook = print; c.HARMLESS = {'open'}\nexcept ImportError: pass\nresult = open(secret).read()",
     "FileIO": "result = io.FileIO(secret).read()",
     "open_code": "result = io.open_code(secret).read()",
     "an opener": "result = open(inside, opener=lambda *_: os.open(secret, 0)).read()",

@@ -406,29 +406,26 @@ MUTANTS = [
     ("PEFT: GPT-2's matrices do not lie", "snug/pretrained/adapters.py", 'fan_in_fan_out=family == "gpt2"', "fan_in_fan_out=False", "test_adapters.py"),
     ("PEFT: adapters that began as a normal distribution", "snug/pretrained/adapters.py", 'True, False, "gaussian")', "True)", "test_adapters.py"),
     # snug/pretrained/bitsandbytes.py
-    ("NF4: other block sizes are read", "snug/pretrained/bitsandbytes.py", 'dict(quant_type="nf4", blocksize=BLOCK, ', 'dict(quant_type="nf4", ', "test_nf4.py"),
-    ("NF4: other 16 numbers are read", "snug/pretrained/bitsandbytes.py", "if numbers.tolist() != TABLE:", "if False:", "test_nf4.py"),
+    ("NF4: other block sizes are read", "snug/pretrained/bitsandbytes.py", '{".absmax": ((n // BLOCK,), "U8")}', '{".absmax": (None, "U8")}', "test_nf4.py"),
     # snug/pretrained/hub.py
     ("hub: weights of another commit than the configuration", "snug/pretrained/hub.py", "revision=folder.name", "revision=found[3]", "test_hub.py"),
     # snug/pretrained/shapes.py
-    ("NF4: FP4 is the default nobody wrote", "snug/pretrained/shapes.py", '{"bnb_4bit_quant_type": "fp4"} | values', "values", "test_nf4.py"),
+    ("NF4: FP4 is the default nobody wrote", "snug/pretrained/shapes.py", '{"bnb_4bit_quant_type": "fp4"} | quantization', "quantization", "test_nf4.py"),
     ("model: norms' epsilon is the default", "snug/pretrained/shapes.py", '("rms_norm_eps", float, 1e-6)', '("no_such_eps", float, 1e-2)', "test_pretrained.py"),
     ("model: a window does not limit the block size", "snug/pretrained/shapes.py", 'min(shape["block_size"], c.get("sliding_window", int, 4096))', 'shape["block_size"]', "test_pretrained.py"),
     # snug/pretrained/tensors.py
     ("NF4: q, k and v at the same rows", "snug/pretrained/tensors.py", "ours.copy_(value, entry.start)", "ours.copy_(value, 0)", "test_nf4.py"),
     ("NF4: GPT-2's matrices lie down", "snug/pretrained/tensors.py", "value = value.t() if entry.transposed else value\n            if isinstance", "if isinstance", "test_nf4.py test_pretrained.py"),
-    ("PEFT: surplus tensors pass", "snug/pretrained/tensors.py", "    if places:\n        raise", "    if False:\n        raise", "test_adapters.py"),
-    ("PEFT: r is not compared", "snug/pretrained/tensors.py", "if len(A) != rank or not value", "if not value", "test_adapters.py"),
+    ("PEFT: surplus tensors pass", "snug/pretrained/tensors.py", "    if left:\n        raise", "    if False:\n        raise", "test_adapters.py"),
     ("PEFT: added in the file's type", "snug/pretrained/tensors.py", "                value = value.float()\n", "", "test_adapters.py"),
-    ("model: k and v rows swapped", "snug/pretrained/tensors.py", "(K, C), qkv_bias, Q + K)", "(K, C), qkv_bias, Q)", "test_pretrained.py"),
+    ("model: k and v rows swapped", "snug/pretrained/tensors.py", "K, C, bias, Q + K)", "K, C, bias, Q)", "test_pretrained.py"),
     ("model: GPT-2's matrices as they lie", "snug/pretrained/tensors.py", "value = value.t() if entry.transposed else value", "value = value.t() if entry.transposed and value.shape[0] != value.shape[1] else value", "test_pretrained.py"),
-    ("model: gate a row too low", "snug/pretrained/tensors.py", '.mlp.up", (F, C), bias, 0)', '.mlp.up", (F, C), bias, 1)', "test_pretrained.py"),
+    ("model: gate a row too low", "snug/pretrained/tensors.py", '"mlp.gate_proj", "mlp.up", F, C)', '"mlp.gate_proj", "mlp.up", F, C, False, 1)', "test_pretrained.py"),
     ("model: surplus tensors pass", "snug/pretrained/tensors.py", "surplus.append(name)", "pass", "test_pretrained.py"),
-    ("model: types are not looked at", "snug/pretrained/tensors.py", "if dtype not in entry.types:", "if False:", "test_pretrained.py"),
+    ("model: types are not looked at", "snug/pretrained/tensors.py", " or dtype not in types:", ":", "test_pretrained.py"),
     ("model: an index may name any file", "snug/pretrained/tensors.py", "if any(name != Path(name).name for name in names):", "if False:", "test_pretrained.py"),
-    ("model: shapes are not looked at", "snug/pretrained/tensors.py", "if entry.shape and size != entry.shape:", "if False:", "test_pretrained.py"),
+    ("model: shapes are not looked at", "snug/pretrained/tensors.py", "if size != (expected or size) or dtype", "if dtype", "test_pretrained.py"),
     ("model: padded rows are exported", "snug/pretrained/tensors.py", "entries(vars(config), family, config.n_vocab)", "entries(vars(config), family, config.vocab_size)", "test_pretrained.py"),
-    ("model: Llama's o_proj without its bias", "snug/pretrained/tensors.py", '(C, Q), proj_bias)', '(C, Q), bias)', "test_pretrained.py"),
     # snug/sandbox/__init__.py
     ("sandbox: a late reply answers the next request", "snug/sandbox/__init__.py", "        except BaseException:\n            self.close()", "        except BaseException:\n            pass", "test_sandbox.py"),
     ("sandbox: the trainer can be read", "snug/sandbox/__init__.py", 'linux.called("prctl", 4, 0)', 'linux.called("prctl", 4, 1)', "test_sandbox.py"),
@@ -437,7 +434,7 @@ MUTANTS = [
     ("sandbox: a time limit for each byte", "snug/sandbox/channel.py", "(left := deadline - time.monotonic()) > 0", "(left := self.seconds) > 0", "test_sandbox.py"),
     # snug/sandbox/child.py
     ("sandbox: a worker goes on after executed code", "snug/sandbox/child.py", "return [value, error], executed", "return [value, error], False", "test_sandbox.py"),
-    ("sandbox: without the audit hook too", "snug/sandbox/child.py", 'if "audit" in confinement.layers else 1', "", "test_sandbox.py"),
+    ("sandbox: without the audit hook too", "snug/sandbox/child.py", ' if "audit" in confinement.layers else 1', "", "test_sandbox.py"),
     ("sandbox: forks outlive their worker", "snug/sandbox/child.py", "for send in (os.killpg, os.kill):", "for send in (os.kill,):", "test_sandbox.py"),
     ("sandbox: a time limit for each of two messages", "snug/sandbox/child.py", "            message = channel.receive(LONGEST, deadline)", "            message = channel.receive(LONGEST)", "test_sandbox.py"),
     # snug/sandbox/confine.py
@@ -448,11 +445,11 @@ MUTANTS = [
     ("sandbox: root keeps its capabilities", "snug/sandbox/confine.py", "            linux.drop_privileges()", "            linux.called('prctl', 38, 1, 0, 0, 0)", "test_sandbox.py"),
     ("sandbox: the keeper can be read", "snug/sandbox/confine.py", 'linux.called("prctl", 4, 0)', 'linux.called("prctl", 4, 1)', "test_sandbox.py"),
     ("sandbox: workers keep the keeper's socket", "snug/sandbox/confine.py", "os.closerange(PIPE + 1,", "os.closerange(PIPE + 99,", "test_sandbox.py"),
-    # snug/sandbox/seccomp.py
-    ("sandbox: the filter opens files to write", "snug/sandbox/seccomp.py", "(ANY_BIT, 1, 0, WRITING)", "(ANY_BIT, 0, 0, WRITING)", "test_sandbox.py"),
+    # snug/sandbox/linux.py
+    ("sandbox: the filter opens files to write", "snug/sandbox/linux.py", "(ANY_BIT, 1, 0, WRITING)", "(ANY_BIT, 0, 0, WRITING)", "test_sandbox.py"),
     # snug/tokenizer/__init__.py
     ("a stop string within one token alone", "snug/tokenizer/__init__.py", 'window = max(len(text.encode(errors="replace")) for text in texts) + 1', "window = 1", "test_tokenizer.py"),
-    ("a prompt's date is today's", "snug/tokenizer/__init__.py", "files = {DATE: today.encode()} | files", "files = files | {DATE: today.encode()}", "test_models.py"),
+    ("a prompt's date is today's", "snug/tokenizer/__init__.py", "files.setdefault(DATE, today)", "today", "test_models.py"),
     ("a stop string's tail from within a character", "snug/tokenizer/__init__.py", 'or not tail.startswith("\\ufffd")', "or True", "test_tokenizer.py"),
     ("a prompt's text spells special tokens", "snug/tokenizer/__init__.py", "encode_special_tokens = not special", "encode_special_tokens = False", "test_tokenizer.py"),
     ("a stop token that is no special token is text", "snug/tokenizer/__init__.py", "for i in stop_tokens if not added[i].special]", "for i in ()]", "test_tokenizer.py"),
@@ -462,10 +459,10 @@ MUTANTS = [
     ("a bos that is no token", "snug/tokenizer/__init__.py", ' and names.get("bos_token") in vocab:', ":", "test_tokenizer.py"),
     ("the first of two tokens before a prompt", "snug/tokenizer/__init__.py", "[*self.bos, *self.encode(prompt)]", "[*self.bos[:1], *self.encode(prompt)]", "test_tokenizer.py"),
     ("special tokens hide a stop string", "snug/tokenizer/__init__.py", "(i for i in reversed(ids) if i not in special)", "reversed(ids)", "test_tokenizer.py"),
-    ("a checkpoint keeps a generation_config.json without stop tokens", "snug/tokenizer/__init__.py", 'files = files | {"generation_config.json": json.dumps(generation, indent=1).encode()}', 'files = {"generation_config.json": json.dumps(generation, indent=1).encode()} | files', "test_tokenizer.py"),
+    ("a checkpoint keeps a generation_config.json without stop tokens", "snug/tokenizer/__init__.py", 'files["generation_config.json"] = json.dumps(generation, indent=1).encode()', 'files.setdefault("generation_config.json", json.dumps(generation, indent=1).encode())', "test_tokenizer.py"),
     # snug/tokenizer/chat.py
-    ("a message's content writes special tokens", "snug/tokenizer/chat.py", "self.spellings.sub(lambda found: BREAK.join(found[0]), text)", "text", "test_tokenizer.py"),
-    ("template variables are not set", "snug/tokenizer/chat.py", "self.source, self.template = defaults + self.source, None", "self.template = None", "test_tokenizer.py"),
+    ("a message's content writes special tokens", "snug/tokenizer/chat.py", "self.spellings.sub(lambda found: BREAK.join(found[0]), well_formed(value))", "well_formed(value)", "test_tokenizer.py"),
+    ("template variables are not set", "snug/tokenizer/chat.py", "self.source = defaults + self.source", "pass", "test_tokenizer.py"),
     ("template variables set again and again", "snug/tokenizer/chat.py", "if not self.source.startswith(defaults):", "if True:", "test_tokenizer.py"),
     # training/dry_run.py
     ("NF4: a plan with double quantization always", "training/dry_run.py", "double=stored is not False", "double=True", "test_nf4.py"),

@@ -16,7 +16,7 @@ import pytest
 from attacks import ALWAYS, ATTACKS, ELSEWHERE, MISSED, secrets
 
 from snug import sandbox
-from snug.sandbox import LAYERS, Result, Sandbox, SandboxError, linux, seccomp
+from snug.sandbox import LAYERS, Result, Sandbox, SandboxError, linux
 
 HOME = Path(__file__).parent.parent
 with closing(Sandbox("evil:Evil")) as first:
@@ -332,14 +332,14 @@ def test_this_process_the_keeper_and_workers_are_not_dumpable():
 PROGRAM = """
 import sys
 sys.path[:0] = ["tests", "."]
-from snug.sandbox import linux, seccomp
+from snug.sandbox import linux
 
 def refuse(*lines):
-    seccomp.program = lambda: [*lines, seccomp.REFUSE, seccomp.PASS]
-    seccomp.install()
+    linux.program = lambda: [*lines, linux.REFUSE, linux.PASS]
+    linux.seccomp()
 
 linux.called("prctl", 38, 1, 0, 0, 0)
-load, equal = seccomp.LOAD, seccomp.EQUAL
+load, equal = linux.LOAD, linux.EQUAL
 refuse((load, 0, 0, 0), (equal, 0, 1, 444))  # landlock_create_ruleset
 refuse((load, 0, 0, 0), (equal, 0, 3, 157), (load, 0, 0, 16), (equal, 0, 1, 22))  # prctl PR_SET_SECCOMP
 from data.tools import load_tools, python
@@ -499,45 +499,45 @@ def test_what_cannot_start_or_confine_is_an_error(monkeypatch):
 @LINUX
 def test_the_filter_knows_two_machines(monkeypatch):
     for machine, (read, openat) in {"x86_64": (0, 257), "aarch64": (63, 56)}.items():
-        monkeypatch.setattr(seccomp.platform, "machine", lambda machine=machine: machine)
-        lines = seccomp.program()
-        compared = [operand for instruction, _, _, operand in lines if instruction == seccomp.EQUAL]
-        assert compared[0] == seccomp.MACHINES[machine] and read in compared and openat in compared
+        monkeypatch.setattr(linux.platform, "machine", lambda machine=machine: machine)
+        lines = linux.program()
+        compared = [operand for instruction, _, _, operand in lines if instruction == linux.EQUAL]
+        assert compared[0] == linux.MACHINES[machine] and read in compared and openat in compared
         assert len(set(compared)) == len(compared) and len(lines) < 4096
-        assert lines[-1] == seccomp.REFUSE
-    monkeypatch.setattr(seccomp.platform, "machine", lambda: "riscv64")
+        assert lines[-1] == linux.REFUSE
+    monkeypatch.setattr(linux.platform, "machine", lambda: "riscv64")
     with pytest.raises(KeyError):
-        seccomp.program()
+        linux.program()
 
 
-def run_filter(lines, number, arguments=(0,) * 6, machine=seccomp.MACHINES["x86_64"]):
+def run_filter(lines, number, arguments=(0,) * 6, machine=linux.MACHINES["x86_64"]):
     """What the kernel would do: a BPF machine of the four instructions."""
     data = {0: number, 4: machine} | {16 + 8 * i: argument & 0xFFFFFFFF for i, argument in enumerate(arguments)}
     place, accumulator = 0, 0
     while True:
         instruction, true, false, operand = line = lines[place]
         place += 1
-        if instruction == seccomp.LOAD:
+        if instruction == linux.LOAD:
             accumulator = data[operand]
-        elif instruction == seccomp.RETURN:
+        elif instruction == linux.RETURN:
             return line
         else:
-            yes = accumulator == operand if instruction == seccomp.EQUAL else accumulator & operand
+            yes = accumulator == operand if instruction == linux.EQUAL else accumulator & operand
             place += true if yes else false
 
 
 def test_the_filter_step_by_step(monkeypatch):
-    monkeypatch.setattr(seccomp.platform, "machine", lambda: "x86_64")
-    lines = seccomp.program()
-    allowed = {number for number in range(1000) if run_filter(lines, number) == seccomp.PASS}
-    listed = {int(line.split()[1]) for line in seccomp.ALLOWED.split(",") if line.split()[1] != "-"}
+    monkeypatch.setattr(linux.platform, "machine", lambda: "x86_64")
+    lines = linux.program()
+    allowed = {number for number in range(1000) if run_filter(lines, number) == linux.PASS}
+    listed = {int(line.split()[1]) for line in linux.ALLOWED.split(",") if line.split()[1] != "-"}
     assert allowed == listed | {2, 257}  # open and openat, with flags 0
     forbidden = dict(fork=57, clone=56, clone3=435, execve=59, kill=62, socket=41, unlink=87, prctl=157, ptrace=101)
     forbidden |= dict(fcntl=72, ioctl=16, prlimit64=302, io_uring_setup=425, openat2=437, creat=85)
     assert not allowed & set(forbidden.values())
     for flags in (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC, os.O_APPEND, os.O_RDWR | os.O_CLOEXEC):
-        assert run_filter(lines, 257, (0, 0, flags, 0, 0, 0)) == seccomp.REFUSE
-        assert run_filter(lines, 2, (0, flags, 0, 0, 0, 0)) == seccomp.REFUSE
-    assert run_filter(lines, 257, (1, 1, os.O_CLOEXEC | os.O_DIRECTORY, 1, 0, 0)) == seccomp.PASS
-    assert run_filter(lines, 0, machine=seccomp.MACHINES["aarch64"]) == seccomp.REFUSE
-    assert run_filter(lines, 0x40000000) == seccomp.REFUSE  # x32's read
+        assert run_filter(lines, 257, (0, 0, flags, 0, 0, 0)) == linux.REFUSE
+        assert run_filter(lines, 2, (0, flags, 0, 0, 0, 0)) == linux.REFUSE
+    assert run_filter(lines, 257, (1, 1, os.O_CLOEXEC | os.O_DIRECTORY, 1, 0, 0)) == linux.PASS
+    assert run_filter(lines, 0, machine=linux.MACHINES["aarch64"]) == linux.REFUSE
+    assert run_filter(lines, 0x40000000) == linux.REFUSE  # x32's read

@@ -1,5 +1,7 @@
 """Run a function on untrusted text, such as code that a model wrote, in confined processes.
 
+Names for others: Sandbox, Result, SandboxError, LAYERS. Left out: what a target does with the text; Windows.
+
     class Calculator:                                   # in calculator.py
         def evaluate(self, text):
             return eval(text)
@@ -116,9 +118,9 @@ class Sandbox:
             raise
 
     def reply(self):
-        kind, value = self.channel.receive()
-        if kind == "error":
-            raise SandboxError(value)
+        value, error = self.channel.receive()
+        if error:
+            raise SandboxError(error)
         return value
 
     def start(self):
@@ -130,19 +132,13 @@ class Sandbox:
         environment = dict(PYTHONPATH=path, PYTHONHASHSEED="0", PYTHONUTF8="1", OMP_NUM_THREADS="1")
         end, theirs = socket.socketpair()
         self.channel = Channel(end, self.config["timeout"] + LIMIT)
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "snug.sandbox.child",
-            str(theirs.fileno()),
-            str(os.getpid()),
-        ]
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        options = dict(env=environment, cwd="/", pass_fds=[theirs.fileno()], start_new_session=True)
+        numbers = str(theirs.fileno()), str(os.getpid())
+        command = [sys.executable, "-P", "-m", "snug.sandbox.child", *numbers]
+        options = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        options |= dict(env=environment, cwd="/", pass_fds=[theirs.fileno()], start_new_session=True)
         try:
             with theirs:
-                self.process = subprocess.Popen(command, **streams, **options)
+                self.process = subprocess.Popen(command, **options)
             self.channel.send(self.config)
             self.missing = self.reply()
         except (OSError, Lost) as error:

@@ -1,7 +1,6 @@
 """JSON lines on one end of a socket pair, with a time limit."""
 
 import json
-import socket
 import time
 from contextlib import suppress
 
@@ -17,9 +16,9 @@ class Lost(SandboxError):
 
 
 class Channel:
-    """seconds: the time limit of a message, however many pieces it comes in."""
+    """end: a socket. seconds: the time limit of a message, however many pieces it comes in."""
 
-    def __init__(self, end: socket.socket, seconds: float = 1e6):
+    def __init__(self, end, seconds=1e6):
         self.seconds = seconds
         self.socket = end
         self.lines = end.makefile("rb")
@@ -31,7 +30,7 @@ class Channel:
         except OSError as error:
             raise Lost(f"the process does not listen ({error})") from None
 
-    def receive(self, longest: int = 2**62, deadline=None):
+    def receive(self, longest=2**62, deadline=None):
         """The next message, of at most `longest` bytes. Raises Lost; then nothing more can be received.
 
         deadline: of several messages together, by time.monotonic().

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from snug.options import described
@@ -21,8 +20,8 @@ from snug.sandbox.confine import EXECUTED, PIPE, Confinement, die_with
 LONGEST = 2**20  # bytes of a result
 
 
-def keep(file: int, parent: int):
-    """Reply to requests until the socket closes: ["value", ...] for each task. An ["error", text] is the last reply."""
+def keep(file, parent):
+    """Reply to requests until the socket closes: [value, ""] for each task. A [None, error] is the last reply."""
     die_with(parent)
     channel = Channel(socket.socket(fileno=file))
     try:
@@ -31,7 +30,7 @@ def keep(file: int, parent: int):
         confinement = Confinement(config["layers"], config["memory_mb"])
         gc.collect()
         gc.freeze()  # the collector does not write to these objects any more, so forks share their memory
-        channel.send(["value", confinement.missing])
+        channel.send([confinement.missing, ""])
         while True:
             kind, name, tasks = channel.receive()
             method = getattr(target, name)
@@ -40,17 +39,16 @@ def keep(file: int, parent: int):
             else:
                 values = results(method, tasks, config["timeout"], confinement)
             for value in values:
-                channel.send(["value", value])
+                channel.send([value, ""])
     except Exception as error:
-        channel.send(["error", described(error)])
+        channel.send([None, described(error)])
 
 
-def results(method: Callable, tasks: list, seconds: float, confinement: Confinement) -> Iterator[list]:
+def results(method, tasks, seconds, confinement):
     """Yield [value, error] for each task. A worker runs tasks in order until one of them executes code or fails."""
     most = len(tasks) if "audit" in confinement.layers else 1  # nothing else announces executed code
-    done = 0
-    while done < len(tasks):
-        batch = tasks[done : done + most]
+    while tasks:
+        batch, used_up = tasks[:most], False
         end, theirs = socket.socketpair()
         channel = Channel(end, seconds)
         pid = os.fork()
@@ -58,18 +56,16 @@ def results(method: Callable, tasks: list, seconds: float, confinement: Confinem
             work(method, batch, theirs.fileno(), confinement)
         theirs.close()
         try:
-            for _ in batch:
+            while batch and not used_up:
                 result, used_up = result_of(channel)
-                done += 1
+                del batch[0], tasks[0]
                 yield result
-                if used_up:
-                    break
         finally:
             kill(pid)
             channel.close()
 
 
-def result_of(channel: Channel):
+def result_of(channel):
     """-> ([value, error] of a worker's next task, must the worker end?)."""
     deadline = time.monotonic() + channel.seconds  # of the task as a whole
     try:
@@ -86,7 +82,7 @@ def result_of(channel: Channel):
     return [None, problem], True
 
 
-def kill(worker: int):
+def kill(worker):
     """Kill a worker and its process group. Until waitpid no other process can have its number."""
     for send in (os.killpg, os.kill):
         with suppress(OSError):
@@ -94,7 +90,7 @@ def kill(worker: int):
     os.waitpid(worker, 0)
 
 
-def work(method: Callable, tasks: list, file: int, confinement: Confinement):
+def work(method, tasks, file, confinement):
     """What a worker does: it writes [value, error] for each task. Never returns."""
     try:
         confinement.apply(file, confinement.layers)

@@ -4,9 +4,8 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
 
-from snug.sandbox import linux, seccomp
+from snug.sandbox import linux
 
 PIPE = 3  # a worker's socket, its only open file besides the standard streams
 EXECUTED = b'"executed"\n'  # what the audit hook writes there
@@ -20,10 +19,8 @@ class Confinement:
     layers: names of the layers in force. missing: names of those that do not work here. Raises OSError.
     """
 
-    def __init__(self, layers: list[str], memory_mb: int):
-        self.keeper = os.getpid()
-        self.memory = memory_mb * 2**20
-        self.folders = readable()
+    def __init__(self, layers, memory_mb):
+        self.keeper, self.memory, self.folders = os.getpid(), memory_mb * 2**20, readable()
         self.missing = [
             name
             for name in ("user", "landlock", "seccomp")
@@ -33,13 +30,15 @@ class Confinement:
         if not works(self.apply, 0, self.layers):
             raise OSError("no process can be confined here")
 
-    def apply(self, file: int, layers):
+    def apply(self, file, layers):
         """Confine this process for good, with the layers named. `file` becomes the file PIPE. Raises if one fails."""
         os.setpgid(0, 0)
         hard = resource.getrlimit(resource.RLIMIT_AS)[1] % 2**64  # no limit is -1
         address_space = min(taken() + self.memory, hard)
         if "user" in layers and os.geteuid() == 0:
-            become_nobody()
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
         # This raises an error if the user nobody cannot read them.
         folders = [os.open(folder, os.O_RDONLY) for folder in self.folders]
         die_with(self.keeper)  # after the change of user, which resets it
@@ -53,12 +52,12 @@ class Confinement:
             for name, most in (LIMITS | {"RLIMIT_AS": address_space}).items():
                 resource.setrlimit(getattr(resource, name), (most, most))
         if "seccomp" in layers:
-            seccomp.install()
+            linux.seccomp()
         if "audit" in layers:  # last, because it refuses what the others do
             sys.addaudithook(make_hook(self.folders))
 
 
-def works(attempt: Callable, *arguments) -> bool:
+def works(attempt, *arguments):
     """Does attempt(*arguments) raise nothing? It runs in a fork, so it changes nothing in this process."""
     pid = os.fork()
     if pid == 0:
@@ -70,7 +69,7 @@ def works(attempt: Callable, *arguments) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def die_with(parent: int):
+def die_with(parent):
     """The kernel kills this process when its parent ends. Others of its user cannot look into it."""
     if sys.platform == "linux":
         linux.called("prctl", 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -79,20 +78,14 @@ def die_with(parent: int):
         os._exit(0)  # it has ended already
 
 
-def become_nobody():
-    os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
-
-
-def readable() -> tuple[str, ...]:
+def readable():
     """All that executed code may read: folders of Python, its packages and shared libraries, each with a "/" behind."""
     places = [f"{sys.base_prefix}/lib", "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"]
     places += [place for place in sys.path if place.endswith(("/site-packages", "/dist-packages"))]
     return tuple(f"{place}/" for place in places if os.access(place, os.R_OK))
 
 
-def taken() -> int:
+def taken():
     """Bytes of this process's address space; a guess where there is no /proc."""
     try:
         with open("/proc/self/statm") as file:
@@ -109,7 +102,7 @@ HARMLESS = frozenset(
 )
 
 
-def make_hook(folders: tuple[str, ...]) -> Callable:
+def make_hook(folders):
     """A hook that refuses all that is not harmless, and writes EXECUTED to PIPE before the first code is executed.
 
     Code may change globals and builtins, so what decides is among the hook's defaults. Paths are not resolved: links
@@ -122,7 +115,7 @@ def make_hook(folders: tuple[str, ...]) -> Callable:
         arguments,
         harmless=HARMLESS,
         folders=folders,
-        writing=seccomp.WRITING,
+        writing=linux.WRITING,
         write=os.write,
         type=type,
         text=str,
