@@ -287,25 +287,19 @@ def write_weights(model, folder, dtype):
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
-    config, parameters = model.config, dict(model.named_parameters())
+    config, parameters, tensors = model.config, dict(model.named_parameters()), {}
     family = family_of(config)
-    by_name = {entry.name: entry for entry in entries(vars(config), family, config.n_vocab)}
-    sizes = {name: torch.empty(entry.shape, dtype=dtype, device="meta") for name, entry in by_name.items()}
-    split = split_torch_state_dict_into_shards(sizes, max_shard_size=MAX_SHARD_BYTES)
+    for entry in entries(vars(config), family, config.n_vocab):
+        if entry.ours in parameters:
+            value = rows_of(parameters[entry.ours].detach(), entry).to(dtype)
+            tensors[entry.name] = value.t() if entry.transposed else value
+        else:  # a bias of GPT-2
+            tensors[entry.name] = torch.zeros(entry.shape, dtype=dtype)
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=MAX_SHARD_BYTES)
     for file, names in split.filename_to_tensors.items():
-        tensors = {name: tensor_of(by_name[name], parameters, dtype) for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        del tensors  # before the next file's are copied
+        copies = {name: tensors[name].to("cpu", copy=True).contiguous() for name in names}
+        save_file(copies, folder / file, metadata={"format": "pt"})
+        del copies  # before the next file's are made
     if split.is_sharded:
         index = dict(metadata=split.metadata, weight_map=split.tensor_to_filename)
         write_json(folder / "model.safetensors.index.json", index)
-
-
-def tensor_of(entry, parameters, dtype):
-    """An entry's tensor, a copy on the host: zeros for a bias that the model does not have."""
-    import torch
-
-    if entry.ours not in parameters:
-        return torch.zeros(entry.shape, dtype=dtype)
-    value = rows_of(parameters[entry.ours].detach(), entry)
-    return (value.t() if entry.transposed else value).to("cpu", dtype, copy=True).contiguous()
