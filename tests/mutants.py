@@ -411,7 +411,7 @@ MUTANTS = [
     ("hub: weights of another commit than the configuration", "snug/pretrained/hub.py", "revision=folder.name", "revision=found[3]", "test_hub.py"),
     # snug/pretrained/shapes.py
     ("NF4: FP4 is the default nobody wrote", "snug/pretrained/shapes.py", '{"bnb_4bit_quant_type": "fp4"} | quantization', "quantization", "test_nf4.py"),
-    ("model: norms' epsilon is the default", "snug/pretrained/shapes.py", '("rms_norm_eps", float, 1e-6)', '("no_such_eps", float, 1e-2)', "test_pretrained.py"),
+    ("model: norms' epsilon is the default", "snug/pretrained/shapes.py", 'norm_eps="rms_norm_eps"', 'norm_eps="no_such_eps"', "test_pretrained.py"),
     ("model: a window does not limit the block size", "snug/pretrained/shapes.py", 'min(shape["block_size"], c.get("sliding_window", int, 4096))', 'shape["block_size"]', "test_pretrained.py"),
     # snug/pretrained/tensors.py
     ("NF4: q, k and v at the same rows", "snug/pretrained/tensors.py", "ours.copy_(value, entry.start)", "ours.copy_(value, 0)", "test_nf4.py"),

@@ -18,28 +18,28 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-GPT2 = {  # GPTConfig's name: (config.json's, type, default if it need not be there)
-    "vocab_size": ("vocab_size", int),
-    "block_size": ("n_positions", int),
-    "n_layer": ("n_layer", int),
-    "n_head": ("n_head", int),
-    "n_embd": ("n_embd", int),
-    "n_hidden": ("n_inner", int, 0),  # 0: 4 * n_embd
-    "norm_eps": ("layer_norm_epsilon", float, 1e-5),
-    "tie_embeddings": ("tie_word_embeddings", bool, True),
-}
-LLAMA = {  # the same of Llama, Mistral, Qwen2 and Qwen3
-    "vocab_size": ("vocab_size", int),
-    "block_size": ("max_position_embeddings", int),
-    "n_layer": ("num_hidden_layers", int),
-    "n_head": ("num_attention_heads", int),
-    "n_kv_head": ("num_key_value_heads", int, 0),  # 0: n_head
-    "n_embd": ("hidden_size", int),
-    "head_size": ("head_dim", int, 0),  # 0: n_embd / n_head; Qwen3: 128
-    "n_hidden": ("intermediate_size", int),
-    "norm_eps": ("rms_norm_eps", float, 1e-6),
-    "tie_embeddings": ("tie_word_embeddings", bool, False),
-}
+GPT2 = dict(  # GPTConfig's name and config.json's
+    vocab_size="vocab_size",
+    block_size="n_positions",
+    n_layer="n_layer",
+    n_head="n_head",
+    n_embd="n_embd",
+    n_hidden="n_inner",
+    norm_eps="layer_norm_epsilon",
+    tie_embeddings="tie_word_embeddings",
+)
+LLAMA = dict(  # the same of Llama, Mistral, Qwen2 and Qwen3
+    vocab_size="vocab_size",
+    block_size="max_position_embeddings",
+    n_layer="num_hidden_layers",
+    n_head="num_attention_heads",
+    n_kv_head="num_key_value_heads",
+    n_embd="hidden_size",
+    head_size="head_dim",
+    n_hidden="intermediate_size",
+    norm_eps="rms_norm_eps",
+    tie_embeddings="tie_word_embeddings",
+)
 LLAMA3_ROPE = {
     "rope_original_block_size": ("original_max_position_embeddings", int),
     "rope_low_freq_factor": ("low_freq_factor", float),
@@ -87,22 +87,27 @@ def read_shape(folder: str | Path):
     return gpt2_shape(fields) if family == "gpt2" else llama_shape(fields, family)
 
 
-def gpt2_shape(c: Fields) -> dict:
+def sizes(c, names, **optional):
+    """-> {GPTConfig's name: value}. optional: what a value is where the file has none; others are counts."""
+    kinds = {ours: type(optional.get(ours, 0)) for ours in names}
+    return {ours: c.get(theirs, kinds[ours], optional.get(ours)) for ours, theirs in names.items()}
+
+
+def gpt2_shape(c) -> dict:
     c.want("activation_function", "gelu_new", "gelu_pytorch_tanh")
     c.want("scale_attn_by_inverse_layer_idx", False)
-    shape = {ours: c.get(*theirs) for ours, theirs in GPT2.items()}
-    shape["n_hidden"] = shape["n_hidden"] or 4 * shape["n_embd"]
+    hidden = 4 * c.get("n_embd", int)
+    shape = sizes(c, GPT2, n_hidden=hidden, norm_eps=1e-5, tie_embeddings=True)
     return shape | dict(norm="layernorm", position="learned", mlp="gelu", bias=True)
 
 
-def llama_shape(c: Fields, family: str) -> dict:
+def llama_shape(c, family) -> dict:
     c.want("hidden_act", "silu")
     c.want("attention_bias", False)
     c.want("mlp_bias", False)
-    shape = {ours: c.get(*theirs) for ours, theirs in LLAMA.items()}
-    shape["n_kv_head"] = shape["n_kv_head"] or shape["n_head"]
-    plain_size = 128 if family == "qwen3" else shape["n_embd"] // shape["n_head"]
-    shape["head_size"] = shape["head_size"] or plain_size
+    heads = c.get("num_attention_heads", int)
+    head_size = 128 if family == "qwen3" else c.get("hidden_size", int) // heads
+    shape = sizes(c, LLAMA, n_kv_head=heads, head_size=head_size, norm_eps=1e-6, tie_embeddings=False)
     slides = family == "mistral" or c.get("use_sliding_window", bool, False)
     if slides and c.values.get("sliding_window", 4096) is not None:
         shape["block_size"] = min(shape["block_size"], c.get("sliding_window", int, 4096))
@@ -111,7 +116,7 @@ def llama_shape(c: Fields, family: str) -> dict:
     return shape | rope_shape(c)
 
 
-def rope_shape(c: Fields) -> dict:
+def rope_shape(c) -> dict:
     """Newer files have all in rope_parameters; older ones have rope_theta and rope_scaling at the top."""
     values = c.get("rope_parameters", dict, {}) or c.get("rope_scaling", dict, {})
     rope = Fields({"rope_type": values.get("type", "default")} | values, c.path)
@@ -142,7 +147,7 @@ def config_of(c, dtype: str):
     family = family_of(c)
     table = GPT2 if family == "gpt2" else LLAMA
     config = dict(architectures=[ARCHITECTURES[family]], model_type=family, torch_dtype=dtype)
-    config |= {theirs: getattr(c, ours) for ours, (theirs, *_) in table.items()}
+    config |= {theirs: getattr(c, ours) for ours, theirs in table.items()}
     config["vocab_size"] = c.n_vocab
     if family == "gpt2":
         return config | dict(activation_function="gelu_new")

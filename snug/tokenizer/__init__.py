@@ -237,12 +237,11 @@ def tokenizer_of(folder, files) -> Tokenizer:
         files["chat_template.jinja"] = template.encode()
         tokenizer.notes.append(f"chat templates {several}: tool_use is for prompts with tools")
     if template:
-        now = None
         if "strftime_now" in template:
             today = datetime.now().date().isoformat().encode()
-            # A checkpoint keeps the day of its run.
-            now = datetime.fromisoformat(files.setdefault(DATE, today).decode())
-        tokenizer.chat = Chat(template, names, tokenizer.special, now)
+            # A checkpoint keeps the day of its run, so that its prompts stay the same.
+            names["strftime_now"] = datetime.fromisoformat(files.setdefault(DATE, today).decode()).strftime
+        tokenizer.chat = Chat(template, names, tokenizer.special)
         end = tokenizer.special.get(tokenizer.chat.end)
         if end not in (None, *stop_tokens):
             tokenizer.stop_tokens += (end,)

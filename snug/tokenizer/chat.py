@@ -40,17 +40,14 @@ FORMS = {  # what a template writes for CALL
 
 
 class Chat:
-    """source: the template. names: {"bos_token": "<s>", ...} for it. special: spellings of special tokens.
+    """source: the template. names: {"bos_token": "<s>", ...}, its variables. special: spellings of special tokens.
 
-    now: the datetime for strftime_now: the run's first day, so that its prompts stay the same.
     tools: JSON schemas of functions (data/tools.py) that the template describes to the model; None: no tools.
     """
 
-    def __init__(self, source: str, names: dict, special, now=None):
+    def __init__(self, source: str, names: dict, special):
         self.source, self.tools = source, None
         self.variables = names | dict(raise_exception=raise_exception)
-        if now:
-            self.variables["strftime_now"] = now.strftime
         # The longest spelling at the leftmost place, as `tokenizers` finds it.
         longest_first = sorted(special, key=len, reverse=True)
         self.spellings = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
