@@ -22,13 +22,15 @@ import inspect
 import json
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 
 from data import imported
-from data.tools import NONE, call_tool, load_tools, methods_of, parse_calls, schema_of
-from snug.options import SnugError, in_one_line, option
+from data.calls import blaming, complete
+from data.tools import NONE, call_tool, load_tools, methods_of, parse_calls, result_text, schema_of
+from snug.options import in_one_line, option
 
 CUT = " [cut]"
 LONGEST_TOKEN = 32  # characters; encoding 10 MB would take long
@@ -118,15 +120,13 @@ class Episode:
 
     def of_environment(self, name: str, arguments: dict) -> str | None:
         """What `reset` or `reply` returns. Raises SnugError if it fails."""
-        functions = {name: getattr(self.environment, name)}
-        text, failed = self.timed(functions, dict(function=dict(name=name, arguments=arguments)))
-        if failed:
-            raise SnugError(f"{type(self.environment).__name__}.{name} failed: {text}")
-        return text
+        method, limit = getattr(self.environment, name), self.toolbox.settings.tool_timeout
+        with blaming(f"environment {type(self.environment).__name__}.{name}", f"tool_timeout={limit:g}"):
+            return result_text(self.timed(complete, method, deepcopy(arguments)))
 
-    def timed(self, functions, call):
+    def timed(self, call: Callable, *arguments):
         began = time.perf_counter()
-        answer = call_tool(functions, call, self.toolbox.settings.tool_timeout)
+        answer = call(*arguments, self.toolbox.settings.tool_timeout)
         self.tool_seconds += time.perf_counter() - began
         return answer
 
@@ -159,7 +159,7 @@ class Episode:
 
     def result_of(self, call) -> dict:
         """The message with which a tool answers a call."""
-        text, failed = self.timed(self.functions, call)
+        text, failed = self.timed(call_tool, self.functions, call)
         self.tool_errors += failed
         return dict(role="tool", name=call["function"]["name"], content=self.shortened(str(text)))
 

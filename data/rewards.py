@@ -13,36 +13,27 @@ besides
     log_metric     log_metric("name", number): log.jsonl has the mean as metric/name, of evaluations as eval_metric/name
     log_extra      log_extra("column", values), a value for each completion: samples.jsonl has it
 
-Each function gets copies, which it may change. The working directory is put back after it; so is the mode of gradients,
-when the training goes on. `async def` functions run concurrently, after the others, with one time limit for all.
+Each function gets copies, which it may change. The working directory is put back after them; so is the mode of
+gradients, when the training goes on. `async def` functions run concurrently, also with those that come after them.
 
 A function that raises, returns something else or takes longer than reward_timeout ends the run with one line that
 names it. It is not called again, because a call may cost money. Its traceback is a note of the error: options and
-runs/log.py show it.
+runs/log.py show it. calls.py has the time limit.
 
-The time limit is an alarm (SIGALRM) in the main thread. A function that sets alarms itself, as math_verify does,
-replaces it. Left out: reward models by name; a separate process. A function can do whatever Python can, so name only
-code that you trust. Tests: tests/test_reward.py.
+Left out: reward models by name; a separate process. A function can do whatever Python can, so name only code that you
+trust. Tests: tests/test_reward.py.
 """
 
-import asyncio
-import faulthandler
-import inspect
 import math
-import signal
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import chdir, contextmanager
+from contextlib import chdir
 from copy import deepcopy
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
+from data.calls import blaming, finish, name_of, start
 from snug.options import SnugError
 
-GRACE = 60.0  # seconds after the limit until the process ends, if no alarm can stop the function
-AGAIN = 1.0  # seconds between alarms after the first
 LARGEST = 1e25  # rewards with weights of up to 1e9 are added up and become float32, which ends at 3e38
 OURS = {"environments", "trainer_state", "log_metric", "log_extra"}
 ARGUMENTS = OURS | {"prompts", "completions", "completion_ids", "stopped"}
@@ -124,21 +115,19 @@ def total_rewards(
 
 def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list[list[float | None]]:
     """Each function's rewards, a finite number or None per completion. Raises SnugError that names the function."""
-    answers = {}
-    for i, function in enumerate(functions):
-        with blaming([function], timeout, arguments):
-            answers[i] = call(function, own_copy(arguments), timeout)
-    waiting = [i for i, answer in answers.items() if inspect.isawaitable(answer)]
-    if waiting:
-        coroutines = dict(coroutines=[answers[i] for i in waiting])
-        with blaming([functions[i] for i in waiting], timeout, arguments):
-            answers |= zip(waiting, call(in_a_loop, coroutines, timeout), strict=True)
-    rewards = []
-    for i, function in enumerate(functions):
-        with blaming([function], timeout, arguments):
-            if isinstance(answers[i], Exception):
-                raise answers[i]
-            rewards.append(checked(function, answers[i], arguments["completions"]))
+
+    def failing(function):
+        hint = partial(hint_of, arguments)
+        return blaming(f"reward function {name_of(function)}", f"reward_timeout={timeout:g}", hint)
+
+    answers, rewards = [], []
+    with chdir("."):
+        for function in functions:
+            with failing(function):
+                answers.append(start(function, own_copy(arguments), timeout))
+        for function, answer in zip(functions, answers, strict=True):
+            with failing(function):
+                rewards.append(checked(function, finish(answer, timeout), arguments["completions"]))
     return rewards
 
 
@@ -150,111 +139,34 @@ def own_copy(arguments: dict) -> dict:
     }
 
 
-def in_a_loop(coroutines) -> list:
-    """What these return or raise, in a thread of its own: a notebook has a loop in this one."""
-
-    async def gather():
-        return await asyncio.gather(*coroutines, return_exceptions=True)
-
-    answers = []
-    thread = threading.Thread(target=lambda: answers.extend(asyncio.run(gather())), daemon=True)
-    thread.start()
-    thread.join()
-    return answers
-
-
-@contextmanager
-def blaming(functions, timeout: float, arguments: dict):
-    """What is raised inside becomes a SnugError that names the functions and the line, with the traceback as a note.
-
-    Afterwards the working directory is the one before."""
-    try:
-        with chdir("."):
-            yield
-    except SnugError:
-        raise
-    except (Exception, SystemExit, OutOfTime) as error:
-        problem = f"took longer than reward_timeout={timeout:g} seconds"
-        if not isinstance(error, OutOfTime):
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            problem = f"raised {type(error).__name__}: {str(error)[:200]!r}"
-            problem += f" at {Path(place.filename).name}:{place.lineno}{hint_of(error, arguments)}"
-        failure = SnugError(f"reward function {', '.join(map(name_of, functions))} {problem}")
-        failure.add_note("".join(traceback.format_exception(error)).rstrip())
-        raise failure from None
-
-
-def hint_of(error: BaseException, arguments: dict) -> str:
-    """The end of an error message: what there is, if the function may have expected something else."""
-    if isinstance(error, KeyError):
-        return f"; it gets {', '.join(arguments)}"
-    if not isinstance(error, AttributeError | TypeError):
+def hint_of(arguments: dict, error: BaseException) -> str:
+    """What there is, if the function may have expected something else."""
+    if not isinstance(error, KeyError | AttributeError | TypeError):
         return ""
-    if isinstance(arguments["completions"][0], str):
-        return "; here a completion is a text"
-    return '; here a completion is messages, and its text is completion[0]["content"]'
+    return f"; it gets {', '.join(arguments)}; the first completion is {arguments['completions'][0]!r:.80}"
 
 
 def checked(function: Callable, rewards, completions: list) -> list[float | None]:
     """What a function returned -> a finite number or None per completion. Raises SnugError."""
-    name = f"reward function {name_of(function)}"
+    name, count = f"reward function {name_of(function)}", len(completions)
     if hasattr(rewards, "tolist"):  # a tensor or an array
         rewards = rewards.tolist()
-    count, is_list = len(completions), isinstance(rewards, list | tuple)
-    if not is_list or len(rewards) != count:
-        shown = f"{len(rewards)} of them" if is_list else repr(rewards)[:60]
-        raise SnugError(f"{name} must return a list of {count} numbers, one per completion, not {shown}")
-    numbers = []
+    if not isinstance(rewards, list | tuple) or len(rewards) != count:
+        raise SnugError(
+            f"{name} must return a list of {count} numbers, one per completion, not {rewards!r:.60}"
+        )
     for completion, reward in zip(completions, rewards, strict=True):
-        numbers.append(None if reward is None else as_float(reward))
-        if reward is not None and not abs(numbers[-1]) < LARGEST:
-            shown = f"{'the text ' if isinstance(reward, str) else ''}{reward!r:.60}"
+        if reward is not None and not abs(as_float(reward)) < LARGEST:
             raise SnugError(
-                f"{name} returned {shown} for the completion {completion!r:.60}; "
+                f"{name} returned {reward!r:.60} for the completion {completion!r:.60}; "
                 f"return None or a number below {LARGEST:g}"
             )
-    return numbers
+    return [None if reward is None else float(reward) for reward in rewards]
 
 
 def as_float(reward):
-    """Any number, also of NumPy or torch -> float. Text and everything else -> NaN."""
+    """Any number, also of NumPy or torch -> float. Everything else -> NaN."""
     try:
-        return math.nan if isinstance(reward, str) else float(reward)
-    except Exception:
+        return float(reward)
+    except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-class OutOfTime(BaseException):
-    """A reward function is late. It is no Exception, so `except Exception` in the function does not catch it."""
-
-
-def call(function: Callable, arguments: dict[str, list], timeout: float):
-    """What the function returns. Raises OutOfTime after `timeout` seconds (0: never).
-
-    An alarm raises OutOfTime inside the function, and again every AGAIN seconds, in case the function catches it. A
-    function that no alarm stops, such as a regular expression that runs for hours, ends the process after GRACE.
-    """
-    if timeout <= 0 or threading.current_thread() is not threading.main_thread():
-        return function(**arguments)
-    returned = False
-
-    def late(number, frame):
-        if not returned:  # the alarm and the result may come at the same time
-            raise OutOfTime
-
-    handler = signal.signal(signal.SIGALRM, late)
-    faulthandler.dump_traceback_later(timeout + GRACE, exit=True, file=sys.__stderr__)
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, timeout, AGAIN)
-            return function(**arguments)
-        finally:
-            returned = True
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        faulthandler.cancel_dump_traceback_later()
-
-
-def name_of(function: Callable) -> str:
-    return getattr(function, "__name__", type(function).__name__)

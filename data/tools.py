@@ -23,8 +23,6 @@ Tests: tests/test_tools.py.
 """
 
 import ast
-import asyncio
-import ctypes
 import inspect
 import io
 import json
@@ -42,8 +40,8 @@ from copy import deepcopy
 from fractions import Fraction
 
 from data import imported
+from data.calls import OutOfTime, complete, name_of
 from data.countdown import MAX_CHARS, NODES, value_of
-from data.rewards import OutOfTime, name_of
 from snug.options import SnugError, in_one_line
 from snug.sandbox import Sandbox
 from snug.tokenizer.chat import well_formed
@@ -54,7 +52,6 @@ MAX_OUTPUT = 10_000  # characters that the code prints
 MAX_ERROR = 500  # characters of an error
 NO_TOOLS = ("reset", "get_reward", "reply")  # methods of an environment
 NONE = types.MappingProxyType({})
-LOCK, LOOPS = threading.Lock(), []  # of coroutines; the last one is in use
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Schemas
@@ -162,12 +159,14 @@ class Problem(Exception):
     """Of a tool: the model reads its text as it is."""
 
 
-def enter_pool():
-    THREAD.sandbox = Sandbox("data.tools:Interpreter", timeout=PYTHON_SECONDS)
+class OfAThread(threading.local):
+    """A sandbox dies with the thread that started it. So the threads of the pool stay, and each has its own."""
+
+    def __init__(self):
+        self.sandbox = Sandbox("data.tools:Interpreter", timeout=PYTHON_SECONDS)
 
 
-# A sandbox dies with the thread that started it. So these threads stay, and each has its own.
-POOL, THREAD = ThreadPoolExecutor(16, initializer=enter_pool), threading.local()
+POOL, THREAD = ThreadPoolExecutor(16), OfAThread()
 TOOLS = {"calc": calc, "python": python}
 
 
@@ -310,53 +309,23 @@ def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> 
     """-> (what the model reads, did the call fail?), after `seconds` at the latest. Never raises. Threads may use it.
 
     The text is str(what the function returns), of any length, or None; or str({"error": ...}) if the call cannot be
-    made or the function raises, as in TRL. A function that is late gets an exception; what it returns then is dropped.
-    Coroutines of `async def` functions share one event loop, in a thread, except one that blocks it.
+    made or the function raises or is late, as in TRL.
     """
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    answers = []
-
-    def work():
-        try:
-            if name not in functions:
-                problem = f"there is no tool {name:.60}; the tools are {', '.join(functions)}"
-                raise ValueError(call.get("error", problem))
-            result = functions[name](**deepcopy(arguments))  # of a row or of a message, which stay
-            if inspect.iscoroutine(result):
-                # A second later, so that the text for the model is always the one below.
-                waiting = asyncio.wait_for(result, seconds + 1)
-                result = asyncio.run_coroutine_threadsafe(waiting, free_loop(seconds)).result()
-            answers.append((as_text(result), False))
-        except Problem as problem:
-            answers.append((str(problem), True))
-        except BaseException as error:
-            answers.append((error_text(str(error) or type(error).__name__), True))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if answers:
-        return answers[0]
-    # A thread that waits outside of Python gets the exception when it comes back.
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime))
-    return error_text(f"{name} took longer than {seconds:g} seconds"), True
+    try:
+        if name not in functions:
+            problem = f"there is no tool {name:.60}; the tools are {', '.join(functions)}"
+            raise ValueError(call.get("error", problem))
+        result = complete(functions[name], deepcopy(arguments), seconds)  # of a message, which stays
+        return result_text(result), False
+    except Problem as problem:
+        return str(problem), True
+    except OutOfTime:
+        problem = f"{name} took longer than {seconds:g} seconds"
+    except (Exception, SystemExit) as error:
+        problem = str(error) or type(error).__name__
+    return str({"error": problem[:MAX_ERROR]}), True
 
 
-def as_text(result) -> str | None:
+def result_text(result) -> str | None:
     return None if result is None else well_formed(str(result))
-
-
-def error_text(problem: str) -> str:
-    return str({"error": problem[:MAX_ERROR]})
-
-
-def free_loop(seconds: float):
-    """An event loop that coroutines share. If one of them blocks it, later ones get another."""
-    answers = threading.Event()
-    with LOCK:
-        if LOOPS:
-            LOOPS[-1].call_soon_threadsafe(answers.set)
-        if not (LOOPS and answers.wait(min(1, seconds / 2))):
-            LOOPS.append(asyncio.new_event_loop())
-            threading.Thread(target=LOOPS[-1].run_forever, daemon=True).start()
-        return LOOPS[-1]

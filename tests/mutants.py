@@ -40,6 +40,12 @@ MUTANTS = [
     ("a sign after a digit", "data/answers.py", r'(?<![0-9A-Za-z_)', r'(?<![A-Za-z_)', "test_gsm8k.py"),
     ("a sign is never one", "data/answers.py", r"%+\u2212-])[-+\u2212])?", r"%+\u2212-])[-+\u2212]{9})?", "test_jsonl.py"),
     ("part of a number is one", "data/answers.py", "if PART.search(", "if not PART.search(", "test_gsm8k.py"),
+    # data/calls.py
+    ("calls: a late thread goes on", "data/calls.py", "        ctypes.pythonapi.PyThreadState_SetAsyncExc(", "        (lambda *_: None)(", "test_tools.py"),
+    ("calls: a late coroutine goes on", "data/calls.py", "        answer.cancel()\n", "", "test_tools.py"),
+    ("calls: a function that catches the alarm is in time", "data/calls.py", "        raise late[0]", "        pass", "test_reward.py"),
+    ("calls: one alarm", "data/calls.py", "seconds, AGAIN)", "seconds)", "test_reward.py"),
+    ("calls: a loop for each coroutine", "data/calls.py", "@cache\n", "", "test_tools.py test_reward.py"),
     # data/episodes.py
     ("episodes: one turn too many", "data/episodes.py", "if self.turns == self.toolbox", "if self.turns - 1 == self.toolbox", "test_episodes.py"),
     ("episodes: a turn that is cut off is lost", "data/episodes.py", "if self.sampled < len(sampled):", "if False:", "test_episodes.py"),
@@ -65,9 +71,7 @@ MUTANTS = [
     # data/rewards.py
     ("an unscored completion scored 0", "data/rewards.py", "if scored else math.nan", "if scored else 0.0", "test_reward.py test_grpo.py"),
     ("reward weights ignored", "data/rewards.py", "weight * reward for weight, reward", "reward for weight, reward", "test_collect.py"),
-    ("rewards: the end of the grace stays", "data/rewards.py", "        faulthandler.cancel_dump_traceback_later()\n", "", "test_reward.py"),
     ("texts behind messages", "data/rewards.py", "if isinstance(prompt, str) or isinstance(completion, list):", "if True:", "test_reward.py"),
-    ("async functions one after the other", "data/rewards.py", "await asyncio.gather(*coroutines, return_exceptions=True)", "[await each for each in coroutines]", "test_reward.py"),
     # data/scores.py
     ("evaluations: any task's reward is 1", "data/scores.py", 'sample["task_reward"] == 1', 'sample["task_reward"] is not None', "test_scoring.py"),
     ("evaluations: None is 0 in the mean", "data/scores.py", "mean_of([s[name] for s in samples if s.get(name) is not None])", "mean_of([s.get(name) or 0.0 for s in samples])", "test_scoring.py"),
@@ -79,8 +83,6 @@ MUTANTS = [
     ("tools: the sandbox starts with the first call", "data/tools.py", "        if tool is python:", "        if False:", "test_sandbox.py"),
     ("episodes: a reply says None", "data/tools.py", "return None if result is None else", "return", "test_episodes.py"),
     ("tools: powers far below 1 are computed", "data/tools.py", "bits * abs(exponent)", "bits * exponent", "test_tools.py"),
-    ("tools: a late tool goes on", "data/tools.py", "ctypes.pythonapi.PyThreadState_SetAsyncExc(", "(lambda *_: None)(", "test_tools.py"),
-    ("tools: an async tool has the time limit of its thread", "data/tools.py", "seconds + 1)", "seconds)", "test_tools.py"),
     ("tools: inline texts for two required arguments", "data/tools.py", "texts and len(required) < 2", "texts and len(required) < 3", "test_tools.py"),
     ("tools: inline texts only for a required argument", "data/tools.py", "texts and len(required) < 2", "texts and len(required) == 1", "test_tools.py"),
     ("tools: an inline text is the last argument", "data/tools.py", "{texts[0]: argument}", "{texts[-1]: argument}", "test_tools.py"),

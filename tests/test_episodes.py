@@ -5,6 +5,7 @@ Then tools and environments in conversations whose turns are given: messages, id
 
 import asyncio
 import json
+import re
 import shutil
 import threading
 import time
@@ -856,18 +857,18 @@ def hangs(self, **columns):
 
 
 WRONG = [
-    (raises, r"^Made.reset failed: .'error': 'no\\nserver'.$"),
-    (hangs, "^Made.reset failed: .'error': 'reset took longer than 0.05 seconds'.$"),
-    (lambda self: None, "^Made.reset failed: .* got an unexpected keyword argument 'prompt'"),
+    (raises, r"^environment Made.reset raised ValueError: 'no\\nserver' at test_episodes.py:\d+$"),
+    (hangs, "^environment Made.reset took longer than tool_timeout=0.05 seconds$"),
+    (lambda self: None, "^environment Made.reset raised TypeError: .* got an unexpected keyword argument 'prompt'"),
 ]
 
 
 @pytest.mark.parametrize("reset, message", WRONG)
 def test_a_reset_that_fails_is_one_line(reset, message, chats):
     kind = type("Made", (), dict(reset=reset))
-    with pytest.raises(SnugError, match=message) as error:
+    with pytest.raises(SnugError) as error:
         episodes_of(chats["hermes"], kind, [dict(prompt="a")], 4, tool_timeout=0.05)
-    assert "\n" not in str(error.value)
+    assert re.search(message, str(error.value)) and "\n" not in str(error.value)
 
 
 class Unmade:
@@ -884,9 +885,9 @@ def test_an_environment_that_cannot_be_made_is_one_line(chats):
 
 
 def test_a_reply_that_fails_is_one_line(chats, monkeypatch):
-    kind = type("Made", (), dict(reset=lambda self, **columns: None, reply=raises))
+    kind = type("Made", (), dict(reset=lambda self, **columns: None, reply=lambda self: None))
     options = dict(functions=dict(E=kind), tools=[], environment="E")
-    with pytest.raises(SnugError, match="^Made.reply failed: .*unexpected keyword argument|^Made.reply failed: .*no"):
+    with pytest.raises(SnugError, match="^environment Made.reply raised TypeError: .*'text'"):
         talk(monkeypatch, chats["hermes"], "a", **options)
 
 

@@ -21,7 +21,7 @@ import json
 from functools import cached_property
 from pathlib import Path
 
-from data.rewards import name_of
+from data.calls import name_of
 from evaluate import main as evaluate
 from evaluate import prepare_evaluation
 from report import make_page

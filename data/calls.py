@@ -1,0 +1,135 @@
+"""Call functions of the user: within a time limit, also `async def`; and say which one failed, and where.
+
+    with blaming("reward function short", "reward_timeout=300"):
+        reward = complete(short, dict(prompts=prompts, completions=completions), seconds=300)
+
+In the main thread, where reward functions run, the limit is an alarm (SIGALRM). It stops Python code, regular
+expressions and waiting, but not C code that never looks for signals. A function that sets alarms itself, as
+math_verify does, replaces it. In another thread, where tools run, the function gets one of its own: the caller goes on
+in time, and the function gets an exception as soon as it is back in Python.
+
+All coroutines share one event loop in a thread, as in TRL, so that they can share a client. One that blocks the loop
+(time.sleep, requests) makes the others wait. Tests: tests/test_reward.py, tests/test_tools.py.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from snug.options import SnugError
+
+AGAIN = 1.0  # seconds between alarms after the first, for a function that catches it
+LOCK = threading.Lock()
+
+
+class OutOfTime(BaseException):
+    """A function is late. It is no Exception, so `except Exception` in the function does not catch it."""
+
+
+def complete(function: Callable, arguments: dict, seconds: float):
+    """What a function returns, also an `async def`. Raises OutOfTime after `seconds` (0: no limit)."""
+    return finish(start(function, arguments, seconds), seconds)
+
+
+def start(function: Callable, arguments: dict, seconds: float):
+    """What the function returns; of an `async def`, which runs from now on, a Future for `finish`."""
+    if not seconds:
+        answer = function(**arguments)
+    elif threading.current_thread() is threading.main_thread():
+        answer = with_alarm(function, arguments, seconds)
+    else:
+        answer = in_a_thread(function, arguments, seconds)
+    if not inspect.iscoroutine(answer):
+        return answer
+    with LOCK:
+        return asyncio.run_coroutine_threadsafe(answer, event_loop())
+
+
+@cache
+def event_loop():
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def finish(answer, seconds: float):
+    """The result of a Future. Anything else is one already."""
+    if not isinstance(answer, Future):
+        return answer
+    if wait([answer], seconds or None).not_done:
+        answer.cancel()
+        raise OutOfTime
+    return answer.result()
+
+
+def with_alarm(function, arguments, seconds):
+    late = []
+
+    def ring(number, frame):
+        late.append(OutOfTime())
+        raise late[-1]
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+        answer = function(**arguments)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    if late:  # the function caught it
+        raise late[0]
+    return answer
+
+
+def in_a_thread(function, arguments, seconds):
+    future = Future()
+    future.set_running_or_notify_cancel()
+
+    def work():
+        try:
+            future.set_result(function(**arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        return finish(future, seconds)
+    except OutOfTime:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime)
+        )
+        raise
+
+
+@contextmanager
+def blaming(what: str, limit: str, hint: Callable[[BaseException], str] = lambda error: ""):
+    """What is raised inside becomes a SnugError: what failed, at which line, and a hint. The traceback is its note.
+
+    limit: the option of the time limit, and its value.
+    """
+    try:
+        yield
+    except SnugError:
+        raise
+    except (Exception, SystemExit, OutOfTime) as error:
+        problem = f"took longer than {limit} seconds"
+        if not isinstance(error, OutOfTime):
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            problem = f"raised {type(error).__name__}: {str(error)[:200]!r}"
+            problem += f" at {Path(place.filename).name}:{place.lineno}{hint(error)}"
+        failure = SnugError(f"{what} {problem}")
+        failure.add_note("".join(traceback.format_exception(error)).rstrip())
+        raise failure from None
+
+
+def name_of(function: Callable) -> str:
+    return getattr(function, "__name__", type(function).__name__)
