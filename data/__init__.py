@@ -45,25 +45,25 @@ class TaskOptions(AdditionOptions, CountdownOptions, FileOptions, GymOptions):
     task: str = option("addition", "the task: prompts, demonstrations and reward", choices=tuple(TASKS))
     demonstration_noise: float = option(
         0.0,
-        "probability of an error in each carry (addition) or in each demonstration (countdown)",
+        "probability of an error: in each carry (addition), in each demonstration (others)",
         maximum=1,
     )
     format_reward: float = option(
         0.0,
-        "gsm8k, reasoning_gym, countdown_form=tags: reward for an answer in the right form, even a wrong one",
+        "gsm8k, reasoning_gym, countdown_form=tags: reward for the right form, even of a wrong answer",
     )
     chat: bool = option(False, "ask prompts as messages, in the tokenizer's chat template")
     system_prompt: str = option(
         "",
-        "chat: system message before each prompt that has none of its own; empty: none, or the template's own",
+        "chat: system message of prompts without one; empty: none, or the template's own",
     )
     chat_template_kwargs: dict = option(
         {},
-        'variables of the chat template, as JSON, such as {"enable_thinking": false}; a run and its export keep them',
+        'JSON, variables of the chat template: {"enable_thinking": false}; an export keeps them',
     )
     tokenizer: str = option(
         "bytes",
-        "bytes (needs no files), gpt2, or a folder with a tokenizer.json. With init_from: that run's or folder's own",
+        "bytes, gpt2, or a folder with a tokenizer.json; with init_from its own",
     )
 
 
@@ -73,19 +73,14 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
     demonstrations=True: every row must have one (SFT). Raises SnugError if the options leave no usable task.
     """
     task = TASKS[settings.task](settings, demonstrations)
-    fits = dict.fromkeys(("data_file", "test_file", "drop_long_prompts"), isinstance(task, FileTask))
-    fits |= dict(
-        system_prompt=settings.chat, format_reward=task.has_form, demonstration_noise=task.has_noise
-    )
-    advice = dict(
-        data_file="the tasks jsonl and gsm8k read files", system_prompt="it is a message; add --chat"
-    )
+    reads = isinstance(task, FileTask)
+    fits = dict(data_file=reads, test_file=reads, drop_long_prompts=reads, system_prompt=settings.chat)
+    fits |= dict(format_reward=task.has_form, demonstration_noise=task.has_noise)
     for name, it_fits in fits.items():
         value = getattr(settings, name)
         if value and not it_fits:
-            raise SnugError(
-                f"{name}={value!r:.60} does not fit task={settings.task!r}: {advice.get(name, 'leave it out')}"
-            )
+            found = f"task={settings.task!r}, chat={settings.chat}"
+            raise SnugError(f"{name}={value!r:.60} does not fit {found}: change one, or leave {name} out")
     task.survey()
     return task
 
@@ -101,12 +96,11 @@ def load_reward_function(spec: str, functions: dict[str, Callable], columns: Ite
     try:
         inspect.signature(function).bind(**dict.fromkeys(sorted(ARGUMENTS | {*columns})))
     except TypeError as error:
-        advice = "it must take **columns"
-        if str(error).startswith("missing"):
-            advice = "rename a column, or give the argument a default"
+        advice = (
+            "it must take **columns, and every other argument needs a column of this name or a default"
+        )
         raise SnugError(
-            f"reward_funcs={spec!r}: {error}; {advice}; the rows have {', '.join(columns)}; if it makes a reward "
-            "function, call it in a file of yours and name the result"
+            f"reward_funcs={spec!r}: {error}; {advice}; the rows have {', '.join(columns)}"
         ) from None
     return function
 
@@ -121,9 +115,7 @@ def imported(spec: str, option: str, advice: str, functions) -> Callable:
     module_name, _, name = spec.partition(":")
     problem = f"{option}={spec!r}"
     if ".py:" in spec:
-        folder, _, file = module_name.rpartition("/")
-        place = folder and f", and run with PYTHONPATH={folder}"
-        raise SnugError(f"{problem}: name the module, not its file: {file[:-3]}:{name}{place}")
+        raise SnugError(f"{problem}: name the module, not its file: {Path(module_name).stem}:{name}")
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
         raise SnugError(f"{problem}: {advice}")
     folder = os.getcwd()
@@ -134,11 +126,10 @@ def imported(spec: str, option: str, advice: str, functions) -> Callable:
         with chdir("."):  # back behind it: the run's folders are relative to this one
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if f"{module_name}.".startswith(f"{error.name}."):
-            raise SnugError(
-                f"{problem}: no module {error.name} in {folder} or on the Python path"
-            ) from None
-        raise  # the module exists, but imports one that does not
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module exists, but imports one that does not
+        where = f"in {folder} or on the Python path"
+        raise SnugError(f"{problem}: no module {error.name} {where}") from None
     found = getattr(module, name, None)
     if not callable(found):
         hint = did_you_mean(name, dir(module))

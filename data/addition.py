@@ -6,8 +6,6 @@
 The completion gives the column sums from the right, each with the carry of the one before, then `>` and the answer
 with one digit more than the numbers have. Adding two digits is easy to learn. Demonstrations may forget carries, and
 GRPO can correct that. Only the text after the last `>` is scored.
-
-Left out: reward for right column sums, more than two numbers, negative numbers.
 """
 
 from dataclasses import dataclass
@@ -24,8 +22,7 @@ class AdditionOptions:
 
 
 class Addition(Task):
-    columns = ("answer",)
-    has_noise = True
+    columns, has_noise = ("answer",), True
 
     def propose(self, rng):
         """Two numbers of exactly `digits` digits: {"prompt": "6025+3528=", "numbers": [6025, 3528], "answer": 9553}."""
@@ -59,7 +56,7 @@ class Addition(Task):
         return self.answer_of(completion) == str(answer)
 
     def longest_prompt(self):
-        return f"{'9' * self.settings.digits}+{'9' * self.settings.digits}="
+        return "9" * self.settings.digits + "+" + "9" * self.settings.digits + "="
 
     def longest_answer(self):
         return ",".join(["19"] * self.settings.digits) + ">" + "9" * (self.settings.digits + 1)

@@ -71,22 +71,16 @@ def finish(answer, seconds: float):
 
 
 def with_alarm(function, arguments, seconds):
-    late = []
-
     def ring(number, frame):
-        late.append(OutOfTime())
-        raise late[-1]
+        raise OutOfTime
 
     handler = signal.signal(signal.SIGALRM, ring)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
-        answer = function(**arguments)
+        return function(**arguments)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-    if late:  # the function caught it
-        raise late[0]
-    return answer
 
 
 def in_a_thread(function, arguments, seconds):
@@ -111,21 +105,21 @@ def in_a_thread(function, arguments, seconds):
 
 
 @contextmanager
-def blaming(what: str, limit: str, hint: Callable[[BaseException], str] = lambda error: ""):
-    """What is raised inside becomes a SnugError: what failed, at which line, and a hint. The traceback is its note.
+def blaming(what: str, limit: str, hint: str):
+    """What is raised inside becomes a SnugError: what failed and at which line. The traceback is its note.
 
-    limit: the option of the time limit, and its value.
+    limit: the option of the time limit, and its value. hint: what the function gets, which it may have mistaken.
     """
     try:
         yield
-    except SnugError:
-        raise
     except (Exception, SystemExit, OutOfTime) as error:
         problem = f"took longer than {limit} seconds"
         if not isinstance(error, OutOfTime):
             place = traceback.extract_tb(error.__traceback__)[-1]
             problem = f"raised {type(error).__name__}: {str(error)[:200]!r}"
-            problem += f" at {Path(place.filename).name}:{place.lineno}{hint(error)}"
+            problem += f" at {Path(place.filename).name}:{place.lineno}"
+        if isinstance(error, KeyError | AttributeError | TypeError):
+            problem += f"; {hint}"
         failure = SnugError(f"{what} {problem}")
         failure.add_note("".join(traceback.format_exception(error)).rstrip())
         raise failure from None

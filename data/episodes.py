@@ -41,15 +41,13 @@ class EpisodeOptions:
     """Tools and environments: the model calls them while it samples. They are TRL's, and run in this process."""
 
     tools: list[str] = option(
-        [], "functions that the model may call: calc, python, module:function,...; empty: none"
+        [], "functions that the model may call: calc, python, module:function; empty: none"
     )
-    environment: str = option(
-        "", "module:Class with reset, methods as tools, get_reward (TRL: environment_factory)"
-    )
+    environment: str = option("", "module:Class with reset, methods as tools, get_reward")
     max_turns: int = option(0, "turns of the model in a completion; 0: no limit", "turns")
     max_tool_tokens: int = option(256, "cut off longer results of tools", "tokens", minimum=1)
     tool_timeout: float = option(
-        10.0, "a call that takes longer is an error that the model reads", "s", minimum=1e-3
+        10.0, "after that a call is an error that the model reads", "s", minimum=1e-3
     )
 
 
@@ -60,21 +58,17 @@ class Toolbox:
         """functions: tools that are not imported, by their names in the settings."""
         self.settings, self.tokenizer = settings, tokenizer
         self.functions = load_tools(settings.tools, functions)
-        self.make_environment, self.environments = None, []
-        known = dict(self.functions)
+        self.make_environment, self.environments = type(None), []
         if settings.environment:
             advice = "write module:Class, such as my_game:Game"
             self.make_environment = imported(settings.environment, "environment", advice, functions)
-            [environment] = self.some_environments(1)
-            known |= methods_of(environment)
+        known = self.functions | methods_of(self.some_environments(1)[0])
         self.schemas = [schema_of(function) for function in known.values()]
         if tokenizer.chat:
             tokenizer.chat.tools = self.schemas or None
 
     def some_environments(self, n: int) -> list:
         """They are made once and reset for each episode, as in TRL. Without a class: None each."""
-        if self.make_environment is None:
-            return [None] * n
         with in_one_line(f"environment={self.settings.environment}: cannot be made"):
             while len(self.environments) < n:
                 self.environments.append(self.make_environment())
@@ -82,7 +76,8 @@ class Toolbox:
 
     def reward_functions(self) -> list[Callable]:
         """The environment's get_reward as a reward function, if it has one."""
-        if self.make_environment is None or not hasattr(self.environments[0], "get_reward"):
+        kind = type(self.environments[0])
+        if not hasattr(kind, "get_reward"):
             return []
 
         def rewards(environments, **columns):
@@ -91,10 +86,9 @@ class Toolbox:
         async def awaited(environments, **columns):
             return [await environment.get_reward() for environment in environments]
 
-        if inspect.iscoroutinefunction(self.environments[0].get_reward):
-            rewards = awaited
-        rewards.__name__ = type(self.environments[0]).__name__
-        return [rewards]
+        function = awaited if inspect.iscoroutinefunction(kind.get_reward) else rewards
+        function.__name__ = kind.__name__
+        return [function]
 
 
 def make_toolbox(settings, tokenizer, functions=NONE) -> Toolbox | None:
@@ -107,7 +101,7 @@ class Episode:
 
     def __init__(self, toolbox: Toolbox, row: dict, environment):
         self.toolbox, self.tokenizer, self.environment = toolbox, toolbox.tokenizer, environment
-        self.functions = toolbox.functions | ({} if environment is None else methods_of(environment))
+        self.functions = toolbox.functions | methods_of(environment)
         self.prompt = row["prompt"]
         is_text = isinstance(self.prompt, str) or not toolbox.schemas
         self.form = "inline" if is_text else self.tokenizer.chat.call_form
@@ -120,8 +114,9 @@ class Episode:
 
     def of_environment(self, name: str, arguments: dict) -> str | None:
         """What `reset` or `reply` returns. Raises SnugError if it fails."""
-        method, limit = getattr(self.environment, name), self.toolbox.settings.tool_timeout
-        with blaming(f"environment {type(self.environment).__name__}.{name}", f"tool_timeout={limit:g}"):
+        what, limit = f"environment {type(self.environment).__name__}", self.toolbox.settings.tool_timeout
+        with blaming(f"{what}.{name}", f"tool_timeout={limit:g}", f"it gets {', '.join(arguments)}"):
+            method = getattr(self.environment, name)
             return result_text(self.timed(complete, method, deepcopy(arguments)))
 
     def timed(self, call: Callable, *arguments):
@@ -203,12 +198,14 @@ class Episodes:
         self.episodes, self.respond = [], None
         stops = [stop_string]
         if toolbox:
-            environments = toolbox.some_environments(len(rows) * k)
             repeated = [row for row in rows for _ in range(k)]
+            environments = toolbox.some_environments(len(repeated))
             self.episodes = list(map(partial(Episode, toolbox), repeated, environments))
             own = [row | dict(prompt=e.prompt) for row, e in zip(repeated, self.episodes, strict=True)]
-            self.rows = own[::k]
-            if any(row["prompt"] != own[i - i % k]["prompt"] for i, row in enumerate(own)):
+            groups = [own[i : i + k] for i in range(0, len(own), k)]
+            if all(row["prompt"] == group[0]["prompt"] for group in groups for row in group):
+                self.rows = own[::k]
+            else:
                 self.rows, self.k = own, 1
             self.respond = lambda row, ids: self.episodes[row].respond(ids)
             if any(episode.form == "inline" for episode in self.episodes):

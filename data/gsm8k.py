@@ -27,17 +27,14 @@ INSTRUCTION = (
 class GSM8K(FileTask):
     columns, has_form = ("answer",), True
     remedy = f"; download it: curl --create-dirs --output-dir data/gsm8k --remote-name-all {FILES}"
-    wanted = f"name GSM8K's train.jsonl{remedy}"
 
     def row_of(self, value):
         """-> {"prompt", "question", "answer": the number as text, "demonstration": the worked answer}"""
         match value:
-            case {"question": str(question), "answer": str(worked), **others} if not others:
+            case {"question": str(question), "answer": str(worked)}:
                 number = number_after_marker(worked)
             case _:
                 raise ValueError(f'must be {{"question": text, "answer": text}}, not {value!r:.60}')
-        if not question.strip():
-            raise ValueError("has no question")
         if number is None:
             raise ValueError(f"its answer has no number after ####: {worked[-40:]!r}")
         # Without messages a newline separates the answer from the prompt.

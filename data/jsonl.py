@@ -24,23 +24,18 @@ from decimal import Decimal
 from data.answers import MAX_ANSWER, last_number
 from data.rewards import ARGUMENTS
 from data.rows import FileTask
-from snug.options import SnugError, did_you_mean
+from snug.options import SnugError
 
 NUMBERS = (int, float)  # bool is none
 
 
 class Jsonl(FileTask):
-    wanted = "name a file of prompts, such as --data_file=prompts.jsonl"
-
     columns = ("answer",)
 
     def __init__(self, settings, demonstrations=False):
         self.names = dict(prompt=settings.prompt_column, answer=settings.answer_column)
         self.free = bool(settings.reward_funcs or settings.environment)  # the answers are not for us
         super().__init__(settings, demonstrations)
-        column = settings.answer_column
-        if column != "answer" and "answer" not in self.blank:
-            raise SnugError(f"answer_column={column!r}: no row has it{did_you_mean(column, self.blank)}")
         rows = self.rows["train"] + self.rows["test"]
         for row in rows:
             problem = problem_of(row.get("answer"))
@@ -56,14 +51,13 @@ class Jsonl(FileTask):
             raise ValueError(f'not an object but {json.dumps(value)[:40]}; write {{"prompt": ...}}')
         row = dict(value)
         for name, column in self.names.items():
+            if column == "prompt" and "prompt" not in row and "messages" in row:
+                column = "messages"
             if column in row:
                 row[name] = row.pop(column)
-            elif column == "prompt" and "messages" in row:
-                row[name] = row.pop("messages")
             elif name == "prompt" or column != "answer" and not self.free:
-                raise ValueError(
-                    f"has no column {column}; it has {', '.join(value)}; name it with --{name}_column=NAME"
-                )
+                advice = f"it has {', '.join(value)}; name it with --{name}_column=NAME"
+                raise ValueError(f"has no column {column}; {advice}")
             else:
                 row.pop(name, None)  # the file's own, if another is named
         prompt = row["prompt"]

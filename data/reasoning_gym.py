@@ -29,6 +29,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import operator
 import random
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class GymOptions:
     """task=reasoning_gym."""
 
     gym_dataset: str = option(
-        "", "a generator of the package, or several, comma-separated; each prompt is of a random one"
+        "", "generators of the package, comma-separated; each prompt is of a random one"
     )
     gym_config: str = option(
         "",
@@ -75,9 +76,11 @@ class ReasoningGym(Task):
         """{"prompt": text, "item": ["gcd", 7], "answer": text or None}; None if it cannot be used or is too long."""
         item = [rng.choice(self.names), rng.randrange(SEEDS)]
         row = self.row_of(item, self.sandbox.call("make", [item])[0])
-        if not row or size(row["prompt"]) > self.prompt_bytes:
-            return None
-        return row if size(self.demonstration(row, rng)) <= self.answer_bytes else None
+        return row if row and all(map(operator.le, self.sizes(row), self.bounds)) else None
+
+    def sizes(self, row):
+        """-> bytes of its prompt and of its demonstration"""
+        return len(row["prompt"].encode()), len(self.demonstration(row, None).encode())
 
     def row_of(self, item: list, made: dict) -> dict | None:
         """A row; None if the generator raised an error, or if SFT would have no answer to learn."""
@@ -92,10 +95,10 @@ class ReasoningGym(Task):
         return f"<answer>{row['answer']}</answer>"
 
     def longest_prompt(self):
-        return "?" * self.prompt_bytes
+        return "?" * self.bounds[0]
 
     def longest_answer(self):
-        return "?" * self.answer_bytes
+        return "?" * self.bounds[1]
 
     def answer_of(self, completion):
         return in_answer_tags(completion)
@@ -124,8 +127,7 @@ class ReasoningGym(Task):
             surveyed += made
             rows += usable
         self.digest = hashlib.sha256(json.dumps(surveyed).encode()).hexdigest()
-        self.prompt_bytes = max(size(row["prompt"]) for row in rows)
-        self.answer_bytes = max(size(self.demonstration(row, rng)) for row in rows)
+        self.bounds = tuple(map(max, zip(*map(self.sizes, rows), strict=True)))
         super().survey()
 
     def fingerprint(self):
@@ -138,15 +140,9 @@ def open_sandbox(options: str) -> Sandbox:
     return Sandbox("data.reasoning_gym_worker:Gym", {"datasets": json.loads(options)}, TIMEOUT)
 
 
-def size(text: str) -> int:
-    return len(text.encode())
-
-
 def read_options(text: str, names: list[str]) -> dict[str, dict]:
     """JSON -> {generator: {option: value}}: by name, or the same for all of them. Raises SnugError."""
     with in_one_line(f"gym_config={text!r:.80} is no JSON object of options"):
         options = json.loads(text or "{}")
-        by_name = options if options.keys() & set(names) else dict.fromkeys(names, options)
-        if other := by_name.keys() - set(names):
-            raise SnugError(f"gym_dataset has no {min(other)}")
-        return {name: dict(by_name.get(name, {})) for name in names}
+        others = {} if options.keys() & {*names} else options
+        return {name: dict(options.get(name, others)) for name in names}

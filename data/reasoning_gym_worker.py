@@ -8,7 +8,6 @@ import copy
 import functools
 import random
 from contextlib import suppress
-from importlib.metadata import version
 
 import numpy
 from reasoning_gym.factory import DATASETS, create_dataset
@@ -34,11 +33,8 @@ class Gym:
     def dataset(self, name: str, seed: int, size: int):
         known = sorted(DATASETS.keys() - LEFT_OUT)
         if name not in known:
-            hint = did_you_mean(name, known) or f", such as {', '.join(known[:5])}"
-            raise SnugError(
-                f"gym_dataset={name!r} is not one of the {len(known)} of reasoning_gym "
-                f"{version('reasoning_gym')}{hint}"
-            )
+            hint = did_you_mean(name, known)
+            raise SnugError(f"gym_dataset={name!r} is not one of the {len(known)} of reasoning_gym{hint}")
         options = self.options[name]
         try:
             return create_dataset(name, seed=seed, size=size, **options)

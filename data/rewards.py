@@ -28,7 +28,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import chdir
 from copy import deepcopy
-from functools import partial
 from typing import NamedTuple
 
 from data.calls import blaming, finish, name_of, start
@@ -60,13 +59,6 @@ class Scores(NamedTuple):
     metrics: dict[str, list[float]]  # of log_metric
 
 
-def as_completion(prompt: str | list[dict], completion: str | list[dict]):
-    """A completion as reward functions get it: text behind text, messages behind messages; an episode's messages."""
-    if isinstance(prompt, str) or isinstance(completion, list):
-        return completion
-    return [{"role": "assistant", "content": completion}]
-
-
 def total_rewards(
     functions: list[Callable],
     prompts: list,
@@ -84,12 +76,7 @@ def total_rewards(
     extra, metrics = {}, {}
 
     def log_extra(column, values):
-        values = list(values)
-        if len(values) != len(completions):
-            raise ValueError(
-                f"log_extra({column!r}) has {len(values)} values for {len(completions)} completions"
-            )
-        extra[str(column)] = values
+        extra[str(column)] = [value for _, value in zip(prompts, values, strict=True)]
 
     def log_metric(name, value):
         metrics.setdefault(str(name), []).append(float(value))
@@ -113,11 +100,19 @@ def total_rewards(
     return Scores(totals, dict(zip(unique, rewards, strict=True)), extra, metrics)
 
 
+def as_completion(prompt: str | list[dict], completion: str | list[dict]):
+    """A completion as reward functions get it: text behind text, messages behind messages; an episode's messages."""
+    if isinstance(prompt, str) or isinstance(completion, list):
+        return completion
+    return [{"role": "assistant", "content": completion}]
+
+
 def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list[list[float | None]]:
     """Each function's rewards, a finite number or None per completion. Raises SnugError that names the function."""
+    completions = arguments["completions"]
+    hint = f"it gets {', '.join(arguments)}; the first completion is {completions[0]!r:.80}"
 
     def failing(function):
-        hint = partial(hint_of, arguments)
         return blaming(f"reward function {name_of(function)}", f"reward_timeout={timeout:g}", hint)
 
     answers, rewards = [], []
@@ -127,7 +122,8 @@ def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list
                 answers.append(start(function, own_copy(arguments), timeout))
         for function, answer in zip(functions, answers, strict=True):
             with failing(function):
-                rewards.append(checked(function, finish(answer, timeout), arguments["completions"]))
+                answer = finish(answer, timeout)
+            rewards.append(checked(function, answer, completions))
     return rewards
 
 
@@ -139,34 +135,26 @@ def own_copy(arguments: dict) -> dict:
     }
 
 
-def hint_of(arguments: dict, error: BaseException) -> str:
-    """What there is, if the function may have expected something else."""
-    if not isinstance(error, KeyError | AttributeError | TypeError):
-        return ""
-    return f"; it gets {', '.join(arguments)}; the first completion is {arguments['completions'][0]!r:.80}"
-
-
 def checked(function: Callable, rewards, completions: list) -> list[float | None]:
     """What a function returned -> a finite number or None per completion. Raises SnugError."""
     name, count = f"reward function {name_of(function)}", len(completions)
     if hasattr(rewards, "tolist"):  # a tensor or an array
         rewards = rewards.tolist()
     if not isinstance(rewards, list | tuple) or len(rewards) != count:
-        raise SnugError(
-            f"{name} must return a list of {count} numbers, one per completion, not {rewards!r:.60}"
-        )
+        found = len(rewards) if isinstance(rewards, list) else rewards
+        raise SnugError(f"{name} must return a list of {count} numbers, not {found!r:.60}")
+    numbers = []
     for completion, reward in zip(completions, rewards, strict=True):
-        if reward is not None and not abs(as_float(reward)) < LARGEST:
-            raise SnugError(
-                f"{name} returned {reward!r:.60} for the completion {completion!r:.60}; "
-                f"return None or a number below {LARGEST:g}"
-            )
-    return [None if reward is None else float(reward) for reward in rewards]
+        numbers.append(None if reward is None else as_float(reward))
+        if reward is not None and not abs(numbers[-1]) < LARGEST:
+            problem = f"{name} returned {reward!r:.60} for the completion {completion!r:.60}"
+            raise SnugError(f"{problem}; return None or a number below {LARGEST:g}")
+    return numbers
 
 
 def as_float(reward):
     """Any number, also of NumPy or torch -> float. Everything else -> NaN."""
     try:
         return float(reward)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:
         return math.nan

@@ -50,7 +50,6 @@ class Row(dict):
 class FileTask(Task):
     """A subclass checks, identifies, demonstrates and scores a row."""
 
-    wanted = ""  # what data_file should be, for the error message if there is none
     remedy = ""  # what to do if it cannot be read
 
     def row_of(self, value) -> dict:
@@ -80,7 +79,9 @@ class FileTask(Task):
         if settings.test_file and not settings.max_iters and not find_path(path).is_file():
             path = settings.test_file  # nothing is trained, and the training file is somewhere else
         if not path:
-            raise SnugError(f"task={settings.task!r} needs data_file: {self.wanted}")
+            raise SnugError(
+                f"task={settings.task!r} needs a file, such as --data_file=prompts.jsonl{self.remedy}"
+            )
         rows, self.rows = self.read(path), {"train": [], "test": []}
         if settings.test_file:
             self.rows = {"train": rows, "test": self.read(settings.test_file)}

@@ -35,8 +35,7 @@ def majority(answers: Sequence, right: Sequence[bool]):
     """
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=None)
-    pairs = zip(answers, right, strict=True)
-    winners = [is_right for answer, is_right in pairs if votes[answer] == most]
+    winners = [is_right for answer, is_right in zip(answers, right, strict=True) if votes[answer] == most]
     return mean_of(winners) or 0.0
 
 
@@ -80,11 +79,9 @@ def group_scores(groups: list[list[tuple]]):
     """
     n = len(groups[0])
     counts = [sum(right for _, right in group) for group in groups]
-    scores = {}
-    for k in powers(n)[1:]:
-        scores[f"pass_at_{k}"] = mean_of([pass_at(k, n, count) for count in counts])
+    scores = {f"pass_at_{k}": fmean(pass_at(k, n, count) for count in counts) for k in powers(n)[1:]}
     if n > 1:
-        scores[f"maj_at_{n}"] = mean_of([majority(*zip(*group, strict=True)) for group in groups])
+        scores[f"maj_at_{n}"] = fmean(majority(*zip(*group, strict=True)) for group in groups)
     return scores
 
 
@@ -111,31 +108,25 @@ def mean_of(values: list[float]) -> float | None:
 
 def table(summary: dict):
     """The first line of a file of samples -> lines for people: name, value, 95 % interval, remark."""
-    options, scores, means = summary["settings"], summary["scores"], summary["means"]
-    different, n = summary["different_prompts"], options["num_samples"]
-    title = (
-        f"{summary['checkpoint']}: {options['task']}, {options['num_prompts']} prompts of the test split"
-    )
-    if different < options["num_prompts"]:
+    options, different = summary["settings"], summary["different_prompts"]
+    prompts, n = options["num_prompts"], options["num_samples"]
+    title = f"{summary['checkpoint']}: {options['task']}, {prompts} prompts of the test split"
+    if different < prompts:
         title += f" ({different} different)"
     if options["temperature"]:
-        title += f", {n} {'sample' if n == 1 else 'samples'} each"
-        title += f" at temperature {options['temperature']:g}"
-    remarks = dict.fromkeys(means, "mean") | dict(length="tokens, mean", stopped="share")
-    remarks |= dict.fromkeys(("pass_at_1", "task_pass_at_1", "reward_greedy"), "greedy")
+        title += f", {n} sample{'s' * (n > 1)} each at temperature {options['temperature']:g}"
     sampled = f"mean of {n} samples" if n > 1 else "sampled"
+    remarks = dict.fromkeys(("pass_at_1", "task_pass_at_1", "reward_greedy"), "greedy")
     remarks |= dict.fromkeys(("pass_at_1_sampled", "task_pass_at_1_sampled"), sampled)
-    shown_as = {name: name.removesuffix("_sampled").replace("_at_", "@") for name in scores}
-    shown_as |= {name: name for name in means}
-    width = max(map(len, shown_as.values()))
-    lines = [title + "; 95 % intervals"]
-    for name, value in (scores | means).items():
-        interval = ""
-        if name in scores:
-            low, high = summary["intervals"][name]
-            interval = f"{low:.3f} to {high:.3f}"
-        digits = 1 if name == "length" else 3
-        number = "-" if value is None else f"{value:.{digits}f}"
-        line = f"  {shown_as[name]:<{width}}  {number:>6}   {interval:<14}   {remarks.get(name, '')}"
-        lines.append(line.rstrip())
-    return lines
+    remarks |= dict(length="tokens, mean", stopped="share")
+    rows = []
+    for name, value in summary["scores"].items():
+        low, high = summary["intervals"][name]
+        shown = name.removesuffix("_sampled").replace("_at_", "@")
+        rows.append((shown, f"{value:6.3f}   {low:.3f} to {high:.3f}", remarks.get(name, "")))
+    for name, value in summary["means"].items():
+        number = "-" if value is None else f"{value:.{1 if name == 'length' else 3}f}"
+        rows.append((name, f"{number:>6}", remarks.get(name, "mean")))
+    width = max(len(name) for name, *_ in rows)
+    lines = [f"  {name:<{width}}  {value:<23}   {remark}".rstrip() for name, value, remark in rows]
+    return [title + "; 95 % intervals", *lines]

@@ -87,8 +87,8 @@ class Task:
         """-> (most tokens of a prompt, most tokens of a demonstration): upper bounds. encode: text or messages -> ids.
 
         No token has less than a byte, so bytes bound tokens. With chat the template adds tokens: as many as to the
-        content "x", and fewer than MARGIN more. For another content may split the template's text beside it ("user\\n",
-        " [/INST]") differently, and that text has fewer than MARGIN bytes up to the next special token.
+        content "x", and fewer than MARGIN more. Because other content may change how neighbouring template text
+        ("user\\n", " [/INST]") is tokenized, and that text has fewer than MARGIN bytes up to the next special token.
         """
         prompt, answer = len(self.longest_prompt().encode()), len(self.longest_answer().encode())
         if self.settings.chat:

@@ -42,7 +42,7 @@ from fractions import Fraction
 from data import imported
 from data.calls import OutOfTime, complete, name_of
 from data.countdown import MAX_CHARS, NODES, value_of
-from snug.options import SnugError, in_one_line
+from snug.options import in_one_line
 from snug.sandbox import Sandbox
 from snug.tokenizer.chat import well_formed
 
@@ -197,24 +197,18 @@ def load_tools(specs: Sequence[str], functions: Mapping[str, Callable] = NONE) -
     advice = f"write {', '.join(TOOLS)}, or module:function, such as my_tools:search"
     for spec in specs:
         tool = imported(spec, "tools", advice, known)
-        name = schema_of(tool)["function"]["name"]
-        if name in tools:
-            raise SnugError(f"tools={spec!r}: another tool has the name {name}; rename one")
-        tools[name] = tool
+        tools[schema_of(tool)["function"]["name"]] = tool
         if tool is python:
             POOL.submit(lambda: THREAD.sandbox.start()).result()
     return tools
 
 
 def methods_of(environment) -> dict[str, Callable]:
-    """-> {name: bound method} of its tools, in the order of names. Raises SnugError if it has no `reset`.
+    """-> {name: bound method} of its tools, in the order of names.
 
     Looks at the class, because looking at the object would compute its properties.
     """
-    kind = type(environment)
-    if not callable(getattr(kind, "reset", None)):
-        raise SnugError(f"environment {kind.__name__} has no method reset; add def reset(self, **columns)")
-    names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
     return {name: getattr(environment, name) for name in names if name[0] != "_" and name not in NO_TOOLS}
 
 
@@ -223,7 +217,6 @@ def methods_of(environment) -> dict[str, Callable]:
 
 DECODER = json.JSONDecoder(strict=False)  # code in a string may have raw newlines
 BETWEEN = re.compile(r"[\s;,}]*")  # models may close one brace too many
-FENCE = re.compile(r"\A\s*```\w*|```\s*\Z")
 warnings.filterwarnings("ignore", module="<unknown>")  # of literal_eval
 
 
@@ -271,7 +264,7 @@ def read_calls(text: str) -> list[dict]:
 
     Also as Python prints them, with single quotes, or with a comma behind the last item. Nothing is executed.
     """
-    text = FENCE.sub("", text).strip("[],; \n\r\t")  # it may be a list
+    text = text.strip("[],; \n\r\t")  # it may be a list
     for read in (json_values, lambda text: ast.literal_eval(f"({text},)")):
         with suppress(Exception):
             return list(map(call_of, read(text)))
@@ -291,7 +284,6 @@ def json_values(text: str) -> list:
 
 def call_of(value: dict) -> dict:
     """An object with a name and arguments, as models write it -> a call. Raises an error for other values."""
-    value = value.get("function", value)
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         arguments = DECODER.decode(arguments)

@@ -43,7 +43,6 @@ MUTANTS = [
     # data/calls.py
     ("calls: a late thread goes on", "data/calls.py", "        ctypes.pythonapi.PyThreadState_SetAsyncExc(", "        (lambda *_: None)(", "test_tools.py"),
     ("calls: a late coroutine goes on", "data/calls.py", "        answer.cancel()\n", "", "test_tools.py"),
-    ("calls: a function that catches the alarm is in time", "data/calls.py", "        raise late[0]", "        pass", "test_reward.py"),
     ("calls: one alarm", "data/calls.py", "seconds, AGAIN)", "seconds)", "test_reward.py"),
     ("calls: a loop for each coroutine", "data/calls.py", "@cache\n", "", "test_tools.py test_reward.py"),
     # data/episodes.py

@@ -11,7 +11,7 @@ from conftest import HOME, make_chat_model
 from exploits import dressed, harmless
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_episodes import HERMES, Script, hermes, says
+from test_episodes import HERMES, Script, says
 from test_grpo import tiny
 from test_gym import needs_package
 
@@ -47,10 +47,10 @@ def rewards(task, rows, completions, **more):
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_right_demonstrations_score_one(name, split):
     task = task_of(**TASKS[name])
-    rows = task.prompts(split, range(300))
+    rows = task.prompts(split, range(100))
     demonstrations = [task.demonstration(row, random.Random(i)) for i, row in enumerate(rows)]
-    assert rewards(task, rows, demonstrations) == [1.0] * 300
-    assert rewards(task, rows, demonstrations, stopped=[i % 2 == 0 for i in range(300)]) == [1.0, 0.0] * 150
+    assert rewards(task, rows, demonstrations) == [1.0] * 100
+    assert rewards(task, rows, demonstrations, stopped=[i % 2 == 0 for i in range(100)]) == [1.0, 0.0] * 50
     others = demonstrations[1:] + demonstrations[:1]  # the next row's answer is not this row's
     assert sum(rewards(task, rows, others)) < 5
 
@@ -86,15 +86,13 @@ def test_every_task_is_among_these():
     assert {options.get("task", "addition") for options, _ in EVERY.values()} == set(data.TASKS)
 
 
-CALL = hermes("calc", expression="1+1")
-BEGIN = {("tools", False): ["<calc>1+1</calc>"], ("tools", True): [CALL]}  # the first turn
-BEGIN |= {("environment", False): ["wait"], ("environment", True): ["wait"], ("", False): [], ("", True): []}
+BEGIN = {"tools": ["<calc>1+1</calc>"], "environment": ["wait"], "": []}  # the first turn
 
 
-@pytest.mark.parametrize("others, chat", BEGIN)
+@pytest.mark.parametrize("others, chat", [("tools", False), ("environment", True), ("", True)])
 @pytest.mark.parametrize("name", [*list(EVERY)[:-1], pytest.param("gym", marks=needs_package)])
 def test_training_and_evaluations_score_every_task(name, others, chat, chat_model, monkeypatch):
-    """In text and in a chat, in one turn and behind a call or a reply: of two completions one is right."""
+    """In a text behind a call; in a chat behind a reply, and in one turn: of two completions one is right."""
     (folder, model), (options, right) = chat_model, EVERY[name]
     options = options | dict(tools=["calc"] * (others == "tools"), environment="Asks" * (others == "environment"))
     options |= dict(chat=chat, max_new_tokens=300, batch_size=2, group_size=2, eval_prompts=1, device="cpu")
@@ -103,8 +101,8 @@ def test_training_and_evaluations_score_every_task(name, others, chat, chat_mode
     task, tokenizer = prepared.task, prepared.tokenizer
     rows = task.prompts("train", range(2))
     texts = [right.format(**row) if right else task.demonstration(row, random.Random(0)) for row in rows]
-    begin = says(tokenizer, *BEGIN[others, chat])
-    if (others, chat) == ("tools", False):
+    begin = says(tokenizer, *BEGIN[others])
+    if others == "tools":
         begin[0].pop()  # a call in a prompt of text ends the turn by itself
     turns = [begin + says(tokenizer, text) for row in texts for text in (row, "no #### 1.5 <answer>1.5</answer>")]
 
@@ -133,7 +131,7 @@ def test_exploits_score_nothing_and_do_nothing(name, tmp_path, monkeypatch):
 def test_equal_answers_are_equally_right(name):
     """What a majority votes on: demonstrations, right and wrong, in other spellings."""
     task = task_of(**TASKS[name] | dict(demonstration_noise=0.5))
-    for i, row in enumerate(task.prompts("train", range(100))):
+    for i, row in enumerate(task.prompts("train", range(40))):
         demonstrations = [task.demonstration(row, random.Random(f"{i} {n}")) for n in range(6)]
         spelled = [(d, d.replace("+", " + "), d.replace(">0", ">00").replace("*", " *")) for d in demonstrations]
         completions = [text for texts in spelled for text in texts]
@@ -147,10 +145,10 @@ def test_equal_answers_are_equally_right(name):
 @pytest.mark.parametrize("options", [dict(), dict(digits=1), dict(task="countdown", seed=7)])
 def test_train_and_test_never_share_a_problem(options):
     task = task_of(**options)
-    train, test = ({task.identity(row) for row in task.prompts(split, range(1000))} for split in ("train", "test"))
+    train, test = ({task.identity(row) for row in task.prompts(split, range(500))} for split in ("train", "test"))
     assert train and test and not train & test
     if "digits" not in options:
-        assert len(train) > 700 and len(test) > 600  # and there is something to learn from
+        assert len(train) > 400 and len(test) > 300  # and there is something to learn from
 
 
 def test_a_problem_is_the_same_in_any_order():
@@ -164,9 +162,9 @@ def test_a_problem_is_the_same_in_any_order():
 @pytest.mark.parametrize("name", TASKS)
 def test_one_problem_in_ten_is_held_out(name):
     task, rng = task_of(**TASKS[name]), random.Random(0)
-    identities = {task.identity(row) for row in (task.propose(rng) for _ in range(5000)) if row}
+    identities = {task.identity(row) for row in (task.propose(rng) for _ in range(3000)) if row}
     share = sum(split_of(identity) == "test" for identity in identities) / len(identities)
-    assert 0.08 < share < 0.12
+    assert 0.07 < share < 0.13
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -204,7 +202,7 @@ LONGEST = [
 def test_nothing_is_longer_than_the_longest(options):
     for noise in (0.0, 0.5):
         task = task_of(**options, demonstration_noise=noise)
-        rows = [row for split in ("train", "test") for row in task.prompts(split, range(150))]
+        rows = [row for split in ("train", "test") for row in task.prompts(split, range(80))]
         assert max(len(row["prompt"].encode()) for row in rows) <= len(task.longest_prompt().encode())
         rng = random.Random(0)
         assert max(len(task.demonstration(row, rng).encode()) for row in rows) <= len(task.longest_answer().encode())
@@ -215,10 +213,9 @@ def test_nothing_is_longer_than_the_longest(options):
     "options, message",
     [
         (dict(task="countdown", countdown_numbers="2", countdown_max_number=2), "no test prompt in 20,000 tries"),
-        (dict(format_reward=0.1), "format_reward=0.1 does not fit task='addition': leave it out"),
         (dict(task="countdown", format_reward=0.1), "format_reward=0.1 does not fit task='countdown'"),
-        (dict(system_prompt="Be brief."), "system_prompt='Be brief.' does not fit .* it is a message; add --chat"),
-        (dict(data_file="a"), "data_file='a' does not fit task='addition': the tasks jsonl and gsm8k read files"),
+        (dict(system_prompt="Be brief."), "system_prompt='Be brief.' does not fit task='addition', chat=False: change"),
+        (dict(data_file="a"), "data_file='a' does not fit task='addition', .*, or leave data_file out"),
         (FIELD | dict(test_file="a"), "test_file='a' does not fit task='countdown'"),
         *(
             (dict(task="countdown", countdown_numbers=text), f"countdown_numbers='{text}': write a number from 2 to 10")
@@ -379,7 +376,7 @@ def test_addition_by_hand():
 
 def test_addition_numbers_have_their_digits():
     for digits in (1, 2, 5):
-        rows = task_of(digits=digits).prompts("train", range(2000))
+        rows = task_of(digits=digits).prompts("train", range(300))
         numbers = [number for row in rows for number in row["numbers"]]
         assert {len(str(number)) for number in numbers} == {digits}
         assert digits > 1 or set(numbers) == set(range(10))
@@ -427,23 +424,16 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
     assert load_reward_function("snug_test_rewards:is_short", {}, [])(["1"], ["2"]) == [1.0]
     for spec, message in {
         "snug_test_rewards:is_shrt": "has no function is_shrt; did you mean is_short?",
-        "math:sqrt": "the rows have prompt, answer; if it makes a reward function, call it in a file of yours and name the result",
-        "snug_test_rewards:wants": "missing a required argument: 'solution'; rename a column, or give the argument a default; the rows have pro",
-        "snug_test_rewards:narrow": "got an unexpected keyword argument 'answer'; it must take **columns; the rows have prompt",
+        "snug_test_rewards:wants": "missing a required argument: 'solution'; it must take **columns, and every other ",
+        "snug_test_rewards:narrow": "got an unexpected keyword argument 'answer'; it must take **columns",
         "Qwen/Qwen-RM": "write module:function, such as my_rewards:is_short; call a reward model in such a function",
         "snug_test_rewards.py:is_short": "name the module, not its file: snug_test_rewards:is_short",
-        "./sub/snug_test.py:f": "name the module, not its file: snug_test:f, and run with PYTHONPATH=./sub",
-        "/tmp/snug_test.py:f": "name the module, not its file: snug_test:f, and run with PYTHONPATH=/tmp",
-        "../a-b/snug_test.py:f": "name the module, not its file: snug_test:f, and run with PYTHONPATH=../a-b",
+        "../a-b/snug_test.py:f": "name the module, not its file: snug_test:f",
         "snug_test_rewards.py": "write module:function",
         "snug_test_rewards:length": "has no function length",
         "snug_test_absent:f": "no module snug_test_absent in",
         "snug_test_rewards.inner:f": "no module snug_test_rewards.inner in",
-        "snug_test_rewards": "write module:function",
-        ":f": "write module:function",
-        ".relative:f": "write module:function",
-        "a:b:c": "write module:function",
-        "": "write module:function",
+        **dict.fromkeys(["snug_test_rewards", ":f", ".relative:f", "a:b:c", ""], "write module:function"),
     }.items():
         with pytest.raises(SnugError) as caught:
             load_reward_function(spec, {}, ["prompt", "answer"])

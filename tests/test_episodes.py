@@ -97,8 +97,7 @@ LONG = [(case, *way) for case in CASES for way in WAYS if (case, *way) not in SH
 
 
 @pytest.mark.parametrize(
-    "case, every, leave, wait",
-    [*dict.fromkeys(SHORT), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
+    "case, every, leave, wait", [*dict.fromkeys(SHORT), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
 )
 def test_equals_the_naive_generator(case, every, leave, wait, monkeypatch):
     for setting, value in (("LOOK_EVERY", every), ("SHRINK_AT", leave), ("SHRINK_ABOVE", 1), ("REPLY_AT", wait)):
@@ -379,11 +378,7 @@ TURNS = {  # form, turns, the messages, how many calls failed
     "hermes, not readable": (
         "hermes",
         ["<tool_call>{calc</tool_call>", "Sorry."],
-        [
-            assistant("", call("") | dict(error=UNREADABLE)),
-            tool(str(dict(error=UNREADABLE)), ""),
-            assistant("Sorry."),
-        ],
+        [assistant("", call("") | dict(error=UNREADABLE)), tool(str(dict(error=UNREADABLE)), ""), assistant("Sorry.")],
         1,
     ),
     "hermes, no call": ("hermes", ["42", "never said"], [assistant("42")], 0),
@@ -407,12 +402,7 @@ TURNS = {  # form, turns, the messages, how many calls failed
     ),
     "llama, a text with a call": ("llama", ["I " + llama("calc", expression="1")], None, 0),
     "inline": ("inline", ["6*7 = <calc>6*7</calc>", "42."], [assistant("6*7 =", SUM), *ANSWER], 0),
-    "inline, one after the other": (
-        "inline",
-        ["<calc>6*7</calc>", "<calc>6*</calc>", "42."],
-        None,
-        1,
-    ),
+    "inline, one after the other": ("inline", ["<calc>6*7</calc>", "<calc>6*</calc>", "42."], None, 1),
     "inline, a tag that was not opened": ("inline", ["6*7</calc>", "never said"], [assistant("6*7</calc>")], 0),
 }
 
@@ -989,11 +979,7 @@ def test_the_environment_scores(kind, tmp_path, folders, monkeypatch):
     # What a reward function gets, in TRL's form.
     assert [environment.count for environment in seen["environments"]] == [11, 12, 62, 20]
     assert seen["start"] == [10, 10, 20, 20] and seen["stopped"] == [True] * 4
-    assert seen["completions"][0] == [
-        assistant("", call("add", by=1)),
-        tool("11", "add"),
-        assistant("It is 1."),
-    ]
+    assert seen["completions"][0] == [assistant("", call("add", by=1)), tool("11", "add"), assistant("It is 1.")]
     assert seen["completions"][3] == [assistant("42")]
     tokenizer = prepared.tokenizer
     ids = [*says(tokenizer, ADDS[0][0])[0], *tokenizer.encode_reply([tool("11", "add")], True)]

@@ -200,7 +200,6 @@ BAD = [  # Lines of JSON. test_jsonl.py has lines that are not JSON.
     (b"5", 'must be {"question": text, "answer": text}, not 5'),
     (b'{"prompt": "a", "answer": "#### 1"}', "must be .* not {'prompt': 'a', "),
     (b'{"question": "a", "answer": 1}', "must be .* not {'question': 'a', 'answer': 1}"),
-    (b'{"question": " ", "answer": "#### 1"}', "has no question"),
     (b'{"question": "a", "answer": "so\\n#### 1/2"}', r"its answer has no number after ####: 'so\\n#### 1/2'"),
 ]
 
@@ -218,7 +217,10 @@ def test_a_bad_line_is_named_with_file_and_line(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(data_file=""), "task='gsm8k' needs data_file: name GSM8K's train.jsonl; download it: curl --create"),
+        (
+            dict(data_file=""),
+            "task='gsm8k' needs a file, such as --data_file=prompts.jsonl; download it: curl --create",
+        ),
         (dict(data_file="no/train.jsonl"), r"no/train.jsonl: cannot be read; download it: curl .*No such file"),
         (dict(demonstration_noise=0.5), "demonstration_noise=0.5 does not fit task='gsm8k'"),
     ],

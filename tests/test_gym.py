@@ -296,7 +296,6 @@ def test_what_is_longer_than_the_survey_saw_is_skipped(pretend, name):
         (dict(gym_config="a=1"), "gym_config='a=1' is no JSON object of options .JSONDecodeError"),
         (dict(gym_config="[1]"), "gym_config='.1.' is no JSON object of options .AttributeError"),
         (dict(gym_config='{"gcd": 1}', gym_dataset="gcd,lcm"), "is no JSON object of options .TypeError"),
-        (dict(gym_config='{"gcd": {}, "lmc": {}}', gym_dataset="gcd,lcm"), "gym_dataset has no lmc"),
     ],
 )
 def test_options_that_cannot_be(pretend, options, message):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 import zlib
 from fractions import Fraction
@@ -41,7 +40,6 @@ def task_of(path, cls=SFTSettings, **options):
 GOOD = [{"prompt": f"{i}=", "answer": i} for i in range(50)]
 BAD = [
     (b'{"prompt": "a"', r"not JSON \(JSONDecodeError: Expecting"),
-    (b'{"prompt": "caf\xe9"}', "is not UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 .*data.jsonl. > utf8.jsonl"),
     (b"[" * 100_000, r"not JSON \("),
     (b'{"prompt": "a", "answer": NaN}', "answer nan is no number of at most 200 digits; write it as text"),
     (b"[1]", "not an object but .1."),
@@ -99,14 +97,10 @@ def test_other_files_have_the_same_rows(tmp_path, name, content, last):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-@pytest.mark.parametrize(
-    "kind", ["lines", "CRLF", "list", "indented", "data", "column", "csv", "Excel", "semicolons", "tsv"]
-)
+@pytest.mark.parametrize("kind", ["lines", "CRLF", "list", "indented", "csv", "Excel", "semicolons", "tsv"])
 def test_files_that_people_have_have_the_same_rows(tmp_path, kind, encoding):
     """With a mark at their start, too. A list in .jsonl; what Excel writes in Europe; lines of Windows."""
     rows = [dict(prompt=f"a, b; é {i}", answer=i) for i in range(10)]
-    if kind == "column":  # of this name, and no list of rows
-        rows = [dict(data=[1, 2]) | row for row in rows]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     quoted = [f'"{row["prompt"]}"|{row["answer"]}' for row in [dict(prompt="prompt", answer="answer"), *rows]]
     name, content = {
@@ -114,8 +108,6 @@ def test_files_that_people_have_have_the_same_rows(tmp_path, kind, encoding):
         "CRLF": ("a.jsonl", "\r\n".join([*lines, "", ""])),
         "list": ("a.jsonl", f"[{','.join(lines)}]\n"),
         "indented": ("a.jsonl", json.dumps(rows, indent=2, ensure_ascii=False)),
-        "data": ("a.json", json.dumps({"data": rows}, indent=2)),
-        "column": ("a.jsonl", "\n".join(lines)),
         "csv": ("a.csv", "\n".join(quoted).replace("|", ",")),
         "Excel": ("a.csv", ",,\n".join([*quoted, ""]).replace("|", ",")),
         "semicolons": ("a.csv", "\r\n".join(quoted).replace("|", ";")),
@@ -123,17 +115,6 @@ def test_files_that_people_have_have_the_same_rows(tmp_path, kind, encoding):
     }[kind]
     (tmp_path / name).write_bytes(content.encode(encoding))
     assert rows_of(tmp_path / name) == rows
-
-
-def test_the_advice_for_latin_1_is_a_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my rows.csv").write_bytes(
-        b"prompt,answer\n" + "".join(f"é{i},{i}\n" for i in range(9)).encode("latin1")
-    )
-    with pytest.raises(SnugError) as error:
-        task_of("my rows.csv")
-    subprocess.run(str(error.value).partition("Latin-1: ")[2], shell=True, check=True)
-    assert rows_of("utf8.csv", eval_prompts=0) == [dict(prompt=f"é{i}", answer=i) for i in range(9)]
 
 
 def conversations(n, answer):
@@ -259,11 +240,6 @@ def test_columns_of_other_names(tmp_path):
     message = "data.jsonl:1: has no column solutoin; it has prompts, solution; name it with --answer_column=NAME"
     with pytest.raises(SnugError, match=message):
         task_of(path, **wrong)
-    with pytest.raises(SnugError, match="answer_column='solutoin': no row has it; did you mean solution?"):
-        task_of(path, GRPOSettings, reward_funcs=["a:b"], **wrong)
-    path = written(tmp_path, [row | dict(answer="no") for row in rows])
-    with pytest.raises(SnugError, match="answer_column='solutoin': no row has it"):  # its own answer is another
-        task_of(path, GRPOSettings, reward_funcs=["a:b"], **wrong)
     path = written(tmp_path, [dict(messages=messages) for messages in conversations(30, "x")])
     with pytest.raises(
         SnugError, match="data.jsonl:1: has no column chat; it has messages; name it with --prompt_colu"
@@ -309,19 +285,11 @@ def test_parquet(tmp_path, monkeypatch):
         ("a.jsonl", '[\n{"prompt": "x"},\n]', "a.jsonl: not JSON .JSONDecodeError: .*: line [23] column"),
         ("a.jsonl", '{"prompt": "x"},\n{"prompt": "y"}', "a.jsonl:1: not JSON .JSONDecodeError: Extra data"),
         ("a.json", "[]", "a.json: has no rows"),
-        ("a.jsonl", '{"data": [1, 2], "prompt": "x"}', "a.jsonl:1: answer must be text"),
-        ("a.jsonl", '{"data": [{"prompt": "x"}', "a.jsonl:1: not JSON .JSONDecodeError"),
         ("a.csv", "prompt,answer\nx,1\ny,2,3\n", "a.csv:3: has not as many cells as the first line; quote cells with"),
-        ("a.csv", "prompt,answer,,\nx,1,,\ny,2,note,\n", "a.csv:3: has not as many cells as the first line"),
         ("a.csv", "prompt,answer\nx,1\n\ny\n", "a.csv:4: has not as many cells"),
         ("a.csv", "prompt,answer\nx,1\n,2\n", "a.csv:3: prompt must be text or messages, not ''"),
         ("a.csv", 'prompt,answer\n"x,1\n', "a.csv: cannot be read .Error: unexpected end of data"),
-        (
-            "a.csv",
-            b"prompt\n\xff\n",
-            "a.csv:2: is not UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 .*a.csv. > utf8.csv",
-        ),
-        ("a.csv", "prompt,answer,answer\nx,1,2\n", "a.csv: has 2 columns answer; rename them"),
+        ("a.csv", b"prompt\n\xff\n", "a.csv: is not UTF-8; convert it .UnicodeDecodeError: .*can't decode byte 0xff"),
         ("a.csv", "", "a.csv: has no rows"),
         ("no.csv", None, "no.csv: cannot be read .FileNotFoundError"),
     ],
@@ -337,7 +305,7 @@ def test_other_files_that_do_not_serve(tmp_path, name, content, message):
 @pytest.mark.parametrize(
     "options, rows, message",
     [
-        (dict(data_file=""), GOOD, "task='jsonl' needs data_file: name a file of prompts"),
+        (dict(data_file=""), GOOD, "task='jsonl' needs a file, such as --data_file=prompts.jsonl"),
         (dict(data_file="nowhere.jsonl"), GOOD, "nowhere.jsonl: cannot be read .FileNotFoundError"),
         ({}, [b"", b"  "], "data.jsonl: has no rows"),
         ({}, GOOD[:1], "no row is in the (test|train) split; name a test_file"),

@@ -108,35 +108,23 @@ def test_schemas_are_those_of_transformers(function):
     assert schema_of(function) == utils.get_json_schema(function)
 
 
-def unhinted(a):
-    """Add.
+def adds(hint):
+    def add(a):
+        """Add.
 
-    Args:
-        a: a number
-    """
+        Args:
+            a: a number
+        """
+
+    add.__annotations__ = {"a": hint} if hint else {}
+    return add
 
 
 def undescribed(a: int):
-    """Add.
-
-    Args:
-        b: a number
-    """
-
-
-def strange(a: int | str):
-    """Add.
-
-    Args:
-        a: a number
-    """
-
-
-def unknown(a: "NoSuchType"):  # noqa: F821
     """Add."""
 
 
-@pytest.mark.parametrize("function", [unhinted, undescribed, strange, unknown, int, lambda a: a])
+@pytest.mark.parametrize("function", [adds(None), undescribed, adds(int | str), adds("NoSuchType"), int, lambda a: a])
 def test_a_function_without_a_schema_is_refused(function):
     with pytest.raises(
         SnugError, match="^tool .*: each argument needs a type hint .* .(KeyError|ValueError|NameError)"
@@ -155,7 +143,6 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
     assert list(tools) == ["python", "calc", "search"] and tools["calc"] is not TOOLS["calc"]
     assert load_tools([]) == {}
     for specs, message in {
-        ("calc", "snug_test_tools:calc"): "tools='snug_test_tools:calc': another tool has the name calc; rename one",
         ("calk",): "tools='calk': write calc, python, or module:function, such as my_tools:search",
         (
             "snug_test_tools:cal",
@@ -179,55 +166,19 @@ def test_methods_of_an_environment():
     methods = methods_of(counter)
     assert list(methods) == ["add", "increment"]
     assert call_tool(methods, call("increment", by=2), 5) == ("2", False) and counter.count == 2
-    with pytest.raises(SnugError, match="environment dict has no method reset"):
-        methods_of({})
+    assert methods_of(None) == {}
 
 
 # -----------------------------------------------------------------------------
 # The built-in tools
 
-SUMS = {
-    "1+2*3": "7",
-    "(1 + 2) / 4": "0.75",
-    "0.1 + 0.2": "0.3",
-    "1/3": "0.333333333333",
-    "7//2": "3",
-    "7//2/2": "1.5",
-    "-7 % 3": "2",
-    "2**-2": "0.25",
-    " -(+3) ": "-3",
-    "2**200": str(2**200),
-    "2**2000": str(2**2000),
-    "10/5": "2",
-}
-NO_SUMS = [
-    "",
-    "a",
-    "__import__('os')",
-    "1+",
-    "()",
-    "1,2",
-    "1 if 1 else 2",
-    "'1'*9",
-    "1j",
-    "True",
-    "...",
-    "2**0.5",
-    "1<2",
-]
-NO_SUMS += [
-    "9**9**9",
-    "9**999999999",
-    "1" * 201,
-    "(-1)**0.5",
-    "\x00",
-    "(" * 100,
-    "((2**3999)**1)**2",
-    "1\n+2",
-    "(1)(2)",
-]
-NO_SUMS += ["2**-9999", "(1/3)**9999", "(1/999)**3999"]
-NO_SUMS += ["**".join(["(10**999)"] * 9), "(2**3999)/3*(2**3999)/(10**999/10**998)**0*7/3", "²"]
+SUMS = {"1+2*3": "7", "(1 + 2) / 4": "0.75", "0.1 + 0.2": "0.3", "1/3": "0.333333333333", "7//2": "3"}
+SUMS |= {"7//2/2": "1.5", "-7 % 3": "2", "2**-2": "0.25", " -(+3) ": "-3", "2**200": str(2**200), "10/5": "2"}
+SUMS |= {"2**2000": str(2**2000)}
+NO_SUMS = ["", "a", "__import__('os')", "1+", "()", "1,2", "1 if 1 else 2", "'1'*9", "1j", "True", "...", "2**0.5"]
+NO_SUMS += ["1<2", "9**9**9", "9**999999999", "1" * 201, "(-1)**0.5", "\x00", "(" * 100, "((2**3999)**1)**2"]
+NO_SUMS += ["1\n+2", "(1)(2)", "2**-9999", "(1/3)**9999", "(1/999)**3999", "²", "**".join(["(10**999)"] * 9)]
+NO_SUMS += ["(2**3999)/3*(2**3999)/(10**999/10**998)**0*7/3"]
 
 
 @pytest.mark.parametrize("text", SUMS)
@@ -274,13 +225,15 @@ def test_python_prints():
 
 def test_code_that_does_not_end(monkeypatch):
     """The caller does not wait for it, and the next call works."""
-    monkeypatch.setattr("data.tools.PYTHON_SECONDS", 1.0)
+    monkeypatch.setattr("data.tools.PYTHON_SECONDS", 0.5)
     monkeypatch.setattr("data.tools.POOL", ThreadPoolExecutor(1))
     assert call_tool(TOOLS, call("python", code="print(2)"), 60) == ("2\n", False)
     late = call_tool(TOOLS, call("python", code="while True: pass"), 0.1)
     assert late == ("{'error': 'python took longer than 0.1 seconds'}", True)
     assert call_tool(TOOLS, call("python", code="print(3)"), 60) == ("3\n", False)
-    assert call_tool(TOOLS, call("python", code="while True: pass"), 60)[0] == "{'error': 'took longer than 1 seconds'}"
+    assert (
+        call_tool(TOOLS, call("python", code="while True: pass"), 60)[0] == "{'error': 'took longer than 0.5 seconds'}"
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -329,12 +282,7 @@ ONE = hermes("calc", expression="1+1")
 READ = [  # form, text, content, calls
     ("hermes", "no call", "no call", []),
     ("hermes", f" Let me see.\n{ONE}", "Let me see.", [call("calc", expression="1+1")]),
-    (
-        "hermes",
-        f"{ONE}\n{hermes('f', a={'b': [1, None]})} x",
-        "x",
-        [call("calc", expression="1+1"), call("f", a=dict(b=[1, None]))],
-    ),
+    ("hermes", f"{ONE}\n{hermes('f', a=[1, None])} x", "x", [call("calc", expression="1+1"), call("f", a=[1, None])]),
     ("hermes", '<tool_call>{"name": "f", "parameters": {"a": ";"}, "id": 7}</tool_call>', "", [call("f", a=";")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}', "", [call("f", a=2)]),
     ("llama", ' {"name": "f", "parameters": {"a": "x; y"}}\n', "", [call("f", a="x; y")]),
@@ -381,148 +329,60 @@ def test_every_form_of_every_value_is_read():
         assert parse_calls(f"x <search>{texts[1]}</search>", "inline", SCHEMAS) == ("x", wanted[1:])
 
 
-# What models write, as their cards, the parsers of servers and reports about them have it; SUM is the right reading, UNREAD
-# the error that the model reads. F: the start of an object, up to its arguments.
-SUM, CODE, UNREAD = (
-    call("calc", expression="1+1"),
-    call("python", code="a=1\nprint(a)\t#"),
-    "a call must be a JSON object",
-)
-F, ARGS = '{"name": "calc", "arguments": ', '{"expression": "1+1"}'
-CORPUS = [  # what it is, form, text, content, calls or an error
-    ("Qwen2.5, Qwen3, Hermes", "hermes", f"<tool_call>\n{F}{ARGS}}}\n</tool_call>", "", [SUM]),
-    ("text before", "hermes", f"Let me see.\n\n<tool_call>\n{F}{ARGS}}}\n</tool_call>", "Let me see.", [SUM]),
-    ("text behind", "hermes", f"<tool_call>{F}{ARGS}}}</tool_call>\nDone.", "Done.", [SUM]),
-    ("two blocks", "hermes", f"<tool_call>{F}{ARGS}}}</tool_call>\n<tool_call>{F}{ARGS}}}</tool_call>", "", [SUM] * 2),
-    ("two calls in a block", "hermes", f"<tool_call>\n{F}{ARGS}}}\n{F}{ARGS}}}\n</tool_call>", "", [SUM] * 2),
-    ("a comma between them", "hermes", f"<tool_call>{F}{ARGS}}},\n{F}{ARGS}}}</tool_call>", "", [SUM] * 2),
-    ("a list of calls", "hermes", f"<tool_call>[{F}{ARGS}}}, {F}{ARGS}}}]</tool_call>", "", [SUM] * 2),
-    ("no closing tag", "hermes", f"<tool_call>\n{F}{ARGS}}}", "", [SUM]),
-    (
-        "Hermes 2 Pro: arguments first",
-        "hermes",
-        f'<tool_call>{{"arguments": {ARGS}, "name": "calc"}}</tool_call>',
-        "",
-        [SUM],
-    ),
-    ("parameters", "hermes", f'<tool_call>{{"name": "calc", "parameters": {ARGS}}}</tool_call>', "", [SUM]),
-    ("arguments as a text", "hermes", f"<tool_call>{F}{json.dumps(ARGS)}}}</tool_call>", "", [SUM]),
-    ("a text that is no object", "hermes", f'<tool_call>{F}"1+1"}}</tool_call>', "", UNREAD),
-    ("OpenAI's object", "hermes", f'<tool_call>{{"type": "function", "function": {F}{ARGS}}}}}</tool_call>', "", [SUM]),
-    ("a code fence", "hermes", f"<tool_call>\n```json\n{F}{ARGS}}}\n```\n</tool_call>", "", [SUM]),
-    ("one brace too many", "hermes", f"<tool_call>{F}{ARGS}}}}}\n</tool_call>", "", [SUM]),
-    (
-        "a comma behind the last item",
-        "hermes",
-        '<tool_call>{"name": "calc", "arguments": {"expression": "1+1",},}</tool_call>',
-        "",
-        [SUM],
-    ),
-    (
-        "single quotes",
-        "hermes",
-        "<tool_call>{'name': 'calc', 'arguments': {'expression': '1+1'}}</tool_call>",
-        "",
-        [SUM],
-    ),
-    (
-        "single quotes, two calls",
-        "hermes",
-        f"<tool_call>[{SUM['function']}, {SUM['function']}]</tool_call>",
-        "",
-        [SUM] * 2,
-    ),
-    (
-        "Python's None and tuple",
-        "hermes",
-        "<tool_call>{'name': 'f', 'arguments': {'a': (None, True)}}</tool_call>",
-        "",
-        [call("f", a=[None, True])],
-    ),
-    (
-        "an escape that JSON lacks",
-        "hermes",
-        '<tool_call>{"name": "f", "arguments": {"a": "\\d"}}</tool_call>',
-        "",
-        [call("f", a="\\d")],
-    ),
-    (
-        "raw newline and tab",
-        "hermes",
-        '<tool_call>{"name": "python", "arguments": {"code": "a=1\nprint(a)\t#"}}</tool_call>',
-        "",
-        [CODE],
-    ),
-    (
-        "raw newline in a text",
-        "hermes",
-        '<tool_call>{"name": "python", "arguments": "{\\"code\\": \\"a=1\nprint(a)\t#\\"}"}</tool_call>',
-        "",
-        [CODE],
-    ),
-    (
-        "quotes without a backslash",
-        "hermes",
-        '<tool_call>{"name": "python", "arguments": {"code": "print("a")"}}</tool_call>',
-        "",
-        UNREAD,
-    ),
-    ("cut off", "hermes", '<tool_call>{"name": "calc", "arguments": {"expression": "1+', "", UNREAD),
-    ("no name", "hermes", f'<tool_call>{{"arguments": {ARGS}}}</tool_call>', "", UNREAD),
-    ("no arguments", "hermes", '<tool_call>{"name": "calc"}</tool_call>', "", UNREAD),
-    ("NaN", "hermes", f'<tool_call>{F}{{"expression": NaN}}}}</tool_call>', "", UNREAD),
-    ("deep", "hermes", f"<tool_call>{F}{'[' * 9999}</tool_call>", "", UNREAD),
-    (
-        "code, not data",
-        "hermes",
-        "<tool_call>{'name': 'f', 'arguments': {'a': open('/tmp/x', 'w')}}</tool_call>",
-        "",
-        UNREAD,
-    ),
-    (
-        "Qwen3-Coder",
-        "hermes",
-        "<tool_call><function=calc><parameter=expression>1+1</parameter></function></tool_call>",
-        "",
-        UNREAD,
-    ),
-    (
-        "a tool that does not exist",
-        "hermes",
-        f'<tool_call>{{"name": "sum", "arguments": {ARGS}}}</tool_call>',
-        "",
-        "there is no tool sum; the tools are calc, python",
-    ),
-    (
-        "an argument that does not exist",
-        "hermes",
-        f'<tool_call>{F}{{"text": "1+1"}}}}</tool_call>',
-        "",
-        "unexpected keyword argument 'text'",
-    ),
-    ("Llama 3.1", "llama", f'{{"name": "calc", "parameters": {ARGS}}}', "", [SUM]),
-    ("Llama 3.1, a tag", "llama", f'<|python_tag|>{{"name": "calc", "parameters": {ARGS}}}', "", [SUM]),
-    (
-        "Llama 3.2, two calls",
-        "llama",
-        f'{{"name": "calc", "parameters": {ARGS}}}; {{"name": "calc", "parameters": {ARGS}}}',
-        "",
-        [SUM] * 2,
-    ),
-    ("Llama 3.1, a type", "llama", f'{{"type": "function", "name": "calc", "parameters": {ARGS}}}', "", [SUM]),
-    ("Llama 4, a list", "llama", f'[{{"name": "calc", "parameters": {ARGS}}}]', "", [SUM]),
-    ("Llama, a code fence", "llama", f'```json\n{{"name": "calc", "parameters": {ARGS}}}\n```', "", [SUM]),
-    ("Llama, raw newline", "llama", '{"name": "python", "parameters": {"code": "a=1\nprint(a)\t#"}}', "", [CODE]),
-    ("Llama, an answer in JSON", "llama", '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
-    ("Llama, cut off", "llama", '{"name": "calc", "para', '{"name": "calc", "para', []),
-    ("inline", "inline", "1+1 = <calc>1+1</calc>", "1+1 =", [SUM]),
-    ("inline, an object", "inline", f"<calc>{ARGS}</calc>", "", [SUM]),
-    ("inline, code", "inline", "<python>a=1\nprint(a)\t#</python>", "", [CODE]),
-    ("inline, a dictionary in code", "inline", '<python>{"a": 1}</python>', "", [call("python", code='{"a": 1}')]),
+# What models write, as their cards, the parsers of servers and reports about them have it; SUM is the right reading.
+# F: the start of an object, up to its arguments.
+SUM, CODE = call("calc", expression="1+1"), call("python", code="a=1\nprint(a)\t#")
+UNREAD, F, ARGS = "a call must be a JSON object", '{"name": "calc", "arguments": ', '{"expression": "1+1"}'
+BLOCKS = {  # in <tool_call>: the calls, or an error that the model reads
+    f"\n{F}{ARGS}}}\n": [SUM],
+    f"\n{F}{ARGS}}}\n{F}{ARGS}}}\n": [SUM] * 2,
+    f"{F}{ARGS}}},\n{F}{ARGS}}}": [SUM] * 2,
+    f"[{F}{ARGS}}}, {F}{ARGS}}}]": [SUM] * 2,
+    f'{{"arguments": {ARGS}, "name": "calc"}}': [SUM],  # Hermes 2 Pro
+    f'{{"name": "calc", "parameters": {ARGS}}}': [SUM],
+    f"{F}{json.dumps(ARGS)}}}": [SUM],
+    f'{F}"1+1"}}': UNREAD,
+    f"{F}{ARGS}}}}}\n": [SUM],
+    '{"name": "calc", "arguments": {"expression": "1+1",},}': [SUM],
+    "{'name': 'calc', 'arguments': {'expression': '1+1'}}": [SUM],
+    f"[{SUM['function']}, {SUM['function']}]": [SUM] * 2,
+    "{'name': 'f', 'arguments': {'a': (None, True)}}": [call("f", a=[None, True])],
+    '{"name": "f", "arguments": {"a": "\\d"}}': [call("f", a="\\d")],
+    '{"name": "python", "arguments": {"code": "a=1\nprint(a)\t#"}}': [CODE],
+    '{"name": "python", "arguments": "{\\"code\\": \\"a=1\nprint(a)\t#\\"}"}': [CODE],
+    '{"name": "python", "arguments": {"code": "print("a")"}}': UNREAD,
+    f'{{"arguments": {ARGS}}}': UNREAD,
+    '{"name": "calc"}': UNREAD,
+    f'{F}{{"expression": NaN}}}}': UNREAD,
+    f"{F}{'[' * 9999}": UNREAD,
+    "{'name': 'f', 'arguments': {'a': open('/tmp/x', 'w')}}": UNREAD,
+    "<function=calc><parameter=expression>1+1</parameter></function>": UNREAD,  # Qwen3-Coder
+    f'{{"name": "sum", "arguments": {ARGS}}}': "there is no tool sum; the tools are calc, python",
+    f'{F}{{"text": "1+1"}}}}': "unexpected keyword argument 'text'",
+}
+CORPUS = [("hermes", f"<tool_call>{block}</tool_call>", "", read) for block, read in BLOCKS.items()]
+CORPUS += [  # form, text, content, calls or an error
+    ("hermes", f"Let me see.\n\n<tool_call>\n{F}{ARGS}}}\n</tool_call>", "Let me see.", [SUM]),
+    ("hermes", f"<tool_call>{F}{ARGS}}}</tool_call>\nDone.", "Done.", [SUM]),
+    ("hermes", f"<tool_call>{F}{ARGS}}}</tool_call>\n<tool_call>{F}{ARGS}}}</tool_call>", "", [SUM] * 2),
+    ("hermes", f"<tool_call>\n{F}{ARGS}}}", "", [SUM]),
+    ("hermes", '<tool_call>{"name": "calc", "arguments": {"expression": "1+', "", UNREAD),
+    ("llama", f'{{"name": "calc", "parameters": {ARGS}}}', "", [SUM]),
+    ("llama", f'<|python_tag|>{{"name": "calc", "parameters": {ARGS}}}', "", [SUM]),
+    ("llama", "; ".join([f'{{"name": "calc", "parameters": {ARGS}}}'] * 2), "", [SUM] * 2),
+    ("llama", f'{{"type": "function", "name": "calc", "parameters": {ARGS}}}', "", [SUM]),
+    ("llama", f'[{{"name": "calc", "parameters": {ARGS}}}]', "", [SUM]),
+    ("llama", '{"name": "python", "parameters": {"code": "a=1\nprint(a)\t#"}}', "", [CODE]),
+    ("llama", '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
+    ("llama", '{"name": "calc", "para', '{"name": "calc", "para', []),
+    ("inline", "1+1 = <calc>1+1</calc>", "1+1 =", [SUM]),
+    ("inline", f"<calc>{ARGS}</calc>", "", [SUM]),
+    ("inline", "<python>a=1\nprint(a)\t#</python>", "", [CODE]),
+    ("inline", '<python>{"a": 1}</python>', "", [call("python", code='{"a": 1}')]),
 ]
 
 
-@pytest.mark.parametrize("form, text, content, expected", [row[1:] for row in CORPUS], ids=[row[0] for row in CORPUS])
+@pytest.mark.parametrize("form, text, content, expected", CORPUS, ids=range(len(CORPUS)))
 def test_what_models_write_is_read_or_answered_with_an_error(form, text, content, expected):
     functions = dict(calc=TOOLS["calc"], python=TOOLS["python"])
     found, calls = parse_calls(text, form, list(map(schema_of, functions.values())))
@@ -548,24 +408,13 @@ def test_reading_a_call_prints_nothing():
 REAL, ASIDE = hermes("calc", expression="2+2"), hermes("calc", expression="1+1")
 TWO = [call("calc", expression="2+2")]
 LLAMA = [json.dumps(dict(name="calc", parameters=dict(expression=text))) for text in ("1+1", "2+2")]
+ASIDES = f"<think>a</think>b<think>{ASIDE}</think>"
 THOUGHTS = [  # form, does the prompt end with <think>, text, content, calls
     ("hermes", False, f"<think>maybe {ASIDE}</think>{REAL}", f"<think>maybe {ASIDE}</think>", TWO),
     ("hermes", True, f"maybe {ASIDE}</think>\n\n{REAL}", f"maybe {ASIDE}</think>", TWO),
-    (
-        "hermes",
-        False,
-        f"<think>I write <tool_call> now.</think>\n{REAL} ok",
-        "<think>I write <tool_call> now.</think>\n ok",
-        TWO,
-    ),
+    ("hermes", False, f"<think>a <tool_call> b</think>\n{REAL} ok", "<think>a <tool_call> b</think>\n ok", TWO),
     ("hermes", True, f"I write <tool_call> now.</think>{REAL}", "I write <tool_call> now.</think>", TWO),
-    (
-        "hermes",
-        False,
-        f"<think>a</think>b<think>{ASIDE}</think>{REAL}",
-        f"<think>a</think>b<think>{ASIDE}</think>",
-        TWO,
-    ),
+    ("hermes", False, ASIDES + REAL, ASIDES, TWO),
     ("hermes", False, f"So. <think>hm {REAL}", f"So. <think>hm {REAL}", []),
     ("hermes", True, f"hm {REAL}", f"hm {REAL}", []),
     ("hermes", True, "hm</think>4", "hm</think>4", []),
@@ -587,8 +436,8 @@ def test_a_thought_has_no_calls(form, thinks, text, content, calls):
     assert parse_calls(text, form, SCHEMAS, thinks) == (content, calls)
 
 
-def two(a: int, b: str = "x"):
-    """Two.
+def number(a: int, b: str = "x"):
+    """A number, and a text by default.
 
     Args:
         a: a number
@@ -607,8 +456,8 @@ def named(query: str, top: int = 3, place: str = ""):
 
 
 INLINE = [
-    ('<two>{"a":1}</two>', call("two", a=1)),
-    ('<two>{"a": 1, "b": "y"}</two>', call("two", a=1, b="y")),
+    ('<number>{"a":1}</number>', call("number", a=1)),
+    ('<number>{"a": 1, "b": "y"}</number>', call("number", a=1, b="y")),
     ("<named>a b</named>", call("named", query="a b")),
     ('<named>{"top": 5, "query": "q"}</named>', call("named", query="q", top=5)),
     ('<named>{"other": 5}</named>', call("named", query='{"other": 5}')),
@@ -618,36 +467,22 @@ INLINE = [
 
 @pytest.mark.parametrize("text, expected", INLINE)
 def test_the_text_of_a_tag_is_the_required_argument_or_all_arguments(text, expected):
-    assert parse_calls(text, "inline", [schema_of(two), schema_of(named)])[1] == [expected]
+    assert parse_calls(text, "inline", [schema_of(number), schema_of(named)])[1] == [expected]
 
 
 def test_a_text_for_a_number_is_an_error():
-    [bad] = parse_calls("<two>five</two>", "inline", [schema_of(two)])[1]
+    [bad] = parse_calls("<number>five</number>", "inline", [schema_of(number)])[1]
     assert "a call must be a JSON object" in bad["error"]
 
 
 DEEP = '{"name": "f", "arguments": {"a": ' + "[" * 50_000
-BAD = [
-    "",
-    "{",
-    "x",
-    "[]",
-    "1",
-    '"f"',
-    "{}",
-    '{"name": "f"}',
-    '{"name": 1, "arguments": {}}',
-    '{"name": "f", "arguments": []}',
-]
+BAD = ["", "{", "x", "[]", "1", '"f"', "{}", '{"name": "f"}', '{"name": 1, "arguments": {}}', DEEP]
+BAD += ['{"name": "f", "arguments": []}', '{"name": "f", "arguments": "[]"}', '{"name": null, "arguments": {}}']
+BAD += ['{"name": "\\ud800", "arguments": {}}', '{"name": "f", "arguments": {}} {}', '{"name": "f", "arguments": {}} x']
 BAD += [
-    '{"name": "f", "arguments": "[]"}',
-    '{"name": null, "arguments": {}}',
-    DEEP,
-    '{"name": "\\ud800", "arguments": {}}',
+    '{"name": "f", "arguments": {"a": ' + value + "}}"
+    for value in ("NaN", "-Infinity", "1e999", "9" * 5000, '"\\udfff"')
 ]
-for value in ("NaN", "-Infinity", "1e999", "9" * 5000, '"\\udfff"'):
-    BAD.append('{"name": "f", "arguments": {"a": ' + value + "}}")
-BAD += ['{"name": "f", "arguments": {}} {}', '{"name": "f", "arguments": {}} x']
 
 
 @pytest.mark.parametrize("block", BAD, ids=range(len(BAD)))
@@ -664,29 +499,12 @@ def test_a_call_that_cannot_be_read_gets_an_answer(block):
 
 
 def test_any_text_is_read_at_once():
-    """100,000 characters; nothing raises, and the time does not explode."""
-    pieces = [
-        "<tool_call>",
-        "</tool_call>",
-        "<calc>",
-        "</calc>",
-        "{",
-        "}",
-        "[",
-        '"',
-        "\\",
-        ";",
-        " ",
-        ":",
-        '{"name":',
-        "9",
-        "\ud800",
-    ]
+    """50,000 characters; nothing raises, and the time does not explode."""
+    pieces = ["<tool_call>", "</tool_call>", "<calc>", "</calc>", '{"name":', "\ud800", *'{}["\\; :9']
     rng, began = random.Random(2), time.monotonic()
-    texts = ["".join(rng.choices(pieces, k=100_000))[:100_000] for _ in range(10)]
-    texts += [
-        (piece * 100_000)[:100_000] for piece in [*pieces, '{"a":', "<tool_call>{", '{"name":"f","arguments":{}};']
-    ]
+    texts = ["".join(rng.choices(pieces, k=50_000))[:50_000] for _ in range(5)]
+    pieces += ['{"a":', "<tool_call>{", '{"name":"f","arguments":{}};']
+    texts += [(piece * 50_000)[:50_000] for piece in pieces]
     for text in texts:
         for form in ("hermes", "llama", "inline"):
             content, calls = parse_calls(text, form, SCHEMAS)
