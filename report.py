@@ -8,25 +8,14 @@ The first run's folder gets report.html, which works without network.
 from pathlib import Path
 from statistics import median
 
-if __name__ == "__main__":  # before torch is imported: a typo is answered at once
-    from runs.page.runs import read_runs
-    from snug.options import Parser, friendly_errors
-
-    usage = "python report.py FOLDER [FOLDER ...]"
-    parser = Parser(usage=usage, description=__doc__.partition("\n")[0])
-    about = "a run's folder, such as out/grpo_small"
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", help=about)
-    with friendly_errors():
-        runs = read_runs(parser.parse_args().folders)
-
 from runs.log import change
-from runs.page.charts import charts_of
-from runs.page.runs import Run, logged, logged_names
+from runs.page.runs import PHASES, Run, logged, logged_names, read_runs
 from runs.page.write import write_page
-from snug.memory.meter import PHASES
-from snug.options import SnugError, plain
+from snug.options import Parser, friendly_errors, plain
 
-MEMORY = ["mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]
+LARGEST = ["mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]
+LARGEST += [f"mem_max_alloc_mb_{phase}" for phase in PHASES]
+MEDIAN = ["time_s", *[f"time_{phase}_s" for phase in PHASES], "tokens_per_second"]
 SCORES = [
     "reward_mean",
     "eval_reward_mean",
@@ -46,43 +35,30 @@ def main(runs: list[Run]):
 
 def make_page(runs: list[Run]) -> Path:
     """Write report.html into the first run's folder -> its path. Raises SnugError."""
-    page = runs[0].folder / "report.html"
-    try:
-        write_page(page, runs, charts_of(runs), cells_of(runs))
-    except OSError as error:
-        raise SnugError(f"{page} cannot be written ({error.strerror})") from None
-    return page
+    return write_page(runs, cells_of(runs))
 
 
 def cells_of(runs: list[Run]) -> list[list[str]]:
     """Rows of cells. The first row has the runs' names; other rows begin with a figure's name. "-": not logged."""
+    scores = SCORES + logged_names(runs, "reward/") + logged_names(runs, "metric/")
     rows = [["memory in MiB", *[run.name for run in runs]]]
-
-    def add(name, cell_of, *arguments):
-        cells = [cell_of(run, *arguments) for run in runs]
-        if any(cell != "-" for cell in cells):
-            rows.append([name, *cells])
-
-    add("iterations", lambda run: str(len(run.records)))
-    for name in MEMORY + [f"  mem_max_alloc_mb_{phase}" for phase in PHASES]:
-        add(name, largest, name.strip())
-    for name in ["time_s", *[f"  time_{phase}_s" for phase in PHASES], "tokens_per_second"]:
-        add(f"{name} (median)", middle, name.strip())
-    for name in SCORES + logged_names(runs, "reward/") + logged_names(runs, "metric/"):
-        add(f"{name} (first -> last)", lambda run, name: change(run.records, name) or "-", name)
-    return rows
+    rows.append(["iterations", *[str(len(run.records)) for run in runs]])
+    rows += [[name, *[largest(run, name) for run in runs]] for name in LARGEST]
+    rows += [[f"{name} (median)", *[middle(run, name) for run in runs]] for name in MEDIAN]
+    rows += [[f"{name} (first -> last)", *[change(run.records, name) for run in runs]] for name in scores]
+    return [[cell or "-" for cell in row] for row in rows if any(row[1:])]
 
 
 def largest(run: Run, name: str) -> str:
     values = logged(run.records, name)
-    return f"{max(values):.1f}" if values else "-"
+    return f"{max(values):.1f}" if values else ""
 
 
 def middle(run: Run, name: str) -> str:
     """The median without the first iteration, which allocates the optimizer's moments."""
     values = logged(run.records[1:], name) or logged(run.records, name)
     digits = 0 if name == "tokens_per_second" else 3
-    return f"{median(values):,.{digits}f}" if values else "-"
+    return f"{median(values):,.{digits}f}" if values else ""
 
 
 def table(runs: list[Run]) -> list[str]:
@@ -93,5 +69,7 @@ def table(runs: list[Run]) -> list[str]:
 
 
 if __name__ == "__main__":
+    parser = Parser("python report.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="+", help="a run's folder, such as out/grpo_small")
     with friendly_errors():
-        main(runs)
+        main(read_runs(parser.parse_args().folders))

@@ -1,6 +1,6 @@
 """A run's folder: what happened, for people and for programs.
 
-    settings.json   every option as it was resolved
+    settings.json   every option as it was resolved, and the number of parameters
     log.jsonl       one JSON object an iteration, a second one if an evaluation was repeated; NaN and infinity are null
     samples.jsonl   a group of completions of each iteration: rewards, advantages, and figures of each token
     log.txt         the console's lines, the error that ended the run, [MEM] lines: grep '^\\[MEM\\]' log.txt
@@ -13,7 +13,6 @@ is in ending.py. Left out: plots, which report.py makes.
 """
 
 import json
-import math
 import os
 import shutil
 import sys
@@ -62,9 +61,10 @@ CONSOLE = {
 # What a line leaves out until it fits, from the first on. What is not here stays.
 LEFT_OUT = """mem_alloc_mb completion_length_mean tool_calls tokens_per_second grad_norm entropy
 pass_at_1_sampled tool_errors skipped_steps reward_std loss kl left""".split()
+WIDE = 10**6  # columns: a pipe gets whole lines
 
 
-def console_line(record: dict, total: int, width=math.inf) -> str:
+def console_line(record: dict, total: int, width: int = WIDE) -> str:
     """`iter  12/60  reward 0.430 (sd 0.49)  loss -0.0010 ...`, in at most `width` columns"""
     line = "before training"
     if "iter" in record:
@@ -80,19 +80,13 @@ def console_line(record: dict, total: int, width=math.inf) -> str:
     return "".join(parts.values())
 
 
-def console_width():
-    """The terminal's columns, at least 80. No limit if the console is none."""
-    is_terminal = not sys.stdout.closed and sys.stdout.isatty()
-    return max(80, shutil.get_terminal_size().columns) if is_terminal else math.inf
-
-
 class RunLog:
     """The open files of a run's folder, the progress bar and the services. `iterations` drives the loop and the bar."""
 
-    def __init__(self, settings, title: str, start: int = 0):
+    def __init__(self, settings, title: str, start: int = 0, **facts):
         """settings: SFTSettings or GRPOSettings. title: "GRPO" or "SFT".
 
-        start: the first iteration; later lines of the .jsonl files are cut off.
+        start: the first iteration; later lines of the .jsonl files are cut off. facts: more entries of settings.json.
         Raises SnugError if the folder cannot be written to.
         """
         self.title, self.start, self.max_iters = title, start, settings.max_iters
@@ -106,9 +100,11 @@ class RunLog:
                 keep_before(folder / name, start)
             for name in ("log.jsonl", "samples.jsonl", "log.txt"):
                 # A line is written at once, in one piece.
-                options = dict(buffering=1, encoding="utf-8", errors="replace")
-                self.files[name] = open(folder / name, "a", **options)
-            write_whole(folder / "settings.json", json.dumps(vars(settings), indent=2) + "\n")
+                self.files[name] = open(
+                    folder / name, "a", buffering=1, encoding="utf-8", errors="replace"
+                )
+            options = vars(settings) | facts
+            write_whole(folder / "settings.json", json.dumps(options, indent=2) + "\n")
         self.bar = tqdm(
             total=self.max_iters,
             initial=start,
@@ -126,7 +122,7 @@ class RunLog:
 
     def __exit__(self, kind, error, trace):
         if error:
-            self.memory(told(error) if isinstance(error, SnugError) else "".join(format_exception(error)))
+            self.to_file(told(error) if isinstance(error, SnugError) else "".join(format_exception(error)))
         self.call_services("close")
         self.bar.close()
         for file in self.files.values():
@@ -146,7 +142,7 @@ class RunLog:
     def say(self, text: str):
         """A line for log.txt and the console."""
         text = plain(text)
-        self.memory(text)
+        self.to_file(text)
         self.show_line(text)
 
     def show_line(self, text: str):
@@ -156,9 +152,9 @@ class RunLog:
             sys.stdout.flush()
         except (OSError, ValueError) as error:  # its reader is gone, as in `| head`; or it is closed
             sys.stdout = open(os.devnull, "w")  # Python flushes it again at exit
-            self.memory(f"warning: the console failed ({described(error)}); going on without it")
+            self.to_file(f"warning: the console failed ({described(error)}); going on without it")
 
-    def memory(self, text: str):
+    def to_file(self, text: str):
         """Lines for log.txt alone."""
         self.append("log.txt", text)
 
@@ -172,11 +168,10 @@ class RunLog:
                 self.show_line(f"warning: {name} cannot be written ({error.strerror}); lines are lost")
 
     def call_services(self, method: str, *arguments):
-        """Call TensorBoard and W&B, and say what they return. One that fails is not called again."""
+        """Call TensorBoard and W&B. One that fails is not called again."""
         for name, service in list(self.services.items()):
             try:
-                if note := getattr(service, method)(*arguments):
-                    self.say(note)
+                getattr(service, method)(*arguments)
             except (Exception, SystemExit) as error:
                 del self.services[name]
                 self.say(f"warning: {name} failed ({described(error)}); going on without it")
@@ -204,8 +199,9 @@ class RunLog:
     def scores(self, record: dict):
         """A console line for these figures of the log. Without "iter" they are of the model before training."""
         record = record | self.not_shown
-        self.memory(console_line(record, self.max_iters))
-        self.show_line(console_line(record, self.max_iters, console_width()))
+        width = max(80, shutil.get_terminal_size((WIDE, 0)).columns)
+        self.to_file(console_line(record, self.max_iters))
+        self.show_line(console_line(record, self.max_iters, width))
 
     def left(self, done: int):
         """-> {"left": time left}, if no bar shows it. The first iteration is slower and does not count."""
@@ -221,14 +217,14 @@ class RunLog:
 class NoLog(RunLog):
     """The log of a process that writes nothing: a planner, and every process of a run but rank 0."""
 
-    def __init__(self, settings, title: str = "", start: int = 0):
+    def __init__(self, settings, title: str = "", start: int = 0, **facts):
         self.title, self.start, self.max_iters = title, start, settings.max_iters
         self.bar, self.services, self.files = tqdm(disable=True), {}, {}
 
     def ignore(self, *arguments):
         pass
 
-    scores = show_line = memory = iteration = ignore
+    scores = show_line = to_file = iteration = ignore
 
 
 def finite(record: dict) -> dict:
@@ -238,9 +234,8 @@ def finite(record: dict) -> dict:
 
 def keep_before(path: Path, start: int):
     """Cut a JSON-lines file back to the iterations before `start`, because a resumed run repeats the others."""
-    if path.exists():
-        kept = [json.dumps(record) + "\n" for record in read_lines(path) if record["iter"] < start]
-        write_whole(path, "".join(kept))
+    kept = [json.dumps(record) + "\n" for record in read_lines(path) if record["iter"] < start]
+    write_whole(path, "".join(kept))
 
 
 def write_whole(path: Path, text: str):
@@ -254,7 +249,9 @@ def write_whole(path: Path, text: str):
 
 
 def read_lines(path: Path) -> Iterator[dict]:
-    """The objects of a JSON-lines file, without a line that a crash or a full disk cut off."""
+    """The objects of a JSON-lines file, without a line that a crash or a full disk cut off; none if there is no file."""
+    if not path.exists():
+        return
     with open(path, encoding="utf-8") as file:
         for line in file:
             with suppress(ValueError):
@@ -322,8 +319,6 @@ class WandB:
             resume="allow",
             settings=wandb.Settings(console="off"),
         )
-        if self.run.step > start:
-            return f"note: W&B keeps its iterations {start} to {self.run.step - 1}; log.jsonl has the new figures"
 
     def log(self, record: dict):
         self.run.log(record, step=record["iter"])

@@ -3,10 +3,8 @@
 import importlib.util
 import itertools
 import json
-import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import termios
@@ -15,7 +13,6 @@ import unicodedata
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import HOME, figures
@@ -30,7 +27,7 @@ from runs import log
 from runs.checkpoint import newest
 from runs.ending import ending
 from runs.loading import load_run
-from runs.log import RunLog, console_line, read_lines, read_log
+from runs.log import WIDE, RunLog, console_line, read_lines, read_log
 from runs.page.runs import read_run, read_runs
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SFTSettings
@@ -134,7 +131,7 @@ RECORD |= dict(completion_length_mean=18, tokens_per_second=51804, mem_alloc_mb=
     [
         (80, {}, "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  peak 39 MiB  2.30 s"),
         (
-            math.inf,
+            WIDE,
             dict(skipped_steps=0, dropped_steps=1),
             "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  length 18.0  "
             "51,804 tok/s  mem 2 MiB  peak 39 MiB  2.30 s  dropped 1",
@@ -157,7 +154,7 @@ RECORD |= dict(completion_length_mean=18, tokens_per_second=51804, mem_alloc_mb=
         ),
         (1, {}, "iter  7/80  reward 0.250  peak 39 MiB  2.30 s"),
         (
-            math.inf,
+            WIDE,
             dict(tool_calls=0.0, tool_errors=0.0),
             "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  length 18.0  "
             "calls 0.00  51,804 tok/s  mem 2 MiB  peak 39 MiB  2.30 s",
@@ -410,34 +407,3 @@ def test_the_log_has_the_error_that_ended_the_run(tmp_path, error, last):
         raise error
     lines = (tmp_path / "log.txt").read_text().rstrip().splitlines()
     assert lines[-1] == last and (lines[0].startswith("Traceback") or len(lines) == 1)
-
-
-def test_what_wandb_keeps_of_repeated_iterations_is_said(tmp_path, monkeypatch):
-    """A stand-in for W&B: it drops a line whose step is not above its last step."""
-    kept = {}
-
-    class Kept:
-        finish = lambda self: None  # noqa: E731
-        step = property(lambda self: max(kept, default=-1) + 1)
-
-        def log(self, record, step):
-            if step >= self.step:
-                kept[step] = record["loss"]
-
-    wandb = SimpleNamespace(init=lambda **_: Kept(), Settings=lambda **_: None)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    sft = replace(tiny(tmp_path)[0], eval_prompts=0, save_total_limit=9)
-
-    def trained(**changes):
-        prepared = prepare(replace(sft, resume="auto", **changes))
-        prepared.settings.report_to = ["wandb"]
-        train_sft.main(prepared)
-        return (Path(sft.out_dir) / "log.txt").read_text()
-
-    assert "note: W&B" not in trained() and "note: W&B" not in trained(max_iters=5)
-    for name in ("checkpoint-000004", "checkpoint-000005"):
-        shutil.rmtree(Path(sft.out_dir) / name)
-    note = "note: W&B keeps its iterations 2 to 4; log.jsonl has the new figures"
-    assert trained(max_iters=6, learning_rate=0.1).count(note) == 1
-    records = {record["iter"]: record["loss"] for record in read_log(sft.out_dir)}
-    assert [step for step in kept if kept[step] != records[step]] == [3, 4]  # the first of them began equal

@@ -110,7 +110,9 @@ def test_settings_have_the_models_shape(folder, tmp_path, rewards, capsys):
     for words, block_size in (["--max_iters=1"], 32768), (["--resume=auto", "--block_size=4096"], 4096):
         gsm8k(folder, tmp_path / "run", *words)
         shown = json.loads((tmp_path / "run" / "settings.json").read_text())
-        assert shown == json.loads((newest(tmp_path / "run") / "state.json").read_text())["settings"]
+        settings = json.loads((newest(tmp_path / "run") / "state.json").read_text())["settings"]
+        size = sum(p.numel() for p in load_run(tmp_path / "run").model.parameters())
+        assert shown == settings | dict(device="cpu", parameters=size)
         assert {name: shown[name] for name in expected} == expected | dict(block_size=block_size)
     assert "resumed after 1 iterations, max_iters was 1, is 2\n" in capsys.readouterr().out
 

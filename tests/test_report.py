@@ -7,15 +7,14 @@ import shutil
 import pytest
 
 import report
-from runs.log import RunLog
+from runs.page import runs as page_runs
 from runs.page.charts import charts_of
 from runs.page.runs import read_run, read_runs
-from runs.page.write import island, tiles, write_page
+from runs.page.write import island, tiles
 from settings import GRPOSettings, SFTSettings
-from snug.memory import meter
 from snug.options import SnugError
 
-PHASES = [phase for phase in meter.PHASES if phase != "teacher"]
+PHASES = [phase for phase in page_runs.PHASES if phase != "teacher"]
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "<!--<script>"]
 HOSTILE += ["\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton", "<b>bold</b>\n\ttwo lines"]
 
@@ -36,8 +35,9 @@ def make_run(folder, iterations=4, samples=(), kind="GRPO", **settings):
         records.append(record)
     (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    (folder / "log.txt").write_text(f"{kind} on addition: 100 parameters on cpu, {folder}")
-    (folder / "settings.json").write_text(json.dumps(dict(max_iters=iterations, task="addition") | settings))
+    settings = dict(max_iters=iterations, task="addition", device="cpu", parameters=1234) | settings
+    settings |= dict(group_size=16) if kind == "GRPO" else {}
+    (folder / "settings.json").write_text(json.dumps(settings))
     return str(folder)
 
 
@@ -61,10 +61,7 @@ def chart(charts, title):
 
 
 def page_of(folders):
-    runs = read_runs(folders)
-    path = runs[0].folder / "report.html"
-    write_page(path, runs, charts_of(runs), report.cells_of(runs))
-    return path
+    return report.make_page(read_runs(folders))
 
 
 def island_of(text):
@@ -83,13 +80,15 @@ def test_charts_have_the_logs_figures(tmp_path):
     timeline = chart(charts, "Memory timeline, a")
     assert (timeline["train"].y, timeline["rollout"].x) == ([30, 31, 32, 33], [0, 1, 2, 3])
     assert timeline["train"].x == pytest.approx([0.6, 1.6, 2.6, 3.6]) and timeline["train"].width == 0.2
-    assert timeline["allocated"].y[:5] == [0.5, 1.5, 2.5, 3.5, 4.5]
-    assert timeline["resident"].style == "hidden" and set(timeline["resident"].y) == {900}
-    runs[0].records[-1]["mem_max_alloc_mb_train"] = 1.0  # the largest is not the last
-    peaks = chart(charts_of(runs), "Peak of each phase")
-    assert dict(zip(peaks["a"].x, peaks["a"].y, strict=True)) == dict(zip(PHASES[:5], [3, 13, 23, 32, 43], strict=True))
-    assert (peaks["warm"].x, peaks["warm"].y) == (["train", "optimizer"], [2, 12])
     assert "Reward, SFT" not in [chart.title for chart in charts]
+    runs[0].records[2]["mem_max_alloc_mb_eval"] = 5.0
+    timeline = chart(charts_of(runs), "Memory timeline, a")
+    assert timeline["eval"].y == [5] and timeline["eval"].x == pytest.approx([2 + 5 / 6])
+    both = charts_of(read_runs([make_run(tmp_path / "b"), make_run(tmp_path / "c", iterations=2)]))
+    assert {name: s.y for name, s in chart(both, "Entropy").items()} == {"b": [0.5] * 4, "c": [0.5] * 2}
+    assert set(chart(both, "pass@1")) == {"b, greedy", "b, sampled", "c, greedy", "c, sampled"}
+    same = read_runs([make_run(tmp_path / "d/run"), make_run(tmp_path / "e/run")])
+    assert [run.name for run in same] == [f"{tmp_path}/d/run", f"{tmp_path}/e/run"]
 
 
 def test_each_function_has_a_line_and_each_metric_a_chart(tmp_path):
@@ -145,20 +144,21 @@ def test_the_top_says_the_model_its_size_and_what_is_not_default(tmp_path):
     defaults = {name: value for name, value in vars(GRPOSettings()).items() if name != "max_iters"}
     new = make_run(tmp_path / "a", **defaults | dict(n_layer=3, seed=7, resume="auto"))
     assert top_of([new]) == (
-        [["model", "new: n_layer=3 n_head=4 n_embd=64"], ["parameters", "100"]],
+        [["model", "new: n_layer=3 n_head=4 n_embd=64"], ["parameters", "1,234"]],
         ["max_iters=4", "n_layer=3", "seed=7", "max_new_tokens=32"],
     )
     shaped = dict(init_from="models/<b>x", n_layer=9, beta=0.5, learning_rate=2.0, reward_funcs=["a.py:<i>"])
     other = make_run(tmp_path / "b", **defaults | shaped)
     again = make_run(tmp_path / "c", **defaults | shaped | dict(learning_rate=1e-3))
-    log = tmp_path / "c/log.txt"
-    log.write_text(log.read_text().replace("100 parameters", "1,234 parameters, of which 56 train,"))
+    file = tmp_path / "c/settings.json"
+    file.write_text(file.read_text().replace('"parameters": 1234', '"older": 1'))
     assert top_of([other, again]) == (
         [
             ["", "b", "c"],
             ["model", *["models/&lt;b&gt;x"] * 2],
-            ["parameters", "100", "1,234"],
+            ["parameters", "1,234", "-"],
             ["learning_rate", "2.0", "0.001"],
+            ["older", "-", "1"],
         ],
         ["max_iters=4", "beta=0.5", "reward_funcs=[&#34;a.py:&lt;i&gt;&#34;]", "max_new_tokens=32"],
     )
@@ -168,8 +168,6 @@ def test_the_top_says_the_model_its_size_and_what_is_not_default(tmp_path):
     )[0]
     warm = make_run(tmp_path / "warm", kind="SFT", **vars(SFTSettings()) | dict(max_iters=4))
     assert ["beta", "0.5", "-"] in top_of([other, warm])[0]
-    log.unlink()
-    assert read_runs([again])[0].size == "-"
 
 
 def test_the_table_and_the_tiles(tmp_path):
@@ -188,39 +186,8 @@ def test_the_table_and_the_tiles(tmp_path):
     assert rows["time_s (median)"] == ["30.000", "10.000"] and rows["time_eval_s (median)"] == ["3.000", "-"]
     assert "eval_reward_mean (first -> last)" not in rows
     peak = {"peak memory": "50 MiB", "time": "03:39"}
-    scores = {"reward": "0.000 → 0.400", "pass@1": "0.000 → 0.800"}
-    assert dict(tiles(runs[0])) == {"iterations": "5"} | scores | peak
-
-
-def test_runs_of_a_kind_share_charts(tmp_path):
-    charts = charts_of(read_runs([make_run(tmp_path / "a"), make_run(tmp_path / "b", iterations=2)]))
-    assert {name: s.y for name, s in chart(charts, "Entropy").items()} == {"a": [0.5] * 4, "b": [0.5] * 2}
-    assert set(chart(charts, "pass@1")) == {"a, greedy", "a, sampled", "b, greedy", "b, sampled"}
-    same = read_runs([make_run(tmp_path / "c/run"), make_run(tmp_path / "d/run")])
-    assert [run.name for run in same] == [f"{tmp_path}/c/run", f"{tmp_path}/d/run"]
-
-
-def test_a_resumed_runs_memory_is_the_later_one(tmp_path):
-    folder = make_run(tmp_path / "a", iterations=2)  # iteration 1 was done before the resume, and is not repeated yet
-    record = read_runs([folder])[0].records[0] | dict(mem_max_alloc_mb_train=77.0)
-    with RunLog(GRPOSettings(out_dir=folder, max_iters=2), "GRPO") as log:
-        log.iteration(record)
-    train = chart(charts_of(read_runs([folder])), "Memory timeline, a")["train"]
-    assert train.y == [77] and train.x == pytest.approx([0.6])
-
-
-def test_a_timeline_has_the_phases_that_were_measured_and_of_an_older_log_the_blocks_alone(tmp_path):
-    (run,) = read_runs([make_run(tmp_path / "a")])
-    for name in ("mem_max_alloc_mb", "mem_alloc_mb", "mem_reserved_mb"):
-        run.records[2][f"{name}_eval"] = 5.0
-    timeline = chart(charts_of([run]), "Memory timeline, a")
-    assert timeline["eval"].y == [5] and timeline["eval"].x == pytest.approx([2 + 5 / 6])
-    assert timeline["eval"].labels == ["iteration 2, peak of eval"] and len(timeline["allocated"].x) == 4 * 5 + 1
-    assert timeline["allocated"].labels[4:6] == ["iteration 0, after optimizer", "iteration 1, after rollout"]
-    for record in run.records:
-        for name in [name for name in record if name.startswith(("mem_alloc_mb_", "mem_reserved_mb_"))]:
-            del record[name]
-    assert list(chart(charts_of([run]), "Memory timeline, a")) == [*PHASES[:5], "eval"]
+    scores = {"reward": "0.000 -> 0.400", "pass@1": "0.000 -> 0.800"}
+    assert tiles(runs[0]) == {"iterations": "5"} | scores | peak
 
 
 def test_a_completion_ends_no_script_and_the_page_needs_no_network(tmp_path):
@@ -240,10 +207,6 @@ def test_runs_that_are_not_finished_or_empty(tmp_path):
     with open(f"{folder}/log.jsonl", "a") as file:
         file.write('{"iter": 4, "lo')
     assert len(read_runs([folder])[0].records) == 4
-    for name in ("samples.jsonl", "log.txt", "settings.json"):
-        (tmp_path / "a" / name).unlink()
-    charts = charts_of(read_runs([folder]))
-    assert any("timeline" in chart.title for chart in charts) and island_of(page_of([folder]).read_text())["charts"]
     (tmp_path / "a/log.jsonl").write_text("")
     with pytest.raises(SnugError, match="log.jsonl has no iteration yet"):
         read_runs([folder])
@@ -252,9 +215,9 @@ def test_runs_that_are_not_finished_or_empty(tmp_path):
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("settings.json", '{"max_iters": 4, "ta', "/settings.json: cannot be read (JSONDecodeError"),
+        ("settings.json", '{"max_iters": 4, "ta', "/settings.json cannot be read (JSONDecodeError"),
         ("log.jsonl", "{}\n", "/log.jsonl cannot be read (KeyError: 'iter')"),
-        ("samples.jsonl", '{"iter": 0}\n{"group": 0}\n', "/samples.jsonl: cannot be read (KeyError: 'iter')"),
+        ("samples.jsonl", '{"iter": 0}\n{"group": 0}\n', "/samples.jsonl cannot be read (KeyError: 'iter')"),
     ],
 )
 def test_a_damaged_file_is_one_line(tmp_path, name, text, message):

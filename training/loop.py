@@ -87,7 +87,8 @@ def train(prepared, title, iterate, device, processes, lock):
                 moved = lock.move_aside()
                 if settings.overwrite:
                     shutil.rmtree(moved)
-        with (NoLog if processes.rank else RunLog)(settings, title, start) as log:
+        facts = dict(device=device.type, parameters=size_of(model))
+        with (NoLog if processes.rank else RunLog)(settings, title, start, **facts) as log:
             meter.show, state = log.show, resume.state if resume else {}
             constants = {"data": prepared.task.fingerprint()}
             if settings.lora_rank:
@@ -117,7 +118,7 @@ def train(prepared, title, iterate, device, processes, lock):
                 state.get("extra_prompts", 0),
             )
             introduce(title, training, start, moved)
-            log.memory(meter.line("after init"))
+            log.to_file(meter.line("after init"))
             finished = iterations(iterate, training)
             if not processes.rank:
                 for line in ending(title, settings, bool(prepared.reward_funcs), not finished):
@@ -150,11 +151,15 @@ def begin(prepared, device, processes=ONE_PROCESS):
     return model, optimizer, resume.state["iteration"]
 
 
+def size_of(model) -> int:
+    return sum(weight.numel() for weight in weights_of(model).values())
+
+
 def introduce(title, training, start, moved):
     """The first lines of a run's log. moved: where an earlier run in the folder is now, or None."""
     prepared, settings, model = training.prepared, training.settings, training.model
     task, say, before = prepared.task, training.log.say, prepared.resume
-    size = sum(weight.numel() for weight in weights_of(model).values())
+    size = size_of(model)
     trained_size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trains = f", of which {trained_size:,} train," if trained_size < size else ""
     say(

@@ -158,4 +158,4 @@ class Training:
         for name in sorted(found.keys() - self.shown_hints):
             self.log.say(f"hint: {found[name]}")
         self.shown_hints |= found.keys()
-        self.log.memory("\n".join(self.meter.lines(self.log.place(record["iter"]))))
+        self.log.to_file("\n".join(self.meter.lines(self.log.place(record["iter"]))))

@@ -24,17 +24,12 @@ const DASHES = { dashed: "dash", dotted: "dot", dashdot: "dashdot" };
 
 const trace = (series) => {
   const tint = data.palette[series.color % data.palette.length];
-  const hover = series.labels.length ? "%{text}: %{y:,.4~g}<extra></extra>" : "%{x}: %{y:,.4~g}<extra>%{fullData.name}</extra>";
-  const x = series.x.map((place) => (typeof place === "string" ? escaped(place) : place));
-  const common = { name: escaped(series.name), x, y: series.y, text: series.labels, hovertemplate: hover, textposition: "none" };
+  const hovertemplate = "%{x}: %{y:,.4~g}<extra>%{fullData.name}</extra>";
+  const common = { name: escaped(series.name), x: series.x, y: series.y, hovertemplate };
   const few = series.x.length < 30;
   const line = { type: "scatter", mode: few ? "lines+markers" : "lines", cliponaxis: false, line: { color: tint, width: 2, dash: DASHES[series.style] }, marker: { size: 5, color: tint } };
-  switch (series.style) {
-    case "hidden": return { ...common, ...line, visible: "legendonly" };
-    case "block": return { ...common, type: "bar", width: series.width, offset: 0, marker: { color: tint, line: { width: 0 } } };
-    case "bar": return { ...common, type: "bar", offsetgroup: tint, marker: { color: tint } };
-    default: return { ...common, ...line };
-  }
+  if (series.style !== "block") return { ...common, ...line };
+  return { ...common, type: "bar", width: series.width, offset: 0, marker: { color: tint, line: { width: 0 } } };
 };
 
 // plotly reads a few tags in the names that it shows; a run's name is text.
@@ -46,19 +41,17 @@ const layout = (chart) => {
   const [text, quiet, line] = ["--text", "--quiet", "--line"].map(colour);
   const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, tickfont: { color: quiet, size: 12 }, automargin: true };
   const title = (words) => ({ text: words, font: { color: quiet, size: 12 }, standoff: 8 });
-  const styles = new Set(chart.series.map((series) => series.style));
   const places = chart.series.flatMap((series) => series.x);
   let range = chart.window;
-  const named = typeof places[0] === "string";
-  if (!range && places.length && !named) range = [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))];
+  if (!range && places.length) range = [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))];
   return {
     font: { family: "system-ui, sans-serif", color: text, size: 12 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 52, r: 14, t: 10, b: 40 }, dragmode: !mouse.matches ? false : chart.window ? "pan" : "zoom", hovermode: "closest", bargap: 0.35,
-    barmode: styles.has("block") ? "overlay" : "group",
+    barmode: "overlay",
     showlegend: chart.series.length > 1, legend: { orientation: "h", traceorder: "normal", y: -0.22, yanchor: "top", font: { color: quiet, size: 12 } },
-    xaxis: { ...axis, ...(named ? { type: "category" } : {}), title: title(chart.x), showgrid: false, ...(range && range[0] < range[1] ? { range } : {}) },
-    yaxis: { ...axis, title: title(chart.y), rangemode: "tozero", fixedrange: true },
+    xaxis: { ...axis, title: title("iteration"), showgrid: false, ...(range && range[0] < range[1] ? { range } : {}) },
+    yaxis: { ...axis, title: title(chart.unit), rangemode: "tozero", fixedrange: true },
   };
 };
 

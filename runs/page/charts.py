@@ -1,14 +1,12 @@
 """The charts of a page. Each is described once here, and charts.js draws it.
 
-A chart over the iterations compares runs of one kind, GRPO or SFT. A chart of phases shows all runs side by side. A
-figure that no run has logged has no chart.
+A chart compares runs of one kind, GRPO or SFT, over their iterations. A figure that no run has logged has no chart.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from runs.log import values_of
-from runs.page.runs import Run, logged, logged_names
-from snug.memory.meter import PHASES
+from runs.page.runs import PHASES, Run, logged, logged_names
 
 # Contrast of at least 3 : 1, on the light page and on the dark one.
 PALETTE = ["#4f7df0", "#c9821a", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c76aa8", "#3a9ab5"]
@@ -36,14 +34,13 @@ MEMORY = {"mem_max_alloc_mb": "peak", "mem_alloc_mb": "allocated after it"}
 
 @dataclass
 class Series:
-    """style: one of STYLES, hidden (shown after a click on its name), block (a bar from x to x + width), bar."""
+    """style: one of STYLES, or block (a bar from x to x + width)."""
 
     name: str
     x: list
     y: list
     style: str = "line"
     color: int = 0  # index into PALETTE; it starts again after the last
-    labels: list = field(default_factory=list)  # of the points; instead of x
     width: float = 0.0
 
 
@@ -51,8 +48,7 @@ class Series:
 class Chart:
     section: str  # Learning, Memory or Time
     title: str
-    x: str
-    y: str
+    unit: str  # of y
     series: list[Series]
     window: tuple | None = None  # the range of x that is visible at first, in a chart of full width
 
@@ -65,7 +61,6 @@ def charts_of(runs: list[Run]) -> list[Chart]:
     learning = [chart for figure in figures for chart in by_kind("Learning", *figure, runs)]
     memory = [timeline(run) for run in runs]
     memory += by_kind("Memory", "Memory of each iteration", "MiB", MEMORY, runs)
-    memory.append(peaks(runs))
     time = by_kind("Time", "Speed", "tokens per second", {"tokens_per_second": ""}, runs)
     return learning + memory + time
 
@@ -78,7 +73,7 @@ def by_kind(section: str, title: str, unit: str, names: dict, runs: list[Run]) -
         series = lines([run for run in runs if run.kind == kind], names)
         if series:
             full_title = f"{title}, {kind}" if len(kinds) > 1 else title
-            charts.append(Chart(section, full_title, "iteration", unit, series))
+            charts.append(Chart(section, full_title, unit, series))
     return charts
 
 
@@ -100,44 +95,15 @@ def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:
 
 
 def timeline(run: Run) -> Chart:
-    """A block for each phase of an iteration, as high as the phase's peak, and lines through the memory after it.
-
-    The log of an older version has no figures for the lines.
-    """
+    """A block for each phase of an iteration, as high as the phase's peak."""
     records = run.records[-MOST:]
     phases = [phase for phase in PHASES if logged(records, f"mem_max_alloc_mb_{phase}")]
-    width = 1 / len(phases)
-    blocks = [Series(phase, [], [], "block", PHASES.index(phase), width=width) for phase in phases]
-    allocated = Series("allocated", [], [], "line", 7)
-    # The process's resident memory is far above the peaks, and this line would flatten all others.
-    name, style = ("reserved", "line") if run.device == "cuda" else ("resident", "hidden")
-    held = Series(name, [], [], style, 5)
-    for record in records:
-        for place, block in enumerate(blocks):
-            for series, figure, x, label in (
-                (block, "mem_max_alloc_mb", place, "peak of"),
-                (allocated, "mem_alloc_mb", place + 1, "after"),
-                (held, "mem_reserved_mb", place + 1, "after"),
-            ):
-                size = record.get(f"{figure}_{block.name}")
-                if size is not None:
-                    series.x.append(record["iter"] + x * width)
-                    series.y.append(size)
-                    series.labels.append(f"iteration {record['iter']}, {label} {block.name}")
-    drawn = [series for series in (*blocks, allocated, held) if series.x]
+    width, blocks = 1 / len(phases), []
+    for place, phase in enumerate(phases):
+        points = values_of(records, f"mem_max_alloc_mb_{phase}")
+        x = [iteration + place * width for iteration, _ in points]
+        peaks = [peak for _, peak in points]
+        blocks.append(Series(phase, x, peaks, "block", PHASES.index(phase), width))
     end = records[-1]["iter"] + 1
     window = (max(records[0]["iter"], end - SHOWN), end)
-    return Chart("Memory", f"Memory timeline, {run.name}", "iteration", "MiB", drawn, window)
-
-
-def peaks(runs: list[Run]) -> Chart:
-    """A bar for each run and phase."""
-    bars = []
-    for number, run in enumerate(runs):
-        largest = {
-            phase: max(values)
-            for phase in PHASES
-            if (values := logged(run.records, f"mem_max_alloc_mb_{phase}"))
-        }
-        bars.append(Series(run.name, list(largest), list(largest.values()), "bar", number))
-    return Chart("Memory", "Peak of each phase", "", "MiB", bars)
+    return Chart("Memory", f"Memory timeline, {run.name}", "MiB", blocks, window)

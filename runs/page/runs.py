@@ -1,10 +1,9 @@
-"""What a run's folder says: log.jsonl, samples.jsonl, the first line of log.txt, settings.json.
+"""What a run's folder says: settings.json, log.jsonl, samples.jsonl.
 
 Nothing here imports torch, so a wrong folder is refused at once. Left out: checkpoints.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,25 +11,26 @@ from runs.log import read_lines, read_log
 from settings import GRPOSettings, ModelOptions, SFTSettings
 from snug.options import SnugError, fields, in_one_line
 
+PHASES = ("rollout", "reward", "reference", "teacher", "train", "optimizer", "eval")  # of an iteration
 MOST_BYTES = 40_000_000  # of samples.jsonl in a page
-FIRST_LINE = re.compile(r"^\w+ on \w+: ([\d,]+) parameters.*? on (cpu|cuda)", re.MULTILINE)
 
 
 @dataclass
 class Run:
     folder: Path
     name: str  # the folder's name, or its path if two runs have the same name
-    kind: str  # "GRPO" or "SFT"
-    size: str  # "117,632" parameters; "-" if log.txt does not say it
-    device: str  # "cuda" or "cpu"
+    settings: dict  # settings.json
     records: list[dict]  # log.jsonl; never empty
     samples: list[dict]  # samples.jsonl: every n-th iteration and the last one
     every: int  # this n
-    settings: dict  # settings.json; {} if it is missing
+
+    @property
+    def kind(self) -> str:
+        return "GRPO" if "group_size" in self.settings else "SFT"
 
     @property
     def ended(self) -> bool:
-        return self.records[-1]["iter"] + 1 >= self.settings.get("max_iters", 0)
+        return self.records[-1]["iter"] + 1 >= self.settings["max_iters"]
 
     @property
     def model(self) -> str:
@@ -42,16 +42,14 @@ class Run:
     def changed(self) -> list[str]:
         """The options that differ from the defaults, but not the shape of init_from; and max_new_tokens, whose default
         depends on the model."""
-        defaults = vars(GRPOSettings() if self.kind == "GRPO" else SFTSettings())
-        defaults["max_new_tokens"] = None
-        hidden = {"out_dir", "init_from", "resume"}
+        defaults = vars(GRPOSettings() if self.kind == "GRPO" else SFTSettings()) | {
+            "max_new_tokens": None
+        }
+        hidden = {"out_dir", "init_from", "resume", "device", "parameters"}
         if self.settings.get("init_from"):
             hidden |= fields(ModelOptions).keys()
-        return [
-            name
-            for name in self.settings
-            if self.settings[name] != defaults.get(name) and name not in hidden
-        ]
+        options = self.settings.items()
+        return [name for name, value in options if value != defaults.get(name) and name not in hidden]
 
 
 def read_runs(folders: list[str]) -> list[Run]:
@@ -65,25 +63,20 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 def read_run(folder: Path, name: str, most_bytes: int) -> Run:
     """most_bytes: of samples.jsonl. A larger file is thinned to every n-th iteration."""
-    with in_one_line(f"is {folder} a run's folder? {folder}/log.jsonl cannot be read"):
+    with in_one_line(f"{folder}/log.jsonl cannot be read"):
         records = read_log(folder)
     if not records:
-        raise SnugError(f"{folder}: log.jsonl has no iteration yet; try again later")
-    kind = "GRPO" if any({"reward_mean", "divergence"} & record.keys() for record in records) else "SFT"
-    first = FIRST_LINE.search(text_of(folder / "log.txt"))
-    size, device = first.groups() if first else ("-", "cpu")
+        raise SnugError(f"is {folder} a run's folder? {folder}/log.jsonl has no iteration yet")
+    with in_one_line(f"{folder}/settings.json cannot be read"):
+        settings = json.loads((folder / "settings.json").read_text())
     samples, every = read_samples(folder / "samples.jsonl", records[-1]["iter"], most_bytes)
-    with in_one_line(f"{folder}/settings.json: cannot be read"):
-        settings = json.loads(text_of(folder / "settings.json") or "{}")
-    return Run(folder, name, kind, size, device, records, samples, every, settings)
+    return Run(folder, name, settings, records, samples, every)
 
 
 def read_samples(path: Path, last: int, most_bytes: int):
     """-> the completions of every n-th iteration and of iteration `last`, n."""
-    if not path.exists():
-        return [], 1
-    every = max(1, -(-path.stat().st_size // most_bytes))
-    with in_one_line(f"{path}: cannot be read"):
+    with in_one_line(f"{path} cannot be read"):
+        every = max(1, -(-path.stat().st_size // most_bytes))
         samples = [s for s in read_lines(path) if s["iter"] % every == 0 or s["iter"] == last]
     return samples, every
 
@@ -98,8 +91,9 @@ def options_of(runs: list[Run]):
 
     Options with their defaults in all runs are left out.
     """
-    rows = [["model", *[run.model for run in runs]], ["parameters", *[run.size for run in runs]]]
-    same = {}
+    # An older run has no number of parameters.
+    sizes = [f"{run.settings['parameters']:,}" if "parameters" in run.settings else "-" for run in runs]
+    rows, same = [["model", *[run.model for run in runs]], ["parameters", *sizes]], {}
     for name in dict.fromkeys(name for run in runs for name in run.changed):
         values = [run.settings.get(name, "-") for run in runs]
         cells = [value if isinstance(value, str) else json.dumps(value) for value in values]
@@ -114,7 +108,3 @@ def logged_names(runs: list[Run], start: str) -> list[str]:
     """The figures whose names begin so."""
     names = dict.fromkeys(name for run in runs for record in run.records for name in record)
     return [name for name in names if name.startswith(start)]
-
-
-def text_of(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""

@@ -11,25 +11,26 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from runs.log import values_of, write_whole
-from runs.page.charts import PALETTE, Chart
+from runs.log import change, write_whole
+from runs.page.charts import PALETTE, charts_of
 from runs.page.runs import Run, logged, options_of
+from snug.options import in_one_line
 
 HERE = Path(__file__).parent
 
 
-def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[list[str]]):
-    """cells: the table of the console."""
+def write_page(runs: list[Run], cells: list[list[str]]) -> Path:
+    """Write report.html into the first run's folder -> its path. cells: the console's table. Raises SnugError."""
     import jinja2
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
     loader = jinja2.FileSystemLoader(HERE)
     template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    options, same = options_of(runs)
+    charts, (options, same) = charts_of(runs), options_of(runs)
     rollouts = [dict(run=r.name, samples=r.samples, every=r.every) for r in runs if r.samples]
-    data = dict(palette=PALETTE, charts=[asdict(chart) for chart in charts], rollouts=rollouts)
-    page = template.get_template("page.html").render(
+    data = dict(palette=PALETTE, charts=list(map(asdict, charts)), rollouts=rollouts)
+    text = template.get_template("page.html").render(
         plotly=Markup(get_plotlyjs()),
         island=Markup(island(data)),
         css=Markup((HERE / "page.css").read_text()),
@@ -42,7 +43,10 @@ def write_page(path: Path, runs: list[Run], charts: list[Chart], cells: list[lis
         same=same,
         cells=cells,
     )
-    write_whole(path, page)
+    page = runs[0].folder / "report.html"
+    with in_one_line(f"{page} cannot be written"):
+        write_whole(page, text)
+    return page
 
 
 def island(data) -> str:
@@ -50,19 +54,16 @@ def island(data) -> str:
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def tiles(run: Run) -> list[tuple[str, str]]:
-    """(name, value) of the figures at the top of the page."""
+def tiles(run: Run) -> dict[str, str]:
+    """The figures at the top of the page."""
     iterations = f"{len(run.records):,}"
     if not run.ended:
         iterations += f" of {run.settings['max_iters']:,}"
     figures = {"reward": "reward_mean", "pass@1": "pass_at_1"}
     if run.kind == "SFT":
         figures["loss"] = "loss"
-    tiles = [("iterations", iterations)]
-    for name, figure in figures.items():
-        values = [value for _, value in values_of(run.records, figure)]
-        if values:
-            tiles.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
-    peak = f"{max(logged(run.records, 'mem_max_alloc_mb')):,.0f} MiB"
-    seconds = sum(logged(run.records, "time_s"))
-    return [*tiles, ("peak memory", peak), ("time", tqdm.format_interval(seconds))]
+    tiles = {"iterations": iterations}
+    tiles |= {name: change(run.records, figure) for name, figure in figures.items()}
+    tiles["peak memory"] = f"{max(logged(run.records, 'mem_max_alloc_mb')):,.0f} MiB"
+    tiles["time"] = tqdm.format_interval(sum(logged(run.records, "time_s")))
+    return tiles

@@ -23,8 +23,6 @@ from snug.device.host import HOST
 from snug.device.kinds import MIB
 from snug.memory.ledger import LiveBytes
 
-PHASES = ("rollout", "reward", "reference", "teacher", "train", "optimizer", "eval")
-
 
 class MemoryMeter:
     """Allocated, reserved and peak bytes of a device, and seconds, by phase.
@@ -73,7 +71,7 @@ class MemoryMeter:
 
     @contextmanager
     def phase(self, name):
-        """Peak and seconds inside go to `name` (of PHASES). Entered twice: the larger peak, the sum of the seconds."""
+        """Peak and seconds inside go to `name`. Entered twice: the larger peak, the sum of the seconds."""
         self.peak = max(self.peak, self.peak_since_reset())
         self.reset_peak()
         started, self.now = time.perf_counter(), name
