@@ -14,8 +14,6 @@ from pathlib import Path
 
 from tokenizers import normalizers, pre_tokenizers
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # also as a script: python runs/from_gguf.py
-
 from settings import FromGGUFSettings
 from snug.options import SnugError, friendly_errors, in_one_line, read_settings
 from snug.pretrained.shapes import read_config, read_shape

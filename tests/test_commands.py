@@ -59,7 +59,9 @@ BAD = [
     ("sample.py --prompt", "--prompt: expected one argument"),
     ("evaluate.py out/nowhere --num_prompts=0", "--num_prompts=0 is below 1"),
     ("evaluate.py out/nowhere", "out/nowhere: there is no such run"),
-    ("report.py out/nowhere", "is out/nowhere a run's folder? out/nowhere/log.jsonl cannot be read"),
+    ("runs/export.py out/nowhere --to=x", "out/nowhere: there is no such run"),
+    ("runs/from_gguf.py no.gguf --to=x", "no.gguf: is not there; name a GGUF file"),
+    ("report.py out/nowhere", "is out/nowhere a run's folder? out/nowhere/log.jsonl has no iteration yet"),
 ]
 
 
@@ -75,8 +77,7 @@ def test_bad_input_is_one_line_and_exit_code_2(line, message):
     "line, message",
     [
         ("grpo.py config/grpo_small.py --n_embd=65", "n_head=4 does not divide n_embd=65"),  # after the config
-        ("runs/export.py out/nowhere --to=x", "out/nowhere: there is no such run"),
-        ("runs/from_gguf.py no.gguf --to=x", "no.gguf: is not there; name a GGUF file"),
+        ("evaluate.py out/nowhere", "out/nowhere: there is no such run"),
     ],
 )
 def test_commands_work_from_any_folder(tmp_path, line, message):

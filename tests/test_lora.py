@@ -7,23 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DEVICE, make_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import train_sft
 from model import GPT
 from model import make_model as make_gpt
-from runs import export
 from runs.checkpoint import base_of, newest, open_checkpoint, seal
 from runs.loading import load_run, load_weights
 from runs.prepare import prepare
 from sample import sample_groups
-from settings import ExportSettings, GRPOSettings, SFTSettings
+from settings import GRPOSettings, SFTSettings
 from snug import lora
 from snug.options import SnugError, read_settings
 from snug.pretrained.tensors import save_pretrained
-from snug.tokenizer import get_tokenizer
 
 TARGETS = ["qkv", "proj", "up", "down"]
 SHAPES = ["gpt2", "llama"]
@@ -340,35 +338,6 @@ def test_adapters_are_cast_once_in_a_rollout(length, weights):
         sample_groups(model, [[1, 2]], 2, length)
     assert casts.count == len(adapters) == 16
     assert not any(layer.cast for layer in lora.adapted(model))
-
-
-def test_an_export_says_how_far_a_merge_moves_the_logits(sft, tmp_path, capsys):
-    """In bfloat16 little that was learned is lost; much is, and that is said."""
-    run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
-    file, kls = newest(tmp_path / "run") / "model.safetensors", {}
-    adapters = load_file(file)
-    for size in (1.0, 1e-3):
-        scaled = {name: torch.randn_like(p) * size if "lora_B" in name else p for name, p in adapters.items()}
-        save_file(scaled, file)
-        (file.parent / "manifest.json").unlink()
-        seal(file.parent)
-        run, ids = load_run(tmp_path / "run", "cpu"), get_tokenizer("bytes").encode(export.TEXT)[:24]
-        for dtype in ("float32", "bfloat16"):
-            place = tmp_path / f"{dtype}{size}"
-            export.main(ExportSettings(to=str(place), dtype=dtype), tmp_path / "run")
-            shown = capsys.readouterr().out
-            with torch.no_grad():
-                models = (run.model, GPT.from_pretrained(place, dtype=dtype))
-                ours, theirs = (m.logits(m(torch.tensor([ids])))[0, :, :257].double().log_softmax(-1) for m in models)
-            kls[dtype, size] = float((ours.exp() * (ours - theirs)).sum(-1).mean())
-            assert f"KL {kls[dtype, size]:.1e} nats a token; the adapters' own KL is" in shown
-            assert f"by up to {(ours - theirs).abs().max():.1e}, " in shown
-            lossy = dtype == "bfloat16" and size < 1
-            assert lossy == ("warning: rounding loses much of what was learned; try --adapters or" in shown)
-    assert kls["bfloat16", 1.0] > 100 * kls["float32", 1.0]
-    run_grpo(sft, tmp_path / "plain", "--max_iters=1")
-    export.main(ExportSettings(to=str(tmp_path / "whole")), tmp_path / "plain")
-    assert "merged" not in capsys.readouterr().out
 
 
 def test_the_base_of_adapters_is_found_by_any_spelling_of_its_run(sft, tmp_path):
