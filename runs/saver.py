@@ -32,7 +32,7 @@ from snug.options import SnugError, in_one_line
 
 
 class UnsafeState(SnugError):
-    """The run stops, and its state must not be saved: the weights may be ruined, or it is saved somewhere else."""
+    """The run stops, and its state must not be saved: the weights may be ruined, or another run's folder may be there."""
 
 
 class Saver:
@@ -61,10 +61,7 @@ class Saver:
         self.saved = start  # iterations done by the newest checkpoint
         self.scores = {}  # iterations done -> score, None without an evaluation
         if self.processes.rank == 0:
-            if (self.folder / "log.jsonl").exists():
-                self.scores = {
-                    record["iter"] + 1: self.score_of(record) for record in read_log(self.folder)
-                }
+            self.scores = {record["iter"] + 1: self.score_of(record) for record in read_log(self.folder)}
             for folder in self.folder.glob(f".tmp-{PREFIX}*"):  # a killed process left it
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -95,7 +92,7 @@ class Saver:
             self.prune(done)  # also without a write: its score may be new
 
     def write(self, done: int, progress: dict, last: bool):
-        """If the folder was moved or deleted, write beside it, in <folder>.lost, and raise UnsafeState."""
+        """If the folder was moved or deleted, raise UnsafeState: another run may have it now."""
         tensors = self.processes.whole_tensors(self.model, tensors_of(self.model, self.optimizer))
         if self.processes.rank:
             return
@@ -110,8 +107,11 @@ class Saver:
             **progress,
         }
         name = f"{PREFIX}{done:06d}"
-        if lost := self.lock and self.lock.is_lost():
-            self.folder = Path(f"{self.lock.place}.lost")
+        if self.lock and self.lock.is_lost():
+            raise UnsafeState(
+                f"out_dir={self.settings.out_dir} was moved or deleted, so {name} is not written; "
+                "--resume=<its new place> goes on from the checkpoints there"
+            )
         try:
             if bad := not_finite(ChainMap(*tensors.values())):
                 raise SnugError(f"{name} is not written: {bad}")
@@ -125,11 +125,6 @@ class Saver:
             self.say(f"warning: {error}; the training goes on, and the next save tries again")
             return
         self.saved = done
-        if lost:
-            raise UnsafeState(
-                f"out_dir={self.settings.out_dir} was moved or deleted; {name} is in {self.settings.out_dir}.lost: "
-                f"move it into the run's folder, or go on with --resume={self.settings.out_dir}.lost"
-            )
 
     def prune(self, done: int):
         """Keep the newest save_total_limit checkpoints and the best one, and link `best` to that.
