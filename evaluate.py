@@ -10,159 +10,37 @@ score as the training does, with its reward functions. data/scores.py computes t
 Left out: top-k, top-p and min-p (the scores are the policy's own); comparing two runs. Tests: tests/test_evaluate.py.
 """
 
-# ruff: noqa: E402  the second half of the imports needs torch
-
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from data import TaskOptions, make_task
-from data.episodes import EpisodeOptions, make_toolbox
-from data.tools import NONE
-from runs.checkpoint import find_run, settings_of, tokenizer_of
+from data import TaskOptions
+from data.episodes import EpisodeOptions
+from data.rewards import repeat_columns
+from data.scores import pass_rates, reward_means, summarize, table, wilson
+from runs.evaluation import prepare_evaluation
 from runs.log import finite, write_whole
-from runs.prepare import Prepared, pretrained_length, refuse_contradictions, rewards_of
-from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
-from snug.options import (
-    SnugError,
-    fields,
-    friendly_errors,
-    in_one_line,
-    merge_options,
-    plain,
-    read_settings,
-)
-from snug.pretrained.hub import SNAPSHOT, hub_name
-from snug.pretrained.shapes import is_pretrained
+from runs.prepare import Prepared
+from settings import EvaluateSettings, RewardOptions
+from snug.options import fields, friendly_errors, in_one_line, plain, read_settings
+from snug.pretrained.hub import hub_name
 
-ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
-FEW = 30  # prompts: a score of fewer is logged with its interval
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What the command evaluates. This needs no torch, so a typo is answered at once.
-
-
-def prepare_evaluation(
-    options: EvaluateSettings,
-    given: set[str],
-    folder: str | Path,
-    functions: Mapping[str, Callable] = NONE,
-):
-    """-> (the run as the command changes it, its checkpoint in `origin`; the file for the samples). Raises SnugError.
-
-    given: names of the options given. folder: a run's, a checkpoint's or a Hugging Face model's. functions: as for
-    `prepare`. Importing the run's reward functions runs their code: evaluate only runs that you trust.
-    """
-    checkpoint = path, state = find_run(folder)
-    tokenizer = tokenizer_of(path, state)
-    refuse_contradictions(options, given, {}, tokenizer.name, path)
-    run = replace(settings_of(state), tokenizer=tokenizer.name)
-    settings = evaluation_settings(options, given, run)
-    tokenizer.set_template_kwargs(settings.chat_template_kwargs)
-    if not settings.task:
-        raise SnugError(f"{folder} has no task of its own; name one, such as --task=countdown")
-    settings.check_rewards()
-    if settings.task == run.task:
-        refuse_training_data(settings, given, run, folder)
-    task = make_task(settings)
-    own_file = settings.data_file == run.data_file != "" and not run.test_file
-    if own_file and task.fingerprint() != state["data"]:
-        print(
-            f"warning: data_file={run.data_file} has changed since this run, or an older version split it: "
-            "held-out prompts may have been trained on",
-            file=sys.stderr,
-        )
-    toolbox = make_toolbox(settings, tokenizer, functions)
-    reward_funcs, weights = rewards_of(settings, task, functions, toolbox)
-    if not reward_funcs:
-        raise SnugError(
-            f"task={settings.task!r} of {folder}: its data_file has no column answer to score by; "
-            "name it with --answer_column, or add --reward_funcs=my_rewards:is_short"
-        )
-    settings.block_size = state["model_config"]["block_size"]
-    if is_pretrained(path) and not options.max_new_tokens:
-        settings.max_new_tokens = pretrained_length(settings, task, tokenizer)
-    if settings.drop_long_prompts:
-        task.drop_long(tokenizer.encode_prompt, settings)
-    settings.eval_prompts = min(options.num_prompts, task.size("test") or options.num_prompts)
-    # The hub's cache is not ours: a model from there has its samples in out/.
-    place = Path(SNAPSHOT.sub(r"out/\2", str(path)))
-    file = samples_file(options, settings, place if is_pretrained(path) else path.parent)
-    prepared = Prepared(
-        settings,
-        task,
-        tokenizer,
-        {},
-        reward_funcs,
-        weights,
-        origin=checkpoint,
-        toolbox=toolbox,
-    )
-    return prepared, file
-
-
-def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings):
-    """The run's settings with the options that are given. Another task begins with the defaults of its options.
-
-    If reward functions are given, the run's other reward options do not apply. -> GRPOSettings, also for an SFT run.
-    """
-    task, changes = options.task or run.task, {}
-    if task != run.task:
-        changes = asdict(TaskOptions()) | dict(max_prompt_length=0)
-        if run.task:
-            changes["max_new_tokens"] = 0
-    if task != run.task or "reward_funcs" in given:
-        changes |= asdict(RewardOptions())
-    changes |= dict(task=task, tokenizer=run.tokenizer, eval_prompts=options.num_prompts, max_iters=0)
-    return merge_options(GRPOSettings, run, options, given - {"task"}, **changes)
-
-
-def refuse_training_data(settings, given: set[str], run, folder: str | Path):
-    """Raises SnugError if the run was trained on the prompts to evaluate."""
-    if not run.test_file:
-        return
-    file = settings.test_file or settings.data_file
-    if file and Path(file).resolve() == Path(run.data_file).resolve():
-        raise SnugError(
-            f"{folder} was trained on all of data_file={run.data_file}; give a --test_file with other prompts"
-        )
-    if "data_file" in given and "test_file" not in given:
-        raise SnugError(
-            f"data_file={settings.data_file} is given, but the prompts are in the run's test_file={run.test_file}; "
-            "give --test_file too"
-        )
-
-
-def samples_file(options: EvaluateSettings, settings: GRPOSettings, folder: Path) -> Path | None:
-    """Where the samples go; None for --samples_file=none. Raises SnugError now if it cannot be written, not later."""
-    if options.samples_file == "none":
-        return None
-    file = Path(options.samples_file or folder / f"evaluation-{settings.task}-test.jsonl")
-    existed = file.exists()
-    with in_one_line(f"samples_file={file} cannot be written; name another, or --samples_file=none"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("a").close()
-        if not existed:
-            file.unlink()
-    return file
-
-
-if __name__ == "__main__":
+if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
         options, given, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
         prepared, file = prepare_evaluation(options, given, folder)
 
-from data.rewards import repeat_columns
-from data.scores import pass_rates, reward_means, summarize, table, wilson
 from runs.loading import generator_state, load_run, restore_generators
 from sample import check_prompts, sample_episodes
 from snug.memory import Limits
+
+ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
+FEW = 30  # prompts: a score of fewer is logged with its interval
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Completions and their rewards

@@ -11,7 +11,8 @@ A checkpoint is written into a temporary folder, flushed to disk and renamed: a 
 If the disk damages it later, the checksums differ: a note on stderr names it, and the one before is used. If they fit,
 the values are trusted. No pickle. Data order and the sampler's draws follow from seed and iteration.
 
-`open_checkpoint` verifies and reads a checkpoint once. Left out: tensors (loading.py); when to save (saver.py).
+`find_run` compares the small files, and of the tensor files those that will be read: all of their bytes, once. prepare.py
+first asks for no tensors, because reading them may take a minute. Left out: tensors (loading.py); when to save (saver.py).
 """
 
 import hashlib
@@ -19,6 +20,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,13 +33,16 @@ from snug.pretrained.tensors import fingerprint, look_at_weights
 from snug.tokenizer import Tokenizer, get_tokenizer
 
 PREFIX = "checkpoint-"
+WEIGHTS = ("model.safetensors",)
+TENSORS = (*WEIGHTS, "optimizer.safetensors")
 
 
 class Checkpoint(NamedTuple):
-    """A verified checkpoint, or a Hugging Face folder."""
+    """A checkpoint, or a Hugging Face folder."""
 
     path: Path
     state: dict  # state.json; for a Hugging Face folder what is known of it
+    folder: str | Path = ""  # what was named: a run, a checkpoint, a Hugging Face model
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -53,47 +58,47 @@ def iteration_of(path: Path):
     return int(path.name.removeprefix(PREFIX))
 
 
-def newest(folder: str | Path, read_tensors: bool = True):
+def newest(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Path:
     """A run's folder -> its newest undamaged checkpoint; a checkpoint's folder -> itself. Raises SnugError.
 
-    read_tensors: as for `damage`. If it is True, stderr names the damaged checkpoints that are passed over.
+    tensors: as for `damage`. If there are any, stderr names the damaged checkpoints that are passed over.
     """
     folder = Path(folder)
     if not folder.is_dir():
         hint = did_you_mean(str(folder), [str(place) for place in folder.parent.glob("*/")])
-        advice = "train_sft.py and grpo.py make runs; a model is a Hugging Face folder, or owner/name on the hub"
         config = f"config/{folder.name}.py"
         if find_path(config).exists():
             script = "train_sft.py" if folder.name.startswith("sft") else "grpo.py"
             hint = f"; python {script} {config} makes out/{folder.name}"
         elif folder.name == "smollm2-135m-instruct":
             hint = f"; make models/{folder.name} makes it"
-        raise SnugError(f"{folder}: there is no such run or model{hint or f'; {advice}'}")
+        advice = "; a model is a Hugging Face folder, or owner/name on the hub"
+        raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
     paths = checkpoints(folder)
     if folder.resolve().name.startswith(PREFIX):  # out/run/best is a link to one
         paths = [folder.resolve() if folder.is_symlink() else folder]
     if not paths:
         raise SnugError(f"{folder}: has no checkpoint; was the run stopped before its first save?")
     for path in reversed(paths):
-        problem = damage(path, read_tensors)
+        problem = damage(path, tensors)
         if not problem:
             return path
-        if read_tensors and path != paths[0]:
+        if tensors and path != paths[0]:
             print(plain(f"note: {problem}; the one before is used"), file=sys.stderr)
     raise SnugError(f"{problem}; {folder} has no undamaged checkpoint")
 
 
-def damage(path: Path, read_tensors: bool = True):
-    """Compare the length and SHA-256 of every file with the manifest -> what is wrong, or None.
+def damage(path: Path, tensors: Collection[str] = TENSORS) -> str | None:
+    """Compare a checkpoint's files with its manifest -> what is wrong, or None.
 
-    read_tensors=False: compare only the length of tensor files, because reading them may take a minute.
+    tensors: the tensor files whose SHA-256 is compared. Of the others only the length is.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         for name, expected in manifest.items():
             file = path / name
             intact = file.stat().st_size == expected["bytes"]
-            if read_tensors or file.suffix != ".safetensors":
+            if name in tensors or name not in TENSORS:
                 intact = intact and sha256(file) == expected["sha256"]
             if not intact:
                 return f"checkpoint {path}: {name} is not what was written"
@@ -107,42 +112,40 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def open_checkpoint(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
-    """Verify and read a run's `newest` checkpoint, or the checkpoint that `folder` is. Raises SnugError."""
-    path = newest(folder, read_tensors)
-    return Checkpoint(path, read_state(path))
+def open_checkpoint(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Checkpoint:
+    """Read the state of a run's `newest` checkpoint, or of the checkpoint that `folder` is. Raises SnugError."""
+    path = newest(folder, tensors)
+    return Checkpoint(path, read_state(path), folder)
 
 
 def read_state(path: Path) -> dict:
-    """state.json of a verified checkpoint."""
+    """state.json of a checkpoint that `newest` has found."""
     return json.loads((path / "state.json").read_text())
 
 
-def find_run(folder: str | Path, read_tensors: bool = True) -> Checkpoint:
+def find_run(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Checkpoint:
     """`open_checkpoint`, or a Hugging Face folder whose tensors have the right names and shapes. Raises SnugError.
 
     A folder of adapters comes with its base, which has the shape; the tokenizer may be beside the adapters.
-    A model on the hub is downloaded; with read_tensors=False perhaps without its weights.
+    A model on the hub is downloaded; with tensors=() perhaps without its weights.
     """
     if not folder:
         raise SnugError("name a run's folder, such as out/grpo_small, or a model, such as Qwen/Qwen3-0.6B")
-    folder = find_path(local_folder(folder, read_tensors))
-    if not is_pretrained(folder):
-        return open_checkpoint(folder, read_tensors)
-    weights = base, rank, *_ = find_base(folder, read_tensors)
+    path = find_path(local_folder(folder, bool(tensors)))
+    if not is_pretrained(path):
+        return open_checkpoint(path, tensors)
+    weights = base, rank, *_ = find_base(path, bool(tensors))
     stored = "" if rank or double_quant(base) is None else "nf4"
     settings = GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, base_dtype=stored, lora_rank=rank)
     state = {
         "iteration": 0,
         "model_config": read_shape(base),
         "weights": weights,
-        "places": look_at_weights(base)
-        if read_tensors
-        else None,  # what read_weights takes, with `weights`
-        "tokenizer": str(folder if (folder / "tokenizer.json").is_file() else base),
+        "places": look_at_weights(base) if tensors else None,  # what read_weights takes, with `weights`
+        "tokenizer": str(path if (path / "tokenizer.json").is_file() else base),
         "settings": vars(settings),
     }
-    return Checkpoint(folder, state)
+    return Checkpoint(path, state, folder)
 
 
 def settings_of(state: dict) -> SFTSettings | GRPOSettings:
@@ -152,10 +155,10 @@ def settings_of(state: dict) -> SFTSettings | GRPOSettings:
     return cls(**{name: value for name, value in values.items() if name in fields(cls)})
 
 
-def tokenizer_of(path: Path, state: dict) -> Tokenizer:
+def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
     """The run's tokenizer: by its name, or from the tokenizer.json beside the weights. Raises SnugError."""
-    name = state["tokenizer"]
-    return get_tokenizer(str(path) if name.startswith("tokenizer.json") else name)
+    name = checkpoint.state["tokenizer"]
+    return get_tokenizer(str(checkpoint.path) if name.startswith("tokenizer.json") else name)
 
 
 def base_record(base: Checkpoint, out_dir: str) -> dict:
@@ -164,11 +167,11 @@ def base_record(base: Checkpoint, out_dir: str) -> dict:
     return dict(path=path, from_run=os.path.relpath(path, out_dir), fingerprint=identity(base))
 
 
-def base_of(checkpoint: Checkpoint, init_from: str = "", read_tensors: bool = True) -> Checkpoint:
-    """Open the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
+def base_of(checkpoint: Checkpoint, init_from: str = "", tensors: Collection[str] = WEIGHTS) -> Checkpoint:
+    """Find the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
 
     Looks where they were, as seen from the working folder and from the run's folder, in the run's init_from, and on the
-    hub. Another init_from must have them.
+    hub. Another init_from must have them. tensors: as for `find_run`, if it is a checkpoint.
     """
     base, problem = checkpoint.state["base"], "are not there"
     own = checkpoint.state["settings"]["init_from"]
@@ -179,11 +182,10 @@ def base_of(checkpoint: Checkpoint, init_from: str = "", read_tensors: bool = Tr
         places = [p for p in places if p.resolve().is_relative_to(Path(init_from).resolve())]
         on_hub = [init_from]
     for place in [*filter(Path.exists, places), *on_hub]:
-        # Otherwise a part of it may still be on the hub.
-        whole = read_tensors or place in on_hub or is_pretrained(place)
-        weights, problem = find_run(place, whole), f"{place} does not have"
+        whole = place in on_hub or is_pretrained(place)  # a part may still be on the hub
+        weights, problem = find_run(place, WEIGHTS if whole else tensors), f"{place} does not have"
         if identity(weights) == base["fingerprint"]:
-            return weights
+            return weights._replace(folder=weights.path)  # no older checkpoint has them
     raise SnugError(
         f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {problem}; "
         "put them back, or leave --init_from out"
@@ -192,10 +194,11 @@ def base_of(checkpoint: Checkpoint, init_from: str = "", read_tensors: bool = Tr
 
 def identity(weights: Checkpoint) -> str:
     """A fingerprint of the weights in a checkpoint or a Hugging Face folder; of adapters and their base."""
-    path, state = weights
+    path = weights.path
     if not is_pretrained(path):
         return sha256(path / "manifest.json")
-    return fingerprint(state["weights"][0]) + "".join(map(sha256, sorted(path.glob("adapter_*.*"))))
+    adapters = sorted(path.glob("adapter_*.*"))
+    return fingerprint(weights.state["weights"][0]) + "".join(map(sha256, adapters))
 
 
 def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes]):

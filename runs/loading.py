@@ -44,8 +44,8 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     A Hugging Face model computes in the type in which it would train here; in bfloat16 its weights stay so.
     """
     checkpoint = run if isinstance(run, Checkpoint) else find_run(run)
-    path, state = checkpoint
-    settings, tokenizer = settings_of(state), tokenizer_of(path, state)
+    path, state = checkpoint.path, checkpoint.state
+    settings, tokenizer = settings_of(state), tokenizer_of(checkpoint)
     device = pick_device(device, settings.tf32)
     warn_without_kernels()
     settings = with_dtype(settings, device.type)

@@ -1,8 +1,8 @@
 """Everything a run needs that can be checked before torch is imported: bad input is answered within a second.
 
-`prepare` looks up the task, the tokenizer, the model's shape and the reward functions, opens the checkpoint to resume
-and init_from, and refuses what does not fit together. Only then it reads every byte of these checkpoints. It loads no
-tensors and writes nothing. If grpo.py has to make its warm start first, that is prepared, too.
+`prepare` looks up the task, the tokenizer, the model's shape and the reward functions, looks at the checkpoint to resume
+and at init_from, and refuses what does not fit together. Only then it reads every byte of these checkpoints, or downloads
+a model. It loads no tensors and writes nothing. If grpo.py has to make its warm start first, that is prepared, too.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -15,6 +15,7 @@ from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
 from data.tools import NONE
 from runs.checkpoint import (
+    TENSORS,
     Checkpoint,
     base_of,
     checkpoints,
@@ -23,14 +24,7 @@ from runs.checkpoint import (
     settings_of,
     tokenizer_of,
 )
-from settings import (
-    PRETRAINED_LENGTH,
-    GRPOSettings,
-    ModelOptions,
-    RewardOptions,
-    SFTSettings,
-    TaskOptions,
-)
+from settings import PRETRAINED_LENGTH, GRPOSettings, ModelOptions, SFTSettings, TaskOptions
 from snug.options import SnugError, fields, find_path, make_settings, merge_options
 from snug.pretrained.hub import hub_name, local_folder
 from snug.pretrained.shapes import is_pretrained
@@ -99,99 +93,91 @@ class Prepared:
 def prepare(
     settings: SFTSettings | GRPOSettings,
     chosen: Set[str] = frozenset(),
-    read_tensors: bool = True,
     functions: Mapping[str, Callable] = NONE,
 ) -> Prepared:
-    """chosen: names of the options that the user set. read_tensors: verify every byte at the end. functions: reward
-    functions, tools and environments that are not imported, by their names in the settings. Raises SnugError.
+    """chosen: names of the options that the user set. functions: reward functions, tools and environments that are not
+    imported, by their names in the settings. Raises SnugError.
     """
-    grpo = isinstance(settings, GRPOSettings)
-    before = resumed(settings)
+    resume, before = find_resume(settings)
     if settings.resume not in ("never", "auto"):
-        place = dict(out_dir=settings.resume, resume="auto")
-        merged = merge_options(type(settings), before, settings, chosen - place.keys(), **place)
-        settings, _ = make_settings(type(settings), "", vars(merged))  # refuses what is no choice now
-        chosen |= {"block_size"}
-    settings = decided(settings, before)
-    task = make_task(settings, demonstrations=not grpo)
-    config = settings.init_from if grpo and settings.init_from.endswith(".py") else ""
-    if config:
-        init_from = make_settings(SFTSettings, config, {})[0].out_dir
-    else:
-        init_from = with_commit(settings, "init_from", before)
-    settings = replace(settings, init_from=init_from)
-    if settings.teacher:
-        settings = replace(settings, teacher=with_commit(settings, "teacher", before))
-    refuse_places(settings)
-    resume, origin, warm_start = find_weights(settings, task, config, read_tensors=False)
+        settings, chosen = continued(settings, chosen, before), chosen | {"block_size"}
+    settings = resolve_auto(settings, before)
+    task = make_task(settings, demonstrations=isinstance(settings, SFTSettings))
+    settings, config = resolve_names(settings, before)
+    if resume:
+        refuse_changes(settings, task, resume, before)
+    origin, warm_start = find_origin(settings, resume, config)
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
-    tokenizer.set_template_kwargs(settings.chat_template_kwargs)
     toolbox = make_toolbox(settings, tokenizer, functions)
-    vocab_size = shape["vocab_size"] or tokenizer.n_vocab
-    shape = shape | dict(vocab_size=vocab_size, n_vocab=tokenizer.n_vocab)
-    if vocab_size < tokenizer.n_vocab:
-        raise SnugError(
-            f"vocab_size={vocab_size}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; "
-            "leave vocab_size out"
-        )
-    reward_funcs, weights = rewards_of(settings, task, functions, toolbox)
-    if grpo and not reward_funcs and (not settings.teacher or settings.use_kl_in_reward):
-        raise SnugError(
-            f"data_file={settings.data_file} has no column answer to score by; add it, reward_funcs, --answer_column "
-            "or a --teacher"
-        )
-    block_size = settings.block_size if "block_size" in chosen else shape["block_size"]
-    resolved = {name: shape[name] for name in SHAPE if name in shape} | {"block_size": block_size}
-    settings = replace(settings, **resolved)  # for settings.json; a smaller block_size is the user's
-    if grpo and "max_new_tokens" not in chosen and settings.max_new_tokens == GRPOSettings.max_new_tokens:
-        if before:
-            settings = replace(settings, max_new_tokens=before.max_new_tokens)
-        elif origin and is_pretrained(origin.path):
-            length = pretrained_length(settings, task, tokenizer)
-            settings = replace(settings, max_new_tokens=length)
-    if settings.drop_long_prompts:
-        task.drop_long(tokenizer.encode_prompt, settings)
-    held_out = task.size("test")
-    if held_out and held_out < settings.eval_prompts:  # none twice
-        settings = replace(settings, eval_prompts=held_out)
-    prepared = Prepared(
-        settings, task, tokenizer, shape, reward_funcs, weights, warm_start, resume, origin
-    )
+    needed = isinstance(settings, GRPOSettings) and (not settings.teacher or settings.use_kl_in_reward)
+    rewards = rewards_of(settings, task, functions, toolbox, needed)
+    prepared = Prepared(settings, task, tokenizer, shape, *rewards, warm_start, resume, origin)
     prepared.toolbox = toolbox
+    resolve_lengths(prepared, chosen, before)
     if settings.teacher:
         prepared.teacher = find_teacher(prepared)
     refuse_lengths(prepared)
-    if read_tensors and not settings.plan:
-        prepared.resume, prepared.origin, prepared.warm_start = find_weights(
-            settings, task, config, read_tensors=True
-        )
-        if settings.teacher:
-            prepared.teacher = find_run(settings.teacher)
+    if not settings.plan:
+        prepared.resume = resume and find_run(resume.folder, TENSORS)
+        prepared.origin = origin and find_run(origin.folder)
+        prepared.teacher = prepared.teacher and find_run(settings.teacher)
     return prepared
 
 
-def resumed(settings):
-    """The settings of the run that goes on, in the folder `resume` or in out_dir; None if there is none. Raises
-    SnugError."""
+def find_resume(settings):
+    """-> (the checkpoint of the run that goes on, its settings); None and None if no run goes on. Raises SnugError."""
     folder = settings.out_dir if settings.resume == "auto" else settings.resume
     if folder == "never" or settings.resume == "auto" and not checkpoints(folder):
-        return None
-    before = settings_of(open_checkpoint(folder, False).state)
+        return None, None
+    resume = open_checkpoint(folder, tensors=())
+    before = settings_of(resume.state)
     if type(before) is not type(settings):
         script = "grpo.py" if isinstance(before, GRPOSettings) else "train_sft.py"
         raise SnugError(f"{folder} is a run of {script}; continue it with python {script}")
     if not checkpoints(folder):
         raise SnugError(f"resume={folder} is a checkpoint; name the run's folder, {Path(folder).parent}")
-    return before
+    return resume, before
 
 
-def decided(settings, before):
+def continued(settings, chosen: Set[str], before):
+    """A run that goes on by the name of its folder has its own options, but for those that are chosen now."""
+    place = dict(out_dir=settings.resume, resume="auto")
+    merged = merge_options(type(settings), before, settings, chosen - place.keys(), **place)
+    return make_settings(type(settings), "", vars(merged))[0]  # refuses what is no choice now
+
+
+def resolve_auto(settings, before):
     """dtype="auto" waits for the device; a run that goes on keeps its own. Raises SnugError if it does not fit the
     options."""
     if settings.dtype == "auto" and before:
         settings = replace(settings, dtype=before.dtype)
         settings.check()
     return settings
+
+
+def resolve_names(settings, before):
+    """-> (settings with init_from and teacher as with_commit says; the config of the warm start, if init_from is one).
+
+    Raises SnugError if there is no reference, or if a new run would move init_from or the teacher away."""
+    config = ""
+    if isinstance(settings, GRPOSettings) and settings.init_from.endswith(".py"):
+        config = settings.init_from
+        init_from = make_settings(SFTSettings, config, {})[0].out_dir
+    else:
+        init_from = with_commit(settings, "init_from", before)
+    settings = replace(settings, init_from=init_from)
+    if settings.teacher:
+        settings = replace(settings, teacher=with_commit(settings, "teacher", before))
+    if settings.beta and not init_from:
+        raise SnugError(f"beta={settings.beta} needs a reference: set init_from, or --beta=0")
+    out_dir = Path(settings.out_dir).resolve()
+    for option, name in dict(init_from=init_from, teacher=settings.teacher).items():
+        if name and Path(name).resolve().is_relative_to(out_dir):
+            raise SnugError(
+                f"{option}={name} is in out_dir={settings.out_dir}, which a new run moves away; "
+                "choose another out_dir"
+            )
+    return settings, config
 
 
 def with_commit(settings, option: str, before):
@@ -203,41 +189,39 @@ def with_commit(settings, option: str, before):
     return name if Path(name).is_dir() else hub_name(local_folder(name, weights=False))
 
 
-def pretrained_length(settings, task: Task, tokenizer: Tokenizer) -> int:
-    """PRETRAINED_LENGTH, or what the longest prompt leaves of block_size. Long prompts may be dropped."""
-    room = settings.block_size // 2
-    if not settings.drop_long_prompts:
-        prompt = settings.max_prompt_length or task.longest(tokenizer.encode_prompt)[0]
-        room = settings.block_size - prompt
-    return max(1, min(PRETRAINED_LENGTH, room))
+def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
+    """The options of the shape get the model's values, for settings.json; a smaller block_size is the user's. A run
+    that goes on keeps its max_new_tokens; a pretrained model has PRETRAINED_LENGTH, or what the longest prompt leaves.
 
-
-def refuse_places(settings):
-    """Raises SnugError if there is no reference, or if a new run would move init_from away."""
-    if settings.beta and not settings.init_from:
-        raise SnugError(f"beta={settings.beta} needs a reference: set init_from, or --beta=0")
-    out_dir = Path(settings.out_dir).resolve()
-    for option in ("init_from", "teacher"):
-        name = getattr(settings, option)
-        if name and Path(name).resolve().is_relative_to(out_dir):
-            raise SnugError(
-                f"{option}={name} is in out_dir={settings.out_dir}, which a new run moves away; "
-                "choose another out_dir"
-            )
+    Drops long prompts, if asked to. No held-out prompt is evaluated twice.
+    """
+    shape, task, encode = prepared.shape, prepared.task, prepared.tokenizer.encode_prompt
+    values = {name: shape[name] for name in SHAPE if name in shape}
+    if "block_size" in chosen:
+        values["block_size"] = prepared.settings.block_size
+    settings = prepared.settings = replace(prepared.settings, **values)
+    if "max_new_tokens" not in chosen and settings.max_new_tokens == GRPOSettings.max_new_tokens:
+        if before:
+            settings.max_new_tokens = before.max_new_tokens
+        elif prepared.origin and is_pretrained(prepared.origin.path):
+            room = settings.block_size // 2
+            if not settings.drop_long_prompts:
+                room = settings.block_size - (settings.max_prompt_length or task.longest(encode)[0])
+            settings.max_new_tokens = max(1, min(PRETRAINED_LENGTH, room))
+    if settings.drop_long_prompts:
+        task.drop_long(encode, settings)
+    settings.eval_prompts = min(settings.eval_prompts, task.size("test") or settings.eval_prompts)
 
 
 def find_teacher(prepared: Prepared) -> Checkpoint:
-    """The teacher, before every byte is read. Raises SnugError if it is missing, or if its ids mean other texts."""
+    """The teacher, of which no tensor is read yet. Raises SnugError if it is missing, or if its ids mean other texts."""
     name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
-    teacher = find_run(name, read_tensors=False)
-    theirs, shape = tokenizer_of(*teacher), teacher.state["model_config"]
-    ours, other = (each.backend.get_vocab() for each in (tokenizer, theirs))
-    if differ := sorted(ours.items() ^ other.items(), key=lambda item: item[::-1]):
-        text, i = differ[0]
+    teacher = find_run(name, tensors=())
+    theirs, shape = tokenizer_of(teacher), teacher.state["model_config"]
+    if theirs.backend.get_vocab() != tokenizer.backend.get_vocab():
         raise SnugError(
             f"teacher={name}: its tokenizer {theirs.name} with {theirs.n_vocab} ids is not the model's "
-            f"{tokenizer.name} with {tokenizer.n_vocab}: {text!r} is id {i} in one alone; "
-            "name a teacher with the same tokenizer"
+            f"{tokenizer.name} with {tokenizer.n_vocab}; name a teacher with the same tokenizer"
         )
     if shape["vocab_size"] < tokenizer.n_vocab or shape["block_size"] < length:
         raise SnugError(
@@ -247,39 +231,33 @@ def find_teacher(prepared: Prepared) -> Checkpoint:
     return teacher
 
 
-def find_weights(settings, task: Task, config: str, read_tensors: bool):
-    """-> (the checkpoint to resume, the weights in init_from, the warm start that makes them), each may be None. Raises
-    SnugError.
+def find_origin(settings, resume: Checkpoint | None, config: str):
+    """-> (the initial or reference weights, the warm start that makes them); each may be None. Raises SnugError.
 
-    config: of the warm start, if init_from named it. read_tensors: read and compare every byte; otherwise only sizes
-    and small files.
+    config: of the warm start, if init_from named it.
     """
-    resume = origin = warm_start = None
+    origin = warm_start = None
     init_from = settings.init_from
-    if settings.resume == "auto" and checkpoints(settings.out_dir):
-        resume = open_checkpoint(settings.out_dir, read_tensors)
-        refuse_changes(settings, task, resume)
     if resume and settings.lora_rank:
-        origin = base_of(resume, init_from, read_tensors)
+        origin = base_of(resume, init_from, tensors=())
     elif init_from and (settings.beta or not resume):
         if not config or checkpoints(init_from):
-            origin = find_run(init_from, read_tensors)
+            origin = find_run(init_from, tensors=())
         if config and (not origin or origin.state["iteration"] < settings_of(origin.state).max_iters):
-            origin, warm_start = None, prepare_warm_start(settings, config, read_tensors)
+            origin, warm_start = None, prepare_warm_start(settings, config)
     begin = warm_start.settings if warm_start else origin and settings_of(origin.state)
     if begin and settings.base_dtype and begin.lora_rank:
         raise SnugError(
             f"base_dtype={settings.base_dtype!r}, but {init_from} has adapters, which would be rounded to 4 bits; name "
             "its base weights there, or make a folder of it: python -m runs.export"
         )
-    return resume, origin, warm_start
+    return origin, warm_start
 
 
-def refuse_changes(settings, task: Task, resume: Checkpoint):
+def refuse_changes(settings, task: Task, resume: Checkpoint, before):
     """A resumed run keeps its task, its data, its adapters and its model. Raises SnugError.
 
     Weights that are no longer where they were may have moved to init_from. base_of looks at those of adapters."""
-    before = settings_of(resume.state)
     adapters = ADAPTERS if settings.lora_rank or before.lora_rank else []
     differ = [
         f"{name} was {getattr(before, name)!r}, is {getattr(settings, name)!r}"
@@ -302,13 +280,13 @@ def refuse_changes(settings, task: Task, resume: Checkpoint):
     raise SnugError(f"{resume.path} {problem}; put it back, or start anew in another out_dir")
 
 
-def prepare_warm_start(settings: GRPOSettings, config: str, read_tensors: bool) -> Prepared:
+def prepare_warm_start(settings: GRPOSettings, config: str) -> Prepared:
     """The SFT run of this config, with this run's seed, device and dtype, resumed if it stopped. Raises SnugError."""
-    names = ["seed", "device", "parallel", "dtype", "tf32", "enforce_eager"]
+    names = ["seed", "device", "parallel", "dtype", "tf32", "enforce_eager", "plan"]
     names += ["memory_budget_gb"] if settings.memory_budget_gb else []
     values = {name: getattr(settings, name) for name in names} | dict(resume="auto")
     sft, chosen = make_settings(SFTSettings, config, values)
-    warm_start = prepare(sft, chosen, read_tensors)
+    warm_start = prepare(sft, chosen)
     for name in PROBLEM:
         value, other = getattr(settings, name), getattr(warm_start.settings, name)
         if value != other and name not in ("demonstration_noise", "format_reward"):
@@ -321,20 +299,29 @@ def prepare_warm_start(settings: GRPOSettings, config: str, read_tensors: bool) 
 def shape_and_tokenizer(
     settings, chosen: Set[str], source: Checkpoint | None, warm_start: Prepared | None
 ):
-    """-> (GPTConfig's keywords, the tokenizer): the source's, the warm start's, or as the options say."""
+    """-> (GPTConfig's keywords, the tokenizer): the source's, the warm start's, or as the options say. Raises
+    SnugError."""
     if source:
         place, shape = source.path, source.state["model_config"]
         if is_pretrained(place) and "tokenizer" in chosen and not (place / "tokenizer.json").exists():
             tokenizer = get_tokenizer(settings.tokenizer)
         else:
-            tokenizer = tokenizer_of(*source)
+            tokenizer = tokenizer_of(source)
     elif warm_start:
-        place, shape = settings.init_from, warm_start.shape
-        tokenizer = warm_start.tokenizer
+        place, shape, tokenizer = settings.init_from, warm_start.shape, warm_start.tokenizer
     else:
-        return {name: getattr(settings, name) for name in SHAPE}, get_tokenizer(settings.tokenizer)
-    refuse_contradictions(settings, chosen, shape, tokenizer.name, place)
-    return shape, tokenizer
+        place, shape = "", {name: getattr(settings, name) for name in SHAPE}
+        tokenizer = get_tokenizer(settings.tokenizer)
+    if place:
+        refuse_contradictions(settings, chosen, shape, tokenizer.name, place)
+    tokenizer.set_template_kwargs(settings.chat_template_kwargs)
+    rows = shape["vocab_size"] or tokenizer.n_vocab
+    if rows < tokenizer.n_vocab:
+        raise SnugError(
+            f"vocab_size={rows}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; "
+            "leave vocab_size out"
+        )
+    return shape | dict(vocab_size=rows, n_vocab=tokenizer.n_vocab), tokenizer
 
 
 def refuse_contradictions(
@@ -348,31 +335,28 @@ def refuse_contradictions(
         default = value == 0 and type(value) is int  # such as n_hidden: as many as the shape has
         if value != expected[name] and not smaller and not default:
             raise SnugError(f"{name}={value!r}, but {source} has {expected[name]!r}; leave {name} out")
-    if "tokenizer" in chosen and settings.tokenizer != tokenizer_name:
-        # A folder's name may stand for the tokenizer in it.
-        if get_tokenizer(settings.tokenizer).name != tokenizer_name:
-            raise SnugError(
-                f"tokenizer={settings.tokenizer!r}, but {source} has {tokenizer_name!r}; leave tokenizer out"
-            )
+    named = settings.tokenizer  # or a folder's name, which stands for the tokenizer in it
+    if "tokenizer" in chosen and named != tokenizer_name and get_tokenizer(named).name != tokenizer_name:
+        raise SnugError(f"tokenizer={named!r}, but {source} has {tokenizer_name!r}; leave tokenizer out")
 
 
-def rewards_of(
-    settings: RewardOptions | SFTSettings,
-    task: Task,
-    functions: Mapping[str, Callable],
-    toolbox: Toolbox | None,
-):
-    """-> the functions that score completions, and their weights: the user's and the environment's, or
-    else the task's, if any."""
+def rewards_of(settings, task: Task, functions, toolbox: Toolbox | None, needed: bool):
+    """-> the functions that score completions, and their weights: the user's and the environment's, or else the task's.
+    Raises SnugError if there are none, but they are needed."""
     own = toolbox.reward_functions() if toolbox else []
     if settings.reward_funcs or own:
         [row] = task.prompts("train", [0])
         loaded = [load_reward_function(spec, functions, row) for spec in settings.reward_funcs]
         weights = settings.reward_weights or [1.0] * len(loaded)
         return loaded + own, weights + [1.0] * len(own)
-    if not task.scored:
-        return [], []
-    return map(list, zip(*task.reward_functions(), strict=True))
+    if task.scored:
+        return map(list, zip(*task.reward_functions(), strict=True))
+    if needed:
+        raise SnugError(
+            f"data_file={settings.data_file} has no column answer to score by; name it with --answer_column, or add "
+            "--reward_funcs=my_rewards:is_short"
+        )
+    return [], []
 
 
 def refuse_lengths(prepared: Prepared):

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from conftest import HOME, figures, make_model
 from mutate import same_json
-from test_grpo import run, tiny
+from test_grpo import tiny
 
 import grpo
 import train_sft
@@ -90,8 +90,7 @@ def test_what_does_not_fit_the_model_is_named(tmp_path):
         loading.load_weights(opened, make_model("gpt2", vocab_size=68))
 
 
-@pytest.mark.parametrize("options", [[], ["--resume=auto"]])
-@pytest.mark.parametrize("name", ["x" * 300, "file/run"])
+@pytest.mark.parametrize("name, options", [("x" * 300, []), ("file/run", ["--resume=auto"])])
 def test_an_out_dir_that_cannot_be_is_one_line(tmp_path, name, options):
     (tmp_path / "file").write_text("")
     words = ["train_sft.py", "--device=cpu", "--max_iters=1", "--eval_prompts=0", f"--out_dir={tmp_path / name}"]
@@ -100,45 +99,10 @@ def test_an_out_dir_that_cannot_be_is_one_line(tmp_path, name, options):
     assert f"out_dir={tmp_path / name} cannot be written to: " in child.stderr
 
 
-def test_no_run_and_no_checkpoint_are_told_apart(tmp_path):
-    with pytest.raises(SnugError, match="there is no such run"):
-        checkpoint.newest(tmp_path / "nowhere")
-    with pytest.raises(SnugError, match="has no checkpoint"):
-        checkpoint.newest(tmp_path)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
-    sft, settings = tiny(tmp_path, max_iters=6, lr_schedule="linear", eval_interval=2)
-    train_sft.main(prepare(sft))
-    run(settings)
-    broken = dataclasses.replace(settings, out_dir=str(tmp_path / "broken"))
-
-    class Killed(BaseException):  # as kill -9: nothing is saved on the way out
-        pass
-
-    def killed(iteration, *args):
-        if iteration == 5:
-            raise Killed
-        return iterate(iteration, *args)
-
-    iterate, grpo.iterate = grpo.iterate, killed
-    try:
-        with pytest.raises(Killed):
-            run(broken)
-    finally:
-        grpo.iterate = iterate
-    assert len(read_log(broken.out_dir)) == 5 and checkpoint.newest(broken.out_dir).name == "checkpoint-000004"
-    broken.resume = "auto"
-    run(broken)
-    assert figures(broken.out_dir) == figures(settings.out_dir) and figures(settings.out_dir)[5]["kl"] > 0
-    assert (tmp_path / "broken/samples.jsonl").read_text() == (tmp_path / "grpo/samples.jsonl").read_text()
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        ours, theirs = (checkpoint.newest(folder) / name for folder in (broken.out_dir, settings.out_dir))
-        assert ours.name == theirs.name and ours.read_bytes() == theirs.read_bytes()
-
-
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys):
     """Bits flipped, files cut, pickles in their place: never loaded, never an error while there is another."""
+    with pytest.raises(SnugError, match="has no checkpoint"):
+        checkpoint.newest(tmp_path)
     before, path = saved(tmp_path, iteration=2)[2], saved(tmp_path, iteration=4)[2]
     rng = random.Random(0)
     for number in range(60):
@@ -149,7 +113,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
         damaged = [flipped, flipped, content[:at], pickle.dumps({"a": 1})][number % 4]
         file.write_bytes(damaged)
         harmless = file.name == "manifest.json" and same_json(damaged, content)
-        assert checkpoint.newest(tmp_path) == (path if harmless else before)
+        assert checkpoint.newest(tmp_path, checkpoint.TENSORS) == (path if harmless else before)
         file.write_bytes(content)
     notes = capsys.readouterr().err
     assert "checkpoint-000004" in notes and "; the one before is used" in notes
@@ -159,17 +123,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
         loading.load_run(tmp_path)
     with pytest.raises(SnugError, match="model.safetensors is not what was written"):
         checkpoint.newest(path)
-
-
-def test_a_resumed_run_keeps_its_task_and_tells_what_else_changed(tmp_path, capsys):
-    sft, _ = tiny(tmp_path)
-    train_sft.main(prepare(sft))
-    with pytest.raises(SnugError, match="cannot go on with other options: digits was 2, is 3; put it back"):
-        prepare(dataclasses.replace(sft, resume="auto", digits=3))
-    capsys.readouterr()
-    train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=5, learning_rate=5e-4)))
-    changed = "resumed after 4 iterations, learning_rate was 0.001, is 0.0005, max_iters was 4, is 5\n"
-    assert changed in capsys.readouterr().out
 
 
 def test_signals_are_noted_until_the_second_ctrl_c():
@@ -209,7 +162,7 @@ PAIRS = itertools.product(("device", "host"), ("float32", "bfloat16"))
 OPTIMIZERS = [dict(optimizer_device=device, optimizer_dtype=dtype) for device, dtype in PAIRS]
 HALVED = dict(dtype="bfloat16", param_dtype="bfloat16")
 OPTIMIZERS += [HALVED | dict(optimizer_device="host"), HALVED | dict(optimizer_dtype="bfloat16", grad_offload=True)]
-CUTS = [4, 6, 8]  # after an evaluation, after an out-of-memory in training, after one in a rollout
+CUTS = [2, 4, 5]  # after an evaluation, after an out-of-memory in training, after one in a rollout
 
 
 def out_of_memory_at(monkeypatch, train, rollout):
@@ -237,15 +190,15 @@ def reward_that_draws(prompts, completions, **columns):
     return [sum(map(ord, c)) % 7 / 7 + random.random() + np.random.rand() + float(torch.rand(())) for c in completions]
 
 
-LONG = [pytest.param(options, range(1, 14), 14, marks=pytest.mark.long) for options in OPTIMIZERS]
+LONG = [pytest.param(options, range(1, 9), 9, marks=pytest.mark.long) for options in OPTIMIZERS]
 
 
-@pytest.mark.parametrize("options, cuts, iters", [(OPTIMIZERS[0], CUTS, 9), (OPTIMIZERS[3], [6], 9), *LONG])
+@pytest.mark.parametrize("options, cuts, iters", [(OPTIMIZERS[0], CUTS, 6), (OPTIMIZERS[3], [4], 6), *LONG])
 def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, cuts, iters):
     """The uninterrupted run's checkpoint number `cut` is all that is left, beside logs that went on: the rest comes out the same."""
-    out_of_memory_at(monkeypatch, train=5, rollout=7)
+    out_of_memory_at(monkeypatch, train=3, rollout=4)
     changes = dict(max_iters=iters, lr_schedule="linear", train_batch_size=8)
-    changes |= dict(eval_interval=4, save_interval=1, save_total_limit=99)
+    changes |= dict(eval_interval=2, save_interval=1, save_total_limit=99)
     sft, settings = tiny(tmp_path, **changes, **options)
     train_sft.main(prepare(sft))
     random.seed(1), np.random.seed(1)
@@ -258,7 +211,7 @@ def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, 
 
     whole = trained(settings)
     log = read_log(settings.out_dir)
-    assert [record["grad_norm"] > 0 for record in log] == [True] * iters and "pass_at_1" in log[3]
+    assert [record["grad_norm"] > 0 for record in log] == [True] * iters and "pass_at_1" in log[1]
     assert checkpoint.read_state(whole)["after_oom"].keys() == {"max_tokens_per_micro_batch", "max_rollout_batch"}
     for cut in cuts:
         broken = dataclasses.replace(settings, out_dir=str(tmp_path / f"cut{cut}"), resume="auto")
@@ -281,25 +234,38 @@ def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, 
 
 
 def test_a_checkpoint_of_an_older_version_resumes(tmp_path):
-    """It has options that are gone, and lacks newer ones: these have their defaults."""
-    sft, _ = tiny(tmp_path)
+    """It has options that are gone, and lacks newer ones: these have their defaults. What is no choice now is refused."""
+    sft, _ = tiny(tmp_path, max_iters=1)
+    sft = dataclasses.replace(sft, max_iters=1, eval_prompts=0)
     train_sft.main(prepare(sft))
     path = checkpoint.newest(sft.out_dir)
-    state = json.loads((path / "state.json").read_text())
-    del state["settings"]["test_file"]
-    state["settings"] |= dict(cuda_allocator="expandable", kv_cache_mb=3)
-    (path / "state.json").write_text(json.dumps(state))
-    checkpoint.seal(path)
+
+    def write(**options):
+        state = json.loads((path / "state.json").read_text())
+        state["settings"].pop("test_file", None)
+        state["settings"] |= options
+        (path / "state.json").write_text(json.dumps(state))
+        checkpoint.seal(path)
+
+    write(cuda_allocator="expandable", kv_cache_mb=3)
     assert loading.load_run(sft.out_dir).settings.test_file == ""
-    train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=5)))
-    assert [record["iter"] for record in read_log(sft.out_dir)] == [0, 1, 2, 3, 4]
+    train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=2)))
+    assert [record["iter"] for record in read_log(sft.out_dir)] == [0, 1]
+    path = checkpoint.newest(sft.out_dir)
+    write(parallel="hsdp")
+    words = [f"--resume={sft.out_dir}"]
+    with pytest.raises(SnugError, match="parallel='hsdp' is not one of none, ddp, fsdp; did you mean fsdp?"):
+        prepare(*read_settings(SFTSettings, words)[:2])
+    assert prepare(*read_settings(SFTSettings, [*words, "--parallel=fsdp"])[:2]).settings.parallel == "fsdp"
 
 
-def test_bad_input_is_answered_before_tensors_are_read(tmp_path, monkeypatch):
-    """The newest checkpoint of a large model takes a minute to read."""
-    sft, settings = tiny(tmp_path)
-    train_sft.main(prepare(sft))
-    grpo.main(prepare(dataclasses.replace(settings, max_iters=1)))
+def test_tensors_are_read_once_after_all_options_were_checked(tmp_path, monkeypatch, capsys):
+    """The newest checkpoint of a large model takes a minute to read. What is damaged then is not loaded."""
+    sft, settings = tiny(tmp_path, eval_prompts=0, max_iters=2, save_interval=1)
+    train_sft.main(prepare(dataclasses.replace(sft, eval_prompts=0)))
+    lora = dataclasses.replace(settings, lora_rank=2, out_dir=str(tmp_path / "lora"), max_iters=1)
+    for each in (settings, lora):
+        grpo.main(prepare(each))
     real, read = checkpoint.sha256, []
     monkeypatch.setattr(checkpoint, "sha256", lambda file: read.append(file.name) or real(file))
     resumed = dataclasses.replace(settings, resume="auto")
@@ -313,7 +279,22 @@ def test_bad_input_is_answered_before_tensors_are_read(tmp_path, monkeypatch):
     prepare(dataclasses.replace(resumed, plan=True))  # a plan needs no tensors
     assert read and not [name for name in read if name.endswith(".safetensors")]
     prepare(resumed)
-    assert read.count("model.safetensors") == 2  # to resume, and the reference
+    # to resume, and the reference
+    assert read.count("model.safetensors") == 2 and read.count("optimizer.safetensors") == 1
+
+    def flip(folder, name):
+        """One bit of the newest checkpoint's file."""
+        file = checkpoint.newest(folder, ()) / name
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    flip(settings.out_dir, "optimizer.safetensors")
+    assert loading.load_run(settings.out_dir).iteration == 2  # which reads no optimizer
+    assert prepare(resumed).resume.path.name == "checkpoint-000001"
+    flip(sft.out_dir, "model.safetensors")
+    assert prepare(resumed).origin.path.name == "checkpoint-000002" and len(capsys.readouterr().err.splitlines()) == 3
+    with pytest.raises(SnugError, match="checkpoint-000004: model.safetensors is not what was written"):
+        prepare(dataclasses.replace(lora, resume="auto"))  # these adapters have no other base
 
 
 @pytest.mark.parametrize("dtype, other", [("float32", "bfloat16"), ("bfloat16", "float32")])
@@ -336,7 +317,8 @@ def test_a_run_keeps_its_dtype_unless_another_is_named(dtype, other, tmp_path):
 
 def test_a_run_goes_on_by_the_name_of_its_folder(tmp_path):
     """With its own options; those that are given replace them."""
-    sft, settings = tiny(tmp_path, max_iters=2, save_interval=1, eval_prompts=0)
+    sft, settings = tiny(tmp_path)
+    sft = dataclasses.replace(sft, max_iters=2, eval_prompts=0)
     train_sft.main(prepare(sft))
     words = [f"--resume={sft.out_dir}", "--max_iters=4", "--learning_rate=0.25"]
     again, given, _ = read_settings(SFTSettings, words)
@@ -345,27 +327,20 @@ def test_a_run_goes_on_by_the_name_of_its_folder(tmp_path):
     assert prepared.settings == dataclasses.replace(sft, resume="auto", max_iters=4, learning_rate=0.25, **shape)
     train_sft.main(prepared)
     assert [record["iter"] for record in read_log(sft.out_dir)] == list(range(4))
-    assert ", learning_rate was" in (Path(sft.out_dir) / "log.txt").read_text()
+    changed = "resumed after 2 iterations, learning_rate was 0.001, is 0.25, max_iters was 2, is 4\n"
+    rates = "learning rate: 0.001 in iteration 1, 0.25 in iteration 2\n"
+    assert changed + rates in (Path(sft.out_dir) / "log.txt").read_text()
     with pytest.raises(
         SnugError, match=f"{sft.out_dir} is a run of train_sft.py; continue it with python train_sft.py"
     ):
         prepare(*read_settings(GRPOSettings, words[:1])[:2])
     with pytest.raises(SnugError, match="there is no such run"):
         prepare(*read_settings(SFTSettings, [f"--resume={tmp_path}/none"])[:2])
-
-
-def test_a_value_of_an_older_version_that_is_no_choice_now_is_refused_until_another_is_given(tmp_path):
-    sft, _ = tiny(tmp_path, max_iters=1, eval_prompts=0)
-    train_sft.main(prepare(sft))
-    path = checkpoint.newest(sft.out_dir)
-    state = json.loads((path / "state.json").read_text())
-    state["settings"]["parallel"] = "hsdp"
-    (path / "state.json").write_text(json.dumps(state))
-    checkpoint.seal(path)
-    words = [f"--resume={sft.out_dir}"]
-    with pytest.raises(SnugError, match="parallel='hsdp' is not one of none, ddp, fsdp; did you mean fsdp?"):
-        prepare(*read_settings(SFTSettings, words)[:2])
-    assert prepare(*read_settings(SFTSettings, [*words, "--parallel=fsdp"])[:2]).settings.parallel == "fsdp"
+    with pytest.raises(SnugError, match="is a run of train_sft.py; continue it with python train_sft.py"):
+        prepare(dataclasses.replace(settings, out_dir=sft.out_dir, init_from="", beta=0.0, resume="auto"))
+    folder = checkpoint.newest(sft.out_dir)
+    with pytest.raises(SnugError, match=f"resume={folder} is a checkpoint; name the run's folder, {sft.out_dir}"):
+        prepare(*read_settings(SFTSettings, [f"--resume={folder}"])[:2])
 
 
 def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
@@ -403,18 +378,3 @@ def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
     assert moved.origin.path == tmp_path / "moved/checkpoint-000001"
 
 
-def test_another_script_does_not_go_on_with_a_run(tmp_path):
-    sft, settings = tiny(tmp_path, max_iters=1, eval_prompts=0)
-    train_sft.main(prepare(sft))
-    with pytest.raises(
-        SnugError, match=f"{sft.out_dir} is a run of train_sft.py; continue it with python train_sft.py"
-    ):
-        prepare(dataclasses.replace(settings, out_dir=sft.out_dir, init_from="", beta=0.0, resume="auto"))
-
-
-def test_a_checkpoints_folder_is_no_run_that_begins_anew(tmp_path):
-    sft = tiny(tmp_path, max_iters=1)[0]
-    train_sft.main(prepare(dataclasses.replace(sft, max_iters=1, eval_prompts=0)))
-    folder = checkpoint.newest(sft.out_dir)
-    with pytest.raises(SnugError, match=f"resume={folder} is a checkpoint; name the run's folder, {sft.out_dir}"):
-        prepare(*read_settings(SFTSettings, [f"--resume={folder}"])[:2])

@@ -1,0 +1,87 @@
+"""What evaluate.py evaluates, checked before torch is imported: a run, or a Hugging Face model, with other options."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from data import TaskOptions
+from data.tools import NONE
+from runs.checkpoint import find_run, settings_of
+from runs.prepare import Prepared, prepare
+from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
+from snug.options import SnugError, in_one_line, merge_options
+from snug.pretrained.hub import SNAPSHOT
+from snug.pretrained.shapes import is_pretrained
+
+# An evaluation is a run that begins from `folder` and does not train.
+UNTRAINED = dict(beta=0.0, teacher="", lora_rank=0, base_dtype="", resume="never", plan=False, max_iters=0)
+
+
+def prepare_evaluation(
+    options: EvaluateSettings,
+    given: set[str],
+    folder: str | Path,
+    functions: Mapping[str, Callable] = NONE,
+) -> tuple[Prepared, Path | None]:
+    """-> (the run as the command changes it, its checkpoint in `origin`; the file for the samples). Raises SnugError.
+
+    given: names of the options given. folder: a run's, a checkpoint's or a Hugging Face model's. functions: as for
+    `prepare`. Importing the run's reward functions runs their code: evaluate only runs that you trust.
+    """
+    found = find_run(folder, tensors=())
+    run = settings_of(found.state)
+    settings = evaluation_settings(options, given, run)
+    if not settings.task:
+        raise SnugError(f"{folder} has no task of its own; name one, such as --task=countdown")
+    settings.check_rewards()
+    settings.init_from, settings.out_dir = str(folder), f"{folder}/evaluation"  # nothing is written there
+    prepared = prepare(settings, given, functions)
+    prepared.settings.tokenizer = prepared.tokenizer.name
+    own_file = settings.data_file == run.data_file != "" and not run.test_file
+    if own_file and prepared.task.fingerprint() != found.state["data"]:
+        print(
+            f"warning: data_file={run.data_file} has changed since this run, or an older version split it: "
+            "held-out prompts may have been trained on",
+            file=sys.stderr,
+        )
+    path = prepared.origin.path
+    # The hub's cache is not ours: a model from there has its samples in out/.
+    place = Path(SNAPSHOT.sub(r"out/\2", str(path))) if is_pretrained(path) else path.parent
+    return prepared, samples_file(options, settings, place)
+
+
+def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings):
+    """The run's settings with the options that are given. Another task begins with the defaults of its options.
+
+    If reward functions are given, the run's other reward options do not apply. -> GRPOSettings, also for an SFT run.
+    Raises SnugError if another file is given, but not for the held-out prompts of a run with a test_file.
+    """
+    task, changes = options.task or run.task, {}
+    if not run.task:  # a Hugging Face model
+        changes["max_new_tokens"] = GRPOSettings.max_new_tokens
+    elif task != run.task:
+        changes["max_new_tokens"] = 0
+    elif run.test_file and "data_file" in given and "test_file" not in given:
+        raise SnugError(
+            f"data_file={options.data_file} is given, but the prompts are in the run's test_file={run.test_file}; "
+            "give --test_file too"
+        )
+    if task != run.task:
+        changes |= asdict(TaskOptions()) | dict(max_prompt_length=0)
+    if task != run.task or "reward_funcs" in given:
+        changes |= asdict(RewardOptions())
+    changes |= UNTRAINED | dict(task=task, eval_prompts=options.num_prompts)
+    return merge_options(GRPOSettings, run, options, given - {"task"}, **changes)
+
+
+def samples_file(options: EvaluateSettings, settings: GRPOSettings, folder: Path) -> Path | None:
+    """Where the samples go; None for --samples_file=none. Raises SnugError now if it cannot be written, not later."""
+    if options.samples_file == "none":
+        return None
+    file = Path(options.samples_file or folder / f"evaluation-{settings.task}-test.jsonl")
+    with in_one_line(f"samples_file={file} cannot be written; name another, or --samples_file=none"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=file.parent).close()
+    return file
