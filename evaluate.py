@@ -13,21 +13,18 @@ Left out: top-k, top-p and min-p (the scores are the policy's own); comparing tw
 import json
 import math
 import sys
-from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from data import TaskOptions
-from data.episodes import EpisodeOptions
 from data.rewards import repeat_columns
 from data.scores import pass_rates, reward_means, summarize, table, wilson
 from runs.evaluation import prepare_evaluation
 from runs.log import finite, write_whole
 from runs.prepare import Prepared
-from settings import EvaluateSettings, RewardOptions
-from snug.options import fields, friendly_errors, in_one_line, plain, read_settings
+from settings import EvaluateSettings
+from snug.options import friendly_errors, in_one_line, plain, read_settings
 from snug.pretrained.hub import hub_name
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
@@ -196,8 +193,8 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     n, temperature, seed = options.num_samples, options.temperature, options.seed
     sample = partial(sample_held_out, model, prepared, limits, n, temperature, seed)
     greedy, sampled = limits.run("eval", sample)
-    names = (*fields(TaskOptions), *fields(EpisodeOptions), *fields(RewardOptions))
-    resolved = asdict(options) | {name: getattr(settings, name) for name in names}
+    resolved = {name: getattr(settings, name, value) for name, value in vars(options).items()}
+    resolved |= dict(temperature=temperature, seed=seed, device=options.device)
     resolved |= dict(num_prompts=len(greedy), max_new_tokens=longest, pass_reward=pass_reward(prepared))
     summary = dict(checkpoint=hub_name(prepared.origin.path), settings=resolved)
     samples, others = [], iter(sampled)

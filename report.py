@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from runs.log import change
+from runs.page.charts import LEARNING
 from runs.page.runs import PHASES, Run, logged, logged_names, read_runs
 from runs.page.write import write_page
 from snug.options import Parser, friendly_errors, plain
@@ -16,15 +17,6 @@ from snug.options import Parser, friendly_errors, plain
 LARGEST = ["mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]
 LARGEST += [f"mem_max_alloc_mb_{phase}" for phase in PHASES]
 MEDIAN = ["time_s", *[f"time_{phase}_s" for phase in PHASES], "tokens_per_second"]
-SCORES = [
-    "reward_mean",
-    "eval_reward_mean",
-    "pass_at_1",
-    "pass_at_1_sampled",
-    "task_pass_at_1",
-    "tool_calls",
-    "tool_errors",
-]
 
 
 def main(runs: list[Run]):
@@ -40,12 +32,13 @@ def make_page(runs: list[Run]) -> Path:
 
 def cells_of(runs: list[Run]) -> list[list[str]]:
     """Rows of cells. The first row has the runs' names; other rows begin with a figure's name. "-": not logged."""
-    scores = SCORES + logged_names(runs, "reward/") + logged_names(runs, "metric/")
+    figures = [name for _, _, names in LEARNING for name in names]
+    figures += logged_names(runs, "reward/") + logged_names(runs, "metric/")
     rows = [["memory in MiB", *[run.name for run in runs]]]
     rows.append(["iterations", *[str(len(run.records)) for run in runs]])
     rows += [[name, *[largest(run, name) for run in runs]] for name in LARGEST]
     rows += [[f"{name} (median)", *[middle(run, name) for run in runs]] for name in MEDIAN]
-    rows += [[f"{name} (first -> last)", *[change(run.records, name) for run in runs]] for name in scores]
+    rows += [[f"{name} (first -> last)", *[change(run.records, name) for run in runs]] for name in figures]
     return [[cell or "-" for cell in row] for row in rows if any(row[1:])]
 
 

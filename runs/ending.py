@@ -29,7 +29,7 @@ def ending(title: str, settings, scored: bool, stopped: bool):
     seconds = tqdm.format_interval(sum(record["time_s"] for record in records))
     done = f"stopped: {len(records)} of {settings.max_iters}" if stopped else f"done: {len(records)}"
     first = f"{title} is {done} iterations in {seconds}"
-    if records:
+    if records:  # they are elsewhere if the folder was moved
         highest = max(records, key=lambda record: record[PEAK])
         phase = max((name for name in highest if name.startswith(f"{PEAK}_")), key=highest.get)
         first += f", peak {highest[PEAK]:,.0f} MiB in {phase.removeprefix(f'{PEAK}_')}"
@@ -40,23 +40,18 @@ def ending(title: str, settings, scored: bool, stopped: bool):
         scores["loss"] = "loss"
     rows = [(text, with_sampled(records, name)) for text, name in scores.items()]
     rows.append(("log", f"{folder}/log.jsonl, samples.jsonl, log.txt"))
-    rows.append(("checkpoint", newest_and_best(folder)))
-    commands = next_commands(settings, scored, stopped)
-    rows += zip(["next", "", ""], commands, strict=False)
-    return [first] + [f"  {name:11} {text}" for name, text in rows if text]
+    *others, newest = checkpoints(folder)
+    best = (folder / "best").resolve()
+    is_other = best.name in [path.name for path in others]
+    rows.append(("checkpoint", f"{newest} (best: {best.name})" if is_other else str(newest)))
+    rows += zip(["next", "", ""], next_commands(settings, scored, stopped), strict=False)
+    return [first, *[f"  {name:11} {text}" for name, text in rows if text]]
 
 
 def with_sampled(records: list[dict], name: str) -> str:
     """The change of a figure, and in brackets that of `name`_sampled, if it is logged."""
     text, sampled = change(records, name), change(records, f"{name}_sampled")
     return f"{text} (sampled {sampled})" if sampled else text
-
-
-def newest_and_best(folder: Path) -> str:
-    """The newest checkpoint, and the best one if that is another."""
-    *others, newest = checkpoints(folder)
-    best = (folder / "best").resolve().name
-    return f"{newest} (best: {best})" if best in [path.name for path in others] else str(newest)
 
 
 def next_commands(settings, scored: bool, stopped: bool) -> list[str]:

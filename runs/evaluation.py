@@ -42,8 +42,8 @@ def prepare_evaluation(
     own_file = settings.data_file == run.data_file != "" and not run.test_file
     if own_file and prepared.task.fingerprint() != found.state["data"]:
         print(
-            f"warning: data_file={run.data_file} has changed since this run, or an older version split it: "
-            "held-out prompts may have been trained on",
+            f"warning: data_file={run.data_file} has changed since this run, or an older version split it: held-out "
+            "prompts may have been trained on",
             file=sys.stderr,
         )
     path = prepared.origin.path
@@ -65,8 +65,7 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
         changes["max_new_tokens"] = 0
     elif run.test_file and "data_file" in given and "test_file" not in given:
         raise SnugError(
-            f"data_file={options.data_file} is given, but the prompts are in the run's test_file={run.test_file}; "
-            "give --test_file too"
+            f"data_file={options.data_file}: the prompts are in the run's test_file={run.test_file}; give --test_file"
         )
     if task != run.task:
         changes |= asdict(TaskOptions()) | dict(max_prompt_length=0)

@@ -9,7 +9,6 @@ with these is refused. Left out: writing GGUF. Tests: tests/test_from_gguf.py, t
 
 import math
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from tokenizers import normalizers, pre_tokenizers
@@ -31,12 +30,10 @@ WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
 
 def main(settings: FromGGUFSettings, file: str):
     """Raises SnugError for a file that is no supported model, and if settings.to exists."""
-    missing = [name for name in ("transformers", "gguf", "accelerate") if not find_spec(name)]
-    if missing:
-        raise SnugError(f"from_gguf needs {', '.join(missing)}: pip install -r requirements-gguf.txt")
     if not Path(file).is_file():
         raise SnugError(f"{file or 'no file'}: is not there; name a GGUF file")
-    with appearing(settings.to) as folder, in_one_line(f"{file}: cannot become a folder"):
+    problem = f"{file}: cannot become a folder; is requirements-gguf.txt installed?"
+    with appearing(settings.to) as folder, in_one_line(problem):
         link = folder / NAME  # alone in a folder: transformers looks at what lies beside the file
         link.symlink_to(Path(file).resolve())
         model, tokenizer = read(folder, settings.dtype)
@@ -44,12 +41,8 @@ def main(settings: FromGGUFSettings, file: str):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         chat = "--chat " if get_tokenizer(str(folder)).chat else ""
-        count = numbers_in(look_at_weights(folder))
-        size = sum(path.stat().st_size for path in folder.iterdir()) / 2**30
-    print(
-        f"{settings.to}: {count:,} parameters, {size:.2f} GiB; "
-        f"next: python sample.py {settings.to} {chat}--prompt=Hi"
-    )
+        look_at_weights(folder)
+    print(f"{file} is now {settings.to}; next: python sample.py {settings.to} {chat}--prompt=Hi")
 
 
 def read(folder: Path, dtype: str):

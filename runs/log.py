@@ -29,10 +29,8 @@ from snug.options import SnugError, described, in_one_line, plain, told
 
 IS_IT_BROKEN = """\
 note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the
-      policy is the sampler, so every ratio is 1. A group's advantages add up to
-      0, so over completions of equal length the loss does too (otherwise it is
-      small and says little). The gradient is not 0: watch grad_norm and
-      reward_mean."""
+      policy is the sampler, and a group's advantages add up to 0. The gradient
+      is not 0: watch grad_norm and reward_mean."""
 
 # What the console shows of a record.
 CONSOLE = {
@@ -105,15 +103,8 @@ class RunLog:
                 )
             options = vars(settings) | facts
             write_whole(folder / "settings.json", json.dumps(options, indent=2) + "\n")
-        self.bar = tqdm(
-            total=self.max_iters,
-            initial=start,
-            desc=title,
-            disable=None,
-            leave=False,
-            dynamic_ncols=True,
-            smoothing=0,
-        )
+        shown = dict(disable=None, leave=False, dynamic_ncols=True, smoothing=0)
+        self.bar = tqdm(total=self.max_iters, initial=start, desc=title, **shown)
         self.services = {name: SERVICES[name]() for name in settings.report_to}
         self.call_services("start", settings, title, start)
 
@@ -185,13 +176,12 @@ class RunLog:
 
         The console shows every log_interval iterations, the first, the last, and those with an evaluation.
         """
-        record = finite(record)
+        record, done = finite(record), record["iter"] + 1
         self.append("log.jsonl", json.dumps(record))
         for sample in samples:
             self.append("samples.jsonl", json.dumps(finite({"iter": record["iter"]} | sample)))
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         self.call_services("log", numbers)
-        done = record["iter"] + 1
         regular = done in (self.start + 1, self.max_iters) or done % self.log_interval == 0
         if regular or "eval_reward_mean" in record:
             self.scores(record | self.left(done))

@@ -313,7 +313,7 @@ def shape_and_tokenizer(
         place, shape = "", {name: getattr(settings, name) for name in SHAPE}
         tokenizer = get_tokenizer(settings.tokenizer)
     if place:
-        refuse_contradictions(settings, chosen, shape, tokenizer.name, place)
+        refuse_contradictions(settings, chosen, vars(ModelOptions()) | shape, tokenizer.name, place)
     tokenizer.set_template_kwargs(settings.chat_template_kwargs)
     rows = shape["vocab_size"] or tokenizer.n_vocab
     if rows < tokenizer.n_vocab:
@@ -324,11 +324,8 @@ def shape_and_tokenizer(
     return shape | dict(vocab_size=rows, n_vocab=tokenizer.n_vocab), tokenizer
 
 
-def refuse_contradictions(
-    settings, chosen: Set[str], shape: dict, tokenizer_name: str, source: str | Path
-):
+def refuse_contradictions(settings, chosen: Set[str], expected: dict, tokenizer_name: str, source):
     """Shape and tokenizer come from `source`; the options that the user chose must agree. Raises SnugError."""
-    expected = vars(ModelOptions()) | shape
     for name in sorted(chosen & {*SHAPE}):
         value = getattr(settings, name)
         smaller = name == "block_size" and value < expected[name]  # refuse_lengths holds to it

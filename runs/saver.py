@@ -32,12 +32,10 @@ from snug.options import SnugError, in_one_line
 
 
 class UnsafeState(SnugError):
-    """The run stops, and its state must not be saved: the weights may be ruined, or another run's folder may be there."""
+    """The run stops, and its state must not be saved: the weights may be ruined."""
 
 
 class Saver:
-    lock = None  # the folder's, on rank 0
-
     def __init__(
         self,
         settings,
@@ -92,7 +90,6 @@ class Saver:
             self.prune(done)  # also without a write: its score may be new
 
     def write(self, done: int, progress: dict, last: bool):
-        """If the folder was moved or deleted, raise UnsafeState: another run may have it now."""
         tensors = self.processes.whole_tensors(self.model, tensors_of(self.model, self.optimizer))
         if self.processes.rank:
             return
@@ -107,11 +104,6 @@ class Saver:
             **progress,
         }
         name = f"{PREFIX}{done:06d}"
-        if self.lock and self.lock.is_lost():
-            raise UnsafeState(
-                f"out_dir={self.settings.out_dir} was moved or deleted, so {name} is not written; "
-                "--resume=<its new place> goes on from the checkpoints there"
-            )
         try:
             if bad := not_finite(ChainMap(*tensors.values())):
                 raise SnugError(f"{name} is not written: {bad}")

@@ -167,10 +167,7 @@ def test_a_first_text_that_is_too_long_is_one_line(tmp_path):
             return super().reset(**columns) + "7" * 50
 
     settings = settings_of(tmp_path, environment="E", max_iters=1)
-    with pytest.raises(
-        SnugError,
-        match="a prompt of 55 tokens . max_new_tokens=40 is longer than block_size=64; lower max_new_tokens, .*--max_p",
-    ):
+    with pytest.raises(SnugError, match="a prompt of 55 tokens . max_new_tokens=40 is longer than block_size=64"):
         grpo.main(prepare(settings, functions=dict(E=Talks)))
     cut = dataclasses.replace(settings, max_prompt_length=24)
     grpo.main(prepare(cut, functions=dict(E=Talks)))
@@ -333,12 +330,8 @@ def test_two_processes_have_the_episodes_of_one(found):
     for our, their in zip(ours, theirs, strict=True):
         assert our == {key: pytest.approx(value, abs=1e-6) for key, value in their.items()}
     assert_same_weights(found / "ddp2", found / "whole", 1e-9)
-
-
-@cpu_only
-def test_selected_groups_keep_their_episodes(found):
     tokenizer = get_tokenizer(f"{found}/tokenizer")
-    for sample in samples_of(found / "whole"):
+    for sample in samples_of(found / "whole"):  # selected groups keep their episodes
         check_messages(sample, tokenizer)
         assert sample["rewards"]["Game"] == sample["columns"]["start"] / 10
 

@@ -85,8 +85,7 @@ def test_weights_and_ids_are_those_that_went_in(architecture, tmp_path, capsys):
     theirs, spec = write(tmp_path / "a.gguf", architecture)
     (tmp_path / "config.json").write_text("{")  # what lies beside the file does not matter
     convert(tmp_path / "a.gguf", tmp_path / "out")
-    parameters = sum(p.numel() for p in theirs.parameters())
-    assert f"{tmp_path}/out: {parameters:,} parameters, 0.00 GiB; next: python sample.py" in capsys.readouterr().out
+    assert f"a.gguf is now {tmp_path}/out; next: python sample.py" in capsys.readouterr().out
     tokens = torch.randint(1000, (2, 40), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = theirs(tokens).logits
@@ -125,7 +124,9 @@ REFUSED = {  # what is said: how the file differs
     "llama.rope.scaling.type='yarn' is not supported": {"llama.rope.scaling.type": "yarn"},
     "llama.attention.sliding_window=64 is not supported": {"llama.attention.sliding_window": 64},
     "model_type='gemma2' is not supported": {"general.architecture": "gemma2"},
-    "cannot become a folder (ValueError: GGUF model with architecture rwkv": {"general.architecture": "rwkv"},
+    "is requirements-gguf.txt installed? (ValueError: GGUF model with architecture rwkv": {
+        "general.architecture": "rwkv"
+    },
 }
 
 
@@ -147,13 +148,10 @@ def test_what_would_be_left_out_in_silence_is_refused(said, tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
 
 
-def test_what_is_no_gguf_file(tmp_path, monkeypatch):
+def test_what_is_no_gguf_file(tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"\x80\x04." * 20)
     for name, said in (("a.gguf", "not a GGUF file"), ("b", "b: is not there; name a GGUF file"), ("", "is not there")):
         with pytest.raises(SnugError, match=said):
             convert(tmp_path / name, tmp_path / "out")
-    monkeypatch.setattr(from_gguf, "find_spec", lambda name: None)
-    with pytest.raises(SnugError, match="needs transformers, gguf, accelerate: pip install -r requirements-gguf.txt"):
-        convert(tmp_path / "a.gguf", tmp_path / "out")
     with pytest.raises(SnugError, match="name the new folder: --to="):
         read_settings(FromGGUFSettings, ["a.gguf"], positional="file")

@@ -138,37 +138,16 @@ RECORD |= dict(completion_length_mean=18, tokens_per_second=51804, mem_alloc_mb=
         ),
         (79, {}, "iter  7/80  reward 0.250  loss -0.0010  kl 0.0200  peak 39 MiB  2.30 s"),
         (
-            80,
-            dict(pass_at_1=0.5, pass_at_1_sampled=0.4, skipped_steps=3),
-            "iter  7/80  reward 0.250  kl 0.0200  peak 39 MiB  2.30 s  pass@1 0.500",
-        ),
-        (
             105,
             dict(pass_at_1=0.5, pass_at_1_interval=[0.1505, 0.8495], pass_at_1_sampled=0.4),
             "iter  7/80  reward 0.250  loss -0.0010  kl 0.0200  peak 39 MiB  2.30 s  pass@1 0.500 (0.15 to 0.85)",
         ),
-        (
-            105,
-            dict(skipped_steps=3, kl=None),
-            "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  peak 39 MiB  2.30 s  steps with nothing to learn: 3",
-        ),
         (1, {}, "iter  7/80  reward 0.250  peak 39 MiB  2.30 s"),
-        (
-            WIDE,
-            dict(tool_calls=0.0, tool_errors=0.0),
-            "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  length 18.0  "
-            "calls 0.00  51,804 tok/s  mem 2 MiB  peak 39 MiB  2.30 s",
-        ),
         (
             124,
             dict(tool_calls=0.52, tool_errors=0.1, tokens_per_second=None),
             "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  tool errors 0.10  "
             "peak 39 MiB  2.30 s",
-        ),
-        (
-            80,
-            dict(tool_calls=0.52, tool_errors=0.1),
-            "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  peak 39 MiB  2.30 s",
         ),
     ],
 )
@@ -217,7 +196,7 @@ def test_the_end_of_a_run_says_what_was_reached_and_what_comes_next(tmp_path, mo
         assert lines[-1] == f"  next        {start} grpo.py --resume={folder}"
 
 
-@pytest.mark.parametrize("max_iters, interval, scored", [(1, 20, [1]), (2, 1, [1, 2]), (3, 2, [2, 3]), (3, 0, [3])])
+@pytest.mark.parametrize("max_iters, interval, scored", [(3, 2, [2, 3]), (2, 0, [2])])
 def test_an_evaluation_comes_first_every_n_iterations_and_last(tmp_path, monkeypatch, max_iters, interval, scored):
     """The score is a weight of the model, and so shows which model was evaluated."""
     score = lambda model, *_: dict(  # noqa: E731

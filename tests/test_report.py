@@ -412,32 +412,6 @@ def test_the_browser_shows_turns_and_replies(chromium, tmp_path):
     assert tab.evaluate("window.hacked") is None and wrong == []
 
 
-def test_the_table_of_contents_stays_in_view_and_lines_of_few_points_have_markers(chromium, tmp_path):
-    page = page_of([make_run(tmp_path / "a", iterations=2, samples=make_samples(1))])
-    tab = chromium.new_page(viewport=dict(width=390, height=700), reduced_motion="reduce")
-    tab.goto(f"file://{page}")
-    tab.locator(".chart").last.locator(".main-svg").first.wait_for()
-    points = {
-        title: tab.locator(".chart", has_text=title).first.locator(".scatterlayer .point").count()
-        for title in ("Reward", "KL to the reference", "pass@1")
-    }
-    assert points == {"Reward": 2, "KL to the reference": 1, "pass@1": 2}  # a point of each of two lines
-    links = tab.locator("nav a")
-    assert links.all_inner_texts() == ["Learning", "Memory", "Time", "Rollouts", "Figures"]
-    for width in (390, 1280):
-        tab.set_viewport_size(dict(width=width, height=700))
-        assert tab.evaluate("document.documentElement.scrollWidth") == width
-        for i in (4, 1):  # to the end and back
-            links.nth(i).click()
-            box = tab.locator("nav").bounding_box()
-            heading = tab.locator("h2", has_text=links.nth(i).inner_text()).bounding_box()
-            assert tab.evaluate("scrollY") > 500 and 0 <= box["y"] <= 20 and 0 <= box["x"] <= width - box["width"]
-            assert heading["y"] >= box["y"] + box["height"]
-    tab.emulate_media(media="print")
-    assert not tab.is_visible("nav") and tab.is_visible("h1")
-    tab.close()
-
-
 @pytest.mark.parametrize("drawn", [True, False])
 def test_charts_are_on_paper(chromium, tmp_path, drawn):
     """In the light colours, also if the dark page is printed before it has drawn them."""

@@ -135,9 +135,7 @@ def test_the_runs_figures_and_the_commands_are_a_count_by_hand(run_folder, capsy
 @pytest.mark.parametrize(
     "words, weights, threshold",
     [
-        ([], [1.0, 0.5], 1.5),
         (["--pass_reward=-0.25"], [1.0, 0.5], -0.25),
-        (["--reward_weights=1,-2"], [1.0, -2.0], -1.0),
         (["--reward_weights=0.25,3", "--pass_reward=3.1"], [0.25, 3.0], 3.1),
         (["--reward_funcs=held_out_rewards:short,held_out_rewards:vowels"], [1.0, 1.0], 2.0),
     ],

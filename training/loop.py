@@ -103,7 +103,6 @@ def train(prepared, title, iterate, device, processes, lock):
                 processes,
                 **constants,
             )
-            saver.lock = lock
             training = Training(
                 prepared,
                 model,

@@ -12,12 +12,15 @@ from runs.page.runs import PHASES, Run, logged, logged_names
 PALETTE = ["#4f7df0", "#c9821a", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c76aa8", "#3a9ab5"]
 SHOWN = 10  # iterations of a memory timeline that are visible at first
 MOST = 200  # a memory timeline has the last iterations
-POINTS = 2000  # of a line, at most
 STYLES = "line", "dashed", "dotted", "dashdot"
 
 LEARNING = [  # title, unit, {figure of the log: name of the line}
     ("Reward", "reward", {"reward_mean": "training, sampled", "eval_reward_mean": "held out, greedy"}),
-    ("pass@1", "share of held-out prompts", {"pass_at_1": "greedy", "pass_at_1_sampled": "sampled"}),
+    (
+        "pass@1",
+        "share of held-out prompts",
+        {"pass_at_1": "greedy", "pass_at_1_sampled": "sampled", "task_pass_at_1": "the task's own"},
+    ),
     ("KL to the reference", "nats per token", {"kl": ""}),
     ("Divergence from the teacher", "nats per token", {"divergence": ""}),
     ("Entropy", "nats per token", {"entropy": ""}),
@@ -83,14 +86,12 @@ def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:
     for number, run in enumerate(runs):
         for place, (figure, name) in enumerate(names.items()):
             points = values_of(run.records, figure)
-            points = points[:: 1 + len(points) // POINTS]
-            if not points:
-                continue
-            x, y = map(list, zip(*points, strict=True))
             label, color = name or run.name, place
             if len(runs) > 1:
                 label, color = f"{run.name}, {name}".removesuffix(", "), number
-            series.append(Series(label, x, y, STYLES[place % len(STYLES)], color))
+            if points:
+                x, y = map(list, zip(*points, strict=True))
+                series.append(Series(label, x, y, STYLES[place % len(STYLES)], color))
     return series
 
 
