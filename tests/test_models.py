@@ -140,16 +140,28 @@ def test_the_date_in_prompts_is_the_day_on_which_the_run_began(folder, tmp_path,
     assert text_of(get_tokenizer(str(tmp_path / "model"))).startswith("02 Feb 2031")
 
 
-def test_a_base_model_says_what_else_ends_a_completion(folder, tmp_path, rewards):
-    """At the start of its first run; its checkpoints know it."""
+def test_a_model_says_what_else_ends_a_completion(folder, tmp_path, rewards):
+    """In three files. A checkpoint has no config.json, and yet the same stop tokens, in the same order."""
+
+    def write(name, **change):
+        content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (tmp_path / "model" / name).write_text(json.dumps(content | change))
+
     shutil.copytree(folder, tmp_path / "model")
-    config = json.loads((folder / "tokenizer_config.json").read_text()) | dict(eos_token="<|endoftext|>")
-    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(dict(eos_token_id=256)))
+    write("tokenizer_config.json", eos_token="<|endoftext|>")
+    write("generation_config.json", eos_token_id=256)
     gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
     line = "<|im_end|> ends a completion, too: the chat template writes it behind an answer"
     assert (tmp_path / "run/log.txt").read_text().splitlines().count(line) == 1
     assert load_run(tmp_path / "run").tokenizer.stop_tokens == (256, 258)
+    write("tokenizer_config.json", eos_token=None)
+    write("config.json", eos_token_id=258)
+    write("generation_config.json", eos_token_id=256, top_k=3)
+    assert get_tokenizer(str(tmp_path / "model")).stop_tokens == (258, 256)
+    gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
+    assert load_run(tmp_path / "run").tokenizer.stop_tokens == (258, 256)
+    generation = json.loads((newest(tmp_path / "run") / "generation_config.json").read_text())
+    assert generation == dict(eos_token_id=[258, 256], top_k=3)
 
 
 def test_out_again_to_transformers(folder, tmp_path, rewards):
@@ -186,20 +198,6 @@ def test_demonstrations_of_messages_end_with_the_first_stop_token(folder, tmp_pa
     ends = batch.prompt_lengths + batch.completion_lengths - 1
     assert batch.tokens[torch.arange(4), ends].tolist() == [258] * 4
     assert batch.tokens[:, 0].tolist() == [257] * 4  # <|im_start|>
-
-
-def test_what_config_json_says_of_the_end_travels_too(folder, tmp_path, rewards):
-    """Where tokenizer_config.json does not: a checkpoint has no config.json, and yet the same stop tokens, in the same order."""
-    shutil.copytree(folder, tmp_path / "model")
-    for name, change in (("tokenizer_config.json", dict(eos_token=None)), ("config.json", dict(eos_token_id=258))):
-        content = json.loads((folder / name).read_text()) | change
-        (tmp_path / "model" / name).write_text(json.dumps(content))
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(dict(eos_token_id=256, top_k=3)))
-    assert get_tokenizer(str(tmp_path / "model")).stop_tokens == (258, 256)
-    gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
-    assert load_run(tmp_path / "run").tokenizer.stop_tokens == (258, 256)
-    generation = json.loads((newest(tmp_path / "run") / "generation_config.json").read_text())
-    assert generation == dict(eos_token_id=[258, 256], top_k=3)
 
 
 def test_what_does_not_go_together_is_refused(folder, tmp_path):

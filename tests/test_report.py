@@ -114,24 +114,6 @@ def test_each_function_has_a_line_and_each_metric_a_chart(tmp_path):
     assert rows["metric/<i>words (first -> last)"] == ["-", "7.000"]
 
 
-def test_tools_have_charts_where_they_were_logged(tmp_path):
-    runs = read_runs([make_run(tmp_path / "a", iterations=2), make_run(tmp_path / "b", iterations=1)])
-    titles = {"Turns", "Tool calls", "Replies"}
-    assert not titles & {chart.title for chart in charts_of(runs)}
-    assert not any(name.startswith("tool") for name, *_ in report.cells_of(runs))
-    for i, record in enumerate(runs[0].records):
-        record |= dict(turns=1.5 + i, tool_calls=0.5 + i, tool_errors=i / 4, written_fraction=0.125)
-    charts = charts_of(runs)
-    assert chart(charts, "Turns")["a"].y == [1.5, 2.5] and chart(charts, "Replies")["a"].y == [0.125, 0.125]
-    assert {name: s.y for name, s in chart(charts, "Tool calls").items()} == {
-        "a, calls": [0.5, 1.5],
-        "a, errors": [0, 0.25],
-    }
-    rows = {name: cells for name, *cells in report.cells_of(runs)}
-    assert rows["tool_calls (first -> last)"] == ["0.500 -> 1.500", "-"]
-    assert rows["tool_errors (first -> last)"] == ["0.000 -> 0.250", "-"]
-
-
 def top_of(folders):
     """-> (rows of the options' table, the options below it)"""
     text = page_of(folders).read_text()
