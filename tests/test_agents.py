@@ -508,12 +508,12 @@ def test_each_completion_may_have_its_own_prompt(tmp_path, monkeypatch):
     learned = []
     accumulate = grpo.accumulate_gradient
 
-    def watch(model, rollouts, cut, step, settings, *rest):
-        metrics = accumulate(model, rollouts, cut, step, settings, *rest)
+    def watch(model, rollouts, cut, step, settings, **rest):
+        metrics = accumulate(model, rollouts, cut, step, settings, **rest)
         gradients = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         with padded():
-            expected = accumulate(model, rollouts, a_few(cut, 3), step, settings, *rest)
+            expected = accumulate(model, rollouts, a_few(cut, 3), step, settings, **rest)
         for p, gradient in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(gradient, p.grad, atol=1e-5, rtol=1e-4)
         assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-5)

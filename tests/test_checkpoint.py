@@ -176,10 +176,10 @@ def out_of_memory_at(monkeypatch, train, rollout):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         return original[0](model, prepared, rows, iteration, turn, max_batch)
 
-    def accumulated(model, rollouts, cut, step, *rest):
+    def accumulated(model, rollouts, cut, step, **rest):
         if now == [train] and len(cut.steps[step]) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return original[1](model, rollouts, cut, step, *rest)
+        return original[1](model, rollouts, cut, step, **rest)
 
     monkeypatch.setattr(grpo, "sample_rows", rolled)
     monkeypatch.setattr(grpo, "accumulate_gradient", accumulated)

@@ -247,9 +247,7 @@ def keep_rollouts(monkeypatch):
     """-> the list that every iteration's Rollouts are added to, log-probs and all."""
     kept = []
     original = grpo.accumulate_gradient
-    monkeypatch.setattr(
-        grpo, "accumulate_gradient", lambda m, rollouts, *rest: kept.append(rollouts) or original(m, rollouts, *rest)
-    )
+    monkeypatch.setattr(grpo, "accumulate_gradient", lambda *a, **rest: kept.append(a[1]) or original(*a, **rest))
     return kept
 
 
