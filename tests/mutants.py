@@ -113,7 +113,7 @@ MUTANTS = [
     ("groups without variance kept", "grpo.py", "(~varied).int()", "varied.int()", "test_collect.py"),
     ("refills not remembered", "grpo.py", "training.extra_prompts += (metrics", "training.extra_prompts += 0 * (metrics", "test_collect.py"),
     ("prompts of refills used again", "grpo.py", "(iteration + turn) * P", "iteration * P", "test_collect.py"),
-    ("log: metrics of the last chunk alone", "grpo.py", "add_up(totals, metrics)", "add_up(totals, metrics[-2:])", "test_grpo.py"),
+    ("log: metrics of the last chunk alone", "grpo.py", "add_up(totals, metrics)", "add_up(totals, metrics[-2:])", "test_packed.py"),
     ("refills draw with the first round's uniforms", "grpo.py", "first_row=before * k", "first_row=0", "test_grpo.py"),
     ("every iteration draws the same numbers", "grpo.py", "* 2**32 + iteration", "* 2**32", "test_grpo.py"),
     ("log: entropies of other sequences", "grpo.py", "entropies[micro.row, micro.place]", "entropies[micro.sequence, micro.place]", "test_grpo.py"),

@@ -21,7 +21,7 @@ from loss import group_advantages, policy_loss
 from runs.checkpoint import newest
 from runs.log import read_log
 from runs.prepare import prepare
-from sample import Rollouts, sample_groups
+from sample import sample_groups
 from settings import GRPOSettings, SFTSettings
 from snug.decoding import uniforms
 from snug.device.kinds import MIB
@@ -72,32 +72,6 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_gradient_does_not_depend_on_the_cut(shape, variant):
-    """One sequence at a time or a few of a group, chunks of the head, prompts shared or not, any order; bnpo must differ."""
-    model = make_flat_model(shape, dtype=torch.float64)
-    rollouts = some_rollouts(model)
-    common = dict(beta=0.04, max_new_tokens=12) | VARIANTS[variant]
-    whole, metrics = gradient(model, rollouts, GRPOSettings(**common))
-    assert len(set(rollouts.completion_lengths.tolist())) >= 3 and 2 <= int(rollouts.stopped.sum()) < 12  # ragged
-    cuts = [dict(max_tokens_per_micro_batch=n) for n in (1, 37, 60)] + [dict(logits_chunk_mb=0.001)]
-    for cut in cuts:
-        pieces, other = gradient(model, rollouts, GRPOSettings(**common, **cut))
-        if variant == "bnpo" and "logits_chunk_mb" not in cut:
-            assert (pieces["embedding.weight"] - whole["embedding.weight"]).abs().max() > 1e-4
-            continue
-        for name in whole:
-            torch.testing.assert_close(pieces[name], whole[name], rtol=0, atol=1e-12)
-        assert {name: pytest.approx(value, abs=1e-6) for name, value in metrics.items()} == other
-    shuffled, _ = gradient(model, rollouts, GRPOSettings(**common), select=torch.randperm(12).tolist())
-    wider = dataclasses.replace(rollouts, tokens=F.pad(rollouts.tokens, (0, 5), value=7))
-    padded, _ = gradient(model, wider, GRPOSettings(**common))
-    for other in (shuffled, padded):
-        torch.testing.assert_close(other["embedding.weight"], whole["embedding.weight"], rtol=0, atol=1e-12)
-    assert whole["embedding.weight"].abs().max() > 1e-3
-
-
 def plain_loss(model, rollouts, select, settings):
     """The same loss the long way: whole logits, log_softmax, one sequence at a time."""
     total = 0.0
@@ -123,7 +97,7 @@ def plain_loss(model, rollouts, select, settings):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("select, vocab_size", [(list(range(12)), 16), ([7, 2, 9], 16), ([7, 2, 9], 24)])
+@pytest.mark.parametrize("select, vocab_size", [(list(range(12)), 16), ([7, 2, 9], 24)])
 def test_the_gradient_is_the_plain_one(select, vocab_size, variant):
     """Shift, mask, temperature, padded ids, head and loss together, against whole logits without any of our batching."""
     model = make_flat_model("llama", dtype=torch.float64, vocab_size=vocab_size, n_vocab=16)
@@ -158,8 +132,7 @@ class OneValueAPlace(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type, level", [*((name, "token") for name in LOSS_TYPES), ("grpo", "sequence")])
 def test_a_step_adds_floats_in_a_fixed_order(loss_type, level):
     """So that it repeats bit for bit on CUDA. A prompt's last state, and what a sequence's tokens share, get several."""
     model = make_flat_model("gpt2", dtype=torch.float64, vocab_size=200, n_vocab=16)
@@ -172,25 +145,6 @@ def test_a_step_adds_floats_in_a_fixed_order(loss_type, level):
         with pytest.raises(AssertionError, match="index_add.* adds several values to one place"):
             torch.zeros(3).index_add(0, torch.tensor([1, 1]), torch.ones(2))
     assert adding.seen == 2  # the embedding's, with a row a value, and this one
-
-
-def test_the_stop_token_is_learned_and_what_follows_it_is_not():
-    model = make_flat_model("gpt2", tie_embeddings=False, vocab_size=67)
-    with torch.no_grad():
-        model.head.weight *= 0.1
-    tokens = torch.tensor([[1, 2, 9, 8, STOP, 55, 56]], device=DEVICE)  # 55, 56: whatever stands in the padding
-    lengths = [torch.tensor([n], device=DEVICE) for n in (2, 3)]
-    zeros = torch.zeros(1, 3, device=DEVICE)
-    stopped, advantages = torch.tensor([True], device=DEVICE), torch.ones(1, device=DEVICE)
-    rollouts = Rollouts(tokens, *lengths, zeros, zeros + 1, stopped, advantages=advantages, old_logprobs=zeros - 4)
-    grads, _ = gradient(model, rollouts, GRPOSettings())
-    pushed = grads["head.weight"].abs().sum(1)
-    uniform = pushed[20:50].mean()
-    assert pushed[STOP] > 2 * uniform and pushed[8] > 2 * uniform  # sampled tokens are pushed up
-    assert pushed[[55, 56, 1, 2]].max() < 2 * uniform  # padding and prompt are not
-    read = grads["embedding.weight"]
-    assert read[[STOP, 55, 56]].abs().max() == 0  # nothing is predicted from the stop token or after it
-    assert read[[1, 2, 9, 8]].abs().sum(1).min() > 0
 
 
 def test_entropies_stand_at_their_tokens():
@@ -349,16 +303,6 @@ def test_an_earlier_run_is_moved_aside(tmp_path):
     assert newest(tmp_path / "sft.2").name == newest(tmp_path / "sft").name == "checkpoint-000001"
 
 
-def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.guard.MAX_DROPPED_STEPS", 2)
-    sft, _ = tiny(tmp_path)
-    hopeless = dict(learning_rate=1e30, grad_clip=0.0, eval_prompts=0, save_interval=1)
-    with pytest.raises(
-        SnugError, match=r"2 optimizer steps in a row .* iteration \d.*lower learning_rate .*checkpoint-00000"
-    ):
-        train_sft.main(prepare(dataclasses.replace(sft, **hopeless)))
-
-
 def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
     _, settings = tiny(tmp_path, init_from="", beta=0.0, batch_size=2, group_size=2)
     prepared = prepare(settings)
@@ -376,6 +320,8 @@ def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
     rows = prepared.task.prompts("train", range(2))
     rollouts, episodes = grpo.sample_rows(model, prepared, rows, 0)
     scored = grpo.score(rollouts, episodes, prepared)
+    metrics = grpo.rollout_metrics(scored)
+    assert (metrics["reward/first"], metrics["reward/second"]) == (pytest.approx(0.5 / 3), 0.625)
     assert scored.rewards.tolist() == [[1.25, 0.5], [pytest.approx(math.nan, nan_ok=True), 0.0]]
     assert list(scored.by_function.values()) == [[1, 0.5, None, -1], [0.25, None, None, 1.0]]
     assert seen["prompts"][0] == seen["prompts"][1] != seen["prompts"][2] and seen["answer"][2] == rows[1]["answer"]
@@ -436,19 +382,6 @@ def test_log_probs_of_trainer_and_reference_are_the_plain_ones(temperature):
         assert (found[i, c:] == 0).all()
 
 
-def test_zero_variance_groups_leave_the_weights_alone():
-    """No advantage, no reference: nothing is to be learned, and nothing moves."""
-    model = make_model("gpt2")
-    rollouts = some_rollouts(model, dtype=torch.float32)
-    rollouts.advantages, rollouts.ref_logprobs = group_advantages([[0.3] * 4] * 3).flatten().to(DEVICE), None
-    before = [p.clone() for p in model.parameters()]
-    settings = GRPOSettings()
-    optimizer = make_optimizer(model, settings)
-    grpo.accumulate_gradient(model, rollouts, Cut(rollouts), 0, settings)
-    assert optimizer_step(model, optimizer, 1e-3, 1.0) == 0.0
-    assert all(p.equal(q) for p, q in zip(model.parameters(), before, strict=True))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory: the promise, on a CPU, by the meter
 
@@ -460,26 +393,28 @@ def never_stop(monkeypatch):
     monkeypatch.setattr("sample.sample_groups", endless)
 
 
-def peaks(tmp_path, name, **changes):
-    """The records of a few iterations of GRPO on a model that SFT made with the same options, and SFT's.
+def peaks(tmp_path, name, sft_too=True, **changes):
+    """The records of SFT's iterations, and of GRPO's on its model with the same options; or only of GRPO's.
 
     A group of 8 completions of 18 tokens has 10 + 8 * 17 = 146 in the row, as SFT's sequence below.
     """
     common = dict(
-        digits=4, n_layer=2, n_embd=64, block_size=146, device=DEVICE, eval_prompts=0, save_interval=0, max_iters=3
+        digits=4, n_layer=2, n_embd=64, block_size=146, device=DEVICE, eval_prompts=0, save_interval=0, max_iters=2
     )
     common |= dict(max_tokens_per_micro_batch=14 * 146, dtype="float32")
     sft = SFTSettings(**common, out_dir=str(tmp_path / f"sft_{name}"), batch_size=28)
     options = dict(out_dir=str(tmp_path / f"grpo_{name}"), init_from=sft.out_dir, batch_size=28, group_size=8)
-    settings = GRPOSettings(**common | options | dict(max_new_tokens=18, beta=0.04) | changes)
-    train_sft.main(prepare(sft))
+    if not sft_too:
+        options["init_from"] = ""
+    elif not (tmp_path / f"sft_{name}").exists():
+        train_sft.main(prepare(sft))
+    settings = GRPOSettings(**common | options | dict(max_new_tokens=18) | changes)
     run(settings)
-    return read_log(sft.out_dir)[1:], read_log(settings.out_dir)[1:]
+    return read_log(sft.out_dir)[1:] if sft_too else [], read_log(settings.out_dir)[1:]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
-@pytest.mark.parametrize("changes", [dict(beta=0.0), dict(beta=0.04, reference="host"), dict(beta=0.04)])
-def test_grpo_needs_no_more_than_sft(changes, tmp_path, monkeypatch):
+def test_grpo_needs_no_more_than_sft(tmp_path, monkeypatch):
     """At as many tokens in a row, and as many that are learned: 3 + 144 of a sequence, 10 + 8 * 18 of a group.
 
     Peak of a whole GRPO iteration <= SFT's + the rollouts' bytes + 1 %; a resident reference adds its weights.
@@ -495,15 +430,16 @@ def test_grpo_needs_no_more_than_sft(changes, tmp_path, monkeypatch):
         return original(scored)
 
     monkeypatch.setattr(grpo, "rollout_metrics", measured)
-    sft, run = peaks(tmp_path, "a", **changes)
     policy = make_model("gpt2", vocab_size=257, n_embd=64, block_size=146, bias=False)
-    resident = tensor_bytes(policy.parameters()) / MIB * (changes == dict(beta=0.04))
-    of_sft, of_grpo = sft[0]["mem_max_alloc_mb"], run[0]["mem_max_alloc_mb"]
-    print(f"{changes}: SFT {of_sft}, rollouts {max(sizes) / MIB:.3f}, GRPO {of_grpo}")
-    assert of_grpo <= 1.01 * (of_sft + resident + max(sizes) / MIB)
-    assert of_grpo >= 0.9 * of_sft  # both were measured
-    for record in run:  # nothing of the rollout is left but its small tensors; gradients are gone
-        assert record["mem_max_alloc_mb_reward"] <= record["mem_alloc_mb"] + max(sizes) / MIB + 0.1
+    for changes in (dict(beta=0.0), dict(beta=0.04, reference="host"), dict(beta=0.04)):
+        sft, run = peaks(tmp_path, "a", **changes)
+        resident = tensor_bytes(policy.parameters()) / MIB * (changes == dict(beta=0.04))
+        of_sft, of_grpo = sft[0]["mem_max_alloc_mb"], run[0]["mem_max_alloc_mb"]
+        print(f"{changes}: SFT {of_sft}, rollouts {max(sizes) / MIB:.3f}, GRPO {of_grpo}")
+        assert of_grpo <= 1.01 * (of_sft + resident + max(sizes) / MIB)
+        assert of_grpo >= 0.9 * of_sft  # both were measured
+        for record in run:  # nothing of the rollout is left but its small tensors; gradients are gone
+            assert record["mem_max_alloc_mb_reward"] <= record["mem_alloc_mb"] + max(sizes) / MIB + 0.1
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
@@ -512,7 +448,7 @@ def test_the_peak_does_not_depend_on_the_group_size(tmp_path, monkeypatch):
     never_stop(monkeypatch)
     options = dict(max_tokens_per_micro_batch=1098, logits_chunk_mb=0.25, beta=0.0)
     four, *others = (
-        peaks(tmp_path, str(k), group_size=k, batch_size=256 // k, **options)[1][0]["mem_max_alloc_mb_train"]
+        peaks(tmp_path, str(k), False, group_size=k, batch_size=256 // k, **options)[1][0]["mem_max_alloc_mb_train"]
         for k in (4, 64, 128)
     )
     print(four, others)
@@ -520,14 +456,14 @@ def test_the_peak_does_not_depend_on_the_group_size(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
-def test_no_drift_over_100_iterations(tmp_path, monkeypatch):
+def test_no_drift_over_40_iterations(tmp_path, monkeypatch):
     never_stop(monkeypatch)
     _, settings = tiny(
-        tmp_path, init_from="", beta=0.0, max_iters=100, max_new_tokens=4, eval_prompts=0, save_interval=0, batch_size=2
+        tmp_path, init_from="", beta=0.0, max_iters=40, max_new_tokens=4, eval_prompts=0, save_interval=0, batch_size=2
     )
     run(settings)
     records = read_log(settings.out_dir)
-    assert len(records) == 100 and min(record["grad_norm"] for record in records) > 0
+    assert len(records) == 40 and min(record["grad_norm"] for record in records) > 0
     for name in ("mem_max_alloc_mb", "mem_alloc_mb"):
         values = [record[name] for record in records[2:]]
         assert max(values) <= 1.01 * min(values)
@@ -536,8 +472,8 @@ def test_no_drift_over_100_iterations(tmp_path, monkeypatch):
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
 def test_sft_is_half_of_a_plain_loop_at_a_large_vocabulary():
     """V = 50,257: logits, their log-softmax and their gradient are what a plain nanoGPT loop holds at once."""
-    model_of = dict(vocab_size=50257, n_layer=4, n_embd=128, block_size=256)
-    lists = [[1] * 8] * 4, [[2] * 248] * 4
+    model_of = dict(vocab_size=50257, n_layer=2, n_embd=64, block_size=256)
+    lists = [[1] * 8] * 2, [[2] * 248] * 2
     settings = SFTSettings()
 
     def plain(model, optimizer):
@@ -572,7 +508,7 @@ def test_sft_is_half_of_a_plain_loop_at_a_large_vocabulary():
 def test_grpo_lifts_its_warm_start(tmp_path):
     """Two-digit additions by a teacher who drops carries, in a quarter of a minute; three seeds: 0.18 to 0.20 -> 0.81 to 0.96."""
     common = dict(
-        digits=2, n_layer=2, n_embd=48, block_size=20, eval_prompts=200, eval_interval=0, save_interval=0, device=DEVICE
+        digits=2, n_layer=2, n_embd=48, block_size=20, eval_prompts=100, eval_interval=0, save_interval=0, device=DEVICE
     )
     options = dict(
         max_iters=250, batch_size=64, learning_rate=4e-3, lr_schedule="cosine", warmup_iters=20, demonstration_noise=0.6

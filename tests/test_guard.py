@@ -23,10 +23,13 @@ from training.optimizer import gradients_of
 HOME = Path(__file__).parent.parent
 VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
 # what is poisoned, which part of it, and with what
-PLACES = [("loss", "", "nan"), ("advantages", "", "inf"), ("ref_logprobs", "", "nan")]
-PLACES += [("sampling_logprobs", "", "-inf"), ("reward", "", "-inf"), ("reward", "", "nan")]
-PLACES += [("gradient", "embedding.weight", "inf"), ("gradient", "blocks.0.attention.qkv.weight", "nan")]
-PLACES += [("train", "blocks.0.attention.qkv", "inf"), ("train", "norm", "inf"), ("rollout", "embedding", "nan")]
+PLACES = [
+    ("loss", "", "nan"),
+    ("advantages", "", "inf"),
+    ("ref_logprobs", "", "nan"),
+    ("sampling_logprobs", "", "-inf"),
+]
+PLACES += [("reward", "", "nan"), ("gradient", "embedding.weight", "inf"), ("train", "norm", "inf")]
 PLACES += [("rollout", "blocks.1.mlp", "-inf"), ("logits", "rollout", "inf"), ("logits", "train", "nan")]
 PLACES += [("reference", "blocks.1.mlp", "inf")]
 

@@ -98,10 +98,12 @@ VARIANTS = {
     "completions filtered, dapo": dict(mask_truncated_completions=True, beta=0.1),
     "SFT": None,
 }
+SHAPES = ["gpt2", "llama"]
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "shape, variant", [*zip(SHAPES * len(VARIANTS), VARIANTS, strict=False), ("llama", "dapo"), ("gpt2", "SFT")]
+)
 def test_packed_is_padded(shape, variant):
     """Every loss by every budget, with small chunks of logits; bnpo's mean depends on the cut, so there both have the same."""
     model = make_flat_model(shape, dtype=torch.float64)
@@ -148,8 +150,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("shape, adapters", [("gpt2", False), ("llama", True)])
 @pytest.mark.parametrize("way", WAYS)
 def test_packed_is_padded_however_blocks_are_kept(shape, way, adapters):
     model, rollouts = make_flat_model(shape, dtype=torch.float64, n_layer=3), make_rollouts()
@@ -167,8 +168,7 @@ def test_packed_is_padded_however_blocks_are_kept(shape, way, adapters):
         assert_same(gradient(model, rollouts, Cut(rollouts, 0, budget, K), options), oracle)
 
 
-@pytest.mark.parametrize("step_size", [2, 6, 9])
-@pytest.mark.parametrize("budget", [0, 14])
+@pytest.mark.parametrize("step_size, budget", [(2, 14), (6, 0), (9, 14)])
 def test_packed_is_padded_step_by_step(step_size, budget):
     """Also where a step ends inside a group."""
     model, rollouts = make_flat_model("llama", dtype=torch.float64), make_rollouts()
@@ -181,8 +181,7 @@ def test_packed_is_padded_step_by_step(step_size, budget):
         assert_same(gradient(model, rollouts, cut, options, step), oracle)
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("shape, budget", list(zip(SHAPES * 2, BUDGETS, strict=True)))
 def test_logprobs_are_the_padded_ones(shape, budget):
     """The trainer's and the reference's, with the adapters off; 0 after the end."""
     model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts()
@@ -205,7 +204,7 @@ def groups_of(k):
     return st.lists(st.tuples(st.integers(1, 15), completions), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(1, 4).flatmap(groups_of), st.integers(0, 60), st.sampled_from(["gpt2", "llama"]))
 def test_logprobs_are_those_of_each_sequence_alone(groups, max_tokens, shape):
     model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts(groups)
@@ -222,9 +221,7 @@ def test_logprobs_are_those_of_each_sequence_alone(groups, max_tokens, shape):
 # Who must not be seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize("budget", [0, 45])
+@pytest.mark.parametrize("shape, dtype, budget", [("gpt2", torch.float32, 0), ("llama", torch.float64, 45)])
 def test_completions_do_not_see_one_another(shape, dtype, budget):
     """Other tokens in one completion, or in one prompt: what does not see them stays the same to the last bit."""
     model, rollouts = make_flat_model(shape, dtype=dtype), make_rollouts(dtype=dtype)
@@ -248,18 +245,6 @@ def test_completions_do_not_see_one_another(shape, dtype, budget):
         assert (after[group] != before[group]).any(1).all()
 
 
-def test_a_completion_gives_no_gradient_to_the_others():
-    """One advantage alone: exactly 0 for ids that stand in other completions and prompts only."""
-    model, rollouts = make_flat_model("llama", vocab_size=128, dtype=torch.float64), make_rollouts(vocab_size=128)
-    cut, i = Cut(rollouts, group_size=K), 1
-    rollouts.advantages = torch.zeros_like(rollouts.advantages)
-    rollouts.advantages[i] = 1.0
-    _, gradients = gradient(model, rollouts, cut, GRPOSettings(max_new_tokens=12))
-    ids = rollouts.tokens[i, : cut.prompt_lengths[i] + cut.completion_lengths[i] - 1].unique()
-    pushed = gradients["embedding.weight"].abs().sum(1).nonzero()[:, 0]
-    assert pushed.tolist() == ids.tolist()
-
-
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_nothing_is_read_beyond_the_end(shape):
     """Ids and NaN behind each sequence's end, and NaN where nothing was sampled, change no bit."""
@@ -279,8 +264,7 @@ def test_nothing_is_read_beyond_the_end(shape):
             assert metrics == others and all(torch.equal(gradients[name], right[name]) for name in right)
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize("way", ["none", "selective"])
+@pytest.mark.parametrize("shape, way", [("gpt2", "none"), ("llama", "selective")])
 def test_a_padded_row_has_the_same_loss_and_gradient(shape, way):
     """On CUDA rows are a multiple of 64 tokens long."""
     model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts()
@@ -312,8 +296,7 @@ def peak_bytes(model, rollouts, cut, options):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts tensors on the host")
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize("way", ["none", "block"])
+@pytest.mark.parametrize("shape, way", [("gpt2", "none"), ("llama", "block")])
 def test_a_shared_prompt_is_kept_once(shape, way):
     """8 completions of 64 behind a prompt of 192: 192 + 8 * 63 = 696 tokens instead of 8 * 256 = 2048, or 0.34.
 
@@ -331,29 +314,3 @@ def test_a_shared_prompt_is_kept_once(shape, way):
         with padded():
             bytes_padded = peak_bytes(model, rollouts, Cut(rollouts, group_size=group_size), options)
         assert packed <= most * bytes_padded + more
-
-
-@pytest.mark.parametrize("variant", ["dapo", "gspo", "dr_grpo"])
-def test_the_gradient_of_what_was_not_sampled_is_zero(variant):
-    """Exactly 0 at every state that predicts a reply's token, and not 0 at those that predict a sampled one."""
-    model, rollouts = make_flat_model("llama", dtype=torch.float64), make_rollouts(episodes=True)
-    options, gradients = GRPOSettings(max_new_tokens=12, **VARIANTS[variant]), []
-    keep = lambda module, inputs, hidden: hidden.register_hook(gradients.append) and None  # noqa: E731
-    handle = model.register_forward_hook(keep)
-    cut = Cut(rollouts, 0, 0, K)
-    [indices] = cut.steps[0]
-    gradient(model, rollouts, cut, options)
-    handle.remove()
-    pushed = gradients[0][0].abs().sum(1) > 0
-    expected, begin = torch.zeros(len(pushed), dtype=torch.bool), 0
-    for first in range(0, N, K):  # in the row: a prompt, then its completions without their last tokens
-        first = indices[first]
-        prompt = int(rollouts.prompt_lengths[first])
-        end = begin = begin + prompt
-        for i in range(first, first + K):
-            length = int(rollouts.completion_lengths[i])
-            for t in rollouts.mask[i, :length].nonzero()[:, 0].tolist():
-                expected[begin - 1 if t == 0 else end + t - 1] = True
-            end += length - 1
-        begin = end
-    assert torch.equal(pushed.cpu(), expected) and not expected.all()
