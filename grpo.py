@@ -266,8 +266,8 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
     Gradients are added to the parameters' .grad. Counts are those of the whole step, so the gradient does not depend on
     how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token. teacher: for its head.
     """
-    micro_batches = [trainable(rollouts, indices, settings) for indices in cut.steps[step]]
-    micro_batches = [indices for indices in micro_batches if indices]
+    kept = (trainable(rollouts, indices, settings) for indices in cut.steps[step])
+    micro_batches = list(filter(None, kept))
     counts = dict(
         num_tokens=sum(len(cut.places[i]) for indices in micro_batches for i in indices),
         num_sequences=cut.step_size,

@@ -68,11 +68,10 @@ def join(parts: list[Scored]) -> Scored:
 
 def concatenated(parts: list[Scored], column: str) -> dict[str, list]:
     """{name: the values of all parts}. Where a part lacks a name: None for each completion."""
-    lists = {}
-    for name in dict.fromkeys(name for part in parts for name in getattr(part, column)):
-        lists[name] = []
-        for part in parts:
-            none = [None] * part.rewards.numel()
+    lists = {name: [] for part in parts for name in getattr(part, column)}
+    for part in parts:
+        none = [None] * part.rewards.numel()
+        for name in lists:
             lists[name] += getattr(part, column).get(name, none)
     return lists
 

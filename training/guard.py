@@ -26,7 +26,8 @@ class Guard:
         """
         self.health["dropped_steps"] += 1
         self.health["dropped_in_a_row"] += 1
-        found = culprit(model, gradients, sequences, select, loss, norm)
+        found = culprit(model, gradients, sequences, select) or "every tensor by itself is finite"
+        found += f" (loss {loss:g}, gradient norm {norm:g})"
         what = (
             f"a step of iteration {iteration}, seed {self.settings.seed}, "
             f"sequences {select.start} to {select.stop - 1}"
@@ -54,10 +55,9 @@ def finite_columns(sequences, select) -> bool:
     return not not_finite(columns_of(sequences, select))
 
 
-def culprit(model, gradients, sequences, select, loss, norm) -> str:
-    """Name the first tensor that is not finite, in the order of computation."""
+def culprit(model, gradients, sequences, select):
+    """Name the first tensor that is not finite, in the order of computation, or None."""
     weights, batch = dict(model.named_parameters()), columns_of(sequences, select)
     for what, named in (("the weights", weights), ("the batch", batch), ("the gradient", gradients)):
         if bad := not_finite(named):
-            return f"{what}: {bad} (loss {loss:g}, gradient norm {norm:g})"
-    return f"loss {loss:g}, gradient norm {norm:g}; every gradient by itself is finite"
+            return f"{what}: {bad}"

@@ -49,10 +49,9 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
 
     if reward_funcs is not None:
         options["reward_funcs"] = reward_funcs
-    for option in {"reward_funcs", "tools"} & options.keys():
-        options[option] = list(map(name, options[option]))
-    if "environment" in options:
-        options["environment"] = name(options["environment"])
+    for option in {"reward_funcs", "tools", "environment"} & options.keys():
+        value = options[option]
+        options[option] = list(map(name, value)) if isinstance(value, list | tuple) else name(value)
     if prompts is not None:
         file = write_prompts(prompts, make_settings(cls, config, options)[0].out_dir)
         options = dict(task="jsonl", test_file="") | options | dict(data_file=file)
@@ -60,9 +59,8 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
         prepared = prepare(*make_settings(cls, config, options), functions=functions)
         finished = main(prepared)
     except SnugError as error:
-        raise error.with_traceback(
-            None
-        ) from None  # a notebook would keep the frames, and the model in them
+        # A notebook would keep the frames, and the model in them.
+        raise error.with_traceback(None) from None
     return FinishedRun(prepared.settings, functions, finished)
 
 
