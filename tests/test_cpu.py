@@ -94,7 +94,7 @@ def test_an_idle_team_lives_while_we_are_preempted_often(monkeypatch):
 
         def wait(self, seconds):
             assert seconds == 1.0
-            alive.append(sum(team.thread.is_alive() for team in teams))
+            alive.append(sum(team.is_alive() for team in teams))
             return len(alive) == 6
 
     class Team(cpu.Background):

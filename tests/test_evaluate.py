@@ -216,7 +216,7 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
     assert summary == wanted[0]
     assert "Tried to allocate 1 GiB; going on with max_eval_batch=5" in capsys.readouterr().err
     most = 0
-    said = r"decoding one completion at a time: CUDA out of memory.*; evaluate shorter completions \(max_new_tokens\)"
+    said = r"decoding one completion at a time: CUDA out of memory.*; try a lower --max_new_tokens"
     with pytest.raises(SnugError, match=said):
         run_evaluation(*hex_run())
 

@@ -141,7 +141,7 @@ def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
             with pytest.raises(SnugError) as caught:
                 grpo.main(prepared)
         text = str(caught.value)
-        assert said in text and "; try --resume=auto with --memory_budget_gb=auto, or with fewer GiB" in text
+        assert said in text and " or --resume=auto with --memory_budget_gb=auto or fewer GiB" in text
         assert "\n" not in text
 
 

@@ -122,14 +122,14 @@ def idle(over: threading.Event):
     over.wait()
 
 
-class Background:
+class Background(threading.Thread):
     """A thread that runs work(over) until `end` sets the event `over`."""
 
     def __init__(self, work):
         self.over = threading.Event()
-        self.thread = threading.Thread(target=work, args=(self.over,), daemon=True)
-        self.thread.start()
+        super().__init__(target=work, args=(self.over,), daemon=True)
+        self.start()
 
     def end(self):
         self.over.set()
-        self.thread.join()
+        self.join()

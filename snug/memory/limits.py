@@ -120,10 +120,7 @@ class Limits:
     def halve_decoding(self, name, failure):
         now = min(getattr(self, name) or self.completions, self.completions)
         if now == 1:
-            problem = f"decoding one completion at a time: {failure}"
-            if name == "max_eval_batch":
-                raise SnugError(f"out of memory, {problem}; evaluate shorter completions (max_new_tokens)")
-            raise SnugError(self.at_the_floor(problem))
+            raise SnugError(self.at_the_floor(f"decoding one completion at a time: {failure}"))
         self.lower(name, -(-now // 2), failure)
 
     def halve_micro_batches(self, failure, cut):
@@ -142,6 +139,6 @@ class Limits:
     def at_the_floor(self, problem):
         """One line: what failed, and what to do."""
         return (
-            f"out of memory, {problem}; try --resume=auto with --memory_budget_gb=auto, or with fewer GiB than now; "
-            "--plan shows the biggest tensors"
+            f"out of memory, {problem}; try a lower --max_new_tokens, or --resume=auto with --memory_budget_gb=auto or "
+            "fewer GiB than now; --plan shows the biggest tensors"
         )
