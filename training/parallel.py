@@ -63,11 +63,6 @@ class Processes(OneProcess):
         )
         self.settings = settings
 
-    def device(self, name):
-        if name in ("auto", "cuda") and torch.cuda.is_available():
-            return f"cuda:{self.local_rank}"
-        return name
-
     def __enter__(self):
         """Connect with the others. Only rank 0 writes to the console, except errors."""
         if not dist.is_initialized():
@@ -78,11 +73,6 @@ class Processes(OneProcess):
             sys.stdout = open(os.devnull, "w")
             sys.stderr.isatty = lambda: False  # no progress bars
         return self
-
-    def __exit__(self, kind, error, traceback):
-        """At the end all wait for rank 0's last save."""
-        if error is None:
-            self.agreed(None)
 
     @contextmanager
     def connected(self):
@@ -99,9 +89,6 @@ class Processes(OneProcess):
                 f"--resume=auto goes on from the newest checkpoint ({first_line(error)})"
             ) from None
 
-    def part(self, n):
-        return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
-
     def from_all_ranks(self, work):
         result = error = None
         try:
@@ -117,9 +104,6 @@ class Processes(OneProcess):
                 error.args = (f"rank {rank}: {error}",)
                 raise error  # with its notes
         return [result for result, _ in everyones]
-
-    def dealt(self, batches, rank_of, model):
-        return [batch for batch in batches if rank_of[batch[0]] == self.rank]
 
     def add(self, tensor):
         dist.all_reduce(tensor)

@@ -5,17 +5,21 @@ training/parallel.py has the same for several. Left out: torch.distributed.
 
 from contextlib import nullcontext
 
+import torch
+
 
 class OneProcess:
-    """The only process of a run: it does all the work and exchanges nothing."""
+    """The only process of a run: it exchanges nothing. What depends on rank and size alone holds for several, too."""
 
-    rank, size, sharded = 0, 1, False
+    rank, local_rank, size, sharded = 0, 0, 1, False
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
-        pass
+    def __exit__(self, kind, error, traceback):
+        """At the end all wait for rank 0's last save."""
+        if error is None:
+            self.agreed(None)
 
     def connected(self):
         """A context around the iterations."""
@@ -23,11 +27,13 @@ class OneProcess:
 
     def device(self, name: str):
         """The option `device` -> this process's device."""
+        if name in ("auto", "cuda") and torch.cuda.is_available():
+            return f"cuda:{self.local_rank}"
         return name
 
     def part(self, n: int) -> slice:
         """Which of n things are this process's."""
-        return slice(0, n)
+        return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
 
     def from_all_ranks(self, work) -> list:
         """The results of work() in every process, in order of ranks. If one raises, all raise."""
@@ -43,7 +49,7 @@ class OneProcess:
 
     def dealt(self, batches: list, rank_of: dict, model):
         """The micro-batches that this process runs `model` on. rank_of: number of a sequence -> rank."""
-        return batches
+        return [batch for batch in batches if rank_of[batch[0]] == self.rank]
 
     def add(self, tensor):
         """Replace a tensor by its sum over the processes."""

@@ -33,10 +33,9 @@ def ladder(settings, kind, prompt, completion) -> dict:
         steps["reference"] = PLACES
     if settings.teacher:
         steps["teacher_device"] = PLACES
-    steps["optimizer_device"] = PLACES
-    steps["activation_offload"] = [False, True]
-    steps["grad_offload"] = [False, True]
-    return steps
+    return steps | dict(
+        optimizer_device=PLACES, activation_offload=[False, True], grad_offload=[False, True]
+    )
 
 
 def halves(now, least):
