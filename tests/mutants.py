@@ -69,7 +69,7 @@ MUTANTS = [
     ("gym: any score is right", "data/reasoning_gym.py", "score >= RIGHT", "score > 0", "test_gym.py"),
     # data/rewards.py
     ("an unscored completion scored 0", "data/rewards.py", "if scored else math.nan", "if scored else 0.0", "test_reward.py test_grpo.py"),
-    ("reward weights ignored", "data/rewards.py", "weight * reward for weight, reward", "reward for weight, reward", "test_collect.py"),
+    ("reward weights ignored", "data/rewards.py", "weight * reward for weight, reward", "reward for weight, reward", "test_reward.py"),
     ("texts behind messages", "data/rewards.py", "if isinstance(prompt, str) or isinstance(completion, list):", "if True:", "test_reward.py"),
     # data/scores.py
     ("evaluations: any task's reward is 1", "data/scores.py", 'sample["task_reward"] == 1', 'sample["task_reward"] is not None', "test_scoring.py"),

@@ -190,12 +190,9 @@ def test_rows_are_the_same_for_ever():
     assert [row["prompt"] for row in rows] == ["17 19 8=10:", "5 8 15 4=63:"]
 
 
-LONGEST = [
-    *(dict(), dict(digits=1), dict(task="countdown"), FIELD),
-    dict(task="countdown", countdown_numbers="3-10", countdown_max_number=50),
-    dict(task="countdown", countdown_numbers="2", countdown_operators="-/"),
-    FIELD | dict(countdown_max_target=9999, countdown_numbers="3-6"),
-]
+LONGEST = [{}, dict(digits=1), dict(task="countdown"), FIELD, FIELD | dict(countdown_max_target=9999)]
+LONGEST += [dict(task="countdown", countdown_numbers="3-10", countdown_max_number=50)]
+LONGEST += [dict(task="countdown", countdown_numbers="2", countdown_operators="-/")]
 
 
 @pytest.mark.parametrize("options", LONGEST)

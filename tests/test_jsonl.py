@@ -8,7 +8,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from exploits import dressed, harmless
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_grpo import tiny
@@ -43,20 +42,13 @@ BAD = [
     (b"[" * 100_000, r"not JSON \("),
     (b'{"prompt": "a", "answer": NaN}', "answer nan is no number of at most 200 digits; write it as text"),
     (b"[1]", "not an object but .1."),
-    (b'{"answer": 1}', "has no column prompt; it has answer; name it with --prompt_column=NAME"),
-    (
-        b'{"answer": 1, "question": "a", "level": 2}',
-        "has no column prompt; it has answer, question, level; name it with --prompt_column=NAME",
-    ),
+    (b'{"answer": 1, "question": "a"}', "has no column prompt; it has answer, question; name it with --prompt_column="),
     (b'{"prompt": "", "answer": 1}', "prompt must be text or messages, not ''"),
     (b'{"prompt": [], "answer": 1}', r"prompt must be text or messages, not \[\]"),
     (b'{"prompt": ["a"], "answer": 1}', """a message must be {"role": text, "content": text}, not 'a'"""),
     (b'{"prompt": [{"role": "user"}], "answer": 1}', "a message must be .* not {'role': 'user'}"),
     (b'{"prompt": [{"role": "user", "content": ["a"]}], "answer": 1}', "a message must be .*'content': .'a'.}"),
-    (
-        b'{"messages": [{"role": "assistant", "content": "a"}], "answer": 1}',
-        r"prompt must be text or messages, not \[\]",
-    ),
+    (b'{"messages": [{"role": "assistant", "content": "a"}], "answer": 1}', r"prompt must be text or .* not \[\]"),
     (b'{"prompt": "a", "answer": [1]}', r"answer must be text, a number or a boolean, not \[1\]"),
     (b'{"prompt": "a", "answer": 1e999}', "answer inf is no number of at most 200"),
     (b'{"prompt": "a", "answer": 1, "demonstration": 5}', "demonstration must be text, not 5"),
@@ -79,21 +71,13 @@ def rows_of(path, **options):
     return sorted(task.rows["train"] + task.rows["test"], key=lambda row: row["answer"])
 
 
-CSV = [f'"a, {i}\r\nb ""c"" ü",{i},0{i}\r\n' for i in range(50)]
-OTHERS = [  # file, content, the end of its last row's place
-    ("rows.json", "\n " + json.dumps(GOOD), ": row 50"),
-    ("rows.json", "".join(json.dumps(row) + "\n" for row in GOOD), ":50"),  # as many others name JSON lines
-    ("rows.CSV", "\ufeffprompt,answer,level\r\n\r\n" + "".join(CSV), ":102"),  # a row of two lines, and an empty line
-]
-
-
-@pytest.mark.parametrize("name, content, last", OTHERS)
-def test_other_files_have_the_same_rows(tmp_path, name, content, last):
-    (tmp_path / name).write_text(content)
-    rows, expected = rows_of(tmp_path / name), GOOD
-    if name == "rows.CSV":  # 01 is no JSON number, and text that is equal to a number of another row is text
-        expected = [dict(prompt=f'a, {i}\r\nb "c" ü', answer=i, level=f"0{i}") for i in range(50)]
-    assert rows == expected and rows[-1].place == f"{tmp_path / name}{last}"
+def test_rows_of_a_csv_file(tmp_path):
+    """A row of two lines, and an empty line. 01 is no JSON number, and text that is equal to a number is text."""
+    lines = [f'"a, {i}\r\nb ""c"" ü",{i},0{i}\r\n' for i in range(50)]
+    (tmp_path / "rows.CSV").write_text("\ufeffprompt,answer,level\r\n\r\n" + "".join(lines))
+    rows = rows_of(tmp_path / "rows.CSV")
+    assert rows == [dict(prompt=f'a, {i}\r\nb "c" ü', answer=i, level=f"0{i}") for i in range(50)]
+    assert rows[-1].place == f"{tmp_path / 'rows.CSV'}:102"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
@@ -145,29 +129,22 @@ def test_a_conversation_is_a_prompt_and_its_last_message_the_demonstration(tmp_p
     assert all(row.keys() == {"prompt", "answer"} and row["prompt"][-1]["role"] == "user" for row in asked)
 
 
-def test_messages_may_have_null_keys_and_a_part_of_text(tmp_path):
+@pytest.mark.parametrize("parts", [False, True])
+def test_messages_may_have_null_keys_and_a_part_of_text(tmp_path, parts):
     """Arrow gives all messages of a column the same keys. Pictures and calls of tools are refused by line."""
     parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    for parts in (False, True):
-        rows = []
-        for i, messages in enumerate(conversations(20, "x")):
-            messages[0]["name"] = "someone" if i == 40 else None
-            texts = [message["content"] for message in messages]
-            if parts:
-                texts = [[dict(type="text", text=text, image=None)] for text in texts]
-            rows.append(
-                dict(messages=[message | dict(content=text) for message, text in zip(messages, texts, strict=True)])
-            )
-        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-        read = parquet.read_table(tmp_path / "a.parquet").to_pylist()
-        assert read[0]["messages"][1]["name"] is None  # as it is in the file
-        found = sum(task_of(str(tmp_path / "a.parquet")).rows.values(), [])
-        assert sorted(row["prompt"][1]["content"] for row in found) == sorted(f"{i}=" for i in range(20))
-        assert all(row["prompt"][0] == dict(role="system", content="Add.") for row in found)
+    rows = [dict(messages=messages) for messages in conversations(20, "x")]
+    for message in sum((row["messages"] for row in rows), [dict(rows[0]["messages"][0])]):
+        message["name"] = None
+        if parts:
+            message["content"] = [dict(type="text", text=message["content"], image=None)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = sum(task_of(str(tmp_path / "a.parquet")).rows.values(), [])
+    assert sorted(row["prompt"][1]["content"] for row in found) == sorted(f"{i}=" for i in range(20))
+    assert all(row["prompt"][0] == dict(role="system", content="Add.") for row in found)
     for bad in (dict(content=[dict(type="image")]), dict(tool_calls=[1]), dict(content=None)):
-        rows = [dict(prompt=[dict(role="user", content="x") | bad], answer=1)]
         with pytest.raises(SnugError, match="data.jsonl:1: a message must be"):
-            task_of(written(tmp_path, rows))
+            task_of(written(tmp_path, [dict(prompt=[dict(role="user", content="x") | bad], answer=1)]))
 
 
 ANSWERS = [[1, [2]], {"a": {"b": None}}, True, None, "text", 5, float("inf")]
@@ -310,11 +287,6 @@ def test_other_files_that_do_not_serve(tmp_path, name, content, message):
         ({}, [b"", b"  "], "data.jsonl: has no rows"),
         ({}, GOOD[:1], "no row is in the (test|train) split; name a test_file"),
         ({}, [row | {"stopped": 1} for row in GOOD], "data.jsonl:1: the column stopped has the name of an argument"),
-        (
-            {},
-            [row | {"log_extra": 1} for row in GOOD],
-            "data.jsonl:1: the column log_extra has the name of an argument",
-        ),
         (dict(demonstration_noise=0.5), GOOD, "demonstration_noise=0.5 does not fit task='jsonl'"),
     ],
 )
@@ -577,22 +549,6 @@ def test_prompts_of_messages_share_nothing_either(tmp_path):
     twice = task_of(written(tmp_path, [*rows, *rows]))
     train, test = ({row["answer"] for row in twice.rows[split]} for split in ("train", "test"))
     assert not train & test and len(twice.rows["test"]) == 2 * len(test)
-
-
-def test_numbers_and_texts_among_words(tmp_path):
-    rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i if i % 2 else f" the number {2 * i}"} for i in range(300)]
-    task = task_of(written(tmp_path, rows), test_file="")
-    part = task.prompts("train", range(200))
-    answers = [row["answer"] for row in part]
-    right = [task.demonstration(row, None) for row in part]
-    assert task.rewards([""] * 200, right, answer=answers) == [1.0] * 200
-    assert task.rewards([""] * 200, [""] * 200, answer=answers) == [0.0] * 200
-    numbers = [float(isinstance(answer, int)) for answer in answers]  # after them may come words
-    assert task.rewards([""] * 200, [f"{text} or so" for text in right], answer=answers) == numbers
-    assert task.rewards([""] * 200, [f"{text} or 7" for text in right], answer=answers) == [0.0] * 200
-    with harmless():
-        for text in dressed():
-            assert task.rewards([""], [text], answer=[answers[0]]) == [0.0]
 
 
 def test_an_epoch_has_every_row_once_and_a_row_follows_from_its_number(tmp_path):
