@@ -22,7 +22,7 @@ class AdditionOptions:
 
 
 class Addition(Task):
-    columns, has_noise = ("answer",), True
+    columns = ("answer",)
 
     def propose(self, rng):
         """Two numbers of exactly `digits` digits: {"prompt": "6025+3528=", "numbers": [6025, 3528], "answer": 9553}."""

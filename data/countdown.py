@@ -58,7 +58,6 @@ class CountdownOptions:
 
 class Countdown(Task):
     columns = ("numbers", "target")
-    has_noise = True
 
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)

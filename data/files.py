@@ -14,7 +14,6 @@ import csv
 import io
 import json
 import re
-from importlib.util import find_spec
 
 from snug.options import SnugError, find_path, in_one_line
 
@@ -31,8 +30,6 @@ def read_file(path: str, remedy: str = ""):
     kind = path.suffix.lower()
     with in_one_line(f"{path}: cannot be read{remedy}"):
         if kind == ".parquet":
-            if not find_spec("pyarrow"):
-                raise SnugError("Parquet needs a package: pip install pyarrow")
             from pyarrow.parquet import read_table
 
             return numbered(path, read_table(path).to_pylist())

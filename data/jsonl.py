@@ -68,12 +68,8 @@ class Jsonl(FileTask):
                 row["demonstration"] = row.get("demonstration") or last
         if not prompt or not isinstance(prompt, str | list):
             raise ValueError(f"prompt must be text or messages, not {prompt!r:.40}")
-        if not isinstance(row.get("demonstration"), str | None):
-            raise ValueError(f"demonstration must be text, not {row['demonstration']!r:.40}")
-        for name in sorted(ARGUMENTS & row.keys()):
-            raise ValueError(
-                f"the column {name} has the name of an argument of reward functions; rename it"
-            )
+        if taken := ARGUMENTS & row.keys():
+            raise ValueError(f"the column {min(taken)} has the name of an argument of reward functions")
         return row
 
     def identity(self, row):
@@ -83,7 +79,7 @@ class Jsonl(FileTask):
         return json.dumps([[*message.values()] for message in prompt])
 
     def demonstration(self, row, rng):
-        return row.get("demonstration") or text_of(row.get("answer", ""))
+        return text_of(row.get("demonstration") or row.get("answer", ""))
 
     def answer_of(self, completion):
         return last_number(completion) if self.only_numbers else super().answer_of(completion)

@@ -23,7 +23,6 @@ def get(key: str) -> str:
 
 class Lookup(Task):
     columns = ("answer",)
-    has_noise = True  # a demonstration that guesses
 
     def propose(self, rng: random.Random) -> dict:
         key = f"{rng.randrange(10_000):04}"

@@ -25,7 +25,6 @@ Left out: the package's curricula; scores between 0 and 1; its generators compos
 and codeio (its items differ between processes). Tests: tests/test_gym.py.
 """
 
-import functools
 import hashlib
 import importlib.util
 import json
@@ -69,7 +68,8 @@ class ReasoningGym(Task):
             raise SnugError("task='reasoning_gym' needs generators, such as --gym_dataset=leg_counting")
         if importlib.util.find_spec("reasoning_gym") is None:
             raise SnugError("task='reasoning_gym': the package is missing; pip install reasoning_gym")
-        self.sandbox = open_sandbox(json.dumps(read_options(settings.gym_config, self.names)))
+        options = {"datasets": read_options(settings.gym_config, self.names)}
+        self.sandbox = Sandbox("data.reasoning_gym_worker:Gym", options, TIMEOUT)
         self.needs_answers = demonstrations
 
     def propose(self, rng):
@@ -132,12 +132,6 @@ class ReasoningGym(Task):
 
     def fingerprint(self):
         return self.digest
-
-
-@functools.cache
-def open_sandbox(options: str) -> Sandbox:
-    """All tasks of this process with the same options share one sandbox."""
-    return Sandbox("data.reasoning_gym_worker:Gym", {"datasets": json.loads(options)}, TIMEOUT)
 
 
 def read_options(text: str, names: list[str]) -> dict[str, dict]:

@@ -30,7 +30,6 @@ class Task:
 
     columns: tuple[str, ...] = ()  # columns of a row that `is_right` takes, in its order
     scored = True  # can the task say whether a completion is right?
-    has_noise = False  # do demonstrations err with probability demonstration_noise?
     longest_at = ""  # file and line of the longest prompt, once `longest` has seen it
     prompt_lengths = ()  # tokens of each of a file's prompts, from then on
     dropped = ""  # how many rows were too long, in words: drop_long_prompts

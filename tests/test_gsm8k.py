@@ -222,7 +222,6 @@ def test_a_bad_line_is_named_with_file_and_line(tmp_path):
             "task='gsm8k' needs a file, such as --data_file=prompts.jsonl; download it: curl --create",
         ),
         (dict(data_file="no/train.jsonl"), r"no/train.jsonl: cannot be read; download it: curl .*No such file"),
-        (dict(demonstration_noise=0.5), "demonstration_noise=0.5 does not fit task='gsm8k'"),
     ],
 )
 def test_files_that_do_not_serve(options, message):

@@ -51,7 +51,6 @@ BAD = [
     (b'{"messages": [{"role": "assistant", "content": "a"}], "answer": 1}', r"prompt must be text or .* not \[\]"),
     (b'{"prompt": "a", "answer": [1]}', r"answer must be text, a number or a boolean, not \[1\]"),
     (b'{"prompt": "a", "answer": 1e999}', "answer inf is no number of at most 200"),
-    (b'{"prompt": "a", "answer": 1, "demonstration": 5}', "demonstration must be text, not 5"),
     (b'{"prompt": "a"}', "answer must be text, a number or a boolean, not None; rows need an answer, or else"),
     (b'{"prompt": "\\ud800", "answer": 1}', "not JSON .*surrogates not allowed"),
 ]
@@ -250,7 +249,7 @@ def test_parquet(tmp_path, monkeypatch):
     with pytest.raises(SnugError, match="rows.parquet: cannot be read .ArrowInvalid"):
         task_of(str(path))
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
-    with pytest.raises(SnugError, match="rows.parquet: cannot be read .Parquet needs .* pip install pyarrow"):
+    with pytest.raises(SnugError, match="rows.parquet: cannot be read .ModuleNotFoundError: .*pyarrow"):
         task_of(str(path))
 
 
@@ -287,7 +286,6 @@ def test_other_files_that_do_not_serve(tmp_path, name, content, message):
         ({}, [b"", b"  "], "data.jsonl: has no rows"),
         ({}, GOOD[:1], "no row is in the (test|train) split; name a test_file"),
         ({}, [row | {"stopped": 1} for row in GOOD], "data.jsonl:1: the column stopped has the name of an argument"),
-        (dict(demonstration_noise=0.5), GOOD, "demonstration_noise=0.5 does not fit task='jsonl'"),
     ],
 )
 def test_files_that_do_not_serve(tmp_path, options, rows, message):
