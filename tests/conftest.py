@@ -78,6 +78,13 @@ def make_chat_model(path, template=CHATML, brief=False):
     return path
 
 
+def tool_of(name, function, **hints):
+    """-> the function with this name and these hints; each argument is described."""
+    function.__name__, function.__annotations__ = name, hints
+    function.__doc__ = "Do it.\n\nArgs:\n" + "".join(f"    {argument}: of it\n" for argument in hints)
+    return function
+
+
 def rows_of(rollouts):
     """-> N pairs (ids, log-probs) of the completions, the stop token included."""
     columns = rollouts.tokens, rollouts.sampling_logprobs, rollouts.prompt_lengths, rollouts.completion_lengths

@@ -89,8 +89,11 @@ def test_every_task_is_among_these():
 BEGIN = {"tools": ["<calc>1+1</calc>"], "environment": ["wait"], "": []}  # the first turn
 
 
-@pytest.mark.parametrize("others, chat", [("tools", False), ("environment", True), ("", True)])
-@pytest.mark.parametrize("name", [*list(EVERY)[:-1], pytest.param("gym", marks=needs_package)])
+WAYS = [("tools", False), ("environment", True), ("", True)]
+SCORED = [(name, *way) for name in list(EVERY)[:-1] for way in WAYS]
+
+
+@pytest.mark.parametrize("name, others, chat", [*SCORED, pytest.param("gym", "", True, marks=needs_package)])
 def test_training_and_evaluations_score_every_task(name, others, chat, chat_model, monkeypatch):
     """In a text behind a call; in a chat behind a reply, and in one turn: of two completions one is right."""
     (folder, model), (options, right) = chat_model, EVERY[name]

@@ -54,7 +54,7 @@ def hasty():
 @pytest.fixture
 def task_of(box, monkeypatch):
     monkeypatch.setattr(reasoning_gym, "Sandbox", lambda *options: box)
-    monkeypatch.setattr(reasoning_gym, "SURVEY", 50)
+    monkeypatch.setattr(reasoning_gym, "SURVEY", 25)
 
     def task_of(*names, cls=GRPOSettings, **options):
         settings = cls(task="reasoning_gym", gym_dataset=",".join(names), **options)
@@ -77,7 +77,7 @@ def rewards(task, rows, answers, **more):
 def test_right_answers_score_one_and_others_nothing(task_of, names):
     """Scorers that compare, and scorers that execute what they get."""
     task = task_of(*names)
-    rows = task.prompts("train", range(10 * len(names)))
+    rows = task.prompts("train", range(5 * len(names)))
     assert {row["item"][0] for row in rows} == set(names)
     texts = [task.demonstration(row, None) for row in rows]
     assert task.rewards([], texts, item=[row["item"] for row in rows]) == [1.0] * len(rows)
@@ -91,7 +91,7 @@ def test_right_answers_score_one_and_others_nothing(task_of, names):
 @pytest.mark.parametrize(
     "name, every",
     [
-        ("string_insertion", 2),
+        ("string_insertion", 5),
         ("polynomial_multiplication", 7),
         *(pytest.param(name, 1, marks=pytest.mark.long) for name in EXECUTING),
     ],

@@ -248,7 +248,7 @@ def test_parquet(tmp_path, monkeypatch):
     path.write_bytes(b"PAR1")
     with pytest.raises(SnugError, match="rows.parquet: cannot be read .ArrowInvalid"):
         task_of(str(path))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
     with pytest.raises(SnugError, match="rows.parquet: cannot be read .ModuleNotFoundError: .*pyarrow"):
         task_of(str(path))
 

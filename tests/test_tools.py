@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Literal, Optional
 
 import pytest
+from conftest import tool_of
 
 from data.episodes import EpisodeOptions, make_toolbox
 from data.tools import TOOLS, call_tool, load_tools, methods_of, parse_calls, schema_of
@@ -109,22 +110,14 @@ def test_schemas_are_those_of_transformers(function):
 
 
 def adds(hint):
-    def add(a):
-        """Add.
-
-        Args:
-            a: a number
-        """
-
-    add.__annotations__ = {"a": hint} if hint else {}
-    return add
+    return tool_of("add", lambda a: a, a=hint)
 
 
 def undescribed(a: int):
     """Add."""
 
 
-@pytest.mark.parametrize("function", [adds(None), undescribed, adds(int | str), adds("NoSuchType"), int, lambda a: a])
+@pytest.mark.parametrize("function", [lambda a: a, undescribed, adds(int | str), adds("NoSuchType"), int])
 def test_a_function_without_a_schema_is_refused(function):
     with pytest.raises(
         SnugError, match="^tool .*: each argument needs a type hint .* .(KeyError|ValueError|NameError)"
@@ -240,32 +233,11 @@ def test_code_that_does_not_end(monkeypatch):
 # Calls in text
 
 
-def two(a: str, b: str = "x"):
-    """Two texts, the second by default.
-
-    Args:
-        a: first
-        b: second
-    """
-
-
-def both(a: str, b: str):
-    """Two texts.
-
-    Args:
-        a: first
-        b: second
-    """
-
-
-def perhaps(a: str = "x"):
-    """A text by default.
-
-    Args:
-        a: it
-    """
-
-
+two = tool_of("two", lambda a, b="x": None, a=str, b=str)
+both = tool_of("both", lambda a, b: None, a=str, b=str)
+perhaps = tool_of("perhaps", lambda a="x": None, a=str)
+number = tool_of("number", lambda a, b="x": None, a=int, b=str)
+named = tool_of("named", lambda query, top=3, place="": None, query=str, top=int, place=str)
 SCHEMAS = [schema_of(function) for function in (TOOLS["calc"], every, search, bare, Counter().increment)]
 SCHEMAS += map(schema_of, (two, both, perhaps))
 
@@ -280,8 +252,6 @@ def hermes(name, **arguments):
 
 ONE = hermes("calc", expression="1+1")
 READ = [  # form, text, content, calls
-    ("hermes", "no call", "no call", []),
-    ("hermes", f" Let me see.\n{ONE}", "Let me see.", [call("calc", expression="1+1")]),
     ("hermes", f"{ONE}\n{hermes('f', a=[1, None])} x", "x", [call("calc", expression="1+1"), call("f", a=[1, None])]),
     ("hermes", '<tool_call>{"name": "f", "parameters": {"a": ";"}, "id": 7}</tool_call>', "", [call("f", a=";")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}', "", [call("f", a=2)]),
@@ -296,7 +266,6 @@ READ = [  # form, text, content, calls
     ("llama", '{"name": "f", "parameters": {}} Done', '{"name": "f", "parameters": {}} Done', []),
     ("llama", "", "", []),
     ("llama", "[1]", "[1]", []),
-    ("inline", "6*7 = <calc>6*7</calc>", "6*7 =", [call("calc", expression="6*7")]),
     ("inline", "<calc>1</calc> <calc>2</calc>.", "<calc>1</calc>", [call("calc", expression="2")]),
     ("inline", '<search>a "b"\n</search>', "", [call("search", query='a "b"\n')]),
     ("inline", '<increment>{"by": 2}</increment>', "", [call("increment", by=2)]),
@@ -367,7 +336,6 @@ CORPUS += [  # form, text, content, calls or an error
     ("hermes", f"<tool_call>{F}{ARGS}}}</tool_call>\n<tool_call>{F}{ARGS}}}</tool_call>", "", [SUM] * 2),
     ("hermes", f"<tool_call>\n{F}{ARGS}}}", "", [SUM]),
     ("hermes", '<tool_call>{"name": "calc", "arguments": {"expression": "1+', "", UNREAD),
-    ("llama", f'{{"name": "calc", "parameters": {ARGS}}}', "", [SUM]),
     ("llama", f'<|python_tag|>{{"name": "calc", "parameters": {ARGS}}}', "", [SUM]),
     ("llama", "; ".join([f'{{"name": "calc", "parameters": {ARGS}}}'] * 2), "", [SUM] * 2),
     ("llama", f'{{"type": "function", "name": "calc", "parameters": {ARGS}}}', "", [SUM]),
@@ -434,25 +402,6 @@ THOUGHTS = [  # form, does the prompt end with <think>, text, content, calls
 def test_a_thought_has_no_calls(form, thinks, text, content, calls):
     """It ends with the last </think>."""
     assert parse_calls(text, form, SCHEMAS, thinks) == (content, calls)
-
-
-def number(a: int, b: str = "x"):
-    """A number, and a text by default.
-
-    Args:
-        a: a number
-        b: a text
-    """
-
-
-def named(query: str, top: int = 3, place: str = ""):
-    """Search.
-
-    Args:
-        query: words
-        top: how many
-        place: where
-    """
 
 
 INLINE = [
