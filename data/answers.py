@@ -74,8 +74,6 @@ def spell(run: str):
 
 def in_answer_tags(completion: str) -> str | None:
     """The text in the last <answer>...</answer>, without surrounding spaces; None if there is none."""
-    if len(completion) > MAX_COMPLETION:
-        return None
     before = completion.rpartition("</answer>")[0]
     _, opened, text = before.rpartition("<answer>")
-    return text.strip() if opened else None
+    return text.strip() if opened and len(completion) <= MAX_COMPLETION else None

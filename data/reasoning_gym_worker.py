@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from snug.options import SnugError, described, did_you_mean
+from snug.options import SnugError, described, did_you_mean, in_one_line
 
 SPAN = 10  # items of a dataset that makes a list of them at once
 CACHED = 4096  # items
@@ -36,10 +36,8 @@ class Gym:
             hint = did_you_mean(name, known)
             raise SnugError(f"gym_dataset={name!r} is not one of the {len(known)} of reasoning_gym{hint}")
         options = self.options[name]
-        try:
+        with in_one_line(f"gym_config: {name} refuses {options}"):
             return create_dataset(name, seed=seed, size=size, **options)
-        except Exception as error:
-            raise SnugError(f"gym_config: {name} refuses {options} ({described(error)})") from None
 
     def make_item(self, name: str, seed: int) -> dict:
         """Most generators make item i from the dataset's seed + i. A generator with a list raises IndexError."""

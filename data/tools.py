@@ -190,14 +190,13 @@ class Interpreter:
 def load_tools(specs: Sequence[str], functions: Mapping[str, Callable] = NONE) -> dict[str, Callable]:
     """["calc", "module:function", ...] -> {name: function}, in this order.
 
-    functions: those of a caller, by their specs. `python` starts its first sandbox. Raises SnugError, also for a tool
-    without a schema.
+    functions: those of a caller, by their specs. `python` starts its first sandbox. Raises SnugError.
     """
     tools, known = {}, {**TOOLS, **functions}
     advice = f"write {', '.join(TOOLS)}, or module:function, such as my_tools:search"
     for spec in specs:
         tool = imported(spec, "tools", advice, known)
-        tools[schema_of(tool)["function"]["name"]] = tool
+        tools[name_of(tool)] = tool
         if tool is python:
             POOL.submit(lambda: THREAD.sandbox.start()).result()
     return tools
