@@ -187,9 +187,9 @@ def sample_groups(
         rows = np.arange(first_row, first_row + N)
         batch.u[:N] = torch.from_numpy(uniforms(seed, rows, np.arange(max_new_tokens)))
         decode(batch, bar)
-        tokens, logprobs, turns = batch.tokens[:N], batch.logprobs[:N], batch.turns
+        tables = batch.tokens[:N], batch.logprobs[:N], batch.written, batch.turns
         del batch  # the KV cache ends here
-    return assemble(prompts, group_size, tokens, logprobs, stop_token, turns)
+    return assemble(prompts, group_size, stop_token, *tables)
 
 
 def check_prompts(prompts, max_new_tokens, block_size):
@@ -215,9 +215,9 @@ def decode(batch, bar):
         bar.update(batch.next_sequence - active - bar.n)
 
 
-def assemble(prompts, k, tokens, logprobs, stop_token, turns):
-    """tokens, logprobs (N, max_new_tokens) -> Rollouts. turns: DecodeBatch's; if None, a row ends with its first stop
-    token."""
+def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
+    """tokens, logprobs (N, max_new_tokens) -> Rollouts. The others are DecodeBatch's; without turns a row ends with its
+    first stop token."""
     device = tokens.device
     if turns:
         lengths, stopped = torch.tensor([turns.ends[row] for row in range(len(tokens))], device=device).T
@@ -228,8 +228,8 @@ def assemble(prompts, k, tokens, logprobs, stop_token, turns):
         lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, tokens.shape[1])  # (N,)
     T_c = int(lengths.max())
     mask = torch.arange(T_c, device=device) < lengths[:, None]  # (N, T_c)
-    if turns and turns.ask:
-        mask &= ~turns.written[: len(tokens), :T_c]
+    if written is not None:
+        mask &= ~written[: len(tokens), :T_c]
     repeated = [prompt for prompt in prompts for _ in range(k)]
     completions = [ids[:n] for ids, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return Rollouts(

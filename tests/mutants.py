@@ -232,7 +232,7 @@ MUTANTS = [
     ("sampler: lengths by the first stop token", "sample.py", "torch.tensor(as_tuple(stop_token), dtype", "torch.tensor(as_tuple(stop_token)[:1], dtype", "test_sample.py"),
     ("a completion commands the terminal", "sample.py", "plain(shown + text)", "shown + text", "test_sample.py"),
     ("evaluations ignore logits_chunk_mb", "sample.py", "chunk_mb=settings.logits_chunk_mb,", "chunk_mb=0,", "test_evaluate.py"),
-    ("episodes: the mask a token late", "sample.py", "~turns.written[: len(tokens), :T_c]", "~turns.written[: len(tokens), :T_c].roll(1, 1)", "test_episodes.py"),
+    ("episodes: the mask a token late", "sample.py", "~written[: len(tokens), :T_c]", "~written[: len(tokens), :T_c].roll(1, 1)", "test_episodes.py"),
     ("episodes: written tokens have a log-prob", "sample.py", "sampling_logprobs=logprobs[:, :T_c] * mask", "sampling_logprobs=logprobs[:, :T_c] - 1.0 * ~mask", "test_episodes.py"),
     # settings.py
     ("rules: SFT needs what it does not have", "settings.py", 'needed.partition("=")[0], needed)', 'needed.partition("=")[0], "")', "test_settings.py"),

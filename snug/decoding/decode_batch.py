@@ -61,7 +61,8 @@ class DecodeBatch:
 
     tokens, logprobs  (N + 1, max_new_tokens)  what was drawn; row i is sequence i
     u                 (N + 1, max_new_tokens)  the uniform numbers to draw with
-    turns             with `is_over` or `ask`: where the turns of sequences end, which tokens are replies'
+    written           (N + 1, max_new_tokens)  True: a reply's token, not drawn; None without `ask`
+    turns             where turns end on the host; None without `is_over` and `ask`
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class DecodeBatch:
         self.logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self.u = torch.zeros(shape, device=self.device)
         self.kind = kind_of(self.u)
-        self.turns = Turns(shape, self.stop_tokens, is_over, ask, self.device) if is_over or ask else None
+        self.written = torch.zeros(shape, dtype=torch.bool, device=self.device) if ask else None
+        self.turns = Turns(max_new_tokens, self.stop_tokens, is_over, ask) if is_over or ask else None
         # A prompt stays until its last sequence is over; by then other groups have started.
         prompt_slots = min(len(prompts), slots, 4 * math.ceil(slots / k))
         width = max(len(prompt) for prompt in prompts)
@@ -175,8 +177,8 @@ class DecodeBatch:
 
     def read_replies(self) -> bool:
         """Once enough sequences wait: let each go on behind its reply, or retire it. -> does one go on?"""
-        waiting = self.turns.waiting if self.turns else ()
-        if not waiting or len(waiting) < REPLY_AT[self.kind] * np.count_nonzero(self.held < self.N):
+        waiting = len(self.turns.waiting) if self.turns else 0
+        if not waiting or waiting < REPLY_AT[self.kind] * np.count_nonzero(self.held < self.N):
             return False
         slot_of = {sequence: slot for slot, sequence in enumerate(self.held.tolist())}
         replies = [(slot_of[sequence], *rest) for sequence, *rest in self.turns.replies()]
@@ -199,9 +201,8 @@ class DecodeBatch:
         ends, held = lengths + added, self.held[slots]
         for row, begin, end, reply in zip(held, lengths, ends, replies, strict=True):
             self.tokens[row, begin:end] = upload(reply, self.device)
-            self.turns.written[row, begin:end] = True
+            self.written[row, begin:end] = True
         self.started[held] = self.steps - ends
-        self.turns.begin[held] = self.turns.checked[held] = ends
         spans = slots, self.prompt_slot[held // self.k], lengths - 1, added + 1
         columns, positions = self.cache.begin_reply(*spans)
         slots, held, added, ends = upload(np.stack([slots, held, added, ends]), self.device)
@@ -312,7 +313,7 @@ class DecodeBatch:
         self.cache.assign(np.concatenate([np.zeros(readers, dtype=np.int64), others]))
         self.steps, self.first_start, self.same_t = self.max_new_tokens - 1, 0, False
         self.step()
-        if self.turns:
+        if self.written is not None:
             w, longest = min(n, self.replies_at_once()), self.max_new_tokens - 2
             self.read(range(w), [1] * w, [[0] * longest] * w)
         self.shrink(np.arange(max(n - n // 4 - 1, 1)))

@@ -67,7 +67,6 @@ class KVCache:
         self.prompt = new(prompt_slots, prompt_width)
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
         self.max_length = prompt_width + width
-        self.ragged = False  # is a prompt shorter than T_p?
         # (P,) the prompt slots that the next forward fills; None: it is a step
         self.prefill_slots = None
         self.reply = None  # what the next forward needs to read replies; None: it reads none
@@ -83,7 +82,6 @@ class KVCache:
 
     def begin_prefill(self, prompt_slots, lengths: list[int]):
         """The next forward's prompts, of these lengths, go to these prompt slots."""
-        self.ragged |= min(lengths) < self.prompt.shape[4]
         self.prefill_slots = upload(prompt_slots, self.device)
         self.prompt_lengths[self.prefill_slots] = upload(lengths, self.device)
 
@@ -230,8 +228,7 @@ class KVCache:
             scores += self.completion_bias
         q_by_prompt = q[self.pair_of_entry].view(P * G, -1, D)  # (P * G, most * R, D)
         prompt_scores = q_by_prompt @ prompt_k.mT  # (P * G, most * R, T_p)
-        if self.ragged:
-            prompt_scores.view(P, -1, T_p).add_(self.prompt_bias[self.prompts_in_use])
+        prompt_scores.view(P, -1, T_p).add_(self.prompt_bias[self.prompts_in_use])
         prompt_scores = prompt_scores.view(-1, R, T_p)[self.entry_of_pair]  # (n * G, R, T_p)
         weights = torch.softmax(torch.cat([prompt_scores, scores], -1), -1)
         prompt_weights = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p)
