@@ -33,7 +33,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 @compiles
 def test_values_in_the_interpreter(request):
-    assert run_interpreted(__file__, request) >= 10
+    assert run_interpreted(__file__, request) >= 9
 
 
 @compiles
@@ -123,7 +123,7 @@ def launches(monkeypatch):
     "shape, dtype, rotary, stretch, programs",
     [
         (dict(kv_heads=1), torch.float16, False, 2, 3 * 5 + 5 * 3),
-        (dict(heads=2, kv_heads=2, group_size=1), torch.float32, True, None, 2 * (5 + 5)),
+        long(dict(heads=2, kv_heads=2, group_size=1), torch.float32, True, None, 2 * (5 + 5)),
         (dict(D=24, group_size=16), torch.float32, True, 3, 2 * (3 * 3 + 5 * 2)),
         (dict(D=16, heads=6, T_p=70, lengths=(70, 66, 3)), torch.float32, False, None, 2 * (3 + 5)),
     ],
@@ -152,7 +152,7 @@ def test_kernel_takes_queries_and_keys_of_another_type():
 
 
 @in_kernels
-@pytest.mark.parametrize("shape", [pytest.param("gpt2", marks=pytest.mark.long), "llama"])
+@pytest.mark.parametrize("shape", [long("gpt2"), "llama"])
 def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
     """Slots that are filled again and leave, with every kernel of a step. What a recorded graph reads and writes stays
     where it is, whatever rows come and go, as long as there are so many slots."""
@@ -169,9 +169,9 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
     monkeypatch.setattr(sample.DecodeBatch, "forward_step", forward_step)
     monkeypatch.setitem(sample.SHRINK_ABOVE, DEVICE, 1)
     model, prompts = make_flat_model(shape, n_layer=1), [[1, 2, 3], [4]]
-    rollouts = sample_groups(model, prompts, 3, 7, stop_token=3, seed=3, max_batch=4)
+    rollouts = sample_groups(model, prompts, 3, 5, stop_token=3, seed=3, max_batch=4)
     for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
-        expected, values = generate_naive(model, prompts[i // 3], 7, stop_token=3, seed=3, row=i)
+        expected, values = generate_naive(model, prompts[i // 3], 5, stop_token=3, seed=3, row=i)
         assert ids == expected and logprobs == pytest.approx(values, abs=1e-5)
     assert len(addresses) > 1 and all(len(found) == 1 for found in addresses.values())
 
