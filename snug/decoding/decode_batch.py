@@ -97,13 +97,15 @@ class DecodeBatch:
         self.turns = Turns(max_new_tokens, self.stop_tokens, is_over, ask) if is_over or ask else None
         # A prompt stays until its last sequence is over; by then other groups have started.
         prompt_slots = min(len(prompts), slots, 4 * math.ceil(slots / k))
-        width = max(len(prompt) for prompt in prompts)
-        dtype = model.compute_dtype
+        width, dtype = max(map(len, prompts)), model.compute_dtype
         self.cache = KVCache(
             model.config, prompt_slots, width, slots, max_new_tokens, dtype, self.device, k
         )
-        hidden_shape = prompt_slots, model.config.n_embd
-        self.prompt_hidden = torch.zeros(hidden_shape, dtype=dtype, device=self.device)
+        self.prompt_hidden = torch.zeros(
+            prompt_slots, model.config.n_embd, dtype=dtype, device=self.device
+        )
+        self.prompts_at_once = max(1, PREFILL_TOKENS[self.kind] // width)
+        self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
         # A graph replays the lengths and addresses of its recording; in plain torch they change with every step.
         self.recorder = Recorder(self.device, cuda_graphs and uses_triton(self.cache.completion))
         # On the device, per slot: its sequence, the number of its latest token and that token, its prompt's length.
@@ -183,14 +185,10 @@ class DecodeBatch:
         slot_of = {sequence: slot for slot, sequence in enumerate(self.held.tolist())}
         replies = [(slot_of[sequence], *rest) for sequence, *rest in self.turns.replies()]
         self.retire()
-        n = self.replies_at_once()
+        n = self.replies_at_once
         for i in range(0, len(replies), n):
             self.read(*zip(*replies[i : i + n], strict=True))
         return bool(replies)
-
-    def replies_at_once(self):
-        """-> how many replies are read at a time."""
-        return max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
 
     def read(self, slots, lengths, replies):
         """Write `replies` (lists of ids) behind the first `lengths` tokens of these slots' sequences, read them, and
@@ -230,7 +228,7 @@ class DecodeBatch:
     def prefill(self, prompts: range, prompt_slots: np.ndarray):
         """Read the prompts with these numbers into these prompt slots, PREFILL_TOKENS at a time."""
         self.prompt_slot[prompts] = prompt_slots
-        n = self.prompts_at_once()
+        n = self.prompts_at_once
         for i in range(0, len(prompts), n):
             slots = prompt_slots[i : i + n]
             tokens = [torch.tensor(self.prompts[p]) for p in prompts[i : i + n]]
@@ -240,10 +238,6 @@ class DecodeBatch:
             last = upload(lengths, self.device) - 1
             hidden = self.model(tokens, cache=self.cache, last=last)[:, 0]  # (P, C)
             self.prompt_hidden[upload(slots, self.device)] = hidden.to(self.prompt_hidden.dtype)
-
-    def prompts_at_once(self):
-        """-> how many prompts a prefill reads at a time."""
-        return max(1, PREFILL_TOKENS[self.kind] // self.cache.prompt.shape[4])
 
     def start(self, slots: np.ndarray, new: range):
         """Start sequences `new` in these slots: draw their first tokens from their prompts' hidden states."""
@@ -303,7 +297,7 @@ class DecodeBatch:
         the first prompt slot has as many readers as it can have, and the others share the rest."""
         n, prompt_slots = len(self.held), len(self.prompt_hidden)
         # Prompts are prefilled some at a time; the first of these prefills stands for all.
-        P = min(prompt_slots, self.prompts_at_once())
+        P = min(prompt_slots, self.prompts_at_once)
         self.prefill(range(P), np.arange(P))
         self.prompt_slot[:-1] = np.arange(len(self.prompts)) % prompt_slots
         self.start(np.arange(n), range(n))
@@ -314,7 +308,7 @@ class DecodeBatch:
         self.steps, self.first_start, self.same_t = self.max_new_tokens - 1, 0, False
         self.step()
         if self.written is not None:
-            w, longest = min(n, self.replies_at_once()), self.max_new_tokens - 2
+            w, longest = min(n, self.replies_at_once), self.max_new_tokens - 2
             self.read(range(w), [1] * w, [[0] * longest] * w)
         self.shrink(np.arange(max(n - n // 4 - 1, 1)))
 
