@@ -4,9 +4,8 @@
 
 A prompt goes through the model once, and its k completions share its keys and values. All groups are decoded in one
 batch; a completion that ends leaves it at once, and one that waits takes its slot (decoding/). Token t of row i is
-drawn with a uniform number that depends on (seed, i, t) alone, so a row does not depend on its neighbours.
-On a GPU its logits in bfloat16 may: products of another number of rows may round otherwise, and a token may change.
-`generate_naive` is the oracle.
+drawn with a uniform number that depends on (seed, i, t) alone, so a row does not depend on its neighbours. On a GPU its
+logits in bfloat16 may: products of another number of rows may round otherwise. `generate_naive` is the oracle.
 
 With `respond` a completion is an episode of several turns: a tool or an environment answers at the end of a turn. The
 answer is written behind the row's own keys and values, and sampling goes on: nothing is read twice.
@@ -142,8 +141,7 @@ def sample_groups(
     enforce_eager: bool = False,
     progress: bool = False,
 ) -> Rollouts:
-    """`group_size` completions of each prompt -> N = len(prompts) * group_size rows, groups adjacent, in the prompts'
-    order.
+    """`group_size` completions of each prompt, side by side -> N = len(prompts) * group_size rows.
 
     A completion ends with stop_token (or one of several), or where is_over(its ids) is first true (tokenizer.stopper
     makes such a function of a string), or at max_new_tokens. temperature: 0 takes the likeliest token.
@@ -163,14 +161,8 @@ def sample_groups(
     N = len(prompts) * group_size
     # Inference mode saves a tenth of a step on a CPU. Autocast would cast the weights in every step in it.
     casts = torch.is_autocast_enabled(model.device.type)
-    shown = dict(desc="sampling", unit=" completions", delay=3, leave=False, disable=not progress or None)
     no_gradient = torch.no_grad() if casts else torch.inference_mode()
-    with (
-        tqdm(total=N, **shown) as bar,
-        ThreadPoolExecutor(REPLIES) as pool,
-        no_gradient,
-        cached_casts(model),
-    ):
+    with ThreadPoolExecutor(REPLIES) as pool, no_gradient, cached_casts(model):
         batch = DecodeBatch(
             model,
             prompts,
@@ -186,7 +178,7 @@ def sample_groups(
         )
         rows = np.arange(first_row, first_row + N)
         batch.u[:N] = torch.from_numpy(uniforms(seed, rows, np.arange(max_new_tokens)))
-        decode(batch, bar)
+        decode(batch, progress)
         tables = batch.tokens[:N], batch.logprobs[:N], batch.written, batch.turns
         del batch  # the KV cache ends here
     return assemble(prompts, group_size, stop_token, *tables)
@@ -205,14 +197,16 @@ def check_prompts(prompts, max_new_tokens, block_size):
         )
 
 
-def decode(batch, bar):
-    """Step until all completions are over. bar: shows how many are."""
-    while active := batch.refill():
-        for _ in range(LOOK_EVERY[batch.kind]):
-            # Metering costs time on a CPU, and a step's memory changes slowly: meter every 16th step.
-            with unwatched() if batch.steps % 16 else nullcontext():
-                batch.step()
-        bar.update(batch.next_sequence - active - bar.n)
+def decode(batch, progress):
+    """Step until all completions are over. progress: show how many are."""
+    shown = dict(desc="sampling", unit=" completions", delay=3, leave=False, disable=not progress or None)
+    with tqdm(total=batch.N, **shown) as bar:
+        while active := batch.refill():
+            for _ in range(LOOK_EVERY[batch.kind]):
+                # Metering costs time on a CPU, and a step's memory changes slowly: meter every 16th step.
+                with unwatched() if batch.steps % 16 else nullcontext():
+                    batch.step()
+            bar.update(batch.next_sequence - active - bar.n)
 
 
 def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
@@ -242,22 +236,13 @@ def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
 
 @torch.no_grad()
 def generate_naive(
-    model: GPT,
-    prompt: list[int],
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    stop_token=None,
-    seed: int = 0,
-    row: int = 0,
-    is_over=None,
-    respond=None,
+    model, prompt, longest, temperature=1, stop_token=None, seed=0, row=0, is_over=None, respond=None
 ):
     """Row `row` of sample_groups without cache and batch, every token from a whole forward -> (ids, log-probs; None:
     written by `respond`)."""
     tokens, logprobs, begin = list(prompt), [], len(prompt)
-    uniform = uniforms(seed, [row], range(max_new_tokens))[0]
-    while len(logprobs) < max_new_tokens:
+    uniform = uniforms(seed, [row], range(longest))[0]
+    while len(logprobs) < longest:
         hidden = model(torch.tensor([tokens], device=model.device))[0, -1]  # (C,)
         logits = model.logits(hidden).float()  # (V,)
         logp = torch.log_softmax(logits / (temperature or 1), -1)
@@ -271,7 +256,7 @@ def generate_naive(
         logprobs.append(float(logp[token]))
         if token in as_tuple(stop_token) or is_over and is_over(tokens[begin:]):
             reply = respond(row, tokens[begin:]) if respond else None
-            if reply is None or len(logprobs) + len(reply) >= max_new_tokens:
+            if reply is None or len(logprobs) + len(reply) >= longest:
                 break
             tokens += reply
             logprobs += [None] * len(reply)
@@ -281,10 +266,7 @@ def generate_naive(
 
 def complete(settings, given, run, functions=NONE):
     """Complete settings.prompt or a held-out one -> (prompt or last message, completions). One that was cut off ends
-    with " …".
-
-    given: names of the options given; the others are the run's. functions: tools and environments by their names, as
-    for runs.prepare."""
+    with " …". given: names of the options given; the others are the run's. functions: as for runs.prepare."""
     merged = merge_options(GRPOSettings, run.settings, settings, given, max_iters=0)
     if not settings.prompt and not merged.task:
         raise SnugError(f"{run.path} has no task to take a prompt from; give --prompt=...")
@@ -300,9 +282,8 @@ def complete(settings, given, run, functions=NONE):
     ids = [run.tokenizer.encode_prompt(each["prompt"]) for each in episodes.rows]
     room = run.model.config.block_size - max(map(len, ids))
     longest = max(1, min(merged.max_new_tokens or PRETRAINED_LENGTH, room))
-    options = sampling_options(merged, episodes) | dict(
-        temperature=settings.temperature, seed=settings.seed
-    )
+    options = dict(temperature=settings.temperature, seed=settings.seed)
+    options |= sampling_options(merged, episodes)
     with autocast(run.settings.dtype, run.model):
         rollouts = sample_groups(run.model, ids, episodes.k, longest, **options)
     texts = []
