@@ -172,23 +172,18 @@ def test_older_files_are_read(tmp_path):
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_types_are_cast_on_the_way(tmp_path):
-    theirs = their_model("qwen2").to(torch.bfloat16)
-    theirs.save_pretrained(tmp_path / "a")
-    for dtype in (torch.float32, torch.bfloat16):
-        embedding = GPT.from_pretrained(tmp_path / "a", dtype=str(dtype)[6:]).embedding.weight
-        assert embedding.dtype == dtype and embedding.equal(theirs.get_input_embeddings().weight.to(dtype))
-
-
 def test_many_files_with_an_index_both_ways(tmp_path, monkeypatch):
-    theirs = their_model("qwen3 tied")
-    theirs.save_pretrained(tmp_path / "a", max_shard_size="10KB")
+    """In bfloat16, which is cast on the way in."""
+    theirs = their_model("qwen3 tied").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "a", max_shard_size="5KB")
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
     monkeypatch.setattr(tensors, "MAX_SHARD_BYTES", 10_000)
-    save_pretrained(GPT.from_pretrained(tmp_path / "a"), tmp_path / "b")
+    save_pretrained(GPT.from_pretrained(tmp_path / "a", dtype="float32"), tmp_path / "b")
     assert len(list((tmp_path / "b").glob("*.safetensors"))) > 3
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), theirs.parameters(), strict=True))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="float32")
+    assert all(torch.equal(p, q.float()) for p, q in zip(again.parameters(), theirs.parameters(), strict=True))
+    half = GPT.from_pretrained(tmp_path / "a", dtype="bfloat16").embedding.weight
+    assert half.dtype == torch.bfloat16 and half.equal(theirs.get_input_embeddings().weight)
 
 
 def test_one_tensor_at_a_time(folder, monkeypatch):
@@ -261,16 +256,13 @@ def test_configs_that_do_not_fit_are_named(said, folder):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_config_may_have_a_mark_at_its_start(folder):
-    """As an editor on Windows writes it."""
+def test_a_broken_config_is_one_line(folder):
+    """A mark at its start, as an editor on Windows writes it, breaks nothing."""
     shape, file = read_shape(folder), folder / "config.json"
     file.write_bytes(file.read_text().encode("utf-8-sig"))
     assert read_shape(folder) == shape
-
-
-def test_a_broken_config_is_one_line(folder):
     for text in ("", "[]", "{", '{"model_type": "gpt2", "vocab_size": 1e99}'):
-        (folder / "config.json").write_text(text)
+        file.write_text(text)
         with pytest.raises(SnugError, match="config.json"):
             GPT.from_pretrained(folder)
 
@@ -293,11 +285,7 @@ def test_broken_weights_are_one_line(folder):
     (folder / "model.safetensors").write_bytes(b"\x80\x04pickle")
     with pytest.raises(SnugError, match="cannot be read"):
         GPT.from_pretrained(folder)
-
-
-def test_pickles_are_never_loaded(folder):
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(SnugError, match="files are pickles, which are never loaded"):
         GPT.from_pretrained(folder)
 
@@ -336,26 +324,3 @@ def test_files_have_the_modes_that_the_umask_gives(tmp_path):
     finally:
         os.umask(before)
     assert {oct(file.stat().st_mode & 0o777) for file in (tmp_path / "a").iterdir()} == {"0o640"}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
-def test_true_shapes(family, tmp_path):
-    """GPT-2 124M, and Qwen2.5-0.5B: 24 layers of 896, 14 heads on 2, 151,936 ids."""
-    sizes = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
-    sizes |= dict(num_key_value_heads=2, vocab_size=151936, max_position_embeddings=32768)
-    qwen = transformers.Qwen2Config(rope_theta=1e6, tie_word_embeddings=True, **sizes)
-    config = transformers.GPT2Config() if family == "gpt2" else qwen
-    torch.manual_seed(1)
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    theirs.save_pretrained(tmp_path / "a")
-    ours = GPT.from_pretrained(tmp_path / "a")
-    tokens = torch.randint(50257, (1, 32), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        expected = theirs(tokens).logits
-        torch.testing.assert_close(logits_of(ours, tokens), expected, atol=1e-5, rtol=1e-5)
-    assert_same_continuation(ours, theirs, tokens, 32)
-    save_pretrained(ours, tmp_path / "b")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
-    with torch.no_grad():
-        assert torch.equal(again(tokens).logits, expected)
