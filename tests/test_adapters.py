@@ -11,10 +11,8 @@ import torch
 from conftest import HOME, make_model
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from test_grpo import never_stop
 from test_hub import NEW, OLD, put
 from test_lora import COMMON, LORA, run_grpo
-from test_nf4 import assert_planned
 
 import evaluate
 import sample
@@ -25,7 +23,7 @@ from runs import export
 from runs.checkpoint import find_run, newest
 from runs.loading import load_run
 from runs.prepare import prepare
-from settings import EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
+from settings import EvaluateSettings, ExportSettings, SampleSettings, SFTSettings
 from snug import lora
 from snug.memory import MemoryMeter
 from snug.options import SnugError, read_settings
@@ -231,28 +229,23 @@ def test_what_would_load_wrongly_is_one_line(said, tmp_path):
 
 def test_damaged_folders_are_one_line(tmp_path):
     base = make_base(tmp_path / "base", tie_embeddings=True)
-    adapters, other = (make_adapters(tmp_path / name, base, "q_proj") for name in ("peft", "other"))
-    file, config = adapters / "adapter_model.safetensors", other / "adapter_config.json"
-    wider = make_base(tmp_path / "wider", n_embd=64, tie_embeddings=True)
-    for text, place in {"[]": "", "{": "JSONDecodeError", "": "JSONDecodeError"}.items():
+    adapters = make_adapters(tmp_path / "peft", base, "q_proj")
+    file, config = adapters / "adapter_model.safetensors", adapters / "adapter_config.json"
+    before = config.read_text()
+    for text in ("[]", "{", ""):
         config.write_text(text)
-        with pytest.raises(SnugError, match=f"adapter_config.json: cannot be used .*{place}"):
-            find_run(other)
-    change(adapters, base_model_name_or_path=str(wider))
+        with pytest.raises(SnugError, match="adapter_config.json: cannot be used"):
+            find_run(adapters)
+    config.write_text(before)
+    change(adapters, base_model_name_or_path=str(make_base(tmp_path / "wider", n_embd=64, tie_embeddings=True)))
     with pytest.raises(SnugError, match="q_proj.weight cannot be read .*size of tensor"):
         load_run(adapters, "cpu")
-    change(adapters, base_model_name_or_path=str(other))
-    with pytest.raises(
-        SnugError, match=r"peft/adapter_config.json: cannot be used .*other/config.json: cannot be read"
-    ):
-        find_run(adapters)
-    change(adapters, base_model_name_or_path=str(base))
+    config.write_text(before)
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(SnugError, match="adapter_model.safetensors cannot be read"):
-        load_run(adapters, "cpu")
-    file.rename(adapters / "adapter_model.bin")
-    with pytest.raises(SnugError, match="adapter_model.safetensors cannot be read"):
-        load_run(adapters, "cpu")
+    for _ in range(2):
+        with pytest.raises(SnugError, match="adapter_model.safetensors cannot be read"):
+            load_run(adapters, "cpu")
+        file.unlink(missing_ok=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -341,37 +334,19 @@ def test_a_tokenizer_beside_the_adapters_wins(folders):
 
 
 def test_on_the_hub(folders, tmp_path, monkeypatch):
-    """Both in the cache; the base by owner/name, with a revision and without. Another newest commit is noticed."""
+    """Both in the cache; the base by owner/name, with a revision and without."""
     base, adapters = folders
     place, expected = tmp_path / "hub", logits_of(load_run(adapters, "cpu").model)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(place))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
 
-    def put_base(folder, commit):
-        shutil.rmtree(place / "models--tiny--base", ignore_errors=True)
-        put(tmp_path / commit, folder, commit)
-        shutil.move(tmp_path / commit / "models--tiny--model", place / "models--tiny--base")
-
-    put_base(base, OLD)
+    put(place, base, OLD, "tiny/base")
     for revision in (OLD, None):
         change(adapters, base_model_name_or_path="tiny/base", revision=revision)
         shutil.rmtree(place / "models--tiny--model", ignore_errors=True)
         put(place, adapters, NEW)
         assert torch.equal(logits_of(load_run("tiny/model", "cpu").model), expected)
-    run_grpo("tiny/model", tmp_path / "run", *LORA, "--max_iters=1")
-    load_run("run", "cpu")
-    put_base(make_base(tmp_path / "other", seed=3), "c" * 40)
-    with pytest.raises(SnugError, match=f"in tiny/model@{NEW}, which .* does not have"):
-        load_run("run", "cpu")
-
-
-def test_the_plan_is_what_a_run_takes(folders, tmp_path, monkeypatch):
-    never_stop(monkeypatch)
-    base, adapters = folders
-    words = f"--init_from={adapters} --out_dir={tmp_path}/run --digits=2 --device=cpu --eval_prompts=0 --max_iters=2"
-    words = [*words.split(), "--batch_size=4", "--group_size=4", "--max_new_tokens=8", "--beta=0.1"]
-    assert_planned(prepare(*read_settings(GRPOSettings, [*words, *LORA])[:2]))
 
 
 PEFT_CASES = {
