@@ -19,8 +19,8 @@ from snug.pretrained.hub import local_folder
 from snug.pretrained.shapes import family_of, read_config
 from snug.pretrained.tensors import appearing, entries, rows_of, write_json
 
-NOTHING = """bias use_dora use_qalora use_bdlora lora_bias modules_to_save rank_pattern alpha_pattern layer_replication
-trainable_token_indices alora_invocation_tokens arrow_config kasa_config monteclora_config"""
+# Variants of LoRA. Tensors of others have no place in the base.
+NOTHING = "bias use_dora use_qalora modules_to_save rank_pattern alpha_pattern alora_invocation_tokens"
 
 
 def find_base(folder: Path, weights: bool = True):
@@ -62,9 +62,17 @@ def save_adapters(model, folder: str | Path, base: str, settings):
             for letter, value in (("A", layer.lora_A), ("B", rows_of(layer.lora_B, entry))):
                 tensors[f"base_model.model.{name}.lora_{letter}.weight"] = value.detach().cpu().clone()
     base, _, revision = base.partition("@")
-    config = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base)
-    config |= dict(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=sorted(modules))
-    config |= dict(revision=revision or None, fan_in_fan_out=family == "gpt2", inference_mode=True)
+    config = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        revision=revision or None,
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        target_modules=sorted(modules),
+        fan_in_fan_out=family == "gpt2",
+        inference_mode=True,
+    )
     with appearing(folder) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         write_json(temporary / "adapter_config.json", config)

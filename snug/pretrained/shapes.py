@@ -111,9 +111,15 @@ def llama_shape(c, family) -> dict:
     slides = family == "mistral" or c.get("use_sliding_window", bool, False)
     if slides and c.values.get("sliding_window", 4096) is not None:
         shape["block_size"] = min(shape["block_size"], c.get("sliding_window", int, 4096))
-    shape |= dict(norm="rmsnorm", position="rotary", mlp="swiglu", bias=False)
-    shape |= dict(qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
-    return shape | rope_shape(c)
+    parts = dict(
+        norm="rmsnorm",
+        position="rotary",
+        mlp="swiglu",
+        bias=False,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+    )
+    return shape | parts | rope_shape(c)
 
 
 def rope_shape(c) -> dict:

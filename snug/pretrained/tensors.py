@@ -1,6 +1,6 @@
 """Hugging Face folders in and out: *.safetensors <-> a GPT's parameters. shapes.py reads and writes config.json.
 
-    read_weights(look_at_weights("models/Qwen2.5-0.5B"), model)    # a model of this shape: GPT.from_pretrained
+    read_weights(look_at_weights(folder), model)        # a model of this shape: GPT.from_pretrained
     save_pretrained(model, "export/mine", tokenizer)
     python -m runs.export out/grpo_gsm8k --to=export/mine      # a run's newest checkpoint, adapters merged
 
@@ -110,9 +110,8 @@ def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
     return result
 
 
-def weight_files(folder: str | Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """model.safetensors, or the files that the index names, sorted. Raises SnugError."""
-    folder = Path(folder)
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if file.is_file():  # transformers prefers the one file, too
         return [file]
@@ -134,7 +133,7 @@ def opened(file: Path, framework: str = "numpy") -> safe_open:
         return safe_open(str(file), framework=framework)
 
 
-def look_at_weights(folder: str | Path) -> dict:
+def look_at_weights(folder: Path) -> dict:
     """Each Entry that the config's shape needs -> {end: (name, file)} of its tensors. What `read_weights` takes.
 
     The files' headers are checked: missing and surplus tensors, other shapes and other types are refused. BUFFERS and
@@ -168,9 +167,9 @@ def look_at_weights(folder: str | Path) -> dict:
     return places
 
 
-def fingerprint(folder: str | Path) -> str:
+def fingerprint(folder: Path) -> str:
     """SHA-256 of config.json and of the length and 16 pieces of 64 KiB of each weight file."""
-    digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())

@@ -77,11 +77,8 @@ class Sandbox:
     """
 
     def __init__(self, target: str, arguments=None, timeout=5.0, memory_mb=2048, layers=LAYERS):
-        self.config = dict(
-            target=target, arguments=arguments or {}, timeout=timeout, memory_mb=memory_mb, layers=layers
-        )
-        self.process = None
-        self.missing = []
+        self.config = target, arguments or {}, timeout, memory_mb, layers
+        self.timeout, self.process, self.missing = timeout, None, []
 
     def call(self, method: str, tasks: list) -> list:
         """Run a method of the target on each list of arguments, not confined -> what it returns: JSON values.
@@ -131,7 +128,7 @@ class Sandbox:
         path = os.pathsep.join(map(os.path.abspath, sys.path))
         environment = dict(PYTHONPATH=path, PYTHONHASHSEED="0", PYTHONUTF8="1", OMP_NUM_THREADS="1")
         end, theirs = socket.socketpair()
-        self.channel = Channel(end, self.config["timeout"] + LIMIT)
+        self.channel = Channel(end, self.timeout + LIMIT)
         numbers = str(theirs.fileno()), str(os.getpid())
         command = [sys.executable, "-P", "-m", "snug.sandbox.child", *numbers]
         options = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)

@@ -25,9 +25,9 @@ def keep(file, parent):
     die_with(parent)
     channel = Channel(socket.socket(fileno=file))
     try:
-        config = channel.receive()
-        target = pkgutil.resolve_name(config["target"])(**config["arguments"])
-        confinement = Confinement(config["layers"], config["memory_mb"])
+        name, arguments, timeout, memory_mb, layers = channel.receive()
+        target = pkgutil.resolve_name(name)(**arguments)
+        confinement = Confinement(layers, memory_mb)
         gc.collect()
         gc.freeze()  # the collector does not write to these objects any more, so forks share their memory
         channel.send([confinement.missing, ""])
@@ -37,7 +37,7 @@ def keep(file, parent):
             if kind == "call":
                 values = (method(*task) for task in tasks)
             else:
-                values = results(method, tasks, config["timeout"], confinement)
+                values = results(method, tasks, timeout, confinement)
             for value in values:
                 channel.send([value, ""])
     except Exception as error:

@@ -33,8 +33,11 @@ from snug.options.typed import Fields
 from snug.tokenizer.chat import BREAK, CUT, TURN, Chat, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
-OWN_CONFIG = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT)
-OWN_CONFIG |= dict(clean_up_tokenization_spaces=False)
+OWN_CONFIG = dict(
+    tokenizer_class="PreTrainedTokenizerFast",
+    eos_token=END_OF_TEXT,
+    clean_up_tokenization_spaces=False,
+)
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
 DATE = "chat_date.txt"  # the day on which a run began, if its chat template asks for the date
@@ -81,12 +84,11 @@ class Tokenizer:
         """Text -> ids, never of special tokens: a prompt that spells <|endoftext|> gets those 13 characters.
 
         special=True: text that spells a special token becomes that token. A lone surrogate such as "\\ud800", which
-        UTF-8 cannot carry, becomes U+FFFD. Raises SnugError if `tokenizers` cannot encode the text.
+        UTF-8 cannot carry, becomes U+FFFD.
         """
-        text = well_formed(text)
-        with self.lock, in_one_line(f"tokenizer={self.name} cannot encode {text[:60]!r}"):
+        with self.lock:
             self.backend.encode_special_tokens = not special
-            return self.backend.encode(text, add_special_tokens=False).ids
+            return self.backend.encode(well_formed(text), add_special_tokens=False).ids
 
     def encode_prompt(self, prompt: str | list[dict], before=()) -> list[int]:
         """Text, or chat messages [{"role": ..., "content": ...}, ...] -> ids.
