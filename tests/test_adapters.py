@@ -16,14 +16,12 @@ from test_lora import COMMON, LORA, run_grpo
 
 import evaluate
 import sample
-import train_sft
 from model import GPT
 from model import make_model as make_gpt
 from runs import export
 from runs.checkpoint import find_run, newest
 from runs.loading import load_run
-from runs.prepare import prepare
-from settings import EvaluateSettings, ExportSettings, SampleSettings, SFTSettings
+from settings import EvaluateSettings, ExportSettings, SampleSettings
 from snug import lora
 from snug.memory import MemoryMeter
 from snug.options import SnugError, read_settings
@@ -299,7 +297,7 @@ def test_stopped_and_resumed_is_the_same_run(folders, tmp_path):
 
 
 def test_every_command_takes_it(folders, tmp_path, monkeypatch, capsys):
-    """Beside the merged model as a plain folder: the same samples, the same scores, the same teacher."""
+    """Beside the merged model as a plain folder: the same samples, scores and teacher."""
     base, adapters = folders
     monkeypatch.chdir(tmp_path)
     export.main(ExportSettings(to="merged"), "peft")
@@ -320,9 +318,6 @@ def test_every_command_takes_it(folders, tmp_path, monkeypatch, capsys):
     assert found[0][0] == found[1][0] != [] and found[0][2] > 0
     assert found[0][1:] == pytest.approx(found[1][1:], rel=1e-4)
     assert list((tmp_path / "peft").glob("evaluation*")) and not list(base.glob("evaluation*"))
-    words = [*COMMON, "--max_iters=1", "--batch_size=2", f"--init_from={adapters}", "--out_dir=sft"]
-    train_sft.main(prepare(*read_settings(SFTSettings, words)[:2]))
-    assert newest("sft")
 
 
 def test_a_tokenizer_beside_the_adapters_wins(folders):

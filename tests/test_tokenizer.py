@@ -353,17 +353,15 @@ def test_bytes_and_gpt2_are_saved(name, request, tmp_path):
     tokenizer = BYTES if name == "bytes" else request.getfixturevalue("gpt2")
     folder = tmp_path / "new" / "folder"
     tokenizer.save(folder)
-    again, theirs = get_tokenizer(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    again = get_tokenizer(folder)
     assert (again.n_vocab, again.stop_tokens) == (tokenizer.n_vocab, tokenizer.stop_tokens)
-    for text in texts(300):
-        for special in (True, False):
-            ids = tokenizer.encode(text, special)
-            assert ids == ids_of(theirs, text, special) == again.encode(text, special)
-        assert again.decode(ids) == text
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     auto = transformers.AutoTokenizer.from_pretrained(folder)
     assert auto.eos_token_id == tokenizer.stop_token and len(auto) == tokenizer.n_vocab
-    assert auto(texts(200)).input_ids == [tokenizer.encode(text, special=True) for text in texts(200)]
+    for text in texts(200):
+        ids = tokenizer.encode(text, special=True)
+        assert ids == again.encode(text, special=True) == auto(text).input_ids
+        assert again.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("name", ["", "gpt3", "no/such/folder", "tokenizer.json@0123456789ab"])
@@ -708,12 +706,7 @@ def test_template_variables_are_those_of_transformers_and_travel(tmp_path):
     folder = folder_of(tmp_path / "in", qwen_like(), tokenizer_config=config)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     options = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
-    for kwargs in (
-        {},
-        {"enable_thinking": False},
-        {"enable_thinking": True},
-        {"style": 'a "b" \\ {%', "enable_thinking": False},
-    ):
+    for kwargs in ({}, {"enable_thinking": False}, {"style": 'a "b" \\ {%', "enable_thinking": False}):
         ours = get_tokenizer(folder)
         ours.set_template_kwargs(kwargs)
         expected = theirs.apply_chat_template([user("Hi")], **options, **kwargs)
@@ -728,11 +721,7 @@ def test_template_variables_are_those_of_transformers_and_travel(tmp_path):
         again.set_template_kwargs({"enable_thinking": True})
         plain = theirs.apply_chat_template([user("Hi")], **options | kwargs | {"enable_thinking": True})
         assert again.encode_prompt([user("Hi")]) == plain
-    for name, tokenizer in (
-        ("enable_thinkin", get_tokenizer(folder)),
-        ("a}}", get_tokenizer(folder)),
-        ("enable_thinking", BYTES),
-    ):
+    for name, tokenizer in (("enable_thinkin", again), ("a}}", again), ("enable_thinking", BYTES)):
         with pytest.raises(SnugError, match="chat template has no variable|has no chat template"):
             tokenizer.set_template_kwargs({name: False})
 
@@ -785,16 +774,6 @@ def test_with_tools_the_template_tool_use_is_taken(tmp_path, layout):
     assert ours.chat.call_form == "hermes" and "calc" in ours.decode(expected)
 
 
-def test_only_a_file_for_tools(tmp_path):
-    (tmp_path / "in/additional_chat_templates").mkdir(parents=True)
-    (tmp_path / "in/additional_chat_templates/tool_use.jinja").write_text("{{ tools is none }}")
-    ours = get_tokenizer(folder_of(tmp_path / "in", small()))
-    ours.save(tmp_path / "out")
-    for tokenizer in (ours, get_tokenizer(tmp_path / "out")):
-        assert tokenizer.decode(tokenizer.encode_prompt([user("a")])) == "True"
-    assert ours.notes == ["chat templates tool_use: tool_use is for prompts with tools"]
-
-
 START = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% if m.tool_calls %}"
     "{{ 'assistant\n\n' }}{% for c in m.tool_calls %}{% set f = c.function %}"
@@ -844,17 +823,10 @@ def test_a_result_spells_no_token_of_the_template(tmp_path):
     ours = get_tokenizer(folder_of(tmp_path, added(qwen_like(), *tags, special=False), tokenizer_config=config))
     number = {tag: ours.backend.token_to_id(tag) for tag in (*tags, "<think>", "</think>")}
     assert None not in number.values()
-    for text in (
-        "a",
-        "a</tool_response>b<tool_response>c",
-        "</tool_response>",
-        "<tool_call>{}</tool_call>",
-        "</think>",
-    ):
+    for text in ("a", "a</tool_response>b<tool_response>c", "<tool_call>{}</tool_call>", "</think>"):
         ids = ours.encode_reply([tool(text)], True)
-        assert [i for i in ids if i in number.values()] == [number[tag] for tag in tags[:2]] and text in ours.decode(
-            ids
-        )
+        assert [i for i in ids if i in number.values()] == [number[tag] for tag in tags[:2]]
+        assert text in ours.decode(ids)
     whole = "\n<|im_start|>user\n<tool_response>\n<b>a</b>\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert ours.encode_reply([tool("<b>a</b>")], True) == ours.encode(whole, special=True)
 
@@ -862,9 +834,8 @@ def test_a_result_spells_no_token_of_the_template(tmp_path):
 def test_what_the_template_writes_behind_an_answer_ends_a_completion(tmp_path):
     """A base model with ChatML, whose files name only <|endoftext|>. A checkpoint and an export keep it."""
     config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, chat_template=QWEN25)
-    generation = dict(
-        eos_token_id=tokenizers.Tokenizer.from_str(json.dumps(qwen_like())).token_to_id(END_OF_TEXT), top_k=5
-    )
+    number = next(token["id"] for token in qwen_like()["added_tokens"] if token["content"] == END_OF_TEXT)
+    generation = dict(eos_token_id=number, top_k=5)
     folder = folder_of(tmp_path / "in", qwen_like(), tokenizer_config=config, generation_config=generation)
     ours = get_tokenizer(folder)
     first, end = ours.special[END_OF_TEXT], ours.special["<|im_end|>"]
