@@ -298,9 +298,7 @@ def test_rewards_need_an_answer_or_a_function(tmp_path):
     path = written(tmp_path, [{"prompt": str(i)} for i in range(50)])
     run = GRPOSettings(task="jsonl", data_file=path, out_dir=str(tmp_path / "run"))
     prepare(dataclasses.replace(run, reward_funcs=["argparse:Namespace"]))
-    with pytest.raises(
-        SnugError, match="has no column answer to score by; add it, reward_funcs, --answer_column or a --teacher"
-    ):
+    with pytest.raises(SnugError, match="has no column answer to score by; name it with --answer_column, or add --rew"):
         prepare(run)
 
 
