@@ -33,7 +33,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         prepared, file = prepare_evaluation(options, given, folder)
 
 from runs.loading import generator_state, load_run, restore_generators
-from sample import check_prompts, sample_episodes
+from sample import sample_episodes
 from snug.memory import Limits
 
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
@@ -183,9 +183,6 @@ def run_scores(of_processes: list[tuple[list[dict], list[dict]]]):
 def run_evaluation(model, prepared, options: EvaluateSettings):
     """-> (the first line of the file, the samples: for each prompt the greedy one, then num_samples)."""
     settings, longest = prepared.settings, prepared.longest()[1]
-    rows = prepared.task.prompts("test", range(settings.eval_prompts))
-    prompts = [prepared.encode(row["prompt"]) for row in rows]
-    check_prompts(prompts, longest, model.config.block_size)  # all of them, before the first is sampled
     limits = Limits(prepared, partial(print, file=sys.stderr))
     # The run's rollouts may have had shorter completions. A Hugging Face model had none.
     limits.max_eval_batch = min(limits.max_eval_batch, settings.batch_size)

@@ -8,7 +8,7 @@ Tests: tests/test_models.py, tests/test_nf4.py.
 
 import sys
 
-from runs.checkpoint import Checkpoint, base_of, find_run
+from runs.checkpoint import base_of, find_run
 from settings import ExportSettings
 from snug.options import SnugError, friendly_errors, read_settings
 from snug.pretrained.adapters import save_adapters
@@ -18,17 +18,25 @@ from snug.pretrained.tensors import new_folder, save_pretrained
 
 
 def main(settings: ExportSettings, folder: str):
-    """Raises SnugError if `folder` has no run or settings.to exists."""
+    """Raises SnugError if `folder` has no run, if settings.to exists, or if PEFT cannot have the adapters."""
     new_folder(settings.to)  # refuses a bad name before torch is imported
     checkpoint = find_run(folder)
-    base = base_name(checkpoint) if settings.adapters else ""
+    if settings.adapters:
+        if "base" not in checkpoint.state:
+            raise SnugError(f"{checkpoint.path} has no adapters; leave --adapters out")
+        base = base_of(checkpoint, tensors=())
+        if not is_pretrained(base.path) or base.state["weights"][1]:
+            raise SnugError(
+                f"the adapters' base, {base.path}, is no Hugging Face folder; leave --adapters out"
+            )
     from runs.loading import load_run
     from snug.lora import merge
 
     run = load_run(checkpoint, "cpu")
-    if base:
-        save_adapters(run.model, settings.to, base, run.settings)
-        print(f"the adapters of {run.path} are now in {settings.to}, for PEFT beside {base}")
+    if settings.adapters:
+        name = hub_name(base.path)
+        save_adapters(run.model, settings.to, name, run.settings)
+        print(f"the adapters of {run.path} are now in {settings.to}, for PEFT beside {name}")
         return
     if settings.dtype == "float32":  # before adapters are merged and rounded
         run.model.float()
@@ -37,18 +45,6 @@ def main(settings: ExportSettings, folder: str):
         run.model.bfloat16()
     save_pretrained(run.model, settings.to, run.tokenizer)
     print(f"{run.path} is now {settings.to}, a folder for transformers' AutoModelForCausalLM")
-
-
-def base_name(checkpoint: Checkpoint) -> str:
-    """The Hugging Face model that a checkpoint's adapters are for. Raises SnugError if there is none."""
-    if "base" not in checkpoint.state:
-        raise SnugError(f"{checkpoint.path} has no adapters; leave --adapters out")
-    base = base_of(checkpoint, tensors=())
-    if not is_pretrained(base.path) or base.state["weights"][1]:
-        raise SnugError(
-            f"the adapters' base, {base.path}, is no Hugging Face folder; leave --adapters out"
-        )
-    return hub_name(base.path)
 
 
 if __name__ == "__main__":

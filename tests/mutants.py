@@ -221,7 +221,7 @@ MUTANTS = [
     ("a resume takes another model", "runs/prepare.py", "if stays and was.resolve() != now.resolve() and not adapters:", "if False:", "test_checkpoint.py"),
     ("a moved model is refused", "runs/prepare.py", 'stays = "@" in before.init_from or was.exists()', "stays = True", "test_checkpoint.py"),
     ("a chat model writes 32 tokens", "runs/prepare.py", "max(1, min(PRETRAINED_LENGTH, room))", "32", "test_models.py"),
-    ("episodes: another environment's turns go on", "runs/prepare.py", "PROBLEM + CALLED + adapters", "PROBLEM + adapters", "test_agents.py"),
+    ("episodes: another environment's turns go on", "runs/prepare.py", "PROBLEM + CALLED + adapters", "PROBLEM + adapters", "test_checkpoint.py"),
     # runs/saver.py
     ("tokenizer not kept beside the checkpoint", "runs/saver.py", "write(self.folder, state, tensors, self.tokenizer.files)", "write(self.folder, state, tensors)", "test_models.py"),
     ("the best by pass@1 alone", "runs/saver.py", '"eval_reward_mean" if self.settings.reward_funcs else "pass_at_1"', '"pass_at_1"', "test_scoring.py"),

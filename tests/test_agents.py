@@ -151,14 +151,6 @@ def test_the_sampler_shows_turns(run):
     assert "  user: ?" not in "\n".join(texts)
 
 
-def test_other_tools_do_not_continue_a_run(run):
-    for change in (dict(tools=["calc"]), dict(tools=[]), dict(environment="")):
-        with pytest.raises(SnugError, match="other options: (tools|environment) was .*; put it back, or") as error:
-            prepare(dataclasses.replace(run, resume="auto", **change))
-        assert "\n" not in str(error.value)
-    prepare(dataclasses.replace(run, resume="auto", max_turns=3, max_tool_tokens=9))
-
-
 def test_a_first_text_that_is_too_long_is_one_line(tmp_path):
     """No plan knows it before. max_prompt_length cuts the prompt."""
 

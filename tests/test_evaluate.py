@@ -247,14 +247,6 @@ def test_temperature_0_samples_once():
     assert "each at temperature" not in table(summary)[0]
 
 
-def test_completions_that_do_not_fit_are_refused(monkeypatch, length=21):
-    long = with_prompts(lambda rows: [*rows[1:], rows[0] | {"prompt": "1" * length}])
-    monkeypatch.setattr(evaluate, "sample_held_out", None)  # before anything is sampled
-    problem = f"a prompt of {length} tokens . max_new_tokens=12 is longer than block_size=32; lower max_new_tokens, or"
-    with pytest.raises(SnugError, match=problem):
-        run_evaluation(*long)
-
-
 def test_max_new_tokens_and_max_prompt_length():
     run = run_settings(max_new_tokens=6, max_prompt_length=2)
     model, prepared, options = hex_run(P=4, num_samples=1, run=run)
@@ -358,6 +350,7 @@ def test_what_cannot_be_evaluated_is_refused(run_folder):
         (f"--data_file={home}/unscored.jsonl", "unscored.jsonl has no column answer to score by"),
         ("--task=countdown --data_file=x", "data_file='x' does not fit task='countdown'"),
         ("--task=countdown --countdown_operators=%", "countdown_operators='%'"),
+        ("--max_new_tokens=20", "with max_new_tokens=20 that is 24, more than block_size=16"),
         (
             f"--samples_file={home}/rows.jsonl/x",
             "cannot be written; name another, or --samples_file=none .(FileExists|NotADir)",

@@ -69,16 +69,11 @@ def read_run(folder: Path, name: str, most_bytes: int) -> Run:
         raise SnugError(f"is {folder} a run's folder? {folder}/log.jsonl has no iteration yet")
     with in_one_line(f"{folder}/settings.json cannot be read"):
         settings = json.loads((folder / "settings.json").read_text())
-    samples, every = read_samples(folder / "samples.jsonl", records[-1]["iter"], most_bytes)
+    file, last = folder / "samples.jsonl", records[-1]["iter"]
+    with in_one_line(f"{file} cannot be read"):
+        every = max(1, -(-file.stat().st_size // most_bytes))
+        samples = [s for s in read_lines(file) if s["iter"] % every == 0 or s["iter"] == last]
     return Run(folder, name, settings, records, samples, every)
-
-
-def read_samples(path: Path, last: int, most_bytes: int):
-    """-> the completions of every n-th iteration and of iteration `last`, n."""
-    with in_one_line(f"{path} cannot be read"):
-        every = max(1, -(-path.stat().st_size // most_bytes))
-        samples = [s for s in read_lines(path) if s["iter"] % every == 0 or s["iter"] == last]
-    return samples, every
 
 
 def logged(records: list[dict], name: str) -> list[float]:
