@@ -5,7 +5,6 @@
 The first run's folder gets report.html, which works without network.
 """
 
-from pathlib import Path
 from statistics import median
 
 from runs.log import change
@@ -25,12 +24,12 @@ def main(runs: list[Run]):
     print(f"page: {make_page(runs)}")
 
 
-def make_page(runs: list[Run]) -> Path:
+def make_page(runs: list[Run]):
     """Write report.html into the first run's folder -> its path. Raises SnugError."""
     return write_page(runs, cells_of(runs))
 
 
-def cells_of(runs: list[Run]) -> list[list[str]]:
+def cells_of(runs: list[Run]):
     """Rows of cells. The first row has the runs' names; other rows begin with a figure's name. "-": not logged."""
     figures = [name for _, _, names in LEARNING for name in names]
     figures += logged_names(runs, "reward/") + logged_names(runs, "metric/")

@@ -58,7 +58,7 @@ def iteration_of(path: Path):
     return int(path.name.removeprefix(PREFIX))
 
 
-def newest(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Path:
+def newest(folder: str | Path, tensors: Collection[str] = WEIGHTS):
     """A run's folder -> its newest undamaged checkpoint; a checkpoint's folder -> itself. Raises SnugError.
 
     tensors: as for `damage`. If there are any, stderr names the damaged checkpoints that are passed over.
@@ -88,7 +88,7 @@ def newest(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Path:
     raise SnugError(f"{problem}; {folder} has no undamaged checkpoint")
 
 
-def damage(path: Path, tensors: Collection[str] = TENSORS) -> str | None:
+def damage(path: Path, tensors: Collection[str] = TENSORS):
     """Compare a checkpoint's files with its manifest -> what is wrong, or None.
 
     tensors: the tensor files whose SHA-256 is compared. Of the others only the length is.

@@ -9,7 +9,7 @@ from tempfile import TemporaryFile
 from data import TaskOptions
 from data.tools import NONE
 from runs.checkpoint import find_run, settings_of
-from runs.prepare import Prepared, prepare
+from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
 from snug.options import SnugError, in_one_line, merge_options
 from snug.pretrained.hub import SNAPSHOT
@@ -24,7 +24,7 @@ def prepare_evaluation(
     given: set[str],
     folder: str | Path,
     functions: Mapping[str, Callable] = NONE,
-) -> tuple[Prepared, Path | None]:
+):
     """-> (the run as the command changes it, its checkpoint in `origin`; the file for the samples). Raises SnugError.
 
     given: names of the options given. folder: a run's, a checkpoint's or a Hugging Face model's. functions: as for

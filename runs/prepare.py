@@ -111,8 +111,9 @@ def prepare(
     toolbox = make_toolbox(settings, tokenizer, functions)
     needed = isinstance(settings, GRPOSettings) and (not settings.teacher or settings.use_kl_in_reward)
     rewards = rewards_of(settings, task, functions, toolbox, needed)
-    prepared = Prepared(settings, task, tokenizer, shape, *rewards, warm_start, resume, origin)
-    prepared.toolbox = toolbox
+    prepared = Prepared(
+        settings, task, tokenizer, shape, *rewards, warm_start, resume, origin, toolbox=toolbox
+    )
     resolve_lengths(prepared, chosen, before)
     if settings.teacher:
         prepared.teacher = find_teacher(prepared)

@@ -90,6 +90,7 @@ class Saver:
             self.prune(done)  # also without a write: its score may be new
 
     def write(self, done: int, progress: dict, last: bool):
+        """Write the checkpoint. If that fails, warn; last: raise SnugError."""
         tensors = self.processes.whole_tensors(self.model, tensors_of(self.model, self.optimizer))
         if self.processes.rank:
             return

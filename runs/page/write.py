@@ -19,7 +19,7 @@ from snug.options import in_one_line
 HERE = Path(__file__).parent
 
 
-def write_page(runs: list[Run], cells: list[list[str]]) -> Path:
+def write_page(runs: list[Run], cells: list[list[str]]):
     """Write report.html into the first run's folder -> its path. cells: the console's table. Raises SnugError."""
     import jinja2
     from markupsafe import Markup
