@@ -357,14 +357,14 @@ MUTANTS = [
     ("teacher: half of jsd's gradient", "snug/logprobs/divergence.py", "p * (gap - own[:, None]) / 2", "p * (gap - own[:, None]) / 4", "test_teacher.py"),
     ("teacher: the gradient for logits / temperature", "snug/logprobs/divergence.py", "= gradient / options.temperature", "= gradient", "test_teacher.py"),
     ("teacher: the teacher's own temperature", "snug/logprobs/divergence.py", "torch.log_softmax(teacher_z / options.temperature, -1)", "torch.log_softmax(teacher_z, -1)", "test_teacher.py"),
-    ("teacher: padding in the kernel's sums", "snug/logprobs/divergence.py", "known = start + lane < n_vocab\n", "known = start + lane < n_vocab + 4\n", "test_teacher.py"),
+    ("teacher: padding in the kernel's sums", "snug/logprobs/divergence.py", "read_row(logits, scale, n_vocab, n_vocab,", "read_row(logits, scale, n_vocab + 4, n_vocab,", "test_teacher.py"),
     ("teacher: the kernel's gradient without its mean", "snug/logprobs/divergence.py", "d = p * (gap - own)\n", "d = p * gap\n", "test_teacher.py"),
     # snug/logprobs/head.py
     ("teacher: every chunk has the first rows' teacher", "snug/logprobs/head.py", "hidden = self.teacher.hidden[rows]", "hidden = self.teacher.hidden[: rows.stop - rows.start]", "test_teacher.py"),
     ("teacher: all tokens' divergences weigh alike", "snug/logprobs/head.py", ".mul_(of_divergence[:, None])", ".mul_(of_divergence.mean())", "test_teacher.py"),
     ("teacher: log-probs unscaled beside a divergence", "snug/logprobs/head.py", "gradient[:, :n_vocab].mul_(coefficients[:, None])", "gradient[:, :n_vocab]", "test_teacher.py"),
     ("teacher: its logits beside the chunk's budget", "snug/logprobs/head.py", "(len(teacher.weight) if teacher else 0)", "0", "test_teacher.py"),
-    ("temperature missing in the head", "snug/logprobs/head.py", "temperature, n_vocab, entropy, dtype, chunk_size", "1.0, n_vocab, entropy, dtype, chunk_size", "test_logprobs.py"),
+    ("temperature missing in the head", "snug/logprobs/head.py", "Options(temperature, n_vocab,", "Options(1.0, n_vocab,", "test_logprobs.py"),
     ("entropy bonus as a penalty", "snug/logprobs/head.py", "loss = loss - entropy_weight", "loss = loss + entropy_weight", "test_grpo.py"),
     # snug/logprobs/rows.py
     ("entropy's gradient without log p", "snug/logprobs/rows.py", "share.add_(entropy[rows, None]).mul_(", "share.zero_().add_(entropy[rows, None]).mul_(", "test_logprobs.py"),

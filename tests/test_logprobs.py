@@ -29,6 +29,12 @@ def test_the_kernels_in_the_interpreter(request):
     assert run_interpreted(__file__, request) >= 20
 
 
+@pytest.fixture
+def rows_at_a_time(monkeypatch):
+    """-> a function that sets the rows of a chunk, or leaves the default."""
+    return lambda n: n and monkeypatch.setattr("snug.logprobs.head.rows_per_chunk", lambda *_: n)
+
+
 @pytest.fixture(autouse=True)
 def only_kernels(monkeypatch):
     forbid_plain_torch(monkeypatch, (rows, "forward_torch"), (rows, "backward_torch"))
@@ -68,17 +74,16 @@ def assert_near(actual, expected, tolerance):
 
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-NAMES = "M, V, n_vocab, temperature, dtype, chunk_size"
+NAMES = "M, V, n_vocab, temperature, dtype"
 CASES = [
-    (0, 67, 67, 1.0, F32, None),
-    (1, 1, 1, 0.7, F32, 1),
-    (9, 67, 67, 1.0, F64, 2),
-    (13, 80, 67, 0.7, F32, 4),
-    (7, 80, 67, 0.7, BF16, 3),
-    (5, 128, 128, 1.0, F16, None),
-    (3, 5008, 5000, 1.0, F16, 2),
-    (2, 8192, 8192, 0.7, F32, 1),
-    (11, 50257, 50257, 0.7, F32, None),  # more rows than a slab
+    (0, 67, 67, 1.0, F32),
+    (1, 1, 1, 0.7, F32),
+    (9, 67, 67, 1.0, F64),
+    (13, 80, 67, 0.7, F32),
+    (7, 80, 67, 0.7, BF16),
+    (5, 128, 128, 1.0, F16),
+    (3, 5008, 5000, 1.0, F16),
+    (11, 50257, 50257, 0.7, F32),  # more rows than a slab
 ]
 
 
@@ -87,7 +92,7 @@ def tolerance(dtype):
 
 
 @pytest.mark.parametrize(NAMES, CASES)
-def test_rows_against_float64(M, V, n_vocab, temperature, dtype, chunk_size):
+def test_rows_against_float64(M, V, n_vocab, temperature, dtype):
     """Log-probs and entropies; their gradients for an upstream gradient; and the gradient in place of the logits."""
     logits, targets, upstream = make_rows(M, V, dtype)
     logits[:, n_vocab:] = torch.nan  # what a buffer's padding happens to hold
@@ -114,14 +119,16 @@ def test_rows_against_float64(M, V, n_vocab, temperature, dtype, chunk_size):
 
 
 @pytest.mark.parametrize(NAMES, [case for case in CASES if case[4] in (F32, F64)])
-def test_heads_against_float64(M, V, n_vocab, temperature, dtype, chunk_size):
+def test_heads_against_float64(M, V, n_vocab, temperature, dtype, rows_at_a_time):
+    """Chunks of at most 4 rows."""
+    rows_at_a_time(4)
     hidden, weight, targets, upstream = make_head(M, 8, V, dtype)
     targets, atol = targets % n_vocab, 1e-11 if dtype == F64 else 2e-4
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     expected, expected_entropy = plain(exact[0] @ exact[1].T, targets, temperature, n_vocab)
     truth = torch.autograd.grad((expected * upstream).sum(), exact, retain_graph=True)
     of_entropy = torch.autograd.grad((expected_entropy * upstream).sum(), exact)
-    head = hidden, weight, targets, temperature, chunk_size
+    head = hidden, weight, targets, temperature
     logprobs, entropy = head_logprobs(*head, entropy=True, n_vocab=n_vocab)
     recomputed = torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
     values, entropies = head_logprobs(*head, entropy=True, n_vocab=n_vocab)
@@ -223,7 +230,8 @@ def clipped_loss(hidden, advantages):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 10, None])
-def test_head_loss_is_head_logprobs_and_a_loss(chunk_size):
+def test_head_loss_is_head_logprobs_and_a_loss(chunk_size, rows_at_a_time):
+    rows_at_a_time(chunk_size)
     hidden, weight, targets, advantages = make_head(29, 8, 67)
     token_loss = clipped_loss(hidden, advantages)
     expected = token_loss(head_logprobs(hidden, weight, targets, 0.7), slice(None))
@@ -231,7 +239,7 @@ def test_head_loss_is_head_logprobs_and_a_loss(chunk_size):
     dhidden, dweight = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
     for times in (1, 2):  # the second call adds to both .grad
-        loss, logprobs = head_loss(hidden, weight, targets, token_loss, 0.7, chunk_size)
+        loss, logprobs = head_loss(hidden, weight, targets, token_loss, 0.7)
         loss.backward()
         assert_near(loss, expected, 1e-10)
         assert_near(hidden.grad, times * dhidden, 1e-10)
@@ -241,17 +249,18 @@ def test_head_loss_is_head_logprobs_and_a_loss(chunk_size):
     def with_metrics(logprobs, rows):
         return token_loss(logprobs, rows), dict(tokens=len(logprobs))
 
-    again, _, of_chunks = head_loss(hidden, weight, targets, with_metrics, 0.7, chunk_size, metrics=True)
+    again, _, of_chunks = head_loss(hidden, weight, targets, with_metrics, 0.7, metrics=True)
     assert again.equal(loss) and [of_chunk["tokens"] for of_chunk in of_chunks] == {1: [1] * 29, 10: [10, 10, 9]}.get(
         chunk_size, [29]
     )
     hidden.grad = weight.grad = None  # a weight that is no leaf takes autograd's way, where any gradient is right
-    (3 * head_loss(hidden, weight.view_as(weight), targets, token_loss, 0.7, chunk_size)[0]).backward()
+    (3 * head_loss(hidden, weight.view_as(weight), targets, token_loss, 0.7)[0]).backward()
     assert_near(hidden.grad, 3 * dhidden, 1e-10)
     assert_near(weight.grad, 3 * dweight, 1e-10)
 
 
-def test_a_tied_weight_gets_both_gradients():
+def test_a_tied_weight_gets_both_gradients(rows_at_a_time):
+    rows_at_a_time(10)
     for use_head_loss in (True, False):
         torch.manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(67, 8, dtype=torch.float64, device=DEVICE))
@@ -260,7 +269,7 @@ def test_a_tied_weight_gets_both_gradients():
         weight.register_post_accumulate_grad_hook(lambda w, fired=fired: fired.append(w.grad.clone()))
         hidden = torch.nn.functional.embedding(tokens, weight).tanh()
         if use_head_loss:
-            loss = head_loss(hidden, weight, targets, lambda logprobs, rows: -logprobs.sum() / 29, chunk_size=10)[0]
+            loss = head_loss(hidden, weight, targets, lambda logprobs, rows: -logprobs.sum() / 29)[0]
         else:
             loss = torch.nn.functional.cross_entropy(hidden @ weight.T, targets)
         loss.backward()
@@ -310,11 +319,12 @@ def test_a_frozen_weight_takes_any_gradient_and_a_second_backward_is_refused():
         retained.backward()
 
 
-def test_frozen_weight_frozen_hidden_and_no_grad():
+def test_frozen_weight_frozen_hidden_and_no_grad(rows_at_a_time):
+    rows_at_a_time(10)
     hidden, weight, targets, _ = make_head(29, 8, 67)
 
     def loss(h, w):
-        return head_loss(h, w, targets, lambda logprobs, rows: logprobs.sum(), chunk_size=10)[0]
+        return head_loss(h, w, targets, lambda logprobs, rows: logprobs.sum())[0]
 
     weight.requires_grad_(False)
     loss(hidden, weight).backward()
@@ -360,8 +370,9 @@ def test_products_of_bfloat16_into_float32_are_fused_from_ampere_on(capability, 
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_bfloat16_products(autocast):
+def test_bfloat16_products(autocast, rows_at_a_time):
     """Under autocast over float32 weights, and with weights that are bfloat16: gradients in the inputs' own dtypes."""
+    rows_at_a_time(20)
     hidden, weight, targets, advantages = make_head(64, 32, 1000, torch.float32)
     if not autocast:
         hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
@@ -376,8 +387,8 @@ def test_bfloat16_products(autocast):
             assert logprobs.dtype == torch.float32
             return (logprobs * advantages[rows]).sum()
 
-        logprobs = head_logprobs(hidden, weight, targets, chunk_size=20)
-        loss, again = head_loss(hidden, weight, targets, token_loss, chunk_size=20)
+        logprobs = head_logprobs(hidden, weight, targets)
+        loss, again = head_loss(hidden, weight, targets, token_loss)
         recomputed = torch.autograd.grad((logprobs * advantages).sum(), (hidden, weight))
     loss.backward()
     assert torch.equal(again, logprobs.detach()) and logprobs.dtype == torch.float32

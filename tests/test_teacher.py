@@ -135,8 +135,9 @@ def test_the_kernel_compiles_without_spills(name, capability, tmp_path):
 @plain_only
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("chunk_size", [1, 4, 100])
-def test_heads_against_float64(name, chunk_size):
+def test_heads_against_float64(name, chunk_size, monkeypatch):
     """Log-probs, entropies and divergences weighed together, in one visit and in two; another width and padding."""
+    monkeypatch.setattr("snug.logprobs.head.rows_per_chunk", lambda *_: chunk_size)
     draw, n_vocab = torch.Generator().manual_seed(1), 60
     hidden, weight, theirs, their_weight = (
         torch.randn(*shape, generator=draw, dtype=F64) for shape in ((13, 8), (67, 8), (13, 12), (80, 12))
@@ -152,7 +153,7 @@ def test_heads_against_float64(name, chunk_size):
     truth = torch.autograd.grad(plainly, (hidden, weight), retain_graph=True)
     with_entropy = torch.autograd.grad(plainly + (c * entropies).sum(), (hidden, weight))
     teacher = Teacher(theirs, their_weight, name)
-    options = dict(temperature=0.7, chunk_size=chunk_size, n_vocab=n_vocab, teacher=teacher)
+    options = dict(temperature=0.7, n_vocab=n_vocab, teacher=teacher)
     loss, ours, entropy = head_loss(
         hidden, weight, targets, lambda q, part, d: (a[part] * q + b[part] * d).sum(), entropy=True, **options
     )
@@ -170,8 +171,9 @@ def test_heads_against_float64(name, chunk_size):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_the_head_in_lower_precision(dtype):
+def test_the_head_in_lower_precision(dtype, monkeypatch):
     """In one visit: as near to float64 as numbers of this type are."""
+    monkeypatch.setattr("snug.logprobs.head.rows_per_chunk", lambda *_: 3)
     draw = torch.Generator().manual_seed(1)
     hidden, weight, theirs, their_weight = (
         torch.randn(*shape, generator=draw).to(DEVICE, dtype) for shape in ((7, 8), (67, 8), (7, 12), (67, 12))
@@ -183,9 +185,7 @@ def test_the_head_in_lower_precision(dtype):
         apart.mean().backward()
         x, head = hidden.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
         teacher = Teacher(theirs, their_weight, name)
-        loss, _ = head_loss(
-            x, head, targets, lambda q, part, d: d.sum() / 7 + 0 * q.sum(), chunk_size=3, teacher=teacher
-        )
+        loss, _ = head_loss(x, head, targets, lambda q, part, d: d.sum() / 7 + 0 * q.sum(), teacher=teacher)
         loss.backward()
         rounding = dict(rtol=2e-5, atol=2e-5) if dtype == F32 else dict(rtol=0.05, atol=0.05)
         torch.testing.assert_close(loss.double(), apart.mean().detach(), **rounding)

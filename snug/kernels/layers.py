@@ -26,13 +26,13 @@ class Linear(nn.Linear):
             return product(x, self.weight, self.bias, residual)
         if isinstance(self.weight, NF4):
             y = NF4Linear.apply(x, self.weight, self.bias)
-            return y if residual is None else residual + y
-        if residual is None:
-            return cpu.linear(x, self.weight, self.bias)
-        same = x.dtype == residual.dtype == self.weight.dtype  # not under autocast
-        if kind_of(x) != "cuda" or self.bias is not None or not same:
-            return residual + cpu.linear(x, self.weight, self.bias)
-        return add_product(residual, x, self.weight)  # on CUDA the product adds, and rounds once
+        elif (
+            residual is None or self.bias is not None or kind_of(x) != "cuda" or x.dtype != residual.dtype
+        ):
+            y = cpu.linear(x, self.weight, self.bias)
+        else:  # on CUDA the product adds, and rounds once
+            return add_product(residual, x, self.weight)
+        return y if residual is None else residual + y
 
 
 def add_product(y, x, weight, alpha: float = 1.0):

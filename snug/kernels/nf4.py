@@ -399,6 +399,8 @@ def product(x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha: flo
 
 def weights_of(model: torch.nn.Module) -> dict:
     """{name: parameter or NF4} of all weights."""
-    layers = {f"{name}.weight": getattr(layer, "weight", None) for name, layer in model.named_modules()}
-    matrices = {name: weight for name, weight in layers.items() if isinstance(weight, NF4)}
-    return dict(model.named_parameters()) | matrices
+    weights = dict(model.named_parameters())
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, "weight", None), NF4):
+            weights[f"{name}.weight"] = layer.weight
+    return weights

@@ -98,6 +98,15 @@ class Segments:
         return tuple(torch.from_numpy(table).to(self.device) for table in (self.start(), self.tiles()))
 
     @cached_property
+    def parts(self) -> list[tuple[slice, slice]]:
+        """The prompt and the completions of each group that has both apart."""
+        return [
+            (slice(begin, middle), slice(middle, end))
+            for begin, middle, end in self.groups
+            if middle < end
+        ]
+
+    @cached_property
     def batches(self) -> list["Batch"]:
         """The segments in batches of about the same length."""
         order = np.argsort(-self.lengths, kind="stable")[: np.count_nonzero(self.lengths)]
@@ -213,10 +222,7 @@ def forward_torch(q, k, v, y, lse, segments):
         y_batch, lse_batch = cpu_attention(*inputs, 0.0, True)
         batch.put(y_batch, y)
         batch.put(lse_batch, lse)
-    for begin, middle, end in segments.groups:
-        if middle == end:
-            continue
-        prompt, completions = slice(begin, middle), slice(middle, end)
+    for prompt, completions in segments.parts:
         y_prompt, lse_prompt = cpu_attention(q[:, :, completions], k[:, :, prompt], v[:, :, prompt])
         lse_own = lse[:, :, completions]
         share = torch.sigmoid(lse_prompt - lse_own)[..., None].to(y.dtype)  # of the prompt
@@ -233,20 +239,12 @@ def backward_torch(dy, q, k, v, y, lse, dq, dk, dv, segments):
         gradients = cpu_attention_backward(*inputs, 0.0, True)
         for gradient, row in zip(gradients, (dq, dk, dv), strict=True):
             batch.put(gradient, row)
-    for begin, middle, end in segments.groups:
-        if middle == end:
-            continue
-        prompt, completions = slice(begin, middle), slice(middle, end)
-        dq_prompt, dk_prompt, dv_prompt = cpu_attention_backward(
-            dy[:, :, completions],
-            q[:, :, completions],
-            k[:, :, prompt],
-            v[:, :, prompt],
-            y[:, :, completions],
-            lse[:, :, completions],
-            0.0,
-            False,
-        )
-        dq[:, :, completions] += dq_prompt
-        dk[:, :, prompt] += dk_prompt
-        dv[:, :, prompt] += dv_prompt
+    for prompt, completions in segments.parts:
+        # of completions' queries for their prompt's keys
+        dy_own, q_own, y_own, lse_own = (x[:, :, completions] for x in (dy, q, y, lse))
+        keys, values = k[:, :, prompt], v[:, :, prompt]
+        gradients = cpu_attention_backward(dy_own, q_own, keys, values, y_own, lse_own, 0.0, False)
+        for gradient, row, tokens in zip(
+            gradients, (dq, dk, dv), (completions, prompt, prompt), strict=True
+        ):
+            row[:, :, tokens] += gradient

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from snug.kernels import LOG2_OF_E, nothing_to_do, triton, uses_triton
+from snug.kernels import LOG2_OF_E, launch, triton, uses_triton
 from snug.logprobs.rows import accumulator, slabs
 
 TEMPORARIES = 8  # tensors of a slab's size that plain torch holds at a time
@@ -66,21 +66,22 @@ def divergence_rows(logits, teacher_logits, options, name, divergence):
     """
     if not uses_triton(logits):
         divergence_torch(logits, teacher_logits, options, name, divergence)
-    elif not nothing_to_do(logits):
-        with torch.cuda.device_of(logits):
-            divergence_kernel[(len(logits),)](
-                logits,
-                teacher_logits,
-                divergence,
-                LOG2_OF_E / options.temperature,
-                1 / options.temperature,
-                options.n_vocab,
-                logits.stride(0),
-                teacher_logits.stride(0),
-                NAME=name,
-                BLOCK=min(2048, triton.next_power_of_2(options.n_vocab)),
-                num_warps=8,
-            )
+        return
+    launch(
+        divergence_kernel,
+        (len(logits),),
+        logits,
+        teacher_logits,
+        divergence,
+        LOG2_OF_E / options.temperature,
+        1 / options.temperature,
+        options.n_vocab,
+        logits.stride(0),
+        teacher_logits.stride(0),
+        NAME=name,
+        BLOCK=min(2048, triton.next_power_of_2(options.n_vocab)),
+        num_warps=8,
+    )
 
 
 if triton is None:
@@ -89,22 +90,8 @@ else:
     import triton.language as tl
     from triton.language import constexpr
 
-    from snug.kernels import LN2, LOW
-
-    @triton.jit
-    def log_sum(logits, scale, n_vocab, BLOCK: constexpr):
-        """log2 of the sum of 2^(scale * logits) of a row."""
-        lane = tl.arange(0, BLOCK)
-        top = tl.full((BLOCK,), LOW, tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, n_vocab, BLOCK):
-            known = start + lane < n_vocab
-            z = tl.load(logits + start + lane, known, -float("inf")).to(tl.float32) * scale
-            higher = tl.maximum(top, z)
-            total = total * tl.exp2(top - higher) + tl.exp2(z - higher)
-            top = higher
-        best = tl.max(top, 0)
-        return best + tl.log2(tl.sum(total * tl.exp2(top - best), 0))
+    from snug.kernels import LN2
+    from snug.logprobs.kernels import read_row
 
     @triton.jit
     def terms(logits, teacher, column, n_vocab, scale, log_sum_p, log_sum_q, NAME: constexpr):
@@ -141,8 +128,10 @@ else:
         row = tl.program_id(0).to(tl.int64)
         logits += row * row_stride
         teacher += row * teacher_stride
-        log_sum_p = log_sum(logits, scale, n_vocab, BLOCK)
-        log_sum_q = log_sum(teacher, scale, n_vocab, BLOCK)
+        best_p, log_sum_p, _ = read_row(logits, scale, n_vocab, n_vocab, BLOCK, False, False)
+        best_q, log_sum_q, _ = read_row(teacher, scale, n_vocab, n_vocab, BLOCK, False, False)
+        log_sum_p += best_p
+        log_sum_q += best_q
         lane = tl.arange(0, BLOCK)
         by_p = tl.zeros((BLOCK,), tl.float32)
         by_q = tl.zeros((BLOCK,), tl.float32)

@@ -53,9 +53,7 @@ def rows_per_chunk(n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type
     return max(1, int(budget - min(4 * SCRATCH, budget / 4)) // (n_vocab * itemsize))
 
 
-def head_options(
-    hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher=None
-) -> Options:
+def head_options(hidden, weight, targets, temperature, entropy, n_vocab, chunk_mb, teacher) -> Options:
     """Check the arguments and fill in defaults. Raises ValueError. A teacher's logits share the chunk's memory.
 
     Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself.
@@ -67,7 +65,7 @@ def head_options(
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
     n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
     width = len(weight) + (len(teacher.weight) if teacher else 0)
-    chunk_size = chunk_size or rows_per_chunk(width, dtype.itemsize, chunk_mb, kind_of(hidden))
+    chunk_size = rows_per_chunk(width, dtype.itemsize, chunk_mb, kind_of(hidden))
     return Options(temperature, n_vocab, entropy, dtype, chunk_size)
 
 
@@ -178,7 +176,6 @@ def head_logprobs(
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
-    chunk_size: int | None = None,
     entropy: bool = False,
     n_vocab: int | None = None,
     chunk_mb: float = 0,
@@ -187,15 +184,13 @@ def head_logprobs(
     """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy in nats (M,)].
 
     With a teacher -> (log-probs, entropies or None, divergences), each (M,) and differentiable.
-    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; default: see rows_per_chunk. n_vocab:
-    ids from n_vocab on are padding, with probability and gradient 0. Backward computes each chunk's logits again (8 M C
+    hidden (M, C), weight (V, C), targets (M,) int64. chunk_mb: MiB of a chunk, see rows_per_chunk. n_vocab: ids from
+    n_vocab on are padding, with probability and gradient 0. Backward computes each chunk's logits again (8 M C
     V FLOP in all). Use it for losses that need all log-probs before any gradient (sequence-level ratios), for a
     gradient of the entropy, and, without gradient, for a reference model. Saved: the inputs. Backward's extra bytes: a
     chunk, dhidden, dweight; under autocast also the cast weight. Raises ValueError.
     """
-    options = head_options(
-        hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher
-    )
+    options = head_options(hidden, weight, targets, temperature, entropy, n_vocab, chunk_mb, teacher)
     results = HeadLogprobs.apply(hidden, weight, targets.contiguous(), options, teacher)
     if teacher:
         return results
@@ -253,7 +248,6 @@ def head_loss(
     targets: Tensor,
     token_loss: Callable[..., Tensor | tuple[Tensor, dict]],
     temperature: float = 1.0,
-    chunk_size: int | None = None,
     entropy: bool = False,
     n_vocab: int | None = None,
     chunk_mb: float = 0,
@@ -282,9 +276,7 @@ def head_loss(
     Extra bytes: a chunk and twice its (m, C), dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype
     below float32. Under autocast also the cast weight and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
     """
-    options = head_options(
-        hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher
-    )
+    options = head_options(hidden, weight, targets, temperature, entropy, n_vocab, chunk_mb, teacher)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     targets = targets.contiguous()
     of_chunks = []
@@ -335,12 +327,13 @@ class HeadLoss(torch.autograd.Function):
             for rows, hidden_rows, logits in chunks:
                 chunks.forward(rows, logits, with_gradient)
                 values = [logprobs[rows]] + ([chunks.divergence[rows]] if teacher else [])
+                with torch.set_grad_enabled(with_gradient):
+                    leaves = [value.detach().requires_grad_(with_gradient) for value in values]
+                    chunk_loss = token_loss(leaves[0], rows, *leaves[1:])
                 if with_gradient:
-                    chunk_loss, c, *more = differentiate(token_loss, rows, values)
+                    c, *more = torch.autograd.grad(chunk_loss, leaves)
                     chunks.accumulate(logits, hidden_rows, rows, c, dhidden, dweight, *more)
-                else:
-                    chunk_loss = token_loss(values[0], rows, *values[1:])
-                loss += chunk_loss
+                loss += chunk_loss.detach()
         ctx.save_for_backward(dhidden, None if ctx.into_grad else dweight)
         ctx.mark_non_differentiable(*([logprobs] if entropy is None else [logprobs, entropy]))
         return loss, logprobs, entropy
@@ -358,11 +351,3 @@ class HeadLoss(torch.autograd.Function):
         else:
             dhidden, dweight = (None if d is None else d * dloss for d in (dhidden, dweight))
         return dhidden, dweight, None, None, None, None, None
-
-
-def differentiate(token_loss, rows, values):
-    """values: log-probs (m,), perhaps divergences (m,) -> the loss of these rows, and its derivatives for each."""
-    with torch.enable_grad():
-        leaves = [value.detach().requires_grad_() for value in values]
-        loss = token_loss(leaves[0], rows, *leaves[1:])
-        return loss.detach(), *torch.autograd.grad(loss, leaves)

@@ -15,29 +15,12 @@ else:
     from snug.kernels import LN2, LOG2E, LOW
 
     @triton.jit
-    def forward_kernel(
-        logits,
-        targets,
-        logprobs,
-        lse,
-        entropy,
-        scale,
-        slope,
-        width,
-        n_vocab,
-        row_stride,
-        BLOCK: constexpr,
-        PADDED: constexpr,
-        ENTROPY: constexpr,
-        GRADIENT: constexpr,
-    ):
-        """One program per row. Each lane keeps the maximum and the sum of its columns, so the loop has no barrier. One
-        of the two exponentials of the online update (Milakov and Gimelshein 2018, algorithm 3) is always 1 and is not
-        computed.
+    def read_row(logits, scale, width, n_vocab, BLOCK: constexpr, PADDED: constexpr, ENTROPY: constexpr):
+        """Of z = scale * logits -> its largest, log2 of the sum of 2^(z - largest), and with ENTROPY the mean of z.
 
-        GRADIENT: slope * (onehot - softmax) replaces the logits; the second read comes from the L2 cache (`tile`)."""
-        row = tl.program_id(0).to(tl.int64)
-        logits += row * row_stride
+        Each lane keeps the maximum and the sum of its columns, so the loop has no barrier. One of the two exponentials
+        of the online update (Milakov and Gimelshein 2018, algorithm 3) is always 1 and is not computed.
+        """
         lane = tl.arange(0, BLOCK)
         top = tl.full((BLOCK,), LOW, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)  # sum of 2^(z - top)
@@ -57,22 +40,45 @@ else:
                 finite = tl.maximum(z, LOW)  # -inf * 0 is NaN
                 moment = tl.where(rises, moment * smaller + finite, moment + finite * smaller)
             top = tl.maximum(top, z)
+        best = tl.max(top, 0)
+        share = tl.exp2(top - best)
+        total = tl.sum(total * share, 0)
+        return best, tl.log2(total), tl.sum(moment * share, 0) / total
 
+    @triton.jit
+    def forward_kernel(
+        logits,
+        targets,
+        logprobs,
+        lse,
+        entropy,
+        scale,
+        slope,
+        width,
+        n_vocab,
+        row_stride,
+        BLOCK: constexpr,
+        PADDED: constexpr,
+        ENTROPY: constexpr,
+        GRADIENT: constexpr,
+    ):
+        """One program per row.
+
+        GRADIENT: slope * (onehot - softmax) replaces the logits; the second read comes from the L2 cache (`tile`)."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * row_stride
+        best, log_sum, mean = read_row(logits, scale, width, n_vocab, BLOCK, PADDED, ENTROPY)
         target = tl.load(targets + row)
         known = (target >= 0) & (target < n_vocab)
         chosen = tl.load(logits + target, known, -float("inf")).to(tl.float32) * scale
-        best = tl.max(top, 0)
-        share = tl.exp2(top - best)
-        sum_all = tl.sum(total * share, 0)
-        log_sum = tl.log2(sum_all)
         tl.store(logprobs + row, (chosen - best - log_sum) * LN2)
         tl.store(lse + row, (best + log_sum) * LN2)
         if ENTROPY:
-            tl.store(entropy + row, (best + log_sum - tl.sum(moment * share, 0) / sum_all) * LN2)
+            tl.store(entropy + row, (best + log_sum - mean) * LN2)
         if GRADIENT:
             tl.debug_barrier()  # `chosen` is read before any lane overwrites it
             for start in range(0, width, BLOCK):
-                column = start + lane
+                column = start + tl.arange(0, BLOCK)
                 mask = column < width
                 # "evict_first": nobody reads the logits again.
                 x = tl.load(logits + column, mask, other=-float("inf"), eviction_policy="evict_first")

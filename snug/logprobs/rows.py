@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from snug.kernels import LOG2_OF_E, LOWEST, nothing_to_do, uses_triton
+from snug.kernels import LOG2_OF_E, LOWEST, launch, nothing_to_do, uses_triton
 from snug.logprobs.kernels import backward_kernel, forward_kernel, tile
 
 # Numbers that plain torch works on at a time: 2 MiB of float32 stay in the cache from operation to operation.
@@ -106,24 +106,25 @@ def forward_rows(
         return
     M, width = logits.shape
     block, warps = tile(width, logits.element_size(), gradient)
-    with torch.cuda.device_of(logits):
-        forward_kernel[(M,)](
-            logits,
-            targets,
-            logprobs,
-            lse,
-            lse if entropy is None else entropy,  # a pointer that is not written to
-            LOG2_OF_E / options.temperature,
-            1 / options.temperature,
-            width,
-            options.n_vocab,
-            logits.stride(0),
-            BLOCK=block,
-            PADDED=options.n_vocab < width,
-            ENTROPY=entropy is not None,
-            GRADIENT=gradient,
-            num_warps=warps,
-        )
+    launch(
+        forward_kernel,
+        (M,),
+        logits,
+        targets,
+        logprobs,
+        lse,
+        lse if entropy is None else entropy,  # a pointer that is not written to
+        LOG2_OF_E / options.temperature,
+        1 / options.temperature,
+        width,
+        options.n_vocab,
+        logits.stride(0),
+        BLOCK=block,
+        PADDED=options.n_vocab < width,
+        ENTROPY=entropy is not None,
+        GRADIENT=gradient,
+        num_warps=warps,
+    )
 
 
 def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch):
@@ -142,25 +143,26 @@ def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy
     M, width = logits.shape
     block, warps = tile(width)
     blocks = -(-width // block)
-    with torch.cuda.device_of(logits):
-        backward_kernel[(M * blocks,)](
-            logits,
-            targets,
-            lse,
-            entropy,
-            coefficients,
-            dentropy,
-            dlogits,
-            LOG2_OF_E / options.temperature,
-            width,
-            options.n_vocab,
-            logits.stride(0),
-            dlogits.stride(0),
-            blocks,
-            BLOCK=block,
-            PADDED=options.n_vocab < width,
-            num_warps=warps,
-        )
+    launch(
+        backward_kernel,
+        (M * blocks,),
+        logits,
+        targets,
+        lse,
+        entropy,
+        coefficients,
+        dentropy,
+        dlogits,
+        LOG2_OF_E / options.temperature,
+        width,
+        options.n_vocab,
+        logits.stride(0),
+        dlogits.stride(0),
+        blocks,
+        BLOCK=block,
+        PADDED=options.n_vocab < width,
+        num_warps=warps,
+    )
 
 
 def accumulator(dtype: torch.dtype):
