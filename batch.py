@@ -167,7 +167,7 @@ class Bin:
     rank: int = 0
 
 
-def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
+def make_micro_batch(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     """The MicroBatch of the sequences `indices`, groups together. It copies: make one at a time.
 
     sequences: tokens (N, width) and, where wanted, advantages (N,), sampling_logprobs, old_logprobs, ref_logprobs
@@ -198,37 +198,27 @@ def gather(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     row = index[sequence]
     prompt_end = (begins + spans)[~completion][: len(groups)].repeat([len(group) for group in groups])
     states = np.where(place == 0, prompt_end[sequence], begins[completion][sequence] + place) - 1
-    tables = dict(
-        source=source,
-        positions=positions,
-        start=mask.start(),
-        tiles=mask.tiles().ravel(),
-        states=states,
-        target=row * width + prompt[sequence] + place,
-        sequence=sequence,
-        place=place,
-        lengths=lengths,
-        index=index,
-        row=row,
-    )
+    target = row * width + prompt[sequence] + place  # of the flattened tokens
+    tables = dict(source=source, positions=positions, start=mask.start(), tiles=mask.tiles().ravel())
+    tables |= dict(target=target, states=states, sequence=sequence, place=place)
+    tables |= dict(lengths=lengths, index=index, row=row)
     table = upload(np.concatenate(list(tables.values())), sequences.tokens.device)
-    on_device = dict(zip(tables, table.split([len(numbers) for numbers in tables.values()]), strict=True))
+    on_device = dict(zip(tables, table.split(list(map(len, tables.values()))), strict=True))
     mask.tables = on_device.pop("start"), on_device.pop("tiles").view(-1, 5)
     tokens = sequences.tokens.flatten()
     micro = MicroBatch(
         tokens=tokens[on_device.pop("source")][None],
         positions=on_device.pop("positions")[None],
-        mask=mask,
         targets=tokens[on_device.pop("target")],
+        mask=mask,
         **on_device,
     )
     for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs", "teacher_outputs"):
-        if (values := getattr(sequences, name, None)) is not None:
-            if values.device == tokens.device:
-                values = values[micro.row, micro.place]
-            else:  # the host has both, and so waits for neither
-                values = upload(values[row, place], tokens.device, values.dtype)
-            setattr(micro, name, values)
+        values = getattr(sequences, name, None)
+        if values is not None and values.device == tokens.device:
+            setattr(micro, name, values[micro.row, micro.place])
+        elif values is not None:  # the host has all three, and so waits for none
+            setattr(micro, name, upload(values[row, place], tokens.device, values.dtype))
     if (advantages := getattr(sequences, "advantages", None)) is not None:
         micro.advantages = advantages[micro.index]
     return micro

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 import torch
 
 import train_sft
-from batch import Cut, gather
+from batch import Cut, make_micro_batch
 from loss import decoupled_advantages, group_advantages, kl_divergence, overlong_punishment, policy_loss
 from model import autocast
 from runs.checkpoint import open_checkpoint
@@ -207,7 +207,7 @@ def trainer_logprobs(model, rollouts, cut, settings):
     in the sequences of other processes."""
     logprobs = torch.zeros_like(rollouts.sampling_logprobs)
     for indices in cut.dealt(sum(cut.steps, []), model):
-        micro = gather(rollouts, indices, cut)
+        micro = make_micro_batch(rollouts, indices, cut)
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
             values = head_logprobs(  # (M,)
@@ -278,7 +278,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
         entropies[cut.sequences(step)] = 0  # an earlier attempt may have dealt them to other processes
     with borrowed(teacher):
         for indices in cut.dealt(micro_batches, model):
-            micro = gather(rollouts, indices, cut)
+            micro = make_micro_batch(rollouts, indices, cut)
             # Forward. Only the hidden states that predict completion tokens go on: (M, C)
             with autocast(settings.dtype, model):
                 hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
@@ -331,7 +331,7 @@ def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
         return head_loss(**arguments, entropy=True, metrics=True)
     # The bonus needs a second look at the logits.
     per_token = counts["num_tokens"]
-    if settings.loss_type == "bnpo":
+    if settings.depends_on_cut:
         per_token = len(micro.targets) * counts["num_micro_batches"]
     return head_loss_in_two_visits(**arguments, entropy_weight=settings.entropy_coef / per_token)
 

@@ -10,7 +10,9 @@ Left out: models, sampling, anything of size V; critics and rewards of single to
 import numpy as np
 import torch
 
+from settings.losses import load_loss
 from snug.memory.ledger import COMPONENTS
+from snug.options import SnugError
 
 COMPONENTS[__name__] = "loss"  # the name in --plan's table
 
@@ -142,23 +144,15 @@ def importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, op
     return ratio.masked_fill(ratio > cap, 0 if "mask" in mode else cap)
 
 
-def surrogate(ratio, logprobs, advantages, options):
-    """-> the loss of each token (M,), and whether clipping stopped its gradient (M,). All tensors (M,).
+# Surrogates: the loss of each token (M,), and whether clipping stopped its gradient (M,). Each is called with all the
+# arguments in settings.losses.ARGUMENTS, and names those that it uses. All (M,) but lengths (S,).
 
-        -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)      (PPO, eq. 7; epsilon_high: DAPO, eq. 10)
-        delta bounds the unclipped ratio from above; it matters where A < 0   (INTELLECT-2: two-sided clipping)
-        cispo: -stop_gradient(min(ratio, epsilon_high)) A logprob            (MiniMax-M1, eq. 4)
-        sapo: -sigmoid(t (ratio - 1)) 4 / t A, t = sapo_temperature_pos or _neg by A's sign    (arXiv 2511.20347)
 
-    Clipping stops a token's gradient; CISPO bounds its weight and never stops it, SAPO lets it fade. For cispo
-    epsilon_high is the largest ratio itself, as in TRL, not its distance from 1: 0.28 would quarter every gradient.
+def clipped_surrogate(ratio, advantages, options, **rest):
+    """-min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)      (PPO, eq. 7; epsilon_high: DAPO, eq. 10)
+
+    delta bounds the unclipped ratio from above; it matters where A < 0   (INTELLECT-2: two-sided clipping)
     """
-    if options.loss_type == "cispo":
-        weight = ratio.clamp(max=options.epsilon_high).detach()
-        return -weight * advantages * logprobs, (ratio > options.epsilon_high) & (advantages != 0)
-    if options.loss_type == "sapo":
-        t = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
-        return -torch.sigmoid(t * (ratio - 1)) * 4 / t * advantages, torch.zeros_like(ratio)
     clipped = ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon) * advantages
     delta = torch.inf if options.delta is None else options.delta
     bounded = ratio.clamp(max=delta) * advantages
@@ -166,19 +160,37 @@ def surrogate(ratio, logprobs, advantages, options):
     return -torch.min(bounded, clipped), stopped
 
 
-def sequence_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, options):
-    """`surrogate` for losses that look at whole sequences. All (M,), lengths (S,).
+def cispo_surrogate(ratio, logprobs, advantages, options, **rest):
+    """-stop_gradient(min(ratio, epsilon_high)) A logprob            (MiniMax-M1, eq. 4)
 
-    gmpo: -exp(mean of the log ratios, each clipped where A pushes it outwards) A          (arXiv 2507.20673)
-    vespo: -stop_gradient(w^k exp(lambda (1 - w))) A logprob, w the product of ratios      (arXiv 2602.10693)
+    Clipping stops a token's gradient; this bounds its weight and never stops it. epsilon_high is the largest ratio
+    itself, as in TRL, not its distance from 1: 0.28 would quarter every gradient.
+    """
+    weight = ratio.clamp(max=options.epsilon_high).detach()
+    return -weight * advantages * logprobs, (ratio > options.epsilon_high) & (advantages != 0)
+
+
+def sapo_surrogate(ratio, advantages, options, **rest):
+    """-sigmoid(t (ratio - 1)) 4 / t A, t = sapo_temperature_pos or _neg by A's sign    (arXiv 2511.20347)"""
+    t = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+    return -torch.sigmoid(t * (ratio - 1)) * 4 / t * advantages, torch.zeros_like(ratio)
+
+
+def gmpo_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, options, **rest):
+    """-exp(mean of the sequence's log ratios, each clipped where A pushes it outwards) A    (arXiv 2507.20673)"""
+    change = logprobs - old_logprobs
+    low, high = change.clamp(min=-options.epsilon), change.clamp(max=options.upper_epsilon)
+    bounded = torch.where(advantages > 0, high, low)
+    ratio = sequence_ratio(bounded, sequence, lengths)
+    return -ratio * advantages, (bounded != change) & (advantages != 0)
+
+
+def vespo_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, options, **rest):
+    """-stop_gradient(w^k exp(lambda (1 - w))) A logprob, w the product of the sequence's ratios    (arXiv 2602.10693)
+
     k, lambda by A's sign; with 2 and 3 the weight is .97 at w = 0.4, 1 at 1, .50 at 1.5, .20 at 2
     """
     change = logprobs - old_logprobs
-    if options.loss_type == "gmpo":
-        low, high = change.clamp(min=-options.epsilon), change.clamp(max=options.upper_epsilon)
-        bounded = torch.where(advantages > 0, high, low)
-        ratio = sequence_ratio(bounded, sequence, lengths)
-        return -ratio * advantages, (bounded != change) & (advantages != 0)
     log_w = sequence_sum(change.detach(), lengths)[sequence]
     k = torch.where(advantages < 0, options.vespo_k_neg, options.vespo_k_pos)
     decay = torch.where(advantages < 0, options.vespo_lambda_neg, options.vespo_lambda_pos)
@@ -186,22 +198,46 @@ def sequence_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, op
     return -weight * advantages * logprobs, torch.zeros_like(weight)
 
 
-def token_weights(sequence, lengths, options, num_tokens, num_sequences, num_micro_batches=1):
-    """The factor of each token's loss in the sum: (M,), or a number if all are alike.
+def own_surrogate(options, logprobs, **rest):
+    """The user's function. Raises SnugError if it does not return a loss for each token, with a gradient."""
+    values = load_loss(options.loss_type)(options=options, logprobs=logprobs, **rest)
+    fits = isinstance(values, torch.Tensor) and values.shape == logprobs.shape
+    if not fits or logprobs.requires_grad and not values.requires_grad:
+        shape = list(getattr(values, "shape", []))
+        raise SnugError(
+            f"loss_type={options.loss_type} must return a tensor of shape [{len(logprobs)}] with a gradient, a loss for "
+            f"each token, not {type(values).__name__} {shape}"
+        )
+    return values, torch.zeros_like(logprobs)
 
-    dapo, cispo, vespo  1 / num_tokens                        every token of the step counts alike (DAPO, eq. 8)
-    grpo, sapo, gmpo    1 / (num_sequences * its length)      every sequence counts alike (DeepSeekMath, eq. 3)
-    luspo               1 / num_sequences                     a sequence counts by its length (arXiv 2602.05261)
-    dr_grpo             1 / (num_sequences * max_new_tokens)  a constant, so length earns nothing (Dr. GRPO, sec. 3.1)
-    bnpo                1 / (M * num_micro_batches)           a mean of micro-batches' means: depends on the cut
+
+SURROGATES = {
+    "clipped": clipped_surrogate,
+    "cispo": cispo_surrogate,
+    "sapo": sapo_surrogate,
+    "vespo": vespo_surrogate,
+    "gmpo": gmpo_surrogate,
+    "own": own_surrogate,
+}
+
+
+def token_weights(sequence, lengths, options, num_tokens, num_sequences, num_micro_batches=1):
+    """The factor of each token's loss in the sum: (M,), or a number if all are alike. By options.loss.average:
+
+    token        1 / num_tokens                        every token of the step counts alike (DAPO, eq. 8)
+    sequence     1 / (num_sequences * its length)      every sequence counts alike (DeepSeekMath, eq. 3)
+    sum          1 / num_sequences                     a sequence counts by its length (LUSPO, arXiv 2602.05261)
+    constant     1 / (num_sequences * max_new_tokens)  a constant, so length earns nothing (Dr. GRPO, sec. 3.1)
+    micro-batch  1 / (M * num_micro_batches)           BNPO: a mean of micro-batches' means, which depends on the cut
     """
-    if options.loss_type == "luspo":
-        return 1 / num_sequences
-    if options.loss_type in ("grpo", "sapo", "gmpo"):
+    average = options.loss.average
+    if average == "sequence":
         return 1 / (num_sequences * lengths[sequence])
-    if options.loss_type == "dr_grpo":
+    if average == "sum":
+        return 1 / num_sequences
+    if average == "constant":
         return 1 / (num_sequences * options.max_new_tokens)
-    if options.loss_type == "bnpo":
+    if average == "micro-batch":
         return 1 / (lengths.sum() * num_micro_batches)
     return 1 / num_tokens
 
@@ -240,12 +276,18 @@ def policy_loss(
     if teacher_logprobs is not None:
         token_advantages = token_advantages + options.teacher_coef * (teacher_logprobs - old_logprobs)
     ratio = importance_ratio(logprobs, old_logprobs, sequence, lengths, options.importance_sampling_level)
-    if options.loss_type in ("gmpo", "vespo"):
-        per_token, clipped = sequence_surrogate(
-            logprobs, old_logprobs, token_advantages, sequence, lengths, options
-        )
-    else:
-        per_token, clipped = surrogate(ratio, logprobs, token_advantages, options)
+    per_token, clipped = SURROGATES[options.loss.surrogate](
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        advantages=token_advantages,
+        ratio=ratio,
+        sequence=sequence,
+        lengths=lengths,
+        options=options,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+    )
     if options.importance_sampling_cap is not None:
         correction = importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, options)
         per_token = per_token * correction

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     with friendly_errors():
         prepared = prepare(*read_settings(SFTSettings, sys.argv[1:])[:2])
 
-from batch import Cut, Sequences, gather
+from batch import Cut, Sequences, make_micro_batch
 from model import autocast
 from snug.logprobs import head_loss
 from snug.memory.ledger import component
@@ -80,7 +80,7 @@ def accumulate_gradient(model, batch, cut, settings):
         return -logprobs.sum() / num_tokens
 
     for indices in cut.dealt(cut.steps[0], model):
-        micro = gather(batch, indices, cut)
+        micro = make_micro_batch(batch, indices, cut)
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
             share, _, entropies = head_loss(

@@ -59,7 +59,7 @@ def start(folder, words, options):
     environment = os.environ | dict(OMP_NUM_THREADS="1", TEACHER=str(folder.parent / "teacher"))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     options = options | limits
-    words = [*words, "--device=cpu", "--overwrite", *[f"--{name}={value}" for name, value in options.items()]]
+    words = [*words, "--device=cpu", *[f"--{name}={value}" for name, value in options.items()]]
     subprocess.run([sys.executable, *words], cwd=HOME, stdout=subprocess.DEVNULL, env=environment, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

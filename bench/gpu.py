@@ -29,7 +29,7 @@ from shapes import QWEN, QWEN_15B
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from batch import Cut, Sequences, gather
+from batch import Cut, Sequences, make_micro_batch
 from grpo import trainer_logprobs
 from model import make_model
 from sample import sample_groups
@@ -221,7 +221,7 @@ def train(sizes):
         model.checkpoint_blocks = way
         prompts = [ids for ids in torch.randint(c.vocab_size, (P, T)).tolist() for _ in range(k)]
         both = Sequences.from_lists(prompts, torch.randint(c.vocab_size, (P * k, length)).tolist(), DEVICE)
-        micro = gather(both, list(range(P * k)), Cut(both, group_size=k))
+        micro = make_micro_batch(both, list(range(P * k)), Cut(both, group_size=k))
         M, tokens = len(micro.targets), micro.tokens.shape[1]
 
         def forward(micro=micro):

@@ -38,8 +38,13 @@ LONGEST_TOKEN = 32  # characters; encoding 10 MB would take long
 
 @dataclass
 class EpisodeOptions:
-    """Tools and environments: the model calls them while it samples. They are TRL's, and run in this process."""
+    """How a completion ends, and tools and environments, which the model calls while it samples. They are TRL's, and run
+    in this process.
+    """
 
+    stop_string: str = option(
+        "", "text that also ends a completion, for example </answer>; empty: only the stop token"
+    )
     tools: list[str] = option(
         [], "functions that the model may call: calc, python, module:function; empty: none"
     )

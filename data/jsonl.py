@@ -39,8 +39,8 @@ class Jsonl(FileTask):
         rows = self.rows["train"] + self.rows["test"]
         for row in rows:
             problem = problem_of(row.get("answer"))
-            needed = "answer" in self.blank or demonstrations and not row.get("demonstration")
-            if problem and needed and not self.free:
+            scores = "answer" in self.blank and not self.free
+            if problem and (scores or demonstrations and not row.get("demonstration")):
                 raise SnugError(f"{row.place}: answer {problem}")
             self.scored = self.scored and not problem
         self.only_numbers = all(type(row.get("answer")) in NUMBERS for row in rows)

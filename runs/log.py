@@ -6,8 +6,8 @@
     log.txt         the console's lines, the error that ended the run, [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
 
-The console shows a line every log_interval iterations. In a terminal a line fits the width, and a bar below shows the
-progress and the running phase. A pipe gets whole lines, which also say how much time is left. If the console is gone,
+The console shows a line for every iteration of GRPO, and about 25 of SFT. In a terminal a line fits the width, and a
+bar below shows the progress and the running phase. A pipe gets whole lines, which also say how much time is left. If the console is gone,
 a file cannot be written or a service fails, the log warns once and the training goes on. What a run prints at its end
 is in ending.py. Left out: plots, which report.py makes.
 """
@@ -88,7 +88,7 @@ class RunLog:
         Raises SnugError if the folder cannot be written to.
         """
         self.title, self.start, self.max_iters = title, start, settings.max_iters
-        self.log_interval = settings.log_interval or max(1, settings.max_iters // 25)
+        self.every = 1 if title == "GRPO" else max(1, settings.max_iters // 25)
         # Without reward_funcs the mean reward of an evaluation is pass@1.
         self.not_shown = {} if settings.reward_funcs else {"eval_reward_mean": None}
         self.files, self.warned = {}, set()
@@ -174,7 +174,7 @@ class RunLog:
     def iteration(self, record: dict, samples: Iterable[dict] = ()):
         """Log one iteration: record (with "iter") to log.jsonl and services, samples to samples.jsonl.
 
-        The console shows every log_interval iterations, the first, the last, and those with an evaluation.
+        The console shows every iteration of GRPO, about 25 of SFT, the first, the last, and those with an evaluation.
         """
         record, done = finite(record), record["iter"] + 1
         self.append("log.jsonl", json.dumps(record))
@@ -182,7 +182,7 @@ class RunLog:
             self.append("samples.jsonl", json.dumps(finite({"iter": record["iter"]} | sample)))
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         self.call_services("log", numbers)
-        regular = done in (self.start + 1, self.max_iters) or done % self.log_interval == 0
+        regular = done in (self.start + 1, self.max_iters) or done % self.every == 0
         if regular or "eval_reward_mean" in record:
             self.scores(record | self.left(done))
 

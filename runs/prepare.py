@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data import load_reward_function, make_task
+from data import TaskOptions, load_reward_function, make_task
 from data.episodes import Toolbox, make_toolbox
 from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
@@ -24,7 +24,7 @@ from runs.checkpoint import (
     settings_of,
     tokenizer_of,
 )
-from settings import PRETRAINED_LENGTH, GRPOSettings, ModelOptions, SFTSettings, TaskOptions
+from settings import PRETRAINED_LENGTH, GRPOSettings, ModelOptions, SFTSettings
 from snug.options import SnugError, fields, find_path, make_settings, merge_options
 from snug.pretrained.hub import hub_name, local_folder
 from snug.pretrained.shapes import is_pretrained

@@ -154,6 +154,8 @@ MUTANTS = [
     ("the KL's metric keeps the graph", "loss.py", "kl_divergence(logprobs.detach(), ref_logprobs).sum()", "kl_divergence(logprobs, ref_logprobs).sum()", "test_loss.py"),
     ("teacher: the metric of log-probs keeps the graph", "loss.py", "(logprobs.detach() - teacher_logprobs)", "(logprobs - teacher_logprobs)", "test_loss.py"),
     ("teacher: the metric of divergences keeps the graph", "loss.py", "divergence.detach().sum()", "divergence.sum()", "test_loss.py"),
+    ("losses: your own without a gradient", "loss.py", "not fits or logprobs.requires_grad and not values.requires_grad", "not fits", "test_loss.py"),
+    ("losses: your own with any shape", "loss.py", " and values.shape == logprobs.shape", "", "test_loss.py"),
     ("equal rewards whose mean rounds", "loss.py", "    rewards = rewards.double()\n", "", "test_loss.py"),
     # report.py
     ("report: medians with the first iteration", "report.py", "logged(run.records[1:], name) or logged", "logged", "test_report.py"),
@@ -234,12 +236,19 @@ MUTANTS = [
     ("evaluations ignore logits_chunk_mb", "sample.py", "chunk_mb=settings.logits_chunk_mb,", "chunk_mb=0,", "test_evaluate.py"),
     ("episodes: the mask a token late", "sample.py", "~written[: len(tokens), :T_c]", "~written[: len(tokens), :T_c].roll(1, 1)", "test_episodes.py"),
     ("episodes: written tokens have a log-prob", "sample.py", "sampling_logprobs=logprobs[:, :T_c] * mask", "sampling_logprobs=logprobs[:, :T_c] - 1.0 * ~mask", "test_episodes.py"),
-    # settings.py
-    ("rules: SFT needs what it does not have", "settings.py", 'needed.partition("=")[0], needed)', 'needed.partition("=")[0], "")', "test_settings.py"),
-    ("NF4: fsdp", "settings.py", "parallel=fsdp needs base_dtype= or --parallel=ddp\n", "", "test_nf4.py"),
-    ("epsilon_high ignored", "settings.py", "self.epsilon if self.epsilon_high is None else self.epsilon_high", "self.epsilon", "test_loss.py"),
-    ("losses: GMPO and VESPO by parts of sequences", "settings.py", ' or self.loss_type in ("gmpo", "vespo")', "", "test_packed.py"),
-    ("importance: of parts of sequences", "settings.py", "self.importance_sampling_level + self.importance_sampling_mode", "self.importance_sampling_level", "test_packed.py"),
+    # settings/loops.py
+    ("rules: SFT needs what it does not have", "settings/loops.py", "getattr(self, name, needed)", "getattr(self, name, None)", "test_settings.py"),
+    # settings/losses.py
+    ("epsilon_high ignored", "settings/losses.py", "self.epsilon if self.epsilon_high is None else self.epsilon_high", "self.epsilon", "test_loss.py"),
+    ("losses: GMPO by parts of sequences", "settings/losses.py", '"sequence", OF_SEQUENCES, True)', '"sequence", OF_SEQUENCES)', "test_packed.py"),
+    ("losses: your own by parts of sequences", "settings/losses.py", 'Loss("own", "token", whole_sequences=True)', 'Loss("own", "token")', "test_loss.py"),
+    ("losses: your own is looked for late", "settings/losses.py", "if self.loss is OWN_LOSS:", "if False:", "test_settings.py"),
+    ("importance: of parts of sequences", "settings/losses.py", "self.importance_sampling_level + self.importance_sampling_mode", "self.importance_sampling_level", "test_packed.py"),
+    ("a budget cuts what depends on the cut", "settings/losses.py", '== "micro-batch"', '== "none"', "test_plan.py"),
+    # settings/rules.py
+    ("rules: a misspelt option", "settings/rules.py", "grad_offload=False", "grad_ofload=False", "test_settings.py"),
+    ("rules: a value that is no choice", "settings/rules.py", 'reference="device"', 'reference="gpu"', "test_settings.py"),
+    ("NF4: fsdp", "settings/rules.py", 'base_dtype="",', "", "test_nf4.py"),
     # snug/decoding/attention.py
     ("a tile reads another prompt", "snug/decoding/attention.py", "prompt_k + (p * G", "prompt_k + (0 * p * G", "test_kernels.py"),
     ("the new column is not seen", "snug/decoding/attention.py", "begin + completion_chunk, now + 1)", "begin + completion_chunk, now)", "test_kernels.py"),
@@ -378,7 +387,6 @@ MUTANTS = [
     # snug/memory/fit.py
     ("a budget spends nothing that is left", "snug/memory/fit.py", "fitted = replace(settings, **{name: values[0] for name, values in steps.items()})", "fitted = settings", "test_plan.py"),
     ("a budget gives no option back", "snug/memory/fit.py", "        if not fits(fitted):\n            fitted = slower[bisect_left(slower[:-1], True, key=fits)]", "        fitted = slower[-1]", "test_plan.py"),
-    ("a budget cuts what depends on the cut", "snug/memory/fit.py", '== "bnpo"', '== "none"', "test_plan.py"),
     # snug/memory/limits.py
     ("the next attempt has the same micro-batches", "snug/memory/limits.py", "cut.within(self.max_tokens_per_micro_batch)", "cut", "test_oom.py"),
     ("evaluations make the rollouts smaller", "snug/memory/limits.py", 'self.halve_decoding("max_eval_batch"', 'self.halve_decoding("max_rollout_batch"', "test_oom.py"),
@@ -386,7 +394,10 @@ MUTANTS = [
     ("meter: a phase's last peak", "snug/memory/meter.py", 'entry["peak"] = max(entry["peak"], self.peak_since_reset())', 'entry["peak"] = self.peak_since_reset()', "test_memory.py"),
     # snug/memory/plan.py
     ("a plan forgets the deeper blocks", "snug/memory/plan.py", "return a + (b - a) * (depth - DEPTHS[0])", "return a + (b - a) * (depth - DEPTHS[1])", "test_plan.py"),
+    # snug/options/other_names.toml
+    ("an answer names no option", "snug/options/other_names.toml", "evaluate.py takes --num_samples", "evaluate.py takes --num_sample", "test_settings.py"),
     # snug/options/__init__.py
+    ("a choice of one's own is no choice", "snug/options/__init__.py", ' and not (OWN in choices and ":" in item)', "", "test_settings.py"),
     ("a panic of a library is a traceback", "snug/options/__init__.py", 'is_panic = type(error).__name__ == "PanicException"', "is_panic = False", "test_tokenizer.py"),
     ("a part of a matrix is the matrix", "snug/options/__init__.py", "if set(theirs) <= set(items)", "if set(theirs) & set(items)", "test_settings.py"),
     ("an error commands the terminal", "snug/options/__init__.py", "return plain(", "return (", "test_log.py"),
@@ -482,7 +493,6 @@ MUTANTS = [
     ("log: the bar names no phase", "training/loop.py", "meter.show, state = log.show,", "_, state = log.show,", "test_log.py"),
     ("an evaluation that failed is not repeated", "training/loop.py", "training.make_up_evaluation(log.start)", "pass", "test_log.py"),
     ("dtype: a GPU is planned in float32", "training/loop.py", "print(show(rehearse, with_dtype(settings, kind)))", "print(show(rehearse, settings))", "test_plan.py"),
-    ("an earlier run is kept", "training/loop.py", "if settings.overwrite:", "if False:", "test_lock.py"),
     # training/notebook.py
     ("an interrupted run says it is finished", "training/notebook.py", "FinishedRun(prepared.settings, functions, finished)", "FinishedRun(prepared.settings, functions, True)", "test_notebook.py"),
     ("prompts from Python undo other options", "training/notebook.py", 'dict(task="jsonl", test_file="") | options |', 'options | dict(task="jsonl", test_file="") |', "test_notebook.py"),

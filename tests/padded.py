@@ -26,8 +26,8 @@ class PaddedBatch(MicroBatch):
         return hidden.flatten(0, 1)[self.states]
 
 
-def gather(sequences, indices, cut, poison=0):
-    """batch.gather's arguments -> PaddedBatch. poison: the id that stands in the padding."""
+def make_micro_batch(sequences, indices, cut, poison=0):
+    """batch.make_micro_batch's arguments -> PaddedBatch. poison: the id that stands in the padding."""
     prompts, completions = sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist()
     mask = sequences.mask == 1
     T = max(prompts[i] + completions[i] for i in indices)
@@ -66,10 +66,10 @@ def a_few(cut, n):
 @contextmanager
 def padded(poison=0):
     """Within this context the loops gather padded micro-batches."""
-    other = partial(gather, poison=poison)
+    other = partial(make_micro_batch, poison=poison)
     with (
-        patch.object(grpo, "gather", other),
-        patch.object(train_sft, "gather", other),
-        patch.object(frozen, "gather", other),
+        patch.object(grpo, "make_micro_batch", other),
+        patch.object(train_sft, "make_micro_batch", other),
+        patch.object(frozen, "make_micro_batch", other),
     ):
         yield

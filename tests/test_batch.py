@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import train_sft
-from batch import Cut, Sequences, gather
+from batch import Cut, Sequences, make_micro_batch
 from settings import GRPOSettings, SFTSettings
 from snug.device.cuda import MULTIPLE, padded, upload
 from snug.device.processes import OneProcess
@@ -24,7 +24,7 @@ def test_the_docstrings_example():
     batch = Sequences.from_lists([[a, b], [a, b], [c], [c]], [[x, y, stop], [z, stop], [u, stop], [stop]], DEVICE)
     batch.sampling_logprobs = torch.tensor([[-1.0, -2, -3], [-4, -5, 0], [-6, -7, 0], [-8, 0, 0]], device=DEVICE)
     batch.advantages = torch.tensor([0.5, -0.5, 1.0, -1.0], device=DEVICE)
-    micro = gather(batch, [0, 1, 2], Cut(batch, group_size=2))
+    micro = make_micro_batch(batch, [0, 1, 2], Cut(batch, group_size=2))
     ours = slice(7)  # on CUDA padding follows
     assert micro.tokens[0, ours].tolist() == [a, b, x, y, z, c, u]
     assert micro.positions[0, ours].tolist() == [0, 1, 2, 3, 2, 0, 1]
@@ -119,7 +119,7 @@ def test_every_token_once_and_within_budget(groups, max_tokens, two_steps, multi
         seen = []
         for indices in pieces:
             with as_on_cuda(multiple):
-                micro = gather(batch, indices, cut)
+                micro = make_micro_batch(batch, indices, cut)
             index, T = micro.index.tolist(), micro.tokens.shape[1]
             its_prompts = [i // 3 for i in index]
             size = sum(len(prompts[3 * g]) for g in {*its_prompts}) + sum(lengths[i] - 1 for i in index)
@@ -138,7 +138,7 @@ def test_every_token_once_and_within_budget(groups, max_tokens, two_steps, multi
 def test_only_completion_rows_reach_the_head():
     model = make_model()
     batch = Sequences.from_lists([[1, 2, 3], [1, 2, 3], [4]], [[5, 6], [5], [7, 8, 9]], DEVICE)
-    micro = gather(batch, [0, 1, 2], Cut(batch, group_size=2))
+    micro = make_micro_batch(batch, [0, 1, 2], Cut(batch, group_size=2))
     hidden = model(micro.tokens, micro.positions, mask=micro.mask)
     rows = micro.completion_hidden(hidden)
     torch.testing.assert_close(rows, hidden[0, [2, 3, 2, 4, 5, 6]], rtol=0, atol=0)
@@ -174,7 +174,7 @@ def test_rounded_rows_have_the_same_loss_and_gradient(shape, multiple):
     cut = Cut(rollouts, max_tokens=60, group_size=4)
     plain = both_loops(model, rollouts, cut, beta=0.1)
     with as_on_cuda(multiple):
-        assert gather(rollouts, cut.steps[0][0], cut).tokens.shape[1] % multiple == 0
+        assert make_micro_batch(rollouts, cut.steps[0][0], cut).tokens.shape[1] % multiple == 0
         rounded = both_loops(model, rollouts, cut, beta=0.1)
     for one, other in zip(plain, rounded, strict=True):
         assert other[0] == pytest.approx(one[0], rel=1e-6)  # clip_fraction is a sum in float32
@@ -206,7 +206,7 @@ def test_a_micro_batch_waits_for_no_value_and_uploads_once(variant):
         grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
     assert not {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"} & set(calls.names)
     with Calls() as calls:
-        gather(rollouts, cut.steps[0][0], cut)
+        make_micro_batch(rollouts, cut.steps[0][0], cut)
     assert calls.names.count("lift_fresh") == 1  # a tensor made from numbers of the host
 
 

@@ -311,7 +311,7 @@ def test_a_run_keeps_its_dtype_unless_another_is_named(dtype, other, tmp_path):
     assert json.loads((Path(sft.out_dir) / "settings.json").read_text())["dtype"] == dtype
     assert loading.load_run(sft.out_dir, "cpu").settings.dtype == dtype
     if dtype == "float32":
-        with pytest.raises(SnugError, match="dtype=float32 needs param_dtype=float32 because"):
+        with pytest.raises(SnugError, match="dtype=float32 does not support param_dtype=bfloat16; use"):
             prepare(dataclasses.replace(again, param_dtype="bfloat16"))
 
 

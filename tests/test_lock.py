@@ -8,19 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_grpo import tiny
 from test_notebook import SMALL
 
 import grpo
-import train_sft
 from runs.checkpoint import newest
 from runs.loading import load_run
 from runs.lock import FolderLock
-from runs.prepare import prepare
 from snug.options import SnugError
 
 HOME = Path(__file__).parent.parent
@@ -71,13 +67,6 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caps
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with FolderLock(tmp_path):
         assert "lock cannot be locked (No locks available); start no second run here" in capsys.readouterr().err
-
-
-def test_an_earlier_run_is_deleted_where_that_is_asked_for(tmp_path, capsys):
-    sft, _ = tiny(tmp_path, max_iters=1, eval_prompts=0)
-    for overwrite in (False, True):
-        train_sft.main(prepare(replace(sft, overwrite=overwrite)))
-    assert "was deleted" in capsys.readouterr().out and not Path(f"{sft.out_dir}.1").exists()
 
 
 @pytest.mark.parametrize("delete", [False, True])

@@ -30,7 +30,7 @@ from runs.loading import load_run
 from runs.log import WIDE, RunLog, console_line, read_lines, read_log
 from runs.page.runs import read_run, read_runs
 from runs.prepare import prepare
-from settings import EvaluateSettings, GRPOSettings, SFTSettings
+from settings import EvaluateSettings, SFTSettings
 from snug.options import SnugError, friendly_errors, read_settings
 from training import state
 
@@ -109,9 +109,12 @@ def test_what_is_not_finite_is_null(tmp_path):
 
 
 def test_the_console_shows_every_nth_iteration_and_those_that_matter(tmp_path, monkeypatch, capsys):
-    """The file has all of them. An iteration takes 2 s, the first one 50 s, which do not count."""
-    settings = GRPOSettings(out_dir=str(tmp_path), max_iters=14, log_interval=5)
-    with RunLog(settings, "GRPO", start=1) as run_log:
+    """Of SFT about 25. The file has all of them. An iteration takes 2 s, the first one 50 s, which do not count."""
+    settings = SFTSettings(out_dir=str(tmp_path), max_iters=14)
+    with RunLog(settings, "SFT", start=1) as run_log:
+        (tmp_path / "long").mkdir()
+        assert RunLog(replace(settings, out_dir=str(tmp_path / "long"), max_iters=1000), "SFT").every == 40
+        run_log.every = 5
         for i in run_log.iterations():
             monkeypatch.setattr(log.time, "monotonic", lambda i=i: 50.0 + 2 * i)
             scores = {"eval_reward_mean": 0.5} if i == 6 else {}

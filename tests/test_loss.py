@@ -2,11 +2,15 @@
 
 import cmath
 import math
+import re
+import shutil
 import statistics
 
 import pytest
 import torch
+from conftest import HOME
 
+import grpo
 import loss
 from loss import (
     decoupled_advantages,
@@ -14,12 +18,13 @@ from loss import (
     importance_correction,
     kl_divergence,
     overlong_punishment,
-    surrogate,
 )
 from settings import GRPOSettings
+from settings.losses import ARGUMENTS, LOSSES, OWN_LOSS
+from snug.options import SnugError
 
 SCALES = ("group", "batch", "none", "mean")
-LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "gmpo")
+LOSS_TYPES = tuple(LOSSES)
 
 
 def policy_loss(*tensors, **arguments):
@@ -187,35 +192,27 @@ def evaluate(case, options):
     return value.detach(), torch.autograd.grad(value, leaf)[0], metrics
 
 
-@pytest.mark.parametrize("scale", SCALES[:3])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_policy_loss_equals_the_loop(loss_type, level, scale):
-    """Every loss_type x level x scaling, in each of six variants: value and gradient in float64."""
-    rewards = [[1.0, 0.0, 0.0, -1.0], [0.5, 3.0, 0.0, 0.0]]  # 0 is the first group's mean: two advantages of 0
-    for variant in VARIANTS.values():
-        for baseline in ("mean", "leave_one_out"):
-            case = make_case([5, 1, 9, 3, 2, 2, 7, 4])
-            advantages = slow_advantages(rewards, scale, 1e-3, baseline)
-            ours = group_advantages(torch.tensor(rewards, dtype=torch.float64), scale, 1e-3, baseline)
-            torch.testing.assert_close(ours, torch.tensor(advantages, dtype=torch.float64), atol=1e-12, rtol=0)
-            case["advantages"] = ours.flatten()
-            options = OPTIONS | variant | dict(loss_type=loss_type, importance_sampling_level=level)
-            if loss_type == "cispo":
-                options |= dict(epsilon_high=1.3 if level == "token" else 1.02, delta=None)
-            value, gradient, metrics = evaluate(case, options)
-            logprobs = [complex(x) for x in case["logprobs"].tolist()]
-            expected, clips, k3 = slow_loss(case, logprobs, options)
-            assert float(value) == pytest.approx(expected.real, abs=1e-12)
-            assert float(metrics["clip_fraction"]) == pytest.approx(clips, abs=1e-7)
-            assert (clips == 0) == (loss_type in ("sapo", "vespo"))
-            assert float(metrics["kl"]) == pytest.approx(k3, abs=1e-12)
-            slow = [
-                slow_loss(case, [x + 1e-30j * (i == j) for j, x in enumerate(logprobs)], options)[0].imag / 1e-30
-                for i in range(33)
-            ]
-            torch.testing.assert_close(gradient, torch.tensor(slow, dtype=torch.float64), atol=1e-12, rtol=1e-10)
-            assert gradient.abs().max() > 1e-3
+def test_policy_loss_equals_the_loop(loss_type, level, variant):
+    """Every loss_type x level in each of six variants: value and gradient in float64."""
+    case = make_case([5, 1, 9, 3, 2, 2, 7, 4])
+    case["advantages"] = torch.tensor([1.2, 0.0, 0.0, -1.2, -0.3, 1.4, -0.6, -0.5], dtype=torch.float64)
+    options = OPTIONS | variant | dict(loss_type=loss_type, importance_sampling_level=level)
+    if loss_type == "cispo":
+        options |= dict(epsilon_high=1.3 if level == "token" else 1.02, delta=None)
+    value, gradient, metrics = evaluate(case, options)
+    logprobs = [complex(x) for x in case["logprobs"].tolist()]
+    expected, clips, k3 = slow_loss(case, logprobs, options)
+    assert float(value) == pytest.approx(expected.real, abs=1e-12)
+    assert float(metrics["clip_fraction"]) == pytest.approx(clips, abs=1e-7)
+    assert (clips == 0) == (loss_type in ("sapo", "vespo"))
+    assert float(metrics["kl"]) == pytest.approx(k3, abs=1e-12)
+    steps = ([x + 1e-30j * (i == j) for j, x in enumerate(logprobs)] for i in range(33))
+    slow = [slow_loss(case, step, options)[0].imag / 1e-30 for step in steps]
+    torch.testing.assert_close(gradient, torch.tensor(slow, dtype=torch.float64), atol=1e-12, rtol=1e-10)
+    assert gradient.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -248,7 +245,7 @@ def test_the_tokens_of_a_sequence_may_come_in_parts():
     case.pop("sampling_logprobs")
     for loss_type in {*LOSS_TYPES} - {"vespo", "gmpo"}:
         options = dict(loss_type=loss_type, beta=0.04, max_new_tokens=12, epsilon_high=1.3, num_micro_batches=2)
-        assert not GRPOSettings(loss_type=loss_type).needs_whole_sequences
+        assert not LOSSES[loss_type].whole_sequences
         whole, _ = policy_loss(**case, **options)
         total = 0.0
         for rows in (slice(0, 7), slice(7, 18)):
@@ -269,7 +266,9 @@ def test_truth_table_of_clipping(advantage, ratio, plain, bounded, cispo):
     equal, capped = dict(epsilon_high=0.2, epsilon=0.2), dict(loss_type="cispo", epsilon_high=1.2)
     for factor, options in ((plain, {}), (plain, equal), (bounded, dict(delta=2.0)), (cispo, capped)):
         logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-        values, clipped = surrogate(logprobs.exp(), logprobs, A, GRPOSettings(**options))
+        settings = GRPOSettings(**options)
+        columns = dict(ratio=logprobs.exp(), logprobs=logprobs, advantages=A)
+        values, clipped = loss.SURROGATES[settings.loss.surrogate](**columns, options=settings)
         (gradient,) = torch.autograd.grad(values.sum(), logprobs)
         assert float(gradient) == pytest.approx(-advantage * ratio * factor)
         assert bool(clipped) == (advantage != 0 and factor != 1)
@@ -402,3 +401,74 @@ def test_the_worked_numbers_of_the_page():
         0
     ]
     assert float(first + second) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_loss_of_ones_own_is_one_of_ours(tmp_path, monkeypatch):
+    """It gets what ours get, by name, and its KL, correction and mean over tokens are those of dapo."""
+    text = "def mine(**arguments):\n    import loss\n    assert set(arguments) == set(names)\n"
+    (tmp_path / "losses_of_a_test.py").write_text(
+        f"names = {ARGUMENTS}\n{text}    return loss.clipped_surrogate(**arguments)[0]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    options = OPTIONS | VARIANTS["k1 and importance of sequences"]
+    options |= dict(importance_sampling_level="token", loss_type="dapo")
+    ours, own = (
+        evaluate(make_case([5, 1, 9, 3]), options | dict(loss_type=name)) for name in ("dapo", "losses_of_a_test:mine")
+    )
+    assert torch.equal(own[0], ours[0]) and torch.equal(own[1], ours[1]) and torch.equal(own[2]["kl"], ours[2]["kl"])
+    settings = GRPOSettings(loss_type="losses_of_a_test:mine")
+    assert settings.loss is OWN_LOSS and settings.needs_whole_sequences and not settings.depends_on_cut
+    assert all(form.average == "token" for form in (settings.loss, LOSSES["dapo"]))
+
+
+WRONG = dict(none=lambda x: None, numbers=lambda x: x.tolist(), mean=lambda x: x.mean(), detached=lambda x: x.detach())
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_loss_of_ones_own_that_returns_something_else_is_refused(kind, monkeypatch):
+    monkeypatch.setattr(loss, "load_loss", lambda spec: lambda logprobs, **rest: WRONG[kind](logprobs))
+    with pytest.raises(
+        SnugError, match=r"^loss_type=m:f must return a tensor of shape \[6\] with a gradient.*, not \w+ \["
+    ):
+        evaluate(make_case([5, 1]), OPTIONS | dict(loss_type="m:f", importance_sampling_level="token"))
+
+
+def test_the_page_has_a_row_for_each_loss():
+    """With its divisor: one for each way to average."""
+    rows = re.findall(
+        r"^\| `(\w+)`[^|]*\| ([^|]*) \|", (HOME / "docs/algorithm.md").read_text().partition("**6.")[0], re.MULTILINE
+    )
+    divisors = {name: text for name, text in rows if name in LOSSES}
+    assert list(divisors) == list(LOSSES)
+    pairs = {(LOSSES[name].average, divisors.get(text[4:-1], text)) for name, text in divisors.items()}
+    assert len(pairs) == len({average for average, _ in pairs}) == len({text for _, text in pairs}) == 5
+    assert {spec.surrogate for spec in (*LOSSES.values(), OWN_LOSS)} == loss.SURROGATES.keys()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_loss_of_ones_own_trains_plans_and_resumes(tmp_path, monkeypatch, capsys):
+    """From Python by its name, or the function. Where it is PPO's the figures are those of dapo."""
+    text = "import torch\ndef tight(ratio, advantages, **rest):\n    bounded = ratio.clamp(0.8, 1.2)\n"
+    (tmp_path / "my_losses_of_a_test.py").write_text(
+        f"{text}    return -torch.min(ratio * advantages, bounded * advantages)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import my_losses_of_a_test
+
+    small = dict(digits=1, n_layer=1, n_embd=16, batch_size=2, group_size=4, max_new_tokens=4, train_batch_size=4)
+    small |= dict(reward_funcs=[lambda completions, **columns: [float(len({*text})) for text in completions]])
+    small |= dict(eval_prompts=0, max_iters=2, save_interval=1, save_total_limit=2, device="cpu", learning_rate=0.01)
+    logs = []
+    for name, kind in (("a", "dapo"), ("b", "my_losses_of_a_test:tight"), ("c", my_losses_of_a_test.tight)):
+        logs.append(grpo.train(out_dir=name, loss_type=kind, **small).log)
+        assert all(record["grad_norm"] > 0 for record in logs[-1])
+    for record, own, same in zip(*logs, strict=True):
+        assert own["loss"] == pytest.approx(record["loss"], abs=1e-6) and own["grad_norm"] == pytest.approx(
+            record["grad_norm"]
+        )
+        assert (same["loss"], same["grad_norm"]) == (own["loss"], own["grad_norm"])
+    shutil.rmtree("c/checkpoint-000002")
+    assert grpo.train(resume="c", reward_funcs=small["reward_funcs"]).log[-1]["loss"] == logs[1][-1]["loss"]
+    grpo.train(out_dir="d", loss_type="my_losses_of_a_test:tight", plan=True, **small)
+    assert "peak_gib=" in capsys.readouterr().out

@@ -711,11 +711,11 @@ def test_a_run_from_bitsandbytes_folder(double, tmp_path, monkeypatch):
     [
         (
             ["--base_dtype=nf4"],
-            "base_dtype='nf4' freezes the weights; add adapters .--lora_rank=16., or leave it out",
+            "base_dtype=nf4 freezes the weights; add adapters, such as --lora_rank=16, or leave it out",
         ),
         (
             [*LORA, "--init_from=x", "--parallel=fsdp"],
-            "base_dtype=nf4: parallel=fsdp needs base_dtype= or --parallel=ddp",
+            "parallel=fsdp does not support base_dtype=nf4; use --parallel=ddp",
         ),
         (["--base_dtype=fp4"], "base_dtype='fp4' is not one of"),
     ],

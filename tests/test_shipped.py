@@ -179,6 +179,7 @@ def work(tmp_path_factory):
     (folder / "my_rewards.py").write_text(block_with("README.md", "def short("))
     (folder / "my_tools.py").write_text(block_with("docs/tools.md", "def search("))
     (folder / "my_game.py").write_text(block_with("docs/tools.md", "class Game"))
+    (folder / "my_losses.py").write_text(block_with("docs/algorithm.md", "def tight("))
     return folder
 
 
@@ -190,7 +191,7 @@ def there(work, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield work
-    for name in ("my_rewards", "my_tools", "my_game"):
+    for name in ("my_rewards", "my_tools", "my_game", "my_losses"):
         sys.modules.pop(name, None)
     shutil.rmtree(work / "out", ignore_errors=True)  # so that the order of the tests does not matter
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from batch import gather
+from batch import make_micro_batch
 from model import autocast
 from snug.device.host import borrowed, new_on_host
 from snug.memory.ledger import component
@@ -33,7 +33,7 @@ def teacher_states(teacher, rollouts, cut, settings):
     else:
         outputs = torch.zeros_like(empty, memory_format=torch.contiguous_format)
     for indices in cut.dealt(sum(cut.steps, []), teacher):
-        micro = gather(rollouts, indices, cut)
+        micro = make_micro_batch(rollouts, indices, cut)
         with autocast(settings.dtype, teacher):
             hidden = micro.completion_hidden(teacher(micro.tokens, micro.positions, mask=micro.mask))
         write_states(outputs, cut, indices, micro.place, hidden)

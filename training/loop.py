@@ -4,7 +4,6 @@ Left out: what an iteration is. grpo.py and train_sft.py say that, in `iterate`.
 """
 
 import random
-import shutil
 import signal
 from contextlib import ExitStack, chdir, contextmanager
 
@@ -85,8 +84,6 @@ def train(prepared, title, iterate, device, processes, lock):
         if lock and resume is None:
             if (lock.folder / "log.jsonl").exists() or checkpoints(lock.folder):
                 moved = lock.move_aside()
-                if settings.overwrite:
-                    shutil.rmtree(moved)
         facts = dict(device=device.type, parameters=size_of(model))
         with (NoLog if processes.rank else RunLog)(settings, title, start, **facts) as log:
             meter.show, state = log.show, resume.state if resume else {}
@@ -178,9 +175,7 @@ def introduce(title, training, start, moved):
     for note in [*notes(model.device, settings), *prepared.tokenizer.notes]:
         say(note)
     if moved:
-        say(
-            f"an earlier run in {settings.out_dir} was {'deleted' if settings.overwrite else f'moved to {moved}'}"
-        )
+        say(f"an earlier run in {settings.out_dir} was moved to {moved}")
     if start:
         say(f"resumed after {start} iterations{changes_since(before.state['settings'], settings)}")
     if start >= settings.max_iters:

@@ -49,7 +49,7 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
 
     if reward_funcs is not None:
         options["reward_funcs"] = reward_funcs
-    for option in {"reward_funcs", "tools", "environment"} & options.keys():
+    for option in {"reward_funcs", "tools", "environment", "loss_type"} & options.keys():
         value = options[option]
         options[option] = list(map(name, value)) if isinstance(value, list | tuple) else name(value)
     if prompts is not None:

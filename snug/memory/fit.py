@@ -27,7 +27,7 @@ def ladder(settings, kind, prompt, completion) -> dict:
         "max_rollout_batch": [0, *halves(settings.sequences_per_rollout, 1)],
         "checkpoint_blocks": ["none", "selective", "block"],
     }
-    if getattr(settings, "loss_type", "") == "bnpo":  # results depend on its micro-batches
+    if settings.depends_on_cut:
         del steps["max_tokens_per_micro_batch"]
     if settings.needs_reference:
         steps["reference"] = PLACES

@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+OWN = "module:function"  # a choice that stands for any of them
 # What users of other projects may write.
 ELSEWHERE = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
 
@@ -256,7 +257,7 @@ def check_value(cls, name: str, value, where: str):
     if choices:
         items = in_our_words(items, choices)
     for item in items:
-        if choices and item not in choices:
+        if choices and item not in choices and not (OWN in choices and ":" in item):
             answer = ELSEWHERE["options"].get(item)
             hint = f"; {answer}" if answer else did_you_mean(item, choices)
             raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")

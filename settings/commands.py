@@ -1,0 +1,93 @@
+"""The settings of the other commands."""
+
+from dataclasses import dataclass
+
+from data import TASKS, TaskOptions
+from data.episodes import EpisodeOptions
+from settings.loops import RewardOptions
+from settings.shared import DTYPES
+from snug.options import SnugError, option, option_of
+
+
+@dataclass
+class SampleSettings(EpisodeOptions):
+    """Completions from a run's newest checkpoint: the options of sample.py."""
+
+    prompt: str = option("", "text to complete; empty: a held-out prompt of the run's task")
+    chat: bool = option(
+        False, "write the prompt as a message in the chat template; left out: as in the run"
+    )
+    system_prompt: str = option(
+        "", "chat: system message before the prompt; empty: the run's, if it has one"
+    )
+    num_samples: int = option(1, "number of completions", minimum=1)
+    max_new_tokens: int = option(0, "longest completion; left out: as in the run, or 256", "tokens")
+    temperature: float = option(1.0, "divides the logits; 0: always take the most likely token")
+    chat_template_kwargs: dict = option_of(TaskOptions, "chat_template_kwargs", default={})
+    seed: int = option(1, "the same seed gives the same completions")
+    device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
+
+    def check(self):
+        if (self.chat or self.system_prompt) and not self.prompt:
+            raise SnugError(
+                "chat and system_prompt need --prompt; a prompt of the run's task is asked as in the run"
+            )
+
+
+@dataclass
+class EvaluateSettings(TaskOptions, EpisodeOptions, RewardOptions):
+    """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py.
+
+    The run's options of task and reward hold, unless you give others. Another task has the defaults shown here.
+    """
+
+    usual = """task data_file num_prompts num_samples temperature max_new_tokens reward_funcs
+    samples_file seed device"""
+
+    task: str = option("", "the task; empty: the run's", choices=("", *TASKS))
+    num_prompts: int = option(500, "held-out prompts, at most all", "prompts", minimum=1)
+    num_samples: int = option(
+        1, "sampled completions of each prompt, besides the greedy one", "completions", minimum=1
+    )
+    temperature: float = option(
+        1.0, "temperature of the sampled completions; 0: only the greedy completion"
+    )
+    max_new_tokens: int = option(
+        0,
+        "longest completion; left out: the run's, a Hugging Face model's 256, or another task's longest answer",
+        "tokens",
+    )
+    samples_file: str = option(
+        "",
+        "all completions; empty: evaluation-<task>-test.jsonl in the run, or in out/<name> for a model on the hub; "
+        "none: off",
+    )
+    seed: int = option(0, "seed of the sampled completions; 0: as in a run's evaluations")
+    device: str = option("auto", "auto: cuda if available, else cpu; or a torch device")
+
+    def check(self):
+        if self.num_samples > 1 and self.temperature == 0:
+            raise SnugError(
+                f"temperature=0 with num_samples={self.num_samples} is the same completion each time; "
+                "leave num_samples out, or try --temperature=1"
+            )
+
+
+@dataclass
+class FromGGUFSettings:
+    """A GGUF file as a Hugging Face folder: the options of runs/from_gguf.py."""
+
+    to: str = option("", "the new folder")
+    dtype: str = option("float32", "dtype of the weights", choices=DTYPES)
+
+    def check(self):
+        if not self.to:
+            raise SnugError("name the new folder: --to=export/mine")
+
+
+@dataclass
+class ExportSettings(FromGGUFSettings):
+    """A run's newest checkpoint as a Hugging Face folder: the options of runs/export.py."""
+
+    dtype: str = option("", "dtype of the weights; empty: as in the run", choices=("", *DTYPES))
+    adapters: bool = option(False, "write only the adapters of a run with lora_rank, as PEFT does")

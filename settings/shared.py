@@ -1,0 +1,216 @@
+"""Options of SFT and GRPO."""
+
+import importlib.util
+from dataclasses import dataclass
+
+from snug.options import SnugError, option
+
+DTYPES = ("float32", "bfloat16")
+PLACES = ("device", "host")
+
+
+@dataclass
+class ModelOptions:
+    """The shape of a new model. With init_from, the shape comes from there."""
+
+    vocab_size: int = option(
+        0,
+        "rows of the embedding and the head, for example 50304 for a fast head; 0: the number of the tokenizer's ids",
+    )
+    n_layer: int = option(2, "transformer blocks", minimum=1)
+    n_head: int = option(4, "attention heads", minimum=1)
+    n_kv_head: int = option(
+        0, "key/value heads; query heads share them (grouped-query attention); 0: n_head"
+    )
+    n_embd: int = option(64, "width of the residual stream", minimum=1)
+    n_hidden: int = option(0, "width of the MLP; 0: 4 * n_embd for gelu, 8/3 * n_embd for swiglu")
+    block_size: int = option(
+        64,
+        "longest sequence, prompt and completion; at most block_size of init_from",
+        "tokens",
+        minimum=2,
+    )
+    norm: str = option(
+        "layernorm", "normalization before attention and MLP", choices=("layernorm", "rmsnorm")
+    )
+    position: str = option(
+        "learned",
+        "learned: GPT-2's position table; rotary: Llama's rotation",
+        choices=("learned", "rotary"),
+    )
+    mlp: str = option("gelu", "gelu: GPT-2's MLP; swiglu: Llama's gated MLP", choices=("gelu", "swiglu"))
+    bias: bool = option(False, "use biases in linear layers and layer norms")
+    qkv_bias: bool = option(False, "use biases only in the query/key/value projection (Qwen2)")
+    rope_theta: float = option(10000.0, "position=rotary: base of the rotation frequencies", minimum=1)
+    tie_embeddings: bool = option(True, "use one matrix for the embedding and the head")
+
+    def check(self):
+        if self.n_embd % self.n_head:
+            raise SnugError(f"n_head={self.n_head} does not divide n_embd={self.n_embd}")
+        if self.n_kv_head and self.n_head % self.n_kv_head:
+            raise SnugError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
+        if self.position == "rotary" and (self.n_embd // self.n_head) % 2:
+            raise SnugError(
+                f"n_embd={self.n_embd} / n_head={self.n_head} is odd; position='rotary' needs it even"
+            )
+
+
+@dataclass
+class RunOptions:
+    """Where a run starts, where it writes, and what it runs on."""
+
+    out_dir: str = option(
+        "out/run", "the run's folder: log.jsonl, samples.jsonl, log.txt, settings.json, checkpoints"
+    )
+    init_from: str = option(
+        "",
+        "initial weights, and GRPO's reference: a run's folder, a Hugging Face model or PEFT's adapters (the id on the "
+        "hub, perhaps with @revision, or a folder), or the config of an SFT run: "
+        "grpo.py trains it first if it is missing or unfinished; empty: random weights",
+    )
+    seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
+    device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
+    dtype: str = option(
+        "auto",
+        "dtype of the forward pass. bfloat16: autocast over float32 weights; auto: bfloat16 on a GPU with tensor cores "
+        "for it (A100, RTX 30 and newer) and with param_dtype=bfloat16, else float32; a resumed run keeps its own",
+        choices=("auto", *DTYPES),
+    )
+    parallel: str = option(
+        "none",
+        "use several processes, started by torchrun. ddp: each has the full model; fsdp: weights, gradients and "
+        "moments are sharded over all processes",
+        choices=("none", "ddp", "fsdp"),
+    )
+    tf32: bool = option(
+        False,
+        "compute float32 products on tensor cores (A100 and newer): about 8 times the peak rate, relative errors of "
+        "1e-3 instead of 1e-7",
+    )
+    enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but needs less memory")
+    resume: str = option(
+        "never",
+        "auto: continue from the newest checkpoint in out_dir; a run's folder: continue that run with its own options, "
+        "except those you give",
+    )
+
+
+@dataclass
+class LogOptions:
+    """Evaluations, checkpoints, and what is printed and logged."""
+
+    save_interval: int = option(
+        50, "save every N iterations and at the end; 0: only at the end", "iterations"
+    )
+    save_total_limit: int = option(
+        2, "number of newest checkpoints to keep; the best one is always kept", minimum=1
+    )
+    eval_interval: int = option(
+        20,
+        "evaluate before the first iteration, every N iterations and at the end; 0: only at the end",
+        "iterations",
+    )
+    eval_prompts: int = option(500, "number of held-out prompts per evaluation; 0: no evaluations")
+    samples_per_iteration: int = option(
+        4, "completions per iteration in samples.jsonl, rounded up to full groups"
+    )
+    report_to: list[str] = option(
+        [],
+        "also log there, comma-separated; if it fails, the run continues",
+        choices=("tensorboard", "wandb"),
+    )
+
+    def check(self):
+        for name in self.report_to:
+            if importlib.util.find_spec(name) is None:
+                raise SnugError(f"report_to={name!r}: the package is not installed; pip install {name}")
+
+
+@dataclass
+class TrainOptions:
+    """The optimizer step of SFT and GRPO."""
+
+    learning_rate: float = option(1e-3, "peak learning rate")
+    lr_schedule: str = option(
+        "constant",
+        "learning rate after the warmup; linear and cosine end at 0",
+        choices=("constant", "linear", "cosine"),
+    )
+    warmup_iters: int = option(0, "length of the linear warmup of the learning rate", "iterations")
+    weight_decay: float = option(0.0, "AdamW's weight decay of matrices and embeddings")
+    adam_beta1: float = option(0.9, "AdamW's decay rate of the first moment", maximum=0.999999)
+    adam_beta2: float = option(0.99, "AdamW's decay rate of the second moment", maximum=0.999999)
+    grad_clip: float = option(1.0, "largest gradient norm; 0: no clipping")
+    lora_rank: int = option(
+        0, "LoRA: freeze the weights of init_from and train adapters of this rank; 0: train all weights"
+    )
+    lora_alpha: float = option(32.0, "LoRA: scale adapters by lora_alpha / lora_rank", minimum=1e-3)
+    lora_target_modules: list[str] = option(
+        ["qkv", "proj", "up", "down"],
+        "LoRA: the matrices that get adapters, comma-separated; PEFT's names of whole matrices work too",
+        choices=("qkv", "proj", "up", "down"),
+    )
+    base_dtype: str = option(
+        "",
+        "LoRA: dtype of the blocks' frozen matrices, for the sampler, the trainer and the reference; nf4: QLoRA's 4 "
+        "bits, as bitsandbytes makes them; empty: param_dtype; auto: nf4 only if nothing else fits memory_budget_gb",
+        choices=("", "nf4", "auto"),
+    )
+
+
+@dataclass
+class MemoryOptions:
+    """Options that save memory. docs/memory.md has their savings and costs. --plan prints what an iteration needs."""
+
+    max_tokens_per_micro_batch: int = option(
+        0, "largest micro-batch; 0: an optimizer step is one micro-batch", "tokens"
+    )
+    max_rollout_batch: int = option(
+        0, "completions to decode at a time, which limits the KV cache; 0: all at once"
+    )
+    logits_chunk_mb: float = option(0.0, "size of a chunk of logits; 0: 16 on a CPU, 256 on CUDA", "MiB")
+    checkpoint_blocks: str = option(
+        "none",
+        "block: keep each block's input and recompute the rest in backward; selective: also keep attention outputs",
+        choices=("none", "block", "selective"),
+    )
+    activation_offload: bool = option(
+        False, "keep block inputs on the host until backward; needs checkpoint_blocks"
+    )
+    param_dtype: str = option(
+        "float32", "dtype of weights and gradients; bfloat16 needs dtype=bfloat16 or auto", choices=DTYPES
+    )
+    optimizer_dtype: str = option(
+        "float32",
+        "dtype of the moments; bfloat16 is rounded stochastically. With param_dtype=bfloat16: float32 adds float32 "
+        "master weights, bfloat16 rounds the weights stochastically too",
+        choices=DTYPES,
+    )
+    optimizer_device: str = option(
+        "device",
+        "host: keep moments and master weights on the host and stream them in each step",
+        choices=PLACES,
+    )
+    param_offload: bool = option(
+        False,
+        "fsdp: keep weights, gradients, moments and master weights on the host. A block's weights are copied while it "
+        "runs, all weights for a rollout. Works with one process too: torchrun --nproc_per_node=1",
+    )
+    grad_offload: bool = option(
+        False, "move each gradient to the host as soon as backward has made it, and accumulate there"
+    )
+    memory_budget_gb: str = option(
+        "",
+        "GiB for the run, or auto: all free memory. snug chooses the fastest options that fit, among those that do not "
+        "change results (docs/memory.md), whatever the config or the command line say, and prints what it changed",
+    )
+    plan: bool = option(False, "print the memory that an iteration needs, then stop; needs no GPU")
+    num_processes: int = option(
+        1, "with --plan: number of processes of the run. Otherwise torchrun sets it", minimum=1
+    )
+
+    def check(self):
+        budget = self.memory_budget_gb
+        is_number = budget.replace(".", "", 1).isdecimal() and float(budget) > 0
+        if budget not in ("", "auto") and not is_number:
+            raise SnugError(f"memory_budget_gb={budget!r} is not auto or a number of GiB above 0")
