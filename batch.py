@@ -102,8 +102,7 @@ class Cut:
             bins = self.packed(range(first, first + self.step_size), max_tokens)
             self.steps.append([bin.sequences for bin in bins])
             self.largest = max(self.largest, *(bin.tokens for bin in bins))
-            for bin in bins:
-                self.rank_of |= dict.fromkeys(bin.sequences, bin.rank)
+            self.rank_of |= {i: bin.rank for bin in bins for i in bin.sequences}
 
     def packed(self, sequences: range, max_tokens: int) -> list["Bin"]:
         """The largest groups first, each to the process with the fewest tokens, there to the first bin with room."""
@@ -127,8 +126,7 @@ class Cut:
         for group in self.groups(sequences):
             bin = Bin(self.prompt_lengths[group[0]])
             for i in group:
-                # Tokens in the row: the last one is only a target.
-                length = self.completion_lengths[i] - 1
+                length = self.completion_lengths[i] - 1  # in the row: the last token is only a target
                 if bin.sequences and 0 < max_tokens < bin.tokens + length:
                     yield bin
                     bin = Bin(self.prompt_lengths[i])
@@ -187,21 +185,18 @@ def make_micro_batch(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     positions = np.arange(spans.sum()) - (begins - first).repeat(spans)
     source = copied_from.repeat(spans) * width + positions  # of the flattened tokens
     mask = Segments(sizes, sequences.tokens.device)
-
     completion = first > 0  # segments that are completions: S
-    index = copied_from[completion]  # (S,)
-    prompt = first[completion]  # (S,)
+    index, prompt = copied_from[completion], first[completion]  # (S,)
     places = [cut.places[i] for i in index]
     lengths = np.array(list(map(len, places)))  # (S,)
     sequence = np.arange(len(index)).repeat(lengths)  # (M,)
-    place = np.concatenate(places)
-    row = index[sequence]
+    place, row = np.concatenate(places), index[sequence]  # (M,)
     prompt_end = (begins + spans)[~completion][: len(groups)].repeat([len(group) for group in groups])
     states = np.where(place == 0, prompt_end[sequence], begins[completion][sequence] + place) - 1
     target = row * width + prompt[sequence] + place  # of the flattened tokens
     tables = dict(source=source, positions=positions, start=mask.start(), tiles=mask.tiles().ravel())
-    tables |= dict(target=target, states=states, sequence=sequence, place=place)
-    tables |= dict(lengths=lengths, index=index, row=row)
+    tables |= dict(target=target, states=states, sequence=sequence, place=place, lengths=lengths)
+    tables |= dict(index=index, row=row)
     table = upload(np.concatenate(list(tables.values())), sequences.tokens.device)
     on_device = dict(zip(tables, table.split(list(map(len, tables.values()))), strict=True))
     mask.tables = on_device.pop("start"), on_device.pop("tiles").view(-1, 5)
@@ -214,11 +209,12 @@ def make_micro_batch(sequences, indices: list[int], cut: Cut) -> MicroBatch:
         **on_device,
     )
     for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs", "teacher_outputs"):
-        values = getattr(sequences, name, None)
-        if values is not None and values.device == tokens.device:
-            setattr(micro, name, values[micro.row, micro.place])
-        elif values is not None:  # the host has all three, and so waits for none
-            setattr(micro, name, upload(values[row, place], tokens.device, values.dtype))
+        if (values := getattr(sequences, name, None)) is not None:
+            if values.device == tokens.device:
+                values = values[micro.row, micro.place]
+            else:  # the host has all three, and so waits for none
+                values = upload(values[row, place], tokens.device, values.dtype)
+            setattr(micro, name, values)
     if (advantages := getattr(sequences, "advantages", None)) is not None:
         micro.advantages = advantages[micro.index]
     return micro
@@ -237,6 +233,5 @@ class Sequences:
         """Lists of lists of ids -> Sequences. Completions carry their stop token."""
         rows = [torch.tensor(p + c) for p, c in zip(prompts, completions, strict=True)]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
-        prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        completion_lengths = torch.tensor([len(completion) for completion in completions], device=device)
-        return cls(tokens, prompt_lengths, completion_lengths)
+        lengths = [torch.tensor(list(map(len, part)), device=device) for part in (prompts, completions)]
+        return cls(tokens, *lengths)

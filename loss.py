@@ -10,14 +10,10 @@ Left out: models, sampling, anything of size V; critics and rewards of single to
 import numpy as np
 import torch
 
-from settings.losses import load_loss
+from settings.losses import own_surrogate
 from snug.memory.ledger import COMPONENTS
-from snug.options import SnugError
 
 COMPONENTS[__name__] = "loss"  # the name in --plan's table
-
-# ----------------------------------------------------------------------------------------------------------------------
-# From rewards to advantages.
 
 
 def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
@@ -74,14 +70,9 @@ def decoupled_advantages(by_function, k, weights=()):
 def overlong_punishment(lengths, max_new_tokens, soft_punish_cache):
     """lengths (N,), stop tokens included -> (N,) in [-1, 0], added to the rewards (DAPO, eq. 13): 0 up to
     max_new_tokens - soft_punish_cache, then down to -1 at max_new_tokens.
-
         max_new_tokens 32, soft_punish_cache 8: 0 at length 24, -0.5 at 28, -1 at 32
     """
     return -((lengths - (max_new_tokens - soft_punish_cache)) / soft_punish_cache).clamp(0, 1)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The loss.
 
 
 def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
@@ -118,18 +109,6 @@ def sequence_ratio(log_ratio, sequence, lengths):
     return torch.embedding(ratio[:, None], sequence).squeeze(1)
 
 
-def importance_ratio(logprobs, old_logprobs, sequence, lengths, level="token"):
-    """How much likelier a token has become since the rollout, (M,).
-
-    token     exp(logprob - old_logprob)                                                  (PPO, eq. 6)
-    sequence  exp of the mean of that difference over the token's sequence, at each token  (GSPO, eq. 7)
-    """
-    log_ratio = logprobs - old_logprobs
-    if level == "sequence":
-        return sequence_ratio(log_ratio, sequence, lengths)
-    return torch.exp(log_ratio)
-
-
 def importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, options):
     """pi_trainer / pi_sampler before the first step, (M,): multiplies the surrogate (Yao et al. 2025).
 
@@ -144,13 +123,12 @@ def importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, op
     return ratio.masked_fill(ratio > cap, 0 if "mask" in mode else cap)
 
 
-# Surrogates: the loss of each token (M,), and whether clipping stopped its gradient (M,). Each is called with all the
-# arguments in settings.losses.ARGUMENTS, and names those that it uses. All (M,) but lengths (S,).
+# Surrogates -> the loss of each token (M,), and whether clipping stopped its gradient (M,). Each gets all that
+# settings.losses.ARGUMENTS names, and takes what it needs. All are (M,), but lengths (S,).
 
 
 def clipped_surrogate(ratio, advantages, options, **rest):
     """-min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)      (PPO, eq. 7; epsilon_high: DAPO, eq. 10)
-
     delta bounds the unclipped ratio from above; it matters where A < 0   (INTELLECT-2: two-sided clipping)
     """
     clipped = ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon) * advantages
@@ -161,23 +139,21 @@ def clipped_surrogate(ratio, advantages, options, **rest):
 
 
 def cispo_surrogate(ratio, logprobs, advantages, options, **rest):
-    """-stop_gradient(min(ratio, epsilon_high)) A logprob            (MiniMax-M1, eq. 4)
-
-    Clipping stops a token's gradient; this bounds its weight and never stops it. epsilon_high is the largest ratio
-    itself, as in TRL, not its distance from 1: 0.28 would quarter every gradient.
+    """-stop_gradient(min(ratio, epsilon_high)) A logprob: bounds a weight, stops no gradient    (MiniMax-M1, eq. 4)
+    epsilon_high is the largest ratio itself, as in TRL, not its distance from 1: 0.28 would quarter every gradient.
     """
     weight = ratio.clamp(max=options.epsilon_high).detach()
     return -weight * advantages * logprobs, (ratio > options.epsilon_high) & (advantages != 0)
 
 
 def sapo_surrogate(ratio, advantages, options, **rest):
-    """-sigmoid(t (ratio - 1)) 4 / t A, t = sapo_temperature_pos or _neg by A's sign    (arXiv 2511.20347)"""
+    """-sigmoid(t (ratio - 1)) 4 / t A, t = sapo_temperature_pos or _neg by A's sign             (arXiv 2511.20347)"""
     t = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     return -torch.sigmoid(t * (ratio - 1)) * 4 / t * advantages, torch.zeros_like(ratio)
 
 
 def gmpo_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, options, **rest):
-    """-exp(mean of the sequence's log ratios, each clipped where A pushes it outwards) A    (arXiv 2507.20673)"""
+    """-exp(mean of the sequence's log ratios, each clipped where A pushes it outwards) A        (arXiv 2507.20673)"""
     change = logprobs - old_logprobs
     low, high = change.clamp(min=-options.epsilon), change.clamp(max=options.upper_epsilon)
     bounded = torch.where(advantages > 0, high, low)
@@ -186,8 +162,7 @@ def gmpo_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, option
 
 
 def vespo_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, options, **rest):
-    """-stop_gradient(w^k exp(lambda (1 - w))) A logprob, w the product of the sequence's ratios    (arXiv 2602.10693)
-
+    """-stop_gradient(w^k exp(lambda (1 - w))) A logprob, w the product of the sequence's ratios (arXiv 2602.10693)
     k, lambda by A's sign; with 2 and 3 the weight is .97 at w = 0.4, 1 at 1, .50 at 1.5, .20 at 2
     """
     change = logprobs - old_logprobs
@@ -198,27 +173,8 @@ def vespo_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, optio
     return -weight * advantages * logprobs, torch.zeros_like(weight)
 
 
-def own_surrogate(options, logprobs, **rest):
-    """The user's function. Raises SnugError if it does not return a loss for each token, with a gradient."""
-    values = load_loss(options.loss_type)(options=options, logprobs=logprobs, **rest)
-    fits = isinstance(values, torch.Tensor) and values.shape == logprobs.shape
-    if not fits or logprobs.requires_grad and not values.requires_grad:
-        shape = list(getattr(values, "shape", []))
-        raise SnugError(
-            f"loss_type={options.loss_type} must return a tensor of shape [{len(logprobs)}] with a gradient, a loss for "
-            f"each token, not {type(values).__name__} {shape}"
-        )
-    return values, torch.zeros_like(logprobs)
-
-
-SURROGATES = {
-    "clipped": clipped_surrogate,
-    "cispo": cispo_surrogate,
-    "sapo": sapo_surrogate,
-    "vespo": vespo_surrogate,
-    "gmpo": gmpo_surrogate,
-    "own": own_surrogate,
-}
+SURROGATES = dict(clipped=clipped_surrogate, cispo=cispo_surrogate, sapo=sapo_surrogate)
+SURROGATES |= dict(gmpo=gmpo_surrogate, vespo=vespo_surrogate, own=own_surrogate)
 
 
 def token_weights(sequence, lengths, options, num_tokens, num_sequences, num_micro_batches=1):
@@ -263,8 +219,8 @@ def policy_loss(
 
     logprobs, old_logprobs, ref_logprobs, sampling_logprobs (M,); advantages, lengths (S,); sequence (M,) in [0, S).
     teacher_logprobs (M,): each token's advantage gets teacher_coef * (teacher_logprob - old_logprob). Or divergence
-    (M,): from the teacher, over the vocabulary, with a gradient.
-    options: settings.GRPOSettings. num_...: counts of the whole optimizer step, known before any forward pass.
+    (M,) from the teacher, over the vocabulary, with a gradient. options: settings.GRPOSettings. num_...: counts of the
+    whole optimizer step, known before any forward pass.
 
     These may be some of the tokens, with the lengths and counts of all, unless options.needs_whole_sequences. Right
     after a rollout every ratio is 1 and a group's advantages add up to 0: the surrogate is often 0, its gradient not.
@@ -275,19 +231,15 @@ def policy_loss(
     token_advantages = advantages[sequence]  # (M,)
     if teacher_logprobs is not None:
         token_advantages = token_advantages + options.teacher_coef * (teacher_logprobs - old_logprobs)
-    ratio = importance_ratio(logprobs, old_logprobs, sequence, lengths, options.importance_sampling_level)
-    per_token, clipped = SURROGATES[options.loss.surrogate](
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        advantages=token_advantages,
-        ratio=ratio,
-        sequence=sequence,
-        lengths=lengths,
-        options=options,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-    )
+    # How much likelier a token has become since the rollout (PPO, eq. 6), or the tokens of its sequence (GSPO, eq. 7).
+    if options.importance_sampling_level == "sequence":
+        ratio = sequence_ratio(logprobs - old_logprobs, sequence, lengths)
+    else:
+        ratio = torch.exp(logprobs - old_logprobs)
+    columns = dict(logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, ratio=ratio)
+    columns |= dict(advantages=token_advantages, sequence=sequence, lengths=lengths, options=options)
+    surrogate = SURROGATES[options.loss.surrogate]
+    per_token, clipped = surrogate(**columns, num_tokens=num_tokens, num_sequences=num_sequences)
     if options.importance_sampling_cap is not None:
         correction = importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, options)
         per_token = per_token * correction

@@ -8,14 +8,9 @@ init_from = "config/sft_small.py"
 teacher = "out/grpo_small"
 divergence = "reverse_kl"
 reward_coef = 0.0
-task = "addition"
-digits = 4
 
 max_iters = 80
 batch_size = 256
 group_size = 1
 max_new_tokens = 24
 max_tokens_per_micro_batch = 3584
-
-learning_rate = 1e-3
-eval_interval = 20

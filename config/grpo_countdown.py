@@ -8,13 +8,10 @@ countdown_max_number = 9
 countdown_operators = "+-"
 
 max_iters = 120
-batch_size = 64
-group_size = 16
 max_new_tokens = 12
 max_tokens_per_micro_batch = 3584
 
 learning_rate = 3e-4
 lr_schedule = "linear"
 weight_decay = 3.0  # few problems, soon known by heart
-eval_interval = 20
 save_interval = 40

@@ -17,8 +17,6 @@ group_size = 8
 max_new_tokens = 400
 learning_rate = 1e-6
 warmup_iters = 10
-beta = 0.0
-eval_interval = 20
 eval_prompts = 200
 save_interval = 20
 

@@ -6,17 +6,12 @@ beta = 0.04 keeps a reference in the loop, so the log shows its cost.
 
 out_dir = "out/grpo_small"
 init_from = "config/sft_small.py"
-task = "addition"
-digits = 4
 
 max_iters = 80
-batch_size = 64
-group_size = 16
 max_new_tokens = 24
 # As many as an SFT step of 128 sequences of 28 tokens has, so that the two peaks compare
 max_tokens_per_micro_batch = 3584
 
 learning_rate = 3e-4
 beta = 0.04
-eval_interval = 20
 save_interval = 20

@@ -8,12 +8,10 @@ countdown_operators = "+-"
 demonstration_noise = 0.4
 
 n_layer = 3
-n_head = 4
 n_embd = 128
 block_size = 24
 
 max_iters = 2000
-batch_size = 128
 learning_rate = 2e-3
 lr_schedule = "cosine"
 warmup_iters = 20

@@ -4,17 +4,11 @@ The teacher drops each carry with probability 0.6, so a perfect imitator is righ
 """
 
 out_dir = "out/sft_small"
-task = "addition"
-digits = 4
 demonstration_noise = 0.6
 
-n_layer = 2
-n_head = 4
-n_embd = 64
 block_size = 40
 
 max_iters = 1000
-batch_size = 128
 learning_rate = 4e-3
 lr_schedule = "cosine"
 warmup_iters = 20

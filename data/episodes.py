@@ -49,10 +49,10 @@ class EpisodeOptions:
         [], "functions that the model may call: calc, python, module:function; empty: none"
     )
     environment: str = option("", "module:Class with reset, methods as tools, get_reward")
-    max_turns: int = option(0, "turns of the model in a completion; 0: no limit", "turns")
-    max_tool_tokens: int = option(256, "cut off longer results of tools", "tokens", minimum=1)
+    max_turns: int = option(0, "turns of the model in a completion; 0: no limit")
+    max_tool_tokens: int = option(256, "cut off results of tools of more tokens", minimum=1)
     tool_timeout: float = option(
-        10.0, "after that a call is an error that the model reads", "s", minimum=1e-3
+        10.0, "a call that takes more seconds is an error that the model reads", minimum=1e-3
     )
 
 

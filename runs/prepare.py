@@ -25,6 +25,7 @@ from runs.checkpoint import (
     tokenizer_of,
 )
 from settings import PRETRAINED_LENGTH, GRPOSettings, ModelOptions, SFTSettings
+from settings.losses import OWN_LOSS, load_loss
 from snug.options import SnugError, fields, find_path, make_settings, merge_options
 from snug.pretrained.hub import hub_name, local_folder
 from snug.pretrained.shapes import is_pretrained

@@ -5,12 +5,26 @@ from dataclasses import dataclass
 from data import TASKS, TaskOptions
 from data.episodes import EpisodeOptions
 from settings.loops import RewardOptions
-from settings.shared import DTYPES
+from settings.shared import DTYPES, RunOptions
 from snug.options import SnugError, option, option_of
 
 
 @dataclass
-class SampleSettings(EpisodeOptions):
+class CompletionOptions:
+    """What is sampled, and where."""
+
+    num_samples: int = option(
+        1, "sampled completions of each prompt; evaluate.py adds the greedy one", minimum=1
+    )
+    max_new_tokens: int = option(
+        0, "longest completion in tokens; left out: the run's, or a Hugging Face model's 256"
+    )
+    temperature: float = option(1.0, "divides the logits; 0: the likeliest tokens")
+    device: str = option_of(RunOptions, "device", default="auto")
+
+
+@dataclass
+class SampleSettings(CompletionOptions, EpisodeOptions):
     """Completions from a run's newest checkpoint: the options of sample.py."""
 
     prompt: str = option("", "text to complete; empty: a held-out prompt of the run's task")
@@ -20,12 +34,8 @@ class SampleSettings(EpisodeOptions):
     system_prompt: str = option(
         "", "chat: system message before the prompt; empty: the run's, if it has one"
     )
-    num_samples: int = option(1, "number of completions", minimum=1)
-    max_new_tokens: int = option(0, "longest completion; left out: as in the run, or 256", "tokens")
-    temperature: float = option(1.0, "divides the logits; 0: always take the most likely token")
     chat_template_kwargs: dict = option_of(TaskOptions, "chat_template_kwargs", default={})
     seed: int = option(1, "the same seed gives the same completions")
-    device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
 
     def check(self):
         if (self.chat or self.system_prompt) and not self.prompt:
@@ -35,7 +45,7 @@ class SampleSettings(EpisodeOptions):
 
 
 @dataclass
-class EvaluateSettings(TaskOptions, EpisodeOptions, RewardOptions):
+class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOptions):
     """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py.
 
     The run's options of task and reward hold, unless you give others. Another task has the defaults shown here.
@@ -45,25 +55,13 @@ class EvaluateSettings(TaskOptions, EpisodeOptions, RewardOptions):
     samples_file seed device"""
 
     task: str = option("", "the task; empty: the run's", choices=("", *TASKS))
-    num_prompts: int = option(500, "held-out prompts, at most all", "prompts", minimum=1)
-    num_samples: int = option(
-        1, "sampled completions of each prompt, besides the greedy one", "completions", minimum=1
-    )
-    temperature: float = option(
-        1.0, "temperature of the sampled completions; 0: only the greedy completion"
-    )
-    max_new_tokens: int = option(
-        0,
-        "longest completion; left out: the run's, a Hugging Face model's 256, or another task's longest answer",
-        "tokens",
-    )
+    num_prompts: int = option(500, "held-out prompts, at most all", minimum=1)
     samples_file: str = option(
         "",
         "all completions; empty: evaluation-<task>-test.jsonl in the run, or in out/<name> for a model on the hub; "
         "none: off",
     )
     seed: int = option(0, "seed of the sampled completions; 0: as in a run's evaluations")
-    device: str = option("auto", "auto: cuda if available, else cpu; or a torch device")
 
     def check(self):
         if self.num_samples > 1 and self.temperature == 0:

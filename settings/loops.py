@@ -35,7 +35,7 @@ class RewardOptions:
         maximum=1e9,
     )
     reward_timeout: float = option(
-        300.0, "stop the run if a reward function takes longer for a batch; 0: no limit", "s"
+        300.0, "stop the run if a reward function takes more seconds for a batch; 0: no limit"
     )
     pass_reward: float | None = option(
         None,
@@ -61,15 +61,15 @@ class RolloutOptions:
 
     max_new_tokens: int = option(
         32,
-        "longest completion (TRL: max_completion_length); if init_from is a Hugging Face model, the default is 256",
-        "tokens",
+        "longest completion in tokens (TRL: max_completion_length); if init_from is a Hugging Face model, the default "
+        "is 256",
         minimum=1,
     )
     temperature: float = option(1.0, "divides the logits, in the sampler and in training", minimum=1e-3)
     max_prompt_length: int = option(
         0,
-        "cut off the beginning of longer prompts of text, and refuse longer messages (or drop_long_prompts); 0: never",
-        "tokens",
+        "tokens: cut off the beginning of longer prompts of text, and refuse longer messages (or drop_long_prompts); "
+        "0: never",
     )
     max_num_gen_batches: int = option(
         1,
@@ -99,7 +99,7 @@ class AdvantageOptions:
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
     soft_punish_cache: int = option(
-        0, "each of the last N tokens of max_new_tokens subtracts 1/N from the reward (DAPO)", "tokens"
+        0, "each of the last N tokens of max_new_tokens subtracts 1/N from the reward (DAPO)"
     )
 
 
@@ -162,15 +162,6 @@ class LoopSettings(
 
     # What users of TRL and PEFT may write -> the answer.
     other_names = ELSEWHERE["options"]
-    # What GRPO's options are for a loop that does not have them: one completion of a prompt, in evaluations, as long as
-    # the task's longest answer; an iteration is a step; there is no second model.
-    group_size: ClassVar[int] = 1
-    train_batch_size: ClassVar[int] = 0
-    max_prompt_length: ClassVar[int] = 0
-    max_new_tokens: ClassVar[int] = 0
-    beta: ClassVar[float] = 0.0
-    teacher: ClassVar[str] = ""
-    depends_on_cut: ClassVar[bool] = False
 
     def check(self):
         for options in (LogOptions, ModelOptions, MemoryOptions):
@@ -230,6 +221,16 @@ class SFTSettings(LoopSettings):
     out_dir: str = option_of(RunOptions, "out_dir", default="out/sft")
     max_iters: int = option(500, "optimizer steps", minimum=1)
     batch_size: int = option(128, "demonstrations per optimizer step", minimum=1)
+
+    # What GRPO's options are for SFT: one completion of a prompt, in evaluations, as long as the task's longest answer;
+    # an iteration is a step; there is no second model.
+    group_size: ClassVar[int] = 1
+    train_batch_size: ClassVar[int] = 0
+    max_prompt_length: ClassVar[int] = 0
+    max_new_tokens: ClassVar[int] = 0
+    beta: ClassVar[float] = 0.0
+    teacher: ClassVar[str] = ""
+    depends_on_cut: ClassVar[bool] = False
 
 
 @dataclass

@@ -57,6 +57,19 @@ def load_loss(spec: str):
     return function
 
 
+def own_surrogate(logprobs, options, **rest):
+    """A surrogate as those of loss.py: your function's. Raises SnugError if it is no loss for each token."""
+    values = load_loss(options.loss_type)(logprobs=logprobs, options=options, **rest)
+    shape = getattr(values, "shape", None)
+    fits = shape == logprobs.shape and hasattr(values, "requires_grad")
+    if not fits or logprobs.requires_grad and not values.requires_grad:
+        raise SnugError(
+            f"loss_type={options.loss_type} must return a tensor [{len(logprobs)}] with a gradient, a loss for each "
+            f"token, not {type(values).__name__} {list(shape or [])}{' without one' * fits}"
+        )
+    return values, 0 * logprobs.detach()
+
+
 @dataclass
 class LossOptions:
     """What is minimized. docs/algorithm.md has the formulas."""
@@ -124,8 +137,6 @@ class LossOptions:
         return "sequence" in levels or self.loss.whole_sequences
 
     def check_loss(self):
-        if self.loss is OWN_LOSS:
-            load_loss(self.loss_type)
         if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
             raise SnugError(
                 f"epsilon_high={self.epsilon_high} is the largest ratio of cispo; try --epsilon_high=5"

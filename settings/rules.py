@@ -15,9 +15,6 @@ class Rule(NamedTuple):
     text: str = "{given} does not support {other}; use --{needed}"
 
 
-USE_FSDP = (
-    "{given} does not support {other}; use --parallel=fsdp, with one process: torchrun --nproc_per_node=1"
-)
 NO_SCALE = "{given} does not support {other}: a mean below 0 is no scale; leave it out"
 RULES = [
     Rule(
@@ -64,12 +61,6 @@ RULES = [
         "{other} without a teacher leaves nothing else to learn; set it to 1, or name a --teacher",
     ),
     Rule(
-        "reference",
-        "host",
-        dict(lora_rank=0),
-        "{given} does not support {other}: the reference is the model without adapters; leave it out",
-    ),
-    Rule(
         "init_from",
         "",
         dict(lora_rank=0),
@@ -87,8 +78,12 @@ RULES = [
         dict(num_processes=1),
         "{given} does not support {other}; use --parallel=ddp or fsdp",
     ),
-    Rule("parallel", "none", dict(param_offload=False), USE_FSDP),
-    Rule("parallel", "ddp", dict(param_offload=False), USE_FSDP),
+    Rule(
+        "param_offload",
+        True,
+        dict(parallel="fsdp"),
+        "{given} does not support {other}; use --parallel=fsdp, with one process: torchrun --nproc_per_node=1",
+    ),
     Rule(
         "parallel",
         "fsdp",

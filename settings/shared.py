@@ -26,8 +26,7 @@ class ModelOptions:
     n_hidden: int = option(0, "width of the MLP; 0: 4 * n_embd for gelu, 8/3 * n_embd for swiglu")
     block_size: int = option(
         64,
-        "longest sequence, prompt and completion; at most block_size of init_from",
-        "tokens",
+        "longest sequence, prompt and completion, in tokens; at most block_size of init_from",
         minimum=2,
     )
     norm: str = option(
@@ -99,16 +98,13 @@ class RunOptions:
 class LogOptions:
     """Evaluations, checkpoints, and what is printed and logged."""
 
-    save_interval: int = option(
-        50, "save every N iterations and at the end; 0: only at the end", "iterations"
-    )
+    save_interval: int = option(50, "save every N iterations and at the end; 0: only at the end")
     save_total_limit: int = option(
         2, "number of newest checkpoints to keep; the best one is always kept", minimum=1
     )
     eval_interval: int = option(
         20,
         "evaluate before the first iteration, every N iterations and at the end; 0: only at the end",
-        "iterations",
     )
     eval_prompts: int = option(500, "number of held-out prompts per evaluation; 0: no evaluations")
     samples_per_iteration: int = option(
@@ -136,7 +132,7 @@ class TrainOptions:
         "learning rate after the warmup; linear and cosine end at 0",
         choices=("constant", "linear", "cosine"),
     )
-    warmup_iters: int = option(0, "length of the linear warmup of the learning rate", "iterations")
+    warmup_iters: int = option(0, "iterations of linear warmup of the learning rate")
     weight_decay: float = option(0.0, "AdamW's weight decay of matrices and embeddings")
     adam_beta1: float = option(0.9, "AdamW's decay rate of the first moment", maximum=0.999999)
     adam_beta2: float = option(0.99, "AdamW's decay rate of the second moment", maximum=0.999999)
@@ -163,12 +159,12 @@ class MemoryOptions:
     """Options that save memory. docs/memory.md has their savings and costs. --plan prints what an iteration needs."""
 
     max_tokens_per_micro_batch: int = option(
-        0, "largest micro-batch; 0: an optimizer step is one micro-batch", "tokens"
+        0, "tokens of the largest micro-batch; 0: an optimizer step is one micro-batch"
     )
     max_rollout_batch: int = option(
         0, "completions to decode at a time, which limits the KV cache; 0: all at once"
     )
-    logits_chunk_mb: float = option(0.0, "size of a chunk of logits; 0: 16 on a CPU, 256 on CUDA", "MiB")
+    logits_chunk_mb: float = option(0.0, "MiB of a chunk of logits; 0: 16 on a CPU, 256 on CUDA")
     checkpoint_blocks: str = option(
         "none",
         "block: keep each block's input and recompute the rest in backward; selective: also keep attention outputs",

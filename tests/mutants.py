@@ -123,7 +123,7 @@ MUTANTS = [
     ("wrong-sign advantage", "loss.py", "return -torch.min(bounded, clipped), stopped", "return torch.min(bounded, clipped), stopped", "test_loss.py"),
     ("teacher: dislikes are taught", "loss.py", "(teacher_logprobs - old_logprobs)", "(old_logprobs - teacher_logprobs)", "test_teacher.py"),
     ("teacher: its weight ignored", "loss.py", "per_token = per_token + options.teacher_coef * divergence", "per_token = per_token + divergence", "test_teacher.py"),
-    ("old and new log-probs swapped", "loss.py", "log_ratio = logprobs - old_logprobs", "log_ratio = old_logprobs - logprobs", "test_loss.py"),
+    ("old and new log-probs swapped", "loss.py", "ratio = torch.exp(logprobs - old_logprobs)", "ratio = torch.exp(old_logprobs - logprobs)", "test_loss.py"),
     ("KL sign in the loss", "loss.py", "per_token = per_token + options.beta * kl", "per_token = per_token - options.beta * kl", "test_loss.py"),
     ("KL's two policies swapped", "loss.py", "log_ratio = ref_logprobs - logprobs", "log_ratio = logprobs - ref_logprobs", "test_loss.py"),
     ("KL in reward and loss both", "loss.py", "if options.beta and not options.use_kl_in_reward:", "if options.beta:", "test_collect.py"),
@@ -154,8 +154,8 @@ MUTANTS = [
     ("the KL's metric keeps the graph", "loss.py", "kl_divergence(logprobs.detach(), ref_logprobs).sum()", "kl_divergence(logprobs, ref_logprobs).sum()", "test_loss.py"),
     ("teacher: the metric of log-probs keeps the graph", "loss.py", "(logprobs.detach() - teacher_logprobs)", "(logprobs - teacher_logprobs)", "test_loss.py"),
     ("teacher: the metric of divergences keeps the graph", "loss.py", "divergence.detach().sum()", "divergence.sum()", "test_loss.py"),
-    ("losses: your own without a gradient", "loss.py", "not fits or logprobs.requires_grad and not values.requires_grad", "not fits", "test_loss.py"),
-    ("losses: your own with any shape", "loss.py", " and values.shape == logprobs.shape", "", "test_loss.py"),
+    ("losses: your own without a gradient", "settings/losses.py", "not fits or logprobs.requires_grad and not values.requires_grad", "not fits", "test_loss.py"),
+    ("losses: your own with any shape", "settings/losses.py", "shape == logprobs.shape and ", "", "test_loss.py"),
     ("equal rewards whose mean rounds", "loss.py", "    rewards = rewards.double()\n", "", "test_loss.py"),
     # report.py
     ("report: medians with the first iteration", "report.py", "logged(run.records[1:], name) or logged", "logged", "test_report.py"),
@@ -242,7 +242,7 @@ MUTANTS = [
     ("epsilon_high ignored", "settings/losses.py", "self.epsilon if self.epsilon_high is None else self.epsilon_high", "self.epsilon", "test_loss.py"),
     ("losses: GMPO by parts of sequences", "settings/losses.py", '"sequence", OF_SEQUENCES, True)', '"sequence", OF_SEQUENCES)', "test_packed.py"),
     ("losses: your own by parts of sequences", "settings/losses.py", 'Loss("own", "token", whole_sequences=True)', 'Loss("own", "token")', "test_loss.py"),
-    ("losses: your own is looked for late", "settings/losses.py", "if self.loss is OWN_LOSS:", "if False:", "test_settings.py"),
+    ("losses: your own is looked for late", "runs/prepare.py", "if grpo and settings.loss is OWN_LOSS:", "if False:", "test_commands.py"),
     ("importance: of parts of sequences", "settings/losses.py", "self.importance_sampling_level + self.importance_sampling_mode", "self.importance_sampling_level", "test_packed.py"),
     ("a budget cuts what depends on the cut", "settings/losses.py", '== "micro-batch"', '== "none"', "test_plan.py"),
     # settings/rules.py

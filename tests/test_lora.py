@@ -300,10 +300,6 @@ def test_frozen_weights_are_cast_once_while_sampling(device):
     "options, said",
     [
         (["--lora_rank=4"], "lora_rank=4 adapts the weights of init_from; name a run"),
-        (
-            ["--lora_rank=4", "--init_from=x", "--reference=host", "--beta=0.1"],
-            "reference=host does not support lora_rank=4: the reference is",
-        ),
         (["--lora_target_modules=up,q_proj"], "lora_target_modules='q_proj' is not one of qkv, proj, up, down"),
     ],
 )

@@ -19,7 +19,7 @@ from loss import (
     kl_divergence,
     overlong_punishment,
 )
-from settings import GRPOSettings
+from settings import GRPOSettings, losses
 from settings.losses import ARGUMENTS, LOSSES, OWN_LOSS
 from snug.options import SnugError
 
@@ -426,10 +426,8 @@ WRONG = dict(none=lambda x: None, numbers=lambda x: x.tolist(), mean=lambda x: x
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_loss_of_ones_own_that_returns_something_else_is_refused(kind, monkeypatch):
-    monkeypatch.setattr(loss, "load_loss", lambda spec: lambda logprobs, **rest: WRONG[kind](logprobs))
-    with pytest.raises(
-        SnugError, match=r"^loss_type=m:f must return a tensor of shape \[6\] with a gradient.*, not \w+ \["
-    ):
+    monkeypatch.setattr(losses, "load_loss", lambda spec: lambda logprobs, **rest: WRONG[kind](logprobs))
+    with pytest.raises(SnugError, match=r"^loss_type=m:f must return a tensor \[6\] with a gradient.*, not \w+ \["):
         evaluate(make_case([5, 1]), OPTIONS | dict(loss_type="m:f", importance_sampling_level="token"))
 
 

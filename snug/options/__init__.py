@@ -89,11 +89,9 @@ def refuse_namesakes(home: Path, folders: list[str]):
                     raise SnugError(f"{file} has the name of snug's own module {name}; rename it")
 
 
-def option(
-    default, meaning: str, unit: str = "", choices: tuple[str, ...] = (), minimum=0, maximum=math.inf
-):
-    """A dataclass field. --help shows `meaning` and `unit`; `choices`, `minimum` and `maximum` limit the value."""
-    metadata = dict(meaning=meaning, unit=unit, choices=choices, minimum=minimum, maximum=maximum)
+def option(default, meaning: str, choices: tuple[str, ...] = (), minimum=0, maximum=math.inf):
+    """A dataclass field. --help shows `meaning`, with its unit; `choices`, `minimum` and `maximum` limit the value."""
+    metadata = dict(meaning=meaning, choices=choices, minimum=minimum, maximum=maximum)
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -132,13 +130,11 @@ def read_settings(cls, argv: list[str], positional: str = "config"):
     namespace, unknown = make_parser(cls, positional).parse_known_args(argv)
     values = vars(namespace)
     place = values.pop(positional)
-    for word in unknown:
-        if word.startswith("-"):
-            flag = word.partition("=")[0]
-            raise unknown_option(cls, flag.lstrip("-"), flag)
-    if unknown:
-        words = " ".join([place, *unknown])
-        raise SnugError(f"only one {positional} is possible, not {len(unknown) + 1}: {words}")
+    for word in sorted(unknown):  # those with a dash first
+        if not word.startswith("-"):
+            raise SnugError(f"only one {positional} is possible, not {place} and {word}")
+        flag = word.partition("=")[0]
+        raise unknown_option(cls, flag.lstrip("-"), flag)
     return *make_settings(cls, place if positional == "config" else "", values), place
 
 
@@ -312,7 +308,10 @@ def make_parser(cls, positional: str, everything: bool = True) -> Parser:
         add_help=False,
     )
     parser.add_argument(positional, nargs="?", default="", help=ABOUT[positional])
-    for topic, names in topics(cls).items():
+    # An option whose default a subclass changes is still listed under its base class.
+    home = {name: base for base in cls.__mro__ for name in inspect.get_annotations(base)}
+    for topic in cls.__mro__:
+        names = [name for name in fields(cls) if home[name] is topic]
         title = topic.__name__.removesuffix("Options").removesuffix("Settings")
         group = parser.add_argument_group(
             title, topic.__doc__ if everything and topic is not cls else None
@@ -329,24 +328,13 @@ def make_parser(cls, positional: str, everything: bool = True) -> Parser:
     return parser
 
 
-def topics(cls) -> dict[type, list[str]]:
-    """{class: names of its options} for `cls` and the classes that it inherits from.
-
-    If a subclass changes a default, --help still lists the option under its base class.
-    """
-    home = {name: base for base in cls.__mro__ for name in inspect.get_annotations(base)}
-    names = {base: [name for name in fields(cls) if home[name] is base] for base in cls.__mro__}
-    return {base: options for base, options in names.items() if options}
-
-
 def help_of(field: dataclasses.Field) -> str:
-    """For example `longest completion (tokens; default: 32)`."""
+    """For example `longest completion in tokens (default: 32)`."""
     default = field.default
     if default is dataclasses.MISSING:
         default = ",".join(field.default_factory())
     shown = f"{default:g}" if type(default) is float else str(default).lower() or "empty"
-    unit = field.metadata["unit"] and field.metadata["unit"] + "; "
-    return f"{field.metadata['meaning']} ({unit}default: {shown})"
+    return f"{field.metadata['meaning']} (default: {shown})"
 
 
 @contextmanager
