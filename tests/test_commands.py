@@ -10,11 +10,12 @@ import pytest
 from test_checkpoint import saved
 from test_gym import is_installed
 
+import train_sft
 from data import make_task
 from runs.checkpoint import newest
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
-from snug.options import SnugError, find_path, read_settings
+from snug.options import SnugError, find_path, read_config, read_settings
 
 HOME = Path(__file__).parent.parent
 PROBE = """
@@ -37,42 +38,47 @@ def command(*words, cwd=HOME):
     return result.returncode, result.stdout, result.stderr
 
 
-BAD = [
-    ("grpo.py --lerning_rate=1", "unknown option --lerning_rate; did you mean learning_rate?"),
-    ("grpo.py config/grpo_small.py --batch_size=1.5", "--batch_size takes a whole number, not '1.5'"),
-    ("grpo.py config/grpo_smal.py", "did you mean config/grpo_small.py?"),
-    ("grpo.py --task=adition", "; did you mean addition?"),
-    ("grpo.py -seed=3", "unknown option -seed; did you mean seed?"),
-    ("grpo.py --n_embd=65", "n_head=4 does not divide n_embd=65"),
-    ("grpo.py --vocab_size=256", "vocab_size=256, but the tokenizer bytes has 257 ids"),
-    ("grpo.py --digits=100 --max_new_tokens=8", "prompts of addition have up to 202 tokens"),
-    ("grpo.py --beta=0.1", "beta=0.1 needs a reference"),
-    ("grpo.py --init_from=out/nowhere", "out/nowhere: there is no such run"),
-    ("grpo.py --reward_funcs=nowhere:f", "reward_funcs='nowhere:f'"),
-    ("grpo.py --loss_type=nowhere:f", "loss_type='nowhere:f': no module nowhere in "),
-    ("grpo.py --loss_type=settings.losses:load_loss", "it gets logprobs, old_logprobs, ref_logprobs, advantages, "),
-    ("grpo.py config/grpo_small.py config/sft_small.py", "only one config is possible, not config/"),
-    ("train_sft.py config/grpo_small.py", "unknown option config/grpo_small.py:"),
-    ("train_sft.py --out_dir=out/x --init_from=out/x", "init_from=out/x is in out_dir=out/x"),
-    ("grpo.py", "name a config, such as config/grpo_small.py, or options; --help lists them"),
-    ("train_sft.py", "name a config, such as"),
-    ("sample.py out/nowhere", "out/nowhere: there is no such run"),
-    ("sample.py", "name a run's folder"),
-    ("sample.py --prompt", "--prompt: expected one argument"),
-    ("evaluate.py out/nowhere --num_prompts=0", "--num_prompts=0 is below 1"),
-    ("evaluate.py out/nowhere", "out/nowhere: there is no such run"),
-    ("runs/export.py out/nowhere --to=x", "out/nowhere: there is no such run"),
-    ("runs/from_gguf.py no.gguf --to=x", "no.gguf: is not there; name a GGUF file"),
-    ("report.py out/nowhere", "is out/nowhere a run's folder? out/nowhere/log.jsonl has no iteration yet"),
-]
+BAD = {
+    "grpo.py --lerning_rate=1": "unknown option --lerning_rate; did you mean learning_rate?",
+    "grpo.py --beta=0.1": "beta=0.1 needs a reference",
+    "grpo.py --loss_type=nowhere:f": "loss_type='nowhere:f': no module nowhere in ",
+    "train_sft.py": "name a config, such as config/grpo_small.py, or options; --help lists them",
+    "sample.py out/nowhere": "out/nowhere: there is no such run",
+    "sample.py --prompt": "--prompt: expected one argument",
+    "evaluate.py out/nowhere": "out/nowhere: there is no such run",
+    "report.py out/nowhere": "is out/nowhere a run's folder? out/nowhere/log.jsonl has no iteration yet",
+}
+ALSO_BAD = {  # answered by the same lines of grpo.py, here in this process
+    "config/grpo_small.py --batch_size=1.5": "--batch_size takes a whole number, not '1.5'",
+    "config/grpo_smal.py": "did you mean config/grpo_small.py?",
+    "--task=adition": "; did you mean addition?",
+    "-seed=3": "unknown option -seed; did you mean seed?",
+    "--n_embd=65": "n_head=4 does not divide n_embd=65",
+    "--vocab_size=256": "vocab_size=256, but the tokenizer bytes has 257 ids",
+    "--digits=100 --max_new_tokens=8": "prompts of addition have up to 202 tokens",
+    "--init_from=out/nowhere": "out/nowhere: there is no such run",
+    "--reward_funcs=nowhere:f": "reward_funcs='nowhere:f'",
+    "--loss_type=settings.losses:load_loss": "it gets logprobs, old_logprobs, ref_logprobs, advantages, ",
+    "config/grpo_small.py config/sft_small.py": "only one config is possible, not config/",
+    "config/sft_small.py --demonstrations=1": "unknown option --demonstrations; did you mean demonstration_noise?",
+    "--out_dir=out/x --init_from=out/x": "init_from=out/x is in out_dir=out/x",
+}
 
 
-@pytest.mark.parametrize("line, message", BAD)
+@pytest.mark.parametrize("line, message", BAD.items())
 def test_bad_input_is_one_line_and_exit_code_2(line, message):
     code, out, err = command(*line.split())
     assert code == 2
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
     assert out == "torch imported: False\n"
+
+
+@pytest.mark.parametrize("line, message", ALSO_BAD.items())
+def test_other_bad_input_is_one_line(line, message, monkeypatch):
+    monkeypatch.chdir(HOME)
+    with pytest.raises(SnugError) as error:
+        prepare(*read_settings(GRPOSettings, line.split())[:2])
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -131,11 +137,12 @@ def test_what_is_missing_is_named_with_the_command_that_makes_it(tmp_path, monke
     assert end in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_run_of_a_config_has_its_name():
+def test_a_config_says_what_differs_from_the_defaults_and_its_run_has_its_name():
     """So that a missing run can be answered with the command that makes it."""
     for path in sorted((HOME / "config").glob("*.py")):
         cls = SFTSettings if path.stem.startswith("sft") else GRPOSettings
-        assert read_settings(cls, [str(path)])[0].out_dir == f"out/{path.stem}"
+        values, defaults = read_config(cls, str(path)), vars(cls())
+        assert values["out_dir"] == f"out/{path.stem}" and all(defaults[name] != values[name] for name in values)
     makefile = (HOME / "Makefile").read_text()
     assert f"\n{SMALL}:" in makefile
 
@@ -212,3 +219,21 @@ def test_without_triton_plain_torch_does_everything(tmp_path):
     command = [sys.executable, "-c", code, *words, f"--out_dir={tmp_path}/run"]
     run = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
     assert run.returncode == 0 and "iter 0/1" in run.stdout, run.stderr
+
+
+def test_sft_is_evaluated_with_the_users_functions_tools_and_stop_string(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = dict(digits=1, n_layer=1, n_embd=16, batch_size=2, max_iters=1, eval_prompts=4, device="cpu")
+    texts = []
+
+    def quarter(completions, **columns):
+        texts.extend(completion[0]["content"] for completion in completions)
+        return [0.25] * len(completions)
+
+    asked = dict(reward_funcs=[quarter], pass_reward=0.5)
+    log = train_sft.train(out_dir="run", stop_string="1", tools=["calc"], **small, **asked).log
+    assert log[0]["eval_reward_mean"] == 0.25 and log[0]["pass_at_1"] == 0
+    assert texts and not any("1" in text[:-1] for text in texts)  # messages, because there are tools
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 2)
+    with pytest.raises(SnugError, match="rows need an answer, or else a demonstration .SFT."):
+        train_sft.train(out_dir="other", task="jsonl", data_file="rows.jsonl", **small, **asked)
