@@ -42,9 +42,7 @@ class EpisodeOptions:
     in this process.
     """
 
-    stop_string: str = option(
-        "", "text that also ends a completion, for example </answer>; empty: only the stop token"
-    )
+    stop_string: str = option("", "text that also ends a completion, such as </answer>")
     tools: list[str] = option(
         [], "functions that the model may call: calc, python, module:function; empty: none"
     )

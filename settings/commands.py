@@ -14,7 +14,7 @@ class CompletionOptions:
     """What is sampled, and where."""
 
     num_samples: int = option(
-        1, "sampled completions of each prompt; evaluate.py adds the greedy one", minimum=1
+        1, "sampled completions of a prompt; evaluate.py adds the greedy one", minimum=1
     )
     max_new_tokens: int = option(
         0, "longest completion in tokens; left out: the run's, or a Hugging Face model's 256"
@@ -28,12 +28,8 @@ class SampleSettings(CompletionOptions, EpisodeOptions):
     """Completions from a run's newest checkpoint: the options of sample.py."""
 
     prompt: str = option("", "text to complete; empty: a held-out prompt of the run's task")
-    chat: bool = option(
-        False, "write the prompt as a message in the chat template; left out: as in the run"
-    )
-    system_prompt: str = option(
-        "", "chat: system message before the prompt; empty: the run's, if it has one"
-    )
+    chat: bool = option(False, "write the prompt as a message; left out: as in the run")
+    system_prompt: str = option("", "chat: system message; empty: the run's")
     chat_template_kwargs: dict = option_of(TaskOptions, "chat_template_kwargs", default={})
     seed: int = option(1, "the same seed gives the same completions")
 
@@ -58,8 +54,7 @@ class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOpt
     num_prompts: int = option(500, "held-out prompts, at most all", minimum=1)
     samples_file: str = option(
         "",
-        "all completions; empty: evaluation-<task>-test.jsonl in the run, or in out/<name> for a model on the hub; "
-        "none: off",
+        "all completions; empty: evaluation-<task>-test.jsonl in the run, or in out/<name>; none: off",
     )
     seed: int = option(0, "seed of the sampled completions; 0: as in a run's evaluations")
 

@@ -25,21 +25,19 @@ PRETRAINED_LENGTH = 256  # max_new_tokens of a Hugging Face model, in tokens; TR
 class RewardOptions:
     """Your own reward functions, for training and evaluations. evaluate.py uses the run's if the task is the same."""
 
-    reward_funcs: list[str] = option(
-        [], "reward functions to add up: module:function,...; empty: the task's functions"
-    )
+    reward_funcs: list[str] = option([], "module:function,...; empty: the task's functions")
     reward_weights: list[float] = option(
         [],
-        "weights of reward_funcs, comma-separated; empty: each has weight 1",
+        "of reward_funcs; empty: 1 each",
         minimum=-1e9,
         maximum=1e9,
     )
     reward_timeout: float = option(
-        300.0, "stop the run if a reward function takes more seconds for a batch; 0: no limit"
+        300.0, "stop the run if a function takes more seconds for a batch; 0: no limit"
     )
     pass_reward: float | None = option(
         None,
-        "smallest total reward that pass@1 counts as right; none: the total if each function gives 1",
+        "least total reward that pass@1 counts as right; none: the total if each function gives 1",
         minimum=-1e9,
     )
 
@@ -61,19 +59,17 @@ class RolloutOptions:
 
     max_new_tokens: int = option(
         32,
-        "longest completion in tokens (TRL: max_completion_length); if init_from is a Hugging Face model, the default "
-        "is 256",
+        "longest completion in tokens (TRL: max_completion_length); default for a Hugging Face model: 256",
         minimum=1,
     )
     temperature: float = option(1.0, "divides the logits, in the sampler and in training", minimum=1e-3)
     max_prompt_length: int = option(
         0,
-        "tokens: cut off the beginning of longer prompts of text, and refuse longer messages (or drop_long_prompts); "
-        "0: never",
+        "tokens: cut off the beginning of longer texts, refuse longer messages; 0: never",
     )
     max_num_gen_batches: int = option(
         1,
-        "dynamic sampling (DAPO): sample up to N rollouts to replace groups whose rewards are all equal",
+        "dynamic sampling (DAPO): up to N rollouts, to replace groups with equal rewards",
         minimum=1,
     )
 
@@ -84,22 +80,22 @@ class AdvantageOptions:
 
     scale_rewards: str = option(
         "group",
-        "divide advantages by the standard deviation of the group's or the batch's rewards; mean: by the group's mean "
-        "reward (MaxRL), for rewards from 0 up",
+        "divide by the standard deviation of the group's or the batch's rewards; mean: by the group's mean reward "
+        "(MaxRL)",
         choices=("group", "batch", "none", "mean"),
     )
     baseline: str = option(
         "mean",
-        "subtract the mean reward of the group, or of the other completions in it",
+        "subtract the mean reward of the group, or of its other completions",
         choices=("mean", "leave_one_out"),
     )
     multi_objective_aggregation: str = option(
         "sum_then_normalize",
-        "several reward functions: add up rewards, or the advantages of each (GDPO)",
+        "add up rewards, or the advantages of each function (GDPO)",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
     soft_punish_cache: int = option(
-        0, "each of the last N tokens of max_new_tokens subtracts 1/N from the reward (DAPO)"
+        0, "the last N tokens of max_new_tokens each subtract 1/N from the reward (DAPO)"
     )
 
 
@@ -107,18 +103,16 @@ class AdvantageOptions:
 class KLOptions:
     """The reference model, and the KL divergence to it."""
 
-    beta: float = option(
-        0.0, "weight of the KL divergence to the reference, init_from; 0: no reference is loaded"
-    )
+    beta: float = option(0.0, "weight of the KL divergence to init_from; 0: no reference")
     reference: str = option(
-        "device", "where the reference's weights are; host: stream them block by block", choices=PLACES
+        "device", "of the reference's weights; host: stream them by block", choices=PLACES
     )
     kl_estimator: str = option(
         "k3",
-        "estimator of the KL divergence. The loss multiplies k1 and k3 by the ratio; k3_no_ratio is DeepSeekMath's k3",
+        "the loss multiplies k1 and k3 by the ratio; k3_no_ratio is DeepSeekMath's k3",
         choices=("k1", "k2", "k3", "k3_no_ratio"),
     )
-    use_kl_in_reward: bool = option(False, "subtract beta * KL from the reward; false: add it to the loss")
+    use_kl_in_reward: bool = option(False, "subtract beta * KL from the reward, not in the loss")
 
 
 @dataclass
@@ -127,23 +121,21 @@ class TeacherOptions:
 
     teacher: str = option(
         "",
-        "the teacher: a run's folder, or a Hugging Face model (its id on the hub, or a folder), with the same "
-        "tokenizer; empty: none",
+        "a run's folder or a Hugging Face model (id on the hub, or folder) with the same tokenizer",
     )
     divergence: str = option(
         "sampled",
-        "from the teacher. sampled: the advantage of each token gets log p_teacher - log p_sampler, an estimate of the "
-        "reverse KL; the others are exact sums over the vocabulary in the loss: reverse_kl: KL(model || teacher); "
-        "forward_kl: KL(teacher || model); jsd: between both",
+        "sampled: a token's advantage gets log p_teacher - log p_sampler; others are sums over the vocabulary in the "
+        "loss: reverse_kl: KL(model || teacher); forward_kl: KL(teacher || model); jsd: between both",
         choices=("sampled", "reverse_kl", "forward_kl", "jsd"),
     )
     teacher_coef: float = option(1.0, "weight of the teacher's advantages or divergence")
     reward_coef: float = option(
         1.0,
-        "weight of the rewards' advantages beside a teacher; 0: the teacher alone; rewards are still logged",
+        "weight of the rewards' advantages beside a teacher; 0: the teacher alone",
     )
     teacher_device: str = option(
-        "device", "where the teacher's weights are; host: stream them block by block", choices=PLACES
+        "device", "of the teacher's weights; host: stream them by block", choices=PLACES
     )
 
 

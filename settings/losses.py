@@ -76,18 +76,16 @@ class LossOptions:
 
     loss_type: str = option(
         "dapo",
-        "how tokens are averaged and their ratios clipped: docs/algorithm.md has a row for each; module:function: a "
-        "function of yours",
+        "docs/algorithm.md has a row for each; module:function: yours",
         choices=(*LOSSES, OWN),
     )
     importance_sampling_level: str = option(
         "token",
-        "a ratio for each token, or for each sequence: the geometric mean of its tokens' ratios (GSPO; set epsilon "
-        "near 4e-4)",
+        "sequence: one ratio for a completion, the geometric mean of its tokens' (GSPO); set epsilon near 4e-4",
         choices=("token", "sequence"),
     )
     epsilon: float = option(
-        0.2, "clip the ratio to 1 - epsilon to 1 + epsilon_high; gmpo: its logarithm, for example by 0.4"
+        0.2, "clip the ratio from 1 - epsilon to 1 + epsilon_high; gmpo: its logarithm, for example by 0.4"
     )
     epsilon_high: float | None = option(
         None, "upper clipping range; none: epsilon. cispo: the largest ratio, for example 5"
@@ -101,22 +99,18 @@ class LossOptions:
     vespo_lambda_pos: float = option(3.0, "vespo: decay for large ratios where A > 0")
     vespo_k_neg: float = option(3.0, "vespo: power of small sequence ratios where A < 0")
     vespo_lambda_neg: float = option(2.0, "vespo: decay for large ratios where A < 0")
-    entropy_coef: float = option(
-        0.0, "weight of a bonus for the tokens' entropy in nats; above 0 the head is computed twice"
-    )
+    entropy_coef: float = option(0.0, "weight of a bonus for the tokens' entropy in nats")
     importance_sampling_cap: float | None = option(
         None,
-        "weight each token by p_trainer / p_sampler, at most by this; for bfloat16; costs a forward pass; none: off",
+        "weight tokens by p_trainer / p_sampler, at most by this; costs a forward pass; none: off",
         minimum=1,
     )
     importance_sampling_mode: str = option(
         "token_truncate",
-        "p_trainer / p_sampler of each token or of its sequence; above the cap it becomes the cap, or 0 with a mask",
+        "the ratio of each token or of its sequence; above the cap it is the cap, or 0 with a mask",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    mask_truncated_completions: bool = option(
-        False, "do not train on completions that did not stop before max_new_tokens"
-    )
+    mask_truncated_completions: bool = option(False, "do not train on completions that were cut off")
 
     @property
     def loss(self) -> Loss:
