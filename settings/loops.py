@@ -250,5 +250,3 @@ class GRPOSettings(RolloutOptions, AdvantageOptions, LossOptions, KLOptions, Tea
                 f"train_batch_size={self.train_batch_size} does not divide the {self.sequences_per_rollout} "
                 f"completions of a rollout, batch_size={self.batch_size} * group_size={self.group_size}"
             )
-        if self.soft_punish_cache >= self.max_new_tokens:
-            raise SnugError(f"soft_punish_cache={self.soft_punish_cache} must be below max_new_tokens")

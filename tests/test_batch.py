@@ -65,16 +65,9 @@ def test_cut_by_example():
     assert Cut(lengths_of((1, 9), (1, 4)), step_size=1).largest == 9  # of all steps
 
 
-def test_a_group_of_half_the_tokens_stays_whole():
-    """Of 19 tokens each of two processes takes 10 at most."""
-    processes = OneProcess()
-    processes.size = 2
-    cut = Cut(lengths_of((4, 3), (4, 5), (4, 3), (4, 4)), group_size=2, processes=processes)
-    assert cut.steps == [[[0, 1], [2, 3]]] and cut.rank_of == {0: 0, 1: 0, 2: 1, 3: 1}
-
-
 def test_each_process_has_about_as_many_tokens():
-    """The next group goes to the process with the fewest so far: 9 + 3 and 8 + 4. A large group is shared."""
+    """The next group goes to the process with the fewest so far: 9 + 3 and 8 + 4. A large group is shared; one of half
+    the tokens stays whole: of 19 each process takes 10 at most."""
     processes = OneProcess()
     processes.size = 2
     cut = Cut(lengths_of(*((1, length) for length in (3, 9, 4, 8))), processes=processes)
@@ -82,6 +75,8 @@ def test_each_process_has_about_as_many_tokens():
     for max_tokens in (0, 100):
         cut = Cut(lengths_of(*[(4, 5)] * 4), max_tokens=max_tokens, group_size=4, processes=processes)
         assert sorted(cut.rank_of.values()) == [0, 0, 1, 1]
+    cut = Cut(lengths_of((4, 3), (4, 5), (4, 3), (4, 4)), group_size=2, processes=processes)
+    assert cut.steps == [[[0, 1], [2, 3]]] and cut.rank_of == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
 @pytest.mark.parametrize("max_tokens", [2048, 8192])

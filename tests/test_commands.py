@@ -53,15 +53,10 @@ ALSO_BAD = {  # answered by the same lines of grpo.py, here in this process
     "config/grpo_smal.py": "did you mean config/grpo_small.py?",
     "--task=adition": "; did you mean addition?",
     "-seed=3": "unknown option -seed; did you mean seed?",
-    "--n_embd=65": "n_head=4 does not divide n_embd=65",
-    "--vocab_size=256": "vocab_size=256, but the tokenizer bytes has 257 ids",
     "--digits=100 --max_new_tokens=8": "prompts of addition have up to 202 tokens",
-    "--init_from=out/nowhere": "out/nowhere: there is no such run",
-    "--reward_funcs=nowhere:f": "reward_funcs='nowhere:f'",
     "--loss_type=settings.losses:load_loss": "it gets logprobs, old_logprobs, ref_logprobs, advantages, ",
     "config/grpo_small.py config/sft_small.py": "only one config is possible, not config/",
     "config/sft_small.py --demonstrations=1": "unknown option --demonstrations; did you mean demonstration_noise?",
-    "--out_dir=out/x --init_from=out/x": "init_from=out/x is in out_dir=out/x",
 }
 
 
@@ -171,13 +166,13 @@ def test_help_may_be_read_in_part():
 
 
 def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
-    words = "train_sft.py --digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --max_iters=200 --eval_prompts=0".split()
+    words = "train_sft.py --digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --max_iters=40 --eval_prompts=0".split()
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     run = subprocess.Popen([sys.executable, *words, f"--out_dir={tmp_path}/run"], cwd=HOME, **pipes)
     run.stdout.readline()
     run.stdout.close()
     assert run.wait() == 0, run.stderr.read()
-    assert len((tmp_path / "run/log.jsonl").read_text().splitlines()) == 200
+    assert len((tmp_path / "run/log.jsonl").read_text().splitlines()) == 40
 
 
 def test_from_warm_start_to_sample(tmp_path):

@@ -142,7 +142,7 @@ def test_the_top_says_the_model_its_size_and_what_is_not_default(tmp_path):
             ["learning_rate", "2.0", "0.001"],
             ["older", "-", "1"],
         ],
-        ["max_iters=4", "reward_funcs=[&#34;a.py:&lt;i&gt;&#34;]", "max_new_tokens=32", "beta=0.5"],
+        ["max_iters=4", "reward_funcs=[&#34;a.py:&lt;i&gt;&#34;]", "beta=0.5", "max_new_tokens=32"],
     )
     # A Hugging Face model has another default than a new one: max_new_tokens is always there.
     assert ["max_new_tokens", "32", "256"] in top_of(

@@ -12,7 +12,7 @@
 An option's type is bool, int, float, str, dict, list[str] or list[float]; `| None` allows None. A config is a file of
 plain assignments, read by ast.literal_eval and never executed. Every user error raises SnugError. Nothing here imports
 torch, so that a typo is reported in 0.2 s. other_names.toml has the words of other projects, with the answer to each.
-Left out: nested options, environment variables. Tests: test_settings.py, refuse.py.
+Left out: nested options, environment variables. Tests: tests/test_settings.py.
 """
 
 import argparse
@@ -257,8 +257,6 @@ def check_value(cls, name: str, value, where: str):
             answer = ELSEWHERE["options"].get(item)
             hint = f"; {answer}" if answer else did_you_mean(item, choices)
             raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")
-        if element is str and "\0" in item:
-            raise SnugError(f"{where}={item!r:.60} has a NUL character; remove it")
         if element is float and not math.isfinite(item):
             raise SnugError(f"{where} must be finite, not {item}")
         if element in (int, float) and not minimum <= item <= maximum:
