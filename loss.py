@@ -10,7 +10,7 @@ Left out: models, sampling, anything of size V; critics and rewards of single to
 import numpy as np
 import torch
 
-from settings.losses import own_surrogate
+from settings import own_surrogate
 from snug.memory.ledger import COMPONENTS
 
 COMPONENTS[__name__] = "loss"  # the name in --plan's table
@@ -124,7 +124,7 @@ def importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, op
 
 
 # Surrogates -> the loss of each token (M,), and whether clipping stopped its gradient (M,). Each gets all that
-# settings.losses.ARGUMENTS names, and takes what it needs. All are (M,), but lengths (S,).
+# settings.ARGUMENTS names, and takes what it needs. All are (M,), but lengths (S,).
 
 
 def clipped_surrogate(ratio, advantages, options, **rest):

@@ -24,8 +24,14 @@ from runs.checkpoint import (
     settings_of,
     tokenizer_of,
 )
-from settings import PRETRAINED_LENGTH, GRPOSettings, ModelOptions, SFTSettings
-from settings.losses import OWN_LOSS, load_loss
+from settings import (
+    OWN_LOSS,
+    PRETRAINED_LENGTH,
+    GRPOSettings,
+    ModelOptions,
+    SFTSettings,
+    load_loss,
+)
 from snug.options import SnugError, fields, find_path, make_settings, merge_options
 from snug.pretrained.hub import hub_name, local_folder
 from snug.pretrained.shapes import is_pretrained
@@ -112,6 +118,8 @@ def prepare(
     toolbox = make_toolbox(settings, tokenizer, functions)
     needed = isinstance(settings, GRPOSettings) and (not settings.teacher or settings.use_kl_in_reward)
     rewards = rewards_of(settings, task, functions, toolbox, needed)
+    if isinstance(settings, GRPOSettings) and settings.loss is OWN_LOSS:
+        load_loss(settings.loss_type)
     prepared = Prepared(
         settings, task, tokenizer, shape, *rewards, warm_start, resume, origin, toolbox=toolbox
     )

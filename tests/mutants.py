@@ -154,8 +154,8 @@ MUTANTS = [
     ("the KL's metric keeps the graph", "loss.py", "kl_divergence(logprobs.detach(), ref_logprobs).sum()", "kl_divergence(logprobs, ref_logprobs).sum()", "test_loss.py"),
     ("teacher: the metric of log-probs keeps the graph", "loss.py", "(logprobs.detach() - teacher_logprobs)", "(logprobs - teacher_logprobs)", "test_loss.py"),
     ("teacher: the metric of divergences keeps the graph", "loss.py", "divergence.detach().sum()", "divergence.sum()", "test_loss.py"),
-    ("losses: your own without a gradient", "settings/losses.py", "not fits or logprobs.requires_grad and not values.requires_grad", "not fits", "test_loss.py"),
-    ("losses: your own with any shape", "settings/losses.py", "shape == logprobs.shape and ", "", "test_loss.py"),
+    ("losses: your own without a gradient", "settings.py", "not fits or logprobs.requires_grad and not values.requires_grad", "not fits", "test_loss.py"),
+    ("losses: your own with any shape", "settings.py", "shape == logprobs.shape and ", "", "test_loss.py"),
     ("equal rewards whose mean rounds", "loss.py", "    rewards = rewards.double()\n", "", "test_loss.py"),
     # report.py
     ("report: medians with the first iteration", "report.py", "logged(run.records[1:], name) or logged", "logged", "test_report.py"),
@@ -236,19 +236,19 @@ MUTANTS = [
     ("evaluations ignore logits_chunk_mb", "sample.py", "chunk_mb=settings.logits_chunk_mb,", "chunk_mb=0,", "test_evaluate.py"),
     ("episodes: the mask a token late", "sample.py", "~written[: len(tokens), :T_c]", "~written[: len(tokens), :T_c].roll(1, 1)", "test_episodes.py"),
     ("episodes: written tokens have a log-prob", "sample.py", "sampling_logprobs=logprobs[:, :T_c] * mask", "sampling_logprobs=logprobs[:, :T_c] - 1.0 * ~mask", "test_episodes.py"),
-    # settings/loops.py
-    ("rules: SFT needs what it does not have", "settings/loops.py", "getattr(self, name, needed)", "getattr(self, name, None)", "test_settings.py"),
-    # settings/losses.py
-    ("epsilon_high ignored", "settings/losses.py", "self.epsilon if self.epsilon_high is None else self.epsilon_high", "self.epsilon", "test_loss.py"),
-    ("losses: GMPO by parts of sequences", "settings/losses.py", '"sequence", OF_SEQUENCES, True)', '"sequence", OF_SEQUENCES)', "test_packed.py"),
-    ("losses: your own by parts of sequences", "settings/losses.py", 'Loss("own", "token", whole_sequences=True)', 'Loss("own", "token")', "test_loss.py"),
-    ("losses: your own is looked for late", "runs/prepare.py", "if grpo and settings.loss is OWN_LOSS:", "if False:", "test_commands.py"),
-    ("importance: of parts of sequences", "settings/losses.py", "self.importance_sampling_level + self.importance_sampling_mode", "self.importance_sampling_level", "test_packed.py"),
-    ("a budget cuts what depends on the cut", "settings/losses.py", '== "micro-batch"', '== "none"', "test_plan.py"),
-    # settings/rules.py
-    ("rules: a misspelt option", "settings/rules.py", "grad_offload=False", "grad_ofload=False", "test_settings.py"),
-    ("rules: a value that is no choice", "settings/rules.py", 'reference="device"', 'reference="gpu"', "test_settings.py"),
-    ("NF4: fsdp", "settings/rules.py", 'base_dtype="",', "", "test_nf4.py"),
+    # settings.py
+    ("rules: SFT needs what it does not have", "settings.py", "getattr(self, name, needed)", "getattr(self, name, None)", "test_settings.py"),
+    # settings.py
+    ("epsilon_high ignored", "settings.py", "self.epsilon if self.epsilon_high is None else self.epsilon_high", "self.epsilon", "test_loss.py"),
+    ("losses: GMPO by parts of sequences", "settings.py", '"sequence", OF_SEQUENCES, True)', '"sequence", OF_SEQUENCES)', "test_packed.py"),
+    ("losses: your own by parts of sequences", "settings.py", 'Loss("own", "token", whole_sequences=True)', 'Loss("own", "token")', "test_loss.py"),
+    ("losses: your own is looked for late", "runs/prepare.py", "settings.loss is OWN_LOSS:", "False:", "test_commands.py"),
+    ("importance: of parts of sequences", "settings.py", "self.importance_sampling_level + self.importance_sampling_mode", "self.importance_sampling_level", "test_packed.py"),
+    ("a budget cuts what depends on the cut", "settings.py", '== "micro-batch"', '== "none"', "test_plan.py"),
+    # settings.py
+    ("rules: a misspelt option", "settings.py", "grad_offload=False", "grad_ofload=False", "test_settings.py"),
+    ("rules: a value that is no choice", "settings.py", 'reference="device"', 'reference="gpu"', "test_settings.py"),
+    ("NF4: fsdp", "settings.py", 'base_dtype="",', "", "test_nf4.py"),
     # snug/decoding/attention.py
     ("a tile reads another prompt", "snug/decoding/attention.py", "prompt_k + (p * G", "prompt_k + (0 * p * G", "test_kernels.py"),
     ("the new column is not seen", "snug/decoding/attention.py", "begin + completion_chunk, now + 1)", "begin + completion_chunk, now)", "test_kernels.py"),

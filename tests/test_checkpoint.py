@@ -376,5 +376,3 @@ def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
     (tmp_path / "sft").rename(tmp_path / "moved")
     moved = prepare(dataclasses.replace(again, init_from=f"{tmp_path}/moved"))
     assert moved.origin.path == tmp_path / "moved/checkpoint-000001"
-
-

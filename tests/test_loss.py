@@ -19,8 +19,7 @@ from loss import (
     kl_divergence,
     overlong_punishment,
 )
-from settings import GRPOSettings, losses
-from settings.losses import ARGUMENTS, LOSSES, OWN_LOSS
+from settings import ARGUMENTS, LOSSES, OWN_LOSS, GRPOSettings, losses
 from snug.options import SnugError
 
 SCALES = ("group", "batch", "none", "mean")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from test_house import HOME, source_files
 
 from runs.prepare import prepare
-from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
-from settings.rules import RULES
+from settings import RULES, EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
 from snug import options
 from snug.options import SnugError, parse_value, read_config, read_settings
 

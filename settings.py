@@ -1,0 +1,737 @@
+"""Every option of snug, once: type, default, unit, meaning. A task's own options are in data/.
+
+A class whose name ends in Options is a topic: --help=all shows its options together, under its docstring. `usual` names
+the options that --help shows. A command without `usual` shows all of its options. LOSSES says what each loss is, RULES
+what does not fit together.
+
+A config (config/*.py) is a list of plain assignments that differ from these defaults. The command line overrides it:
+
+    python grpo.py config/grpo_small.py --learning_rate=1e-4 --seed=3
+
+snug/options reads them. Nothing here imports torch, so that a typo is reported at once. Tests: tests/test_settings.py.
+"""
+
+import importlib.util
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from data import TASKS, TaskOptions, imported
+from data.episodes import EpisodeOptions
+from snug.options import ELSEWHERE, OWN, SnugError, option, option_of
+
+DTYPES = ("float32", "bfloat16")
+PLACES = ("device", "host")
+
+
+@dataclass
+class ModelOptions:
+    """The shape of a new model. With init_from, the shape comes from there."""
+
+    vocab_size: int = option(
+        0,
+        "rows of the embedding and the head; 0: the tokenizer's ids",
+    )
+    n_layer: int = option(2, "transformer blocks", minimum=1)
+    n_head: int = option(4, "attention heads", minimum=1)
+    n_kv_head: int = option(0, "key/value heads (grouped-query attention); 0: n_head")
+    n_embd: int = option(64, "width of the residual stream", minimum=1)
+    n_hidden: int = option(0, "width of the MLP; 0: 4 * n_embd for gelu, 8/3 * n_embd for swiglu")
+    block_size: int = option(
+        64,
+        "longest prompt and completion, in tokens; at most block_size of init_from",
+        minimum=2,
+    )
+    norm: str = option("layernorm", "normalization", choices=("layernorm", "rmsnorm"))
+    position: str = option(
+        "learned",
+        "learned: GPT-2's position table; rotary: Llama's rotation",
+        choices=("learned", "rotary"),
+    )
+    mlp: str = option("gelu", "gelu: GPT-2's MLP; swiglu: Llama's gated MLP", choices=("gelu", "swiglu"))
+    bias: bool = option(False, "biases in linear layers and norms")
+    qkv_bias: bool = option(False, "biases in the query/key/value projection only (Qwen2)")
+    rope_theta: float = option(10000.0, "rotary: base of the frequencies", minimum=1)
+    tie_embeddings: bool = option(True, "one matrix for the embedding and the head")
+
+    def check(self):
+        if self.n_embd % self.n_head:
+            raise SnugError(f"n_head={self.n_head} does not divide n_embd={self.n_embd}")
+        if self.n_kv_head and self.n_head % self.n_kv_head:
+            raise SnugError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
+        if self.position == "rotary" and (self.n_embd // self.n_head) % 2:
+            raise SnugError(
+                f"n_embd={self.n_embd} / n_head={self.n_head} is odd; position='rotary' needs it even"
+            )
+
+
+@dataclass
+class RunOptions:
+    """Where a run starts, where it writes, and what it runs on."""
+
+    out_dir: str = option("out/run", "the run's folder")
+    init_from: str = option(
+        "",
+        "initial weights and the reference: a run's folder, a Hugging Face model or PEFT's adapters (id on the hub, "
+        "or folder), or the config of an SFT run, which grpo.py trains first; empty: random weights",
+    )
+    seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
+    device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
+    dtype: str = option(
+        "auto",
+        "of the forward pass. bfloat16: autocast over float32 weights; auto: bfloat16 on GPUs with tensor cores for "
+        "it (A100, RTX 30 and newer) and with param_dtype=bfloat16, else float32",
+        choices=("auto", *DTYPES),
+    )
+    parallel: str = option(
+        "none",
+        "processes that torchrun starts. ddp: each has the model; fsdp: weights, gradients and moments are sharded",
+        choices=("none", "ddp", "fsdp"),
+    )
+    tf32: bool = option(
+        False,
+        "float32 products on tensor cores (A100 and newer): faster, relative errors of 1e-3 instead of 1e-7",
+    )
+    enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but needs less memory")
+    resume: str = option(
+        "never",
+        "auto: continue the newest run in out_dir; a run's folder: with its own options, except those given",
+    )
+
+
+@dataclass
+class LogOptions:
+    """Evaluations, checkpoints, and what is printed and logged."""
+
+    save_interval: int = option(50, "save every N iterations and at the end; 0: only at the end")
+    save_total_limit: int = option(2, "newest checkpoints to keep, beside the best", minimum=1)
+    eval_interval: int = option(
+        20,
+        "evaluate at first, every N iterations and at the end; 0: only at the end",
+    )
+    eval_prompts: int = option(500, "held-out prompts of an evaluation; 0: none")
+    samples_per_iteration: int = option(4, "completions of an iteration in samples.jsonl, in full groups")
+    report_to: list[str] = option(
+        [],
+        "also log there; if it fails, the run continues",
+        choices=("tensorboard", "wandb"),
+    )
+
+    def check(self):
+        for name in self.report_to:
+            if importlib.util.find_spec(name) is None:
+                raise SnugError(f"report_to={name!r}: the package is not installed; pip install {name}")
+
+
+@dataclass
+class TrainOptions:
+    """The optimizer step of SFT and GRPO."""
+
+    learning_rate: float = option(1e-3, "peak learning rate")
+    lr_schedule: str = option(
+        "constant",
+        "after the warmup; linear and cosine end at 0",
+        choices=("constant", "linear", "cosine"),
+    )
+    warmup_iters: int = option(0, "iterations of linear warmup")
+    weight_decay: float = option(0.0, "AdamW's weight decay of matrices and embeddings")
+    adam_beta1: float = option(0.9, "AdamW's decay rate of the first moment", maximum=0.999999)
+    adam_beta2: float = option(0.99, "AdamW's decay rate of the second moment", maximum=0.999999)
+    grad_clip: float = option(1.0, "largest gradient norm; 0: no clipping")
+    lora_rank: int = option(0, "LoRA: train adapters of this rank; 0: all weights")
+    lora_alpha: float = option(32.0, "LoRA: scale adapters by lora_alpha / lora_rank", minimum=1e-3)
+    lora_target_modules: list[str] = option(
+        ["qkv", "proj", "up", "down"],
+        "LoRA: the matrices with adapters; PEFT's names of whole matrices work too",
+        choices=("qkv", "proj", "up", "down"),
+    )
+    base_dtype: str = option(
+        "",
+        "LoRA: the blocks' frozen matrices; nf4: QLoRA's 4 bits; empty: param_dtype; auto: nf4 if nothing else fits "
+        "memory_budget_gb",
+        choices=("", "nf4", "auto"),
+    )
+
+
+@dataclass
+class MemoryOptions:
+    """Options that save memory. docs/memory.md has their savings and costs. --plan prints what an iteration needs."""
+
+    max_tokens_per_micro_batch: int = option(0, "tokens of a micro-batch; 0: a step is one micro-batch")
+    max_rollout_batch: int = option(0, "completions decoded at a time; 0: all")
+    logits_chunk_mb: float = option(0.0, "MiB of a chunk of logits; 0: 16 on a CPU, 256 on CUDA")
+    checkpoint_blocks: str = option(
+        "none",
+        "block: keep each block's input, recompute the rest in backward; selective: keep attention outputs too",
+        choices=("none", "block", "selective"),
+    )
+    activation_offload: bool = option(False, "keep block inputs on the host until backward")
+    param_dtype: str = option(
+        "float32", "dtype of weights and gradients; bfloat16 needs dtype=bfloat16 or auto", choices=DTYPES
+    )
+    optimizer_dtype: str = option(
+        "float32",
+        "of the moments; bfloat16 is rounded stochastically. With param_dtype=bfloat16: float32 adds float32 master "
+        "weights, bfloat16 rounds the weights stochastically too",
+        choices=DTYPES,
+    )
+    optimizer_device: str = option(
+        "device",
+        "host: stream moments and master weights from there in each step",
+        choices=PLACES,
+    )
+    param_offload: bool = option(
+        False,
+        "fsdp: keep weights, gradients, moments and masters on the host; works with one process, too: torchrun "
+        "--nproc_per_node=1",
+    )
+    grad_offload: bool = option(False, "accumulate gradients on the host")
+    memory_budget_gb: str = option(
+        "",
+        "GiB for the run, or auto: all free memory. snug takes the fastest options that fit and do not change "
+        "results (docs/memory.md), whatever is given",
+    )
+    plan: bool = option(False, "print the memory that an iteration needs, and stop; needs no GPU")
+    num_processes: int = option(1, "with --plan: processes of the run", minimum=1)
+
+    def check(self):
+        budget = self.memory_budget_gb
+        is_number = budget.replace(".", "", 1).isdecimal() and float(budget) > 0
+        if budget not in ("", "auto") and not is_number:
+            raise SnugError(f"memory_budget_gb={budget!r} is not auto or a number of GiB above 0")
+
+
+class Loss(NamedTuple):
+    """A loss_type. docs/algorithm.md has a row for each."""
+
+    surrogate: str  # the loss of a token: a function in loss.SURROGATES
+    average: str  # how tokens are averaged: loss.token_weights
+    needs: dict = {}  # values of other options, as in RULES
+    whole_sequences: bool = (
+        False  # does a token's loss look at its whole sequence? Then the head is computed twice
+    )
+
+
+UNCLIPPED = dict(delta=None)
+OF_SEQUENCES = dict(
+    delta=None, importance_sampling_level="token"
+)  # they have a sequence's ratio of their own
+LOSSES = {
+    "dapo": Loss("clipped", "token"),
+    "grpo": Loss("clipped", "sequence"),
+    "dr_grpo": Loss("clipped", "constant"),
+    "bnpo": Loss("clipped", "micro-batch"),
+    "cispo": Loss("cispo", "token", UNCLIPPED),
+    "sapo": Loss("sapo", "sequence", UNCLIPPED),
+    "luspo": Loss("clipped", "sum", dict(importance_sampling_level="sequence")),
+    # Its ratio has the sampler's log-probs already.
+    "vespo": Loss("vespo", "token", OF_SEQUENCES | dict(importance_sampling_cap=None), True),
+    "gmpo": Loss("gmpo", "sequence", OF_SEQUENCES, True),
+}
+OWN_LOSS = Loss("own", "token", whole_sequences=True)  # the user's function
+# What it gets, by name.
+ARGUMENTS = """logprobs old_logprobs ref_logprobs advantages ratio sequence lengths options num_tokens
+num_sequences""".split()
+
+
+def load_loss(spec: str):
+    """ "module:function" -> your loss, looked for as a reward function is. Raises SnugError."""
+    function = imported(spec, "loss_type", "write module:function, such as my_losses:tight", {})
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
+    except TypeError as error:
+        raise SnugError(
+            f"loss_type={spec!r}: {error}; it gets {', '.join(ARGUMENTS)}: name what it needs, then **rest"
+        ) from None
+    return function
+
+
+def own_surrogate(logprobs, options, **rest):
+    """A surrogate as those of loss.py: your function's. Raises SnugError if it is no loss for each token."""
+    values = load_loss(options.loss_type)(logprobs=logprobs, options=options, **rest)
+    shape = getattr(values, "shape", None)
+    fits = shape == logprobs.shape and hasattr(values, "requires_grad")
+    if not fits or logprobs.requires_grad and not values.requires_grad:
+        raise SnugError(
+            f"loss_type={options.loss_type} must return a tensor [{len(logprobs)}] with a gradient, a loss for each "
+            f"token, not {type(values).__name__} {list(shape or [])}{' without one' * fits}"
+        )
+    return values, 0 * logprobs.detach()
+
+
+@dataclass
+class LossOptions:
+    """What is minimized. docs/algorithm.md has the formulas."""
+
+    loss_type: str = option(
+        "dapo",
+        "docs/algorithm.md has a row for each; module:function: yours",
+        choices=(*LOSSES, OWN),
+    )
+    importance_sampling_level: str = option(
+        "token",
+        "sequence: one ratio for a completion, the geometric mean of its tokens' (GSPO); set epsilon near 4e-4",
+        choices=("token", "sequence"),
+    )
+    epsilon: float = option(
+        0.2, "clip the ratio from 1 - epsilon to 1 + epsilon_high; gmpo: its logarithm, for example by 0.4"
+    )
+    epsilon_high: float | None = option(
+        None, "upper clipping range; none: epsilon. cispo: the largest ratio, for example 5"
+    )
+    delta: float | None = option(
+        None, "largest ratio where the advantage is negative; none: no limit", minimum=1
+    )
+    sapo_temperature_pos: float = option(1.0, "sapo: sharpness of the gate where A > 0", minimum=1e-3)
+    sapo_temperature_neg: float = option(1.05, "sapo: sharpness of the gate elsewhere", minimum=1e-3)
+    vespo_k_pos: float = option(2.0, "vespo: power of small sequence ratios where A > 0")
+    vespo_lambda_pos: float = option(3.0, "vespo: decay for large ratios where A > 0")
+    vespo_k_neg: float = option(3.0, "vespo: power of small sequence ratios where A < 0")
+    vespo_lambda_neg: float = option(2.0, "vespo: decay for large ratios where A < 0")
+    entropy_coef: float = option(0.0, "weight of a bonus for the tokens' entropy in nats")
+    importance_sampling_cap: float | None = option(
+        None,
+        "weight tokens by p_trainer / p_sampler, at most by this; costs a forward pass; none: off",
+        minimum=1,
+    )
+    importance_sampling_mode: str = option(
+        "token_truncate",
+        "the ratio of each token or of its sequence; above the cap it is the cap, or 0 with a mask",
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    mask_truncated_completions: bool = option(False, "do not train on completions that were cut off")
+
+    @property
+    def loss(self) -> Loss:
+        return LOSSES.get(self.loss_type, OWN_LOSS)
+
+    @property
+    def depends_on_cut(self) -> bool:
+        """Do results depend on how a step is cut into micro-batches?"""
+        return self.loss.average == "micro-batch"
+
+    @property
+    def upper_epsilon(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        levels = self.importance_sampling_level + self.importance_sampling_mode
+        return "sequence" in levels or self.loss.whole_sequences
+
+    def check_loss(self):
+        if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
+            raise SnugError(
+                f"epsilon_high={self.epsilon_high} is the largest ratio of cispo; try --epsilon_high=5"
+            )
+        if self.delta is not None and self.delta <= 1 + self.upper_epsilon:
+            raise SnugError(
+                f"delta={self.delta} is not above 1 + epsilon_high, where the ratio is clipped"
+            )
+
+
+class Rule(NamedTuple):
+    """If `option` has `value`, other options need values. What SFT does not have breaks no rule."""
+
+    option: str
+    value: Any
+    needs: dict
+    # given: the option with its value. other: another option as it is. needed: as it should be
+    text: str = "{given} does not support {other}; use --{needed}"
+
+
+NO_SCALE = "{given} does not support {other}: a mean below 0 is no scale; leave it out"
+RULES = [
+    Rule(
+        "dtype",
+        "float32",
+        dict(param_dtype="float32"),
+        "{given} does not support {other}; use --dtype=bfloat16",
+    ),
+    Rule(
+        "checkpoint_blocks",
+        "none",
+        dict(activation_offload=False),
+        "{given} does not support {other}; use --checkpoint_blocks=block",
+    ),
+    Rule(
+        "importance_sampling_cap",
+        None,
+        dict(importance_sampling_mode="token_truncate"),
+        "{other} needs a cap; use --importance_sampling_cap=2",
+    ),
+    Rule(
+        "multi_objective_aggregation",
+        "normalize_then_sum",
+        dict(scale_rewards="group", baseline="mean", soft_punish_cache=0),
+    ),
+    Rule(
+        "scale_rewards",
+        "group",
+        dict(use_kl_in_reward=False),
+        "{given} does not support {other}: scaling cancels beta; use --scale_rewards=none",
+    ),
+    Rule("scale_rewards", "mean", dict(use_kl_in_reward=False, soft_punish_cache=0), NO_SCALE),
+    Rule("beta", 0.0, dict(use_kl_in_reward=False), "{other} has no weight with {given}; use --beta=0.01"),
+    Rule(
+        "group_size",
+        1,
+        dict(reward_coef=0.0),
+        "{given} compares no rewards; use 2 or more, or a --teacher alone: --reward_coef=0",
+    ),
+    Rule(
+        "teacher",
+        "",
+        dict(reward_coef=1.0),
+        "{other} without a teacher leaves nothing else to learn; set it to 1, or name a --teacher",
+    ),
+    Rule(
+        "init_from",
+        "",
+        dict(lora_rank=0),
+        "{other} adapts the weights of init_from; name a run or a model there",
+    ),
+    Rule(
+        "lora_rank",
+        0,
+        dict(base_dtype=""),
+        "{other} freezes the weights; add adapters, such as --lora_rank=16, or leave it out",
+    ),
+    Rule(
+        "parallel",
+        "none",
+        dict(num_processes=1),
+        "{given} does not support {other}; use --parallel=ddp or fsdp",
+    ),
+    Rule(
+        "param_offload",
+        True,
+        dict(parallel="fsdp"),
+        "{given} does not support {other}; use --parallel=fsdp, with one process: torchrun --nproc_per_node=1",
+    ),
+    Rule(
+        "parallel",
+        "fsdp",
+        dict(
+            reference="device",
+            teacher_device="device",
+            base_dtype="",
+            grad_offload=False,
+            memory_budget_gb="",
+        ),
+        "{given} does not support {other}; use --parallel=ddp",
+    ),
+    *(Rule("loss_type", name, loss.needs) for name, loss in LOSSES.items()),
+]
+
+
+PRETRAINED_LENGTH = 256  # max_new_tokens of a Hugging Face model, in tokens; TRL has the same default
+
+
+@dataclass
+class RewardOptions:
+    """Your own reward functions, for training and evaluations. evaluate.py uses the run's if the task is the same."""
+
+    reward_funcs: list[str] = option([], "module:function,...; empty: the task's functions")
+    reward_weights: list[float] = option(
+        [],
+        "of reward_funcs; empty: 1 each",
+        minimum=-1e9,
+        maximum=1e9,
+    )
+    reward_timeout: float = option(
+        300.0, "stop the run if a function takes more seconds for a batch; 0: no limit"
+    )
+    pass_reward: float | None = option(
+        None,
+        "least total reward that pass@1 counts as right; none: the total if each function gives 1",
+        minimum=-1e9,
+    )
+
+    def check_rewards(self):
+        weights, functions = len(self.reward_weights), len(self.reward_funcs)
+        if weights and weights != functions:
+            raise SnugError(
+                f"reward_weights has {weights} weights for {functions} reward_funcs; give one for each"
+            )
+        if self.pass_reward is not None and not functions and not self.environment:
+            raise SnugError(
+                f"pass_reward={self.pass_reward:g} is a total of reward_funcs; add them, or leave it out"
+            )
+
+
+@dataclass
+class RolloutOptions:
+    """How completions are sampled."""
+
+    max_new_tokens: int = option(
+        32,
+        "longest completion in tokens (TRL: max_completion_length); default for a Hugging Face model: 256",
+        minimum=1,
+    )
+    temperature: float = option(1.0, "divides the logits, in the sampler and in training", minimum=1e-3)
+    max_prompt_length: int = option(
+        0,
+        "tokens: cut off the beginning of longer texts, refuse longer messages; 0: never",
+    )
+    max_num_gen_batches: int = option(
+        1,
+        "dynamic sampling (DAPO): up to N rollouts, to replace groups with equal rewards",
+        minimum=1,
+    )
+
+
+@dataclass
+class AdvantageOptions:
+    """How rewards become advantages."""
+
+    scale_rewards: str = option(
+        "group",
+        "divide by the standard deviation of the group's or the batch's rewards; mean: by the group's mean reward "
+        "(MaxRL)",
+        choices=("group", "batch", "none", "mean"),
+    )
+    baseline: str = option(
+        "mean",
+        "subtract the mean reward of the group, or of its other completions",
+        choices=("mean", "leave_one_out"),
+    )
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize",
+        "add up rewards, or the advantages of each function (GDPO)",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
+    soft_punish_cache: int = option(
+        0, "the last N tokens of max_new_tokens each subtract 1/N from the reward (DAPO)"
+    )
+
+
+@dataclass
+class KLOptions:
+    """The reference model, and the KL divergence to it."""
+
+    beta: float = option(0.0, "weight of the KL divergence to init_from; 0: no reference")
+    reference: str = option(
+        "device", "of the reference's weights; host: stream them by block", choices=PLACES
+    )
+    kl_estimator: str = option(
+        "k3",
+        "the loss multiplies k1 and k3 by the ratio; k3_no_ratio is DeepSeekMath's k3",
+        choices=("k1", "k2", "k3", "k3_no_ratio"),
+    )
+    use_kl_in_reward: bool = option(False, "subtract beta * KL from the reward, not in the loss")
+
+
+@dataclass
+class TeacherOptions:
+    """On-policy distillation: a second, frozen model judges every token that the model samples. docs/algorithm.md"""
+
+    teacher: str = option(
+        "",
+        "a run's folder or a Hugging Face model (id on the hub, or folder) with the same tokenizer",
+    )
+    divergence: str = option(
+        "sampled",
+        "sampled: a token's advantage gets log p_teacher - log p_sampler; others are sums over the vocabulary in the "
+        "loss: reverse_kl: KL(model || teacher); forward_kl: KL(teacher || model); jsd: between both",
+        choices=("sampled", "reverse_kl", "forward_kl", "jsd"),
+    )
+    teacher_coef: float = option(1.0, "weight of the teacher's advantages or divergence")
+    reward_coef: float = option(
+        1.0,
+        "weight of the rewards' advantages beside a teacher; 0: the teacher alone",
+    )
+    teacher_device: str = option(
+        "device", "of the teacher's weights; host: stream them by block", choices=PLACES
+    )
+
+
+@dataclass
+class LoopSettings(
+    EpisodeOptions,
+    RewardOptions,
+    RunOptions,
+    LogOptions,
+    TrainOptions,
+    TaskOptions,
+    ModelOptions,
+    MemoryOptions,
+):
+    """What SFT and GRPO share."""
+
+    # What users of TRL and PEFT may write -> the answer.
+    other_names = ELSEWHERE["options"]
+
+    def check(self):
+        for options in (LogOptions, ModelOptions, MemoryOptions):
+            options.check(self)
+        for rule in RULES:
+            for name, needed in rule.needs.items():
+                now = getattr(self, name, needed)
+                if getattr(self, rule.option, None) == rule.value and now != needed:
+                    given, other = f"{rule.option}={rule.value}", f"{name}={now}"
+                    raise SnugError(rule.text.format(given=given, other=other, needed=f"{name}={needed}"))
+        self.check_rewards()
+        if self.format_reward and self.reward_funcs:
+            raise SnugError(
+                f"format_reward={self.format_reward} belongs to the task's reward, which reward_funcs replace; "
+                "leave one out"
+            )
+        if self.num_processes > self.batch_size:
+            raise SnugError(
+                f"batch_size={self.batch_size} is less than {self.num_processes} processes; "
+                "each needs at least one prompt"
+            )
+
+    @property
+    def sequences_per_rollout(self) -> int:
+        return self.batch_size * self.group_size
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.train_batch_size or self.sequences_per_rollout
+
+    def tokens_per_step(self, prompt: int, completion: int) -> int:
+        """Tokens that the model reads in an optimizer step (batch.py). prompt, completion: their lengths."""
+        groups = math.ceil(self.sequences_per_step / self.group_size)
+        return groups * prompt + self.sequences_per_step * (completion - 1)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Is there a second model? With LoRA the reference is the model without its adapters."""
+        return bool(self.beta and not self.lora_rank)
+
+    @property
+    def streams_weights(self) -> bool:
+        """Do the frozen weights of a reference or of a teacher wait on the host?"""
+        reference = self.needs_reference and self.reference == "host"
+        return reference or bool(self.teacher) and self.teacher_device == "host"
+
+
+@dataclass
+class SFTSettings(LoopSettings):
+    """Supervised fine-tuning on a task's demonstrations: the options of train_sft.py."""
+
+    usual = """max_iters batch_size out_dir init_from seed device dtype resume save_interval eval_interval
+    learning_rate lr_schedule lora_rank task data_file tokenizer n_layer n_embd block_size
+    max_tokens_per_micro_batch memory_budget_gb plan"""
+
+    out_dir: str = option_of(RunOptions, "out_dir", default="out/sft")
+    max_iters: int = option(500, "optimizer steps", minimum=1)
+    batch_size: int = option(128, "demonstrations per optimizer step", minimum=1)
+
+    # What GRPO's options are for SFT: one completion of a prompt, in evaluations, as long as the task's longest answer;
+    # an iteration is a step; there is no second model.
+    group_size: ClassVar[int] = 1
+    train_batch_size: ClassVar[int] = 0
+    max_prompt_length: ClassVar[int] = 0
+    max_new_tokens: ClassVar[int] = 0
+    beta: ClassVar[float] = 0.0
+    teacher: ClassVar[str] = ""
+    depends_on_cut: ClassVar[bool] = False
+
+
+@dataclass
+class GRPOSettings(RolloutOptions, AdvantageOptions, LossOptions, KLOptions, TeacherOptions, LoopSettings):
+    """Group relative policy optimization: the options of grpo.py."""
+
+    usual = """max_iters batch_size group_size max_new_tokens temperature tools reward_funcs loss_type beta teacher
+    out_dir init_from seed device dtype resume save_interval eval_interval learning_rate lora_rank task data_file
+    max_tokens_per_micro_batch memory_budget_gb plan"""
+
+    out_dir: str = option_of(RunOptions, "out_dir", default="out/grpo")
+    max_iters: int = option(100, "number of rollouts", minimum=1)
+    batch_size: int = option(64, "prompts per iteration", minimum=1)
+    group_size: int = option(
+        16, "completions per prompt (TRL: num_generations); 1 only with a teacher alone", minimum=1
+    )
+    train_batch_size: int = option(0, "completions per optimizer step; 0: the full rollout")
+    num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
+
+    def check(self):
+        super().check()
+        self.check_loss()
+        if self.train_batch_size and self.sequences_per_rollout % self.train_batch_size:
+            raise SnugError(
+                f"train_batch_size={self.train_batch_size} does not divide the {self.sequences_per_rollout} "
+                f"completions of a rollout, batch_size={self.batch_size} * group_size={self.group_size}"
+            )
+
+
+@dataclass
+class CompletionOptions:
+    """What is sampled, and where."""
+
+    num_samples: int = option(
+        1, "sampled completions of a prompt; evaluate.py adds the greedy one", minimum=1
+    )
+    max_new_tokens: int = option(
+        0, "longest completion in tokens; left out: the run's, or a Hugging Face model's 256"
+    )
+    temperature: float = option(1.0, "divides the logits; 0: the likeliest tokens")
+    device: str = option_of(RunOptions, "device", default="auto")
+
+
+@dataclass
+class SampleSettings(CompletionOptions, EpisodeOptions):
+    """Completions from a run's newest checkpoint: the options of sample.py."""
+
+    prompt: str = option("", "text to complete; empty: a held-out prompt of the run's task")
+    chat: bool = option(False, "write the prompt as a message; left out: as in the run")
+    system_prompt: str = option("", "chat: system message; empty: the run's")
+    chat_template_kwargs: dict = option_of(TaskOptions, "chat_template_kwargs", default={})
+    seed: int = option(1, "the same seed gives the same completions")
+
+    def check(self):
+        if (self.chat or self.system_prompt) and not self.prompt:
+            raise SnugError(
+                "chat and system_prompt need --prompt; a prompt of the run's task is asked as in the run"
+            )
+
+
+@dataclass
+class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOptions):
+    """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py.
+
+    The run's options of task and reward hold, unless you give others. Another task has the defaults shown here.
+    """
+
+    usual = """task data_file num_prompts num_samples temperature max_new_tokens reward_funcs
+    samples_file seed device"""
+
+    task: str = option("", "the task; empty: the run's", choices=("", *TASKS))
+    num_prompts: int = option(500, "held-out prompts, at most all", minimum=1)
+    samples_file: str = option(
+        "",
+        "all completions; empty: evaluation-<task>-test.jsonl in the run, or in out/<name>; none: off",
+    )
+    seed: int = option(0, "seed of the sampled completions; 0: as in a run's evaluations")
+
+    def check(self):
+        if self.num_samples > 1 and self.temperature == 0:
+            raise SnugError(
+                f"temperature=0 with num_samples={self.num_samples} is the same completion each time; "
+                "leave num_samples out, or try --temperature=1"
+            )
+
+
+@dataclass
+class FromGGUFSettings:
+    """A GGUF file as a Hugging Face folder: the options of runs/from_gguf.py."""
+
+    to: str = option("", "the new folder")
+    dtype: str = option("float32", "dtype of the weights", choices=DTYPES)
+
+    def check(self):
+        if not self.to:
+            raise SnugError("name the new folder: --to=export/mine")
+
+
+@dataclass
+class ExportSettings(FromGGUFSettings):
+    """A run's newest checkpoint as a Hugging Face folder: the options of runs/export.py."""
+
+    dtype: str = option("", "dtype of the weights; empty: as in the run", choices=("", *DTYPES))
+    adapters: bool = option(False, "write only the adapters of a run with lora_rank, as PEFT does")
