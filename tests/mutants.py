@@ -301,6 +301,7 @@ MUTANTS = [
     # snug/device/host.py
     ("gpu: compute uses weights on their way", "snug/device/host.py", "    block.arrival.wait()\n    fetch(following, device)", "    fetch(following, device)", "test_streams.py"),
     ("gpu: no weights are fetched ahead", "snug/device/host.py", "    block.arrival.wait()\n    fetch(following, device)", "    block.arrival.wait()", "test_streams.py"),
+    ("gpu: pages are unpinned during copies", "snug/device/host.py", "        torch.cuda.synchronize()\n", "", "test_streams.py"),
     ("two threads free memory and one is not counted", "snug/device/host.py", "        size = self.sizes.pop(key)[1]\n        self.current -= size", "        self.current -= self.sizes.pop(key)[1]", "test_memory.py"),
     # snug/device/pick.py
     ("dtype: an old GPU computes in bfloat16", "snug/device/pick.py", "get_device_capability() < (8, 0)", "get_device_capability() < (7, 0)", "test_device.py"),
@@ -503,6 +504,7 @@ MUTANTS = [
     # training/optimizer.py
     ("gpu: a slab is updated before it has come", "training/optimizer.py", "            fetched.wait()\n", "", "test_optimizer.py"),
     ("gpu: a slab comes while the last one leaves", "training/optimizer.py", "            free[turn].wait()\n", "", "test_optimizer.py"),
+    ("every fused step is the first", "training/optimizer.py", "float(self.steps), device", "0.0, device", "test_optimizer.py"),
     ("processes: offloaded weights stay as they were", "training/optimizer.py", 'copies.keys() - {"gradient"}', 'copies.keys() - {"gradient", "weight"}', "test_parallel.py"),
     # training/parallel.py
     ("processes: a mean of gradients", "training/parallel.py", "dist.all_reduce(gradient)", "dist.all_reduce(gradient.div_(2))", "test_parallel.py"),
