@@ -185,7 +185,7 @@ def base_of(checkpoint: Checkpoint, init_from: str = "", tensors: Collection[str
         whole = place in on_hub or is_pretrained(place)  # a part may still be on the hub
         weights, problem = find_run(place, WEIGHTS if whole else tensors), f"{place} does not have"
         if identity(weights) == base["fingerprint"]:
-            return weights._replace(folder=weights.path)  # no older checkpoint has them
+            return weights
     raise SnugError(
         f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {problem}; "
         "put them back, or leave --init_from out"

@@ -166,7 +166,6 @@ MUTANTS = [
     ("PEFT: merged weights in 4 bits", "runs/checkpoint.py", "if rank or double_quant", "if double_quant", "test_adapters.py"),
     ("lora: another base goes unnoticed", "runs/checkpoint.py", 'identity(weights) == base["fingerprint"]', "True", "test_lora.py"),
     ("a resume takes another base", "runs/checkpoint.py", 'if init_from not in ("", own):', "if False:", "test_lora.py"),
-    ("an older base of adapters is used if theirs is damaged", "runs/checkpoint.py", "weights._replace(folder=weights.path)", "weights", "test_checkpoint.py"),
     # runs/evaluation.py
     ("evaluate.py forgets the run's functions", "runs/evaluation.py", 'if task != run.task or "reward_funcs" in given', "if True", "test_scoring.py"),
     ("evaluate.py gives other functions the run's weights", "runs/evaluation.py", ' or "reward_funcs" in given', "", "test_scoring.py"),
