@@ -397,7 +397,7 @@ MUTANTS = [
     # snug/options/other_names.toml
     ("an answer names no option", "snug/options/other_names.toml", "evaluate.py takes --num_samples", "evaluate.py takes --num_sample", "test_settings.py"),
     # snug/options/__init__.py
-    ("a choice of one's own is no choice", "snug/options/__init__.py", ' and not (OWN in choices and ":" in item)', "", "test_settings.py"),
+    ("a choice of one's own is no choice", "snug/options/__init__.py", ' and not (OWN in choices and ":" in item)', "", "test_commands.py"),
     ("a panic of a library is a traceback", "snug/options/__init__.py", 'is_panic = type(error).__name__ == "PanicException"', "is_panic = False", "test_tokenizer.py"),
     ("a part of a matrix is the matrix", "snug/options/__init__.py", "if set(theirs) <= set(items)", "if set(theirs) & set(items)", "test_settings.py"),
     ("an error commands the terminal", "snug/options/__init__.py", "return plain(", "return (", "test_log.py"),
