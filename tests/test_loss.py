@@ -12,6 +12,7 @@ from conftest import HOME
 
 import grpo
 import loss
+import settings
 from loss import (
     decoupled_advantages,
     group_advantages,
@@ -19,7 +20,7 @@ from loss import (
     kl_divergence,
     overlong_punishment,
 )
-from settings import ARGUMENTS, LOSSES, OWN_LOSS, GRPOSettings, losses
+from settings import ARGUMENTS, LOSSES, OWN_LOSS, GRPOSettings
 from snug.options import SnugError
 
 SCALES = ("group", "batch", "none", "mean")
@@ -416,7 +417,7 @@ WRONG = dict(none=lambda x: None, numbers=lambda x: x.tolist(), mean=lambda x: x
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_loss_of_ones_own_that_returns_something_else_is_refused(kind, monkeypatch):
-    monkeypatch.setattr(losses, "load_loss", lambda spec: lambda logprobs, **rest: WRONG[kind](logprobs))
+    monkeypatch.setattr(settings, "load_loss", lambda spec: lambda logprobs, **rest: WRONG[kind](logprobs))
     with pytest.raises(SnugError, match=r"^loss_type=m:f must return a tensor \[6\] with a gradient.*, not \w+ \["):
         evaluate(make_case([5, 1]), OPTIONS | dict(loss_type="m:f", importance_sampling_level="token"))
 
