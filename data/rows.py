@@ -80,7 +80,7 @@ class FileTask(Task):
             path = settings.test_file  # nothing is trained, and the training file is somewhere else
         if not path:
             raise SnugError(
-                f"task={settings.task!r} needs a file, such as --data_file=prompts.jsonl{self.remedy}"
+                f"task={settings.task!r} needs data_file, such as --data_file=prompts.jsonl{self.remedy}"
             )
         rows, self.rows = self.read(path), {"train": [], "test": []}
         if settings.test_file:

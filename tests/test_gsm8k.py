@@ -219,7 +219,7 @@ def test_a_bad_line_is_named_with_file_and_line(tmp_path):
     [
         (
             dict(data_file=""),
-            "task='gsm8k' needs a file, such as --data_file=prompts.jsonl; download it: curl --create",
+            "task='gsm8k' needs data_file, such as --data_file=prompts.jsonl; download it: curl --create",
         ),
         (dict(data_file="no/train.jsonl"), r"no/train.jsonl: cannot be read; download it: curl .*No such file"),
     ],

@@ -281,7 +281,7 @@ def test_other_files_that_do_not_serve(tmp_path, name, content, message):
 @pytest.mark.parametrize(
     "options, rows, message",
     [
-        (dict(data_file=""), GOOD, "task='jsonl' needs a file, such as --data_file=prompts.jsonl"),
+        (dict(data_file=""), GOOD, "task='jsonl' needs data_file, such as --data_file=prompts.jsonl"),
         (dict(data_file="nowhere.jsonl"), GOOD, "nowhere.jsonl: cannot be read .FileNotFoundError"),
         ({}, [b"", b"  "], "data.jsonl: has no rows"),
         ({}, GOOD[:1], "no row is in the (test|train) split; name a test_file"),
