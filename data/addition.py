@@ -56,7 +56,7 @@ class Addition(Task):
         return self.answer_of(completion) == str(answer)
 
     def longest_prompt(self):
-        return "9" * self.settings.digits + "+" + "9" * self.settings.digits + "="
+        return f"{'9' * self.settings.digits}+{'9' * self.settings.digits}="
 
     def longest_answer(self):
         return ",".join(["19"] * self.settings.digits) + ">" + "9" * (self.settings.digits + 1)

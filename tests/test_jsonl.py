@@ -596,7 +596,7 @@ def test_demonstrations_and_longest(tmp_path):
     assert task.longest(get_tokenizer("bytes").encode) == (100, 50)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine is no fault of the rows
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["prompt", "answer", "demonstration", "level"]),
