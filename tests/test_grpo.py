@@ -299,7 +299,7 @@ def test_an_earlier_run_is_moved_aside(tmp_path):
     assert read_log(tmp_path / "sft.1") == [{"iter": 0}] and len(read_log(tmp_path / "sft")) == 1
     (tmp_path / "sft/log.jsonl").unlink()
     train_sft.main(prepare(sft))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["sft", "sft.1", "sft.2"]
+    assert sorted(p.name for p in tmp_path.glob("sft*")) == ["sft", "sft.1", "sft.2"]
     assert newest(tmp_path / "sft.2").name == newest(tmp_path / "sft").name == "checkpoint-000001"
 
 
