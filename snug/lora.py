@@ -68,8 +68,7 @@ def add(model: nn.Module, rank: int, alpha: float, targets: list[str]):
 
 def adapted(model: nn.Module):
     """-> the modules with adapters."""
-    layers = (module for module in model.modules() if isinstance(module, LoRALinear))
-    return [layer for layer in layers if layer.lora_A is not None]
+    return [layer for layer in model.modules() if getattr(layer, "lora_A", None) is not None]
 
 
 @contextmanager
@@ -93,7 +92,7 @@ def merge(model: nn.Module) -> nn.Module:
     for layer in model.modules():
         if isinstance(getattr(layer, "weight", None), NF4):
             layer.weight = nn.Parameter(layer.weight.dequantized(torch.float32))
-        if isinstance(layer, LoRALinear) and layer.lora_A is not None:
+        if getattr(layer, "lora_A", None) is not None:
             change = layer.lora_B @ layer.lora_A
             layer.weight.copy_(layer.weight.float().add_(change, alpha=layer.scale))
             layer.lora_A = layer.lora_B = None

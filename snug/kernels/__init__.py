@@ -5,6 +5,7 @@ without data it is not launched. Each kernel has a twin in plain torch: tests co
 no kernel can. Kernels use exp2 and log2, because the hardware has instructions for them.
 
 swiglu, rotary, adamw: one operation each. segments, flash: attention of packed groups. nf4: matrices in 4 bits.
+layers: linear layers, norm and embedding made of these and of plain torch; it has no kernel of its own.
 
 Left out: the kernels of log-probs (snug/logprobs/kernels.py), decode attention and drawing (decoding/).
 Test: pytest tests/test_kernels.py

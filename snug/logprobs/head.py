@@ -312,14 +312,13 @@ class HeadLoss(torch.autograd.Function):
     @component("gradients")
     def forward(ctx, hidden, weight, targets, token_loss, options, with_gradient, teacher):
         dhidden = torch.empty_like(hidden) if with_gradient and hidden.requires_grad else None
-        dweight = None
-        ctx.into_grad = with_gradient and weight.requires_grad and weight.is_leaf
-        if ctx.into_grad:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            dweight = weight.grad
-        elif with_gradient and weight.requires_grad:
+        trains = with_gradient and weight.requires_grad
+        ctx.into_grad = trains and weight.is_leaf
+        dweight = weight.grad if ctx.into_grad else None
+        if trains and dweight is None:
             dweight = torch.zeros_like(weight)
+        if ctx.into_grad:
+            weight.grad = dweight
         with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
             chunks = Chunks(hidden, weight, targets, options, teacher=teacher)
             logprobs, entropy = chunks.logprobs, chunks.entropy

@@ -142,5 +142,5 @@ def tile(width: int, itemsize: int = 2, gradient: bool = False):
     warps = 8
     while gradient and warps < 32 and width * itemsize * (32 // warps) > 300_000:
         warps *= 2
-    block = min(32 * warps * elements, max(128, 1 << (width - 1).bit_length()))
+    block = min(32 * warps * elements, max(128, triton.next_power_of_2(width)))
     return block, max(1, block // (32 * elements))
