@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import DEVICE
-from interpreted import CAPABILITIES, INTERPRETED, compiles, cubin_resources, in_kernels, run_interpreted
+from interpreted import CAPABILITIES, INTERPRETED, compiles, cubin_resources, in_kernels, long, run_interpreted
 
 from snug.kernels import adamw as module
 from snug.kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, noises, numbers_of
@@ -40,7 +40,7 @@ def copies(tensors):
 
 @compiles
 def test_values_in_the_interpreter(request):
-    assert run_interpreted(__file__, request) >= 14
+    assert run_interpreted(__file__, request) >= 12
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def twin(monkeypatch):
 
 
 @in_kernels
-@pytest.mark.parametrize("n", [1, 1000, BLOCK + 1])
+@pytest.mark.parametrize("n", [1, BLOCK + 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernel_equals_its_twin(n, kind, twin):
     """Three steps. In float32 a fused product, and CUDA's division and root, round otherwise: 1e-6. In bfloat16 such a
@@ -206,8 +206,8 @@ def test_steps_parameters_and_seeds_have_keys_of_their_own():
 
 @compiles
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
-@pytest.mark.parametrize("n", ["aligned", "odd", 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", ["aligned", "odd", long(1)])
+@pytest.mark.parametrize("kind", [KINDS[0], long(KINDS[1]), KINDS[2], long(KINDS[3])])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_compiled_kernel_stays_in_registers(capability, kind, n, tmp_path):
     weights, state, master = ("*fp32" if dtype == F32 else "*bf16" for dtype in kind)

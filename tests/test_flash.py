@@ -113,31 +113,6 @@ def test_kernels_take_any_strides_of_heads_and_tokens():
 
 
 @in_kernels
-def test_kernels_of_a_group_read_no_other_group():
-    """Bit for bit what the group alone has, beside a group of NaN behind or before it in the row."""
-    for i in (0, 1):
-        its, x = make_row(TWO, 2, 1, 16)
-        dy, tokens = torch.randn(1, 2, x.shape[1], 16, device=DEVICE), of_group(TWO, i)
-        others = torch.full_like(x, torch.nan), torch.full_like(dy, torch.nan)
-        others[0][:, tokens], others[1][:, :, tokens] = x[:, tokens], dy[:, :, tokens]
-        y, dx = run(attend, its, *others, 2)
-        y_alone, dx_alone = run(attend, Segments([TWO[i]], DEVICE), x[:, tokens], dy[:, :, tokens], 2)
-        assert y[:, :, tokens].equal(y_alone) and dx[:, tokens].equal(dx_alone)
-
-
-@in_kernels
-def test_kernels_of_a_completion_are_bit_for_bit_the_same_beside_others():
-    prompt, lengths = 18, [9, 21, 4]
-    its, x = make_row([(prompt, lengths)], 2, 1, 16)
-    y = attend(*x.transpose(1, 2).split([2, 1, 1], 1), its)
-    for i in range(len(lengths)):
-        other, own = torch.randn_like(x) * 9, slice(prompt + sum(lengths[:i]), prompt + sum(lengths[: i + 1]))
-        for tokens in (slice(0, prompt), own):
-            other[:, tokens] = x[:, tokens]
-        assert attend(*other.transpose(1, 2).split([2, 1, 1], 1), its)[:, :, own].equal(y[:, :, own])
-
-
-@in_kernels
 def test_kernels_read_nothing_beside_the_row():
     """The row lies in a longer one of NaN, and so do the outputs: what is outside stays as it was."""
     its, x = make_row(TWO, 2, 1, 16)

