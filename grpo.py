@@ -73,7 +73,7 @@ def iterate(iteration, training, collect=None):
     scored, metrics = (collect or collect_groups)(iteration, training)
     rollouts, rewards = scored.rollouts, scored.rewards  # N completions; (P, k)
 
-    # 3. Cut them into optimizer steps, and those into micro-batches: smaller ones after an out-of-memory (`run`, `fill`).
+    # 3. Cut them into optimizer steps, those into micro-batches. `run` and `fill` cut smaller after an out-of-memory.
     max_tokens, processes = training.limits.max_tokens_per_micro_batch, training.processes
     cut = Cut(rollouts, settings.train_batch_size, max_tokens, scored.shared, processes)
 
@@ -93,6 +93,7 @@ def iterate(iteration, training, collect=None):
     if settings.use_kl_in_reward:
         kl = kl_divergence(rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator)
         rewards = rewards - settings.beta * kl.sum(1).cpu().view(rewards.shape)
+        del kl  # (N, T_c)
     if settings.multi_objective_aggregation == "normalize_then_sum":
         weights = training.prepared.reward_weights
         advantages = decoupled_advantages([*scored.by_function.values()], settings.group_size, weights)
@@ -100,7 +101,7 @@ def iterate(iteration, training, collect=None):
         advantages = group_advantages(rewards, settings.scale_rewards, baseline=settings.baseline)
     rollouts.advantages = settings.reward_coef * advantages.flatten().to(model.device)  # (N,)
 
-    # 6. Learn, num_iterations times over. A step that teaches nothing is not taken: moments and weight decay would move.
+    # 6. Learn, num_iterations times over. Skip a step that teaches nothing: moments and decay would move the weights.
     learning_rate, taken, skipped = learning_rate_at(iteration, settings), [], 0
     entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
     teacher = training.teacher if settings.divergence != "sampled" else None  # its head
@@ -109,14 +110,13 @@ def iterate(iteration, training, collect=None):
         if not teaches(rollouts, select, settings):
             skipped += 1
             continue
-        # 7. Forward, head and loss, backward, a micro-batch at a time. `run` sees to it that no gradient is there before.
+        # 7. Forward, head and loss, backward, a micro-batch at a time. `run` begins without gradients.
         step_of = dict(cut=cut, step=step, settings=settings, entropies=entropies, teacher=teacher)
         sums = training.run("train", accumulate_gradient, model, rollouts, **step_of)
-        # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
+        # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: {}.
         taken.append(training.update(sums, learning_rate, iteration, rollouts, select))
 
     # 9. Evaluate where it is due, log, save.
-    training.extra_prompts += (metrics["gen_batches"] - 1) * settings.batch_size
     processes.add(entropies)
     samples = training.samples(scored._replace(rewards=rewards), entropies)
     del scored, rollouts, entropies  # before the evaluation samples its own
@@ -144,6 +144,7 @@ def collect_groups(iteration, training):
         varied = has_variance(rewards)  # (rounds * P,), before lengths are punished
         if varied.sum() >= settings.batch_size:
             break
+    training.extra_prompts += (len(rounds) - 1) * settings.batch_size
     scored = join(rounds)
     if cache := settings.soft_punish_cache:
         lengths = scored.rollouts.completion_lengths.cpu().view(-1, settings.group_size)
@@ -175,7 +176,7 @@ def sample_and_score(iteration, turn, training):
 
 
 def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0):
-    """k completions of each row's prompt -> (Rollouts, their Episodes). before: the iteration's prompts before these."""
+    """k completions of each row's prompt -> (Rollouts, Episodes). before: the iteration's prompts before these."""
     settings, k = prepared.settings, prepared.settings.group_size
     return sample_episodes(
         model,
@@ -203,8 +204,10 @@ def has_variance(rewards):
 @component("rollouts")
 @torch.no_grad()
 def trainer_logprobs(model, rollouts, cut, settings):
-    """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32; 0 after the end, and
-    in the sequences of other processes."""
+    """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32.
+
+    0 after a completion's end, and in the sequences of other processes.
+    """
     logprobs = torch.zeros_like(rollouts.sampling_logprobs)
     for indices in cut.dealt(sum(cut.steps, []), model):
         micro = make_micro_batch(rollouts, indices, cut)

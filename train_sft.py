@@ -47,13 +47,13 @@ def iterate(iteration, training, make_batch=None):
     # 2. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
     sums = training.run("train", accumulate_gradient, model, batch, cut=cut, settings=settings)
 
-    # 3. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: None.
+    # 3. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: {}.
     learning_rate = learning_rate_at(iteration, settings)
     metrics = training.update(sums, learning_rate, iteration, batch, cut.sequences(0))
 
     # 4. Evaluate where it is due, log, save.
     stats, num_tokens = training.meter.stats(), sum(map(len, cut.places))
-    record = {"iter": iteration} | (metrics or {}) | {"learning_rate": learning_rate}
+    record = {"iter": iteration} | metrics | {"learning_rate": learning_rate}
     record["completion_length_mean"] = num_tokens / settings.batch_size
     record["tokens_per_second"] = num_tokens / (stats["time_train_s"] + stats.get("time_optimizer_s", 0.0))
     training.end_iteration(record)

@@ -111,7 +111,7 @@ MUTANTS = [
     ("truncated completions taught", "grpo.py", "return [i for i in indices if stopped[i]]", "return list(indices)", "test_collect.py"),
     ("steps with nothing to learn", "grpo.py", "if not teaches(rollouts, select, settings):", "if False:", "test_collect.py"),
     ("groups without variance kept", "grpo.py", "(~varied).int()", "varied.int()", "test_collect.py"),
-    ("refills not remembered", "grpo.py", "training.extra_prompts += (metrics", "training.extra_prompts += 0 * (metrics", "test_collect.py"),
+    ("refills not remembered", "grpo.py", "training.extra_prompts += (len(rounds)", "training.extra_prompts += 0 * (len(rounds)", "test_collect.py"),
     ("prompts of refills used again", "grpo.py", "(iteration + turn) * P", "iteration * P", "test_collect.py"),
     ("log: metrics of the last chunk alone", "grpo.py", "add_up(totals, metrics)", "add_up(totals, metrics[-2:])", "test_packed.py"),
     ("refills draw with the first round's uniforms", "grpo.py", "first_row=before * k", "first_row=0", "test_grpo.py"),

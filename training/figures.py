@@ -144,15 +144,15 @@ def episode_metrics(scored: Scored) -> dict[str, float]:
 
 
 def mean_of_steps(steps):
-    """Metrics of optimizer steps -> their means over the steps that were taken. steps: a dict a step; None if dropped.
+    """Metrics of optimizer steps -> their means over the steps that were taken. steps: a dict a step; {} if dropped.
 
     The difference between sampler and trainer is the first step's: later ones have other weights.
     """
-    taken = [metrics for metrics in steps if metrics is not None]
+    taken = list(filter(None, steps))
     if not taken:
         return {}
     means = {name: sum(metrics[name] for metrics in taken) / len(taken) for name in taken[0]}
-    if steps[0] is not None:
+    if steps[0]:
         means |= {name: steps[0][name] for name in FIRST_STEPS}
     return means
 

@@ -111,7 +111,7 @@ class Training:
     def update(self, metrics, learning_rate, iteration, sequences, select):
         """The end of an optimizer step on the sequences `select`: clip and update -> metrics with grad_norm.
 
-        None if the loss, the gradient or the batch is not finite: then nothing has changed, and the guard reported it.
+        {} if the loss, the gradient or the batch is not finite: then nothing has changed, and the guard reported it.
         """
         model, optimizer, norm = self.model, self.optimizer, math.nan
         with self.meter.phase("train"):
@@ -130,7 +130,7 @@ class Training:
         with self.processes.whole(model) as whole:
             self.guard.drop(iteration, whole, gradients, sequences, select, metrics["loss"], norm)
         optimizer.zero_grad(set_to_none=True)
-        return None
+        return {}
 
     def samples(self, scored, entropies) -> list[dict]:
         """What samples.jsonl shows of an iteration."""
