@@ -112,9 +112,9 @@ if triton is not None:
         scale, T_p, T_c, D, prompt_programs, prompt_chunk, completion_chunk,
         R: constexpr, TILE: constexpr, M: constexpr, N: constexpr, DP: constexpr, ROTARY: constexpr,
     ):  # fmt: skip
-        """Programs (i, g) of the first prompt_programs attend to prompts: each to prompt_chunk columns of one, for a tile
-        of slots. The others attend to completion_chunk columns of a slot's completion. The one whose columns have column
-        t writes it first, for itself and for later steps. g: the key head."""
+        """Programs (i, g), g the key head. The first prompt_programs attend to prompts: each to prompt_chunk columns of
+        one, for a tile of slots. The others attend to completion_chunk columns of a slot's completion. The one whose
+        columns have column t writes it first, for itself and for later steps."""
         program = tl.program_id(0)
         g = tl.program_id(1)
         G = tl.num_programs(1)

@@ -70,13 +70,11 @@ class KVCache:
         # (P,) the prompt slots that the next forward fills; None: it is a step
         self.prefill_slots = None
         self.reply = None  # what the next forward needs to read replies; None: it reads none
-        # For the kernel: its constants, attention.tiles_of, and how many parts of each query's softmax are stored (attention.join).
-        heads = config.n_head, config.n_kv_head, config.head_size
-        self.kernel = (
-            attention.kernel_shape(*heads, dtype.itemsize, group_size)
-            if uses_triton(self.completion)
-            else {}
-        )
+        # For the kernel: its constants, attention.tiles_of, and how many parts of each query's softmax are stored
+        # (attention.join).
+        if uses_triton(self.completion):
+            heads = config.n_head, config.n_kv_head, config.head_size
+            self.kernel = attention.kernel_shape(*heads, dtype.itemsize, group_size)
         self.tiles = None
         self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
 
