@@ -44,7 +44,11 @@ for step in range(10):
         optimizer.step()
         optimizer.zero_grad()
     losses.append(loss.item())
+from snug.logprobs import head_logprobs
 assert losses[9] < losses[0] - 0.01, losses
+sizes = []
+head_loss(model(tokens), model.head.weight, targets, lambda logprobs, rows: sizes.append(len(logprobs)) or logprobs.sum(), chunk_size=24)
+assert max(sizes) <= 24 and sum(sizes) == 64, sizes
 import snug.kernels.swiglu, snug.decoding.decode_batch, snug.lora, snug.pretrained.tensors, snug.sandbox, snug.tokenizer
 print(snug.__file__)
 """

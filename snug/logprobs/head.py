@@ -53,7 +53,9 @@ def rows_per_chunk(n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type
     return max(1, int(budget - min(4 * SCRATCH, budget / 4)) // (n_vocab * itemsize))
 
 
-def head_options(hidden, weight, targets, temperature, entropy, n_vocab, chunk_mb, teacher) -> Options:
+def head_options(
+    hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher
+) -> Options:
     """Check the arguments and fill in defaults. Raises ValueError. A teacher's logits share the chunk's memory.
 
     Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself.
@@ -65,7 +67,7 @@ def head_options(hidden, weight, targets, temperature, entropy, n_vocab, chunk_m
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
     n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
     width = len(weight) + (len(teacher.weight) if teacher else 0)
-    chunk_size = rows_per_chunk(width, dtype.itemsize, chunk_mb, kind_of(hidden))
+    chunk_size = chunk_size or rows_per_chunk(width, dtype.itemsize, chunk_mb, kind_of(hidden))
     return Options(temperature, n_vocab, entropy, dtype, chunk_size)
 
 
@@ -176,6 +178,7 @@ def head_logprobs(
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
+    chunk_size: int | None = None,
     entropy: bool = False,
     n_vocab: int | None = None,
     chunk_mb: float = 0,
@@ -184,13 +187,16 @@ def head_logprobs(
     """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy in nats (M,)].
 
     With a teacher -> (log-probs, entropies or None, divergences), each (M,) and differentiable.
-    hidden (M, C), weight (V, C), targets (M,) int64. chunk_mb: MiB of a chunk, see rows_per_chunk. n_vocab: ids from
+    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; default: as fit chunk_mb, see
+    rows_per_chunk. n_vocab: ids from
     n_vocab on are padding, with probability and gradient 0. Backward computes each chunk's logits again (8 M C
     V FLOP in all). Use it for losses that need all log-probs before any gradient (sequence-level ratios), for a
     gradient of the entropy, and, without gradient, for a reference model. Saved: the inputs. Backward's extra bytes: a
     chunk, dhidden, dweight; under autocast also the cast weight. Raises ValueError.
     """
-    options = head_options(hidden, weight, targets, temperature, entropy, n_vocab, chunk_mb, teacher)
+    options = head_options(
+        hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher
+    )
     results = HeadLogprobs.apply(hidden, weight, targets.contiguous(), options, teacher)
     if teacher:
         return results
@@ -248,6 +254,7 @@ def head_loss(
     targets: Tensor,
     token_loss: Callable[..., Tensor | tuple[Tensor, dict]],
     temperature: float = 1.0,
+    chunk_size: int | None = None,
     entropy: bool = False,
     n_vocab: int | None = None,
     chunk_mb: float = 0,
@@ -276,7 +283,9 @@ def head_loss(
     Extra bytes: a chunk and twice its (m, C), dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype
     below float32. Under autocast also the cast weight and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
     """
-    options = head_options(hidden, weight, targets, temperature, entropy, n_vocab, chunk_mb, teacher)
+    options = head_options(
+        hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher
+    )
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     targets = targets.contiguous()
     of_chunks = []

@@ -20,7 +20,8 @@ from snug.pretrained.shapes import family_of, read_config
 from snug.pretrained.tensors import appearing, entries, rows_of, write_json
 
 # Variants of LoRA. Tensors of others have no place in the base.
-NOTHING = "bias use_dora use_qalora modules_to_save rank_pattern alpha_pattern alora_invocation_tokens"
+NOTHING = """bias use_dora use_qalora use_bdlora modules_to_save rank_pattern alpha_pattern alora_invocation_tokens
+arrow_config kasa_config monteclora_config"""
 
 
 def find_base(folder: Path, weights: bool = True):
