@@ -20,7 +20,7 @@ class Guard:
         self.health = health or {"dropped_steps": 0, "dropped_in_a_row": 0}
 
     def drop(self, iteration, model, gradients, sequences, select, loss, norm):
-        """Count and report a step on the sequences `select`, a range. Raises UnsafeState after MAX_DROPPED_STEPS in a row.
+        """Count and report a step on a range `select` of sequences. Raises UnsafeState after MAX_DROPPED_STEPS.
 
         gradients: {name: tensor}; sequences: Rollouts or Sequences; norm: of the gradient.
         """

@@ -267,8 +267,8 @@ def head_loss(
     It is token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each
     chunk token_loss(logprobs (m,), rows) -> scalar is called with gradients on; rows is the chunk's slice of the M. Its
     derivative is each token's coefficient; with it the chunk's logits become their gradient on the spot. With a teacher
-    it is token_loss(logprobs, rows, divergences (m,)). With metrics=True it returns (loss, a dict of what else it has
-    to say, without gradient); these dicts, one a chunk, are the list `metrics`.
+    it is token_loss(logprobs, rows, divergences (m,)). With metrics=True it returns (loss, a dict of other
+    figures, without gradient); these dicts, one a chunk, are the list `metrics`.
 
     If weight is a leaf (a parameter), dweight is added to weight.grad during the visit, before backward, in the dtype
     of .grad. Other paths to the same weight (a tied embedding) add to it in backward as always. So, while gradients are

@@ -68,7 +68,7 @@ class Limits:
                 self.lower(name, value, "an earlier out-of-memory")
 
     def run(self, phase, function, cut=None):
-        """function(), or function(cut=cut); after an out-of-memory, in any process, all call it again with a lower limit.
+        """function(), or function(cut=cut); after an out-of-memory in any process all call it again with less.
 
         phase: the name of a phase, which has a limit: see `make_smaller`. cut: a batch.Cut; the function gets it in
         micro-batches within the limit. When the limit is lowered the exception is gone, and with it the frames that
