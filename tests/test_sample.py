@@ -51,7 +51,7 @@ def test_equals_the_naive_generator(shape, own):
     assert {STOP, 9} <= ends or "temperature" in own
 
 
-@pytest.mark.parametrize("shape, sizes", [("gpt2", (4,)), ("llama", (1, 6))])
+@pytest.mark.parametrize("shape, sizes", [("gpt2", (4,)), ("llama", (6, 13))])
 def test_a_row_does_not_depend_on_neighbours_or_on_max_batch(shape, sizes):
     """Nor on the order of the queue: each prompt by itself, two rows at a time."""
     model, options = make_flat_model(shape), dict(stop_token=STOP, seed=5)
@@ -199,11 +199,13 @@ def test_freed_slots_are_filled_again(slots, every, monkeypatch):
     model.register_forward_pre_hook(lambda _, args: (read if args[0].shape[1] > 1 else steps).append(len(args[0])))
     prompts = [prompt + [9] for prompt in PROMPTS * 8]  # of two tokens at least
     options = dict(seed=2, max_batch=slots, enforce_eager=True)  # a graph's replay calls no hooks
-    lengths = sample_groups(model, prompts, 10, 100, stop_token=STOP, **options).completion_lengths
+    rollouts = sample_groups(model, prompts, 10, 100, stop_token=STOP, **options)
+    lengths, taken = rollouts.completion_lengths, list(steps)
     assert sum(read) == 32  # each prompt once
+    assert rollouts.completions() == sample_groups(model, prompts, 10, 100, stop_token=STOP, seed=2).completions()
     assert lengths.min() == 1 and lengths.max() > 40  # of 320 rows 10 are that long on average
-    assert max(steps) <= slots
-    assert len(steps) <= 1.15 * int(lengths.sum()) / slots + int(lengths.max())
+    assert max(taken) <= slots
+    assert len(taken) <= 1.15 * int(lengths.sum()) / slots + int(lengths.max())
 
 
 def test_plain_torch_is_not_recorded():
