@@ -148,9 +148,8 @@ class TrainOptions:
     )
     base_dtype: str = option(
         "",
-        "LoRA: the blocks' frozen matrices; nf4: QLoRA's 4 bits; empty: param_dtype; auto: nf4 if nothing else fits "
-        "memory_budget_gb",
-        choices=("", "nf4", "auto"),
+        "LoRA: the blocks' frozen matrices; nf4: QLoRA's 4 bits; empty: param_dtype",
+        choices=("", "nf4"),
     )
 
 

@@ -328,8 +328,7 @@ def test_a_run_goes_on_by_the_name_of_its_folder(tmp_path):
     train_sft.main(prepared)
     assert [record["iter"] for record in read_log(sft.out_dir)] == list(range(4))
     changed = "resumed after 2 iterations, learning_rate was 0.001, is 0.25, max_iters was 2, is 4\n"
-    rates = "learning rate: 0.001 in iteration 1, 0.25 in iteration 2\n"
-    assert changed + rates in (Path(sft.out_dir) / "log.txt").read_text()
+    assert changed in (Path(sft.out_dir) / "log.txt").read_text()
     with pytest.raises(
         SnugError, match=f"{sft.out_dir} is a run of train_sft.py; continue it with python train_sft.py"
     ):

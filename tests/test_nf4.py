@@ -615,7 +615,7 @@ def test_a_run_from_bitsandbytes_folder(double, tmp_path, monkeypatch):
 )
 def test_options_that_cannot_be(words, said):
     with pytest.raises(SnugError, match=said):
-        read_settings(GRPOSettings, f"--base_dtype={words}".split())
+        read_settings(GRPOSettings, words)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
