@@ -101,8 +101,8 @@ def sample_and_score(model, prepared, rows, group_size, **options):
 def score(prepared, prompts: list, completions: list, columns: dict[str, list]):
     """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's, ...}.
 
-    A reward is None if the completion was not scored. task_reward exists only with reward_funcs; reward/<function>
-    with reward_funcs or with several functions; extra/<column> and metric/<name> if a function logged them; a metric is
+    A reward is None if the completion was not scored. task_reward and reward/<function> exist only with reward_funcs or
+    pass_reward; extra/<column> and metric/<name> if a function logged them; a metric is
     that of all these completions.
     """
     scores = prepared.score(prompts, completions, columns)
@@ -112,9 +112,8 @@ def score(prepared, prompts: list, completions: list, columns: dict[str, list]):
     for name, values in scores.metrics.items():
         extra[f"metric/{name}"] = [fmean(values)] * len(completions)
     least = pass_reward(prepared)
-    if least is None:  # the first function gives 1 for a right completion
-        right = [reward == 1 for reward in next(iter(rewards.values()))]
-        rewards = rewards if len(rewards) > 1 else {}
+    if least is None:  # the only function gives 1 for a right completion
+        right, rewards = [total == 1 for total in totals], {}
     else:
         right = [total is not None and total >= least - ROUNDING * abs(least) for total in totals]
         if prepared.task.scored:

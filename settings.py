@@ -572,11 +572,6 @@ class LoopSettings(
                     given, other = f"{rule.option}={rule.value}", f"{name}={now}"
                     raise SnugError(rule.text.format(given=given, other=other, needed=f"{name}={needed}"))
         self.check_rewards()
-        if self.format_reward and self.reward_funcs:
-            raise SnugError(
-                f"format_reward={self.format_reward} belongs to the task's reward, which reward_funcs replace; "
-                "leave one out"
-            )
         if self.num_processes > self.batch_size:
             raise SnugError(
                 f"batch_size={self.batch_size} is less than {self.num_processes} processes; "

@@ -48,10 +48,6 @@ class TaskOptions(AdditionOptions, CountdownOptions, FileOptions, GymOptions):
         "probability of an error: in each carry (addition), in each demonstration (others)",
         maximum=1,
     )
-    format_reward: float = option(
-        0.0,
-        "gsm8k, reasoning_gym, countdown_form=tags: reward for the right form, even of a wrong answer",
-    )
     chat: bool = option(False, "ask prompts as messages, in the tokenizer's chat template")
     system_prompt: str = option(
         "",
@@ -75,7 +71,6 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
     task = TASKS[settings.task](settings, demonstrations)
     reads = isinstance(task, FileTask)
     fits = dict(data_file=reads, test_file=reads, drop_long_prompts=reads, system_prompt=settings.chat)
-    fits["format_reward"] = task.has_form
     for name, it_fits in fits.items():
         value = getattr(settings, name)
         if value and not it_fits:

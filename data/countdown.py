@@ -3,13 +3,8 @@
     prompt      3 5 7=22:
     completion  5*3+7
 
-With countdown_form=tags, as in other GRPO projects, the problem is in words and the answer in tags:
-
-    prompt      Make 22 from the numbers 3, 5, 7. Write an expression ...
-    completion  <think>5*3 is 15, and 7 more is 22.</think> <answer>5*3+7</answer>
-
-The last <answer></answer> is scored. It must have the expression alone: 5*3+7=22 is refused. Other projects use
-countdown_max_number=99, countdown_max_target=99.
+The completion must be the expression alone: 5*3+7=22 is refused. The generator countdown of task=reasoning_gym asks in
+words, for an answer in tags.
 
 A problem is made from a random expression over the numbers, so it has a solution. Every intermediate value of it is a
 positive integer of at most 9999. A completion may use fractions and negative values, which are computed exactly. Python
@@ -27,7 +22,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from data.answers import in_answer_tags
 from data.task import Task
 from snug.options import SnugError, option
 
@@ -45,11 +39,6 @@ BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}  # operator precedence; a number has 
 class CountdownOptions:
     """task=countdown."""
 
-    countdown_form: str = option(
-        "terse",
-        "terse: 3 5 7=22: -> 5*3+7; tags: words -> <answer>5*3+7</answer>",
-        choices=("terse", "tags"),
-    )
     countdown_numbers: str = option("3-4", "how many numbers to combine: 3, or from 3 to 4: 3-4")
     countdown_max_number: int = option(20, "largest number to combine", minimum=2, maximum=MAX_VALUE)
     countdown_max_target: int = option(MAX_VALUE, "largest number to reach", minimum=1, maximum=MAX_VALUE)
@@ -65,7 +54,6 @@ class Countdown(Task):
         self.max_number = settings.countdown_max_number
         self.max_target = settings.countdown_max_target
         self.operators = settings.countdown_operators
-        self.has_form = settings.countdown_form == "tags"
         if not self.operators or set(self.operators) - set(ARITHMETIC):
             raise SnugError(
                 f"countdown_operators={self.operators!r}: choose from + - * /, such as --countdown_operators=+-"
@@ -77,21 +65,8 @@ class Countdown(Task):
         value, solution, _ = random_expression(numbers, self.operators, rng)
         if not value <= self.max_target:  # also if it is NaN
             return None
-        prompt = self.prompt_of(numbers, int(value))
+        prompt = prompt_of(numbers, int(value))
         return dict(prompt=prompt, numbers=numbers, target=int(value), solution=solution)
-
-    def prompt_of(self, numbers, target):
-        if not self.has_form:
-            return " ".join(map(str, numbers)) + f"={target}:"
-        first, last = self.operators[0], self.operators[-1]
-        text = (
-            f"Make {target} from the numbers {', '.join(map(str, numbers))}. Write an expression that uses each of "
-            f"them exactly once, with {' '.join(dict.fromkeys(self.operators))} and parentheses. Think in <think> "
-            f"</think> first, then give the expression alone in <answer> </answer>, such as <answer>(1 {first} 2) "
-            f"{last} 3</answer>."
-        )
-        # Without messages a newline separates the answer from the prompt.
-        return text if self.settings.chat else text + "\n"
 
     def identity(self, row):
         return f"{sorted(row['numbers'])}={row['target']}"
@@ -102,35 +77,28 @@ class Countdown(Task):
         A model that imitates this can find most solutions, but its most likely answer is often the lazy, wrong one.
         """
         if rng.random() < self.settings.demonstration_noise:
-            return self.in_form(self.operators[0].join(map(str, row["numbers"])))
-        return self.in_form(row["solution"])
-
-    def in_form(self, expression):
-        return f"<answer>{expression}</answer>" if self.has_form else expression
-
-    def expression_in(self, completion):
-        """The text of a completion that must be the expression; "" if the tags are missing."""
-        if not self.has_form:
-            return completion
-        return in_answer_tags(completion) or ""
+            return self.operators[0].join(map(str, row["numbers"]))
+        return row["solution"]
 
     def is_right(self, completion, numbers, target):
-        return evaluate(self.expression_in(completion), numbers, self.operators) == target
+        return evaluate(completion, numbers, self.operators) == target
 
     def answer_of(self, completion):
         """The expression without spaces, "( 3*5 ) + 7" -> "(3*5)+7"; None if it has other characters."""
-        text = self.expression_in(completion)
-        if len(text) > MAX_CHARS or not EXPRESSION.fullmatch(text) or re.search("[0-9] +[0-9]", text):
-            return None
-        return text.replace(" ", "")
+        fits = len(completion) <= MAX_CHARS and EXPRESSION.fullmatch(completion)
+        return completion.replace(" ", "") if fits and not re.search("[0-9] +[0-9]", completion) else None
 
     def longest_prompt(self):
-        return self.prompt_of([self.max_number] * self.counts[-1], self.max_target)
+        return prompt_of([self.max_number] * self.counts[-1], self.max_target)
 
     def longest_answer(self):
         """20-(20-(20-20)): every operation but the outermost may need parentheses."""
         pairs, number = self.counts[-1] - 2, self.max_number
-        return self.in_form(f"{number}-(" * pairs + f"{number}-{number}" + ")" * pairs)
+        return f"{number}-(" * pairs + f"{number}-{number}" + ")" * pairs
+
+
+def prompt_of(numbers: list[int], target: int) -> str:
+    return " ".join(map(str, numbers)) + f"={target}:"
 
 
 def read_counts(text: str):

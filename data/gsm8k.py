@@ -25,7 +25,7 @@ INSTRUCTION = (
 
 
 class GSM8K(FileTask):
-    columns, has_form = ("answer",), True
+    columns = ("answer",)
     remedy = f"; download it: curl --create-dirs --output-dir data/gsm8k --remote-name-all {FILES}"
 
     def row_of(self, value):

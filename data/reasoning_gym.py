@@ -59,7 +59,6 @@ class GymOptions:
 
 class ReasoningGym(Task):
     columns = ("item",)  # [generator, seed]
-    has_form = True
 
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)

@@ -33,7 +33,6 @@ class Task:
     longest_at = ""  # file and line of the longest prompt, once `longest` has seen it
     prompt_lengths = ()  # tokens of each of a file's prompts, from then on
     dropped = ""  # how many rows were too long, in words: drop_long_prompts
-    has_form = False  # has an answer a form, such as <answer> tags, that can be rewarded separately?
 
     def __init__(self, settings, demonstrations: bool = False):
         """settings: TaskOptions with a `seed`. demonstrations=True: every row must have a demonstration."""
@@ -119,15 +118,6 @@ class Task:
         name = type(self).__name__.lower()
         raise SnugError(f"task {name}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options")
 
-    def reward_functions(self) -> list[tuple[Callable, float]]:
-        """The reward without reward_funcs: [(function, weight)], called as `rewards`; the first gives 1 if right.
-
-        The log has them under their names: reward/correct, reward/formatted.
-        """
-        if self.has_form:
-            return [(self.correct, 1.0), (self.formatted, self.settings.format_reward)]
-        return [(self.rewards, 1.0)]
-
     def rewards(self, prompts: list, completions: list, **columns: list) -> list[float]:
         """1.0 for each right completion that stopped, else 0.0.
 
@@ -143,14 +133,6 @@ class Task:
         """-> a boolean for each completion: stopped and right? columns: lists of the columns in `self.columns`."""
         rows = zip(completions, stopped, *columns, strict=True)
         return [ended and self.is_right(text, *answer) for text, ended, *answer in rows]
-
-    def correct(self, prompts, completions, **columns):
-        return self.rewards(prompts, completions, **columns)
-
-    def formatted(self, prompts, completions, **columns):
-        """1.0 for each completion that stopped and gives an answer in the right form, right or wrong; else 0.0."""
-        answers = self.answers_of(completions, columns.get("stopped"))
-        return [float(answer is not None) for answer in answers]
 
     def answers_of(self, completions: list, stopped: list[bool] | None = None) -> list[str | None]:
         """The answer of each completion; None if there is none or the completion did not stop."""

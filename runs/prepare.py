@@ -299,7 +299,7 @@ def prepare_warm_start(settings: GRPOSettings, config: str) -> Prepared:
     warm_start = prepare(sft, chosen)
     for name in PROBLEM:
         value, other = getattr(settings, name), getattr(warm_start.settings, name)
-        if value != other and name not in ("demonstration_noise", "format_reward"):
+        if value != other and name != "demonstration_noise":
             raise SnugError(
                 f"{name}={value!r}, but the warm start {config} has {other!r}; make them the same"
             )
@@ -357,7 +357,7 @@ def rewards_of(settings, task: Task, functions, toolbox: Toolbox | None, needed:
         weights = settings.reward_weights or [1.0] * len(loaded)
         return loaded + own, weights + [1.0] * len(own)
     if task.scored:
-        return map(list, zip(*task.reward_functions(), strict=True))
+        return [task.rewards], [1.0]
     if needed:
         raise SnugError(
             f"data_file={settings.data_file} has no column answer to score by; name it with --answer_column, or add "

@@ -97,7 +97,6 @@ MUTANTS = [
     ("evaluations: all completions at a time", "evaluate.py", "rows[first : first + size]", "rows[first:]", "test_scoring.py"),
     ("evaluations move the generators", "evaluate.py", "    restore_generators(generators, model.device)\n", "", "test_scoring.py"),
     ("evaluations: every piece draws as the first", "evaluate.py", "(numbers.start + first) * group_size", "numbers.start * group_size", "test_evaluate.py"),
-    ("evaluations: the last function says what is right", "evaluate.py", "next(iter(rewards.values()))]", "[*rewards.values()][-1]]", "test_scoring.py"),
     ("evaluations: the first process's samples", "evaluate.py", "[sum(samples, []) for samples in", "[samples[0] for samples in", "test_evaluate.py"),
     # grpo.py
     ("lora: reference with adapters", "grpo.py", "with adapters_off(reference):", "if True:", "test_lora.py"),

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data import FIELD, rewards, task_of
+from test_data import rewards, task_of
 
 from data.countdown import ARITHMETIC, evaluate
 
@@ -41,33 +41,6 @@ def test_countdown_reward(completion, reward):
     assert task_of(task="countdown").rewards(["3 5 7=22:"], [completion], numbers=[[3, 5, 7]], target=[22]) == [reward]
 
 
-def test_countdown_reward_in_tags():
-    right = ["<answer>3*5+7</answer>", "<think>3*7 is 21.</think> <answer>3*5+7</answer>"]
-    right += ["<think>Perhaps <answer>3+5+7</answer>? No.</think>\n<answer>\n 3 * 5 + 7\n</answer>"]
-    right += ["<answer>3+5+7</answer><answer>3*5+7</answer>", "<answer>" + " " * 300 + "3*5+7</answer>"]
-    right += ["x" * 199_978 + "<answer>3*5+7</answer>"]
-    wrong = ["<answer>3*5+7=22</answer>", "<answer>3*5+7", "3*5+7", "</answer>3*5+7<answer>"]
-    wrong += ["<answer>3" + " " * 196 + "*5+7</answer>", "x" * 199_979 + "<answer>3*5+7</answer>"]
-    task, columns = task_of(**FIELD), dict(numbers=[[3, 5, 7]] * 6, target=[22] * 6)
-    assert task.rewards(["Make 22 ..."] * 6, right, **columns) == [1.0] * 6
-    assert task.rewards(["Make 22 ..."] * 6, wrong, **columns) == [0.0] * 6
-    assert {task.answer_of(completion).strip("()") for completion in right} == {"3*5+7"}
-
-
-def test_countdown_in_words():
-    task = task_of(**FIELD, countdown_operators="+-")
-    for row in task.prompts("train", range(500)):
-        assert 2 < len(row["numbers"]) < 5 and set(row["numbers"]) <= set(range(1, 100)) and 1 <= row["target"] <= 99
-        numbers = ", ".join(map(str, row["numbers"]))
-        assert row["prompt"].startswith(f"Make {row['target']} from the numbers {numbers}. ")
-        assert " + - and parentheses" in row["prompt"] and "<answer>(1 + 2) - 3</answer>" in row["prompt"]
-        assert task.demonstration(row, random.Random(0)) == f"<answer>{row['solution']}</answer>"
-    # the same problems, and the same split
-    terse = task_of(**FIELD | dict(countdown_form="terse"), countdown_operators="+-")
-    for one, other in zip(terse.prompts("test", range(50)), task.prompts("test", range(50)), strict=True):
-        assert {**one, "prompt": 0} == {**other, "prompt": 0}
-
-
 @pytest.mark.parametrize(
     "options, completion, answer",
     [
@@ -78,9 +51,6 @@ def test_countdown_in_words():
         (dict(task="countdown"), "1 2+3", None),
         (dict(task="countdown"), " " * 196 + "3*5+7", None),
         (dict(task="countdown"), "()", None),
-        (FIELD, "3+5+7", None),
-        (FIELD, "<answer>3 + 5</answer><answer> 3*5 </answer>", "3*5"),
-        (FIELD, "<answer>none</answer>", None),
     ],
 )
 def test_the_answer_of_a_completion(options, completion, answer):

@@ -19,15 +19,14 @@ import data
 import evaluate
 import grpo
 from data import load_reward_function, make_task
-from data.rewards import total_rewards
 from data.task import Task, split_of
 from model import GPT
 from runs.prepare import prepare
 from settings import GRPOSettings
 from snug.options import SnugError
 
-FIELD = dict(task="countdown", countdown_form="tags", countdown_max_number=99, countdown_max_target=99)
-TASKS = {"addition": {}, "countdown": dict(task="countdown"), "tags": FIELD}
+FIELD = dict(task="countdown", countdown_max_number=99, countdown_max_target=99)  # as in other projects
+TASKS = {"addition": {}, "countdown": dict(task="countdown")}
 
 
 def task_of(**options):
@@ -213,7 +212,6 @@ def test_nothing_is_longer_than_the_longest(options):
     "options, message",
     [
         (dict(task="countdown", countdown_numbers="2", countdown_max_number=2), "no test prompt in 20,000 tries"),
-        (dict(task="countdown", format_reward=0.1), "format_reward=0.1 does not fit task='countdown'"),
         (dict(system_prompt="Be brief."), "system_prompt='Be brief.' does not fit task='addition', chat=False: change"),
         (dict(data_file="a"), "data_file='a' does not fit task='addition', .*, or leave data_file out"),
         (FIELD | dict(test_file="a"), "test_file='a' does not fit task='countdown'"),
@@ -229,6 +227,14 @@ def test_options_that_leave_no_task(options, message):
     with pytest.raises(SnugError, match=message) as error:
         task_of(**options)
     assert "\n" not in str(error.value)
+
+
+def test_a_warm_start_has_the_same_problem(tmp_path):
+    (tmp_path / "sft.py").write_text(f"digits = 2\nout_dir = {str(tmp_path / 'none')!r}\n")
+    _, settings = tiny(tmp_path, beta=0.0, demonstration_noise=0.1, init_from=str(tmp_path / "sft.py"))
+    assert prepare(settings).warm_start.settings.digits == 2
+    with pytest.raises(SnugError, match="chat=True, but the warm start .* has False; make them the same"):
+        prepare(dataclasses.replace(settings, chat=True))
 
 
 class OneProblem(Task):
@@ -319,43 +325,6 @@ def test_no_prompt_in_a_template_has_more_tokens_than_the_longest(name, merges, 
 
 
 CHATS = {name: task_of(**options, chat=True) for name, options in TASKS.items()}
-
-
-# -----------------------------------------------------------------------------
-# The parts of a reward
-
-
-def test_parts_of_the_reward_and_their_weights(tmp_path):
-    """The task's own, or the user's with the user's weights."""
-    _, plain = tiny(tmp_path, init_from="", beta=0.0)
-    changes = FIELD | dict(block_size=400, max_new_tokens=8)
-    _, parts = tiny(tmp_path, init_from="", beta=0.0, format_reward=0.25, **changes)
-    functions = dict(reward_funcs=["argparse:Namespace", "argparse:Namespace"], reward_weights=[2.0, 0.5])
-    _, theirs = tiny(tmp_path, init_from="", beta=0.0, **functions, **changes)
-    _, unweighted = tiny(tmp_path, init_from="", beta=0.0, reward_funcs=["argparse:Namespace"], **changes)
-    made = [prepare(one) for one in (plain, parts, theirs, unweighted)]
-    names = [[function.__name__ for function in prepared.reward_funcs] for prepared in made]
-    assert names == [["rewards"], ["correct", "formatted"], ["Namespace"] * 2, ["Namespace"]]
-    assert [p.reward_weights for p in made] == [[1.0], [1.0, 0.25], [2.0, 0.5], [1.0]]
-    expressions = ["<answer>5*3+7", "<answer>5*3*7", "5*3+7", "<answer>5*3+7=22", "<answer>5*3+7"]
-    completions = [f"{text}</answer>" for text in expressions]
-    columns = dict(numbers=[[3, 5, 7]] * 5, target=[22] * 5, stopped=[True] * 4 + [False])
-    totals, said, _, _ = total_rewards(
-        made[1].reward_funcs, [[{"role": "user", "content": "?"}]] * 5, completions, columns, 0, made[1].reward_weights
-    )
-    assert totals == [1.25, 0.25, 0.0, 0.0, 0.0]
-    assert said == {"correct": [1.0, 0.0, 0.0, 0.0, 0.0], "formatted": [1.0, 1.0, 0.0, 0.0, 0.0]}
-    assert made[1].task.rewards([""] * 5, completions, **columns) == [1.0, 0.0, 0.0, 0.0, 0.0]  # which evaluations use
-
-
-def test_a_warm_start_needs_no_format_reward(tmp_path):
-    options = FIELD | dict(block_size=400, digits=2, out_dir=str(tmp_path / "none"))
-    (tmp_path / "sft.py").write_text("".join(f"{name} = {value!r}\n" for name, value in options.items()))
-    start = dict(init_from=str(tmp_path / "sft.py"))
-    _, settings = tiny(tmp_path, beta=0.0, format_reward=0.25, block_size=400, **FIELD, **start)
-    assert prepare(settings).warm_start.settings.format_reward == 0.0
-    with pytest.raises(SnugError, match="chat=True, but the warm start .* has False; make them the same"):
-        prepare(dataclasses.replace(settings, chat=True))
 
 
 # -----------------------------------------------------------------------------

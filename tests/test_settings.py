@@ -362,7 +362,6 @@ REFUSED = {
     "--reward_coef=0": "reward_coef=0.0 without a teacher leaves nothing else to learn; set it to 1, or name a --teacher",
     "--parallel=fsdp --grad_offload": "parallel=fsdp does not support grad_offload=True; use --parallel=ddp",
     "--reward_weights=1 --reward_funcs=m:f,m:g": "reward_weights has 1 weights for 2 reward_funcs",
-    "--format_reward=0.1 --reward_funcs=m:f": "format_reward=0.1 belongs to the task's reward",
 }
 
 
