@@ -36,21 +36,22 @@ class OutOfTime(BaseException):
 
 def complete(function: Callable, arguments: dict, seconds: float):
     """What a function returns, also an `async def`. Raises OutOfTime after `seconds` (0: no limit)."""
-    return finish(start(function, arguments, seconds), seconds)
-
-
-def start(function: Callable, arguments: dict, seconds: float):
-    """What the function returns; of an `async def`, which runs from now on, a Future for `finish`."""
     if not seconds:
         answer = function(**arguments)
     elif threading.current_thread() is threading.main_thread():
         answer = with_alarm(function, arguments, seconds)
     else:
         answer = in_a_thread(function, arguments, seconds)
+    return awaited(answer, seconds)
+
+
+def awaited(answer, seconds: float = 0.0):
+    """The result of a coroutine. Anything else is one already."""
     if not inspect.iscoroutine(answer):
         return answer
     with LOCK:
-        return asyncio.run_coroutine_threadsafe(answer, event_loop())
+        future = asyncio.run_coroutine_threadsafe(answer, event_loop())
+    return finish(future, seconds)
 
 
 @cache
@@ -60,14 +61,11 @@ def event_loop():
     return loop
 
 
-def finish(answer, seconds: float):
-    """The result of a Future. Anything else is one already."""
-    if not isinstance(answer, Future):
-        return answer
-    if wait([answer], seconds or None).not_done:
-        answer.cancel()
+def finish(future: Future, seconds: float):
+    if wait([future], seconds or None).not_done:
+        future.cancel()
         raise OutOfTime
-    return answer.result()
+    return future.result()
 
 
 def with_alarm(function, arguments, seconds):

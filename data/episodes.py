@@ -18,7 +18,6 @@ template would make of all its messages where the template changes earlier turns
 Left out: images; environments that differ from row to row. Tests: tests/test_episodes.py.
 """
 
-import inspect
 import json
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from functools import partial
 from itertools import compress
 
 from data import imported
-from data.calls import blaming, complete
+from data.calls import awaited, blaming, complete
 from data.tools import NONE, call_tool, load_tools, methods_of, parse_calls, result_text, schema_of
 from snug.options import in_one_line, option
 
@@ -84,14 +83,10 @@ class Toolbox:
             return []
 
         def rewards(environments, **columns):
-            return [environment.get_reward() for environment in environments]
+            return [awaited(environment.get_reward()) for environment in environments]
 
-        async def awaited(environments, **columns):
-            return [await environment.get_reward() for environment in environments]
-
-        function = awaited if inspect.iscoroutinefunction(kind.get_reward) else rewards
-        function.__name__ = kind.__name__
-        return [function]
+        rewards.__name__ = kind.__name__
+        return [rewards]
 
 
 def make_toolbox(settings, tokenizer, functions=NONE) -> Toolbox | None:

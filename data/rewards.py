@@ -14,7 +14,7 @@ besides
     log_extra      log_extra("column", values), a value for each completion: samples.jsonl has it
 
 Each function gets copies, which it may change. The working directory is put back after them; so is the mode of
-gradients, when the training goes on. `async def` functions run concurrently, also with those that come after them.
+gradients, when the training goes on. `async def` functions work too, one after the other: gather requests inside one.
 
 A function that raises, returns something else or takes longer than reward_timeout ends the run with one line that
 names it. It is not called again, because a call may cost money. Its traceback is a note of the error: options and
@@ -30,7 +30,7 @@ from contextlib import chdir
 from copy import deepcopy
 from typing import NamedTuple
 
-from data.calls import blaming, finish, name_of, start
+from data.calls import blaming, complete, name_of
 from snug.options import SnugError
 
 LARGEST = 1e25  # rewards with weights of up to 1e9 are added up and become float32, which ends at 3e38
@@ -112,17 +112,11 @@ def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list
     completions = arguments["completions"]
     hint = f"it gets {', '.join(arguments)}; the first completion is {completions[0]!r:.80}"
 
-    def failing(function):
-        return blaming(f"reward function {name_of(function)}", f"reward_timeout={timeout:g}", hint)
-
-    answers, rewards = [], []
+    rewards = []
     with chdir("."):
         for function in functions:
-            with failing(function):
-                answers.append(start(function, own_copy(arguments), timeout))
-        for function, answer in zip(functions, answers, strict=True):
-            with failing(function):
-                answer = finish(answer, timeout)
+            with blaming(f"reward function {name_of(function)}", f"reward_timeout={timeout:g}", hint):
+                answer = complete(function, own_copy(arguments), timeout)
             rewards.append(checked(function, answer, completions))
     return rewards
 

@@ -42,7 +42,7 @@ MUTANTS = [
     ("part of a number is one", "data/answers.py", "if PART.search(", "if not PART.search(", "test_gsm8k.py"),
     # data/calls.py
     ("calls: a late thread goes on", "data/calls.py", "        ctypes.pythonapi.PyThreadState_SetAsyncExc(", "        (lambda *_: None)(", "test_tools.py"),
-    ("calls: a late coroutine goes on", "data/calls.py", "        answer.cancel()\n", "", "test_tools.py"),
+    ("calls: a late coroutine goes on", "data/calls.py", "        future.cancel()\n", "", "test_tools.py"),
     ("calls: one alarm", "data/calls.py", "seconds, AGAIN)", "seconds)", "test_reward.py"),
     ("calls: a loop for each coroutine", "data/calls.py", "@cache\n", "", "test_tools.py test_reward.py"),
     # data/episodes.py
