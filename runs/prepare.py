@@ -82,7 +82,7 @@ class Prepared:
         if 0 < most < len(ids) and not isinstance(prompt, str):
             raise SnugError(
                 f"max_prompt_length={most} cuts a prompt of {len(ids)} tokens, which loses the head of its chat "
-                "template; raise it in the run, or drop such rows of a file: --drop_long_prompts"
+                "template; raise it in the run, or leave such rows out of a file"
             )
         return ids
 
@@ -90,11 +90,7 @@ class Prepared:
         """-> tokens of the longest prompt and of the longest completion."""
         settings = self.settings
         prompt, answer = self.task.longest(self.whole)
-        prompt, completion = settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
-        if settings.drop_long_prompts and not settings.max_new_tokens:
-            # SFT: each demonstration fits behind its own prompt.
-            completion = min(completion, settings.block_size - prompt)
-        return prompt, completion
+        return settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
 
 
 def prepare(
@@ -203,7 +199,7 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
     """The options of the shape get the model's values, for settings.json; a smaller block_size is the user's. A run
     that goes on keeps its max_new_tokens; a pretrained model has PRETRAINED_LENGTH, or what the longest prompt leaves.
 
-    Drops long prompts, if asked to. No held-out prompt is evaluated twice.
+    No held-out prompt is evaluated twice.
     """
     shape, task, encode = prepared.shape, prepared.task, prepared.tokenizer.encode_prompt
     values = {name: shape[name] for name in SHAPE if name in shape}
@@ -214,12 +210,8 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
         if before:
             settings.max_new_tokens = before.max_new_tokens
         elif prepared.origin and is_pretrained(prepared.origin.path):
-            room = settings.block_size // 2
-            if not settings.drop_long_prompts:
-                room = settings.block_size - (settings.max_prompt_length or task.longest(encode)[0])
+            room = settings.block_size - (settings.max_prompt_length or task.longest(encode)[0])
             settings.max_new_tokens = max(1, min(PRETRAINED_LENGTH, room))
-    if settings.drop_long_prompts:
-        task.drop_long(encode, settings)
     settings.eval_prompts = min(settings.eval_prompts, task.size("test") or settings.eval_prompts)
 
 
@@ -379,5 +371,5 @@ def refuse_lengths(prepared: Prepared):
         f"more than block_size={settings.block_size}"
     )
     if prepared.task.longest_at and not settings.max_prompt_length:
-        problem += f"; the longest is {prepared.task.longest_at}; shorten it, or add --drop_long_prompts"
+        problem += f"; the longest is {prepared.task.longest_at}; shorten it, or leave it out"
     raise SnugError(problem)
