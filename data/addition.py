@@ -55,8 +55,6 @@ class Addition(Task):
     def is_right(self, completion, answer):
         return self.answer_of(completion) == str(answer)
 
-    def longest_prompt(self):
-        return f"{'9' * self.settings.digits}+{'9' * self.settings.digits}="
-
-    def longest_answer(self):
-        return ",".join(["19"] * self.settings.digits) + ">" + "9" * (self.settings.digits + 1)
+    def longest_bytes(self):
+        """Of 9999+9999= and 19,19,19,19>99999."""
+        return 2 * self.settings.digits + 2, 4 * self.settings.digits + 1

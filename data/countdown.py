@@ -65,7 +65,7 @@ class Countdown(Task):
         value, solution, _ = random_expression(numbers, self.operators, rng)
         if not value <= self.max_target:  # also if it is NaN
             return None
-        prompt = prompt_of(numbers, int(value))
+        prompt = " ".join(map(str, numbers)) + f"={int(value)}:"
         return dict(prompt=prompt, numbers=numbers, target=int(value), solution=solution)
 
     def identity(self, row):
@@ -88,17 +88,11 @@ class Countdown(Task):
         fits = len(completion) <= MAX_CHARS and EXPRESSION.fullmatch(completion)
         return completion.replace(" ", "") if fits and not re.search("[0-9] +[0-9]", completion) else None
 
-    def longest_prompt(self):
-        return prompt_of([self.max_number] * self.counts[-1], self.max_target)
-
-    def longest_answer(self):
-        """20-(20-(20-20)): every operation but the outermost may need parentheses."""
-        pairs, number = self.counts[-1] - 2, self.max_number
-        return f"{number}-(" * pairs + f"{number}-{number}" + ")" * pairs
-
-
-def prompt_of(numbers: list[int], target: int) -> str:
-    return " ".join(map(str, numbers)) + f"={target}:"
+    def longest_bytes(self):
+        """Of 20 20 20 20=9999: and 20-(20-(20-20)). Every operation but the outermost may need parentheses."""
+        numbers, pairs = self.counts[-1], self.counts[-1] - 2
+        characters = numbers * len(f"{self.max_number}+")
+        return characters + len(f"{self.max_target}:"), characters - 1 + 2 * pairs
 
 
 def read_counts(text: str):

@@ -39,8 +39,5 @@ class Lookup(Task):
     def is_right(self, completion: str, answer: str) -> bool:
         return completion == answer
 
-    def longest_prompt(self) -> str:
-        return "9999="
-
-    def longest_answer(self) -> str:
-        return "<get>9999</get><result>9999</result>9999"
+    def longest_bytes(self):
+        return len("9999="), len("<get>9999</get><result>9999</result>9999")

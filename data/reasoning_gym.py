@@ -93,11 +93,8 @@ class ReasoningGym(Task):
     def demonstration(self, row, rng):
         return f"<answer>{row['answer']}</answer>"
 
-    def longest_prompt(self):
-        return "?" * self.bounds[0]
-
-    def longest_answer(self):
-        return "?" * self.bounds[1]
+    def longest_bytes(self):
+        return self.bounds
 
     def answer_of(self, completion):
         return in_answer_tags(completion)

@@ -62,12 +62,8 @@ class Task:
         """
         return completion.strip() or None
 
-    def longest_prompt(self) -> str:
-        """An ASCII text with at least as many bytes as any prompt (maybe fewer tokens: gpt2 reads 9999 as one)."""
-        raise NotImplementedError
-
-    def longest_answer(self) -> str:
-        """An ASCII text with at least as many bytes as any demonstration."""
+    def longest_bytes(self) -> tuple[int, int]:
+        """-> at least the bytes of any prompt, and of any demonstration (maybe fewer tokens: gpt2 reads 9999 as one)."""
         raise NotImplementedError
 
     def size(self, split: str) -> int | None:
@@ -87,7 +83,7 @@ class Task:
         content "x", and fewer than MARGIN more. Because other content may change how neighbouring template text
         ("user\\n", " [/INST]") is tokenized, and that text has fewer than MARGIN bytes up to the next special token.
         """
-        prompt, answer = len(self.longest_prompt().encode()), len(self.longest_answer().encode())
+        prompt, answer = self.longest_bytes()
         if self.settings.chat:
             prompt += len(encode(self.as_prompt("x"))) + MARGIN
         return prompt, answer

@@ -249,7 +249,7 @@ class LongTask:
     settings, longest = SFTSettings(), Task.longest
 
     def __init__(self, prompt):
-        self.longest_prompt, self.longest_answer = (lambda: "x" * prompt), (lambda: "x" * 767)
+        self.longest_bytes = lambda: (prompt, 767)
 
 
 def planned(shape, settings, prompt=256):
