@@ -7,7 +7,7 @@ Test: pytest tests/test_kernels.py
 from snug.kernels import triton
 
 if triton is None:
-    forward_kernel = backward_kernel = None
+    rows_kernel = None
 else:
     import triton.language as tl
     from triton.language import constexpr
@@ -46,83 +46,61 @@ else:
         return best, tl.log2(total), tl.sum(moment * share, 0) / total
 
     @triton.jit
-    def forward_kernel(
+    def rows_kernel(
         logits,
         targets,
         logprobs,
-        lse,
-        entropy,
-        scale,
-        slope,
-        width,
-        n_vocab,
-        row_stride,
-        BLOCK: constexpr,
-        PADDED: constexpr,
-        ENTROPY: constexpr,
-        GRADIENT: constexpr,
-    ):
-        """One program per row.
-
-        GRADIENT: slope * (onehot - softmax) replaces the logits; the second read comes from the L2 cache (`tile`)."""
-        row = tl.program_id(0).to(tl.int64)
-        logits += row * row_stride
-        best, log_sum, mean = read_row(logits, scale, width, n_vocab, BLOCK, PADDED, ENTROPY)
-        target = tl.load(targets + row)
-        known = (target >= 0) & (target < n_vocab)
-        chosen = tl.load(logits + target, known, -float("inf")).to(tl.float32) * scale
-        tl.store(logprobs + row, (chosen - best - log_sum) * LN2)
-        tl.store(lse + row, (best + log_sum) * LN2)
-        if ENTROPY:
-            tl.store(entropy + row, (best + log_sum - mean) * LN2)
-        if GRADIENT:
-            tl.debug_barrier()  # `chosen` is read before any lane overwrites it
-            for start in range(0, width, BLOCK):
-                column = start + tl.arange(0, BLOCK)
-                mask = column < width
-                # "evict_first": nobody reads the logits again.
-                x = tl.load(logits + column, mask, other=-float("inf"), eviction_policy="evict_first")
-                p = tl.exp2(x.to(tl.float32) * scale - best - log_sum)
-                d = tl.where(column == target, slope - slope * p, -slope * p)
-                if PADDED:
-                    d = tl.where(column < n_vocab, d, 0.0)
-                tl.store(logits + column, d.to(logits.dtype.element_ty), mask)
-
-    @triton.jit
-    def backward_kernel(
-        logits,
-        targets,
         lse,
         entropy,
         coefficients,
         dentropy,
         dlogits,
         scale,
+        slope,
         width,
         n_vocab,
         row_stride,
         out_row_stride,
-        blocks,
         BLOCK: constexpr,
         PADDED: constexpr,
     ):
-        """One program per block of a row, in memory order, as a copy would be. dlogits may be logits.
+        """One program per row: logprobs, lse and, if it is there, entropy; or with coefficients their gradient alone.
 
-        coefficients and dentropy are already divided by the temperature."""
-        row = (tl.program_id(0) // blocks).to(tl.int64)
-        column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-        mask = column < width
-        c = tl.load(coefficients + row)
-        x = tl.load(logits + row * row_stride + column, mask, 0.0)
-        z = x.to(tl.float32) * scale - tl.load(lse + row) * LOG2E
-        p = tl.exp2(z)
-        log_p = tl.maximum(z, LOW) * LN2
-        # dH / dz = -p (log p + H)
-        share = c + tl.load(dentropy + row) * (log_p + tl.load(entropy + row))
-        d = tl.where(column == tl.load(targets + row), c - share * p, -share * p)
-        if PADDED:
-            d = tl.where(column < n_vocab, d, 0.0)
-        tl.store(dlogits + row * out_row_stride + column, d.to(dlogits.dtype.element_ty), mask)
+        dlogits may be logits; the second read comes from the L2 cache (`tile`). Without coefficients it becomes
+        slope * (onehot - softmax). coefficients and dentropy are already divided by the temperature.
+        """
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * row_stride
+        target = tl.load(targets + row)
+        if coefficients is None:
+            best, log_sum, mean = read_row(
+                logits, scale, width, n_vocab, BLOCK, PADDED, entropy is not None
+            )
+            known = (target >= 0) & (target < n_vocab)
+            chosen = tl.load(logits + target, known, -float("inf")).to(tl.float32) * scale
+            tl.store(logprobs + row, (chosen - best - log_sum) * LN2)
+            tl.store(lse + row, (best + log_sum) * LN2)
+            if entropy is not None:
+                tl.store(entropy + row, (best + log_sum - mean) * LN2)
+            c = slope
+        else:
+            best, log_sum, c = tl.load(lse + row) * LOG2E, 0.0, tl.load(coefficients + row)
+        if dlogits is not None:
+            tl.debug_barrier()  # `chosen` is read before any lane overwrites it
+            for start in range(0, width, BLOCK):
+                column = start + tl.arange(0, BLOCK)
+                mask = column < width
+                # "evict_first": nobody reads the logits again.
+                x = tl.load(logits + column, mask, other=-float("inf"), eviction_policy="evict_first")
+                z = x.to(tl.float32) * scale - best - log_sum
+                share = c
+                if coefficients is not None:  # dH / dz = -p (log p + H)
+                    log_p = tl.maximum(z, LOW) * LN2
+                    share += tl.load(dentropy + row) * (log_p + tl.load(entropy + row))
+                d = tl.where(column == target, c, 0.0) - share * tl.exp2(z)
+                if PADDED:
+                    d = tl.where(column < n_vocab, d, 0.0)
+                tl.store(dlogits + row * out_row_stride + column, d.to(dlogits.dtype.element_ty), mask)
 
 
 def tile(width: int, itemsize: int = 2, gradient: bool = False):

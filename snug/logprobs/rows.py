@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from snug.kernels import LOG2_OF_E, LOWEST, launch, nothing_to_do, uses_triton
-from snug.logprobs.kernels import backward_kernel, forward_kernel, tile
+from snug.logprobs.kernels import rows_kernel, tile
 
 # Numbers that plain torch works on at a time: 2 MiB of float32 stay in the cache from operation to operation.
 SCRATCH = 2**19
@@ -104,27 +104,7 @@ def forward_rows(
     if not uses_triton(logits):
         forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient)
         return
-    M, width = logits.shape
-    block, warps = tile(width, logits.element_size(), gradient)
-    launch(
-        forward_kernel,
-        (M,),
-        logits,
-        targets,
-        logprobs,
-        lse,
-        lse if entropy is None else entropy,  # a pointer that is not written to
-        LOG2_OF_E / options.temperature,
-        1 / options.temperature,
-        width,
-        options.n_vocab,
-        logits.stride(0),
-        BLOCK=block,
-        PADDED=options.n_vocab < width,
-        ENTROPY=entropy is not None,
-        GRADIENT=gradient,
-        num_warps=warps,
-    )
+    launch_rows(logits, targets, options, logprobs, lse, entropy, dlogits=logits if gradient else None)
 
 
 def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch):
@@ -140,25 +120,40 @@ def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy
     if not uses_triton(logits):
         backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch)
         return
+    launch_rows(logits, targets, options, None, lse, entropy, coefficients, dentropy, dlogits)
+
+
+def launch_rows(
+    logits,
+    targets,
+    options,
+    logprobs,
+    lse,
+    entropy,
+    coefficients=None,
+    dentropy=None,
+    dlogits=None,
+):
+    """The kernel, for both."""
     M, width = logits.shape
-    block, warps = tile(width)
-    blocks = -(-width // block)
+    block, warps = tile(width, logits.element_size(), dlogits is not None)
     launch(
-        backward_kernel,
-        (M * blocks,),
+        rows_kernel,
+        (M,),
         logits,
         targets,
+        logprobs,
         lse,
         entropy,
         coefficients,
         dentropy,
         dlogits,
         LOG2_OF_E / options.temperature,
+        1 / options.temperature,
         width,
         options.n_vocab,
         logits.stride(0),
-        dlogits.stride(0),
-        blocks,
+        0 if dlogits is None else dlogits.stride(0),
         BLOCK=block,
         PADDED=options.n_vocab < width,
         num_warps=warps,
