@@ -80,6 +80,9 @@ class GPTConfig:
             raise ValueError(f"n_vocab={self.n_vocab} is more than vocab_size={self.vocab_size}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if low >= high:
+            raise ValueError(f"rope_low_freq_factor={low} must be below rope_high_freq_factor={high}")
 
 
 def autocast(dtype: str, model: "GPT") -> torch.autocast:
