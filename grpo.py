@@ -25,7 +25,7 @@ import torch
 
 import train_sft
 from batch import Cut, make_micro_batch
-from loss import decoupled_advantages, group_advantages, kl_divergence, overlong_punishment, policy_loss
+from loss import decoupled_advantages, group_advantages, overlong_punishment, policy_loss
 from model import autocast
 from runs.checkpoint import open_checkpoint
 from sample import sample_episodes
@@ -71,7 +71,7 @@ def iterate(iteration, training, collect=None):
 
     # 1. Sample k completions of each of P prompts from the model's own weights. 2. Score them.
     scored, metrics = (collect or collect_groups)(iteration, training)
-    rollouts, rewards = scored.rollouts, scored.rewards  # N completions; (P, k)
+    rollouts = scored.rollouts  # N completions
 
     # 3. Cut them into optimizer steps, those into micro-batches. `run` and `fill` cut smaller after an out-of-memory.
     max_tokens, processes = training.limits.max_tokens_per_micro_batch, training.processes
@@ -90,15 +90,11 @@ def iterate(iteration, training, collect=None):
         rollouts.teacher_outputs = training.fill("teacher", teacher_outputs, training, rollouts, cut=cut)
 
     # 5. Advantages (P, k): how much better than its group was each completion?
-    if settings.use_kl_in_reward:
-        kl = kl_divergence(rollouts.sampling_logprobs, rollouts.ref_logprobs, settings.kl_estimator)
-        rewards = rewards - settings.beta * kl.sum(1).cpu().view(rewards.shape)
-        del kl  # (N, T_c)
     if settings.multi_objective_aggregation == "normalize_then_sum":
         weights = training.prepared.reward_weights
         advantages = decoupled_advantages([*scored.by_function.values()], settings.group_size, weights)
     else:
-        advantages = group_advantages(rewards, settings.scale_rewards, baseline=settings.baseline)
+        advantages = group_advantages(scored.rewards, settings.scale_rewards)
     rollouts.advantages = settings.reward_coef * advantages.flatten().to(model.device)  # (N,)
 
     # 6. Learn, num_iterations times over. Skip a step that teaches nothing: moments and decay would move the weights.
@@ -118,7 +114,7 @@ def iterate(iteration, training, collect=None):
 
     # 9. Evaluate where it is due, log, save.
     processes.add(entropies)
-    samples = training.samples(scored._replace(rewards=rewards), entropies)
+    samples = training.samples(scored, entropies)
     del scored, rollouts, entropies  # before the evaluation samples its own
     record = {"iter": iteration} | mean_of_steps(taken) | metrics
     record |= dict(skipped_steps=skipped, learning_rate=learning_rate)
@@ -257,7 +253,7 @@ def trainable(rollouts, indices, settings) -> list[int]:
 def teaches(rollouts, select, settings) -> bool:
     """Can the gradient be anything but 0? A batch that is not finite is not skipped: the guard reports it."""
     sequences = trainable(rollouts, select, settings)
-    always = settings.entropy_coef or settings.teacher or (settings.beta and not settings.use_kl_in_reward)
+    always = settings.entropy_coef or settings.teacher or settings.beta
     learns = sequences and (always or rollouts.advantages[sequences].any())
     return bool(learns) or not finite_columns(rollouts, select)
 

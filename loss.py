@@ -16,19 +16,15 @@ from snug.memory.ledger import COMPONENTS
 COMPONENTS[__name__] = "loss"  # the name in --plan's table
 
 
-def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
+def group_advantages(rewards, scale_rewards="group", eps=1e-4):
     """rewards (P, k) -> advantages (P, k): how much better than its group was a completion? (DeepSeekMath, eq. 3.2.1)
 
-    Centred by the group's mean (baseline "mean") or by the mean of the k - 1 others ("leave_one_out": RLOO, Ahmadian et
-    al. 2024, eq. 9). Then divided by a standard deviation + eps, with Bessel's correction as in TRL: the group's
-    (scale_rewards "group"), the whole batch's ("batch") or nothing ("none": Dr. GRPO); or by the group's mean + eps
-    ("mean": MaxRL, Tajwar et al. 2026, algorithm 1), for rewards from 0 up: a mean of 0 or less gives advantages 0.
-    NaN means "not scored": it is left out of every mean and gets advantage 0. A group of one, or of equal rewards, gets
-    0. float64 stays float64; all else becomes float32.
+    Centred by the group's mean, then divided by a standard deviation + eps, with Bessel's correction as in TRL: the
+    group's (scale_rewards "group"), the whole batch's ("batch") or nothing ("none": Dr. GRPO). NaN means "not scored":
+    it is left out of every mean and gets advantage 0. A group of one, or of equal rewards, gets 0. float64 stays
+    float64; all else becomes float32.
 
         rewards [1, 0, 0, 1] -> centred [.5, -.5, -.5, .5], std 0.577 -> [.866, -.866, -.866, .866]
-                         leave_one_out [.667, -.667, -.667, .667]: k / (k - 1) times as much
-                [1, 0, 0, 0] by "mean" -> [.75, -.25, -.25, -.25] / .25 = [3, -1, -1, -1]
     """
     rewards = torch.as_tensor(rewards)
     dtype = torch.promote_types(rewards.dtype, torch.float32)
@@ -36,17 +32,12 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4, baseline="mean"):
     rewards = rewards.double()
     scored = ~rewards.isnan()
     count = scored.sum(1, keepdim=True)  # (P, 1)
-    mean = rewards.nansum(1, keepdim=True) / count
-    centred = (rewards - mean).masked_fill(~scored, 0)
+    centred = (rewards - rewards.nansum(1, keepdim=True) / count).masked_fill(~scored, 0)
     if scale_rewards == "group":
         scale = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     elif scale_rewards == "batch":
         distance = rewards - rewards.nansum() / scored.sum()
         scale = (distance.square().nansum() / (scored.sum() - 1).clamp(min=1)).sqrt()
-    elif scale_rewards == "mean":
-        scale = mean.masked_fill(mean <= 0, torch.inf)
-    if baseline == "leave_one_out":
-        centred = centred * count / (count - 1).clamp(min=1)
     if scale_rewards != "none":
         centred = torch.where(centred == 0, 0, centred / (scale + eps))
     return centred.to(dtype)
@@ -78,16 +69,13 @@ def overlong_punishment(lengths, max_new_tokens, soft_punish_cache):
 def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
     """Estimates of KL(policy || reference) from tokens of the policy, (M,) each; log r = ref_logprob - logprob.
 
-    k1  -log r           unbiased, may be negative. Its gradient has mean 0: useful in a reward, useless in a loss
     k2  (log r)^2 / 2    biased, but its mean gradient is the KL's
     k3  r - 1 - log r    unbiased, never negative; its mean gradient is that of KL(reference || policy)
 
-    policy_loss multiplies k1 and k3 by the ratio: this gives them the KL's gradient, also from stale tokens
-    (DeepSeek-V3.2). k2 has it without the ratio. "k3_no_ratio" is DeepSeekMath's k3. Schulman 2020, Tang & Munos 2025.
+    policy_loss multiplies k3 by the ratio: this gives it the KL's gradient, also from stale tokens (DeepSeek-V3.2).
+    "k3_no_ratio" is DeepSeekMath's k3. Schulman 2020, Tang & Munos 2025.
     """
     log_ratio = ref_logprobs - logprobs
-    if estimator == "k1":
-        return -log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
     return torch.expm1(log_ratio) - log_ratio
@@ -152,15 +140,6 @@ def sapo_surrogate(ratio, advantages, options, **rest):
     return -torch.sigmoid(t * (ratio - 1)) * 4 / t * advantages, torch.zeros_like(ratio)
 
 
-def gmpo_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, options, **rest):
-    """-exp(mean of the sequence's log ratios, each clipped where A pushes it outwards) A        (arXiv 2507.20673)"""
-    change = logprobs - old_logprobs
-    low, high = change.clamp(min=-options.epsilon), change.clamp(max=options.upper_epsilon)
-    bounded = torch.where(advantages > 0, high, low)
-    ratio = sequence_ratio(bounded, sequence, lengths)
-    return -ratio * advantages, (bounded != change) & (advantages != 0)
-
-
 def vespo_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, options, **rest):
     """-stop_gradient(w^k exp(lambda (1 - w))) A logprob, w the product of the sequence's ratios (arXiv 2602.10693)
     k, lambda by A's sign; with 2 and 3 the weight is .97 at w = 0.4, 1 at 1, .50 at 1.5, .20 at 2
@@ -174,7 +153,7 @@ def vespo_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, optio
 
 
 SURROGATES = dict(clipped=clipped_surrogate, cispo=cispo_surrogate, sapo=sapo_surrogate)
-SURROGATES |= dict(gmpo=gmpo_surrogate, vespo=vespo_surrogate, own=own_surrogate)
+SURROGATES |= dict(vespo=vespo_surrogate, own=own_surrogate)
 
 
 def token_weights(sequence, lengths, options, num_tokens, num_sequences, num_micro_batches=1):
@@ -246,11 +225,10 @@ def policy_loss(
     metrics = {"clip_fraction": clipped.sum() / num_tokens}
     if ref_logprobs is not None:
         metrics["kl"] = kl_divergence(logprobs.detach(), ref_logprobs).sum() / num_tokens
-        if options.beta and not options.use_kl_in_reward:
-            kl = kl_divergence(logprobs, ref_logprobs, options.kl_estimator)
-            if options.kl_estimator in ("k1", "k3"):
-                kl = kl * ratio
-            per_token = per_token + options.beta * kl
+        kl = kl_divergence(logprobs, ref_logprobs, options.kl_estimator)
+        if options.kl_estimator == "k3":
+            kl = kl * ratio
+        per_token = per_token + options.beta * kl
     if teacher_logprobs is not None:
         metrics["divergence"] = (logprobs.detach() - teacher_logprobs).sum() / num_tokens
     if divergence is not None:

@@ -213,9 +213,8 @@ class Loss(NamedTuple):
 
 
 UNCLIPPED = dict(delta=None)
-OF_SEQUENCES = dict(
-    delta=None, importance_sampling_level="token"
-)  # they have a sequence's ratio of their own
+# It has a sequence's ratio of its own, which has the sampler's log-probs already.
+OF_SEQUENCES = UNCLIPPED | dict(importance_sampling_level="token", importance_sampling_cap=None)
 LOSSES = {
     "dapo": Loss("clipped", "token"),
     "grpo": Loss("clipped", "sequence"),
@@ -224,9 +223,7 @@ LOSSES = {
     "cispo": Loss("cispo", "token", UNCLIPPED),
     "sapo": Loss("sapo", "sequence", UNCLIPPED),
     "luspo": Loss("clipped", "sum", dict(importance_sampling_level="sequence")),
-    # Its ratio has the sampler's log-probs already.
-    "vespo": Loss("vespo", "token", OF_SEQUENCES | dict(importance_sampling_cap=None), True),
-    "gmpo": Loss("gmpo", "sequence", OF_SEQUENCES, True),
+    "vespo": Loss("vespo", "token", OF_SEQUENCES, whole_sequences=True),
 }
 OWN_LOSS = Loss("own", "token", whole_sequences=True)  # the user's function
 # What it gets, by name.
@@ -273,9 +270,7 @@ class LossOptions:
         "sequence: one ratio for a completion, the geometric mean of its tokens' (GSPO); set epsilon near 4e-4",
         choices=("token", "sequence"),
     )
-    epsilon: float = option(
-        0.2, "clip the ratio from 1 - epsilon to 1 + epsilon_high; gmpo: its logarithm, for example by 0.4"
-    )
+    epsilon: float = option(0.2, "clip the ratio from 1 - epsilon to 1 + epsilon_high")
     epsilon_high: float | None = option(
         None, "upper clipping range; none: epsilon. cispo: the largest ratio, for example 5"
     )
@@ -340,7 +335,6 @@ class Rule(NamedTuple):
     text: str = "{given} does not support {other}; use --{needed}"
 
 
-NO_SCALE = "{given} does not support {other}: a mean below 0 is no scale; leave it out"
 RULES = [
     Rule(
         "dtype",
@@ -363,16 +357,8 @@ RULES = [
     Rule(
         "multi_objective_aggregation",
         "normalize_then_sum",
-        dict(scale_rewards="group", baseline="mean", soft_punish_cache=0),
+        dict(scale_rewards="group", soft_punish_cache=0),
     ),
-    Rule(
-        "scale_rewards",
-        "group",
-        dict(use_kl_in_reward=False),
-        "{given} does not support {other}: scaling cancels beta; use --scale_rewards=none",
-    ),
-    Rule("scale_rewards", "mean", dict(use_kl_in_reward=False, soft_punish_cache=0), NO_SCALE),
-    Rule("beta", 0.0, dict(use_kl_in_reward=False), "{other} has no weight with {given}; use --beta=0.01"),
     Rule(
         "group_size",
         1,
@@ -487,14 +473,8 @@ class AdvantageOptions:
 
     scale_rewards: str = option(
         "group",
-        "divide by the standard deviation of the group's or the batch's rewards; mean: by the group's mean reward "
-        "(MaxRL)",
-        choices=("group", "batch", "none", "mean"),
-    )
-    baseline: str = option(
-        "mean",
-        "subtract the mean reward of the group, or of its other completions",
-        choices=("mean", "leave_one_out"),
+        "divide by the standard deviation of the group's or the batch's rewards",
+        choices=("group", "batch", "none"),
     )
     multi_objective_aggregation: str = option(
         "sum_then_normalize",
@@ -516,10 +496,9 @@ class KLOptions:
     )
     kl_estimator: str = option(
         "k3",
-        "the loss multiplies k1 and k3 by the ratio; k3_no_ratio is DeepSeekMath's k3",
-        choices=("k1", "k2", "k3", "k3_no_ratio"),
+        "the loss multiplies k3 by the ratio; k3_no_ratio is DeepSeekMath's k3",
+        choices=("k2", "k3", "k3_no_ratio"),
     )
-    use_kl_in_reward: bool = option(False, "subtract beta * KL from the reward, not in the loss")
 
 
 @dataclass

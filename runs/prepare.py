@@ -112,7 +112,7 @@ def prepare(
     origin, warm_start = find_origin(settings, resume, config)
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
     toolbox = make_toolbox(settings, tokenizer, functions)
-    needed = isinstance(settings, GRPOSettings) and (not settings.teacher or settings.use_kl_in_reward)
+    needed = isinstance(settings, GRPOSettings) and not settings.teacher
     rewards = rewards_of(settings, task, functions, toolbox, needed)
     if isinstance(settings, GRPOSettings) and settings.loss is OWN_LOSS:
         load_loss(settings.loss_type)

@@ -131,9 +131,9 @@ def test_what_can_teach(tmp_path):
     rollouts.advantages = torch.zeros(4, device=DEVICE)
     broken = dataclasses.replace(rollouts, sampling_logprobs=rollouts.sampling_logprobs * math.nan)
     assert grpo.teaches(broken, range(4), GRPOSettings())  # so that the guard sees it
-    ways = dict(), dict(beta=0.1), dict(entropy_coef=0.1), dict(beta=0.1, use_kl_in_reward=True)
+    ways = dict(), dict(beta=0.1), dict(entropy_coef=0.1)
     teach = [grpo.teaches(rollouts, range(4), GRPOSettings(init_from="x", **options)) for options in ways]
-    assert teach == [False, True, True, False]
+    assert teach == [False, True, True]
     rollouts.advantages[2] = -1
     assert grpo.teaches(rollouts, range(2, 4), GRPOSettings()) and not grpo.teaches(rollouts, range(2), GRPOSettings())
 
@@ -223,34 +223,6 @@ def keep_rollouts(monkeypatch):
     original = grpo.accumulate_gradient
     monkeypatch.setattr(grpo, "accumulate_gradient", lambda *a, **rest: kept.append(a[1]) or original(*a, **rest))
     return kept
-
-
-def test_the_kl_is_taken_from_the_reward(tmp_path, monkeypatch):
-    """beta times a completion's summed KL, before groups are compared; nothing of it is left in the loss."""
-    warm = prepared_for(tmp_path / "warm", lambda n, i: float(i), max_iters=2, learning_rate=1e-2)[0]
-    grpo.main(warm)
-    options = dict(init_from=warm.settings.out_dir, learning_rate=1e-2, max_iters=2)
-    options |= dict(beta=0.5, use_kl_in_reward=True, scale_rewards="none")
-    prepared, _ = prepared_for(tmp_path, lambda n, i: float(i), kl_estimator="k1", **options)
-    seen, kept, differences = learned_from(monkeypatch), keep_rollouts(monkeypatch), []
-    policy_loss = grpo.policy_loss
-
-    def also_without_beta(*arguments, options, **counts):
-        loss, metrics = policy_loss(*arguments, options=options, **counts)
-        plain = dataclasses.replace(options, beta=0.0, use_kl_in_reward=False)
-        differences.append(float(loss.detach() - policy_loss(*arguments, options=plain, **counts)[0]))
-        return loss, metrics
-
-    monkeypatch.setattr(grpo, "policy_loss", also_without_beta)
-    grpo.main(prepared)
-    rollouts = kept[1]  # in the first iteration the policy is the reference
-    for row in range(16):
-        c = int(rollouts.completion_lengths[row])
-        pairs = zip(rollouts.sampling_logprobs[row, :c].tolist(), rollouts.ref_logprobs[row, :c].tolist(), strict=True)
-        kl = sum(p - q for p, q in pairs)
-        assert float(seen[1].flatten()[row]) == pytest.approx(row % 4 - 0.5 * kl, abs=1e-4)
-    assert set(differences) == {0.0} and (seen[1] - torch.arange(4.0)).abs().max() > 1e-3
-    assert read_log(prepared.settings.out_dir)[1]["kl"] > 0
 
 
 def test_truncated_importance_takes_the_trainers_log_probs(tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def assert_same(ours, oracle, tolerance=1e-10):
 
 VARIANTS = {
     "dapo": dict(beta=0.1),
-    "grpo": dict(loss_type="grpo", delta=1.5, kl_estimator="k1"),
+    "grpo": dict(loss_type="grpo", delta=1.5, kl_estimator="k2"),
     "bnpo": dict(loss_type="bnpo", entropy_coef=0.1),
     "dr_grpo": dict(loss_type="dr_grpo", beta=0.1, kl_estimator="k2"),
     "cispo": dict(loss_type="cispo", epsilon_high=1.1, importance_sampling_cap=1.1),
@@ -86,8 +86,7 @@ VARIANTS = {
     "gspo of bnpo": dict(loss_type="bnpo", importance_sampling_level="sequence", mask_truncated_completions=True),
     "sapo": dict(loss_type="sapo", sapo_temperature_neg=2.0, beta=0.1),
     "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", epsilon=0.05),
-    "vespo": dict(loss_type="vespo", vespo_lambda_pos=1.0, beta=0.1),
-    "gmpo": dict(loss_type="gmpo", epsilon=0.4, mask_truncated_completions=True),
+    "vespo": dict(loss_type="vespo", vespo_lambda_pos=1.0, beta=0.1, mask_truncated_completions=True),
     "token mask": dict(importance_sampling_cap=1.1, importance_sampling_mode="token_mask"),
     "sequence mask": dict(importance_sampling_cap=1.5, importance_sampling_mode="sequence_mask", beta=0.1),
     "sequence truncate": dict(

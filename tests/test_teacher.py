@@ -231,7 +231,7 @@ def test_sampled_advantages_by_hand():
 
 
 @plain_only
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gmpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"])
 def test_an_exact_divergence_is_weighed_as_the_loss_weighs_tokens(loss_type):
     """Beside every loss: the gradient for the divergence is teacher_coef times that of a token's weight."""
     level = "sequence" if loss_type == "luspo" else "token"
@@ -247,7 +247,7 @@ def test_an_exact_divergence_is_weighed_as_the_loss_weighs_tokens(loss_type):
     loss, metrics = policy_loss(*arguments, options=options, divergence=apart, **counts)
     loss.backward()
     weights = dict.fromkeys(("dapo", "cispo", "vespo"), [1 / 20] * 9) | dict(bnpo=[1 / 9] * 9, luspo=[1 / 4] * 9)
-    weights |= dict.fromkeys(("grpo", "sapo", "gmpo"), [1 / 20] * 5 + [1 / 4] + [1 / 12] * 3)
+    weights |= dict.fromkeys(("grpo", "sapo"), [1 / 20] * 5 + [1 / 4] + [1 / 12] * 3)
     weights["dr_grpo"] = [1 / 48] * 9
     assert apart.grad.tolist() == pytest.approx([0.3 * weight for weight in weights[loss_type]])
     assert float(metrics["divergence"]) == pytest.approx(float(apart.sum()) / 20)
@@ -357,7 +357,7 @@ def teacher_at_home(teacher):
 
 @plain_only
 @pytest.mark.parametrize("options", [
-    dict(importance_sampling_level="sequence", entropy_coef=0.1), dict(loss_type="gmpo", epsilon=0.4),
+    dict(importance_sampling_level="sequence", entropy_coef=0.1),
     dict(importance_sampling_cap=1.5, importance_sampling_mode="sequence_mask", beta=0.1), dict(entropy_coef=0.1),
     dict(mask_truncated_completions=True, loss_type="grpo"), dict(loss_type="vespo"), dict(reward_coef=0.0),
 ])  # fmt: skip
