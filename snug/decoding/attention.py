@@ -93,15 +93,6 @@ if triton is not None:
             tl.store(y + at, (acc / total[:, None]).to(y.dtype.element_ty), last_mask)
             tl.store(counters + query, 0, last)
 
-    @triton.jit
-    def write_column(k, v, cos, sin, keys, values, column, d, D, ROTARY: constexpr):
-        """Store a new key, rotated, and a new value (D,) as they come from the projection."""
-        inside = d < D
-        key = rotated(k, cos, sin, d, D, inside, ROTARY)
-        tl.store(keys + column * D + d, key.to(keys.dtype.element_ty), inside)
-        value = tl.load(v + d, inside, 0.0)
-        tl.store(values + column * D + d, value.to(values.dtype.element_ty), inside)
-
     # These change from rollout to rollout. Without this, 1 or a multiple of 16 would compile the kernel again.
     @triton.jit(do_not_specialize=["T_p", "T_c", "prompt_programs"])
     def attend_kernel(
@@ -143,9 +134,11 @@ if triton is not None:
             now = tl.load(t + s).to(tl.int32)
             end = tl.minimum(begin + completion_chunk, now + 1)
             if now // completion_chunk == split:
-                k += s * k_row + g * D
-                v += s * v_row + g * D
-                write_column(k, v, cos + s * D, sin + s * D, keys, values, now, d, D, ROTARY)
+                inside = d < D
+                key = rotated(k + s * k_row + g * D, cos + s * D, sin + s * D, d, D, inside, ROTARY)
+                value = tl.load(v + s * v_row + g * D + d, inside, 0.0)
+                tl.store(keys + now * D + d, key.to(keys.dtype.element_ty), inside)
+                tl.store(values + now * D + d, value.to(values.dtype.element_ty), inside)
             tl.debug_barrier()  # all threads of the program see the new column
             split += prompt_splits
         active = (slot >= 0) & (r < R)
