@@ -102,26 +102,29 @@ class Rollouts:
         return cls(**columns)
 
 
-def sampling_options(settings, episodes) -> dict:
-    """Keywords of sample_groups for these Episodes."""
-    return dict(
-        stop_token=episodes.tokenizer.stop_tokens,
-        is_over=episodes.is_over,
-        respond=episodes.respond,
-        enforce_eager=settings.enforce_eager,
-        chunk_mb=settings.logits_chunk_mb,
-        progress=True,
-    )
-
-
 def sample_episodes(model, prepared, rows, k, **options):
     """k completions of each task row's prompt -> (Rollouts, their Episodes). options: of sample_groups."""
-    settings, tokenizer = prepared.settings, prepared.tokenizer
-    with autocast(settings.dtype, model), chdir("."):  # a tool may change the directory
-        episodes = Episodes(prepared.toolbox, tokenizer, rows, k, settings.stop_string)
+    settings = prepared.settings
+    with chdir("."):  # a tool may change the directory
+        episodes = Episodes(prepared.toolbox, prepared.tokenizer, rows, k, settings.stop_string)
         prompts = [prepared.encode(row["prompt"]) for row in episodes.rows]
-        options |= sampling_options(settings, episodes)
-        return sample_groups(model, prompts, episodes.k, **options), episodes
+        return sample_turns(model, settings, episodes, prompts, **options), episodes
+
+
+def sample_turns(model, settings, episodes, prompts, **options) -> Rollouts:
+    """The completions of Episodes, whose prompts have these ids."""
+    with autocast(settings.dtype, model):
+        return sample_groups(
+            model,
+            prompts,
+            episodes.k,
+            stop_token=episodes.tokenizer.stop_tokens,
+            is_over=episodes.is_over,
+            respond=episodes.respond,
+            enforce_eager=settings.enforce_eager,
+            chunk_mb=settings.logits_chunk_mb,
+            **options,
+        )
 
 
 def sample_groups(
@@ -139,7 +142,6 @@ def sample_groups(
     is_over: Callable[[list[int]], bool] | None = None,
     respond: Callable[[int, list[int]], list[int] | None] | None = None,
     enforce_eager: bool = False,
-    progress: bool = False,
 ) -> Rollouts:
     """`group_size` completions of each prompt, side by side -> N = len(prompts) * group_size rows.
 
@@ -153,7 +155,7 @@ def sample_groups(
 
     max_batch: completions decoded at a time (default all), which bounds the KV cache. chunk_mb: MiB that logits may
     take (0: the device's default). first_row: the number of the first row, to continue an earlier call. enforce_eager:
-    no CUDA graphs. progress: a bar in a terminal after 3 seconds.
+    no CUDA graphs. In a terminal a bar appears after 3 seconds.
 
     Raises ValueError if a prompt is empty, SnugError if one leaves no room for max_new_tokens within block_size.
     """
@@ -168,7 +170,7 @@ def sample_groups(
             prompts,
             group_size,
             max_new_tokens,
-            min(max_batch or N, N),
+            max_batch,
             stop_token,
             temperature=temperature,
             chunk_mb=chunk_mb,
@@ -178,18 +180,16 @@ def sample_groups(
         )
         rows = np.arange(first_row, first_row + N)
         batch.u[:N] = torch.from_numpy(uniforms(seed, rows, np.arange(max_new_tokens)))
-        decode(batch, progress)
+        decode(batch)
         tables = batch.tokens[:N], batch.logprobs[:N], batch.written, batch.turns
         del batch  # the KV cache ends here
     return assemble(prompts, group_size, stop_token, *tables)
 
 
 def check_prompts(prompts, max_new_tokens, block_size):
-    longest = max(map(len, prompts), default=0)
+    longest = max(map(len, prompts))
     if not all(prompts):
         raise ValueError("a prompt has no tokens; the model needs at least one to go on from")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: a completion has at least one token")
     if longest + max_new_tokens > block_size:
         raise SnugError(
             f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens} is longer than block_size={block_size}; "
@@ -197,9 +197,9 @@ def check_prompts(prompts, max_new_tokens, block_size):
         )
 
 
-def decode(batch, progress):
-    """Step until all completions are over. progress: show how many are."""
-    shown = dict(desc="sampling", unit=" completions", delay=3, leave=False, disable=not progress or None)
+def decode(batch):
+    """Step until all completions are over, and show how many are."""
+    shown = dict(desc="sampling", unit=" completions", delay=3, leave=False, disable=None)
     with tqdm(total=batch.N, **shown) as bar:
         while active := batch.refill():
             for _ in range(LOOK_EVERY[batch.kind]):
@@ -282,20 +282,13 @@ def complete(settings, given, run, functions=NONE):
     ids = [run.tokenizer.encode_prompt(each["prompt"]) for each in episodes.rows]
     room = run.model.config.block_size - max(map(len, ids))
     longest = max(1, min(merged.max_new_tokens or PRETRAINED_LENGTH, room))
-    options = dict(temperature=settings.temperature, seed=settings.seed)
-    options |= sampling_options(merged, episodes)
-    with autocast(run.settings.dtype, run.model):
-        rollouts = sample_groups(run.model, ids, episodes.k, longest, **options)
+    options = dict(max_new_tokens=longest, temperature=settings.temperature, seed=settings.seed)
+    rollouts = sample_turns(run.model, merged, episodes, ids, **options)
     texts = []
     for completion, stopped in zip(episodes.finish(rollouts), rollouts.stopped.tolist(), strict=True):
-        if toolbox:
-            completion = as_text(completion)
-        elif merged.stop_string:
-            completion = completion.split(merged.stop_string)[0]
+        completion = as_text(completion) if toolbox else completion
         texts.append(completion if stopped else f"{completion} …")
-    if isinstance(prompt, str):
-        return prompt + "\n" * bool(toolbox), texts
-    return f"{prompt[-1]['content']}\n", texts
+    return prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n", texts
 
 
 def main(settings, given, run):

@@ -143,7 +143,7 @@ def test_evaluations_with_and_without_tools(run, tmp_path):
 def test_the_sampler_shows_turns(run):
     options = SampleSettings(num_samples=60)
     prompt, texts = complete(options, set(), loading.load_run(run.out_dir, DEVICE))
-    assert prompt.endswith("?\n") and len(texts) == 60
+    assert prompt.endswith("?") and len(texts) == 60
     shown = "\n".join(texts)
     assert "  user: ?" in shown and "\n  f: " in shown and '  -> f(text="' in shown
     options = dataclasses.replace(options, max_turns=1)
@@ -525,4 +525,4 @@ def test_each_completion_may_have_its_own_prompt(tmp_path, monkeypatch):
         count, goal = sum(m["role"] == "tool" for m in sample["messages"]), int(sample["prompt"][-2])
         assert sample["reward"] == pytest.approx(-abs(goal - count) + 0.01 * goal) or not sample["stopped"]
     prompt, texts = complete(SampleSettings(num_samples=3), set(), loading.load_run(tmp_path / "run", DEVICE))
-    assert prompt.endswith("=\n") and len(texts) == 3
+    assert prompt.endswith("=") and len(texts) == 3

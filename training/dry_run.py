@@ -167,11 +167,10 @@ class DryTraining(Training):
         """Allocate as sample_groups does at most -> Rollouts in which every length is the longest."""
         prompt, completion = self.prepared.longest()
         N = P * k
-        slots = min(max_batch or N, N)
         options = dict(chunk_mb=self.settings.logits_chunk_mb, ask=self.prepared.toolbox)
         prompts = [[0] * prompt] * P
         with autocast(self.settings.dtype, self.model), cached_casts(self.model):
-            batch = DecodeBatch(self.model, prompts, k, completion, slots, **options)
+            batch = DecodeBatch(self.model, prompts, k, completion, max_batch, **options)
             batch.rehearse()
         tokens, logprobs = batch.tokens[:-1], batch.logprobs[:-1]
         del batch

@@ -71,7 +71,7 @@ class DecodeBatch:
         prompts: list[list[int]],
         k: int,
         max_new_tokens: int,
-        slots: int,
+        max_batch: int | None,
         stop_token=None,
         *,
         temperature: float = 1.0,
@@ -80,13 +80,14 @@ class DecodeBatch:
         ask=None,
         cuda_graphs: bool = False,
     ):
-        """k completions of each prompt, `slots` at a time. The other options are those of sample.sample_groups, but
+        """k completions of each prompt. The other options are those of sample.sample_groups, but
 
         ask(sequence, ids of its turn) -> a concurrent.futures.Future of what `respond` returns."""
         self.model, self.prompts, self.k, self.max_new_tokens = model, prompts, k, max_new_tokens
         self.sampling = dict(temperature=temperature, chunk_mb=chunk_mb)
         self.stop_tokens = as_tuple(stop_token)
         self.N = len(prompts) * k
+        slots = min(max_batch or self.N, self.N)
         self.device = model.device
         shape = self.N + 1, max_new_tokens
         self.tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
