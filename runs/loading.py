@@ -123,7 +123,7 @@ def load_frozen(shape: dict, origin: Checkpoint | None, device, dtype: str, plac
         load_weights(origin, model)
     model.requires_grad_(False)
     if on_host:
-        stream_from_host(model, model.blocks, device, model.head and model.embedding)
+        stream_from_host(model, device)
     return model
 
 

@@ -99,7 +99,7 @@ def reference_on_host(n_layer=4, max_tokens=20):
     settings = GRPOSettings(beta=0.04, reference="host", max_tokens_per_micro_batch=max_tokens, init_from="x")
     wanted = grpo.trainer_logprobs(reference, rollouts, Cut(rollouts), settings)
     model = make_flat_model("llama", dtype=torch.float64, n_layer=1)
-    stream_from_host(reference, reference.blocks, reference.device)
+    stream_from_host(reference, reference.device)
     limits = limits_of(settings, said.append)
     return SimpleNamespace(settings=settings, model=model, reference=reference, limits=limits), rollouts, wanted
 
@@ -345,7 +345,7 @@ def test_a_small_or_short_lived_tensor_is_not_pinned_in_place(monkeypatch):
 def test_what_cannot_be_pinned_is_said_in_one_line():
     before = HOST.current
     with fake_pinning(error=2) as cudart:
-        said = r"the host cannot pin 4 MiB for copies .*: CUDA error 2; keep less"
+        said = r"the host cannot pin 4 MiB .*CUDA error 2.*; keep less there"
         with pytest.raises(SnugError, match=said) as caught:
             new_on_host(Pinnable([MIB], torch.float32), keep=True)
     assert "\n" not in str(caught.value) and HOST.current == before and not HOST.making

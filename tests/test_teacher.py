@@ -321,7 +321,7 @@ def test_the_gradient_against_a_float64_loop(name, shape, other, place):
     options = GRPOSettings(max_new_tokens=12, batch_size=6, group_size=K, logits_chunk_mb=2e-3, **options)
     expected = oracle(model, teacher, rollouts, options)
     if place == "host":
-        stream_from_host(teacher, teacher.blocks, teacher.device, teacher.embedding if teacher.head else None)
+        stream_from_host(teacher, teacher.device)
     for budget in BUDGETS.values():
         cut = Cut(rollouts, 0, budget, K)
         head = taught(model, teacher, rollouts, cut, options)

@@ -27,7 +27,7 @@ from runs.lock import FolderLock
 from runs.log import NoLog, RunLog
 from runs.prepare import SHAPE
 from runs.saver import Saver
-from snug.device.pick import notes, pick_device, with_dtype
+from snug.device.pick import pick_device, with_dtype
 from snug.device.processes import ONE_PROCESS
 from snug.kernels import warn_without_kernels
 from snug.kernels.nf4 import weights_of
@@ -172,7 +172,7 @@ def introduce(title, training, start, moved):
             f"max_prompt_length={settings.max_prompt_length} cuts off the beginning of {cut:,} of these "
             f"{count + task.size('test'):,} prompts"
         )
-    for note in [*notes(model.device, settings), *prepared.tokenizer.notes]:
+    for note in prepared.tokenizer.notes:
         say(note)
     if moved:
         say(f"an earlier run in {settings.out_dir} was moved to {moved}")

@@ -101,10 +101,7 @@ def pinned_in_place(shape, dtype) -> torch.Tensor:
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     except RuntimeError as error:
-        raise SnugError(
-            f"the host cannot pin {size / MIB:.0f} MiB for copies to the device: {error}; "
-            "keep less on the host (reference, optimizer_device, grad_offload), or give it more memory"
-        ) from None
+        raise SnugError(f"the host cannot pin {size / MIB:.0f} MiB ({error}); keep less there") from None
     weakref.finalize(tensor.untyped_storage(), unpin, tensor.data_ptr(), pages)  # at exit too
     return tensor
 
@@ -142,20 +139,21 @@ def unload(module):
         del module.arrival
 
 
-def stream_from_host(model, blocks, device, at_home=None):
-    """Keep a frozen model's weights on the host. `blocks`, a ModuleList in it, are on the device while they run.
+def stream_from_host(model, device):
+    """Keep a frozen GPT's weights on the host. Its `blocks` are on the device while they run.
 
     They run in this order, and again from the first. While one runs, the weights of the next are on their way: two
     blocks are on the device at once. The other weights are on the device inside `borrowed`: run the model only there.
-    at_home: a module that runs on the host, such as an embedding that is not the head.
+    An embedding that is not the head runs on the host.
     """
     for p in model.parameters():
         p.data = new_on_host(p, keep=True, device=device).copy_(p.data, non_blocking=True)
+    blocks, at_home = model.blocks, model.head and model.embedding
     for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
         block.register_forward_pre_hook(partial(arrive, following, device))
         block.register_forward_hook(lambda block, *_: unload(block))
-    outside = [module for module in model.children() if module not in (blocks, at_home)]
-    model.streamed, model.runs_on = outside, device
+    model.streamed = [module for module in model.children() if module not in (blocks, at_home)]
+    model.runs_on = device
 
 
 def arrive(following, device, block, _):

@@ -1,4 +1,4 @@
-"""The device of a run: what it must have, torch's switches for it, and what a user should know about it.
+"""The device of a run: what it must have, and torch's switches for it.
 
 Left out: how its memory is counted and filled (memory/), what runs on it (kernels/).
 """
@@ -55,16 +55,3 @@ def with_dtype(settings, kind: str):
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     fast = kind == "cuda" and not old
     return replace(settings, dtype="bfloat16" if fast else settings.param_dtype)
-
-
-def notes(device: torch.device, settings) -> list[str]:
-    """Lines for a run's log: what its GPU cannot do in settings.dtype."""
-    if device.type != "cuda" or settings.dtype != "bfloat16":
-        return []
-    if torch.cuda.get_device_capability(device) >= (8, 0):
-        return []
-    return [
-        f"warning: {torch.cuda.get_device_name(device)} has neither bfloat16 units nor fused attention in bfloat16: "
-        "attention's memory grows with the square of the length, which --plan does not count; "
-        "use --dtype=float32 --param_dtype=float32"
-    ]
