@@ -111,8 +111,8 @@ def importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, op
     return ratio.masked_fill(ratio > cap, 0 if "mask" in mode else cap)
 
 
-# Surrogates -> the loss of each token (M,), and whether clipping stopped its gradient (M,). Each gets all that
-# settings.ARGUMENTS names, and takes what it needs. All are (M,), but lengths (S,).
+# Surrogates -> the loss of each token (M,), and whether clipping stopped its gradient (M,). Each gets all
+# columns and counts of policy_loss by name, and takes what it needs. All are (M,), but lengths (S,).
 
 
 def clipped_surrogate(ratio, advantages, options, **rest):

@@ -4,10 +4,6 @@ Importing it sets environment variables that torch reads when it is imported.
 """
 
 import os
-import sys
-from pathlib import Path
-
-from snug.options import refuse_namesakes
 
 
 def set_environment():
@@ -18,12 +14,4 @@ def set_environment():
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 
-def refuse_modules_before_ours():
-    """Raises SnugError if a script's own `settings.py` or so would be taken for ours, which its folder comes before."""
-    home = Path(__file__).parents[1]
-    if str(home) in sys.path:
-        refuse_namesakes(home, sys.path[: sys.path.index(str(home))])
-
-
 set_environment()
-refuse_modules_before_ours()

@@ -54,7 +54,6 @@ ALSO_BAD = {  # answered by the same lines of grpo.py, here in this process
     "--task=adition": "; did you mean addition?",
     "-seed=3": "unknown option -seed; did you mean seed?",
     "--digits=100 --max_new_tokens=8": "prompts of addition have up to 202 tokens",
-    "--loss_type=settings:load_loss": "it gets logprobs, old_logprobs, ref_logprobs, advantages, ",
     "config/grpo_small.py config/sft_small.py": "only one config is possible, not config/",
     "config/sft_small.py --demonstrations=1": "unknown option --demonstrations; did you mean demonstration_noise?",
 }

@@ -343,7 +343,6 @@ def test_what_cannot_be_evaluated_is_refused(run_folder):
     rows = [json.dumps({"prompt": str(i), "demonstration": "x"}) + "\n" for i in range(50)]
     (home / "unscored.jsonl").write_text("".join(rows))
     for words, message in (
-        ("--num_samples=4 --temperature=0", "temperature=0 with num_samples=4 is the same completion each time"),
         ("--task=countdwn", "--task='countdwn' is not one of .*did you mean countdown"),
         ("--tokenizer=gpt2", "='gpt2', but .*has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be downloaded"),
         (f"--data_file={home}/none.jsonl", "none.jsonl: cannot be read"),

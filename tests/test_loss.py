@@ -12,7 +12,6 @@ from conftest import HOME
 
 import grpo
 import loss
-import settings
 from loss import (
     decoupled_advantages,
     group_advantages,
@@ -20,7 +19,7 @@ from loss import (
     kl_divergence,
     overlong_punishment,
 )
-from settings import ARGUMENTS, LOSSES, OWN_LOSS, GRPOSettings
+from settings import LOSSES, OWN_LOSS, GRPOSettings
 from snug.options import SnugError
 
 SCALES = ("group", "batch", "none")
@@ -381,7 +380,8 @@ def test_the_worked_numbers_of_the_page():
 def test_a_loss_of_ones_own_is_one_of_ours(tmp_path, monkeypatch):
     """It gets what ours get, by name, and its KL, correction and mean over tokens are those of dapo."""
     module, name = tmp_path / "losses_of_a_test.py", "losses_of_a_test:mine"
-    body = f"    assert {{*arguments}} == {{*{ARGUMENTS}}}\n    return loss.clipped_surrogate(**arguments)[0]\n"
+    names = "logprobs old_logprobs ref_logprobs advantages ratio sequence lengths options num_tokens num_sequences"
+    body = f"    assert {{*arguments}} == {{*{names.split()}}}\n    return loss.clipped_surrogate(**arguments)[0]\n"
     module.write_text(f"import loss\n\ndef mine(**arguments):\n{body}")
     monkeypatch.chdir(tmp_path)
     options = OPTIONS | VARIANTS["k2 and importance of sequences"] | dict(importance_sampling_level="token")
@@ -397,8 +397,8 @@ WRONG = dict(none=lambda x: None, numbers=lambda x: x.tolist(), mean=lambda x: x
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_loss_of_ones_own_that_returns_something_else_is_refused(kind, monkeypatch):
-    monkeypatch.setattr(settings, "load_loss", lambda spec: lambda logprobs, **rest: WRONG[kind](logprobs))
-    with pytest.raises(SnugError, match=r"^loss_type=m:f must return a tensor \[6\] with a gradient.*, not \w+ \["):
+    monkeypatch.setattr("settings.load_loss", lambda spec: lambda logprobs, **rest: WRONG[kind](logprobs))
+    with pytest.raises(SnugError, match=r"^loss_type=m:f must return .*, a tensor \[6\] with a gradient, not \w+ \["):
         evaluate(make_case([5, 1]), OPTIONS | dict(loss_type="m:f", importance_sampling_level="token"))
 
 

@@ -4,7 +4,7 @@
     class Settings:
         seed: int = option(1, "seed of every random number", minimum=0)
 
-        def check(self):  # raises SnugError if values do not fit together
+        def check(self):  # if there is one; raises SnugError if values do not fit together
             ...
 
     settings, names, config = read_settings(Settings, ["config/small.py", "--seed=3"])
@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 
 OWN = "module:function"  # a choice that stands for any of them
-# What users of other projects may write.
+# What users of other projects may write -> the answer.
 ELSEWHERE = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
 
 
@@ -72,21 +72,6 @@ def find_path(path: str | Path) -> Path:
     """What is not in the current folder may be in the project's: configs name files relative to it."""
     places = Path(path), Path(__file__).parents[2] / path
     return next(filter(os.path.exists, places), places[0])
-
-
-def refuse_namesakes(home: Path, folders: list[str]):
-    """Raises SnugError if a folder other than `home` has a module with the name of one in `home`.
-
-    Python would import one of them for both.
-    """
-    ours = [path.stem for path in home.glob("*.py")] + [
-        path.parent.name for path in home.glob("*/__init__.py")
-    ]
-    for folder in map(Path, folders):
-        for name in ours:
-            for file in (folder / f"{name}.py", folder / name / "__init__.py"):
-                if file.exists() and not folder.samefile(home):
-                    raise SnugError(f"{file} has the name of snug's own module {name}; rename it")
 
 
 def option(default, meaning: str, choices: tuple[str, ...] = (), minimum=0, maximum=math.inf):
@@ -147,7 +132,8 @@ def make_settings(cls, config: str, values: dict):
     if config:
         values = read_config(cls, config) | values
     settings = cls(**values)
-    settings.check()
+    if hasattr(settings, "check"):
+        settings.check()
     return settings, set(values)
 
 
@@ -189,12 +175,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def answer_to(word: str, known: Iterable[str]) -> str:
+    """The end of an error message for a word of another project, or as did_you_mean."""
+    return f"; {ELSEWHERE[word]}" if word in ELSEWHERE else did_you_mean(word, known)
+
+
 def unknown_option(cls, name: str, shown: str) -> SnugError:
-    """shown: the name as the user wrote it. cls.other_names, if there is one: {a name elsewhere: the answer to it}."""
-    hint = did_you_mean(name, fields(cls)) or "; --help=all lists all options"
-    other_names = getattr(cls, "other_names", {})
-    if name in other_names:
-        hint = f"; {other_names[name]}"
+    """shown: the name as the user wrote it."""
+    hint = answer_to(name, fields(cls)) or "; --help=all lists all options"
     return SnugError(f"unknown option {shown}{hint}")
 
 
@@ -250,12 +238,9 @@ def check_value(cls, name: str, value, where: str):
         raise SnugError(f"{where} takes {KINDS[kind][0]}, not {value!r}")
     limits = fields(cls)[name].metadata
     choices, minimum, maximum = limits["choices"], limits["minimum"], limits["maximum"]
-    if choices:
-        items = in_our_words(items, choices)
     for item in items:
         if choices and item not in choices and not (OWN in choices and ":" in item):
-            answer = ELSEWHERE["options"].get(item)
-            hint = f"; {answer}" if answer else did_you_mean(item, choices)
+            hint = answer_to(item, choices)
             raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")
         if element is float and not math.isfinite(item):
             raise SnugError(f"{where} must be finite, not {item}")
@@ -263,17 +248,6 @@ def check_value(cls, name: str, value, where: str):
             limit = f"below {minimum}" if item < minimum else f"above {maximum}"
             raise SnugError(f"{where}={item} is {limit}")
     return items if is_list else items[0]
-
-
-def in_our_words(items: list[str], choices) -> list[str]:
-    """Choices as other projects name them -> ours: ["q_proj", "k_proj", "v_proj"] -> ["qkv"]; q_proj alone stays.
-
-    Each is named once. A word for what is no choice of this option stays, too.
-    """
-    for theirs, ours in ELSEWHERE["choices"]:
-        if set(theirs) <= set(items) and set(ours) <= set(choices):
-            items = [item for item in items if item not in theirs] + ours
-    return [*dict.fromkeys(items)]
 
 
 class Parser(argparse.ArgumentParser):
