@@ -26,7 +26,7 @@ from data.reasoning_gym import GymOptions, ReasoningGym
 from data.rewards import ARGUMENTS
 from data.rows import FileOptions, FileTask
 from data.task import Task
-from snug.options import SnugError, did_you_mean, option
+from snug.options import SnugError, did_you_mean, option, refuse_namesakes
 
 TASKS = {
     "addition": Addition,
@@ -116,6 +116,7 @@ def imported(spec: str, option: str, advice: str, functions) -> Callable:
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there hides no other module
+    refuse_namesakes(Path(__file__).parents[1], [folder])
     try:
         with chdir("."):  # back behind it: the run's folders are relative to this one
             module = importlib.import_module(module_name)

@@ -4,6 +4,10 @@ Importing it sets environment variables that torch reads when it is imported.
 """
 
 import os
+import sys
+from pathlib import Path
+
+from snug.options import refuse_namesakes
 
 
 def set_environment():
@@ -15,3 +19,5 @@ def set_environment():
 
 
 set_environment()
+# A script's own settings.py or so would be taken for ours, which its folder comes before.
+refuse_namesakes(Path(__file__).parents[1], sys.path)

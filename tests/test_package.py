@@ -98,6 +98,16 @@ def in_folder(folder, *words):
     return ran.returncode, ran.stderr.strip().rpartition("\n")[2]
 
 
+@pytest.mark.parametrize("name", ["data.py", "settings.py", "runs/__init__.py"])
+def test_a_reward_function_beside_a_file_with_a_name_of_ours_is_refused(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("WORDS = ['short']\n")
+    (tmp_path / "mine.py").write_text("def short(completions, **_):\n    return [1.0] * len(completions)\n")
+    code, line = in_folder(tmp_path, HOME / "grpo.py", "--reward_funcs=mine:short", "--device=cpu")
+    assert code == 2
+    assert line == f"error: {tmp_path / name} has the name of a module of snug's; rename it"
+
+
 def test_other_files_of_a_user_are_no_problem(tmp_path):
     (tmp_path / "data").mkdir()  # a folder of files is no module
     (tmp_path / "prompts.py").write_text("WORDS = 1\n")
@@ -105,3 +115,13 @@ def test_other_files_of_a_user_are_no_problem(tmp_path):
     words = ("--reward_funcs=mine:short", "--data_file=missing.jsonl", "--task=jsonl")
     code, line = in_folder(tmp_path, HOME / "grpo.py", *words)
     assert code == 2 and "missing.jsonl" in line
+
+
+@pytest.mark.parametrize("name", ["settings", "model", "training"])
+def test_a_script_beside_a_file_with_a_name_of_ours_is_refused(tmp_path, name):
+    (tmp_path / f"{name}.py").write_text("WORDS = ['short']\n")
+    script = tmp_path / "mine.py"
+    script.write_text(f"import sys\nsys.path.append({str(HOME)!r})\nfrom grpo import train\n")
+    code, line = in_folder(tmp_path, script)
+    assert code == 1
+    assert line.endswith(f"{tmp_path / name}.py has the name of a module of snug's; rename it")

@@ -74,6 +74,20 @@ def find_path(path: str | Path) -> Path:
     return next(filter(os.path.exists, places), places[0])
 
 
+def refuse_namesakes(home: Path, folders: list[str]):
+    """Raises SnugError if a folder before `home` has a module with the name of one in it: Python would import one of
+    them for both."""
+    ours = [path.stem for path in home.glob("*.py")] + [
+        path.parent.name for path in home.glob("*/__init__.py")
+    ]
+    for folder in map(Path, folders):
+        if folder.resolve() == home.resolve():
+            return
+        for file in (folder / form for name in ours for form in (f"{name}.py", f"{name}/__init__.py")):
+            if file.exists():
+                raise SnugError(f"{file} has the name of a module of snug's; rename it")
+
+
 def option(default, meaning: str, choices: tuple[str, ...] = (), minimum=0, maximum=math.inf):
     """A dataclass field. --help shows `meaning`, with its unit; `choices`, `minimum` and `maximum` limit the value."""
     metadata = dict(meaning=meaning, choices=choices, minimum=minimum, maximum=maximum)
