@@ -33,7 +33,7 @@ def cells_of(runs: list[Run]):
     """Rows of cells. The first row has the runs' names; other rows begin with a figure's name. "-": not logged."""
     figures = [name for _, _, names in LEARNING for name in names]
     figures += logged_names(runs, "reward/") + logged_names(runs, "metric/")
-    rows = [["memory in MiB", *[run.name for run in runs]]]
+    rows = [["memory in MiB", *[str(run.folder) for run in runs]]]
     rows.append(["iterations", *[str(len(run.records)) for run in runs]])
     rows += [[name, *[largest(run, name) for run in runs]] for name in LARGEST]
     rows += [[f"{name} (median)", *[middle(run, name) for run in runs]] for name in MEDIAN]

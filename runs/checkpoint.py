@@ -169,22 +169,20 @@ def base_record(base: Checkpoint, out_dir: str) -> dict:
 def base_of(checkpoint: Checkpoint, init_from: str = "", tensors: Collection[str] = WEIGHTS) -> Checkpoint:
     """Find the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
 
-    Looks where they were, as seen from the working folder and from the run's folder, in the run's init_from, and on the
-    hub. Another init_from must have them. tensors: as for `find_run`, if it is a checkpoint.
+    Looks where they were, as seen from the working folder and from the run's folder, or on the hub. Another init_from
+    must have them. tensors: as for `find_run`, if it is a checkpoint.
     """
     base, problem = checkpoint.state["base"], "are not there"
-    own = checkpoint.state["settings"]["init_from"]
-    places = [Path(base["path"]), checkpoint.path.parent / base["from_run"], Path(own)]
-    on_hub = [base["path"]] if "@" in base["path"] else []
-    if init_from not in ("", own):
-        # It may be the same folder in other words.
-        places = [p for p in places if p.resolve().is_relative_to(Path(init_from).resolve())]
-        on_hub = [init_from]
-    for place in [*filter(Path.exists, places), *on_hub]:
-        whole = place in on_hub or is_pretrained(place)  # a part may still be on the hub
-        weights, problem = find_run(place, WEIGHTS if whole else tensors), f"{place} does not have"
-        if identity(weights) == base["fingerprint"]:
-            return weights
+    places = [Path(base["path"]), checkpoint.path.parent / base["from_run"]]
+    if init_from not in ("", checkpoint.state["settings"]["init_from"]):
+        places = [Path(init_from)]
+    for place in places:
+        on_hub = "@" in str(place)  # perhaps only a part of it is here
+        if on_hub or place.exists():
+            weights = find_run(place, WEIGHTS if on_hub or is_pretrained(place) else tensors)
+            if identity(weights) == base["fingerprint"]:
+                return weights
+            problem = f"{place} does not have"
     raise SnugError(
         f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {problem}; "
         "put them back, or leave --init_from out"

@@ -6,15 +6,14 @@
     log.txt         the console's lines, the error that ended the run, [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
 
-The console shows a line for every iteration of GRPO, and about 25 of SFT. In a terminal a line fits the width, and a
-bar below shows the progress and the running phase. A pipe gets whole lines, which also say how much time is left. If the console is gone,
-a file cannot be written or a service fails, the log warns once and the training goes on. What a run prints at its end
-is in ending.py. Left out: plots, which report.py makes.
+The console shows a line for every iteration of GRPO, and about 25 of SFT. In a terminal a bar below shows the progress
+and the running phase; in a pipe the lines say how much time is left. If the console is gone, a file cannot be written
+or a service fails, the log warns once and the training goes on. What a run prints at its end is in ending.py.
+Left out: plots, which report.py makes.
 """
 
 import json
 import os
-import shutil
 import sys
 import time
 import uuid
@@ -56,26 +55,18 @@ CONSOLE = {
     "eval_reward_mean": "  eval reward {:.3f}",
     "left": "  left {}",
 }
-# What a line leaves out until it fits, from the first on. What is not here stays.
-LEFT_OUT = """mem_alloc_mb completion_length_mean tool_calls tokens_per_second grad_norm entropy
-pass_at_1_sampled tool_errors skipped_steps reward_std loss kl left""".split()
-WIDE = 10**6  # columns: a pipe gets whole lines
 
 
-def console_line(record: dict, total: int, width: int = WIDE) -> str:
-    """`iter  12/60  reward 0.430 (sd 0.49)  loss -0.0010 ...`, in at most `width` columns"""
+def console_line(record: dict, total: int) -> str:
+    """`iter  12/60  reward 0.430 (sd 0.49)  loss -0.0010 ...`"""
     line = "before training"
     if "iter" in record:
         line = f"iter {record['iter']:>{len(str(total))}}/{total}"
-    parts = {"": line}
     for name, text in CONSOLE.items():
         value = record.get(name)
         if value is not None and (value or not name.endswith(("_steps", "_errors"))):
-            parts[name] = text.format(value)
-    for name in LEFT_OUT:
-        if sum(map(len, parts.values())) > width:
-            parts.pop(name, None)
-    return "".join(parts.values())
+            line += text.format(value)
+    return line
 
 
 class RunLog:
@@ -105,8 +96,8 @@ class RunLog:
             write_whole(folder / "settings.json", json.dumps(options, indent=2) + "\n")
         shown = dict(disable=None, leave=False, dynamic_ncols=True, smoothing=0)
         self.bar = tqdm(total=self.max_iters, initial=start, desc=title, **shown)
-        self.services = {name: SERVICES[name]() for name in settings.report_to}
-        self.call_services("start", settings, title, start)
+        self.services = {name: SERVICES[name](settings, title, start) for name in settings.report_to}
+        self.call_services("send", None)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -159,7 +150,7 @@ class RunLog:
                 self.show_line(f"warning: {name} cannot be written ({error.strerror}); lines are lost")
 
     def call_services(self, method: str, *arguments):
-        """Call TensorBoard and W&B. One that fails is not called again."""
+        """Call this method of the generators TensorBoard and W&B. One that fails is not called again."""
         for name, service in list(self.services.items()):
             try:
                 getattr(service, method)(*arguments)
@@ -181,17 +172,14 @@ class RunLog:
         for sample in samples:
             self.append("samples.jsonl", json.dumps(finite({"iter": record["iter"]} | sample)))
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
-        self.call_services("log", numbers)
+        self.call_services("send", numbers)
         regular = done in (self.start + 1, self.max_iters) or done % self.every == 0
         if regular or "eval_reward_mean" in record:
             self.scores(record | self.left(done))
 
     def scores(self, record: dict):
         """A console line for these figures of the log. Without "iter" they are of the model before training."""
-        record = record | self.not_shown
-        width = max(80, shutil.get_terminal_size((WIDE, 0)).columns)
-        self.to_file(console_line(record, self.max_iters))
-        self.show_line(console_line(record, self.max_iters, width))
+        self.say(console_line(record | self.not_shown, self.max_iters))
 
     def left(self, done: int):
         """-> {"left": time left}, if no bar shows it. The first iteration is slower and does not count."""
@@ -272,49 +260,43 @@ def change(records: list[dict], name: str) -> str:
     return " -> ".join(values[:1] + values[1:][-1:])
 
 
-class TensorBoard:
+# Services are generators: they begin at the first `send`, get a record with each other one, and end with `close`.
+
+
+def tensorboard(settings, title: str, start: int):
     """Numbers as scalars in <run>/tensorboard."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def start(self, settings, title: str, start: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(Path(settings.out_dir) / "tensorboard", purge_step=start or None)
-
-    def log(self, record: dict):
-        for name, value in record.items():
-            self.writer.add_scalar(name, value, record["iter"])
-        self.writer.flush()
-
-    def close(self):
-        self.writer.close()
+    with SummaryWriter(Path(settings.out_dir) / "tensorboard", purge_step=start or None) as writer:
+        while record := (yield):
+            for name, value in record.items():
+                writer.add_scalar(name, value, record["iter"])
+            writer.flush()
 
 
-class WandB:
+def wandb(settings, title: str, start: int):
     """Numbers in a W&B run, continued on resume. W&B's environment variables (WANDB_PROJECT, WANDB_MODE) hold."""
+    import wandb
 
-    def start(self, settings, title: str, start: int):
-        import wandb
-
-        folder = Path(settings.out_dir)
-        id_file = folder / "wandb.txt"
-        if not start or not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:12])
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "snug"),
-            id=id_file.read_text(),
-            name=folder.name,
-            job_type=title,
-            dir=str(folder),
-            config=vars(settings),
-            resume="allow",
-            settings=wandb.Settings(console="off"),
-        )
-
-    def log(self, record: dict):
-        self.run.log(record, step=record["iter"])
-
-    def close(self):
-        self.run.finish()
+    folder = Path(settings.out_dir)
+    id_file = folder / "wandb.txt"
+    if not start or not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:12])
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "snug"),
+        id=id_file.read_text(),
+        name=folder.name,
+        job_type=title,
+        dir=str(folder),
+        config=vars(settings),
+        resume="allow",
+        settings=wandb.Settings(console="off"),
+    )
+    try:
+        while record := (yield):
+            run.log(record, step=record["iter"])
+    finally:
+        run.finish()
 
 
-SERVICES = {"tensorboard": TensorBoard, "wandb": WandB}
+SERVICES = {"tensorboard": tensorboard, "wandb": wandb}

@@ -104,7 +104,9 @@ def prepare(
     resume, before = find_resume(settings)
     if settings.resume not in ("never", "auto"):
         settings, chosen = continued(settings, chosen, before), chosen | {"block_size"}
-    settings = resolve_auto(settings, before)
+    if before and settings.dtype == "auto":  # which waits for the device
+        settings = replace(settings, dtype=before.dtype)
+        settings.check()
     task = make_task(settings, demonstrations=isinstance(settings, SFTSettings))
     settings, config = resolve_names(settings, before)
     if resume:
@@ -150,15 +152,6 @@ def continued(settings, chosen: Set[str], before):
     place = dict(out_dir=settings.resume, resume="auto")
     merged = merge_options(type(settings), before, settings, chosen - place.keys(), **place)
     return make_settings(type(settings), "", vars(merged))[0]  # refuses what is no choice now
-
-
-def resolve_auto(settings, before):
-    """dtype="auto" waits for the device; a run that goes on keeps its own. Raises SnugError if it does not fit the
-    options."""
-    if settings.dtype == "auto" and before:
-        settings = replace(settings, dtype=before.dtype)
-        settings.check()
-    return settings
 
 
 def resolve_names(settings, before):
@@ -283,19 +276,12 @@ def refuse_changes(settings, task: Task, resume: Checkpoint, before):
 
 
 def prepare_warm_start(settings: GRPOSettings, config: str) -> Prepared:
-    """The SFT run of this config, with this run's seed, device and dtype, resumed if it stopped. Raises SnugError."""
-    names = ["seed", "device", "parallel", "dtype", "tf32", "enforce_eager", "plan"]
-    names += ["memory_budget_gb"] if settings.memory_budget_gb else []
+    """The SFT run of this config on this run's task, seed, device and dtype, resumed if it stopped. Raises SnugError."""
+    names = {"seed", "device", "parallel", "dtype", "tf32", "enforce_eager", "plan", *PROBLEM}
+    names -= {"demonstration_noise"}
+    names |= {"memory_budget_gb"} if settings.memory_budget_gb else set()
     values = {name: getattr(settings, name) for name in names} | dict(resume="auto")
-    sft, chosen = make_settings(SFTSettings, config, values)
-    warm_start = prepare(sft, chosen)
-    for name in PROBLEM:
-        value, other = getattr(settings, name), getattr(warm_start.settings, name)
-        if value != other and name != "demonstration_noise":
-            raise SnugError(
-                f"{name}={value!r}, but the warm start {config} has {other!r}; make them the same"
-            )
-    return warm_start
+    return prepare(*make_settings(SFTSettings, config, values))
 
 
 def shape_and_tokenizer(

@@ -156,7 +156,7 @@ MUTANTS = [
     # runs/checkpoint.py
     ("PEFT: changed adapters go unnoticed", "runs/checkpoint.py", ' + "".join(map(sha256, adapters))', "", "test_adapters.py"),
     ("lora: another base goes unnoticed", "runs/checkpoint.py", 'identity(weights) == base["fingerprint"]', "True", "test_lora.py"),
-    ("a resume takes another base", "runs/checkpoint.py", 'if init_from not in ("", own):', "if False:", "test_lora.py"),
+    ("a resume takes another base", "runs/checkpoint.py", 'if init_from not in ("", checkpoint.state["settings"]["init_from"]):', "if False:", "test_lora.py"),
     # runs/evaluation.py
     ("evaluate.py forgets the run's functions", "runs/evaluation.py", 'if task != run.task or "reward_funcs" in given', "if True", "test_scoring.py"),
     ("evaluate.py gives other functions the run's weights", "runs/evaluation.py", ' or "reward_funcs" in given', "", "test_scoring.py"),
@@ -175,12 +175,10 @@ MUTANTS = [
     ("NF4: a base in 4 bits is merged into plain weights", "runs/loading.py", "    if settings.base_dtype:\n        hold_in_nf4", "    if False:\n        hold_in_nf4", "test_nf4.py"),
     # runs/lock.py
     ("two runs in one folder", "runs/lock.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "test_lock.py"),
-    ("a lock names earlier holders too", "runs/lock.py", "        self.file.truncate(0)\n", "", "test_lock.py"),
-    ("the second earlier run onto the first", "runs/lock.py", "next(path for path in map(self.folder.with_name, names) if not path.exists())", "next(map(self.folder.with_name, names))", "test_lock.py"),
+    ("a lock names earlier holders too", "runs/lock.py", "        file.truncate(0)\n", "", "test_lock.py"),
+    ("the second earlier run onto the first", "runs/lock.py", "next(path for path in names if not path.exists())", "next(names)", "test_lock.py"),
     # runs/log.py
     ("report: memory of iterations that are repeated", "runs/log.py", 'if record["iter"] < start]', "]", "test_log.py"),
-    ("log: a narrow terminal gets whole lines", "runs/log.py", "self.max_iters, width)", "self.max_iters)", "test_log.py"),
-    ("log: a narrow line goes to the file", "runs/log.py", "self.to_file(console_line(record, self.max_iters))", "self.to_file(console_line(record, self.max_iters, 80))", "test_log.py"),
     ("a name commands the terminal", "runs/log.py", "        text = plain(text)\n", "", "test_log.py"),
     # runs/page/charts.py
     ("report: the lines of functions look alike", "runs/page/charts.py", "STYLES[place % len(STYLES)]", "STYLES[0]", "test_report.py"),

@@ -1,6 +1,5 @@
 """Tasks: prompts that never cross from train to test, and rewards that cannot be talked into anything."""
 
-import dataclasses
 import math
 import random
 import sys

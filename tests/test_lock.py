@@ -16,7 +16,7 @@ from test_notebook import SMALL
 import grpo
 from runs.checkpoint import newest
 from runs.loading import load_run
-from runs.lock import FolderLock
+from runs.lock import locked, move_aside
 from snug.options import SnugError
 
 HOME = Path(__file__).parent.parent
@@ -46,17 +46,16 @@ def test_the_lock_goes_with_the_name_of_the_folder_and_names_its_last_holder_alo
     """The earlier run is moved away, and its folder is free."""
     folder, file = tmp_path / "run", tmp_path / ".run.lock"
     file.write_text("process 12345678901234567890 on another machine")
-    with FolderLock(folder), pytest.raises(SnugError, match="is in use by process"), FolderLock(folder):
+    with locked(folder), pytest.raises(SnugError, match="is in use by process"), locked(folder):
         pass
-    lock = FolderLock(folder)
-    with lock:
+    with locked(folder):
         assert file.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
-        moved = lock.move_aside()
+        moved = move_aside(folder)
         assert moved == tmp_path / "run.1"
-        with FolderLock(moved), pytest.raises(SnugError, match="is in use by process"), FolderLock(folder):
+        with locked(moved), pytest.raises(SnugError, match="is in use by process"), locked(folder):
             pass
-        assert lock.move_aside() == tmp_path / "run.2"
-    with FolderLock(folder):
+        assert move_aside(folder) == tmp_path / "run.2"
+    with locked(folder):
         pass
 
 
@@ -65,7 +64,7 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caps
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with FolderLock(tmp_path):
+    with locked(tmp_path):
         assert "lock cannot be locked (No locks available); start no second run here" in capsys.readouterr().err
 
 
@@ -76,7 +75,7 @@ def test_a_run_whose_folder_is_moved_or_deleted_keeps_its_name_and_saves_there(t
     def moving(completions, trainer_state, **columns):
         if trainer_state.global_step == 1:
             shutil.rmtree(folder) if delete else folder.rename(moved)
-            with pytest.raises(SnugError, match="is in use by process"), FolderLock(folder):
+            with pytest.raises(SnugError, match="is in use by process"), locked(folder):
                 pass
         return [float(len(text)) for text in completions]
 

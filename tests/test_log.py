@@ -26,7 +26,7 @@ from runs import log
 from runs.checkpoint import newest
 from runs.ending import ending
 from runs.loading import load_run
-from runs.log import WIDE, RunLog, console_line, read_lines, read_log
+from runs.log import RunLog, console_line, read_lines, read_log
 from runs.page.runs import read_run, read_runs
 from runs.prepare import prepare
 from settings import EvaluateSettings, SFTSettings
@@ -40,10 +40,9 @@ class Service:
     def __init__(self, where, how):
         self.where, self.how, self.logged = where, how, 0
 
-    def start(self, *arguments):
-        self.fail_in("start")
-
-    def log(self, record):
+    def send(self, record):
+        if record is None:
+            return self.fail_in("start")
         self.fail_in("log" if record["iter"] == 2 else "")
         self.logged += 1
 
@@ -60,7 +59,7 @@ class Service:
 )
 def test_a_run_finishes_whatever_its_services_do(tmp_path, monkeypatch, where, how, logged):
     bad, good = Service(where, how), Service("", OSError)
-    monkeypatch.setattr(log, "SERVICES", {"tensorboard": lambda: bad, "wandb": lambda: good})
+    monkeypatch.setattr(log, "SERVICES", {"tensorboard": lambda *_: bad, "wandb": lambda *_: good})
     sft, _ = tiny(tmp_path)
     prepared = prepare(replace(sft, eval_prompts=0))
     prepared.settings.report_to = ["tensorboard", "wandb"]
@@ -128,33 +127,12 @@ RECORD = dict(iter=7, reward_mean=0.25, reward_std=0.5, loss=-0.001, kl=0.02, en
 RECORD |= dict(completion_length_mean=18, tokens_per_second=51804, mem_alloc_mb=2, mem_max_alloc_mb=39, time_s=2.3)
 
 
-@pytest.mark.parametrize(
-    "width, more, line",
-    [
-        (80, {}, "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  peak 39 MiB  2.30 s"),
-        (
-            WIDE,
-            dict(skipped_steps=0, dropped_steps=1),
-            "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  length 18.0  "
-            "51,804 tok/s  mem 2 MiB  peak 39 MiB  2.30 s  dropped 1",
-        ),
-        (79, {}, "iter  7/80  reward 0.250  loss -0.0010  kl 0.0200  peak 39 MiB  2.30 s"),
-        (
-            105,
-            dict(pass_at_1=0.5, pass_at_1_interval=[0.1505, 0.8495], pass_at_1_sampled=0.4),
-            "iter  7/80  reward 0.250  loss -0.0010  kl 0.0200  peak 39 MiB  2.30 s  pass@1 0.500 (0.15 to 0.85)",
-        ),
-        (1, {}, "iter  7/80  reward 0.250  peak 39 MiB  2.30 s"),
-        (
-            124,
-            dict(tool_calls=0.52, tool_errors=0.1, tokens_per_second=None),
-            "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  tool errors 0.10  "
-            "peak 39 MiB  2.30 s",
-        ),
-    ],
-)
-def test_a_line_fits_the_console(width, more, line):
-    assert console_line(RECORD | more, 80, width) == line
+def test_a_line_has_what_was_logged():
+    more = dict(skipped_steps=0, dropped_steps=1, tool_calls=0.52, tool_errors=0.0, tokens_per_second=None)
+    assert console_line(RECORD | more, 80) == (
+        "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  length 18.0  calls 0.52  "
+        "mem 2 MiB  peak 39 MiB  2.30 s  dropped 1"
+    )
 
 
 def test_a_pipe_says_what_is_going_on_before_the_first_iteration(tmp_path, capsys):
@@ -239,9 +217,9 @@ def test_an_evaluation_that_fails_loses_no_iteration_and_is_made_up_for(tmp_path
     assert newest(sft.out_dir).name == f"checkpoint-{failing:06d}"
     records = read_log(sft.out_dir)
     assert len(records) == failing and "pass_at_1" not in records[-1] and "loss" in records[-1]
-    assert read_run(Path(sft.out_dir), "", 1).ended == (failing == 4)
+    assert read_run(Path(sft.out_dir), 1).ended == (failing == 4)
     train_sft.main(prepare(replace(sft, resume="auto")))
-    assert read_run(Path(sft.out_dir), "", 1).records == read_log(sft.out_dir)
+    assert read_run(Path(sft.out_dir), 1).records == read_log(sft.out_dir)
     other = replace(sft, out_dir=f"{sft.out_dir}-whole")
     train_sft.main(prepare(other))
     found = []
@@ -304,7 +282,7 @@ def test_wandb_has_the_numbers_and_goes_on_with_its_run(tmp_path, monkeypatch):
 
 
 def test_a_bar_in_a_terminal(tmp_path):
-    """Through a pseudo-terminal: the bar names the phase, and every line stands on a line of its own and fits it."""
+    """Through a pseudo-terminal: the bar names the phase, and every line stands on a line of its own."""
     import pty
 
     try:
@@ -332,9 +310,7 @@ def test_a_bar_in_a_terminal(tmp_path):
     assert "SFT:" in text and "/5 [" in text
     lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
     shown = [line for line in lines if line.startswith("iter ")]
-    assert len(shown) == 5 and all(len(line) <= 80 and " s" in line and "mem" not in line for line in shown)
-    logged = (tmp_path / "run/log.txt").read_text().splitlines()
-    assert sum(bool(re.match(r"iter .*tok/s  mem \d+ MiB  peak", line)) for line in logged) == 5
+    assert len(shown) == 5 and set(shown) <= set((tmp_path / "run/log.txt").read_text().splitlines())
     bars = re.findall(r"SFT:[^\r\n]*/5 \[[^\r\n]*", text)
     assert max(map(len, bars)) <= 80 and {"train", "optimizer", "eval"} <= set(re.findall(r", (\w+) *\]", text))
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import train_sft
 from model import make_model as make_gpt
-from runs.checkpoint import base_of, newest, open_checkpoint, seal
+from runs.checkpoint import newest, open_checkpoint
 from runs.loading import load_run, load_weights
 from runs.prepare import prepare
 from sample import sample_groups
@@ -290,23 +290,6 @@ def test_weights_are_cast_once_in_a_rollout(length, weights):
         sample_groups(model, [[1, 2]], 2, length)
     assert casts.count == 16 + 8 * (weights == torch.float32)
     assert not any(layer.cast for layer in lora.adapted(model))
-
-
-def test_the_base_of_adapters_is_found_by_any_spelling_of_its_run(sft, tmp_path):
-    """It is not the newest checkpoint of that run any more."""
-    shutil.copytree(sft, tmp_path / "base")
-    run_grpo(tmp_path / "base", tmp_path / "run", *LORA, "--max_iters=1")
-    adapters, later = open_checkpoint(tmp_path / "run"), tmp_path / "base/checkpoint-000099"
-    was = newest(tmp_path / "base")
-    shutil.copytree(was, later)
-    (later / "state.json").write_text((was / "state.json").read_text() + " ")
-    seal(later)
-    assert newest(tmp_path / "base") == later
-    (tmp_path / "again").symlink_to(tmp_path / "base")
-    for spelling in ("again", "base/../base", f"base/{was.name}"):
-        assert base_of(adapters, f"{tmp_path}/{spelling}").path == was
-    with pytest.raises(SnugError, match="does not have; put them back, or leave --init_from out"):
-        base_of(adapters, str(later))
 
 
 def test_a_resumed_run_with_adapters_keeps_its_base(sft, tmp_path):

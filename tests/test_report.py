@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,11 @@ from snug.options import SnugError
 PHASES = [phase for phase in page_runs.PHASES if phase != "teacher"]
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "<!--<script>"]
 HOSTILE += ["\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton", "<b>bold</b>\n\ttwo lines"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def make_run(folder, iterations=4, samples=(), kind="GRPO", **settings):
@@ -68,8 +74,8 @@ def island_of(text):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
-def test_charts_have_the_logs_figures(tmp_path):
-    runs = read_runs([make_run(tmp_path / "a"), make_run(tmp_path / "warm", kind="SFT", iterations=3)])
+def test_charts_have_the_logs_figures():
+    runs = read_runs([make_run(Path("a")), make_run(Path("warm"), kind="SFT", iterations=3)])
     charts = charts_of(runs)
     reward = chart(charts, "Reward, GRPO")["training, sampled"]
     assert (reward.x, reward.y) == ([0, 1, 2, 3], [0, 0.1, 0.2, 0.3])
@@ -84,15 +90,13 @@ def test_charts_have_the_logs_figures(tmp_path):
     runs[0].records[2]["mem_max_alloc_mb_eval"] = 5.0
     timeline = chart(charts_of(runs), "Memory timeline, a")
     assert timeline["eval"].y == [5] and timeline["eval"].x == pytest.approx([2 + 5 / 6])
-    both = charts_of(read_runs([make_run(tmp_path / "b"), make_run(tmp_path / "c", iterations=2)]))
+    both = charts_of(read_runs([make_run(Path("b")), make_run(Path("c"), iterations=2)]))
     assert {name: s.y for name, s in chart(both, "Entropy").items()} == {"b": [0.5] * 4, "c": [0.5] * 2}
     assert set(chart(both, "pass@1")) == {"b, greedy", "b, sampled", "c, greedy", "c, sampled"}
-    same = read_runs([make_run(tmp_path / "d/run"), make_run(tmp_path / "e/run")])
-    assert [run.name for run in same] == [f"{tmp_path}/d/run", f"{tmp_path}/e/run"]
 
 
-def test_each_function_has_a_line_and_each_metric_a_chart(tmp_path):
-    runs = read_runs([make_run(tmp_path / "a", iterations=3), make_run(tmp_path / "b", iterations=2)])
+def test_each_function_has_a_line_and_each_metric_a_chart():
+    runs = read_runs([make_run(Path("a"), iterations=3), make_run(Path("b"), iterations=2)])
     assert not any("function" in chart.title for chart in charts_of(runs))
     for run in runs:
         for i, record in enumerate(run.records):
@@ -115,45 +119,40 @@ def test_each_function_has_a_line_and_each_metric_a_chart(tmp_path):
 
 
 def top_of(folders):
-    """-> (rows of the options' table, the options below it)"""
+    """-> rows of the options' table"""
     text = page_of(folders).read_text()
     top = re.search(r'<div class="scroll options">(.*?)</div>', text, re.DOTALL)[1]
-    cells = [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in top.split("<tr>")[1:]]
-    return cells, re.findall("<code>(.*?)</code>", top)
+    return [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in top.split("<tr>")[1:]]
 
 
-def test_the_top_says_the_model_its_size_and_what_is_not_default(tmp_path):
+def test_the_top_says_the_model_its_size_and_what_is_not_default():
     defaults = {name: value for name, value in vars(GRPOSettings()).items() if name != "max_iters"}
-    new = make_run(tmp_path / "a", **defaults | dict(n_layer=3, seed=7, resume="auto"))
-    assert top_of([new]) == (
-        [["model", "new: n_layer=3 n_head=4 n_embd=64"], ["parameters", "1,234"]],
-        ["max_iters=4", "n_layer=3", "seed=7", "max_new_tokens=32"],
-    )
+    new = make_run(Path("a"), **defaults | dict(n_layer=3, seed=7, resume="auto"))
+    changed = dict(max_iters="4", n_layer="3", seed="7", max_new_tokens="32")
+    rows = [["model", "new: n_layer=3 n_head=4 n_embd=64"], ["parameters", "1,234"]]
+    assert top_of([new]) == rows + [list(item) for item in changed.items()]
     shaped = dict(init_from="models/<b>x", n_layer=9, beta=0.5, learning_rate=2.0, reward_funcs=["a.py:<i>"])
-    other = make_run(tmp_path / "b", **defaults | shaped)
-    again = make_run(tmp_path / "c", **defaults | shaped | dict(learning_rate=1e-3))
-    file = tmp_path / "c/settings.json"
-    file.write_text(file.read_text().replace('"parameters": 1234', '"older": 1'))
-    assert top_of([other, again]) == (
-        [
-            ["", "b", "c"],
-            ["model", *["models/&lt;b&gt;x"] * 2],
-            ["parameters", "1,234", "-"],
-            ["learning_rate", "2.0", "0.001"],
-            ["older", "-", "1"],
-        ],
-        ["max_iters=4", "reward_funcs=[&#34;a.py:&lt;i&gt;&#34;]", "beta=0.5", "max_new_tokens=32"],
-    )
+    other = make_run(Path("b"), **defaults | shaped)
+    again = make_run(Path("c"), **defaults | shaped | dict(learning_rate=1e-3))
+    assert top_of([other, again]) == [
+        ["", "b", "c"],
+        ["model", *["models/&lt;b&gt;x"] * 2],
+        ["parameters", "1,234", "1,234"],
+        ["max_iters", "4", "4"],
+        ["learning_rate", "2.0", "0.001"],
+        ["reward_funcs", *["[&#34;a.py:&lt;i&gt;&#34;]"] * 2],
+        ["beta", "0.5", "0.5"],
+        ["max_new_tokens", "32", "32"],
+    ]
     # A Hugging Face model has another default than a new one: max_new_tokens is always there.
-    assert ["max_new_tokens", "32", "256"] in top_of(
-        [other, make_run(tmp_path / "d", **defaults | dict(max_new_tokens=256))]
-    )[0]
-    warm = make_run(tmp_path / "warm", kind="SFT", **vars(SFTSettings()) | dict(max_iters=4))
-    assert ["beta", "0.5", "-"] in top_of([other, warm])[0]
+    long = make_run(Path("d"), **defaults | dict(max_new_tokens=256))
+    assert ["max_new_tokens", "32", "256"] in top_of([other, long])
+    warm = make_run(Path("warm"), kind="SFT", **vars(SFTSettings()) | dict(max_iters=4))
+    assert ["beta", "0.5", "-"] in top_of([other, warm])
 
 
-def test_the_table_and_the_tiles(tmp_path):
-    folders = [make_run(tmp_path / "a", iterations=5), make_run(tmp_path / "warm", kind="SFT", iterations=3)]
+def test_the_table_and_the_tiles():
+    folders = [make_run(Path("a"), iterations=5), make_run(Path("warm"), kind="SFT", iterations=3)]
     runs = read_runs(folders)
     records = runs[0].records
     records[-1] |= dict(mem_max_alloc_mb=1.0, mem_max_alloc_mb_train=1.0)  # the largest is not the last
@@ -172,9 +171,9 @@ def test_the_table_and_the_tiles(tmp_path):
     assert tiles(runs[0]) == {"iterations": "5"} | scores | peak
 
 
-def test_a_completion_ends_no_script_and_the_page_needs_no_network(tmp_path):
+def test_a_completion_ends_no_script_and_the_page_needs_no_network():
     samples = make_samples(2, texts=HOSTILE)
-    text = page_of([make_run(tmp_path / "<script>alert(1)<script>", samples=samples)]).read_text()
+    text = page_of([make_run(Path("<script>alert(1)<script>"), samples=samples)]).read_text()
     assert island_of(text)["rollouts"][0]["samples"] == samples and "window.hacked" in text
     assert not any(tag in text for tag in ("<script>window", "<img", "<script>alert", "<script src"))
     top = text.partition("<style>")[0]
@@ -182,14 +181,14 @@ def test_a_completion_ends_no_script_and_the_page_needs_no_network(tmp_path):
     assert json.loads(island({"x": "<\u2028"})) == {"x": "<\u2028"} and "<" not in island("<!--<script>")
 
 
-def test_runs_that_are_not_finished_or_empty(tmp_path):
-    folder = make_run(tmp_path / "a", max_iters=9)
+def test_runs_that_are_not_finished_or_empty():
+    folder = make_run(Path("a"), max_iters=9)
     (run,) = read_runs([folder])
     assert not run.ended and "4 of 9" in page_of([folder]).read_text()
     with open(f"{folder}/log.jsonl", "a") as file:
         file.write('{"iter": 4, "lo')
     assert len(read_runs([folder])[0].records) == 4
-    (tmp_path / "a/log.jsonl").write_text("")
+    (Path("a/log.jsonl")).write_text("")
     with pytest.raises(SnugError, match="log.jsonl has no iteration yet"):
         read_runs([folder])
 
@@ -197,25 +196,26 @@ def test_runs_that_are_not_finished_or_empty(tmp_path):
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("settings.json", '{"max_iters": 4, "ta', "/settings.json cannot be read (JSONDecodeError"),
-        ("log.jsonl", "{}\n", "/log.jsonl cannot be read (KeyError: 'iter')"),
-        ("samples.jsonl", '{"iter": 0}\n{"group": 0}\n', "/samples.jsonl cannot be read (KeyError: 'iter')"),
+        ("settings.json", '{"max_iters": 4, "ta', "(JSONDecodeError"),
+        ("log.jsonl", "{}\n", "(KeyError: 'iter')"),
+        ("samples.jsonl", '{"iter": 0}\n{"group": 0}\n', "(KeyError: 'iter')"),
     ],
 )
-def test_a_damaged_file_is_one_line(tmp_path, name, text, message):
-    folder = make_run(tmp_path / "a")
-    (tmp_path / "a" / name).write_text(text)
+def test_a_damaged_file_is_one_line(name, text, message):
+    folder = make_run(Path("a"))
+    Path("a", name).write_text(text)
     with pytest.raises(SnugError) as error:
         page_of([folder])
-    assert f"{folder}{message}" in str(error.value) and "\n" not in str(error.value)
+    said = f"a: log.jsonl, settings.json or samples.jsonl cannot be read {message}"
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_large_file_of_completions_is_thinned(tmp_path):
-    folder = tmp_path / "a"
+def test_a_large_file_of_completions_is_thinned():
+    folder = Path("a")
     make_run(folder, iterations=20, samples=make_samples(20))
     size = (folder / "samples.jsonl").stat().st_size
     for most_bytes, kept in ((size, [*range(20)]), (size / 6, [0, 6, 12, 18, 19]), (1, [0, 19])):
-        run = read_run(folder, "a", most_bytes)
+        run = read_run(folder, most_bytes)
         assert [sample["iter"] for sample in run.samples[::8]] == kept and len(run.samples) == 8 * len(kept)
 
 
@@ -240,7 +240,7 @@ def opened(chromium, path):
     tab.on("pageerror", lambda error: wrong.append(str(error)))
     tab.on("dialog", lambda dialog: wrong.append(dialog.message) or dialog.dismiss())
     tab.on("request", lambda request: None if request.url.startswith(("file:", "data:")) else wrong.append(request.url))
-    tab.goto(f"file://{path}")
+    tab.goto(f"file://{path.resolve()}")
     tab.wait_for_selector("#list .row")
     return tab, wrong
 
@@ -249,8 +249,8 @@ def rewards(tab):
     return [float(text) for text in tab.locator("#list .row:not(.group) .reward").all_inner_texts()]
 
 
-def test_the_browser_draws_the_charts(chromium, tmp_path):
-    folders = [make_run(tmp_path / "<b>a", samples=make_samples(1)), make_run(tmp_path / "warm", kind="SFT")]
+def test_the_browser_draws_the_charts(chromium):
+    folders = [make_run(Path("<b>a"), samples=make_samples(1)), make_run(Path("warm"), kind="SFT")]
     tab, wrong = opened(chromium, page_of(folders))
     tab.locator(".chart").last.locator(".main-svg").first.wait_for()
     plots = "[...document.querySelectorAll('.chart')].find(c => c.textContent.startsWith('Reward'))"
@@ -264,12 +264,12 @@ def test_the_browser_draws_the_charts(chromium, tmp_path):
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != before and wrong == []
 
 
-def test_the_browser_filters_and_finds_completions(chromium, tmp_path):
+def test_the_browser_filters_and_finds_completions(chromium):
     samples = make_samples(3) + make_samples(3, texts=HOSTILE, group=1)
     for sample in samples:
         sample["reward"] = 0.5 if sample["iter"] == 1 else sample["reward"]
     samples[8]["reward"] = None
-    tab, wrong = opened(chromium, page_of([make_run(tmp_path / "a", samples=samples)]))
+    tab, wrong = opened(chromium, page_of([make_run(Path("a"), samples=samples)]))
     # Two groups of the last iteration, the best completions first
     assert tab.inner_text("#iteration") == "2" and tab.locator(".row.group").count() == 2
     assert rewards(tab)[:8] == [0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 0, 0]
@@ -320,7 +320,7 @@ def test_the_browser_filters_and_finds_completions(chromium, tmp_path):
     assert tab.locator("#list .row").nth(2).get_attribute("aria-selected") == "true" and wrong == []
 
 
-def test_the_browser_shows_rewards_columns_and_the_question(chromium, tmp_path):
+def test_the_browser_shows_rewards_columns_and_the_question(chromium):
     """All of it text. A file of an older run has none of it."""
     samples = make_samples(1, k=2)
     for sample, reward in zip(samples, (1.0, None), strict=True):
@@ -328,7 +328,7 @@ def test_the_browser_shows_rewards_columns_and_the_question(chromium, tmp_path):
         sample["rewards"] = {HOSTILE[4]: reward, "short": -0.12345}
         sample["columns"] = {"answer": HOSTILE[0], "numbers": [1, 2], "note": None, HOSTILE[1]: 3}
     older = make_samples(1, k=1, group=1)
-    tab, wrong = opened(chromium, page_of([make_run(tmp_path / "a", samples=samples + older)]))
+    tab, wrong = opened(chromium, page_of([make_run(Path("a"), samples=samples + older)]))
     groups = tab.locator("#list .row.group b").all_inner_texts()
     assert groups == [HOSTILE[1], "prompt 0 one"] and tab.inner_text("#detail .text") == "prompt 0 one"
     assert tab.locator("#detail dt").all_text_contents()[4:] == [HOSTILE[4], "short", *samples[0]["columns"]]
@@ -354,9 +354,9 @@ def make_episode():
     return episode | figures | dict(tokens=tokens, mask=mask, messages=messages, tool_errors=1, entropies=mask)
 
 
-def test_the_browser_shows_turns_and_replies(chromium, tmp_path):
-    folders = [make_run(tmp_path / "a", samples=[make_episode(), *make_samples(1)]), make_run(tmp_path / "b")]
-    (tmp_path / "b/samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in make_samples(1)))
+def test_the_browser_shows_turns_and_replies(chromium):
+    folders = [make_run(Path("a"), samples=[make_episode(), *make_samples(1)]), make_run(Path("b"))]
+    (Path("b/samples.jsonl")).write_text("".join(json.dumps(sample) + "\n" for sample in make_samples(1)))
     tab, wrong = opened(chromium, page_of(folders))
     parts = tab.locator("#detail .tokens > div")
     texts = ["two calls■", f"↵\n◦{HOSTILE[1]}", "It is 5◦"]
@@ -395,9 +395,9 @@ def test_the_browser_shows_turns_and_replies(chromium, tmp_path):
 
 
 @pytest.mark.parametrize("drawn", [True, False])
-def test_charts_are_on_paper(chromium, tmp_path, drawn):
+def test_charts_are_on_paper(chromium, drawn):
     """In the light colours, also if the dark page is printed before it has drawn them."""
-    folders = [make_run(tmp_path / name, samples=make_samples(1)) for name in ("a", "b")]
+    folders = [make_run(Path(name), samples=make_samples(1)) for name in ("a", "b")]
     page, tab = page_of(folders), chromium.new_page(color_scheme="dark", viewport=dict(width=1900, height=900))
     tab.add_init_script("" if drawn else "requestAnimationFrame = () => 0")
     tab.goto(f"file://{page}")

@@ -6,6 +6,7 @@ Left out: what an iteration is. grpo.py and train_sft.py say that, in `iterate`.
 import random
 import signal
 from contextlib import ExitStack, chdir, contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from runs.loading import (
     restore_generators,
     trained,
 )
-from runs.lock import FolderLock
+from runs.lock import locked, move_aside
 from runs.log import NoLog, RunLog
 from runs.prepare import SHAPE
 from runs.saver import Saver
@@ -61,14 +62,14 @@ def run(prepared, title, iterate) -> bool:
         settings = with_dtype(settings, device.type)
         prepared.settings = processes.first(apply(rehearse, settings, device, print))
         with ExitStack() as stack:
-            lock = None if processes.rank else FolderLock(settings.out_dir)
             # If rank 0 is refused, all end.
-            processes.from_all_ranks(lambda: lock and stack.enter_context(lock))
-            return train(prepared, title, iterate, device, processes, lock)
+            lock = locked(settings.out_dir)
+            processes.from_all_ranks(lambda: None if processes.rank else stack.enter_context(lock))
+            return train(prepared, title, iterate, device, processes)
 
 
-def train(prepared, title, iterate, device, processes, lock):
-    """lock: the folder's, on rank 0. -> False if a signal stopped it."""
+def train(prepared, title, iterate, device, processes):
+    """-> False if a signal stopped it."""
     settings, resume = prepared.settings, prepared.resume
     # The same in every process: a checkpoint keeps the generators of rank 0. A reward function may draw from any.
     for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -80,10 +81,10 @@ def train(prepared, title, iterate, device, processes, lock):
         reference = processes.shard(load_reference(prepared, processes.loads_on(device)), device)
         teacher = processes.shard(load_teacher(prepared, processes.loads_on(device)), device)
         model, optimizer, start = begin(prepared, device, processes)  # last: it restores the generators
-        moved = None
-        if lock and resume is None:
-            if (lock.folder / "log.jsonl").exists() or checkpoints(lock.folder):
-                moved = lock.move_aside()
+        moved, folder = None, Path(settings.out_dir)
+        if resume is None and not processes.rank:
+            if (folder / "log.jsonl").exists() or checkpoints(folder):
+                moved = move_aside(folder)
         facts = dict(device=device.type, parameters=size_of(model))
         with (NoLog if processes.rank else RunLog)(settings, title, start, **facts) as log:
             meter.show, state = log.show, resume.state if resume else {}

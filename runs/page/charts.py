@@ -86,9 +86,9 @@ def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:
     for number, run in enumerate(runs):
         for place, (figure, name) in enumerate(names.items()):
             points = values_of(run.records, figure)
-            label, color = name or run.name, place
+            label, color = name or str(run.folder), place
             if len(runs) > 1:
-                label, color = f"{run.name}, {name}".removesuffix(", "), number
+                label, color = f"{run.folder}, {name}".removesuffix(", "), number
             if points:
                 x, y = map(list, zip(*points, strict=True))
                 series.append(Series(label, x, y, STYLES[place % len(STYLES)], color))
@@ -107,4 +107,4 @@ def timeline(run: Run) -> Chart:
         blocks.append(Series(phase, x, peaks, "block", PHASES.index(phase), width))
     end = records[-1]["iter"] + 1
     window = (max(records[0]["iter"], end - SHOWN), end)
-    return Chart("Memory", f"Memory timeline, {run.name}", "MiB", blocks, window)
+    return Chart("Memory", f"Memory timeline, {run.folder}", "MiB", blocks, window)

@@ -17,8 +17,7 @@ MOST_BYTES = 40_000_000  # of samples.jsonl in a page
 
 @dataclass
 class Run:
-    folder: Path
-    name: str  # the folder's name, or its path if two runs have the same name
+    folder: Path  # as it was given: the run's name
     settings: dict  # settings.json
     records: list[dict]  # log.jsonl; never empty
     samples: list[dict]  # samples.jsonl: every n-th iteration and the last one
@@ -54,26 +53,20 @@ class Run:
 
 def read_runs(folders: list[str]) -> list[Run]:
     """Raises SnugError if a folder has no log, if a log has no iteration, or if a file is damaged."""
-    names = [Path(folder).resolve().name for folder in folders]
-    if len(set(names)) < len(names):
-        names = folders
-    most_bytes = MOST_BYTES // len(folders)
-    return [read_run(Path(f), str(name), most_bytes) for f, name in zip(folders, names, strict=True)]
+    return [read_run(Path(folder), MOST_BYTES // len(folders)) for folder in folders]
 
 
-def read_run(folder: Path, name: str, most_bytes: int) -> Run:
+def read_run(folder: Path, most_bytes: int) -> Run:
     """most_bytes: of samples.jsonl. A larger file is thinned to every n-th iteration."""
-    with in_one_line(f"{folder}/log.jsonl cannot be read"):
+    with in_one_line(f"{folder}: log.jsonl, settings.json or samples.jsonl cannot be read"):
         records = read_log(folder)
-    if not records:
-        raise SnugError(f"is {folder} a run's folder? {folder}/log.jsonl has no iteration yet")
-    with in_one_line(f"{folder}/settings.json cannot be read"):
+        if not records:
+            raise SnugError("log.jsonl has no iteration yet")
         settings = json.loads((folder / "settings.json").read_text())
-    file, last = folder / "samples.jsonl", records[-1]["iter"]
-    with in_one_line(f"{file} cannot be read"):
+        file, last = folder / "samples.jsonl", records[-1]["iter"]
         every = max(1, -(-file.stat().st_size // most_bytes))
         samples = [s for s in read_lines(file) if s["iter"] % every == 0 or s["iter"] == last]
-    return Run(folder, name, settings, records, samples, every)
+    return Run(folder, settings, records, samples, every)
 
 
 def logged(records: list[dict], name: str) -> list[float]:
@@ -81,22 +74,14 @@ def logged(records: list[dict], name: str) -> list[float]:
     return [record[name] for record in records if record.get(name) is not None]
 
 
-def options_of(runs: list[Run]):
-    """-> (rows of cells: model, parameters, the options that differ between the runs; {option: value in all of them}).
-
-    Options with their defaults in all runs are left out.
-    """
-    # An older run has no number of parameters.
-    sizes = [f"{run.settings['parameters']:,}" if "parameters" in run.settings else "-" for run in runs]
-    rows, same = [["model", *[run.model for run in runs]], ["parameters", *sizes]], {}
+def options_of(runs: list[Run]) -> list[list[str]]:
+    """Rows of cells, one for each run: model, parameters, the options that differ from the defaults in any run."""
+    rows = [["model", *[run.model for run in runs]]]
+    rows.append(["parameters", *[f"{run.settings['parameters']:,}" for run in runs]])
     for name in dict.fromkeys(name for run in runs for name in run.changed):
         values = [run.settings.get(name, "-") for run in runs]
-        cells = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        if len(set(cells)) > 1:
-            rows.append([name, *cells])
-        else:
-            same[name] = cells[0]
-    return rows, same
+        rows.append([name, *[v if isinstance(v, str) else json.dumps(v) for v in values]])
+    return rows
 
 
 def logged_names(runs: list[Run], start: str) -> list[str]:

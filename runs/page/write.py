@@ -27,8 +27,8 @@ def write_page(runs: list[Run], cells: list[list[str]]):
 
     loader = jinja2.FileSystemLoader(HERE)
     template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    charts, (options, same) = charts_of(runs), options_of(runs)
-    rollouts = [dict(run=r.name, samples=r.samples, every=r.every) for r in runs if r.samples]
+    charts = charts_of(runs)
+    rollouts = [dict(run=str(r.folder), samples=r.samples, every=r.every) for r in runs if r.samples]
     data = dict(palette=PALETTE, charts=list(map(asdict, charts)), rollouts=rollouts)
     text = template.get_template("page.html").render(
         plotly=Markup(get_plotlyjs()),
@@ -39,8 +39,7 @@ def write_page(runs: list[Run], cells: list[list[str]]):
         runs=runs,
         sections=list(dict.fromkeys(chart.section for chart in charts)),
         tiles=tiles(runs[0]),
-        options=options,
-        same=same,
+        options=options_of(runs),
         cells=cells,
     )
     page = runs[0].folder / "report.html"
