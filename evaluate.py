@@ -148,9 +148,9 @@ def evaluate_run(model, prepared, meter, limits: Limits) -> dict[str, float]:
             return sample_held_out(sampler, prepared, limits)
 
     # A reward function may draw random numbers. What the run draws afterwards must not depend on it.
-    generators = generator_state(model.device)
+    generators = generator_state()
     samples = limits.run("eval", sample)
-    restore_generators(generators, model.device)
+    restore_generators(generators)
     return run_scores(limits.processes.from_all_ranks(lambda: samples))
 
 

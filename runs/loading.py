@@ -182,21 +182,16 @@ def load_optimizer(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer):
 # Random generators. snug draws from them for the initial weights only; a user's reward function may draw any time.
 
 
-def generator_state(device: torch.device) -> dict:
-    """The state of Python's, NumPy's and torch's generators, as JSON has it."""
+def generator_state() -> dict:
+    """The state of Python's, NumPy's and torch's generators on the CPU, as JSON has it."""
     kind, words, *rest = np.random.get_state()
-    state = dict(cpu=torch.get_rng_state().numpy().tobytes().hex(), python=random.getstate())
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
-    return state | {"numpy": [kind, words.tolist(), *rest]}
+    cpu = torch.get_rng_state().numpy().tobytes().hex()
+    return dict(cpu=cpu, python=random.getstate(), numpy=[kind, words.tolist(), *rest])
 
 
-def restore_generators(state: dict, device: torch.device):
-    """The inverse of `generator_state`. A CUDA state is ignored on a CPU."""
+def restore_generators(state: dict):
+    """The inverse of `generator_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cpu"]), dtype=torch.uint8))
-    if "cuda" in state and device.type == "cuda":
-        words = bytearray.fromhex(state["cuda"])
-        torch.cuda.set_rng_state(torch.frombuffer(words, dtype=torch.uint8), device)

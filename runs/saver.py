@@ -52,8 +52,7 @@ class Saver:
         With several processes rank 0 decides and writes. The others make the same calls.
         """
         self.settings, self.tokenizer, self.say = settings, tokenizer, say
-        self.model, self.optimizer, self.device = model, optimizer, model.device
-        self.processes = processes
+        self.model, self.optimizer, self.processes = model, optimizer, processes
         # Absolute: a tool or a reward function may change the working folder.
         self.folder, self.constants = Path(settings.out_dir).absolute(), constants
         self.saved = start  # iterations done by the newest checkpoint
@@ -100,7 +99,7 @@ class Saver:
             "model_config": asdict(self.model.config),
             "tokenizer": self.tokenizer.name,
             "settings": asdict(self.settings),
-            "generators": generator_state(self.device),
+            "generators": generator_state(),
             **self.constants,
             **progress,
         }
@@ -138,7 +137,7 @@ class Saver:
     @contextmanager
     def keeping(self, iteration: int, progress: dict) -> Iterator[None]:
         """If the block fails before its optimizer step, save the state from before it, with this `progress`."""
-        progress = progress | {"generators": generator_state(self.device)}
+        progress = progress | {"generators": generator_state()}
         steps = self.optimizer.steps
         try:
             yield

@@ -95,7 +95,7 @@ MUTANTS = [
     ("evaluations: float32's 0.9 is below 0.9", "evaluate.py", " - ROUNDING * abs(least)", "", "test_scoring.py"),
     ("evaluations: 0 is as good as a small threshold", "evaluate.py", "ROUNDING * abs(least)", "ROUNDING", "test_scoring.py"),
     ("evaluations: all completions at a time", "evaluate.py", "rows[first : first + size]", "rows[first:]", "test_scoring.py"),
-    ("evaluations move the generators", "evaluate.py", "    restore_generators(generators, model.device)\n", "", "test_scoring.py"),
+    ("evaluations move the generators", "evaluate.py", "    restore_generators(generators)\n", "", "test_scoring.py"),
     ("evaluations: every piece draws as the first", "evaluate.py", "(numbers.start + first) * group_size", "numbers.start * group_size", "test_evaluate.py"),
     ("evaluations: the first process's samples", "evaluate.py", "[sum(samples, []) for samples in", "[samples[0] for samples in", "test_evaluate.py"),
     # grpo.py

@@ -62,7 +62,7 @@ def test_weights_moments_and_generators_come_back(tmp_path, shape):
     loading.load_weights(opened, other)
     loading.load_optimizer(opened, other, other_optimizer)
     state = opened.state
-    loading.restore_generators(state["generators"], other.device)
+    loading.restore_generators(state["generators"])
     assert torch.get_rng_state().equal(expected)
     numbers = state["iteration"], state["settings"]["seed"], state["tokenizer"], state["optimizer_steps"]
     assert numbers == (7, 4, "bytes", 3)

@@ -200,7 +200,7 @@ def test_sft_is_scored_by_the_task(tmp_path):
 def test_the_best_is_chosen_by_the_reward_of_own_functions_or_by_pass_at_1(tmp_path, options, best, score):
     settings = GRPOSettings(out_dir=str(tmp_path), max_iters=99, save_interval=1, save_total_limit=1, **options)
     model = torch.nn.Linear(2, 2)
-    model.config, model.device = RewardOptions(), torch.device("cpu")  # any dataclass
+    model.config = RewardOptions()  # any dataclass
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.steps = 1  # as our optimizers count
     saver = Saver(settings, get_tokenizer("bytes"), model, optimizer, print)

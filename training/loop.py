@@ -144,7 +144,7 @@ def begin(prepared, device, processes=ONE_PROCESS):
     if resume is None:
         return model, optimizer, 0
     load_optimizer(resume, model, optimizer)
-    restore_generators(resume.state["generators"], device)
+    restore_generators(resume.state["generators"])
     return model, optimizer, resume.state["iteration"]
 
 
