@@ -228,12 +228,13 @@ def test_options_that_leave_no_task(options, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_warm_start_has_the_same_problem(tmp_path):
-    (tmp_path / "sft.py").write_text(f"digits = 2\nout_dir = {str(tmp_path / 'none')!r}\n")
-    _, settings = tiny(tmp_path, beta=0.0, demonstration_noise=0.1, init_from=str(tmp_path / "sft.py"))
-    assert prepare(settings).warm_start.settings.digits == 2
-    with pytest.raises(SnugError, match="chat=True, but the warm start .* has False; make them the same"):
-        prepare(dataclasses.replace(settings, chat=True))
+def test_a_warm_start_has_its_runs_problem(tmp_path):
+    """But its own demonstrations."""
+    lines = f"digits = 3\ndemonstration_noise = 0.3\nout_dir = {str(tmp_path / 'none')!r}\n"
+    (tmp_path / "sft.py").write_text(lines)
+    _, settings = tiny(tmp_path, beta=0.0, init_from=str(tmp_path / "sft.py"))
+    start = prepare(settings).warm_start.settings
+    assert (start.digits, start.demonstration_noise) == (settings.digits, 0.3) and settings.digits != 3
 
 
 class OneProblem(Task):
