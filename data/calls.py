@@ -51,7 +51,10 @@ def awaited(answer, seconds: float = 0.0):
         return answer
     with LOCK:
         future = asyncio.run_coroutine_threadsafe(answer, event_loop())
-    return finish(future, seconds)
+    if wait([future], seconds or None).not_done:
+        future.cancel()
+        raise OutOfTime
+    return future.result()
 
 
 @cache
@@ -59,13 +62,6 @@ def event_loop():
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
-
-
-def finish(future: Future, seconds: float):
-    if wait([future], seconds or None).not_done:
-        future.cancel()
-        raise OutOfTime
-    return future.result()
 
 
 def with_alarm(function, arguments, seconds):
@@ -82,24 +78,21 @@ def with_alarm(function, arguments, seconds):
 
 
 def in_a_thread(function, arguments, seconds):
-    future = Future()
-    future.set_running_or_notify_cancel()
+    outcome = Future()
 
     def work():
         try:
-            future.set_result(function(**arguments))
+            outcome.set_result(function(**arguments))
         except BaseException as error:
-            future.set_exception(error)
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    try:
-        return finish(future, seconds)
-    except OutOfTime:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime)
-        )
-        raise
+    if wait([outcome], seconds).not_done:
+        late = ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(*late)
+        raise OutOfTime
+    return outcome.result()
 
 
 @contextmanager
