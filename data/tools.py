@@ -32,7 +32,6 @@ import threading
 import traceback
 import types
 import typing
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
@@ -216,7 +215,6 @@ def methods_of(environment) -> dict[str, Callable]:
 
 DECODER = json.JSONDecoder(strict=False)  # code in a string may have raw newlines
 BETWEEN = re.compile(r"[\s;,}]*")  # models may close one brace too many
-warnings.filterwarnings("ignore", module="<unknown>")  # of literal_eval
 
 
 def parse_calls(text: str, form: str, schemas: Sequence[dict], thinks=False) -> tuple[str, list[dict]]:
@@ -259,14 +257,9 @@ def parse_inline(text: str, schemas) -> tuple[str, list[dict]]:
 
 
 def read_calls(text: str) -> list[dict]:
-    """JSON objects with a name and arguments -> calls; one call with an error if that fails.
-
-    Also as Python prints them, with single quotes, or with a comma behind the last item. Nothing is executed.
-    """
-    text = text.strip("[],; \n\r\t")  # it may be a list
-    for read in (json_values, lambda text: ast.literal_eval(f"({text},)")):
-        with suppress(Exception):
-            return list(map(call_of, read(text)))
+    """JSON objects with a name and arguments -> calls; one call with an error if that fails."""
+    with suppress(Exception):
+        return list(map(call_of, json_values(text.strip("[],; \n\r\t"))))  # it may be a list
     problem = 'a call must be a JSON object with "name" and "arguments", which must be an object'
     return [{"type": "function", "function": {"name": "", "arguments": {}}, "error": problem}]
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -311,11 +310,9 @@ BLOCKS = {  # in <tool_call>: the calls, or an error that the model reads
     f"{F}{json.dumps(ARGS)}}}": [SUM],
     f'{F}"1+1"}}': UNREAD,
     f"{F}{ARGS}}}}}\n": [SUM],
-    '{"name": "calc", "arguments": {"expression": "1+1",},}': [SUM],
-    "{'name': 'calc', 'arguments': {'expression': '1+1'}}": [SUM],
-    f"[{SUM['function']}, {SUM['function']}]": [SUM] * 2,
-    "{'name': 'f', 'arguments': {'a': (None, True)}}": [call("f", a=[None, True])],
-    '{"name": "f", "arguments": {"a": "\\d"}}': [call("f", a="\\d")],
+    '{"name": "calc", "arguments": {"expression": "1+1",},}': UNREAD,
+    "{'name': 'calc', 'arguments': {'expression': '1+1'}}": UNREAD,
+    '{"name": "f", "arguments": {"a": "\\d"}}': UNREAD,
     '{"name": "python", "arguments": {"code": "a=1\nprint(a)\t#"}}': [CODE],
     '{"name": "python", "arguments": "{\\"code\\": \\"a=1\nprint(a)\t#\\"}"}': [CODE],
     '{"name": "python", "arguments": {"code": "print("a")"}}': UNREAD,
@@ -360,16 +357,6 @@ def test_what_models_write_is_read_or_answered_with_an_error(form, text, content
         [bad] = calls
         answer, failed = call_tool(functions, bad, 5)
         assert failed and expected in answer and len(answer) < 200
-
-
-def test_reading_a_call_prints_nothing():
-    """Python warns of escapes that it does not know, and of other text."""
-    code = "from data.tools import read_calls\nfor text in TEXTS:\n    print(read_calls(text)[0]['function'])"
-    texts = ['{"name": "f", "arguments": {"a": "\\d"}}', "1if 1else 1"]
-    code = code.replace("TEXTS", repr(texts))
-    done = subprocess.run([sys.executable, "-W", "default", "-c", code], text=True, capture_output=True, check=True)
-    assert done.stdout.splitlines() == [str(dict(name="f", arguments=dict(a="\\d"))), str(dict(name="", arguments={}))]
-    assert not done.stderr
 
 
 REAL, ASIDE = hermes("calc", expression="2+2"), hermes("calc", expression="1+1")
