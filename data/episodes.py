@@ -245,12 +245,8 @@ def as_text(messages: list[dict]) -> str:
     """An episode as a person reads it: a turn, below it its calls and the answers, then the next turn."""
     lines = []
     for message in messages:
-        if message["role"] == "assistant":
-            calls = [call["function"] for call in message.get("tool_calls", ())]
-            lines += [message["content"]] * (message["content"] != "" or not calls)
-            for call in calls:
-                arguments = (f"{name}={json.dumps(value)}" for name, value in call["arguments"].items())
-                lines.append(f"  -> {call['name']}({', '.join(arguments)})")
-        else:
-            lines.append(f"  {message.get('name', message['role'])}: {message['content']}")
-    return "\n".join(lines)
+        who = message.get("name", message["role"])
+        lines.append(message["content"] if who == "assistant" else f"  {who}: {message['content']}")
+        for call in message.get("tool_calls", ()):
+            lines.append(f"  -> {call['function']['name']}({json.dumps(call['function']['arguments'])})")
+    return "\n".join(filter(None, lines))

@@ -145,7 +145,7 @@ def test_the_sampler_shows_turns(run):
     prompt, texts = complete(options, set(), loading.load_run(run.out_dir, DEVICE))
     assert prompt.endswith("?") and len(texts) == 60
     shown = "\n".join(texts)
-    assert "  user: ?" in shown and "\n  f: " in shown and '  -> f(text="' in shown
+    assert "  user: ?" in shown and "\n  f: " in shown and '  -> f({"text": "' in shown
     options = dataclasses.replace(options, max_turns=1)
     _, texts = complete(options, {"max_turns"}, loading.load_run(run.out_dir, DEVICE))
     assert "  user: ?" not in "\n".join(texts)

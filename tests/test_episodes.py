@@ -675,8 +675,8 @@ def test_long_answers_of_a_user_are_cut(chats, monkeypatch):
 def test_a_person_reads_all_arguments_of_all_calls():
     calls = [call("search", query="a b", top=2), call("calc", expression="1")]
     messages = [assistant("Hm.", *calls), tool("2", "search"), tool("1"), user("Why?"), assistant("")]
-    shown = ["Hm.", '  -> search(query="a b", top=2)', '  -> calc(expression="1")', "  search: 2", "  calc: 1"]
-    assert as_text(messages).split("\n") == [*shown, "  user: Why?", ""]
+    shown = ["Hm.", '  -> search({"query": "a b", "top": 2})', '  -> calc({"expression": "1"})']
+    assert as_text(messages).split("\n") == [*shown, "  search: 2", "  calc: 1", "  user: Why?"]
 
 
 def test_a_reply_without_room_is_not_in_the_messages(chats, monkeypatch):
