@@ -6,16 +6,15 @@
     log.txt         the console's lines, the error that ended the run, [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
 
-The console shows a line for every iteration of GRPO, and about 25 of SFT. In a terminal a bar below shows the progress
-and the running phase; in a pipe the lines say how much time is left. If the console is gone, a file cannot be written
-or a service fails, the log warns once and the training goes on. What a run prints at its end is in ending.py.
+The console shows a line for every iteration of GRPO, and about 25 of SFT. In a terminal a bar below shows the progress,
+the running phase and the time left. If the console is gone, a file cannot be written or a service fails, the log warns
+once and the training goes on. What a run prints at its end is in ending.py.
 Left out: plots, which report.py makes.
 """
 
 import json
 import os
 import sys
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -53,7 +52,6 @@ CONSOLE = {
     "pass_at_1_interval": " ({0[0]:.2f} to {0[1]:.2f})",
     "pass_at_1_sampled": " (sampled {:.3f})",
     "eval_reward_mean": "  eval reward {:.3f}",
-    "left": "  left {}",
 }
 
 
@@ -175,21 +173,11 @@ class RunLog:
         self.call_services("send", numbers)
         regular = done in (self.start + 1, self.max_iters) or done % self.every == 0
         if regular or "eval_reward_mean" in record:
-            self.scores(record | self.left(done))
+            self.scores(record)
 
     def scores(self, record: dict):
         """A console line for these figures of the log. Without "iter" they are of the model before training."""
         self.say(console_line(record | self.not_shown, self.max_iters))
-
-    def left(self, done: int):
-        """-> {"left": time left}, if no bar shows it. The first iteration is slower and does not count."""
-        count, now = done - self.start - 1, time.monotonic()
-        if count < 1:
-            self.began = now  # the first iteration is over
-        if count < 1 or done == self.max_iters or not self.bar.disable:
-            return {}
-        seconds = (now - self.began) / count * (self.max_iters - done)
-        return {"left": tqdm.format_interval(seconds)}
 
 
 class NoLog(RunLog):
