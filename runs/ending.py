@@ -38,20 +38,16 @@ def ending(title: str, settings, scored: bool, stopped: bool):
         scores = {"eval reward": "eval_reward_mean"} | scores
     if isinstance(settings, SFTSettings):  # its loss falls; the loss of a policy says little
         scores["loss"] = "loss"
-    rows = [(text, with_sampled(records, name)) for text, name in scores.items()]
+    rows = []
+    for text, name in scores.items():
+        reached, sampled = change(records, name), change(records, f"{name}_sampled")
+        rows.append((text, f"{reached} (sampled {sampled})" if sampled else reached))
     rows.append(("log", f"{folder}/log.jsonl, samples.jsonl, log.txt"))
-    *others, newest = checkpoints(folder)
-    best = (folder / "best").resolve()
-    is_other = best.name in [path.name for path in others]
-    rows.append(("checkpoint", f"{newest} (best: {best.name})" if is_other else str(newest)))
+    newest, best = checkpoints(folder)[-1], (folder / "best").resolve().name
+    is_other = best not in ("best", newest.name)
+    rows.append(("checkpoint", f"{newest} (best: {best})" if is_other else str(newest)))
     rows += zip(["next", "", ""], next_commands(settings, scored, stopped), strict=False)
     return [first, *[f"  {name:11} {text}" for name, text in rows if text]]
-
-
-def with_sampled(records: list[dict], name: str) -> str:
-    """The change of a figure, and in brackets that of `name`_sampled, if it is logged."""
-    text, sampled = change(records, name), change(records, f"{name}_sampled")
-    return f"{text} (sampled {sampled})" if sampled else text
 
 
 def next_commands(settings, scored: bool, stopped: bool) -> list[str]:

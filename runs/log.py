@@ -25,10 +25,9 @@ from tqdm import tqdm
 
 from snug.options import SnugError, described, in_one_line, plain, told
 
-IS_IT_BROKEN = """\
-note: loss is 0 and ratio is 1: is it broken? No. Right after a rollout the
-      policy is the sampler, and a group's advantages add up to 0. The gradient
-      is not 0: watch grad_norm and reward_mean."""
+IS_IT_BROKEN = (
+    "note: a loss of 0 is right: a group's advantages add up to 0; watch grad_norm and reward_mean"
+)
 
 # What the console shows of a record.
 CONSOLE = {

@@ -190,11 +190,11 @@ def with_commit(settings, option: str, before):
 
 def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
     """The options of the shape get the model's values, for settings.json; a smaller block_size is the user's. A run
-    that goes on keeps its max_new_tokens; a pretrained model has PRETRAINED_LENGTH, or what the longest prompt leaves.
+    that goes on keeps its max_new_tokens; a pretrained model has PRETRAINED_LENGTH, at most half of block_size.
 
     No held-out prompt is evaluated twice.
     """
-    shape, task, encode = prepared.shape, prepared.task, prepared.tokenizer.encode_prompt
+    shape, task = prepared.shape, prepared.task
     values = {name: shape[name] for name in SHAPE if name in shape}
     if "block_size" in chosen:
         values["block_size"] = prepared.settings.block_size
@@ -203,8 +203,7 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
         if before:
             settings.max_new_tokens = before.max_new_tokens
         elif prepared.origin and is_pretrained(prepared.origin.path):
-            room = settings.block_size - (settings.max_prompt_length or task.longest(encode)[0])
-            settings.max_new_tokens = max(1, min(PRETRAINED_LENGTH, room))
+            settings.max_new_tokens = min(PRETRAINED_LENGTH, settings.block_size // 2)
     settings.eval_prompts = min(settings.eval_prompts, task.size("test") or settings.eval_prompts)
 
 
@@ -290,11 +289,7 @@ def shape_and_tokenizer(
     """-> (GPTConfig's keywords, the tokenizer): the source's, the warm start's, or as the options say. Raises
     SnugError."""
     if source:
-        place, shape = source.path, source.state["model_config"]
-        if is_pretrained(place) and "tokenizer" in chosen and not (place / "tokenizer.json").exists():
-            tokenizer = get_tokenizer(settings.tokenizer)
-        else:
-            tokenizer = tokenizer_of(source)
+        place, shape, tokenizer = source.path, source.state["model_config"], tokenizer_of(source)
     elif warm_start:
         place, shape, tokenizer = settings.init_from, warm_start.shape, warm_start.tokenizer
     else:

@@ -208,7 +208,7 @@ MUTANTS = [
     ("a folder's own options lost", "runs/prepare.py", "before, settings, chosen", "settings, settings, chosen", "test_checkpoint.py"),
     ("a resume takes another model", "runs/prepare.py", "if stays and was.resolve() != now.resolve() and not adapters:", "if False:", "test_checkpoint.py"),
     ("a moved model is refused", "runs/prepare.py", 'stays = "@" in before.init_from or was.exists()', "stays = True", "test_checkpoint.py"),
-    ("a chat model writes 32 tokens", "runs/prepare.py", "max(1, min(PRETRAINED_LENGTH, room))", "32", "test_models.py"),
+    ("a chat model writes 32 tokens", "runs/prepare.py", "min(PRETRAINED_LENGTH, settings.block_size // 2)", "32", "test_models.py"),
     ("episodes: another environment's turns go on", "runs/prepare.py", "PROBLEM + CALLED + adapters", "PROBLEM + adapters", "test_checkpoint.py"),
     # runs/saver.py
     ("tokenizer not kept beside the checkpoint", "runs/saver.py", "write(self.folder, state, tensors, self.tokenizer.files)", "write(self.folder, state, tensors)", "test_models.py"),
