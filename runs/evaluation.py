@@ -41,11 +41,8 @@ def prepare_evaluation(
     prepared.settings.tokenizer = prepared.tokenizer.name
     own_file = settings.data_file == run.data_file != "" and not run.test_file
     if own_file and prepared.task.fingerprint() != found.state["data"]:
-        print(
-            f"warning: data_file={run.data_file} has changed since this run, or an older version split it: held-out "
-            "prompts may have been trained on",
-            file=sys.stderr,
-        )
+        changed = f"data_file={run.data_file} has changed: held-out prompts may have been trained on"
+        print(f"warning: {changed}", file=sys.stderr)
     path = prepared.origin.path
     # The hub's cache is not ours: a model from there has its samples in out/.
     place = Path(SNAPSHOT.sub(r"out/\2", str(path))) if is_pretrained(path) else path.parent

@@ -81,8 +81,8 @@ class Prepared:
         ids, most = self.tokenizer.encode_prompt(prompt), self.settings.max_prompt_length
         if 0 < most < len(ids) and not isinstance(prompt, str):
             raise SnugError(
-                f"max_prompt_length={most} cuts a prompt of {len(ids)} tokens, which loses the head of its chat "
-                "template; raise it in the run, or leave such rows out of a file"
+                f"max_prompt_length={most} cuts a prompt of {len(ids)} tokens in its chat template; raise it, or drop "
+                "such rows: --drop_long_prompts"
             )
         return ids
 
@@ -172,10 +172,7 @@ def resolve_names(settings, before):
     out_dir = Path(settings.out_dir).resolve()
     for option, name in dict(init_from=init_from, teacher=settings.teacher).items():
         if name and Path(name).resolve().is_relative_to(out_dir):
-            raise SnugError(
-                f"{option}={name} is in out_dir={settings.out_dir}, which a new run moves away; "
-                "choose another out_dir"
-            )
+            raise SnugError(f"{option}={name} is in out_dir={settings.out_dir}; choose another out_dir")
     return settings, config
 
 
@@ -214,13 +211,13 @@ def find_teacher(prepared: Prepared) -> Checkpoint:
     theirs, shape = tokenizer_of(teacher), teacher.state["model_config"]
     if theirs.backend.get_vocab() != tokenizer.backend.get_vocab():
         raise SnugError(
-            f"teacher={name}: its tokenizer {theirs.name} with {theirs.n_vocab} ids is not the model's "
-            f"{tokenizer.name} with {tokenizer.n_vocab}; name a teacher with the same tokenizer"
+            f"teacher={name}: its tokenizer {theirs.name} is not the model's {tokenizer.name}; name a teacher with "
+            "the same tokenizer"
         )
     if shape["vocab_size"] < tokenizer.n_vocab or shape["block_size"] < length:
         raise SnugError(
-            f"teacher={name} takes {shape['vocab_size']} ids and {shape['block_size']} tokens; it needs "
-            f"{tokenizer.n_vocab} ids, and {length} tokens for the longest prompt and completion"
+            f"teacher={name} takes {shape['vocab_size']} ids and {shape['block_size']} tokens; the run needs "
+            f"{tokenizer.n_vocab} and {length}"
         )
     return teacher
 
@@ -243,7 +240,7 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
     if begin and settings.base_dtype and begin.lora_rank:
         raise SnugError(
             f"base_dtype={settings.base_dtype!r}, but {init_from} has adapters, which would be rounded to 4 bits; name "
-            "its base weights there, or make a folder of it: python -m runs.export"
+            "its base weights, or a folder that python -m runs.export made"
         )
     return origin, warm_start
 
@@ -265,10 +262,7 @@ def refuse_changes(settings, task: Task, resume: Checkpoint, before):
     if differ:
         problem = f"cannot go on with other options: {'; '.join(differ)}"
     elif task.fingerprint() != resume.state["data"]:
-        problem = (
-            "is of other data: data_file, test_file or the generators' package has changed, "
-            "or an older version split this file"
-        )
+        problem = "is of other data: data_file, test_file or the generators' package has changed"
     else:
         return
     raise SnugError(f"{resume.path} {problem}; put it back, or start anew in another out_dir")
@@ -333,8 +327,7 @@ def rewards_of(settings, task: Task, functions, toolbox: Toolbox | None, needed:
         return [task.rewards], [1.0]
     if needed:
         raise SnugError(
-            f"data_file={settings.data_file} has no column answer to score by; name it with --answer_column, or add "
-            "--reward_funcs=my_rewards:is_short"
+            f"data_file={settings.data_file} has no column answer to score by; name --answer_column, or --reward_funcs"
         )
     return [], []
 

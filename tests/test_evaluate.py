@@ -433,7 +433,6 @@ def test_a_test_file_is_enough_where_nothing_is_trained(tmp_path):
 
 
 def test_a_data_file_that_is_not_the_runs_is_a_warning(tmp_path, capsys):
-    """Also if an older version split it."""
     rows, file = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)], tmp_path / "rows.jsonl"
 
     def write(path, rows):
@@ -452,6 +451,5 @@ def test_a_data_file_that_is_not_the_runs_is_a_warning(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     prepared_by(tmp_path / "run")
     assert capsys.readouterr().err == (
-        f"warning: data_file={file} has changed since this run, or an older version split it: "
-        "held-out prompts may have been trained on\n"
+        f"warning: data_file={file} has changed: held-out prompts may have been trained on\n"
     )

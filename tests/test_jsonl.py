@@ -298,7 +298,7 @@ def test_rewards_need_an_answer_or_a_function(tmp_path):
     path = written(tmp_path, [{"prompt": str(i)} for i in range(50)])
     run = GRPOSettings(task="jsonl", data_file=path, out_dir=str(tmp_path / "run"))
     prepare(dataclasses.replace(run, reward_funcs=["argparse:Namespace"]))
-    with pytest.raises(SnugError, match="has no column answer to score by; name it with --answer_column, or add --rew"):
+    with pytest.raises(SnugError, match="has no column answer to score by; name --answer_column, or --reward_funcs"):
         prepare(run)
 
 
@@ -384,7 +384,7 @@ def chat_tokenizer(tmp_path):
 def test_messages_are_not_cut(tmp_path):
     """Their chat template would lose its head. A file's prompts are seen before the run, others when they are made."""
     chat = dict(chat=True, tokenizer=chat_tokenizer(tmp_path), block_size=80)
-    message = "max_prompt_length=20 cuts a prompt of 47 tokens, which loses the head of its chat template; raise it in"
+    message = "max_prompt_length=20 cuts a prompt of 47 tokens in its chat template; raise it, or drop"
     with pytest.raises(SnugError, match=message):
         prepare(cut_run(tmp_path, **chat, max_prompt_length=20))
     prepare(cut_run(tmp_path, **chat, max_prompt_length=47))
@@ -428,7 +428,7 @@ def test_a_resumed_run_keeps_its_data(tmp_path):
     train_sft.main(prepare(sft))
     prepare(dataclasses.replace(sft, resume="auto"))
     written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
-    with pytest.raises(SnugError, match="is of other data.*, or an older version split this file; put it back"):
+    with pytest.raises(SnugError, match="is of other data: data_file, test_file or .*; put it back"):
         prepare(dataclasses.replace(sft, resume="auto"))
 
 

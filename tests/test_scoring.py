@@ -169,7 +169,7 @@ def test_the_tasks_own_score_and_other_tasks(run_folder, warm_start):
     for place, word in ((folder, "--reward_funcs="), (warm_start, "--seed=0")):  # SFT has no functions
         with pytest.raises(
             SnugError,
-            match="no column answer to score by; name it with --answer_column, or add --reward_funcs=my_rewards:is",
+            match="no column answer to score by; name --answer_column, or --reward_funcs",
         ):
             prepared_by(place, word)
     summary = evaluated(warm_start, "--reward_funcs=held_out_rewards:short")[0]

@@ -536,12 +536,10 @@ def test_other_vocabularies_are_refused(places, tmp_path):
     assert "is not the model's bytes" in found and "name a teacher with the same tokenizer" in found
     swapped["added_tokens"].append(dict(swapped["added_tokens"][0], id=257, content="<more>"))
     (tmp_path / "other/tokenizer.json").write_text(json.dumps(swapped))
-    assert "with 258 ids is not the model's bytes with 257" in refused(
-        places, tmp_path, teacher=str(tmp_path / "other")
-    )
+    assert "is not the model's bytes" in refused(places, tmp_path, teacher=str(tmp_path / "other"))
     config = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps(config | dict(vocab_size=200)))
-    assert "takes 200 ids and 64 tokens; it needs 257 ids" in refused(places, tmp_path, teacher=str(tmp_path / "hf"))
+    assert "takes 200 ids and 64 tokens; the run needs 257" in refused(places, tmp_path, teacher=str(tmp_path / "hf"))
     (tmp_path / "hf/config.json").write_text(json.dumps(config | dict(n_positions=14)))
     assert "257 ids and 14 tokens; it needs 257 ids, and" in refused(places, tmp_path, teacher=str(tmp_path / "hf"))
 
