@@ -541,7 +541,7 @@ def test_other_vocabularies_are_refused(places, tmp_path):
     (tmp_path / "hf/config.json").write_text(json.dumps(config | dict(vocab_size=200)))
     assert "takes 200 ids and 64 tokens; the run needs 257" in refused(places, tmp_path, teacher=str(tmp_path / "hf"))
     (tmp_path / "hf/config.json").write_text(json.dumps(config | dict(n_positions=14)))
-    assert "257 ids and 14 tokens; it needs 257 ids, and" in refused(places, tmp_path, teacher=str(tmp_path / "hf"))
+    assert "257 ids and 14 tokens; the run needs 257 and" in refused(places, tmp_path, teacher=str(tmp_path / "hf"))
 
 
 @plain_only
