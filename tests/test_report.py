@@ -400,7 +400,7 @@ def test_charts_are_on_paper(chromium, drawn):
     folders = [make_run(Path(name), samples=make_samples(1)) for name in ("a", "b")]
     page, tab = page_of(folders), chromium.new_page(color_scheme="dark", viewport=dict(width=1900, height=900))
     tab.add_init_script("" if drawn else "requestAnimationFrame = () => 0")
-    tab.goto(f"file://{page}")
+    tab.goto(f"file://{page.resolve()}")
     first = ".chart:first-child .legend text"
     if drawn:
         tab.locator(first).first.wait_for()

@@ -37,17 +37,18 @@ const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
 
 const mouse = matchMedia("(pointer: fine)"); // a finger that drags over a chart scrolls the page
 
+const blocks = (chart) => chart.series[0].style === "block";
+
 const layout = (chart) => {
   const [text, quiet, line] = ["--text", "--quiet", "--line"].map(colour);
   const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, tickfont: { color: quiet, size: 12 }, automargin: true };
   const title = (words) => ({ text: words, font: { color: quiet, size: 12 }, standoff: 8 });
-  const places = chart.series.flatMap((series) => series.x);
-  let range = chart.window;
-  if (!range && places.length) range = [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))];
+  const places = blocks(chart) ? [] : chart.series.flatMap((series) => series.x);
+  const range = places.length && [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))];
   return {
     font: { family: "system-ui, sans-serif", color: text, size: 12 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    margin: { l: 52, r: 14, t: 10, b: 40 }, dragmode: !mouse.matches ? false : chart.window ? "pan" : "zoom", hovermode: "closest", bargap: 0.35,
+    margin: { l: 52, r: 14, t: 10, b: 40 }, dragmode: mouse.matches && "zoom", hovermode: "closest", bargap: 0.35,
     barmode: "overlay",
     showlegend: chart.series.length > 1, legend: { orientation: "h", traceorder: "normal", y: -0.22, yanchor: "top", font: { color: quiet, size: 12 } },
     xaxis: { ...axis, title: title("iteration"), showgrid: false, ...(range && range[0] < range[1] ? { range } : {}) },
@@ -61,7 +62,7 @@ const draw = (chart, width) => {
 };
 
 for (const chart of data.charts) {
-  const card = make("figure", chart.window ? "chart full-width" : "chart");
+  const card = make("figure", blocks(chart) ? "chart full-width" : "chart");
   card.style.margin = 0;
   chart.plot = make("div", "plot");
   chart.plot.setAttribute("role", "img");

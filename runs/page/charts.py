@@ -10,8 +10,7 @@ from runs.page.runs import PHASES, Run, logged, logged_names
 
 # Contrast of at least 3 : 1, on the light page and on the dark one.
 PALETTE = ["#4f7df0", "#c9821a", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c76aa8", "#3a9ab5"]
-SHOWN = 10  # iterations of a memory timeline that are visible at first
-MOST = 200  # a memory timeline has the last iterations
+SHOWN = 20  # a memory timeline has the last iterations
 STYLES = "line", "dashed", "dotted", "dashdot"
 
 LEARNING = [  # title, unit, {figure of the log: name of the line}
@@ -53,7 +52,6 @@ class Chart:
     title: str
     unit: str  # of y
     series: list[Series]
-    window: tuple | None = None  # the range of x that is visible at first, in a chart of full width
 
 
 def charts_of(runs: list[Run]) -> list[Chart]:
@@ -97,7 +95,7 @@ def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:
 
 def timeline(run: Run) -> Chart:
     """A block for each phase of an iteration, as high as the phase's peak."""
-    records = run.records[-MOST:]
+    records = run.records[-SHOWN:]
     phases = [phase for phase in PHASES if logged(records, f"mem_max_alloc_mb_{phase}")]
     width, blocks = 1 / len(phases), []
     for place, phase in enumerate(phases):
@@ -105,6 +103,4 @@ def timeline(run: Run) -> Chart:
         x = [iteration + place * width for iteration, _ in points]
         peaks = [peak for _, peak in points]
         blocks.append(Series(phase, x, peaks, "block", PHASES.index(phase), width))
-    end = records[-1]["iter"] + 1
-    window = (max(records[0]["iter"], end - SHOWN), end)
-    return Chart("Memory", f"Memory timeline, {run.folder}", "MiB", blocks, window)
+    return Chart("Memory", f"Memory timeline, {run.folder}", "MiB", blocks)
