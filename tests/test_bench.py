@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,15 +88,6 @@ def test_a_step_is_stopped_at_its_limit_and_keeps_its_results(tmp_path):
     table = output.partition("A dry run:")[2].splitlines()[1:]
     assert [line.split()[0] for line in table] == ["slow", "before", "good", "speed", "bad"]
     assert table[1].endswith("MISSED") and "at most 2" in table[3] and not table[3].endswith("MISSED")
-
-
-@pytest.mark.long  # of one step: the test above
-def test_all_steps_together_have_a_limit(tmp_path):
-    process = start(tmp_path, [("slow", SLOW, 600), ("good", GOOD, 60)], "--seconds=3")
-    assert process.wait(600) == 1
-    steps = summary(tmp_path)
-    assert steps["slow"]["state"] == "stopped after 3 s" and steps["good"]["state"] == "no time left"
-    assert [row["name"] for row in steps["slow"]["results"]] == ["before"] and steps["good"]["results"] == []
 
 
 def test_a_step_keeps_the_gpus_state(tmp_path, monkeypatch):
@@ -205,15 +195,6 @@ def test_the_floor_counts_forward_passes(iteration, case):
         forward = P * (prompt + k * (both - prompt))
         for passes in (4, 5):
             assert iteration.floor_flops(model.config, P, T, k, length, passes == 5) == passes * forward
-
-
-@pytest.mark.long  # a bench runs: this one too
-def test_an_iteration_is_measured(iteration, capsys):
-    iteration.main(SimpleNamespace(shapes="tiny", rounds=1, only="uniform", snug="", sequences=0))
-    (line,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]["uniform"]["rounds"]["snug"]
-    assert line["length"] == 8 and line["tokens"] == 32 and line["peak_mib"] > 0
-    phases = [line[f"time_{name}_s"] for name in ("rollout", "reference", "train", "optimizer")]
-    assert min(phases) > 0 and line["floor_s"] < line["time_s"]
 
 
 # A bench's words for its smallest shape. MODEL and PAGE are made here.

@@ -17,7 +17,6 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import HOME, figures, make_model
-from mutate import same_json
 from test_grpo import tiny
 
 import grpo
@@ -97,6 +96,13 @@ def test_an_out_dir_that_cannot_be_is_one_line(tmp_path, name, options):
     child = subprocess.run([sys.executable, *words, *options], cwd=HOME, capture_output=True, text=True)
     assert child.returncode == 2 and child.stderr.count("\n") == 1 and not child.stdout
     assert f"out_dir={tmp_path / name} cannot be written to (" in child.stderr
+
+
+def same_json(a, b):
+    try:
+        return json.loads(a) == json.loads(b)
+    except ValueError:
+        return False
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys):
