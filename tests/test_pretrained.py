@@ -233,7 +233,7 @@ CONFIGS = {
     "model_type='gemma3_text' is not supported; only 'gpt2' or 'llama' or 'mistral' or 'qwen2' or 'qwen3'": dict(
         model_type="gemma3_text", architectures=["Gemma3ForCausalLM"]
     ),
-    "the weights are quantized; use": dict(quantization_config=dict(quant_method="gptq")),
+    "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
     "sliding_window=-1": dict(use_sliding_window=True, sliding_window=-1),
     "attention_bias=True": dict(attention_bias=True),
     "mlp_bias=True": dict(model_type="llama", mlp_bias=True),

@@ -22,6 +22,7 @@ from snug.kernels.layers import hold_in_nf4
 from snug.kernels.nf4 import quantize
 from snug.memory.ledger import component
 from snug.memory.limits import Limits, reference_batches
+from snug.pretrained.shapes import double_quant, is_pretrained
 from training.figures import Scored
 from training.guard import Guard
 from training.optimizer import make_optimizer
@@ -49,7 +50,9 @@ class DryRun:
         reference, teacher = load_reference(prepared, device), load_teacher(prepared, device)
         model = make_model(shape, device, settings.param_dtype)
         if settings.base_dtype:
-            hold_in_nf4(model, device)
+            origin = prepared.origin  # a folder in NF4 may have plain scales
+            stored = double_quant(origin.path) if origin and is_pretrained(origin.path) else None
+            hold_in_nf4(model, device, double=stored is not False)
         with meter.phase("load"):
             torch.empty(0)  # a phase without any tensor has no peak
             if settings.base_dtype:

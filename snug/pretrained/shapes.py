@@ -61,9 +61,17 @@ def read_config(folder: str | Path) -> dict:
         config = {"model_type": ""} | json.loads(path.read_bytes())
     fields = Fields(config, path)
     fields.want("model_type", *ARCHITECTURES)
-    if config.get("quantization_config"):
-        raise SnugError(f"{path}: the weights are quantized; use the folder with the bfloat16 weights")
+    if quantization := fields.get("quantization_config", dict, {}):
+        fields = Fields({"bnb_4bit_quant_type": "fp4"} | quantization, f"{path}: quantization_config")
+        fields.want("quant_method", "bitsandbytes")
+        fields.want("bnb_4bit_quant_type", "nf4")
     return config
+
+
+def double_quant(folder: str | Path) -> bool | None:
+    """Are the scales of a folder in NF4 quantized, too? None: the folder is not quantized. Raises SnugError."""
+    quantization = read_config(folder).get("quantization_config")
+    return bool(quantization.get("bnb_4bit_use_double_quant")) if quantization else None
 
 
 def stored_dtype(folder: str | Path) -> str | None:

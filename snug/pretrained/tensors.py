@@ -8,7 +8,8 @@
 shapes and types once, by the files' headers, before there is memory for a model. Then `read_weights` copies tensors one
 by one and casts them.
 
-Left out: pickles, quantized weights, YaRN, mixtures of experts. Tests: tests/test_pretrained.py.
+Left out: pickles, quantized weights except NF4 (bitsandbytes.py), YaRN, mixtures of experts. Tests:
+tests/test_pretrained.py.
 """
 
 import hashlib
@@ -22,15 +23,16 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from snug.options import SnugError, in_one_line
+from snug.pretrained.bitsandbytes import parts_of, quantized
 from snug.pretrained.shapes import (
     ARCHITECTURES,
     config_of,
+    double_quant,
     family_of,
     read_config,
     read_shape,
 )
 
-TYPES = "F32", "F16", "BF16", "F64"  # integers and 8-bit floats are quantized and need scales
 MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
@@ -132,26 +134,28 @@ def opened(file: Path, framework: str = "numpy") -> safe_open:
 
 
 def look_at_weights(folder: Path) -> dict:
-    """Each Entry that the config's shape needs -> (name, file) of its tensor. What `read_weights` takes.
+    """Each Entry that the config's shape needs -> {end: (name, file)} of its tensors. What `read_weights` takes.
 
     The files' headers are checked: missing and surplus tensors, other shapes and other types are refused. BUFFERS and
     the head of a tied model may be there. Raises SnugError.
     """
     family, shape = read_config(folder)["model_type"], read_shape(folder)
-    places, surplus = {}, []
-    missing = {entry.name: entry for entry in entries(shape, family, shape["vocab_size"])}
+    double, surplus = double_quant(folder), []
+    places = {entry: {} for entry in entries(shape, family, shape["vocab_size"])}
+    missing = {entry.name + end: (entry, end) for entry in places for end in parts_of(entry, double)}
     for file in weight_files(folder):
         with opened(file) as tensors:
             for name in tensors.keys():
                 whole = name if name in missing else PREFIXES[family] + name
                 if whole in missing:
-                    entry, tensor = missing.pop(whole), tensors.get_slice(name)
-                    places[entry] = name, file
+                    entry, end = missing.pop(whole)
+                    places[entry][end] = name, file
+                    tensor, (expected, types) = tensors.get_slice(name), parts_of(entry, double)[end]
                     size, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-                    if size != entry.shape or dtype not in TYPES:
+                    if size != (expected or size) or dtype not in types:
                         raise SnugError(
-                            f"{file}: {name} has the type {dtype} and the shape {size}; needed are {TYPES} and "
-                            f"{entry.shape}; use the folder with the bfloat16 weights"
+                            f"{file}: {name} has the type {dtype} and the shape {size}; needed are {types} and "
+                            f"{expected}; use the folder with the bfloat16 weights"
                         )
                 elif not name.endswith(BUFFERS) and name != "lm_head.weight":
                     surplus.append(name)
@@ -179,24 +183,28 @@ def fingerprint(folder: Path) -> str:
 def read_weights(places: dict, model, adapters=None, scale=0.0):
     """Copy a folder's matrices, one at a time, into the weights of a GPT of its shape. Raises SnugError.
 
-    places: `look_at_weights` of the folder. A matrix in NF4 quantizes what it gets.
+    places: `look_at_weights` of the folder. A matrix in NF4 gets what the folder has in NF4, or quantizes what it has.
+    A parameter gets it dequantized.
     adapters: a file for these weights, as adapters.find_base has it; each becomes part of its matrix: W + scale * B A,
     in float32 and rounded once.
     """
     import torch
 
-    from snug.kernels.nf4 import NF4, weights_of
+    from snug.kernels.nf4 import NF4, Quantized, weights_of
 
     weights = weights_of(model)
     left = set(opened(adapters).keys()) if adapters else set()
-    for entry, (name, file) in places.items():
-        ours = weights[entry.ours]
+    for entry, parts in places.items():
+        ours, (name, file) = weights[entry.ours], parts[""]
         with torch.no_grad(), in_one_line(f"{file}: {name} cannot be read"):
-            value = read_tensor(name, file)
+            tensors = {end: read_tensor(*place) for end, place in parts.items()}
+            value = tensors[""] if len(tensors) == 1 else quantized(tensors, ours.device)
             value = value.t() if entry.transposed else value
             if isinstance(ours, NF4):
                 ours.copy_(value, entry.start)
                 continue
+            if isinstance(value, Quantized):
+                value = NF4(entry.shape, ours.device).copy_(value).dequantized(torch.float32)
             pair = [f"base_model.model.{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
             if pair[0] in left:
                 value = value.float()
