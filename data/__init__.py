@@ -109,6 +109,8 @@ def imported(spec: str, option: str, advice: str, functions) -> Callable:
         return functions[spec]
     module_name, _, name = spec.partition(":")
     problem = f"{option}={spec!r}"
+    if ".py:" in spec:
+        raise SnugError(f"{problem}: name the module, not its file: {Path(module_name).stem}:{name}")
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
         raise SnugError(f"{problem}: {advice}")
     folder = os.getcwd()
