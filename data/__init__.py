@@ -70,7 +70,7 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
     """
     task = TASKS[settings.task](settings, demonstrations)
     reads = isinstance(task, FileTask)
-    fits = dict(data_file=reads, test_file=reads, system_prompt=settings.chat)
+    fits = dict(data_file=reads, test_file=reads, drop_long_prompts=reads, system_prompt=settings.chat)
     for name, it_fits in fits.items():
         value = getattr(settings, name)
         if value and not it_fits:

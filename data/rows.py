@@ -34,6 +34,11 @@ class FileOptions:
     )
     prompt_column: str = option("prompt", "jsonl: the files' column with the prompt")
     answer_column: str = option("answer", "jsonl: the files' column with the answer")
+    drop_long_prompts: bool = option(
+        False,
+        "drop rows whose prompt is longer than max_prompt_length or, if that is 0, does not fit into block_size with "
+        "its completion",
+    )
 
 
 class Row(dict):
@@ -93,7 +98,23 @@ class FileTask(Task):
                 self.rows["test" if rank in first else rank[0]].append(row)
         # A row has None where it lacks a column of others.
         self.blank = dict.fromkeys(name for row in rows + self.rows["test"] for name in row)
+        self.data = dict(self.rows)  # for the fingerprint, with the rows that are dropped later
         self.file = path
+
+    def drop_long(self, encode, settings):
+        """drop_long_prompts. A completion has max_new_tokens or, for SFT, the demonstration and a stop token."""
+        room = settings.max_prompt_length or settings.block_size - (settings.max_new_tokens or 1)
+        parts = 1 if settings.max_new_tokens else 2
+        count = 0
+        for split, rows in self.data.items():
+            self.rows[split] = [row for row in rows if sum(self.tokens(row, encode)[:parts]) <= room]
+            count += len(rows) - len(self.rows[split])
+        self.dropped = f", {count:,} too long and dropped"
+        self.survey()
+
+    def tokens(self, row, encode):
+        """-> how many its prompt and its demonstration have."""
+        return len(encode(self.as_prompt(row["prompt"]))), len(encode(self.demonstration(row, None)))
 
     def row(self, split, number):
         """Training rows come epoch by epoch, each in another order; test rows in the file's order, again and again."""
@@ -111,20 +132,24 @@ class FileTask(Task):
     def longest(self, encode):
         if not self.prompt_lengths:  # a run has one tokenizer
             rows = self.rows["train"] + self.rows["test"]
-            self.prompt_lengths = [len(encode(self.as_prompt(row["prompt"]))) for row in rows]
-            self.longest_at = rows[self.prompt_lengths.index(max(self.prompt_lengths))].place
-            self.longest_answer = max(len(encode(self.demonstration(row, None))) for row in rows)
-        return max(self.prompt_lengths), self.longest_answer
+            prompts, self.answer_lengths = zip(*(self.tokens(row, encode) for row in rows), strict=True)
+            self.longest_at = rows[prompts.index(max(prompts))].place
+            self.prompt_lengths = prompts
+        return max(self.prompt_lengths), max(self.answer_lengths)
 
     def fingerprint(self):
-        text = json.dumps([*self.rows.values()], sort_keys=True)
+        text = json.dumps([*self.data.values()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def survey(self):
+        advice = "name a test_file, or evaluate nothing: eval_prompts=0"
+        if self.dropped:
+            advice = "shorten them, or raise what limits them: block_size, max_prompt_length"
         for split, rows in self.rows.items():
             if not rows and (split == "train" or self.settings.eval_prompts):
-                advice = "name a test_file, or evaluate nothing: eval_prompts=0"
-                raise SnugError(f"data_file={self.file}: no row is in the {split} split; {advice}")
+                raise SnugError(
+                    f"data_file={self.file}: no row is in the {split} split{self.dropped}; {advice}"
+                )
 
 
 @lru_cache(maxsize=2)  # a batch may reach into the next epoch

@@ -90,7 +90,11 @@ class Prepared:
         """-> tokens of the longest prompt and of the longest completion."""
         settings = self.settings
         prompt, answer = self.task.longest(self.whole)
-        return settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
+        prompt, completion = settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
+        if settings.drop_long_prompts and not settings.max_new_tokens:
+            # SFT: each demonstration fits behind its own prompt.
+            completion = min(completion, settings.block_size - prompt)
+        return prompt, completion
 
 
 def prepare(
@@ -189,7 +193,7 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
     """The options of the shape get the model's values, for settings.json; a smaller block_size is the user's. A run
     that goes on keeps its max_new_tokens; a pretrained model has PRETRAINED_LENGTH, at most half of block_size.
 
-    No held-out prompt is evaluated twice.
+    Drops long prompts, if asked to. No held-out prompt is evaluated twice.
     """
     shape, task = prepared.shape, prepared.task
     values = {name: shape[name] for name in SHAPE if name in shape}
@@ -201,6 +205,8 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
             settings.max_new_tokens = before.max_new_tokens
         elif prepared.origin and is_pretrained(prepared.origin.path):
             settings.max_new_tokens = min(PRETRAINED_LENGTH, settings.block_size // 2)
+    if settings.drop_long_prompts:
+        task.drop_long(prepared.tokenizer.encode_prompt, settings)
     settings.eval_prompts = min(settings.eval_prompts, task.size("test") or settings.eval_prompts)
 
 
@@ -345,5 +351,5 @@ def refuse_lengths(prepared: Prepared):
         f"more than block_size={settings.block_size}"
     )
     if prepared.task.longest_at and not settings.max_prompt_length:
-        problem += f"; the longest is {prepared.task.longest_at}; shorten it, or leave it out"
+        problem += f"; the longest is {prepared.task.longest_at}; shorten it, or add --drop_long_prompts"
     raise SnugError(problem)

@@ -339,10 +339,66 @@ def test_the_longest_prompt_is_named(tmp_path):
     said = (
         f"have up to 30 tokens; with max_new_tokens=11 that is 41, more than block_size=40; the longest is {path}:8; "
     )
-    with pytest.raises(SnugError, match=f"{said}shorten it, or leave it out"):
+    with pytest.raises(SnugError, match=f"{said}shorten it, or add --drop_long_prompts"):
         prepare(run)
     with pytest.raises(SnugError, match="that is 40, more than block_size=39$"):
         prepare(dataclasses.replace(run, max_prompt_length=29, block_size=39))
+
+
+def prompts_of(prepared):
+    return sorted(row["prompt"] for rows in prepared.task.rows.values() for row in rows)
+
+
+@pytest.mark.parametrize(
+    "options, most",
+    [
+        (dict(block_size=40, max_new_tokens=10), 30),
+        (dict(block_size=40, max_new_tokens=11), 3),
+        (dict(block_size=40, max_new_tokens=37), 3),
+        (dict(block_size=40, max_new_tokens=38), 2),
+        (dict(block_size=61, max_prompt_length=29), 3),  # not cut, but dropped
+        (dict(block_size=62, max_prompt_length=30), 30),
+    ],
+)
+def test_long_prompts_are_dropped(tmp_path, options, most):
+    held_out = next(i for i in range(50) if split_of(f"{i}=".rjust(30)) == "test")
+    path, out_dir = long_rows(tmp_path, long={7, held_out}), str(tmp_path / "run")
+    run = GRPOSettings(task="jsonl", data_file=path, out_dir=out_dir, drop_long_prompts=True, **options)
+    everything = rows_of(path, eval_prompts=0)
+    prepared = prepare(run)
+    assert prompts_of(prepared) == sorted(row["prompt"] for row in everything if len(row["prompt"]) <= most)
+    assert all(prepared.task.rows.values()) and prepared.settings.eval_prompts == len(prepared.task.rows["test"])
+    count = sum(len(row["prompt"]) > most for row in everything)
+    assert prepared.task.dropped == f", {count} too long and dropped"
+    assert prepared.task.fingerprint() == task_of(path).fingerprint()  # of the file, so that a run can be resumed
+
+
+def test_demonstrations_that_do_not_fit_are_dropped_with_their_prompts(tmp_path):
+    """Each fits behind its own prompt; the longest demonstration need not fit behind the longest prompt."""
+    rows = [dict(prompt=f"{i}=".rjust(20), answer="x" * (19 if i == 7 else 20 if i == 8 else 1)) for i in range(50)]
+    rows += [dict(prompt="1", answer="x" * 38), dict(prompt="2", answer="x" * 39)]
+    run = SFTSettings(task="jsonl", data_file=written(tmp_path, rows), out_dir=str(tmp_path / "run"), block_size=40)
+    prepared = prepare(dataclasses.replace(run, drop_long_prompts=True))
+    gone = [row["prompt"] for row in (rows[8], rows[51])]
+    assert prompts_of(prepared) == sorted(row["prompt"] for row in rows if row["prompt"] not in gone)
+    assert prepared.longest() == (20, 20)
+    with pytest.raises(
+        SnugError, match="demonstrations of up to 40 tokens that is 60, more than block_size=40; the long"
+    ):
+        prepare(run)
+
+
+def test_dropped_prompts_are_counted_in_the_log_and_not_evaluated(tmp_path, capsys):
+    path = long_rows(tmp_path, long=range(0, 50, 2))
+    sft, _ = tiny(tmp_path)
+    sft = dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0, block_size=20)
+    sft = dataclasses.replace(sft, drop_long_prompts=True, max_iters=1, eval_prompts=500)
+    train_sft.main(prepare(sft))
+    prepared = prepare_evaluation(EvaluateSettings(), set(), sft.out_dir)[0]
+    kept = len(prepared.task.rows["test"])
+    assert f"{25 - kept} prompts for training, {kept} held out, 25 too long and dropped" in capsys.readouterr().out
+    assert 0 < kept == prepared.settings.eval_prompts and all(len(prompt) < 4 for prompt in prompts_of(prepared))
+    assert prepare(dataclasses.replace(sft, resume="auto", max_iters=2)).resume
 
 
 TINY = dict(n_layer=1, n_embd=16, batch_size=8, group_size=2, max_iters=1, max_new_tokens=4, eval_prompts=0)
@@ -357,9 +413,9 @@ def cut_run(tmp_path, **options):
 
 def test_prompts_that_lose_their_beginning_are_counted_at_the_start(tmp_path, capsys):
     main(prepare(cut_run(tmp_path, max_prompt_length=3)))
-    said = "max_prompt_length=3 cuts off the beginning of 25 of these 50 prompts"
+    said = "max_prompt_length=3 cuts off the beginning of 25 of these 50 prompts; --drop_long_prompts drops them"
     assert said in capsys.readouterr().out and said in (tmp_path / "run/log.txt").read_text()
-    for changes in (dict(max_prompt_length=30), {}):
+    for changes in (dict(max_prompt_length=30), dict(max_prompt_length=3, drop_long_prompts=True), {}):
         main(prepare(cut_run(tmp_path, **changes)))
         assert "cuts off" not in capsys.readouterr().out
 
@@ -388,6 +444,8 @@ def test_messages_are_not_cut(tmp_path):
     with pytest.raises(SnugError, match=message):
         prepare(cut_run(tmp_path, **chat, max_prompt_length=20))
     prepare(cut_run(tmp_path, **chat, max_prompt_length=47))
+    prepared = prepare(cut_run(tmp_path, **chat, max_prompt_length=20, drop_long_prompts=True))
+    assert len(prompts_of(prepared)) == 25
     made = GRPOSettings(**TINY | chat | dict(task="addition", max_prompt_length=26, out_dir=str(tmp_path / "run")))
     with pytest.raises(SnugError, match="max_prompt_length=26 cuts a prompt of 27 tokens"):
         main(prepare(made))
@@ -398,8 +456,15 @@ def test_messages_are_not_cut(tmp_path):
 
 
 def test_a_split_without_rows(tmp_path):
-    options = dict(task="jsonl", out_dir=str(tmp_path / "run"), block_size=40, eval_prompts=1)
-    run = SFTSettings(data_file=few_rows(tmp_path, "train"), **options)
+    path, out_dir = long_rows(tmp_path, long=range(50)), str(tmp_path / "run")
+    run = GRPOSettings(task="jsonl", data_file=path, out_dir=out_dir, drop_long_prompts=True, block_size=40)
+    with pytest.raises(
+        SnugError, match="no row is in the train split, 50 too long and dropped; shorten them, or raise"
+    ):
+        prepare(run)
+    run = SFTSettings(
+        task="jsonl", data_file=few_rows(tmp_path, "train"), out_dir=out_dir, block_size=40, eval_prompts=1
+    )
     with pytest.raises(SnugError, match="in the test split; name a test_file, or evaluate nothing: eval_prompts=0"):
         prepare(run)
     with pytest.raises(SnugError, match="no row is in the train split; name a test_file"):

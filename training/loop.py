@@ -166,12 +166,12 @@ def introduce(title, training, start, moved):
     if count := task.size("train"):
         say(
             f"data_file={settings.data_file}: {count:,} prompts for training, "
-            f"{task.size('test'):,} held out"
+            f"{task.size('test'):,} held out{task.dropped}"
         )
     if cut := sum(length > settings.max_prompt_length > 0 for length in task.prompt_lengths):
         say(
             f"max_prompt_length={settings.max_prompt_length} cuts off the beginning of {cut:,} of these "
-            f"{count + task.size('test'):,} prompts"
+            f"{count + task.size('test'):,} prompts; --drop_long_prompts drops them"
         )
     for note in prepared.tokenizer.notes:
         say(note)
