@@ -136,9 +136,8 @@ def hex_run(cls=First, P=13, num_samples=6, run=None, **options):
     """-> a model, Prepared, EvaluateSettings, for `run_evaluation`."""
     settings = replace(run or run_settings(), eval_prompts=P)
     task = cls(settings)
-    functions, weights = map(list, zip(*task.reward_functions(), strict=True))
     origin = Checkpoint(Path("out/x/checkpoint-000007"), {})
-    prepared = Prepared(settings, task, Hex(), {}, functions, reward_weights=weights, origin=origin)
+    prepared = Prepared(settings, task, Hex(), {}, [task.rewards], reward_weights=[1.0], origin=origin)
     model = make_flat_model("llama", n_layer=1)
     return model, prepared, EvaluateSettings(num_samples=num_samples, **options)
 
