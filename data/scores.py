@@ -115,15 +115,15 @@ def table(summary: dict):
         title += f" ({different} different)"
     if options["temperature"]:
         title += f", {n} sample{'s' * (n > 1)} each at temperature {options['temperature']:g}"
-    sampled = f"mean of {n} samples" if n > 1 else "sampled"
-    remarks = dict.fromkeys(("pass_at_1", "task_pass_at_1", "reward_greedy"), "greedy")
-    remarks |= dict.fromkeys(("pass_at_1_sampled", "task_pass_at_1_sampled"), sampled)
-    remarks |= dict(length="tokens, mean", stopped="share")
     rows = []
     for name, value in summary["scores"].items():
         low, high = summary["intervals"][name]
+        remark = "greedy" if name.endswith("pass_at_1") else ""
+        if name.endswith("_sampled"):
+            remark = f"mean of {n} samples" if n > 1 else "sampled"
         shown = name.removesuffix("_sampled").replace("_at_", "@")
-        rows.append((shown, f"{value:6.3f}   {low:.3f} to {high:.3f}", remarks.get(name, "")))
+        rows.append((shown, f"{value:6.3f}   {low:.3f} to {high:.3f}", remark))
+    remarks = dict(length="tokens, mean", stopped="share", reward_greedy="greedy")
     for name, value in summary["means"].items():
         number = "-" if value is None else f"{value:.{1 if name == 'length' else 3}f}"
         rows.append((name, f"{number:>6}", remarks.get(name, "mean")))
