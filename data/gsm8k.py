@@ -18,7 +18,6 @@ import re
 from data.answers import number_after_marker
 from data.rows import FileTask
 
-FILES = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{train,test}.jsonl"
 INSTRUCTION = (
     "Reason step by step, and give the final answer on a line of its own, as #### and then one number."
 )
@@ -26,7 +25,7 @@ INSTRUCTION = (
 
 class GSM8K(FileTask):
     columns = ("answer",)
-    remedy = f"; download it: curl --create-dirs --output-dir data/gsm8k --remote-name-all {FILES}"
+    remedy = "; README.md and config/grpo_gsm8k.py have the curl command that downloads it"
 
     def row_of(self, value):
         """-> {"prompt", "question", "answer": the number as text, "demonstration": the worked answer}"""

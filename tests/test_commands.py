@@ -110,8 +110,8 @@ MISSING = {  # what is missing -> how the line ends
     "config/distill_small.py": "; python grpo.py config/grpo_small.py makes out/grpo_small",  # its teacher
     "config/grpo_real.py": f"{SMALL}: there is no such run or model; make {SMALL} makes it",
     "config/grpo_gym.py": "need a model with a chat template: name one, such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
-    "config/grpo_gsm8k.py": "; download it: curl --create-dirs --output-dir data/gsm8k --remote-name-all https://raw",
-    "--task=gsm8k": "; download it: curl --create-dirs --output-dir data/gsm8k --remote-name-all https://raw",
+    "config/grpo_gsm8k.py": "; README.md and config/grpo_gsm8k.py have the curl command",
+    "--task=gsm8k": "; README.md and config/grpo_gsm8k.py have the curl command",
 }
 
 
