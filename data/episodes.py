@@ -19,7 +19,6 @@ Left out: images; environments that differ from row to row. Tests: tests/test_ep
 """
 
 import json
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -106,7 +105,7 @@ class Episode:
         self.messages, self.turns = [], 0
         self.sampled = 0  # tokens that are in the messages
         self.written = 0  # tokens of answers
-        self.tool_errors, self.tool_seconds = 0, 0.0
+        self.tool_errors = 0
         if environment is not None and (text := self.of_environment("reset", row)):
             self.prompt = extended(self.prompt, text)
 
@@ -115,13 +114,7 @@ class Episode:
         what, limit = f"environment {type(self.environment).__name__}", self.toolbox.settings.tool_timeout
         with blaming(f"{what}.{name}", f"tool_timeout={limit:g}", f"it gets {', '.join(arguments)}"):
             method = getattr(self.environment, name)
-            return result_text(self.timed(complete, method, deepcopy(arguments)))
-
-    def timed(self, call: Callable, *arguments):
-        began = time.perf_counter()
-        answer = call(*arguments, self.toolbox.settings.tool_timeout)
-        self.tool_seconds += time.perf_counter() - began
-        return answer
+            return result_text(complete(method, deepcopy(arguments), limit))
 
     def respond(self, ids: list[int]) -> list[int] | None:
         """ids of a turn that ended -> ids of the answer; None: the episode is over."""
@@ -152,7 +145,7 @@ class Episode:
 
     def result_of(self, call) -> dict:
         """The message with which a tool answers a call."""
-        text, failed = self.timed(call_tool, self.functions, call)
+        text, failed = call_tool(self.functions, call, self.toolbox.settings.tool_timeout)
         self.tool_errors += failed
         return dict(role="tool", name=call["function"]["name"], content=self.shortened(str(text)))
 
@@ -229,7 +222,7 @@ class Episodes:
 
     def figures(self) -> dict[str, list]:
         """{name: a value for each completion}, for logs. Empty without a toolbox."""
-        names = ("messages", "tool_errors", "tool_seconds") if self.episodes else ()
+        names = ("messages", "tool_errors") if self.episodes else ()
         return {name: [getattr(episode, name) for episode in self.episodes] for name in names}
 
 

@@ -98,7 +98,7 @@ def limits_of(settings, say=print, longest=(1, 1)):
 
 def figures(folder):
     """A run's log without what is measured, which no run has twice."""
-    measured = ("time_", "tokens_per_second", "mem_", "tool_seconds")
+    measured = ("time_", "tokens_per_second", "mem_")
     return [{k: v for k, v in record.items() if not k.startswith(measured)} for record in read_log(folder)]
 
 

@@ -52,7 +52,6 @@ MUTANTS = [
     ("episodes: special tokens in a result in tags", "data/episodes.py", '{text}</result>")', '{text}</result>", special=True)', "test_episodes.py"),
     ("episodes: the first stop token alone ends a turn", "data/episodes.py", "ids[-1] in self.tokenizer.stop_tokens", "ids[-1] == self.tokenizer.stop_token", "test_episodes.py"),
     ("episodes: the last call's error alone", "data/episodes.py", "self.tool_errors += failed", "self.tool_errors = int(failed)", "test_episodes.py"),
-    ("episodes: the last call's seconds alone", "data/episodes.py", "self.tool_seconds += time.", "self.tool_seconds = time.", "test_episodes.py"),
     ("episodes: the last answer's tokens alone", "data/episodes.py", "self.written += len(answer)", "self.written = len(answer)", "test_episodes.py"),
     ("episodes: inline calls need it in every row", "data/episodes.py", 'if any(episode.form == "inline"', 'if all(episode.form == "inline"', "test_episodes.py"),
     ("episodes: inline calls of the first tool alone", "data/episodes.py", "for schema in toolbox.schemas]", "for schema in toolbox.schemas[:1]]", "test_episodes.py"),

@@ -130,7 +130,7 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
 
 
 def episode_metrics(scored: Scored) -> dict[str, float]:
-    """Means per completion, the share of tokens that were written, and the seconds of all calls."""
+    """Means per completion, and the share of tokens that were written."""
     messages, rollouts = scored.episodes["messages"], scored.rollouts
     turns = [message for each in messages for message in each if message["role"] == "assistant"]
     N, calls = len(messages), sum(len(turn.get("tool_calls", ())) for turn in turns)
@@ -139,7 +139,6 @@ def episode_metrics(scored: Scored) -> dict[str, float]:
         tool_calls=calls / N,
         tool_errors=sum(scored.episodes["tool_errors"]) / N,
         written_fraction=1 - float(rollouts.mask.sum() / rollouts.completion_lengths.sum()),
-        tool_seconds=sum(scored.episodes["tool_seconds"]),
     )
 
 
