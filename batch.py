@@ -54,12 +54,13 @@ class MicroBatch:
     ref_logprobs: torch.Tensor | None = None  # (M,)
     teacher_outputs: torch.Tensor | None = None  # (M,) log-probs, or (M, C_T) hidden states
 
-    def completion_hidden(self, hidden: torch.Tensor):
-        """hidden (1, T, C) -> (M, C), the states that predict completion tokens.
+    def completion_hidden(self, model):
+        """Forward, without the head -> (M, C), the states that predict completion tokens.
 
         A prompt's last state is there for each of its completions. Their gradients are added in a fixed order, which
         `index_select` would not do on CUDA.
         """
+        hidden = model(self.tokens, self.positions, mask=self.mask)  # (1, T, C)
         return torch.embedding(hidden[0], self.states)
 
 

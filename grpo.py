@@ -208,7 +208,7 @@ def trainer_logprobs(model, rollouts, cut, settings):
     for indices in cut.dealt(sum(cut.steps, []), model):
         micro = make_micro_batch(rollouts, indices, cut)
         with autocast(settings.dtype, model):
-            hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
+            hidden = micro.completion_hidden(model)
             values = head_logprobs(  # (M,)
                 hidden,
                 model.lm_head_weight,
@@ -280,7 +280,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
             micro = make_micro_batch(rollouts, indices, cut)
             # Forward. Only the hidden states that predict completion tokens go on: (M, C)
             with autocast(settings.dtype, model):
-                hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
+                hidden = micro.completion_hidden(model)
                 # Head and loss. A chunk of logits becomes its own gradient and is gone.
                 loss, logprobs, entropy, metrics = loss_of_head(
                     model, hidden, micro, counts, settings, teacher

@@ -66,18 +66,14 @@ def overlong_punishment(lengths, max_new_tokens, soft_punish_cache):
     return -((lengths - (max_new_tokens - soft_punish_cache)) / soft_punish_cache).clamp(0, 1)
 
 
-def kl_divergence(logprobs, ref_logprobs, estimator="k3"):
-    """Estimates of KL(policy || reference) from tokens of the policy, (M,) each; log r = ref_logprob - logprob.
+def kl_divergence(logprobs, ref_logprobs):
+    """Estimates of KL(policy || reference) from tokens of the policy, (M,) each: r - 1 - log r, Schulman's k3 (2020),
+    with log r = ref_logprob - logprob. Unbiased, never negative; its mean gradient is that of KL(reference || policy).
 
-    k2  (log r)^2 / 2    biased, but its mean gradient is the KL's
-    k3  r - 1 - log r    unbiased, never negative; its mean gradient is that of KL(reference || policy)
-
-    policy_loss multiplies k3 by the ratio: this gives it the KL's gradient, also from stale tokens (DeepSeek-V3.2).
-    "k3_no_ratio" is DeepSeekMath's k3. Schulman 2020, Tang & Munos 2025.
+    policy_loss multiplies it by the ratio: this gives it the KL's gradient, also from stale tokens (Tang & Munos 2025,
+    DeepSeek-V3.2). With kl_estimator "k3_no_ratio" it does not (DeepSeekMath).
     """
     log_ratio = ref_logprobs - logprobs
-    if estimator == "k2":
-        return log_ratio.square() / 2
     return torch.expm1(log_ratio) - log_ratio
 
 
@@ -225,7 +221,7 @@ def policy_loss(
     metrics = {"clip_fraction": clipped.sum() / num_tokens}
     if ref_logprobs is not None:
         metrics["kl"] = kl_divergence(logprobs.detach(), ref_logprobs).sum() / num_tokens
-        kl = kl_divergence(logprobs, ref_logprobs, options.kl_estimator)
+        kl = kl_divergence(logprobs, ref_logprobs)
         if options.kl_estimator == "k3":
             kl = kl * ratio
         per_token = per_token + options.beta * kl

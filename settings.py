@@ -466,7 +466,7 @@ class KLOptions:
     kl_estimator: str = option(
         "k3",
         "the loss multiplies k3 by the ratio; k3_no_ratio is DeepSeekMath's k3",
-        choices=("k2", "k3", "k3_no_ratio"),
+        choices=("k3", "k3_no_ratio"),
     )
 
 

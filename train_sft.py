@@ -82,7 +82,7 @@ def accumulate_gradient(model, batch, cut, settings):
     for indices in cut.dealt(cut.steps[0], model):
         micro = make_micro_batch(batch, indices, cut)
         with autocast(settings.dtype, model):
-            hidden = micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
+            hidden = micro.completion_hidden(model)
             share, _, entropies = head_loss(
                 hidden, model.lm_head_weight, micro.targets, token_loss, **options
             )

@@ -225,7 +225,7 @@ def train(sizes):
         M, tokens = len(micro.targets), micro.tokens.shape[1]
 
         def forward(micro=micro):
-            return micro.completion_hidden(model(micro.tokens, micro.positions, mask=micro.mask))
+            return micro.completion_hidden(model)
 
         def step(micro=micro, M=M):
             mean = lambda logprobs, rows: -logprobs.sum() / M  # noqa: E731

@@ -31,7 +31,6 @@ from snug.memory import Limits, MemoryMeter
 from snug.memory.plan import GIB, plan
 from snug.options import read_settings
 from training.dry_run import DryRun
-from training.guard import Guard
 from training.optimizer import make_optimizer
 from training.state import Training
 
@@ -107,8 +106,7 @@ def run(prepared, iterations=2, iterate=grpo.iterate):
         reference = load_reference(prepared, device)
         model = configure(make_model(prepared.shape, device, settings.param_dtype), settings)
         optimizer = make_optimizer(model, settings)
-        guard, limits = Guard(settings, print), Limits(prepared, print)
-        parts = meter, NoLog(settings), guard, None, limits
+        parts = meter, NoLog(settings), None, Limits(prepared, print)
         training = Measured(prepared, model, reference, optimizer, *parts)
         sample.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)
         try:

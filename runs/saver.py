@@ -6,7 +6,7 @@
     saver.after(iteration + 1, progress, scores)  # every save_interval, at a new best score, last
 
 progress goes into state.json beside model and optimizer. The loop makes it, a dict as JSON has it:
-{"health": guard.health, "after_oom": {...}, "extra_prompts": int}. The score of a checkpoint is in the log.
+{"health": {...}, "after_oom": {...}, "extra_prompts": int}. The score of a checkpoint is in the log.
 
 A save checks that the state is finite and writes it; the training waits. If a save fails, the log says why, the
 training goes on, and the next save tries again. If the last save fails, the run ends with an error.

@@ -22,8 +22,8 @@ from training import frozen
 class PaddedBatch(MicroBatch):
     """As MicroBatch, but tokens are (S, T), positions and mask None: 0, 1, 2, ... and causal."""
 
-    def completion_hidden(self, hidden):
-        return hidden.flatten(0, 1)[self.states]
+    def completion_hidden(self, model):
+        return model(self.tokens).flatten(0, 1)[self.states]
 
 
 def make_micro_batch(sequences, indices, cut, poison=0):

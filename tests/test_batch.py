@@ -135,7 +135,7 @@ def test_only_completion_rows_reach_the_head():
     batch = Sequences.from_lists([[1, 2, 3], [1, 2, 3], [4]], [[5, 6], [5], [7, 8, 9]], DEVICE)
     micro = make_micro_batch(batch, [0, 1, 2], Cut(batch, group_size=2))
     hidden = model(micro.tokens, micro.positions, mask=micro.mask)
-    rows = micro.completion_hidden(hidden)
+    rows = micro.completion_hidden(model)
     torch.testing.assert_close(rows, hidden[0, [2, 3, 2, 4, 5, 6]], rtol=0, atol=0)
 
 

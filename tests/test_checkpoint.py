@@ -28,13 +28,12 @@ from runs.saver import Saver
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError, read_settings
 from snug.tokenizer import get_tokenizer
-from training.guard import Guard
 from training.loop import noting_signals
 from training.optimizer import make_optimizer, optimizer_step
 
 
-def progress(guard):
-    return dict(health=dict(guard.health), after_oom={}, extra_prompts=0)
+def progress(dropped=0):
+    return dict(health=dict(dropped_steps=dropped, dropped_in_a_row=dropped), after_oom={}, extra_prompts=0)
 
 
 def saved(tmp_path, shape="gpt2", iteration=7):
@@ -46,7 +45,7 @@ def saved(tmp_path, shape="gpt2", iteration=7):
         optimizer_step(model, optimizer, 1e-3, 1.0)
     settings = SFTSettings(seed=4, out_dir=str(tmp_path))
     saver = Saver(settings, get_tokenizer("bytes"), model, optimizer, print)
-    saver.save(iteration, progress(Guard(settings, print)), last=True)
+    saver.save(iteration, progress(), last=True)
     return model, optimizer, checkpoint.newest(tmp_path)
 
 

@@ -38,7 +38,6 @@ from snug.memory import Limits
 from snug.memory.plan import PlanMeter, Recorder
 from training.dry_run import DryTraining
 from training.figures import Scored
-from training.guard import Guard
 from training.optimizer import make_optimizer
 
 HOME = Path(__file__).parent.parent
@@ -168,7 +167,7 @@ def make_training(prepared, reference=None, teacher=None):
     model = make_model(prepared.shape, device, settings.param_dtype, base_dtype=settings.base_dtype)
     configure(model, settings)
     log = NoLog(settings)
-    parts = PlanMeter(Recorder()), log, Guard(settings, log.say), None, Limits(prepared, log.say)
+    parts = PlanMeter(Recorder()), log, None, Limits(prepared, log.say)
     optimizer = make_optimizer(model, settings)
     return DryTraining(prepared, model, reference, optimizer, *parts, teacher=teacher)
 

@@ -60,7 +60,7 @@ def gradient(model, rollouts, settings, select=None):
 VARIANTS = {
     "dapo": dict(),
     "grpo": dict(loss_type="grpo", delta=1.5),
-    "dr_grpo": dict(loss_type="dr_grpo", kl_estimator="k2"),
+    "dr_grpo": dict(loss_type="dr_grpo"),
     "cispo": dict(loss_type="cispo", epsilon_high=1.1),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.05),
     "entropy": dict(entropy_coef=0.1, kl_estimator="k3_no_ratio"),

@@ -76,9 +76,9 @@ def assert_same(ours, oracle, tolerance=1e-10):
 
 VARIANTS = {
     "dapo": dict(beta=0.1),
-    "grpo": dict(loss_type="grpo", delta=1.5, kl_estimator="k2"),
+    "grpo": dict(loss_type="grpo", delta=1.5),
     "bnpo": dict(loss_type="bnpo", entropy_coef=0.1),
-    "dr_grpo": dict(loss_type="dr_grpo", beta=0.1, kl_estimator="k2"),
+    "dr_grpo": dict(loss_type="dr_grpo", beta=0.1, kl_estimator="k3_no_ratio"),
     "cispo": dict(loss_type="cispo", epsilon_high=1.1, importance_sampling_cap=1.1),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.05, beta=0.1),
     "gspo of dr_grpo": dict(loss_type="dr_grpo", importance_sampling_level="sequence", entropy_coef=0.1),

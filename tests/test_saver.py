@@ -22,7 +22,6 @@ from runs.saver import Saver, not_finite
 from settings import SFTSettings
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
-from training.guard import Guard
 from training.optimizer import make_optimizer, optimizer_step
 from training.state import Training
 
@@ -35,7 +34,7 @@ class Run:
         self.settings = SFTSettings(out_dir=str(folder), max_iters=99, **{"save_interval": 1} | changes)
         self.model = make_model()
         self.optimizer = make_optimizer(self.model, self.settings)
-        self.guard = Guard(self.settings, self.messages.append)
+        self.dropped = 0
         self.saver = self.new_saver()
 
     def new_saver(self, start=None):
@@ -46,10 +45,10 @@ class Run:
         tokens = torch.arange(20, device=self.model.device).view(2, 10)
         self.model.logits(self.model(tokens)).logsumexp(-1).sum().backward()
         optimizer_step(self.model, self.optimizer, 1e-2, 1.0)
-        self.guard.health["dropped_in_a_row"] = 0
+        self.dropped = 0
 
     def after(self, done, score=None):
-        self.saver.after(done, progress(self.guard), {} if score is None else {"pass_at_1": score})
+        self.saver.after(done, progress(self.dropped), {} if score is None else {"pass_at_1": score})
 
     def iterations(self, *numbers, scores=()):
         for done in numbers:
@@ -57,7 +56,7 @@ class Run:
             self.after(done, dict(scores).get(done))
 
     def save(self, done, last=True):
-        self.saver.save(done, progress(self.guard), last=last)
+        self.saver.save(done, progress(self.dropped), last=last)
 
     def kept(self, name="checkpoint"):
         """The iterations of the folder's checkpoints."""
@@ -95,7 +94,7 @@ def test_a_resumed_run_knows_the_scores_from_the_log(tmp_path):
     (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
     run.saver = run.new_saver(start=4)
     assert run.saver.scores == scores
-    with pytest.raises(ZeroDivisionError), run.saver.keeping(4, progress(run.guard)):
+    with pytest.raises(ZeroDivisionError), run.saver.keeping(4, progress()):
         raise ZeroDivisionError
     assert checkpoint.newest(tmp_path).stat().st_ino == before  # what it was resumed from is not written again
     run.after(7, 0.9)
@@ -130,11 +129,11 @@ def test_after_a_dropped_step_nothing_is_saved_but_at_the_end(tmp_path):
     run = Run(tmp_path, save_interval=2)
     run.settings.max_iters = 8
     run.iterations(1, 2, 3)
-    run.guard.health["dropped_in_a_row"] = 1
+    run.dropped = 1
     run.after(4, 0.9)
     assert run.kept() == [2]
     run.iterations(5, 6, 7)
-    run.guard.health["dropped_in_a_row"] = 1
+    run.dropped = 1
     run.after(8)
     assert run.kept() == [6, 8]
 

@@ -27,7 +27,6 @@ from runs.saver import Saver
 from settings import GRPOSettings, RewardOptions, SFTSettings
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
-from training.guard import Guard
 
 FUNCTIONS = """
 def short(prompts, completions, completion_ids, **columns):
@@ -207,7 +206,7 @@ def test_the_best_is_chosen_by_the_reward_of_own_functions_or_by_pass_at_1(tmp_p
     scores = [(-0.9, 0.8), (-0.2, 0.0), (-0.5, 0.1), (None, 0.9)]
     scores = [dict(eval_reward_mean=reward, pass_at_1=rate) for reward, rate in scores] + [{}, {}]
     for done, entries in enumerate(scores, start=1):
-        saver.after(done, progress(Guard(settings, print)), entries)
+        saver.after(done, progress(), entries)
     assert checkpoint.newest(tmp_path / "best").name == f"checkpoint-{best:06d}" and saver.scores[best] == score
 
 

@@ -542,8 +542,7 @@ def test_what_templates_can_use(tmp_path, source):
 def test_where_templates_stand(tmp_path):
     templates = [dict(name="tool_use", template="tool"), dict(name="default", template="the default")]
     assert rendered(tmp_path, templates) == "the default"
-    assert rendered(tmp_path, templates[:1]) == "tool"  # rather than none
-    for tokenizer in (chat_of(tmp_path, [dict(name="rag", template="a")]), chat_of(tmp_path, None), BYTES):
+    for tokenizer in (chat_of(tmp_path, templates[:1]), chat_of(tmp_path, None), BYTES):
         with pytest.raises(
             SnugError, match="prompts of messages need a model with a chat template: name one, such as --init_from="
         ):
@@ -595,7 +594,7 @@ def test_turns_and_replies_are_the_ids_of_the_whole_conversation(name, tmp_path)
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     folder, ours = tooled(tmp_path, name)
     theirs, rng = transformers.AutoTokenizer.from_pretrained(folder), random.Random(7)
-    assert ours.chat.call_form == TOOLED[name][-1] and ours.notes == []
+    assert ours.chat.call_form == TOOLED[name][-1]
     assert ours.stop_tokens == (ours.special[TOOLED[name][2]],)  # as its files say
     for trial in range(30):
         tools = [[SCHEMA], None][trial % 2]
@@ -727,52 +726,7 @@ def test_template_variables_are_those_of_transformers_and_travel(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# Several templates, the forms of calls, the end of a turn
-
-TOOL_USE = "{{- bos_token }}{%- macro said(m) %}{{ m.role + ': ' + m.content }}{%- endmacro %}"
-TOOL_USE += "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
-TOOL_USE += "{%- for t in tools %}{{ t | tojson }}\n{% endfor %}{%- for m in messages %}"
-TOOL_USE += "{%- if m.tool_calls %}<tool_call>{{ m.tool_calls[0].function | tojson }}</tool_call>"
-TOOL_USE += (
-    "{%- else %}{{ said(m) }}{%- endif %}<|user|>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}\n"
-)
-SHORT = "{%- macro said(m) %}{{ m.content }}{%- endmacro %}{% for m in messages %}<|user|>{{ said(m) }}\n{% endfor %}"
-
-
-@pytest.mark.parametrize("layout", ["a list", "files", "files before a list"])
-def test_with_tools_the_template_tool_use_is_taken(tmp_path, layout):
-    """As transformers does; also in what a run keeps and exports, with variables. It is said which are there."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    named = dict(default=SHORT, rag="{{ documents }}", tool_use=TOOL_USE)
-    listed = [dict(name=name, template=text) for name, text in named.items()]
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, bos_token="<b>")
-    parts = dict(tokenizer_config=config | dict(chat_template=listed))
-    if layout != "a list":
-        (tmp_path / "in/additional_chat_templates").mkdir(parents=True)
-        for name in ("rag", "tool_use"):
-            (tmp_path / f"in/additional_chat_templates/{name}.jinja").write_text(named[name])
-        parts = dict(tokenizer_config=config, chat_template=SHORT)
-    if layout == "files before a list":
-        parts["tokenizer_config"] = config | dict(chat_template=[dict(name="tool_use", template="the list")])
-    folder = folder_of(tmp_path / "in", added(small(), "<b>", "<|user|>"), **parts)
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), get_tokenizer(folder)
-    [note] = [note for note in ours.notes if "templates" in note]
-    assert note.startswith("chat templates ") and note.endswith(": tool_use is for prompts with tools")
-    assert all(name in note for name in named)
-    ours.save(tmp_path / "out")
-    kept, exported = get_tokenizer(tmp_path / "out"), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    changed = get_tokenizer(folder)
-    changed.set_template_kwargs(dict(add_generation_prompt=False))  # which a prompt sets
-    messages = [user("Hi"), user("Ho", "assistant"), user("a")]
-    options = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
-    for tools in (None, [SCHEMA]):
-        expected = theirs.apply_chat_template(messages, tools=tools, **options)
-        for tokenizer in (ours, kept, changed):
-            tokenizer.chat.tools = tools
-            assert tokenizer.encode_prompt(messages) == expected
-        assert exported.apply_chat_template(messages, tools=tools, **options) == expected
-    assert ours.chat.call_form == "hermes" and "calc" in ours.decode(expected)
-
+# The forms of calls, the end of a turn
 
 START = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% if m.tool_calls %}"
@@ -840,10 +794,9 @@ def test_what_the_template_writes_behind_an_answer_ends_a_completion(tmp_path):
     ours = get_tokenizer(folder)
     first, end = ours.special[END_OF_TEXT], ours.special["<|im_end|>"]
     assert ours.stop_tokens == (first, end) and ours.stop_token == first  # which training teaches
-    assert ours.notes == ["<|im_end|> ends a completion, too: the chat template writes it behind an answer"]
     ours.save(tmp_path / "out")
     kept = get_tokenizer(tmp_path / "out")
-    assert kept.stop_tokens == (first, end) and kept.notes == []
+    assert kept.stop_tokens == (first, end)
     assert json.loads(kept.files["generation_config.json"]) == dict(eos_token_id=[first, end], top_k=5)
     reply = ours.encode_reply([user("b")], True)
     assert ours.encode_reply([user("b")], False) == [end, *reply]
@@ -852,4 +805,4 @@ def test_what_the_template_writes_behind_an_answer_ends_a_completion(tmp_path):
 def test_a_template_without_an_end_adds_no_stop_token(tmp_path):
     for source in (JOINED, "{% if %}", "{{ raise_exception('no') }}", "{{ messages[0].content }}<|user|>"):
         ours = chat_of(tmp_path, source)
-        assert ours.stop_tokens == (256,) and ours.notes == []
+        assert ours.stop_tokens == (256,)

@@ -24,7 +24,6 @@ from snug.memory.ledger import component
 from snug.memory.limits import Limits, reference_batches
 from snug.pretrained.shapes import double_quant, is_pretrained
 from training.figures import Scored
-from training.guard import Guard
 from training.optimizer import make_optimizer
 from training.state import Training
 
@@ -71,7 +70,6 @@ class DryRun:
             optimizer,
             meter,
             log,
-            Guard(settings, log.say),
             None,  # saves nothing
             Limits(prepared, log.say),
             teacher,

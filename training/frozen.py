@@ -35,7 +35,7 @@ def teacher_states(teacher, rollouts, cut, settings):
     for indices in cut.dealt(sum(cut.steps, []), teacher):
         micro = make_micro_batch(rollouts, indices, cut)
         with autocast(settings.dtype, teacher):
-            hidden = micro.completion_hidden(teacher(micro.tokens, micro.positions, mask=micro.mask))
+            hidden = micro.completion_hidden(teacher)
         write_states(outputs, cut, indices, micro.place, hidden)
         del hidden  # before the next forward
     return outputs

@@ -37,7 +37,6 @@ from snug.memory.fit import apply, show
 from snug.memory.plan import kind_planned
 from training import parallel
 from training.dry_run import DryRun
-from training.guard import Guard
 from training.optimizer import make_optimizer
 from training.state import Training
 
@@ -85,9 +84,9 @@ def train(prepared, title, iterate, device, processes):
         if resume is None and not processes.rank:
             if (folder / "log.jsonl").exists() or checkpoints(folder):
                 moved = move_aside(folder)
-        facts = dict(device=device.type, parameters=size_of(model))
-        with (NoLog if processes.rank else RunLog)(settings, title, start, **facts) as log:
-            meter.show, state = log.show, resume.state if resume else {}
+        make_log = NoLog if processes.rank else RunLog
+        with make_log(settings, title, start, device=device.type, parameters=size_of(model)) as log:
+            meter.show = log.show
             constants = {"data": prepared.task.fingerprint()}
             if settings.lora_rank:
                 constants["base"] = base_record(prepared.origin, settings.out_dir)
@@ -108,12 +107,13 @@ def train(prepared, title, iterate, device, processes):
                 optimizer,
                 meter,
                 log,
-                Guard(settings, log.say, state.get("health")),
                 saver,
-                Limits(prepared, log.say, state.get("after_oom"), processes),
+                Limits(prepared, log.say, resume and resume.state["after_oom"], processes),
                 teacher,
-                state.get("extra_prompts", 0),
             )
+            if resume:
+                training.health = resume.state["health"]
+                training.extra_prompts = resume.state["extra_prompts"]
             introduce(title, training, start, moved)
             log.to_file(meter.line("after init"))
             finished = iterations(iterate, training)
@@ -173,14 +173,10 @@ def introduce(title, training, start, moved):
             f"max_prompt_length={settings.max_prompt_length} cuts off the beginning of {cut:,} of these "
             f"{count + task.size('test'):,} prompts; --drop_long_prompts drops them"
         )
-    for note in prepared.tokenizer.notes:
-        say(note)
     if moved:
         say(f"an earlier run in {settings.out_dir} was moved to {moved}")
     if start:
         say(f"resumed after {start} iterations{changes_since(before.state['settings'], settings)}")
-    if start >= settings.max_iters:
-        say(f"no iteration is left to do: max_iters={settings.max_iters}; a larger one goes on")
 
 
 def changes_since(before: dict, settings):

@@ -17,7 +17,7 @@ from runs.prepare import Prepared
 from runs.saver import Saver
 from snug.memory import Limits, MemoryMeter
 from training.figures import sample_records
-from training.guard import Guard, finite_columns
+from training.guard import HEALTH, drop, finite_columns
 from training.optimizer import gradients_of, optimizer_step
 
 
@@ -31,10 +31,10 @@ class Training:
     optimizer: torch.optim.Optimizer
     meter: MemoryMeter
     log: RunLog
-    guard: Guard
     saver: Saver
     limits: Limits
     teacher: GPT | None = None
+    health: dict = field(default_factory=HEALTH.copy)
     # Dynamic sampling uses more than batch_size prompts in an iteration: so many more until now. A checkpoint keeps it.
     extra_prompts: int = 0
     started: float = 0.0  # when the iteration began, as time.perf_counter() has it
@@ -72,7 +72,7 @@ class Training:
     def progress(self) -> dict:
         """What a checkpoint keeps beside the model, the optimizer and the settings."""
         return dict(
-            health=dict(self.guard.health),
+            health=dict(self.health),
             after_oom=dict(self.limits.halved),
             extra_prompts=self.extra_prompts,
         )
@@ -124,11 +124,11 @@ class Training:
                     "optimizer", lambda: optimizer_step(model, optimizer, learning_rate, clip, norm_of_all)
                 )
         if math.isfinite(norm):
-            self.guard.health["dropped_in_a_row"] = 0
+            self.health["dropped_in_a_row"] = 0
             return metrics | {"grad_norm": norm}
         gradients = gradients_of(model, optimizer)
         with self.processes.whole(model) as whole:
-            self.guard.drop(iteration, whole, gradients, sequences, select, metrics["loss"], norm)
+            drop(self, iteration, whole, gradients, sequences, select, metrics["loss"], norm)
         optimizer.zero_grad(set_to_none=True)
         return {}
 
@@ -142,16 +142,14 @@ class Training:
         try:
             scores = self.evaluate_if_due(done)
         finally:  # an evaluation that fails loses no line of the log
-            self.log_iteration(record | self.before | scores, samples)
+            record |= self.before | scores | dict(time_s=time.perf_counter() - self.started)
+            record |= dict(dropped_steps=self.health["dropped_steps"]) | self.meter.stats()
+            self.log_iteration(record, samples)
         self.saver.after(done, self.progress(), scores)
         if done == 1 and "reward_mean" in record and abs(record.get("loss", 1)) < 1e-3:
             self.log.say(IS_IT_BROKEN)
 
     def log_iteration(self, record: dict, samples):
-        record |= dict(
-            time_s=time.perf_counter() - self.started, dropped_steps=self.guard.health["dropped_steps"]
-        )
-        record |= self.meter.stats()
         if found := hints(record):
             record["hints"] = sorted(found)
         self.log.iteration(record, samples)

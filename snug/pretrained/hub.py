@@ -23,8 +23,7 @@ from snug.pretrained.tensors import weight_files
 NAME = re.compile(r"(?!out/|models/)((\w[\w.-]*)/\w[\w.-]*)(?:@(.+))?")
 SNAPSHOT = re.compile(".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")  # in the cache
 FILES = """config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
-chat_template.jinja additional_chat_templates/*.jinja model.safetensors.index.json adapter_config.json
-adapter_model.safetensors""".split()
+chat_template.jinja model.safetensors.index.json adapter_config.json adapter_model.safetensors""".split()
 ADVICE = {  # the name of an error -> what is wrong and what to do; {0}: the repository, {1}: the error's first line
     "GatedRepoError": "is gated: accept its licence on https://huggingface.co/{0}, then run `hf auth login`",
     "RepositoryNotFoundError": "is no folder here and no public model on the hub: check the name; for a private model "

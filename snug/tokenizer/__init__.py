@@ -57,7 +57,6 @@ class Tokenizer:
     bos          ids before a prompt of text
     files        {file name: bytes} to keep beside a checkpoint; empty for bytes and gpt2
     chat         writes messages as text; None without a chat template
-    notes        lines for a run's log
 
     Threads may share it.
 
@@ -72,7 +71,7 @@ class Tokenizer:
         """backend: a tokenizers.Tokenizer."""
         self.name, self.backend = name, backend
         self.stop_tokens, self.stop_token = stop_tokens, stop_tokens[0]
-        self.bos, self.chat, self.files, self.notes = [], None, {}, []
+        self.bos, self.chat, self.files = [], None, {}
         self.lock = threading.Lock()  # of the backend, from its flag to its ids
         self.n_vocab = 1 + max(backend.get_vocab().values())
         added = backend.get_added_tokens_decoder()
@@ -234,11 +233,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
     if not tokenizer.bos and config.get("add_bos_token") and names.get("bos_token") in vocab:
         tokenizer.bos = [vocab[names["bos_token"]]]
 
-    template, several = template_of(folder, files, config)
-    if several:
-        files["chat_template.jinja"] = template.encode()
-        tokenizer.notes.append(f"chat templates {several}: tool_use is for prompts with tools")
-    if template:
+    if template := template_of(files, config):
         if "strftime_now" in template:
             today = datetime.now().date().isoformat().encode()
             # A checkpoint keeps the day of its run, so that its prompts stay the same.
@@ -246,10 +241,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
         tokenizer.chat = Chat(template, names, tokenizer.special)
         end = tokenizer.special.get(tokenizer.chat.end)
         if end not in (None, *stop_tokens):
-            tokenizer.stop_tokens += (end,)
-            tokenizer.notes.append(
-                f"{tokenizer.chat.end} ends a completion, too: the chat template writes it behind an answer"
-            )
+            tokenizer.stop_tokens += (end,)  # what the template writes behind an answer
     if names.get("eos_token") not in vocab or tokenizer.stop_tokens != stop_tokens:
         # config.json, which may name it, is not kept beside a checkpoint, but generation_config.json is.
         generation["eos_token_id"] = tokenizer.stop_tokens
@@ -269,23 +261,14 @@ def stop_ids(backend, values):
     return tuple(dict.fromkeys(known))
 
 
-def template_of(folder, files, config):
-    """-> (the chat template or None, the names if there are several); files come first, as for transformers.
-
-    Of several, one template is made that does what transformers does: tool_use with tools, otherwise default.
-    """
-    named = {file.stem: file.read_text() for file in folder.glob("additional_chat_templates/*.jinja")}
+def template_of(files, config):
+    """-> the chat template or None; a file comes first, as for transformers; of several with names the default."""
     if "chat_template.jinja" in files:
-        named["default"] = files["chat_template.jinja"].decode()
+        return files["chat_template.jinja"].decode()
     template = config.get("chat_template")
-    if isinstance(template, str):
-        template = [dict(name="default", template=template)]
-    named = named or {item["name"]: item["template"] for item in template or []}
-    default, tool_use = named.get("default"), named.get("tool_use")
-    if not tool_use:
-        return default, ""
-    both = f"{{%- if tools %}}{tool_use}{{%- else %}}{default or tool_use}{{%- endif %}}"
-    return both, ", ".join(named)
+    if isinstance(template, list):
+        return {item["name"]: item["template"] for item in template}.get("default")
+    return template
 
 
 def read_json(file):
