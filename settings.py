@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from data import TASKS, TaskOptions, imported
 from data.episodes import EpisodeOptions
-from snug.options import OWN, SnugError, option, option_of
+from snug.options import OWN, SnugError, option
 
 DTYPES = ("float32", "bfloat16")
 PLACES = ("device", "host")
@@ -53,12 +53,6 @@ class ModelOptions:
     qkv_bias: bool = option(False, "biases in the query/key/value projection only (Qwen2)")
     rope_theta: float = option(10000.0, "rotary: base of the frequencies", minimum=1)
     tie_embeddings: bool = option(True, "one matrix for the embedding and the head")
-
-    def check(self):
-        if self.n_embd % self.n_head:
-            raise SnugError(f"n_head={self.n_head} does not divide n_embd={self.n_embd}")
-        if self.n_kv_head and self.n_head % self.n_kv_head:
-            raise SnugError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
 
 
 @dataclass
@@ -184,10 +178,6 @@ class MemoryOptions:
     plan: bool = option(False, "print the memory that an iteration needs, and stop; needs no GPU")
     num_processes: int = option(1, "with --plan: processes of the run", minimum=1)
 
-    def check(self):
-        if not re.fullmatch(r"(auto|\d*\.?\d+)?", self.memory_budget_gb):
-            raise SnugError(f"memory_budget_gb={self.memory_budget_gb!r} is not auto or a number of GiB")
-
 
 class Loss(NamedTuple):
     """A loss_type. docs/algorithm.md has a row for each."""
@@ -291,12 +281,6 @@ class LossOptions:
         levels = self.importance_sampling_level + self.importance_sampling_mode
         return "sequence" in levels or self.loss.whole_sequences
 
-    def check_loss(self):
-        if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
-            raise SnugError(
-                f"epsilon_high={self.epsilon_high} is the largest ratio of cispo; try --epsilon_high=5"
-            )
-
 
 class Rule(NamedTuple):
     """If `option` has `value`, other options need values. What SFT does not have breaks no rule."""
@@ -309,18 +293,8 @@ class Rule(NamedTuple):
 
 
 RULES = [
-    Rule(
-        "dtype",
-        "float32",
-        dict(param_dtype="float32"),
-        "{given} does not support {other}; use --dtype=bfloat16",
-    ),
-    Rule(
-        "checkpoint_blocks",
-        "none",
-        dict(activation_offload=False),
-        "{given} does not support {other}; use --checkpoint_blocks=block",
-    ),
+    Rule("dtype", "float32", dict(param_dtype="float32")),
+    Rule("checkpoint_blocks", "none", dict(activation_offload=False)),
     Rule(
         "importance_sampling_cap",
         None,
@@ -356,18 +330,8 @@ RULES = [
         dict(base_dtype=""),
         "{other} freezes the weights; add adapters, such as --lora_rank=16, or leave it out",
     ),
-    Rule(
-        "parallel",
-        "none",
-        dict(num_processes=1),
-        "{given} does not support {other}; use --parallel=ddp or fsdp",
-    ),
-    Rule(
-        "param_offload",
-        True,
-        dict(parallel="fsdp"),
-        "{given} does not support {other}; use --parallel=fsdp, with one process: torchrun --nproc_per_node=1",
-    ),
+    Rule("parallel", "none", dict(num_processes=1)),
+    Rule("param_offload", True, dict(parallel="fsdp")),
     Rule(
         "parallel",
         "fsdp",
@@ -508,8 +472,12 @@ class LoopSettings(
     """What SFT and GRPO share."""
 
     def check(self):
-        for options in (ModelOptions, MemoryOptions):
-            options.check(self)
+        if self.n_embd % self.n_head:
+            raise SnugError(f"n_head={self.n_head} does not divide n_embd={self.n_embd}")
+        if self.n_kv_head and self.n_head % self.n_kv_head:
+            raise SnugError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
+        if not re.fullmatch(r"(auto|\d*\.?\d+)?", self.memory_budget_gb):
+            raise SnugError(f"memory_budget_gb={self.memory_budget_gb!r} is not auto or a number of GiB")
         for rule in RULES:
             for name, needed in rule.needs.items():
                 now = getattr(self, name, needed)
@@ -557,7 +525,7 @@ class SFTSettings(LoopSettings):
     learning_rate lr_schedule lora_rank task data_file tokenizer n_layer n_embd block_size
     max_tokens_per_micro_batch memory_budget_gb plan"""
 
-    out_dir: str = option_of(RunOptions, "out_dir", default="out/sft")
+    out_dir: str = option("out/sft", "the run's folder")
     max_iters: int = option(500, "optimizer steps", minimum=1)
     batch_size: int = option(128, "demonstrations per optimizer step", minimum=1)
 
@@ -580,7 +548,7 @@ class GRPOSettings(RolloutOptions, AdvantageOptions, LossOptions, KLOptions, Tea
     out_dir init_from seed device dtype resume save_interval eval_interval learning_rate lora_rank task data_file
     max_tokens_per_micro_batch memory_budget_gb plan"""
 
-    out_dir: str = option_of(RunOptions, "out_dir", default="out/grpo")
+    out_dir: str = option("out/grpo", "the run's folder")
     max_iters: int = option(100, "number of rollouts", minimum=1)
     batch_size: int = option(64, "prompts per iteration", minimum=1)
     group_size: int = option(
@@ -591,7 +559,10 @@ class GRPOSettings(RolloutOptions, AdvantageOptions, LossOptions, KLOptions, Tea
 
     def check(self):
         super().check()
-        self.check_loss()
+        if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
+            raise SnugError(
+                f"epsilon_high={self.epsilon_high} is the largest ratio of cispo; try --epsilon_high=5"
+            )
         if self.train_batch_size and self.sequences_per_rollout % self.train_batch_size:
             raise SnugError(
                 f"train_batch_size={self.train_batch_size} does not divide the {self.sequences_per_rollout} "
@@ -610,7 +581,7 @@ class CompletionOptions:
         0, "longest completion in tokens; left out: the run's, or a Hugging Face model's 256"
     )
     temperature: float = option(1.0, "divides the logits; 0: the likeliest tokens")
-    device: str = option_of(RunOptions, "device", default="auto")
+    device: str = option("auto", "a torch device, as of a run")
 
 
 @dataclass
@@ -620,7 +591,7 @@ class SampleSettings(CompletionOptions, EpisodeOptions):
     prompt: str = option("", "text to complete; empty: a held-out prompt of the run's task")
     chat: bool = option(False, "write the prompt as a message; left out: as in the run")
     system_prompt: str = option("", "chat: system message; empty: the run's")
-    chat_template_kwargs: dict = option_of(TaskOptions, "chat_template_kwargs", default={})
+    chat_template_kwargs: dict = option({}, "variables of the chat template")
     seed: int = option(1, "the same seed gives the same completions")
 
 

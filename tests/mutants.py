@@ -377,7 +377,7 @@ MUTANTS = [
     ("a budget gives no option back", "snug/memory/fit.py", "        if not fits(fitted):\n            fitted = slower[bisect_left(slower[:-1], True, key=fits)]", "        fitted = slower[-1]", "test_plan.py"),
     # snug/memory/limits.py
     ("the next attempt has the same micro-batches", "snug/memory/limits.py", "cut.within(self.max_tokens_per_micro_batch)", "cut", "test_oom.py"),
-    ("evaluations make the rollouts smaller", "snug/memory/limits.py", 'self.halve_decoding("max_eval_batch"', 'self.halve_decoding("max_rollout_batch"', "test_oom.py"),
+    ("evaluations make the rollouts smaller", "snug/memory/limits.py", '"eval": "max_eval_batch"', '"eval": "max_rollout_batch"', "test_oom.py"),
     # snug/memory/meter.py
     ("meter: a phase's last peak", "snug/memory/meter.py", 'entry["peak"] = max(entry["peak"], self.peak_since_reset())', 'entry["peak"] = self.peak_since_reset()', "test_memory.py"),
     # snug/memory/plan.py

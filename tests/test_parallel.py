@@ -153,7 +153,7 @@ def test_plans_of_a_process_of_several():
     size, parts = fsdp.phases["rollout"]
     assert offloaded.phases["rollout"][0] <= size - weights // 2 - parts["moments"]
     assert offloaded.host_components["weights"] == offloaded.host_components["gradients"] == weights // 2
-    with pytest.raises(SnugError, match="parallel=none does not support num_processes=2; use --parallel=ddp"):
+    with pytest.raises(SnugError, match="parallel=none does not support num_processes=2; use --num_processes=1"):
         GRPOSettings(num_processes=2).check()
     with pytest.raises(SnugError, match="batch_size=4 is less than 8 processes"):
         GRPOSettings(parallel="ddp", num_processes=8, batch_size=4).check()

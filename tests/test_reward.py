@@ -106,7 +106,7 @@ def test_the_largest_rewards_with_the_largest_weights_stay_within_float32():
     functions = [lambda **_: [0.99e25] * 3] * 50
     totals = total_rewards(functions, PROMPTS, COMPLETIONS, COLUMNS, weights=[1e9] * 50).totals
     assert torch.tensor(totals).isfinite().all() and totals[0] > 4e35
-    with pytest.raises(SnugError, match="reward_weights=1000000001.0 is above 1000000000.0"):
+    with pytest.raises(SnugError, match="reward_weights=1000000001.0 is not from -1000000000.0 to 1000000000.0"):
         parse_value(GRPOSettings, "reward_weights", "1,1000000001")
 
 

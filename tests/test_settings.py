@@ -2,14 +2,10 @@
 
 import ast
 import math
-import random
 import re
 from pathlib import Path
 
-import hypothesis
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from test_house import HOME, source_files
 
 from runs.prepare import prepare
@@ -93,16 +89,12 @@ def test_limits_of_numbers():
     numeric = [(cls, name) for cls, name in EVERY_OPTION if options.type_of(cls, name)[0] in (int, float)]
     for cls, name in numeric:
         kind, limits = options.type_of(cls, name)[0], options.fields(cls)[name].metadata
-        if kind is float:
-            for word in ("nan", "-inf", "1e999"):
-                assert f"--{name} must be finite" in refused(parse_value, cls, name, word)
-        assert parse_value(cls, name, str(limits["minimum"])) == limits["minimum"]
-        under = limits["minimum"] - (1 if kind is int else 1e-6)
-        assert f"--{name}={under} is below {limits['minimum']}" in refused(parse_value, cls, name, str(under))
-        if limits["maximum"] < math.inf:
-            assert parse_value(cls, name, str(limits["maximum"])) == limits["maximum"]
-            over = kind(limits["maximum"] + 1)
-            assert f"--{name}={over} is above {limits['maximum']}" in refused(parse_value, cls, name, str(over))
+        minimum, maximum = limits["minimum"], limits["maximum"]
+        for limit in {minimum, maximum} - {math.inf}:
+            assert parse_value(cls, name, str(limit)) == limit
+        bad = [minimum - (1 if kind is int else 1e-6), *([kind(maximum + 1)] if maximum < math.inf else [])]
+        for value in [*bad, *([math.nan, -math.inf, math.inf] if kind is float else [])]:
+            assert f"--{name}={value} is not from {minimum} to {maximum}" in refused(parse_value, cls, name, str(value))
 
 
 def test_other_words_than_the_choices_are_refused():
@@ -297,7 +289,7 @@ def test_a_config_is_utf_8_with_a_mark_or_without_and_the_line_of_another_letter
     assert "'utf-8' codec can't decode byte 0xe9" in (said := refused(read_config, GRPOSettings, str(path)))
     assert "line 2" in said
     path.write_text(f"learning_rate = {10**400}")
-    assert refused(read_config, SFTSettings, str(path)) == f"{path}:1: learning_rate must be finite, not inf"
+    assert refused(read_config, SFTSettings, str(path)) == f"{path}:1: learning_rate=inf is not from 0 to inf"
 
 
 @pytest.mark.parametrize(
@@ -330,8 +322,8 @@ REFUSED = {
     "--loss_type=sapo --delta=2": "loss_type=sapo does not support delta=2.0; use --delta=None",
     "--importance_sampling_mode=token_mask": "importance_sampling_mode=token_mask needs a cap; use",
     "--multi_objective_aggregation=normalize_then_sum --scale_rewards=none": "_sum does not support scale_rewards=none; use",
-    "--dtype=float32 --param_dtype=bfloat16": "dtype=float32 does not support param_dtype=bfloat16; use --dtype=bfloat16",
-    "--activation_offload": "does not support activation_offload=True; use --checkpoint_blocks=block",
+    "--dtype=float32 --param_dtype=bfloat16": "dtype=float32 does not support param_dtype=bfloat16; use --param_dtype=float32",
+    "--activation_offload": "checkpoint_blocks=none does not support activation_offload=True",
     "--reward_coef=0": "reward_coef=0.0 without a teacher leaves nothing else to learn; set it to 1, or name a --teacher",
     "--parallel=fsdp --grad_offload": "parallel=fsdp does not support grad_offload=True; use --parallel=ddp",
     "--reward_weights=1 --reward_funcs=m:f,m:g": "reward_weights has 1 weights for 2 reward_funcs",
@@ -354,79 +346,42 @@ def test_rules_name_options_and_values_that_there_are():
     assert message == "parallel=fsdp does not support grad_offload=True; use --parallel=ddp"
 
 
-BOTH = [  # words, the option that has to be named, values of {n}
-    ("--n_embd={n} --n_head=7", "n_head", [15, 29, 64, 100]),
-    ("--n_head=6 --n_embd=96 --n_kv_head={n}", "n_kv_head", [4, 5, 7, 8]),
-    ("--seed={n}", "seed", [2**31, 2**40]),
-    ("--demonstration_noise={n}", "demonstration_noise", [1.001, 2]),
-    ("--adam_beta1={n}", "adam_beta1", [1, 1.5]),
-    ("--adam_beta2={n}", "adam_beta2", [1, 1.5]),
-    ("--activation_offload --logits_chunk_mb={n}", "activation_offload", [1, 99]),
-    ("--param_dtype=bfloat16 --dtype=float{n}", "param_dtype", [32]),
+def prepared(cls, words):
+    return prepare(*read_settings(cls, words)[:2])
+
+
+NAMED = [  # words, the option that has to be named, values of {n}: refused where a run is prepared
+    ("--n_embd={n} --n_head=7", "n_head", [15, 64]),
+    ("--n_head=6 --n_embd=96 --n_kv_head={n}", "n_kv_head", [4, 7]),
     ("--memory_budget_gb={n}", "memory_budget_gb", ["-1", "much", "nan", "inf", "8GB"]),
     ("--task=countdown --countdown_numbers={n}", "countdown_numbers", [1, 11, "4-3"]),
     ("--task=countdown --countdown_operators={n}", "countdown_operators", ["", "%", "+-^", "plus"]),
     ("--task=countdown --countdown_max_number={n} --countdown_max_target=1 --countdown_operators=/", "countdown", [2]),
-    ("--report_to={n}", "report_to", ["mlflow", "tensorbord", "wandb,none"]),
-    ("--vocab_size={n}", "vocab_size", [1, 100, 256]),
+    ("--report_to={n}", "report_to", ["mlflow", "wandb,none"]),
+    ("--vocab_size={n}", "vocab_size", [1, 256]),
     ("--block_size={n}", "block_size", [2, 24]),
-    ("--digits={n}", "digits", [1001, 9999]),
+    ("--digits={n}", "digits", [1001]),
     ("--task=jsonl --digits={n}", "data_file", [3]),
-    ("--data_file=rows{n}.jsonl", "data_file", [1, 2]),
-    ("--task=jsonl --data_file=no/such/file{n}.jsonl", "no/such/file", [1, 2]),
-    ("--system_prompt={n}", "system_prompt", ["Be brief.", "x"]),
-    ("--out_dir=out/x{n} --init_from=out/x{n}", "init_from", [1, 2]),
-    ("--init_from=out/no_such_run_{n}", "out/no_such_run", [1, 2]),
-    ("--cuda_allocator={n}", "cuda_allocator", ["", "x"]),
+    ("--data_file=rows{n}.jsonl", "data_file", [1]),
+    ("--task=jsonl --data_file=no/such/file{n}.jsonl", "no/such/file", [1]),
+    ("--system_prompt={n}", "system_prompt", ["Be brief."]),
+    ("--out_dir=out/x{n} --init_from=out/x{n}", "init_from", [1]),
+    ("--init_from=out/no_such_run_{n}", "out/no_such_run", [1]),
 ]
-GRPO = [
+NAMED_GRPO = [
     ("--group_size={n}", "group_size", [1]),
-    ("--train_batch_size={n}", "train_batch_size", [3, 100, 1000, 2048]),
+    ("--train_batch_size={n}", "train_batch_size", [3, 2048]),
     ("--reward_funcs={n}", "reward_funcs", "short a: :b no_such_module:f json:no_such os:name".split() + ["a b:c"]),
-    ("--beta={n}", "beta", [0.001, 1]),
+    ("--beta={n}", "beta", [0.001]),
     ("--max_new_tokens={n}", "max_new_tokens", [64, 999]),
     ("--max_prompt_length={n}", "block_size", [33, 99]),
 ]
 
 
-def single(rng, cls):
-    """One option with a value that its own type, minimum or choices forbid -> (words, the option)."""
-    name = rng.choice(list(options.fields(cls)))
-    kind, limits = options.type_of(cls, name)[0], options.fields(cls)[name].metadata
-    if limits["choices"]:
-        bad = ["nothing", "None", "7", limits["choices"][0] + "x"]
-    elif kind is bool:
-        bad = ["yes", "2", "on", "tru"]
-    elif kind in (int, float):
-        bad = ["many", "1e", "0x1f", "1,5", *([str(limits["minimum"] - rng.randrange(1, 99))] * 5)]
-        bad += ["nan", "inf", "-inf", "1e999"] if kind is float else ["1.5", "1e3"]
-    else:
-        return [f"--{name}s{rng.randrange(9)}=1"], name  # text takes anything, but the name has to be right
-    return [f"--{name}={rng.choice(bad)}"], name
-
-
-def draw(rng):
-    """-> (settings class, words, what the answer has to name), with some valid options around."""
-    cls = rng.choice([SFTSettings, GRPOSettings])
-    valid = ["--learning_rate=1e-4", "--weight_decay=0.1", "--warmup_iters=3", "--eval_prompts=7", "--norm=rmsnorm"]
-    around = rng.sample(valid, rng.randrange(4))
-    if rng.random() < 0.5:
-        words, name = single(rng, cls)
-    else:
-        text, name, values = rng.choice(BOTH + GRPO if cls is GRPOSettings else BOTH)
-        n = str(rng.choice(values))
-        words = [word.replace("{n}", n) for word in text.split()]  # the value may have spaces
-    return cls, around + words, name
-
-
-@given(st.integers(0, 2**32))
-@hypothesis.settings(max_examples=100, deadline=None)
-def test_whatever_cannot_be_is_refused_by_name(seed):
-    """Values and combinations drawn at random, up to where torch would be imported."""
-    cls, words, name = draw(random.Random(seed))
-    try:
-        prepare(*read_settings(cls, words)[:2])
-    except SnugError as error:
-        assert name in str(error) and "\n" not in str(error), (words, str(error))
-    else:
-        pytest.fail(f"taken: {words}")
+@pytest.mark.parametrize(
+    "cls, text, name, values", [(GRPOSettings, *c) for c in NAMED + NAMED_GRPO] + [(SFTSettings, *c) for c in NAMED]
+)
+def test_what_cannot_be_is_refused_by_name(cls, text, name, values):
+    for value in values:
+        words = [word.replace("{n}", str(value)) for word in text.split()]  # the value may have spaces
+        assert name in refused(prepared, cls, words)

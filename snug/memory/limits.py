@@ -15,6 +15,7 @@ from snug.device.processes import ONE_PROCESS
 from snug.device.streams import settle
 from snug.options import SnugError, first_line
 
+DECODED = {"rollout": "max_rollout_batch", "eval": "max_eval_batch"}  # phase -> its limit
 # Parts of the messages of cuBLAS, of CUDA's driver, and of a CPU.
 MESSAGES = "CUBLAS_STATUS_ALLOC_FAILED", "error: out of memory", "can't allocate memory"
 
@@ -106,29 +107,22 @@ class Limits:
         """Halve the limit of a phase. failures: how often it has run out of memory, one after the other.
 
         cut: the batch.Cut that was too large."""
-        if phase == "rollout":
-            self.halve_decoding("max_rollout_batch", failure)
-        elif phase == "eval":
-            self.halve_decoding("max_eval_batch", failure)
+        if phase in DECODED:
+            now = min(getattr(self, DECODED[phase]) or self.completions, self.completions)
+            self.halve(DECODED[phase], now, 1, f"decoding one completion at a time: {failure}", failure)
         elif phase in ("reference", "teacher") and self.reference_batches > 1:
             self.lower("reference_batches", self.reference_batches // 2, failure)
         elif phase in ("reference", "teacher", "train"):
-            self.halve_micro_batches(failure, cut)
+            problem = f"one sequence of {cut.longest} tokens at a time: {failure}"
+            self.halve("max_tokens_per_micro_batch", cut.largest, cut.longest, problem, failure)
         elif failures > 1:  # an optimizer step has no limit: one more try
             raise SnugError(self.at_the_floor(f"in the optimizer step: {failure}"))
 
-    def halve_decoding(self, name, failure):
-        now = min(getattr(self, name) or self.completions, self.completions)
-        if now == 1:
-            raise SnugError(self.at_the_floor(f"decoding one completion at a time: {failure}"))
-        self.lower(name, -(-now // 2), failure)
-
-    def halve_micro_batches(self, failure, cut):
-        if cut.largest <= cut.longest:
-            raise SnugError(
-                self.at_the_floor(f"one sequence of {cut.longest} tokens at a time: {failure}")
-            )
-        self.lower("max_tokens_per_micro_batch", max(cut.longest, cut.largest // 2), failure)
+    def halve(self, name, now, least, problem, failure):
+        """problem: what is said if `now` is the least already."""
+        if now <= least:
+            raise SnugError(self.at_the_floor(problem))
+        self.lower(name, max(least, -(-now // 2)), failure)
 
     def lower(self, name, value, failure):
         began = self.halved.get(name, [getattr(self, name)])[0]

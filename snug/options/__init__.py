@@ -96,11 +96,6 @@ def option(default, meaning: str, choices: tuple[str, ...] = (), minimum=0, maxi
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def option_of(base, name: str, default):
-    """The option `name` of the dataclass `base`, with another default."""
-    return option(default, **fields(base)[name].metadata)
-
-
 def fields(cls) -> dict[str, dataclasses.Field]:
     return {field.name: field for field in dataclasses.fields(cls)}
 
@@ -203,18 +198,14 @@ def unknown_option(cls, name: str, shown: str) -> SnugError:
 def parse_value(cls, name: str, text: str):
     """The text after `--name=` -> a value of the option's type. Raises SnugError."""
     kind, optional = type_of(cls, name)
-    if optional and text.lower() == "none":
-        return None
-    if typing.get_origin(kind) is list:
-        words = [word.strip() for word in text.split(",") if word.strip()]
-        value = [convert(word, typing.get_args(kind)[0]) for word in words]
-    else:
-        value = convert(text, kind)
+    value = None if optional and text.lower() == "none" else convert(text, kind)
     return check_value(cls, name, value, f"--{name}")
 
 
-def convert(text: str, kind: type):
-    """Text -> bool, int, float or str. Text that does not fit stays text; check_value refuses it."""
+def convert(text: str, kind):
+    """Text -> a value of the type. Text that does not fit stays text; check_value refuses it."""
+    if typing.get_origin(kind) is list:
+        return [convert(word.strip(), *typing.get_args(kind)) for word in text.split(",") if word.strip()]
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     try:
@@ -256,11 +247,8 @@ def check_value(cls, name: str, value, where: str):
         if choices and item not in choices and not (OWN in choices and ":" in item):
             hint = answer_to(item, choices)
             raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")
-        if element is float and not math.isfinite(item):
-            raise SnugError(f"{where} must be finite, not {item}")
-        if element in (int, float) and not minimum <= item <= maximum:
-            limit = f"below {minimum}" if item < minimum else f"above {maximum}"
-            raise SnugError(f"{where}={item} is {limit}")
+        if element in (int, float) and (item == math.inf or not minimum <= item <= maximum):
+            raise SnugError(f"{where}={item} is not from {minimum} to {maximum}")
     return items if is_list else items[0]
 
 
