@@ -2,7 +2,7 @@
 
     read_file("prompts.csv")  # -> [("prompts.csv:2", {"prompt": "2+2=", "answer": 4}), ...]
 
-JSON: lines, or one list of rows.
+JSON: lines, one list of rows, or {"data": a list of rows}.
 
 The first line of a CSV file names the columns. If it has more semicolons or tabs than commas, these separate the cells.
 A column becomes numbers if all its cells are JSON numbers. If a row of CSV has several lines, errors name the last.
@@ -14,6 +14,7 @@ import csv
 import io
 import json
 import re
+from contextlib import suppress
 
 from snug.options import SnugError, find_path, in_one_line
 
@@ -34,13 +35,21 @@ def read_file(path: str, remedy: str = ""):
 
             return numbered(path, read_table(path).to_pylist())
         content = path.read_bytes()
-    with in_one_line(f"{path}: is not UTF-8; convert it"):  # UTF-16, as Windows writes it, has a mark
-        text = content.decode(json.detect_encoding(content))
+    try:
+        text = content.decode(json.detect_encoding(content))  # UTF-8, or UTF-16 as Windows writes it
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        advice = f"if it is Latin-1: iconv -f latin1 -t utf-8 {str(path)!r} > utf8{kind}"
+        raise SnugError(f"{path}:{line}: is not UTF-8; {advice}") from None
     if kind in (".csv", ".tsv"):
         return csv_rows(path, text)
     if text.lstrip().startswith("["):
         with in_one_line(f"{path}: not JSON"):
             return numbered(path, json.loads(text))
+    with suppress(ValueError, RecursionError):  # lines
+        match json.loads(text):
+            case {"data": [*rows], **others} if not others:
+                return numbered(path, rows)
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():

@@ -80,7 +80,7 @@ def test_rows_of_a_csv_file(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-@pytest.mark.parametrize("kind", ["lines", "CRLF", "list", "indented", "csv", "Excel", "semicolons", "tsv"])
+@pytest.mark.parametrize("kind", ["lines", "CRLF", "list", "indented", "data", "csv", "Excel", "semicolons", "tsv"])
 def test_files_that_people_have_have_the_same_rows(tmp_path, kind, encoding):
     """With a mark at their start, too. A list in .jsonl; what Excel writes in Europe; lines of Windows."""
     rows = [dict(prompt=f"a, b; é {i}", answer=i) for i in range(10)]
@@ -91,6 +91,7 @@ def test_files_that_people_have_have_the_same_rows(tmp_path, kind, encoding):
         "CRLF": ("a.jsonl", "\r\n".join([*lines, "", ""])),
         "list": ("a.jsonl", f"[{','.join(lines)}]\n"),
         "indented": ("a.jsonl", json.dumps(rows, indent=2, ensure_ascii=False)),
+        "data": ("a.json", json.dumps({"data": rows}, indent=2)),
         "csv": ("a.csv", "\n".join(quoted).replace("|", ",")),
         "Excel": ("a.csv", ",,\n".join([*quoted, ""]).replace("|", ",")),
         "semicolons": ("a.csv", "\r\n".join(quoted).replace("|", ";")),
@@ -265,7 +266,11 @@ def test_parquet(tmp_path, monkeypatch):
         ("a.csv", "prompt,answer\nx,1\n\ny\n", "a.csv:4: has not as many cells"),
         ("a.csv", "prompt,answer\nx,1\n,2\n", "a.csv:3: prompt must be text or messages, not ''"),
         ("a.csv", 'prompt,answer\n"x,1\n', "a.csv: cannot be read .Error: unexpected end of data"),
-        ("a.csv", b"prompt\n\xff\n", "a.csv: is not UTF-8; convert it .UnicodeDecodeError: .*can't decode byte 0xff"),
+        (
+            "a.csv",
+            b"prompt\n\xff\n",
+            "a.csv:2: is not UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 .*a.csv. > utf8.csv",
+        ),
         ("a.csv", "", "a.csv: has no rows"),
         ("no.csv", None, "no.csv: cannot be read .FileNotFoundError"),
     ],
