@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from data import make_task
 from data.answers import MAX_ANSWER, MAX_COMPLETION, in_answer_tags, last_number, number_after_marker
 from data.task import split_of
-from settings import GRPOSettings, SFTSettings
+from settings import GRPOSettings
 from snug.options import SnugError
 
 SAMPLE = Path(__file__).parent / "gsm8k_sample.jsonl"
@@ -211,21 +211,6 @@ def test_a_bad_line_is_named_with_file_and_line(tmp_path):
         with pytest.raises(SnugError, match=f"{path}:{place + 1}: {message}") as error:
             task_of(path)
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            dict(data_file=""),
-            "task='gsm8k' needs data_file, such as --data_file=prompts.jsonl; download it: curl --create",
-        ),
-        (dict(data_file="no/train.jsonl"), r"no/train.jsonl: cannot be read; download it: curl .*No such file"),
-    ],
-)
-def test_files_that_do_not_serve(options, message):
-    with pytest.raises(SnugError, match=message):
-        make_task(SFTSettings(task="gsm8k", **dict(data_file=str(SAMPLE)) | options))
 
 
 @pytest.mark.skipif(not PUBLISHED, reason="SNUG_GSM8K names no folder with train.jsonl and test.jsonl")
