@@ -7,15 +7,9 @@ Each code sets `result`. It has these names: `folder` with all the files, `secre
 read), `pid` and `address` (of this process and of a text in its memory), `keeper`.
 """
 
-import dbm.dumb
-import gzip
-import io
-import marshal
 import os
-import pickle
 import socket
 import sqlite3
-import tarfile
 import zipfile
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -54,43 +48,20 @@ OPEN = {
 }
 LIBRARY = {
     "pathlib": "import pathlib\nresult = pathlib.Path(secret).read_text()",
-    "codecs": "import codecs\nresult = codecs.open(secret).read()",
-    "tokenize": "import tokenize\nresult = tokenize.open(secret).read()",
-    "linecache": "import linecache\nresult = linecache.getlines(secret)",
-    "fileinput": "import fileinput\nresult = list(fileinput.input(secret))",
-    "configparser": "import configparser\nc = configparser.ConfigParser()\nc.read(folder + '/secret.ini')\nresult = c['a']['b']",
-    "csv": "import csv\nresult = list(csv.reader(open(secret)))",
-    "netrc": "import netrc\nresult = netrc.netrc(folder + '/netrc').hosts",
-    "urllib": "import urllib.request\nresult = urllib.request.urlopen('file://' + secret).read()",
-    "zipfile": "import zipfile\nresult = zipfile.ZipFile(folder + '/secret.zip').read('zipped.py')",
-    "tarfile": "import tarfile\nresult = tarfile.open(folder + '/secret.tar').extractfile('secret.txt').read()",
-    "gzip": "import gzip\nresult = gzip.open(folder + '/secret.gz').read()",
-    "dbm": "import dbm.dumb\nresult = dbm.dumb.open(folder + '/secret.dbm', 'r')[b'a']",
-    "shelve": "import shelve\ns = shelve.open(folder + '/secret.dbm', 'r')\nresult = s.dict[b'a']",
     "sqlite3": "import sqlite3\nresult = list(sqlite3.connect(f'file:{folder}/secret.db?mode=ro&immutable=1', uri=True).execute('select * from t'))",
-    "pickle": "import pickle\nresult = pickle.load(open(folder + '/secret.pickle', 'rb'))",
     "a pickle that opens": "import pickle\nclass A:\n __reduce__ = lambda _: (open, (secret,))\nresult = pickle.loads(pickle.dumps(A())).read()",
-    "marshal": "import marshal\nresult = marshal.load(open(folder + '/secret.marshal', 'rb'))",
-    "xml": "import xml.etree.ElementTree as x\nresult = x.parse(folder + '/secret.xml').getroot().text",
-    "runpy": "import runpy\nresult = runpy.run_path(folder + '/secrets_of.py')['ANSWER']",
     "sys.path": "sys.path.append(folder)\nimport secrets_of\nresult = secrets_of.ANSWER",
     "a spec": "from importlib.util import *\ns = spec_from_file_location('m', folder + '/secrets_of.py')\nm = module_from_spec(s)\ns.loader.exec_module(m)\nresult = m.ANSWER",
     "get_data": "from importlib.machinery import SourceFileLoader\nresult = SourceFileLoader('m', secret).get_data(secret)",
     "zipimport": "sys.path.append(folder + '/secret.zip')\nimport zipped\nresult = zipped.ANSWER",
     "a traceback": "import traceback\ntry: exec(compile('1/0', secret, 'exec'))\nexcept ZeroDivisionError: result = traceback.format_exc()",
     "a syntax error": "try: compile('return', secret, 'exec')\nexcept SyntaxError as error: result = error.text",
-    "inspect": "import inspect\nm = type(sys)('m')\nm.__file__ = secret\nresult = inspect.getsource(m)",
 }
 NAMES = {
     "os.listdir": "result = os.listdir(folder)",
     "os.listdir of a number": "result = os.listdir(os.open(folder, 0))",
     "os.listdir of bytes": "result = os.listdir(folder.encode())",
     "os.scandir": "result = [entry.name for entry in os.scandir(folder)]",
-    "os.walk": "result = list(os.walk(folder))",
-    "os.fwalk": "result = list(os.fwalk(folder))",
-    "glob": "import glob\nresult = glob.glob(folder + '/*')",
-    "Path.iterdir": "import pathlib\nresult = list(pathlib.Path(folder).iterdir())",
-    "Path.rglob": "import pathlib\nresult = list(pathlib.Path(folder).rglob('*'))",
     "an importer": "from importlib.machinery import FileFinder, SourceFileLoader\nf = FileFinder(folder, (SourceFileLoader, ['.py']))\nf.find_spec('x')\nresult = f._path_cache",
 }
 PROCESSES = {
@@ -137,27 +108,14 @@ ANSWER, HEAP, HIDDEN = "the-answer-is-42", "only-in-memory", "a-name-that-no-cod
 @contextmanager
 def secrets(folder: Path, keeper: int):
     """Make the files -> (code that gives the attacks their names, what must be in no result)."""
-    answer = ANSWER.encode()
     for name, text in {
         "secret.txt": f"{ANSWER}\n",
-        "secret.ini": f"[a]\nb = {ANSWER}",
-        "netrc": f"machine a login b password {ANSWER}",
-        "secret.xml": f"<a>{ANSWER}</a>",
         "secrets_of.py": f"ANSWER = {ANSWER!r}",
         "secret.json": f'{{"{ANSWER}": 1}}',
     }.items():
         (folder / name).write_text(text)
-    (folder / "secret.gz").write_bytes(gzip.compress(answer))
-    (folder / "secret.pickle").write_bytes(pickle.dumps(ANSWER))
-    (folder / "secret.marshal").write_bytes(marshal.dumps(ANSWER))
     with zipfile.ZipFile(folder / "secret.zip", "w") as file:
         file.writestr("zipped.py", f"ANSWER = {ANSWER!r}")
-    with tarfile.open(folder / "secret.tar", "w") as file:
-        entry = tarfile.TarInfo("secret.txt")
-        entry.size = len(answer)
-        file.addfile(entry, io.BytesIO(answer))
-    with dbm.dumb.open(str(folder / "secret.dbm"), "c") as file:
-        file[b"a"] = answer
     with closing(sqlite3.connect(folder / "secret.db")) as file, file:
         file.execute("create table t as select ? as a", [ANSWER])
     (folder / HIDDEN).touch()
