@@ -1,7 +1,7 @@
 """A run's folder: what happened, for people and for programs.
 
     settings.json   every option as it was resolved, and the number of parameters
-    log.jsonl       one JSON object an iteration, a second one if an evaluation was repeated; NaN and infinity are null
+    log.jsonl       one JSON object an iteration; NaN and infinity are null
     samples.jsonl   a group of completions of each iteration: rewards, advantages, and figures of each token
     log.txt         the console's lines, the error that ended the run, [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
@@ -223,15 +223,9 @@ def read_lines(path: Path) -> Iterator[dict]:
                 yield json.loads(line)
 
 
-def read_log(folder: str | Path):
-    """log.jsonl of a run's folder -> one record per iteration.
-
-    A second line of an iteration comes from a resumed run that repeated an evaluation. It adds what the first lacks.
-    """
-    records = {}
-    for line in read_lines(Path(folder) / "log.jsonl"):
-        records[line["iter"]] = line | records.get(line["iter"], {})
-    return list(records.values())
+def read_log(folder: str | Path) -> list[dict]:
+    """log.jsonl of a run's folder: a record an iteration."""
+    return list(read_lines(Path(folder) / "log.jsonl"))
 
 
 def values_of(records: list[dict], name: str):

@@ -479,7 +479,6 @@ MUTANTS = [
     ("rewards: Python's generator is not seeded", "training/loop.py", "torch.manual_seed, random.seed, np.random.seed", "torch.manual_seed, np.random.seed", "test_scoring.py"),
     ("rewards: NumPy's generator is not seeded", "training/loop.py", "torch.manual_seed, random.seed, np.random.seed", "torch.manual_seed, random.seed", "test_scoring.py"),
     ("log: the bar names no phase", "training/loop.py", "meter.show = log.show", "pass", "test_log.py"),
-    ("an evaluation that failed is not repeated", "training/loop.py", "training.make_up_evaluation(log.start)", "pass", "test_log.py"),
     ("dtype: a GPU is planned in float32", "training/loop.py", "print(show(rehearse, with_dtype(settings, kind)))", "print(show(rehearse, settings))", "test_plan.py"),
     # training/notebook.py
     ("an interrupted run says it is finished", "training/notebook.py", "FinishedRun(prepared.settings, functions, finished)", "FinishedRun(prepared.settings, functions, True)", "test_notebook.py"),

@@ -193,7 +193,6 @@ def iterations(iterate, training):
     """-> False if a signal stopped them. Afterwards the working directory is the one before."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
     with training.processes.connected(), noting_signals() as noted, chdir("."):
-        training.make_up_evaluation(log.start)
         for iteration in log.iterations():
             with saver.keeping(iteration, training.progress()):
                 iterate(iteration, training)

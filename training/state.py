@@ -98,16 +98,6 @@ class Training:
         with self.saver.keeping(done, self.progress()):
             return evaluate_run(self.model, p, self.meter, self.limits)
 
-    def make_up_evaluation(self, done: int):
-        """Repeat the evaluation after `done` iterations if it failed, and complete its line in the log."""
-        made = self.processes.first(self.saver.scores.get(done) is not None)
-        if done and not made and is_due(done, self.prepared):
-            self.meter.reset()
-            scores = self.evaluate_if_due(done)
-            stats = self.meter.stats()
-            self.log.iteration({"iter": done - 1} | scores | stats | {"time_s": stats["time_eval_s"]})
-            self.saver.after(done, self.progress(), scores)
-
     def update(self, metrics, learning_rate, iteration, sequences, select):
         """The end of an optimizer step on the sequences `select`: clip and update -> metrics with grad_norm.
 
