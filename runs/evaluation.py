@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryFile
 
 from data import TaskOptions
 from data.tools import NONE
@@ -73,11 +72,10 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
 
 
 def samples_file(options: EvaluateSettings, settings: GRPOSettings, folder: Path) -> Path | None:
-    """Where the samples go; None for --samples_file=none. Raises SnugError now if it cannot be written, not later."""
+    """Where the samples go; None for --samples_file=none. Raises SnugError if its folder cannot be made."""
     if options.samples_file == "none":
         return None
     file = Path(options.samples_file or folder / f"evaluation-{settings.task}-test.jsonl")
     with in_one_line(f"samples_file={file} cannot be written; name another, or --samples_file=none"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=file.parent).close()
     return file
