@@ -25,10 +25,6 @@ from tqdm import tqdm
 
 from snug.options import SnugError, described, in_one_line, plain, told
 
-IS_IT_BROKEN = (
-    "note: a loss of 0 is right: a group's advantages add up to 0; watch grad_norm and reward_mean"
-)
-
 # What the console shows of a record.
 CONSOLE = {
     "reward_mean": "  reward {:.3f}",

@@ -12,7 +12,7 @@ import torch
 from evaluate import evaluate_run, is_due
 from model import GPT
 from runs.hints import hints
-from runs.log import IS_IT_BROKEN, RunLog
+from runs.log import RunLog
 from runs.prepare import Prepared
 from runs.saver import Saver
 from snug.memory import Limits, MemoryMeter
@@ -136,8 +136,6 @@ class Training:
             record |= dict(dropped_steps=self.health["dropped_steps"]) | self.meter.stats()
             self.log_iteration(record, samples)
         self.saver.after(done, self.progress(), scores)
-        if done == 1 and "reward_mean" in record and abs(record.get("loss", 1)) < 1e-3:
-            self.log.say(IS_IT_BROKEN)
 
     def log_iteration(self, record: dict, samples):
         if found := hints(record):
