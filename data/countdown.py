@@ -32,7 +32,6 @@ ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": oper
 NODES = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), ARITHMETIC.values(), strict=True))
 # Has the characters of an expression, but may be malformed
 EXPRESSION = re.compile(r"[-+*/() ]*[0-9][-+*/()0-9 ]*")
-BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}  # operator precedence; a number has 3
 
 
 @dataclass
@@ -108,7 +107,7 @@ def read_counts(text: str):
 class Expression(NamedTuple):
     value: float  # NaN: an intermediate value is not an integer from 1 to MAX_VALUE
     text: str
-    binding: int  # of the outermost operator
+    binding: int  # precedence of the outermost operator; a number has 3
 
 
 def random_expression(numbers, operators, rng) -> Expression:
@@ -122,7 +121,7 @@ def random_expression(numbers, operators, rng) -> Expression:
 
 def join(a: Expression, symbol: str, b: Expression):
     """7, "-", 3*5 -> 3*5-7: the larger value comes first, so that fewer differences are negative and rejected."""
-    binding = BINDING[symbol]
+    binding = 2 if symbol in "*/" else 1
     if b.value > a.value:
         a, b = b, a
     value = ARITHMETIC[symbol](a.value, b.value)  # exact, or not near an integer
@@ -149,10 +148,9 @@ def evaluate(text: str, numbers: list[int], operators: str) -> Fraction | None:
     if len(text) > MAX_CHARS:
         return None
     tokens = re.findall(rf"[0-9]+|[(){re.escape(operators)}]", text)
-    if "".join(tokens) != text.replace(" ", ""):
-        return None  # a character that is not in an expression
-    if sorted(filter(str.isdigit, tokens)) != sorted(map(str, numbers)):
-        return None
+    used = sorted(filter(str.isdigit, tokens)) == sorted(map(str, numbers))
+    if not used or "".join(tokens) != text.replace(" ", ""):
+        return None  # it has other numbers, or a character that is not in an expression
     try:
         return value_of(ast.parse(text.strip(" "), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError):

@@ -193,11 +193,8 @@ class Episodes:
             environments = toolbox.some_environments(len(repeated))
             self.episodes = list(map(partial(Episode, toolbox), repeated, environments))
             own = [row | dict(prompt=e.prompt) for row, e in zip(repeated, self.episodes, strict=True)]
-            groups = [own[i : i + k] for i in range(0, len(own), k)]
-            if all(row["prompt"] == group[0]["prompt"] for group in groups for row in group):
-                self.rows = own[::k]
-            else:
-                self.rows, self.k = own, 1
+            same = all(row["prompt"] == own[i - i % k]["prompt"] for i, row in enumerate(own))
+            self.rows, self.k = (own[::k], k) if same else (own, 1)
             self.respond = lambda row, ids: self.episodes[row].respond(ids)
             if any(episode.form == "inline" for episode in self.episodes):
                 stops += [f"</{schema['function']['name']}>" for schema in toolbox.schemas]
@@ -207,11 +204,11 @@ class Episodes:
         """-> N completions: texts, or messages if there is a toolbox."""
         if not self.episodes:
             return list(map(self.tokenizer.decode, rollouts.completions()))
-        lengths = zip(rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist(), strict=True)
-        rows = zip(self.episodes, rollouts.tokens.tolist(), rollouts.mask.tolist(), lengths, strict=True)
-        for episode, ids, mask, (start, length) in rows:
-            sampled = list(compress(ids[start : start + length], mask))
-            episode.finish(sampled, length - len(sampled))
+        for episode, ids, mask in zip(
+            self.episodes, rollouts.completions(), rollouts.mask.tolist(), strict=True
+        ):
+            sampled = list(compress(ids, mask))
+            episode.finish(sampled, len(ids) - len(sampled))
         return [episode.messages for episode in self.episodes]
 
     def columns(self) -> dict[str, list]:

@@ -116,17 +116,13 @@ def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list
     with chdir("."):
         for function in functions:
             with blaming(f"reward function {name_of(function)}", f"reward_timeout={timeout:g}", hint):
-                answer = complete(function, own_copy(arguments), timeout)
+                own = {  # a copy of each completion's values, which the function may change
+                    name: value if name in OURS else list(map(deepcopy, value))
+                    for name, value in arguments.items()
+                }
+                answer = complete(function, own, timeout)
             rewards.append(checked(function, answer, completions))
     return rewards
-
-
-def own_copy(arguments: dict) -> dict:
-    """A function may change its arguments. So it gets a copy of each completion's values; others see them unchanged."""
-    return {
-        name: value if name in OURS else [deepcopy(each) for each in value]
-        for name, value in arguments.items()
-    }
 
 
 def checked(function: Callable, rewards, completions: list) -> list[float | None]:

@@ -111,8 +111,7 @@ class Task:
             row = self.propose(rng)
             if row and split_of(self.identity(row)) == split:
                 return row
-        name = type(self).__name__.lower()
-        raise SnugError(f"task {name}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options")
+        raise SnugError(f"no {split} prompt in {MAX_PROPOSALS:,} tries; loosen the options of the task")
 
     def rewards(self, prompts: list, completions: list, **columns: list) -> list[float]:
         """1.0 for each right completion that stopped, else 0.0.
@@ -130,9 +129,9 @@ class Task:
         rows = zip(completions, stopped, *columns, strict=True)
         return [ended and self.is_right(text, *answer) for text, ended, *answer in rows]
 
-    def answers_of(self, completions: list, stopped: list[bool] | None = None) -> list[str | None]:
+    def answers_of(self, completions: list, stopped: list[bool]) -> list[str | None]:
         """The answer of each completion; None if there is none or the completion did not stop."""
-        pairs = zip(completions, stopped or [True] * len(completions), strict=True)
+        pairs = zip(completions, stopped, strict=True)
         return [self.answer_of(text_of(each)) if ended else None for each, ended in pairs]
 
     def survey(self):
