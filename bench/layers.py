@@ -23,17 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import make_model
 from snug import lora
-from snug.decoding import cached_casts, kvcache
+from snug.decoding import attention, cached_casts, kvcache
 from snug.device.host import Ledger
 from snug.device.kinds import PlanningMode
-from snug.kernels import layers, nf4, rotary
+from snug.kernels import flash, layers, nf4, rotary
 from snug.kernels.segments import Segments
 
 SHAPES = {"1.5B": QWEN_15B, "7B": QWEN_7B}
 PROMPTS, PROMPT_WIDTH, WIDTH = 4, 256, 256  # of the KV cache, which is full
-# where kernels are launched: by `launch`, or if not `nothing_to_do`
-LAUNCH = "snug.kernels.rotary", "snug.kernels.swiglu", "snug.kernels.nf4"
-NOTHING = "snug.kernels.flash", "snug.decoding.kvcache"
+# where kernels are launched by `launch`; in flash.py if not `nothing_to_do`
+LAUNCH = "snug.kernels.rotary", "snug.kernels.swiglu", "snug.kernels.nf4", "snug.decoding.kvcache"
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "device")
 
 
@@ -92,11 +91,9 @@ class FusedNorm(torch.autograd.Function):
 
 
 def counted(count):
-    """In place of a module's `nothing_to_do`: count a kernel, and the tensors among its caller's variables."""
+    """In place of flash's `nothing_to_do`: count a kernel, and the tensors among its caller's variables."""
     frame = sys._getframe(2)
-    tensors, cache = tensors_in(list(frame.f_locals.values())), frame.f_locals.get("self")
-    if cache is not None:
-        tensors += [cache.completion[0], cache.prompt[0]]
+    tensors = tensors_in(list(frame.f_locals.values()))
     count.add(3 if frame.f_code.co_name == "backward" else 1, tensors, floor=True)
     return True
 
@@ -113,7 +110,7 @@ def launched(count):
             tensors.append(named["y"][..., named["start"] : named["start"] + named["rows"]])
         if kernel is rotary.rotary_kernel:
             tensors.append(tensors[0])  # it reads and writes
-        count.add(1, tensors, floor=product)
+        count.add(1, tensors, floor=product or kernel is attention.attend_kernel)
 
     return launch
 
@@ -150,8 +147,7 @@ def run(what, n_layer, rows, tokens, model, lora_rank, base_dtype) -> Count:
             lora.add(model, lora_rank, 32.0, list(lora.TARGETS))
         model.checkpoint_blocks = what
         FusedNorm.count, layers.LeanRMSNorm = count, FusedNorm
-        for name in NOTHING:
-            sys.modules[name].nothing_to_do = lambda tensor: counted(count)
+        flash.nothing_to_do = lambda tensor: counted(count)
         for name in LAUNCH:
             sys.modules[name].launch = launched(count)
         model.extend_rotary(max(tokens, PROMPT_WIDTH + WIDTH), model.device)

@@ -220,7 +220,7 @@ REPLACED = [
     "grpo.iterate",
 ]
 REPLACED += ["train_sft.demonstrations", "snug.device.cpu.stays_float32", "snug.device.pick.share_cores"]
-REPLACED += ["snug.kernels.layers.LeanRMSNorm", "snug.decoding.kvcache.nothing_to_do"]
+REPLACED += ["snug.kernels.layers.LeanRMSNorm", "snug.decoding.kvcache.launch"]
 REPLACED += [
     "snug.kernels.flash.nothing_to_do",
     *(f"snug.kernels.{name}.launch" for name in ("rotary", "swiglu", "nf4")),

@@ -284,8 +284,7 @@ class DecodeBatch:
         self.held = self.held[active]
         prompts = self.held // self.k
         prompt_slots, self.prompt_slot[prompts] = np.unique(self.prompt_slot[prompts], return_inverse=True)
-        columns = min(self.steps - self.started[self.held].min() + 1, self.max_new_tokens)
-        self.cache.compact(active, prompt_slots, columns)
+        self.cache.compact(active, prompt_slots)
         active = upload(active, self.device)
         self.sequences = self.sequences[active]
         self.t = self.t[active]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from snug.device.kinds import MIB, is_planned, kind_of, logits_budget
-from snug.kernels import LOG2_OF_E, nothing_to_do, triton, uses_triton
+from snug.kernels import LOG2_OF_E, launch, triton, uses_triton
 from snug.logprobs.kernels import tile
 from snug.memory.ledger import COMPONENTS
 
@@ -136,24 +136,23 @@ def draw_torch(model, hidden, u, temperature, tokens, logprobs):
 def draw_triton(model, hidden, u, temperature, tokens, logprobs):
     """draw_torch for a temperature above 0."""
     logits = F.linear(hidden, model.lm_head_weight)
-    if nothing_to_do(logits):
-        return
     n, width = logits.shape
     n_vocab = model.config.n_vocab
     length, shape = stretches(width, n_vocab)
-    with torch.cuda.device_of(logits):
-        draw_kernel[(n,)](
-            logits,
-            u,
-            tokens,
-            logprobs,
-            LOG2_OF_E / temperature,
-            width,
-            n_vocab,
-            logits.stride(0),
-            length,
-            **shape,
-        )
+    launch(
+        draw_kernel,
+        (n,),
+        logits,
+        u,
+        tokens,
+        logprobs,
+        LOG2_OF_E / temperature,
+        width,
+        n_vocab,
+        logits.stride(0),
+        length,
+        **shape,
+    )
 
 
 def stretches(width: int, n_vocab: int):
@@ -171,18 +170,17 @@ def uniforms(seed: int, sequences, steps):
     splitmix64's finaliser (Steele, Lea & Flood 2014) over a counter. The middles of 2^23 intervals: below 1, also after
     u * total in float32, and never 0, which would draw token 0 once in 8 million times however unlikely it is.
     """
-    golden = np.uint64(0x9E3779B97F4A7C15)
+    golden = 0x9E3779B97F4A7C15
 
     def mix(x):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+        return x ^ (x >> 31)
 
     def counter(numbers):
-        return (np.asarray(numbers).astype(np.uint64) + np.uint64(1)) * golden
+        return (np.asarray(numbers, dtype=np.uint64) + 1) * golden  # arithmetic modulo 2**64
 
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64
-        key = mix(np.array(seed % 2**64, dtype=np.uint64) + golden)
-        row = mix(key ^ mix(counter(sequences)))[:, None]
-        bits = mix(row + counter(steps))
-    return ((bits >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(2**-23)
+    key = mix(np.array([seed % 2**64], dtype=np.uint64) + golden)
+    row = mix(key ^ mix(counter(sequences)))[:, None]
+    bits = mix(row + counter(steps))
+    return ((bits >> 41).astype(np.float32) + 0.5) * 2**-23

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from snug.decoding import attention
 from snug.device.cuda import upload
 from snug.device.kinds import kind_of
-from snug.kernels import LOG2_OF_E, nothing_to_do, uses_triton
+from snug.kernels import LOG2_OF_E, launch, uses_triton
 from snug.kernels.rotary import rotate
 from snug.memory.ledger import component
 
@@ -92,13 +92,13 @@ class KVCache:
         for prompt, values in zip(self.prompt[layer], (k, v), strict=True):
             prompt.narrow(2, 0, values.shape[2])[self.prefill_slots] = values.to(self.dtype)
 
-    def compact(self, slots: np.ndarray, prompt_slots: np.ndarray, columns: int):
-        """Keep only these slots and prompt slots, rising numbers, as 0, 1, 2 ... columns: those in use."""
+    def compact(self, slots: np.ndarray, prompt_slots: np.ndarray):
+        """Keep only these slots and prompt slots, rising numbers, as 0, 1, 2 ..."""
         slots = upload(slots, self.device)
         prompt_slots = upload(prompt_slots, self.device)
         for layer in range(len(self.completion)):  # indexing makes a copy, here of one layer
             for completion, prompt in zip(self.completion[layer], self.prompt[layer], strict=True):
-                completion[: len(slots), :, :columns] = completion[slots, :, :columns]
+                completion[: len(slots)] = completion[slots]
                 if len(prompt_slots) < len(prompt):
                     prompt[: len(prompt_slots)] = prompt[prompt_slots]
         self.prompt = self.prompt[:, :, : len(prompt_slots)]
@@ -120,7 +120,12 @@ class KVCache:
         active = prompt_slot >= 0
         first = prompt_slot[active].min()
         if uses_triton(self.completion):
-            self.set_tiles(np.where(active, prompt_slot, first))
+            readers = np.where(active, prompt_slot, first)
+            table = attention.tiles_of(readers, self.prompt.shape[2], self.kernel["TILE"])
+            table = upload(table, self.device, torch.int32)
+            if self.tiles is None or table.shape != self.tiles.shape:
+                self.tiles = table
+            self.tiles.copy_(table)  # in place: a CUDA graph reads this address
             return
         G, n, slots = self.config.n_kv_head, len(prompt_slot), np.flatnonzero(active)
         line = prompt_slot[slots] - first  # of the table
@@ -139,15 +144,6 @@ class KVCache:
         _, _, S, _, columns, _ = self.completion.shape
         rows = torch.arange(2 * S * G, device=self.device).view(2, S, G) * columns
         self.first_row = rows[:, :n]  # (2, n, G)
-
-    def set_tiles(self, prompt_slot):
-        """The kernel's `tiles` for slots that read these prompt slots (n,)."""
-        table = attention.tiles_of(prompt_slot, self.prompt.shape[2], self.kernel["TILE"])
-        table = upload(table, self.device, torch.int32)
-        if self.tiles is None or table.shape != self.tiles.shape:
-            self.tiles = table
-        else:
-            self.tiles.copy_(table)  # in place: a CUDA graph reads this address
 
     def begin_step(self, t: torch.Tensor, columns: int, same_t: bool):
         """t (n,): the column that each slot writes now. columns: at least 1 + the largest t of an active slot.
@@ -246,37 +242,36 @@ class KVCache:
         tops = parts.new_empty(parts.shape[:3])
         totals = parts.new_empty(parts.shape[:3])
         y = torch.empty(n, H, 1, D, dtype=self.dtype, device=q.device)
-        if nothing_to_do(q):
-            return y
         cos, sin = rotary or (q, q)  # pointers that are not read
         prompt_programs = len(self.tiles) * prompt_splits
-        with torch.cuda.device_of(q):
-            attention.attend_kernel[(prompt_programs + n * splits, G)](
-                q,
-                k,
-                v,
-                cos,
-                sin,
-                *(x.stride(0) for x in (q, k, v)),
-                *self.prompt[layer],
-                self.tiles,
-                self.prompt_lengths,
-                *self.completion[layer],
-                self.t,
-                parts,
-                tops,
-                totals,
-                self.counters,
-                y,
-                D**-0.5 * LOG2_OF_E,
-                T_p,
-                T_c,
-                D,
-                prompt_programs,
-                prompt_chunk,
-                chunk,
-                **self.kernel,
-                ROTARY=rotary is not None,
-                maxnreg=attention.REGISTERS,
-            )
+        launch(
+            attention.attend_kernel,
+            (prompt_programs + n * splits, G),
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            *(x.stride(0) for x in (q, k, v)),
+            *self.prompt[layer],
+            self.tiles,
+            self.prompt_lengths,
+            *self.completion[layer],
+            self.t,
+            parts,
+            tops,
+            totals,
+            self.counters,
+            y,
+            D**-0.5 * LOG2_OF_E,
+            T_p,
+            T_c,
+            D,
+            prompt_programs,
+            prompt_chunk,
+            chunk,
+            **self.kernel,
+            ROTARY=rotary is not None,
+            maxnreg=attention.REGISTERS,
+        )
         return y
