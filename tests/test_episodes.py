@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, make_flat_model, make_model, rows_of, tool_of
+from conftest import DEVICE, make_flat_model, rows_of, tool_of
 from test_tokenizer import added, folder_of, llama3_like, qwen_like, tooled
 
 import grpo
@@ -25,7 +25,6 @@ from sample import generate_naive, sample_groups
 from settings import GRPOSettings
 from snug import lora
 from snug.decoding import decode_batch
-from snug.decoding.kvcache import KVCache
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 
@@ -136,41 +135,6 @@ def test_a_reply_without_room_is_not_written():
         assert int((rollouts.mask == 0).sum()) == (12 if length == 6 else 0)
     rollouts = sample_groups(model, [[1, 2]], 2, 1, respond=lambda row, ids: None, **always)
     assert rollouts.stopped.all() and rollouts.completions() == [[3], [3]]
-
-
-def test_the_cache_of_a_reply_is_that_of_a_whole_forward():
-    """In float64, to 1e-10: hidden states behind replies of 1, 4 and 6 tokens, and the cache for the next step."""
-    model = make_model("llama", dtype=torch.float64)
-    config, generator = model.config, torch.Generator().manual_seed(3)
-    rows = torch.randint(0, config.vocab_size, (4, 20), generator=generator)
-    prompts, t, lengths, slots = [5, 3], np.array([4, 2, 7]), np.array([1, 4, 6]), np.array([0, 3, 1])
-    prompt_slots = np.array([1, 0, 1])
-    for slot, prompt in zip(slots, prompt_slots, strict=True):  # completions of the same prompt begin alike
-        rows[slot, : prompts[prompt]] = torch.arange(prompts[prompt]) + 10 * prompt
-    rows = rows.to(DEVICE)
-    cache = KVCache(config, 2, 5, 4, 15, torch.float64, model.device)
-    with torch.no_grad():
-        whole = model(rows)
-        for prompt in (0, 1):
-            cache.begin_prefill([prompt], [prompts[prompt]])
-            model(rows[slots[prompt_slots == prompt][0], : prompts[prompt]][None], cache=cache)
-        for slot, prompt, first, n in zip(slots, prompt_slots, t, lengths, strict=True):
-            begin = prompts[prompt]
-            for part in ((0, first), (first, first + n)):  # the turn, then the reply: each in one forward
-                columns = torch.arange(*part, device=DEVICE)
-                one = [np.array([value]) for value in (slot, prompt, part[0], part[1] - part[0])]
-                cache.begin_reply(*one)
-                hidden = model(rows[slot, begin + columns][None], begin + columns[None], cache)
-                torch.testing.assert_close(hidden[0], whole[slot, begin + columns], atol=1e-10, rtol=0)
-        # Three replies of different lengths together, right-padded.
-        cache.begin_reply(slots, prompt_slots, t, lengths)
-        columns = torch.tensor(t[:, None] + np.arange(6), device=DEVICE)
-        positions = columns + torch.tensor([prompts[p] for p in prompt_slots], device=DEVICE)[:, None]
-        at = torch.tensor(slots, device=DEVICE)[:, None]
-        hidden = model(rows[at, positions], positions, cache)
-        for i, n in enumerate(lengths):
-            expected = whole[slots[i], positions[i, :n]]
-            torch.testing.assert_close(hidden[i, :n], expected, atol=1e-10, rtol=0)
 
 
 def test_slow_replies_change_nothing_and_are_asked_together():
