@@ -193,7 +193,7 @@ def check_prompts(prompts, max_new_tokens, block_size):
     if longest + max_new_tokens > block_size:
         raise SnugError(
             f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens} is longer than block_size={block_size}; "
-            "lower max_new_tokens, or take shorter prompts; --max_prompt_length cuts them in a run"
+            "lower max_new_tokens or, in a run, max_prompt_length"
         )
 
 
@@ -268,13 +268,13 @@ def complete(settings, given, run, functions=NONE):
     """Complete settings.prompt or a held-out one -> (prompt or last message, completions). One that was cut off ends
     with " …". given: names of the options given; the others are the run's. functions: as for runs.prepare."""
     merged = merge_options(GRPOSettings, run.settings, settings, given, max_iters=0)
-    if not settings.prompt and not merged.task:
-        raise SnugError(f"{run.path} has no task to take a prompt from; give --prompt=...")
-    row = dict(prompt=settings.prompt)
-    if not settings.prompt:
+    if settings.prompt:
+        chat, prompt = merged.chat or merged.system_prompt, settings.prompt
+        row = dict(prompt=as_messages(prompt, merged.system_prompt) if chat else prompt)
+    elif merged.task:
         [row] = make_task(merged).prompts("test", [settings.seed])
-    elif merged.chat or merged.system_prompt:
-        row = dict(prompt=as_messages(settings.prompt, merged.system_prompt))
+    else:
+        raise SnugError(f"{run.path} has no task to take a prompt from; give --prompt=...")
     run.tokenizer.set_template_kwargs(merged.chat_template_kwargs)
     toolbox = make_toolbox(merged, run.tokenizer, functions)
     episodes = Episodes(toolbox, run.tokenizer, [row], settings.num_samples, merged.stop_string)

@@ -56,7 +56,7 @@ def save_adapters(model, folder: str | Path, base: str, settings):
     family, tensors, modules = family_of(model.config), {}, set()
     for entry in entries(vars(model.config), family, model.config.n_vocab):
         layer = model.get_submodule(entry.ours.rpartition(".")[0])
-        if entry.is_matrix and hasattr(layer, "lora_A"):
+        if len(entry.shape) == 2 and hasattr(layer, "lora_A"):
             name = entry.name.removesuffix(".weight")
             # GPT-2 has a c_proj in both halves of a block.
             modules.add(".".join(name.split(".")[-2 if family == "gpt2" else -1 :]))

@@ -26,8 +26,7 @@ FILES = """config.json generation_config.json tokenizer.json tokenizer_config.js
 chat_template.jinja model.safetensors.index.json adapter_config.json adapter_model.safetensors""".split()
 ADVICE = {  # the name of an error -> what is wrong and what to do; {0}: the repository, {1}: the error's first line
     "GatedRepoError": "is gated: accept its licence on https://huggingface.co/{0}, then run `hf auth login`",
-    "RepositoryNotFoundError": "is no folder here and no public model on the hub: check the name; for a private model "
-    "run `hf auth login`",
+    "RepositoryNotFoundError": "is no folder here and no public model on the hub: check the name, or `hf auth login`",
     "RevisionNotFoundError": "{0} has no such revision: name one of its branches, tags or commits after the @",
     "LocalEntryNotFoundError": "is no folder here and not in the hub's cache, and the hub cannot be reached: check the "
     "name and the network",

@@ -82,9 +82,8 @@ def stored_dtype(folder: str | Path) -> str | None:
 
 def read_shape(folder: str | Path):
     """A folder's config.json -> GPTConfig's keywords. Raises SnugError."""
-    config = read_config(folder)
-    fields, family = Fields(config, Path(folder) / "config.json"), config["model_type"]
-    return gpt2_shape(fields) if family == "gpt2" else llama_shape(fields, family)
+    fields = Fields(read_config(folder), Path(folder) / "config.json")
+    return gpt2_shape(fields) if fields.values["model_type"] == "gpt2" else llama_shape(fields)
 
 
 def sizes(c, names, **optional):
@@ -101,7 +100,8 @@ def gpt2_shape(c) -> dict:
     return shape | dict(norm="layernorm", position="learned", mlp="gelu", bias=True)
 
 
-def llama_shape(c, family) -> dict:
+def llama_shape(c) -> dict:
+    family = c.values["model_type"]
     c.want("hidden_act", "silu")
     c.want("attention_bias", False)
     c.want("mlp_bias", False)

@@ -50,10 +50,6 @@ class Entry(NamedTuple):
     start: int = 0
     transposed: bool = False  # GPT-2's matrices are (in, out)
 
-    @property
-    def is_matrix(self):
-        return self.ours.startswith("blocks.") and len(self.shape) == 2
-
 
 def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
     """Every tensor of a folder. shape: GPTConfig's keywords.
@@ -117,8 +113,8 @@ def weight_files(folder: Path) -> list[Path]:
         return [file]
     if not index.is_file():
         raise SnugError(
-            f"{folder}: has no model.safetensors and no model.safetensors.index.json; *.bin files are pickles, which "
-            "are never loaded: convert them to safetensors"
+            f"{folder}: has no model.safetensors and no index of several; *.bin files are pickles, which are never "
+            "loaded: convert them"
         )
     with in_one_line(f"{index}: cannot be read"):
         names = set(json.loads(index.read_bytes())["weight_map"].values())
@@ -161,8 +157,8 @@ def look_at_weights(folder: Path) -> dict:
                     surplus.append(name)
     if missing or surplus:
         raise SnugError(
-            f"{folder}: config.json describes a {family} with other tensors than the files have: missing "
-            f"{len(missing)} {[*missing][:3]}, surplus {len(surplus)} {surplus[:3]}"
+            f"{folder}: the files have other tensors than a {family} of config.json: missing {len(missing)} "
+            f"{[*missing][:3]}, surplus {len(surplus)} {surplus[:3]}"
         )
     return places
 
@@ -237,9 +233,7 @@ def save_pretrained(model, folder: str | Path, tokenizer=None):
     from snug.lora import adapted
 
     if adapted(model):
-        raise SnugError(
-            "the model has adapters, which such a folder cannot hold: call lora.merge(model) first"
-        )
+        raise SnugError("such a folder cannot hold the model's adapters: call lora.merge(model) first")
     dtype = model.embedding.weight.dtype
     config = config_of(model.config, str(dtype).removeprefix("torch."))
     with appearing(folder) as temporary:
