@@ -140,8 +140,8 @@ def test_the_date_in_prompts_is_the_day_on_which_the_run_began(folder, tmp_path,
     assert text_of(get_tokenizer(str(tmp_path / "model"))).startswith("02 Feb 2031")
 
 
-def test_a_model_says_what_else_ends_a_completion(folder, tmp_path, rewards):
-    """In three files. A checkpoint has no config.json, and yet the same stop tokens, in the same order."""
+def test_what_else_ends_a_completion(folder, tmp_path, rewards):
+    """A model says it in three files, its template too. A checkpoint has no config.json, and yet the same stop tokens, in the same order."""
 
     def write(name, **change):
         content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
@@ -151,8 +151,6 @@ def test_a_model_says_what_else_ends_a_completion(folder, tmp_path, rewards):
     write("tokenizer_config.json", eos_token="<|endoftext|>")
     write("generation_config.json", eos_token_id=256)
     gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
-    line = "<|im_end|> ends a completion, too: the chat template writes it behind an answer"
-    assert (tmp_path / "run/log.txt").read_text().splitlines().count(line) == 1
     assert load_run(tmp_path / "run").tokenizer.stop_tokens == (256, 258)
     write("tokenizer_config.json", eos_token=None)
     write("config.json", eos_token_id=258)

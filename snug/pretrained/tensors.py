@@ -50,6 +50,10 @@ class Entry(NamedTuple):
     start: int = 0
     transposed: bool = False  # GPT-2's matrices are (in, out)
 
+    @property
+    def is_matrix(self):
+        return self.ours.startswith("blocks.") and len(self.shape) == 2
+
 
 def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
     """Every tensor of a folder. shape: GPTConfig's keywords.
