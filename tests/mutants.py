@@ -147,6 +147,8 @@ MUTANTS = [
     ("losses: your own without a gradient", "settings.py", "shape != logprobs.shape or logprobs.requires_grad and not values.requires_grad", "shape != logprobs.shape", "test_loss.py"),
     ("losses: your own with any shape", "settings.py", "shape != logprobs.shape or ", "", "test_loss.py"),
     ("equal rewards whose mean rounds", "loss.py", "    rewards = rewards.double()\n", "", "test_loss.py"),
+    # model.py
+    ("model: frequencies that divide by 0", "model.py", "if low >= high:", "if low > high:", "test_model.py"),
     # report.py
     ("report: medians with the first iteration", "report.py", "logged(run.records[1:], name) or logged", "logged", "test_report.py"),
     ("report: a phase's last peak, in the table", "report.py", "{max(values):.1f}", "{values[-1]:.1f}", "test_report.py"),
@@ -351,12 +353,12 @@ MUTANTS = [
     ("gpu: SwiGLU's gradient without the gate's slope", "snug/kernels/swiglu.py", "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid", "test_layer_kernels.py"),
     # snug/logprobs/divergence.py
     ("teacher: forward and reverse swapped", "snug/logprobs/divergence.py", 'if name == "forward_kl":\n        return', 'if name == "reverse_kl":\n        return', "test_teacher.py"),
-    ("teacher: the gradient without its mean", "snug/logprobs/divergence.py", "p * (gap - divergence[:, None])", "p * gap", "test_teacher.py"),
-    ("teacher: half of jsd's gradient", "snug/logprobs/divergence.py", "p * (gap - own[:, None]) / 2", "p * (gap - own[:, None]) / 4", "test_teacher.py"),
+    ("teacher: the gradient without its mean", "snug/logprobs/divergence.py", "gradient = p * (gap - own[:, None])", "gradient = p * gap", "test_teacher.py"),
+    ("teacher: half of jsd's gradient", "snug/logprobs/divergence.py", "gradient / 2", "gradient / 4", "test_teacher.py"),
     ("teacher: the gradient for logits / temperature", "snug/logprobs/divergence.py", "= gradient / options.temperature", "= gradient", "test_teacher.py"),
     ("teacher: the teacher's own temperature", "snug/logprobs/divergence.py", "torch.log_softmax(teacher_z / options.temperature, -1)", "torch.log_softmax(teacher_z, -1)", "test_teacher.py"),
     ("teacher: padding in the kernel's sums", "snug/logprobs/divergence.py", "read_row(logits, scale, n_vocab, n_vocab,", "read_row(logits, scale, n_vocab + 4, n_vocab,", "test_teacher.py"),
-    ("teacher: the kernel's gradient without its mean", "snug/logprobs/divergence.py", "d = p * (gap - own)\n", "d = p * gap\n", "test_teacher.py"),
+    ("teacher: the kernel's gradient without its mean", "snug/logprobs/divergence.py", "else p * (gap - own)", "else p * gap", "test_teacher.py"),
     # snug/logprobs/head.py
     ("teacher: every chunk has the first rows' teacher", "snug/logprobs/head.py", "hidden = self.teacher.hidden[rows]", "hidden = self.teacher.hidden[: rows.stop - rows.start]", "test_teacher.py"),
     ("teacher: all tokens' divergences weigh alike", "snug/logprobs/head.py", ".mul_(of_divergence[:, None])", ".mul_(of_divergence.mean())", "test_teacher.py"),
@@ -366,6 +368,7 @@ MUTANTS = [
     ("entropy bonus as a penalty", "snug/logprobs/head.py", "loss = loss - entropy_weight", "loss = loss + entropy_weight", "test_grpo.py"),
     # snug/logprobs/rows.py
     ("entropy's gradient without log p", "snug/logprobs/rows.py", "share.add_(entropy[rows, None]).mul_(", "share.zero_().add_(entropy[rows, None]).mul_(", "test_logprobs.py"),
+    ("gpu: entropy's gradient without log p", "snug/logprobs/rows.py", "(log_p + tl.load(entropy + row))", "tl.load(entropy + row)", "test_logprobs.py"),
     # snug/lora.py
     ("NF4: merged without adapters", "snug/lora.py", "layer.weight.float().add_(change, alpha=layer.scale)", "layer.weight.float()", "test_nf4.py"),
     ("NF4: a matrix without an adapter stays in 4 bits", "snug/lora.py", 'isinstance(getattr(layer, "weight", None), NF4)', 'isinstance(layer, LoRALinear) and isinstance(layer.weight, NF4)', "test_nf4.py"),

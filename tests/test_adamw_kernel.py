@@ -82,9 +82,7 @@ def test_kernel_equals_its_twin(n, kind, twin):
 
 @in_kernels
 @pytest.mark.parametrize("kind", KINDS[2:])
-@pytest.mark.parametrize(
-    "first, key", [(0, 0), (2**20, 1), (7, 2**31 - 1), (2**31 - 5, 2**31), (2**32 - 3000, 2**32 - 1)]
-)
+@pytest.mark.parametrize("first, key", [(7, 2**31 - 1), (2**31 - 5, 2**31), (2**32 - 3000, 2**32 - 1)])
 def test_kernel_has_the_random_bits_of_its_twin(first, key, kind, twin):
     """Bit for bit, on numbers that float32 has no choice about."""
     gradient = torch.randn(2500, generator=torch.Generator().manual_seed(1)).to(DEVICE, kind[0])
@@ -100,7 +98,7 @@ def test_kernel_has_the_random_bits_of_its_twin(first, key, kind, twin):
 # Of the kernel in the interpreter's process and on CUDA, of the twin elsewhere.
 
 
-@pytest.mark.parametrize("n", [1, 1000, BLOCK + 1])
+@pytest.mark.parametrize("n", [1, BLOCK + 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_the_formula_in_float64(n, kind):
     """AdamW as its paper has it, from the same state; bfloat16 gets one of the two neighbours."""
@@ -119,7 +117,7 @@ def test_a_step_is_the_formula_in_float64(n, kind):
         assert tensors[0].equal(tensors[4].to(BF16))
 
 
-@pytest.mark.parametrize("value", [0.02, 3e-4, -123.456, 0.0])
+@pytest.mark.parametrize("value", [3e-4, -123.456, 0.0])
 def test_rounding_is_right_on_average_and_picks_a_neighbour(value):
     n = 40_000
     gradient = torch.full((n,), value, device=DEVICE).to(BF16)
@@ -170,16 +168,15 @@ def test_the_hash_is_the_published_one():
     assert mix_(x, x.clone()).tolist() == [mix(x) for x in numbers] == [lowbias32(x) for x in numbers]
 
 
-@pytest.mark.parametrize("key, first", [(0, 0), (key_of(1337, 500, 40), 3 * 2**20)])
-def test_noise_is_uniform_and_independent(key, first):
+def test_noise_is_uniform_and_independent():
     """Every bit is set half of the time, and the numbers of a weight, of neighbours, of other parameters and of other
     steps are not correlated: within 5 standard deviations."""
-    n = 2**18
+    n, first = 2**18, 3 * 2**20
 
     def drawn(key):
         return [x.clone() for x in noises(key, first, *torch.empty(2, n, dtype=torch.int64))]
 
-    ours = drawn(key)
+    ours = drawn(key_of(1337, 500, 40))
     for x in ours:
         assert 0 <= int(x.min()) < 16 and 2**16 - 16 < int(x.max()) < 2**16
         for bit in range(16):

@@ -25,8 +25,8 @@ from snug.decoding import attention, draw, kvcache
 from snug.decoding import decode_batch as sample
 from snug.decoding.draw import sample_tokens
 from snug.kernels import triton
-from snug.logprobs import kernels, token_logprobs
-from snug.logprobs.kernels import tile
+from snug.logprobs import rows, token_logprobs
+from snug.logprobs.rows import tile
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -248,7 +248,7 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
         pointers = {argument: kind for argument, kind in types.items() if argument not in absent}
         multiples = aligned(width=width, row_stride=width, out_row_stride=width)
         its = pointers, constants, multiples, warps, tmp_path
-        used, ptx = resources(kernels.rows_kernel, capability, *its)
+        used, ptx = resources(rows.rows_kernel, capability, *its)
         print(f"sm_{capability} V={V} {dtype} {name} {block=} {warps=}", used)
         spilled = 16 if capability in (75, 120) else 0  # bytes, in variants with entropy
         assert used["STACK"] <= spilled and used["LOCAL"] == 0

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from snug.device.kinds import MIB, is_planned, kind_of, logits_budget
 from snug.kernels import LOG2_OF_E, launch, triton, uses_triton
-from snug.logprobs.kernels import tile
+from snug.logprobs.rows import tile
 from snug.memory.ledger import COMPONENTS
 
 COMPONENTS[__name__] = "logits"

@@ -7,7 +7,7 @@ no kernel can. Kernels use exp2 and log2, because the hardware has instructions 
 swiglu, rotary, adamw: one operation each. segments, flash: attention of packed groups. nf4: matrices in 4 bits.
 layers: linear layers, norm and embedding made of these and of plain torch; it has no kernel of its own.
 
-Left out: the kernels of log-probs (snug/logprobs/kernels.py), decode attention and drawing (decoding/).
+Left out: the kernels of log-probs (snug/logprobs/rows.py), decode attention and drawing (decoding/).
 Test: pytest tests/test_kernels.py
 """
 
@@ -23,8 +23,9 @@ from snug.options import first_line
 try:
     import triton
     import triton.language as tl
+    from triton.language import constexpr
 except ImportError:  # plain torch does everything
-    triton = None
+    triton = tl = constexpr = LOG2E = LN2 = LOW = None
 
 COMPONENTS[__name__] = "activations"
 # Below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0.
@@ -32,9 +33,9 @@ LOWEST = -1e30
 LOG2_OF_E = 1.4426950408889634
 
 if triton is not None:
-    LOG2E = tl.constexpr(LOG2_OF_E)
-    LN2 = tl.constexpr(0.6931471805599453)
-    LOW = tl.constexpr(LOWEST)
+    LOG2E = constexpr(LOG2_OF_E)
+    LN2 = constexpr(0.6931471805599453)
+    LOW = constexpr(LOWEST)
 
     @triton.jit
     def smallest_kernel(n):

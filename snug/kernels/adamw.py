@@ -11,7 +11,7 @@ Test: pytest tests/test_adamw_kernel.py
 import torch
 
 from snug.device.kinds import is_planned
-from snug.kernels import launch, triton, uses_triton
+from snug.kernels import constexpr, launch, tl, triton, uses_triton
 from snug.memory.ledger import COMPONENTS
 
 COMPONENTS[__name__] = "optimizer's buffers"
@@ -121,8 +121,6 @@ def key_of(seed: int, steps: int, parameter: int):
 
 
 if triton is not None:
-    import triton.language as tl
-    from triton.language import constexpr
 
     @triton.jit
     def mix_bits(x):

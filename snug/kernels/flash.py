@@ -12,15 +12,11 @@ Left out: decoding's attention (snug/decoding/attention.py). The oracle is segme
 
 import torch
 
-from snug.kernels import has_tensor_cores, nothing_to_do, triton
+from snug.kernels import LN2, LOG2E, LOW, constexpr, has_tensor_cores, launch, nothing_to_do, tl, triton
 
 TILE = 64  # most tokens of a tile (Segments.tiles)
 
 if triton is not None:
-    import triton.language as tl
-    from triton.language import constexpr
-
-    from snug.kernels import LN2, LOG2E, LOW
 
     @triton.jit
     def tile_of(tiles, program, heads, D: constexpr, DP: constexpr, PARTS: constexpr, M: constexpr):
@@ -223,25 +219,22 @@ if triton is not None:
         put(dk, dv, (key * G + g) * D + d, dkeys, dvalues, mask)
 
 
-def kernel_shape(R: int, D: int, itemsize: int, keys: bool = False, tensor_cores: bool = True):
-    """-> a kernel's constants, warps and stages. keys: for `keys_kernel`, which holds two sums in registers.
+def kernel_shape(q, k, keys: bool = False):
+    """-> a kernel's constants, warps and stages for q (1, H, T, D) and k (1, G, T, D). keys: for `keys_kernel`, which
+    holds two sums in registers.
 
     With larger blocks bfloat16 spills on sm_80 or sm_90. float32 is multiplied outside of tensor cores, and so is every
     type on sm_75: they take still smaller blocks, which also fit into 64 KiB of shared memory."""
+    _, H, _, D = q.shape
     DP = triton.next_power_of_2(max(16, D))
     M, N, warps = 32, 16, 8
-    if itemsize == 2 and tensor_cores:
+    if q.itemsize == 2 and has_tensor_cores(q):
         M, N, warps = 64, 32, 8 if keys and DP > 64 else 4
     if DP > 128:
         M //= 2
     M = min(TILE, M)
-    return dict(R=R, D=D, DP=DP, PARTS=TILE // M, M=M, N=N, num_warps=warps, num_stages=2)
-
-
-def constants(q, k, keys: bool = False):
-    """-> `kernel_shape` of (1, H, T, D) and (1, G, T, D)."""
-    _, H, _, D = q.shape
-    return kernel_shape(H // k.shape[1], D, q.itemsize, keys, has_tensor_cores(q))
+    shape = dict(R=H // k.shape[1], D=D, DP=DP, PARTS=TILE // M, M=M, N=N)
+    return shape | dict(num_warps=warps, num_stages=2)
 
 
 def common(q, k, v, segments):
@@ -254,10 +247,9 @@ def forward(q, k, v, y, lse, segments):
     """Fill y (1, H, T, D) and lse (1, H, T)."""
     if nothing_to_do(q):
         return
-    shape, others = constants(q, k), common(q, k, v, segments)
+    shape, others = kernel_shape(q, k), common(q, k, v, segments)
     programs = len(segments.tables[1]) * shape["PARTS"] * q.shape[1]
-    with torch.cuda.device_of(q):
-        queries_kernel[(programs,)](q, k, v, y, lse, None, None, None, *others, **shape)
+    launch(queries_kernel, (programs,), q, k, v, y, lse, None, None, None, *others, **shape)
 
 
 def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
@@ -269,12 +261,12 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
     dy = dy.transpose(1, 2).contiguous()  # (1, T, H, D)
     if nothing_to_do(q):
         return
-    shape, others = constants(q, k), common(q, k, v, segments)
+    shape, others = kernel_shape(q, k), common(q, k, v, segments)
     tiles, G = segments.tables[1], k.shape[1]
     programs = len(tiles) * shape["PARTS"] * H
-    with torch.cuda.device_of(q):
-        queries_kernel[(programs,)](q, k, v, y, lse, dy, dq, delta, *others, **shape)
-        shape = constants(q, k, keys=True)
-        keys_kernel[(programs,)](q, k, v, lse, dy, dk, dv, delta, *shares, *others, **shape)
-        del shape["N"]
-        sum_kernel[(prompt_tiles * shape["PARTS"] * G,)](dk, dv, *shares, tiles, G, **shape)
+    launch(queries_kernel, (programs,), q, k, v, y, lse, dy, dq, delta, *others, **shape)
+    shape = kernel_shape(q, k, True)
+    launch(keys_kernel, (programs,), q, k, v, lse, dy, dk, dv, delta, *shares, *others, **shape)
+    programs = prompt_tiles * shape["PARTS"] * G
+    del shape["N"]
+    launch(sum_kernel, (programs,), dk, dv, *shares, tiles, G, **shape)

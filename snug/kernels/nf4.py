@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from snug.device.cpu import linear
-from snug.kernels import has_tensor_cores, launch, triton, uses_triton
+from snug.kernels import constexpr, has_tensor_cores, launch, tl, triton, uses_triton
 from snug.memory.ledger import COMPONENTS, component
 
 COMPONENTS[__name__] = "weights"
@@ -53,7 +53,6 @@ FEW = 128  # rows of x for `product`: for more, tensor cores make up for a dequa
 PROGRAMS = 264
 
 if triton is not None:
-    import triton.language as tl
 
     @triton.jit
     def read_blocks(codes, scales, scale_map, scale_scales, offset, block, mask):
@@ -67,7 +66,7 @@ if triton is not None:
 
     @triton.jit
     def dequantize_kernel(
-        out, codes, scales, scale_map, scale_scales, offset, pairs, blocks, ROWS: tl.constexpr
+        out, codes, scales, scale_map, scale_scales, offset, pairs, blocks, ROWS: constexpr
     ):
         """One program per ROWS blocks of 64 values. A lane reads 4 bytes of codes and writes 8 values side by side.
 
@@ -88,8 +87,8 @@ if triton is not None:
 
         They are joined as in snug/decoding/attention.py.
         """
-        ROWS: tl.constexpr = total.shape[0]
-        M: tl.constexpr = total.shape[1]
+        ROWS: constexpr = total.shape[0]
+        M: constexpr = total.shape[1]
         last = tl.program_id(1) == 0  # without parts
         if splits > 1:
             which = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -108,7 +107,7 @@ if triton is not None:
         return total, last
 
     @triton.jit
-    def adapter(h, B, m, row, in_x, in_w, rank, RANK: tl.constexpr):
+    def adapter(h, B, m, row, in_x, in_w, rank, RANK: constexpr):
         """-> B h^T (rows of W, rows of x)."""
         r = tl.arange(0, RANK)
         thin = tl.load(h + m[:, None] * rank + r, in_x[:, None] & (r < rank), 0.0)
@@ -140,9 +139,9 @@ if triton is not None:
         rank,
         splits,
         chunk,
-        M: tl.constexpr,
-        ROWS: tl.constexpr,
-        RANK: tl.constexpr,
+        M: constexpr,
+        ROWS: constexpr,
+        RANK: constexpr,
     ):
         """One program per ROWS rows of W, M rows of x, and `chunk` blocks of W's rows. codes are of `rows` rows of W,
         from `start` on. A byte has two columns of W, an even and an odd one: each meets its own of x, in two products.

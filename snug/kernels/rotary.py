@@ -10,11 +10,9 @@ import math
 import torch
 from torch.autograd.function import once_differentiable
 
-from snug.kernels import launch, triton, uses_triton
+from snug.kernels import constexpr, launch, tl, triton, uses_triton
 
 if triton is not None:
-    import triton.language as tl
-    from triton.language import constexpr
 
     @triton.jit
     def rotary_kernel(

@@ -7,13 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from snug.kernels import launch, triton, uses_triton
+from snug.kernels import LOG2E, constexpr, launch, tl, triton, uses_triton
 
 if triton is not None:
-    import triton.language as tl
-    from triton.language import constexpr
-
-    from snug.kernels import LOG2E
 
     @triton.jit
     def swiglu_kernel(x, dy, out, n, blocks, BLOCK: constexpr):

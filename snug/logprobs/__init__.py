@@ -4,8 +4,8 @@ token_logprobs  logits in, log-probs out. Backward keeps the logits and (M,) num
 head_logprobs   hidden states in, log-probs out, a chunk of rows at a time; backward computes the logits again.
 head_loss       hidden states in, loss out; the gradient of a chunk's logits overwrites them.
 
-kernels  the Triton kernels, and when they run      rows        rows of logits, by a kernel or in plain torch
-head     chunks of hidden states through the head   divergence  the same rows beside a teacher's
+rows        rows of logits, by a kernel or in plain torch      divergence  the same rows beside a teacher's
+head        chunks of hidden states through the head
 """
 
 from snug.logprobs.divergence import Teacher

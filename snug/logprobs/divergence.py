@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from snug.kernels import LOG2_OF_E, launch, triton, uses_triton
+from snug.kernels import LN2, LOG2_OF_E, constexpr, launch, tl, triton, uses_triton
 from snug.logprobs.rows import accumulator, slabs
 
 TEMPORARIES = 8  # tensors of a slab's size that plain torch holds at a time
@@ -38,14 +38,13 @@ def divergence_of(log_p, log_q, name: str):
     p, q = log_p.exp(), log_q.exp()
     if name == "forward_kl":
         return (q * (log_q - log_p)).sum(-1), p - q
-    if name == "reverse_kl":
-        gap = log_p - log_q
-        divergence = (p * gap).sum(-1)
-        return divergence, p * (gap - divergence[:, None])
-    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    gap = log_p - log_m
-    own = (p * gap).sum(-1)
-    return (own + (q * (log_q - log_m)).sum(-1)) / 2, p * (gap - own[:, None]) / 2
+    other = log_q if name == "reverse_kl" else torch.logaddexp(log_p, log_q) - math.log(2)
+    gap = log_p - other
+    divergence = own = (p * gap).sum(-1)
+    if name == "jsd":
+        divergence = (own + (q * (log_q - other)).sum(-1)) / 2
+    gradient = p * (gap - own[:, None])
+    return divergence, gradient / 2 if name == "jsd" else gradient
 
 
 def divergence_torch(logits, teacher_logits, options, name, divergence):
@@ -84,29 +83,25 @@ def divergence_rows(logits, teacher_logits, options, name, divergence):
     )
 
 
-if triton is None:
-    divergence_kernel = None
-else:
-    import triton.language as tl
-    from triton.language import constexpr
-
-    from snug.kernels import LN2
-    from snug.logprobs.kernels import read_row
+if triton is not None:
+    from snug.logprobs.rows import read_row
 
     @triton.jit
     def terms(logits, teacher, column, n_vocab, scale, log_sum_p, log_sum_q, NAME: constexpr):
-        """A block's p, q, and what is averaged: log p - log q by p, log q - log p by q, or both against log m."""
+        """A block's p, q, and what is summed up: the terms of p times the third, and of q times the fourth."""
         known = column < n_vocab
         log_p = tl.load(logits + column, known, -float("inf")).to(tl.float32) * scale - log_sum_p
         log_q = tl.load(teacher + column, known, -float("inf")).to(tl.float32) * scale - log_sum_q
         p, q = tl.exp2(log_p), tl.exp2(log_q)
         log_p, log_q = tl.where(known, log_p, 0.0), tl.where(known, log_q, 0.0)
-        if NAME == "jsd":
-            m = (p + q) / 2
-            log_m = tl.where(m > 0, tl.log2(m), 0.0)
-            return p, q, (log_p - log_m) * LN2, (log_q - log_m) * LN2
         gap = (log_p - log_q) * LN2
-        return p, q, gap, -gap
+        if NAME == "reverse_kl":
+            return p, q, gap, tl.zeros_like(gap)
+        if NAME == "forward_kl":
+            return p, q, tl.zeros_like(gap), -gap
+        m = (p + q) / 2
+        log_m = tl.where(m > 0, tl.log2(m), 0.0)
+        return p, q, (log_p - log_m) * (LN2 / 2), (log_q - log_m) * (LN2 / 2)
 
     @triton.jit
     def divergence_kernel(
@@ -142,19 +137,9 @@ else:
             by_p += p * gap
             by_q += q * other
         own = tl.sum(by_p, 0)
-        if NAME == "reverse_kl":
-            tl.store(divergence + row, own)
-        elif NAME == "forward_kl":
-            tl.store(divergence + row, tl.sum(by_q, 0))
-        else:
-            tl.store(divergence + row, (own + tl.sum(by_q, 0)) / 2)
+        tl.store(divergence + row, own + tl.sum(by_q, 0))
         for start in range(0, n_vocab, BLOCK):
             column = start + lane
             p, q, gap, other = terms(logits, teacher, column, n_vocab, scale, log_sum_p, log_sum_q, NAME)
-            if NAME == "forward_kl":
-                d = p - q
-            elif NAME == "reverse_kl":
-                d = p * (gap - own)
-            else:
-                d = p * (gap - own) / 2
+            d = p - q if NAME == "forward_kl" else p * (gap - own)
             tl.store(teacher + column, (d * slope).to(teacher.dtype.element_ty), column < n_vocab)
