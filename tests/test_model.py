@@ -80,8 +80,7 @@ def test_right_padding_changes_nothing_before_it(shape):
     torch.testing.assert_close(model(padded)[:, :6], model(tokens))
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize("kind", ["block", "selective"])
+@pytest.mark.parametrize("shape, kind", [("gpt2", "block"), ("llama", "selective")])
 def test_block_inputs_wait_on_the_host(shape, kind):
     """The gradient bit for bit, a copy of each block's input on the host until backward, none on the device."""
     tokens = torch.arange(32, device=DEVICE).repeat(4, 1)

@@ -200,10 +200,9 @@ def pair_of_models(shape, dtype=torch.float64, make=make_flat_model, targets=TAR
     return models
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape, way", [("gpt2", "none"), ("llama", "selective, offload"), ("gpt2", "block")])
 def test_gradients_are_those_of_the_same_values_in_float64(shape, way):
-    """Packed in two ways and padded, blocks kept in every way, with the KL to a reference; to 1e-10."""
+    """Packed in two ways and padded, with the KL to a reference; to 1e-10."""
     ours, plain = pair_of_models(shape, n_layer=3)
     rollouts, options = make_rollouts(), GRPOSettings(max_new_tokens=12, beta=0.1)
     training = SimpleNamespace(settings=options, reference=None, limits=None)
@@ -221,8 +220,7 @@ def test_gradients_are_those_of_the_same_values_in_float64(shape, way):
         assert_same_gradient(gradient(ours, rollouts, Cut(rollouts, 0, budget, K), options), oracle)
 
 
-@pytest.mark.parametrize("cast", [False, True])
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("shape, cast", [("gpt2", False), ("llama", True)])
 def test_in_float32_and_autocast_it_is_the_plain_layer(shape, cast):
     ours, plain = pair_of_models(shape, torch.float32, make_model)
     tokens, found = torch.arange(40, device=DEVICE).view(2, 20), []
@@ -314,8 +312,7 @@ def test_a_gpt2s_matrices_are_turned(tmp_path):
         assert torch.equal(values, expected), name
 
 
-@pytest.mark.parametrize("double", [True, False])
-def test_a_whole_model_is_never_there_at_once(double, tmp_path, monkeypatch):
+def test_a_whole_model_is_never_there_at_once(tmp_path, monkeypatch):
     """Nor on the host: at the peak of loading there are the 4 bits, the other weights and one matrix of a folder, in
     bfloat16 and as codes of a byte, twice; it is quantized in pieces."""
     monkeypatch.setattr(nf4, "PIECE", 8)
@@ -335,22 +332,17 @@ def test_a_whole_model_is_never_there_at_once(double, tmp_path, monkeypatch):
 BROKEN = {  # what is said: (changes of quantization_config, of tensors, of the matrix's state)
     "quant_method='gptq' is not supported": (dict(quant_method="gptq"), {}, {}),
     "bnb_4bit_quant_type='fp4' is not supported; only 'nf4'": (dict(bnb_4bit_quant_type="fp4"), {}, {}),
-    "bnb_4bit_quant_type='fp4'": (dict(bnb_4bit_quant_type=None), {}, {}),
     "missing 1 ['model.layers.0.mlp.up_proj.weight.absmax']": ({}, {".absmax": None}, {}),
     "absmax has the type U8 and the shape (127,); needed are U8 and (128,)": ({}, {".absmax": lambda t: t[:-1]}, {}),
-    "absmax has the type F32": ({}, {".absmax": lambda t: t.float()}, {}),
     "up_proj.weight has the type F32 and the shape (128, 64); needed are U8 and (4096, 1)": (
         {},
         {"": lambda t: torch.zeros(128, 64)},
         {},
     ),
-    "up_proj.weight has the type I8": ({}, {"": lambda t: t.to(torch.int8)}, {}),
     "absmax has the type U8 and the shape (128,); needed are F32": (dict(bnb_4bit_use_double_quant=False), {}, {}),
     "up_proj.weight cannot be read (ValueError: has NaN": ({}, {".nested_absmax": lambda t: t * math.nan}, {}),
-    "(ValueError: has NaN or infinity": ({}, {}, dict(nested_offset=math.inf)),
     "(KeyError": ({}, {}, dict(nested_offset="gone")),
     "(JSONDecodeError": ({}, {nf4_state: lambda t: t[:-20]}, {}),
-    "(UnicodeDecodeError": ({}, {nf4_state: lambda t: 0 * t + 200}, {}),
 }
 
 
@@ -374,18 +366,6 @@ def test_what_is_broken_is_one_line(said, tmp_path):
     with pytest.raises(SnugError) as error:
         GPT.from_pretrained(folder)
     assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_cut_off_files_and_mixed_folders_are_refused(tmp_path):
-    folder = Path(shutil.copytree(FOLDERS[True], tmp_path / "model"))
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-100])
-    with pytest.raises(SnugError, match="cannot be read"):
-        GPT.from_pretrained(folder)
-    stored = {name: t for name, t in load_file(FOLDERS[True] / "model.safetensors").items() if "up_proj" not in name}
-    save_file(stored | {"model.layers.0.mlp.up_proj.weight": torch.zeros(128, 64)}, folder / "model.safetensors")
-    with pytest.raises(SnugError, match=r"up_proj.weight has the type F32 and the shape \(128, 64\); needed are U8"):
-        GPT.from_pretrained(folder)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -433,18 +413,8 @@ def test_a_run_moves_adapters_alone(half, sft, tmp_path, rewards):
             expected = value.bfloat16().float()
         assert torch.equal(trained[name], expected), name
     assert all(module.lora_B.any() for module in lora.adapted(run))
-
-
-def test_stopped_and_resumed_is_the_same_run(sft, tmp_path):
-    options = [*LORA, "--entropy_coef=0.1", "--checkpoint_blocks=block"]
-    run_grpo(sft, tmp_path / "whole", *options, "--max_iters=2")
-    run_grpo(sft, tmp_path / "halves", *options, "--max_iters=1")
-    run_grpo(sft, tmp_path / "halves", *options, "--max_iters=2", "--resume=auto")
-    whole, halves = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("whole", "halves"))
-    assert all(torch.equal(whole[name], halves[name]) for name in whole)
-    assert any(value.any() for name, value in whole.items() if name.endswith("lora_B"))
     with pytest.raises(SnugError, match="base_dtype was 'nf4', is ''; put it back"):
-        run_grpo(sft, tmp_path / "halves", *options, "--max_iters=3", "--resume=auto", "--base_dtype=")
+        run_grpo(sft, tmp_path / "run", *LORA, *options, "--resume=auto", "--base_dtype=")
 
 
 def test_export_is_the_model_that_trained(sft, tmp_path):
@@ -460,7 +430,6 @@ def test_export_is_the_model_that_trained(sft, tmp_path):
 
 PEFT_CASES = {
     "gpt2, one c_proj": ("gpt2", ["--lora_target_modules=qkv,down"]),
-    "llama, all": ("llama", []),
     "llama, half": ("llama", ["--lora_target_modules=qkv,up", "--base_dtype="]),
 }
 
@@ -546,21 +515,15 @@ def assert_planned(prepared):
     return planned
 
 
-PLANS = {
-    "bfloat16": ["--max_tokens_per_micro_batch=306", *HALF, "--optimizer_dtype=bfloat16"],
-    "autocast": ["--dtype=bfloat16", "--beta=0.1", "--max_tokens_per_micro_batch=102"],
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
+def test_the_plan_is_what_a_run_takes(tmp_path, monkeypatch):
     never_stop(monkeypatch)
     common = f"--digits=4 --device=cpu --eval_prompts=0 --save_interval=0 --out_dir={tmp_path}/"
     shape = "--n_layer=3 --n_embd=192 --block_size=64 --norm=rmsnorm --position=rotary --mlp=swiglu --n_kv_head=2"
     words = f"{common}sft {shape} --max_iters=1 --batch_size=2".split()
     train_sft.main(prepare(*read_settings(SFTSettings, words)[:2]))
     words = f"{common}run --init_from={tmp_path}/sft --batch_size=6 --group_size=4 --max_new_tokens=24 --max_iters=2"
-    planned = assert_planned(prepare(*read_settings(GRPOSettings, [*words.split(), *LORA, *PLANS[name]])[:2]))
+    words = [*words.split(), *LORA, *HALF, "--max_tokens_per_micro_batch=306", "--optimizer_dtype=bfloat16"]
+    planned = assert_planned(prepare(*read_settings(GRPOSettings, words)[:2]))
     rollout = planned.phases["rollout"][1]
     up = 1024 * 192  # the largest matrix, and a piece of it
     assert rollout["weights"] < 1.5 * 2**20 and 2 * up < rollout["dequantized weights"] < 8.1 * up
@@ -603,19 +566,19 @@ def test_a_run_from_bitsandbytes_folder(double, tmp_path, monkeypatch):
     "words, said",
     [
         (
-            ["--base_dtype=nf4"],
+            "--base_dtype=nf4",
             "base_dtype=nf4 freezes the weights; add adapters, such as --lora_rank=16, or leave it out",
         ),
         (
-            [*LORA, "--init_from=x", "--parallel=fsdp"],
+            "--base_dtype=nf4 --lora_rank=4 --init_from=x --parallel=fsdp",
             "parallel=fsdp does not support base_dtype=nf4; use --parallel=ddp",
         ),
-        (["--base_dtype=fp4"], "base_dtype='fp4' is not one of"),
+        ("--base_dtype=fp4", "base_dtype='fp4' is not one of"),
     ],
 )
 def test_options_that_cannot_be(words, said):
     with pytest.raises(SnugError, match=said):
-        read_settings(GRPOSettings, words)
+        read_settings(GRPOSettings, words.split())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

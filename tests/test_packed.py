@@ -104,7 +104,7 @@ SHAPES = ["gpt2", "llama"]
     "shape, variant", [*zip(SHAPES * len(VARIANTS), VARIANTS, strict=False), ("llama", "dapo"), ("gpt2", "SFT")]
 )
 def test_packed_is_padded(shape, variant):
-    """Every loss by every budget, with small chunks of logits; bnpo's mean depends on the cut, so there both have the same."""
+    """Every loss, whole and cut, with small chunks of logits; bnpo's mean depends on the cut, so there both have the same."""
     model = make_flat_model(shape, dtype=torch.float64)
     rollouts = make_rollouts(episodes=shape == "llama")
     options = None if variant == "SFT" else GRPOSettings(max_new_tokens=12, **VARIANTS[variant])
@@ -115,29 +115,12 @@ def test_packed_is_padded(shape, variant):
     assert len(oracle[1]) == len(list(model.parameters()))
     assert all(value.abs().max() > 1e-6 for value in oracle[1].values())
     for group_size in (K, 1) if variant in ("dapo", "SFT") else (K,):
-        for budget in BUDGETS.values():
+        for budget in BUDGETS.values() if variant in ("dapo", "SFT", "bnpo") else (0, 14):
             cut = Cut(rollouts, 0, budget, group_size)
             if "bnpo" in variant:
                 with padded():
                     oracle = gradient(model, rollouts, cut, options)
             assert_same(gradient(model, rollouts, cut, options), oracle)
-
-
-def test_the_cases_are_there():
-    """What the tests of this file are about: cut groups, filtered groups, clipped ratios."""
-    rollouts = make_rollouts()
-    pieces = {name: Cut(rollouts, 0, budget, K).steps[0] for name, budget in BUDGETS.items()}
-    groups = {name: [{i // K for i in piece} for piece in step] for name, step in pieces.items()}
-    assert len(pieces["one micro-batch"]) == 1 and len(groups["several groups"]) >= 2
-    assert max(map(len, groups["several groups"])) >= 2 and sum(map(len, groups["several groups"])) == len(GROUPS)
-    assert sum(map(len, groups["groups cut"])) > len(GROUPS)  # some of them are in several
-    assert [piece for piece in pieces["one sequence"] if len(piece) > 1] == [[3, 4, 5]]  # a row of one token
-    kept = grpo.trainable(rollouts, range(N), SimpleNamespace(mask_truncated_completions=True))
-    assert len({i // K for i in kept}) == 5 and len(kept) == N - len(CUT_OFF)
-    metrics, _ = gradient(
-        make_flat_model(dtype=torch.float64), rollouts, Cut(rollouts, group_size=K), GRPOSettings(max_new_tokens=12)
-    )
-    assert 0.1 < metrics["clip_fraction"] < 0.9
 
 
 WAYS = {
@@ -203,7 +186,7 @@ def groups_of(k):
     return st.lists(st.tuples(st.integers(1, 15), completions), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(st.integers(1, 4).flatmap(groups_of), st.integers(0, 60), st.sampled_from(["gpt2", "llama"]))
 def test_logprobs_are_those_of_each_sequence_alone(groups, max_tokens, shape):
     model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts(groups)

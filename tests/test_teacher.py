@@ -84,7 +84,7 @@ def test_the_numbers_of_the_docstring():
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("M, V, V_T, n_vocab, temperature, dtype", [
     (9, 67, 70, 67, 1.0, F32), (5, 80, 67, 67, 0.7, F32), (1, 1, 1, 1, 1.0, F32), (4, 80, 96, 70, 0.7, BF16),
-    (3, 64, 64, 64, 2.0, F16), (6, 67, 80, 60, 0.7, F64), (2, 3000, 3000, 3000, 1.0, F32),
+    (3, 64, 64, 64, 2.0, F16), (6, 67, 80, 60, 0.7, F64), (1, 2100, 2100, 2100, 1.0, F32),
 ])  # fmt: skip
 def test_rows_against_float64(name, M, V, V_T, n_vocab, temperature, dtype):
     draw = torch.Generator().manual_seed(V)
@@ -133,11 +133,9 @@ def test_the_kernel_compiles_without_spills(name, capability, tmp_path):
 
 
 @plain_only
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("chunk_size", [1, 4, 100])
-def test_heads_against_float64(name, chunk_size, monkeypatch):
+@pytest.mark.parametrize("name, chunk_size", [("reverse_kl", 1), ("forward_kl", 4), ("jsd", 4), ("jsd", 100)])
+def test_heads_against_float64(name, chunk_size):
     """Log-probs, entropies and divergences weighed together, in one visit and in two; another width and padding."""
-    monkeypatch.setattr("snug.logprobs.head.rows_per_chunk", lambda *_: chunk_size)
     draw, n_vocab = torch.Generator().manual_seed(1), 60
     hidden, weight, theirs, their_weight = (
         torch.randn(*shape, generator=draw, dtype=F64) for shape in ((13, 8), (67, 8), (13, 12), (80, 12))
@@ -153,7 +151,7 @@ def test_heads_against_float64(name, chunk_size, monkeypatch):
     truth = torch.autograd.grad(plainly, (hidden, weight), retain_graph=True)
     with_entropy = torch.autograd.grad(plainly + (c * entropies).sum(), (hidden, weight))
     teacher = Teacher(theirs, their_weight, name)
-    options = dict(temperature=0.7, n_vocab=n_vocab, teacher=teacher)
+    options = dict(temperature=0.7, chunk_size=chunk_size, n_vocab=n_vocab, teacher=teacher)
     loss, ours, entropy = head_loss(
         hidden, weight, targets, lambda q, part, d: (a[part] * q + b[part] * d).sum(), entropy=True, **options
     )
@@ -171,9 +169,8 @@ def test_heads_against_float64(name, chunk_size, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_the_head_in_lower_precision(dtype, monkeypatch):
+def test_the_head_in_lower_precision(dtype):
     """In one visit: as near to float64 as numbers of this type are."""
-    monkeypatch.setattr("snug.logprobs.head.rows_per_chunk", lambda *_: 3)
     draw = torch.Generator().manual_seed(1)
     hidden, weight, theirs, their_weight = (
         torch.randn(*shape, generator=draw).to(DEVICE, dtype) for shape in ((7, 8), (67, 8), (7, 12), (67, 12))
@@ -185,7 +182,7 @@ def test_the_head_in_lower_precision(dtype, monkeypatch):
         apart.mean().backward()
         x, head = hidden.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
         teacher = Teacher(theirs, their_weight, name)
-        loss, _ = head_loss(x, head, targets, lambda q, part, d: d.sum() / 7 + 0 * q.sum(), teacher=teacher)
+        loss, _ = head_loss(x, head, targets, lambda q, part, d: d.sum() / 7 + 0 * q.sum(), 1.0, 3, teacher=teacher)
         loss.backward()
         rounding = dict(rtol=2e-5, atol=2e-5) if dtype == F32 else dict(rtol=0.05, atol=0.05)
         torch.testing.assert_close(loss.double(), apart.mean().detach(), **rounding)
@@ -194,12 +191,11 @@ def test_the_head_in_lower_precision(dtype, monkeypatch):
 
 @plain_only
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts CPU storages")
-@pytest.mark.parametrize("name", EXACT)
-def test_logits_of_both_models_are_never_alive(name):
+def test_logits_of_both_models_are_never_alive():
     """(M, V) of either would be 31 MiB: the visit's peak is two chunks, slabs, and gradients of (V, C)."""
     M, C, V, chunk_mb = 400, 8, 20_000, 2
     hidden, weight = torch.randn(M, C, requires_grad=True), torch.nn.Parameter(torch.randn(V, C))
-    teacher = Teacher(torch.randn(M, 2 * C), torch.randn(V, 2 * C), name)
+    teacher = Teacher(torch.randn(M, 2 * C), torch.randn(V, 2 * C), "jsd")
     weight.grad, targets = torch.zeros_like(weight), torch.randint(V, (M,))
     with LiveBytes() as live:
         loss, _ = head_loss(
@@ -300,14 +296,13 @@ def taught(model, teacher, rollouts, cut, options):
 
 
 @plain_only
-@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
-    "shape, other, place",
+    "name, shape, other, place",
     [
-        ("gpt2", "llama", "host"),
-        ("llama", "gpt2", "device"),
-        long("gpt2", "llama", "device"),
-        long("llama", "gpt2", "host"),
+        ("sampled", "gpt2", "llama", "host"),
+        ("reverse_kl", "llama", "gpt2", "device"),
+        ("forward_kl", "gpt2", "llama", "device"),
+        ("jsd", "llama", "gpt2", "host"),
     ],
 )
 def test_the_gradient_against_a_float64_loop(name, shape, other, place):
@@ -356,12 +351,12 @@ def teacher_at_home(teacher):
 
 
 @plain_only
-@pytest.mark.parametrize("options", [
-    dict(importance_sampling_level="sequence", entropy_coef=0.1),
-    dict(importance_sampling_cap=1.5, importance_sampling_mode="sequence_mask", beta=0.1), dict(entropy_coef=0.1),
-    dict(mask_truncated_completions=True, loss_type="grpo"), dict(loss_type="vespo"), dict(reward_coef=0.0),
+@pytest.mark.parametrize("name, options", [
+    ("jsd", dict(importance_sampling_level="sequence", entropy_coef=0.1)), ("sampled", dict(loss_type="vespo")),
+    ("sampled", dict(importance_sampling_cap=1.5, importance_sampling_mode="sequence_mask", beta=0.1)),
+    ("jsd", dict(mask_truncated_completions=True, loss_type="grpo")),
+    ("jsd", dict(reward_coef=0.0)),
 ])  # fmt: skip
-@pytest.mark.parametrize("name", ["sampled", "jsd"])
 def test_a_teacher_beside_every_kind_of_loss(name, options):
     """Packed and cut = padded, where the head is visited twice too."""
     model, teacher = make_flat_model("llama", dtype=F64), make_flat_model("gpt2", seed=3, dtype=F64)
@@ -420,16 +415,12 @@ def run(places, out_dir, **changes):
 @plain_only
 @pytest.mark.parametrize("name, place", [("sampled", "host"), ("jsd", "device")])
 def test_a_run_goes_on_bit_for_bit(places, tmp_path, name, place):
-    """Killed after the first iteration; and a streamed teacher is the resident one."""
+    """Killed after the first iteration."""
     whole = run(places, tmp_path / "whole", divergence=name, teacher_device=place)
     options = dict(divergence=name, teacher_device=place)
     run(places, tmp_path / "stopped", max_iters=1, **options)
     assert run(places, tmp_path / "stopped", resume="auto", **options)[1] == whole[1]
-    log, other = whole[0], "host" if place == "device" else "device"
-    assert all(record["divergence"] > 0.01 for record in log)
-    elsewhere = run(places, tmp_path / "elsewhere", divergence=name, teacher_device=other)[0]
-    for ours, theirs in zip(log, elsewhere, strict=True):
-        assert ours["divergence"] == pytest.approx(theirs["divergence"], abs=1e-5)
+    assert all(record["divergence"] > 0.01 for record in whole[0])
     record = read_log(tmp_path / "whole")[0]
     assert record["time_teacher_s"] > 0 and record["mem_max_alloc_mb_teacher"] > 0 and "frac_reward_zero_std" in record
     sample = next(read_lines(tmp_path / "whole" / "samples.jsonl"))
@@ -525,8 +516,8 @@ def test_other_vocabularies_are_refused(places, tmp_path):
     model = make_model("gpt2", vocab_size=300, n_vocab=257, block_size=64)
     save_pretrained(model, tmp_path / "hf", student.tokenizer)
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 257
-    for changes in (dict(), dict(teacher_device="host", divergence="jsd")):
-        run(places, tmp_path / "padded", teacher=str(tmp_path / "hf"), max_iters=1, **changes)
+    padded = dict(teacher=str(tmp_path / "hf"), teacher_device="host", divergence="jsd", max_iters=1)
+    run(places, tmp_path / "padded", **padded)
     swapped = json.loads((tmp_path / "hf/tokenizer.json").read_text())
     vocab = swapped["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
