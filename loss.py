@@ -43,17 +43,17 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4):
     return centred.to(dtype)
 
 
-def decoupled_advantages(by_function, k, weights=()):
+def decoupled_advantages(by_function, k, weights):
     """F lists of P * k rewards, None: not scored -> advantages (P, k): GDPO (arXiv 2601.05242), as in TRL.
 
-    Each function's own advantages are weighted (default 1 each), added, and scaled again over the whole batch.
+    Each function's own advantages are weighted, added, and scaled again over the whole batch.
 
         right [1, 0, 0, 1], points [10, 0, 10, 0]: [.866, -.866, -.866, .866] + [.866, -.866, .866, -.866]
         = [1.73, -1.73, 0, 0] -> [1.22, -1.22, 0, 0]. The plain sum [11, 0, 10, 1] gives [.95, -.95, .78, -.78]
     """
     rewards = torch.tensor(np.array(by_function, np.float32))  # (F, P * k); None becomes NaN
     each = group_advantages(rewards.view(-1, k)).view(rewards.shape)
-    total = (each.T * torch.tensor(weights or [1.0])).sum(1)
+    total = (each.T * torch.tensor(weights)).sum(1)
     total[rewards.isnan().all(0)] = torch.nan
     return group_advantages(total[None]).view(-1, k)
 

@@ -741,7 +741,6 @@ WRITTEN = {  # family: how its template writes a call, the form or what the refu
         r"""{{ '<tool_call>\n{"name": "' + f.name + '", "arguments": ' }}{{ f.arguments | tojson }}{{ '}\n</tool_call>' }}""",
         "hermes",
     ),
-    "Hermes 3": ("<tool_call>\n{{ f | tojson }}\n</tool_call>", "hermes"),
     "Llama 3.2": ("""{{ '{"name": "' + f.name + '", "parameters": ' }}{{ f.arguments | tojson }}{{ '}' }}""", "llama"),
     "SmolLM3": ("{# <tool_call> #}", "hermes"),
     "Mistral": ("[TOOL_CALLS] [{{ f | tojson }}]", "arguments"),
@@ -750,7 +749,6 @@ WRITTEN = {  # family: how its template writes a call, the form or what the refu
         "<tool_call>\n<function={{ f.name }}>\n<parameter=key>\n5\n</parameter>\n</function>\n</tool_call>",
         "</fu",
     ),
-    "GLM 4.5": ("<tool_call>{{ f.name }}\n<arg_key>key</arg_key>\n<arg_value>5</arg_value>\n</tool_call>", "arg_value"),
     "no calls": ("", "assistant"),
 }
 

@@ -134,14 +134,11 @@ class Training:
         finally:  # an evaluation that fails loses no line of the log
             record |= self.before | scores | dict(time_s=time.perf_counter() - self.started)
             record |= dict(dropped_steps=self.health["dropped_steps"]) | self.meter.stats()
-            self.log_iteration(record, samples)
+            if found := hints(record):
+                record["hints"] = sorted(found)
+            self.log.iteration(record, samples)
+            for name in sorted(found.keys() - self.shown_hints):
+                self.log.say(f"hint: {found[name]}")
+            self.shown_hints |= found.keys()
+            self.log.to_file("\n".join(self.meter.lines(self.log.place(record["iter"]))))
         self.saver.after(done, self.progress(), scores)
-
-    def log_iteration(self, record: dict, samples):
-        if found := hints(record):
-            record["hints"] = sorted(found)
-        self.log.iteration(record, samples)
-        for name in sorted(found.keys() - self.shown_hints):
-            self.log.say(f"hint: {found[name]}")
-        self.shown_hints |= found.keys()
-        self.log.to_file("\n".join(self.meter.lines(self.log.place(record["iter"]))))
