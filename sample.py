@@ -199,8 +199,9 @@ def check_prompts(prompts, max_new_tokens, block_size):
 
 def decode(batch):
     """Step until all completions are over, and show how many are."""
-    shown = dict(desc="sampling", unit=" completions", delay=3, leave=False, disable=None)
-    with tqdm(total=batch.N, **shown) as bar:
+    with tqdm(
+        total=batch.N, desc="sampling", unit=" completions", delay=3, leave=False, disable=None
+    ) as bar:
         while active := batch.refill():
             for _ in range(LOOK_EVERY[batch.kind]):
                 # Metering costs time on a CPU, and a step's memory changes slowly: meter every 16th step.
