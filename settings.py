@@ -69,8 +69,8 @@ class RunOptions:
     device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
     dtype: str = option(
         "auto",
-        "of the forward pass. bfloat16: autocast over float32 weights; auto: bfloat16 on GPUs with tensor cores for "
-        "it (A100, RTX 30 and newer) and with param_dtype=bfloat16, else float32",
+        "of the forward pass; bfloat16: autocast; auto: bfloat16 on A100, RTX 30 and newer GPUs and with "
+        "param_dtype=bfloat16, else float32",
         choices=("auto", *DTYPES),
     )
     parallel: str = option(
@@ -155,8 +155,8 @@ class MemoryOptions:
     )
     optimizer_dtype: str = option(
         "float32",
-        "of the moments; bfloat16 is rounded stochastically. With param_dtype=bfloat16: float32 adds float32 master "
-        "weights, bfloat16 rounds the weights stochastically too",
+        "of the moments; bfloat16 rounds stochastically. With param_dtype=bfloat16: float32 adds float32 masters, "
+        "bfloat16 rounds the weights so, too",
         choices=DTYPES,
     )
     optimizer_device: str = option(
@@ -166,14 +166,13 @@ class MemoryOptions:
     )
     param_offload: bool = option(
         False,
-        "fsdp: keep weights, gradients, moments and masters on the host; works with one process, too: torchrun "
-        "--nproc_per_node=1",
+        "fsdp, also with one process: keep weights, gradients, moments and masters on the host",
     )
     grad_offload: bool = option(False, "accumulate gradients on the host")
     memory_budget_gb: str = option(
         "",
-        "GiB for the run, or auto: all free memory. snug takes the fastest options that fit and do not change "
-        "results (docs/memory.md), whatever is given",
+        "GiB for the run, or auto: all that is free; takes the fastest options that fit and keep results "
+        "(docs/memory.md)",
     )
     plan: bool = option(False, "print the memory that an iteration needs, and stop; needs no GPU")
     num_processes: int = option(1, "with --plan: processes of the run", minimum=1)
@@ -185,9 +184,8 @@ class Loss(NamedTuple):
     surrogate: str  # the loss of a token: a function in loss.SURROGATES
     average: str  # how tokens are averaged: loss.token_weights
     needs: dict = {}  # values of other options, as in RULES
-    whole_sequences: bool = (
-        False  # does a token's loss look at its whole sequence? Then the head is computed twice
-    )
+    # Does a token's loss look at its whole sequence? Then the head is computed twice.
+    whole_sequences: bool = False
 
 
 UNCLIPPED = dict(delta=None)
@@ -385,7 +383,7 @@ class RolloutOptions:
 
     max_new_tokens: int = option(
         32,
-        "longest completion in tokens (TRL: max_completion_length); default for a Hugging Face model: 256",
+        "longest completion in tokens; default for a Hugging Face model: 256",
         minimum=1,
     )
     temperature: float = option(1.0, "divides the logits, in the sampler and in training", minimum=1e-3)
@@ -551,9 +549,7 @@ class GRPOSettings(RolloutOptions, AdvantageOptions, LossOptions, KLOptions, Tea
     out_dir: str = option("out/grpo", "the run's folder")
     max_iters: int = option(100, "number of rollouts", minimum=1)
     batch_size: int = option(64, "prompts per iteration", minimum=1)
-    group_size: int = option(
-        16, "completions per prompt (TRL: num_generations); 1 only with a teacher alone", minimum=1
-    )
+    group_size: int = option(16, "completions per prompt; 1 only with a teacher alone", minimum=1)
     train_batch_size: int = option(0, "completions per optimizer step; 0: the full rollout")
     num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
 

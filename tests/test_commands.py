@@ -75,19 +75,11 @@ def test_other_bad_input_is_one_line(line, message, monkeypatch):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("grpo.py config/grpo_small.py --n_embd=65", "n_head=4 does not divide n_embd=65"),  # after the config
-        ("evaluate.py out/nowhere", "out/nowhere: there is no such run"),
-    ],
-)
-def test_commands_work_from_any_folder(tmp_path, line, message):
-    script, *words = line.split()
+def test_commands_work_from_any_folder(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    run = [sys.executable, HOME / script, *words]
+    run = [sys.executable, HOME / "grpo.py", "config/grpo_small.py", "--n_embd=65"]  # refused after the config is read
     result = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 2 and message in result.stderr and result.stderr.count("\n") == 1
+    assert result.returncode == 2 and result.stderr == "error: n_head=4 does not divide n_embd=65\n"
 
 
 def test_what_configs_name_is_found_from_any_folder(tmp_path, monkeypatch):

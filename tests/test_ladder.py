@@ -7,7 +7,6 @@ from conftest import DEVICE, limits_of, tensor_bytes
 import grpo
 import train_sft
 from batch import Cut
-from evaluate import run_scores, sample_held_out
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
@@ -137,18 +136,6 @@ def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
         settings = GRPOSettings(batch_size=16, group_size=8, max_rollout_batch=batch)
         assert limits_of(settings, longest=longest).max_eval_batch == expected
     assert limits_of(SFTSettings(batch_size=16), longest=(256, 1024)).max_eval_batch == 16
-
-
-def test_evaluations_cut_long_prompts_too(tmp_path):
-    options = dict(out_dir=str(tmp_path), beta=0.0, max_iters=1, max_prompt_length=4, block_size=14)
-    settings = GRPOSettings(**GRPO | options)
-    prepared = prepare(settings)
-    model = begin(prepared, torch.device(DEVICE))[0]
-    limits = limits_of(settings, longest=prepared.longest())
-    prepared.settings.eval_prompts = 5
-    scores = run_scores([sample_held_out(model, prepared, limits)])
-    rates = {"pass_at_1", "pass_at_1_sampled", "pass_at_1_interval", "eval_truncated_fraction"}
-    assert set(scores) == rates | {"eval_reward_mean", "eval_reward_mean_sampled"}
 
 
 def test_a_resumed_run_may_round_what_it_did_not(tmp_path):

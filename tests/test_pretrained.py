@@ -241,7 +241,7 @@ CONFIGS = {
     "factor=None": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4)),
     "hidden_act='gelu'": dict(hidden_act="gelu"),
     "hidden_size=None": dict(hidden_size="gone"),
-    "rms_norm_eps=nan is not a positive number": dict(rms_norm_eps=math.nan),
+    "rms_norm_eps=nan is not a valid float": dict(rms_norm_eps=math.nan),
     "the shape (97, 32); needed are ('F32', 'F16', 'BF16', 'F64') and (1000000000000, 32)": dict(vocab_size=10**12),
     "missing 12": dict(num_hidden_layers=3),  # a layer has 9 weights and 3 biases
     "surplus 12": dict(num_hidden_layers=1),

@@ -31,12 +31,6 @@ def pick_device(name: str, tf32: bool = False) -> torch.device:
         raise SnugError(
             f"device={name!r}: {first_line(error)}; use another device, or --device=cpu"
         ) from None
-    configure_cuda(tf32)
-    return device
-
-
-def configure_cuda(tf32: bool):
-    """torch's switches for products and attention."""
     products = torch.backends.cuda.matmul
     # torch's older name: libraries could not read it any more after the newer one, fp32_precision="tf32".
     products.allow_tf32 = tf32
@@ -46,6 +40,7 @@ def configure_cuda(tf32: bool):
     # On Hopper and Blackwell torch prefers cuDNN's attention in bfloat16. It builds a plan for every new shape, which
     # takes 0.05 to 1 s, and keeps all plans in host memory. Flash attention, the next in line, needs no plans.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
 
 
 def with_dtype(settings, kind: str):

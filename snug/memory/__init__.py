@@ -7,6 +7,5 @@
 Left out: what an iteration is. The planner is given a function that runs one.
 """
 
-from snug.memory.ledger import LiveBytes
 from snug.memory.limits import Limits
 from snug.memory.meter import MemoryMeter

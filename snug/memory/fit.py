@@ -125,8 +125,7 @@ def apply(dry_run, settings, device, say):
     if planned.host > host:
         problem = (
             f"the plan takes {planned.host / GIB:.3g} GiB of the host, which has {host / GIB:.3g} GiB left; "
-            "use the device for more (optimizer_device, grad_offload, reference, teacher_device), "
-            "or a host with more memory"
+            "keep more on the device (optimizer_device, grad_offload, reference, teacher_device)"
         )
     elif planned.peak > budget:
         problem = too_large(planned, change, budget)

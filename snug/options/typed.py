@@ -6,14 +6,6 @@ from typing import Any
 from snug.options import SnugError
 
 LIMIT = 2**63  # what torch can count
-KINDS = {
-    int: "a count below 2**63",
-    float: "a positive number below 2**63",
-    bool: "true or false",
-    str: "text",
-    list: "a list",
-    dict: "an object",
-}
 
 
 class Fields:
@@ -34,7 +26,9 @@ class Fields:
         if fits and kind in (int, float):
             fits = 0 < value < LIMIT
         if not fits:
-            raise SnugError(f"{self.path}: {name}={value!r:.40} is not {KINDS[kind]}")
+            raise SnugError(
+                f"{self.path}: {name}={value!r:.40} is not a valid {kind.__name__}; numbers are above 0 and below 2**63"
+            )
         return float(value) if kind is float else value
 
     def want(self, name: str, *supported):
