@@ -35,6 +35,8 @@ from snug.tokenizer import Tokenizer, get_tokenizer
 PREFIX = "checkpoint-"
 WEIGHTS = ("model.safetensors",)
 TENSORS = (*WEIGHTS, "optimizer.safetensors")
+# Options that are gone, and the value with which a run goes on as it was.
+GONE = dict(baseline="mean", use_kl_in_reward=False, countdown_form="terse", format_reward=0.0)
 
 
 class Checkpoint(NamedTuple):
@@ -149,8 +151,11 @@ def find_run(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Checkpoi
 
 
 def settings_of(state: dict) -> SFTSettings | GRPOSettings:
-    """The run's settings. Options that are gone are ignored; newer ones have their defaults."""
+    """The run's settings. Options that are gone are ignored; newer ones have their defaults. Raises SnugError."""
     values = state["settings"]
+    lost = {name: value for name, value in values.items() if value != GONE.get(name, value)}
+    if lost:
+        raise SnugError(f"the run has {lost}, which is gone: take the version of snug that made it")
     cls = GRPOSettings if "group_size" in values else SFTSettings
     return cls(**{name: value for name, value in values.items() if name in fields(cls)})
 

@@ -257,7 +257,10 @@ def test_a_checkpoint_of_an_older_version_resumes(tmp_path):
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=2)))
     assert [record["iter"] for record in read_log(sft.out_dir)] == [0, 1]
     path = checkpoint.newest(sft.out_dir)
-    write(parallel="hsdp")
+    write(baseline="mean", countdown_form="tags", format_reward=0.0)
+    with pytest.raises(SnugError, match="the run has {'countdown_form': 'tags'}, which is gone: take the version"):
+        loading.load_run(sft.out_dir)
+    write(parallel="hsdp", countdown_form="terse")
     words = [f"--resume={sft.out_dir}"]
     with pytest.raises(SnugError, match="parallel='hsdp' is not one of none, ddp, fsdp; did you mean fsdp?"):
         prepare(*read_settings(SFTSettings, words)[:2])
