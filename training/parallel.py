@@ -163,7 +163,8 @@ class ShardedProcesses(Processes):
         for name, p in model.named_parameters():
             if p.requires_grad:
                 model.shards[name] = torch.nn.Parameter(p.to_local().detach())
-                model.rows[name] = rows_of(p, self.rank, self.size)
+                first = min(-(-len(p) // self.size) * self.rank, len(p))  # as torch.chunk deals rows
+                model.rows[name] = slice(first, first + len(model.shards[name]))
         return model
 
     def dealt(self, batches, rank_of, model):
@@ -213,12 +214,6 @@ class ShardedProcesses(Processes):
 
 def units(model) -> list:
     return [*model.blocks, model]
-
-
-def rows_of(p, rank: int, size: int) -> slice:
-    """The rows of a parameter that this process has: as torch.chunk deals them."""
-    each = -(-len(p) // size)
-    return slice(min(rank * each, len(p)), min((rank + 1) * each, len(p)))
 
 
 def merged(shares: list[dict]):
