@@ -180,7 +180,9 @@ def make_micro_batch(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     sizes += [(1, [])] * padding
     # The row is made of segments: each prompt, then its completions. A segment copies a sequence from `first` on.
     copied_from = np.array([i for group in groups for i in (group[0], *group)] + indices[:1] * padding)
-    first = np.array([position for prompt, lengths in sizes for position in (0, *[prompt] * len(lengths))])
+    first = np.array(
+        [position for prompt, lengths in sizes for position in (0, *[prompt] * len(lengths))]
+    )
     spans = np.array([span for prompt, lengths in sizes for span in (prompt, *lengths)])
     begins = spans.cumsum() - spans
     positions = np.arange(spans.sum()) - (begins - first).repeat(spans)

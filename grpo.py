@@ -85,9 +85,13 @@ def iterate(iteration, training, collect=None):
             "reference", trainer_logprobs, model, rollouts, cut=cut, settings=settings
         )
     if settings.beta:
-        rollouts.ref_logprobs = training.fill("reference", reference_logprobs, training, rollouts, cut=cut)
+        rollouts.ref_logprobs = training.fill(
+            "reference", reference_logprobs, training, rollouts, cut=cut
+        )
     if settings.teacher:
-        rollouts.teacher_outputs = training.fill("teacher", teacher_outputs, training, rollouts, cut=cut)
+        rollouts.teacher_outputs = training.fill(
+            "teacher", teacher_outputs, training, rollouts, cut=cut
+        )
 
     # 5. Advantages (P, k): how much better than its group was each completion?
     if settings.multi_objective_aggregation == "normalize_then_sum":
@@ -150,7 +154,9 @@ def collect_groups(iteration, training):
     if scored.by_function and settings.group_size > 1:
         metrics["frac_reward_zero_std"] = float((~varied).float().mean())
     if len(rounds) > 1:
-        scored = scored.select((~varied).int().argsort(stable=True)[: settings.batch_size].sort().values)
+        scored = scored.select(
+            (~varied).int().argsort(stable=True)[: settings.batch_size].sort().values
+        )
     return scored, metrics
 
 
@@ -164,7 +170,9 @@ def sample_and_score(iteration, turn, training):
 
     def sample():
         with training.processes.whole(training.model) as model:
-            return sample_rows(model, prepared, rows, iteration, before, training.limits.max_rollout_batch)
+            return sample_rows(
+                model, prepared, rows, iteration, before, training.limits.max_rollout_batch
+            )
 
     rollouts, episodes = training.run("rollout", sample)
     with training.meter.phase("reward"):
@@ -235,7 +243,9 @@ def teacher_outputs(training, rollouts, cut):
     From the states the head makes the teacher's logits again, a chunk at a time (snug/logprobs/divergence.py).
     """
     outputs = trainer_logprobs if training.settings.divergence == "sampled" else teacher_states
-    return run_frozen(outputs, training.teacher, training.settings.teacher_device, training, rollouts, cut)
+    return run_frozen(
+        outputs, training.teacher, training.settings.teacher_device, training, rollouts, cut
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

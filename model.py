@@ -187,7 +187,9 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=std / scale)
 
     @classmethod
-    def from_pretrained(cls, name: str | Path, device="cpu", dtype: str = "float32", **overrides) -> "GPT":
+    def from_pretrained(
+        cls, name: str | Path, device="cpu", dtype: str = "float32", **overrides
+    ) -> "GPT":
         """A Hugging Face folder, or owner/name[@revision] on the hub -> its GPT, weights in `dtype`.
 
         overrides: GPTConfig's keywords. Raises SnugError.

@@ -37,7 +37,9 @@ def cells_of(runs: list[Run]):
     rows.append(["iterations", *[str(len(run.records)) for run in runs]])
     rows += [[name, *[largest(run, name) for run in runs]] for name in LARGEST]
     rows += [[f"{name} (median)", *[middle(run, name) for run in runs]] for name in MEDIAN]
-    rows += [[f"{name} (first -> last)", *[change(run.records, name) for run in runs]] for name in figures]
+    rows += [
+        [f"{name} (first -> last)", *[change(run.records, name) for run in runs]] for name in figures
+    ]
     return [[cell or "-" for cell in row] for row in rows if any(row[1:])]
 
 

@@ -67,7 +67,9 @@ class Rollouts:
     prompt_lengths: torch.Tensor  # (N,)
     completion_lengths: torch.Tensor  # (N,), the stop token and what `respond` wrote included
     sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 where mask is 0
-    mask: torch.Tensor  # (N, T_c), 1 on every sampled token, the stop token too; 0 where `respond` wrote
+    mask: (
+        torch.Tensor
+    )  # (N, T_c), 1 on every sampled token, the stop token too; 0 where `respond` wrote
     stopped: torch.Tensor  # (N,) boolean: ended with the stop token or a stop string, not cut off
     advantages: torch.Tensor | None = None  # (N,)
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
@@ -79,7 +81,9 @@ class Rollouts:
         """-> N lists of ids, with their stop tokens, as in TRL."""
         starts = self.prompt_lengths.tolist()
         ends = (self.prompt_lengths + self.completion_lengths).tolist()
-        return [ids[start:end] for ids, start, end in zip(self.tokens.tolist(), starts, ends, strict=True)]
+        return [
+            ids[start:end] for ids, start, end in zip(self.tokens.tolist(), starts, ends, strict=True)
+        ]
 
     def columns(self) -> dict[str, torch.Tensor]:
         """{name: tensor} of the columns that are there."""
@@ -215,9 +219,13 @@ def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
     first stop token."""
     device = tokens.device
     if turns:
-        lengths, stopped = torch.tensor([turns.ends[row] for row in range(len(tokens))], device=device).T
+        lengths, stopped = torch.tensor(
+            [turns.ends[row] for row in range(len(tokens))], device=device
+        ).T
     else:
-        is_stop = torch.isin(tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device))
+        is_stop = torch.isin(
+            tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device)
+        )
         # What follows is zeros, and 0 may be a stop token too.
         stopped = is_stop.any(1)
         lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, tokens.shape[1])  # (N,)

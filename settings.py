@@ -48,7 +48,9 @@ class ModelOptions:
         "learned: GPT-2's position table; rotary: Llama's rotation",
         choices=("learned", "rotary"),
     )
-    mlp: str = option("gelu", "gelu: GPT-2's MLP; swiglu: Llama's gated MLP", choices=("gelu", "swiglu"))
+    mlp: str = option(
+        "gelu", "gelu: GPT-2's MLP; swiglu: Llama's gated MLP", choices=("gelu", "swiglu")
+    )
     bias: bool = option(False, "biases in linear layers and norms")
     qkv_bias: bool = option(False, "biases in the query/key/value projection only (Qwen2)")
     rope_theta: float = option(10000.0, "rotary: base of the frequencies", minimum=1)
@@ -66,7 +68,9 @@ class RunOptions:
         "or folder), or the config of an SFT run, which grpo.py trains first; empty: random weights",
     )
     seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
-    device: str = option("auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu")
+    device: str = option(
+        "auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu"
+    )
     dtype: str = option(
         "auto",
         "of the forward pass; bfloat16: autocast; auto: bfloat16 on A100, RTX 30 and newer GPUs and with "
@@ -100,7 +104,9 @@ class LogOptions:
         "evaluate at first, every N iterations and at the end; 0: only at the end",
     )
     eval_prompts: int = option(500, "held-out prompts of an evaluation; 0: none")
-    samples_per_iteration: int = option(4, "completions of an iteration in samples.jsonl, in full groups")
+    samples_per_iteration: int = option(
+        4, "completions of an iteration in samples.jsonl, in full groups"
+    )
     report_to: list[str] = option(
         [],
         "also log there; if it fails, the run continues",
@@ -151,7 +157,9 @@ class MemoryOptions:
     )
     activation_offload: bool = option(False, "keep block inputs on the host until backward")
     param_dtype: str = option(
-        "float32", "dtype of weights and gradients; bfloat16 needs dtype=bfloat16 or auto", choices=DTYPES
+        "float32",
+        "dtype of weights and gradients; bfloat16 needs dtype=bfloat16 or auto",
+        choices=DTYPES,
     )
     optimizer_dtype: str = option(
         "float32",
@@ -475,13 +483,17 @@ class LoopSettings(
         if self.n_kv_head and self.n_head % self.n_kv_head:
             raise SnugError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
         if not re.fullmatch(r"(auto|\d*\.?\d+)?", self.memory_budget_gb):
-            raise SnugError(f"memory_budget_gb={self.memory_budget_gb!r} is not auto or a number of GiB")
+            raise SnugError(
+                f"memory_budget_gb={self.memory_budget_gb!r} is not auto or a number of GiB"
+            )
         for rule in RULES:
             for name, needed in rule.needs.items():
                 now = getattr(self, name, needed)
                 if getattr(self, rule.option, None) == rule.value and now != needed:
                     given, other = f"{rule.option}={rule.value}", f"{name}={now}"
-                    raise SnugError(rule.text.format(given=given, other=other, needed=f"{name}={needed}"))
+                    raise SnugError(
+                        rule.text.format(given=given, other=other, needed=f"{name}={needed}")
+                    )
         self.check_rewards()
         if self.num_processes > self.batch_size:
             raise SnugError(
@@ -539,7 +551,9 @@ class SFTSettings(LoopSettings):
 
 
 @dataclass
-class GRPOSettings(RolloutOptions, AdvantageOptions, LossOptions, KLOptions, TeacherOptions, LoopSettings):
+class GRPOSettings(
+    RolloutOptions, AdvantageOptions, LossOptions, KLOptions, TeacherOptions, LoopSettings
+):
     """Group relative policy optimization: the options of grpo.py."""
 
     usual = """max_iters batch_size group_size max_new_tokens temperature tools reward_funcs loss_type beta teacher

@@ -75,7 +75,9 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
         value = getattr(settings, name)
         if value and not it_fits:
             found = f"task={settings.task!r}, chat={settings.chat}"
-            raise SnugError(f"{name}={value!r:.60} does not fit {found}: change one, or leave {name} out")
+            raise SnugError(
+                f"{name}={value!r:.60} does not fit {found}: change one, or leave {name} out"
+            )
     task.survey()
     return task
 
@@ -86,7 +88,9 @@ def load_reward_function(spec: str, functions: dict[str, Callable], columns: Ite
     The module is also looked for in the current directory. columns: of the task's rows. Raises SnugError if there is no
     such module or function, or if it wants other columns. An error inside the module keeps its traceback.
     """
-    advice = "write module:function, such as my_rewards:is_short; call a reward model in such a function"
+    advice = (
+        "write module:function, such as my_rewards:is_short; call a reward model in such a function"
+    )
     function = imported(spec, "reward_funcs", advice, functions)
     try:
         inspect.signature(function).bind(**dict.fromkeys(sorted(ARGUMENTS | {*columns})))

@@ -40,7 +40,9 @@ class CountdownOptions:
 
     countdown_numbers: str = option("3-4", "how many numbers to combine: 3, or from 3 to 4: 3-4")
     countdown_max_number: int = option(20, "largest number to combine", minimum=2, maximum=MAX_VALUE)
-    countdown_max_target: int = option(MAX_VALUE, "largest number to reach", minimum=1, maximum=MAX_VALUE)
+    countdown_max_target: int = option(
+        MAX_VALUE, "largest number to reach", minimum=1, maximum=MAX_VALUE
+    )
     countdown_operators: str = option("+-*/", "allowed operators, as one word")
 
 
@@ -85,7 +87,9 @@ class Countdown(Task):
     def answer_of(self, completion):
         """The expression without spaces, "( 3*5 ) + 7" -> "(3*5)+7"; None if it has other characters."""
         fits = len(completion) <= MAX_CHARS and EXPRESSION.fullmatch(completion)
-        return completion.replace(" ", "") if fits and not re.search("[0-9] +[0-9]", completion) else None
+        return (
+            completion.replace(" ", "") if fits and not re.search("[0-9] +[0-9]", completion) else None
+        )
 
     def longest_bytes(self):
         """Of 20 20 20 20=9999: and 20-(20-(20-20)). Every operation but the outermost may need parentheses."""

@@ -36,8 +36,8 @@ LONGEST_TOKEN = 32  # characters; encoding 10 MB would take long
 
 @dataclass
 class EpisodeOptions:
-    """How a completion ends, and tools and environments, which the model calls while it samples. They are TRL's, and run
-    in this process.
+    """How a completion ends, and tools and environments, which the model calls while it samples. They are TRL's, and
+    run in this process.
     """
 
     stop_string: str = option("", "text that also ends a completion, such as </answer>")
@@ -111,7 +111,10 @@ class Episode:
 
     def of_environment(self, name: str, arguments: dict) -> str | None:
         """What `reset` or `reply` returns. Raises SnugError if it fails."""
-        what, limit = f"environment {type(self.environment).__name__}", self.toolbox.settings.tool_timeout
+        what, limit = (
+            f"environment {type(self.environment).__name__}",
+            self.toolbox.settings.tool_timeout,
+        )
         with blaming(f"{what}.{name}", f"tool_timeout={limit:g}", f"it gets {', '.join(arguments)}"):
             method = getattr(self.environment, name)
             return result_text(complete(method, deepcopy(arguments), limit))
@@ -238,5 +241,7 @@ def as_text(messages: list[dict]) -> str:
         who = message.get("name", message["role"])
         lines.append(message["content"] if who == "assistant" else f"  {who}: {message['content']}")
         for call in message.get("tool_calls", ()):
-            lines.append(f"  -> {call['function']['name']}({json.dumps(call['function']['arguments'])})")
+            lines.append(
+                f"  -> {call['function']['name']}({json.dumps(call['function']['arguments'])})"
+            )
     return "\n".join(filter(None, lines))

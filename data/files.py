@@ -70,7 +70,9 @@ def csv_rows(path, text):
     for place, row in rows:
         row.pop("", None)  # Excel writes commas after the last column
         if None in row or None in row.values():
-            raise SnugError(f"{place}: has not as many cells as the first line; quote cells with commas")
+            raise SnugError(
+                f"{place}: has not as many cells as the first line; quote cells with commas"
+            )
     for name in {*(reader.fieldnames or ())} - {""}:
         if all(NUMBER.fullmatch(row[name]) for _, row in rows):
             for _, row in rows:

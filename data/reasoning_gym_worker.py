@@ -26,7 +26,9 @@ class Gym:
         self.options = datasets
         self.datasets = {name: self.dataset(name, 0, SPAN) for name in datasets}
         self.item = functools.lru_cache(CACHED)(self.make_item)
-        for name in datasets:  # score an answer, so that late imports are done before this process forks
+        for (
+            name
+        ) in datasets:  # score an answer, so that late imports are done before this process forks
             with suppress(Exception):
                 self.score(name, 0, self.item(name, 0)["answer"])
 
@@ -34,7 +36,9 @@ class Gym:
         known = sorted(DATASETS.keys() - LEFT_OUT)
         if name not in known:
             hint = did_you_mean(name, known)
-            raise SnugError(f"gym_dataset={name!r} is not one of the {len(known)} of reasoning_gym{hint}")
+            raise SnugError(
+                f"gym_dataset={name!r} is not one of the {len(known)} of reasoning_gym{hint}"
+            )
         options = self.options[name]
         with in_one_line(f"gym_config: {name} refuses {options}"):
             return create_dataset(name, seed=seed, size=size, **options)

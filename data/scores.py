@@ -35,7 +35,9 @@ def majority(answers: Sequence, right: Sequence[bool]):
     """
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=None)
-    winners = [is_right for answer, is_right in zip(answers, right, strict=True) if votes[answer] == most]
+    winners = [
+        is_right for answer, is_right in zip(answers, right, strict=True) if votes[answer] == most
+    ]
     return mean_of(winners) or 0.0
 
 

@@ -64,7 +64,8 @@ class Task:
         return completion.strip() or None
 
     def longest_bytes(self) -> tuple[int, int]:
-        """-> at least the bytes of any prompt, and of any demonstration (maybe fewer tokens: gpt2 reads 9999 as one)."""
+        """-> at least the bytes of any prompt, and of any demonstration (maybe fewer tokens: gpt2 reads 9999 as
+        one)."""
         raise NotImplementedError
 
     def size(self, split: str) -> int | None:

@@ -207,7 +207,9 @@ def methods_of(environment) -> dict[str, Callable]:
     Looks at the class, because looking at the object would compute its properties.
     """
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
-    return {name: getattr(environment, name) for name in names if name[0] != "_" and name not in NO_TOOLS}
+    return {
+        name: getattr(environment, name) for name in names if name[0] != "_" and name not in NO_TOOLS
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------

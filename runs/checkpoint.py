@@ -11,8 +11,9 @@ A checkpoint is written into a temporary folder, flushed to disk and renamed: a 
 If the disk damages it later, the checksums differ: a note on stderr names it, and the one before is used. If they fit,
 the values are trusted. No pickle. Data order and the sampler's draws follow from seed and iteration.
 
-`find_run` compares the small files, and of the tensor files those that will be read: all of their bytes, once. prepare.py
-first asks for no tensors, because reading them may take a minute. Left out: tensors (loading.py); when to save (saver.py).
+`find_run` compares the small files, and of the tensor files those that will be read: all of their bytes, once.
+prepare.py first asks for no tensors, because reading them may take a minute. Left out: tensors (loading.py); when to
+save (saver.py).
 """
 
 import hashlib
@@ -132,13 +133,17 @@ def find_run(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Checkpoi
     A model on the hub is downloaded; with tensors=() perhaps without its weights.
     """
     if not folder:
-        raise SnugError("name a run's folder, such as out/grpo_small, or a model, such as Qwen/Qwen3-0.6B")
+        raise SnugError(
+            "name a run's folder, such as out/grpo_small, or a model, such as Qwen/Qwen3-0.6B"
+        )
     path = find_path(local_folder(folder, bool(tensors)))
     if not is_pretrained(path):
         return open_checkpoint(path, tensors)
     weights = base, rank, *_ = find_base(path, bool(tensors))
     stored = "" if rank or double_quant(base) is None else "nf4"
-    settings = GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, base_dtype=stored, lora_rank=rank)
+    settings = GRPOSettings(
+        task="", max_new_tokens=PRETRAINED_LENGTH, base_dtype=stored, lora_rank=rank
+    )
     state = {
         "iteration": 0,
         "model_config": read_shape(base),
@@ -172,7 +177,9 @@ def base_record(base: Checkpoint, out_dir: str) -> dict:
     return dict(path=path, from_run=os.path.relpath(path, out_dir), fingerprint=identity(base))
 
 
-def base_of(checkpoint: Checkpoint, init_from: str = "", tensors: Collection[str] = WEIGHTS) -> Checkpoint:
+def base_of(
+    checkpoint: Checkpoint, init_from: str = "", tensors: Collection[str] = WEIGHTS
+) -> Checkpoint:
     """Find the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
 
     Looks where they were, as seen from the working folder and from the run's folder, or on the hub. Another init_from

@@ -15,7 +15,9 @@ from snug.pretrained.hub import SNAPSHOT
 from snug.pretrained.shapes import is_pretrained
 
 # An evaluation is a run that begins from `folder` and does not train.
-UNTRAINED = dict(beta=0.0, teacher="", lora_rank=0, base_dtype="", resume="never", plan=False, max_iters=0)
+UNTRAINED = dict(
+    beta=0.0, teacher="", lora_rank=0, base_dtype="", resume="never", plan=False, max_iters=0
+)
 
 
 def prepare_evaluation(
@@ -35,7 +37,10 @@ def prepare_evaluation(
     if not settings.task:
         raise SnugError(f"{folder} has no task of its own; name one, such as --task=countdown")
     settings.check_rewards()
-    settings.init_from, settings.out_dir = str(folder), f"{folder}/evaluation"  # nothing is written there
+    settings.init_from, settings.out_dir = (
+        str(folder),
+        f"{folder}/evaluation",
+    )  # nothing is written there
     prepared = prepare(settings, given, functions)
     prepared.settings.tokenizer = prepared.tokenizer.name
     own_file = settings.data_file == run.data_file != "" and not run.test_file

@@ -101,7 +101,9 @@ def check(folder: Path, metadata: dict, tensors: tuple):
     if shape["n_layer"] <= len(tensors):  # a damaged file may say millions
         wanted = entries(shape, family, shape["vocab_size"])
     if numbers_in(tensors) != numbers_in(wanted):
-        raise SnugError(f"its {len(tensors)} tensors are not those of a {family} of its shape; {ADVICE}")
+        raise SnugError(
+            f"its {len(tensors)} tensors are not those of a {family} of its shape; {ADVICE}"
+        )
 
 
 def numbers_in(tensors) -> int:

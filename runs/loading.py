@@ -99,7 +99,9 @@ def load_reference(prepared, device) -> GPT | None:
     settings = prepared.settings
     if not settings.needs_reference:
         return None
-    return load_frozen(prepared.shape, prepared.origin, device, settings.param_dtype, settings.reference)
+    return load_frozen(
+        prepared.shape, prepared.origin, device, settings.param_dtype, settings.reference
+    )
 
 
 def load_teacher(prepared, device) -> GPT | None:

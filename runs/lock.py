@@ -1,8 +1,9 @@
-"""One run at a time in a run's folder: a lock on the file .<folder>.lock beside it, which names the process that has it.
+"""One run at a time in a run's folder: a lock on the file .<folder>.lock beside it, which names the process that has
+it.
 
-The lock is flock's, so the system releases it when the process ends, also after kill -9. It goes with the folder's name,
-also if the folder is moved or deleted meanwhile. On a file system without locks the run goes on with a warning. Commands
-that only read a run take no lock. Tests: tests/test_lock.py.
+The lock is flock's, so the system releases it when the process ends, also after kill -9. It goes with the folder's
+name, also if the folder is moved or deleted meanwhile. On a file system without locks the run goes on with a
+warning. Commands that only read a run take no lock. Tests: tests/test_lock.py.
 """
 
 import fcntl

@@ -97,7 +97,9 @@ class RunLog:
 
     def __exit__(self, kind, error, trace):
         if error:
-            self.to_file(told(error) if isinstance(error, SnugError) else "".join(format_exception(error)))
+            self.to_file(
+                told(error) if isinstance(error, SnugError) else "".join(format_exception(error))
+            )
         self.call_services("close")
         self.bar.close()
         for file in self.files.values():
@@ -210,7 +212,8 @@ def write_whole(path: Path, text: str):
 
 
 def read_lines(path: Path) -> Iterator[dict]:
-    """The objects of a JSON-lines file, without a line that a crash or a full disk cut off; none if there is no file."""
+    """The objects of a JSON-lines file, without a line that a crash or a full disk cut off; none if there is no
+    file."""
     if not path.exists():
         return
     with open(path, encoding="utf-8") as file:

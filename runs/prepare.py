@@ -1,8 +1,9 @@
 """Everything a run needs that can be checked before torch is imported: bad input is answered within a second.
 
-`prepare` looks up the task, the tokenizer, the model's shape and the reward functions, looks at the checkpoint to resume
-and at init_from, and refuses what does not fit together. Only then it reads every byte of these checkpoints, or downloads
-a model. It loads no tensors and writes nothing. If grpo.py has to make its warm start first, that is prepared, too.
+`prepare` looks up the task, the tokenizer, the model's shape and the reward functions, looks at the checkpoint to
+resume and at init_from, and refuses what does not fit together. Only then it reads every byte of these checkpoints,
+or downloads a model. It loads no tensors and writes nothing. If grpo.py has to make its warm start first, that is
+prepared, too.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -147,7 +148,9 @@ def find_resume(settings):
         script = "grpo.py" if isinstance(before, GRPOSettings) else "train_sft.py"
         raise SnugError(f"{folder} is a run of {script}; continue it with python {script}")
     if not checkpoints(folder):
-        raise SnugError(f"resume={folder} is a checkpoint; name the run's folder, {Path(folder).parent}")
+        raise SnugError(
+            f"resume={folder} is a checkpoint; name the run's folder, {Path(folder).parent}"
+        )
     return resume, before
 
 
@@ -211,7 +214,8 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
 
 
 def find_teacher(prepared: Prepared) -> Checkpoint:
-    """The teacher, of which no tensor is read yet. Raises SnugError if it is missing, or if its ids mean other texts."""
+    """The teacher, of which no tensor is read yet. Raises SnugError if it is missing, or if its ids mean other
+    texts."""
     name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
     teacher = find_run(name, tensors=())
     theirs, shape = tokenizer_of(teacher), teacher.state["model_config"]
@@ -275,7 +279,8 @@ def refuse_changes(settings, task: Task, resume: Checkpoint, before):
 
 
 def prepare_warm_start(settings: GRPOSettings, config: str) -> Prepared:
-    """The SFT run of this config on this run's task, seed, device and dtype, resumed if it stopped. Raises SnugError."""
+    """The SFT run of this config on this run's task, seed, device and dtype, resumed if it stopped. Raises
+    SnugError."""
     names = {"seed", "device", "parallel", "dtype", "tf32", "enforce_eager", "plan", *PROBLEM}
     names -= {"demonstration_noise"}
     names |= {"memory_budget_gb"} if settings.memory_budget_gb else set()
@@ -316,8 +321,14 @@ def refuse_contradictions(settings, chosen: Set[str], expected: dict, tokenizer_
         if value != expected[name] and not smaller and not default:
             raise SnugError(f"{name}={value!r}, but {source} has {expected[name]!r}; leave {name} out")
     named = settings.tokenizer  # or a folder's name, which stands for the tokenizer in it
-    if "tokenizer" in chosen and named != tokenizer_name and get_tokenizer(named).name != tokenizer_name:
-        raise SnugError(f"tokenizer={named!r}, but {source} has {tokenizer_name!r}; leave tokenizer out")
+    if (
+        "tokenizer" in chosen
+        and named != tokenizer_name
+        and get_tokenizer(named).name != tokenizer_name
+    ):
+        raise SnugError(
+            f"tokenizer={named!r}, but {source} has {tokenizer_name!r}; leave tokenizer out"
+        )
 
 
 def rewards_of(settings, task: Task, functions, toolbox: Toolbox | None, needed: bool):
@@ -351,5 +362,7 @@ def refuse_lengths(prepared: Prepared):
         f"more than block_size={settings.block_size}"
     )
     if prepared.task.longest_at and not settings.max_prompt_length:
-        problem += f"; the longest is {prepared.task.longest_at}; shorten it, or add --drop_long_prompts"
+        problem += (
+            f"; the longest is {prepared.task.longest_at}; shorten it, or add --drop_long_prompts"
+        )
     raise SnugError(problem)

@@ -58,7 +58,9 @@ class Saver:
         self.saved = start  # iterations done by the newest checkpoint
         self.scores = {}  # iterations done -> score, None without an evaluation
         if self.processes.rank == 0:
-            self.scores = {record["iter"] + 1: self.score_of(record) for record in read_log(self.folder)}
+            self.scores = {
+                record["iter"] + 1: self.score_of(record) for record in read_log(self.folder)
+            }
             for folder in self.folder.glob(f".tmp-{PREFIX}*"):  # a killed process left it
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -355,7 +355,7 @@ def test_each_layer_that_is_missing_is_named_once():
     """On a kernel that has neither Landlock nor filters, as seen from behind a filter."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=HOME, capture_output=True, text=True)
     layers = ", ".join(["user"] * ("user" in MISSING) + ["landlock", "seccomp"])
-    note = f"note: the sandbox runs without {layers}; snug/sandbox/__init__.py describes its layers"
+    note = f"note: the sandbox runs without {layers}: see snug/sandbox/__init__.py"
     assert done.stderr == f"{note}\nloaded\n"
     assert done.stdout == "1\n" and done.returncode == 0
 

@@ -175,7 +175,9 @@ class DryTraining(Training):
         lengths = columns([prompt] * N, [completion] * N)
         stopped = columns([True] * N)
         tokens_of_rollouts = torch.zeros(N, prompt + completion, dtype=torch.long)
-        return Rollouts(tokens_of_rollouts, *lengths, logprobs.clone(), torch.ones_like(tokens), *stopped)
+        return Rollouts(
+            tokens_of_rollouts, *lengths, logprobs.clone(), torch.ones_like(tokens), *stopped
+        )
 
     def update(self, *args):
         named = self.model.named_parameters()

@@ -106,6 +106,4 @@ class FinishedRun:
 
     def _repr_html_(self):
         page = make_page(read_runs([self.folder])).read_text()
-        return (
-            f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 60em; border: 0"></iframe>'
-        )
+        return f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 60em; border: 0"></iframe>'

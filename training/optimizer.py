@@ -284,7 +284,9 @@ class HostGradients:
         self.moving[p] = done, fresh, ring
         self.arrived.add(p)
         p.grad = None
-        if p is next(iter(self.host)):  # the embedding's is the last: no compute is left to overlap with
+        if p is next(
+            iter(self.host)
+        ):  # the embedding's is the last: no compute is left to overlap with
             self.land()
 
     def land(self, but=0):

@@ -111,7 +111,8 @@ class Training:
             clip, norm_of_all = self.settings.grad_clip, self.processes.norm
             with self.meter.phase("optimizer"):
                 norm = self.limits.run(
-                    "optimizer", lambda: optimizer_step(model, optimizer, learning_rate, clip, norm_of_all)
+                    "optimizer",
+                    lambda: optimizer_step(model, optimizer, learning_rate, clip, norm_of_all),
                 )
         if math.isfinite(norm):
             self.health["dropped_in_a_row"] = 0

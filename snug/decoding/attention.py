@@ -147,7 +147,9 @@ if triton is not None:
         mask = active[:, None] & (d[None, :] < D)
         turn = (slot * D)[:, None]
         x = q + (slot * q_row + head * D)[:, None]
-        x = rotated(x, cos + turn, sin + turn, d[None, :], D, mask, ROTARY).to(prompt_k.dtype.element_ty)
+        x = rotated(x, cos + turn, sin + turn, d[None, :], D, mask, ROTARY).to(
+            prompt_k.dtype.element_ty
+        )
         top, total, acc = attend_columns(x, keys, values, begin, end, active, scale, d, D, N)
         query, splits = slot * G * R + head, prompt_splits + completion_splits
         join(parts, tops, totals, counters, y, split, splits, query, active, top, total, acc, d, D)

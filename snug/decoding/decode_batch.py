@@ -283,7 +283,9 @@ class DecodeBatch:
         self.recorder.graph = None
         self.held = self.held[active]
         prompts = self.held // self.k
-        prompt_slots, self.prompt_slot[prompts] = np.unique(self.prompt_slot[prompts], return_inverse=True)
+        prompt_slots, self.prompt_slot[prompts] = np.unique(
+            self.prompt_slot[prompts], return_inverse=True
+        )
         self.cache.compact(active, prompt_slots)
         active = upload(active, self.device)
         self.sequences = self.sequences[active]

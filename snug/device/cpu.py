@@ -57,7 +57,9 @@ def stays_float32() -> bool:
 
 def linear(x, weight, bias=None):
     """F.linear, by fast products if large: x (..., in), weight (out, in), bias (out,) -> (..., out)."""
-    on_cpu = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    on_cpu = (
+        x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    )
     if not on_cpu or x.numel() * len(weight) < LARGE:
         return F.linear(x, weight, bias)
     return Linear.apply(x, weight, bias)

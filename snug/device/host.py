@@ -101,7 +101,9 @@ def pinned_in_place(shape, dtype) -> torch.Tensor:
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     except RuntimeError as error:
-        raise SnugError(f"the host cannot pin {size / MIB:.0f} MiB ({error}); keep less there") from None
+        raise SnugError(
+            f"the host cannot pin {size / MIB:.0f} MiB ({error}); keep less there"
+        ) from None
     weakref.finalize(tensor.untyped_storage(), unpin, tensor.data_ptr(), pages)  # at exit too
     return tensor
 
@@ -111,7 +113,9 @@ def unpin(address, pages):
 
     PyTorch's allocator does not know this memory, so nobody else waits for the copies that are under way.
     """
-    with suppress(RuntimeError):  # the device has failed: that error ends the run, and the driver unpins
+    with suppress(
+        RuntimeError
+    ):  # the device has failed: that error ends the run, and the driver unpins
         torch.cuda.synchronize()
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 

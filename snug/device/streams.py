@@ -26,8 +26,9 @@ SIDES = {}  # (device, direction) -> its side stream
 
 
 class Done:
-    """The copies of an `aside` on a CPU, which are done. On CUDA it is an event, whose `wait` is for the current stream:
-    what is issued to it from then on follows the copies, and the host does not wait. `wait` may be called again."""
+    """The copies of an `aside` on a CPU, which are done. On CUDA it is an event, whose `wait` is for the current
+    stream: what is issued to it from then on follows the copies, and the host does not wait. `wait` may be called
+    again."""
 
     def wait(self):
         pass

@@ -42,7 +42,7 @@ if triton is not None:
         return tl.where((token >= low) & (token <= high), z, LOW)
 
     @triton.jit
-    def keys_of_block(i, prompt, prompt_end, begin, end, low, token, d, D: constexpr, N: constexpr):
+    def keys_of(i, prompt, prompt_end, begin, end, low, token, d, D: constexpr, N: constexpr):
         """-> block i of what queries see: its keys (N, 1), their mask (N, DP), and a query's first and last key (M, 1).
 
         The prompt's blocks come first, then those of the queries' segments, from `low` to `token`.
@@ -97,8 +97,8 @@ if triton is not None:
     ):
         """y and lse; or, with dy: dq, and delta (H, T), the sum of dy * y over D. One program per tile of queries and
         head. The last tiles run first: prompts' tiles see the fewest keys."""
-        program = tl.num_programs(0) - 1 - tl.program_id(0)
-        h, first, end, prompt, prompt_end, _, token, d, mask = tile_of(tiles, program, H, D, DP, PARTS, M)
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        h, first, end, prompt, prompt_end, _, token, d, mask = tile_of(tiles, tile, H, D, DP, PARTS, M)
         if first >= end:
             return
         begin = tl.load(start + first).to(tl.int32)
@@ -114,7 +114,7 @@ if triton is not None:
             total = tl.sum(dx.to(tl.float32) * tl.load(y + h * D + place, mask, 0.0), 1, keep_dims=True)
             tl.store(delta + h * T + token, total, token < end)
         for i in range(tl.cdiv(prompt_end - prompt, N) + tl.cdiv(end - begin, N)):
-            key, inside, seen, last = keys_of_block(i, prompt, prompt_end, begin, end, low, token, d, D, N)
+            key, inside, seen, last = keys_of(i, prompt, prompt_end, begin, end, low, token, d, D, N)
             keys = tl.load(k + key * k_time + d, inside, 0.0)
             values = tl.load(v + key * v_time + d, inside, 0.0)
             z = scores(x, keys, tl.trans(key), seen, last)  # (M, N)
@@ -162,8 +162,8 @@ if triton is not None:
         """dk and dv. A program takes a tile of completions' keys and adds up the R query heads of its key head. The
         whole group sees a prompt's keys, so its few programs would run for long: there a program takes one query head,
         and writes shares (tokens, H, D), which `sum_kernel` adds up."""
-        program = tl.program_id(0)
-        h, first, end, prompt, prompt_end, stop, key, d, mask = tile_of(tiles, program, H, D, DP, PARTS, M)
+        tile = tl.program_id(0)
+        h, first, end, prompt, prompt_end, stop, key, d, mask = tile_of(tiles, tile, H, D, DP, PARTS, M)
         of_prompt = prompt == prompt_end
         if (first >= end) | ((h % R > 0) & (not of_prompt)):
             return
@@ -187,7 +187,7 @@ if triton is not None:
                 dz = p * (tl.dot(values, tl.trans(dx), input_precision="ieee") - slope[None, :])
                 dkeys = tl.dot(dz.to(x.dtype), x, dkeys, input_precision="ieee")
         if of_prompt:
-            row = (program // H * M).to(tl.int64) + key - first
+            row = (tile // H * M).to(tl.int64) + key - first
             put(dk_shares, dv_shares, (row * H + h) * D + d, dkeys * D**-0.5, dvalues, mask)
         else:
             put(dk, dv, h // R * D + (key * (H // R * D) + d), dkeys * D**-0.5, dvalues, mask)
@@ -207,9 +207,9 @@ if triton is not None:
         M: constexpr,
     ):
         """Add up the shares of a prompt's keys: one program per tile and key head."""
-        program = tl.program_id(0)
-        g, first, _, _, _, _, key, d, mask = tile_of(tiles, program, G, D, DP, PARTS, M)
-        row = (program // G * M).to(tl.int64) + key - first
+        tile = tl.program_id(0)
+        g, first, _, _, _, _, key, d, mask = tile_of(tiles, tile, G, D, DP, PARTS, M)
+        row = (tile // G * M).to(tl.int64) + key - first
         dkeys = tl.zeros((M, DP), tl.float32)
         dvalues = tl.zeros((M, DP), tl.float32)
         for h in range(g * R, g * R + R):

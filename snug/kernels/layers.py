@@ -27,7 +27,10 @@ class Linear(nn.Linear):
         if isinstance(self.weight, NF4):
             y = NF4Linear.apply(x, self.weight, self.bias)
         elif (
-            residual is None or self.bias is not None or kind_of(x) != "cuda" or x.dtype != residual.dtype
+            residual is None
+            or self.bias is not None
+            or kind_of(x) != "cuda"
+            or x.dtype != residual.dtype
         ):
             y = cpu.linear(x, self.weight, self.bias)
         else:  # on CUDA the product adds, and rounds once

@@ -159,10 +159,10 @@ if triton is not None:
             even, odd = tl.split(tl.load(of_x, in_x[:, None]).reshape(M, 32, 2))
             more = in_w & (i + 1 < end)
             ahead = read_blocks(codes, scales, scale_map, scale_scales, offset, block + i + 1, more)
-            total = tl.dot(
-                (tl.load(pairs + byte // 16 * 2 + 1) * scale).to(even.dtype), even.trans(), total
-            )
-            total = tl.dot((tl.load(pairs + byte % 16 * 2 + 1) * scale).to(odd.dtype), odd.trans(), total)
+            low = (tl.load(pairs + byte // 16 * 2 + 1) * scale).to(even.dtype)
+            total = tl.dot(low, even.trans(), total)
+            high = (tl.load(pairs + byte % 16 * 2 + 1) * scale).to(odd.dtype)
+            total = tl.dot(high, odd.trans(), total)
             byte, scale = ahead
         total, last = sum_parts(total, parts, counters, splits)
         row += start
@@ -344,7 +344,9 @@ def takes_product(x, weight) -> bool:
 
 
 @component("activations")
-def product(x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha: float = 1.0) -> torch.Tensor:
+def product(
+    x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha: float = 1.0
+) -> torch.Tensor:
     """x W^T + b + residual + alpha h B^T -> (..., rows), in the residual's type, or `dtype_of(x)`.
 
     x (..., columns), at most FEW rows; residual (..., rows); an adapter's h (..., rank) and B (rows, rank). Its twins

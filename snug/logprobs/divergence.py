@@ -140,6 +140,8 @@ if triton is not None:
         tl.store(divergence + row, own + tl.sum(by_q, 0))
         for start in range(0, n_vocab, BLOCK):
             column = start + lane
-            p, q, gap, other = terms(logits, teacher, column, n_vocab, scale, log_sum_p, log_sum_q, NAME)
+            p, q, gap, other = terms(
+                logits, teacher, column, n_vocab, scale, log_sum_p, log_sum_q, NAME
+            )
             d = p - q if NAME == "forward_kl" else p * (gap - own)
             tl.store(teacher + column, (d * slope).to(teacher.dtype.element_ty), column < n_vocab)

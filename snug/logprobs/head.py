@@ -64,7 +64,9 @@ def head_options(
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(device)
     elif hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them")
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them"
+        )
     n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
     width = len(weight) + (len(teacher.weight) if teacher else 0)
     chunk_size = chunk_size or rows_per_chunk(width, dtype.itemsize, chunk_mb, kind_of(hidden))
@@ -301,7 +303,9 @@ def head_loss(
     return (*results, of_chunks) if metrics else results
 
 
-def head_loss_in_two_visits(hidden, weight, targets, token_loss, temperature, entropy_weight, **options):
+def head_loss_in_two_visits(
+    hidden, weight, targets, token_loss, temperature, entropy_weight, **options
+):
     """head_loss for a loss that needs all log-probs at once (a sequence's ratio), or a gradient of the entropy.
 
     -> loss - entropy_weight * the sum of entropies, log-probs (M,), entropies (M,), metrics: as head_loss with

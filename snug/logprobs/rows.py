@@ -37,7 +37,9 @@ SCRATCH = 2**19
 if triton is not None:
 
     @triton.jit
-    def read_row(logits, scale, width, n_vocab, BLOCK: constexpr, PADDED: constexpr, ENTROPY: constexpr):
+    def read_row(
+        logits, scale, width, n_vocab, BLOCK: constexpr, PADDED: constexpr, ENTROPY: constexpr
+    ):
         """Of z = scale * logits -> its largest, log2 of the sum of 2^(z - largest), and with ENTROPY the mean of z.
 
         Each lane keeps the maximum and the sum of its columns, so the loop has no barrier. One of the two exponentials
@@ -316,7 +318,9 @@ def check(M: int, width: int, targets, temperature: float, n_vocab: int | None):
     return n_vocab
 
 
-def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def token_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
     """log softmax(logits / temperature)[target] of every row -> (M,) float32.
 
     logits (M, V), copied only if a row is not contiguous; targets (M,) int64. Saved for backward: the logits, (M,)

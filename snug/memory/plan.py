@@ -144,7 +144,9 @@ def deepen(shallow: Peak, deep: Peak, depth: int):
     for key, b in deep.largest.items():
         # A tensor of each block is as large as the others. One for all blocks, such as the KV cache, grows.
         a = shallow.largest.get(key, b)
-        peak.largest[key] = replace(b, size=line(a.size, b.size), shape=tuple(map(line, a.shape, b.shape)))
+        peak.largest[key] = replace(
+            b, size=line(a.size, b.size), shape=tuple(map(line, a.shape, b.shape))
+        )
     return peak
 
 
@@ -208,7 +210,8 @@ def plan(dry_run, settings) -> Plan:
     sizes = {phase: sum(components.values()) for phase, components in phases.items()}
     binding = max(sizes, key=sizes.get)
     biggest = [
-        (s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}") for s in highest[binding].largest.values()
+        (s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}")
+        for s in highest[binding].largest.values()
     ]
     if settings.parallel == "fsdp":  # how large a process's share of a tensor is, depends on the tensor
         biggest = [(bytes_, name) for name, bytes_ in phases[binding].items()]
@@ -238,7 +241,9 @@ def share(phases: dict, on_host: dict, highest: dict, settings):
     outside = sum(size for name, size in sizes.items() if not name.startswith("blocks."))
     running = outside + 2 * block
     everything = max(components["weights"] for components in phases.values())
-    gathered = dict(rollout=everything, eval=everything, reference=running, teacher=running, train=running)
+    gathered = dict(
+        rollout=everything, eval=everything, reference=running, teacher=running, train=running
+    )
     width = getattr(torch, settings.param_dtype).itemsize
     reduced = max(outside, block) * max(4, width) // width
 

@@ -205,7 +205,9 @@ def parse_value(cls, name: str, text: str):
 def convert(text: str, kind):
     """Text -> a value of the type. Text that does not fit stays text; check_value refuses it."""
     if typing.get_origin(kind) is list:
-        return [convert(word.strip(), *typing.get_args(kind)) for word in text.split(",") if word.strip()]
+        return [
+            convert(word.strip(), *typing.get_args(kind)) for word in text.split(",") if word.strip()
+        ]
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     try:

@@ -142,7 +142,7 @@ class Sandbox:
             raise SandboxError(f"the sandbox does not start: {error}") from None
         if self.missing:
             note(
-                f"note: the sandbox runs without {', '.join(self.missing)}; snug/sandbox/__init__.py describes its layers"
+                f"note: the sandbox runs without {', '.join(self.missing)}: see snug/sandbox/__init__.py"
             )
 
     def close(self):

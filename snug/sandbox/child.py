@@ -1,6 +1,7 @@
 """The keeper and its workers: the processes that import the target of a Sandbox.
 
-`python -m snug.sandbox.child SOCKET PARENT` is a keeper: the number of its socket's file, and the process that it serves.
+`python -m snug.sandbox.child SOCKET PARENT` is a keeper: the number of its socket's file, and the process that it
+serves.
 """
 
 import gc

@@ -80,7 +80,14 @@ def die_with(parent):
 
 def readable():
     """All that executed code may read: folders of Python, its packages and shared libraries, each with a "/" behind."""
-    places = [f"{sys.base_prefix}/lib", "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"]
+    places = [
+        f"{sys.base_prefix}/lib",
+        "/lib",
+        "/lib64",
+        "/usr/lib",
+        "/usr/lib64",
+        "/usr/share/zoneinfo",
+    ]
     places += [place for place in sys.path if place.endswith(("/site-packages", "/dist-packages"))]
     return tuple(f"{place}/" for place in places if os.access(place, os.R_OK))
 

@@ -77,7 +77,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         # A stop token is special, whatever its flags say.
         backend.add_special_tokens([added[i].content for i in stop_tokens if not added[i].special])
-        self.special = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        self.special = {
+            t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special
+        }
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Text -> ids, never of special tokens: a prompt that spells <|endoftext|> gets those 13 characters.
@@ -237,7 +239,9 @@ def tokenizer_of(folder, files) -> Tokenizer:
         if "strftime_now" in template:
             today = datetime.now().date().isoformat().encode()
             # A checkpoint keeps the day of its run, so that its prompts stay the same.
-            names["strftime_now"] = datetime.fromisoformat(files.setdefault(DATE, today).decode()).strftime
+            names["strftime_now"] = datetime.fromisoformat(
+                files.setdefault(DATE, today).decode()
+            ).strftime
         tokenizer.chat = Chat(template, names, tokenizer.special)
         end = tokenizer.special.get(tokenizer.chat.end)
         if end not in (None, *stop_tokens):
@@ -257,7 +261,9 @@ def stop_ids(backend, values):
     known = [i for i in ids if i in added]
     known = known or [i for i in map(backend.token_to_id, ENDS) if i in added][:1]
     if not known:
-        raise SnugError("no added token ends a completion; name one as eos_token in tokenizer_config.json")
+        raise SnugError(
+            "no added token ends a completion; name one as eos_token in tokenizer_config.json"
+        )
     return tuple(dict.fromkeys(known))
 
 

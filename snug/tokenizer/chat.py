@@ -63,7 +63,9 @@ class Chat:
                 raise SnugError(
                     f"chat_template_kwargs: the chat template has no variable {name!r:.60}; leave it out"
                 )
-            defaults += f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
+            defaults += (
+                f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
+            )
         if not self.source.startswith(defaults):  # a resumed run's template has them already
             self.source = defaults + self.source
 
