@@ -112,7 +112,10 @@ class Task:
             row = self.propose(rng)
             if row and split_of(self.identity(row)) == split:
                 return row
-        raise SnugError(f"no {split} prompt in {MAX_PROPOSALS:,} tries; loosen the options of the task")
+        task = self.settings.task
+        raise SnugError(
+            f"task={task}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options"
+        )
 
     def rewards(self, prompts: list, completions: list, **columns: list) -> list[float]:
         """1.0 for each right completion that stopped, else 0.0.

@@ -46,7 +46,7 @@ BAD = {
     "sample.py out/nowhere": "out/nowhere: there is no such run",
     "sample.py --prompt": "--prompt: expected one argument",
     "evaluate.py out/nowhere": "out/nowhere: there is no such run",
-    "report.py out/nowhere": "is out/nowhere a run's folder? out/nowhere/log.jsonl has no iteration yet",
+    "report.py out/nowhere": "out/nowhere: log.jsonl, settings.json or samples.jsonl cannot be read (log.jsonl has no iteration yet)",
 }
 ALSO_BAD = {  # answered by the same lines of grpo.py, here in this process
     "config/grpo_small.py --batch_size=1.5": "--batch_size takes a whole number, not '1.5'",
@@ -194,7 +194,7 @@ def test_from_warm_start_to_sample(tmp_path):
     assert code == 2 and "a prompt of 16 tokens + max_new_tokens=1 is longer than block_size=16" in err
     code, out, _ = command(HOME / "report.py", "a/grpo", "a/sft", cwd=tmp_path)
     assert code == 0 and "mem_max_alloc_mb_train" in out and "mem_max_alloc_mb_rollout" in out
-    assert "Memory timeline, grpo" in (tmp_path / "a/grpo/report.html").read_text()
+    assert "Memory timeline, a/grpo" in (tmp_path / "a/grpo/report.html").read_text()
 
 
 def test_without_triton_plain_torch_does_everything(tmp_path):

@@ -304,7 +304,7 @@ ERRORS = {
     "tiny/missing": "is no folder here and no public model on the hub: check the name",
     "tiny/model@nowhere": "tiny/model has no such revision: name one of its branches, tags or commits after the @",
     "tiny/gemma": "config.json: model_type='gemma' is not supported",
-    "tiny/pickles": "has no model.safetensors and no model.safetensors.index.json; *.bin files are pickles",
+    "tiny/pickles": "has no model.safetensors and no index of several; *.bin files are pickles",
     "tiny/gguf": "config.json: cannot be read (FileNotFoundError",
     "tiny/a--b": "cannot be downloaded (",
 }
