@@ -102,7 +102,7 @@ def iterate(iteration, training, collect=None):
     rollouts.advantages = settings.reward_coef * advantages.flatten().to(model.device)  # (N,)
 
     # 6. Learn, num_iterations times over. Skip a step that teaches nothing: moments and decay would move the weights.
-    learning_rate, taken, skipped = learning_rate_at(iteration, settings), [], 0
+    learning_rate, taken, skipped, step_of = learning_rate_at(iteration, settings), [], 0, {}
     entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
     teacher = training.teacher if settings.divergence != "sampled" else None  # its head
     for step in [*range(len(cut.steps))] * settings.num_iterations:
@@ -119,7 +119,7 @@ def iterate(iteration, training, collect=None):
     # 9. Evaluate where it is due, log, save.
     processes.add(entropies)
     samples = training.samples(scored, entropies)
-    del scored, rollouts, entropies  # before the evaluation samples its own
+    del scored, rollouts, advantages, entropies, step_of  # before the evaluation samples its own
     record = {"iter": iteration} | mean_of_steps(taken) | metrics
     record |= dict(skipped_steps=skipped, learning_rate=learning_rate)
     record["tokens_per_second"] = record.pop("tokens") / training.meter.stats()["time_rollout_s"]

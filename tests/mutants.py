@@ -96,6 +96,7 @@ MUTANTS = [
     ("evaluations: every piece draws as the first", "evaluate.py", "(numbers.start + first) * group_size", "numbers.start * group_size", "test_evaluate.py"),
     ("evaluations: the first process's samples", "evaluate.py", "[sum(samples, []) for samples in", "[samples[0] for samples in", "test_evaluate.py"),
     # grpo.py
+    ("memory: a rollout outlives its iteration", "grpo.py", "del scored, rollouts, advantages, entropies, step_of", "del scored, rollouts, entropies", "test_grpo.py"),
     ("lora: reference with adapters", "grpo.py", "with adapters_off(reference):", "if True:", "test_lora.py"),
     ("temperature missing in the reference", "grpo.py", "                settings.temperature,\n                n_vocab", "                1.0,\n                n_vocab", "test_grpo.py"),
     ("teacher: rewards taught all the same", "grpo.py", "settings.reward_coef * advantages.flatten()", "advantages.flatten()", "test_teacher.py"),
