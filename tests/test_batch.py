@@ -61,6 +61,7 @@ def test_cut_by_example():
     assert two.steps == [[[1], [0]], [[3], [2]]] and two.sequences(1) == range(2, 4)
     larger = two.within(12)
     assert larger.steps == [[[1, 0]], [[3, 2]]] and larger.largest == 12
+    assert larger.steps != two.steps  # which stay
     assert larger.within(11).steps == two.steps == [[[1], [0]], [[3], [2]]] and two.within(11) is two
     assert Cut(lengths_of((1, 9), (1, 4)), step_size=1).largest == 9  # of all steps
 
