@@ -214,7 +214,7 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
 
 
 def find_teacher(prepared: Prepared) -> Checkpoint:
-    """The teacher, of which no tensor is read yet. Raises SnugError if it is missing, or if its ids mean other
+    """Find the teacher; its tensors are read later. Raises SnugError if it is missing, or if its ids mean other
     texts."""
     name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
     teacher = find_run(name, tensors=())
