@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.addition import Addition, AdditionOptions
+from data.code import Code, CodeOptions
 from data.countdown import Countdown, CountdownOptions
 from data.gsm8k import GSM8K
 from data.jsonl import Jsonl
@@ -35,11 +36,12 @@ TASKS = {
     "gsm8k": GSM8K,
     "reasoning_gym": ReasoningGym,
     "jsonl": Jsonl,
+    "code": Code,
 }
 
 
 @dataclass
-class TaskOptions(AdditionOptions, CountdownOptions, FileOptions, GymOptions):
+class TaskOptions(AdditionOptions, CountdownOptions, FileOptions, CodeOptions, GymOptions):
     """What the model learns and how it is scored."""
 
     task: str = option("addition", "the task: prompts, demonstrations and reward", choices=tuple(TASKS))

@@ -1,4 +1,4 @@
-"""Files of rows. The ending says what is in one: .csv, .tsv, .parquet; otherwise JSON.
+"""Files of rows. The ending says what is in one: .csv, .tsv, .parquet; otherwise JSON, packed if it is .gz.
 
     read_file("prompts.csv")  # -> [("prompts.csv:2", {"prompt": "2+2=", "answer": 4}), ...]
 
@@ -11,6 +11,7 @@ Left out: files that do not fit in memory. Tests: tests/test_jsonl.py.
 """
 
 import csv
+import gzip
 import io
 import json
 import re
@@ -35,6 +36,8 @@ def read_file(path: str, remedy: str = ""):
 
             return numbered(path, read_table(path).to_pylist())
         content = path.read_bytes()
+        if kind == ".gz":
+            content = gzip.decompress(content)
     try:
         text = content.decode(json.detect_encoding(content))  # UTF-8, or UTF-16 as Windows writes it
     except UnicodeDecodeError as error:

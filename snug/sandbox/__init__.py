@@ -47,20 +47,20 @@ not root, it can read and change all that this user can. A Sandbox is not thread
 Tests: tests/test_sandbox.py, with tests/attacks.py.
 """
 
-import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from typing import NamedTuple
 
 from snug.sandbox import linux
 from snug.sandbox.channel import Channel, Lost, SandboxError
 
 LAYERS = ("user", "limits", "audit", "landlock", "seccomp")
-note = functools.cache(functools.partial(print, file=sys.stderr))  # each text once in this process
+note = cache(partial(print, file=sys.stderr))  # each text once in this process
 LIMIT = 120.0  # seconds for imports and for a trusted task; for an untrusted one beyond its timeout
 
 
@@ -101,6 +101,26 @@ class Sandbox:
             except Lost as error:
                 replies.append([None, str(error)])
         return [Result(*reply) for reply in replies]
+
+    @contextmanager
+    def conversation(self, method: str):
+        """Run method(first message, ask) of the target in a confined process of its own, beside this one.
+
+        -> a function: message, as JSON has it -> Result of the text that the process answers with. `ask` does the same
+        on the other side. timeout is that of the conversation as a whole; afterwards the process is killed.
+        """
+        try:
+            yield partial(self.answer, method)
+        finally:
+            self.answer(method, None, "end")
+
+    def answer(self, method: str, message, kind="ask") -> Result:
+        replies = []
+        try:
+            self.request(kind, method, [message], replies)
+        except Lost as error:
+            return Result(None, str(error))
+        return Result(*replies[0] or (None, ""))
 
     def request(self, kind: str, method: str, tasks: list, replies: list):
         """Append a reply for each task to `replies`. After an error the keeper is killed: it may still send replies."""

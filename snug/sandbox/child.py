@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 from snug.options import described
 from snug.sandbox.channel import Channel, Lost
@@ -32,13 +33,20 @@ def keep(file, parent):
         gc.collect()
         gc.freeze()  # the collector does not write to these objects any more, so forks share their memory
         channel.send([confinement.missing, ""])
+        conversation = None
         while True:
             kind, name, tasks = channel.receive()
             method = getattr(target, name)
             if kind == "call":
                 values = (method(*task) for task in tasks)
-            else:
+            elif kind == "run":
                 values = results(method, tasks, timeout, confinement)
+            elif kind == "ask":
+                conversation = conversation or Conversation(method, timeout, confinement)
+                values = map(conversation.answer, tasks)
+            else:
+                conversation = conversation and conversation.end()
+                values = [None]
             for value in values:
                 channel.send([value, ""])
     except Exception as error:
@@ -50,15 +58,10 @@ def results(method, tasks, seconds, confinement):
     most = len(tasks) if "audit" in confinement.layers else 1  # nothing else announces executed code
     while tasks:
         batch, used_up = tasks[:most], False
-        end, theirs = socket.socketpair()
-        channel = Channel(end, seconds)
-        pid = os.fork()
-        if pid == 0:
-            work(method, batch, theirs.fileno(), confinement)
-        theirs.close()
+        pid, channel = fork(partial(work, method, batch), seconds, confinement)
         try:
             while batch and not used_up:
-                result, used_up = result_of(channel)
+                result, used_up = result_of(channel, time.monotonic() + seconds)
                 del batch[0], tasks[0]
                 yield result
         finally:
@@ -66,9 +69,38 @@ def results(method, tasks, seconds, confinement):
             channel.close()
 
 
-def result_of(channel):
-    """-> ([value, error] of a worker's next task, must the worker end?)."""
-    deadline = time.monotonic() + channel.seconds  # of the task as a whole
+class Conversation:
+    """A worker and the time when it must be over."""
+
+    def __init__(self, method, seconds, confinement):
+        self.pid, self.channel = fork(partial(talk, method), seconds, confinement)
+        self.deadline = time.monotonic() + seconds
+
+    def answer(self, message):
+        """-> [what the worker says to a message, error]."""
+        try:
+            self.channel.send(message)
+        except Lost as error:
+            return [None, str(error)]
+        return result_of(self.channel, self.deadline)[0]
+
+    def end(self):
+        kill(self.pid)
+        self.channel.close()
+
+
+def fork(function, seconds, confinement):
+    """A worker that calls function(confine), which never returns -> its process, our end of its socket."""
+    end, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        function(partial(confinement.apply, theirs.fileno(), confinement.layers))
+    theirs.close()
+    return pid, Channel(end, seconds)
+
+
+def result_of(channel, deadline):
+    """-> ([value, error] of a worker's next task, must the worker end?). deadline: of the task as a whole."""
     try:
         message = channel.receive(LONGEST, deadline)
         executed = message == json.loads(EXECUTED)
@@ -91,18 +123,43 @@ def kill(worker):
     os.waitpid(worker, 0)
 
 
-def work(method, tasks, file, confinement):
+def work(method, tasks, confine):
     """What a worker does: it writes [value, error] for each task. Never returns."""
     try:
-        confinement.apply(file, confinement.layers)
+        confine()
         for task in tasks:
             try:
-                line = json.dumps([method(*task), ""])
+                say([method(*task), ""])
             except Exception as error:  # SystemExit and KeyboardInterrupt end the process
-                line = json.dumps([None, described(error)])
-            os.write(PIPE, line.encode() + b"\n")
+                say([None, described(error)])
     finally:
         os._exit(0)
+
+
+def talk(method, confine):
+    """What the worker of a conversation does: method(first message, ask). Never returns."""
+    try:
+        confine()
+        method(heard(), ask)
+    finally:
+        os._exit(0)
+
+
+def ask(text):
+    """A worker's text for the process that opened the conversation -> the next message."""
+    say([text, ""])
+    return heard()
+
+
+def say(result):
+    os.write(PIPE, json.dumps(result).encode() + b"\n")
+
+
+def heard():
+    line = b""
+    while not line.endswith(b"\n"):
+        line += os.read(PIPE, 2**16) or os._exit(0)
+    return json.loads(line)
 
 
 if __name__ == "__main__":

