@@ -117,14 +117,12 @@ TRAINING = [
     family("top_k(values, k)",
         "Return a list of the `k` $extreme numbers in `values`, in $order order. Equal numbers count "
         "$once. If there are fewer than `k`, return $few.", """
-        found = sorted($once, reverse=$extreme)
-        if len(found) < k:
-            found = $few
-        return sorted(found[:k], reverse=$order)""",
+        found = sorted($once, reverse=$extreme)[:k]
+        return sorted(found, reverse=$order)$few""",
         extreme={"largest": "True", "smallest": "False"},
         order={"ascending": "False", "descending": "True"},
         once={"once": "set(values)", "separately": "values"},
-        few={"all of them": "found", "an empty list": "[]"}),
+        few={"all of them": "", "an empty list": " if len(found) == k else []"}),
     family("most_common(values)",
         "Return the number that occurs $often in `values`. If there are several, return the $tie of "
         "them. If `values` is empty, return $empty.", """
@@ -372,7 +370,7 @@ TRAINING = [
     family("extreme_names(scores)",
         "`scores` is a dict from names to numbers. Return $form with the $which number. $kept If there "
         "is none, return $empty.", """
-        kept = {name: v for name, v in scores.items() if v >= $kept}
+        kept = {name: v for name, v in scores.items()$kept}
         if not kept:
             return $empty
         best = $which(kept.values())
@@ -380,5 +378,6 @@ TRAINING = [
         return $form""",
         form={"the sorted list of the names": "names", "the alphabetically first name": "names[0]",
             "the count of names": "len(names)"},
-        which=EXTREME, kept={"": "0", "Ignore numbers less than 2.": "2"}, empty=either("None", "-1")),
+        which=EXTREME, kept={"": "", "Ignore numbers less than 2.": " if v >= 2"},
+        empty=either("None", "-1")),
 ]

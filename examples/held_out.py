@@ -119,8 +119,8 @@ HELD_OUT = [
         side={"before": ":i", "after": "i + 1:"}, which={"first": "find", "last": "rfind"},
         missing={"the whole `text`": "text", "an empty string": "''", "None": "None"}),
     family("shift(letters, k)",
-        "Replace each letter in `letters` by the one `k` places $way in the alphabet ($wrap). $case "
-        "All other characters are $other.", """
+        "Replace each letter in `letters` by the one `k` places $way in the alphabet (`a` and `z` are "
+        "neighbours). $case All other characters are $other.", """
         alphabet = "abcdefghijklmnopqrstuvwxyz"
         result = ""
         for c in letters:
@@ -130,7 +130,7 @@ HELD_OUT = [
             else:
                 result += $other
         return result""",
-        way={"later": "+", "earlier": "-"}, wrap={"`a` and `z` are neighbours": ""},
+        way={"later": "+", "earlier": "-"},
         other={"kept": "c", "left out": "''"},
         case={"Upper case stays upper case.": "new.upper() if c.isupper() else new",
             "The result has lower case only.": "new",
