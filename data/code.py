@@ -21,13 +21,13 @@ Tests: tests/test_code.py.
 import ast
 import builtins
 import re
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 from data.programs import POOL, is_test, judge, missing_layers
 from data.rows import FileTask
 from data.task import text_of
-from snug.options import SnugError, described, option
+from snug.options import SnugError, option
 
 # EvalPlus' (Liu et al. 2023), whose figures the models' reports have.
 INSTRUCTION = (
@@ -65,29 +65,27 @@ class Code(FileTask):
     def row_of(self, value):
         """-> what a file has, and prompt; head: its code; solution; names, setup, tests: of `judge`."""
         head = None
-        with python("its test"):
-            match value:
-                case {"prompt": str(prompt), "entry_point": str(name), "test": str(test)}:
-                    setup, tests = opened(test)
-                    tests.insert(0, f"candidate = {name}")
-                    solution = value.get("canonical_solution", "")
-                case {"test_list": [str(first), *_] as tests, "code": str(solution)}:
-                    setup = value.get("test_setup_code") or "\n".join(value.get("test_imports", []))
-                    prompt = head = f'"""\n{value.get("text") or value.get("prompt")}\n{first}\n"""\n'
-                case {"prompt": str(prompt), "tests": [str(_), *_] as tests}:
-                    setup, solution = value.get("setup", ""), value.get("canonical_solution", "")
-                case _:
-                    own = '{"prompt": text, "tests": ["assert f(1) == 2"]}'
-                    raise ValueError(f"must be a row of HumanEval, of MBPP or {own}, not {value!r:.60}")
-            if head is None:
-                head = prompt if functions(prompt) else ""
-            names = functions(head)[-1:] or called("\n".join([setup, *tests]))
-            if not names or not any(map(is_test, tests)):
-                raise ValueError("its tests call no function, or have no assert")
+        match value:
+            case {"prompt": str(prompt), "entry_point": str(name), "test": str(test)}:
+                setup, tests = opened(test)
+                tests.insert(0, f"candidate = {name}")
+            case {"text": str(text), "test_list": [str(first), *_] as tests}:
+                setup, prompt = value.get("test_setup_code", ""), f'"""\n{text}\n{first}\n"""\n'
+                head = prompt
+            case {"prompt": str(prompt), "tests": [str(_), *_] as tests}:
+                setup = value.get("setup", "")
+            case _:
+                own = '{"prompt": text, "tests": ["assert f(1) == 2"]}'
+                raise ValueError(f"must be a row of HumanEval, of MBPP or {own}, not {value!r:.60}")
+        if head is None:
+            head = prompt if functions(prompt) else ""
+        names = functions(head)[-1:] or called("\n".join([setup, *tests]))
+        if not names or not any(map(is_test, tests)):
+            raise ValueError("its tests call no function, or have no assert")
         if head and self.settings.chat:
             prompt = f"{INSTRUCTION}\n```python\n{head.strip()}\n```"
-        own = dict(prompt=prompt, head=head, solution=solution)
-        return value | own | dict(setup=f"{head}\n{setup}", names=names, tests=tests)
+        row = value | dict(prompt=prompt, head=head, setup=f"{head}\n{setup}", names=names, tests=tests)
+        return row | dict(solution=value.get("canonical_solution") or value.get("code", ""))
 
     def identity(self, row):
         return row["prompt"]
@@ -126,18 +124,9 @@ def refuse_unconfined():
         )
 
 
-@contextmanager
-def python(what: str):
-    """Raises ValueError where `what` is no Python."""
-    try:
-        yield
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{what} is no Python: {described(error)}") from None
-
-
 def functions(prompt: str) -> list[str]:
     """Names of the functions that a prompt begins or defines; none if it is no code."""
-    with suppress(SyntaxError, ValueError):
+    with suppress(SyntaxError):
         return [node.name for node in ast.parse(prompt).body if isinstance(node, ast.FunctionDef)]
     return []
 

@@ -29,7 +29,6 @@ from numbers import Integral, Real
 from snug.options import described
 from snug.sandbox import Result, Sandbox
 
-MEMORY_MB = 1024
 MAX_ERROR = 300  # characters
 CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -167,24 +166,16 @@ def from_plain(value):
 # ----------------------------------------------------------------------------------------------------------------------
 # The processes of a thread
 
-
-class OfAThread(threading.local):
-    """A sandbox dies with the thread that started it, so the threads of the pool stay."""
-
-    def __init__(self):
-        self.sandboxes = {}
-
-
-POOL, THREAD = ThreadPoolExecutor(min(8, os.cpu_count())), OfAThread()
+POOL, THREAD = ThreadPoolExecutor(min(8, os.cpu_count())), threading.local()
 
 
 def sandbox(target, seconds) -> Sandbox:
-    """This thread's, which executes `target`."""
-    name = f"{__name__}:{target.__name__}"
-    key = name, seconds
-    if key not in THREAD.sandboxes:
-        THREAD.sandboxes[key] = Sandbox(name, timeout=seconds, memory_mb=MEMORY_MB)
-    return THREAD.sandboxes[key]
+    """This thread's, which has `target`. It dies with the thread that started it, so the threads of a pool stay."""
+    boxes = vars(THREAD).setdefault("boxes", {})
+    if (target, seconds) not in boxes:
+        name = f"{target.__module__}:{target.__name__}"
+        boxes[target, seconds] = Sandbox(name, timeout=seconds)
+    return boxes[target, seconds]
 
 
 def missing_layers() -> list[str]:

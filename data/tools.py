@@ -28,7 +28,6 @@ import io
 import json
 import operator
 import re
-import threading
 import traceback
 import types
 import typing
@@ -41,8 +40,8 @@ from fractions import Fraction
 from data import imported
 from data.calls import OutOfTime, complete, name_of
 from data.countdown import MAX_CHARS, NODES, value_of
+from data.programs import sandbox
 from snug.options import in_one_line
-from snug.sandbox import Sandbox
 from snug.tokenizer.chat import well_formed
 
 MAX_BITS = 4000  # of a power in `calc`
@@ -145,7 +144,7 @@ def python(code: str) -> str:
     Args:
         code: the code; it can import installed packages, and cannot use other files, processes or the network
     """
-    [(text, error)] = POOL.submit(lambda: THREAD.sandbox.run("run", [[code]])).result()
+    [(text, error)] = POOL.submit(lambda: interpreter().run("run", [[code]])).result()
     if error:
         raise ValueError(error)
     printed, problem = json.loads(text)
@@ -158,15 +157,12 @@ class Problem(Exception):
     """Of a tool: the model reads its text as it is."""
 
 
-class OfAThread(threading.local):
-    """A sandbox dies with the thread that started it. So the threads of the pool stay, and each has its own."""
-
-    def __init__(self):
-        self.sandbox = Sandbox("data.tools:Interpreter", timeout=PYTHON_SECONDS)
-
-
-POOL, THREAD = ThreadPoolExecutor(16), OfAThread()
+POOL = ThreadPoolExecutor(16)
 TOOLS = {"calc": calc, "python": python}
+
+
+def interpreter():
+    return sandbox(Interpreter, PYTHON_SECONDS)
 
 
 class Interpreter:
@@ -197,7 +193,7 @@ def load_tools(specs: Sequence[str], functions: Mapping[str, Callable] = NONE) -
         tool = imported(spec, "tools", advice, known)
         tools[name_of(tool)] = tool
         if tool is python:
-            POOL.submit(lambda: THREAD.sandbox.start()).result()
+            POOL.submit(lambda: interpreter().start()).result()
     return tools
 
 

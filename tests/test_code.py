@@ -22,12 +22,15 @@ OWN = dict(prompt=HEAD, tests=["assert f(1) == 2", "assert f(half(4)) == 3"], ca
 CHECK = "def check(candidate):\n    import math\n    assert True\n    for i in range(3):\n        assert candidate(i) == i + 1\n"
 CHECK = f"LIMIT = 5\n\n{CHECK}    y = candidate(half(2))\n    assert y == math.floor(2.5)\n    assert f(LIMIT) == 6\n"
 HUMAN_EVAL = dict(task_id="T/0", prompt=HEAD, entry_point="f", canonical_solution=BODY, test=CHECK)
-MBPP = dict(text="Add one.", code=f"def f(x):\n{BODY}", test_list=OWN["tests"][:1], test_setup_code="")
-SANITIZED = dict(prompt="Add one.", code=MBPP["code"], test_list=["assert floor(f(1)) == 2"])
-SANITIZED["test_imports"] = ["from math import floor"]
+MBPP = dict(
+    text="Add one.",
+    code=f"def f(x):\n{BODY}",
+    test_list=["assert f(1) == 2", "assert floor(f(4)) == 5"],
+    test_setup_code="from math import floor",
+)
 IN_WORDS = dict(prompt="Write f, which adds one.", tests=["assert f(1) == 2", "assert set([f(4)]) == {5}"])
 IN_WORDS["canonical_solution"] = MBPP["code"]
-ROWS = dict(human_eval=HUMAN_EVAL, mbpp=MBPP, sanitized=SANITIZED, own=OWN, in_words=IN_WORDS)
+ROWS = dict(human_eval=HUMAN_EVAL, mbpp=MBPP, own=OWN, in_words=IN_WORDS)
 
 
 def written(tmp_path, rows, name="rows.jsonl"):
@@ -133,11 +136,11 @@ def test_what_tests_call_is_what_nobody_defines():
     [
         (dict(prompt="a"), "must be a row of HumanEval, of MBPP or"),
         (dict(prompt="a", tests=[]), "must be a row"),
-        (dict(prompt="a", tests=["assert f(1) =="]), "no Python: SyntaxError: invalid syntax"),
+        (dict(prompt="a", tests=["assert f(1) =="]), "invalid syntax"),
         (dict(prompt="a", tests=["f(1)"]), "have no assert"),
         (dict(prompt="a", tests=["assert 1 == 1"]), "call no function"),
         (HUMAN_EVAL | dict(test="def test(): pass"), "has no function check"),
-        (HUMAN_EVAL | dict(test="def check("), "no Python"),
+        (HUMAN_EVAL | dict(test="def check("), "was never closed"),
     ],
 )
 def test_rows_that_are_refused(tmp_path, row, problem):
