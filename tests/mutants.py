@@ -45,6 +45,12 @@ MUTANTS = [
     ("calls: a late coroutine goes on", "data/calls.py", "        future.cancel()\n", "", "test_tools.py"),
     ("calls: one alarm", "data/calls.py", "seconds, AGAIN)", "seconds)", "test_reward.py"),
     ("calls: a loop for each coroutine", "data/calls.py", "@cache\n", "", "test_tools.py test_reward.py"),
+    # data/code.py
+    ("code: the last block wins, whatever it defines", "data/code.py", "*blocks, *ours][-1]", "*blocks][-1]", "test_code.py"),
+    ("code: the first block", "data/code.py", "*blocks, *ours][-1]", "*ours, *blocks][-1 - len(ours)]", "test_code.py"),
+    ("code: what follows a function is executed", "data/code.py", "NEXT.split(completion[:MAX_PROGRAM])[0]", "completion[:MAX_PROGRAM]", "test_code.py"),
+    ("code: Landlock alone must be there", "data/code.py", '{"landlock", "seccomp"} <=', '{"landlock"} <=', "test_code.py"),
+    ("code: a prompt's helpers are tested", "data/code.py", "functions(head)[-1:]", "functions(head)[:1]", "test_code.py"),
     # data/episodes.py
     ("episodes: one turn too many", "data/episodes.py", "if self.turns == self.toolbox", "if self.turns - 1 == self.toolbox", "test_episodes.py"),
     ("episodes: a turn that is cut off is lost", "data/episodes.py", "if self.sampled < len(sampled):", "if False:", "test_episodes.py"),
@@ -62,6 +68,13 @@ MUTANTS = [
     ("episodes: a long prompt loses messages to its first text", "data/episodes.py", "[*prompt[:-1], last |", "[*prompt[:1], last |", "test_episodes.py"),
     # data/jsonl.py
     ("a boolean is a number", "data/jsonl.py", "NUMBERS = (int, float)", "NUMBERS = (int, float, bool)", "test_jsonl.py"),
+    # data/programs.py
+    ("code: tests go on behind a statement that failed", "data/programs.py", "if not counts:", "if False:", "test_code.py"),
+    ("code: asserts that cannot fail count", "data/programs.py", "any(not isinstance(node.test, ast.Constant) for node in asserts)", "bool(asserts)", "test_code.py"),
+    ("code: other values are None", "data/programs.py", 'if name != "object" else object()', 'if name != "object" else None', "test_code.py"),
+    ("code: a tuple arrives as a list", "data/programs.py", '"tuple": tuple', '"tuple": list', "test_code.py"),
+    ("code: any reply is JSON", "data/programs.py", "with suppress(ValueError, TypeError, RecursionError):", "with suppress(RecursionError):", "test_code.py"),
+    ("code: what a program raised is lost", "data/programs.py", "raise kind(text) if raises else RuntimeError(problem)", "raise RuntimeError(problem)", "test_code.py"),
     # data/reasoning_gym.py
     ("gym: any score is right", "data/reasoning_gym.py", "score >= RIGHT", "score > 0", "test_gym.py"),
     # data/rewards.py
@@ -439,6 +452,8 @@ MUTANTS = [
     ("sandbox: without the audit hook too", "snug/sandbox/child.py", ' if "audit" in confinement.layers else 1', "", "test_sandbox.py"),
     ("sandbox: forks outlive their worker", "snug/sandbox/child.py", "for send in (os.killpg, os.kill):", "for send in (os.kill,):", "test_sandbox.py"),
     ("sandbox: a time limit for each of two messages", "snug/sandbox/child.py", "            message = channel.receive(LONGEST, deadline)", "            message = channel.receive(LONGEST)", "test_sandbox.py"),
+    ("sandbox: a conversation never ends", "snug/sandbox/child.py", "self.deadline = time.monotonic() + seconds", "self.deadline = time.monotonic() + 20 * seconds", "test_code.py"),
+    ("sandbox: one worker for all conversations", "snug/sandbox/child.py", "conversation = conversation and conversation.end()", "pass", "test_code.py"),
     # snug/sandbox/confine.py
     ("sandbox: the hook opens any file", "snug/sandbox/confine.py", "if not inside or event", "if event", "test_sandbox.py"),
     ("sandbox: dots lead out of a folder", "snug/sandbox/confine.py", ' and "/.." not in path', "", "test_sandbox.py"),
