@@ -108,6 +108,9 @@ MUTANTS = [
     ("evaluations move the generators", "evaluate.py", "    restore_generators(generators)\n", "", "test_scoring.py"),
     ("evaluations: every piece draws as the first", "evaluate.py", "(numbers.start + first) * group_size", "numbers.start * group_size", "test_evaluate.py"),
     ("evaluations: the first process's samples", "evaluate.py", "[sum(samples, []) for samples in", "[samples[0] for samples in", "test_evaluate.py"),
+    # examples/functions.py
+    ("functions: tests that tell no sibling", "examples/functions.py", "return sum(sibling(arguments) != result for sibling in siblings), ", "return 0, ", "test_functions.py"),
+    ("functions: no test of an empty input", "examples/functions.py", "max(empty[:1] or pool,", "max(pool,", "test_functions.py"),
     # grpo.py
     ("memory: a rollout outlives its iteration", "grpo.py", "del scored, rollouts, advantages, entropies, step_of", "del scored, rollouts, entropies", "test_grpo.py"),
     ("lora: reference with adapters", "grpo.py", "with adapters_off(reference):", "if True:", "test_lora.py"),
