@@ -17,6 +17,7 @@ from snug.device.cuda import padded, upload
 from snug.device.processes import ONE_PROCESS
 from snug.kernels.segments import Segments
 from snug.memory.ledger import COMPONENTS
+from snug.options.progress import counted
 
 COMPONENTS[__name__] = "micro-batch"  # the name in --plan's table
 
@@ -145,7 +146,8 @@ class Cut:
 
     def dealt(self, micro_batches: list[list[int]], model):
         """The micro-batches that this process runs the model on."""
-        return self.processes.dealt(micro_batches, self.rank_of, model)
+        dealt = self.processes.dealt(micro_batches, self.rank_of, model)
+        return counted(dealt, "micro-batches", total=-(-len(micro_batches) // self.processes.size))
 
 
 def places_of(sequences) -> list[np.ndarray]:

@@ -25,10 +25,12 @@ from runs.log import finite, write_whole
 from runs.prepare import Prepared
 from settings import EvaluateSettings
 from snug.options import friendly_errors, in_one_line, plain, read_settings
+from snug.options.progress import phase, say, speak
 from snug.pretrained.hub import hub_name
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
+        speak()
         options, given, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
         prepared, file = prepare_evaluation(options, given, folder)
 
@@ -68,7 +70,8 @@ def sample_held_out(model, prepared, limits: Limits, n=1, temperature=1.0, seed=
             )
         return samples
 
-    return sample(1, 0.0), sample(n, temperature) if temperature else []
+    with phase("evaluation", len(rows) * (1 + n * bool(temperature)), "completions"):
+        return sample(1, 0.0), sample(n, temperature) if temperature else []
 
 
 def sample_and_score(model, prepared, rows, group_size, **options):
@@ -210,9 +213,9 @@ def main(options: EvaluateSettings, prepared: Prepared, file: Path | None, run=N
             with in_one_line(f"{file} cannot be written"):
                 write_whole(file, "".join(lines))
     finally:  # a full disk does not lose the scores
-        print(plain("\n".join(table(summary))), flush=True)
+        say(plain("\n".join(table(summary))))
     if file:
-        print(f"samples in {file}", flush=True)
+        say(f"samples in {file}")
     return summary
 
 

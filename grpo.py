@@ -16,9 +16,11 @@ import sys
 from runs.prepare import prepare
 from settings import GRPOSettings
 from snug.options import friendly_errors, read_settings
+from snug.options.progress import say, speak
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
+        speak()
         prepared = prepare(*read_settings(GRPOSettings, sys.argv[1:])[:2])
 
 import torch
@@ -47,7 +49,7 @@ def main(prepared):
     """Make the warm start if it is missing; then train as the settings say -> False if a signal stopped it."""
     settings = prepared.settings
     if prepared.warm_start and not settings.plan:
-        print(f"{settings.init_from} is missing or not finished: making it first", flush=True)
+        say(f"{settings.init_from} is missing or not finished: making it first")
         if not train_sft.main(prepared.warm_start):
             return False
         prepared.origin = open_checkpoint(settings.init_from)

@@ -10,8 +10,7 @@ logits in bfloat16 may: products of another number of rows may round otherwise. 
 With `respond` a completion is an episode of several turns: a tool or an environment answers at the end of a turn. The
 answer is written behind the row's own keys and values, and sampling goes on: nothing is read twice.
 
-Left out: top-k and top-p (training draws from the whole policy), beams, speculative decoding.
-Test: pytest tests/test_sample.py
+Left out: top-k, top-p (training draws from the whole policy), beams, speculation. Test: pytest tests/test_sample.py
 """
 
 import sys
@@ -25,15 +24,16 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     from runs.checkpoint import find_run
     from settings import SampleSettings
     from snug.options import friendly_errors, read_settings
+    from snug.options.progress import speak
 
     with friendly_errors():
+        speak(sys.stderr)
         settings, given, folder = read_settings(SampleSettings, sys.argv[1:], positional="folder")
         run = find_run(folder)
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from tqdm import tqdm
 
 from batch import Sequences
 from data import make_task
@@ -46,6 +46,7 @@ from settings import PRETRAINED_LENGTH, GRPOSettings
 from snug.decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
 from snug.memory.ledger import unwatched
 from snug.options import SnugError, merge_options, plain
+from snug.options.progress import phase
 
 REPLIES = 16  # calls of `respond` at a time
 
@@ -67,9 +68,7 @@ class Rollouts:
     prompt_lengths: torch.Tensor  # (N,)
     completion_lengths: torch.Tensor  # (N,), the stop token and what `respond` wrote included
     sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 where mask is 0
-    mask: (
-        torch.Tensor
-    )  # (N, T_c), 1 on every sampled token, the stop token too; 0 where `respond` wrote
+    mask: torch.Tensor  # (N, T_c), 1 where sampled, the stop token too; 0 where `respond` wrote
     stopped: torch.Tensor  # (N,) boolean: ended with the stop token or a stop string, not cut off
     advantages: torch.Tensor | None = None  # (N,)
     old_logprobs: torch.Tensor | None = None  # (N, T_c)
@@ -158,8 +157,7 @@ def sample_groups(
     completion is cut off.
 
     max_batch: completions decoded at a time (default all), which bounds the KV cache. chunk_mb: MiB that logits may
-    take (0: the device's default). first_row: the number of the first row, to continue an earlier call. enforce_eager:
-    no CUDA graphs. In a terminal a bar appears after 3 seconds.
+    take (0: the device's default). first_row: the first row's number, to continue a call. enforce_eager: no CUDA graphs.
 
     Raises ValueError if a prompt is empty, SnugError if one leaves no room for max_new_tokens within block_size.
     """
@@ -202,16 +200,16 @@ def check_prompts(prompts, max_new_tokens, block_size):
 
 
 def decode(batch):
-    """Step until all completions are over, and show how many are."""
-    with tqdm(
-        total=batch.N, desc="sampling", unit=" completions", delay=3, leave=False, disable=None
-    ) as bar:
-        while active := batch.refill():
+    """Step until all completions are over."""
+    with phase("sampling", batch.N, "completions") as bar:
+        before = bar.n
+        while batch.refill():
             for _ in range(LOOK_EVERY[batch.kind]):
                 # Metering costs time on a CPU, and a step's memory changes slowly: meter every 16th step.
                 with unwatched() if batch.steps % 16 else nullcontext():
                     batch.step()
-            bar.update(batch.next_sequence - active - bar.n)
+            bar.update(before + batch.done() - bar.n)
+        bar.update(before + batch.N - bar.n)
 
 
 def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
@@ -247,8 +245,7 @@ def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
 def generate_naive(
     model, prompt, longest, temperature=1, stop_token=None, seed=0, row=0, is_over=None, respond=None
 ):
-    """Row `row` of sample_groups without cache and batch, every token from a whole forward -> (ids, log-probs; None:
-    written by `respond`)."""
+    """Row `row` of sample_groups, every token from a whole forward -> (ids, log-probs; None: written by `respond`)."""
     tokens, logprobs, begin = list(prompt), [], len(prompt)
     uniform = uniforms(seed, [row], range(longest))[0]
     while len(logprobs) < longest:

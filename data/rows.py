@@ -17,6 +17,7 @@ from functools import lru_cache
 from data.files import read_file
 from data.task import Task, hash_of, split_of
 from snug.options import SnugError, find_path, in_one_line, option
+from snug.options.progress import counted, phase
 
 ENOUGH = 20  # test rows
 
@@ -56,6 +57,7 @@ class FileTask(Task):
         """What a file has for a row -> the row. Raises ValueError if it is wrong."""
         raise NotImplementedError
 
+    @phase("reading the data")
     def read(self, path: str):
         """A file -> its rows, at least one. Raises SnugError."""
         rows = []
@@ -132,7 +134,8 @@ class FileTask(Task):
     def longest(self, encode):
         if not self.prompt_lengths:  # a run has one tokenizer
             rows = self.rows["train"] + self.rows["test"]
-            prompts, self.answer_lengths = zip(*(self.tokens(row, encode) for row in rows), strict=True)
+            counts = (self.tokens(row, encode) for row in counted(rows, "prompts", "reading"))
+            prompts, self.answer_lengths = zip(*counts, strict=True)
             self.longest_at = rows[prompts.index(max(prompts))].place
             self.prompt_lengths = prompts
         return max(self.prompt_lengths), max(self.answer_lengths)

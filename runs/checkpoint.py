@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from settings import PRETRAINED_LENGTH, GRPOSettings, SFTSettings
 from snug.options import SnugError, described, did_you_mean, fields, find_path, plain
+from snug.options.progress import phase
 from snug.pretrained.adapters import find_base
 from snug.pretrained.hub import hub_name, local_folder
 from snug.pretrained.shapes import double_quant, is_pretrained, read_shape
@@ -111,7 +112,7 @@ def damage(path: Path, tensors: Collection[str] = TENSORS):
 
 
 def sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
+    with open(file, "rb") as stream, phase(f"checking {file}"):
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

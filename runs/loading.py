@@ -25,6 +25,7 @@ from snug.kernels import warn_without_kernels
 from snug.kernels.layers import hold_in_nf4
 from snug.kernels.nf4 import weights_of
 from snug.options import SnugError, in_one_line
+from snug.options.progress import counted
 from snug.pretrained.shapes import is_pretrained, stored_dtype
 from snug.pretrained.tensors import opened, read_weights
 from snug.tokenizer import Tokenizer
@@ -152,7 +153,7 @@ def load_into(path: Path, tensors: dict[str, torch.Tensor], rows: dict | None = 
         differ = sorted(name for name in names ^ tensors.keys() if not name.startswith("master."))
         if differ:
             raise SnugError(f"{path}: only the file or only the model has {', '.join(differ[:3])}")
-        for name in names & tensors.keys():
+        for name in counted(names & tensors.keys(), "tensors", "loading"):
             shard = (rows or {}).get(name.partition(".")[2])
             value = file.get_slice(name)[shard] if shard else file.get_tensor(name)
             if value.shape != tensors[name].shape:

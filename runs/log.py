@@ -6,8 +6,8 @@
     log.txt         the console's lines, the error that ended the run, [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
 
-The console shows a line for every iteration of GRPO, and about 25 of SFT. In a terminal a bar below shows the progress,
-the running phase and the time left. If the console is gone, a file cannot be written or a service fails, the log warns
+The console shows a line for every iteration of GRPO, and about 25 of SFT. How far a run is that has nothing to say for
+long, snug/options/progress.py shows there, and not in log.txt. If the console is gone, a file cannot be written or a service fails, the log warns
 once and the training goes on. What a run prints at its end is in ending.py.
 Left out: plots, which report.py makes.
 """
@@ -21,9 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception
 
-from tqdm import tqdm
-
 from snug.options import SnugError, described, in_one_line, plain, told
+from snug.options.progress import say
 
 # What the console shows of a record.
 CONSOLE = {
@@ -63,7 +62,7 @@ def console_line(record: dict, total: int) -> str:
 
 
 class RunLog:
-    """The open files of a run's folder, the progress bar and the services. `iterations` drives the loop and the bar."""
+    """The open files of a run's folder and the services."""
 
     def __init__(self, settings, title: str, start: int = 0, **facts):
         """settings: SFTSettings or GRPOSettings. title: "GRPO" or "SFT".
@@ -87,8 +86,6 @@ class RunLog:
                 )
             options = vars(settings) | facts
             write_whole(folder / "settings.json", json.dumps(options, indent=2) + "\n")
-        shown = dict(disable=None, leave=False, dynamic_ncols=True, smoothing=0)
-        self.bar = tqdm(total=self.max_iters, initial=start, desc=title, **shown)
         self.services = {name: SERVICES[name](settings, title, start) for name in settings.report_to}
         self.call_services("send", None)
 
@@ -101,20 +98,9 @@ class RunLog:
                 told(error) if isinstance(error, SnugError) else "".join(format_exception(error))
             )
         self.call_services("close")
-        self.bar.close()
         for file in self.files.values():
             with suppress(OSError):  # `append` has warned
                 file.close()
-
-    def iterations(self) -> Iterator[int]:
-        """The numbers of the iterations; the bar moves after each."""
-        for iteration in range(self.start, self.max_iters):
-            yield iteration
-            self.bar.update()
-
-    def show(self, phase: str):
-        """Name the current phase in the bar."""
-        self.bar.set_postfix_str(f"{phase:9}")  # as wide as the longest, so that the bar stands still
 
     def say(self, text: str):
         """A line for log.txt and the console."""
@@ -125,8 +111,7 @@ class RunLog:
     def show_line(self, text: str):
         """A line for the console alone."""
         try:
-            tqdm.write(text)
-            sys.stdout.flush()
+            say(text)
         except (OSError, ValueError) as error:  # its reader is gone, as in `| head`; or it is closed
             sys.stdout = open(os.devnull, "w")  # Python flushes it again at exit
             self.to_file(f"warning: the console failed ({described(error)}); going on without it")
@@ -182,7 +167,7 @@ class NoLog(RunLog):
 
     def __init__(self, settings, title: str = "", start: int = 0, **facts):
         self.title, self.start, self.max_iters = title, start, settings.max_iters
-        self.bar, self.services, self.files = tqdm(disable=True), {}, {}
+        self.services, self.files = {}, {}
 
     def ignore(self, *arguments):
         pass

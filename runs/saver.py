@@ -29,6 +29,7 @@ from runs.log import read_log
 from snug.device.processes import ONE_PROCESS
 from snug.memory.ledger import component
 from snug.options import SnugError, in_one_line
+from snug.options.progress import phase
 
 
 class UnsafeState(SnugError):
@@ -90,6 +91,7 @@ class Saver:
         if self.processes.rank == 0:
             self.prune(done)  # also without a write: its score may be new
 
+    @phase("saving")
     def write(self, done: int, progress: dict, last: bool):
         """Write the checkpoint. If that fails, warn; last: raise SnugError."""
         tensors = self.processes.whole_tensors(self.model, tensors_of(self.model, self.optimizer))

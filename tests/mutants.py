@@ -263,6 +263,7 @@ MUTANTS = [
     # snug/decoding/decode_batch.py
     ("LoRA: adapters are cast in every step", "snug/decoding/decode_batch.py", "        layer.cast = A,", "        _ = A,", "test_lora.py"),
     ("LoRA: the trainer has the sampler's copies", "snug/decoding/decode_batch.py", "            layer.cast = None\n", "            pass\n", "test_lora.py"),
+    ("signs of life: completions that go on do not count", "snug/decoding/decode_batch.py", " + int(tokens) // self.max_new_tokens", "", "test_progress.py"),
     ("prompts read ahead are forgotten", "snug/decoding/decode_batch.py", " | (numbers >= self.next_sequence // self.k)", "", "test_sample.py"),
     ("positions one too far", "snug/decoding/decode_batch.py", "(self.prompt_length + self.t)", "(self.prompt_length + self.t + 1)", "test_sample.py"),
     ("slots are not filled again", "snug/decoding/decode_batch.py", "            if not new and not replied:", "            if not replied and (not new or len(idle) < len(sequences)):", "test_sample.py"),
@@ -409,6 +410,17 @@ MUTANTS = [
     ("a choice of one's own is no choice", "snug/options/__init__.py", ' and not (OWN in choices and ":" in item)', "", "test_commands.py"),
     ("a panic of a library is a traceback", "snug/options/__init__.py", 'is_panic = type(error).__name__ == "PanicException"', "is_panic = False", "test_tokenizer.py"),
     ("an error commands the terminal", "snug/options/__init__.py", "return plain(", "return (", "test_log.py"),
+    # snug/options/progress.py
+    ("signs of life: a fast run gets lines too", "snug/options/progress.py", "if not SAID.wait(wait):", "if SAID.wait(wait) or True:", "test_progress.py"),
+    ("signs of life: only the first line", "snug/options/progress.py", "                SAID.clear()\n", "                SAID.clear()\n                SAID.wait()\n", "test_progress.py"),
+    ("signs of life: the first line comes late", "snug/options/progress.py", "wait = FIRST", "wait = EVERY", "test_progress.py"),
+    ("signs of life: every process speaks", "snug/options/progress.py", "if IS_FIRST and not (console", "if not (console", "test_progress.py"),
+    ("signs of life: a terminal gets lines too", "snug/options/progress.py", "IS_FIRST and not (console or sys.stdout).isatty()", "IS_FIRST", "test_progress.py"),
+    ("signs of life: samples among the lines", "snug/options/progress.py", "file=console, flush", "flush", "test_progress.py"),
+    ("signs of life: a resumed run is fast", "snug/options/progress.py", "initial=done, ", "", "test_progress.py"),
+    ("signs of life: an evaluation counts its samplings apart", "snug/options/progress.py", "if total and PHASES and PHASES[-1].unit", "if total and not PHASES and PHASES[-1].unit", "test_progress.py"),
+    ("signs of life: a failed loop goes on for ever", "snug/options/progress.py", "while len(PHASES) > depth:", "if PHASES[-1] is bar:", "test_progress.py"),
+    ("log: the bar names no phase", "snug/options/progress.py", "depth == 1 and not total", "False", "test_log.py"),
     # snug/options/typed.py
     ("model: NaN is a number", "snug/options/typed.py", "fits = 0 < value < LIMIT", "fits = not value <= 0", "test_pretrained.py"),
     # snug/pretrained/adapters.py
@@ -500,7 +512,6 @@ MUTANTS = [
     ("lora: resumed without its adapters", "training/loop.py", "    if resume and settings.lora_rank:\n        load_into", "    if False:\n        load_into", "test_lora.py"),
     ("rewards: Python's generator is not seeded", "training/loop.py", "torch.manual_seed, random.seed, np.random.seed", "torch.manual_seed, np.random.seed", "test_scoring.py"),
     ("rewards: NumPy's generator is not seeded", "training/loop.py", "torch.manual_seed, random.seed, np.random.seed", "torch.manual_seed, random.seed", "test_scoring.py"),
-    ("log: the bar names no phase", "training/loop.py", "meter.show = log.show", "pass", "test_log.py"),
     ("dtype: a GPU is planned in float32", "training/loop.py", "print(show(rehearse, with_dtype(settings, kind)))", "print(show(rehearse, settings))", "test_plan.py"),
     # training/notebook.py
     ("an interrupted run says it is finished", "training/notebook.py", "FinishedRun(prepared.settings, functions, finished)", "FinishedRun(prepared.settings, functions, True)", "test_notebook.py"),

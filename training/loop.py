@@ -35,6 +35,7 @@ from snug.kernels.nf4 import weights_of
 from snug.memory import Limits, MemoryMeter
 from snug.memory.fit import apply, show
 from snug.memory.plan import kind_planned
+from snug.options.progress import phase, say
 from training import parallel
 from training.dry_run import DryRun
 from training.optimizer import make_optimizer
@@ -52,14 +53,14 @@ def run(prepared, title, iterate) -> bool:
         kind = kind_planned(settings.device)
         if kind == "cuda":
             warn_without_kernels()  # the plan is without them too
-        print(show(rehearse, with_dtype(settings, kind)))
+        say(show(rehearse, with_dtype(settings, kind)))
         return True
     processes = parallel.start(settings)
     device = pick_device(processes.device(settings.device), settings.tf32)
     warn_without_kernels()
     with processes:
         settings = with_dtype(settings, device.type)
-        prepared.settings = processes.first(apply(rehearse, settings, device, print))
+        prepared.settings = processes.first(apply(rehearse, settings, device, say))
         with ExitStack() as stack:
             # If rank 0 is refused, all end.
             lock = locked(settings.out_dir)
@@ -75,7 +76,7 @@ def train(prepared, title, iterate, device, processes):
         seed(settings.seed)
     source = resume or prepared.origin
     if source and not processes.rank:
-        print(f"loading {source.path}", flush=True)
+        say(f"loading {source.path}")
     with MemoryMeter(device) as meter:
         reference = processes.shard(load_reference(prepared, processes.loads_on(device)), device)
         teacher = processes.shard(load_teacher(prepared, processes.loads_on(device)), device)
@@ -86,7 +87,6 @@ def train(prepared, title, iterate, device, processes):
                 moved = move_aside(folder)
         make_log = NoLog if processes.rank else RunLog
         with make_log(settings, title, start, device=device.type, parameters=size_of(model)) as log:
-            meter.show = log.show
             constants = {"data": prepared.task.fingerprint()}
             if settings.lora_rank:
                 constants["base"] = base_record(prepared.origin, settings.out_dir)
@@ -123,6 +123,7 @@ def train(prepared, title, iterate, device, processes):
             return finished
 
 
+@phase("making the model")
 def begin(prepared, device, processes=ONE_PROCESS):
     """-> (model, optimizer, first iteration): from the checkpoint to resume, from init_from, or from random weights."""
     settings, resume = prepared.settings, prepared.resume
@@ -192,10 +193,12 @@ def changes_since(before: dict, settings):
 def iterations(iterate, training):
     """-> False if a signal stopped them. Afterwards the working directory is the one before."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
-    with training.processes.connected(), noting_signals() as noted, chdir("."):
-        for iteration in log.iterations():
+    going_on = phase(log.title, max_iters, "iterations", log.start)
+    with training.processes.connected(), noting_signals() as noted, chdir("."), going_on as bar:
+        for iteration in range(log.start, max_iters):
             with saver.keeping(iteration, training.progress()):
                 iterate(iteration, training)
+            bar.update()
             stopped_by = training.processes.agreed(noted[-1] if noted else None)
             if stopped_by and iteration + 1 < max_iters:
                 saver.save(iteration + 1, training.progress(), last=True)

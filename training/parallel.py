@@ -71,7 +71,6 @@ class Processes(OneProcess):
             atexit.register(dist.destroy_process_group)
         if self.rank:
             sys.stdout = open(os.devnull, "w")
-            sys.stderr.isatty = lambda: False  # no progress bars
         return self
 
     @contextmanager

@@ -36,6 +36,7 @@ from snug.device.kinds import kind_of
 from snug.kernels import uses_triton
 from snug.kernels.nf4 import NF4
 from snug.lora import adapted
+from snug.options.progress import counted
 
 # Tokens of prompts that are prefilled at a time. On a CPU their activations then stay in its caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -124,6 +125,12 @@ class DecodeBatch:
         self.steps = 0  # taken so far
         self.first_start = 0  # the earliest start of an active sequence
         self.same_t = True  # is t the same in all active slots?
+
+    def done(self) -> int:
+        """How many sequences are over; those that go on count as their tokens' share of max_new_tokens."""
+        held = self.held[self.held < self.N]
+        tokens = (self.steps - self.started[held] + 1).sum()
+        return self.next_sequence - len(held) + int(tokens) // self.max_new_tokens
 
     def refill(self) -> int:
         """Start waiting sequences in idle slots. If none waits, remove idle slots once they are many.
@@ -230,7 +237,7 @@ class DecodeBatch:
         """Read the prompts with these numbers into these prompt slots, PREFILL_TOKENS at a time."""
         self.prompt_slot[prompts] = prompt_slots
         n = self.prompts_at_once
-        for i in range(0, len(prompts), n):
+        for i in counted(range(0, len(prompts), n), "prefills"):
             slots = prompt_slots[i : i + n]
             tokens = [torch.tensor(self.prompts[p]) for p in prompts[i : i + n]]
             lengths = [len(ids) for ids in tokens]

@@ -10,6 +10,7 @@ from snug.device.host import available_on_host
 from snug.device.kinds import kind_planned, logits_budget
 from snug.memory.plan import GIB, Plan, plan
 from snug.options import SnugError
+from snug.options.progress import counted, phase
 
 PLACES = ["device", "host"]
 
@@ -57,7 +58,7 @@ def fit(dry_run, settings, budget):
     fitted = replace(settings, **{name: values[0] for name, values in steps.items()})
     lowest = plan(dry_run, fitted)
     lowered = []
-    for name, values in steps.items():
+    for name, values in counted(steps.items(), "options"):
         if lowest.peak <= budget:
             break
         trial = replace(fitted, **{name: values[-1]})
@@ -70,7 +71,7 @@ def fit(dry_run, settings, budget):
     def fits(trial):
         return plan(dry_run, trial).peak <= enough
 
-    for name in reversed(lowered):
+    for name in counted(lowered[::-1], "options"):
         fitted, *slower = (replace(fitted, **{name: value}) for value in steps[name])
         if not fits(fitted):
             fitted = slower[bisect_left(slower[:-1], True, key=fits)]
@@ -99,6 +100,7 @@ def budget_of(settings, device) -> int | None:
     return int(0.95 * torch.cuda.mem_get_info(device)[0])
 
 
+@phase("planning")
 def show(dry_run, settings) -> str:
     """What --plan prints."""
     budget = budget_of(settings, settings.device.replace("auto", "cuda"))
@@ -113,6 +115,7 @@ def show(dry_run, settings) -> str:
     return f"{planned.text()}\n{verdict}\n{planned.line()}"
 
 
+@phase("planning")
 def apply(dry_run, settings, device, say):
     """Before a run's first step -> settings that fit memory_budget_gb. Says what changed. SnugError if none fit."""
     budget = budget_of(settings, device)

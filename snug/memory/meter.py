@@ -22,6 +22,7 @@ import torch
 from snug.device.host import HOST
 from snug.device.kinds import MIB
 from snug.memory.ledger import LiveBytes
+from snug.options import progress
 
 
 class MemoryMeter:
@@ -34,7 +35,6 @@ class MemoryMeter:
         self.device = torch.device(device)
         self.live = None if self.device.type == "cuda" else LiveBytes()
         self.now = None  # the phase that is going on
-        self.show = lambda name: None  # gets the name of each phase that begins
         self.reset()
 
     def __enter__(self):
@@ -75,9 +75,9 @@ class MemoryMeter:
         self.peak = max(self.peak, self.peak_since_reset())
         self.reset_peak()
         started, self.now = time.perf_counter(), name
-        self.show(name)
         try:
-            yield
+            with progress.phase(name):
+                yield
         finally:
             self.now = None
             if self.live is None:

@@ -16,6 +16,7 @@ from io import StringIO
 from pathlib import Path
 
 from snug.options import SnugError, first_line
+from snug.options.progress import phase
 from snug.pretrained.shapes import read_config
 from snug.pretrained.tensors import weight_files
 
@@ -34,6 +35,7 @@ ADVICE = {  # the name of an error -> what is wrong and what to do; {0}: the rep
 }
 
 
+@phase("downloading")
 def local_folder(name: str | Path, weights: bool = True) -> Path:
     """owner/name or owner/name@revision -> its snapshot in the cache. weights=False: perhaps without the weights.
 

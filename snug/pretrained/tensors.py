@@ -23,6 +23,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from snug.options import SnugError, in_one_line
+from snug.options.progress import counted
 from snug.pretrained.bitsandbytes import parts_of, quantized
 from snug.pretrained.shapes import (
     ARCHITECTURES,
@@ -194,7 +195,7 @@ def read_weights(places: dict, model, adapters=None, scale=0.0):
 
     weights = weights_of(model)
     left = set(opened(adapters).keys()) if adapters else set()
-    for entry, parts in places.items():
+    for entry, parts in counted(places.items(), "tensors", "loading"):
         ours, (name, file) = weights[entry.ours], parts[""]
         with torch.no_grad(), in_one_line(f"{file}: {name} cannot be read"):
             tensors = {end: read_tensor(*place) for end, place in parts.items()}
