@@ -11,6 +11,7 @@ import torch
 from model import GPT, GPTConfig
 from runs.log import read_log
 from snug.memory import Limits
+from snug.options import progress
 from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import get_tokenizer
 
@@ -109,6 +110,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_speaks(monkeypatch):
+    """Of a command in this process: its thread would go on through other tests."""
+    monkeypatch.setattr(progress, "speak", lambda *console: None)
 
 
 @pytest.fixture

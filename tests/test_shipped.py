@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 
 from runs.log import read_lines, read_log
 from settings import GRPOSettings, SFTSettings
-from snug.options import progress, read_config
+from snug.options import read_config
 
 CONFIGS = sorted(HOME.glob("config/*.py"))
 TEXTS = [HOME / "README.md", HOME / "CONTRIBUTING.md", *sorted(HOME.glob("docs/*.md"))]
@@ -241,7 +241,6 @@ def run(line, monkeypatch):
         elif word.startswith("--to="):
             shutil.rmtree(word.removeprefix("--to="), ignore_errors=True)
     monkeypatch.setattr(sys, "argv", [script, *words, *last_words(script, words)])
-    monkeypatch.setattr(progress, "speak", lambda *console: None)  # its thread would go on through other tests
     path = f"{script.replace('.', '/')}.py" if module else script
     try:
         runpy.run_path(str(HOME / path), run_name="__main__")
