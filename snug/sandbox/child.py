@@ -33,7 +33,7 @@ def keep(file, parent):
         gc.collect()
         gc.freeze()  # the collector does not write to these objects any more, so forks share their memory
         channel.send([confinement.missing, ""])
-        conversation = None
+        talker = None
         while True:
             kind, name, tasks = channel.receive()
             method = getattr(target, name)
@@ -42,11 +42,10 @@ def keep(file, parent):
             elif kind == "run":
                 values = results(method, tasks, timeout, confinement)
             elif kind == "ask":
-                conversation = conversation or Conversation(method, timeout, confinement)
-                values = map(conversation.answer, tasks)
+                talker = talker or Worker(partial(talk, method), timeout, confinement)
+                values = map(talker.answer, tasks)
             else:
-                conversation = conversation and conversation.end()
-                values = [None]
+                talker, values = talker and talker.end(), [None]
             for value in values:
                 channel.send([value, ""])
     except Exception as error:
@@ -58,45 +57,40 @@ def results(method, tasks, seconds, confinement):
     most = len(tasks) if "audit" in confinement.layers else 1  # nothing else announces executed code
     while tasks:
         batch, used_up = tasks[:most], False
-        pid, channel = fork(partial(work, method, batch), seconds, confinement)
+        worker = Worker(partial(work, method, batch), seconds, confinement)
         try:
             while batch and not used_up:
-                result, used_up = result_of(channel, time.monotonic() + seconds)
+                result, used_up = result_of(worker.channel, time.monotonic() + seconds)
                 del batch[0], tasks[0]
                 yield result
         finally:
-            kill(pid)
-            channel.close()
+            worker.end()
 
 
-class Conversation:
-    """A worker and the time when it must be over."""
+class Worker:
+    """A fork of the keeper that calls function(confine), which never returns. seconds: of a task, or of a talk."""
 
-    def __init__(self, method, seconds, confinement):
-        self.pid, self.channel = fork(partial(talk, method), seconds, confinement)
-        self.deadline = time.monotonic() + seconds
+    def __init__(self, function, seconds, confinement):
+        end, theirs = socket.socketpair()
+        self.channel, self.deadline = Channel(end, seconds), time.monotonic() + seconds
+        self.pid = os.fork()
+        if self.pid == 0:
+            function(partial(confinement.apply, theirs.fileno(), confinement.layers))
+        theirs.close()
 
     def answer(self, message):
-        """-> [what the worker says to a message, error]."""
-        try:
+        """-> [what it says to a message, error]."""
+        with suppress(Lost):  # then it has ended, and says nothing
             self.channel.send(message)
-        except Lost as error:
-            return [None, str(error)]
         return result_of(self.channel, self.deadline)[0]
 
     def end(self):
-        kill(self.pid)
+        """Kill it and its process group. Until waitpid no other process can have its number."""
+        for send in (os.killpg, os.kill):
+            with suppress(OSError):
+                send(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
         self.channel.close()
-
-
-def fork(function, seconds, confinement):
-    """A worker that calls function(confine), which never returns -> its process, our end of its socket."""
-    end, theirs = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        function(partial(confinement.apply, theirs.fileno(), confinement.layers))
-    theirs.close()
-    return pid, Channel(end, seconds)
 
 
 def result_of(channel, deadline):
@@ -113,14 +107,6 @@ def result_of(channel, deadline):
     except (Lost, TypeError, ValueError) as error:  # or the message is no pair
         problem = str(error)
     return [None, problem], True
-
-
-def kill(worker):
-    """Kill a worker and its process group. Until waitpid no other process can have its number."""
-    for send in (os.killpg, os.kill):
-        with suppress(OSError):
-            send(worker, signal.SIGKILL)
-    os.waitpid(worker, 0)
 
 
 def work(method, tasks, confine):
