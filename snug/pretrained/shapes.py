@@ -82,8 +82,12 @@ def stored_dtype(folder: str | Path) -> str | None:
 
 def read_shape(folder: str | Path):
     """A folder's config.json -> GPTConfig's keywords. Raises SnugError."""
-    fields = Fields(read_config(folder), Path(folder) / "config.json")
-    return gpt2_shape(fields) if fields.values["model_type"] == "gpt2" else llama_shape(fields)
+    return shape_of(Fields(read_config(folder), Path(folder) / "config.json"))
+
+
+def shape_of(c: Fields) -> dict:
+    """The same of a content of config.json."""
+    return gpt2_shape(c) if c.values["model_type"] == "gpt2" else llama_shape(c)
 
 
 def sizes(c, names, **optional):

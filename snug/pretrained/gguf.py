@@ -1,0 +1,175 @@
+"""A GGUF file -> a Hugging Face folder, tensor by tensor. The package gguf reads the file and unpacks its weights.
+
+    convert("SmolLM2-135M-Instruct.Q4_1.gguf", Path("models/smollm2"), "float32")
+
+`entries` (tensors.py) says which tensors a model of this shape has: a file with others, or with other shapes, is
+refused. A file is untrusted: what ends behind its end, overlaps or counts without end is an error.
+
+Left out: writing GGUF, other architectures, sliding windows, YaRN, big-endian files, several files of one model.
+Tests: tests/test_from_gguf.py.
+"""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from snug.options import SnugError
+from snug.options.typed import Fields
+from snug.pretrained.shapes import ARCHITECTURES, LLAMA3_ROPE, shape_of
+from snug.pretrained.tensors import entries, look_at_weights, write_json
+from snug.tokenizer.gguf import save_tokenizer
+
+GPT2 = dict(  # config.json's name and the file's, which begins with the architecture
+    n_positions="context_length",
+    n_layer="block_count",
+    n_head="attention.head_count",
+    n_embd="embedding_length",
+    n_inner="feed_forward_length",
+    layer_norm_epsilon="attention.layer_norm_epsilon",
+)
+LLAMA = dict(
+    max_position_embeddings="context_length",
+    num_hidden_layers="block_count",
+    num_attention_heads="attention.head_count",
+    num_key_value_heads="attention.head_count_kv",
+    hidden_size="embedding_length",
+    head_dim="attention.key_length",
+    intermediate_size="feed_forward_length",
+    rms_norm_eps="attention.layer_norm_rms_epsilon",
+    rope_theta="rope.freq_base",
+)
+FAMILIES = dict(gpt2=GPT2, llama=LLAMA, qwen2=LLAMA, qwen3=LLAMA)
+LLAMA3 = 8192, 1.0, 4.0  # LLAMA3_ROPE in all published models; a file has only what follows from it
+TYPES = dict(float32="F32", bfloat16="BF16")  # as gguf and safetensors name them
+PIECE = 2**21  # bytes of the file that are unpacked at a time
+MAX_READS = 2**22  # a vocabulary of 262,144 tokens with scores needs one million
+
+
+class Reader(gguf.GGUFReader):
+    """The library takes numbers behind the file's end for an empty array, and goes on as far as a count says."""
+
+    reads = 0
+
+    def _get(self, offset, dtype, count=1, **order):
+        found = super()._get(offset, dtype, count, **order)
+        self.reads += 1
+        if len(found) != count or self.reads > MAX_READS:
+            raise ValueError(f"the file is cut off, or damaged before byte {offset}")
+        return found
+
+
+@np.errstate(all="ignore")  # weights may be infinite
+def convert(file: str, folder: Path, dtype: str):
+    """Write config.json, model.safetensors and a tokenizer. Raises SnugError, or what the library does."""
+    metadata, tensors = read(file)
+    config = config_of(metadata, tensors)
+    family, shape = config["model_type"], shape_of(Fields(config, "its metadata"))
+    places = places_of(family, shape, tensors)
+    write_json(folder / "config.json", config | dict(torch_dtype=dtype))
+    save_tokenizer(metadata, folder)
+    kind = gguf.GGMLQuantizationType[TYPES[dtype]]
+    with open(folder / "model.safetensors", "wb") as out:
+        write_header(out, places, tensors, kind)
+        look_at_weights(folder)
+        for name, entry in places.items():
+            turned = family == "llama" and entry.name.endswith(("q_proj.weight", "k_proj.weight"))
+            head_size = shape["head_size"] if turned else 0
+            for piece in pieces(file, tensors[name], entry.transposed, head_size):
+                out.write(gguf.quantize(piece, kind).data)
+
+
+def read(file):
+    """-> (the metadata, {name: the library's tensor})."""
+    with np.errstate(over="raise"):
+        reader = Reader(file)
+    if reader.byte_order != "I":
+        raise SnugError("its numbers are big-endian, which is not supported")
+    for one, other in pairwise(sorted(reader.tensors, key=lambda tensor: tensor.data_offset)):
+        if one.data_offset + one.n_bytes > other.data_offset:
+            raise SnugError(f"{one.name} and {other.name} overlap")
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def config_of(metadata, tensors) -> dict:
+    """The content of config.json. Takes rope_freqs.weight out of `tensors`. Raises SnugError."""
+    family = metadata["general.architecture"]
+    values = {key.removeprefix(f"{family}."): value for key, value in metadata.items()}
+    fields = Fields(values, "its metadata")
+    fields.want("general.architecture", *FAMILIES)
+    fields.want("attention.sliding_window", 0)
+    fields.want("rope.scaling.type", "none", "linear")
+    config = {theirs: values[key] for theirs, key in FAMILIES[family].items() if key in values}
+    config["architectures"], config["model_type"] = [ARCHITECTURES[family]], family
+    config["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    if values.get("rope.scaling.type") == "linear":
+        config["rope_scaling"] = dict(rope_type="linear", factor=values["rope.scaling.factor"])
+    if divisors := tensors.pop("rope_freqs.weight", None):
+        config["rope_scaling"] = llama3_rule(divisors.data, config["rope_theta"])
+    return config
+
+
+def llama3_rule(divisors, theta) -> dict:
+    """What the frequencies of a head are divided by -> config.json's rope_scaling. Raises SnugError for another rule.
+
+    The longest waves have the factor, the shortest 1; between them 1 / divisor is interpolated.
+    """
+    original, low, high = LLAMA3
+    waves = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
+    kept = ((original / waves - low) / (high - low)).clip(0, 1)
+    factor = float(divisors[-1])
+    if not np.allclose(divisors * (kept + (1 - kept) / factor), 1, rtol=1e-4):
+        raise SnugError("rope_freqs.weight is not by Llama 3's rule, which is not supported")
+    names = [name for name, _ in LLAMA3_ROPE.values()]
+    return dict(rope_type="llama3", factor=factor) | dict(zip(names, LLAMA3, strict=True))
+
+
+def places_of(family, shape, tensors) -> dict:
+    """{name in the file: Entry} of every tensor. Raises SnugError if the file has others."""
+    layers = min(shape["n_layer"], len(tensors))  # a damaged file may say millions
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], layers)
+    every = entries(shape | dict(n_layer=layers), family, shape["vocab_size"])
+    places = {names.get_name(entry.name, (".weight", ".bias")): entry for entry in every}
+    if odd := sorted(places.keys() ^ tensors.keys()):
+        raise SnugError(f"missing or surplus in a {family} of its shape: {odd[:3]}")
+    return places
+
+
+def write_header(out, places, tensors, kind):
+    """A safetensors file without its weights. kind: their type."""
+    header, end = {"__metadata__": dict(format="pt")}, 0
+    for name, entry in places.items():
+        shape = tensors[name].shape.tolist()
+        shape = shape if entry.transposed else shape[::-1]
+        start, end = end, end + math.prod(shape) * gguf.GGML_QUANT_SIZES[kind][1]
+        header[entry.name] = dict(dtype=kind.name, shape=shape, data_offsets=[start, end])
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    out.write(len(text).to_bytes(8, "little") + text)
+    out.truncate(out.tell() + end)
+    out.flush()
+
+
+def pieces(file, tensor, transposed, head_size):
+    """Yields the rows of a matrix, or a vector, in float32, a few at a time.
+
+    head_size: not 0 for queries and keys that llama.cpp rotates by neighbours, where Hugging Face rotates halves. The
+    rows 0, 2, 4, 1, 3, 5 of a head of size 6 are those of the folder.
+    """
+    stored = tensor.data.reshape(-1, tensor.data.shape[-1])
+    # What is read is freed at the end; the pages of the library's map would stay.
+    stored = np.fromfile(file, stored.dtype, stored.size, offset=tensor.data_offset).reshape(
+        stored.shape
+    )
+    if head_size:
+        order = np.arange(len(stored)).reshape(-1, head_size // 2, 2).swapaxes(1, 2)
+        stored = stored[order.ravel()]
+    rows = len(stored) if transposed else max(1, PIECE // stored[0].nbytes)
+    for start in range(0, len(stored), rows):
+        values = gguf.dequantize(stored[start : start + rows], tensor.tensor_type)
+        yield np.ascontiguousarray(values.T if transposed else values)
