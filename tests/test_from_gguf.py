@@ -1,75 +1,161 @@
-"""GGUF files of random models and of tokenizers trained here, as a Hugging Face folder: the weights and ids that went in."""
+"""GGUF files of random models and of tokenizers trained here, as Hugging Face folders: the weights and ids that went in, those of
+the library gguf for every quantized type, and of transformers. Damaged files are refused in one line.
+"""
 
 import copy
+import itertools
 import json
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import unicodedata
+from functools import partial
+from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+import regex
 import torch
+from safetensors.torch import load_file
 from test_pretrained import SMALL, logits_of
-from test_tokenizer import STOP, folder_of, llama3_like, qwen_like, smollm2_like, texts
+from test_tokenizer import STOP, folder_of, gpt2_like, ids_of, llama2_like, llama3_like, qwen_like, smollm2_like, texts
 
 from model import GPT
 from runs import from_gguf
 from settings import FromGGUFSettings
 from snug.options import SnugError, read_settings
 from snug.tokenizer import get_tokenizer
+from snug.tokenizer.gguf import TABLE
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
-gguf = pytest.importorskip("gguf", reason="pip install -r requirements-dev.txt")
 pytest.importorskip("accelerate", reason="pip install -r requirements-dev.txt")
+gguf_tokenizers = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
 
-CASES = {  # architecture: (transformers' config class, tokenizer, how it cuts text)
-    "llama": ("LlamaConfig", smollm2_like, "smollm"),
-    "qwen2": ("Qwen2Config", qwen_like, "qwen2"),
-    "qwen3": ("Qwen3Config", llama3_like, "llama-bpe"),
+ROPE = dict(num_key_value_heads=2, rope_theta=5e3, head_dim=8)
+CASES = {  # architecture: (transformers' config class, its keywords, tokenizer, how it cuts text)
+    "llama": ("LlamaConfig", ROPE, smollm2_like, "smollm"),
+    "qwen2": ("Qwen2Config", ROPE, qwen_like, "qwen2"),
+    "qwen3": ("Qwen3Config", ROPE | dict(head_dim=16, tie_word_embeddings=True), llama3_like, "llama-bpe"),
+    "gpt2": ("GPT2Config", dict(tie_word_embeddings=True, n_inner=48), gpt2_like, "gpt-2"),
 }
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
+HOME = Path(__file__).parent.parent
+F32 = gguf.GGMLQuantizationType.F32
 
 
-def write(path, architecture="llama", cut=None, more=(), leave_out=(), rename=(), **metadata):
-    """Write a GGUF file -> its model in transformers, its tokenizer.json as an object. more: extra tensors; rename: names."""
-    config, family, its_cut = CASES[architecture]
-    spec = copy.deepcopy(family())
-    del spec["model"]["merges"][-9:]  # words that merges do not make, as Llama 3 has them
-    ids = spec["model"]["vocab"] | {token["content"]: token["id"] for token in spec["added_tokens"]}
-    names = [f"[PAD{i}]" for i in range(1 + max(ids.values()))]
-    for token, i in ids.items():
-        names[i] = token
-    options = SMALL | dict(vocab_size=len(names), max_position_embeddings=512, rope_theta=5e3)
-    options["head_dim"] = 128 if architecture == "qwen3" else 8  # as all of them have it; transformers reads no other
+def model_of(architecture, vocab_size, **more):
+    name, options, *_ = CASES[architecture]
+    options = SMALL | dict(vocab_size=vocab_size, max_position_embeddings=512) | options | more
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**options)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**options)).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.3)
+    return model
 
-    writer = gguf.GGUFWriter(path, architecture)
-    numbers = dict(block_count=2, context_length=512, embedding_length=32, feed_forward_length=48)
-    numbers |= {"attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": options["head_dim"]}
-    for name, value in numbers.items():
-        writer.add_uint32(f"{architecture}.{name}", value)
-    writer.add_float32(f"{architecture}.rope.freq_base", 5e3)
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6)
+
+def names_of(spec):
+    """-> every token by its id; ids without a token have a name as llama.cpp's converter gives it."""
+    ids = spec["model"]["vocab"] | {token["content"]: token["id"] for token in spec["added_tokens"]}
+    known = {i: token for token, i in ids.items()}
+    return [known.get(i, f"[PAD{i}]") for i in range(1 + max(known))]
+
+
+def write_tokenizer(writer, spec, names, cut, stop):
     kinds = {token["id"]: 3 if token["special"] else 4 for token in spec["added_tokens"]}
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(cut or its_cut)
+    if spec["model"]["byte_fallback"]:
+        kinds |= {i: 6 for i, name in enumerate(names) if regex.fullmatch("<0x..>", name)}
+        kinds[names.index("<unk>")] = 2
+        ranks = {"".join(pair): -rank for rank, pair in reversed([*enumerate(spec["model"]["merges"])])}
+        writer.add_token_scores([float(ranks.get(name, -1e4 - i)) for i, name in enumerate(names)])
+        writer.add_bos_token_id(names.index("<s>"))
+        writer.add_unk_token_id(names.index("<unk>"))
+    else:
+        writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
+    writer.add_tokenizer_model("llama" if spec["model"]["byte_fallback"] else "gpt2")
+    writer.add_tokenizer_pre(cut)
     writer.add_token_list(names)
     writer.add_token_types([kinds.get(i, 1) for i in range(len(names))])
-    writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
-    writer.add_eos_token_id(ids[STOP[family]])
+    writer.add_eos_token_id(names.index(stop))
     writer.add_chat_template(TEMPLATE)
-    for key, value in metadata.items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 2)
+
+
+def write_numbers(writer, architecture, config):
+    numbers = dict(block_count=2, context_length=512, embedding_length=config.hidden_size)
+    numbers["attention.head_count"] = config.num_attention_heads
+    numbers["feed_forward_length"] = config.intermediate_size
+    floats = {"attention.layer_norm_epsilon": 1e-5}
+    if architecture != "gpt2":
+        numbers |= {"attention.head_count_kv": 2, "rope.dimension_count": config.head_dim}
+        numbers |= {"attention.key_length": config.head_dim}
+        floats = {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 5e3}
+    for name, value in numbers.items():
+        writer.add_uint32(f"{architecture}.{name}", value)
+    for name, value in floats.items():
+        writer.add_float32(f"{architecture}.{name}", value)
+
+
+def theirs_as_ggufs(architecture, model):
+    """-> {name in the file: array}, as llama.cpp's converter writes them."""
+    known, config = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 2), model.config
+    result = {}
     for name, value in model.state_dict().items():
-        value, heads = value.numpy(), dict(q=4, k=2).get(name.split(".")[-2].removesuffix("_proj"))
+        value, part = value.numpy(), name.split(".")[-2]
+        heads = dict(q_proj=config.num_attention_heads, k_proj=2).get(part)
         if architecture == "llama" and heads:  # llama.cpp rotates neighbours, where Hugging Face rotates halves
-            value = value.reshape(heads, 2, 4, -1).swapaxes(1, 2).reshape(value.shape)
-        name = known.get_name(name, (".weight", ".bias"))
+            value = value.reshape(heads, 2, -1, config.hidden_size).swapaxes(1, 2).reshape(value.shape)
+        if part in ("c_attn", "c_proj", "c_fc") and value.ndim == 2:
+            value = value.T
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            result[known.get_name(name, (".weight", ".bias"))] = np.ascontiguousarray(value)
+    return result
+
+
+def stored_as(value, kind, rng):
+    """Quantized, or random bytes where the library only unpacks."""
+    if value.ndim == 1:
+        return value, F32
+    try:
+        return gguf.quantize(value, kind), kind
+    except NotImplementedError:
+        size = gguf.quants.quant_shape_to_byte_shape(value.shape, kind)
+        return rng.integers(0, 256, size, dtype=np.uint8), kind
+
+
+def write(
+    path,
+    architecture="llama",
+    family=None,
+    cut=None,
+    more=(),
+    leave_out=(),
+    rename=(),
+    kind=F32,
+    options=(),
+    **metadata,
+):
+    """Write a GGUF file -> its model in transformers, its tokenizer.json as an object. more: extra tensors; rename: names."""
+    *_, its_family, its_cut = CASES[architecture]
+    spec = copy.deepcopy((family or its_family)())
+    if not spec["model"]["byte_fallback"]:
+        del spec["model"]["merges"][-9:]  # words that merges do not make, as Llama 3 has them
+    names, writer = names_of(spec), gguf.GGUFWriter(path, architecture)
+    model = model_of(architecture, len(names), **dict(options))
+    write_numbers(writer, architecture, model.config)
+    write_tokenizer(writer, spec, names, cut or its_cut, STOP[family or its_family])
+    for key, value in metadata.items():
+        writer.kv_data[0].pop(key, None)  # the library refuses a second value
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    rng = np.random.default_rng(4)
+    for name, value in theirs_as_ggufs(architecture, model).items():
         if name not in leave_out:
-            writer.add_tensor(dict(rename).get(name, name), value)
-    for name, shape in more:
-        writer.add_tensor(name, torch.ones(shape).numpy())
+            data, its_kind = stored_as(value, kind, rng)
+            writer.add_tensor(dict(rename).get(name, name), data, raw_dtype=its_kind)
+    for name, values in more:
+        writer.add_tensor(name, np.array(values, np.float32))
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     return model, spec
@@ -80,78 +166,319 @@ def convert(file, folder, *words):
     from_gguf.main(settings, place)
 
 
-@pytest.mark.parametrize("architecture", CASES)
-def test_weights_and_ids_are_those_that_went_in(architecture, tmp_path, capsys):
-    theirs, spec = write(tmp_path / "a.gguf", architecture)
-    (tmp_path / "config.json").write_text("{")  # what lies beside the file does not matter
-    convert(tmp_path / "a.gguf", tmp_path / "out")
-    assert f"a.gguf is now {tmp_path}/out; next: python sample.py" in capsys.readouterr().out
+def converted(folder, *arguments, words=(), **more):
+    """-> (the model in transformers, the tokenizer.json), and the file a.gguf is the folder out."""
+    result = write(folder / "a.gguf", *arguments, **more)
+    convert(folder / "a.gguf", folder / "out", *words)
+    return result
+
+
+def check_logits(folder, theirs):
     tokens = torch.randint(1000, (2, 40), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = theirs(tokens).logits
-    torch.testing.assert_close(logits_of(GPT.from_pretrained(tmp_path / "out"), tokens), expected, atol=1e-5, rtol=1e-5)
-    ours, family = get_tokenizer(str(tmp_path / "out")), CASES[architecture][1]
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    torch.testing.assert_close(logits_of(GPT.from_pretrained(folder), tokens), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", CASES)
+def test_weights_and_ids_are_those_that_went_in(architecture, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{")  # what lies beside the file does not matter
+    theirs, spec = converted(tmp_path, architecture)
+    assert f"a.gguf is now {tmp_path}/out; next: python sample.py" in capsys.readouterr().out
+    check_logits(tmp_path / "out", theirs)
+    ours, family = get_tokenizer(str(tmp_path / "out")), CASES[architecture][2]
     original = get_tokenizer(folder_of(tmp_path / "in", spec, tokenizer_config=dict(eos_token=STOP[family])))
     alone = [original.decode([i]) for i in range(original.n_vocab)]
     for text in [*texts(500), *alone, "a  1\n\n2", "e\u0301 1234"]:
-        if "<tool" in text:  # the token <tool é> is not written in a GGUF's alphabet
+        if "<tool e\u0301" in text:  # a file does not say that a token is looked for in normalized text
             continue
         for special in (True, False):
             assert ours.encode(text, special) == original.encode(text, special), text
         assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))
-    assert ours.stop_tokens == original.stop_tokens and set(ours.special) >= set(original.special) - {"<tool é>"}
+    assert (ours.stop_tokens, ours.special, ours.bos) == (original.stop_tokens, original.special, [])
     assert ours.chat.source == TEMPLATE
+    backend = transformers.AutoTokenizer.from_pretrained(tmp_path / "out").backend_tokenizer
+    assert all(ids_of(backend, text, True) == ours.encode(text, True) for text in texts(100))
+
+
+KINDS = [F32, gguf.GGMLQuantizationType.F16, *gguf.quants._type_traits]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_type_is_unpacked_as_the_library_does(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("snug.pretrained.gguf.PIECE", 3000)  # pieces of a few rows
+    wide = dict(hidden_size=256, intermediate_size=512, head_dim=64)
+    write(tmp_path / "a.gguf", kind=kind, options=wide)
+    for dtype in ("float32", "bfloat16"):
+        convert(tmp_path / "a.gguf", tmp_path / dtype, f"--dtype={dtype}")
+        ours = load_file(tmp_path / dtype / "model.safetensors")
+        known, types = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), set()
+        stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+        assert len(stored) == len(ours)
+        for name, value in ours.items():
+            tensor = stored[known.get_name(name, (".weight",))]
+            expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).to(value.dtype)
+            if heads := dict(q_proj=4, k_proj=2).get(name.split(".")[-2]):
+                value = value.reshape(heads, 2, 32, 256).swapaxes(1, 2).reshape(value.shape)
+            torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
+            types.add(tensor.tensor_type)
+        assert {kind, F32} == types and {str(value.dtype) for value in ours.values()} == {f"torch.{dtype}"}
 
 
 def test_bfloat16_and_several_stop_tokens(tmp_path):
-    write(tmp_path / "a.gguf", **{"tokenizer.ggml.eot_token_id": 2})
-    convert(tmp_path / "a.gguf", tmp_path / "out", "--dtype=bfloat16")
+    converted(tmp_path, words=["--dtype=bfloat16"], **{"tokenizer.ggml.eot_token_id": 2})
     assert {p.dtype for p in GPT.from_pretrained(tmp_path / "out", dtype="bfloat16").parameters()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert get_tokenizer(str(tmp_path / "out")).stop_tokens == (0, 2)
     with pytest.raises(SnugError, match="is there already"):
         convert(tmp_path / "a.gguf", tmp_path / "out")
 
 
+def llama3_divisors(factor=32.0, original=8192, size=8, theta=5e5):
+    """As llama.cpp's converter computes them, wave by wave."""
+    result = []
+    for i in range(0, size, 2):
+        wave = 2 * np.pi * theta ** (i / size)
+        kept = (original / wave - 1) / (4 - 1)
+        inside = 1 / ((1 - kept) / factor + kept) if original / 4 <= wave <= original else None
+        result.append(inside or (1.0 if wave < original / 4 else factor))
+    return result
+
+
+LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=8192, rope_theta=5e5)
+LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=5e3)
+SCALED = {  # how transformers writes it: how llama.cpp does
+    "llama3": (LLAMA3, {"more": [("rope_freqs.weight", llama3_divisors())], "llama.rope.freq_base": 5e5}),
+    "linear": (LINEAR, {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}),
+    "none": (dict(rope_type="default", rope_theta=5e3), {"llama.rope.scaling.type": "none"}),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_positions_are_scaled_as_the_file_says(scaling, tmp_path):
+    theirs, ours = SCALED[scaling]
+    check_logits(tmp_path / "out", converted(tmp_path, options=dict(rope_parameters=theirs), **ours)[0])
+
+
 REFUSED = {  # what is said: how the file differs
-    "its 22 tensors are not those of a llama of its shape; use": dict(more=[("rope_freqs.weight", 4)]),
-    "a llama of its shape; use": dict(more=[("blk.0.attn_q.bias", 32)]),
-    "its 20 tensors are ": dict(leave_out=["blk.1.ffn_up.weight"]),
-    "(no tensor is model.layers.1.mlp.up_proj.weight)": dict(rename={"blk.1.ffn_up.weight": "blk.1.ffn_pu.weight"}),
-    "its 21 tensors are": {"llama.block_count": 2**31 - 1},
-    "21 tensors are not": {"llama.feed_forward_length": 2**31 - 1},
-    "tokenizer.ggml.pre='starcoder' is not supported": dict(cut="starcoder"),
-    "llama.rope.scaling.type='yarn' is not supported": {"llama.rope.scaling.type": "yarn"},
-    "llama.attention.sliding_window=64 is not supported": {"llama.attention.sliding_window": 64},
-    "model_type='gemma2' is not supported": {"general.architecture": "gemma2"},
-    "is requirements-gguf.txt installed? (ValueError: GGUF model with architecture rwkv": {
-        "general.architecture": "rwkv"
-    },
+    "rope_freqs.weight is not by Llama 3's rule": dict(more=[("rope_freqs.weight", llama3_divisors(original=1000))]),
+    "missing or surplus in a llama of its shape: ['blk.0.attn_q.bias']": dict(more=[("blk.0.attn_q.bias", [1] * 32)]),
+    "of its shape: ['blk.1.ffn_up.weight']": dict(leave_out=["blk.1.ffn_up.weight"]),
+    "['blk.1.ffn_pu.weight', 'blk.1.ffn_up.weight']": dict(rename={"blk.1.ffn_up.weight": "blk.1.ffn_pu.weight"}),
+    "of its shape: ['blk.10.attn_k.weight', ": {"llama.block_count": 2**31 - 1},
+    "needed are ('F32', 'F16', 'BF16', 'F64') and (32, 2147483647)": {"llama.feed_forward_length": 2**31 - 1},
+    "num_attention_heads=0 is not a valid int": {"llama.attention.head_count": 0},
+    "tokenizer.ggml.model='gpt2' with tokenizer.ggml.pre='stone' is not supported": dict(cut="stone"),
+    "tokenizer.ggml.model='t5' with": {"tokenizer.ggml.model": "t5"},
+    "rope.scaling.type='yarn' is not supported": {"llama.rope.scaling.type": "yarn"},
+    "attention.sliding_window=64 is not supported": {"llama.attention.sliding_window": 64},
+    "general.architecture='gemma2' is not supported; only 'gpt2' or 'llama'": {"general.architecture": "gemma2"},
 }
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_would_be_left_out_in_silence_is_refused(said, tmp_path, monkeypatch):
-    changes = REFUSED[said]
-    add = gguf.GGUFWriter.add_key_value
-
-    def once(self, key, value, kind, *rest):
-        """A key that is there already gets the new value: GGUFWriter refuses it."""
-        self.kv_data[0].pop(key, None)
-        add(self, key, value, kind, *rest)
-
-    monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", once)
-    write(tmp_path / "a.gguf", **changes)
+def test_what_would_be_left_out_in_silence_is_refused(said, tmp_path):
     with pytest.raises(SnugError) as error:
-        convert(tmp_path / "a.gguf", tmp_path / "out")
+        converted(tmp_path, **REFUSED[said])
     assert said in str(error.value) and "\n" not in str(error.value) and str(tmp_path / "a.gguf") in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
 
 
-def test_what_is_no_gguf_file(tmp_path):
+def test_what_is_no_gguf_file(tmp_path, monkeypatch):
     (tmp_path / "a.gguf").write_bytes(b"\x80\x04." * 20)
-    for name, said in (("a.gguf", "not a GGUF file"), ("b", "b: is not there; name a GGUF file"), ("", "is not there")):
+    for name, said in (("a.gguf", "magic invalid"), ("b", "b: is not there; name a GGUF file"), ("", "is not there")):
         with pytest.raises(SnugError, match=said):
             convert(tmp_path / name, tmp_path / "out")
     with pytest.raises(SnugError, match="name the new folder: --to="):
         read_settings(FromGGUFSettings, ["a.gguf"], positional="file")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.delitem(sys.modules, "snug.pretrained.gguf")
+    with pytest.raises(SnugError, match="import of gguf halted.*: pip install -r requirements-gguf.txt"):
+        convert(tmp_path / "a.gguf", tmp_path / "out")
+
+
+# -----------------------------------------------------------------------------
+# Tokenizers
+
+TEXT = "He'LL it's  a_b\n\n 12345 Ünï中文。x'y (z)\r\n"
+PIECES = {  # what the rules make of TEXT, by hand
+    "gpt-2": "He|'|LL| it|'s| | a|_|b|\n\n| 12345| Ünï中文|。|x|'|y| (|z|)|\r\n",
+    "smollm": "He|'|LL| it|'s| | a|_|b|\n\n |1|2|3|4|5| Ünï中文|。|x|'|y| (|z|)|\r\n",
+    "qwen2": "He|'LL| it|'s| | a|_b|\n\n| |1|2|3|4|5| Ünï中文|。x|'y| (|z|)\r\n",
+    "megrez": "He|'LL| it|'s| | a|_b|\n\n| |1|2|3|4|5| Ünï中文|。x|'y| (|z|)\r\n",
+    "llama-bpe": "He|'LL| it|'s| | a|_b|\n\n| |123|45| Ünï中文|。x|'y| (|z|)\r\n",
+    "dbrx": "He|'LL| it|'s| | a|_b|\n\n| |123|45| Ünï中文|。x|'y| (|z|)\r\n",
+    "tekken": "He|'LL| it|'s| | a|_b|\n\n| |1|2|3|4|5| Ünï中文|。x|'y| (|z|)\r\n",
+    "gpt-4o": "He'LL| it's| | a|_b|\n\n| |123|45| Ünï中文|。x|'y| (|z|)\r\n",
+    "seed-coder": "He|'LL| it|'s| | a|_b|\n\n| |1|2|3|4|5| Ünï中文|。x|'y| (|z|)|\r\n",
+    "deepseek-llm": "He|'|LL| it|'|s| | a|_|b|\n|\n| |1|2|3|4|5| Ü|n|ï|中文|。|x|'|y| (|z|)|\r|\n",
+    "deepseek-coder": "He|'|LL| it|'|s| | a|_|b|\n|\n| |1|2|3|4|5| Ünï|中文|。|x|'|y| (|z|)|\r|\n",
+    "default": "He|'|LL| it|'|s| | a|_|b|\n\n| |123|45| Ünï中文|。|x|'|y| |(|z|)|\r\n",
+}
+
+
+def test_each_rule_has_an_example():
+    assert {rule["names"][0] for rule in TABLE} == PIECES.keys()
+
+
+def whole_texts(backend, text):
+    """-> the pieces in which a tokenizer merges bytes."""
+    spelled = {symbol: byte for byte, symbol in gguf_tokenizers.bytes_to_unicode().items()}
+    pieces = backend.pre_tokenizer.pre_tokenize_str(text)
+    return [bytes(spelled[symbol] for symbol in piece).decode() for piece, _ in pieces]
+
+
+@pytest.mark.parametrize("cut", PIECES)
+def test_texts_are_cut_by_the_rule(cut, tmp_path):
+    """As by hand, and as by transformers where it knows the rule."""
+    converted(tmp_path, "qwen3", cut=cut, **{"tokenizer.ggml.bos_token_id": 0})
+    ours = get_tokenizer(str(tmp_path / "out"))
+    assert whole_texts(ours.backend, TEXT) == PIECES[cut].split("|")
+    assert ours.bos == [0] * (cut in ("llama-bpe", "tekken"))
+    if cut in gguf_tokenizers.GGUF_PRE_TOKENIZER_SPLITS or cut == "gpt-2":
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="a.gguf").backend_tokenizer
+        if cut in ("llama-bpe", "tekken"):  # it does not know
+            theirs.model.ignore_merges = True
+        for text in texts(500):
+            text = unicodedata.normalize("NFC", text) if cut == "qwen2" else text  # nor this
+            assert ours.encode(text) == ids_of(theirs, text, False), text
+
+
+def sentencepiece_ids(text, names, scores):
+    """The neighbours whose union has the best score are merged first, the leftmost of several; then bytes. As Google wrote it."""
+    pieces, ids = list("▁" + text.replace(" ", "▁")), {name: i for i, name in enumerate(names)}
+    while pairs := [(-scores[ids[a + b]], i) for i, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in ids]:
+        i = min(pairs)[1]
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+    found = []
+    for piece in pieces:
+        found += [ids[piece]] if piece in ids else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
+    return found
+
+
+def test_sentencepiece(tmp_path):
+    _, spec = converted(tmp_path, family=llama2_like)
+    ours, names = get_tokenizer(str(tmp_path / "out")), names_of(spec)
+    fields = gguf.GGUFReader(tmp_path / "a.gguf").fields
+    scores = fields["tokenizer.ggml.scores"].contents()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="a.gguf")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (ours.bos, ours.stop_tokens, again("a").input_ids[:2]) == ([1], (2,), [1, *ours.encode("a")[:1]])
+    spelled = [
+        name for name, kind in zip(names, fields["tokenizer.ggml.token_type"].contents(), strict=True) if kind != 1
+    ]
+    for text in texts(500):
+        if text and not any(name in text for name in spelled) and "▁" not in text:
+            assert ours.encode(text) == sentencepiece_ids(text, names, scores), text
+            if text[0] != " ":  # where it adds no space before a space, as sentencepiece does
+                assert ours.encode(text) == ids_of(theirs.backend_tokenizer, text, False)
+            assert ours.decode(ours.encode(text)) == text
+
+
+# -----------------------------------------------------------------------------
+# Damaged files
+
+
+def entry(name, *numbers, form):
+    """A key or the name of a tensor, and the numbers behind it."""
+    return struct.pack(f"<Q{len(name)}s{form}", len(name), name.encode(), *numbers)
+
+
+def key(name, *numbers):
+    return entry(name, *numbers, form="IIQ"[: len(numbers)])
+
+
+def query(dims=2, kind=0, offset=153600, columns=32):
+    """The head of a tensor: its name, dimensions, type, and where it is."""
+    return entry("blk.0.attn_q.weight", dims, columns, 32, kind, offset, form="IQQIQ")
+
+
+LIST, HUGE = "general.x", 2**60
+HOSTILE = {  # how the bytes change: what is said
+    "a list goes on": (key(LIST, 9, 5, 1000), key(LIST, 9, 5, HUGE), "the file is cut off, or damaged before byte"),
+    "a list of small numbers goes on": (key(LIST, 9, 5, 1000), key(LIST, 9, 0, HUGE), "the file is cut off"),
+    "lists in a list": (key(LIST, 9, 5, 1000), key(LIST, 9, 9, HUGE), "the file is cut off"),
+    "texts go on": (
+        key("tokenizer.ggml.tokens", 9, 8, 1200),
+        key("tokenizer.ggml.tokens", 9, 8, HUGE),
+        "the file is cut off",
+    ),
+    "a text goes on": (key("tokenizer.ggml.pre", 8) + b"\6\0", key("tokenizer.ggml.pre", 8) + b"\6\xff", "cut off"),
+    "no such type of a value": (
+        key("llama.block_count", 4),
+        key("llama.block_count", 99),
+        "(99) is not a valid GGUFValueType",
+    ),
+    "no such type of a tensor": (query(), query(kind=99), "(99) is not a valid GGMLQuantizationType"),
+    "a type that is not unpacked": (query(), query(kind=26), "I32 is not yet implemented"),
+    "behind the end": (query(), query(offset=2**40), "the file is cut off"),
+    "far behind the end": (query(), query(offset=2**64 - 32), "overflow"),
+    "in another tensor": (query(), query(offset=32), "token_embd.weight and blk.0.attn_q.weight overlap"),
+    "dimensions without end": (query(), query(dims=2**32 - 1), "the file is cut off"),
+    "a huge matrix": (query(), query(columns=HUGE), "cannot reshape array of size 0"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The bytes of a small file."""
+    folder = tmp_path_factory.mktemp("gguf")
+    write(folder / "a.gguf", **{LIST: [7] * 1000})
+    return (folder / "a.gguf").read_bytes()
+
+
+def refusal(folder, data):
+    """-> what is said of a file with these bytes, "" if it becomes a folder."""
+    (folder / "a.gguf").write_bytes(data)
+    try:
+        convert(folder / "a.gguf", folder / "out")
+    except SnugError as error:
+        assert "\n" not in str(error) and str(error).startswith(f"{folder}/a.gguf: cannot become a folder (")
+        return str(error)
+    shutil.rmtree(folder / "out")
+    return ""
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+def test_hostile_numbers_are_refused(change, data, tmp_path, recwarn):
+    old, new, said = HOSTILE[change]
+    assert data.count(old) == 1
+    assert said in refusal(tmp_path, data.replace(old, new))
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("start", [8, 16])  # where the counts of tensors and of keys are
+def test_hostile_counts_are_refused(start, data, tmp_path):
+    assert "the file is cut off" in refusal(tmp_path, data[:start] + struct.pack("<Q", HUGE) + data[start + 8 :])
+
+
+def test_big_endian_files_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, endianess=gguf.GGUFEndian.BIG))
+    with pytest.raises(SnugError, match="its numbers are big-endian"):
+        converted(tmp_path)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.long)])
+def test_damaged_files_are_refused_in_one_line(count, data, tmp_path, recwarn):
+    rng, refused = random.Random(count), 0
+    for _ in range(count):
+        damaged, place = bytearray(data), rng.randrange(60000)
+        kind = rng.choice(["cut", "flip", "huge"])
+        if kind == "cut":
+            del damaged[rng.choice([place, rng.randrange(len(data))]) :]
+        elif kind == "flip":
+            damaged[place] ^= 1 << rng.randrange(8)
+        else:
+            damaged[place : place + 8] = struct.pack("<Q", HUGE + rng.randrange(2**60))
+        refused += bool(refusal(tmp_path, bytes(damaged)))
+    assert refused > count / 2 and not recwarn.list  # others have a damaged name of a token, or weight
+
+
+def test_the_command_says_it_in_one_line(data, tmp_path):
+    (tmp_path / "a.gguf").write_bytes(data[:50000])
+    command = [sys.executable, "-m", "runs.from_gguf", tmp_path / "a.gguf", f"--to={tmp_path}/out"]
+    result = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1) and "the file is cut off" in result.stderr

@@ -55,11 +55,10 @@ class Reader(gguf.GGUFReader):
     reads = 0
 
     def _get(self, offset, dtype, count=1, **order):
-        found = super()._get(offset, dtype, count, **order)
         self.reads += 1
-        if len(found) != count or self.reads > MAX_READS:
+        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data) or self.reads > MAX_READS:
             raise ValueError(f"the file is cut off, or damaged before byte {offset}")
-        return found
+        return super()._get(offset, dtype, count, **order)
 
 
 @np.errstate(all="ignore")  # weights may be infinite

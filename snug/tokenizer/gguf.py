@@ -83,9 +83,9 @@ def sentencepiece(c: dict) -> Tokenizer:
     Merges are all pairs of tokens that make a token, the best score first. With the tokens a, b, c, ab (-1), bc (-2),
     abc (-3): (a, b), (b, c), (a, bc), (ab, c).
     """
-    tokens, types, merges = c["tokens"], c["token_type"], []
+    tokens, merges = c["tokens"], []
     vocab = {token: i for i, token in enumerate(tokens)}
-    for token, score, kind in zip(tokens, c["scores"], types, strict=True):
+    for token, score, kind in zip(tokens, c["scores"], c["token_type"], strict=True):
         if kind == NORMAL and len(token) <= LONGEST:
             halves = [(token[:i], token[i:]) for i in range(1, len(token))]
             pairs = [(vocab[a], vocab[b]) for a, b in halves if a in vocab and b in vocab]
@@ -95,7 +95,7 @@ def sentencepiece(c: dict) -> Tokenizer:
         models.BPE(
             vocab,
             [(tokens[a], tokens[b]) for _, a, b in merges],
-            unk_token=tokens[types.index(UNKNOWN)],
+            unk_token=tokens[c["unknown_token_id"]] if "unknown_token_id" in c else None,
             fuse_unk=True,
             byte_fallback=True,
         )
