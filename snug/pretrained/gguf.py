@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import gguf
 import numpy as np
+from gguf import GGUFValueType as Kind
 
 from snug.options import SnugError
 from snug.options.typed import Fields
@@ -50,7 +51,7 @@ PIECE = 2**21  # bytes of the file that are unpacked at a time
 
 
 class Stream:
-    """What a file has, one after the other. Raises ValueError behind its end."""
+    """What a file has, one after the other. Raises ValueError behind its end, and for an unknown type."""
 
     def __init__(self, file):
         self.data, self.at = memoryview(np.memmap(file, mode="r")), 0
@@ -67,21 +68,18 @@ class Stream:
         return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), dtype).tolist()
 
     def text(self):
-        return str(self.take(*self.numbers(np.uint64)), "utf-8")
-
-    def kind(self):
-        return gguf.GGUFValueType(*self.numbers(np.uint32))
-
-    def values(self, kind, count):
-        if kind == gguf.GGUFValueType.STRING:
-            return [self.text() for _ in range(count)]
-        return self.numbers(gguf.GGUFReader.gguf_scalar_to_np[kind], count)
+        return str(self.take(*self.numbers("u8")), "utf-8")
 
     def value(self):
-        kind = self.kind()
-        if kind == gguf.GGUFValueType.ARRAY:
-            return self.values(self.kind(), *self.numbers(np.uint64))
+        kind = Kind(*self.numbers("u4"))
+        if kind == Kind.ARRAY:
+            return self.values(Kind(*self.numbers("u4")), *self.numbers("u8"))
         return self.values(kind, 1)[0]
+
+    def values(self, kind, count):
+        if kind == Kind.STRING:
+            return [self.text() for _ in range(count)]
+        return self.numbers(gguf.GGUFReader.gguf_scalar_to_np[kind], count)
 
 
 class Tensor(NamedTuple):
@@ -94,8 +92,8 @@ class Tensor(NamedTuple):
 
 
 @np.errstate(all="ignore")  # weights may be infinite
-def convert(file: str, folder: Path, dtype: str):
-    """Write config.json, model.safetensors and a tokenizer. Raises SnugError, or what the library does."""
+def convert(file, folder: Path, dtype: str):
+    """Write config.json, model.safetensors and a tokenizer. Raises SnugError, or what a library does."""
     metadata, tensors = read(file)
     config = config_of(file, metadata, tensors)
     family, shape = config["model_type"], shape_of(Fields(config, "its metadata"))
@@ -116,26 +114,26 @@ def convert(file: str, folder: Path, dtype: str):
 def read(file):
     """-> (the metadata, {name: Tensor})."""
     stream, metadata, heads, tensors = Stream(file), {}, [], {}
-    magic, version = stream.numbers(np.uint32, 2)
+    magic, version = stream.numbers("u4", 2)
     if magic != gguf.GGUF_MAGIC or version not in (2, 3):
         raise SnugError("it is no little-endian GGUF file of version 2 or 3")
-    num_tensors, num_keys = stream.numbers(np.uint64, 2)
+    num_tensors, num_keys = stream.numbers("u8", 2)
     for _ in range(num_keys):
         name = stream.text()
         metadata[name] = stream.value()
     for _ in range(num_tensors):
-        name, shape = stream.text(), stream.numbers(np.uint64, *stream.numbers(np.uint32))
-        kind = gguf.GGMLQuantizationType(*stream.numbers(np.uint32))
-        heads.append((*stream.numbers(np.uint64), name, shape[::-1], kind))
+        name, shape = stream.text(), stream.numbers("u8", *stream.numbers("u4"))
+        kind = gguf.GGMLQuantizationType(*stream.numbers("u4"))
+        heads.append((*stream.numbers("u8"), name, shape[::-1], kind))
     stream.at += -stream.at % metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     first = stream.at
     for offset, name, shape, kind in sorted(heads):
-        stored = gguf.quant_shape_to_byte_shape(shape, kind)
         if first + offset < stream.at:
             raise SnugError(f"{name} overlaps another tensor")
         stream.at = first + offset
+        stored = gguf.quant_shape_to_byte_shape(shape, kind)
+        tensors[name] = Tensor(kind, shape, stored, stream.at)
         stream.take(math.prod(stored))
-        tensors[name] = Tensor(kind, shape, stored, first + offset)
     return metadata, tensors
 
 

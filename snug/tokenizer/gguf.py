@@ -21,38 +21,40 @@ TABLE = tomllib.loads(Path(__file__).with_name("gguf_pre.toml").read_text())["ru
 RULES = {name: rule for rule in TABLE for name in rule["names"]}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = range(1, 5)  # token_type
 LONGEST = 256  # characters of a token that merges make; sentencepiece makes at most 16
-NAMES = dict(bos_token="bos", eos_token="eos", unk_token="unknown", pad_token="padding")
+NAMES = dict(  # tokenizer_config.json's and the file's
+    bos_token="bos_token_id",
+    eos_token="eos_token_id",
+    unk_token="unknown_token_id",
+    pad_token="padding_token_id",
+)
 
 
 def save_tokenizer(metadata: dict, folder: Path):
     """Write the files. Raises SnugError for what is not supported, and any error for lists that do not fit."""
     c = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    kind, cut = c["model"], c.get("pre")
-    if kind == "llama":
+    model, cut = c["model"], c.get("pre")
+    if model == "llama":
         backend = sentencepiece(c)
-    elif kind == "gpt2" and cut in RULES:
+    elif model == "gpt2" and cut in RULES:
         backend = byte_level(c, RULES[cut])
     else:
         raise SnugError(
-            f"tokenizer.ggml.model={kind!r:.40} with tokenizer.ggml.pre={cut!r:.40} is not supported"
+            f"tokenizer.ggml.model={model!r:.40} with tokenizer.ggml.pre={cut!r:.40} is not supported"
         )
-    ids = {name: c.get(f"{key}_token_id") for name, key in NAMES.items()}
-    names = {name: c["tokens"][i] for name, i in ids.items() if i is not None}
+    names = {name: c["tokens"][c[key]] for name, key in NAMES.items() if key in c}
     backend.add_tokens(
         [
             AddedToken(token, special=kind != USER_DEFINED, normalized=False)
             for token, kind in zip(c["tokens"], c["token_type"], strict=True)
-            if UNKNOWN <= kind <= USER_DEFINED or token in names.values()
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED) or token in names.values()
         ]
     )
-    has_bos = kind == "llama" or backend.model.ignore_merges
-    if c.get("add_bos_token", has_bos) and "bos_token" in names:
-        bos = names["bos_token"]
-        backend.post_processor = processors.TemplateProcessing(
-            [bos, "$A"], special_tokens=[(bos, ids["bos_token"])]
-        )
+    bos = names.get("bos_token")
+    if bos and c.get("add_bos_token", model == "llama" or backend.model.ignore_merges):
+        special = [(bos, c["bos_token_id"])]
+        backend.post_processor = processors.TemplateProcessing([bos, "$A"], special_tokens=special)
     config = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
-    stops = {c[key]: 0 for key in ("eos_token_id", "eot_token_id") if key in c}
+    stops = dict.fromkeys(c[key] for key in ("eos_token_id", "eot_token_id") if key in c)
     files = {
         "tokenizer.json": backend.to_str(),
         "tokenizer_config.json": json.dumps(config | names, indent=1),
@@ -83,23 +85,15 @@ def sentencepiece(c: dict) -> Tokenizer:
     Merges are all pairs of tokens that make a token, the best score first. With the tokens a, b, c, ab (-1), bc (-2),
     abc (-3): (a, b), (b, c), (a, bc), (ab, c).
     """
-    tokens, merges = c["tokens"], []
-    vocab = {token: i for i, token in enumerate(tokens)}
-    for token, score, kind in zip(tokens, c["scores"], c["token_type"], strict=True):
+    vocab, merges = {token: i for i, token in enumerate(c["tokens"])}, []
+    for token, score, kind in zip(c["tokens"], c["scores"], c["token_type"], strict=True):
         if kind == NORMAL and len(token) <= LONGEST:
             halves = [(token[:i], token[i:]) for i in range(1, len(token))]
-            pairs = [(vocab[a], vocab[b]) for a, b in halves if a in vocab and b in vocab]
-            merges += [(-score, *pair) for pair in sorted(pairs)]
+            merges += [(-score, pair) for pair in halves if vocab.keys() >= {*pair}]
     merges.sort(key=lambda merge: merge[0])
-    backend = Tokenizer(
-        models.BPE(
-            vocab,
-            [(tokens[a], tokens[b]) for _, a, b in merges],
-            unk_token=tokens[c["unknown_token_id"]] if "unknown_token_id" in c else None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    unknown = c["tokens"][c["unknown_token_id"]] if "unknown_token_id" in c else None
+    parts = dict(unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = Tokenizer(models.BPE(vocab, [pair for _, pair in merges], **parts))
     spaces = [normalizers.Replace(" ", "▁")]
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if c.get("add_space_prefix", True):
