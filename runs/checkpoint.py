@@ -76,6 +76,8 @@ def newest(folder: str | Path, tensors: Collection[str] = WEIGHTS):
             hint = f"; python {script} {config} makes out/{folder.name}"
         elif folder.name == "smollm2-135m-instruct":
             hint = f"; make models/{folder.name} makes it"
+        elif folder.suffix == ".gguf":
+            hint = f"; python -m runs.from_gguf {folder} --to=models/{folder.stem} makes it"
         advice = "; a model is a Hugging Face folder, or owner/name on the hub"
         raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
     paths = checkpoints(folder)

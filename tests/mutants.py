@@ -180,13 +180,6 @@ MUTANTS = [
     ("evaluate.py gives other functions the run's weights", "runs/evaluation.py", ' or "reward_funcs" in given', "", "test_scoring.py"),
     # runs/export.py
     ("PEFT: adapters on adapters", "runs/export.py", ' or base.state["weights"][1]', "", "test_adapters.py"),
-    # runs/from_gguf.py
-    ("gguf: tensors that nobody reads pass", "runs/from_gguf.py", "if numbers_in(tensors) != numbers_in(wanted):", "if False:", "test_from_gguf.py"),
-    ("gguf: missing tensors stay random", "runs/from_gguf.py", 'if info["missing_keys"]:', "if False:", "test_from_gguf.py"),
-    ("gguf: digits are cut as GPT-2 does", "runs/from_gguf.py", 'if cut == "smollm":', "if False:", "test_from_gguf.py"),
-    ("gguf: Qwen's text is not normalized", "runs/from_gguf.py", 'elif cut == "qwen2":', "elif False:", "test_from_gguf.py"),
-    ("gguf: Llama 3's words are merged", "runs/from_gguf.py", "elif cut in WHOLE_WORDS:", "elif False:", "test_from_gguf.py"),
-    ("gguf: any rule of cutting text passes", "runs/from_gguf.py", '"gpt-2", "smollm")', '"gpt-2", "smollm", cut)', "test_from_gguf.py"),
     # runs/hints.py
     ("of two hints for a figure the second counts", "runs/hints.py", "lines.setdefault(figure, ", "lines.__setitem__(figure, ", "test_hints.py"),
     # runs/loading.py
@@ -437,6 +430,16 @@ MUTANTS = [
     ("PEFT: adapters that began as a normal distribution", "snug/pretrained/adapters.py", 'True, False, "gaussian")', "True)", "test_adapters.py"),
     # snug/pretrained/bitsandbytes.py
     ("NF4: other block sizes are read", "snug/pretrained/bitsandbytes.py", '{".absmax": ((n // BLOCK,), "U8")}', '{".absmax": (None, "U8")}', "test_nf4.py"),
+    # snug/pretrained/gguf.py
+    ("gguf: two tensors in one place", "snug/pretrained/gguf.py", "if first + offset < stream.at:", "if False:", "test_from_gguf.py"),
+    ("gguf: any divisors of frequencies are Llama 3's", "snug/pretrained/gguf.py", "if not np.allclose(", "if False and not np.allclose(", "test_from_gguf.py"),
+    ("gguf: queries stay sorted for neighbours", "snug/pretrained/gguf.py", "if head_size and entry", "if False and entry", "test_from_gguf.py"),
+    ("gguf: the last rows are missing", "snug/pretrained/gguf.py", "range(0, len(stored), rows)", "range(0, len(stored) - rows, rows)", "test_from_gguf.py"),
+    ("gguf: tensors that nobody reads pass", "snug/pretrained/gguf.py", "sorted(places.keys() ^ tensors.keys())", "sorted(places.keys() - tensors.keys())", "test_from_gguf.py"),
+    ("gguf: positions are not scaled", "snug/pretrained/gguf.py", 'if values.get("rope.scaling.type") == "linear":', "if False:", "test_from_gguf.py"),
+    ("gguf: a sliding window is ignored", "snug/pretrained/gguf.py", 'fields.want("attention.sliding_window", 0)', "pass", "test_from_gguf.py"),
+    ("gguf: a head of its own is the embedding", "snug/pretrained/gguf.py", '"output.weight" not in tensors', "True", "test_from_gguf.py"),
+    ("gguf: infinite weights warn", "snug/pretrained/gguf.py", '@np.errstate(all="ignore")', "@np.errstate()", "test_from_gguf.py"),
     # snug/pretrained/hub.py
     ("hub: weights of another commit than the configuration", "snug/pretrained/hub.py", "revision=folder.name", "revision=found[3]", "test_hub.py"),
     # snug/pretrained/shapes.py
@@ -496,6 +499,14 @@ MUTANTS = [
     ("a message's content writes special tokens", "snug/tokenizer/chat.py", "self.spellings.sub(lambda found: BREAK.join(found[0]), well_formed(value))", "well_formed(value)", "test_tokenizer.py"),
     ("template variables are not set", "snug/tokenizer/chat.py", "self.source = defaults + self.source", "pass", "test_tokenizer.py"),
     ("template variables set again and again", "snug/tokenizer/chat.py", "if not self.source.startswith(defaults):", "if True:", "test_tokenizer.py"),
+    # snug/tokenizer/gguf.py
+    ("gguf: Qwen's text is not normalized", "snug/tokenizer/gguf.py", 'if "nfc" in rule:', "if False:", "test_from_gguf.py"),
+    ("gguf: Llama 3's words are merged", "snug/tokenizer/gguf.py", 'rule.get("whole_words", False)', "False", "test_from_gguf.py"),
+    ("gguf: merges in the vocabulary's order", "snug/tokenizer/gguf.py", "merges.sort(key=lambda merge: merge[0])", "pass", "test_from_gguf.py"),
+    ("gguf: every added token is special", "snug/tokenizer/gguf.py", "special=kind != USER_DEFINED", "special=True", "test_from_gguf.py"),
+    ("gguf: no space before a text", "snug/tokenizer/gguf.py", 'c.get("add_space_prefix", True)', "False", "test_from_gguf.py"),
+    ("gguf: <bos> whatever the file says", "snug/tokenizer/gguf.py", 'c.get("add_bos_token", ', 'c.get("", ', "test_from_gguf.py"),
+    ("gguf: one stop token", "snug/tokenizer/gguf.py", '("eos_token_id", "eot_token_id")', '("eos_token_id",)', "test_from_gguf.py"),
     # training/dry_run.py
     ("NF4: a plan with double quantization always", "training/dry_run.py", "double=stored is not False", "double=True", "test_nf4.py"),
     ("episodes: a plan without replies", "training/dry_run.py", "ask=self.prepared.toolbox", "ask=None", "test_agents.py"),

@@ -101,6 +101,7 @@ MISSING = {  # what is missing -> how the line ends
     "--init_from=out/sft_small": "; python train_sft.py config/sft_small.py makes out/sft_small",
     "config/distill_small.py": "; python grpo.py config/grpo_small.py makes out/grpo_small",  # its teacher
     "config/grpo_real.py": f"{SMALL}: there is no such run or model; make {SMALL} makes it",
+    "--init_from=models/b.gguf": "; python -m runs.from_gguf models/b.gguf --to=models/b makes it",
     "config/grpo_gym.py": "need a model with a chat template: name one, such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
     "config/grpo_gsm8k.py": "; README.md and config/grpo_gsm8k.py have the curl command",
     "--task=gsm8k": "; README.md and config/grpo_gsm8k.py have the curl command",

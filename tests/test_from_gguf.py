@@ -5,6 +5,7 @@ the library gguf for every quantized type, and of transformers. Damaged files ar
 import copy
 import itertools
 import json
+import math
 import random
 import shutil
 import struct
@@ -14,7 +15,6 @@ import unicodedata
 from functools import partial
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import regex
@@ -30,7 +30,9 @@ from snug.options import SnugError, read_settings
 from snug.tokenizer import get_tokenizer
 from snug.tokenizer.gguf import TABLE
 
+gguf = pytest.importorskip("gguf", reason="pip install -r requirements-gguf.txt")
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
+read = pytest.importorskip("snug.pretrained.gguf").read
 pytest.importorskip("accelerate", reason="pip install -r requirements-dev.txt")
 gguf_tokenizers = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
 
@@ -206,6 +208,7 @@ def test_weights_and_ids_are_those_that_went_in(architecture, tmp_path, capsys):
 KINDS = [F32, gguf.GGMLQuantizationType.F16, *gguf.quants._type_traits]
 
 
+@pytest.mark.filterwarnings("ignore:.*value encountered:RuntimeWarning")  # random scales
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_type_is_unpacked_as_the_library_does(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("snug.pretrained.gguf.PIECE", 3000)  # pieces of a few rows
@@ -225,6 +228,20 @@ def test_every_type_is_unpacked_as_the_library_does(kind, tmp_path, monkeypatch)
             torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
             types.add(tensor.tensor_type)
         assert {kind, F32} == types and {str(value.dtype) for value in ours.values()} == {f"torch.{dtype}"}
+
+
+def test_what_is_read_is_what_the_librarys_reader_reads(tmp_path):
+    write(
+        tmp_path / "a.gguf",
+        kind=gguf.GGMLQuantizationType.Q8_0,
+        **{"general.x": [1.5, -2.0], "general.y": [True], "general.z": -3},
+    )
+    metadata, tensors = read(tmp_path / "a.gguf")
+    theirs = gguf.GGUFReader(tmp_path / "a.gguf")
+    fields = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert metadata == fields and list(map(type, metadata.values())) == list(map(type, fields.values()))
+    found = {t.name: (t.tensor_type, t.shape.tolist()[::-1], t.data_offset, t.n_bytes) for t in theirs.tensors}
+    assert found == {name: (t.kind, t.shape, t.start, math.prod(t.stored)) for name, t in tensors.items()}
 
 
 def test_bfloat16_and_several_stop_tokens(tmp_path):
@@ -351,9 +368,16 @@ def test_texts_are_cut_by_the_rule(cut, tmp_path):
             assert ours.encode(text) == ids_of(theirs, text, False), text
 
 
+@pytest.mark.parametrize("says", [True, False])
+def test_the_file_says_whether_texts_begin_with_bos(says, tmp_path):
+    flags = {"tokenizer.ggml.add_bos_token": says, "tokenizer.ggml.bos_token_id": 1}
+    converted(tmp_path, family=llama3_like, cut="llama-bpe" if not says else "qwen2", **flags)
+    assert get_tokenizer(str(tmp_path / "out")).bos == [1] * says
+
+
 def sentencepiece_ids(text, names, scores):
     """The neighbours whose union has the best score are merged first, the leftmost of several; then bytes. As Google wrote it."""
-    pieces, ids = list("▁" + text.replace(" ", "▁")), {name: i for i, name in enumerate(names)}
+    pieces, ids = list(text.replace(" ", "▁")), {name: i for i, name in enumerate(names)}
     while pairs := [(-scores[ids[a + b]], i) for i, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in ids]:
         i = min(pairs)[1]
         pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
@@ -363,22 +387,22 @@ def sentencepiece_ids(text, names, scores):
     return found
 
 
-def test_sentencepiece(tmp_path):
-    _, spec = converted(tmp_path, family=llama2_like)
+@pytest.mark.parametrize("space", [True, False])
+def test_sentencepiece(space, tmp_path):
+    """As by the loop above, and with a space before the text as by transformers."""
+    _, spec = converted(tmp_path, family=llama2_like, **{"tokenizer.ggml.add_space_prefix": space})
     ours, names = get_tokenizer(str(tmp_path / "out")), names_of(spec)
-    fields = gguf.GGUFReader(tmp_path / "a.gguf").fields
-    scores = fields["tokenizer.ggml.scores"].contents()
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="a.gguf")
+    metadata, _ = read(tmp_path / "a.gguf")
+    scores, kinds = metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="a.gguf").backend_tokenizer
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (ours.bos, ours.stop_tokens, again("a").input_ids[:2]) == ([1], (2,), [1, *ours.encode("a")[:1]])
-    spelled = [
-        name for name, kind in zip(names, fields["tokenizer.ggml.token_type"].contents(), strict=True) if kind != 1
-    ]
+    assert (ours.bos, ours.stop_tokens, again("a").input_ids) == ([1], (2,), [1, *ours.encode("a")])
+    spelled = ["▁", *(name for name, kind in zip(names, kinds, strict=True) if kind != 1)]
     for text in texts(500):
-        if text and not any(name in text for name in spelled) and "▁" not in text:
-            assert ours.encode(text) == sentencepiece_ids(text, names, scores), text
-            if text[0] != " ":  # where it adds no space before a space, as sentencepiece does
-                assert ours.encode(text) == ids_of(theirs.backend_tokenizer, text, False)
+        if text and not any(name in text for name in spelled):
+            assert ours.encode(text) == sentencepiece_ids(" " * space + text, names, scores), text
+            if space and text[0] != " ":  # transformers adds none before another one, but sentencepiece does
+                assert ours.encode(text) == ids_of(theirs, text, False)
             assert ours.decode(ours.encode(text)) == text
 
 

@@ -101,13 +101,12 @@ def convert(file, folder: Path, dtype: str):
     write_json(folder / "config.json", config | dict(torch_dtype=dtype))
     save_tokenizer(metadata, folder)
     kind = gguf.GGMLQuantizationType[TYPES[dtype]]
+    head_size = shape["head_size"] if family == "llama" else 0
     with open(folder / "model.safetensors", "wb") as out:
         write_header(out, places, tensors, kind)
         look_at_weights(folder)
         for name, entry in places.items():
-            turned = family == "llama" and entry.name.endswith(("q_proj.weight", "k_proj.weight"))
-            head_size = shape["head_size"] if turned else 0
-            for piece in pieces(file, tensors[name], entry.transposed, head_size):
+            for piece in pieces(file, tensors[name], entry, head_size):
                 out.write(gguf.quantize(piece, kind).data)
 
 
@@ -151,9 +150,9 @@ def config_of(file, metadata, tensors) -> dict:
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if values.get("rope.scaling.type") == "linear":
         config["rope_scaling"] = dict(rope_type="linear", factor=values["rope.scaling.factor"])
-    if divisors := tensors.pop("rope_freqs.weight", None):
-        [[values]] = pieces(file, divisors)
-        config["rope_scaling"] = llama3_rule(values, config["rope_theta"])
+    if scaled := tensors.pop("rope_freqs.weight", None):
+        divisors = np.memmap(file, np.float32, "r", scaled.start, tuple(scaled.shape))
+        config["rope_scaling"] = llama3_rule(divisors, config["rope_theta"])
     return config
 
 
@@ -198,19 +197,17 @@ def write_header(out, places, tensors, kind):
     out.flush()
 
 
-def pieces(file, tensor, transposed=False, head_size=0):
+def pieces(file, tensor, entry, head_size):
     """Yields the rows of a matrix, or a vector, in float32, a few at a time.
 
-    head_size: not 0 for queries and keys that llama.cpp rotates by neighbours, where Hugging Face rotates halves. The
-    rows 0, 2, 4, 1, 3, 5 of a head of size 6 are those of the folder.
+    head_size: not 0 if llama.cpp rotates neighbours of queries and keys, where Hugging Face rotates halves. The rows 0,
+    2, 4, 1, 3, 5 of a head of size 6 are those of the folder.
     """
-    # Not from the map, whose pages would stay in memory.
-    stored = np.fromfile(file, np.uint8, math.prod(tensor.stored), offset=tensor.start)
-    stored = stored.reshape(-1, tensor.stored[-1])
-    if head_size:
+    stored = np.memmap(file, np.uint8, "r", tensor.start, tensor.stored).reshape(-1, tensor.stored[-1])
+    if head_size and entry.name.endswith(("q_proj.weight", "k_proj.weight")):
         order = np.arange(len(stored)).reshape(-1, head_size // 2, 2).swapaxes(1, 2)
         stored = stored[order.ravel()]
-    rows = len(stored) if transposed else max(1, PIECE // stored.shape[1])
+    rows = len(stored) if entry.transposed else max(1, PIECE // stored.shape[1])
     for start in range(0, len(stored), rows):
         values = gguf.dequantize(stored[start : start + rows], tensor.kind)
-        yield np.ascontiguousarray(values.T if transposed else values)
+        yield np.ascontiguousarray(values.T if entry.transposed else values)
