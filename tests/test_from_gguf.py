@@ -234,6 +234,7 @@ def test_what_is_read_is_what_the_librarys_reader_reads(tmp_path):
     write(
         tmp_path / "a.gguf",
         kind=gguf.GGMLQuantizationType.Q8_0,
+        options=dict(intermediate_size=64),
         **{"general.x": [1.5, -2.0], "general.y": [True], "general.z": -3},
     )
     metadata, tensors = read(tmp_path / "a.gguf")
