@@ -12,6 +12,7 @@ from pathlib import Path
 
 from settings import FromGGUFSettings
 from snug.options import SnugError, friendly_errors, in_one_line, read_settings
+from snug.options.progress import speak
 from snug.pretrained.tensors import appearing
 from snug.tokenizer import get_tokenizer
 
@@ -33,5 +34,6 @@ def main(settings: FromGGUFSettings, file: str):
 
 if __name__ == "__main__":
     with friendly_errors():
+        speak()
         settings, _, file = read_settings(FromGGUFSettings, sys.argv[1:], positional="file")
         main(settings, file)

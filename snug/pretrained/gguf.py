@@ -20,6 +20,7 @@ import numpy as np
 from gguf import GGUFValueType as Kind
 
 from snug.options import SnugError
+from snug.options.progress import counted
 from snug.options.typed import Fields
 from snug.pretrained.shapes import ARCHITECTURES, LLAMA3_ROPE, shape_of
 from snug.pretrained.tensors import entries, look_at_weights, write_json
@@ -105,7 +106,7 @@ def convert(file, folder: Path, dtype: str):
     with open(folder / "model.safetensors", "wb") as out:
         write_header(out, places, tensors, kind)
         look_at_weights(folder)
-        for name, entry in places.items():
+        for name, entry in counted(places.items(), "tensors", "converting"):
             for piece in pieces(file, tensors[name], entry, head_size):
                 out.write(gguf.quantize(piece, kind).data)
 
