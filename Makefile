@@ -41,7 +41,7 @@ tools: models/smollm2-135m-instruct
 
 # A model of 0.5B parameters from the hub, or CODER=FOLDER: held-out functions and HumanEval, before and after GRPO.
 CODER = Qwen/Qwen2.5-Coder-0.5B-Instruct
-FUNCTIONS = --test_file=data/functions_test.jsonl --num_samples=4 --max_new_tokens=192 --samples_file=out/functions
+FUNCTIONS = --test_file=data/functions_test.jsonl --num_samples=2 --max_new_tokens=192 --samples_file=out/functions
 HUMANEVAL = --test_file=data/HumanEval.jsonl.gz --temperature=0 --max_new_tokens=512 --samples_file=out/humaneval
 code: data/HumanEval.jsonl.gz
 	$(BIN)/python evaluate.py $(CODER) --task=code --chat $(FUNCTIONS)_before.jsonl
