@@ -8,6 +8,6 @@
     bitsandbytes  matrices in 4 bits; for tensors alone
 
 A shape is a dict of the keywords of model.GPTConfig; a model needs only parameters with its names. Nothing here
-imports torch before tensors are read or written. Left out: the model, tokenizers, pickles, other quantizations than
-NF4, other architectures than GPT-2, Llama, Mistral, Qwen2 and Qwen3.
+imports torch before tensors are read or written. Left out: the model, pickles, folders in other quantizations than NF4,
+other architectures than GPT-2, Llama, Mistral, Qwen2 and Qwen3.
 """
