@@ -14,7 +14,7 @@ The program is executed, behind the prompt's code. programs.py says what it can 
 A demonstration is canonical_solution, or MBPP's code. samples.jsonl says of each completion whether its program
 parsed and ran, the share of tests that passed, and the first error.
 
-Left out: other languages; tests that need files or the network; whether the completion stopped by itself.
+Left out: other languages; tests that need files or the network.
 Tests: tests/test_code.py.
 """
 
@@ -103,7 +103,8 @@ class Code(FileTask):
         return f"{head}\n{[completion[:MAX_PROGRAM], *blocks, *ours][-1]}"
 
     def rewards(self, prompts, completions, log_extra=None, **columns):
-        """The share of its tests that each completion passes; with code_reward=all 1.0 or 0.0."""
+        """The share of its tests that each completion passes; with code_reward=all 1.0 or 0.0. With chat 0.0 for one
+        that was cut off: a model that earned for it wrote ever more behind its program."""
         row = [columns[name] for name in ("setup", "names", "tests")]
         texts = map(text_of, completions)
         programs = map(self.program, texts, columns["head"], columns["names"])
@@ -111,7 +112,10 @@ class Code(FileTask):
         verdicts = list(POOL.map(judge, programs, *row, seconds))
         for name in verdicts[0] if log_extra else ():
             log_extra(name, [verdict[name] for verdict in verdicts])
-        shares = [verdict["passed"] for verdict in verdicts]
+        # Without chat the end of the function is the end, so a base model need not stop.
+        stopped = columns.get("stopped") if self.settings.chat else None
+        pairs = zip(verdicts, stopped or [True] * len(prompts), strict=True)
+        shares = [verdict["passed"] * ended for verdict, ended in pairs]
         return shares if self.settings.code_reward == "share" else [float(s == 1) for s in shares]
 
 
