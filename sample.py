@@ -156,8 +156,8 @@ def sample_groups(
     is_over gets, begin behind the last reply. A reply that leaves no room for another token is not written: the
     completion is cut off.
 
-    max_batch: completions decoded at a time (default all), which bounds the KV cache. chunk_mb: MiB that logits may
-    take (0: the device's default). first_row: the first row's number, to continue a call. enforce_eager: no CUDA graphs.
+    max_batch: completions decoded at a time (default all), which bounds the KV cache. chunk_mb: MiB that logits take
+    (0: the device's default). first_row: the first row's number, to continue a call. enforce_eager: no CUDA graphs.
 
     Raises ValueError if a prompt is empty, SnugError if one leaves no room for max_new_tokens within block_size.
     """
