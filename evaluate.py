@@ -39,6 +39,7 @@ from sample import sample_episodes
 from snug.memory import Limits
 
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
+AT_ONCE = 64  # completions that are decoded, if a batch of the run had not more prompts
 FEW = 30  # prompts: a score of fewer is logged with its interval
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -186,8 +187,8 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     """-> (the first line of the file, the samples: for each prompt the greedy one, then num_samples)."""
     settings, longest = prepared.settings, prepared.longest()[1]
     limits = Limits(prepared, partial(print, file=sys.stderr))
-    # The run's rollouts may have had shorter completions. A Hugging Face model had none.
-    limits.max_eval_batch = min(limits.max_eval_batch, settings.batch_size)
+    # Nothing trains beside it, so it may take more than the run's rollouts, which may have been few.
+    limits.max_eval_batch = max(settings.batch_size, AT_ONCE)
 
     n, temperature, seed = options.num_samples, options.temperature, options.seed
     sample = partial(sample_held_out, model, prepared, limits, n, temperature, seed)

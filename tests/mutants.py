@@ -100,7 +100,7 @@ MUTANTS = [
     ("tools: long errors of code", "data/tools.py", "problem[:MAX_ERROR]])", "problem])", "test_tools.py"),
     ("tools: a long name hides the tools", "data/tools.py", "{name:.60}", "{name}", "test_tools.py"),
     # evaluate.py
-    ("the command decodes more prompts at a time than a batch has", "evaluate.py", "min(limits.max_eval_batch, settings.batch_size)", "limits.max_eval_batch", "test_evaluate.py"),
+    ("the command decodes as few completions at a time as a small run", "evaluate.py", "max(settings.batch_size, AT_ONCE)", "settings.batch_size", "test_evaluate.py"),
     ("evaluations: unscored completions are right", "evaluate.py", "total is not None and total >= least", "total is None or total >= least", "test_scoring.py"),
     ("evaluations: float32's 0.9 is below 0.9", "evaluate.py", " - ROUNDING * abs(least)", "", "test_scoring.py"),
     ("evaluations: 0 is as good as a small threshold", "evaluate.py", "ROUNDING * abs(least)", "ROUNDING", "test_scoring.py"),

@@ -195,7 +195,7 @@ def test_the_logprob_is_the_whole_completions_at_its_temperature():
 
 
 def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys):
-    """A rollout's completions at a time, 8 or 40, and a device on which three are too many to decode."""
+    """64 completions at a time, and a device on which five are too many to decode."""
     wanted = run_evaluation(*hex_run(run=run_settings(8)))
     calls = []
 
@@ -209,7 +209,7 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
     monkeypatch.setattr("sample.sample_groups", small_device)
     most = 5
     summary, samples = run_evaluation(*hex_run(run=run_settings(40)))
-    assert calls == [(13, 1, size) for size in (40, 20, 10, 5)] + [(6, 6, 5), (6, 6, 5), (1, 6, 5)]
+    assert calls == [(13, 1, size) for size in (64, 20, 10, 5)] + [(6, 6, 5), (6, 6, 5), (1, 6, 5)]
     for ours, theirs in zip(samples, wanted[1], strict=True):
         assert ours == theirs | {"logprob": pytest.approx(theirs["logprob"], abs=1e-4)}
     assert summary == wanted[0]
@@ -220,12 +220,11 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
         run_evaluation(*hex_run())
 
 
-def test_the_command_decodes_no_more_completions_at_a_time_than_a_batch_has_prompts(monkeypatch):
-    """The settings of a Hugging Face model are defaults, and its completions may be longer than any rollout's."""
+def test_the_command_decodes_more_completions_at_a_time_than_a_small_run(monkeypatch):
     forward, rows = GPT.forward, []
     monkeypatch.setattr(GPT, "forward", lambda model, x, *a, **k: rows.append(len(x)) or forward(model, x, *a, **k))
     run_evaluation(*hex_run(P=30, num_samples=2, run=replace(run_settings(4), group_size=16)))
-    assert max(rows) == 4
+    assert max(rows) == 60
 
 
 def test_repeated_prompts_make_no_interval_narrower():
