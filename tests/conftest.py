@@ -113,9 +113,11 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
-def no_thread_speaks(monkeypatch):
+def no_thread_speaks():
     """Of a command in this process: its thread would go on through other tests."""
-    monkeypatch.setattr(progress, "speak", lambda *console: None)
+    with pytest.MonkeyPatch.context() as patch:  # not the test's, which may undo it
+        patch.setattr(progress, "speak", lambda *console: None)
+        yield
 
 
 @pytest.fixture

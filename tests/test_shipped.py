@@ -19,7 +19,7 @@ import sys
 import pytest
 from conftest import HOME, make_chat_model
 from huggingface_hub import constants
-from test_code import HUMAN_EVAL
+from test_code import HUMAN_EVAL, MBPP
 from test_episodes import HERMES
 from test_gym import is_installed
 from test_house import source_files
@@ -181,6 +181,7 @@ def work(tmp_path_factory):
     (folder / "data/gsm8k/train.jsonl").write_text("".join(lines[:10]))
     (folder / "data/gsm8k/test.jsonl").write_text("".join(lines[10:]))
     (folder / "data/HumanEval.jsonl.gz").write_bytes(gzip.compress(json.dumps(HUMAN_EVAL).encode()))
+    (folder / "mbpp.jsonl").write_text(json.dumps(MBPP))
     rows = [f'{{"prompt": "What is {a} + 3?", "answer": {a + 3}}}\n' for a in range(60)]
     (folder / "prompts.jsonl").write_text("".join(rows))
     (folder / "my_rewards.py").write_text(block_with("README.md", "def short("))
