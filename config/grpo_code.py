@@ -12,8 +12,8 @@ data_file = "data/functions.jsonl"
 test_file = "data/functions_test.jsonl"
 chat = True
 
-max_iters = 20
-batch_size = 8
+max_iters = 12
+batch_size = 6
 group_size = 8
 max_new_tokens = 192
 max_tokens_per_micro_batch = 2048
@@ -24,4 +24,4 @@ dtype = "bfloat16"
 param_dtype = "bfloat16"
 eval_interval = 0
 eval_prompts = 0  # evaluate.py does it
-save_interval = 10
+save_interval = 6
