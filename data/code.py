@@ -64,26 +64,25 @@ class Code(FileTask):
 
     def row_of(self, value):
         """-> what a file has, and prompt; head: its code; solution; names, setup, tests: of `judge`."""
-        head = None
+        names, text = [], ""
         match value:
             case {"prompt": str(prompt), "entry_point": str(name), "test": str(test)}:
                 setup, tests = opened(test)
                 tests.insert(0, f"candidate = {name}")
+                names = [name]
             case {"text": str(text), "test_list": [str(first), *_] as tests}:
                 setup, prompt = value.get("test_setup_code", ""), f'"""\n{text}\n{first}\n"""\n'
-                head = prompt
             case {"prompt": str(prompt), "tests": [str(_), *_] as tests}:
                 setup = value.get("setup", "")
             case _:
                 own = '{"prompt": text, "tests": ["assert f(1) == 2"]}'
                 raise ValueError(f"must be a row of HumanEval, of MBPP or {own}, not {value!r:.60}")
-        if head is None:
-            head = prompt if functions(prompt) else ""
-        names = functions(head)[-1:] or called("\n".join([setup, *tests]))
+        head = prompt if functions(prompt) else ""
+        names = names or functions(head)[-1:] or called("\n".join([setup, *tests]))
         if not names or not any(map(is_test, tests)):
             raise ValueError("its tests call no function, or have no assert")
-        if head and self.settings.chat:
-            prompt = f"{INSTRUCTION}\n```python\n{head.strip()}\n```"
+        if (head or text) and self.settings.chat:
+            prompt = f"{INSTRUCTION}\n```python\n{prompt.strip()}\n```"
         row = value | dict(prompt=prompt, head=head, setup=f"{head}\n{setup}", names=names, tests=tests)
         return row | dict(solution=value.get("canonical_solution") or value.get("code", ""))
 
@@ -97,7 +96,7 @@ class Code(FileTask):
 
     def program(self, completion: str, head: str, names: list[str]) -> str:
         blocks = BLOCK.findall(completion[:MAX_PROGRAM])
-        if not blocks and not self.settings.chat:
+        if not blocks and head and not self.settings.chat:
             return head + NEXT.split(completion[:MAX_PROGRAM])[0]
         ours = [block for block in blocks if any(f"def {name}(" in block for name in names)]
         return f"{head}\n{[completion[:MAX_PROGRAM], *blocks, *ours][-1]}"
@@ -150,5 +149,6 @@ def called(code: str) -> list[str]:
     nodes = list(ast.walk(ast.parse(code)))
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     names = {function.id for function in calls if isinstance(function, ast.Name)}
-    made = {getattr(node, "name", "") for node in nodes}
+    made = {getattr(node, "name", "") for node in nodes} | {getattr(n, "asname", "") for n in nodes}
+    made |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return sorted(names - made - {*dir(builtins)})

@@ -37,7 +37,7 @@ def judge(program: str, setup: str, names: Sequence[str], tests: Sequence[str], 
     """-> {"passed": the share of the tests, "parsed", "ran": booleans, "error": the first, in one line}.
 
     program: of the model. setup: code that the tests need. names: of the program's functions that they call.
-    tests: statements; those with an assert count. Both processes have `seconds`, for all that they do.
+    tests: statements; those with an assert count, and another one that fails. The program has `seconds` in all.
     Thread-safe; a thread has its own processes.
     """
     with sandbox(Program, seconds).conversation("serve") as tell:
@@ -63,7 +63,7 @@ def said(result: Result):
     """What a process says -> (a value, error or None). It may say anything."""
     with suppress(ValueError, TypeError, RecursionError):
         value, error = json.loads(result.value)
-        return value, error and str(error)
+        return value, error and str(error)[:MAX_ERROR]
     return None, result.error or "it says no JSON"
 
 
@@ -76,19 +76,20 @@ class Program:
 
     def serve(self, program, ask):
         namespace = {"__name__": "program"}
-        answer = [False, None]
+        parsed, problem = False, None
         try:
             code = compile(program, "program", "exec")
-            answer = [True, None]
+            parsed = True
             exec(code, namespace)
         except BaseException as error:
-            answer[1] = described(error)[:MAX_ERROR]
+            problem = described(error)[:MAX_ERROR]
+        answer = json.dumps([parsed, problem])
         while True:
-            name, arguments, keywords = map(from_plain, ask(json.dumps(answer)))
+            name, arguments, keywords = map(from_plain, ask(answer))
             try:
-                answer = [to_plain(namespace[name](*arguments, **keywords)), None]
+                answer = json.dumps([to_plain(namespace[name](*arguments, **keywords)), None])
             except BaseException as error:
-                answer = [None, f"{type(error).__name__}: {error}"[:MAX_ERROR]]
+                answer = json.dumps([None, f"{type(error).__name__}: {error}"[:MAX_ERROR]])
 
 
 class Checker:
@@ -106,9 +107,10 @@ class Checker:
                 try:
                     exec(test, namespace)
                     passed += counts
-                except Exception as error:
+                except BaseException as error:
                     first = first or f"{described(error)} in {test}"[:MAX_ERROR]
                     if not counts:  # the next ones stand on it
+                        counted.append(True)
                         break
         except BaseException as error:
             first = first or described(error)[:MAX_ERROR]
@@ -125,15 +127,18 @@ def remote(name, ask):
             return from_plain(value)
         kind, _, text = problem.partition(": ")
         kind = getattr(builtins, kind, None)
-        raises = isinstance(kind, type) and issubclass(kind, Exception)
+        raises = isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration
         raise kind(text) if raises else RuntimeError(problem)
 
     return call
 
 
 def is_test(statement: str):
-    """Has it an assert that can fail?"""
-    asserts = [node for node in ast.walk(ast.parse(statement)) if isinstance(node, ast.Assert)]
+    """Has it an assert that can fail, and is executed here? A function that has one is only defined."""
+    tree = ast.parse(statement)
+    if isinstance(tree.body[0], ast.FunctionDef | ast.ClassDef):
+        return False
+    asserts = [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
     return any(not isinstance(node.test, ast.Constant) for node in asserts)
 
 

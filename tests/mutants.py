@@ -436,7 +436,7 @@ MUTANTS = [
     ("gguf: queries stay sorted for neighbours", "snug/pretrained/gguf.py", "if head_size and entry", "if False and entry", "test_from_gguf.py"),
     ("gguf: the last rows are missing", "snug/pretrained/gguf.py", "range(0, len(stored), rows)", "range(0, len(stored) - rows, rows)", "test_from_gguf.py"),
     ("gguf: tensors that nobody reads pass", "snug/pretrained/gguf.py", "sorted(places.keys() ^ tensors.keys())", "sorted(places.keys() - tensors.keys())", "test_from_gguf.py"),
-    ("gguf: positions are not scaled", "snug/pretrained/gguf.py", 'if values.get("rope.scaling.type") == "linear":', "if False:", "test_from_gguf.py"),
+    ("gguf: positions are not scaled", "snug/pretrained/gguf.py", 'if factor and values.get("rope.scaling.type", "linear") == "linear":', "if False:", "test_from_gguf.py"),
     ("gguf: a sliding window is ignored", "snug/pretrained/gguf.py", 'fields.want("attention.sliding_window", 0)', "pass", "test_from_gguf.py"),
     ("gguf: a head of its own is the embedding", "snug/pretrained/gguf.py", '"output.weight" not in tensors', "True", "test_from_gguf.py"),
     ("gguf: infinite weights warn", "snug/pretrained/gguf.py", '@np.errstate(all="ignore")', "@np.errstate()", "test_from_gguf.py"),
@@ -523,7 +523,7 @@ MUTANTS = [
     ("lora: resumed without its adapters", "training/loop.py", "    if resume and settings.lora_rank:\n        load_into", "    if False:\n        load_into", "test_lora.py"),
     ("rewards: Python's generator is not seeded", "training/loop.py", "torch.manual_seed, random.seed, np.random.seed", "torch.manual_seed, np.random.seed", "test_scoring.py"),
     ("rewards: NumPy's generator is not seeded", "training/loop.py", "torch.manual_seed, random.seed, np.random.seed", "torch.manual_seed, random.seed", "test_scoring.py"),
-    ("dtype: a GPU is planned in float32", "training/loop.py", "print(show(rehearse, with_dtype(settings, kind)))", "print(show(rehearse, settings))", "test_plan.py"),
+    ("dtype: a GPU is planned in float32", "training/loop.py", "say(show(rehearse, with_dtype(settings, kind)))", "say(show(rehearse, settings))", "test_plan.py"),
     # training/notebook.py
     ("an interrupted run says it is finished", "training/notebook.py", "FinishedRun(prepared.settings, functions, finished)", "FinishedRun(prepared.settings, functions, True)", "test_notebook.py"),
     ("prompts from Python undo other options", "training/notebook.py", 'dict(task="jsonl", test_file="") | options |', 'options | dict(task="jsonl", test_file="") |', "test_notebook.py"),

@@ -127,8 +127,10 @@ def test_without_chat_a_function_ends_before_the_next_statement(tmp_path, more):
 
 
 def test_what_tests_call_is_what_nobody_defines():
-    setup = "from math import isclose\ndef helper(x): return x\nclass Box: pass"
-    assert called(f"{setup}\nassert isclose(area(helper(1)), sum([width(Box())]))") == ["area", "width"]
+    setup = (
+        "from math import isclose as near\ndef helper(x): return x\nclass Box: pass\nsame = near\nsame(1, near(2, 3))"
+    )
+    assert called(f"{setup}\nassert near(area(helper(1)), sum([width(Box())]))") == ["area", "width"]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +141,7 @@ def test_what_tests_call_is_what_nobody_defines():
         (dict(prompt="a", tests=["assert f(1) =="]), "invalid syntax"),
         (dict(prompt="a", tests=["f(1)"]), "have no assert"),
         (dict(prompt="a", tests=["assert 1 == 1"]), "call no function"),
+        (IN_WORDS | dict(tests=["assert f(1) == 2", 5]), "expected str"),
         (HUMAN_EVAL | dict(test="def test(): pass"), "has no function check"),
         (HUMAN_EVAL | dict(test="def check("), "was never closed"),
     ],
@@ -202,6 +205,22 @@ def test_other_values_equal_nothing():
 
 def judged(program, tests=("assert f(1) == 2", "assert f(5) == 6"), seconds=5.0):
     return judge(program, "", ["f"], list(tests), seconds)
+
+
+def test_no_test_that_is_only_defined_and_no_failure_is_a_pass():
+    only_defined = ["def same(a, b):\n    assert a == b", "same(f(1), 2)"]
+    assert judged(BAD, [*only_defined, "assert f(0) == 0"])["passed"] == 0
+    assert judged(GOOD, ["assert f(1) == 2", "y = 1 / 0", "assert f(2) == 3"])["passed"] == 1 / 3
+    assert judged("def f(x): raise StopIteration", ["assert all(map(f, [1, 2]))"])["passed"] == 0
+    assert judged("def f(x): return 10**5000 if x == 1 else x + 1")["passed"] == 1 / 2
+
+
+def test_an_answer_that_json_reads_and_does_not_write():
+    """Nesting of 970 to 1,000 levels: what is read here must be sent on with a few levels more."""
+    program = "import os\ndef f(x):\n    os.write(3, {!r})\n    os.read(3, 9999)"
+    for depth in range(970, 1000, 2):
+        line = json.dumps([f"[{'[' * depth}{']' * depth}, null]", ""]) + "\n"
+        assert judged(program.format(line.encode()))["passed"] == 0
 
 
 def test_errors_arrive_under_their_names():

@@ -273,6 +273,8 @@ LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=5e3)
 SCALED = {  # how transformers writes it: how llama.cpp does
     "llama3": (LLAMA3, {"more": [("rope_freqs.weight", llama3_divisors())], "llama.rope.freq_base": 5e5}),
     "linear": (LINEAR, {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}),
+    "linear, as old files say it": (LINEAR, {"llama.rope.scale_linear": 4.0}),
+    "linear without a type": (LINEAR, {"llama.rope.scaling.factor": 4.0}),
     "none": (dict(rope_type="default", rope_theta=5e3), {"llama.rope.scaling.type": "none"}),
 }
 

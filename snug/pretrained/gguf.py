@@ -149,8 +149,9 @@ def config_of(file, metadata, tensors) -> dict:
     config["architectures"], config["model_type"] = [ARCHITECTURES[family]], family
     config["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    if values.get("rope.scaling.type") == "linear":
-        config["rope_scaling"] = dict(rope_type="linear", factor=values["rope.scaling.factor"])
+    factor = values.get("rope.scaling.factor", values.get("rope.scale_linear"))
+    if factor and values.get("rope.scaling.type", "linear") == "linear":  # as llama.cpp reads it
+        config["rope_scaling"] = dict(rope_type="linear", factor=factor)
     if scaled := tensors.pop("rope_freqs.weight", None):
         divisors = np.memmap(file, np.float32, "r", scaled.start, tuple(scaled.shape))
         config["rope_scaling"] = llama3_rule(divisors, config["rope_theta"])

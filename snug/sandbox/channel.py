@@ -27,7 +27,7 @@ class Channel:
         """Raises Lost."""
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as error:
+        except (OSError, RecursionError) as error:  # json reads deeper nesting than it writes
             raise Lost(f"the process does not listen ({error})") from None
 
     def receive(self, longest=2**62, deadline=None):
