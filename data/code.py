@@ -8,7 +8,7 @@
 
 A prompt that is the beginning of a program is that of a base model, and with chat it stands in a code block behind an
 instruction. Any other prompt stays as it is. A completion's program is the last code block that defines the function,
-or the last block, or the whole text; of a prompt without chat it ends before the next top-level statement.
+or the last block, or the whole text; without chat, behind a prompt of code, it ends at HumanEval's stop sequences.
 The program is executed, behind the prompt's code. programs.py says what it can do and see there: no tests.
 
 A demonstration is canonical_solution, or MBPP's code. samples.jsonl says of each completion whether its program
