@@ -30,7 +30,7 @@ NAMES = dict(  # tokenizer_config.json's and the file's
 
 
 def save_tokenizer(metadata: dict, folder: Path):
-    """Write the files. Raises SnugError for what is not supported, and any error for lists that do not fit."""
+    """Write the files. Raises SnugError for a kind that is not supported, and other errors for damaged lists."""
     c = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     model, cut = c["model"], c.get("pre")
     if model == "llama":
