@@ -6,9 +6,10 @@
 
     python evaluate.py Qwen/Qwen2.5-Coder-0.5B-Instruct --task=code --chat --test_file=data/HumanEval.jsonl.gz
 
-A prompt that is the beginning of a program is that of a base model, and with chat it stands in a code block behind an
-instruction. Any other prompt stays as it is. A completion's program is the last code block that defines the function,
-or the last block, or the whole text; without chat, behind a prompt of code, it ends at HumanEval's stop sequences.
+MBPP's sanitized rows have prompt for text. A prompt that is the beginning of a program is that of a base model, and
+with chat it stands in a code block behind an instruction. Any other prompt stays as it is. A completion's program is
+the last code block that defines the function, or the last block, or the whole text; without chat, behind a prompt of
+code, it ends at HumanEval's stop sequences, unless it begins with a block.
 The program is executed, behind the prompt's code. programs.py says what it can do and see there: no tests.
 
 A demonstration is canonical_solution, or MBPP's code. samples.jsonl says of each completion whether its program
@@ -23,6 +24,7 @@ import builtins
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from textwrap import dedent
 
 from data.programs import POOL, is_test, judge, missing_layers
 from data.rows import FileTask
@@ -34,7 +36,7 @@ INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown "
     "code block:"
 )
-BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 # Where the function is over: HumanEval's stop sequences (Chen et al. 2021).
 NEXT = re.compile(r"\n(?:class|def|#|if|print|@|```)")
 MAX_PROGRAM = 50_000  # characters
@@ -67,11 +69,15 @@ class Code(FileTask):
         names, text = [], ""
         match value:
             case {"prompt": str(prompt), "entry_point": str(name), "test": str(test)}:
-                setup, tests = opened(test)
-                tests.insert(0, f"candidate = {name}")
+                setup, argument, tests = opened(test)
+                tests.insert(0, f"{argument} = {name}")
                 names = [name]
-            case {"text": str(text), "test_list": [str(first), *_] as tests}:
-                setup, prompt = value.get("test_setup_code", ""), f'"""\n{text}\n{first}\n"""\n'
+            case {"text": str(text), "test_list": [str(first), *_] as tests} | {
+                "prompt": str(text),
+                "test_list": [str(first), *_] as tests,
+            }:
+                setup = value.get("test_setup_code") or "\n".join(value.get("test_imports", []))
+                prompt = f'"""\n{text}\n{first}\n"""\n'
             case {"prompt": str(prompt), "tests": [str(_), *_] as tests}:
                 setup = value.get("setup", "")
             case _:
@@ -83,7 +89,8 @@ class Code(FileTask):
             raise ValueError("its tests call no function, or have no assert")
         if (head or text) and self.settings.chat:
             prompt = f"{INSTRUCTION}\n```python\n{prompt.strip()}\n```"
-        row = value | dict(prompt=prompt, head=head, setup=f"{head}\n{setup}", names=names, tests=tests)
+        setup = f"{whole(head)}\n{setup}"
+        row = value | dict(prompt=prompt, head=head, setup=setup, names=names, tests=tests)
         return row | dict(solution=value.get("canonical_solution") or value.get("code", ""))
 
     def identity(self, row):
@@ -95,11 +102,16 @@ class Code(FileTask):
         return row["solution"]
 
     def program(self, completion: str, head: str, names: list[str]) -> str:
-        blocks = BLOCK.findall(completion[:MAX_PROGRAM])
-        if not blocks and head and not self.settings.chat:
-            return head + NEXT.split(completion[:MAX_PROGRAM])[0]
-        ours = [block for block in blocks if any(f"def {name}(" in block for name in names)]
-        return f"{head}\n{[completion[:MAX_PROGRAM], *blocks, *ours][-1]}"
+        text = completion[:MAX_PROGRAM]
+        if head and not self.settings.chat and not text.lstrip().startswith("```"):
+            return head + NEXT.split(text)[0]
+        blocks = BLOCK.findall(text)
+        ours = [
+            dedent(block)  # in a list it is indented
+            for block in blocks
+            if any(f"def {name}(" in block for name in names)
+        ]
+        return f"{whole(head)}\n{[text, *blocks, *ours][-1]}"
 
     def rewards(self, prompts, completions, log_extra=None, **columns):
         """The share of its tests that each completion passes; with code_reward=all 1.0 or 0.0. With chat 0.0 for one
@@ -130,18 +142,27 @@ def refuse_unconfined():
 def functions(prompt: str) -> list[str]:
     """Names of the functions that a prompt begins or defines; none if it is no code."""
     with suppress(SyntaxError):
-        return [node.name for node in ast.parse(prompt).body if isinstance(node, ast.FunctionDef)]
+        statements = ast.parse(whole(prompt)).body
+        return [node.name for node in statements if isinstance(node, ast.FunctionDef)]
     return []
 
 
-def opened(test: str) -> tuple[str, list[str]]:
-    """HumanEval's test -> (what stands around its function check, the statements of check)."""
+def whole(code: str) -> str:
+    """The code of a prompt with a body for its last function, if that has none."""
+    with suppress(SyntaxError):
+        ast.parse(code)
+        return code
+    return f"{code}\n    pass\n"
+
+
+def opened(test: str) -> tuple[str, str, list[str]]:
+    """HumanEval's test -> (what stands around its function check, check's argument, its statements)."""
     module = ast.parse(test)
     checks = [node for node in module.body if getattr(node, "name", "") == "check"]
     if not checks:
         raise ValueError("its test has no function check(candidate)")
     module.body.remove(checks[0])
-    return ast.unparse(module), list(map(ast.unparse, checks[0].body))
+    return ast.unparse(module), checks[0].args.args[0].arg, list(map(ast.unparse, checks[0].body))
 
 
 def called(code: str) -> list[str]:

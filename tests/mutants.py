@@ -48,7 +48,9 @@ MUTANTS = [
     # data/code.py
     ("code: the last block wins, whatever it defines", "data/code.py", "*blocks, *ours][-1]", "*blocks][-1]", "test_code.py"),
     ("code: the first block", "data/code.py", "*blocks, *ours][-1]", "*ours, *blocks][-1 - len(ours)]", "test_code.py"),
-    ("code: what follows a function is executed", "data/code.py", "NEXT.split(completion[:MAX_PROGRAM])[0]", "completion[:MAX_PROGRAM]", "test_code.py"),
+    ("code: what follows a function is executed", "data/code.py", "NEXT.split(text)[0]", "text", "test_code.py"),
+    ("code: a signature alone is text", "data/code.py", '    return f"{code}\\n    pass\\n"', "    return code", "test_code.py"),
+    ("code: a block in a list is indented", "data/code.py", "dedent(block)", "block", "test_code.py"),
     ("code: Landlock alone must be there", "data/code.py", '{"landlock", "seccomp"} <=', '{"landlock"} <=', "test_code.py"),
     ("code: a prompt's helpers are tested", "data/code.py", "functions(head)[-1:]", "functions(head)[:1]", "test_code.py"),
     # data/episodes.py

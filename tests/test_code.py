@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from hypothesis import given
@@ -106,6 +107,8 @@ GOOD, BAD = f"def f(x):\n{BODY}", "def f(x):\n    return 0\n"
         f"```\n{BAD}```\nNo:\n```py\n{GOOD}```",
         f"```python\n{GOOD}```\nFor example:\n```python\nprint(f(1))\n```",
         f"```python\n{GOOD}",  # cut off
+        f"Sure: ```python\n{GOOD}```",
+        f"1. So:\n   ```python\n{indent(GOOD, '   ')}   ```",
         f"  ```python\n{BODY}  ```",  # the body alone, behind the prompt's signature
         f"```python\n{GOOD}\nif __name__ == '__main__':\n    f()\n```",
     ],
@@ -118,12 +121,31 @@ def test_the_program_of_an_answer(tmp_path, completion):
 
 
 @pytest.mark.parametrize(
-    "more", ["", "\n\ndef g():\n  oh", "\nclass A", "\n# And", "\nprint(f(", "\nif x:", "\n@a", "\n```"]
+    "more",
+    ["", "\n\ndef g():\n  oh", "\nclass A", "\n# And", "\nprint(f(", "\nif x:", "\n@a", "\n```", "\n```\nIt adds."],
 )
 def test_without_chat_a_function_ends_before_the_next_statement(tmp_path, more):
     task = task_of(written(tmp_path, [OWN]))
     [row] = task.prompts("train", [0])
     assert rewards(task, row, [f"    y = x\n\n    # one more\n    return y + 1{more}"])[0] == [1]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_signature_alone_is_code(tmp_path, chat):
+    """Its prompt does not parse, but with a body it would."""
+    task = task_of(written(tmp_path, [dict(prompt="def f(x):\n", tests=["assert f(1) == 2"])]), chat=chat)
+    [row] = task.prompts("train", [0])
+    completions = [f"```\n{GOOD}```", f"```\n{BODY}```"] + ["  return x + 1"] * (not chat)
+    assert rewards(task, row, completions)[0] == [1] * len(completions)
+
+
+def test_sanitized_mbpp_and_any_name_for_checks_argument(tmp_path):
+    sanitized = dict(MBPP, test_imports=["import math"], test_list=["assert f(1) == math.floor(2.5)"])
+    sanitized["prompt"], sanitized["test_setup_code"] = sanitized.pop("text"), ""
+    other = dict(HUMAN_EVAL, test=HUMAN_EVAL["test"].replace("candidate", "fn"))
+    task = task_of(written(tmp_path, [sanitized, other]))
+    for row in task.prompts("train", [0, 1]):
+        assert rewards(task, row, [task.demonstration(row, None)])[0] == [1]
 
 
 def test_what_tests_call_is_what_nobody_defines():
