@@ -75,6 +75,7 @@ def test_how_far_a_phase_is_and_what_is_left():
             assert outer is not bar
         with phase("more", 5, "prompts") as prompts, phase("of them", 3, "prompts") as same:
             assert same is prompts
+        assert not [*counted(iter(()), "micro-batches", total=0)]  # what torchrun left for this process
     assert not PHASES
 
 

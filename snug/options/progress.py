@@ -52,9 +52,10 @@ def phase(name, total=0, unit="", done=0):
             PHASES.pop().close()
 
 
-def counted(things, unit, name="", total=0):
+def counted(things, unit, name="", total=None):
     """Yield the things, as a phase. total: how many, if they have no length."""
-    with phase(name, total or len(things), unit) as bar:
+    total = len(things) if total is None else total
+    with phase(name, total, unit) as bar:
         for thing in things:
             yield thing
             bar.update()
