@@ -541,6 +541,7 @@ class SFTSettings(LoopSettings):
 
     # What GRPO's options are for SFT: one completion of a prompt, in evaluations, as long as the task's longest answer;
     # an iteration is a step; there is no second model.
+    probe: ClassVar[bool] = False
     group_size: ClassVar[int] = 1
     train_batch_size: ClassVar[int] = 0
     max_prompt_length: ClassVar[int] = 0
@@ -557,8 +558,8 @@ class GRPOSettings(
     """Group relative policy optimization: the options of grpo.py."""
 
     usual = """max_iters batch_size group_size max_new_tokens temperature tools reward_funcs loss_type beta teacher
-    out_dir init_from seed device dtype resume save_interval eval_interval learning_rate lora_rank task data_file
-    max_tokens_per_micro_batch memory_budget_gb plan"""
+    out_dir init_from seed device dtype resume eval_interval learning_rate lora_rank task data_file
+    max_tokens_per_micro_batch memory_budget_gb plan probe"""
 
     out_dir: str = option("out/grpo", "the run's folder")
     max_iters: int = option(100, "number of rollouts", minimum=1)
@@ -566,6 +567,10 @@ class GRPOSettings(
     group_size: int = option(16, "completions per prompt; 1 only with a teacher alone", minimum=1)
     train_batch_size: int = option(0, "completions per optimizer step; 0: the full rollout")
     num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
+    probe: bool = option(
+        False,
+        "sample and score a few rollouts, print whether they will teach something and how long the run takes, stop",
+    )
 
     def check(self):
         super().check()

@@ -1,8 +1,8 @@
 """How many groups will teach something, from completions that were scored.
 
-A group of k completions whose rewards are equal teaches nothing. Most rewards of a prompt are its usual one; a
-completion earns another with the chance q. Then the group teaches with the chance 1 - q^k - (1 - q)^k: exact if there
-are two rewards. Of the rewards 0 0 1 0 0 0 1 0 the usual one is 0, and 2 of 8 are others: `others`.
+A group of k completions whose rewards are equal teaches nothing. If a prompt has two rewards, one with the chance q,
+its group teaches with the chance 1 - q^k - (1 - q)^k. Of the rewards 0 0 1 0 0 0 1 0 two of 8 are not the usual one:
+`others`. Three rewards or more count as two, so their groups may teach a little more than is said.
 
 The prompts' q follow a beta distribution that nobody knows. A grid has its mean and its strength a + b. The counts of
 all prompts say how likely each point is; so an interval has what they leave open, also if all rewards were equal.
@@ -18,23 +18,29 @@ import numpy as np
 MEANS = (
     np.sin(np.linspace(0, math.pi / 2, 102)[1:-1]) ** 2
 )  # Jeffreys' prior of a share: denser near 0 and 1
+SIZES = 4, 8, 16, 32  # of groups, to compare
 STRENGTHS = np.geomspace(0.05, 200, 25)
 A = (MEANS[:, None] * STRENGTHS).ravel()  # (G,) of a grid of G beta distributions
 B = ((1 - MEANS)[:, None] * STRENGTHS).ravel()
 
 
 def others(rewards: list) -> tuple[int, int]:
-    """The rewards of a prompt -> (how many are not the usual one, how many there are). None is not scored."""
+    """The rewards of a prompt -> (how many are not the usual one, at most half; how many there are).
+
+    None is not scored.
+    """
     scored = [round(reward, 6) for reward in rewards if reward is not None and reward == reward]
-    return len(scored) - max(Counter(scored).values(), default=0), len(scored)
+    usual = max(Counter(scored).values(), default=0)
+    return min(len(scored) - usual, len(scored) // 2), len(scored)
 
 
 def plausible(counts: list[tuple[int, int]]) -> np.ndarray:
     """`others` of each prompt -> the probability of each beta distribution of the grid (G,), which add up to 1."""
     likelihood = np.zeros(len(A))
     for (x, n), times in Counter(counts).items():
-        others_are_x = rising(A, x) + rising(B, n - x) - rising(A + B, n)
-        likelihood += times * others_are_x
+        # Which of the two rewards is the usual one is not known.
+        either = np.logaddexp(rising(A, x) + rising(B, n - x), rising(A, n - x) + rising(B, x))
+        likelihood += times * (either - rising(A + B, n))
     weights = np.exp(likelihood - likelihood.max())
     return weights / weights.sum()
 
@@ -65,3 +71,12 @@ def share_teaching(counts: list[tuple[int, int]], k: int, level: float = 0.95):
     low = shares[order][(below < tail).sum()]
     high = shares[order][(below < 1 - tail).sum()]
     return float(weights @ shares), float(low), float(high)
+
+
+def prospects(counts: list[tuple[int, int]]) -> str:
+    """What a run says of its first groups."""
+    shares = []
+    for k in SIZES:
+        share, low, high = share_teaching(counts, k)
+        shares.append(f"{share:.0%} of {k} completions ({low:.0%} to {high:.0%})")
+    return f"groups that teach something, estimated from these: {', '.join(shares)}"

@@ -6,12 +6,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from data.rates import others, plausible, share_teaching, teaching
+from data.rates import others, plausible, prospects, share_teaching, teaching
 
 
 def test_the_usual_reward_is_the_commonest_and_what_is_not_scored_does_not_count():
     assert others([0, 0, 1, 0, 0, 0, 1, 0]) == (2, 8)
     assert others([1, 1, 1, 0.5, None, math.nan]) == (1, 4)
+    assert others([0.1, 0.2, 0.3, 0.4, 0.5]) == (2, 5)  # at most half
     assert others([0.1 + 0.2, 0.3]) == (0, 2)  # not a difference
     assert others([None]) == (0, 0)
 
@@ -41,15 +42,15 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("k", [4, 8, 16])
-def test_the_interval_has_the_true_share(shape, k):
+@pytest.mark.parametrize("n, k", [(4, 4), (4, 16), (8, 4), (8, 8), (8, 16)])
+def test_the_interval_has_the_true_share(shape, n, k):
     """Of 40 probes of 32 prompts at least 34 intervals: 95 % of 40 are 38, less three standard deviations of 1.4."""
     rng = np.random.default_rng(0)
     rates = SHAPES[shape](rng, 100_000)
     truth, found = (1 - rates**k - (1 - rates) ** k).mean(), 0
     for _ in range(40):
-        x = rng.binomial(8, SHAPES[shape](rng, 32))
-        _, low, high = share_teaching([(min(i, 8 - i), 8) for i in x.tolist()], k)
+        x = rng.binomial(n, SHAPES[shape](rng, 32))
+        _, low, high = share_teaching([(min(i, n - i), n) for i in x.tolist()], k)
         found += low - 0.002 <= truth <= high + 0.002
     assert found >= 34
 
@@ -60,3 +61,9 @@ def test_equal_rewards_leave_something_open():
     assert low < 0.01 and 0 < share < 0.1 and 0.05 < high < 0.4
     share, low, high = share_teaching([(4, 8)] * 20, 8)
     assert low > 0.9
+
+
+def test_a_run_says_what_its_first_groups_promise():
+    share, low, high = share_teaching([(1, 4)] * 9 + [(0, 4)], 8)
+    text = prospects([(1, 4)] * 9 + [(0, 4)])
+    assert f", {share:.0%} of 8 completions ({low:.0%} to {high:.0%}), " in text

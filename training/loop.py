@@ -39,6 +39,7 @@ from snug.options.progress import phase, say
 from training import parallel
 from training.dry_run import DryRun
 from training.optimizer import make_optimizer
+from training.probe import probe
 from training.state import Training
 
 
@@ -82,10 +83,11 @@ def train(prepared, title, iterate, device, processes):
         teacher = processes.shard(load_teacher(prepared, processes.loads_on(device)), device)
         model, optimizer, start = begin(prepared, device, processes)  # last: it restores the generators
         moved, folder = None, Path(settings.out_dir)
-        if resume is None and not processes.rank:
+        quiet = settings.probe or processes.rank
+        if resume is None and not quiet:
             if (folder / "log.jsonl").exists() or checkpoints(folder):
                 moved = move_aside(folder)
-        make_log = NoLog if processes.rank else RunLog
+        make_log = NoLog if quiet else RunLog
         with make_log(settings, title, start, device=device.type, parameters=size_of(model)) as log:
             constants = {"data": prepared.task.fingerprint()}
             if settings.lora_rank:
@@ -116,6 +118,8 @@ def train(prepared, title, iterate, device, processes):
                 training.extra_prompts = resume.state["extra_prompts"]
             introduce(title, training, start, moved)
             log.to_file(meter.line("after init"))
+            if settings.probe:
+                return probe(iterate, training)
             finished = iterations(iterate, training)
             if not processes.rank:
                 for line in ending(title, settings, bool(prepared.reward_funcs), not finished):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from data.rates import others, prospects
 from evaluate import evaluate_run, is_due
 from model import GPT
 from runs.hints import hints
@@ -124,7 +125,11 @@ class Training:
         return {}
 
     def samples(self, scored, entropies) -> list[dict]:
-        """What samples.jsonl shows of an iteration."""
+        """What samples.jsonl shows of an iteration. Of the first, say what its groups promise."""
+        settings, iteration = self.settings, self.prepared.global_step
+        whole = settings.max_num_gen_batches == 1  # no groups were replaced
+        if iteration == 0 and whole and scored.by_function and settings.group_size > 1:
+            self.log.say(prospects(list(map(others, scored.rewards.tolist()))))
         return sample_records(scored, entropies, self.prepared.tokenizer, self.settings)
 
     def end_iteration(self, record: dict, samples=()):

@@ -1,0 +1,172 @@
+"""--probe: will this run learn something, and how long will it take? A minute or a few, before hours.
+
+    python grpo.py config/grpo_small.py --probe
+
+The run's own first iterations, with learning_rate 0: its weights, prompts, template, tools, rewards and limits, and
+every pass that training makes. The report goes to the console and to probe.json in out_dir; nothing else is written.
+data/rates.py estimates the share of groups that will teach something. What holds of runs/hints.toml says what to
+change, the likeliest cause first. Exit code 0: nothing holds, 3: change something.
+
+Left out: what a model learns meanwhile; dynamic sampling, which throws groups away. Tests: tests/test_probe.py.
+"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from textwrap import shorten
+
+from tqdm import tqdm
+
+from data.rates import SIZES, others, share_teaching
+from data.scores import pass_at, powers, wilson
+from evaluate import ROUNDING, pass_reward
+from runs.hints import hints
+from runs.log import finite, write_whole
+from runs.page.runs import PHASES
+from snug.memory.plan import plan
+from snug.options import in_one_line, plain
+from snug.options.progress import counted, say
+from training.dry_run import DryRun
+from training.state import Training
+
+PROMPTS = 32  # at least
+WIDTH = 90  # of an example's text, in characters
+
+
+class Probing(Training):
+    """A Training that keeps what it would log, and neither evaluates nor saves."""
+
+    def evaluate_if_due(self, done):
+        return {}
+
+    def end_iteration(self, record, samples=()):
+        seconds = time.perf_counter() - self.started
+        self.records.append(record | dict(time_s=seconds) | self.meter.stats())
+        self.completions += map(finite, samples)
+
+
+def probe(iterate, training: Training):
+    """Print and write the report. Raises SystemExit, with the exit code."""
+    prepared, first = training.prepared, training.log.start
+    settings = prepared.settings
+    prepared.settings = replace(
+        settings,
+        learning_rate=0.0,
+        max_num_gen_batches=1,
+        samples_per_iteration=settings.sequences_per_rollout,  # all
+    )
+    probing = Probing(**vars(training))
+    probing.records, probing.completions = [], []
+    number = max(2, -(-PROMPTS // settings.batch_size))
+    for iteration in counted(range(first, first + number), "iterations", "probe"):
+        iterate(iteration, probing)
+    completions = probing.completions
+    k = settings.group_size
+    groups = [completions[i : i + k] for i in range(0, len(completions), k)]
+    means = means_of(probing.records) | signs(completions, prepared)
+    report = dict(
+        rates=rates_of(groups, prepared),
+        means=means,
+        seconds=settings.max_iters * means["time_s"],
+        plan=plan(DryRun(prepared, iterate), prepared.settings).line(),
+        verdict=list(hints(means).values()),
+    )
+    if not training.processes.rank:
+        say(plain("\n".join(screen(completions, **report))))
+        file = Path(settings.out_dir) / "probe.json"
+        with in_one_line(f"{file} cannot be written"):
+            write_whole(file, json.dumps(report, indent=2) + "\n")
+    sys.exit(3 if report["verdict"] else 0)
+
+
+def means_of(records: list[dict]) -> dict[str, float]:
+    """The log's figures: means, but the most memory and the median time, because the first iteration is slow."""
+    means = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record.get(name) for record in records]
+        values = [value for value in values if isinstance(value, int | float)]
+        average = fmean
+        if name.startswith("mem_"):
+            average = max
+        elif name.startswith("time_"):
+            average = median
+        if values:
+            means[name] = average(values)
+    return means
+
+
+def rates_of(groups: list[list[dict]], prepared) -> dict[str, list[float]]:
+    """-> {name: [a share of the completions, of the groups or of the prompts, low, high]}."""
+    rates = {}
+    k = len(groups[0])
+    completions = sum(groups, [])
+    if prepared.reward_funcs:
+        least = pass_reward(prepared)
+        least = 1 if least is None else least
+        right = [sum((each["reward"] or 0) >= least - ROUNDING for each in group) for group in groups]
+        for size in powers(k):
+            rates[f"pass@{size}"] = fmean(pass_at(size, k, count) for count in right)
+        for name in completions[0]["rewards"]:
+            different = [others([each["rewards"][name] for each in group]) for group in groups]
+            varied = fmean(x > 0 for x, _ in different)
+            rates[f"groups in which {name} varies"] = varied
+    stopped = [each["stopped"] for each in completions]
+    texts = [each.get("messages", each["completion"]) for each in completions]
+    rates["cut off"] = 1 - fmean(stopped)
+    rates["no answer"] = prepared.task.answers_of(texts, stopped).count(None) / len(texts)
+    # Completions of a prompt are alike: the interval counts prompts.
+    rates = {name: [rate, *wilson(rate, len(groups))] for name, rate in rates.items()}
+    counts = [others([each["reward"] for each in group]) for group in groups]
+    for size in SIZES if prepared.reward_funcs else ():
+        rates[f"groups of {size} that teach"] = share_teaching(counts, size)
+    return rates
+
+
+def signs(completions: list[dict], prepared) -> dict[str, float]:
+    """Figures that only hints.toml reads: what a wrong template, tool, stop string or reward function leaves."""
+    settings, signs = prepared.settings, {}
+    if settings.stop_string:
+        signs["stop_string_seen"] = fmean(
+            settings.stop_string in each["completion"] for each in completions
+        )
+    if prepared.tokenizer.chat and "question" not in completions[0]:
+        signs["unused_chat_template"] = 1.0
+    turns = [turn for each in completions for turn in each.get("messages", ())]
+    calls = sum(len(turn.get("tool_calls", ())) for turn in turns)
+    if calls:
+        failed = sum(each["tool_errors"] for each in completions)
+        signs["failed_calls"] = failed / calls
+    answers = [str(each["columns"].get(settings.answer_column, "")) for each in completions]
+    if all(answers):
+        found = [
+            answer in each["completion"] and not each["reward"]
+            for answer, each in zip(answers, completions, strict=True)
+        ]
+        signs["answer_unrewarded"] = fmean(found)
+    return signs
+
+
+def screen(completions, rates, means, seconds, plan, verdict) -> list[str]:
+    """The report -> lines."""
+    lines = [f"{len(completions)} completions, none of them learned from; 95 % intervals"]
+    width = max(map(len, rates))
+    for name, (rate, low, high) in rates.items():
+        lines.append(f"  {name:<{width}}   {rate:.3f}   {low:.3f} to {high:.3f}")
+    spent = [f"{name} {means[f'time_{name}_s']:.2f}" for name in PHASES if f"time_{name}_s" in means]
+    lines += [
+        f"  an iteration takes {means['time_s']:.2f} s ({', '.join(spent)}); all of them "
+        f"{tqdm.format_interval(seconds)}, without evaluations",
+        f"  memory {means['mem_max_alloc_mb']:,.0f} MiB; planned for the longest: {plan}",
+    ]
+    scored = [each for each in completions if each["reward"] is not None]
+    for which in (max, min) if scored else ():
+        each = which(scored, key=lambda each: each["reward"])
+        text = " ".join(each["completion"].split())
+        lines.append(f"  reward {each['reward']:.3g}: {shorten(text, WIDTH, placeholder=' …')}")
+    if not verdict:
+        return [*lines, "go"]
+    lines.append("no go; the first line is the likeliest cause:")
+    return lines + [f"  {line}" for line in verdict]
