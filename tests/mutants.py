@@ -77,6 +77,11 @@ MUTANTS = [
     ("code: a tuple arrives as a list", "data/programs.py", '"tuple": tuple', '"tuple": list', "test_code.py"),
     ("code: any reply is JSON", "data/programs.py", "with suppress(ValueError, TypeError, RecursionError):", "with suppress(RecursionError):", "test_code.py"),
     ("code: what a program raised is lost", "data/programs.py", "raise kind(text) if raises else RuntimeError(problem)", "raise RuntimeError(problem)", "test_code.py"),
+    # data/rates.py
+    ("rates: the first reward is the usual one", "data/rates.py", "max(Counter(scored).values(), default=0)", "next(iter(Counter(scored).values()), 0)", "test_rates.py"),
+    ("rates: the usual reward is known", "data/rates.py", "np.logaddexp(rising(A, x) + rising(B, n - x), rising(A, n - x) + rising(B, x))", "rising(A, x) + rising(B, n - x)", "test_rates.py"),
+    ("rates: all others teach", "data/rates.py", "    return 1 - all_others - none", "    return 1 - none", "test_rates.py"),
+    ("rates: an interval of half the level", "data/rates.py", "(below < tail)", "(below < 0.25)", "test_rates.py"),
     # data/reasoning_gym.py
     ("gym: any score is right", "data/reasoning_gym.py", "score >= RIGHT", "score > 0", "test_gym.py"),
     # data/rewards.py
@@ -543,6 +548,14 @@ MUTANTS = [
     ("processes: FSDP's mean of gradients", "training/parallel.py", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)", "test_parallel.py"),
     ("processes: maxima are added up", "training/parallel.py", 'max(values) if name.endswith("_max") else sum(values)', "sum(values)", "test_parallel.py"),
     ("processes: FSDP's norm of a shard alone", "training/parallel.py", "dist.all_reduce(squares)", "pass", "test_parallel.py"),
+    # training/probe.py
+    ("probe: it learns", "training/probe.py", "learning_rate=0.0,", "", "test_probe.py"),
+    ("probe: the first groups alone", "training/probe.py", "samples_per_iteration=settings.sequences_per_rollout,", "", "test_probe.py"),
+    ("probe: it evaluates first", "training/probe.py", "        return {}", "        return super().evaluate_if_due(done)", "test_probe.py"),
+    ("probe: intervals count completions", "training/probe.py", "wilson(rate, len(groups))", "wilson(rate, len(completions))", "test_probe.py"),
+    ("probe: any answer is unrewarded", "training/probe.py", ' and not each["reward"]', "", "test_probe.py"),
+    ("probe: it moves the earlier run aside", "training/loop.py", "resume is None and not quiet", "resume is None and not processes.rank", "test_probe.py"),
+    ("probe: exit code 0 with a verdict", "training/probe.py", 'sys.exit(3 if report["verdict"] else 0)', "sys.exit(0)", "test_probe.py"),
     # training/state.py
     ("an attempt's gradient is kept after out-of-memory", "training/state.py", "self.optimizer.zero_grad(set_to_none=True)  # what a failed", "pass  # what a failed", "test_oom.py"),
     ("a failed evaluation loses the step", "training/state.py", "with self.saver.keeping(done,", "with self.saver.keeping(0,", "test_log.py"),

@@ -7,6 +7,7 @@ import pytest
 from conftest import figures, make_chat_model
 
 import grpo
+from data.scores import wilson
 from data.task import text_of
 from runs.hints import hints
 from runs.log import read_log
@@ -33,7 +34,7 @@ def models(tmp_path_factory):
 
 def options_of(tmp_path, model, **changes):
     options = dict(task="jsonl", init_from=str(model), chat=True, max_new_tokens=24, block_size=128, batch_size=16)
-    options |= dict(group_size=4, max_iters=3, eval_prompts=0, out_dir=str(tmp_path / "run"), dtype="float32")
+    options |= dict(group_size=4, max_iters=3, eval_prompts=8, out_dir=str(tmp_path / "run"), dtype="float32")
     return options | changes
 
 
@@ -47,8 +48,14 @@ def probed(reward, **options):
 
 def test_the_probe_is_the_run_without_learning(tmp_path, models, capsys):
     """Its figures are those of the run's first iterations at learning_rate=0. It leaves no run, and changes none."""
-    options = options_of(tmp_path, models[True], beta=0.1)
-    code, report = probed(even, **options)
+    options, batches = options_of(tmp_path, models[True], beta=0.1), []
+
+    def noted(completions, **columns):
+        batches.append(len(completions))
+        return even(completions)
+
+    code, report = probed(noted, **options)
+    assert batches == [64, 64]  # no evaluation
     shown = capsys.readouterr().out
     assert report["verdict"] == [] and code == 0 and shown.endswith("go\n")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["probe.json"]
@@ -67,6 +74,8 @@ def test_the_probe_is_the_run_without_learning(tmp_path, models, capsys):
     grpo.train(prompts=PROMPTS, reward_funcs=[even], **options)
     again = options | dict(out_dir=str(tmp_path / "without"))
     grpo.train(prompts=PROMPTS, reward_funcs=[even], **again)
+    assert figures(tmp_path / "run") == figures(tmp_path / "without")
+    probed(even, **again)  # of a folder that has a run
     assert figures(tmp_path / "run") == figures(tmp_path / "without")
 
 
@@ -115,7 +124,9 @@ def test_rates_are_of_completions_groups_and_prompts():
         for rewards in ([0, 1, 0, 0], [0, 0, None, 0])
     ]
     groups[0][0] |= dict(stopped=False, completion="")
-    rates = {name: rate for name, (rate, _, _) in rates_of(groups, prepared).items()}
+    rates = rates_of(groups, prepared)
+    assert rates["pass@1"][1:] == list(wilson(1 / 8, 2))
+    rates = {name: rate for name, (rate, _, _) in rates.items()}
     assert rates["pass@1"] == 1 / 8 and rates["pass@2"] == 1 / 4 and rates["pass@4"] == 1 / 2
     assert rates["groups in which f varies"] == 1 / 2 and rates["cut off"] == rates["no answer"] == 1 / 8
     assert rates["groups of 4 that teach"] < rates["groups of 32 that teach"]
