@@ -555,7 +555,7 @@ MUTANTS = [
     ("probe: intervals count completions", "training/probe.py", "wilson(rate, len(groups))", "wilson(rate, len(completions))", "test_probe.py"),
     ("probe: any answer is unrewarded", "training/probe.py", ' and not each["reward"]', "", "test_probe.py"),
     ("probe: it moves the earlier run aside", "training/loop.py", "resume is None and not quiet", "resume is None and not processes.rank", "test_probe.py"),
-    ("probe: exit code 0 with a verdict", "training/probe.py", 'sys.exit(3 if report["verdict"] else 0)', "sys.exit(0)", "test_probe.py"),
+    ("probe: exit code 0 with a verdict", "training/probe.py", 'sys.exit(0 if report["go"] else 3)', "sys.exit(0)", "test_probe.py"),
     # training/state.py
     ("an attempt's gradient is kept after out-of-memory", "training/state.py", "self.optimizer.zero_grad(set_to_none=True)  # what a failed", "pass  # what a failed", "test_oom.py"),
     ("a failed evaluation loses the step", "training/state.py", "with self.saver.keeping(done,", "with self.saver.keeping(0,", "test_log.py"),

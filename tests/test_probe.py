@@ -9,7 +9,7 @@ from conftest import figures, make_chat_model
 import grpo
 from data.scores import wilson
 from data.task import text_of
-from runs.hints import hints
+from runs.hints import hints, in_vain
 from runs.log import read_log
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError, read_settings
@@ -83,7 +83,6 @@ PLANTED = [
     (always(0.0), True, {}, "frac_reward_zero_std 1: every reward is 0"),
     (always(1.0), True, {}, "frac_reward_zero_std 1: every reward is the same"),
     (even, True, dict(max_new_tokens=1), "truncated_fraction"),
-    (even, False, {}, "truncated_fraction"),
     (even, False, dict(stop_string="THE END"), "stop_string_seen 0"),
     (even, False, dict(chat=False), "unused_chat_template 1"),
     (always(0.0), True, dict(chat=False), "unused_chat_template 1"),
@@ -94,6 +93,13 @@ PLANTED = [
 def test_a_planted_failure_is_named_first(tmp_path, models, reward, brief, changes, first):
     code, report = probed(reward, **options_of(tmp_path, models[brief], **changes))
     assert code == 3 and report["verdict"][0].startswith(first)
+
+
+def test_a_run_that_may_learn_goes_although_a_hint_holds():
+    """Three of four completions are cut off, and one group in eight teaches: config/grpo_real.py, which learns."""
+    seen = dict(truncated_fraction=0.77, frac_reward_zero_std=0.875, reward_std=0.1, reward_mean=0.02)
+    assert len(hints(seen)) == 2 and not in_vain(seen)
+    assert in_vain(seen | dict(truncated_fraction=0.99))
 
 
 def completion_of(text, reward, **more):

@@ -5,7 +5,7 @@
 The run's own first iterations, with learning_rate 0: its weights, prompts, template, tools, rewards and limits, and
 every pass that training makes. The report goes to the console and to probe.json in out_dir; nothing else is written.
 data/rates.py estimates the share of groups that will teach something. What holds of runs/hints.toml says what to
-change, the likeliest cause first. Exit code 0: nothing holds, 3: change something.
+change, the likeliest cause first. Exit code 0: go; 3: no go, for one of them says that the run would be in vain.
 
 Left out: what a model learns meanwhile; dynamic sampling, which throws groups away. Tests: tests/test_probe.py.
 """
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from data.rates import SIZES, others, share_teaching
 from data.scores import pass_at, powers, wilson
 from evaluate import ROUNDING, pass_reward
-from runs.hints import hints
+from runs.hints import hints, in_vain
 from runs.log import finite, write_whole
 from runs.page.runs import PHASES
 from snug.memory.plan import plan
@@ -73,13 +73,14 @@ def probe(iterate, training: Training):
         seconds=settings.max_iters * means["time_s"],
         plan=plan(DryRun(prepared, iterate), prepared.settings).line(),
         verdict=list(hints(means).values()),
+        go=not in_vain(means),
     )
     if not training.processes.rank:
         say(plain("\n".join(screen(completions, **report))))
         file = Path(settings.out_dir) / "probe.json"
         with in_one_line(f"{file} cannot be written"):
             write_whole(file, json.dumps(report, indent=2) + "\n")
-    sys.exit(3 if report["verdict"] else 0)
+    sys.exit(0 if report["go"] else 3)
 
 
 def means_of(records: list[dict]) -> dict[str, float]:
@@ -149,7 +150,7 @@ def signs(completions: list[dict], prepared) -> dict[str, float]:
     return signs
 
 
-def screen(completions, rates, means, seconds, plan, verdict) -> list[str]:
+def screen(completions, rates, means, seconds, plan, verdict, go) -> list[str]:
     """The report -> lines."""
     lines = [f"{len(completions)} completions, none of them learned from; 95 % intervals"]
     width = max(map(len, rates))
@@ -166,7 +167,7 @@ def screen(completions, rates, means, seconds, plan, verdict) -> list[str]:
         each = which(scored, key=lambda each: each["reward"])
         text = " ".join(each["completion"].split())
         lines.append(f"  reward {each['reward']:.3g}: {shorten(text, WIDTH, placeholder=' …')}")
-    if not verdict:
-        return [*lines, "go"]
-    lines.append("no go; the first line is the likeliest cause:")
-    return lines + [f"  {line}" for line in verdict]
+    says = "go" if go else "no go"
+    if verdict:
+        says += "; the first line is the likeliest cause:" if not go else ", but see:"
+    return [*lines, says, *(f"  {line}" for line in verdict)]
